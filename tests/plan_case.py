@@ -11,7 +11,7 @@ from itercast.compose.candidates import Search
 from itercast.compose.capture_model import capture
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import StepCapture
+from itercast.microbench.opcall import StepCapture, TensorSpec
 
 CPU = Gpu(name="toy", kind="cpu", sm_count=2, peak_flops_per_s={"fp32": 1e12}, l2_bytes=1e12)
 GPU = Gpu(
@@ -24,22 +24,39 @@ GPU = Gpu(
 )
 
 
-class Flat:
-    """Every op takes 10 us, an elementwise one 1, a collective 1 us per KiB; all of it certain."""
+def tensor(storage: int, *shape: int, dtype: str = "fp32") -> TensorSpec:
+    return TensorSpec(shape=shape, dtype=dtype, storage=storage)
 
-    models: Mapping[str, Any] = dict.fromkeys(
-        ("gemm", "attention", "norm", "reduction", "embedding", "index", "optimizer", "host")
-    ) | {"elementwise": None, "collective": None}
+
+class Fixed:
+    """Everything takes 10 us, all of it certain."""
+
+    models: Mapping[str, Any] = {}
+
+    def us(self, family: str, rows: pd.DataFrame) -> Any:
+        """The time of each row, or of all."""
+        return 10.0
 
     def price(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> pd.DataFrame:
-        us = pd.Series({"elementwise": 1.0, "host": 0.0}.get(family, 10.0), index=rows.index)
-        if family == "collective":
-            us = rows["message_bytes"] / 1024
+        us = pd.Series(self.us(family, rows), index=rows.index)
         columns = {"predicted_us": us, "predicted_us_p10": us, "predicted_us_p90": us}
         return pd.DataFrame({**columns, "in_envelope": True})
 
     def inside(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> list[bool]:
         return [True] * len(rows)
+
+
+class Flat(Fixed):
+    """An elementwise op takes 1 us, a host event none, a collective 1 us per KiB."""
+
+    models: Mapping[str, Any] = dict.fromkeys(
+        ("gemm", "attention", "norm", "reduction", "embedding", "index", "optimizer", "host")
+    ) | {"elementwise": None, "collective": None}
+
+    def us(self, family: str, rows: pd.DataFrame) -> Any:
+        if family == "collective":
+            return rows["message_bytes"] / 1024
+        return {"elementwise": 1.0, "host": 0.0}.get(family, 10.0)
 
 
 def capture_at(batch: int, seq: int) -> StepCapture:

@@ -10,36 +10,25 @@ from typing import Any
 import pandas as pd
 import pytest
 from memory_walk import peak_bytes
+from plan_case import Fixed, tensor
 
 from itercast.compose.forecast import HALF_WIDTH, forecast
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import priceable
-from itercast.compose.pricing.work import Step, fold
-from itercast.compose.simulate.rank import Lanes
-from itercast.compose.simulate.timeline import simulate
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture
 from itercast.microbench.plan import ParallelPlan
 
 CPU = Gpu(name="toy", kind="cpu", sm_count=2, peak_flops_per_s={"fp32": 1e12}, l2_bytes=4000)
 
 
-class Fixed:
-    """Warm products take 10 us, cold ones 30."""
+class Products(Fixed):
+    """Warm ones take 10 us, cold ones 30."""
 
     models: Mapping[str, Any] = {"gemm": None}
 
-    def price(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> pd.DataFrame:
-        us = rows["cache"].map({"warm": 10.0, "cold": 30.0})
-        columns = {"predicted_us": us, "predicted_us_p10": us, "predicted_us_p90": us}
-        return pd.DataFrame({**columns, "in_envelope": True})
-
-    def inside(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> list[bool]:
-        return [True] * len(rows)
-
-
-def tensor(storage: int, *shape: int) -> TensorSpec:
-    return TensorSpec(shape=shape, dtype="fp32", storage=storage)
+    def us(self, family: str, rows: pd.DataFrame) -> Any:
+        return rows["cache"].map({"warm": 10.0, "cold": 30.0})
 
 
 def product(a: int, b: int, c: int) -> OpCall:
@@ -50,7 +39,7 @@ def product(a: int, b: int, c: int) -> OpCall:
 def test_host_events_add_to_ops_on_a_cpu() -> None:
     capture = StepCapture(calls=(product(0, 1, 2),), host={"module_call": 2, "view_op": 1})
     found = forecast(
-        replace(capture, optimizer="adamw"), ParallelPlan(), PriceBook(Fixed(), CPU, 2)
+        replace(capture, optimizer="adamw"), ParallelPlan(), PriceBook(Products(), CPU, 2)
     )
     assert found.iteration_us == pytest.approx(10 + 2 * 3.0 + 2.0)
     assert found.iteration_us == found.compute_us + found.exposed_comm_us + found.idle_us
@@ -63,20 +52,9 @@ def test_host_events_add_to_ops_on_a_cpu() -> None:
 def test_an_op_without_a_family_is_priced_by_its_bytes_and_counted() -> None:
     """16 bytes at 1e9 bytes/s are 0.016 us, and 2 us of overhead."""
     call = OpCall(op="aten.unheard_of.default", args=(tensor(0, 4),))
-    (found,) = PriceBook(Fixed(), replace(CPU, hbm_bytes_per_s=1e9), 2).price([priceable(call)])
+    (found,) = PriceBook(Products(), replace(CPU, hbm_bytes_per_s=1e9), 2).price([priceable(call)])
     assert found.family == "unmodelled"
     assert found.duration_us == pytest.approx(2.016)
-
-
-def test_the_device_waits_for_a_slow_host() -> None:
-    #  host   |-5-|-5-|-5-|
-    #  device     |=2=|   |==20==|...   second op launched at 10, third at 15 waits for the second
-    lanes = Lanes(on_cpu=False)
-    lanes.work(fold([Step(2, 5), Step(20, 5), Step(1, 5)], on_cpu=False, shown=True), "forward")
-    pairs = zip(simulate(lanes.tasks), lanes.tasks, strict=True)
-    compute = [s for s, t in pairs if t.lanes == ("compute",)]
-    assert [s.start_us for s in compute] == [5, 10, 30]
-    assert compute[-1].end_us == 31  # 10 + 20 + 1
 
 
 def test_peak_memory_by_hand() -> None:

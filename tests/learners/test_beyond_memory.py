@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
+from toy_products import TOY, timed, write_rows
 from typer.testing import CliRunner
 
 from itercast.__main__ import app
@@ -30,11 +30,9 @@ from itercast.learners.features.machine_speed import Speed
 from itercast.learners.features.table import shape_places
 from itercast.learners.models.training_table import frozen_split
 from itercast.learners.train import TEST_SHARE, train
-from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.matrix import gemm
-from itercast.microbench.store import read_rows, row_batches, write_card, write_part
+from itercast.microbench.store import read_rows, row_batches
 
-TOY = Gpu(name="toy", sm_count=8, peak_flops_per_s={"fp32": 1e13}, hbm_bytes_per_s=1e12)
 ROWS = 400
 MEMORY = 200 * BYTES_PER_ROW  # of which a quarter holds 50 rows
 
@@ -43,15 +41,10 @@ MEMORY = 200 * BYTES_PER_ROW  # of which a quarter holds 50 rows
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """400 products in two parts, 3 times the roofline; every tenth failed."""
     root = tmp_path_factory.mktemp("rows")
-    rows = []
-    for i, p in enumerate(islice(gemm.sweep(), ROWS)):
-        roof_us = max(gemm.flops(p) / 1e13, gemm.bytes_moved(p) / 1e12) * 1e6 + 2
-        facts = {"family": "gemm", "gpu": "toy", "threads": 0, "cache": "warm", "repeat": 0}
-        status = "ok" if i % 10 else "oom"
-        rows.append({**asdict(p), **facts, "status": status, "time_us": 3 * roof_us})
+    rows = timed(islice(gemm.sweep(), ROWS), lambda p: 3.0, repeat=0)
+    rows.loc[::10, "status"] = "oom"
     for n in range(2):
-        part = write_part(root, "gemm", "toy", pd.DataFrame(rows[200 * n : 200 * n + 200]), str(n))
-    write_card(part.parent, {"hardware": TOY.to_dict()})
+        write_rows(root, rows[200 * n : 200 * n + 200], part=str(n))
     return root
 
 

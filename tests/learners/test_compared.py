@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
+from toy_products import TOY, products, timed, write_rows
 
 from itercast.learners.bundle import Bundle
 from itercast.learners.compare import learner_models
@@ -17,11 +18,7 @@ from itercast.learners.models.compared import LEARNERS, NAMES, Inputs, tile_wave
 from itercast.learners.models.noise import medians
 from itercast.learners.models.tile_network import fit_tiles, tiles_us
 from itercast.learners.train import FamilyReport, errors, train
-from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.matrix import gemm
-from itercast.microbench.store import write_card, write_part
-
-TOY = Gpu(name="toy", sm_count=8, peak_flops_per_s={"fp32": 1e13}, hbm_bytes_per_s=1e12)
 
 
 def inputs(count: int, seed: int = 0) -> Inputs:
@@ -30,20 +27,6 @@ def inputs(count: int, seed: int = 0) -> Inputs:
     product = raw.prod(1).astype(float)
     x = np.c_[np.log2(raw), np.log2(product)].astype(np.float32)
     return Inputs(x=x, roofline_us=product, waves=product / 100)
-
-
-def rows(law: bool = True) -> pd.DataFrame:
-    """Products on a device of 8 cores: three times the roofline, more for few rows.
-
-    Without a ``law``: three times the roofline, and at random ten times that for a quarter.
-    """
-    found, rng = [], np.random.default_rng(0)
-    for p in islice(gemm.sweep(), 150):
-        roof_us = max(gemm.flops(p) / 1e13, gemm.bytes_moved(p) / 1e12) * 1e6 + 2
-        facts = {"family": "gemm", "gpu": "toy", "threads": 0, "cache": "warm", "status": "ok"}
-        factor = 1 + 8 / p.m**0.5 if law else rng.choice([1, 10], p=[0.75, 0.25])
-        found.append({**asdict(p), **facts, "time_us": 3 * roof_us * factor})
-    return pd.DataFrame(found)
 
 
 @pytest.mark.parametrize("name", LEARNERS)
@@ -79,15 +62,13 @@ def test_waves_of_an_op_without_tiles_follow_its_bytes() -> None:
 
 def trained(root: Path, measured: pd.DataFrame) -> FamilyReport:
     """The report of a training on these products; the bundle is in the folder ``bundle``."""
-    path = write_part(root, "gemm", "toy", measured, "0")
-    write_card(path.parent, {"hardware": TOY.to_dict()})
-    report = train([root], root / "bundle", compare=True)
+    report = train([write_rows(root, measured)], root / "bundle", compare=True)
     return report.families["gemm"]
 
 
 def test_a_family_is_priced_by_every_learner(tmp_path: Path) -> None:
     """Each is scored, prices rows nearer than the roofline, and prices alike once saved."""
-    measured = rows()
+    measured = products(150, noise=0.0)
     report = trained(tmp_path, measured)
     assert set(report.learners) == set(NAMES)
     bundle = Bundle.load(tmp_path / "bundle")
@@ -109,7 +90,9 @@ def test_a_family_is_priced_by_every_learner(tmp_path: Path) -> None:
 
 def test_the_learner_that_is_better_beyond_the_noise_prices_the_family(tmp_path: Path) -> None:
     """A quarter is ten times slower at random: the blend is led astray, a median factor is not."""
-    report = trained(tmp_path, rows(law=False))
+    rng = np.random.default_rng(0)
+    at_random = timed(islice(gemm.sweep(), 150), lambda p: 3 * rng.choice([1, 10], p=[0.75, 0.25]))
+    report = trained(tmp_path, at_random)
     assert report.learner == "roofline"
     assert report.learners["roofline"]["rank"] < report.learners["blend"]["rank"]
     bundle = Bundle.load(tmp_path / "bundle")

@@ -10,36 +10,29 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from toy_products import timed, write_rows
 
 from itercast.learners.bundle import Bundle
 from itercast.learners.features.table import shape_groups
 from itercast.learners.score_file import read_file, write_forecasts
 from itercast.learners.train import errors, train
-from itercast.microbench.hardware.spec import Gpu, load_gpu
+from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.ops.matrix import gemm
 from itercast.microbench.ops.step import host
-from itercast.microbench.store import write_card, write_part
-
-TOY = Gpu(name="toy", sm_count=8, peak_flops_per_s={"fp32": 1e13}, hbm_bytes_per_s=1e12)
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three times the roofline, more for ragged k and few rows; 3 % noise, every tenth twice."""
-    root = tmp_path_factory.mktemp("data")
     rng = np.random.default_rng(0)
-    rows = []
-    for i, p in enumerate(islice(gemm.sweep(), 600)):
-        roof_us = max(gemm.flops(p) / 1e13, gemm.bytes_moved(p) / 1e12) * 1e6 + 2
-        for repeat in range(2 if i % 10 == 0 else 1):
-            law = 3 * roof_us * (1.5 if p.k % 16 else 1) * (1 + 8 / p.m**0.5)
-            law *= rng.lognormal(0, 0.03)
-            facts = {"family": "gemm", "gpu": "toy", "threads": 0, "cache": "warm"}
-            state = {"repeat": repeat, "status": "ok", "time_us": law}
-            rows.append({**asdict(p), **facts, **state})
-    path = write_part(root, "gemm", "toy", pd.DataFrame(rows), "0")
-    write_card(path.parent, {"hardware": TOY.to_dict()})
-    return root
+
+    def law(p: gemm.Gemm) -> float:
+        return 3 * (1.5 if p.k % 16 else 1) * (1 + 8 / p.m**0.5) * rng.lognormal(0, 0.03)
+
+    swept = enumerate(islice(gemm.sweep(), 600))
+    taken = [(p, repeat) for i, p in swept for repeat in range(2 if i % 10 == 0 else 1)]
+    rows = timed([p for p, _ in taken], law, repeat=[repeat for _, repeat in taken])
+    return write_rows(tmp_path_factory.mktemp("data"), rows)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from itercast.compose.feed.input import Consumer, cores_of_a_rank, fed, fewest_workers
@@ -75,10 +77,8 @@ def test_receiving_is_the_host_s_work() -> None:
 
 def test_a_queue_of_two_batches_lets_a_slow_batch_pass() -> None:
     """One worker, batches of 1 and 9 us in turn, a step of 6 us: queued batches hide the 9."""
-    times = Batches(wall_us=(1.0, 9.0), cpu_us=(0.0, 0.0))
-    facts = {"loader": "toy", "workers": 1, "batch_samples": 1, "batch_bytes": 0, "cores": 2}
-    deep = InputLane(worker=times, prefetch=2, **facts)  # type: ignore[arg-type]
-    shallow = InputLane(worker=times, prefetch=1, **facts)  # type: ignore[arg-type]
+    deep = replace(lane(1), worker=Batches(wall_us=(1.0, 9.0), cpu_us=(0.0, 0.0)))
+    shallow = replace(deep, prefetch=1)
     assert fed(deep, Consumer(host_us=6), 1, 2).iteration_us == pytest.approx(6)
     # without a queue the worker waits while the step runs: 6 + (9 - 6) every other batch
     assert fed(shallow, Consumer(host_us=6), 1, 2).iteration_us == pytest.approx(7.5)
@@ -112,7 +112,5 @@ def test_more_workers_are_never_slower_and_slower_batches_never_faster() -> None
 
 
 def test_a_lane_that_was_measured_one_way_only() -> None:
-    times = Batches(wall_us=(1.0,), cpu_us=(1.0,))
-    facts = {"loader": "toy", "prefetch": 2, "batch_samples": 1, "batch_bytes": 0, "cores": 2}
     with pytest.raises(ValueError, match="measured without workers only"):
-        fed(InputLane(alone=times, workers=0, **facts), Consumer(), 2, 2)  # type: ignore[arg-type]
+        fed(replace(lane(1, workers=0), worker=Batches()), Consumer(), 2, 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from plan_case import tensor
 
 from itercast.compose.graph.launch_modes import as_launched, launches, with_engine
 from itercast.compose.pricing.fallbacks import MeasuredRows
@@ -15,10 +16,6 @@ from itercast.microbench.ops import find_family
 from itercast.microbench.ops.family import Part
 from itercast.microbench.ops.memory.elementwise import memory_copy
 from itercast.microbench.ops.memory.fused import Fused, fallback
-
-
-def tensor(storage: int, *shape: int) -> TensorSpec:
-    return TensorSpec(shape=shape, dtype="fp32", storage=storage)
 
 
 def call(op: str, inputs: list[TensorSpec], output: TensorSpec, phase: str = "forward") -> OpCall:

@@ -25,6 +25,17 @@ def bags(step: StepCapture) -> list[object]:
     return [p for c in step.calls if c.op in FAMILY.answers and (p := FAMILY.answers[c.op](c))]
 
 
+def stream(folder: Path, tables: int, count: int) -> str:
+    """A file in which table i looks its row 0 up in all bags, i + 1 times each."""
+    rows = [
+        {"indices": [0] * (count * n), "offsets": [b * n for b in range(count + 1)]}
+        for n in range(1, tables + 1)
+    ]
+    path = folder / "stream.parquet"
+    pd.DataFrame(rows).assign(table=[f"t{i}" for i in range(tables)]).to_parquet(path)
+    return str(path)
+
+
 def test_words_hold_for_all_tables(step: StepCapture) -> None:
     assert {p.skew for p in bags(step)} == {0.0}  # type: ignore[attr-defined]
     skewed = bags(with_indices(step, "zipf:1.05"))
@@ -38,16 +49,7 @@ def test_a_file_gives_each_table_its_own_stream_both_ways(
     """Table i looks its row 0 up in all bags, i + 1 times each."""
     forward = [p for p in bags(step) if p.op == "forward"]  # type: ignore[attr-defined]
     count = forward[0].bags  # type: ignore[attr-defined]
-    rows = [
-        {
-            "table": f"t{i}",
-            "indices": [0] * (count * (i + 1)),
-            "offsets": [b * (i + 1) for b in range(count + 1)],
-        }
-        for i in range(len(forward))
-    ]
-    pd.DataFrame(rows).to_parquet(tmp_path / "stream.parquet")
-    found = bags(with_indices(step, str(tmp_path / "stream.parquet")))
+    found = bags(with_indices(step, stream(tmp_path, len(forward), count)))
     lookups = {
         way: [p.lookups // count for p in found if p.op == way]  # type: ignore[attr-defined]
         for way in ("forward", "backward")
@@ -61,28 +63,17 @@ def test_a_file_gives_each_table_its_own_stream_both_ways(
 def test_equal_tables_with_other_streams_are_not_folded(step: StepCapture, tmp_path: Path) -> None:
     """Six equal tables are one layer six times; with one lookup more each, they are six."""
     bags_each = next(p.bags for p in bags(step))  # type: ignore[attr-defined]
-    rows = [
-        {
-            "table": f"t{i}",
-            "indices": [0] * (bags_each * (i + 1)),
-            "offsets": [b * (i + 1) for b in range(bags_each + 1)],
-        }
-        for i in range(6)
-    ]
-    pd.DataFrame(rows).to_parquet(tmp_path / "stream.parquet")
 
     def counts(found: StepCapture) -> list[int]:
         return [x.count for x in split_layers(found) if x.name.startswith("tables")]
 
     assert max(counts(step)) > 1
-    assert set(counts(with_indices(step, str(tmp_path / "stream.parquet")))) == {1}
+    assert set(counts(with_indices(step, stream(tmp_path, 6, bags_each)))) == {1}
 
 
 def test_another_number_of_tables_is_refused(step: StepCapture, tmp_path: Path) -> None:
-    rows = [{"table": str(i), "indices": [0], "offsets": [0, 1]} for i in range(2)]
-    pd.DataFrame(rows).to_parquet(tmp_path / "stream.parquet")
     with pytest.raises(ValueError, match=r"indices of 2 tables, the model looks up \d+ of them"):
-        with_indices(step, str(tmp_path / "stream.parquet"))
+        with_indices(step, stream(tmp_path, 2, 1))
 
 
 def test_popular_rows_are_forecast_faster() -> None:

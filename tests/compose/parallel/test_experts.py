@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from plan_case import Fixed
 from torch import nn
-from unseen_ops import GPU, MODELS, Fixed, learned
+from unseen_ops import GPU, MODELS, learned
 
 from itercast.compose.capture_model import capture
 from itercast.compose.graph.product_roles import DTYPE_CAST, alias_weight_casts

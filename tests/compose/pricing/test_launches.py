@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from unseen_ops import GPU, MODELS, Fixed, learned
+from plan_case import Fixed, tensor
+from unseen_ops import GPU, MODELS, learned
 
 from itercast.compose.forecast import forecast, timeline
 from itercast.compose.graph.launch_modes import with_engine
@@ -17,13 +18,11 @@ from itercast.compose.pricing.priced_op import priceable
 from itercast.compose.pricing.work import Step, Work, fold
 from itercast.learners.features.host_calls import HostCall
 from itercast.microbench.hardware.host import HostMachine
-from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture
 from itercast.microbench.plan import ParallelPlan
 
-LAUNCH_US, MODULE_US = (
-    5.0,
-    3.0,
-)  # assumed where no host was measured (itercast.compose.pricing.host)
+# assumed where no host was measured (itercast.compose.pricing.host)
+LAUNCH_US, MODULE_US = 5.0, 3.0
 CALLS = {
     "elementwise": {"toy": {"relu": HostCall(fixed_us=4.0)}},
     "embedding_bag": {"toy": {"backward": HostCall(fixed_us=30.0, kernels=6.0)}},
@@ -34,7 +33,7 @@ CALLS = {
 class Short(Fixed):
     """Every op takes the GPU 6 us; the host takes what CALLS say."""
 
-    us = 6.0
+    always_us = 6.0
     models: Mapping[str, Any] = {
         **MODELS,
         "elementwise": learned("mul", calls=CALLS["elementwise"]),
@@ -42,15 +41,8 @@ class Short(Fixed):
         "optimizer": learned("_foreach_mul_", calls=CALLS["optimizer"]),
     }
 
-    def price(self, family: str, rows: Any, gpus: Any = None) -> Any:
-        found = super().price(family, rows, gpus)
-        return found.assign(
-            **dict.fromkeys([c for c in found if c.startswith("predicted")], self.us)
-        )
-
-
-def tensor(storage: int, *shape: int, dtype: str = "fp32") -> TensorSpec:
-    return TensorSpec(shape=shape, dtype=dtype, storage=storage)
+    def us(self, family: str, rows: Any) -> float:
+        return self.always_us
 
 
 def relu(phase: str = "forward") -> OpCall:
@@ -206,7 +198,7 @@ def test_several_launches_fold_as_they_run() -> None:
 
 def test_a_host_measured_beside_one_gpu_answers_for_others() -> None:
     class Host(Short):
-        us = 2.0
+        always_us = 2.0
         models: Mapping[str, Any] = {**MODELS, "host": learned("module_call", "launch")}
 
     own, other = (PriceBook(Host(), g, 0) for g in (GPU, replace(GPU, name="other")))

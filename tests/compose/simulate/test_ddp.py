@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from plan_case import Fixed, tensor
 
 from itercast.compose.forecast import forecast, timeline
 from itercast.compose.pricing.collectives import (
@@ -23,7 +24,7 @@ from itercast.compose.simulate.data_parallel import fill_buckets
 from itercast.compose.simulate.timeline import Span, Task, simulate
 from itercast.microbench.hardware.node import Node, load_node
 from itercast.microbench.hardware.spec import Gpu, load_gpu
-from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture
 from itercast.microbench.plan import ParallelPlan
 
 CPU = Gpu(name="toy", kind="cpu", sm_count=2, peak_flops_per_s={"fp32": 1e12}, l2_bytes=1e9)
@@ -34,18 +35,13 @@ EMPTY_US = 0.0
 MEDIAN = math.exp(-((math.log(1.2 / 0.8) / 2.563) ** 2) / 2)  # of a mean of 1 between these bounds
 
 
-class Fixed:
+class Known(Fixed):
     """A product takes 10 us, an all-reduce 6, a copy 1, a host event 2; bounds are 20 % off.
 
     An empty message takes no time.
     """
 
-    models: Mapping[str, Any] = {
-        "gemm": None,
-        "collective": None,
-        "elementwise": None,
-        "host": None,
-    }
+    models: Mapping[str, Any] = dict.fromkeys(PRICES_US)
 
     def price(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> pd.DataFrame:
         us = pd.Series(PRICES_US[family], index=rows.index)
@@ -55,9 +51,6 @@ class Fixed:
         columns = {"predicted_us": us * MEDIAN, **bounds}
         return pd.DataFrame({**columns, "in_envelope": True})
 
-    def inside(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> list[bool]:
-        return [True] * len(rows)
-
 
 def weight(name: str, mib: float, ready_after: int, dtype: str = "fp32") -> ParamSpec:
     shape = (int(mib * MIB) // (2 if dtype == "bf16" else 4),)
@@ -65,7 +58,7 @@ def weight(name: str, mib: float, ready_after: int, dtype: str = "fp32") -> Para
 
 
 def product(phase: str) -> OpCall:
-    a = TensorSpec(shape=(10, 10), dtype="fp32", storage=0)
+    a = tensor(0, 10, 10)
     return OpCall(op="aten.mm.default", args=(a, a), outputs=(a,), phase=phase)
 
 
@@ -96,7 +89,7 @@ def test_a_bucket_holds_one_dtype() -> None:
 def tasks_of(step: StepCapture) -> tuple[list[Task], list[Span]]:
     """Every op of a step under DDP on two ranks of a CPU."""
     step = replace(step, optimizer="adamw")
-    tasks, spans = timeline(step, ParallelPlan(dp=2), PriceBook(Fixed(), CPU, 1))
+    tasks, spans = timeline(step, ParallelPlan(dp=2), PriceBook(Known(), CPU, 1))
     return list(tasks), list(spans)
 
 
@@ -115,7 +108,7 @@ def test_on_a_cpu_overlap_is_paid_for() -> None:
     #  compute |=10=|=10=|1|====16====|1|=2=| |1|=10=|   21..33 at half speed: compute does 6 of 10
     #  comm                |==12==|     |==7==|          second bucket ready at 38, the copy costs 1
     adamw = replace(step(), optimizer="adamw")
-    found = forecast(adamw, ParallelPlan(dp=2), PriceBook(Fixed(), CPU, 1))
+    found = forecast(adamw, ParallelPlan(dp=2), PriceBook(Known(), CPU, 1))
     assert found.iteration_us == pytest.approx(38 + 7 + 1 + 10)
     assert found.compute_us == pytest.approx(21 + 16 + 1 + 2 + 1 + 10)
     assert found.comm_us == pytest.approx(12 + 7)
@@ -147,7 +140,7 @@ def test_ddp_adds_a_product_and_a_copy_per_gradient() -> None:
 
 def test_running_statistics_are_broadcast_before_forward() -> None:
     """Mean and variance together, and the counter of steps: a message for each dtype."""
-    x, stat = (TensorSpec(shape=shape, dtype="fp32", storage=0) for shape in ((4, 8), (8,)))
+    x, stat = tensor(0, 4, 8), tensor(0, 8)
     norm = OpCall(op="aten.native_batch_norm.default", args=(x, stat, stat, stat, stat, True))
     tasks, _ = tasks_of(StepCapture(calls=(norm,)))
     names = [t.name.removeprefix("aten.").partition(".")[0] for t in tasks]
@@ -160,7 +153,7 @@ def test_a_gpu_with_long_kernels_waits_only_for_its_first_launch() -> None:
     #  host    |5.4|5.4|5.4|5.4|
     #  compute     |==10==|==10==|==10==|==10==|
     sgd = replace(step(), optimizer="sgd")
-    found = forecast(sgd, ParallelPlan(), PriceBook(Fixed(), GPU, 0))
+    found = forecast(sgd, ParallelPlan(), PriceBook(Known(), GPU, 0))
     times_us = (found.iteration_us, found.idle_us, found.host_us)
     assert times_us == pytest.approx((45.4, 5.4, 21.6))
     assert found.mfu_frac == pytest.approx(3 * 2000 / 1e12 / 45.4e-6)  # forward and backward
@@ -174,7 +167,7 @@ def test_all_reduce_without_a_model_is_by_latency_and_rate() -> None:
     """A tree of four by ll128: 14 us, six steps of 1.25 us, 3/2 * 1e6 B at 0.8 * 0.846e11 B/s."""
     where, us = cluster(ParallelPlan(dp=4), GPU), 14 + 6 * 1.25 + 1.5e6 / (0.8 * 0.846 * 1e5)
     assert formula_us(reduce_of(10**6), where.groups["dp"], where) == pytest.approx(us)
-    bare = Fixed()
+    bare = Known()
     bare.models = {"gemm": None, "host": None}
     (found,) = price_messages([reduce_of(10**6)], PriceBook(bare, GPU, 0), where)
     assert (found.family, found.duration_us) == ("unmodelled", pytest.approx(us))
@@ -222,7 +215,7 @@ def test_a_rack_of_72_is_one_node_where_none_is_named() -> None:
     assert [where.groups["dp"].per_node for where in found] == [64, 8]
 
 
-class Links(Fixed):
+class Links(Known):
     """Notes what links its collectives are said to cross."""
 
     def price(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> pd.DataFrame:
@@ -241,7 +234,7 @@ def test_a_model_of_collectives_gets_the_link() -> None:
     assert links_of == ["pcie", ""]
 
 
-class UpToFour(Fixed):
+class UpToFour(Known):
     """Knows collectives of up to four ranks."""
 
     def inside(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> list[bool]:
@@ -262,7 +255,7 @@ def test_beyond_its_envelope_a_collective_is_scaled_by_hierarchy() -> None:
     assert inside.duration_us == pytest.approx(6.0)
 
 
-class AtNetworkRate(Fixed):
+class AtNetworkRate(Known):
     """A collective takes as many us as its GPU has bytes/s of network, in GB/s."""
 
     def price(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> pd.DataFrame:

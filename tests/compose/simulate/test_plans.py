@@ -11,8 +11,6 @@ from law_case import KIB, Bare, forecast_for, rank_for, run_of
 from plan_case import CPU, GPU, Flat
 
 from itercast.api import predict
-from itercast.compose.forecast import forecast
-from itercast.compose.graph.attention_kernels import with_attention_kernel
 from itercast.compose.pricing import host
 from itercast.compose.pricing.collectives import (
     Message,
@@ -30,7 +28,7 @@ from itercast.compose.simulate.stages import partition
 from itercast.compose.simulate.timeline import simulate
 from itercast.learners.bundle import Bundle
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
+from itercast.microbench.opcall import StepCapture
 from itercast.microbench.ops.step.alpha_beta import START_US
 from itercast.microbench.plan import ParallelPlan, micro_batch
 
@@ -63,9 +61,8 @@ PLANS = [
 class Launches(Flat):
     """A host event takes 3 us."""
 
-    def price(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> pd.DataFrame:
-        found = super().price(family, rows)
-        return found.assign(predicted_us=3.0) if family == "host" else found
+    def us(self, family: str, rows: pd.DataFrame) -> Any:
+        return 3.0 if family == "host" else super().us(family, rows)
 
 
 def wire_bytes(text: str, capture: StepCapture) -> float:
@@ -157,11 +154,10 @@ def test_two_pairs_that_share_two_cores_send_half_as_fast_as_one() -> None:
 class Wrapped(Flat):
     """Python of a wrapper takes 1000 us, other host events nothing."""
 
-    def price(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> pd.DataFrame:
-        found = super().price(family, rows)
+    def us(self, family: str, rows: pd.DataFrame) -> Any:
         if family == "host":
-            found["predicted_us"] = 1000.0 * rows["op"].isin(host.WRAPPERS)
-        return found
+            return 1000.0 * rows["op"].isin(host.WRAPPERS)
+        return super().us(family, rows)
 
 
 def test_wrappers_cost_the_host_by_layer(gpt: StepCapture) -> None:
@@ -209,19 +205,6 @@ def test_recomputation_of_ops_saves_attention_and_every_second_product(gpt: Step
     blocks = [x for x in rank_for(gpt, "recompute=ops", CPU).layers if x.numbered]
     saved = {("aten.addmm.default", 0), ("aten.addmm.default", 2), ("itercast.sdpa", 0)}
     assert all(set(x.kept) == saved for x in blocks)
-
-
-def test_an_old_attention_kernel_is_slower() -> None:
-    """A step of two attention passes at 10 us each, on Ampere; other kernels stay."""
-    x = TensorSpec(shape=(64, 8, 1000, 128), dtype="bf16", storage=1)
-    call = OpCall(op="itercast.sdpa", args=(x, x, x), outputs=(x,))
-    step = StepCapture(calls=(call, call), samples=64)
-    gpu = replace(CPU, kind="gpu", architecture="ampere", peak_flops_per_s={"bf16": 1e9})
-    old = with_attention_kernel(step, "triton flash (default)")
-    times = [forecast(s, ParallelPlan(), PriceBook(Flat(), gpu, 0)) for s in (step, old)]
-    more_us = times[1].compute_us - times[0].compute_us
-    assert more_us == pytest.approx(2 * 0.8 * 10, rel=0.01)  # all of it compute at so low a peak
-    assert with_attention_kernel(step, "flash") is step
 
 
 def test_events_send_a_share_of_gossip_and_compute_every_norm(gpt: StepCapture) -> None:
@@ -333,9 +316,9 @@ class Counted(Flat):
     def __init__(self) -> None:
         self.rows = 0
 
-    def price(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> pd.DataFrame:
+    def us(self, family: str, rows: pd.DataFrame) -> Any:
         self.rows += len(rows)
-        return super().price(family, rows, gpus)
+        return super().us(family, rows)
 
 
 def test_cost_does_not_grow_with_replicas(gpt: StepCapture) -> None:

@@ -87,26 +87,37 @@ STATED = [(gpu, dtype) for gpu in NEVER_MEASURED for dtype in load_gpu(gpu).achi
 @pytest.mark.parametrize(("gpu", "dtype"), STATED)
 def test_the_bundle_that_ships_forecasts_the_stated_rate(gpu: str, dtype: str) -> None:
     facts = load_gpu(gpu)
-    row = products(gpu, dtype, LARGE)
-    us = float(SHIPS.price("gemm", row, {gpu: facts})["predicted_us"].iloc[0])
+    us = forecast_us(facts, dtype)
     assert 2e6 * LARGE**3 / us == pytest.approx(facts.achieved_flops_per_s[dtype], rel=0.2)
     slower = replace(facts, achieved_flops_per_s={dtype: facts.achieved_flops_per_s[dtype] / 2})
-    twice = float(SHIPS.price("gemm", row, {gpu: slower})["predicted_us"].iloc[0])
-    assert twice == pytest.approx(2 * us, rel=0.01)
+    assert forecast_us(slower, dtype) == pytest.approx(2 * us, rel=0.01)
+
+
+def forecast_us(gpu: Gpu, dtype: str, op: str = "mm") -> float:
+    """Of a large product, by the bundle that ships."""
+    row = products(gpu.name, dtype, LARGE).assign(op=op)
+    return float(SHIPS.price("gemm", row, {gpu.name: gpu})["predicted_us"].iloc[0])
+
+
+def slowed(name: str, dtype: str, op: str = "mm") -> float:
+    """How much longer it takes for what is published of the GPU."""
+    gpu = load_gpu(name)
+    without = replace(gpu, achieved_flops_per_s={})
+    return forecast_us(gpu, dtype, op) / forecast_us(without, dtype, op)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op", "same"),
+    [("tf32", "mm", False), ("fp16", "mm", True), ("bf16", "mm", True), ("fp8", "scaled_mm", True)],
+)
+def test_what_was_measured_in_half_is_not_corrected(dtype: str, op: str, same: bool) -> None:
+    """The A40 of the bundle was measured in fp16 alone: its own rows tell of bf16 and fp8 too."""
+    assert (slowed("a40", dtype, op) == 1) is same
 
 
 def test_a_dtype_new_to_a_known_gpu_reaches_its_rate_too() -> None:
-    """The A40 of the bundle was measured in fp16 alone; fp16 itself is not corrected."""
-    a40, without = load_gpu("a40"), replace(load_gpu("a40"), achieved_flops_per_s={})
-    for dtype, same in (("tf32", False), ("fp16", True), ("bf16", True)):
-        row = products("a40", dtype, LARGE)
-        found = [
-            float(SHIPS.price("gemm", row, {"a40": g})["predicted_us"].iloc[0])
-            for g in (a40, without)
-        ]
-        assert (found[0] == found[1]) is same
-    fp32 = float(SHIPS.price("gemm", products("a40", "fp32", LARGE))["predicted_us"].iloc[0])
-    assert 2e6 * LARGE**3 / fp32 == pytest.approx(23.0e12, rel=0.1)
+    us = forecast_us(load_gpu("a40"), "fp32")
+    assert 2e6 * LARGE**3 / us == pytest.approx(23.0e12, rel=0.1)
 
 
 def test_tf32_takes_twice_the_time_of_half_precision_on_the_same_tensor_cores() -> None:
@@ -136,24 +147,8 @@ def test_tf32_takes_twice_the_time_of_half_precision_on_the_same_tensor_cores() 
 
 def test_what_slows_bf16_slows_fp8_as_much() -> None:
     """An L4 of 72 W reaches 57 of 121 TFLOP/s in bf16; of fp8 nothing is published."""
-    l4, without = load_gpu("l4"), replace(load_gpu("l4"), achieved_flops_per_s={})
-    slower = []
-    for dtype, op in (("bf16", "mm"), ("fp8", "scaled_mm")):
-        row = products("l4", dtype, LARGE).assign(op=op)
-        us = [
-            float(SHIPS.price("gemm", row, {"l4": g}).predicted_us.iloc[0]) for g in (l4, without)
-        ]
-        slower.append(us[0] / us[1])
-    assert slower[1] == pytest.approx(slower[0], rel=0.01)
-    assert slower[0] > 1.2
-
-
-def test_what_was_measured_in_half_is_not_corrected_in_fp8() -> None:
-    """Its own rows tell how fast an A40 is; what is published of bf16 says nothing more."""
-    a40, without = load_gpu("a40"), replace(load_gpu("a40"), achieved_flops_per_s={})
-    row = products("a40", "fp8", LARGE).assign(op="scaled_mm")
-    us = [float(SHIPS.price("gemm", row, {"a40": g}).predicted_us.iloc[0]) for g in (a40, without)]
-    assert us[0] == us[1]
+    in_bf16, in_fp8 = slowed("l4", "bf16"), slowed("l4", "fp8", "scaled_mm")
+    assert in_fp8 == pytest.approx(in_bf16, rel=0.01) and in_bf16 > 1.2
 
 
 def test_single_precision_of_a_gpu_measured_in_half_comes_from_others() -> None:

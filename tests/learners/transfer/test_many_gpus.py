@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+from toy_products import timed, write_rows
 
 from itercast.learners.bundle import Bundle
 from itercast.learners.calibrate import calibrate
@@ -27,7 +29,6 @@ from itercast.learners.transfer.calibration import (
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.matrix import gemm
 from itercast.microbench.ops.step import host
-from itercast.microbench.store import write_card, write_part
 
 LAW = {"one": 1.5, "two": 2.0, "three": 2.5, "new": 4.0}
 
@@ -40,22 +41,16 @@ def toy(name: str) -> Gpu:
 
 def measured(name: str, count: int, skip: int = 0) -> pd.DataFrame:
     """Rows of a GPU whose products take LAW times the roofline, with 2 % noise."""
-    rng, gpu, rows = np.random.default_rng(len(name) + skip), toy(name), []
-    for p in islice(gemm.sweep(), skip, skip + count):
-        compute = gemm.flops(p) / gpu.peak("fp32")
-        us = max(compute, gemm.bytes_moved(p) / gpu.hbm_bytes_per_s) * 1e6 + 2
-        us *= LAW[name] * rng.lognormal(0, 0.02)
-        facts = {"family": "gemm", "gpu": name, "stack": f"s-{name}", "timer": "device"}
-        rows.append({**asdict(p), **facts, "status": "ok", "time_us": us})
-    return pd.DataFrame(rows)
+    rng, points = np.random.default_rng(len(name) + skip), islice(gemm.sweep(), skip, skip + count)
+    law = lambda p: LAW[name] * rng.lognormal(0, 0.02)  # noqa: E731
+    return timed(points, law, toy(name), stack=f"s-{name}", timer="device")
 
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     root = tmp_path_factory.mktemp("many")
     for name in ("one", "two", "three"):
-        path = write_part(root, "gemm", name, measured(name, 160), "0")
-        write_card(path.parent, {"hardware": toy(name).to_dict()})
+        write_rows(root, measured(name, 160), toy(name))
     with pytest.MonkeyPatch.context() as patch:  # a fifth of the work: these laws are simple
         patch.setattr("itercast.learners.models.trees.SEVERAL_GPUS_ROUNDS", 60)
         patch.setattr("itercast.learners.models.ensemble.steps_for", lambda rows: 150)
@@ -145,16 +140,20 @@ def test_eight_rows_pull_a_new_gpu_close(bundle: Bundle, tmp_path: Path) -> None
     assert median_ape(pulled, elsewhere) == pytest.approx(median_ape(bundle, elsewhere))
 
 
+def launched(name: str, size: int, launch_us: float, factor: float = 1.0, **facts: str) -> Any:
+    """Five rows of a product timed with its launch."""
+    points = [gemm.Gemm(m=size, n=size, k=size)] * 5
+    rows = timed(points, lambda p: factor, toy(name), timer="with_launch", **facts)
+    return rows.assign(time_us=rows["time_us"] + launch_us)
+
+
+TWO = {name: toy(name) for name in ("one", "two")}
+
+
 def test_launches_are_learned_from_small_ops_only() -> None:
     """20 us over the roofline; a GPU of large ops only, twice their roofline, takes the same."""
-    rows = []
-    for name, size, factor in (("one", 16, 1.0), ("two", 4096, 2.0)):
-        p = gemm.Gemm(m=size, n=size, k=size)
-        roof = gemm.flops(p) / toy(name).peak("fp32") * 1e6
-        roof = max(roof, gemm.bytes_moved(p) / toy(name).hbm_bytes_per_s * 1e6) + 2
-        facts = {"gpu": name, "timer": "with_launch", "time_us": factor * roof + 20}
-        rows += [{**asdict(p), **facts}] * 5
-    found = learn_launch_us(pd.DataFrame(rows), gemm.FAMILY, {n: toy(n) for n in ("one", "two")})
+    rows = [launched("one", 16, 20), launched("two", 4096, 20, factor=2.0)]
+    found = learn_launch_us(pd.concat(rows, ignore_index=True), gemm.FAMILY, TWO)
     assert found == {"one": pytest.approx(20), "two": pytest.approx(20)}
 
 
@@ -163,19 +162,9 @@ def test_each_software_has_its_own_launch_on_a_gpu() -> None:
 
     A GPU of large ops only takes the launch of its own software, another software that of the GPU.
     """
-    rows = []
-    for name, stack, size, us in (
-        ("one", "waits", 16, 40),
-        ("one", "queues", 16, 1),
-        ("two", "waits", 4096, 40),
-    ):
-        p = gemm.Gemm(m=size, n=size, k=size)
-        roof = gemm.flops(p) / toy(name).peak("fp32") * 1e6
-        roof = max(roof, gemm.bytes_moved(p) / toy(name).hbm_bytes_per_s * 1e6) + 2
-        facts = {"gpu": name, "stack": stack, "timer": "with_launch", "time_us": roof + us}
-        rows += [{**asdict(p), **facts}] * 5
-    table = pd.DataFrame(rows)
-    found = learn_launch_us(table, gemm.FAMILY, {n: toy(n) for n in ("one", "two")})
+    rows = [launched("one", 16, 40, stack="waits"), launched("one", 16, 1, stack="queues")]
+    table = pd.concat([*rows, launched("two", 4096, 40, stack="waits")], ignore_index=True)
+    found = learn_launch_us(table, gemm.FAMILY, TWO)
     assert found == {
         "one under waits": pytest.approx(40),
         "one under queues": pytest.approx(1),
