@@ -12,7 +12,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from pathlib import Path
 from zipfile import BadZipFile
 
@@ -60,6 +60,7 @@ DAMAGE = (
     XGBOOST_ERROR,
 )
 MODEL_FILES = ("*.ubj.gz", "*.npz")
+HOST_CALL = [f.name for f in fields(HostCall)]
 COLUMNS = ["predicted_us", "predicted_us_p10", "predicted_us_p90", "in_envelope"]
 
 
@@ -93,10 +94,8 @@ class Bundle:
             found = self.models[family].predict(rows, known[family], hardware)
             values = (found.time_us, found.p10_us, found.p90_us, found.inside)
         else:
-            guess, factor = (
-                feature_table(rows, known[family], hardware)[1],
-                np.exp(ROOFLINE_LOG_INTERVAL),
-            )
+            guess = feature_table(rows, known[family], hardware)[1]
+            factor = np.exp(ROOFLINE_LOG_INTERVAL)
             values = (guess, guess / factor, guess * factor, np.zeros(len(rows), dtype=bool))
         return pd.DataFrame(dict(zip(COLUMNS, values, strict=True)), index=rows.index)
 
@@ -119,8 +118,7 @@ class Bundle:
                 save_trees(model.ensemble.trees, fresh, name)
             save_smooth(model.ensemble, fresh / f"{name}.npz")
             if (learner := fitted(model)) is not None:
-                arrays = learner.arrays
-                np.savez_compressed(fresh / f"{name}.learner.npz", **arrays)  # type: ignore[arg-type]
+                np.savez_compressed(fresh / f"{name}.learner.npz", **learner.arrays)  # type: ignore[arg-type]
         facts: Row = {
             "schema_version": SCHEMA_VERSION,
             "gpus": {n: g.to_dict() for n, g in self.gpus.items()},
@@ -149,7 +147,8 @@ class Bundle:
             gpus = {n: made_of(Gpu, g, str(folder)) for n, g in facts["gpus"].items()}
             models = {n: load_model(folder, n, f, gpus) for n, f in facts["families"].items()}
             anchors = {(str(g), int(n)): _pair(us) for g, n, *us in facts["anchors"]}
-            machines = {n: _machine(m) for n, m in facts.get("machines", {}).items()}
+            machines = facts.get("machines", {})
+            machines = {n: made_of(Machine, m, str(folder)) for n, m in machines.items()}
         except DAMAGE as exc:
             first = (str(exc).splitlines() or [""])[0] or type(exc).__name__
             raise ValueError(f"bundle {str(folder)!r} cannot be used: {first}") from exc
@@ -308,23 +307,6 @@ def _pair(values: Sequence[float]) -> tuple[float, float]:
     return float(values[0]), float(values[1])
 
 
-def _machine(facts: Mapping[str, Facts]) -> Machine:
-    return Machine(
-        versions={str(name): str(version) for name, version in facts["versions"].items()},
-        readings={str(name): float(value) for name, value in facts["readings"].items()},
-    )
-
-
-def _host_call(values: Sequence[float]) -> HostCall:
-    fixed_us, per_tensor_us, kernels, rows = values
-    return HostCall(
-        fixed_us=float(fixed_us),
-        per_tensor_us=float(per_tensor_us),
-        kernels=float(kernels),
-        rows=int(rows),
-    )
-
-
 def load_model(folder: Path, name: str, facts: Facts, gpus: Mapping[str, Gpu]) -> FamilyModel:
     """Read one family's model; ValueError for an unknown family."""
     if name not in families():
@@ -345,7 +327,10 @@ def load_model(folder: Path, name: str, facts: Facts, gpus: Mapping[str, Gpu]) -
         stacks={str(k): str(v) for k, v in facts["stacks"].items()},
         launch={str(k): float(v) for k, v in facts["launch"].items()},
         host_calls={
-            str(gpu): {str(op): _host_call(call) for op, call in calls.items()}
+            gpu: {
+                op: HostCall(**dict(zip(HOST_CALL, call, strict=True)))
+                for op, call in calls.items()
+            }
             for gpu, calls in facts["host_calls"].items()
         },
         calibrations={

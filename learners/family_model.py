@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -279,6 +279,16 @@ class Prepared:
         measured = {} if alone else measured_in(self.query.take(known))
         return SourceGpus(encoder=self.encoder, measured=measured, gpus=gpus)
 
+    def model(self, ensemble: Ensemble, known: np.ndarray) -> FamilyModel:
+        """The family's model by an ensemble of the rows ``known``."""
+        return FamilyModel(
+            ensemble=ensemble,
+            encoder=self.encoder,
+            source_gpus=self.source_gpus(known),
+            stacks=self.stacks,
+            launch=self.launch,
+        )
+
 
 def prepare(
     rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu], speed: Speed | None = None
@@ -348,39 +358,20 @@ def learn(prepared: Prepared, known: np.ndarray, options: Options) -> Learned:
 
 def learn_quickly(prepared: Prepared, known: np.ndarray, options: Options) -> FamilyModel:
     """Fit to the rows ``known``, to forecast GPUs absent from them; skips the intervals."""
-    return FamilyModel(
-        ensemble=fit_quick(prepared.table.take(known), options),
-        encoder=prepared.encoder,
-        source_gpus=prepared.source_gpus(known),
-        stacks=prepared.stacks,
-        launch=prepared.launch,
-    )
+    return prepared.model(fit_quick(prepared.table.take(known), options), known)
 
 
 def fit_model(
-    prepared: Prepared,
-    options: Options,
-    crossed: CrossFit,
-    sensitivity: Sensitivity,
-    facts: Facts,
-    unseen: Offsets,
+    prepared: Prepared, options: Options, crossed: CrossFit, unseen: Offsets
 ) -> FamilyModel:
     """Fit a model to all rows, with the rounds and weight of cross-validation.
 
     ``unseen``: its offsets on GPUs that were left out
     (``itercast.learners.intervals.unseen_offsets``).
     """
-    return FamilyModel(
-        ensemble=refit(
-            prepared.table, options, crossed, prepared.beyond.every if prepared.beyond else None
-        ),
-        encoder=prepared.encoder,
-        source_gpus=prepared.source_gpus(np.arange(len(prepared.kind))),
-        offsets=crossed.offsets,
-        unseen_offsets=unseen,
-        envelope=prepared.envelope,
-        sensitivity=sensitivity,
-        facts=facts,
-        stacks=prepared.stacks,
-        launch=prepared.launch,
+    every = prepared.beyond.every if prepared.beyond else None
+    ensemble = refit(prepared.table, options, crossed, every)
+    found = prepared.model(ensemble, np.arange(len(prepared.kind)))
+    return replace(
+        found, offsets=crossed.offsets, unseen_offsets=unseen, envelope=prepared.envelope
     )

@@ -109,93 +109,94 @@ def train_family(
     family: Family,
     gpus: Mapping[str, Gpu],
     anchors: Anchors,
-    trials: int,
-    digest: str,
-    storage: str | None = None,
-    compare: bool = False,
+    asked: Asked,
     all_rows: AllRows | None = None,
 ) -> tuple[FamilyReport, FamilyModel]:
     """Score learners on held-out shapes, then fit the final model to all rows of the family.
 
-    ``gpus``: hardware by name; ``anchors``: reference times of the machine's speed; ``trials`` of
-    hyperparameters are tried first, in the Optuna study of ``digest`` in ``storage``. Intervals
-    come from out-of-fold errors. ``compare`` scores all of ``itercast.learners.models.compared``,
-    not only the three simplest, and lets the learner price the family whose out-of-fold errors are
-    the smallest by more than the noise; otherwise the blend does. ``all_rows``: what trees learn
-    from, where ``rows`` are a sample of them.
+    ``gpus``: hardware by name; ``anchors``: reference times of the machine's speed. Intervals come
+    from out-of-fold errors. ``all_rows``: what trees learn from, where ``rows`` are a sample.
     """
-    begin = time.monotonic()
+    begin, digest = time.monotonic(), digest_of(rows)
     speed = learn_speed(rows, family, anchors)
     prepared = prepare(rows, family, gpus, speed)
-    table = prepared.table
     places = shape_places(rows, family)
     known, held = frozen_split(places, TEST_SHARE, rows["op"].to_numpy().astype(str))
-    train, test = table.take(known), table.take(held)
+    train = prepared.table.take(known)
     if all_rows:
         beyond = all_rows.encoded(prepared, speed, TEST_SHARE, places[known])
         prepared = replace(prepared, beyond=beyond)
-    tuned = trees.tune(train, trials, 0, storage, f"{family.name}-{digest}")
-    options = tuned.options
-    learned = learn(prepared, known, options)
+    tuned = trees.tune(train, asked.trials, 0, asked.storage, f"{family.name}-{digest}")
+    learned = learn(prepared, known, tuned.options)
     retest = retest_ape_pct(rows, family, speed)
-    others = held_out_us(learned, known, held, options) if compare else simplest_us(train, test)
-    guesses = {BLEND: learned.predict_us(held), **others}
-    priced = _chosen(learned, known, retest) if compare else Priced.by_blend(learned)
-    guess = guesses[priced.learner]
-    residual = np.log(table.time_us / learned.predict_us(np.arange(len(rows))))
-    residual[known] = learned.crossed.residual
-    crossed = replace(learned.crossed, residual=residual)
-    unseen = unseen_offsets(prepared, options, crossed.offsets)
-    held_errors = {name: np.log(test.time_us / us) for name, us in guesses.items()}
-    ranks = medians(held_errors, test.group, retest).ranks()
+    guesses = {BLEND: learned.predict_us(held)}
+    chosen, offsets = BLEND, learned.crossed.offsets
+    if asked.compare:
+        guesses |= held_out_us(learned, known, held, tuned.options)
+        chosen, offsets = _chosen(learned, known, retest)
+    else:
+        guesses |= simplest_us(train, prepared.table.take(held))
+    scored, coverage_pct = _scores(guesses, prepared.table.take(held), retest, chosen, offsets)
     report = FamilyReport(
         rows=prepared.beyond.every.count if prepared.beyond else len(rows),
         in_memory=len(rows),
-        learner=priced.learner,
-        parameters={"share_of_smooth_model": learned.crossed.share, **options},
+        learner=chosen,
+        parameters={"share_of_smooth_model": learned.crossed.share, **tuned.options},
         seconds=time.monotonic() - begin,
         retest_ape_pct=retest,
-        coverage_pct=_coverage_pct(held_errors[priced.learner], priced.offsets),
-        learners={n: {**errors(us, test.time_us), "rank": ranks[n]} for n, us in guesses.items()},
-        held_out=held_out_forecasts(learned, rows, family, known, held, guess, priced.offsets),
+        coverage_pct=coverage_pct,
+        learners=scored,
+        held_out=held_out_forecasts(learned, rows, family, known, held, guesses[chosen], offsets),
         trials=tuned.trials,
     )
-    facts = _facts(report, rows, digest)
-    model = fit_model(prepared, options, crossed, speed.sensitivity, facts, unseen)
-    if priced.learner != BLEND:
-        model = replace(learner_model(model, prepared, priced.learner), offsets=priced.offsets)
-    return report, replace(model, host_calls=learn_host_calls(rows, family, gpus))
+    model = replace(
+        _of_all_rows(learned, known, tuned.options),
+        sensitivity=speed.sensitivity,
+        facts=_facts(report, rows, digest),
+        host_calls=learn_host_calls(rows, family, gpus),
+    )
+    if chosen != BLEND:
+        model = replace(learner_model(model, prepared, chosen), offsets=offsets)
+    return report, model
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Priced:
-    """The learner that prices a family, with 10 and 90 % quantiles of its log error."""
-
-    learner: str
-    offsets: Offsets
-
-    @classmethod
-    def by_blend(cls, learned: Learned) -> Priced:
-        """The default."""
-        return cls(learner=BLEND, offsets=learned.crossed.offsets)
+def _of_all_rows(learned: Learned, known: np.ndarray, options: trees.Options) -> FamilyModel:
+    """The blend of all rows; its interval is of errors on rows that it was not fitted to."""
+    prepared = learned.prepared
+    every = np.arange(len(prepared.kind))
+    residual = np.log(prepared.table.time_us / learned.predict_us(every))
+    residual[known] = learned.crossed.residual
+    crossed = replace(learned.crossed, residual=residual)
+    unseen = unseen_offsets(prepared, options, crossed.offsets)
+    return fit_model(prepared, options, crossed, unseen)
 
 
-def _chosen(learned: Learned, known: np.ndarray, retest_ape_pct: float | None) -> Priced:
+def _scores(
+    guesses: Mapping[str, np.ndarray],
+    test: Table,
+    retest_ape_pct: float | None,
+    chosen: str,
+    offsets: Offsets,
+) -> tuple[dict[str, dict[str, float]], float]:
+    """Errors and rank of each learner on held-out rows, and the coverage of the chosen one in %."""
+    log_errors = {name: np.log(test.time_us / us) for name, us in guesses.items()}
+    ranks = medians(log_errors, test.group, retest_ape_pct).ranks()
+    (low, high), error = offsets, log_errors[chosen]
+    covered = np.mean((error >= low) & (error <= high))
+    scored = {n: {**errors(us, test.time_us), "rank": ranks[n]} for n, us in guesses.items()}
+    return scored, float(covered * 100)
+
+
+def _chosen(
+    learned: Learned, known: np.ndarray, retest_ape_pct: float | None
+) -> tuple[str, Offsets]:
     """The learner whose errors in cross-validation are smaller than the blend's beyond the noise.
 
-    The blend where there is none.
+    The blend where there is none. With 10 and 90 % quantiles of its log error.
     """
     tried = out_of_fold_log_errors(learned, known)
     best = medians(tried, learned.prepared.table.group[known], retest_ape_pct).best(BLEND)
-    if best == BLEND:
-        return Priced.by_blend(learned)
-    return Priced(learner=best, offsets=replace(learned.crossed, residual=tried[best]).offsets)
-
-
-def _coverage_pct(log_error: np.ndarray, offsets: tuple[float, float]) -> float:
-    """Share in % of the log errors that lie between the offsets of an interval."""
-    low, high = offsets
-    return float(np.mean((log_error >= low) & (log_error <= high)) * 100)
+    return best, replace(learned.crossed, residual=tried[best]).offsets
 
 
 def _facts(report: FamilyReport, rows: pd.DataFrame, digest: str) -> Row:
@@ -237,7 +238,13 @@ def hardware_of(roots: Sequence[Path], rows: pd.DataFrame) -> dict[str, Gpu]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """How families are trained, see ``train``."""
+    """How families are trained.
+
+    ``trials`` of hyperparameters are tried first, in the database ``storage``; ``memory``: bytes
+    that a family may take. ``compare`` scores all of ``itercast.learners.models.compared``, not
+    only the three simplest, and lets the learner price the family whose out-of-fold errors are the
+    smallest by more than the noise; otherwise the blend does.
+    """
 
     roots: Sequence[Path]
     trials: int = 0
@@ -277,9 +284,8 @@ def train(
 ) -> TrainReport:
     """Train the families that have rows and save the bundle; ValueError where there are none.
 
-    ``memory``: bytes that a family's training may take (``itercast.learners.beyond_memory``); None:
-    all rows are in memory. ``storage``: database of hyperparameter trials; trials that are there
-    already are not run again. ``compare``: see ``train_family``. ``into``: a bundle whose other
+    ``trials`` to ``compare``: see ``Asked``; without ``memory`` all rows are in memory, and trials
+    that are in ``storage`` already are not run again. ``into``: a bundle whose other
     families are saved too; times are then corrected to the speed that its families refer to.
     ``fit_all``: here, or on several machines (``itercast.learners.apart``).
     """
@@ -319,15 +325,14 @@ def fit_family(
     name: str, rows: pd.DataFrame, gpus: Mapping[str, Gpu], anchors: Anchors, asked: Asked
 ) -> tuple[FamilyReport, FamilyModel]:
     """Train a family; where memory holds only a sample of its rows, trees get all from disk."""
-    family, digest = families()[name], digest_of(rows)
-    how = (asked.trials, digest, asked.storage, asked.compare)
+    family = families()[name]
     if asked.memory is None or not outgrows(asked.roots, name, asked.memory):
-        return train_family(rows, family, gpus, anchors, *how)
+        return train_family(rows, family, gpus, anchors, asked)
     with scratch_folder() as folder:
         every = AllRows(
             roots=asked.roots, family=family, anchors=anchors, memory=asked.memory, folder=folder
         )
-        return train_family(rows, family, gpus, anchors, *how, every)
+        return train_family(rows, family, gpus, anchors, asked, every)
 
 
 def joined(bundles: Sequence[Bundle]) -> Bundle:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from itercast.__main__ import app
 from itercast.compose.target import find_target
 from itercast.learners.bundle import Bundle
-from itercast.learners.train import train_family
+from itercast.learners.train import Asked, train_family
 from itercast.microbench.hardware.machine import cpu_name
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops import families
@@ -40,7 +40,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     points = [next(sweep) for _ in range(60)]
     rows = pd.DataFrame([{k: getattr(p, k) for k in p.__slots__} for p in points])
     rows = rows.assign(gpu=gpu.name, threads=2, cache="warm", time_us=np.arange(60) + 10.0)
-    _, model = train_family(rows, families()["gemm"], {gpu.name: gpu}, {}, 0, "d")
+    _, model = train_family(rows, families()["gemm"], {gpu.name: gpu}, {}, Asked(roots=[]))
     Bundle(models={"gemm": model}, gpus={gpu.name: gpu}).save(folder)
     return folder
 

@@ -117,7 +117,7 @@ def test_a_model_without_blocks_is_refused() -> None:
 def test_products_save_time_and_casts_cost_some(
     gpu: str, wide: str, narrow: str, least: float, cast: str
 ) -> None:
-    """At least a half or 0.4 of the wider dtype's time; casts are copies, in nvfp4 with a maximum; others stay."""
+    """At least a half or 0.4 of the wider dtype's time; casts are copies; others stay."""
     before, after = (
         predict("llama-300m", dtype=dtype, batch=4, seq=2048, gpu=gpu).by_family_us
         for dtype in (wide, narrow)
