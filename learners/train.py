@@ -126,7 +126,7 @@ def train_family(
     if all_rows:
         beyond = all_rows.encoded(prepared, speed, TEST_SHARE, places[known])
         prepared = replace(prepared, beyond=beyond)
-    tuned = trees.tune(train, asked.trials, 0, asked.storage, f"{family.name}-{digest}")
+    tuned = trees.tune(train, asked.trials, asked.storage, f"{family.name}-{digest}")
     learned = learn(prepared, known, tuned.options)
     retest = retest_ape_pct(rows, family, speed)
     guesses = {BLEND: learned.predict_us(held)}

@@ -14,6 +14,7 @@ from dataclasses import replace
 from itercast.compose.parallel.table_work import TableWork
 from itercast.compose.parallel.tables import RankStep
 from itercast.compose.tables.captured import CapturedTable, Lookup
+from itercast.compose.tables.placement import state_per_weight
 from itercast.compose.tables.tiers import shard_stream
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.stack import TableSoftware
@@ -25,7 +26,6 @@ from itercast.microbench.ops.memory.fused import CALL
 
 MODULE = "Tables"  # of the kernels over all tables
 SORT_PASSES: int = assumed(__file__, "sort_passes")
-ADAM_STATE = 2  # numbers per weight
 
 
 def as_stored(
@@ -73,7 +73,7 @@ def bytes_of_lookups(shard: Shard, lookup: Lookup, ranks: int, optimizer: str) -
         "written": (samples if table.pooled else looked_up) * sent_bytes,
         "sorted": 2 * SORT_PASSES * 2 * number * looked_up,
         "gradients": looked_up * sent_bytes,
-        "updated": 2 * (1 + (0 if optimizer == "sgd" else ADAM_STATE)) * touched_bytes,
+        "updated": 2 * (1 + state_per_weight(optimizer)) * touched_bytes,
     }
 
 

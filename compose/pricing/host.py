@@ -205,8 +205,9 @@ def python_op(event: str, count: int, book: PriceBook, share: float = 1.0) -> Pr
 
     ``share`` of the event's time, where forward and backward have a part each.
     """
-    key = (event, count, share)
-    if key not in book.python:
+
+    def priced() -> PricedOp:
         cost = host_cost({event: count}, book)
-        book.python[key] = replace(cost, op=event, duration_us=share * cost.duration_us)
-    return book.python[key]
+        return replace(cost, op=event, duration_us=share * cost.duration_us)
+
+    return book.once(("python", event, count, share), priced)

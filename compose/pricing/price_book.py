@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from itercast.compose.graph.attention_kernels import SIXTEEN_BIT, kernel_ratio
-from itercast.compose.graph.identity_cache import cached_by_identity
+from itercast.compose.graph.identity_cache import Once, cached_by_identity
 from itercast.compose.pricing.fallbacks import fallback_parts
 from itercast.compose.pricing.power_limit import throttled_us
 from itercast.compose.pricing.priced_op import UNMODELLED, Priceable, PricedOp
@@ -61,12 +61,8 @@ class PriceBook:
         }
         self.by_threads: dict[int, Prices] = {} if by_threads is None else by_threads
         self.by_threads.setdefault(threads, {})
-        self.parts: dict[Any, list[Part]] = {}  # by parameters and memory format
-        self.ops: dict[Any, PricedOp] = {}  # by all that an op to price states
-        self.kernel_ratios: dict[Any, float] = {}  # by stated attention kernel and parameters
         self.sent: dict[Any, PricedOp] = {}  # collectives by message, group and place
-        self.python: dict[Any, PricedOp] = {}  # parallel wrappers by event, count and share
-        self.calls: dict[tuple[str, str], HostCall | None] = {}  # host time by family and op
+        self.once = Once()  # ops and what they consist of, host times of calls and wrappers
 
     @property
     def host_is_named(self) -> bool:
@@ -117,9 +113,7 @@ class PriceBook:
     def _known(self, w: Priceable, parts: Sequence[Part]) -> PricedOp:
         """The op's price, computed once for ops that are equal."""
         key = (w.op, w.phase, w.params, w.bytes_moved, w.cold, w.kernel, w.channels_last)
-        if key not in self.ops:
-            self.ops[key] = self._new(w, parts)
-        return self.ops[key]
+        return self.once(("op", key), lambda: self._new(w, parts))
 
     def prefetch(self, wanted: Sequence[Priceable]) -> list[list[Part]]:
         """Price in one call per family all that these ops need; returns each op's parts."""
@@ -134,9 +128,7 @@ class PriceBook:
     def _parts(self, w: Priceable) -> list[Part]:
         """The ops that an op is priced as: itself, its family's fallback, a copy, or none."""
         key = (w.params, w.channels_last, w.params is None and w.bytes_moved)
-        if key not in self.parts:
-            self.parts[key] = self._found_parts(w)
-        return self.parts[key]
+        return self.once(("parts", key), lambda: self._found_parts(w))
 
     def _found_parts(self, w: Priceable) -> list[Part]:
         models, on_gpu = self.models, self.gpu.kind != "cpu"
@@ -153,10 +145,8 @@ class PriceBook:
         model = self.models.get(w.name)
         if model is None or self.gpu.kind == "cpu" or self.host_is_named:
             return None
-        key = (w.name, w.kind)
-        if key not in self.calls:
-            self.calls[key] = model.host_call(self.gpu.name, w.kind)
-        return self.calls[key]
+        host_call, gpu = model.host_call, self.gpu.name
+        return self.once(("call", w.name, w.kind), lambda: host_call(gpu, w.kind))
 
     def _kernel_ratio(self, w: Priceable) -> float:
         """Time of the attention kernel that runs over that of the kernels its rows measured."""
@@ -165,17 +155,14 @@ class PriceBook:
             return 1.0
         if p.dtype not in SIXTEEN_BIT:
             return 1.0
-        key = (w.kernel, p)
-        if key not in self.kernel_ratios:
-            kernel = w.kernel or stack_of_row(self.stack).attention_on(self.gpu)
-            rows: Mapping[tuple[str, str], float] = {}
-            gpus = {self.gpu.name: self.gpu}
-            if model is not None:
-                op = p.op if model.covers(self.gpu, p.op, p.dtype) else "forward"
-                rows = model.row_sources(self.gpu, op, p.dtype, self.stack, family)
-                gpus = {**model.source_gpus.gpus, **gpus}
-            self.kernel_ratios[key] = kernel_ratio(kernel, family, p, self.gpu, rows, gpus)
-        return self.kernel_ratios[key]
+        kernel = w.kernel or stack_of_row(self.stack).attention_on(self.gpu)
+        rows: Mapping[tuple[str, str], float] = {}
+        gpus = {self.gpu.name: self.gpu}
+        if model is not None:
+            op = p.op if model.covers(self.gpu, p.op, p.dtype) else "forward"
+            rows = model.row_sources(self.gpu, op, p.dtype, self.stack, family)
+            gpus = {**model.source_gpus.gpus, **gpus}
+        return kernel_ratio(kernel, family, p, self.gpu, rows, gpus)
 
     def _part_us(self, part: Part, cold: float) -> float:
         """Time of a part of an op; its share ``cold`` reads from memory, the rest from caches."""

@@ -15,7 +15,6 @@ from itercast.compose.parallel.device_memory import table_room_bytes
 from itercast.compose.parallel.table_work import in_a_row, lookup_calls
 from itercast.compose.parallel.tables import RankStep, rank_step
 from itercast.compose.pricing.collectives import Cluster
-from itercast.compose.pricing.optimizer import STATE_COPIES
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import Priceable, PricedOp, priceable
 from itercast.compose.tables.captured import CapturedTable, captured_tables
@@ -30,6 +29,7 @@ from itercast.compose.tables.placement import (
     memory_bytes,
     message_bytes,
     shards,
+    state_per_weight,
 )
 from itercast.compose.tables.tiers import fetched_us
 from itercast.microbench.hardware.stack import TableSoftware, stack_of_row
@@ -92,7 +92,7 @@ def _slowest_rank(
     tables = as_stored(captured_tables(capture), software)
     if not tables:
         raise ValueError("shard spreads embedding tables, and the model has none")
-    state = float(STATE_COPIES[capture.optimizer])
+    state = state_per_weight(capture.optimizer)
     times = ShardTimes(tables, capture.optimizer, ranks, per_node, rate, book)
     if text is not None:
         sharding = from_torchrec(text, [t.table for t in tables])

@@ -19,7 +19,7 @@ from itercast.compose.pricing.price_book import price_book
 from itercast.compose.pricing.rank_graph import until_read
 from itercast.compose.pricing.sharded_tables import ShardTimes
 from itercast.compose.sharding.step import dlrm_step, tables_of
-from itercast.compose.sharding.tables import STATE_PER_WEIGHT, RankingModel
+from itercast.compose.sharding.tables import RankingModel
 from itercast.compose.simulate.iteration import evaluate, quick_us
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.tables.placement import Sharding, check_sharding, memory_bytes
@@ -118,8 +118,8 @@ class Forecaster:
         lookup_us = [0.0] * self.world_size
         for shard, time in self.times.held(sharding):
             lookup_us[shard.rank] += time.work_us
-        state = STATE_PER_WEIGHT[self.model.optimizer]
-        memory = memory_bytes(sharding, self.model.tables, state, self.world_size, self.per_node)
+        tables, state = self.model.tables, self.model.state
+        memory = memory_bytes(sharding, tables, state, self.world_size, self.per_node)
         return ShardingForecast(
             sharding=sharding,
             iteration_us=quick_us(self._rank(step), step.optimizer),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from itercast.compose.sharding.forecast import Forecaster, ShardingForecast
-from itercast.compose.sharding.tables import STATE_PER_WEIGHT, RankingModel
+from itercast.compose.sharding.tables import RankingModel
 from itercast.compose.tables.greedy import MIN_COLUMNS, greedy
 from itercast.compose.tables.placement import HBM, Placement, Sharding, Table
 from itercast.microbench.assumptions import assumed
@@ -72,10 +72,10 @@ def torchrec_us(table: Table, forecaster: Forecaster) -> float:
 
 def greedy_by(cost: Callable[[Table], float], forecaster: Forecaster, parts: int = 1) -> Sharding:
     """Gives each table, by falling cost, to the rank with the least cost so far (``greedy``)."""
-    model, state = forecaster.model, STATE_PER_WEIGHT[forecaster.model.optimizer]
+    model = forecaster.model
     by_table = [cost(t) for t in model.tables]
     room = forecaster.room_bytes
-    return greedy(model.tables, by_table, forecaster.world_size, room, state, parts)
+    return greedy(model.tables, by_table, forecaster.world_size, room, model.state, parts)
 
 
 def random_sharding(rng: np.random.Generator, model: RankingModel, ranks: int) -> Sharding:
@@ -100,10 +100,8 @@ def proposals(forecaster: Forecaster, seed: int = 0) -> Iterator[Proposal]:
     for parts in [p for p in (2, 4, 8) if p <= n]:
         cut = greedy_by(cost, forecaster, parts)
         yield Proposal(name=f"greedy, cut in {parts} columns", sharding=cut)
-    yield Proposal(
-        name="greedy, cut until even",
-        sharding=forecaster.times.greedy(STATE_PER_WEIGHT[model.optimizer]),
-    )
+    even = forecaster.times.greedy(model.state)
+    yield Proposal(name="greedy, cut until even", sharding=even)
     yield Proposal(name="all row-wise", sharding=_everywhere(model, "row_wise", n))
     yield Proposal(name="all data-parallel", sharding=_everywhere(model, "data_parallel", n))
 
@@ -220,8 +218,8 @@ def choose(
 
 def _cached(proposal: Proposal, forecaster: Forecaster) -> Proposal:
     """The proposal with as many rows in host memory as its GPUs do not hold."""
-    state = STATE_PER_WEIGHT[forecaster.model.optimizer]
-    found = forecaster.times.tiered(proposal.sharding, state, forecaster.room_bytes)
+    state, room_bytes = forecaster.model.state, forecaster.room_bytes
+    found = forecaster.times.tiered(proposal.sharding, state, room_bytes)
     changed = found != proposal.sharding
     return Proposal(name=proposal.name + ", host" * changed, sharding=found)
 

@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from itercast.compose.tables.placement import Table
+from itercast.compose.tables.placement import Table, state_per_weight
 from itercast.microbench.ops.lookup.index_streams import IndexStream, parse_indices
 from itercast.microbench.store import Facts
 from itercast.microbench.yaml_text import made_of, read_mapping
 
 DTYPES = ("fp32", "fp16", "bf16")
 OPTIMIZERS = ("sgd", "adagrad", "adam")
-STATE_PER_WEIGHT: Mapping[str, float] = {"sgd": 0.0, "adagrad": 1.0, "adam": 2.0}
 MAX_SIZE = 2**40
 TABLE_KEYS = ("name", "rows", "dim", "pooling", "dtype", "indices", "weighted")
 
@@ -38,6 +37,11 @@ class RankingModel:
     def dim(self) -> int:
         """Elements of a table's pooled vector."""
         return self.tables[0].dim
+
+    @property
+    def state(self) -> int:
+        """Numbers of the tables' optimizer per weight."""
+        return state_per_weight(self.optimizer)
 
 
 def read_model(path: Path) -> RankingModel:

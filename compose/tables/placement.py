@@ -21,6 +21,11 @@ KERNELS = {"fused": HBM, "dense": HBM, "fused_uvm": UVM, "fused_uvm_caching": UV
 LOAD_FACTOR: float = assumed(__file__, "load_factor")
 
 
+def state_per_weight(optimizer: str) -> int:
+    """Numbers that an optimizer keeps for each weight of a table."""
+    return {"none": 0, "sgd": 0, "adagrad": 1}.get(optimizer, 2)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
     """One embedding table and how a batch looks it up: ``pooling`` rows per sample on average.

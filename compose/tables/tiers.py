@@ -15,7 +15,7 @@ from math import ceil
 from itercast.compose.graph.identity_cache import cached_by_identity
 from itercast.compose.graph.rewrite import StepBuilder, collective
 from itercast.compose.tables.captured import Lookup, captured_tables
-from itercast.compose.tables.placement import SSD, UVM, Table
+from itercast.compose.tables.placement import SSD, UVM, Table, state_per_weight
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.iterations.sharded_model import Shard
@@ -30,7 +30,6 @@ FETCH, EVICT = "fetch", "evict"
 PCIE_FRAC: float = assumed(__file__, "pcie_frac")
 REQUEST_BYTES: int = assumed(__file__, "request_bytes")
 DRIVE: Mapping[str, float] = assumed(__file__, "drive")
-STATE = {"none": 0, "sgd": 0, "adagrad": 1}  # numbers per weight; of all other optimizers two
 
 
 def shard_stream(table: Table, rows: int, samples: int) -> Row:
@@ -74,7 +73,7 @@ def moved_bytes(
         read, written = missed_rows(shard, lookup, ranks)
         weights = shard.columns * ITEMSIZE_BYTES[lookup.table.dtype]
         trained = optimizer != "none" and not shard.local
-        row_bytes = weights * (1 + STATE.get(optimizer, 2) if trained else 1)
+        row_bytes = weights * (1 + state_per_weight(optimizer) if trained else 1)
         for kind, rows in ((FETCH, read), (EVICT, written if trained else 0.0)):
             unit = DRIVE["block_bytes"] if shard.tier == SSD else REQUEST_BYTES
             nbytes = unit * ceil(row_bytes / unit)

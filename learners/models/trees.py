@@ -160,7 +160,7 @@ class Tuned:
     trials: Sequence[Options] = ()  # ``number``, ``value`` (mean absolute log error), ``params``
 
 
-def tune(train: Table, trials: int, seed: int, storage: str | None, name: str) -> Tuned:
+def tune(train: Table, trials: int, storage: str | None, name: str) -> Tuned:
     """Best XGBoost options of a resumable Optuna study; the defaults where ``trials`` is 0.
 
     Several machines that share the database ``storage`` run the trials together; without it they
@@ -170,17 +170,17 @@ def tune(train: Table, trials: int, seed: int, storage: str | None, name: str) -
         return Tuned(options=default_options(train))
     import optuna  # lazy: most fits take the defaults
 
-    rest, held = group_split(train.group, 0.25, seed + 1)
+    rest, held = group_split(train.group, 0.25, seed=1)
     out = train.take(held)
 
     def objective(trial: Any) -> float:
-        trees = fit(train.take(rest), out, suggested_options(trial), seed)
+        trees = fit(train.take(rest), out, suggested_options(trial))
         guess = predict_us(trees, out.x, out.roofline_us)
         return float(np.mean(np.abs(np.log(guess / out.time_us))))
 
     study, complete = open_study(storage, name), (optuna.trial.TrialState.COMPLETE,)
     # With the seed of the first start, or of another machine, the next trials would repeat others.
-    drawn = seed + len(study.trials) if storage is None else None
+    drawn = len(study.trials) if storage is None else None
     study.sampler = optuna.samplers.TPESampler(seed=drawn, constant_liar=storage is not None)
     if len(study.get_trials(states=complete)) < trials:
         study.optimize(objective, callbacks=[optuna.study.MaxTrialsCallback(trials, complete)])

@@ -27,7 +27,7 @@ def table() -> Table:
 
 
 def tuned(storage: str | None, trials: int) -> trees.Tuned:
-    return trees.tune(table(), trials, 0, storage, "toy")
+    return trees.tune(table(), trials, storage, "toy")
 
 
 def finished(storage: str | None) -> list[dict[str, Any]]:
