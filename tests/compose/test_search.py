@@ -191,11 +191,6 @@ def test_no_more_is_recomputed_than_the_memory_takes() -> None:
     assert found.plan == fitting[-1] and 0 < found.plan.recomputed < 0.8
 
 
-def test_a_wrong_objective_is_one_line(search: Search) -> None:
-    with pytest.raises(ValueError, match="objective 'speed': allowed are time, cost, memory"):
-        best_plans(search, 4, "speed")
-
-
 def ranking_at(batch: int, seq: int) -> StepCapture:
     """One step of a small DLRM: most of its parameters are in tables."""
     return capture("dlrm-s", batch=batch, optimizer="sgd")

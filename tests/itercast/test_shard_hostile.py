@@ -22,6 +22,7 @@ TABLES: dict[str, tuple[dict[str, Any], str]] = {
     "negative rows": ({"rows": -1}, "rows is a number of at least 0"),
     "no rows": ({"rows": 0}, "rows is from 1 to"),
     "too many rows": ({"rows": HUGE}, "rows is from 1 to"),
+    "half a row": ({"rows": 1.5}, "rows is a whole number"),
     "rows as text": ({"rows": "many"}, "rows is a number of at least 0"),
     "NaN pooling": ({"pooling": float("nan")}, "pooling is a number of at least 0"),
     "endless pooling": ({"pooling": float("inf")}, "pooling is a number of at least 0"),

@@ -139,27 +139,3 @@ def test_quantised_gradients_of_every_bucket() -> None:
     kernels_us = outcomes[1].compute_us - outcomes[0].compute_us
     assert kernels_us > 0  # encode, sum, decode
     assert outcomes[0].memory == outcomes[1].memory
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (
-            "tp=2,compress_tp=int3",
-            "a share of the bytes, int8, fp8, int4 or dct:SHARE, got",
-        ),
-        ("tp=2,compress_tp=dct", "compress_tp is a share"),
-        ("tp=2,compress_tp=dct:2", "compress_tp is above 0 and up to 1, got 2"),
-        ("dp=2,compress_tp=0.5", "compress_tp needs tp > 1"),
-        ("dp=2,gossip=ring,compress=int8", "no gossip, local, coconet or cdp"),
-    ],
-)
-def test_what_is_no_codec_is_refused(text: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        ParallelPlan.parse(text)
-
-
-def test_codecs_come_back_from_text() -> None:
-    text = "dp=4,tp=2,ep=2,compress=dct:0.25,compress_tp=int8,compress_ep=0.5"
-    assert str(ParallelPlan.parse(text)) == text
-    assert ParallelPlan.parse("dp=2,compress=1") == ParallelPlan.parse("dp=2")

@@ -129,23 +129,25 @@ def test_a_foreach_call_is_launched_in_pieces() -> None:
     assert [launches(StepCapture(calls=(c,))) for c in calls] == [1, 2, 2, 3, 1]
 
 
-def test_a_graph_is_one_launch_and_no_python() -> None:
-    found = with_engine(step(), "graph")
-    assert found.calls == step().calls
-    assert launches(found) == 1 and launches(step()) == 7
-    assert not any(found.host.values())
-    assert set(found.host) == set(step().host)  # the optimizer is still known by its name
-
-
-def test_fused_kernels_are_launched_as_one_graph() -> None:
-    """The calls of torch.compile, one launch, and one compiled function that replays the graph."""
-    found = with_engine(step(), "compile+graph")
-    kernels = as_launched(found)
-    assert [c.op for c in kernels.calls] == [
-        c.op for c in as_launched(with_engine(step(), "compile")).calls
-    ]
-    assert launches(kernels) == 1
-    assert {name for name, n in found.host.items() if n} == {"graphed_call"}
+@pytest.mark.parametrize(
+    ("engine", "kernels", "launched", "events"),
+    [
+        ("eager", "eager", 7, set(step().host)),
+        ("graph", "eager", 1, set()),  # no Python
+        ("compile+graph", "compile", 1, {"graphed_call"}),  # one compiled function replays it
+        ("eager+graph", "eager", 1, {"graphed_call"}),  # the cudagraphs backend
+        ("fused", "compile", 6, set(step().host)),  # a framework's kernels in an eager loop
+    ],
+)
+def test_engines_have_kernels_launches_and_events(
+    engine: str, kernels: str, launched: int, events: set[str]
+) -> None:
+    found = with_engine(step(), engine)
+    ops = [[c.op for c in as_launched(with_engine(step(), e)).calls] for e in (engine, kernels)]
+    assert ops[0] == ops[1]
+    assert launches(as_launched(found)) == launched
+    assert {name for name, n in found.host.items() if n} == events
+    assert "adamw_step" in found.host  # the optimizer is still known by its name
 
 
 @pytest.mark.parametrize("engine", ["compile+graph", "eager+graph"])
@@ -171,21 +173,6 @@ def test_others_read_the_batch_where_it_is(engine: str) -> None:
     """A graph that the user captured reads tensors that the user fills."""
     found = as_launched(with_engine(replace(step(), inputs=(tensor(0, 4, 8),)), engine))
     assert "aten.copy_.default" not in {c.op for c in found.calls}
-
-
-def test_the_cudagraphs_backend_runs_eager_kernels() -> None:
-    """One launch by a compiled function, as of fused kernels, but of the captured ops."""
-    found = with_engine(step(), "eager+graph")
-    assert as_launched(found).calls == step().calls
-    assert {name for name, n in found.host.items() if n} == {"graphed_call"}
-    assert launches(found) == 1
-
-
-def test_a_framework_with_fused_kernels_runs_an_eager_loop() -> None:
-    """The kernels of torch.compile, launched one by one, and all of the eager host's events."""
-    found = with_engine(step(), "fused")
-    assert found.host == step().host
-    assert launches(as_launched(found)) == 6
 
 
 def loss_step(dtype: str = "fp32", *, cut: bool = False) -> StepCapture:

@@ -121,15 +121,6 @@ def test_a_smaller_halo_is_faster_and_more_ranks_do_less_each() -> None:
     assert again.iteration_us == found[2].iteration_us  # whatever was forecast before
 
 
-@pytest.mark.parametrize(
-    ("plan", "said"),
-    [("cut=0.5", "dp > 1"), ("dp=2,cut=2", "up to 1"), ("dp=2,tp=2,cut=0.5", "goes with dp")],
-)
-def test_cuts_that_make_no_sense_are_refused(plan: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        ParallelPlan.parse(plan)
-
-
 def test_a_model_without_a_graph_is_refused() -> None:
     with pytest.raises(ValueError, match="cut is of a graph, and the model has none"):
         predict("mlp-s", gpu="h100-sxm-80gb", plan="dp=2,cut=0.5")

@@ -28,6 +28,7 @@ GOOD = [
     "accumulate=4,recompute=selective,offload=optimizer",
     "dp=2,compress=0.25",
     "tp=2,pp=2,compress_tp=int8,compress_pp=dct:0.5",
+    "dp=4,tp=2,ep=2,compress=dct:0.25,compress_tp=int8,compress_ep=0.5",
     "dp=4,gossip=exp2",
     "dp=8,zero=3,hsdp=4,local=100",
     "dp=8,local=100,outer",
@@ -61,6 +62,12 @@ BAD = {
     "dp=2,zero=4": "zero is an integer from 0 to 3",
     "dp=2,compress=2": "compress is above 0",
     "compress=0.5": "compress needs dp > 1",
+    "tp=2,compress_tp=int3": "a share of the bytes, int8, fp8, int4 or dct:SHARE, got",
+    "tp=2,compress_tp=dct": "compress_tp is a share",
+    "tp=2,compress_tp=dct:2": "compress_tp is above 0 and up to 1, got 2",
+    "dp=2,compress_tp=0.5": "compress_tp needs tp > 1",
+    "dp=2,gossip=ring,compress=int8": "no gossip, local, coconet or cdp",
+    "dp=2,gossip=ring:0": "above 0 and up to 1",
     "dp=2,gossip=ring,zero=1": "keeps whole replicas",
     "dp=2,pp=2,cdp=1": "cdp staggers whole replicas",
     "tp=2,local=4": "local=4 needs dp > 1",
@@ -82,6 +89,10 @@ BAD = {
     "recompute=full:x": "is a number above 0",
     "nodes=2": "nodes needs node",
     "offload=weights": "offload is one of",
+    "cut=0.5": "dp > 1",
+    "dp=2,cut=2": "up to 1",
+    "dp=2,tp=2,cut=0.5": "goes with dp",
+    "dp=4,shard=greedy:3": "shard's group is from 2 and divides dp, got 3",
     "dp=2,shard=": "shard is greedy or a JSON file",
     "shard=greedy": "shard spreads tables over dp ranks: dp > 1",
     "dp=2,tp=2,shard=greedy": "shard goes with dp, zero, hsdp, ep, amp, compress, local",
@@ -108,6 +119,7 @@ def test_world_size_and_micro_batches() -> None:
     assert ParallelPlan(pp=4, micro=16).microbatches == 16
     assert ParallelPlan(accumulate=3).microbatches == 3
     assert ParallelPlan().microbatches == 1
+    assert ParallelPlan.parse("dp=2,compress=1") == ParallelPlan.parse("dp=2")
 
 
 def test_ranks_fill_nodes_evenly_or_do_not_fit() -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 
 from itercast.compose.parallel.table_work import held_shards, traffic
 from itercast.compose.sharding.forecast import Forecaster
@@ -22,7 +20,7 @@ from itercast.compose.sharding.propose import (
     table_costs,
     torchrec_us,
 )
-from itercast.compose.sharding.tables import RankingModel, model_from, read_model
+from itercast.compose.sharding.tables import RankingModel, model_from
 from itercast.compose.tables.greedy import greedy
 from itercast.compose.tables.placement import (
     KINDS,
@@ -217,31 +215,6 @@ def test_tables_too_large_for_the_memory_come_last(forecaster: Forecaster) -> No
 def test_placements_that_do_not_fit_are_refused(place: Placement, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         check_sharding((place,), model(1).tables, 4, 2)
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"rows": -1}, "rows is a number of at least 0"),
-        ({"rows": 1.5}, "rows is a whole number"),
-        ({"rows": 0}, "rows is from 1 to"),
-        ({"pooling": 0}, "pooling is a number above 0"),
-        ({"pooling": float("nan")}, "pooling is a number of at least 0"),
-        ({"dtype": "int4"}, "allowed are fp32"),
-        ({"indices": "zipf:-1"}, "exponent"),
-        ({"indices": "nowhere.pt"}, "allowed are uniform, zipf:EXPONENT, or a file"),
-        ({"heigth": 3}, "unknown key 'heigth'"),
-        ({"dim": 8}, "the interaction needs one dim"),
-    ],
-)
-def test_hostile_tables_are_refused_in_a_line(
-    tmp_path: Path, changed: dict[str, Any], said: str
-) -> None:
-    wrong = [*tables(1), {"rows": 5, "dim": 16, "pooling": 1, **changed}]
-    (tmp_path / "tables.yaml").write_text(yaml.safe_dump({"batch": 4, "tables": wrong}))
-    with pytest.raises(ValueError, match=said) as refused:
-        read_model(tmp_path / "tables.yaml")
-    assert "\n" not in str(refused.value) and "tables.yaml" in str(refused.value)
 
 
 def test_greedy_balances_messages_over_a_slow_network() -> None:
