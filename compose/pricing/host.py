@@ -10,6 +10,7 @@ from itercast.compose.graph.layers import Layer
 from itercast.compose.pricing.optimizer import STATE_COPIES
 from itercast.compose.pricing.price_book import PriceBook, price_book
 from itercast.compose.pricing.priced_op import AssumedShares, AssumedTime, PricedOp
+from itercast.compose.pricing.work import Step
 from itercast.learners.transfer.source_gpus import gpu_distance
 from itercast.microbench.hardware.host import EVENT_US
 from itercast.microbench.opcall import StepCapture
@@ -150,9 +151,14 @@ class Launches:
         total.add(sum(measured_us))
         return total
 
-    def kernels(self, op: PricedOp) -> int:
-        """Number of launches of these ops."""
-        return op.kernels if self.by_op else 1
+    def step(self, op: PricedOp, *, added: bool = False) -> Step:
+        """The op as it is launched, or Python without a kernel."""
+        if op.phase == PYTHON:
+            return Step(0.0, op.duration_us, name=op.op)
+        kernels = op.kernels if self.by_op else 1
+        waits = op.waits and self.by_op
+        launch_us = self.us(op, added=added)
+        return Step(op.duration_us, launch_us, op.phase == "comm", kernels, op.op, waits)
 
 
 def launch_costs(capture: StepCapture, events: Mapping[str, int], book: PriceBook) -> Launches:

@@ -22,7 +22,6 @@ from itercast.compose.pricing.collectives import (
 )
 from itercast.compose.pricing.gradient_copies import ADDED
 from itercast.compose.pricing.host import (
-    PYTHON,
     Launches,
     host_cost,
     host_work,
@@ -34,7 +33,7 @@ from itercast.compose.pricing.priced_op import AssumedTime, Priceable, PricedOp
 from itercast.compose.pricing.rank_graph import RankGraph, rank_graph, until_read
 from itercast.compose.pricing.recompute import Recomputed, recomputed
 from itercast.compose.pricing.sharded_tables import slowest_rank
-from itercast.compose.pricing.work import Step, Work, fold, side_by_side_us
+from itercast.compose.pricing.work import Work, fold, side_by_side_us
 from itercast.compose.tables.tiers import with_frozen_tables_in
 from itercast.microbench.opcall import OpCall, Places, StepCapture
 from itercast.microbench.plan import ParallelPlan
@@ -73,17 +72,8 @@ class PricedLayer:
 
     def fold(self, ops: Sequence[PricedOp]) -> Work:
         """Sum up ops, given in launch order, to their time on the host and on the compute lane."""
-        return fold([self._step(op) for op in ops], self.on_cpu, shown=self.shown)
-
-    def _step(self, op: PricedOp) -> Step:
-        if op.phase == PYTHON:
-            return Step(0.0, op.duration_us, name=op.op)
-        launch_us, kernels = (
-            self.launches.us(op, added=op.phase == ADDED),
-            self.launches.kernels(op),
-        )
-        comm, waits = op.phase == "comm", op.waits and self.launches.by_op
-        return Step(op.duration_us, launch_us, comm, kernels, op.op, waits)
+        steps = [self.launches.step(op, added=op.phase == ADDED) for op in ops]
+        return fold(steps, self.on_cpu, shown=self.shown)
 
     @cached_property
     def forward_work(self) -> Work:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from itercast.compose.pricing.host import PYTHON
 from itercast.compose.pricing.priced_op import PricedOp
 from itercast.compose.pricing.work import Step, fold
 from itercast.compose.programs.price import PricedRank
@@ -108,12 +107,7 @@ class RankLanes(Lanes):
         return self.shared.add((f"{self.rank} {lane}",), us, after, name)
 
     def _launch(self, op: PricedOp) -> None:
-        costs = self.priced.launches
-        if op.phase == PYTHON:
-            self.open.append(Step(0.0, op.duration_us, name=op.op))
-        else:
-            kernels = costs.kernels(op)
-            self.open.append(Step(op.duration_us, costs.us(op), kernels=kernels, name=op.op))
+        self.open.append(replace(self.priced.launches.step(op), waits=False))
         if op.waits:
             self._close()
             self.host += self.done
