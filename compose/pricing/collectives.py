@@ -32,6 +32,7 @@ from itercast.microbench.ops.step.alpha_beta import (
 )
 from itercast.microbench.ops.step.collective import Collective
 from itercast.microbench.plan import ParallelPlan
+from itercast.microbench.store import Row
 
 CONTENTION: Mapping[str, float] = assumed(__file__, "contention")  # by kind of device
 LATENCY = "alpha_beta.step_us"  # the assumption that times by formula rest on
@@ -340,7 +341,7 @@ def _largest_known(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> di
 
 
 def _rows(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> pd.DataFrame:
-    facts = {"gpu": where.gpu.name, "threads": book.threads, "cache": "warm"}
+    facts: Row = {"gpu": where.gpu.name, "threads": book.threads, "cache": "warm"}
     facts["node"] = where.node.name if where.node else where.gpu.name
     return pd.DataFrame([asdict(m.among(**_crossed(g, where))) for m, g in asked]).assign(**facts)
 
