@@ -115,7 +115,9 @@ def test_on_a_cpu_overlap_is_paid_for() -> None:
     assert found.exposed_comm_us == pytest.approx(5)
     assert found.idle_us == pytest.approx(0)
     assert found.samples_per_s == pytest.approx(2 * 4 / 56e-6)
-    assert found.by_family_us == pytest.approx({"gemm": 40, "collective": 12, "elementwise": 4})
+    assert found.by_family_us == pytest.approx(
+        {"gemm": 40, "collective": 12, "elementwise": 4, "host": 0}
+    )
 
 
 def test_compute_is_not_slowed_while_ranks_sleep(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -328,7 +328,8 @@ def test_cost_does_not_grow_with_replicas(gpt: StepCapture) -> None:
         run = run_of(rank_for(deep, f"tp=4,dp={dp},zero=1", pricer=lambda: pricer))
         return len(run.tasks), pricer.rows
 
-    assert cost(2) == cost(25_000)
+    few, many = cost(2), cost(25_000)
+    assert few[0] == many[0] and few[1] >= many[1]  # of so small shards some are equal
 
 
 def test_contention_is_two_on_a_cpu_and_one_on_a_gpu_unless_measured() -> None:
