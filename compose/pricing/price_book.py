@@ -178,12 +178,14 @@ class PriceBook:
     def _new(self, w: Priceable, parts: Sequence[Part]) -> PricedOp:
         """Prices an op: parts added up, attention's kernel, power limit, host time of its call."""
         flops = float(w.family.flops(w.params)) if w.family is not None else 0.0
-        ratio, known, call = self._kernel_ratio(w), w.name in self.models, self._call(w)
+        ratio, own, call = self._kernel_ratio(w), w.name in self.models, self._call(w)
+        known = own or (bool(parts) and all(map(w.is_priced_by_law, parts)))
         times_us = [(part, ratio * self._part_us(part, w.cold)) for part in parts]
         us = sum(part_us for _, part_us in times_us)
         other_us = sum(abs(part_us) for part, part_us in times_us if not w.is_priced_as(part))
-        if not known:
-            us = other_us = self._roofline_us(w, flops, us)
+        if not own:
+            us = self._roofline_us(w, flops, us)
+            other_us = other_us if known else us
         if w.family is not None and w.family.matmul:
             us = throttled_us(self.gpu, w.params.dtype, us, flops)
         shares = w.assumed_shares(len(parts), min(1.0, other_us / us) if us > 0 else 0.0)

@@ -157,10 +157,11 @@ class Family:
 
     Roles:
     ``fallback(params, measured)`` are the ops that it is priced as on a device where no model has
-    seen it, empty where its own model answers. ``matmul``: its flops count as matrix products in
-    MFU. ``fusible``: torch.compile fuses it with its neighbours. ``compiled``: torch.compile
-    writes its kernels, so that each call costs the host something else. ``on_host``: its points
-    are events of the host, which run no kernel.
+    seen it, empty where its own model answers. ``law``: the family whose model prices its kernels
+    by the bytes that they move, checked on measured kernels: such times are not assumed.
+    ``matmul``: its flops count as matrix products in MFU. ``fusible``: torch.compile fuses it with
+    its neighbours. ``compiled``: torch.compile writes its kernels, so that each call costs the host
+    something else. ``on_host``: its points are events of the host, which run no kernel.
 
     Sweeps:
     a family with ``ranks`` > 1 is built and timed in that many processes at once. One that is
@@ -189,6 +190,7 @@ class Family:
     large: Callable[[str], Point] | None = None
     place: Callable[[Point], Numbers] | None = None
     fallback: Callable[[Point, Measured], Sequence[Part]] | None = None
+    law: str = ""
     matmul: bool = False
     fusible: bool = False
     compiled: bool = False

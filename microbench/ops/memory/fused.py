@@ -159,9 +159,10 @@ def resize(p: Fused, factor: float, lean: float) -> Fused:
 
 
 def fallback(p: Fused, measured: Measured) -> list[Part]:
-    """A pass over memory, and a second reading of rows that no longer are in the last cache.
+    """A pass over memory at the rate of a pointwise kernel.
 
-    All SMs together are at work on RESIDENT_BLOCKS rows each: a row comes back after these.
+    Rows that no longer are in the last cache are read a second time. All SMs together are at work
+    on RESIDENT_BLOCKS rows each: a row comes back after these.
     """
     gpu = measured.gpu
     if gpu.kind == "cpu" or measured.seen("fused", p.op, p.dtype):
@@ -181,6 +182,7 @@ FAMILY = Family(
     features=features,
     answers={CALL: from_call},
     fallback=fallback,
+    law="elementwise",
     on_demand=True,
     gpu_sweep=GpuSweep(
         retype=retype,

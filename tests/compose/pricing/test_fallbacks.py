@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,12 +10,19 @@ import pytest
 from unseen_ops import GPU, MODELS, learned
 
 from itercast.compose.pricing.fallbacks import fallback_parts
+from itercast.compose.pricing.price_book import PriceBook
+from itercast.compose.pricing.priced_op import Priceable
+from itercast.learners.bundle import SHIPPED, Bundle
 from itercast.microbench.hardware.spec import Gpu, load_gpu
+from itercast.microbench.ops import family_of
+from itercast.microbench.ops.family import Part, itemsize_bytes
 from itercast.microbench.ops.lookup.embedding import Embedding
+from itercast.microbench.ops.lookup.index_calls import IndexOp
 from itercast.microbench.ops.matrix.conv import Conv, pixels
 from itercast.microbench.ops.matrix.gemm import Gemm
 from itercast.microbench.ops.matrix.recurrent import Recurrent
 from itercast.microbench.ops.memory.elementwise import memory_copy
+from itercast.microbench.ops.memory.fused import Fused
 from itercast.microbench.ops.memory.norm import Norm
 from itercast.microbench.ops.memory.pooling import Pooling
 from itercast.microbench.ops.memory.reduction import Reduction
@@ -76,6 +84,61 @@ def test_a_matrix_times_a_vector_is_a_pass_over_the_matrix() -> None:
     thin = Gemm(op="mm", m=64, n=1, k=1000, dtype="fp32")
     assert fallback_parts(thin, MODELS, False, GPU) == [memory_copy((64 * 1000 + 1000 + 64) * 4)]
     assert fallback_parts(replace(thin, n=2), MODELS, False, GPU) == []
+
+
+def test_indices_pick_whole_sectors() -> None:
+    """5 rows of 3 fp32 from 8: 12 of 32 bytes each; 5 * 12 read and written, 8 bytes an index.
+
+    A gather picks each of its 15 elements from a sector of its own; an index_put that adds reads
+    and writes what it adds to. Rows that fill sectors are copied.
+    """
+    gpu = replace(GPU, clock_hz=math.inf)  # elements take no time
+    rows: dict[str, Any] = {"outer": 1, "size": 5, "inner": 3, "source": 8}
+
+    def copied(op: str, **facts: Any) -> list[Part]:
+        return fallback_parts(IndexOp(op=op, **{**rows, **facts}), MODELS, False, gpu)
+
+    assert copied("index") == [memory_copy(2 * 60 + 40 + 5 * 20)]
+    assert copied("gather") == [memory_copy(2 * 60 + 8 * 15 + 15 * 28)]
+    assert copied("index_put_accumulate_") == [memory_copy(3 * 60 + 40 + 5 * 20 * 2)]
+    assert copied("index", inner=8) == [memory_copy(2 * 160 + 40)]
+    assert copied("cat") == [memory_copy(2 * 60)]
+
+
+def test_rows_picked_element_by_element_keep_the_sms_busy() -> None:
+    """1.75 clocks for each of 1000 * 64 elements, on 8 SMs; a half as wide element is as slow."""
+    pick = IndexOp(op="index_select", outer=1, size=1000, inner=64, source=2000, dtype="bf16")
+    for op in (pick, replace(pick, op="index_add_", dtype="fp32")):
+        busy_s = 1.75 * 64_000 / (8 * GPU.clock_hz)
+        assert fallback_parts(op, MODELS, False, GPU) == [memory_copy(busy_s * 1e12)]
+    slow = replace(GPU, hbm_bytes_per_s=1e10)  # its bytes take longer
+    assert fallback_parts(pick, MODELS, False, slow) == [memory_copy(2 * 128_000 + 8_000)]
+
+
+@pytest.mark.parametrize("op", ["index", "index_select", "index_add_", "scatter_add_", "fused"])
+@pytest.mark.parametrize("gpu", ["a100-sxm-80gb", "h100-sxm-80gb"])
+def test_times_grow_with_rows_and_bytes(op: str, gpu: str) -> None:
+    """By the bundle that ships; fp32 is never faster than bf16, nor a row that is read again."""
+    book = PriceBook(Bundle.load(SHIPPED), load_gpu(gpu), 0)
+
+    def us(rows: int, width: int, dtype: str, again: int = 0) -> float:
+        params: Any = IndexOp(op=op, outer=1, size=rows, inner=width, source=rows, dtype=dtype)
+        if op == "fused":
+            size = rows * width * int(itemsize_bytes(dtype))
+            sizes = {"read_bytes": size, "written_bytes": size, "again_bytes": again * size}
+            row = 2**20 * again
+            params = Fused(ops=3, numel=rows * width, row_bytes=row, dtype=dtype, **sizes)
+        wanted = Priceable(
+            op=op, phase="forward", family=family_of(params), params=params, bytes_moved=0, cold=1.0
+        )
+        return book.price([wanted])[0].duration_us
+
+    for dtype in ("bf16", "fp32"):
+        by_rows = [us(4**n, 2048, dtype) for n in range(2, 9)]
+        by_width = [us(4096, 4**n, dtype) for n in range(2, 7)]
+        assert sorted(by_rows) == by_rows and sorted(by_width) == by_width
+    for n in range(2, 9):
+        assert us(4**n, 2048, "bf16") <= us(4**n, 2048, "fp32") <= us(4**n, 2048, "fp32", 1)
 
 
 def test_a_pooling_computes_a_window_for_each_output() -> None:

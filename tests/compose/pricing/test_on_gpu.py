@@ -17,6 +17,7 @@ from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import priceable
 from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 from itercast.microbench.ops.memory.elementwise import Elementwise
+from itercast.microbench.ops.memory.fused import CALL
 from itercast.microbench.ops.memory.reduction import Reduction
 
 
@@ -114,6 +115,19 @@ def test_an_op_without_a_model_costs_a_copy_of_its_bytes_and_stays_unmodelled() 
     op = priceable(call("unknown.default", tensor(0), out=1))
     (found,) = PriceBook(OfFew(), GPU, 0).price([op])
     assert (found.family, found.duration_us) == ("unmodelled", 10.0)
+
+
+def test_a_fused_kernel_is_priced_by_the_model_of_pointwise_ones() -> None:
+    """Its bytes at their rate: nothing is assumed; without that model nobody priced it."""
+    fused = OpCall(op=CALL, args=(tensor(0),), kwargs={"ops": 3, "numel": 32}, outputs=(tensor(1),))
+    indexed = call("index_select.default", tensor(0), out=1)
+    indexed = replace(indexed, args=(tensor(0), 0, tensor(2, "int64", (3,))))
+    (one, other) = PriceBook(Fixed(), GPU, 0).price([priceable(fused), priceable(indexed)])
+    assert (one.family, one.duration_us, one.assumed) == ("fused", 10.0, ())
+    assert (other.family, other.assumed) == ("unmodelled", (("fallbacks.index", 1.0),))
+    none = PriceBook(Fixed(), GPU, 0)
+    none.models = {}
+    assert none.price([priceable(fused)])[0].family == "unmodelled"
 
 
 def test_images_in_nhwc_are_seen() -> None:
