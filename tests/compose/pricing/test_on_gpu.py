@@ -122,10 +122,10 @@ def test_a_fused_kernel_is_priced_by_the_model_of_pointwise_ones() -> None:
     fused = OpCall(op=CALL, args=(tensor(0),), kwargs={"ops": 3, "numel": 32}, outputs=(tensor(1),))
     indexed = call("index_select.default", tensor(0), out=1)
     indexed = replace(indexed, args=(tensor(0), 0, tensor(2, "int64", (3,))))
-    (one, other) = PriceBook(Fixed(), GPU, 0).price([priceable(fused), priceable(indexed)])
+    (one, other) = PriceBook(OfFew(), GPU, 0).price([priceable(fused), priceable(indexed)])
     assert (one.family, one.duration_us, one.assumed) == ("fused", 10.0, ())
     assert (other.family, other.assumed) == ("unmodelled", (("fallbacks.index", 1.0),))
-    none = PriceBook(Fixed(), GPU, 0)
+    none = PriceBook(OfFew(), GPU, 0)
     none.models = {}
     assert none.price([priceable(fused)])[0].family == "unmodelled"
 
