@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pandas as pd
+from scipy.interpolate import interp1d
 
 from itercast.learners.compare import inputs_of
 from itercast.learners.family_model import Prepared
@@ -48,9 +49,7 @@ def interpolation(rows: pd.DataFrame, known: Index, asked: Index) -> np.ndarray:
         x, y = line.index.to_numpy(), line.to_numpy()
         if len(x) < 2:
             return np.full(len(at), np.exp(y[0]))
-        i = np.clip(np.searchsorted(x, np.log(at)) - 1, 0, len(x) - 2)
-        slope = (y[i + 1] - y[i]) / (x[i + 1] - x[i])
-        return np.asarray(np.exp(y[i] + slope * (np.log(at) - x[i])))
+        return np.asarray(np.exp(interp1d(x, y, fill_value="extrapolate")(np.log(at))))
 
     return _by_curve(rows, known, asked, fitted)
 

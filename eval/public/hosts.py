@@ -20,7 +20,6 @@ from itercast.eval.progress import run_program
 from itercast.eval.public.lines import selected
 from itercast.eval.public.models import measured_steps
 from itercast.eval.public.readers import read_iterations
-from itercast.eval.public.sources.timm_models import timm_config
 from itercast.learners.bundle import SHIPPED
 from itercast.microbench.hardware.host import REFERENCE, HostMachine, host_yaml, usual_host
 from itercast.microbench.yaml_text import facts_of, made_of
@@ -29,8 +28,6 @@ ROWS = 40  # of a source that has many
 COMMAND = "python -m itercast.eval.public.hosts PUBLIC"
 POINTWISE = "add mul add_ mul_ sub div gelu relu clamp_min silu neg threshold_backward pow rsqrt"
 FACTS = facts_of(__file__)
-TORCHVISION = "pytorch-gpu-benchmark"
-NETWORKS = {"resnet18": "resnet18", "resnet34": "resnet34", "mobilenet_v2": "mobilenetv2_100"}
 console = Console()
 
 
@@ -51,30 +48,11 @@ HOSTS = {name: made_of(HostSource, host, f"host {name}") for name, host in FACTS
 
 def read_rows(public: Path, source: HostSource) -> list[MeasuredStep]:
     """The rows of a host, at most ROWS of them; ValueError where their folder is missing."""
-    read = torchvision if source.source == TORCHVISION else read_iterations
-    table = read(public, source.source)
+    table = read_iterations(public, source.source)
     if table is None:
         raise ValueError(f"{str(public)!r} has no folder {source.source}")
     mine = table[selected(table, source.rows)].sort_values(["plan", "time_us"])
     return measured_steps(mine.iloc[:: max(1, len(mine) // ROWS)], SHIPPED)
-
-
-def torchvision(public: Path, folder: str) -> pd.DataFrame:
-    """Published inference times of small networks on one RTX 2080 Ti each: fp16, batch 12."""
-    table = pd.read_csv(public / folder / "tidy.csv")
-    table = table.query("gpus == 1 and precision == 'half' and mode == 'inference'")
-    table = table[table["model"].isin(NETWORKS)]
-    return table.assign(
-        gpu="rtx-2080-ti",
-        case=table["model"],
-        hf_config=[timm_config(NETWORKS[name], 224) for name in table["model"]],
-        time_us=1e3 * table["median_ms"],
-        dtype="fp16",
-        mode="infer",
-        plan="",
-        seq=0,
-        engine="eager",
-    )
 
 
 def call_launches(public: Path) -> dict[str, float]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from itercast.eval.processes import processes
 from itercast.eval.public.left_out import assumptions, compared, fitted_sources
 from itercast.eval.public.left_out_ops import KNOWN_ROWS, read_ops, source_in
 from itercast.eval.public.lines import ModelLine, Rows
@@ -23,7 +24,7 @@ from itercast.eval.public.models import (
     judged,
     with_fitted_hosts,
 )
-from itercast.eval.public.readers import gpus_of, processes
+from itercast.eval.public.readers import gpus_of
 from itercast.eval.public.shipped import MAX_ROWS, SOURCES
 from itercast.eval.results import LineResult
 from itercast.learners.beyond_memory import subsample_evenly

@@ -11,12 +11,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from itercast.eval.processes import processes
 from itercast.eval.public.left_out import compared
 from itercast.eval.public.lines import FOLDS, Rows
-from itercast.eval.public.readers import SOURCES, gpus_of, processes, read_source, reader_of
+from itercast.eval.public.readers import SOURCES, gpus_of, read_source, reader_of
 from itercast.eval.results import LineResult
 from itercast.learners.beyond_memory import subsample_evenly
-from itercast.learners.family_model import FamilyModel, learn_quickly, prepare
+from itercast.learners.family_model import learn_quickly, prepare
 from itercast.learners.features.table import shape_groups
 from itercast.learners.models.trees import default_options
 from itercast.microbench.assumptions import leaving_out
@@ -139,14 +140,9 @@ def _forecasts_without(source: str, jobs: list[tuple[str, Rows, Rows]]) -> list[
 
 
 def _forecast(job: tuple[str, Rows, Rows]) -> np.ndarray:
+    """Forecasts of a family's model without cross-validation and intervals."""
     name, known, held = job
-    model = quick_model(name, known)
+    prepared = prepare(known, families()[name], gpus_of(known))
+    model = learn_quickly(prepared, np.arange(len(known)), default_options(prepared.table))
     gpus = {**gpus_of(held), **model.source_gpus.gpus}
     return np.asarray(model.predict(held.reset_index(drop=True), families()[name], gpus).time_us)
-
-
-def quick_model(name: str, rows: Rows) -> FamilyModel:
-    """A family's model of these rows, without cross-validation and intervals."""
-    prepared = prepare(rows, families()[name], gpus_of(rows))
-    options = default_options(prepared.table)
-    return learn_quickly(prepared, np.arange(len(rows)), options)

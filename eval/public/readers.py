@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from itercast.eval.compare import console, stated_rows
-from itercast.eval.public.sources import iterations, kernelbench, megatron, mlperf, op_tables
+from itercast.eval.public.sources import iterations, op_tables
 from itercast.microbench.extensions import with_added
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.importers.base import Hints, Imported
 from itercast.microbench.importers.sources import OWN, Reader, read_by
 
-WORKERS = 2
 MAPPINGS = Path(__file__).parent / "sources/mappings"
 PUBLISHED: Mapping[str, Reader] = {
     "iterations": iterations.read,
-    "kernelbench": kernelbench.read,
     "kineto-traces": op_tables.read,
-    "megatron-lm": megatron.read,
-    "mlperf-training": mlperf.read,
     **{path.stem: path for path in sorted(MAPPINGS.glob("*.yaml"))},
 }
 READERS = with_added("importers", {**OWN, **PUBLISHED}, (Path, Callable))
@@ -34,11 +28,6 @@ LABELS = Path("scripts/asplos/label")
 LAYER = r"(?:^|_)(?:layer|h|layers)_0|\.(?:layer|h|layers)\.0"  # as transformers names blocks
 READER_OF = {"NeuSight": "neusight", "iterations-h100": "iterations", "vidur-h100": "vidur"}
 BUILDERS = ("layer", "problem")  # of models that are neither cases nor configurations
-
-
-def processes(most: int = WORKERS) -> ProcessPoolExecutor:
-    """Processes that import everything anew, and so take assumed numbers as they are to be now."""
-    return ProcessPoolExecutor(min(WORKERS, most), mp_context=get_context("spawn"))
 
 
 def gpus_of(rows: pd.DataFrame) -> dict[str, Gpu]:

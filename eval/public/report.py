@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from itercast.eval.iteration_parts import PARTS
+from itercast.eval.processes import processes
 from itercast.eval.public.benchmark import read_folders, run_line
 from itercast.eval.public.left_out import assumptions, check_source, left_out_markdown
 from itercast.eval.public.left_out_models import run_models_left_out, sampled
 from itercast.eval.public.left_out_ops import NAME, op_sources, run_left_out
 from itercast.eval.public.lines import FIRST_FOLDERS, Rows, model_lines, op_lines
 from itercast.eval.public.models import ForecastLine, forecast_lines, judge, read_lines
-from itercast.eval.public.readers import processes
 from itercast.eval.report.evaluation import Evaluation
 from itercast.eval.report.write import write_pages
 from itercast.eval.results import COVERAGE, CaseResult, LineResult

@@ -6,8 +6,6 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-import pandas as pd
-
 from itercast.eval.public.sources.models import Model, model_of
 from itercast.eval.public.sources.plans import network_doubt, plan_of
 from itercast.eval.public.sources.timm_models import timm_config
@@ -22,7 +20,6 @@ from itercast.microbench.importers.base import (
     Imported,
     RowCollector,
     number,
-    positive,
     refuse,
     whole,
 )
@@ -35,26 +32,8 @@ TABLE = ("model", "n_gpus", "precision", "global_batch", "step_time_s", "gpu", "
 TIMM = ("model", "train_step_time", "train_batch_size", "train_img_size")
 TIMM_NAME = re.compile(r"benchmark-train-amp-(nhwc|nchw)-pt(\d)(\d+)-cu(\d+)-(\w+)\.csv(\.gz)?")
 COPIED: tuple[str, ...] = tuple(FACTS["copied"])
-# TE: fused kernels of Transformer Engine, in an eager loop unless as graphs.
-ENGINES = (
-    ("torch.compile", "compile"),
-    ("TE .*CUDA graphs", "compile+graph"),
-    ("TE ", "fused"),
-    (".*CUDA graphs", "graph"),
-)
+ENGINES, DTYPES, OF_TIMM = FACTS["engines"], FACTS["dtypes"], FACTS["timm"]
 COUNTS = ("num_params", "layers", "d_model", "heads", "ffn", "vocab")
-DTYPES = (
-    (r"^pure bf16|^bf16$|^BF16$", "bf16", False),  # Megatron-LM keeps weights in bf16, too
-    (r"bf16|bfloat16", "bf16", True),
-    (r"^float32", "fp32", False),
-    (r"^TF32", "tf32", False),
-    (r"^FP32$", "fp32", False),
-    (r"^amp_fp8$", "fp8", True),  # Composer: linear layers by Transformer Engine
-    (r"MXFP8|FP8", "fp8", False),  # of linear layers; weights in bf16, as in Megatron-LM
-    (r"NVFP4", "fp4", True),
-    (r"apex O2", "fp16", False),  # weights in fp16; the optimizer has a copy in fp32
-    (r"FP16|fp16", "fp16", True),
-)
 
 
 def read(path: Path) -> Imported:
@@ -115,7 +94,7 @@ def _row(given: Mapping[str, str]) -> Row:
 def _kernels(given: Mapping[str, str], model: Model) -> Row:
     """Columns on how kernels are chosen and launched: attention, compilation, CUDA graphs."""
     compiled, attention = given.get("compile", ""), given.get("attention_kernel", "")
-    engines = [engine for pattern, engine in ENGINES if re.match(pattern, compiled)]
+    engines = [engine for pattern, engine in ENGINES.items() if re.match(pattern, compiled)]
     return {
         "attn": "eager" if attention == "hand-written" else "sdpa" if attention else model.attn,
         "compile": compiled.startswith("torch.compile"),
@@ -171,7 +150,7 @@ def gpu_of(gpu: str, detail: str) -> tuple[str, str]:
 
 def dtype_of(precision: str) -> tuple[str, bool]:
     """dtype of matrix products, and whether weights are kept in fp32 (amp)."""
-    for pattern, dtype, amp in DTYPES:
+    for pattern, (dtype, amp) in DTYPES.items():
         if re.search(pattern, precision):
             return dtype, amp
     raise ValueError("precision is not stated" if not precision else "unknown precision")
@@ -183,45 +162,19 @@ def _timm(collector: RowCollector, path: Path) -> None:
     gpu = gpu_named(named[5]) if named else None
     if named is None or gpu is None:
         return collector.drop("file of timm whose name states no layout, torch and known gpu")
-    frame = collector.csv(path, TIMM)
-    if frame is None:
-        return None
-    rows = _timm_columns(frame) | {
-        "gpu": gpu,
-        "stack": f"torch-{named[2]}.{named[3]}+cu{named[4]}",
-        "memory_format": named[1],
-        "run_id": collector.run_id(path),
-        "origin": f"{collector.name(path)}:" + frame["line"].astype(str),
-    }
-    sizes = ("batch", "image_size", "world_size")
-    return collector.add("iteration", pd.DataFrame(rows, index=frame.index), sizes)
+    stack = f"torch-{named[2]}.{named[3]}+cu{named[4]}"
+    stated = {"gpu": gpu, "stack": stack, "memory_format": named[1]}
 
+    def row(given: Mapping[str, str]) -> Row:
+        return {
+            **OF_TIMM,
+            **stated,
+            "time_us": number(given["train_step_time"]) * 1e3,
+            "case": given["model"],
+            "hf_config": timm_config(given["model"], whole(given["train_img_size"])),
+            "batch": whole(given["train_batch_size"]),
+            "image_size": whole(given["train_img_size"]),
+            "num_params": number(given.get("param_count")) * 1e6 or None,
+        }
 
-def _timm_columns(frame: pd.DataFrame) -> Row:
-    """Columns of timm's benchmark: its conditions are the same in all files."""
-    return {
-        "op": "train_step",
-        "timer": "with_launch",
-        "dtype": "fp16",
-        "amp": True,
-        "time_us": positive(frame["train_step_time"]) * 1e3,
-        "samples": 40,
-        "case": frame["model"],
-        "builder": "timm",
-        "mode": "train",
-        "plan": "",
-        "loss": "default",
-        "attn": "eager",
-        "hf_config": [
-            timm_config(str(name), whole(str(size)))
-            for name, size in zip(frame["model"], frame["train_img_size"], strict=True)
-        ],
-        "batch": frame["train_batch_size"],
-        "image_size": frame["train_img_size"],
-        "num_params": (positive(frame["param_count"]) * 1e6) if "param_count" in frame else None,
-        "optimizer": "sgd",
-        "compile": False,
-        "source": "timm",
-        "world_size": 1,
-        "ranks_per_node": 1,
-    }
+    return collector.iterations(path, collector.csv(path, TIMM), row)

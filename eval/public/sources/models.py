@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from itercast.eval.public.sources.timm_models import by_timm
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.importers.base import whole
 from itercast.microbench.yaml_text import facts_of
 
-FACTS = facts_of(__file__)
-LLAMA, GPT3, BERT, EXPERTS = (FACTS[name] for name in ("llama", "gpt3", "bert", "experts"))
+KNOWN = facts_of(__file__)
 # "Llama-3.1-8B", "llama31_8b", "meta-llama/Meta-Llama-3-70B": 3.1 differs from 3 in its positions.
 LLAMA_NAME = re.compile(
     r"(?:[\w-]+/)?(?:meta-)?llama[-_ ]?(\d)(?:[._]?\d(?=[-_ ]))?[-_ ]?(\d+)b", re.IGNORECASE
 )
-# Sources: PyTorch/LanguageModeling/BERT, and lddl/dask/bert/binning.py in it, of
-# https://github.com/NVIDIA/DeepLearningExamples: pre-training packs batches by length.
-GPT3_VOCABULARY = assumed(__file__, "gpt3_vocabulary")
-BERT_VOCABULARY = assumed(__file__, "bert_vocabulary")
-BERT_SIZE = assumed(__file__, "bert_size")
-# ResNeXt and its SE form, as ConvNets of the same repository names them.
+# ResNeXt and its SE form, as ConvNets of https://github.com/NVIDIA/DeepLearningExamples names them.
 BY_TIMM = {"resnext101-32x4d": "resnext101_32x4d", "se-resnext101-32x4d": "seresnext101_32x4d"}
 # Models of the same repository with a case of their own, and their optimizers.
 CASES = {"DLRM small": "dlrm-criteo", "SSD": "ssd300"} | assumed(__file__, "transformer_xl_cases")
@@ -36,9 +31,12 @@ ONE_GPU_ONLY = assumed(__file__, "one_gpu_only")
 TIMM_IMAGE_SIDE: int = assumed(__file__, "timm_image_side")
 ADAPTERS = re.compile(r"\blora\b|low-rank adapt", re.IGNORECASE)
 SAID_IN = ("model", "model_note", "section", "set", "row_id", "framework", "doubts")
-STATED = ("layers", "d_model", "heads", "ffn")
-GPT2_SIZES = {"n_layer": "layers", "n_embd": "d_model", "n_head": "heads"}
-GPT2_SIZES |= {"n_inner": "ffn", "vocab_size": "vocab"}
+SIZES = {  # columns of tables, and the keys of configurations
+    "layers": ("num_hidden_layers", "n_layer"),
+    "d_model": ("hidden_size", "n_embd"),
+    "heads": ("num_attention_heads", "n_head"),
+    "ffn": ("intermediate_size", "n_inner"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,37 +59,30 @@ def model_of(given: Mapping[str, str]) -> Model:
     name = given["model"]
     if any(ADAPTERS.search(given.get(column, "")) for column in SAID_IN):
         raise ValueError("only a part of the weights is trained (LoRA)")
-    if found := LLAMA_NAME.fullmatch(name):
-        return _llama(found[1], found[2], given)
-    if name in EXPERTS:
-        known = EXPERTS[name]
-        config = _text(known["config"] | {"max_position_embeddings": _length(given)})
-        return Model(hf_config=config, doubt=known["doubt"])
-    if found := re.fullmatch(r"GPT3-(\d+)B", name):
-        return _gpt3(found[1], given)
     if given.get("model_note", "").startswith("MPT") or name.startswith("GPT-2 124M"):
         return _gpt(given)
-    if found := re.fullmatch(r"bert_(base|large)_squad", name):
-        return _bert(found[1], given)
     if name == "BERT":
-        section = given.get("section", "").lower()
-        if "pre-training" in section:
-            raise ValueError("lengths vary: batches are binned by length, the longest is stated")
-        if "fine" not in section:
-            raise ValueError("model's task is not stated: pre-training or fine-tuning")
-        doubt = f"taken as BERT-{BERT_SIZE}, the default of the recipe"
-        return _bert(BERT_SIZE, given, doubt)
-    if name in ("resnet50", "resnet50v1.5"):
-        return Model(hf_config=RESNET50, optimizer="sgd")
+        _check_task(given.get("section", "").lower())
+    found = LLAMA_NAME.fullmatch(name)
+    known = KNOWN.get(f"llama-{found[1]}-{found[2]}b" if found else name)
+    if known:
+        return _known(known, given)
     _check_one_gpu(given)
     if name in CASES:
         optimizer, doubt = OPTIMIZERS.get(name, "adamw"), DOUBTS.get(name, "")
         return Model(case=CASES[name], builder="case", optimizer=optimizer, doubt=doubt)
     if name in BY_TIMM:
-        return Model(
-            hf_config=by_timm(BY_TIMM[name], TIMM_IMAGE_SIDE), builder="timm", optimizer="sgd"
-        )
+        config = by_timm(BY_TIMM[name], TIMM_IMAGE_SIDE)
+        return Model(hf_config=config, builder="timm", optimizer="sgd")
     raise ValueError(f"no configuration for the model {name[:40]!r}")
+
+
+def _check_task(section: str) -> None:
+    """ValueError for a BERT that is not fine-tuned."""
+    if "pre-training" in section:
+        raise ValueError("lengths vary: batches are binned by length, the longest is stated")
+    if "fine" not in section:
+        raise ValueError("model's task is not stated: pre-training or fine-tuning")
 
 
 def _check_one_gpu(given: Mapping[str, str]) -> None:
@@ -103,42 +94,18 @@ def _check_one_gpu(given: Mapping[str, str]) -> None:
             raise ValueError(reason)
 
 
-def _text(config: Mapping[str, object]) -> str:
-    return json.dumps(config, sort_keys=True)
-
-
-def transformer(
-    architecture: str,
-    model_type: str,
-    sizes: Sequence[int],
-    vocabulary: int,
-    positions: int,
-    **own: object,
-) -> str:
-    """A configuration of transformers as JSON; ``sizes``: layers, width, heads, hidden width."""
-    layers, width, heads, hidden = sizes
-    config = {
-        "architectures": [architecture],
-        "model_type": model_type,
-        "num_hidden_layers": layers,
-        "hidden_size": width,
-        "num_attention_heads": heads,
-        "intermediate_size": hidden,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": positions,
-        "hidden_act": "gelu",
-    }
-    return _text(config | own)
-
-
-RESNET50 = _text(FACTS["resnet50"])
-
-
-def _stated(given: Mapping[str, str], known: Sequence[int]) -> None:
-    """ValueError where the sizes in a row differ from those of the model it names."""
-    for column, size in zip(STATED, known, strict=True):
-        if given.get(column) and whole(given[column]) != size:
+def _known(known: Mapping[str, Any], given: Mapping[str, str]) -> Model:
+    """A model of models.yaml; ValueError where a row states other sizes."""
+    own = dict(known)
+    config, least = dict(own.pop("config")), own.pop("positions", 0)
+    for column, keys in SIZES.items():
+        ours = [config[key] for key in keys if key in config]
+        if ours and given.get(column) and whole(given[column]) not in ours:
             raise ValueError(f"{column} differs from that of the named model")
+    if "vocab_size" in config:
+        positions = "n_positions" if config["model_type"] == "gpt2" else "max_position_embeddings"
+        config[positions] = max(least, _length(given))
+    return Model(hf_config=json.dumps(config, sort_keys=True), **own)
 
 
 def _length(given: Mapping[str, str]) -> int:
@@ -147,62 +114,13 @@ def _length(given: Mapping[str, str]) -> int:
     raise ValueError("sequence length is not stated")
 
 
-def _llama(version: str, size: str, given: Mapping[str, str]) -> Model:
-    if size not in LLAMA.get(version, ()):
-        raise ValueError(f"no configuration for the model {given['model'][:40]!r}")
-    kv_heads, vocabulary, *sizes = LLAMA[version][size]
-    _stated(given, sizes)
-    config = transformer(
-        "LlamaForCausalLM",
-        "llama",
-        sizes,
-        vocabulary,
-        _length(given),
-        hidden_act="silu",
-        num_key_value_heads=kv_heads,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=False,
-    )
-    return Model(hf_config=config)
-
-
-def _gpt3(size: str, given: Mapping[str, str]) -> Model:
-    if size not in GPT3:
-        raise ValueError(f"no configuration for the model {given['model'][:40]!r}")
-    layers, width, heads, hidden = GPT3[size]
-    sizes = {"layers": layers, "d_model": width, "heads": heads, "ffn": hidden}
-    sizes |= {"vocab": GPT3_VOCABULARY}
-    return _gpt({**given, **{k: str(v) for k, v in sizes.items()}})
-
-
 def _gpt(given: Mapping[str, str]) -> Model:
     """A GPT-2 with these sizes (biases, layer norms, learned positions), as MPT has no own form."""
-    sizes = {name: whole(given.get(name)) for name in (*STATED, "vocab")}
-    for column, size in sizes.items():
-        if not size:
+    keys = {column: keys[-1] for column, keys in SIZES.items()} | {"vocab": "vocab_size"}
+    for column in keys:
+        if not whole(given.get(column)):
             raise ValueError(f"model's {column} is not stated")
     untied = "untied" in given["model"]
-    shape = {name: sizes[column] for name, column in GPT2_SIZES.items()}
-    config = gpt2_config(**shape, n_positions=_length(given), tie_word_embeddings=not untied)
-    return Model(hf_config=config, doubt="qkv biases added" if untied else "")
-
-
-def gpt2_config(*, dropout: float = 0.0, **sizes: int) -> str:
-    """GPT-2's configuration as JSON, from sizes named as in GPT2Config, and one dropout rate."""
-    config = {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "activation_function": "gelu",
-        "resid_pdrop": dropout,
-        "embd_pdrop": dropout,
-        "attn_pdrop": dropout,
-        **sizes,
-    }
-    return _text(config)
-
-
-def _bert(size: str, given: Mapping[str, str], doubt: str = "") -> Model:
-    _stated(given, BERT[size])
-    length = max(512, _length(given))
-    config = transformer("BertForQuestionAnswering", "bert", BERT[size], BERT_VOCABULARY, length)
-    return Model(hf_config=config, attn="eager", doubt=doubt)
+    sizes = {key: whole(given[column]) for column, key in keys.items()}
+    config = KNOWN["GPT3-5B"]["config"] | sizes | {"tie_word_embeddings": not untied}
+    return _known({"config": config, "doubt": "qkv biases added" if untied else ""}, given)

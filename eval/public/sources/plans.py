@@ -21,8 +21,9 @@ RECOMPUTE = {
 }
 SEQUENCE_PARALLEL = assumed(__file__, "megatron_sequence_parallel")
 DGX = re.compile(r"DGX[ -](?:DGX )?(\w+)")
-UNSHARDED = ("", "NO_SHARD", "DDP", "none")
 HYBRID = {"HYBRID_SHARD": 3, "_HYBRID_SHARD_ZERO2": 2}  # ZeRO stages within a node
+STAGES = {**dict.fromkeys(("", "NO_SHARD", "DDP", "none"), 0), **HYBRID}
+STAGES |= {"FULL_SHARD": 3, "FSDP2": 3, "SHARD_GRAD_OP": 2}
 
 
 def plan_of(given: Mapping[str, str]) -> tuple[str, int]:
@@ -90,11 +91,6 @@ def _sharding(given: Mapping[str, str], replicas: int, tp: int) -> dict[str, int
         raise ValueError(
             "plan is ambiguous: HSDP, and the GPUs of a node are not stated or fit not"
         )
-    return sharded(zero, inner, replicas)
-
-
-def sharded(zero: int, inner: int, replicas: int) -> dict[str, int]:
-    """Plan keys for ZeRO over groups of ``inner`` replicas; empty where a group is one replica."""
     if inner == 1:
         return {}
     return {"zero": zero, "hsdp": inner} if inner < replicas else {"zero": zero}
@@ -106,20 +102,12 @@ def _zero(given: Mapping[str, str]) -> int:
     ValueError for other words: FSDP alone names no stage.
     """
     sharding = given.get("sharding", "").strip()
-    if sharding in HYBRID:
-        return HYBRID[sharding]
-    if sharding in ("FULL_SHARD", "FSDP2"):
-        return 3
-    if sharding == "SHARD_GRAD_OP":
-        return 2
-    if found := re.match(r"Megatron-FSDP=(\d{1,6})(.*)", sharding):
-        if found[2].strip():
-            raise ValueError("plan is ambiguous: sharding")
+    if sharding in STAGES:
+        return STAGES[sharding]
+    if found := re.fullmatch(r"Megatron-FSDP=(\d{1,6})", sharding):
         return 3 if int(found[1]) > 1 else 0
-    if "distributed optimizer" in sharding:
+    if "distributed optimizer" in sharding and "FSDP" not in sharding:
         return 1
-    if sharding in UNSHARDED:
-        return 0
     raise ValueError(f"sharding is not known: {sharding[:40]!r}")
 
 

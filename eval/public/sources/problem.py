@@ -2,7 +2,7 @@
 
 A problem is Python text with a class ``Model`` and the functions ``get_inputs`` and
 ``get_init_inputs``, as KernelBench has them. Of Python it may use assignments, expressions and
-returns; of torch what is listed here. Everything else is refused with its name.
+returns; of torch what problem.yaml lists. Everything else is refused with its name.
 """
 
 from __future__ import annotations
@@ -19,25 +19,10 @@ from torch import nn
 from torch.nn import functional
 
 from itercast.microbench.store import Facts, Row
+from itercast.microbench.yaml_text import facts_of
 
-MODULES = (
-    *("AvgPool1d", "AvgPool2d", "AvgPool3d", "MaxPool1d", "MaxPool2d", "MaxPool3d"),
-    *("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "GroupNorm", "InstanceNorm2d", "LayerNorm"),
-    *("Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d"),
-    *("Linear", "TripletMarginLoss"),
-)
-FUNCTIONS = (
-    *("abs", "argmax", "argmin", "bmm", "cat", "clamp", "cumprod", "cumsum", "diag", "einsum"),
-    *("log", "log_softmax", "matmul", "max", "mean", "min", "norm", "pow", "prod", "rand"),
-    *("randint", "randn", "relu", "selu", "sigmoid", "softmax", "sqrt", "sum", "tanh", "tril"),
-    *("triu", "zeros_like", "float16", "float32"),
-)
-FUNCTIONALS = (
-    *("cosine_similarity", "cross_entropy", "elu", "gelu", "hardsigmoid", "hardtanh", "kl_div"),
-    *("leaky_relu", "scaled_dot_product_attention", "smooth_l1_loss", "softplus"),
-)
-METHODS = ("bool", "flip", "float", "narrow", "select", "size", "softmax", "unsqueeze")
-ATTRIBUTES = ("T", "shape")
+LISTED = facts_of(__file__)
+METHODS, ATTRIBUTES = LISTED["methods"], LISTED["attributes"]
 OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -50,9 +35,9 @@ OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
 }
 MOST_NUMBER = 2**53  # of plain numbers; powers of larger ones may take forever
 NAMESPACES: Mapping[str, Facts] = {
-    "torch": {name: getattr(torch, name) for name in FUNCTIONS} | {"rand_mix": torch.randn},
-    "nn": {name: getattr(nn, name) for name in MODULES},
-    "F": {name: getattr(functional, name) for name in FUNCTIONALS},
+    "torch": {name: getattr(torch, name) for name in LISTED["torch"]} | {"rand_mix": torch.randn},
+    "nn": {name: getattr(nn, name) for name in LISTED["nn"]},
+    "F": {name: getattr(functional, name) for name in LISTED["functional"]},
     "math": {"sqrt": math.sqrt, "pi": math.pi},
 }
 LONGER = {"torch.nn": "nn", "torch.nn.functional": "F", "nn.functional": "F"}

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import tarfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ OTHERS = "*"  # key of a table of values: what all values have that it does not 
 NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 HOLE = re.compile(r"\{([^{}]+)\}")
 DEGREES = ("dp", "tp", "pp", "cp", "ep", "micro")  # keys of plans that are numbers
+MOST_BYTES = 2**16  # of a text in an archive
 UNITS = {"ns": 1e-3, "us": 1.0, "ms": 1e3, "s": 1e6}  # in us
 
 
@@ -46,6 +50,7 @@ ARITHMETIC: Mapping[str, Callable[..., Any]] = {
 }
 OPERANDS: dict[str, int] = {
     "json": 2,
+    "packed": 2,
     "quotient": 2,
     "ceil_quotient": 2,
     "difference": 2,
@@ -53,7 +58,8 @@ OPERANDS: dict[str, int] = {
     "tera_per_s": 2,
 }
 OPERANDS |= dict.fromkeys([*UNITS, "round"], 1)
-OF_TEXT = ("gpu", "node", "link", "text", "lower", "first", "number", "of", "plan", "json", "file")
+OF_TEXT: tuple[str, ...] = ("gpu", "node", "link", "text", "lower", "first", "number", "of")
+OF_TEXT += ("plan", "json", "file", "packed")
 
 
 def operands(expression: Any) -> tuple[str, list[Any]]:
@@ -84,12 +90,14 @@ def columns_of(expression: Any) -> Iterator[str]:
         yield expression
     elif not isinstance(expression, bool | int | float):
         name, given = operands(expression)
-        if name in ("text", "file"):
-            yield from HOLE.findall(str(given[0]))
+        if name in ("text", "file", "packed"):
+            yield from HOLE.findall(" ".join(map(str, given)))
             return
         if name in ("plan", "json"):
             given = list(given[-1].values())
-        for operand in given[:1] if name in ("of", "number") else given:
+        if name == "of":
+            given = [given[0], *(value for value in given[1].values() if isinstance(value, dict))]
+        for operand in given[:1] if name == "number" else given:
             yield from columns_of(operand)
 
 
@@ -148,12 +156,16 @@ class Cells:
         return found.map(plain).astype(object)
 
     def _of(self, expression: Any, names: Facts) -> pd.Series:
-        """Values translated by a table; a row whose value is not in it is refused."""
+        """Values translated by a table, which may name conversions; others are refused."""
         given = self.texts(expression)
         named = expression if isinstance(expression, str) else "value"
         unknown = ~given.isin(list(names)) & (OTHERS not in names)
         self.refuse(unknown, f"unknown {named}: " + given.map(lambda text: repr(text[:40])))
-        return given.map(lambda text: names.get(text, names.get(OTHERS)))
+        found = given.map(lambda text: names.get(text, names.get(OTHERS)))
+        for text, value in names.items():
+            if isinstance(value, dict):
+                found = found.where(given != text, self.value(value))
+        return found
 
     def _gpu(self, expression: Any) -> pd.Series:
         """Names of GPUs' hardware files by any of their names."""
@@ -204,8 +216,8 @@ class Cells:
         return pd.Series(plans, index=self.frame.index, dtype=object)
 
     def _json(self, constants: Facts, keys: Facts) -> pd.Series:
-        """A JSON object of constants and of columns with numbers."""
-        columns = {key: self.texts(value).map(_integer) for key, value in keys.items()}
+        """A JSON object of constants and of columns with numbers, or with true and false."""
+        columns = {key: self.texts(value).map(_value) for key, value in keys.items()}
         lines = pd.DataFrame(columns, index=self.frame.index).to_dict("records")
         objects = [json.dumps({**constants, **line}, sort_keys=True) for line in lines]
         return pd.Series(objects, index=self.frame.index, dtype=object)
@@ -216,6 +228,15 @@ class Cells:
         found = paths.map({path: _document(self.place, path) for path in paths.unique()})
         self.refuse(found == "", "no readable file " + paths.map(lambda path: repr(path[-60:])))
         return found
+
+    def _packed(self, archive: str, pattern: str) -> pd.Series:
+        """The text of a file in an archive, which is in the folder of the table that is read."""
+        archives, files = self._text(archive), self._text(pattern)
+        texts = {name: _members(self.place, name) for name in archives.unique()}
+        found = [texts[a].get(f, "") for a, f in zip(archives, files, strict=True)]
+        members = pd.Series(found, index=self.frame.index, dtype=object)
+        self.refuse(members == "", "no readable file " + files.map(lambda name: repr(name[-60:])))
+        return members
 
     def _number(self, expression: Any, at: int = 0) -> pd.Series:
         """The number at a position among those in a text: 8192 of "(128, 8192)" at 1."""
@@ -238,9 +259,13 @@ def _plan_of(keys: Mapping[str, str]) -> str:
     return ",".join(k if v == "True" else f"{k}={v}" for k, v in kept.items())
 
 
-def _integer(text: str) -> int | str:
-    """A whole number as JSON has it; other text stays text."""
-    return int(text) if text.isdecimal() else text
+def _value(text: str) -> float | str:
+    """A number, true or false as JSON has it; other text stays text."""
+    if text in ("True", "False"):
+        return text == "True"
+    if text.isdecimal():
+        return int(text)
+    return float(text) if NUMBER.fullmatch(text) else text
 
 
 def _document(place: Place, name: str) -> str:
@@ -251,6 +276,20 @@ def _document(place: Place, name: str) -> str:
     except Unreadable:
         found = None
     return json.dumps(found, sort_keys=True) if isinstance(found, dict) else ""
+
+
+def _members(place: Place, name: str) -> dict[str, str]:
+    """Texts of the files in an archive; none where it is unreadable. No file is written."""
+    found: dict[str, str] = {}
+    path = (place.folder / name).resolve()
+    if not path.is_relative_to(place.root.resolve()):
+        return found
+    with suppress(tarfile.TarError, OSError, EOFError, zlib.error), tarfile.open(path) as archive:
+        for member in archive:
+            file = archive.extractfile(member) if member.isfile() else None
+            if file is not None and member.size <= MOST_BYTES:
+                found[member.name] = file.read().decode("utf-8", "replace")
+    return found
 
 
 def plain(value: Any) -> str:

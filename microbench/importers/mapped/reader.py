@@ -18,6 +18,7 @@ from itercast.microbench.ops import families
 from itercast.microbench.store import Row
 
 TABLES = (".csv", ".csv.gz", ".parquet")
+TEXT = "problem_source"  # column whose text has several lines
 ITERATION_SIZES = ("batch", "seq", "world_size", "ranks_per_node", "lora", "rows", "cols")
 
 
@@ -97,7 +98,7 @@ def _add(collector: RowCollector, path: Path, frame: pd.DataFrame, rule: Rule) -
 
 def _kept(name: str, values: Any) -> Any:
     """Values of a column; text that comes from the file becomes one printable line."""
-    if name in CLOSED or not isinstance(values, pd.Series) or values.dtype != object:
+    if name in (*CLOSED, TEXT) or not isinstance(values, pd.Series) or values.dtype != object:
         return values
     return values.map(_printable)
 

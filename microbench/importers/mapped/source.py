@@ -23,7 +23,7 @@ MORE_COLUMNS += ("module", "doubts", "settings")
 JSON = "json."  # before the keys of unpacked objects
 TIMERS = ("device", "with_launch")
 CLOSED = ("op", "gpu", "dtype")  # whose text must not come from a file unchecked
-LISTS = ("files", "header", "optional", "named", "parts")  # of a table
+LISTS = ("files", "header", "optional", "named", "joined", "parts")  # of a table
 TESTS = ("is", "is_not", "above", "below", "differs", "unlike")
 
 
@@ -59,9 +59,10 @@ class Table:
     ``path``: a pattern whose named groups are columns. ``header``: the names of columns where the
     file has none. ``section``: the title of the part of a sheet. ``unpack``: a column of JSON
     objects whose keys become columns ``json.KEY``; ``named``: a column of names and one of values,
-    which become such columns too. ``parts``: a column and a pattern whose named groups become
-    columns, empty where the text does not match. ``skip``: lines that no rule sees. ``leave_out``:
-    why the files are not imported.
+    which become such columns too. ``joined``: a JSON file of YAML texts by name, the column that
+    has these names, and the key of a text whose values become such columns. ``parts``:
+    columns, each with a pattern whose named groups become columns, empty where the text does not
+    match. ``skip``: lines that no rule sees. ``leave_out``: why the files are not imported.
     """
 
     files: tuple[str, ...]
@@ -71,6 +72,7 @@ class Table:
     optional: tuple[str, ...] = ()
     unpack: str = ""
     named: tuple[str, ...] = ()
+    joined: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
     leave_out: str = ""
     skip: tuple[Skip, ...] = ()
@@ -92,8 +94,9 @@ class Table:
 
     def needed(self) -> list[str]:
         """Columns that the files must have."""
-        read = dict.fromkeys([self.unpack, *self.named, *self.parts[:1], *self.read()])
-        patterns = (self.path, *self.parts[1:])
+        keys = (self.unpack, *self.named, *self.joined[1:2], *self.parts[::2])
+        read = dict.fromkeys([*keys, *self.read()])
+        patterns = (self.path, *self.parts[1::2])
         made = {"", *self.optional, *(name for p in patterns for name in re.compile(p).groupindex)}
         return [name for name in read if name not in made and not name.startswith(JSON)]
 
@@ -140,7 +143,7 @@ def _table(given: Any, source: Facts) -> Table:
     rules = tuple(_rule(rule, common) for rule in given.get("rules", ()))
     if bool(rules) == ("leave_out" in given):
         raise ValueError(f"{given['files']} need either rules or leave_out")
-    for pattern in (texts["path"], *lists["parts"][1:]):
+    for pattern in (texts["path"], *lists["parts"][1::2]):
         re.compile(pattern)
     facts: Row = {**texts, **lists}
     skip = tuple(map(_skip, given.get("skip", ())))
@@ -199,7 +202,7 @@ def _named(expression: Any, tables: Facts) -> Any:
             if values not in tables:
                 raise ValueError(f"unknown table of values {values!r}; known: {list(tables)}")
             values = tables[values]
-        translated = {str(k): v for k, v in values.items()}
+        translated = {str(k): _named(v, tables) for k, v in values.items()}
         return {"of": _named(expression["of"], tables), "values": translated}
     return {
         key: [_named(e, tables) for e in given]

@@ -7,19 +7,21 @@ import io
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import yaml
 
-from itercast.microbench.importers.base import RowCollector, Unreadable, read_text
+from itercast.microbench.importers.base import RowCollector, Unreadable, read_json, read_text
 from itercast.microbench.importers.mapped.source import JSON, Table
 from itercast.microbench.importers.parquet import parquet_columns, read_parquet
 from itercast.microbench.store import Row
+from itercast.microbench.yaml_text import load_yaml
 
 MAX_HEADER = 2**16  # characters that the names of columns may take
-MAX_KEYS = 200  # of the objects in a column of JSON
 
 
 def read_table(collector: RowCollector, path: Path, table: Table) -> pd.DataFrame | None:
@@ -41,11 +43,14 @@ def read_table(collector: RowCollector, path: Path, table: Table) -> pd.DataFram
         return None
     frame = frame.assign(**{k: v or "" for k, v in named.groupdict().items()})
     frame = frame.assign(**{name: "" for name in table.optional if name not in frame})
-    if table.parts:
-        column, pattern = table.parts
+    for column, pattern in zip(table.parts[::2], table.parts[1::2], strict=True):
         found = frame[column].astype(str).str.extract(f"^(?:{pattern})$").fillna("")
         frame = frame.assign(**{name: found[name] for name in re.compile(pattern).groupindex})
-    return unpacked(frame, table)
+    try:
+        return unpacked(frame, table, path.parent)
+    except Unreadable as exc:
+        collector.unreadable(str(exc))
+        return None
 
 
 def columns_in(path: Path) -> set[str]:
@@ -79,32 +84,52 @@ def read_object(collector: RowCollector, path: Path, needed: Sequence[str]) -> p
     return pd.DataFrame([{**values, "line": 1}])
 
 
-def unpacked(frame: pd.DataFrame, table: Table) -> pd.DataFrame:
-    """Adds columns ``json.KEY``: the keys of a column of JSON objects, and named values.
+def unpacked(frame: pd.DataFrame, table: Table, folder: Path) -> pd.DataFrame:
+    """Adds columns ``json.KEY``: the keys of JSON objects in a column or file, and named values.
 
-    ``table.unpack`` is that column. ``table.named`` are a column of names and one of values: each
-    pair is added like a key of the object.
+    ``table.unpack`` is that column; ``table.joined`` the file in ``folder``. ``table.named`` are a
+    column of names and one of values: each pair is added like a key of the object.
     """
-    if not table.unpack:
+    if table.joined:
+        file, column, key = table.joined
+        known = _by_name(folder / file, key)
+        objects = [known.get(str(name), {}) for name in frame[column]]
+    elif table.unpack:
+        objects = [_object(text) for text in frame[table.unpack]]
+    else:
         return frame
-    objects = [_object(text) for text in frame[table.unpack]]
     if table.named:
         name, value = (frame[column] for column in table.named)
         objects = [{**o, n: v} for o, n, v in zip(objects, name, value, strict=True)]
-    keys = sorted({str(key) for found in objects for key in found})[:MAX_KEYS]
-    columns = {JSON + key: [o.get(key) for o in objects] for key in keys}
-    wanted = {name for name in table.read() if name.startswith(JSON)}
-    missing = {column: [None] * len(frame) for column in wanted - columns.keys()}
-    made = pd.DataFrame({**columns, **missing}, index=frame.index, dtype=object)
+    wanted = [name for name in table.read() if name.startswith(JSON)]
+    columns = {name: [o.get(name.removeprefix(JSON)) for o in objects] for name in wanted}
+    made = pd.DataFrame(columns, index=frame.index, dtype=object)
     return pd.concat([frame, made], axis=1)
 
 
 def _object(text: Any) -> Row:
     """A JSON object of plain values; nothing where the text is none."""
     try:
-        found = json.loads(str(text))
+        return _plain(json.loads(str(text)))
     except (ValueError, RecursionError):
         return {}
+
+
+def _by_name(path: Path, key: str) -> dict[str, Row]:
+    """Plain values at a key of the YAML texts in a JSON file, by name; raises Unreadable."""
+    texts = read_json(path)
+    if not isinstance(texts, dict):
+        raise Unreadable("texts are not by name")
+    found = {}
+    for name, text in texts.items():
+        with suppress(yaml.YAMLError, ValueError, RecursionError):
+            values = load_yaml(str(text))
+            found[name] = _plain(values.get(key) if isinstance(values, dict) else None)
+    return found
+
+
+def _plain(found: Any) -> Row:
+    """The plain values of an object; nothing where it is none."""
     if not isinstance(found, dict):
         return {}
     return {str(k): v for k, v in found.items() if isinstance(v, str | int | float | bool)}

@@ -30,9 +30,6 @@ PLACES = {
     "kineto": "trace.json",
     "iterations": "table.csv",
     "kineto-traces": "ops_x.csv",
-    "kernelbench": "timing_all_history.csv.gz",
-    "megatron-lm": "golden_runs.csv.gz",
-    "mlperf-training": "cells.csv.gz",
 }
 PLACES |= {
     name: load(path).tables[0].files[0].replace("*", "x")

@@ -190,11 +190,11 @@ def test_conversions_by_hand(expression: object, expected: list[object]) -> None
 
 
 def test_every_conversion_is_tested() -> None:
-    """Those above, ``gpu``, which the first test takes, and ``file``, which the next one does."""
+    """Those above; ``gpu`` by the first test, ``file`` by the next, ``packed`` by KernelBench's."""
     marks = test_conversions_by_hand.pytestmark  # type: ignore[attr-defined]
     tested = {name for expression, _ in marks[0].args[1] for name in expression}
     assert {*ARITHMETIC} <= tested
-    assert {*known()} - tested == {"gpu", "of + values", "file"}
+    assert {*known()} - tested == {"gpu", "of + values", "file", "packed"}
 
 
 def test_a_file_is_read_inside_the_imported_folder_only(tmp_path: Path) -> None:
