@@ -25,12 +25,12 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A heading, paragraphs, charts and a table; ``folded``: the table opens on demand."""
+    """A heading, paragraphs, a chart and a table; ``folded``: the table opens on demand."""
 
     anchor: str
     title: str
     text: Sequence[str]
-    charts: Sequence[Chart] = ()
+    chart: Chart | None = None
     table: Table | None = None
     folded: bool = True
 

@@ -6,8 +6,9 @@ Colours are names such as ``@blue``, which the page replaces by those of its lig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from textwrap import wrap
 
 import numpy as np
 import pandas as pd
@@ -15,15 +16,14 @@ import pandas as pd
 from itercast.eval.iteration_parts import PARTS
 from itercast.eval.report.error_parts import ErrorParts
 from itercast.eval.report.intervals import LEVELS
-from itercast.eval.report.op_errors import Group, kinds, off_log, records
+from itercast.eval.report.op_errors import Groups, kinds, off_log, records
 from itercast.eval.report.sweeps import Step
-from itercast.eval.results import CaseResult, grouped
+from itercast.eval.results import RETEST, CaseResult, grouped
 from itercast.microbench.store import Facts
 
 Json = object  # plain values
 Figure = Mapping[str, Json]
 Trace = dict[str, Json]
-Points = Callable[[np.ndarray], list[Trace]]
 COLOURS = ("@blue", "@orange", "@green", "@pink", "@sky", "@red", "@violet", "@grey")
 DASHES = ("solid", "dash", "dot")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "triangle-down", "cross")
@@ -31,6 +31,7 @@ LEAST_PCT = 0.05  # of the measured iteration: smaller parts get no bar
 BAND = (0.8, 1.2)  # of predicted / measured, shaded
 MOST_POINTS = 1500  # of a scatter chart; the worst are always among them
 WORST_POINTS = 100
+TEXT_WIDTH = 48  # characters of a line
 ROW_PX, FRAME_PX = 26, 130  # of charts with a row per name
 NAMED_ROWS: Figure = {"autorange": "reversed", "type": "category", "title": {"text": ""}}
 TIMES, RATIO = "predicted and measured", "ratio of the two"
@@ -45,9 +46,8 @@ RATIO_AXIS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A chart: its name for those who cannot see it, and the figures a reader can choose from."""
+    """The figures that a reader can choose from, by name."""
 
-    name: str
     figures: Mapping[str, Figure]
     height_px: int = 420
 
@@ -85,7 +85,7 @@ def line_of(name: str, x: Json, y: Json) -> Trace:
     return {"name": name, "mode": "lines", "line": line, "x": x, "y": y, "hoverinfo": "skip"}
 
 
-def short(values: Sequence[float] | np.ndarray) -> list[float | None]:
+def short(values: Sequence[float] | np.ndarray | pd.Series) -> list[float | None]:
     """Numbers with four digits, so that pages stay small; None for those that are not finite."""
     numbers = np.asarray(values, dtype=float)
     return [float(f"{v:.4g}") if np.isfinite(v) else None for v in numbers]
@@ -115,49 +115,53 @@ def _log_axis(title: str, values: Iterable[float | None]) -> Trace:
     return {"title": {"text": title}, "type": "log", "tickvals": ticks, "ticktext": labels}
 
 
-def predicted_measured(
-    name: str, unit: str, measured: Sequence[float], predicted: Sequence[float], points: Points
-) -> Chart:
+def predicted_measured(unit: str, points: pd.DataFrame, size: float) -> Chart:
     """Predicted against measured times; the reader can switch to predicted / measured.
 
-    ``points(over)`` draws the points, a trace per group, at heights predicted / over.
+    ``points``: the columns measured, predicted, group (a trace each) and text, and low and high
+    where intervals are drawn.
     """
-    low, high = min(measured) / 1.5, max(measured) * 1.5
+    measured, figures = points["measured"], {}
     x = _log_axis(f"measured, {unit}", measured)
-    both: Mapping[str, tuple[np.ndarray, Figure]] = {
-        TIMES: (np.ones(len(measured)), _log_axis(f"predicted, {unit}", predicted)),
-        RATIO: (np.asarray(measured), RATIO_AXIS),
-    }
-    figures = {
-        key: figure([*_ideal(low, high, key == RATIO), *points(over)], x, y)
-        for key, (over, y) in both.items()
-    }
-    return Chart(name=name, figures=figures, height_px=460)
+    ways = ((TIMES, _log_axis(f"predicted, {unit}", points["predicted"])), (RATIO, RATIO_AXIS))
+    for name, y in ways:
+        traces = _ideal(measured.min() / 1.5, measured.max() * 1.5, name == RATIO)
+        for number, (group, mine) in enumerate(points.groupby("group", sort=False)):
+            over = mine["measured"] if name == RATIO else 1.0
+            traces.append(_group_trace(number, str(group), mine, over, size))
+        figures[name] = figure(traces, x, y)
+    return Chart(figures=figures, height_px=460)
+
+
+def _group_trace(
+    number: int, name: str, mine: pd.DataFrame, over: pd.Series | float, size: float
+) -> Trace:
+    """Points of one group at heights predicted / ``over``, with their intervals if known."""
+    x, y = short(mine["measured"]), short(mine["predicted"] / over)
+    trace = dots_of(number, name, x, y, "%{text}", size)
+    trace["text"] = mine["text"].tolist()
+    if "low" in mine:
+        up, down = mine["high"] - mine["predicted"], mine["predicted"] - mine["low"]
+        style = {"type": "data", "symmetric": False, "thickness": 1, "width": 0}
+        trace["error_y"] = {**style, "array": short(up / over), "arrayminus": short(down / over)}
+    return trace
 
 
 def iterations(results: Sequence[CaseResult]) -> Chart:
     """Predicted against measured iterations with their 80 % intervals."""
-    cases = [r for group in grouped(results).values() for r in group]
-    group_of = np.array([name for name, group in grouped(results).items() for _ in group])
-    ends = [(r.predicted_us_p10, r.predicted_us, r.predicted_us_p90) for r in cases]
-    low, predicted, high = np.array(ends).T / 1e3
-    measured = np.array([r.measured_us for r in cases]) / 1e3
-    texts = np.array([case_text(r) for r in cases])
-
-    def points(over: np.ndarray) -> list[Trace]:
-        traces = []
-        for number, name in enumerate(grouped(results)):
-            mine = group_of == name
-            up, down = (high - predicted) / over, (predicted - low) / over
-            y, text = short((predicted / over)[mine]), texts[mine].tolist()
-            one = dots_of(number, name, short(measured[mine]), y, "%{text}")
-            bars = {"array": short(up[mine]), "arrayminus": short(down[mine])}
-            style = {"type": "data", "symmetric": False, "thickness": 1, "width": 0}
-            traces.append({**one, "text": text, "error_y": {**style, **bars}})
-        return traces
-
-    name = "Predicted against measured iterations"
-    return predicted_measured(name, "ms", measured.tolist(), predicted.tolist(), points)
+    points = [
+        {
+            "group": name,
+            "measured": r.measured_us / 1e3,
+            "predicted": r.predicted_us / 1e3,
+            "low": r.predicted_us_p10 / 1e3,
+            "high": r.predicted_us_p90 / 1e3,
+            "text": case_text(r),
+        }
+        for name, group in grouped(results).items()
+        for r in group
+    ]
+    return predicted_measured("ms", pd.DataFrame(points), 8)
 
 
 def case_text(r: CaseResult) -> str:
@@ -179,21 +183,9 @@ def ops(held_out: pd.DataFrame) -> Chart:
     order = np.argsort(-off_log(held_out), kind="stable")
     rest = np.random.default_rng(0).permutation(order[WORST_POINTS:])
     shown = held_out.iloc[[*order[:WORST_POINTS], *rest[: MOST_POINTS - WORST_POINTS]]]
-    kind = kinds(shown)
-    measured, predicted = (shown[c].to_numpy() for c in ("measured_us", "predicted_us"))
-    texts = np.array([op_text(row) for row in records(shown)])
-
-    def points(over: np.ndarray) -> list[Trace]:
-        traces = []
-        for number, name in enumerate(sorted(set(kind))):
-            mine = kind == name
-            y = short((predicted / over)[mine])
-            one = dots_of(number, name, short(measured[mine]), y, "%{text}", 5)
-            traces.append({**one, "text": texts[mine].tolist()})
-        return traces
-
-    name = "Predicted against measured ops"
-    return predicted_measured(name, "us", measured.tolist(), predicted.tolist(), points)
+    points = shown.rename(columns={"measured_us": "measured", "predicted_us": "predicted"})
+    points = points.assign(group=kinds(shown), text=[op_text(row) for row in records(shown)])
+    return predicted_measured("us", points.sort_values("group", kind="stable"), 5)
 
 
 def op_text(row: Facts) -> str:
@@ -204,52 +196,39 @@ def op_text(row: Facts) -> str:
     return "<br>".join(
         [
             f"<b>{row['family']} {row['op']}</b> {row['dtype']}",
-            _folded(row["params"]),
+            "<br>".join(wrap(row["params"], TEXT_WIDTH, break_long_words=False)),
             f"predicted {row['predicted_us']:.4g} us, measured {row['measured_us']:.4g} us",
             f"error {error:+.1f} %" + "".join(f", {w}" for w in where),
         ]
     )
 
 
-def _folded(text: str, width: int = 48) -> str:
-    """A long text in lines of at most about ``width`` characters."""
-    lines = [""]
-    for word in text.split(" "):
-        if len(lines[-1]) + len(word) > width:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {word}".strip()
-    return "<br>".join(lines)
-
-
-def dots(
-    name: str, rows: Sequence[str], columns: Mapping[str, Sequence[float | None]], axis: str
-) -> Chart:
+def dots(rows: Sequence[str], columns: Mapping[str, Sequence[float | None]], axis: str) -> Chart:
     """A row per name with a dot for each column, on a log axis of errors in %."""
     traces = []
     for number, (column, values) in enumerate(columns.items()):
         x = [None if v is None else float(f"{max(v, 0.1):.3g}") for v in values]
         hover = f"%{{y}}<br>{column} %{{x}} %"
         traces.append(dots_of(number, column, x, list(rows), hover, 10))
-    y = NAMED_ROWS
     values = [v for column in columns.values() for v in column]
-    figures = {"": figure(traces, _log_axis(axis, values), y)}
-    return Chart(name=name, figures=figures, height_px=FRAME_PX + ROW_PX * len(rows))
+    figures = {"": figure(traces, _log_axis(axis, values), NAMED_ROWS)}
+    return Chart(figures=figures, height_px=FRAME_PX + ROW_PX * len(rows))
 
 
-def groups(name: str, found: Sequence[Group], labels: Sequence[str]) -> Chart:
+def groups(found: Groups) -> Chart:
     """Median, 90th percentile and noise floor of groups of ops."""
-    columns: dict[str, Sequence[float | None]] = {
-        "median error": [g.median_ape_pct for g in found],
-        "90 % of errors are below": [g.p90_ape_pct for g in found],
-        "noise floor (retest)": [g.retest_ape_pct for g in found],
+    names = {
+        "median error": "median_ape_pct",
+        "90 % of errors are below": "p90_ape_pct",
+        "noise floor (retest)": RETEST,
     }
-    return dots(name, labels, columns, "absolute error, %")
+    columns = {name: [one.get(key) for one in found.values()] for name, key in names.items()}
+    return dots(list(found), columns, "absolute error, %")
 
 
 def waterfall(found: Sequence[ErrorParts]) -> Chart:
     """Bars that add up to the measured time: parts of the forecast, then each part's error."""
     return Chart(
-        name="Waterfall from the forecast to the measured iteration",
         figures={one.name: _waterfall(one) for one in found},
         height_px=FRAME_PX + ROW_PX * (2 * len(PARTS) + 1),
     )
@@ -284,8 +263,7 @@ def _waterfall(one: ErrorParts) -> Figure:
     ]
     longest = max(sum(one.forecast.values()), 100.0)
     x = {"title": {"text": "% of the measured iteration"}, "range": [0, 1.2 * longest]}
-    y = NAMED_ROWS
-    return figure([trace, *key], x, y)
+    return figure([trace, *key], x, NAMED_ROWS)
 
 
 def calibration(covered: Mapping[str, Sequence[float]]) -> Chart:
@@ -297,13 +275,12 @@ def calibration(covered: Mapping[str, Sequence[float]]) -> Chart:
         traces.append(curve_of(number, name, levels, short(values), hover))
     x = {"title": {"text": "nominal level, %"}, "range": [0, 100]}
     y = {"title": {"text": "measurements covered, %"}, "range": [0, 102]}
-    return Chart(name="Calibration of the intervals", figures={"": figure(traces, x, y)})
+    return Chart(figures={"": figure(traces, x, y)})
 
 
 def learning(steps: Sequence[Step]) -> Chart:
     """Errors on held-out rows against minutes of sweep, or against points."""
     return Chart(
-        name="Error against the length of the sweep",
         figures={
             "minutes of sweep": _learning([s.minutes for s in steps], "minutes of sweep", steps),
             "points measured": _learning([s.points for s in steps], "points measured", steps),

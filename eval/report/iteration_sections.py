@@ -35,7 +35,7 @@ def iteration_section(results: Sequence[CaseResult]) -> Section:
         anchor="iterations",
         title="Predicted against measured iterations",
         text=[*text, *(f"{line}." for line in ranking_lines(results))],
-        charts=[charts.iterations(results)],
+        chart=charts.iterations(results),
         table=Table(head=[*head, "no model %"], rows=rows),
     )
 
@@ -73,6 +73,6 @@ def waterfall_section(results: Sequence[CaseResult]) -> Section:
         anchor="waterfall",
         title="Where the error of iterations sits",
         text=text,
-        charts=[charts.waterfall(found)],
+        chart=charts.waterfall(found),
         table=Table(head=head, rows=rows),
     )

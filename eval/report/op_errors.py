@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 import pandas as pd
 
+from itercast.eval.results import RETEST
 from itercast.learners.train import errors
 from itercast.microbench.ops import families
 from itercast.microbench.store import Facts, Row
@@ -26,22 +26,10 @@ SIZES = {  # upper limits in bytes moved
     "1 to 16 MiB": 2**24,
     "more than 16 MiB": np.inf,
 }
+Groups = Mapping[str, Mapping[str, float]]  # errors in % by name, and ``rows``
 MIN_ROWS = 3  # of a group; smaller ones are left out
 FAR_LOG2 = 2.0  # a neighbour at four times the size counts as far
 NOISY_SHARE = 0.5  # a measurement counts as noisy if its noise is this share of the error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """Errors in % of the rows of one group; ``retest_ape_pct``: median of those measured twice."""
-
-    dimension: str
-    name: str
-    rows: int
-    median_ape_pct: float
-    p90_ape_pct: float
-    bias_pct: float
-    retest_ape_pct: float | None
 
 
 @cache
@@ -63,46 +51,39 @@ def sizes(ops: pd.DataFrame) -> np.ndarray:
     return np.where(moved > 0, np.array(list(SIZES), dtype=object)[at], "")
 
 
-def error_group(dimension: str, name: str, rows: pd.DataFrame) -> Group:
-    """Errors of some rows as a group."""
-    scores = errors(rows["predicted_us"].to_numpy(), rows["measured_us"].to_numpy())
+def scores(rows: pd.DataFrame) -> dict[str, float]:
+    """Errors in % of some rows, how many they are, and the median retest error if there is one."""
+    found = errors(rows["predicted_us"].to_numpy(), rows["measured_us"].to_numpy())
     twice = rows["retest_pct"].dropna()
-    return Group(
-        dimension=dimension,
-        name=name,
-        rows=len(rows),
-        median_ape_pct=scores["median_ape_pct"],
-        p90_ape_pct=scores["p90_ape_pct"],
-        bias_pct=scores["bias_pct"],
-        retest_ape_pct=float(twice.median()) if len(twice) else None,
-    )
+    return {**found, "rows": len(rows), **({RETEST: float(twice.median())} if len(twice) else {})}
 
 
-def by_family(ops: pd.DataFrame, fit: Facts) -> list[Group]:
+def by_family(ops: pd.DataFrame, fit: Facts) -> Groups:
     """Errors of each family, the largest median first.
 
     Retest errors are those of all rows of the family where ``fit`` states them.
     """
-    found = [error_group("family", str(n), rows) for n, rows in ops.groupby("family")]
-    known = {name: entry["retest_ape_pct"] for name, entry in fit.items()}
-    found = [replace(g, retest_ape_pct=known.get(g.name, g.retest_ape_pct)) for g in found]
-    return sorted(found, key=lambda g: -g.median_ape_pct)
+    found = {str(name): scores(rows) for name, rows in ops.groupby("family")}
+    for name in found.keys() & fit.keys():
+        found[name].pop(RETEST, None)
+        if (floor := fit[name]["retest_ape_pct"]) is not None:
+            found[name][RETEST] = floor
+    return dict(sorted(found.items(), key=lambda item: -item[1]["median_ape_pct"]))
 
 
-def by_condition(ops: pd.DataFrame) -> list[Group]:
+def by_condition(ops: pd.DataFrame) -> Groups:
     """Errors by size, dtype, GPU, threads and state of the caches; small groups are left out."""
     labels: dict[str, tuple[np.ndarray, Sequence[str]]] = {"size": (sizes(ops), list(SIZES))}
     for column in ("dtype", "gpu", "threads", "cache"):
         if column in ops:
             values = ops[column].astype(str).to_numpy(dtype=object)
             labels[column] = (values, sorted(set(values)))
-    found = []
-    for dimension, (values, names) in labels.items():
-        for name in names:
-            mine = ops[values == name]
-            if len(mine) >= MIN_ROWS:
-                found.append(error_group(dimension, name, mine))
-    return found
+    return {
+        f"{dimension}: {name}": scores(ops[values == name])
+        for dimension, (values, names) in labels.items()
+        for name in names
+        if (values == name).sum() >= MIN_ROWS
+    }
 
 
 def reason(row: Facts) -> str:

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
 import pandas as pd
 
-from itercast.eval.learner_table import BEST_RANK
+from itercast.eval.learner_ranking import BEST_RANK
 from itercast.eval.report import charts
 from itercast.eval.report.blocks import Device, Section, Table, number
-from itercast.eval.report.op_errors import Group, by_condition, by_family
+from itercast.eval.report.op_errors import Groups, by_condition, by_family, scores
+from itercast.eval.results import RETEST
 from itercast.learners.models.compared import BLEND
-from itercast.learners.train import errors
 from itercast.microbench.store import Facts
 
 OURS = "itercast"  # what the blend is called here
 
 
-def times(ops: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
-    """Predicted and measured times in us."""
-    return ops["predicted_us"].to_numpy(), ops["measured_us"].to_numpy()
-
-
 def ops_section(ops: pd.DataFrame) -> Section:
     """Predicted against measured ops."""
-    total = errors(*times(ops))
+    total = scores(ops)
     text = (
         f"{len(ops)} measurements of shapes that training did not see: median error "
         f"{total['median_ape_pct']:.1f} %, mean {total['mape_pct']:.1f} %, p90 "
@@ -37,54 +29,46 @@ def ops_section(ops: pd.DataFrame) -> Section:
         anchor="ops",
         title="Predicted against measured ops",
         text=[f"{text} {more}".strip()],
-        charts=[charts.ops(ops)],
+        chart=charts.ops(ops),
     )
 
 
-def _group_table(found: Sequence[Group], first: str, labels: Sequence[str]) -> Table:
-    head = [first, "rows", "median %", "p90 %", "bias %", "retest %"]
+def _group_section(anchor: str, title: str, text: str, first: str, found: Groups) -> Section:
+    columns = {"median %": "median_ape_pct", "p90 %": "p90_ape_pct", "retest %": RETEST}
     rows = [
         [
-            label,
-            str(g.rows),
-            number(g.median_ape_pct),
-            number(g.p90_ape_pct),
-            number(g.bias_pct, sign=True),
-            number(g.retest_ape_pct),
+            name,
+            str(one["rows"]),
+            *(number(one.get(column)) for column in columns.values()),
+            number(one["bias_pct"], sign=True),
         ]
-        for label, g in zip(labels, found, strict=True)
+        for name, one in found.items()
     ]
-    return Table(head=head, rows=rows)
+    return Section(
+        anchor=anchor,
+        title=title,
+        text=[text],
+        chart=charts.groups(found),
+        table=Table(head=[first, "rows", *columns, "bias %"], rows=rows),
+    )
 
 
 def family_section(device: Device) -> Section:
     """Errors by op family."""
     found = by_family(device.ops, device.fit)
-    names = [g.name for g in found]
-    first = found[0]
-    return Section(
-        anchor="families",
-        title="Error by op family",
-        text=[
-            f"Largest: {first.name}, median {first.median_ape_pct:.1f} % on {first.rows} rows. "
-            "Where the median is near the noise floor, no other model can do much better."
-        ],
-        charts=[charts.groups("Error by op family", found, names)],
-        table=_group_table(found, "family", names),
+    name, first = next(iter(found.items()))
+    text = (
+        f"Largest: {name}, median {first['median_ape_pct']:.1f} % on {first['rows']} rows. "
+        "Where the median is near the noise floor, no other model can do much better."
     )
+    return _group_section("families", "Error by op family", text, "family", found)
 
 
 def condition_section(ops: pd.DataFrame) -> Section:
     """Errors by size, dtype, GPU, threads and cache."""
-    found = by_condition(ops)
-    labels = [f"{g.dimension}: {g.name}" for g in found]
-    return Section(
-        anchor="conditions",
-        title="Error by size, dtype, GPU and conditions",
-        text=["Sizes are the bytes that an op reads and writes at least."],
-        charts=[charts.groups("Error by size, dtype, GPU and conditions", found, labels)],
-        table=_group_table(found, "rows of", labels),
-    )
+    title = "Error by size, dtype, GPU and conditions"
+    text = "Sizes are the bytes that an op reads and writes at least."
+    return _group_section("conditions", title, text, "rows of", by_condition(ops))
 
 
 def learner_section(fit: Facts) -> Section:
@@ -113,6 +97,6 @@ def learner_section(fit: Facts) -> Section:
         anchor="learners",
         title="Against other learners",
         text=[f"In {ahead} of {len(order)} families no learner beats {OURS} beyond the noise."],
-        charts=[charts.dots("Median error by learner", order, medians, "median error, %")],
+        chart=charts.dots(order, medians, "median error, %"),
         table=Table(head=head, rows=rows),
     )

@@ -6,14 +6,16 @@ import base64
 import gzip
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from html import escape
 from importlib.resources import files
-from string import Template
+from pathlib import Path
+from typing import Any
 
-from itercast.eval.report.blocks import Section, Table, Tile
-from itercast.eval.report.charts import Chart
+from jinja2 import Environment, FileSystemLoader
+from markupsafe import Markup, escape
+
+from itercast.eval.report.blocks import Section, Tile
 
 
 def render(
@@ -24,21 +26,22 @@ def render(
     links: Mapping[str, str],
 ) -> str:
     """The page as HTML; ``links``: pages of other devices by name."""
-    folder = files("itercast.eval.report")
-    shown = [chart for section in sections for chart in section.charts]
-    figures = {f"chart-{i}": asdict(chart) for i, chart in enumerate(shown)}
-    numbers = iter(range(len(shown)))
-    return Template((folder / "page.html").read_text()).substitute(
-        title=escape(title),
-        style=(folder / "page.css").read_text(),
-        script=(folder / "page.js").read_text(),
-        machine=escape(", ".join(f"{k} {v}" for k, v in machine.items())),
-        links=_links(links),
-        contents="".join(f'<a href="#{s.anchor}">{escape(s.title)}</a>' for s in sections),
-        tiles="".join(map(_tile, tiles)),
-        sections="".join(_section(section, numbers) for section in sections),
+    pages = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        finalize=_unbroken,
+    )
+    pages.filters["code"] = _code
+    figures = {f"chart-{s.anchor}": asdict(s.chart) for s in sections if s.chart}
+    return pages.get_template("page.html").render(
+        title=title,
+        tiles=tiles,
+        sections=sections,
+        machine=", ".join(f"{k} {v}" for k, v in machine.items()),
+        links=links,
         figures=_packed(json.dumps(figures, separators=(",", ":")).encode()),
-        library=_packed(_library()) if shown else "",
+        library=_packed(_library()) if figures else "",
     )
 
 
@@ -52,64 +55,11 @@ def _packed(data: bytes) -> str:
     return base64.b64encode(gzip.compress(data, 9, mtime=0)).decode()
 
 
-def _links(links: Mapping[str, str]) -> str:
-    if not links:
-        return ""
-    named = ", ".join(f'<a href="{escape(to)}">{escape(name)}</a>' for name, to in links.items())
-    return f"<p>Other devices: {named}</p>"
+def _unbroken(value: Any) -> Any:
+    """Text in which no line breaks before a % sign; other values as they are."""
+    return value.replace(" %", "\N{NO-BREAK SPACE}%") if isinstance(value, str) else value
 
 
-def _tile(tile: Tile) -> str:
-    label, value, beside = map(_text, (tile.label, tile.value, tile.beside))
-    return f"<div class=tile><span>{label}</span><b>{value}</b><small>{beside}</small></div>"
-
-
-def _section(section: Section, numbers: Iterator[int]) -> str:
-    text = "".join(f"<p>{_inline(line)}</p>" for line in section.text)
-    charts = "".join(_chart(chart, next(numbers)) for chart in section.charts)
-    table = _table(section.table, not section.folded) if section.table else ""
-    if table and section.folded:
-        table = f"<details><summary>All numbers</summary>{table}</details>"
-    heading = f"<h2>{escape(section.title)}</h2>"
-    return f"<section id={section.anchor}>{heading}{text}{charts}{table}</section>"
-
-
-def _text(text: str) -> str:
-    """Escaped text in which no line breaks before a % sign."""
-    return escape(text).replace(" %", "&nbsp;%")
-
-
-def _inline(text: str) -> str:
-    """Escaped text; words in backquotes are code."""
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", _text(text))
-
-
-def _chart(chart: Chart, number: int) -> str:
-    """Where a chart is drawn, with a choice above it if it has several figures."""
-    name = f"chart-{number}"
-    choice = ""
-    if len(chart.figures) > 1:
-        options = "".join(f"<option>{escape(key)}</option>" for key in chart.figures)
-        choice = f"<label>Show <select data-for={name}>{options}</select></label>"
-    drawn = (
-        f'<div id={name} class=chart role=img aria-label="{escape(chart.name)}" '
-        f'style="height:{chart.height_px}px"></div>'
-    )
-    return f"<figure>{choice}{drawn}</figure>"
-
-
-def _table(table: Table, stacks: bool) -> str:
-    """A table with escaped cells.
-
-    On narrow screens it scrolls sideways or, if it ``stacks``, shows each row as a block.
-    """
-    wide = [" class=words" if i in table.wide else "" for i in range(len(table.head))]
-    heads = [f"<th{w}>{_text(cell)}</th>" for cell, w in zip(table.head, wide, strict=True)]
-    named = [f'{w} data-head="{escape(h)}"' for h, w in zip(table.head, wide, strict=True)]
-    rows = [
-        "".join(f"<td{n}>{_text(cell)}</td>" for cell, n in zip(cells, named, strict=True))
-        for cells in table.rows
-    ]
-    body = "".join(f"<tr>{row}</tr>" for row in rows)
-    kind = "stacks" if stacks else "scrolls"
-    return f"<div class={kind}><table><tr>{''.join(heads)}</tr>{body}</table></div>"
+def _code(text: str) -> Markup:
+    """Escaped text whose words in backquotes are code."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text)))

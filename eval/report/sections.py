@@ -8,16 +8,14 @@ from itercast.eval.report import charts
 from itercast.eval.report.blocks import Device, Section, Table, Tile, number
 from itercast.eval.report.intervals import LEVELS, at_stated, coverage_pct
 from itercast.eval.report.iteration_sections import iteration_section, waterfall_section
-from itercast.eval.report.op_errors import records, worst
+from itercast.eval.report.op_errors import records, scores, worst
 from itercast.eval.report.op_sections import (
     condition_section,
     family_section,
     learner_section,
     ops_section,
-    times,
 )
-from itercast.eval.results import CaseResult, grouped, summary
-from itercast.learners.train import errors
+from itercast.eval.results import RETEST, CaseResult, grouped, summary
 
 WORST = 10
 UNSURE_FRAC = 0.1  # of an iteration that no model covers, or that is assumed, is a reason
@@ -35,10 +33,8 @@ def tiles(device: Device) -> list[Tile]:
         value = f"{total['geomean_ape_pct']:.1f} %"
         found.append(Tile(label=f"Iterations, {name}", value=value, beside=beside))
     if len(device.ops):
-        total = errors(*times(device.ops))
-        twice = device.ops["retest_pct"].dropna()
-        noise = retests(float(twice.median()) if len(twice) else None)
-        beside = f"median of {len(device.ops)} held-out rows; {noise}"
+        total = scores(device.ops)
+        beside = f"median of {len(device.ops)} held-out rows; {retests(total.get(RETEST))}"
         found.append(Tile(label="Ops", value=f"{total['median_ape_pct']:.1f} %", beside=beside))
     covered = {name: f"{at_stated(pct):.0f} %" for name, pct in _covered(device).items()}
     if covered:
@@ -101,7 +97,7 @@ def calibration_section(device: Device) -> Section:
             "it too wide. Other levels stretch the stated interval as a normal distribution in log "
             "time would."
         ],
-        charts=[charts.calibration(covered)],
+        chart=charts.calibration(covered),
         table=Table(head=["nominal %", *(f"{name} covered %" for name in covered)], rows=rows),
     )
 
@@ -180,7 +176,7 @@ def sweep_sections(device: Device) -> list[Section]:
                 "Families take their points in random order; each step is trained anew and scored "
                 "on the same held-out shapes."
             ],
-            charts=[charts.learning(steps)],
+            chart=charts.learning(steps),
             table=Table(head=head, rows=rows, wide=()),
         )
     ]

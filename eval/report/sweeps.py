@@ -23,10 +23,8 @@ from itercast.learners.train import TEST_SHARE, errors, hardware_of
 from itercast.microbench.ops import families
 from itercast.microbench.ops.family import Family
 from itercast.microbench.store import write_atomic
-from itercast.microbench.sweep.gpu_chunks import SAMPLES, SAMPLING_US
 
 SHARES = (1 / 8, 1 / 4, 1 / 2, 1.0)  # of the sweep's minutes
-POINT_S = 0.02  # time to build and probe a point, where rows have no cost_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +119,7 @@ def _pools(root: Path, gpu: str) -> Iterator[Pool]:
         known, held = frozen_split(shape_places(rows, family), TEST_SHARE, op)
         ids = point_ids(rows, prepared.table.group)
         turn = np.random.default_rng(0).permutation(ids.max() + 1)[ids[known]]
-        end_s = pd.Series(row_cost_s(rows)[known]).groupby(turn).sum().cumsum()
+        end_s = pd.Series(rows["cost_s"].to_numpy(dtype=float)[known]).groupby(turn).sum().cumsum()
         order = np.argsort(turn, kind="stable")
         yield Pool(
             family=family,
@@ -138,17 +136,6 @@ def point_ids(rows: pd.DataFrame, group: Array) -> Array:
     """A number per point of a sweep (shape, dtype, threads); warm and cold rows share it."""
     varying = rows[[c for c in ("dtype", "threads") if c in rows]].assign(group=group)
     return varying.groupby(list(varying), dropna=False).ngroup().to_numpy()
-
-
-def row_cost_s(rows: pd.DataFrame) -> Array:
-    """Seconds that measuring each row took: its ``cost_s``, or an estimate from its time.
-
-    The estimate is POINT_S plus the samples that a chunk of a GPU sweep would take.
-    """
-    if "cost_s" in rows and rows["cost_s"].notna().all():
-        return rows["cost_s"].to_numpy(dtype=float)
-    us = rows["time_us"].to_numpy(dtype=float)
-    return POINT_S + 1e-6 * us * np.clip(SAMPLING_US / us, *SAMPLES)
 
 
 def learning_curve(root: Path, gpu: str) -> tuple[list[Step], pd.DataFrame]:

@@ -81,12 +81,18 @@ def scrolled(driver: Any) -> int:
 def test_all_charts_are_drawn_without_errors_or_outside_requests(opened: Open) -> None:
     driver = opened()
     assert scrolled(driver) == CHARTS
-    points = driver.execute_script("return document.querySelectorAll('#chart-0 .point').length")
+    points = driver.execute_script(
+        "return document.querySelectorAll('#chart-iterations .point').length"
+    )
     assert points == len(DEVICE.results)
     for axis in ("xtitle", "ytitle"):
-        titles = driver.execute_script(f"return document.querySelector('#chart-0 .{axis}')")
+        titles = driver.execute_script(
+            f"return document.querySelector('#chart-iterations .{axis}')"
+        )
         assert titles is not None
-    assert driver.execute_script("return document.querySelectorAll('#chart-2 .legendtext').length")
+    assert driver.execute_script(
+        "return document.querySelectorAll('#chart-ops .legendtext').length"
+    )
     assert console_errors(driver) == [] and outside_requests(driver) == []
 
 
@@ -109,9 +115,9 @@ def test_only_charts_in_sight_are_drawn_of_a_page_that_is_small(opened: Open, pa
 
 def test_hovering_shows_what_a_point_is(opened: Open) -> None:
     driver = opened()
-    driver.execute_script("Plotly.Fx.hover('chart-0', [{curveNumber: 2, pointNumber: 0}])")
+    driver.execute_script("Plotly.Fx.hover('chart-iterations', [{curveNumber: 2, pointNumber: 0}])")
     shown = driver.execute_script(
-        "return document.querySelector('#chart-0 .hoverlayer').textContent"
+        "return document.querySelector('#chart-iterations .hoverlayer').textContent"
     )
     assert "predicted 1.1 ms, measured 1 ms" in shown and "error +10.0 %" in shown
 
@@ -120,10 +126,11 @@ def test_a_reader_chooses_what_is_shown(opened: Open) -> None:
     """The waterfall of one case: a choice redraws the chart."""
     driver = opened()
     scrolled(driver)
-    script = "return document.querySelector('#chart-1').textContent"
+    script = "return document.querySelector('#chart-waterfall').textContent"
     before = driver.execute_script(script)
     driver.execute_script(
-        "const s = document.querySelector('select[data-for=chart-1]'); s.value = 'plan-c dp=2';"
+        "const s = document.querySelector('select[data-for=chart-waterfall]');"
+        "s.value = 'plan-c dp=2';"
         "s.dispatchEvent(new Event('change'))"
     )
     time.sleep(0.5)
@@ -150,7 +157,7 @@ def test_dark_mode_has_its_own_colours_and_enough_contrast(opened: Open) -> None
         paper, ink, axis = driver.execute_script(
             "const style = (q, p) => getComputedStyle(document.querySelector(q))[p];"
             "return [style('body', 'backgroundColor'), style('body', 'color'),"
-            " style('#chart-0 .xtitle', 'fill')]"
+            " style('#chart-iterations .xtitle', 'fill')]"
         )
         papers.append(luminance(paper))
         for text in (ink, axis):

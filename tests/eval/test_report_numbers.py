@@ -65,21 +65,23 @@ def test_on_a_cpu_the_host_is_part_of_compute() -> None:
 
 def test_errors_by_family() -> None:
     """gemm: 10, 10, 20 and 200 %, median 15; the retest error is that of all its rows."""
-    host, norm, gemm = by_family(OPS, FIT)
-    assert (gemm.name, gemm.rows, gemm.retest_ape_pct) == ("gemm", 4, 3.0)
-    assert gemm.median_ape_pct == pytest.approx(15)
-    assert gemm.p90_ape_pct == pytest.approx(20 + 0.7 * 180)
-    assert gemm.bias_pct == pytest.approx((10 - 10 + 20 + 200) / 4)
-    assert {host.name, norm.name} == {"host", "norm"} and norm.retest_ape_pct is None
-    assert by_family(OPS, {})[2].retest_ape_pct == 5.0
+    found = by_family(OPS, FIT)
+    assert list(found)[2] == "gemm" and set(found) == {"host", "norm", "gemm"}
+    gemm = found["gemm"]
+    assert (gemm["rows"], gemm["noise_floor_pct"]) == (4, 3.0)
+    assert gemm["median_ape_pct"] == pytest.approx(15)
+    assert gemm["p90_ape_pct"] == pytest.approx(20 + 0.7 * 180)
+    assert gemm["bias_pct"] == pytest.approx((10 - 10 + 20 + 200) / 4)
+    assert "noise_floor_pct" not in found["norm"]
+    assert by_family(OPS, {})["gemm"]["noise_floor_pct"] == 5.0
 
 
 def test_errors_by_size_and_condition() -> None:
     """Groups of fewer than three rows are left out: bf16, 2 MiB, cold."""
-    found = {(g.dimension, g.name): g for g in by_condition(OPS)}
-    named = {("size", "up to 4 KiB"), ("dtype", "fp32"), ("gpu", "toy"), ("threads", "2")}
-    assert set(found) == named | {("cache", "warm")}
-    assert found["size", "up to 4 KiB"].rows == 4
+    found = by_condition(OPS)
+    named = {"size: up to 4 KiB", "dtype: fp32", "gpu: toy", "threads: 2", "cache: warm"}
+    assert set(found) == named
+    assert found["size: up to 4 KiB"]["rows"] == 4
     assert sizes(OPS).tolist()[3:] == ["up to 4 KiB", "1 to 16 MiB", ""]
     assert kinds(OPS).tolist()[3:] == [
         "matrix products",
