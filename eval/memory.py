@@ -10,15 +10,16 @@ DDP allocate its buckets, only the first gradient that is copied into each.
 from __future__ import annotations
 
 import gc
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
 from itercast.compose.target import Target, checkpoint_policy, forecast_step
+from itercast.eval.progress import run_program
 from itercast.learners.bundle import Bundle
 from itercast.microbench.capture.log import capture_step
 from itercast.microbench.cases.registry import EvalCase, case
@@ -44,39 +45,6 @@ PLANS = (
     "dp=2,zero=2",
     "dp=2,zero=3",
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peak:
-    """Peak memory of one step in bytes, as tracked by torch, forecast, and as captured."""
-
-    case: str
-    plan: str
-    tracked_bytes: int
-    forecast_bytes: int
-    captured_bytes: int
-
-    @property
-    def error_pct(self) -> float:
-        """Signed error of the forecast in %."""
-        return 100 * (self.forecast_bytes / self.tracked_bytes - 1)
-
-    @property
-    def captured_pct(self) -> float:
-        """Signed error of the captured program's in %."""
-        return 100 * (self.captured_bytes / self.tracked_bytes - 1)
-
-
-def compared(name: str, plan: str) -> Peak:
-    """Track and forecast the peak memory of one case under one plan."""
-    chosen = case(name)
-    return Peak(
-        case=name,
-        plan=plan,
-        tracked_bytes=tracked_bytes(chosen, plan),
-        forecast_bytes=forecast_bytes(chosen, plan),
-        captured_bytes=captured_bytes(chosen, plan),
-    )
 
 
 def forecast_bytes(chosen: EvalCase, plan: str) -> int:
@@ -180,16 +148,19 @@ def _join(*, fake: bool) -> None:
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
 
 
-def main(names: Sequence[str]) -> None:
-    """Print a table of tracked and forecast peak memory for the named cases."""
+def main(names: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+    """Print a table of tracked, forecast and captured peak memory for the named cases."""
     table = Table("case", "plan", "torch's tracker MB", "forecast MB", "error %", "captured %")
     for name in names or CASES:
         for plan in PLANS:
-            p = compared(name, plan)
-            sizes = (f"{b / 1e6:.1f}" for b in (p.tracked_bytes, p.forecast_bytes))
-            table.add_row(p.case, p.plan, *sizes, f"{p.error_pct:+.1f}", f"{p.captured_pct:+.1f}")
+            tracked, *others = (
+                peak(case(name), plan) for peak in (tracked_bytes, forecast_bytes, captured_bytes)
+            )
+            sizes = (f"{b / 1e6:.1f}" for b in (tracked, others[0]))
+            errors = (f"{100 * (b / tracked - 1):+.1f}" for b in others)
+            table.add_row(name, plan, *sizes, *errors)
     Console().print(table)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_program(main)

@@ -7,21 +7,21 @@ ROOT holds measured iterations; ``--measure`` measures ``PROGRAMS`` into it, twi
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pandas as pd
+import typer
 from rich.console import Console
 from rich.table import Table
 
 from itercast.compose.programs.forecast import forecast_program
 from itercast.compose.target import find_target
 from itercast.eval.compare import compare_all, measured_rows
-from itercast.eval.progress import run_or_say
-from itercast.eval.results import CaseResult, summary
+from itercast.eval.progress import run_program
+from itercast.eval.results import CaseResult, error_table, summary
 from itercast.microbench.cases.registry import case
 from itercast.microbench.iterations.collect import collect_iterations, iteration_of
 from itercast.microbench.iterations.measure import Iteration
@@ -39,7 +39,6 @@ PROGRAMS = {
     "mlp-m": ("dp=2", "dp=4"),
 }
 DISTURBED_PCT = 30.0  # no assumption: two measurements that differ more say little
-GEOMEAN, BIAS = "geomean_ape_pct", "bias_pct"
 
 
 def captured(iteration: Iteration) -> ProgramCapture:
@@ -96,35 +95,32 @@ def table_of(pairs: Sequence[tuple[CaseResult, CaseResult]]) -> Table:
     return table
 
 
-def lines(pairs: Sequence[tuple[CaseResult, CaseResult]]) -> list[str]:
-    """Geometric mean and bias of all, and of those that measuring again confirms."""
-    found = []
+def scores(pairs: Sequence[tuple[CaseResult, CaseResult]]) -> dict[str, dict[str, float]]:
+    """Errors of programs and plans, of all and of those that measuring again confirms."""
     calm = [p for p in pairs if (p[1].retest_ape_pct or 0.0) <= DISTURBED_PCT]
-    steady = f"measured twice within {DISTURBED_PCT:.0f} %"
-    for name, part in (("all", pairs), (steady, calm)):
-        programs, plans = (summary([pair[i] for pair in part]) for i in (0, 1))
-        floor = programs.get("noise_floor_pct", float("nan"))
-        found.append(
-            f"{len(part)} ({name}): programs {programs[GEOMEAN]:.1f} %, bias {programs[BIAS]:+.1f};"
-            f" plans {plans[GEOMEAN]:.1f} %, bias {plans[BIAS]:+.1f}; retest {floor:.1f} %"
-        )
-    return found
+    parts = {"all": pairs, f"measured twice within {DISTURBED_PCT:.0f} %": calm}
+    return {
+        f"{what}, {name} ({len(part)})": summary([pair[at] for pair in part])
+        for name, part in parts.items()
+        for at, what in enumerate(("programs", "plans"))
+        if part
+    }
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Measure if asked to, forecast, and print the table."""
-    paths = [Path(word) for word in arguments if not word.startswith("--")]
-    root = paths[0] if paths else Path("datasets")
-    if "--measure" in arguments:
+def main(
+    root: Annotated[Path, typer.Argument(help="folder of measured iterations")] = Path("datasets"),
+    measure: Annotated[bool, typer.Option("--measure", help="first measure into it")] = False,
+) -> None:
+    """Forecast programs and plans of measured iterations, and print both errors."""
+    if measure:
         wanted = [iteration_of(case(n), plan) for n, plans in PROGRAMS.items() for plan in plans]
         for repeat in (0, 1):
             collect_iterations(root, "cpu", wanted, repeat)
     pairs = results(root)
     console = Console()
     console.print(table_of(pairs))
-    for line in lines(pairs):
-        console.print(line)
+    console.print(error_table("iterations", scores(pairs)))
 
 
 if __name__ == "__main__":
-    run_or_say(lambda: main(sys.argv[1:]))
+    run_program(main)

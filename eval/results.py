@@ -6,10 +6,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import pandas as pd
+from rich.table import Table
 
 from itercast.learners.train import errors
 
 COVERAGE = "coverage_pct"  # share of measured iterations that their 80 % intervals cover
+RETEST = "noise_floor_pct"  # median difference of two measurements of the same
+COLUMNS = {  # of error tables
+    "median": "median_ape_pct",
+    "mean": "mape_pct",
+    "p90": "p90_ape_pct",
+    "worst": "worst_ape_pct",
+    "bias": "bias_pct",
+    "geomean": "geomean_ape_pct",
+    "retest": RETEST,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +85,7 @@ def grouped(results: Sequence[CaseResult]) -> dict[str, list[CaseResult]]:
 def in_words(results: Sequence[CaseResult]) -> str:
     """The summary of results as a sentence."""
     total = summary(results)
-    floor = total.get("noise_floor_pct")
+    floor = total.get(RETEST)
     noise = (
         "nothing was measured twice"
         if floor is None
@@ -102,8 +114,35 @@ def summary(results: Sequence[CaseResult]) -> dict[str, float]:
         "cases": float(len(results)),
         **errors(times[:, 0], times[:, 1]),
         COVERAGE: 100 * float(np.mean([r.covered for r in results])),
-        **({"noise_floor_pct": float(np.median(twice))} if twice else {}),
+        **({RETEST: float(np.median(twice))} if twice else {}),
     }
+
+
+def error_table(title: str, scored: Mapping[str, Mapping[str, float]]) -> Table:
+    """A table of errors in % by name: absolute errors, bias (signed mean), retest; "-": unknown."""
+    table = Table(title=f"{title}, errors in %")
+    table.add_column("", overflow="fold")
+    for head in COLUMNS:
+        table.add_column(head, justify="right")
+    for name, scores in scored.items():
+        cells = (f"{scores[key]:.1f}" if key in scores else "-" for key in COLUMNS.values())
+        table.add_row(name, *cells)
+    return table
+
+
+def log_errors(
+    found: Mapping[str, Sequence[CaseResult]],
+) -> tuple[pd.DataFrame, float | None]:
+    """log(measured / forecast), a column for each of ``found``, and the noise floor.
+
+    Of iterations that all of them forecast, by GPU, model and plan.
+    """
+    logs = {
+        name: {(r.gpu, r.model, r.plan): np.log(r.measured_us / r.predicted_us) for r in some}
+        for name, some in found.items()
+    }
+    floors = [summary(some).get(RETEST) for some in found.values() if some]
+    return pd.DataFrame(logs).dropna(), next(iter(floors), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,7 +52,7 @@ def test_errors_and_retest_by_hand() -> None:
     found = error_statistics(judged)
     assert judged[1].measured_us == pytest.approx(110.0)
     assert found["mape_pct"] == pytest.approx((10 + 100 * 20 / 110) / 2)
-    assert found["retest_ape_pct"] == pytest.approx(np.sqrt(0.1 * 21))  # 0 counts as 0.1 %
+    assert found["noise_floor_pct"] == pytest.approx(21 / 2)  # median of 0 and 21
 
 
 def test_choices_by_hand() -> None:

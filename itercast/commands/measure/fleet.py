@@ -11,7 +11,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from itercast.errors import one_line_errors
 from itercast.microbench.durations import counted
 
 if TYPE_CHECKING:
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from itercast.microbench.fleet.plan import FleetPlan
 
 
-@one_line_errors
 def fleet(
     words: Annotated[
         list[str],
@@ -91,15 +89,11 @@ def start(plan: FleetPlan, chunks: Sequence[Chunk], left: Sequence[Chunk], addre
         ended = "FINISHED" if set(ends) <= {"done"} else "FAILED"
     finally:
         runs.end(ended)
-    typer.echo(f"{counted(runs.rows, 'new row')} in {plan.root}; {told_states(ends)}")
+    states = ", ".join(f"{counted(n, 'chunk')} {state}" for state, n in ends.items() if n)
+    typer.echo(f"{counted(runs.rows, 'new row')} in {plan.root}; {states}")
     say_logged()
     if ended != "FINISHED":
         raise typer.Exit(1)
-
-
-def told_states(ends: Mapping[str, int]) -> str:
-    """How many chunks ended in which state."""
-    return ", ".join(f"{counted(n, 'chunk')} {state}" for state, n in ends.items() if n)
 
 
 def cost_table(costs: Sequence[Cost]) -> Table:

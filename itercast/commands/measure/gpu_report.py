@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from itercast.errors import one_line_errors
 from itercast.options import fetched_root
 
 if TYPE_CHECKING:
     from itercast.eval.results import CaseResult
 
 
-@one_line_errors
 def gpu_report(
     data: Annotated[
         Path,
@@ -30,30 +29,33 @@ def gpu_report(
 ) -> None:
     """Train on the rows of one GPU; print errors on held-out rows of it, and on an unseen GPU."""
     from itercast.eval import gpu_report as tables
+    from itercast.eval.results import error_table
     from itercast.learners.bundle import Bundle
     from itercast.learners.train import train
+    from itercast.microbench.campaign.summary import summary
+    from itercast.microbench.store import read_hardware
 
     console = Console()
     with tempfile.TemporaryDirectory() as folder:
         root, bundle = Path(folder) / "known", Path(folder) / "bundle"
         tables.only_gpu(data, gpu, root)
         other = tables.only_gpu(data, unseen, Path(folder) / "unseen") if unseen else None
-        console.print(tables.measured_table(data, gpu))
+        console.print("\n".join(summary(data, gpu)), highlight=False)
         if (machines := tables.machines_table(data, gpu)) is not None:
             console.print(machines)
         trained = tables.family_errors(train([root], bundle, None, trials).to_dict())
-        console.print(tables.error_table(f"{gpu}: ops, shapes left out", trained))
+        console.print(error_table(f"{gpu}: ops, shapes left out; {tables.OPS_TARGET}", trained))
         found = tables.iteration_errors(_compared(root, bundle))
-        console.print(tables.error_table(f"{gpu}: iterations", found))
+        console.print(error_table(f"{gpu}: iterations; {tables.ITERATIONS_TARGET}", found))
         if other is not None:
-            console.print(tables.measured_table(data, unseen))
+            console.print("\n".join(summary(data, unseen)), highlight=False)
             title = f"{unseen}, trained on {gpu} alone"
-            known = tables.with_hardware(Bundle.load(bundle), other)
+            known = Bundle.load(bundle)
+            known = replace(known, gpus={**read_hardware([other]), **known.gpus})
             known.save(bundle)
-            found = tables.unseen_errors(other, known)
-            console.print(tables.error_table(f"{title}: ops", found))
+            console.print(error_table(f"{title}: ops", tables.unseen_errors(other, known)))
             found = tables.iteration_errors(_compared(other, bundle))
-            console.print(tables.error_table(f"{title}: iterations", found))
+            console.print(error_table(f"{title}: iterations", found))
 
 
 def _compared(root: Path, bundle: Path) -> list[CaseResult]:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from report_facts import case
 from rich.console import Console
 from typer.testing import CliRunner
 
 from itercast.__main__ import app
-from itercast.eval.gpu_report import error_table, iteration_errors, only_gpu
-from itercast.eval.results import CaseResult
+from itercast.eval.gpu_report import iteration_errors, only_gpu
+from itercast.eval.results import error_table
 from itercast.microbench.store import read_rows, write_atomic, write_part
 
 DATASETS = Path(__file__).parents[2] / "datasets"
@@ -20,45 +21,24 @@ CPU = "intel-xeon-2.50ghz-2c"
 TWIN = "twin"
 
 
-def result(case: str, predicted_us: float) -> CaseResult:
-    return CaseResult(
-        case=case,
-        plan="",
-        model=case,
-        ranks=1,
-        samples=1,
-        predicted_us=predicted_us,
-        predicted_us_p10=predicted_us,
-        predicted_us_p90=predicted_us,
-        measured_us=100.0,
-        rounds_us=(100.0,),
-        raw_us=100.0,
-        retest_ape_pct=1.5,
-        by_family_us={},
-        unmodelled_frac=0.0,
-    )
-
-
 def test_iterations_are_scored_by_kind_of_model() -> None:
     """DLRM: 110 and 90 for 100 are +10 and -10 %: no bias; a GPT alone at 104 has +4 %."""
-    results = [result("dlrm-r00", 110.0), result("dlrm-r01", 90.0), result("gpt2-xl", 104.0)]
-    found = {name: (scores, target) for name, scores, target in iteration_errors(results)}
+    times = {"dlrm-r00": 110.0, "dlrm-r01": 90.0, "gpt2-xl": 104.0}
+    found = iteration_errors([case(name, us, 100.0) for name, us in times.items()])
     assert set(found) == {"DLRM (2)", "transformers (1)"}
-    scores, target = found["DLRM (2)"]
-    assert scores["geomean_ape_pct"] == pytest.approx(10.0)
-    assert scores["bias_pct"] == pytest.approx(0.0)
-    assert scores["retest_ape_pct"] == 1.5
-    assert target == "geomean <= 3"
-    assert found["transformers (1)"][0]["bias_pct"] == pytest.approx(4.0)
+    assert found["DLRM (2)"]["geomean_ape_pct"] == pytest.approx(10.0)
+    assert found["DLRM (2)"]["bias_pct"] == pytest.approx(0.0)
+    assert found["DLRM (2)"]["noise_floor_pct"] == 2.0
+    assert found["transformers (1)"]["bias_pct"] == pytest.approx(4.0)
 
 
 def test_a_table_shows_what_is_unknown_as_a_dash() -> None:
     written = StringIO()
     console = Console(width=200, file=written)
-    console.print(error_table("x", [("gemm", {"median_ape_pct": 2.25, "bias_pct": -1.0}, "<= 4")]))
+    console.print(error_table("x", {"gemm": {"median_ape_pct": 2.25, "bias_pct": -1.0}}))
     line = next(line for line in written.getvalue().splitlines() if "gemm" in line)
     cells = [cell.strip() for cell in line.split("│")[1:-1]]
-    assert cells == ["gemm", "2.2", "-", "-", "-", "-1.0", "-", "-", "<= 4"]
+    assert cells == ["gemm", "2.2", "-", "-", "-", "-1.0", "-", "-"]
 
 
 @pytest.fixture(scope="module")
