@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from itercast.eval.compare import compare_all, measured_rows
+from itercast.eval.results import log_errors as iteration_log_errors
 from itercast.learners.beyond_memory import usable_rows
 from itercast.learners.bundle import Bundle
 from itercast.learners.features.machine_speed import (
@@ -106,19 +107,11 @@ def log_ratios(
 
 
 def _iterations(one: Path, other: Path, root: Path) -> Iterator[Comparison]:
-    rows = measured_rows(root, None)
-    for gpu, part in rows.groupby("gpu"):
-        sides = {side: compare_all(part, b) for side, b in ((ONE, one), (OTHER, other))}
-        logs = {
-            side: pd.Series(
-                {(r.model, r.plan): np.log(r.measured_us / r.predicted_us) for r in results}
-            )
-            for side, results in sides.items()
-        }
-        retests = [r.retest_ape_pct for r in sides[ONE] if r.retest_ape_pct is not None]
-        errors = pd.DataFrame(logs).dropna()
-        models = pd.factorize(errors.index.get_level_values(0))[0]
-        floor = float(np.median(retests)) if retests else None
+    for gpu, part in measured_rows(root, None).groupby("gpu"):
+        errors, floor = iteration_log_errors(
+            {side: compare_all(part, folder) for side, folder in ((ONE, one), (OTHER, other))}
+        )
+        models = pd.factorize(errors.index.get_level_values(1))[0]
         yield from _compared(ITERATIONS, str(gpu), errors, models, floor)
 
 

@@ -1,20 +1,22 @@
-"""Ranks learners per op family and on whole iterations that are composed of their op prices."""
+"""Ranks learners per op family and on whole iterations that are composed of their op prices.
+
+Tables have a narrow column per learner, for terminals of 80 columns.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import log
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from rich import box
 from rich.table import Table
 
 from itercast.eval.compare import compare_all, console
-from itercast.eval.learner_table import Scores, add_line, empty_table
-from itercast.eval.results import CaseResult, summary
+from itercast.eval.results import CaseResult, log_errors, summary
 from itercast.eval.tracking.logs import log_evaluation
 from itercast.learners.beyond_memory import usable_rows
 from itercast.learners.bundle import Bundle
@@ -27,8 +29,16 @@ from itercast.learners.train import SCORES, hardware_of
 from itercast.microbench.ops import families
 from itercast.microbench.store import Facts
 
+HEADS = {  # in two lines, so that all columns fit; other names stand as they are
+    "xgboost-physics": "xgb\nphysics",
+    "tile-mlp": "tile\nmlp",
+    "nearest": "near-\nest",
+    "roofline": "roof-\nline",
+}
+WHOLE_PCT = 99.95  # from here on without decimals
+BEST_RANK = 1  # of all learners whose errors differ from the smallest by no more than the noise
 END_TO_END = "whole iterations"
-ByFamily = Mapping[str, Scores]  # of learners
+Scores = Mapping[str, Mapping[str, float]]  # by learner: errors in % and ``rank``
 
 
 def learner_bundles(bundle: Bundle, data: Path) -> dict[str, Bundle]:
@@ -58,7 +68,8 @@ def rank_learners(
     for name, bundle in learner_bundles(Bundle.load(folder), data).items():
         found[name] = compare_all(rows, folder, bundle)
     scores = {**family_scores(folder), END_TO_END: iteration_scores(found)}
-    console.print(ranking_table(scores))
+    lines = [(family, (), some) for family, some in scores.items()]
+    console.print(learner_table("unseen shapes and whole iterations", lines))
     device = ", ".join(sorted(set(rows["gpu"])))
     for name, some in found.items():
         if name != BLEND:
@@ -75,23 +86,37 @@ def family_scores(folder: Path) -> dict[str, Scores]:
 
 def iteration_scores(found: Mapping[str, Sequence[CaseResult]]) -> Scores:
     """Median errors in % and ranks of learners on the iterations that all of them forecast."""
-    errors = pd.DataFrame(
-        {
-            name: {(r.gpu, r.model, r.plan): log(r.measured_us / r.predicted_us) for r in some}
-            for name, some in found.items()
-        }
-    ).dropna()
-    retest = summary(found[BLEND]).get("noise_floor_pct")
+    errors, retest = log_errors({BLEND: found[BLEND], **found})
     logs = {name: errors[name].to_numpy() for name in found}
     both = medians(logs, np.arange(len(errors)), retest)
     ranks = both.ranks()
     return {name: {"median_ape_pct": both.pct[name], "rank": ranks[name]} for name in found}
 
 
-def ranking_table(scores: ByFamily) -> Table:
-    """A line per family and one of whole iterations, a column per learner."""
-    title = "median absolute error, %: unseen shapes, whole iterations"
-    table = empty_table(f"{title}; bold: none is better beyond the noise", ())
-    for family, some in scores.items():
-        add_line(table, family, (), some)
+def learner_table(
+    title: str,
+    lines: Sequence[tuple[str, Sequence[str], Scores]],
+    facts: Sequence[str] = (),
+) -> Table:
+    """A line per family with its facts and errors in %, and a column per learner, the blend first.
+
+    Bold are the learners that no other is better than beyond the noise: one, or several that tie.
+    """
+    learners = [n for n in reversed(NAMES) if any(n in scores for _, _, scores in lines)]
+    title = f"median absolute error on {title}, %; bold: none is better beyond the noise"
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("family", no_wrap=True)
+    for head in (*facts, *(HEADS.get(name, name) for name in learners)):
+        table.add_column(head, justify="right", no_wrap=True)
+    for family, own, scores in lines:
+        table.add_row(family, *own, *(cell(scores.get(name)) for name in learners))
     return table
+
+
+def cell(score: Mapping[str, float] | None) -> str:
+    """A learner's median error in three digits or more (8.8, 51.3, 313), bold if none is better."""
+    if score is None:
+        return "-"
+    pct = score["median_ape_pct"]
+    text = f"{pct:.0f}" if pct >= WHOLE_PCT else f"{pct:.1f}"
+    return f"[bold]{text}[/]" if score.get("rank") == BEST_RANK else text

@@ -1,25 +1,19 @@
-"""Measure how long forecasts and plan searches for thousands of GPUs take.
+"""Measure how long forecasts and plan searches for thousands of GPUs take, on one core.
 
 `python -m itercast.eval.scale` runs it.
-
-All in one process on one core.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import resource
 import statistics
-import sys
-import tempfile
 import time
 
-from rich.console import Console
-from rich.table import Table
+import numpy as np
 
-from itercast.eval.progress import run_or_say
-from itercast.eval.speed import timed_s
+from itercast.eval.processes import in_new_process
+from itercast.eval.progress import run_program
+from itercast.eval.speed import fresh_folder, print_table
 from itercast.microbench.slow_imports import without_scikit_learn
 from itercast.microbench.store import Row
 
@@ -27,8 +21,22 @@ GPU = "h100-sxm-80gb"
 MODEL = "gpt3-175b"
 SEARCHED = "llama-8b"
 SAMPLES = {64: 512, 1024: 2048}  # of 8,192 tokens in a step of the searched model, by GPUs
+TABLES, SHARDINGS, TOGETHER = 64, 1000, 10  # forecast so many at once
+FIGURES = (  # target, and name in what ``measure`` and ``search_s`` return
+    ("GPT-3 175B on 16,384 H100, capture and imports included, s", "<= 10", "first_s"),
+    ("  of this CPU time, s", "", "first_cpu_s"),
+    ("the next plan, s", "<= 0.1", "next_s"),
+    ("  of this CPU time, s", "", "next_cpu_s"),
+    ("most memory of all this, GB", "<= 2", "gb"),
+    ("CPU time of a forecast on 100,000 GPUs over that on 24, times", "0.8 to 1.2", "growth"),
+    ("plan search of GPT-3 175B on 1,024 GPUs, plans per CPU second", ">= 195", "plans_per_s"),
+    ("plan search of Llama-3 8B on 64 GPUs, CPU seconds", "<= 12", "search_64"),
+    ("plan search of Llama-3 8B on 1,024 GPUs, CPU seconds", "<= 20", "search_1024"),
+    (f"{SHARDINGS:,} shardings of {TABLES} tables, s", "<= 20", "shardings_s"),
+)
 
 
+@without_scikit_learn()  # as the command does
 def measure(begin_s: float) -> dict[str, float]:
     """Times a forecast and plan searches in this fresh process, and its memory.
 
@@ -65,6 +73,28 @@ def measure(begin_s: float) -> dict[str, float]:
     return found
 
 
+def shardings_s() -> float:
+    """Seconds that forecasts of SHARDINGS shardings of many tables take, once ops are priced."""
+    from itercast.compose.sharding.forecast import Forecaster
+    from itercast.compose.sharding.propose import random_sharding
+    from itercast.compose.sharding.tables import RankingModel
+    from itercast.compose.tables.placement import Table
+    from itercast.compose.target import find_target
+    from itercast.learners.bundle import SHIPPED_CPU
+
+    rng = np.random.default_rng(0)
+    tables = (
+        Table(name=f"t{i}", rows=1000 * (i + 1), dim=16, pooling=20 + i % 40) for i in range(TABLES)
+    )
+    model = RankingModel(batch=256, tables=tuple(tables), bottom=(128, 64), top=(128, 64))
+    forecaster = Forecaster(model, find_target("cpu", "dp=2", SHIPPED_CPU), 2)
+    forecaster.forecast(random_sharding(rng, model, 2))
+    start = time.perf_counter()
+    for _ in range(SHARDINGS // TOGETHER):
+        forecaster.forecasts([random_sharding(rng, model, 2) for _ in range(TOGETHER)])
+    return time.perf_counter() - start
+
+
 def search_s(gpus: int) -> float:
     """CPU seconds of a plan search in this fresh process, without imports."""
     from itercast.compose.open_search import open_search
@@ -80,35 +110,13 @@ def search_s(gpus: int) -> float:
 
 
 def main() -> None:
-    """Print a table of measured times beside their targets."""
-    with tempfile.TemporaryDirectory() as folder:
-        _, printed = timed_s(["-m", "itercast.eval.scale", str(time.time())], folder)
-        found = json.loads(printed.splitlines()[-1])
-        for gpus in SAMPLES:
-            _, printed = timed_s(["-m", "itercast.eval.scale", "--search", str(gpus)], folder)
-            found[f"search_{gpus}"] = json.loads(printed.splitlines()[-1])
-    table = Table("what", "target", "measured", title=f"scale, load {os.getloadavg()[0]:.1f}")
-    for what, target, key in (
-        ("GPT-3 175B on 16,384 H100, capture and imports included, s", "<= 10", "first_s"),
-        ("  of this CPU time, s", "", "first_cpu_s"),
-        ("the next plan, s", "<= 0.1", "next_s"),
-        ("  of this CPU time, s", "", "next_cpu_s"),
-        ("most memory of all this, GB", "<= 2", "gb"),
-        ("CPU time of a forecast on 100,000 GPUs over that on 24, times", "0.8 to 1.2", "growth"),
-        ("plan search of GPT-3 175B on 1,024 GPUs, plans per CPU second", ">= 195", "plans_per_s"),
-        ("plan search of Llama-3 8B on 64 GPUs, CPU seconds", "<= 12", "search_64"),
-        ("plan search of Llama-3 8B on 1,024 GPUs, CPU seconds", "<= 20", "search_1024"),
-    ):
-        table.add_row(what, target, f"{found[key]:.2f}")
-    Console().print(table)
+    """Print a table of measured times beside their targets, each of a fresh process."""
+    with fresh_folder():
+        found = in_new_process(measure, time.time())
+        found |= {f"search_{gpus}": in_new_process(search_s, gpus) for gpus in SAMPLES}
+        found["shardings_s"] = in_new_process(shardings_s)
+    print_table("scale", [(what, target, f"{found[key]:.2f}") for what, target, key in FIGURES])
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--search"]:
-        print(json.dumps(search_s(int(sys.argv[2]))))
-    elif len(sys.argv) > 1:  # the fresh process that ``main`` starts
-        with without_scikit_learn():  # as the command does
-            found = measure(float(sys.argv[1]))
-        print(json.dumps(found))
-    else:
-        run_or_say(main)
+    run_program(main)

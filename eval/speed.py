@@ -10,15 +10,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import chdir, contextmanager
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
+from typing import Annotated
 
 import pandas as pd
+import typer
 from rich.console import Console
 from rich.table import Table
 
-from itercast.eval.progress import run_or_say
+from itercast.eval.processes import in_new_process
+from itercast.eval.progress import run_program
 from itercast.learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
 from itercast.microbench.ops import families
 
@@ -41,27 +46,27 @@ def second_plan_s(bundle: Path) -> tuple[float, float]:
     return times_s[0], times_s[1]
 
 
-def timed_s(words: list[str], folder: str) -> tuple[float, str]:
-    """Run Python with these arguments in ``folder``; its wall-clock seconds and its output.
+@contextmanager
+def fresh_folder() -> Iterator[None]:
+    """Processes start in an empty folder, without captures of an earlier run."""
+    root = str(Path(__file__).parent.parent)
+    with tempfile.TemporaryDirectory() as folder, chdir(folder):
+        os.environ |= {"PYTHONPATH": root, "OMP_WAIT_POLICY": "passive"}
+        os.environ["ITERCAST_CACHE"] = str(Path(folder) / "cache")
+        yield
+
+
+def timed_s(words: list[str]) -> float:
+    """Run Python with these arguments; its wall-clock seconds.
 
     RuntimeError with the last line of its error output where it fails.
     """
-    root = str(Path(__file__).parent.parent)
-    environment = {**os.environ, "PYTHONPATH": root, "OMP_WAIT_POLICY": "passive"}
-    environment["ITERCAST_CACHE"] = str(Path(folder) / "cache")
     start = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip()).splitlines() or ["nothing said"]
-        what = " ".join(word for word in words if "\n" not in word)
-        raise RuntimeError(f"python {what}: exit code {done.returncode}: {said[-1]}")
-    return time.perf_counter() - start, done.stdout
+        raise RuntimeError(f"python {' '.join(words)}: exit code {done.returncode}: {said[-1]}")
+    return time.perf_counter() - start
 
 
 def sample_rows(count: int, gpu: str, bundle: Bundle) -> pd.DataFrame:
@@ -76,48 +81,46 @@ def sample_rows(count: int, gpu: str, bundle: Bundle) -> pd.DataFrame:
     return rows.sample(count, replace=len(rows) < count, random_state=0).assign(gpu=gpu, node=gpu)
 
 
-def price_rows_s(gpu: str, bundle: Path, folder: str) -> float:
+def price_rows_s(gpu: str, bundle: Path) -> float:
     """Seconds that ``itercast price`` takes for ROWS rows, the whole process."""
-    sample_rows(ROWS, gpu, Bundle.load(bundle)).to_parquet(Path(folder) / "rows.parquet")
-    words = ["-m", "itercast", "price", "rows.parquet", "--out", "o.parquet"]
-    return timed_s([*words, "--bundle", str(bundle.resolve())], folder)[0]
+    sample_rows(ROWS, gpu, Bundle.load(bundle)).to_parquet("rows.parquet")
+    words = ["price", "rows.parquet", "--out", "o.parquet", "--bundle", str(bundle)]
+    return timed_s(["-m", "itercast", *words])
 
 
-def figures(bundle: Path) -> list[tuple[str, float, float]]:
+def figures(bundle: Path) -> list[tuple[str, str, str]]:
     """(what, target in s, measured in s) for each figure; other load on the machine adds to all."""
-    where = str(bundle.resolve())
-    predict = ["-m", "itercast", "predict", "gpt2-small", "--gpu", "cpu", "--bundle", where]
-    with tempfile.TemporaryDirectory() as folder:
-        import_s, _ = timed_s(["-m", "itercast.api"], folder)
-        cold_s, _ = timed_s(predict, folder)
-        cached_s, _ = timed_s(predict, folder)
-        _, printed = timed_s(["-m", "itercast.eval.speed", where, "--second-plan"], folder)
-        again_s, plan_s = (float(line) for line in printed.split())
-        own = next(iter(Bundle.load(bundle).gpus))
-        price_s, unseen_s = (
-            price_rows_s(gpu, which, folder) for gpu, which in ((own, bundle), (UNSEEN, SHIPPED))
-        )
-    return [
-        ("the API imported, whole process", 0.3, import_s),
-        ("predict gpt2-small, whole process, cold", 2.5, cold_s),
-        ("the same from a cached op graph", 0.8, cached_s),
-        ("the same plan again in one process", 0.005, again_s),
-        ("a second plan (dp=2) in one process", 0.005, plan_s),
-        (f"price {ROWS:,} rows, whole process", 8.0, price_s),
-        (f"the same on an unseen GPU ({UNSEEN})", 8.0, unseen_s),
-    ]
+    bundle = bundle.resolve()
+    own = next(iter(Bundle.load(bundle).gpus))
+    predict = ["-m", "itercast", "predict", "gpt2-small", "--gpu", "cpu", "--bundle", str(bundle)]
+    with fresh_folder():
+        found = [
+            ("the API imported, whole process", 0.3, timed_s(["-m", "itercast.api"])),
+            ("predict gpt2-small, whole process, cold", 2.5, timed_s(predict)),
+            ("the same from a cached op graph", 0.8, timed_s(predict)),
+        ]
+        again_s, plan_s = in_new_process(second_plan_s, bundle)
+        found += [
+            ("the same plan again in one process", 0.005, again_s),
+            ("a second plan (dp=2) in one process", 0.005, plan_s),
+            (f"price {ROWS:,} rows, whole process", 8.0, price_rows_s(own, bundle)),
+            (f"the same on an unseen GPU ({UNSEEN})", 8.0, price_rows_s(UNSEEN, SHIPPED)),
+        ]
+    return [(what, f"{target_s:g}", f"{measured_s:.3f}") for what, target_s, measured_s in found]
 
 
-def main(bundle: Path) -> None:
-    """Print a table of measured times beside their targets."""
-    table = Table("what", "target s", "measured s", title=f"speed, load {os.getloadavg()[0]:.1f}")
-    for what, target_s, measured_s in figures(bundle):
-        table.add_row(what, f"{target_s:g}", f"{measured_s:.3f}")
+def print_table(title: str, lines: Sequence[tuple[str, str, str]]) -> None:
+    """Print measured figures beside their targets, and how busy the machine is."""
+    table = Table("what", "target", "measured", title=f"{title}, load {os.getloadavg()[0]:.1f}")
+    for line in lines:
+        table.add_row(*line)
     Console().print(table)
 
 
+def main(bundle: Annotated[Path, typer.Argument(help="of a CPU")] = SHIPPED_CPU) -> None:
+    """Print how fast forecasts answer."""
+    print_table("speed in s", figures(bundle))
+
+
 if __name__ == "__main__":
-    if sys.argv[2:] == ["--second-plan"]:  # the fresh process that ``figures`` starts
-        print(*second_plan_s(Path(sys.argv[1])), sep="\n")
-    else:
-        run_or_say(lambda: main(Path(sys.argv[1]) if len(sys.argv) > 1 else SHIPPED_CPU))
+    run_program(main)

@@ -26,11 +26,11 @@ from itercast.commands.run import run
 from itercast.commands.schedulers.replay import replay
 from itercast.commands.schedulers.throughput import throughput
 from itercast.commands.shard import shard
-from itercast.errors import OneLineGroup, one_line_errors
+from itercast.errors import OneLineGroup
 from itercast.microbench.durations import seconds
 from itercast.microbench.slow_imports import without_scikit_learn
 from itercast.names import KINDS, kinds, listing
-from itercast.options import Bundle, Families, Json, fetched_root
+from itercast.options import Bundle, Families, Hardware, Json, fetched_root
 
 app = typer.Typer(
     cls=OneLineGroup,
@@ -59,22 +59,21 @@ def options(
     """Forecast how long a training iteration takes."""
 
 
-app.command()(calibrate)
-app.command()(bench_public)
-app.command()(gpu_report)
-app.command()(shard)
-app.command()(throughput)
-app.command()(replay)
-app.command()(check)
-app.command()(compare)
-app.command()(fleet)
+for command in (
+    *(calibrate, bench_public, gpu_report, shard, throughput, replay, check, compare, fleet),
+    *(predict, explain, plan),
+):
+    app.command()(command)
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
     run
 )
 
 
+app.command(name="import")(import_rows)
+app.command(name="input")(input_lane)
+
+
 @app.command()
-@one_line_errors
 def collect(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     family: Families = None,
@@ -111,11 +110,7 @@ def collect(
     typer.echo(f"{rows} new rows in {out}")
 
 
-app.command(name="import")(import_rows)
-
-
 @app.command()
-@one_line_errors
 def train(
     out: Annotated[
         Path | None, typer.Option(file_okay=False, help="bundle folder to write")
@@ -174,15 +169,11 @@ def train(
 
 
 @app.command()
-@one_line_errors
 def price(
     rows: Annotated[Path, typer.Argument(help="Parquet file of ops, as in a dataset")],
     out: Annotated[Path, typer.Option(help="Parquet file to write")],
     bundle: Bundle = None,
-    hardware: Annotated[
-        Path | None,
-        typer.Option(help="hardware file (YAML) of a GPU that `itercast list gpus` lacks"),
-    ] = None,
+    hardware: Hardware = None,
 ) -> None:
     """Forecast the time of every op in a Parquet file; write its rows with their forecasts."""
     with without_scikit_learn():
@@ -200,16 +191,7 @@ def price(
     typer.echo(f"priced {rows} into {out}")
 
 
-app.command()(predict)
-app.command()(explain)
-app.command(name="input")(input_lane)
-
-
-app.command()(plan)
-
-
 @app.command()
-@one_line_errors
 def evaluate(
     case: Annotated[list[str] | None, typer.Option(help="only this case; repeatable")] = None,
     measured: Annotated[
@@ -246,7 +228,6 @@ def evaluate(
 
 
 @app.command()
-@one_line_errors
 def report(
     reports: Annotated[Path, typer.Option(help="folder that holds the report folders")] = Path(
         "reports"
@@ -263,7 +244,6 @@ def report(
 
 
 @app.command()
-@one_line_errors
 def demo(
     budget: Annotated[str, typer.Option(help="time for the sweep")] = "220s",
 ) -> None:
@@ -274,7 +254,6 @@ def demo(
 
 
 @app.command(name="list")
-@one_line_errors
 def list_names(
     what: Annotated[str, typer.Argument(help=", ".join(KINDS), autocompletion=kinds)] = "",
 ) -> None:
@@ -284,7 +263,6 @@ def list_names(
 
 
 @app.command()
-@one_line_errors
 def ui(
     port: Annotated[int, typer.Option(min=1, max=65535, help="port on this machine")] = 5000,
 ) -> None:

@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
-P = ParamSpec("P")
-R = TypeVar("R")
 UsageError: Any = typer.BadParameter.__base__  # click's, which typer keeps under varying names
-
-
-def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a command so that ValueError and OSError end it with one line and exit code 2."""
-
-    @functools.wraps(command)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return command(*args, **kwargs)
-        except (ValueError, OSError) as exc:
-            typer.echo(f"itercast: {str(exc).splitlines()[0] if str(exc) else repr(exc)}", err=True)
-            raise typer.Exit(2) from exc
-
-    return wrapped
 
 
 def _given(exc: Exception) -> str:
@@ -36,7 +18,7 @@ def _given(exc: Exception) -> str:
 
 
 class OneLineGroup(TyperGroup):
-    """Commands whose wrong options end with one line and exit code 2."""
+    """Commands that end with one line and exit code 2 on wrong options, ValueError and OSError."""
 
     def main(self, *args: Any, **options: Any) -> Any:
         """Run the command that the arguments name, and leave with its exit code."""
@@ -47,6 +29,9 @@ class OneLineGroup(TyperGroup):
         except UsageError as exc:
             if told := exc.format_message().rstrip():  # empty where the help was printed
                 typer.echo(f"itercast: {told}{_given(exc)}", err=True)
+            sys.exit(2)
+        except (ValueError, OSError) as exc:
+            typer.echo(f"itercast: {str(exc).splitlines()[0] if str(exc) else repr(exc)}", err=True)
             sys.exit(2)
         except typer.Abort:
             typer.echo("itercast: stopped", err=True)

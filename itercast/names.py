@@ -2,71 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+KINDS = {  # the function that names them, imported when asked for
+    "gpus": "microbench.hardware.spec.gpu_names",
+    "nodes": "microbench.hardware.node.node_names",
+    "hosts": "names.hosts",
+    "stacks": "microbench.hardware.stack.stack_names",
+    "cases": "microbench.cases.registry.case_names",
+    "families": "microbench.ops.families",
+    "bundles": "names.bundles",
+}
 
 
-def _gpus() -> Iterable[str]:
-    from itercast.microbench.hardware.spec import (
-        gpu_names,  # lazy, as all below: only what is asked
-    )
-
-    return gpu_names()
-
-
-def _nodes() -> Iterable[str]:
-    from itercast.microbench.hardware.node import node_names
-
-    return node_names()
-
-
-def _hosts() -> Iterable[str]:
+def hosts() -> list[str]:
+    """Names of hosts, the usual one first."""
     from itercast.microbench.hardware.host import USUAL, host_names
 
     return [USUAL, *host_names()]
 
 
-def _stacks() -> Iterable[str]:
-    from itercast.microbench.hardware.stack import stack_names
-
-    return stack_names()
-
-
-def _cases() -> Iterable[str]:
-    from itercast.microbench.cases.registry import case_names
-
-    return case_names()
-
-
-def _families() -> Iterable[str]:
-    from itercast.microbench.ops import families
-
-    return sorted(families())
-
-
-def _bundles() -> Iterable[str]:
+def bundles() -> list[Path]:
+    """Folders of the bundles that are there: local ones, then those that ship."""
     from itercast.learners.bundle import SHIPPED, SHIPPED_CPU
     from itercast.learners.known_bundles import LOCAL
 
-    folders = (*LOCAL, SHIPPED, SHIPPED_CPU)
-    return [str(p) for p in folders if (p / "bundle.json").is_file()]
-
-
-KINDS: dict[str, Callable[[], Iterable[str]]] = {
-    "gpus": _gpus,
-    "nodes": _nodes,
-    "hosts": _hosts,
-    "stacks": _stacks,
-    "cases": _cases,
-    "families": _families,
-    "bundles": _bundles,
-}
+    return [p for p in (*LOCAL, SHIPPED, SHIPPED_CPU) if (p / "bundle.json").is_file()]
 
 
 def listing(kind: str) -> list[str]:
     """All names of one kind; ValueError where there is no such kind."""
     if kind not in KINDS:
         raise ValueError(f"cannot list {kind!r}; known: {', '.join(KINDS)}")
-    return list(KINDS[kind]())
+    module, _, function = KINDS[kind].rpartition(".")
+    return list(map(str, getattr(import_module(f"itercast.{module}"), function)()))
 
 
 def completing(kind: str) -> Callable[[str], list[str]]:

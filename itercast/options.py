@@ -67,6 +67,10 @@ Bundle = Annotated[
         "else a shipped one"
     ),
 ]
+Hardware = Annotated[
+    Path | None,
+    typer.Option(help="hardware file (YAML) of a GPU that `itercast list gpus` lacks"),
+]
 Model = Annotated[
     str,
     typer.Option(

@@ -9,20 +9,20 @@ is and once without each rule (``itercast.microbench.switches``) and each number
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import numpy as np
 import typer
 
 from itercast.compose.target import forecast_step
+from itercast.eval.processes import in_new_process, processes
 from itercast.eval.public.left_out import assumptions, fitted_sources
 from itercast.eval.public.left_out_models import TRAINED_ON, sampled, train_without
 from itercast.eval.public.lines import Rows
 from itercast.eval.public.models import captured_step, read_lines, row_target, timed_us
-from itercast.eval.public.readers import processes
 from itercast.learners.bundle import SHIPPED
 from itercast.microbench.assumptions import Assumption, leaving_out
 from itercast.microbench.importers.base import positive
@@ -31,7 +31,6 @@ from itercast.microbench.store import Facts
 from itercast.microbench.switches import RULES, switching_off
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 PAYS = 0.3  # points of the mean error, over sources that a rule was neither fitted nor checked on
 SHOWN = 0.05  # points of a source's error
 
@@ -71,18 +70,12 @@ def read_sources(public: Path, only: str, most: int, folder: Path) -> list[Sourc
                 bundle = SHIPPED
                 if own.casefold() in TRAINED_ON:
                     with leaving_out(own):
-                        bundle = _in_new_process(train_without, own, public, folder / own)
+                        bundle = in_new_process(train_without, own, public, folder / own)
                 left_out = own if own.casefold() in fitted else ""
                 found[own] = Source(own, bundle, left_out)
             some = sampled(line, mine.reset_index(drop=True), most)
             found[own].rows += captured(some)
     return [source for source in found.values() if source.rows]
-
-
-def _in_new_process(call: Callable[..., T], *args: object) -> T:
-    """What a function returns in a process that imports everything anew."""
-    with processes(1) as pool:
-        return pool.submit(call, *args).result()
 
 
 def captured(rows: Rows) -> Iterator[Row]:

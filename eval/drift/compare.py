@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -92,15 +92,6 @@ class Check:
             return ""
         pct = 100 * (self.slowdown - 1)
         return f"; the machine is {abs(pct):.0f} % {'slower' if pct > 0 else 'faster'} overall"
-
-    def to_dict(self) -> dict[str, object]:
-        """All of it as plain values, for JSON."""
-        found = {"fits": self.fits, "verdict": self.verdict, "gpu": self.gpu, "rows": self.rows}
-        parts = {
-            "families": [asdict(f) for f in self.families],
-            "changes": [asdict(c) for c in self.changes],
-        }
-        return {**found, "slowdown": self.slowdown, **parts}
 
 
 def measure_again(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from itercast.eval.tracking import registry, store, studies
+from itercast.eval.tracking import registry, store
 from itercast.eval.tracking.logs import iterations_experiment
 from itercast.learners.bundle import Bundle
 from itercast.learners.held_out import load_held_out
@@ -59,7 +59,7 @@ def log_fit(report: Facts, device: str, bundle: Path, data: Sequence[Path] = ())
         for learner in entry["learners"]:
             run = log_learner(client, place, training, family, learner, inputs, before)
             if learner == BLEND:
-                studies.log_trials(client, place, run.run_id, family, entry.get("trials", ()))
+                log_trials(client, place, run.run_id, family, entry.get("trials", ()))
             if learner == entry["learner"]:
                 registry.offer(client, run, device, family, whole, mine)
 
@@ -123,6 +123,21 @@ def log_learner(
     client.finalize_logged_model(model.model_id, "READY")
     client.set_terminated(run_id, end_time=end_ms)
     return registry.LoggedRun(run_id=run_id, model_id=model.model_id)
+
+
+def log_trials(
+    client: Any, experiment: str, parent: str, family: str, trials: Sequence[Facts]
+) -> None:
+    """Log each finished Optuna trial as a child of run ``parent``.
+
+    ``trials``: see ``itercast.learners.models.trees.Tuned``.
+    """
+    for trial in trials:
+        number = str(trial["number"])
+        tags = {store.PARENT: parent, "family": family, "trial": number}
+        metrics = {"mean_log_error_pct": 100 * trial["value"]}
+        params = {k: f"{v:.4g}" for k, v in trial["params"].items()}
+        store.log_run(client, experiment, f"{family} · trial {number}", tags, metrics, params)
 
 
 def shown_metrics(learner: str, entry: Facts, before: Mapping[str, float]) -> dict[str, float]:

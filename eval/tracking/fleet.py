@@ -55,20 +55,15 @@ class FleetRuns:
         facts |= {n: result[n] for n in (*FACTS, "chunk") if result.get(n) not in (None, "")}
         facts |= {n: versions[n] for n in ("driver", "torch", "cuda", "commit") if n in versions}
         tags = {**self.tags, **{k: str(v) for k, v in facts.items()}}
-        tags["mlflow.parentRunId"] = self.run
+        tags[store.PARENT] = self.run
         begin_ms = round(1000 * result.get("began", store.now_ms() / 1000))
-        name = f"{machines} · {family}"
-        run = self.client.create_run(self.place, begin_ms, tags, run_name=name).info.run_id
         statuses = result.get("statuses") or {}
-        numbers = {
-            "rows": rows,
-            "chunk_rows_failed": sum(statuses.values()) - statuses.get("ok", 0),
-        }
+        failed = sum(statuses.values()) - statuses.get("ok", 0)
+        numbers = {"rows": rows, "chunk_rows_failed": failed}
         numbers |= {n: result[n] for n in NUMBERS if n in result}
-        for key, value in numbers.items():
-            self.client.log_metric(run, key, float(value))
         ended = "FINISHED" if result["state"] == "done" else "FAILED"
-        self.client.set_terminated(run, ended)
+        name = f"{machines} · {family}"
+        store.log_run(self.client, self.place, name, tags, numbers, start_ms=begin_ms, state=ended)
 
     def end(self, state: str) -> None:
         """End the parent run: FINISHED, FAILED or KILLED; its artifact has all that chunks told."""

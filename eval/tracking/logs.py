@@ -21,19 +21,6 @@ def iterations_experiment(client: Any) -> str:
     return store.experiment(client, ITERATIONS, note)
 
 
-def _log(
-    client: Any, experiment: str, name: str, tags: Mapping[str, str], metrics: Mapping[str, float]
-) -> str:
-    """A finished run with these tags and metrics; returns its id."""
-    from mlflow.entities import Metric
-
-    now = store.now_ms()
-    run = client.create_run(experiment, start_time=now, tags=dict(tags), run_name=name)
-    shown = [Metric(key, round(float(value), 3), now, 0) for key, value in metrics.items()]
-    client.log_batch(run.info.run_id, metrics=shown)
-    return str(run.info.run_id)
-
-
 def log_evaluation(
     name: str,
     device: str,
@@ -53,9 +40,8 @@ def log_evaluation(
         for label, value in errors_pct.items()
     }
     tags = {"device": device, "learner": learner}
-    run = _log(client, place, name, tags, {**metrics, **cases})
+    run = store.log_run(client, place, name, tags, {**metrics, **cases})
     client.log_artifacts(run, str(folder))
-    client.set_terminated(run)
     latest = f"[Report of the latest comparison](#/experiments/{place}/runs/{run}/artifacts)"
     store.describe(client, ITERATIONS, store.note(ITERATIONS, latest=latest))
 
@@ -67,12 +53,10 @@ def log_bench(scores: Sequence[tuple[str, str, str, Mapping[str, float]]], folde
     """
     client = store.connect()
     place = store.experiment(client, "public", store.note("public"))
-    whole = _log(client, place, folder.name, {}, {})
-    client.log_artifacts(whole, str(folder))
-    client.set_terminated(whole)
+    client.log_artifacts(store.log_run(client, place, folder.name), str(folder))
     for line, part, learner, metrics in scores:
         tags = {"line": line, "part": part, "learner": learner}
-        client.set_terminated(_log(client, place, f"{line} · {part} · {learner}", tags, metrics))
+        store.log_run(client, place, f"{line} · {part} · {learner}", tags, metrics)
 
 
 def log_compared(first: Path, second: Path, found: Sequence[Facts]) -> None:
@@ -86,8 +70,7 @@ def log_compared(first: Path, second: Path, found: Sequence[Facts]) -> None:
     }
     counts = {f"{name}_better": sum(one["better"] == n for one in found) for n, name in RANKS}
     tags = {"first": str(first), "second": str(second)}
-    run = _log(client, place, f"{first.name} against {second.name}", tags, {**numbers, **counts})
-    client.set_terminated(run)
+    store.log_run(client, place, f"{first.name} against {second.name}", tags, numbers | counts)
 
 
 def log_plans(facts: Facts, plans: Sequence[Facts]) -> None:
@@ -95,15 +78,11 @@ def log_plans(facts: Facts, plans: Sequence[Facts]) -> None:
     client = store.connect()
     place = store.experiment(client, "plans", store.note("plans"))
     name = f"{facts['case']} on {facts['gpus']} x {facts['gpu']}"
-    search = _log(client, place, name, {}, {})
-    for key, value in facts.items():
-        client.log_param(search, key, value)
+    search = store.log_run(client, place, name, params=facts)
     client.log_dict(search, {**facts, "plans": list(plans)}, "plans.json")
     for number, plan in enumerate(plans, start=1):
         numbers = {k: float(v) for k, v in plan.items() if isinstance(v, int | float)}
         idle = {f"idle_{k}_us": us for k, us in plan["idle_by_us"].items()}
-        run = _log(client, place, plan["plan"], {"mlflow.parentRunId": search}, {**numbers, **idle})
-        for key, value in {"plan": plan["plan"], "gpu": plan["gpu"], "place": number}.items():
-            client.log_param(run, key, value)
-        client.set_terminated(run)
-    client.set_terminated(search)
+        params = {"plan": plan["plan"], "gpu": plan["gpu"], "place": number}
+        parent = {store.PARENT: search}
+        store.log_run(client, place, plan["plan"], parent, {**numbers, **idle}, params)

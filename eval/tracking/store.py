@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 DEFAULT_URI = "sqlite:///mlflow.db"
 NOTE = "mlflow.note.content"  # an experiment's description, in Markdown
+PARENT = "mlflow.parentRunId"  # tag of a run below another
 NOTES = Path(__file__).with_name("notes")
 NEWEST = "tags.newest = 'yes'"  # runs of the newest training of each family
 
@@ -25,14 +28,9 @@ def is_server(uri: str) -> bool:
     return uri.startswith(("http://", "https://"))
 
 
-def without_telemetry() -> None:
-    """Keep MLflow from asking an outside host; to be called before it is imported."""
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-
-
 def connect() -> Any:
     """A client of the store."""
-    without_telemetry()
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it would ask an outside host
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("MLFLOW_SKIP_PIP_REQUIREMENTS_CHECK", "true")  # they are pinned
@@ -59,6 +57,27 @@ def _append_only() -> None:
 def now_ms() -> int:
     """The time in ms since 1970, as MLflow counts it."""
     return round(time.time() * 1000)
+
+
+def log_run(
+    client: Any,
+    experiment: str,
+    name: str,
+    tags: Mapping[str, str] = MappingProxyType({}),
+    metrics: Mapping[str, float] = MappingProxyType({}),
+    params: Mapping[str, object] = MappingProxyType({}),
+    start_ms: int | None = None,
+    state: str = "FINISHED",
+) -> str:
+    """Log a run that has ended; returns its id. Metrics have three digits after the point."""
+    from mlflow.entities import Metric, Param
+
+    now = now_ms()
+    run = client.create_run(experiment, start_ms or now, dict(tags), run_name=name).info.run_id
+    shown = [Metric(key, round(float(value), 3), now, 0) for key, value in metrics.items()]
+    client.log_batch(run, shown, [Param(key, str(value)) for key, value in params.items()])
+    client.set_terminated(run, state)
+    return str(run)
 
 
 def experiment(client: Any, name: str, note: str) -> str:

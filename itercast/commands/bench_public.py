@@ -7,10 +7,7 @@ from typing import Annotated
 
 import typer
 
-from itercast.errors import one_line_errors
 
-
-@one_line_errors
 def bench_public(
     public: Annotated[
         Path,

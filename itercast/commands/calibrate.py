@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from itercast.errors import one_line_errors
-from itercast.options import Bundle
+from itercast.options import Bundle, Hardware
 
 if TYPE_CHECKING:  # the command line starts without pandas
     import pandas as pd
 
 
-@one_line_errors
 def calibrate(
     rows: Annotated[
         list[Path], typer.Argument(help="Parquet files of measured rows, as in a dataset")
@@ -23,10 +21,7 @@ def calibrate(
         Path | None, typer.Option(file_okay=False, help="bundle folder to write")
     ] = None,
     bundle: Bundle = None,
-    hardware: Annotated[
-        Path | None,
-        typer.Option(help="hardware file (YAML) of a GPU that `itercast list gpus` lacks"),
-    ] = None,
+    hardware: Hardware = None,
     host: Annotated[
         Path | None,
         typer.Option(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +12,6 @@ import typer
 from rich.console import Console, Group
 from rich.table import Table
 
-from itercast.errors import one_line_errors
 from itercast.microbench.durations import seconds
 from itercast.options import Bundle, Json, fetched_root
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from itercast.microbench.hardware.spec import Gpu
 
 
-@one_line_errors
 def check(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     bundle: Bundle = None,
@@ -50,7 +49,8 @@ def check(
             measure(root, device, known, name, seconds(budget), seed)
         found = check_rows(root, known, known_gpu(known, name))
     if as_json:
-        typer.echo(json.dumps({"bundle": str(folder), **found.to_dict()}))
+        told = {"bundle": str(folder), "fits": found.fits, "verdict": found.verdict}
+        typer.echo(json.dumps({**told, **asdict(found)}))
     else:
         Console().print(check_tables(found))
         typer.echo(f"{found.verdict} Bundle: {folder}")

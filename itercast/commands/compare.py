@@ -12,7 +12,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from itercast.errors import one_line_errors
 from itercast.options import Json
 
 if TYPE_CHECKING:
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 HEADS = ("family", "gpu", "points", "re-\ntest", "1st", "2nd", "2nd - 1st", "better")
 
 
-@one_line_errors
 def compare(
     first: Annotated[Path, typer.Argument(help="bundle folder")],
     second: Annotated[Path, typer.Argument(help="bundle folder")],

@@ -12,20 +12,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from itercast.errors import one_line_errors
 from itercast.options import Json, Question, asks, file_to_write, prints_aside
 
 if TYPE_CHECKING:  # the command line starts without pandas
     from itercast.compose.explain.changes import Change
     from itercast.compose.explain.time_parts import HotOp, TimePart
-    from itercast.compose.forecast import Forecast
 
 BAR = 20  # characters of the longest bar
 OPS = 10  # listed
 PICTURES = (".png", ".svg", ".pdf")
 
 
-@one_line_errors
 @asks
 def explain(
     question: Question,
@@ -53,25 +50,15 @@ def explain(
             lambda name: bar.update(task, description=name),
         )
     name = question.name
+    title = f"{name} on {found.gpu}, plan {found.plan}: {found.iteration_us / 1e3:.2f} ms"
     if picture is not None:
-        _draw(picture, name, found, parts, gains)
+        _draw(picture, title, parts, gains)
     if as_json:
         lists: dict[str, Sequence[Any]] = {"parts": parts, "ops": ops, "changes": gains}
         plain = {key: [asdict(one) for one in some] for key, some in lists.items()}
         typer.echo(json.dumps({"case": name, "forecast": asdict(found), **plain}))
         return
-    _print(name, found, parts, ops, gains)
-
-
-def _print(
-    name: str,
-    found: Forecast,
-    parts: Sequence[TimePart],
-    ops: Sequence[HotOp],
-    gains: Sequence[Change],
-) -> None:
     console = Console()
-    title = f"{name} on {found.gpu}, plan {found.plan}: {found.iteration_us / 1e3:.2f} ms"
     console.print(_parts_table(title, parts))
     assumed = f"{100 * found.assumed_frac:.0f} % of it rests on assumed numbers"
     console.print(f"{assumed} (predict --explain-assumptions lists them)")
@@ -117,19 +104,12 @@ def _changes_table(gains: Sequence[Change]) -> Table:
     return table
 
 
-def _draw(
-    path: Path,
-    name: str,
-    found: Forecast,
-    parts: Sequence[TimePart],
-    gains: Sequence[Change],
-) -> None:
+def _draw(path: Path, title: str, parts: Sequence[TimePart], gains: Sequence[Change]) -> None:
     from io import BytesIO
 
     from itercast.eval.report.explanation import explanation
     from itercast.microbench.store import write_atomic
 
-    title = f"{name} on {found.gpu}, plan {found.plan}: {found.iteration_us / 1e3:.2f} ms"
     data = BytesIO()
     explanation(title, parts, gains).savefig(data, format=path.suffix.removeprefix("."), dpi=130)
     write_atomic(path, data.getvalue())

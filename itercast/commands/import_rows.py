@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from itercast.errors import one_line_errors
 from itercast.microbench.store import Facts, Row
 from itercast.options import Json
 
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from itercast.microbench.importers.base import Hints
 
 
-@one_line_errors
 def import_rows(
     source: Annotated[
         str,

@@ -14,7 +14,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from itercast.errors import one_line_errors
 from itercast.microbench.cases.external.huggingface import read_config
 from itercast.microbench.slow_imports import without_scikit_learn
 from itercast.options import (
@@ -52,7 +51,6 @@ PARTS: tuple[tuple[str, str, str], ...] = (
 )
 
 
-@one_line_errors
 def plan(
     gpu: GpuName = "",
     gpus: Annotated[int | None, typer.Option(min=1, help="number of GPUs")] = None,
@@ -87,34 +85,30 @@ def plan(
     if (not case) == (hf_config is None):
         raise ValueError("plan takes one of CASE and --hf-config")
     name = read_config(hf_config).name if hf_config else case
-    step: Row = {"dtype": dtype, "optimizer": optimizer, "amp": amp}
-    step["channels_last"] = channels_last
-    place: Row = {"bundle": bundle, "host": host, "stack": stack}
+    model, step = hf_config or case, {"dtype": dtype, "optimizer": optimizer, "amp": amp}
+    asked: Row = {"batch": batch, "seq": seq, "bundle": bundle, "host": host, "stack": stack}
+    asked |= {**step, "channels_last": channels_last}
     if cluster is not None:
         if gpu or gpus or node or lengths or packed or local or objective != "time":
             told = "--gpu, --gpus, --node, --lengths, --packed, --local or --objective"
             raise ValueError(f"--cluster goes without {told}")
-        asked = {"batch": batch, "seq": seq, **place, **step}
-        print_plans(*_on_cluster(name, hf_config or case, cluster, asked, begin), as_json)
+        print_plans(*_on_cluster(name, model, cluster, asked, begin), as_json)
         return
     if not gpu or gpus is None:
         raise ValueError("plan takes --gpu and --gpus, or --cluster")
-    place["node"] = node
     with prints_aside(), without_scikit_learn():
         from itercast.compose.open_search import open_search
 
-        search, target = open_search(
-            hf_config or case, gpu, gpus, batch=batch, seq=seq, local=local, **place, **step
-        )
+        search, target = open_search(model, gpu, gpus, node=node, local=local, **asked)
     warn_of_dtype(dtype, target)
-    size = {"node": node, "host": host, "batch": search.batch, "seq": search.seq}
+    size = {"batch": search.batch, "seq": search.seq}
     facts = {"case": name, "gpu": target.gpu.name, "gpus": gpus, "objective": objective}
-    facts |= {**size, **step, "optimizer": search.optimizer, "bundle": target.bundle_name}
-    facts["local"] = local
+    facts |= {"node": node, "host": host, **size, **step, "channels_last": channels_last}
+    facts |= {"optimizer": search.optimizer, "bundle": target.bundle_name, "local": local}
     counts, reports = run_search(search, facts)
     if lengths or packed:
-        step |= {"batch": search.batch, "seq": search.seq, "lengths": lengths, "packed": packed}
-        reports = with_lengths(hf_config or case, reports, gpu=gpu, **place, **step)
+        asked |= {**size, "node": node, "lengths": lengths, "packed": packed}
+        reports = with_lengths(model, reports, gpu=gpu, **asked)
     facts |= {**counts, "seconds": time.perf_counter() - begin}
     print_plans(facts, reports, as_json)
 
@@ -189,9 +183,7 @@ def run_search(search: Search, facts: Facts) -> tuple[dict[str, int], list[Forec
     from itercast.eval.progress import progress_bar
 
     gpus, objective = facts["gpus"], facts["objective"]
-    bar = progress_bar()
-    bar.disable = not bar.console.is_terminal
-    with bar:
+    with progress_bar() as bar:
         task = bar.add_task("plans", total=None)
         found = best_plans(
             search,

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from itercast.errors import one_line_errors
 from itercast.options import Cluster, Json, Question, Trace, asks, file_to_write, prints_aside
 
 if TYPE_CHECKING:  # no command but predict pays for these
@@ -33,7 +32,6 @@ Policy = Annotated[
 ]
 
 
-@one_line_errors
 @asks
 def predict(
     question: Question,
@@ -58,7 +56,8 @@ def predict(
         _print(question.name, found, None, as_json=as_json, explain=explain_assumptions)
         return
     step, target = question.prepared(whole=trace is not None)  # a timeline shows every op
-    from itercast.compose.target import forecast_step
+    from itercast.commands.shared import write_trace
+    from itercast.compose.target import forecast_step, timeline_of
 
     found = forecast_step(step, target)
     if target.plan.dp > 1 and not target.plan.cut:
@@ -72,7 +71,7 @@ def predict(
     if strict and found.unmodelled_frac > 0:
         raise typer.Exit(_not_modelled(found, step, target))
     if trace is not None:
-        _write_trace(trace, step, target)
+        write_trace(trace, timeline_of(step, target))
     if policy is not None:
         _write_policy(policy, step, target)
     noisy = _spread(found, target) if spread else None
@@ -111,15 +110,6 @@ def _spread(found: Forecast, target: Target) -> Spread:
     from itercast.compose.spread import SIGMA, step_spread
 
     return step_spread(found, SIGMA["cpu" if target.gpu.kind == "cpu" else "gpu"])
-
-
-def _write_trace(path: Path, step: StepCapture, target: Target) -> None:
-    """Write the timeline of the slowest rank as a Chrome trace."""
-    from itercast.compose.simulate.timeline import trace_json
-    from itercast.compose.target import timeline_of
-    from itercast.microbench.store import write_atomic
-
-    write_atomic(path, json.dumps(trace_json(*timeline_of(step, target))).encode())
 
 
 def _write_policy(path: Path, step: StepCapture, target: Target) -> None:

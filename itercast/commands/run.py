@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from itercast.errors import one_line_errors
 from itercast.microbench.slow_imports import without_scikit_learn
 from itercast.options import Bundle, GpuName, Host, Json, NodeName, Stack, Trace
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from itercast.microbench.input.lane import InputLane
 
 
-@one_line_errors
 def run(
     script: Annotated[Path, typer.Argument(help="a training script as torchrun takes it")],
     arguments: Annotated[list[str] | None, typer.Argument(help="its own arguments")] = None,
@@ -57,10 +55,9 @@ def run(
         advice = _workers(found, lane, target, program.samples)
         found = with_input(found, lane, target, program.samples)
     if trace is not None:
-        from itercast.compose.simulate.timeline import trace_json
-        from itercast.microbench.store import write_atomic
+        from itercast.commands.shared import write_trace
 
-        write_atomic(trace, json.dumps(trace_json(*program_timeline(program, target))).encode())
+        write_trace(trace, program_timeline(program, target))
     if as_json:
         typer.echo(json.dumps({"case": script.name, **asdict(found), "loading_us": loading_us}))
     else:

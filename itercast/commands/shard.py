@@ -11,8 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from itercast.errors import one_line_errors
-from itercast.options import Bundle, Json
+from itercast.options import Bundle, GpuName, Json, NodeName
 
 if TYPE_CHECKING:  # the command line starts without pandas
     from itercast.compose.sharding.forecast import Forecaster, ShardingForecast
@@ -21,12 +20,11 @@ BAR = 32  # characters of the longest step
 Ranking = Sequence[tuple[str, "ShardingForecast"]]
 
 
-@one_line_errors
 def shard(
     tables: Annotated[Path, typer.Argument(help="YAML file of embedding tables and MLPs")],
-    gpu: Annotated[str, typer.Option(help="GPU name, YAML file, or cpu: this machine")],
+    gpu: GpuName,
     gpus: Annotated[int, typer.Option(min=1, help="number of ranks")],
-    node: Annotated[str, typer.Option(help="node name or YAML file")] = "",
+    node: NodeName = "",
     bundle: Bundle = None,
     sharding: Annotated[
         Path | None, typer.Option(help="JSON file of a sharding to rank too, in torchrec's form")

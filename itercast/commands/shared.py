@@ -139,7 +139,8 @@ def fit(
     save_held_out(out, with_others(held_out, kept[1]) if kept else held_out)
     write_atomic(out / SCORES, json.dumps(others | report).encode())
     trained_s = time.monotonic() - begin
-    log_fit(report, machine_name(out), out, data)
+    gpus = sorted(Bundle.load(out).gpus)
+    log_fit(report, gpus[0] if len(gpus) == 1 else "all", out, data)
     logged_s = time.monotonic() - begin - trained_s
     share = f"{100 * logged_s / trained_s:.0f} % of the training"
     typer.echo(f"logged to MLflow in {logged_s:.0f} s, {share}; make ui shows it", err=True)
@@ -153,23 +154,19 @@ def say_logged() -> None:
     typer.echo(f"logged to MLflow at {tracking_uri()}; `itercast ui` shows it", err=True)
 
 
-def machine_name(bundle: Path) -> str:
-    """The name of the bundle's GPU, or ``all`` where it has several."""
-    from itercast.learners.bundle import Bundle
+def write_trace(path: Path, timeline: Any) -> None:
+    """Write the timeline of a rank as a Chrome trace."""
+    from itercast.compose.simulate.timeline import trace_json
+    from itercast.microbench.store import write_atomic
 
-    gpus = sorted(Bundle.load(bundle).gpus)
-    return gpus[0] if len(gpus) == 1 else "all"
+    write_atomic(path, json.dumps(trace_json(*timeline)).encode())
 
 
 def report_table(report: dict[str, Any]) -> Table:
     """A table of median errors on held-out shapes by family and learner, with the retest error."""
-    from itercast.eval.learner_table import add_line, empty_table  # lazy: imports XGBoost
-    from itercast.learners.models.compared import NAMES
+    from itercast.eval.learner_ranking import learner_table  # lazy: imports XGBoost
 
-    scored = {name for entry in report.values() for name in entry["learners"]}
-    learners = [name for name in NAMES if name in scored]
-    title = "median absolute error on held-out shapes, %; bold: none is better beyond the noise"
-    table = empty_table(title, ("rows", "re-\ntest", "co-\nvered"), learners)
+    lines = []
     for name, entry in report.items():
         floor, share = entry.get("retest_ape_pct"), entry.get("coverage_pct")
         facts = (
@@ -177,7 +174,8 @@ def report_table(report: dict[str, Any]) -> Table:
             "-" if floor is None else f"{floor:.1f}",
             "-" if share is None else f"{share:.0f}",
         )
-        add_line(table, name, facts, entry["learners"], learners)
+        lines.append((name, facts, entry["learners"]))
+    table = learner_table("held-out shapes", lines, ("rows", "re-\ntest", "co-\nvered"))
     covered = [(e["rows"], e["coverage_pct"]) for e in report.values() if e.get("coverage_pct")]
     if covered:
         share = sum(n * pct for n, pct in covered) / sum(n for n, _ in covered)

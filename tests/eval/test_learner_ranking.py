@@ -14,11 +14,12 @@ from itercast.commands.shared import fit
 from itercast.compose.forecast import forecast
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.eval.learner_ranking import (
+    cell,
     family_scores,
     iteration_scores,
     learner_bundles,
+    learner_table,
 )
-from itercast.eval.learner_table import cells, error_text
 from itercast.learners.bundle import Bundle
 from itercast.learners.models.compared import NAMES
 from itercast.microbench.opcall import StepCapture
@@ -41,14 +42,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_learners_that_tie_within_the_noise_are_all_bold() -> None:
-    gemm_line, norm_line = (
-        dict(zip(reversed(NAMES), cells(some), strict=True)) for some in SCORES.values()
-    )
-    assert (gemm_line["blend"], gemm_line["linear"]) == (("2.0", True), ("1.9", True))
-    assert gemm_line["nearest"] == ("4.0", False)
-    assert (norm_line["nearest"], norm_line["blend"]) == (("1.0", True), ("3.0", False))
-    assert cells({}) == [("-", False)] * len(NAMES)
-    assert [error_text(e) for e in (8.84, 99.94, 99.96, 1313.4)] == ["8.8", "99.9", "100", "1313"]
+    assert [
+        cell(SCORES["gemm"].get(name)) for name in ("blend", "linear", "nearest", "roofline")
+    ] == [*("[bold]2.0[/]", "[bold]1.9[/]", "4.0", "-")]
+    assert [cell(scored(e, 2)) for e in (8.84, 99.94, 99.96, 1313.4)] == [
+        *("8.8", "99.9", "100", "1313")
+    ]
+    table = learner_table("x", [(name, ("9",), some) for name, some in SCORES.items()], ("rows",))
+    assert [c.header for c in table.columns] == ["family", "rows", "blend", "nearest", "linear"]
 
 
 def test_iterations_rank_learners_beyond_the_noise() -> None:

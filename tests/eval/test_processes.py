@@ -12,15 +12,13 @@ from itercast.eval.speed import timed_s
 from itercast.learners.bundle import SHIPPED_CPU, Bundle
 
 
-def test_a_process_is_timed_and_heard(tmp_path: Path) -> None:
-    seconds, said = timed_s(["-c", "import os; print(os.getcwd())"], str(tmp_path))
-    assert seconds > 0
-    assert said == f"{tmp_path}\n"
+def test_a_process_is_timed() -> None:
+    assert timed_s(["-c", "import time; time.sleep(0.05)"]) > 0.05
 
 
-def test_a_process_that_fails_is_one_line_with_its_last_words(tmp_path: Path) -> None:
+def test_a_process_that_fails_is_one_line_with_its_last_words() -> None:
     with pytest.raises(RuntimeError, match=r"python -m no_such_module: exit code 1: .*No module"):
-        timed_s(["-m", "no_such_module"], str(tmp_path))
+        timed_s(["-m", "no_such_module"])
 
 
 def test_a_bundle_that_is_not_there_is_one_line_and_exit_code_2(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from itercast.errors import one_line_errors
 from itercast.microbench.durations import seconds
 from itercast.options import Json, Question, asks, file_to_write
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 MS = 1e-3
 
 
-@one_line_errors
 @asks
 def input_lane(
     question: Question | None,

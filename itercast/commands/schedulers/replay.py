@@ -11,12 +11,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from itercast.errors import one_line_errors
 from itercast.microbench.durations import counted
 from itercast.options import Json
 
 
-@one_line_errors
 def replay(
     trace: Annotated[Path, typer.Argument(help="jobs in the layout of Gavel's traces")],
     throughputs: Annotated[

@@ -13,7 +13,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from itercast.errors import one_line_errors
 from itercast.microbench.store import Row
 from itercast.options import Json, Question, asks, prints_aside
 
@@ -25,7 +24,6 @@ Prices = Annotated[
 ]
 
 
-@one_line_errors
 @asks
 def throughput(
     question: Question,
@@ -56,9 +54,7 @@ def throughput(
     asked = question.arguments()
     for mine in ("gpu", "batch", "plan"):
         del asked[mine]
-    bar = progress_bar()
-    bar.disable = not bar.console.is_terminal
-    with bar, prints_aside():
+    with progress_bar() as bar, prints_aside():
         task = bar.add_task("cells", total=None)
         cells = throughput_table(
             question.asked(),
