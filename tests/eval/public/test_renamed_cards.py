@@ -33,7 +33,7 @@ def renamed(folder: Path, name: str) -> Path:
     copy.write_bytes(data if parquet else text.encode())
     if name == "kernelbench":
         for archive in (PUBLIC / name).glob("problems-*.tar.gz"):
-            (copy.parent / archive.name).symlink_to(archive)
+            (copy.parent / archive.name).write_bytes(archive.read_bytes())
         copy.write_bytes(b"")
         (copy.parent / file.name).write_bytes(gzip.compress(text.encode()))
     return folder / name if (folder / name).is_dir() else folder
