@@ -49,7 +49,7 @@ def test_learners_that_tie_within_the_noise_are_all_bold() -> None:
         *("8.8", "99.9", "100", "1313")
     ]
     table = learner_table("x", [(name, ("9",), some) for name, some in SCORES.items()], ("rows",))
-    assert [c.header for c in table.columns] == ["family", "rows", "blend", "nearest", "linear"]
+    assert [c.header for c in table.columns] == ["family", "rows", "blend", "near-\nest", "linear"]
 
 
 def test_iterations_rank_learners_beyond_the_noise() -> None:
