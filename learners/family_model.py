@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import numpy as np
 import pandas as pd
 
-from itercast.learners.corrections import Asked, Correction, corrections_in_use
 from itercast.learners.features.host_calls import HostCall, host_call
 from itercast.learners.features.machine_speed import Sensitivity, Speed, at_reference_us
 from itercast.learners.features.op_aliases import as_measured
@@ -31,6 +29,7 @@ from itercast.learners.models.kernels import stated_kernel
 from itercast.learners.models.quantiles import Pieces
 from itercast.learners.models.training_table import Table
 from itercast.learners.models.trees import Options
+from itercast.learners.transfer.achieved_rate import bounded_us, correction
 from itercast.learners.transfer.calibration import Calibration, coordinates, kind_keys, points
 from itercast.learners.transfer.offsets import Offsets, offsets_of_rows
 from itercast.learners.transfer.query_rows import (
@@ -86,7 +85,7 @@ class FamilyModel:
     def predict(self, rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> Forecasts:
         """Forecast rows in dataset form, in their order."""
         query, table, roofline = self._query(rows, family, gpus)
-        guess = self._corrected_us(query, table, roofline, corrections_in_use())
+        guess = self._corrected_us(query, table, roofline)
         unseen = self.source_gpus.unseen(query) | query.lent
         inside = self._inside(query, table)
         known = inside
@@ -119,22 +118,19 @@ class FamilyModel:
         query: QueryRows,
         table: Features,
         roofline: np.ndarray,
-        corrections: Sequence[Correction],
+        *,
+        published: bool = True,
     ) -> np.ndarray:
-        """Forecasts in us: the ensemble's, with these corrections one after the other."""
+        """Forecasts in us: the ensemble's, bounded, and with ``published`` rates of products."""
         x = self.encoder.encode(table)
         time_us = self.source_gpus.predict(self.ensemble, x, roofline, query)
-        for place, correction in enumerate(corrections):
-            price = partial(self._price, query=query, corrections=corrections[:place])
-            asked = Asked(query=query, source_gpus=self.source_gpus, price=price)
-            time_us = correction.corrected_us(time_us, asked)
-        return time_us
+        time_us = bounded_us(time_us, query)
 
-    def _price(
-        self, rows: pd.DataFrame, query: QueryRows, corrections: Sequence[Correction]
-    ) -> np.ndarray:
-        """Forecasts in us, with these corrections, of rows of the same family."""
-        return self._corrected_us(*self._query(rows, query.family, query.gpus), corrections)
+        def price(rows: pd.DataFrame) -> np.ndarray:
+            asked = self._query(rows, query.family, query.gpus)
+            return self._corrected_us(*asked, published=False)
+
+        return time_us * correction(query, self.source_gpus, price) if published else time_us
 
     def inside(self, rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> np.ndarray:
         """Mask of rows whose inputs were seen in training, as ``predict`` returns it."""

@@ -81,7 +81,7 @@ def evaluate(rank: Rank, optimizer: str) -> Outcome:
     """Simulate the iteration of ``rank``'s plan; its ``layers`` are those of the whole model."""
     if rank.plan.pp > 1:
         return evaluate_stages([rank] * rank.plan.pp, optimizer)
-    return _without_pipeline(rank, optimizer)
+    return outcome(rank, *micro_batches(rank, optimizer), optimizer)
 
 
 def micro_batches(rank: Rank, optimizer: str) -> tuple[list[tuple[Run, int]], Run]:
@@ -106,12 +106,6 @@ def micro_batches(rank: Rank, optimizer: str) -> tuple[list[tuple[Run, int]], Ru
         send_to_next_replica(final)
     final.update(optimizer)
     return before, final.run()
-
-
-def _without_pipeline(rank: Rank, optimizer: str) -> Outcome:
-    """The iteration of one stage: micro-batches one after the other."""
-    before, run = micro_batches(rank, optimizer)
-    return outcome(rank, before, run, optimizer)
 
 
 def outcome(rank: Rank, before: Sequence[tuple[Run, int]], run: Run, optimizer: str) -> Outcome:

@@ -38,20 +38,19 @@ def chunks_of(rank: Rank) -> list[Chunk]:
 
     The last one has copies of weights that it ties to those of the first, if on another rank.
     """
-    key = ("chunks", *_layout(rank.plan))
-    return rank.model.once(key, partial(_chunks, rank))
+
+    def cut() -> list[Chunk]:
+        chunks = partition(rank.model.layers, rank.plan)
+        # where the first rank has the last chunk
+        shared = rank.plan.pp == 1 or rank.plan.schedule in V_SHAPED
+        return chunks if shared else [*chunks[:-1], with_tied(chunks[-1], rank.model)]
+
+    return rank.model.once(("chunks", *_layout(rank.plan)), cut)
 
 
 def _layout(plan: ParallelPlan) -> tuple[object, ...]:
     """What of a plan changes which layers a rank has."""
     return (plan.schedule in V_SHAPED, *plan.parts("stages"))
-
-
-def _chunks(rank: Rank) -> list[Chunk]:
-    chunks = partition(rank.model.layers, rank.plan)
-    # where the first rank has the last chunk
-    shared = rank.plan.pp == 1 or rank.plan.schedule in V_SHAPED
-    return chunks if shared else [*chunks[:-1], with_tied(chunks[-1], rank.model)]
 
 
 def stages_of(rank: Rank) -> list[Rank]:
@@ -69,18 +68,15 @@ Held = tuple[Sizes, list[int]]  # of a rank's layers, and by chunk the bytes sav
 
 def _held(rank: Rank) -> list[Held]:
     """By rank of the pipeline the sizes of its layers, and by chunk what forward saves."""
-    key = ("held", *_layout(rank.plan))
-    return rank.model.once(key, partial(_sizes_by_rank, rank))
 
+    def sizes(chunks: Sequence[Chunk]) -> Held:
+        saved = [sum(x.saved_bytes * n for x, n in c.runs) for c in chunks]
+        return Sizes.of([run for c in chunks for run in c.runs]), saved
 
-def _sizes_by_rank(rank: Rank) -> list[Held]:
-    return [
-        (
-            Sizes.of([run for c in chunks for run in c.runs]),
-            [sum(x.saved_bytes * k for x, k in c.runs) for c in chunks],
-        )
-        for chunks in _dealt(rank.plan, chunks_of(rank))
-    ]
+    def held() -> list[Held]:
+        return [sizes(chunks) for chunks in _dealt(rank.plan, chunks_of(rank))]
+
+    return rank.model.once(("held", *_layout(rank.plan)), held)
 
 
 def _dealt(plan: ParallelPlan, chunks: Sequence[T]) -> list[list[T]]:

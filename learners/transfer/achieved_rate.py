@@ -1,6 +1,7 @@
-"""Corrects forecasts of matrix products on GPUs without rows by published rates of these GPUs.
+"""Corrects forecasts of matrix products by rates that hardware files state of their GPUs.
 
-Hardware files state the rate that large matrix products achieve (``achieved_flops_per_s``).
+``achieved_flops_per_s`` is what large products achieve, of use where a GPU has no rows;
+``full_rate_flops_per_s`` what tensor cores could do without the limit that some cards put on them.
 """
 
 from __future__ import annotations
@@ -11,15 +12,34 @@ from dataclasses import asdict
 import numpy as np
 import pandas as pd
 
-from itercast.learners.features.table import LAUNCH_FLOOR_US, bounds_us, columns
+from itercast.learners.features.table import (
+    LAUNCH_FLOOR_US,
+    bounds_us,
+    columns,
+    halved_rate_bound_us,
+)
 from itercast.learners.transfer.query_rows import EQUAL_SPEED_DTYPE, QueryRows, RowGroup
 from itercast.learners.transfer.source_gpus import SourceGpus
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import Family, Values
+from itercast.microbench.switches import is_on
 
 SAME_SLOWDOWN = assumed(__file__, "same_slowdown")  # dtypes without a stated rate
+BOUND_EXPONENT = assumed(__file__, "bound_exponent")
 Price = Callable[[pd.DataFrame], np.ndarray]
+
+
+def bounded_us(time_us: np.ndarray, query: QueryRows) -> np.ndarray:
+    """Softly bounds times below on GPUs whose tensor cores are limited below their full rate.
+
+    (time^p + bound^p)^(1/p), p = BOUND_EXPONENT, bound = ``halved_rate_bound_us``.
+    """
+    if not is_on("limited_tensor_cores"):
+        return time_us
+    bound_us = halved_rate_bound_us(query.rows, query.family, query.gpus)
+    p = BOUND_EXPONENT
+    return np.asarray((time_us**p + bound_us**p) ** (1 / p))
 
 
 def correction(query: QueryRows, source_gpus: SourceGpus, price: Price) -> np.ndarray:
@@ -35,7 +55,7 @@ def correction(query: QueryRows, source_gpus: SourceGpus, price: Price) -> np.nd
     """
     factors, family = np.ones(len(query.gpu)), query.family
     unmeasured = source_gpus.unseen_dtype(query) | query.lent
-    if family.large is None or not unmeasured.any():
+    if not is_on("achieved_rate") or family.large is None or not unmeasured.any():
         return factors
     where = np.flatnonzero(unmeasured)
     rows = query.rows.iloc[where]

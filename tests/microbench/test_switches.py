@@ -8,12 +8,11 @@ import pytest
 
 from itercast.compose.graph.attention_kernels import kernel_ratio
 from itercast.compose.pricing.power_limit import sustained_flops_per_s
-from itercast.learners.corrections import CORRECTIONS, corrections_in_use
 from itercast.microbench.assumptions import FILE, assumed
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.ops import families
 from itercast.microbench.ops.matrix.attention import Attention
-from itercast.microbench.switches import RULES, is_on, switching_off
+from itercast.microbench.switches import is_on, switching_off
 
 
 def test_a_rule_is_off_inside_alone() -> None:
@@ -23,13 +22,6 @@ def test_a_rule_is_off_inside_alone() -> None:
     assert [*found, is_on("power_limit")] == [True, False, True, True]
     with pytest.raises(ValueError, match=r"unknown rule 'latency'; known: \['achieved_rate'"):
         is_on("latency")
-
-
-def test_corrections_are_rules_that_can_be_switched_off() -> None:
-    names = [correction.name for correction in CORRECTIONS]
-    assert set(names) <= set(RULES)
-    with switching_off(names[1]):
-        assert [c.name for c in corrections_in_use()] == [names[0], *names[2:]]
 
 
 def test_rules_of_whole_steps_are_switched_off() -> None:

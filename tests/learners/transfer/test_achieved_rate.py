@@ -16,6 +16,7 @@ from itercast.learners.transfer.query_rows import QueryRows
 from itercast.learners.transfer.source_gpus import SourceGpus
 from itercast.microbench.hardware.spec import Gpu, gpu_names, load_gpu
 from itercast.microbench.ops.matrix.gemm import FAMILY, LARGE, rate
+from itercast.microbench.switches import switching_off
 
 SHIPS = Bundle.load(SHIPPED)
 NEW = Gpu(
@@ -71,6 +72,8 @@ def test_the_factor_is_a_power_of_known_over_forecast_time() -> None:
 def test_what_was_measured_or_is_not_stated_stays() -> None:
     assert factors(products("known", "fp32", LARGE)) == 1
     assert factors(products("new", "bf16", LARGE)) == 1
+    with switching_off("achieved_rate"):
+        assert factors(products("new", "fp32", LARGE)) == 1
 
 
 def test_software_slower_than_what_was_published_is_so_everywhere() -> None:

@@ -29,6 +29,7 @@ from itercast.learners.transfer.calibration import (
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.matrix import gemm
 from itercast.microbench.ops.step import host
+from itercast.microbench.switches import switching_off
 
 LAW = {"one": 1.5, "two": 2.0, "three": 2.5, "new": 4.0}
 
@@ -100,6 +101,8 @@ def test_a_halved_rate_bounds_what_its_units_would_do(bundle: Bundle) -> None:
     found = bundle.price("gemm", rows, {"twin": half})["predicted_us"].to_numpy()
     assert found == pytest.approx((free**3 + bound.to_numpy() ** 3) ** (1 / 3), rel=1e-5)
     assert (found > free * 1.01).any()
+    with switching_off("limited_tensor_cores"):
+        assert bundle.price("gemm", rows, {"twin": half})["predicted_us"].tolist() == free.tolist()
     assert half.full_rate("fp32") == 4 * half.peak("fp32") == full.full_rate("fp32")
 
 
