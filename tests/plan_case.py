@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pandas as pd
@@ -11,7 +11,8 @@ from itercast.compose.candidates import Search
 from itercast.compose.capture_model import capture
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import StepCapture, TensorSpec
+from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
+from itercast.microbench.ops import find_family
 
 CPU = Gpu(name="toy", kind="cpu", sm_count=2, peak_flops_per_s={"fp32": 1e12}, l2_bytes=1e12)
 GPU = Gpu(
@@ -26,6 +27,12 @@ GPU = Gpu(
 
 def tensor(storage: int, *shape: int, dtype: str = "fp32") -> TensorSpec:
     return TensorSpec(shape=shape, dtype=dtype, storage=storage)
+
+
+def product_flops(calls: Iterable[OpCall]) -> int:
+    """FLOPs of matrix products."""
+    found = (find_family(c) for c in calls)
+    return sum(int(f.flops(p)) for f, p in found if f is not None and f.name == "gemm")
 
 
 class Fixed:

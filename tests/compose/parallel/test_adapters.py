@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+from plan_case import product_flops
 from torch import nn
 
 from itercast.compose.capture_model import capture
@@ -14,7 +15,6 @@ from itercast.compose.graph.rewrite import COLLECTIVE
 from itercast.compose.parallel.tp import tensor_parallel
 from itercast.microbench.cases.external.lora import Adapted
 from itercast.microbench.opcall import StepCapture
-from itercast.microbench.ops import find_family
 from itercast.microbench.plan import ParallelPlan
 from itercast.microbench.programs.capture import capture_program
 from itercast.microbench.programs.program import COLLECTIVE as SENT
@@ -50,11 +50,6 @@ def step() -> StepCapture:
     )
 
 
-def product_flops(found: StepCapture) -> int:
-    pairs = [find_family(c) for c in found.calls]
-    return sum(int(f.flops(p)) for f, p in pairs if f is not None and f.name == "gemm")
-
-
 def test_column_layers_cut_b_and_row_layers_cut_a() -> None:
     found = step()
     roles = weight_roles(found)
@@ -82,9 +77,9 @@ def test_work_is_conserved(tp: int) -> None:
     Each is of 2 * tokens * 64 * 4 flops, three times; the first A's input has no gradient. That
     input is the model's, which sp does not cut.
     """
-    whole, one = product_flops(step()), 2 * TOKENS * WIDTH * RANK
-    assert product_flops(rank(f"tp={tp}")) * tp == whole + (tp - 1) * (4 * 3 - 1) * one
-    assert product_flops(rank(f"tp={tp},sp")) * tp == whole + (tp - 1) * one
+    whole, one = product_flops(step().calls), 2 * TOKENS * WIDTH * RANK
+    assert product_flops(rank(f"tp={tp}").calls) * tp == whole + (tp - 1) * (4 * 3 - 1) * one
+    assert product_flops(rank(f"tp={tp},sp").calls) * tp == whole + (tp - 1) * one
 
 
 def test_torch_does_the_same() -> None:
@@ -112,6 +107,4 @@ def test_torch_does_the_same() -> None:
     found = Counter((c.kwargs["kind"], c.kwargs["bytes"]) for c in calls if c.op == SENT)
     planned = [(c.kwargs["kind"], c.args[0].nbytes) for c in made.calls if c.op == COLLECTIVE]
     assert found == Counter(planned)
-    pairs = [find_family(c) for c in calls]
-    flops = sum(int(f.flops(p)) for f, p in pairs if f is not None and f.name == "gemm")
-    assert flops == product_flops(made)
+    assert product_flops(calls) == product_flops(made.calls)

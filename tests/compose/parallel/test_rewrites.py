@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
+from plan_case import product_flops
 from torch import nn
 
 from itercast.compose.capture_model import capture
@@ -17,7 +18,6 @@ from itercast.compose.parallel.ep import expert_parallel
 from itercast.compose.parallel.tp import tensor_parallel
 from itercast.compose.pricing.work import side_by_side_us
 from itercast.microbench.opcall import StepCapture
-from itercast.microbench.ops import find_family
 from itercast.microbench.plan import ParallelPlan
 
 ACTIVATION_BYTES = 4 * 64 * 96 * 4  # batch * tokens * width * fp32
@@ -26,11 +26,6 @@ ACTIVATION_BYTES = 4 * 64 * 96 * 4  # batch * tokens * width * fp32
 def sent(capture: StepCapture) -> Counter[tuple[str, str]]:
     found = [c for c in capture.calls if c.op == COLLECTIVE]
     return Counter((c.phase, c.kwargs["kind"]) for c in found)
-
-
-def product_flops(capture: StepCapture) -> float:
-    pairs = [find_family(c) for c in capture.calls]
-    return sum(f.flops(p) for f, p in pairs if f is not None and f.name == "gemm")
 
 
 def test_one_rank_is_no_plan(gpt: StepCapture) -> None:
@@ -75,14 +70,14 @@ def test_a_norm_of_each_head_may_stand_between_a_pair() -> None:
     made = tensor_parallel(step, ParallelPlan(tp=2))
     shapes = {c.args[0].shape for c in made.calls if c.op == "itercast.sdpa"}
     assert shapes == {(2, 2, 8, 16)}
-    assert product_flops(made) == product_flops(step) / 2
+    assert product_flops(made.calls) == product_flops(step.calls) / 2
 
 
 def test_tensor_parallel_cuts_the_casts_of_weights(gpt: StepCapture) -> None:
     """Under autocast products read casts of weights; a rank casts its shard only."""
     mixed = capture("gpt-s", batch=4, seq=32, dtype="bf16", amp=True)
     made = tensor_parallel(mixed, ParallelPlan(tp=2, amp=True))
-    assert product_flops(made) == product_flops(mixed) / 2
+    assert product_flops(made.calls) == product_flops(mixed.calls) / 2
     matrices = {p.storage for p in mixed.parameters if len(p.shape) == 2}
     both = [[c.args[0] for c in x.calls if c.op == DTYPE_CAST] for x in (mixed, made)]
     whole, part = (sum(t.numel for t in casts if t.storage in matrices) for casts in both)

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 from law_case import rank_for
-from plan_case import GPU
+from plan_case import GPU, product_flops
 from torch import nn
 
 from itercast.compose.capture_model import capture
@@ -86,12 +86,6 @@ def looked_up(found: StepCapture) -> Counter[str]:
     return total
 
 
-def flops(found: StepCapture) -> float:
-    """FLOPs of the matrix products."""
-    pairs = (find_family(c) for c in found.calls)
-    return float(sum(f.flops(p) for f, p in pairs if f is not None and f.name == "gemm"))
-
-
 def table_bytes(found: StepCapture) -> int:
     return sum(p.nbytes for p in found.parameters if p.name.startswith("shard"))
 
@@ -132,7 +126,7 @@ def test_all_ranks_do_what_one_process_does(kind: str, sparse: bool, optimizer: 
     whole = {t.parameter.storage for t in captured_tables(found)}
     assert sum(map(table_bytes, parts)) == sum(ROWS) * DIM * 4
     assert not any(p.storage in whole for part in parts for p in part.parameters)
-    assert all(flops(part) == flops(found) for part in parts)
+    assert all(product_flops(part.calls) == product_flops(found.calls) for part in parts)
     over_ranks = sum(map(looked_up, parts), Counter())
     assert over_ranks["forward"] == pytest.approx(RANKS * looked_up(found)["forward"], rel=0.02)
     updated = over_ranks["forward"] if optimizer != "none" else 0
