@@ -118,6 +118,7 @@ class OpCall:
     class of the innermost module that makes the call, in the forward pass. ``stream`` is the number
     of the stream that a captured program launches it on, 0 for the default one. ``compiled``: the
     number of the call of a function wrapped by torch.compile that it belongs to, 0 for none.
+    ``graphed``: the number of the launch of a CUDA graph that launches it, 0 for none.
     """
 
     op: str
@@ -128,6 +129,7 @@ class OpCall:
     module: str = ""
     stream: int = 0
     compiled: int = 0
+    graphed: int = 0
 
     def tensors(self) -> tuple[TensorSpec, ...]:
         """All input tensors in order, also those inside lists."""

@@ -27,5 +27,9 @@ def source_line(exc: BaseException) -> str:
 
 def one_line_error(exc: BaseException) -> str:
     """An error's class and first line, with the file and line of the user's code it came from."""
-    first = next(iter(str(exc).strip().splitlines()), "")
-    return f"{type(exc).__name__}: {first}{source_line(exc)}"
+    return f"{first_line(exc)}{source_line(exc)}"
+
+
+def first_line(exc: BaseException) -> str:
+    """An error's class and first line."""
+    return f"{type(exc).__name__}: {next(iter(str(exc).strip().splitlines()), '')}"

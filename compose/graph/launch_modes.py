@@ -177,6 +177,7 @@ def _kernel(calls: Sequence[OpCall], last: int, last_use: dict[int, int]) -> OpC
         module=first.module,
         stream=first.stream,
         compiled=first.compiled,
+        graphed=first.graphed,
     )
 
 

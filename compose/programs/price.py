@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from itercast.compose.graph.cache_reuse import cold_fractions
 from itercast.compose.graph.cuda_variants import with_cuda_variants
@@ -19,9 +19,8 @@ from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.node import Node
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import OpCall, StepCapture
-from itercast.microbench.programs.program import COLLECTIVE, HOST, HOST_WAIT, RECORD, WAIT
+from itercast.microbench.programs.program import COLLECTIVE, HOST, MARKS
 
-MARKS = (RECORD, WAIT, HOST_WAIT)
 DISPATCH_SHARE: float = assumed(__file__, "dispatch_share")
 # Collectives that no family measures, as those that move the same bytes the same way.
 SAME_AS: Mapping[str, str] = {
@@ -52,7 +51,7 @@ def price_rank(step: StepCapture, book: PriceBook, node: Node | None, per_node: 
     """Price the launches of one rank; ``per_node`` GPUs reach each other without the network."""
     on_cpu = book.gpu.kind == "cpu"
     step = fused(step, apart=lambda call: not call.compiled)
-    step = step if on_cpu else with_cuda_variants(step)
+    step = step if on_cpu else _with_launches(with_cuda_variants(step))
     calls, cold = step.calls, cold_fractions(step, book.gpu)
     sent = [i for i, c in enumerate(calls) if c.op == COLLECTIVE]
     computed = [i for i, c in enumerate(calls) if c.op not in (COLLECTIVE, HOST, *MARKS)]
@@ -62,7 +61,7 @@ def price_rank(step: StepCapture, book: PriceBook, node: Node | None, per_node: 
     priced |= {i: _python(c, book) for i, c in enumerate(calls) if c.op == HOST}
     wanted = [priceable(calls[i], cold[i]) for i in computed]
     priced |= dict(zip(computed, book.price(wanted), strict=True))
-    launched = StepCapture(calls=tuple(calls[i] for i in computed))
+    launched = StepCapture(calls=tuple(calls[i] for i in computed if not calls[i].graphed))
     return PricedRank(
         calls=calls,
         ops=tuple(priced.get(i) for i in range(len(calls))),
@@ -70,6 +69,16 @@ def price_rank(step: StepCapture, book: PriceBook, node: Node | None, per_node: 
         on_cpu=on_cpu,
         matmul_s=sum(w.matmul_s(book.gpu) for w in wanted),
     )
+
+
+def _with_launches(step: StepCapture) -> StepCapture:
+    """The step where the first op of each CUDA graph is launched, and the others with it."""
+    calls, last = [], 0
+    for call in step.calls:
+        computed = call.op not in (COLLECTIVE, HOST, *MARKS)
+        calls.append(replace(call, graphed=0) if computed and call.graphed != last else call)
+        last = call.graphed if computed else last
+    return replace(step, calls=tuple(calls))
 
 
 def _python(call: OpCall, book: PriceBook) -> PricedOp:

@@ -91,7 +91,7 @@ class RankLanes(Lanes):
             elif op is not None and call.op == COLLECTIVE:
                 self._collective(call, op)
             elif op is not None:
-                self._launch(op)
+                self._launch(op, bool(call.graphed))
         self._close()
 
     def _stream(self, call: OpCall) -> int:
@@ -106,8 +106,9 @@ class RankLanes(Lanes):
     def _add(self, lane: str, us: float, after: tuple[int, ...], name: str) -> int:
         return self.shared.add((f"{self.rank} {lane}",), us, after, name)
 
-    def _launch(self, op: PricedOp) -> None:
-        self.open.append(replace(self.priced.launches.step(op), waits=False))
+    def _launch(self, op: PricedOp, graphed: bool) -> None:
+        step = replace(self.priced.launches.step(op), waits=False)
+        self.open.append(replace(step, launch_us=0.0) if graphed else step)
         if op.waits:
             self._close()
             self.host += self.done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,7 +26,7 @@ def run(
     gpu: GpuName = "cpu",
     gpus: Annotated[int, typer.Option(min=1, help="number of GPUs, one process each")] = 1,
     node: NodeName = "",
-    steps: Annotated[int, typer.Option(min=2, help="optimizer steps; the last is forecast")] = 3,
+    steps: Annotated[int, typer.Option(min=2, help="steps to run; the last is forecast")] = 3,
     limit: Annotated[int, typer.Option(min=1, help="seconds that the script may take")] = 600,
     bundle: Bundle = None,
     host: Host = "",
@@ -59,9 +60,10 @@ def run(
 
         write_trace(trace, program_timeline(program, target))
     if as_json:
-        typer.echo(json.dumps({"case": script.name, **asdict(found), "loading_us": loading_us}))
+        facts = {"loading_us": loading_us, "notes": program.notes}
+        typer.echo(json.dumps({"case": script.name, **asdict(found), **facts}))
     else:
-        _print(script.name, found, loading_us, advice)
+        _print(script.name, found, loading_us, advice, program.notes)
 
 
 def _workers(found: Forecast, lane: InputLane, target: Target, samples: int) -> str:
@@ -78,8 +80,10 @@ def _workers(found: Forecast, lane: InputLane, target: Target, samples: int) -> 
     return f"{own}; {best.workers} hide it, on {cores:.0f} cores"
 
 
-def _print(name: str, found: Forecast, loading_us: float, advice: str) -> None:
-    """Print a forecast as a table, with the time that a step's batches took to load."""
+def _print(
+    name: str, found: Forecast, loading_us: float, advice: str, notes: Sequence[str]
+) -> None:
+    """Print a forecast as a table, with the time that a step's batches took to load, and notes."""
     from itercast.commands.shared import forecast_table
 
     table = forecast_table(name, found)
@@ -87,4 +91,6 @@ def _print(name: str, found: Forecast, loading_us: float, advice: str) -> None:
         waits = f"{found.idle_by_us['input'] * 1e-3:.2f} ms of the iteration wait for it"
         table.add_row("loading its batches here", f"{loading_us * 1e-3:.2f} ms, {waits}")
         table.add_row("its DataLoader has", advice)
+    for note in notes:
+        table.add_row("note", note)
     Console().print(table)

@@ -20,13 +20,15 @@ class Fact:
 
     ``mean`` is the expected value of an element (masks, counts). ``top``: elements are uniform over
     0..top (indices, running counts; infinity for tokens). ``values`` is a real tensor of the same
-    shape with the values themselves. ``drawn``: they were drawn at random.
+    shape with the values themselves. ``drawn``: they were drawn at random. ``guessed``: it rests on
+    what is assumed of data that nobody knows.
     """
 
     mean: float | None = None
     top: float | None = None
     values: Tensor | None = None
     drawn: bool = False
+    guessed: bool = False
 
 
 def is_small_integer(tensor: Tensor) -> bool:
@@ -40,7 +42,7 @@ def evenly_spread(args: Args, output: Tensor) -> Tensor:
     bounds = [a for a in args if isinstance(a, int)]
     low, high = bounds if len(bounds) > 1 else (0, *bounds)
     places = (torch.arange(output.numel(), dtype=torch.float64) + 0.5) / max(1, output.numel())
-    return (low + (high - low) * places).to(output.dtype).reshape(output.shape)
+    return (low + (high - low) * places).floor().to(output.dtype).reshape(output.shape)
 
 
 def flatten_lists(values: Sequence[Argument]) -> list[Argument]:

@@ -211,9 +211,10 @@ class OpLog(TorchDispatchMode):
         name = func._schema.name
         if self.paused or name.startswith(("profiler::", "aten::item")) or name in SILENT:
             return output
-        if (reads := str(func) == ITEM) and self._on_host(args[0]):
+        if str(func) == ITEM:
+            self.read_by_host(args[0])
             return output
-        if self.phase in ("forward", "loss") and not reads:
+        if self.phase in ("forward", "loss"):
             self.host["autograd_node"] += 1
         if func.is_view or name in UNDECLARED_VIEWS:
             self.host["view_op"] += 1
@@ -221,10 +222,15 @@ class OpLog(TorchDispatchMode):
         self.add(str(func), args, kwargs, output)
         return output
 
-    def _on_host(self, tensor: Tensor) -> bool:
-        """Whether the host has a number that it reads: of a step's counter, of a list, or drawn."""
+    def read_by_host(self, tensor: Tensor) -> None:
+        """Log that the host reads numbers and waits, unless it has them.
+
+        It has a step's counter, the rest of a list of which it read a number, and what it drew.
+        """
         drawn = self.routing is not None and self.routing.drawn(tensor)
-        return drawn or self.phase == "optimizer" or [c.op for c in self.calls[-1:]] == [ITEM]
+        on_host = drawn or self.phase == "optimizer" or [c.op for c in self.calls[-1:]] == [ITEM]
+        if not on_host:
+            self.add(ITEM, (tensor,), {}, ())
 
 
 @cache

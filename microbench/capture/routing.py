@@ -7,22 +7,26 @@ integer input equals a named number (padding). A mask of ones is all true, a lay
 at random with a rate below one half is kept, and all numbers are finite. What is known of masks,
 counts and indices is followed through the ops that routers use; the values of small integer tensors
 and masks are computed. An op whose shape depends on data of which nothing is known raises torch's
-error.
+error, unless guesses are asked for: then a mask is true for a share of its elements, as many values
+differ from all before them, repeats are one, and so is a number that is read.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil, inf, prod
+from traceback import StackSummary, extract_stack
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from itercast.microbench.assumptions import assumed
 from itercast.microbench.capture.facts import (
     KNOWN_LIMIT,
     Fact,
@@ -40,6 +44,8 @@ from itercast.microbench.capture.sparse import makes_or_takes_sparse, run_with_s
 from itercast.microbench.opcall import Args, Argument, Kwargs
 from itercast.microbench.step import Inputs
 
+TRUE_SHARE: float = assumed(__file__, "true_share")
+GUESS = f"of data that nobody knows {100 * TRUE_SHARE:.0f} % is true in a mask, or distinct"
 ONES = ("ones", "ones_like", "new_ones")
 INDEX_OUTPUT = {"argmax": 0, "argmin": 0, "topk": 1, "sort": 1, "max": 1, "min": 1}
 # Ops that move elements or copy them: what is known of the input holds for the output.
@@ -51,10 +57,14 @@ KEEP = {
 
 
 class Routing:
-    """Runs ops on fake tensors and keeps what is known about the values of integers and masks."""
+    """Runs ops on fake tensors and keeps what is known about the values of integers and masks.
 
-    def __init__(self) -> None:
+    ``guesses``: where it is given, what was guessed, and the stack where it was first.
+    """
+
+    def __init__(self, guesses: dict[str, StackSummary] | None = None) -> None:
         self.facts: Any = WeakIdKeyDictionary()
+        self.guesses = guesses
 
     def note_inputs(self, inputs: Inputs) -> None:
         """Note that integer inputs without values are tokens, of which no number is known."""
@@ -72,9 +82,10 @@ class Routing:
             number = self._scalar(args[0], known)
             if number is not None:
                 return number
-        if torch.Tag.dynamic_output_shape in func.tags and self._known_by_value(args):
+        shaped = torch.Tag.dynamic_output_shape in func.tags
+        if shaped and self._known_by_value(args):
             return self._compute_values(func, args, kwargs)
-        if name == "nonzero" and known is not None:
+        if name == "nonzero":
             return self._nonzero(args[0])
         if name == "bincount" and known is not None and known.top and known.top < inf:
             return self._bincount(args, kwargs, known.top)
@@ -83,11 +94,46 @@ class Routing:
         if name == "masked_select" and (count := self._count(args[1])) is not None:
             share = max(args[0].numel(), args[1].numel()) // args[1].numel()
             return args[0].new_empty((count * share,))
-        if name == "index" and any(is_mask(i) for i in args[1]):
-            args = (args[0], self._positions(args[1]))
-        output = func(*args, **kwargs)
+        if name == "index":
+            if any(is_mask(i) for i in args[1]):
+                args = (args[0], self._positions(args[1]))
+        elif shaped and self._guesses():
+            return self._compute_values(func, self._made_up(name, args, kwargs), kwargs)
+        try:
+            output = func(*args, **kwargs)
+        except DataDependentOutputException:
+            if self.guesses is None:
+                raise
+            return self._guessed_number(name, args[0])
         self._note_output(func, args, kwargs, output, known)
         return output
+
+    def _guesses(self) -> bool:
+        """Whether to guess of data of which nothing is known; notes where that was first."""
+        if self.guesses is not None and GUESS not in self.guesses:
+            self.guesses[GUESS] = extract_stack()
+        return self.guesses is not None
+
+    def _guessed_number(self, name: str, tensor: Tensor) -> Argument:
+        """A number that the host reads, or whether two tensors are equal."""
+        if name == "equal" or tensor.dtype == torch.bool:
+            return self._guesses()
+        return 1.0 if tensor.is_floating_point() else 1
+
+    def _made_up(self, name: str, args: Args, kwargs: Kwargs) -> Args:
+        """Arguments with values: repeats are one, counted numbers spread, of others some differ."""
+        counted = args[2:] if name == "bincount" else ()
+        most = kwargs.get("minlength", next(iter(counted), 0))
+
+        def made(value: Argument) -> Argument:
+            fact = self._fact(value)
+            if not isinstance(value, FakeTensor) or (fact is not None and fact.values is not None):
+                return value
+            range_ = (0, most or ceil(TRUE_SHARE * value.numel()))
+            return evenly_spread((1, 2) if name == "repeat_interleave" else range_, value)
+
+        with _disable_current_modes():
+            return tuple(map(made, args))
 
     def drawn(self, tensor: Tensor) -> bool:
         """Whether a tensor was drawn as random integers, or computed from such: the host has it."""
@@ -114,9 +160,22 @@ class Routing:
             self.facts[args[0]] = Fact()  # overwritten by unknown values
         elif known is not None or name in INDEX_OUTPUT or name in ("scatter", "scatter_", "eq"):
             self._note_derived(name, args, kwargs, output, known)
+            if known is not None and known.guessed:
+                self._note_guessed(output)
+        unknown = isinstance(output, torch.Tensor) and output not in self.facts
+        if self.guesses is not None and unknown and output.dtype == torch.bool:
+            self.facts[output] = Fact(mean=TRUE_SHARE, guessed=True)
+
+    def _note_guessed(self, output: Argument) -> None:
+        """Note that what is known of results follows from a guess."""
+        for tensor in flatten_lists([output]):
+            if isinstance(tensor, torch.Tensor) and (fact := self.facts.get(tensor)) is not None:
+                self.facts[tensor] = replace(fact, guessed=True)
 
     def _scalar(self, tensor: Tensor, fact: Fact) -> Argument:
         """The number in a tensor without axes; None if nothing says what it is."""
+        if fact.guessed:
+            self._guesses()
         if fact.values is not None:
             with _disable_current_modes():
                 return fact.values.item()
@@ -128,9 +187,12 @@ class Routing:
 
     def _count(self, mask: Tensor) -> int | None:
         """How many elements of a mask are true: its mean times its size, rounded up."""
-        fact = self._fact(mask)
-        if fact is None or (fact.mean is None and fact.values is None):
+        fact = self._fact(mask) or Fact()
+        unknown = fact.mean is None and fact.values is None
+        if (unknown or fact.guessed) and not self._guesses():
             return None
+        if unknown:
+            fact = self.facts[mask] = Fact(mean=TRUE_SHARE, guessed=True)
         if fact.values is not None:
             with _disable_current_modes():
                 return int((fact.values != 0).sum())

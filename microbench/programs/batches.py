@@ -118,8 +118,20 @@ def _with_data(value: Any) -> Any:
 
 @contextmanager
 def real_batches(taken: TakenBatches) -> Iterator[None]:
-    """Let DataLoaders load real data inside the context, although all else is fake."""
+    """Let DataLoaders load real data inside the context, although all else is fake.
+
+    What is read from files into storages, as safetensors does, becomes fake too.
+    """
     from torch.utils.data import dataloader
+
+    as_tensor = torch.asarray
+
+    def of_storage(source: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(source, torch.UntypedStorage):
+            return as_tensor(source, *args, **kwargs)
+        with _for_real():
+            made = as_tensor(source, *args, **kwargs)
+        return _faked(made)
 
     take, make = dataloader._BaseDataLoaderIter.__next__, dataloader.DataLoader.__iter__
 
@@ -138,6 +150,7 @@ def real_batches(taken: TakenBatches) -> Iterator[None]:
 
     with (
         timed_batches(taken.log.note),
+        patch.object(torch, "asarray", of_storage),
         patch.object(dataloader._BaseDataLoaderIter, "__next__", taking),
         patch.object(dataloader.DataLoader, "__iter__", making),
     ):

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -37,6 +38,8 @@ OPTIMIZERS = {
     "LAMB": "lamb",
     "Muon": "muon",
 }  # whose Python is measured; others' is as AdamW's
+
+GRAPHED = ("reduce-overhead", "max-autotune")  # modes of torch.compile
 
 
 def capture_program(
@@ -113,7 +116,7 @@ def _capture_rank(
 
 
 def _numbers(tensor: FakeTensor, log: ProgramLog, *, force: bool = False) -> Any:
-    """As ``Tensor.numpy``: numbers that the host reads, and so waits for; they are ones."""
+    """As ``Tensor.numpy``: numbers that the host reads; they are ones."""
     log.read_by_host(tensor)
     with _disable_current_modes():
         return torch.ones(tensor.shape, dtype=tensor.dtype).numpy()
@@ -124,7 +127,8 @@ def runs_of_steps(log: ProgramLog) -> Iterator[None]:
     """Log modules, attention as one op, and the phases of steps that run inside the context."""
     whole = ShardedAttention(log)
     compiled = patch.object(torch, "compile", partial(_compile, log, torch.compile))
-    tracked = (_phases(log), logged_wrappers(log), ModuleTracker(log), compiled)
+    graphed = patch.object(torch.cuda, "make_graphed_callables", partial(_graphed, log))
+    tracked = (ModuleTracker(log), _phases(log), logged_wrappers(log), compiled, graphed)
     with ExitStack() as stack:
         for context in (*tracked, whole, modes_in_backward(), warnings.catch_warnings()):
             stack.enter_context(context)
@@ -139,14 +143,27 @@ def _compile(
     if model is None:
         return partial(_compile, log, compile_, **options)
     made = compile_(model, **options) if isinstance(model, torch.nn.Module) else model
-    run = made.forward if isinstance(model, torch.nn.Module) else made
+    graphed = options.get("mode") in GRAPHED
+    return _told(made, partial(log.whole, graphed=graphed))
+
+
+def _graphed(log: ProgramLog, callables: Any, *args: Any, **options: Any) -> Any:
+    """As ``torch.cuda.make_graphed_callables``: a call launches a graph, and so does backward."""
+    if isinstance(callables, tuple):
+        return tuple(_graphed(log, one) for one in callables)
+    return _told(callables, partial(log.whole, fused=False, graphed=True))
+
+
+def _told(made: Any, around: Callable[[], Any]) -> Any:
+    """A function, or a module whose forward, runs inside the context ``around``."""
+    run = made.forward if isinstance(made, torch.nn.Module) else made
 
     @wraps(run)
     def called(*args: Any, **kwargs: Any) -> Any:
-        with log.compiled():
+        with around():
             return run(*args, **kwargs)
 
-    if not isinstance(model, torch.nn.Module):
+    if not isinstance(made, torch.nn.Module):
         return called
     made.forward = called
     return made
@@ -154,16 +171,21 @@ def _compile(
 
 @contextmanager
 def _phases(log: ProgramLog) -> Iterator[None]:
-    """Tell the log which calls are backward's and which the optimizer's."""
-    backward = torch.autograd.backward
+    """Tell the log which calls are backward's and which the optimizer's, and what ended."""
 
-    def run_backward(*args: Any, **kwargs: Any) -> Any:
-        before, log.phase = log.phase, "backward"
-        log.host["backward"] = log.host.get("backward", 0) + 1
-        try:
-            return backward(*args, **kwargs)
-        finally:
-            log.phase = before
+    def in_backward(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before, log.phase = log.phase, "backward"
+            log.host["backward"] = log.host.get("backward", 0) + 1
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                log.phase = before
+            if before != "backward":
+                log.ended("backward", None)
+            return result
+
+        return run
 
     def begin(optimizer: Any, args: Any, kwargs: Any) -> None:
         log.phase = "optimizer"
@@ -177,11 +199,20 @@ def _phases(log: ProgramLog) -> Iterator[None]:
 
     def end(optimizer: Any, args: Any, kwargs: Any) -> None:
         log.phase = "forward"
+        log.ended("optimizer", optimizer)
 
-    hooks = (register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end))
-    try:
-        with patch.object(torch.autograd, "backward", run_backward):
-            yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    def left(module: Any, args: Any, output: Any) -> None:
+        if not log.module:
+            log.ended("forward", module)
+
+    with ExitStack() as stack:
+        for hook in (
+            register_optimizer_step_pre_hook(begin),
+            register_optimizer_step_post_hook(end),
+            register_module_forward_hook(left),
+        ):
+            stack.callback(hook.remove)
+        for name in ("backward", "grad"):
+            run = in_backward(getattr(torch.autograd, name))
+            stack.enter_context(patch.object(torch.autograd, name, run))
+        yield

@@ -30,7 +30,8 @@ def read_program(path: Path) -> tuple[ProgramCapture, InputLane | None]:
         lane, ranks = plain.pop("input"), plain.pop("ranks").items()
         by_rank = {int(r): typed(StepCapture, unpack(s), f"rank {r}") for r, s in ranks}
         peaks = {int(r): n for r, n in plain.pop("peak_bytes").items()}
-        program = ProgramCapture(**plain, ranks=by_rank, peak_bytes=peaks)
+        notes = tuple(map(str, plain.pop("notes")))
+        program = ProgramCapture(**plain, ranks=by_rank, peak_bytes=peaks, notes=notes)
         return program, made_of(InputLane, lane, "input") if lane else None
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError) as exc:
         raise ValueError(f"{path}: not a captured program: {exc}") from exc

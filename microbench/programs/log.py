@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
-from typing import Any
+from traceback import StackSummary
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass,
     is_traceable_wrapper_subclass_type,
@@ -34,6 +34,9 @@ from itercast.microbench.programs.program import (
     WAIT,
 )
 
+if TYPE_CHECKING:
+    from itercast.microbench.programs.streams import Graph
+
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention.default
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
 FLASH_OPS = (FLASH, FLASH_BACKWARD)
@@ -48,7 +51,10 @@ class ProgramLog(OpLog):
     """
 
     def __init__(self) -> None:
-        super().__init__(Routing())
+        self.guesses: dict[str, StackSummary] = {}  # what was guessed of data, where it was first
+        super().__init__(Routing(self.guesses))
+        self.graph: Graph | None = None  # the CUDA graph that is captured now
+        self.ended: Callable[[str, Any], None] = lambda kind, owner: None  # told what may be a step
         self.points = count()
         self.live_bytes = self.peak_bytes = 0
         self._group_streams: dict[Any, int] = {}
@@ -58,6 +64,8 @@ class ProgramLog(OpLog):
         self.last_work: int | None = None  # point of the last collective that was not blocking
         self._compiled = self._calls_of_compiled = 0  # the compiled call that runs now; all so far
         self._made_by: list[tuple[int, int]] = []  # first autograd node of a call, its number
+        self._eager: set[int] = set()  # calls whose ops are not fused
+        self._graphed: set[int] = set()  # calls that launch a CUDA graph in each phase
 
     def reset(self) -> None:
         """Forget what was launched so far; memory in use stays."""
@@ -113,18 +121,22 @@ class ProgramLog(OpLog):
         )
 
     @contextmanager
-    def compiled(self) -> Iterator[None]:
+    def whole(self, *, fused: bool = True, graphed: bool = False) -> Iterator[None]:
         """Ops inside belong to one call of a compiled function, and so do those of its backward.
 
         Python of modules, views and autograd that runs inside is not counted: kernels are launched
-        by the compiled function.
+        by the compiled function, where ``graphed`` as one CUDA graph for each phase. Not ``fused``:
+        the ops are kernels of their own, and nothing was compiled.
         """
         if self._compiled:
             yield
             return
         self._calls_of_compiled += 1
-        counted, self._compiled = dict(self.host), self._calls_of_compiled
-        self._made_by.append((_next_node(), self._compiled))
+        number = self._calls_of_compiled
+        counted, self._compiled = dict(self.host), number
+        self._made_by.append((_next_node(), number))
+        self._eager |= set() if fused else {number}
+        self._graphed |= {number} if graphed else set()
         try:
             yield
         finally:
@@ -132,13 +144,17 @@ class ProgramLog(OpLog):
             self._compiled = 0
             passes = 2 if torch.is_grad_enabled() else 1
             self.host |= {name: counted[name] for name in EAGER_PYTHON}
-            self.host["compiled_call"] = self.host.get("compiled_call", 0) + passes
+            if fused:
+                event = "graphed_call" if graphed else "compiled_call"
+                self.host[event] = self.host.get(event, 0) + passes
 
     def add(self, op: str, args: Any, kwargs: Any, output: Any) -> None:
         """Log one call, and the call of a compiled function that it belongs to."""
         super().add(op, args, kwargs, output)
-        if compiled := self.compiled_call():
-            self.calls[-1] = replace(self.calls[-1], compiled=compiled)
+        if number := self.compiled_call():
+            compiled = 0 if number in self._eager else number
+            graph = 2 * number + (self.phase == "backward") if number in self._graphed else 0
+            self.calls[-1] = replace(self.calls[-1], compiled=compiled, graphed=graph)
 
     def compiled_call(self) -> int:
         """The number of the compiled function's call that an op belongs to, 0 for none."""
@@ -157,8 +173,6 @@ class ProgramLog(OpLog):
                 self.python("tp_loss" if func in LOSS else "dtensor_op")
             return NotImplemented  # DTensor and others call us again with what they wrap
         kwargs = kwargs or {}
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return self._read(func, types, args, kwargs)
         if func.namespace == "fsdp":
             return self._copied(func, args, kwargs)
         if not is_collective(func) and func not in FLASH_OPS:
@@ -185,25 +199,6 @@ class ProgramLog(OpLog):
             whole = output[0]
         super().add("aten.copy_.default", (whole, whole), {}, whole)  # hooks are not compiled
         return output
-
-    def read_by_host(self, tensor: Any) -> None:
-        """Let the host wait for a tensor; numbers it drew, and an optimizer's steps, it has."""
-        drawn = self.routing is not None and self.routing.drawn(tensor)
-        if self.phase != "optimizer" and not drawn:
-            self.host_wait(self.record(self.stream))
-
-    def _on_host(self, tensor: Any) -> bool:
-        """True: ``_read`` has logged the wait, if there is one."""
-        return True
-
-    def _read(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """A number that the host reads and so waits for; 1 where it depends on data."""
-        self.read_by_host(args[0])
-        try:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        except DataDependentOutputException:
-            dtype = args[0].dtype
-            return dtype == torch.bool or (1.0 if dtype.is_floating_point else 1)
 
     def _arrived(self, tensors: Any) -> None:
         """Let the current stream wait for the collective that fills a tensor, if one still does."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
@@ -46,6 +47,9 @@ def gpus_that_are_not_there(gpu: Gpu, per_node: int, local_rank: int) -> Iterato
         for owner in (torch.Tensor, torch.nn.Module):
             stack.enter_context(patch.object(owner, "cuda", _stay))
         stack.enter_context(patch.object(torch.Tensor, "pin_memory", _stay))
+        on_gpu = property(lambda tensor: isinstance(tensor, FakeTensor))
+        stack.enter_context(patch.object(torch.Tensor, "is_cuda", on_gpu, create=True))
+        stack.enter_context(patch.object(torch.nn.RNNBase, "flatten_parameters", _stay))
         stack.enter_context(patch.object(torch._C._nn, "_parse_to", _parse_to))
         stack.enter_context(_optimizers_as_on_gpus())
         stack.enter_context(_autocast_as_on_gpus())
@@ -133,7 +137,6 @@ def _cuda(gpu: Gpu, per_node: int, local_rank: int) -> Row:
         "memory_stats": dict.fromkeys(map(".".join, product(COUNTED, POOLS, STATISTICS)), 0),
         "memory_summary": "",
         "get_rng_state_all": [],
-        "is_current_stream_capturing": False,
         "utilization": 0,
         **dict.fromkeys(ZERO, 0),
         **dict.fromkeys(SILENT),
@@ -173,12 +176,17 @@ def _optimizers_as_on_gpus() -> Iterator[None]:
 
     devices = [*_foreach_utils._get_foreach_kernels_supported_devices(), "cpu"]
     types, more = base._foreach_supported_types, _foreach_utils._foreach_supported_types
-    with (
-        patch.object(base, "_get_foreach_kernels_supported_devices", lambda: devices),
-        patch.object(base, "_foreach_supported_types", [*types, FakeTensor]),
-        patch.object(_foreach_utils, "_foreach_supported_types", [*more, FakeTensor]),
-        patch.object(grad_scaler.GradScaler, "_maybe_opt_step", step),
-    ):
+    capturable = "_get_capturable_supported_devices"
+    loaded = [m for name, m in sys.modules.items() if name.startswith("torch.optim.")]
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (base, "_get_foreach_kernels_supported_devices", lambda: devices),
+            (base, "_foreach_supported_types", [*types, FakeTensor]),
+            (_foreach_utils, "_foreach_supported_types", [*more, FakeTensor]),
+            (grad_scaler.GradScaler, "_maybe_opt_step", step),
+            *((m, capturable, lambda *_: devices) for m in loaded if hasattr(m, capturable)),
+        ):
+            stack.enter_context(patch.object(owner, name, value))
         yield
 
 

@@ -10,6 +10,7 @@ from itercast.microbench.opcall import StepCapture
 COLLECTIVE = "itercast.collective"
 HOST = "itercast.host"
 RECORD, WAIT, HOST_WAIT = "itercast.record", "itercast.wait", "itercast.host_wait"
+MARKS = (RECORD, WAIT, HOST_WAIT)
 FIRST_GROUP_STREAM = 1000  # the streams of groups are numbered from here
 
 
@@ -30,7 +31,8 @@ class ProgramCapture:
     messages to and from a rank have a stream each, since NCCL runs them side by side.
 
     ``peak_bytes``: the most memory that a rank's tensors take during the step. ``samples`` and
-    ``tokens`` of a rank's step, 0 where they are not known.
+    ``tokens`` of a rank's step, 0 where they are not known. ``notes``: what was assumed of it, in
+    sentences.
     """
 
     world_size: int
@@ -38,3 +40,4 @@ class ProgramCapture:
     peak_bytes: Mapping[int, int]
     samples: int = 0
     tokens: int = 0
+    notes: tuple[str, ...] = ()

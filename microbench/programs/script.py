@@ -16,37 +16,33 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._subclasses.fake_tensor import DynamicOutputShapeException
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import dataloader
 
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import OpCall
 from itercast.microbench.programs.batches import TakenBatches, real_batches
 from itercast.microbench.programs.capture import capture_ranks, runs_of_steps
 from itercast.microbench.programs.files import write_program
 from itercast.microbench.programs.log import ProgramLog
 from itercast.microbench.programs.machine import gpus_that_are_not_there
 from itercast.microbench.programs.program import ProgramCapture
+from itercast.microbench.programs.steps import EnoughSteps, Steps
 from itercast.microbench.store import write_atomic
-from itercast.microbench.user_errors import source_line
+from itercast.microbench.user_errors import first_line
 
 DATA = dataloader.__file__  # starts workers, which fork
 OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false"}
 PROGRAMS = ("system", "posix_spawn", "posix_spawnp", "forkpty", "execv", "execve")
 PACKAGES = str(Path(torch.__file__).parents[1])  # site-packages
-
-
-class EnoughSteps(BaseException):
-    """Ends a script when enough of its steps ran; no ``except Exception`` of it stops this."""
 
 
 class RefusedError(ValueError):
@@ -55,7 +51,7 @@ class RefusedError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """A script with its arguments; ``steps`` of its optimizer run, the last one is captured."""
+    """A script with its arguments; ``steps`` run, the last one is captured."""
 
     path: Path
     arguments: Sequence[str] = ()
@@ -81,10 +77,11 @@ class Script:
 def capture_script(
     script: Script, gpu: Gpu, world_size: int, per_node: int, taken: TakenBatches
 ) -> ProgramCapture:
-    """Capture a step of a script: from one step of its optimizer to the next.
+    """Capture a step of a script, mostly from one step of its optimizer to the next (``Steps``).
 
     ``per_node`` GPUs share a node. RefusedError names the line of the script that cannot run so.
     """
+    notes: dict[str, None] = {}
 
     def run(rank: int, log: ProgramLog) -> None:
         for name, module in list(sys.modules.items()):  # each rank imports the script's own anew
@@ -94,32 +91,21 @@ def capture_script(
             if gpu.kind != "cpu":
                 machine = gpus_that_are_not_there(gpu, min(per_node, world_size), rank % per_node)
                 stack.enter_context(machine)
-            stack.enter_context(_nothing_outside())
+            stack.enter_context(_nothing_outside(script))
             stack.enter_context(real_batches(taken))
-            _run_until(script, log, taken)
+            steps = _run_until(script, log, taken)
+        if steps.name:
+            notes[f"a step is taken to be {steps.name}"] = None
+        for guess, frames in log.guesses.items():
+            notes[f"{guess}{_place(frames, script)}"] = None
 
     captured = capture_ranks(run, world_size)
-    return replace(captured, samples=sum(taken.samples))
+    return replace(captured, samples=sum(taken.samples), notes=tuple(notes))
 
 
-def _run_until(script: Script, log: ProgramLog, taken: TakenBatches) -> None:
-    """Run the script until its first optimizer has made enough steps."""
-    done: list[int] = []
-    kept: list[tuple[list[OpCall], dict[str, int], int]] = []
-
-    def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
-        log.phase = "forward"
-        if done and done[0] != id(optimizer):
-            return
-        done.append(id(optimizer))
-        if len(done) >= script.steps:
-            kept.append((log.calls, log.host, log.peak_bytes))
-            log.reset()  # what the script does on its way out
-            raise EnoughSteps
-        log.reset()
-        taken.begin_step()
-
-    hook = register_optimizer_step_post_hook(stepped)
+def _run_until(script: Script, log: ProgramLog, taken: TakenBatches) -> Steps:
+    """Run the script until it has made enough steps; the log is that of the last one."""
+    steps = Steps(script.steps, log, taken, lambda: _place(traceback.extract_stack(), script))
     argv = [str(script.path), *script.arguments]
     try:
         with (
@@ -129,39 +115,30 @@ def _run_until(script: Script, log: ProgramLog, taken: TakenBatches) -> None:
         ):
             runpy.run_path(str(script.path), run_name="__main__")
     except (Exception, SystemExit, EnoughSteps) as exc:
-        if not kept:  # else it fails on its way out, where a step is captured already
-            raise _refusal(exc, done, script) from exc
-    finally:
-        hook.remove()
-    if not kept:
-        raise RefusedError(_too_few(done, script, "ends"))
-    log.calls, log.host, log.peak_bytes = kept[0]
+        ended = steps.kept and isinstance(exc, SystemExit) and not exc.code
+        if not (steps.enough or ended):  # else it fails on its way out
+            raise _refusal(exc, steps.done, script) from exc
+    if not steps.kept:
+        raise RefusedError(_too_few(steps.done, script, "ends"))
+    steps.restore()
+    return steps
 
 
-def _refusal(exc: BaseException, done: Sequence[int], script: Script) -> RefusedError:
+def _refusal(exc: BaseException, done: int, script: Script) -> RefusedError:
     """The one line that says what of a script cannot be forecast, and where it is."""
     if isinstance(exc, SystemExit):
         return RefusedError(_too_few(done, script, f"exits with {exc.code!r}"))
-    if isinstance(exc, DynamicOutputShapeException):
-        what = f"the shape of {exc.func} depends on data{source_line(exc)}"
-        advice = "; use torch.where or fixed sizes there"
-        return RefusedError(f"{what}{_where(exc, script)}{advice}")
-    return RefusedError(f"{_first_line(exc)}{_where(exc, script)}")
+    where = _place(traceback.extract_tb(exc.__traceback__), script)
+    return RefusedError(f"{first_line(exc)}{where}")
 
 
-def _too_few(done: Sequence[int], script: Script, how: str) -> str:
-    steps = f"{len(done)} steps of an optimizer, {script.steps} are needed"
-    return f"{script.path.name} {how} after {steps}"
+def _too_few(done: int, script: Script, how: str) -> str:
+    needed = f"{script.steps} are needed, of an optimizer, backward or forward"
+    return f"{script.path.name} {how} after {done} steps; {needed}"
 
 
-def _first_line(exc: BaseException) -> str:
-    text = next(iter(str(exc).strip().splitlines()), "")
-    return f"{type(exc).__name__}: {text}"
-
-
-def _where(exc: BaseException, script: Script) -> str:
-    """The last line of the user's own code that an error passed through."""
-    frames = traceback.extract_tb(exc.__traceback__)
+def _place(frames: Iterable[traceback.FrameSummary], script: Script) -> str:
+    """The last line of the user's own code among calls, in brackets; or nothing."""
     users = [f for f in frames if script.owns(f.filename)]
     if not users:
         return ""
@@ -171,8 +148,11 @@ def _where(exc: BaseException, script: Script) -> str:
 
 
 @contextmanager
-def _nothing_outside() -> Iterator[None]:
-    """Refuse sockets and processes of the script's own; workers of DataLoaders are left alone."""
+def _nothing_outside(script: Script) -> Iterator[None]:
+    """Refuse sockets and programs; workers of DataLoaders are left alone.
+
+    Of processes that a script starts for its ranks, that of this rank runs here, the others not.
+    """
 
     def refuse(what: str) -> Callable[..., Any]:
         def refused(*args: Any, **kwargs: Any) -> Any:
@@ -206,6 +186,22 @@ def _nothing_outside() -> Iterator[None]:
     def spawned(function: Callable[..., Any], args: Any = (), *more: Any, **options: Any) -> None:
         function(int(os.environ["LOCAL_RANK"]), *args)  # as one of the processes that it starts
 
+    start, started = BaseProcess.start, Counter[Any]()
+
+    def starting(own: Any) -> None:
+        if not script.owns(sys._getframe(1).f_code.co_filename):
+            start(own)
+            return
+        rank, started[own._target] = started[own._target], started[own._target] + 1
+        if rank == int(os.environ["LOCAL_RANK"]):
+            own.run()
+
+    join = BaseProcess.join
+
+    def joined(own: Any, timeout: float | None = None) -> None:
+        if own._popen is not None:
+            join(own, timeout)
+
     spawn, spawns = multiprocessing.util.spawnv_passfds, refuse("spawns processes")
     with (
         patch.object(os, "fork", of_workers(os.fork, refuse("forks"))),
@@ -216,6 +212,7 @@ def _nothing_outside() -> Iterator[None]:
         patch.object(socket.socket, "connect", local("connect", refuse("opens a connection"))),
         patch.object(socket.socket, "bind", local("bind", refuse("opens a socket"))),
         patch.multiple(mp, spawn=spawned, start_processes=spawned),
+        patch.multiple(BaseProcess, start=starting, join=joined),
         patch.object(torch, "save", lambda *args, **options: None),  # there is no data
     ):
         yield

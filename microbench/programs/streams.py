@@ -1,4 +1,4 @@
-"""Streams and events of a captured program, which record what waits for what.
+"""Streams, events and CUDA graphs of a captured program, which record what waits for what.
 
 Code that runs on any device takes its streams from ``torch.cuda`` or ``torch.cpu``. While a program
 is captured, both have the classes below: they do nothing but tell the log which stream ops are
@@ -7,15 +7,18 @@ launched on, and where one stream waits for another.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
+from itercast.microbench.opcall import OpCall
 from itercast.microbench.programs.log import ProgramLog
+from itercast.microbench.programs.program import HOST
 
 
 class Streams:
@@ -27,6 +30,7 @@ class Streams:
         # classes, which programs name in annotations; device and priority change nothing
         self.stream_class = type("Stream", (Stream,), {"streams": self})
         self.event_class = type("Event", (Event,), {"streams": self})
+        self.graph_class = type("CUDAGraph", (Graph,), {"streams": self})
         self.default = self.current = self.stream_class()
 
     @contextmanager
@@ -58,6 +62,10 @@ class Streams:
             "current_stream": lambda device=None: self.current,
             "default_stream": lambda device=None: self.default,
             "synchronize": self.synchronize,
+            "CUDAGraph": self.graph_class,
+            "graph": captured_graph,
+            "graph_pool_handle": lambda: (0, 0),
+            "is_current_stream_capturing": lambda: self.log.graph is not None,
         }
 
 
@@ -133,6 +141,60 @@ class Event:
     def elapsed_time(self, end: Event) -> float:
         """Milliseconds between two events: nothing runs, so none."""
         return 0.0
+
+
+class Graph:
+    """A CUDA graph, as ``torch.cuda.CUDAGraph``: one launch of all that is launched in its capture.
+
+    Its tensors stay in memory. ``after``: called after each launch.
+    """
+
+    streams: Streams
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.calls: list[OpCall] = []
+        self.after: list[Callable[[], None]] = []
+
+    def capture_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Take what is launched from now on."""
+        log = self.streams.log
+        log.graph, self.start, self.host = self, len(log.calls), dict(log.host)
+        self.stream, self.peak, log.peak_bytes = log.stream, log.peak_bytes, log.live_bytes
+
+    def capture_end(self) -> None:
+        """Take nothing more; what was launched since ``capture_begin`` did not run."""
+        log = self.streams.log
+        log.graph, log.host = None, self.host
+        self.calls = [c for c in log.calls[self.start :] if c.op != HOST]
+        del log.calls[self.start :]
+        log.live_bytes = log.peak_bytes
+        log.peak_bytes = max(self.peak, log.live_bytes)
+
+    def replay(self) -> None:
+        """Launch all of it on the current stream."""
+        log = self.streams.log
+        number = -1 - next(log.points)
+        for call in self.calls:
+            stream = log.stream if call.stream == self.stream else call.stream
+            log.calls.append(replace(call, graphed=number, stream=stream))
+        for ended in self.after:
+            ended()
+
+    def reset(self) -> None:
+        """Forget what was taken."""
+        self.calls = []
+
+    def pool(self) -> tuple[int, int]:
+        """The pool of its memory."""
+        return (0, 0)
+
+
+@contextmanager
+def captured_graph(graph: Graph, *args: Any, **kwargs: Any) -> Iterator[None]:
+    """As ``torch.cuda.graph``."""
+    graph.capture_begin()
+    yield
+    graph.capture_end()
 
 
 @contextmanager

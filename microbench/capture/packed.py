@@ -1,0 +1,74 @@
+"""Packed sequences (``torch.nn.utils.rnn``) on fake tensors, whose lengths are known or guessed.
+
+A recurrent layer over them is captured as one over sequences of equal length: as many steps as the
+longest one has, of their mean number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+LAYERS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+
+
+def _pack(padded: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """The steps of all sequences, one after the other, and how many sequences have each step."""
+    counts = lengths.tolist()
+    sizes = [sum(count > step for count in counts) for step in range(max(counts))]
+    rows = (padded.transpose(0, 1) if batch_first else padded).flatten(0, 1)
+    with _disable_current_modes():
+        return rows[: sum(sizes)].clone(), torch.tensor(sizes)
+
+
+def _pad(
+    data: Tensor, sizes: Tensor, batch_first: bool, value: float, total: int
+) -> tuple[Tensor, Tensor]:
+    """The steps of packed sequences in a tensor with an axis for sequences, and their lengths."""
+    counts = sizes.tolist()
+    steps, batch = max(total, len(counts)), counts[0]
+    filled = data.new_full((steps * batch - len(data), *data.shape[1:]), value)
+    padded = torch.cat([data, filled]).unflatten(0, (steps, batch))
+    with _disable_current_modes():
+        lengths = torch.tensor([sum(n > at for n in counts) for at in range(batch)])
+    return padded.transpose(0, 1) if batch_first else padded, lengths
+
+
+def _run(layer: Callable[..., Any], data: Tensor, *args: Any) -> Any:
+    """A layer over padded sequences, or over packed ones: then ``args`` begin with the sizes."""
+    if not isinstance(args[0], torch.Tensor) or args[0].dtype != torch.int64:
+        return layer(data, *args)
+    sizes, states, weights, *options = args
+    steps, batch = len(sizes), int(sizes[0])
+    mean = len(data) // steps
+    states = [states] if isinstance(states, torch.Tensor) else states
+    first = [state[:, :mean].contiguous() for state in states]
+    rows = data[: steps * mean].view(steps, mean, -1)
+    given = first if len(first) > 1 else first[0]
+    output, *last = layer(rows, given, weights, *options, False)
+    output = output.flatten(0, 1)
+    more = output[:1].expand(len(data) - len(output), -1)
+    ends = (torch.cat([s, s[:, :1].expand(-1, batch - mean, -1)], 1) for s in last)
+    return torch.cat([output, more]), *ends
+
+
+@contextmanager
+def packed_sequences() -> Iterator[None]:
+    """Let sequences be packed, go through recurrent layers and be unpacked inside the context."""
+
+    def running(layer: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: _run(layer, *args)
+
+    functions: Any = torch._VF
+    with ExitStack() as stack:
+        for name, function in (("_pack_padded_sequence", _pack), ("_pad_packed_sequence", _pad)):
+            stack.enter_context(patch.object(functions, name, function))
+        for name in LAYERS:
+            stack.enter_context(patch.object(functions, name, running(getattr(functions, name))))
+        yield
