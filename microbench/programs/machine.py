@@ -184,7 +184,7 @@ def _optimizers_as_on_gpus() -> Iterator[None]:
             (base, "_foreach_supported_types", [*types, FakeTensor]),
             (_foreach_utils, "_foreach_supported_types", [*more, FakeTensor]),
             (grad_scaler.GradScaler, "_maybe_opt_step", step),
-            *((m, capturable, lambda *_: devices) for m in loaded if hasattr(m, capturable)),
+            *((m, capturable, lambda *_, **__: devices) for m in loaded if hasattr(m, capturable)),
         ):
             stack.enter_context(patch.object(owner, name, value))
         yield

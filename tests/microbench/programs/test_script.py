@@ -172,8 +172,7 @@ if __name__ == "__main__":
 """
 SPAWN = "    mp.spawn(train, args=(8,), nprocs=torch.cuda.device_count())"
 PROCESSES = """
-    mp.set_start_method("spawn")
-    processes = [mp.Process(target=train, args=(rank, 8)) for rank in range(8)]
+    processes = [mp.get_context("spawn").Process(target=train, args=(rank, 8)) for rank in range(8)]
     for one in processes:
         one.start()
     for one in processes:
