@@ -60,6 +60,7 @@ DTYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.int64: "int64",
+    torch.uint64: "int64",
     torch.int32: "int32",
     torch.int16: "int16",
     torch.int8: "int8",
@@ -214,7 +215,7 @@ class OpLog(TorchDispatchMode):
         if str(func) == ITEM:
             self.read_by_host(args[0])
             return output
-        if self.phase in ("forward", "loss"):
+        if self.phase in ("forward", "loss") and torch.is_grad_enabled():
             self.host["autograd_node"] += 1
         if func.is_view or name in UNDECLARED_VIEWS:
             self.host["view_op"] += 1

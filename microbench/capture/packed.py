@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nested._internal.nested_int import NestedIntNode
 from torch.utils._python_dispatch import _disable_current_modes
 
 LAYERS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -58,6 +61,20 @@ def _run(layer: Callable[..., Any], data: Tensor, *args: Any) -> Any:
     return torch.cat([output, more]), *ends
 
 
+def attend_nested(attend: Callable[..., Tensor], *qkv: Any) -> Any:
+    """Attention of jagged tensors (batch, heads, length, width): of sequences of mean length."""
+    packed, batch = [t.transpose(1, 2) for t in qkv], qkv[0].shape[0]
+    means = [len(t.values()) // batch for t in packed]
+    dense = [
+        t.values()[: batch * mean].unflatten(0, (batch, mean)).transpose(1, 2)
+        for t, mean in zip(packed, means, strict=True)
+    ]
+    output = attend(*dense).transpose(1, 2).flatten(0, 1)
+    more = output[:1].expand(len(packed[0].values()) - len(output), -1, -1)
+    rows = torch.cat([output, more])
+    return torch.nested.nested_tensor_from_jagged(rows, packed[0].offsets()).transpose(1, 2)
+
+
 @contextmanager
 def packed_sequences() -> Iterator[None]:
     """Let sequences be packed, go through recurrent layers and be unpacked inside the context."""
@@ -65,8 +82,13 @@ def packed_sequences() -> Iterator[None]:
     def running(layer: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: _run(layer, *args)
 
+    def lengths(mode: Any, *, nt_tensor_id: int | None = None) -> Any:
+        return torch.SymInt(NestedIntNode(next(numbers), 1))  # as of tensors that have data
+
     functions: Any = torch._VF
+    numbers = count(2**20)
     with ExitStack() as stack:
+        stack.enter_context(patch.object(FakeTensorMode, "create_symbolic_nested_int", lengths))
         for name, function in (("_pack_padded_sequence", _pack), ("_pad_packed_sequence", _pad)):
             stack.enter_context(patch.object(functions, name, function))
         for name in LAYERS:

@@ -164,7 +164,8 @@ class Routing:
                 self._note_guessed(output)
         unknown = isinstance(output, torch.Tensor) and output not in self.facts
         if self.guesses is not None and unknown and output.dtype == torch.bool:
-            self.facts[output] = Fact(mean=TRUE_SHARE, guessed=True)
+            equal = name == "eq" and not output.dim()  # a number is not another one
+            self.facts[output] = Fact(mean=0.0 if equal else TRUE_SHARE, guessed=True)
 
     def _note_guessed(self, output: Argument) -> None:
         """Note that what is known of results follows from a guess."""
@@ -174,7 +175,7 @@ class Routing:
 
     def _scalar(self, tensor: Tensor, fact: Fact) -> Argument:
         """The number in a tensor without axes; None if nothing says what it is."""
-        if fact.guessed:
+        if fact.guessed and tensor.dtype == torch.bool:
             self._guesses()
         if fact.values is not None:
             with _disable_current_modes():

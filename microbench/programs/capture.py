@@ -173,10 +173,12 @@ def _told(made: Any, around: Callable[[], Any]) -> Any:
 def _phases(log: ProgramLog) -> Iterator[None]:
     """Tell the log which calls are backward's and which the optimizer's, and what ended."""
 
-    def in_backward(function: Callable[..., Any]) -> Callable[..., Any]:
+    def in_backward(name: str) -> Callable[..., Any]:
+        function = getattr(torch.autograd, name)
+
         def run(*args: Any, **kwargs: Any) -> Any:
             before, log.phase = log.phase, "backward"
-            log.host["backward"] = log.host.get("backward", 0) + 1
+            log.host["backward"] = log.host.get("backward", 0) + (name == "backward")
             try:
                 result = function(*args, **kwargs)
             finally:
@@ -213,6 +215,5 @@ def _phases(log: ProgramLog) -> Iterator[None]:
         ):
             stack.callback(hook.remove)
         for name in ("backward", "grad"):
-            run = in_backward(getattr(torch.autograd, name))
-            stack.enter_context(patch.object(torch.autograd, name, run))
+            stack.enter_context(patch.object(torch.autograd, name, in_backward(name)))
         yield

@@ -8,12 +8,14 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from traceback import StackSummary
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass,
     is_traceable_wrapper_subclass_type,
@@ -22,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from itercast.microbench.capture.attention import WholeAttention
 from itercast.microbench.capture.log import DTYPES, OpLog
+from itercast.microbench.capture.packed import attend_nested
 from itercast.microbench.capture.routing import Routing
 from itercast.microbench.opcall import OpCall
 from itercast.microbench.programs.collectives import CollectiveCall, collective_of, is_collective
@@ -169,7 +172,8 @@ class ProgramLog(OpLog):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
-            if self.phase != "optimizer" and not self.compiled_call():  # both have their own event
+            own_event = self.phase == "optimizer" or self.compiled_call() or NestedTensor in types
+            if not own_event:
                 self.python("tp_loss" if func in LOSS else "dtensor_op")
             return NotImplemented  # DTensor and others call us again with what they wrap
         kwargs = kwargs or {}
@@ -250,6 +254,8 @@ class ShardedAttention(WholeAttention):
         """Attention of queries, keys and values."""
         if not is_traceable_wrapper_subclass(qkv[0]):
             return super().attend(mask, options, *qkv)
+        if qkv[0].is_nested:
+            return attend_nested(partial(super().attend, mask, options), *qkv)
         dropout_p = float(options.get("dropout_p", 0.0))
         return FLASH(*qkv, dropout_p, bool(options.get("is_causal", False)))[0]
 

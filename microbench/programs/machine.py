@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import wraps
+from contextlib import ContextDecorator, ExitStack, contextmanager, nullcontext
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -190,7 +189,7 @@ def _optimizers_as_on_gpus() -> Iterator[None]:
         yield
 
 
-class AutocastAsOnGpus:
+class AutocastAsOnGpus(ContextDecorator):
     """A context or a decorator, as ``torch.autocast``; it casts what GPUs cast.
 
     So it does where "cpu" is named: that is where ``torch.utils.checkpoint`` finds the tensors.
@@ -216,14 +215,6 @@ class AutocastAsOnGpus:
 
     def __exit__(self, *exc: Any) -> Any:
         return self.entered.pop().__exit__(*exc)
-
-    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def cast(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return function(*args, **kwargs)
-
-        return cast
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from itercast.microbench.programs.log import ProgramLog
 
 # What ends a step, from what says least. CUDA graphs are warmed up on a stream of their own.
 KINDS = ("forward", "backward", "warm-up", "optimizer")
-PATIENCE = 10  # times the forwards asked for, until a script without an optimizer makes none
+PATIENCE = 4  # times the forwards asked for, until a script without an optimizer makes none
 
 
 class EnoughSteps(BaseException):

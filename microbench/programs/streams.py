@@ -180,10 +180,6 @@ class Graph:
         for ended in self.after:
             ended()
 
-    def reset(self) -> None:
-        """Forget what was taken."""
-        self.calls = []
-
     def pool(self) -> tuple[int, int]:
         """The pool of its memory."""
         return (0, 0)

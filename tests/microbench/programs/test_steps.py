@@ -63,9 +63,9 @@ def test_a_step_of_a_script_without_an_optimizer(
 
 
 def test_forwards_before_training_are_no_steps(tmp_path: Path) -> None:
-    """Twenty forwards, then an optimizer is made and steps."""
+    """Ten forwards, then an optimizer is made and steps."""
     before = TRAINING.replace(
-        "optimizer =", "for i in range(20): model(torch.randn(4, 8))\noptimizer ="
+        "optimizer =", "for i in range(10): model(torch.randn(4, 8))\noptimizer ="
     )
     program = captured(written(tmp_path, before), gpus=1)
     assert not program.notes
