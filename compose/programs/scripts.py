@@ -17,8 +17,7 @@ from itercast.compose.pricing.collectives import gpus_per_domain
 from itercast.compose.target import Target
 from itercast.microbench.cache_folder import cache_folder
 from itercast.microbench.input.lane import InputLane
-from itercast.microbench.programs.files import read_program
-from itercast.microbench.programs.program import ProgramCapture
+from itercast.microbench.programs.program import ProgramCapture, read_program
 
 MODULE = "itercast.microbench.programs.script"
 

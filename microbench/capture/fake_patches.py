@@ -18,7 +18,6 @@ from torch.overrides import _get_current_function_mode_stack
 
 from itercast.microbench.capture.attention import flex_as_sdpa
 from itercast.microbench.capture.fake import fake_tensor
-from itercast.microbench.capture.packed import packed_sequences
 from itercast.microbench.opcall import Argument
 
 WARNS = "warn_if_padding_and_no_attention_mask"
@@ -69,7 +68,7 @@ def _deepcopy(tensor: Tensor, memo: dict[int, Tensor]) -> Tensor:
 
 @contextmanager
 def behave_like_real_tensors() -> Iterator[None]:
-    """Let fake tensors be converted in place, packed, copied and formatted inside the context.
+    """Let fake tensors be converted in place, copied and formatted inside the context.
 
     Functions of ``torch.nn.init`` do nothing: there is no data, and truncated distributions would
     read theirs. Torch raises its errors without logging them at length.
@@ -78,7 +77,6 @@ def behave_like_real_tensors() -> Iterator[None]:
     idle = dict.fromkeys(init, lambda tensor, *args, **kwargs: tensor)
     torch_log = logging.getLogger("torch._subclasses.fake_tensor")
     with (
-        packed_sequences(),
         patch.dict(vars(torch.nn.init), idle),
         patch.object(torch.nn.Module, "_apply", _apply),
         patch.object(FakeTensor, "__format__", _format),

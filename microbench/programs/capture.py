@@ -1,4 +1,9 @@
-"""Captures a training step of a distributed program, for each rank that does different work."""
+"""Captures a training step of a distributed program, for each rank that does different work.
+
+The Python of torch's parallel wrappers is logged too: FSDP2's hooks of a layer, a pipeline's
+schedule of a micro-batch, and checkpoints take host time that no op stands for. DTensor's dispatch
+is logged by ``ProgramLog``.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +16,15 @@ from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
 from itercast.microbench.capture.fake_patches import (
@@ -29,9 +37,9 @@ from itercast.microbench.opcall import StepCapture
 from itercast.microbench.programs.fake_ranks import one_rank_of
 from itercast.microbench.programs.log import ProgramLog, ShardedAttention
 from itercast.microbench.programs.objects import AwaitedError, Mailbox, objects_through
+from itercast.microbench.programs.packed import packed_sequences
 from itercast.microbench.programs.program import COLLECTIVE, ProgramCapture
 from itercast.microbench.programs.streams import recorded_streams
-from itercast.microbench.programs.wrappers import logged_wrappers
 
 OPTIMIZERS = {
     "SGD": "sgd",
@@ -107,6 +115,7 @@ def _capture_rank(
         stack.enter_context(recorded_streams(log))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(behave_like_real_tensors())
+        stack.enter_context(packed_sequences())
         stack.enter_context(run_uncompiled())
         numbers = partialmethod(_numbers, log)
         stack.enter_context(patch.object(FakeTensor, "numpy", numbers, create=True))
@@ -128,7 +137,7 @@ def runs_of_steps(log: ProgramLog) -> Iterator[None]:
     whole = ShardedAttention(log)
     compiled = patch.object(torch, "compile", partial(_compile, log, torch.compile))
     graphed = patch.object(torch.cuda, "make_graphed_callables", partial(_graphed, log))
-    tracked = (ModuleTracker(log), _phases(log), logged_wrappers(log), compiled, graphed)
+    tracked = (ModuleTracker(log), _phases(log), _logged_wrappers(log), compiled, graphed)
     with ExitStack() as stack:
         for context in (*tracked, whole, modes_in_backward(), warnings.catch_warnings()):
             stack.enter_context(context)
@@ -216,4 +225,44 @@ def _phases(log: ProgramLog) -> Iterator[None]:
             stack.callback(hook.remove)
         for name in ("backward", "grad"):
             stack.enter_context(patch.object(torch.autograd, name, in_backward(name)))
+        yield
+
+
+def _layer(group: Any) -> tuple[str, int]:
+    kept = not group._reshard_after_forward
+    return ("fsdp_layer_kept" if kept else "fsdp_layer", len(group.fsdp_params))
+
+
+def _micro_batch(stage: Any) -> tuple[str, int]:
+    return ("pipeline_micro", 1)
+
+
+def _recomputed(frame: Any) -> tuple[str, int]:
+    return ("checkpoint_layer", max(1, len(frame.weak_holders)))
+
+
+METHODS: tuple[tuple[Any, str, Callable[[Any], tuple[str, int]]], ...] = (
+    (FSDPParamGroup, "pre_forward", _layer),
+    (FSDPParamGroup, "pre_backward", _layer),
+    (_PipelineStageBase, "forward_one_chunk", _micro_batch),
+    (_PipelineStageBase, "backward_one_chunk", _micro_batch),
+    (checkpoint._CheckpointFrame, "check_recomputed_tensors_match", _recomputed),
+)
+
+
+@contextmanager
+def _logged_wrappers(log: ProgramLog) -> Iterator[None]:
+    """Log an event whenever one of ``METHODS`` is called inside the context."""
+
+    def logging(method: Callable[..., Any], event: Callable[[Any], tuple[str, int]]) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            log.python(*event(self))
+            return method(self, *args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        for owner, name, event in METHODS:
+            patched = logging(getattr(owner, name), event)
+            stack.enter_context(patch.object(owner, name, patched))
         yield

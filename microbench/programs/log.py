@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from traceback import StackSummary
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,10 +24,10 @@ from torch.utils._pytree import tree_leaves
 
 from itercast.microbench.capture.attention import WholeAttention
 from itercast.microbench.capture.log import DTYPES, OpLog
-from itercast.microbench.capture.packed import attend_nested
 from itercast.microbench.capture.routing import Routing
 from itercast.microbench.opcall import OpCall
 from itercast.microbench.programs.collectives import CollectiveCall, collective_of, is_collective
+from itercast.microbench.programs.packed import attend_nested
 from itercast.microbench.programs.program import (
     COLLECTIVE,
     FIRST_GROUP_STREAM,
@@ -36,9 +36,6 @@ from itercast.microbench.programs.program import (
     RECORD,
     WAIT,
 )
-
-if TYPE_CHECKING:
-    from itercast.microbench.programs.streams import Graph
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention.default
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
@@ -56,7 +53,7 @@ class ProgramLog(OpLog):
     def __init__(self) -> None:
         self.guesses: dict[str, StackSummary] = {}  # what was guessed of data, where it was first
         super().__init__(Routing(self.guesses))
-        self.graph: Graph | None = None  # the CUDA graph that is captured now
+        self.after_graph: list[Callable[[], None]] | None = None  # while a CUDA graph is captured
         self.ended: Callable[[str, Any], None] = lambda kind, owner: None  # told what may be a step
         self.points = count()
         self.live_bytes = self.peak_bytes = 0
@@ -190,7 +187,15 @@ class ProgramLog(OpLog):
             self._arrived(args[:1])
         else:
             self._launch(call)
+            self._note_numbers(call)
         return output
+
+    def _note_numbers(self, call: CollectiveCall) -> None:
+        """Other ranks have the numbers that this one sends: counts of tokens for experts, sizes."""
+        known = self.routing and self.routing.facts.get(call.read[0])
+        for tensor in call.written if known else ():
+            if tensor.shape == call.read[0].shape:
+                self.routing.facts[tensor] = known
 
     def _copied(self, func: Any, args: Any, kwargs: Any) -> Any:
         """FSDP's copies into and out of its buffers: each is one kernel over all bytes."""

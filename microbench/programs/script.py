@@ -31,10 +31,9 @@ from torch.utils.data import dataloader
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.programs.batches import TakenBatches, real_batches
 from itercast.microbench.programs.capture import capture_ranks, runs_of_steps
-from itercast.microbench.programs.files import write_program
 from itercast.microbench.programs.log import ProgramLog
 from itercast.microbench.programs.machine import gpus_that_are_not_there
-from itercast.microbench.programs.program import ProgramCapture
+from itercast.microbench.programs.program import ProgramCapture, write_program
 from itercast.microbench.programs.steps import EnoughSteps, Steps
 from itercast.microbench.store import write_atomic
 from itercast.microbench.user_errors import first_line

@@ -52,8 +52,8 @@ class Steps:
             self._end(at, (id(owner), line), line)
 
     def _end(self, kind: int, place: Hashable, line: str) -> None:
-        if self.log.graph is not None:  # it ends whenever the graph is launched
-            self.log.graph.after.append(partial(self._end, kind, place, line))
+        if self.log.after_graph is not None:  # it ends whenever the graph is launched
+            self.log.after_graph.append(partial(self._end, kind, place, line))
             return
         if kind > self.kind:
             self.kind, self.ends, self.kept = kind, Counter(), ()

@@ -65,7 +65,7 @@ class Streams:
             "CUDAGraph": self.graph_class,
             "graph": captured_graph,
             "graph_pool_handle": lambda: (0, 0),
-            "is_current_stream_capturing": lambda: self.log.graph is not None,
+            "is_current_stream_capturing": lambda: self.log.after_graph is not None,
         }
 
 
@@ -158,13 +158,13 @@ class Graph:
     def capture_begin(self, *args: Any, **kwargs: Any) -> None:
         """Take what is launched from now on."""
         log = self.streams.log
-        log.graph, self.start, self.host = self, len(log.calls), dict(log.host)
+        log.after_graph, self.start, self.host = self.after, len(log.calls), dict(log.host)
         self.stream, self.peak, log.peak_bytes = log.stream, log.peak_bytes, log.live_bytes
 
     def capture_end(self) -> None:
         """Take nothing more; what was launched since ``capture_begin`` did not run."""
         log = self.streams.log
-        log.graph, log.host = None, self.host
+        log.after_graph, log.host = None, self.host
         self.calls = [c for c in log.calls[self.start :] if c.op != HOST]
         del log.calls[self.start :]
         log.live_bytes = log.peak_bytes

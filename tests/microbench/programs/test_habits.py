@@ -90,3 +90,24 @@ y = y @ weights["weight"] * 2.5
 """
     calls = habit(tmp_path, lines).ranks[0].calls
     assert [c.outputs[0].shape for c in calls if 2.5 in c.args] == 2 * [(100, 16)]
+
+
+def test_jagged_sequences_attend_as_those_of_mean_length(tmp_path: Path) -> None:
+    """Lengths 4 and 2 in two heads of width 4: (2, 2, 3, 4)."""
+    lines = """
+q = torch.nested.as_nested_tensor([y[:4], y[4:6]], layout=torch.jagged)
+q = q.unflatten(-1, [2, 4]).transpose(1, 2)
+y = torch.nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(-2).values()
+assert y.shape == (6, 8)
+"""
+    calls = habit(tmp_path, lines).ranks[0].calls
+    taken = [(c.phase, c.tensors()[0].shape) for c in calls if "itercast.sdpa" in c.op]
+    assert taken == [("forward", (2, 2, 3, 4)), ("backward", (2, 2, 3, 4))]
+    assert not any("dtensor_op" in c.args for c in calls)
+
+
+def test_a_number_that_nobody_knows_equals_no_other(tmp_path: Path) -> None:
+    """So that text goes on until its longest length; the condition is noted."""
+    program = habit(tmp_path, "ids = y[:, 0].long(); assert ids.max() != 0; assert not ids[0] == 7")
+    (note,) = program.notes
+    assert "nobody knows" in note

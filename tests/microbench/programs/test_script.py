@@ -11,8 +11,7 @@ from small_scripts import H100, ITEM, TRAINING, captured, written
 
 from itercast.microbench.input.lane import Batches, InputLane
 from itercast.microbench.programs.batches import TakenBatches
-from itercast.microbench.programs.files import read_program, write_program
-from itercast.microbench.programs.program import COLLECTIVE
+from itercast.microbench.programs.program import COLLECTIVE, read_program, write_program
 from itercast.microbench.programs.script import Script, capture_script
 
 EXAMPLE = Path(__file__).parents[3] / "examples/train_gpt.py"
