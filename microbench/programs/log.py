@@ -192,10 +192,9 @@ class ProgramLog(OpLog):
 
     def _note_numbers(self, call: CollectiveCall) -> None:
         """Other ranks have the numbers that this one sends: counts of tokens for experts, sizes."""
-        known = self.routing and self.routing.facts.get(call.read[0])
-        for tensor in call.written if known else ():
-            if tensor.shape == call.read[0].shape:
-                self.routing.facts[tensor] = known
+        facts: Any = self.routing.facts if self.routing is not None else {}
+        if (known := facts.get(call.read[0])) is not None:
+            facts.update((t, known) for t in call.written if t.shape == call.read[0].shape)
 
     def _copied(self, func: Any, args: Any, kwargs: Any) -> Any:
         """FSDP's copies into and out of its buffers: each is one kernel over all bytes."""
@@ -259,7 +258,7 @@ class ShardedAttention(WholeAttention):
         """Attention of queries, keys and values."""
         if not is_traceable_wrapper_subclass(qkv[0]):
             return super().attend(mask, options, *qkv)
-        if qkv[0].is_nested:
+        if isinstance(qkv[0], NestedTensor):
             return attend_nested(partial(super().attend, mask, options), *qkv)
         dropout_p = float(options.get("dropout_p", 0.0))
         return FLASH(*qkv, dropout_p, bool(options.get("is_causal", False)))[0]
