@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from itercast.eval.compare import compare_all, measured_rows
+from itercast.eval.results import ITERATIONS
 from itercast.eval.results import log_errors as iteration_log_errors
 from itercast.learners.beyond_memory import usable_rows
 from itercast.learners.bundle import Bundle
@@ -26,7 +27,6 @@ from itercast.learners.train import hardware_of
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops import families
 
-ITERATIONS = "whole iterations"
 ONE, OTHER = "one", "other"
 
 

@@ -24,7 +24,7 @@ from itercast.compose.target import Target, find_target, forecast_step
 from itercast.eval.iteration_parts import parts_us
 from itercast.eval.progress import progress_bar
 from itercast.eval.ranking import ranking_lines
-from itercast.eval.results import CaseResult, grouped, in_words
+from itercast.eval.results import CaseResult, grouped, in_words, records
 from itercast.learners.bundle import Bundle
 from itercast.learners.features.machine_speed import iterations_at_reference_us
 from itercast.microbench.cache_folder import cache_folder
@@ -175,10 +175,10 @@ def measured_steps(rows: pd.DataFrame, folder: Path | None) -> list[MeasuredStep
         wanted = f"without the column {missing[0]!r}" if len(rows) else "rows of others"
         raise ValueError(f"a host is found from rows of family host or iteration, got {wanted}")
     found = []
-    for _, row in stated_rows(rows).iterrows():
+    for row in records(stated_rows(rows)):
         stack = asked_stack(row["stack"])
         target = find_target(str(row["gpu"]), str(row["plan"]), folder, stack=stack)
-        step = step_of({str(k): v for k, v in row.items()}, target.plan)
+        step = step_of(row, target.plan)
         time_us, label = float(row["time_us"]), f"{row['case']} {row['plan']}"
         found.append(MeasuredStep(label=label, time_us=time_us, step=step, target=target))
     if not found:
@@ -239,15 +239,7 @@ def results_table(results: Sequence[CaseResult]) -> Table:
     for head in ("predicted", "measured", "error\n%", "retest\n%", "no model\n%"):
         table.add_column(head, justify="right", no_wrap=True)
     for r in results:
-        table.add_row(
-            r.case,
-            r.plan,
-            f"{r.predicted_us / 1e3:.2f}",
-            f"{r.measured_us / 1e3:.2f}",
-            f"{r.error_pct:+.1f}",
-            r.retest_text,
-            f"{100 * r.unmodelled_frac:.1f}",
-        )
+        table.add_row(r.case, r.plan, *r.cells)
     lines = [f"{name}: {in_words(group)}" for name, group in grouped(results).items()]
     table.caption = "\n".join([*lines, *ranking_lines(results)])
     return table

@@ -16,7 +16,7 @@ from rich import box
 from rich.table import Table
 
 from itercast.eval.compare import compare_all, console
-from itercast.eval.results import CaseResult, log_errors, summary
+from itercast.eval.results import ITERATIONS, CaseResult, log_errors, summary
 from itercast.eval.tracking.logs import log_evaluation
 from itercast.learners.beyond_memory import usable_rows
 from itercast.learners.bundle import Bundle
@@ -37,7 +37,6 @@ HEADS = {  # in two lines, so that all columns fit; other names stand as they ar
 }
 WHOLE_PCT = 99.95  # from here on without decimals
 BEST_RANK = 1  # of all learners whose errors differ from the smallest by no more than the noise
-END_TO_END = "whole iterations"
 Scores = Mapping[str, Mapping[str, float]]  # by learner: errors in % and ``rank``
 
 
@@ -67,7 +66,7 @@ def rank_learners(
     found = {BLEND: list(results)}
     for name, bundle in learner_bundles(Bundle.load(folder), data).items():
         found[name] = compare_all(rows, folder, bundle)
-    scores = {**family_scores(folder), END_TO_END: iteration_scores(found)}
+    scores = {**family_scores(folder), ITERATIONS: iteration_scores(found)}
     lines = [(family, (), some) for family, some in scores.items()]
     console.print(learner_table("unseen shapes and whole iterations", lines))
     device = ", ".join(sorted(set(rows["gpu"])))

@@ -62,8 +62,7 @@ def captured(iteration: Iteration) -> ProgramCapture:
 def as_program(plan: CaseResult, rows: pd.DataFrame) -> CaseResult:
     """The result of a plan with the forecast of its captured program in place of the plan's."""
     mine = rows[(rows["case"] == plan.case) & (rows["plan"] == plan.plan)].iloc[0]
-    names = ("batch", "seq")
-    sizes: Row = {name: int(mine[name]) for name in names}
+    sizes: Row = {name: int(mine[name]) for name in ("batch", "seq")}
     program = captured(Iteration(case=plan.case, plan=plan.plan, **sizes))
     found = forecast_program(program, find_target(str(mine["gpu"])))
     return replace(

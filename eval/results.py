@@ -10,8 +10,10 @@ import pandas as pd
 from rich.table import Table
 
 from itercast.learners.train import errors
+from itercast.microbench.store import Row
 
 COVERAGE = "coverage_pct"  # share of measured iterations that their 80 % intervals cover
+ITERATIONS = "whole iterations"  # a line of tables by op family
 RETEST = "noise_floor_pct"  # median difference of two measurements of the same
 COLUMNS = {  # of error tables
     "median": "median_ape_pct",
@@ -63,6 +65,13 @@ class CaseResult:
         return "-" if self.retest_ape_pct is None else f"{self.retest_ape_pct:.1f}"
 
     @property
+    def cells(self) -> list[str]:
+        """Predicted and measured ms, the error, that of a retest and the share without a model."""
+        times = [f"{us / 1e3:.2f}" for us in (self.predicted_us, self.measured_us)]
+        no_model = f"{100 * self.unmodelled_frac:.1f}"
+        return [*times, f"{self.error_pct:+.1f}", self.retest_text, no_model]
+
+    @property
     def covered(self) -> bool:
         """Whether the measured time is within the forecast's 80 % interval."""
         return self.predicted_us_p10 <= self.measured_us <= self.predicted_us_p90
@@ -71,6 +80,11 @@ class CaseResult:
     def error_pct(self) -> float:
         """Signed error of the forecast in %."""
         return 100 * (self.predicted_us / self.measured_us - 1)
+
+
+def records(rows: pd.DataFrame) -> list[Row]:
+    """Rows as mappings by column."""
+    return [{str(k): v for k, v in row.items()} for row in rows.to_dict("records")]
 
 
 def grouped(results: Sequence[CaseResult]) -> dict[str, list[CaseResult]]:

@@ -23,6 +23,7 @@ from itercast.eval.public.left_out import assumptions, fitted_sources
 from itercast.eval.public.left_out_models import TRAINED_ON, sampled, train_without
 from itercast.eval.public.lines import Rows
 from itercast.eval.public.models import captured_step, read_lines, row_target, timed_us
+from itercast.eval.results import records
 from itercast.learners.bundle import SHIPPED
 from itercast.microbench.assumptions import Assumption, leaving_out
 from itercast.microbench.importers.base import positive
@@ -80,8 +81,7 @@ def read_sources(public: Path, only: str, most: int, folder: Path) -> list[Sourc
 
 def captured(rows: Rows) -> Iterator[Row]:
     """The rows whose step can be captured and forecast."""
-    for record in rows.to_dict("records"):
-        asked = {str(name): value for name, value in record.items()}
+    for asked in records(rows):
         try:
             step = captured_step(asked, row_target(asked, SHIPPED).plan)
         except ValueError as exc:

@@ -27,7 +27,7 @@ from itercast.eval.processes import processes
 from itercast.eval.progress import progress_bar
 from itercast.eval.public.lines import ModelLine, Rows, model_lines
 from itercast.eval.public.readers import node_sums_us, read_iterations
-from itercast.eval.results import COVERAGE, LineResult
+from itercast.eval.results import COVERAGE, LineResult, records
 from itercast.learners.train import errors
 from itercast.microbench.hardware.host import host_yaml
 from itercast.microbench.hardware.stack import asked_stack
@@ -171,8 +171,8 @@ def _write_host(path: Path, rows: Rows, bundle: Path) -> str:
 def measured_steps(rows: Rows, bundle: Path) -> list[MeasuredStep]:
     """Published rows as steps that a host can be fitted to."""
     steps = []
-    for record in rows.to_dict("records"):
-        row = {**{str(k): v for k, v in record.items()}, HOST: ""}
+    for record in records(rows):
+        row = {**record, HOST: ""}
         target = row_target(row, bundle)
         step, time_us = captured_step(row, target.plan), float(row["time_us"])
         steps.append(MeasuredStep(label=row["case"], time_us=time_us, step=step, target=target))

@@ -16,7 +16,7 @@ from itercast.eval.public.lines import FIRST_FOLDERS, Rows, model_lines, op_line
 from itercast.eval.public.models import ForecastLine, forecast_lines, judge, read_lines
 from itercast.eval.report.evaluation import Evaluation
 from itercast.eval.report.write import write_pages
-from itercast.eval.results import COVERAGE, CaseResult, LineResult
+from itercast.eval.results import COVERAGE, CaseResult, LineResult, records
 from itercast.microbench.ops import families
 from itercast.microbench.plan import ParallelPlan
 from itercast.microbench.store import Facts
@@ -143,7 +143,7 @@ def _steps(lines: Sequence[ForecastLine]) -> Iterator[Facts]:
     """Rows of lines about a whole step; rows that several lines share are there several times."""
     for x in lines:
         if x.line.part == "step":
-            yield from ({str(k): v for k, v in row.items()} for row in x.rows.to_dict("records"))
+            yield from records(x.rows)
 
 
 def _case(row: Facts) -> CaseResult:

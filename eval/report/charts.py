@@ -16,9 +16,9 @@ import pandas as pd
 from itercast.eval.iteration_parts import PARTS
 from itercast.eval.report.error_parts import ErrorParts
 from itercast.eval.report.intervals import LEVELS
-from itercast.eval.report.op_errors import Groups, kinds, off_log, records
+from itercast.eval.report.op_errors import Groups, kinds, off_log
 from itercast.eval.report.sweeps import Step
-from itercast.eval.results import RETEST, CaseResult, grouped
+from itercast.eval.results import RETEST, CaseResult, grouped, records
 from itercast.microbench.store import Facts
 
 Json = object  # plain values

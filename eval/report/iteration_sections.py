@@ -19,18 +19,11 @@ def iteration_section(results: Sequence[CaseResult]) -> Section:
         for name, group in grouped(results).items()
     ]
     head = ["case", "predicted ms", "80 % interval", "measured ms", "error %", "retest %"]
-    rows = [
-        [
-            r.label,
-            f"{r.predicted_us / 1e3:.2f}",
-            f"{r.predicted_us_p10 / 1e3:.2f} to {r.predicted_us_p90 / 1e3:.2f}",
-            f"{r.measured_us / 1e3:.2f}",
-            f"{r.error_pct:+.1f}",
-            r.retest_text,
-            f"{100 * r.unmodelled_frac:.1f}",
-        ]
-        for r in results
-    ]
+    rows = []
+    for r in results:
+        predicted, *others = r.cells
+        interval = f"{r.predicted_us_p10 / 1e3:.2f} to {r.predicted_us_p90 / 1e3:.2f}"
+        rows.append([r.label, predicted, interval, *others])
     return Section(
         anchor="iterations",
         title="Predicted against measured iterations",

@@ -8,10 +8,10 @@ from functools import cache
 import numpy as np
 import pandas as pd
 
-from itercast.eval.results import RETEST
+from itercast.eval.results import RETEST, records
 from itercast.learners.train import errors
 from itercast.microbench.ops import families
-from itercast.microbench.store import Facts, Row
+from itercast.microbench.store import Facts
 
 KIND_NAMES = {
     "matrix": "matrix products",
@@ -108,11 +108,6 @@ def off_log(ops: pd.DataFrame) -> np.ndarray:
     """By how much each forecast is off, as the absolute logarithm of predicted / measured."""
     ratio = ops["predicted_us"].to_numpy() / ops["measured_us"].to_numpy()
     return np.asarray(np.abs(np.log(ratio)))
-
-
-def records(ops: pd.DataFrame) -> list[Row]:
-    """Rows as mappings by column."""
-    return [{str(k): v for k, v in row.items()} for row in ops.to_dict("records")]
 
 
 def worst(ops: pd.DataFrame, count: int) -> pd.DataFrame:

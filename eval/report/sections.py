@@ -8,14 +8,14 @@ from itercast.eval.report import charts
 from itercast.eval.report.blocks import Device, Section, Table, Tile, number
 from itercast.eval.report.intervals import LEVELS, at_stated, coverage_pct
 from itercast.eval.report.iteration_sections import iteration_section, waterfall_section
-from itercast.eval.report.op_errors import records, scores, worst
+from itercast.eval.report.op_errors import scores, worst
 from itercast.eval.report.op_sections import (
     condition_section,
     family_section,
     learner_section,
     ops_section,
 )
-from itercast.eval.results import RETEST, CaseResult, grouped, summary
+from itercast.eval.results import RETEST, CaseResult, grouped, records, summary
 
 WORST = 10
 UNSURE_FRAC = 0.1  # of an iteration that no model covers, or that is assumed, is a reason

@@ -10,7 +10,7 @@ import pandas as pd
 
 from itercast.eval.compare import console, results_table
 from itercast.eval.ranking import ranking_metrics
-from itercast.eval.report.blocks import Device, Tile
+from itercast.eval.report.blocks import Device
 from itercast.eval.report.evaluation import FILE, Evaluation, machine_of
 from itercast.eval.report.page import render
 from itercast.eval.report.sections import sections, tiles
@@ -70,7 +70,9 @@ def write_pages(folder: Path, replay: bool = False) -> Path:
         others = {d.name: f"../{d.name}/{PAGE}" for d in devices if d is not device}
         _write(folder / device.name / PAGE, device, found.machine, others)
     links = {d.name: f"{d.name}/{PAGE}" for d in devices}
-    page = render("All devices", _overview(devices), [], found.machine, links)
+    first = {device.name: tiles(device)[0] for device in devices}
+    shown = [replace(tile, label=f"{name}: {tile.label}") for name, tile in first.items()]
+    page = render("All devices", shown, [], found.machine, links)
     write_atomic(folder / PAGE, page.encode())
     return folder / PAGE
 
@@ -102,12 +104,6 @@ def _write(
     page = render(title, tiles(device), sections(device), machine, links)
     write_atomic(path, page.encode())
     return path
-
-
-def _overview(devices: Sequence[Device]) -> list[Tile]:
-    """The first headline number of every device."""
-    named = [(device.name, tiles(device)[0]) for device in devices]
-    return [replace(tile, label=f"{name}: {tile.label}") for name, tile in named]
 
 
 def rewrite(reports: Path) -> list[Path]:

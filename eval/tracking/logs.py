@@ -43,7 +43,7 @@ def log_evaluation(
     run = store.log_run(client, place, name, tags, {**metrics, **cases})
     client.log_artifacts(run, str(folder))
     latest = f"[Report of the latest comparison](#/experiments/{place}/runs/{run}/artifacts)"
-    store.describe(client, ITERATIONS, store.note(ITERATIONS, latest=latest))
+    client.set_experiment_tag(place, store.NOTE, store.note(ITERATIONS, latest=latest))
 
 
 def log_bench(scores: Sequence[tuple[str, str, str, Mapping[str, float]]], folder: Path) -> None:

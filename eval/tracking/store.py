@@ -100,11 +100,6 @@ def note(name: str, **facts: str) -> str:
     return text.format(**facts) if facts else text
 
 
-def describe(client: Any, name: str, note: str) -> None:
-    """Set the description of an experiment."""
-    client.set_experiment_tag(client.get_experiment_by_name(name).experiment_id, NOTE, note)
-
-
 def addresses(uri: str) -> list[str]:
     """Name and address, on the server ``uri``, of every experiment of learners."""
     found = connect().search_experiments(order_by=["last_update_time DESC"])

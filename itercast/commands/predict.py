@@ -74,7 +74,11 @@ def predict(
         write_trace(trace, timeline_of(step, target))
     if policy is not None:
         _write_policy(policy, step, target)
-    noisy = _spread(found, target) if spread else None
+    noisy: Spread | None = None
+    if spread:
+        from itercast.compose.spread import SIGMA, step_spread
+
+        noisy = step_spread(found, SIGMA["cpu" if target.gpu.kind == "cpu" else "gpu"])
     _print(question.name, found, noisy, as_json=as_json, explain=explain_assumptions)
 
 
@@ -103,13 +107,6 @@ def _say_whole_matrix(step: StepCapture, replicas: int) -> None:
         size = f"{p.rows:,} x {p.cols:,} with {p.nnz:,} values"
         text = f"each of {replicas} replicas has a sparse matrix of its own, of {size}"
         typer.echo(f"itercast: {text}; the plan key cut=SHARE cuts one among them", err=True)
-
-
-def _spread(found: Forecast, target: Target) -> Spread:
-    """The spread of a step over the ranks of its plan."""
-    from itercast.compose.spread import SIGMA, step_spread
-
-    return step_spread(found, SIGMA["cpu" if target.gpu.kind == "cpu" else "gpu"])
 
 
 def _write_policy(path: Path, step: StepCapture, target: Target) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from itercast.eval.speed import timed_s
-from itercast.learners.bundle import SHIPPED_CPU, Bundle
 
 
 def test_a_process_is_timed() -> None:
@@ -26,7 +25,3 @@ def test_a_bundle_that_is_not_there_is_one_line_and_exit_code_2(tmp_path: Path) 
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1 and "no readable bundle.json" in done.stderr
-
-
-def test_speed_is_measured_on_a_bundle_that_ships() -> None:
-    assert [gpu.kind for gpu in Bundle.load(SHIPPED_CPU).gpus.values()] == ["cpu"]

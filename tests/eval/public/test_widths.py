@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from itercast.eval.public.widths import by_source, coverage, half_width, log_errors
+from itercast.eval.public.widths import by_source, coverage, half_width
 
 
 def test_a_source_has_one_vote_however_much_it_measured() -> None:
@@ -29,8 +29,3 @@ def test_each_source_is_judged_by_what_the_others_say() -> None:
     assert found.loc["b", "half_width"] == pytest.approx(0.79)
     assert found.loc["b", "covered_pct"] == pytest.approx(16)
     assert found.loc["a", "covered_pct"] == 100
-
-
-def test_errors_are_logs_of_measured_over_forecast() -> None:
-    found = log_errors(pd.Series(["x"]), pd.Series([110.0]), pd.Series([100.0]))
-    assert found.to_dict() == {"x": pytest.approx(np.log(1.1))}
