@@ -9,6 +9,7 @@ import pandas as pd
 
 from itercast.compose.candidates import Search
 from itercast.compose.capture_model import capture
+from itercast.compose.forecast import Forecast
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
@@ -23,6 +24,14 @@ GPU = Gpu(
     link_bytes_per_s=1e11,
     pcie_bytes_per_s=1e10,
 )
+
+
+def forecast_of(**facts: Any) -> Forecast:
+    """A forecast of these facts, all others 0 or empty."""
+    zeros = dict.fromkeys(Forecast.__dataclass_fields__, 0.0)
+    text = dict.fromkeys(("gpu", "plan", "bundle", "host", "stack", "network"), "")
+    tables = ("by_family_us", "idle_by_us", "assumed_by_us", "memory_by_bytes", "lengths")
+    return Forecast(**{**zeros, **text, **{name: {} for name in tables}, **facts})
 
 
 def tensor(storage: int, *shape: int, dtype: str = "fp32") -> TensorSpec:

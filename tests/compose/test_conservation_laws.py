@@ -11,6 +11,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
 from itercast.microbench.ops import find_family
 from itercast.microbench.plan import ParallelPlan
 
+HALVES = replace(GPU, peak_flops_per_s={"fp32": 1e12, "bf16": 1e12}, l2_bytes=1e6)
 BATCH, SEQ, WIDTH, HEADS, VOCAB = 2, 16, 64, 8, 192
 SIZES = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": HEADS}
 GATED = {**SIZES, "intermediate_size": 2 * WIDTH, "num_key_value_heads": HEADS}
@@ -244,9 +246,8 @@ def test_recomputation_is_one_more_forward(name: str, text: str) -> None:
     """Of each block, up to the last result that backward reads; under autocast and compiled too."""
     plan = ParallelPlan.parse(f"{text},amp,recompute=full".strip(","))
     found = with_engine(step(name, "sdpa", True), "compile")
-    gpu = GPU.__class__(name="g", peak_flops_per_s={"fp32": 1e12, "bf16": 1e12}, l2_bytes=1e6)
-    book = PriceBook(Flat(), gpu, 0)
-    made = price_model(found, plan, book, cluster(plan, gpu))
+    book = PriceBook(Flat(), HALVES, 0)
+    made = price_model(found, plan, book, cluster(plan, HALVES))
     for block in made.layers[1:-1]:
         once, again = (
             sum(op.family == "gemm" for op in ops) for ops in (block.forward, block.backward)
@@ -268,9 +269,8 @@ def test_autocast_and_compile_change_no_product(name: str, text: str) -> None:
         for m in (mixed, launched)
     ]
     assert moved[1] < moved[0]
-    gpu = GPU.__class__(name="g", peak_flops_per_s={"fp32": 1e12, "bf16": 1e12}, l2_bytes=1e6)
     found = rank_graph(
-        with_engine(step(name, "eager", True), "compile"), ParallelPlan.parse(text), gpu
+        with_engine(step(name, "eager", True), "compile"), ParallelPlan.parse(text), HALVES
     )
     assert work(found.capture) == work(mixed)
 

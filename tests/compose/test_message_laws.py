@@ -15,7 +15,7 @@ from itercast.compose.pricing.collectives import Message, cluster, price_message
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.simulate.rank_program import RankProgram
 from itercast.compose.simulate.stage_rank import memory, stage_messages, stages_of
-from itercast.microbench.hardware.node import Node, load_node
+from itercast.microbench.hardware.node import load_node
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.plan import ParallelPlan
 
@@ -137,22 +137,6 @@ def test_a_stage_gathers_what_it_shards_after_its_update(zero: int, nbytes: int)
 
 
 ACTIVATION = 4 * 64 * 96 * 4  # samples, tokens, width, bytes of fp32: gpt-s
-
-
-def messages_us(text: str, node: Node | None = None) -> float:
-    """Time of collectives of the slowest rank of a small GPT."""
-    return outcome("gpt", text, node=node).tally.us.get("collective", 0.0)
-
-
-def test_stages_send_each_micro_batch_forth_and_back() -> None:
-    """One activation forth, its gradient back, at 1 us per KiB; the tied table is reduced once."""
-    whole = rank_for("gpt", "")
-    tied = sum(p.nbytes for p in whole.model.graph.tied) / KIB
-    assert whole.layers[1].layer.output_bytes == ACTIVATION
-    for micro in (1, 2, 4):
-        assert messages_us(f"pp=2,micro={micro}") == pytest.approx(
-            2 * micro * ACTIVATION / KIB + tied
-        )
 
 
 def boundary(text: str, gpu: Gpu = GPU) -> dict[str, float]:

@@ -12,30 +12,23 @@ from statistics import NormalDist
 import numpy as np
 import pandas as pd
 import pytest
-from plan_case import GPU
+from plan_case import GPU, forecast_of
 from public_data import PUBLIC, needs_public
 from typer.testing import CliRunner
 
 from itercast.__main__ import app
-from itercast.compose.forecast import Forecast
 from itercast.compose.spread import SIGMA, Spread, mean_slowdown, slowest_deviate, step_spread
 from itercast.learners.bundle import Bundle
 from itercast.microbench.store import read_rows
 
 ROOT = Path(__file__).parents[2]
 
-FOUND = Forecast(  # 70 us of kernels, 10 of the host, 15 of messages, 5 of bubble
-    **dict.fromkeys(("gpu", "plan", "bundle"), ""),
-    **dict.fromkeys(("iteration_us_p10", "iteration_us_p90", "host_us", "comm_us"), 0.0),
-    **dict.fromkeys(("samples_per_s", "tokens_per_s", "mfu_frac", "unmodelled_frac"), 0.0),
+FOUND = forecast_of(  # 70 us of kernels, 10 of the host, 15 of messages, 5 of bubble
     iteration_us=100.0,
     compute_us=70.0,
     exposed_comm_us=15.0,
     idle_us=15.0,
     idle_by_us={"host": 10.0, "bubble": 5.0, "waiting": 0.0},
-    memory_bytes=0,
-    assumed_frac=0.0,
-    by_family_us={},
 )
 
 

@@ -62,20 +62,6 @@ def test_errors_by_hand() -> None:
     assert found["bias_pct"] == pytest.approx(0)
 
 
-def test_a_bundle_prices_the_same_after_a_round_trip(bundle: Path, tmp_path: Path) -> None:
-    rows = pd.DataFrame([asdict(p) for p in islice(gemm.sweep(), 50)]).assign(gpu="toy")
-    first = Bundle.load(bundle)
-    first.save(tmp_path / "copy")
-    second = Bundle.load(tmp_path / "copy")
-    pd.testing.assert_frame_equal(first.price("gemm", rows), second.price("gemm", rows))
-    assert not list(bundle.glob("*.pkl"))
-
-
-def test_extrapolation_is_flagged(bundle: Path) -> None:
-    rows = pd.DataFrame([asdict(gemm.Gemm(m=10**6, n=64, k=64))]).assign(gpu="toy")
-    assert not Bundle.load(bundle).price("gemm", rows)["in_envelope"].any()
-
-
 def test_price_keeps_rows_and_adds_columns(bundle: Path, data: Path, tmp_path: Path) -> None:
     source = next(data.rglob("part-*.parquet"))
     write_forecasts(read_file(source), Bundle.load(bundle), tmp_path / "out.parquet")

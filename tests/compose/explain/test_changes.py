@@ -7,29 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from plan_case import forecast_of
 from typer.testing import CliRunner
 
 from itercast.__main__ import app
 from itercast.compose.explain.changes import HARDWARE, Change, changes
 from itercast.compose.explain.time_parts import hot_ops, time_parts
-from itercast.compose.forecast import Forecast
 from itercast.compose.predict import prepare
 from itercast.compose.target import forecast_step
 
 H100 = "h100-sxm-80gb"
 
 
-def forecast_of(**facts: object) -> Forecast:
-    """A forecast of 20 us with some of its facts changed."""
-    zeros = dict.fromkeys(Forecast.__dataclass_fields__, 0.0)
-    text = dict.fromkeys(("gpu", "plan", "bundle", "host", "stack", "network"), "")
-    tables = {name: {} for name in ("idle_by_us", "assumed_by_us", "memory_by_bytes")}
-    return Forecast(**{**zeros, **text, **tables, "iteration_us": 20.0, **facts})  # type: ignore[arg-type]
-
-
 def test_parts_by_hand() -> None:
     """10 us of ops take 12 beside messages, 3 of messages stay, 5 wait: 20 in all."""
     found = forecast_of(
+        iteration_us=20.0,
         compute_us=12.0,
         exposed_comm_us=3.0,
         by_family_us={"gemm": 7.0, "norm": 3.0, "collective": 9.0},
