@@ -3,6 +3,7 @@
 - Forward: the maximum, x - maximum, exp, sum, exp / sum. The label's logit and the logarithm are
   one number per token.
 - Backward: the softmax times the gradient of each token's loss.
+- Each result overwrites what it is made of.
 
 Source: megatron/core/tensor_parallel/cross_entropy.py in https://github.com/NVIDIA/Megatron-LM.
 These calls stay apart unless the option cross_entropy_loss_fusion is set, which it is not by
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from itercast.compose.graph.rewrite import StepBuilder, fresh_storages
+from itercast.compose.graph.rewrite import StepBuilder, fresh_storages, with_tensors
 from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
 
 SOFTMAX = "aten._log_softmax.default"
@@ -22,6 +23,8 @@ LABELS = "aten.nll_loss_forward.default"
 LABELS_BACKWARD = "aten.nll_loss_backward.default"
 SOFTMAX_BACKWARD = "aten._log_softmax_backward_data.default"
 CAST = "aten._to_copy.default"
+SHIFTED, EXPONENTIALS, QUOTIENT = "aten.sub.Tensor", "aten.exp.default", "aten.div.Tensor"
+IN_PLACE = (SHIFTED, EXPONENTIALS, QUOTIENT, "aten.mul.Tensor")
 PRECISE = "fp32"
 
 
@@ -34,11 +37,12 @@ def over_logits(capture: StepCapture) -> Callable[[OpCall], bool]:
 def stepwise_cross_entropy(capture: StepCapture) -> StepCapture:
     """Returns the step with Megatron-LM's calls in place of torch's log-softmax and its backward.
 
-    Under tensor parallelism the forward calls stand there already
-    (``itercast.compose.parallel.parallel_loss``).
+    Under tensor parallelism torch's forward calls stand there already
+    (``itercast.compose.parallel.parallel_loss``); the last one becomes Megatron-LM's.
     """
     made, fresh, logits = StepBuilder(capture), fresh_storages(capture), _logits(capture)
     skipped = 0  # calls of a backward pass that one product stands for
+    exponentials: TensorSpec | None = None
     for i, call in enumerate(capture.calls):
         if skipped:
             skipped -= 1
@@ -48,11 +52,30 @@ def stepwise_cross_entropy(capture: StepCapture) -> StepCapture:
         elif call.op == LABELS_BACKWARD:
             run = _gradient_calls(capture.calls[i:], logits)
             calls, skipped = list(_backward(run, fresh)), len(run) - 1
+        elif call.op == SHIFTED and exponentials and _size(call.outputs[0]) in logits:
+            calls = [replace(call, op=QUOTIENT, args=(exponentials, call.args[1]))]
         else:
             calls = [call]
+        if call.op == EXPONENTIALS and _size(call.outputs[0]) in logits:
+            exponentials = call.outputs[0]
         made.calls += calls[:-1]
         made.add(i, calls[-1])
-    return made.step()
+    return _in_place(made.step(), logits)
+
+
+def _in_place(capture: StepCapture, logits: set[tuple[int, int]]) -> StepCapture:
+    """The step whose passes over logits write over an input that no later call reads."""
+    last = {t.storage: i for i, c in enumerate(capture.calls) for t in c.tensors()}
+    into: dict[int, int] = {}  # storage of a result -> that of what it overwrites
+    calls = []
+    for i, call in enumerate(capture.calls):
+        if call.op in IN_PLACE and _size(out := call.outputs[0]) in logits:
+            for t in call.tensors():
+                if (_size(t), t.dtype) == (_size(out), out.dtype) and last[t.storage] == i:
+                    into[out.storage] = into.get(t.storage, t.storage)
+        tensors = (t for t in (*call.tensors(), *call.outputs) if t.storage in into)
+        calls.append(with_tensors(call, {t: replace(t, storage=into[t.storage]) for t in tensors}))
+    return replace(capture, calls=tuple(calls))
 
 
 def _logits(capture: StepCapture) -> set[tuple[int, int]]:

@@ -16,7 +16,7 @@ from itertools import pairwise
 from math import prod
 
 from itercast.compose.graph.identity_cache import cached_by_identity
-from itercast.compose.graph.rewrite import StepBuilder
+from itercast.compose.graph.rewrite import StepBuilder, with_tensors
 from itercast.microbench.opcall import Argument, OpCall, StepCapture, TensorSpec
 from itercast.microbench.ops.memory.elementwise_names import ALLOCATIONS, SAME_AS
 
@@ -35,9 +35,19 @@ NHWC_OPS = tuple(
 )
 
 
+def with_byte_masks(capture: StepCapture) -> StepCapture:
+    """Returns the step with dropout masks of one byte per element, as GPUs keep them."""
+    masks = {c.args[0].storage for c in capture.calls if _name(c) == "bernoulli_"}
+    if not masks:
+        return capture
+    tensors = {t for c in capture.calls for t in (*c.tensors(), *c.outputs) if t.storage in masks}
+    change = {t: replace(t, dtype="bool") for t in tensors}
+    return replace(capture, calls=tuple(with_tensors(c, change) for c in capture.calls))
+
+
 @cached_by_identity
 def with_cuda_variants(capture: StepCapture) -> StepCapture:
-    """Returns the step as a GPU runs it.
+    """Returns the step as a GPU runs it, from one ``with_byte_masks``.
 
     Where the call that completes a parameter's gradient (``ready_after``) is removed, the last call
     kept before it takes its place.
@@ -86,7 +96,7 @@ def _on_gpu(call: OpCall, masks: set[int]) -> Iterator[OpCall]:
         yield call
         return
     data = tuple(t for t in call.tensors() if t.storage not in masks)[:1]
-    mask = TensorSpec(shape=call.outputs[0].shape, dtype="bool")
+    mask = next(t for t in call.tensors() if t.storage in masks)
     if call.phase == "backward":
         op, args, outputs = "native_dropout_backward", (*data, mask), call.outputs
     else:

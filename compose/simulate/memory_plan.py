@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.compose.pricing.optimizer import OUTER_COPIES, STATE_COPIES
 from itercast.compose.simulate.data_parallel import Strategy, strategy
+from itercast.microbench.hardware.stack import Held
+from itercast.microbench.opcall import ITEMSIZE_BYTES
 from itercast.microbench.plan import ParallelPlan
 
+PRECISE_BYTES = 4  # of fp32
 Run = tuple[PricedLayer, int]
 Moment = tuple[int, int, int]
 
@@ -19,7 +24,7 @@ class Sizes:
     """Bytes of a rank's layers; plans that give a rank the same layers share them.
 
     ``layers`` are in forward order; ``runs``: the same, each with how often it is there in a row;
-    ``matrices``: bytes of parameters that Muon updates.
+    ``matrices``: bytes of parameters that Muon updates; ``by_dtype``: bytes of trained ones.
     """
 
     layers: tuple[PricedLayer, ...]
@@ -27,17 +32,36 @@ class Sizes:
     parameters: int
     trained: int
     matrices: int
+    by_dtype: Mapping[str, int]
 
     @classmethod
     def of(cls, runs: Sequence[Run]) -> Sizes:
         """Sizes of these layers."""
+        by_dtype = Counter[str]()
+        for x, n in runs:
+            for p in x.layer.trained:
+                by_dtype[p.dtype] += p.nbytes * n
         return cls(
             layers=tuple(x for x, n in runs for _ in range(n)),
             runs=tuple(runs),
             parameters=sum(x.layer.parameter_bytes * n for x, n in runs),
             trained=sum(x.layer.trained_bytes * n for x, n in runs),
             matrices=sum(p.nbytes * n for x, n in runs for p in x.layer.trained if p.matrix),
+            by_dtype=by_dtype,
         )
+
+    def held(self, held: Mapping[str, Held], copies: int) -> tuple[int, int]:
+        """Bytes of gradients, and of the optimizer's state of so many ``copies`` of parameters.
+
+        Without an entry in ``held`` for their dtype both are in that dtype.
+        """
+        gradients, kept = 0, copies * self.trained - (self.matrices if copies else 0)
+        for dtype, nbytes in self.by_dtype.items():
+            one, size = held.get(dtype), ITEMSIZE_BYTES[dtype]
+            gradients += nbytes * one.gradient // size if one else nbytes
+            wider = one.copies + copies * (PRECISE_BYTES - size) if one else 0
+            kept += nbytes * wider // size
+        return gradients, kept
 
 
 def rank_memory(
@@ -47,31 +71,38 @@ def rank_memory(
     update_share: float = 0.0,
     others: float = 0.0,
     matrix_bytes: int = 0,
+    held: Mapping[str, Held] = MappingProxyType({}),
 ) -> dict[str, int]:
     """Bytes of parameters, gradients, optimizer, activations, buckets and temporary tensors.
 
     ``update_share``: temporary bytes of the optimizer's step over bytes of gradients;
     ``matrix_bytes``: those of one matrix that Muon updates. ``others``: bytes of other
     micro-batches' activations, which a pipeline has in flight. Offloaded state is
-    there in the optimizer's step alone. Not counted: the allocator's rounding, workspaces, the
-    CUDA context.
+    there in the optimizer's step alone. ``held``: what the software holds of a parameter, by dtype;
+    then gradients are summed in a buffer from which they are sent, and zero=1 shards the optimizer
+    alone. Not counted: the allocator's rounding, workspaces, the CUDA context.
     """
     how, n = strategy(plan), plan.shards
+    buffered = not held.keys().isdisjoint(sizes.by_dtype)
+    if buffered:
+        how = replace(how, buckets=False, by_layer=how.by_layer and plan.zero > 1)
+    summed, state = sizes.held(held, STATE_COPIES[optimizer])
     trained, sharded, shards = sizes.trained, 0, 0
     if how.by_layer:
         for x, count in sizes.runs:
             of = x.layer.trained if how.frozen_whole else x.layer.replicated
             sharded += sum(p.nbytes for p in of) * count
             shards += x.layer.padded_bytes(n, trained=how.frozen_whole) // n * count
-    state = (STATE_COPIES[optimizer] * trained - sizes.matrices) // (n if how.share_update else 1)
+    state //= n if how.share_update else 1
     outer = OUTER_COPIES * trained // (n if how.by_layer else 1) if how.outer else 0
     fetched = state if how.offload == "optimizer" else 0  # for the update alone
-    kept = trained // (n if how.share_gradients else 1)
+    kept = summed // (n if how.share_gradients else 1)
     by_element = (trained - sizes.matrices) / (n if how.share_update else 1)
     made = max(round(update_share * by_element), matrix_bytes)
     packed = trained if how.every and not how.by_layer else 0  # to be averaged after the update
     updating = (kept, 0, max(made + fetched, packed))
-    moments = _moments(sizes, plan, how, round(others))
+    first = kept if buffered or plan.microbatches > 1 else None
+    moments = _moments(sizes, plan, how, round(others), first)
     gradients, activations, temporary = max(updating, *moments, key=sum)
     return {
         "parameters": sizes.parameters - sharded + shards,
@@ -83,13 +114,15 @@ def rank_memory(
     }
 
 
-def _moments(sizes: Sizes, plan: ParallelPlan, how: Strategy, others: int) -> Iterator[Moment]:
+def _moments(
+    sizes: Sizes, plan: ParallelPlan, how: Strategy, others: int, kept: int | None
+) -> Iterator[Moment]:
     """(gradients, activations, temporary) bytes where their sum may be most in a micro-batch.
 
     Of equal layers in a row the first and the last are enough: all changes in proportion.
+    ``kept``: bytes of gradients that are there before it; None: they are made in it.
     """
-    later = plan.microbatches > 1
-    made = sizes.trained // (plan.shards if how.share_gradients else 1) if later else 0
+    later, made = kept is not None, kept or 0
     offloaded = how.offload == "activations"  # all but those of two layers are in host memory
     saved = sorted(x.saved_bytes for x, n in sizes.runs for _ in range(min(n, 2)))
     level = sum(saved[-2:]) if offloaded else others

@@ -99,7 +99,7 @@ def stage_memory(rank: Rank, optimizer: str) -> list[dict[str, int]]:
         held = in_flight(plan.schedule, plan.pp, r, plan.microbatches, plan.virtual)
         others = sum((n - 1) * nbytes for n, nbytes in zip(held, saved, strict=True))
         update = (graph.update_share, max(0, others), graph.matrix_bytes)
-        found = rank_memory(sizes, plan, optimizer, *update)
+        found = rank_memory(sizes, plan, optimizer, *update, stack_of_row(rank.book.stack).held)
         found["activations"] += graph.input_bytes
         by_rank.append(found)
     return by_rank

@@ -42,6 +42,7 @@ MEASURED = {"step": "time_us", "backward": "backward_us", "memory": "memory_byte
 INTERVAL = ("step_p10", "step_p90")  # bounds of the 80 % interval of a step in us
 HOST = "host_file"
 CALIBRATED_ON = 32  # models, or cases of a machine
+OF_ROWS = ("backward_us", "workspace_bytes")  # what was measured, too
 OF_BUILDERS = ("problem_source", "rows", "cols", "inner", "timer")  # what describes other models
 ASSUMED = "assumed_frac"  # share of a step that rests on assumed numbers
 
@@ -93,7 +94,7 @@ def add_forecasts(rows: Rows, bundle: Path, known: dict[object, Answer], pool: E
     Rows that cannot be forecast are left out, counted by reason and printed. ``known`` keeps the
     forecasts of earlier lines.
     """
-    names = [c for c in (*ASKED, "hf_config", "backward_us", HOST, *OF_BUILDERS) if c in rows]
+    names = [c for c in (*ASKED, "hf_config", *OF_ROWS, HOST, *OF_BUILDERS) if c in rows]
     asked = rows[names].to_dict("records")
     keys = [tuple(map(str, values.values())) for values in asked]
     new = {k: v for k, v in zip(keys, asked, strict=True) if k not in known}
@@ -130,7 +131,8 @@ def _answer(bundle: Path, asked: Facts) -> Answer:
         return str(exc)[:120]
     share = step_us / whole.iteration_us
     bounds_us = (whole.iteration_us_p10 * share, whole.iteration_us_p90 * share)
-    parts = {"step": step_us, "backward": backward_us, "memory": float(whole.memory_bytes)}
+    memory = whole.memory_bytes + float(np.nan_to_num(asked.get("workspace_bytes", 0.0)))
+    parts = {"step": step_us, "backward": backward_us, "memory": memory}
     bounds = dict(zip(INTERVAL, bounds_us, strict=True))
     return {**parts, **bounds, ASSUMED: whole.assumed_frac, **parts_us(whole)}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,18 @@ class TableSoftware:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Bytes that a rank holds of a parameter beside the parameter itself.
+
+    ``gradient``: of its summed gradient, in one buffer from the start, which messages are sent
+    from; ``copies``: of copies in fp32 for the optimizer, whose states are in fp32, too.
+    """
+
+    gradient: int
+    copies: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
     """Software that is forecast, or that rows were measured with.
 
@@ -44,7 +56,7 @@ class Stack:
     ``similar``: software whose rows are taken where it has none; ``words``: other names of it.
     ``recomputes``: how much of a layer runs again under full recomputation, NEEDED or WHOLE.
     ``released``: the date of a release, YYYY-MM-DD. ``waits``: whether its host waits for each
-    message of a pipeline that is not interleaved.
+    message of a pipeline that is not interleaved. ``held``: what it holds of a parameter, by dtype.
     """
 
     name: str
@@ -56,6 +68,7 @@ class Stack:
     source: str = ""
     released: str = ""
     waits: bool = False
+    held: Mapping[str, Held] = field(default_factory=dict)
 
     def attention_on(self, gpu: Gpu) -> str:
         """The attention kernel that it takes on a GPU in 16 bit."""

@@ -185,8 +185,15 @@ def loss_step(dtype: str = "fp32", *, cut: bool = False) -> StepCapture:
     back = [call("_log_softmax_backward_data.default", [gy, y], dx, "backward")]
     back = [replace(back[0], args=(gy, y, 1))]
     if cut:
-        maximum = tensor(6, 4, 1)
-        forward = [call("amax.default", [x], maximum), call("sub.Tensor", [x, maximum], y)]
+        maximum, total, shifted, exp = (
+            tensor(6, 4, 1),
+            tensor(11, 4, 1),
+            tensor(12, 4, 8),
+            tensor(13, 4, 8),
+        )
+        forward = [call("amax.default", [x], maximum), call("sub.Tensor", [x, maximum], shifted)]
+        forward += [call("exp.default", [shifted], exp), call("sum.dim_IntList", [exp], total)]
+        forward += [call("sub.Tensor", [shifted, total], y)]
         back = [call(f"{op}.Tensor", [gy, y], dx, "backward") for op in ("add", "mul")]
     calls = (
         call("mm.default", [tensor(7, 4, 2), tensor(8, 2, 8)], x),
@@ -214,6 +221,8 @@ def test_megatrons_cross_entropy_passes_over_the_logits_ten_times() -> None:
     assert [t.nbytes for t in found.calls[7].tensors()] == [128, 16]  # and one number per token
     assert found.calls[8].args[1] == found.calls[7].outputs[0]
     assert found.parameters[0].ready_after == 8
+    wide = [t for c in found.calls[:8] for t in (*c.tensors(), *c.outputs) if t.nbytes == 128]
+    assert {t.storage for t in wide} == {0}  # each pass overwrites the one before
 
 
 def test_half_precision_logits_are_cast_to_fp32_and_their_gradient_back() -> None:
@@ -224,9 +233,12 @@ def test_half_precision_logits_are_cast_to_fp32_and_their_gradient_back() -> Non
 
 
 def test_tensor_parallel_logits_take_one_product_backward_too() -> None:
-    """The forward calls that tensor parallelism puts there stay, and are not fused either."""
+    """Of the forward calls that tensor parallelism puts there the last one is a quotient, too."""
     found = as_launched(with_engine(loss_step(cut=True), "fused"))
-    assert names(found) == ["mm", "amax", "sub", "nll_loss_forward", "mul", "mm"]
+    chain = ["amax", "sub", "exp", "sum", "div"]
+    assert names(found) == ["mm", *chain, "nll_loss_forward", "mul", "mm"]
+    wide = [t for c in found.calls[:8] for t in (*c.tensors(), *c.outputs) if t.nbytes == 128]
+    assert {t.storage for t in wide} == {0}
 
 
 def test_torch_compile_fuses_the_cross_entropy() -> None:

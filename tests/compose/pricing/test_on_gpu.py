@@ -10,7 +10,11 @@ import pandas as pd
 import pytest
 from unseen_ops import GPU, MODELS, OfFew, learned
 
-from itercast.compose.graph.cuda_variants import with_cuda_variants, with_memory_format
+from itercast.compose.graph.cuda_variants import (
+    with_byte_masks,
+    with_cuda_variants,
+    with_memory_format,
+)
 from itercast.compose.pricing.fallbacks import fallback_parts
 from itercast.compose.pricing.optimizer import scaled_update
 from itercast.compose.pricing.price_book import PriceBook
@@ -39,11 +43,11 @@ def test_dropout_is_one_kernel_with_a_mask_of_bytes() -> None:
         call("mul.Tensor", tensor(3), tensor(1), out=4, phase="backward"),
     )
     weight = ParamSpec(name="w", shape=(1,), dtype="fp32", storage=9, ready_after=5)
-    found = with_cuda_variants(StepCapture(calls=calls, parameters=(weight,)))
+    found = with_cuda_variants(with_byte_masks(StepCapture(calls=calls, parameters=(weight,))))
     names = [c.op.split(".")[1] for c in found.calls]
     assert names == ["native_dropout", "mul", "native_dropout_backward"]
-    assert [t.dtype for t in found.calls[0].outputs] == ["fp32", "bool"]
-    assert [t.dtype for t in found.calls[2].args] == ["fp32", "bool"]
+    for tensors in (found.calls[0].outputs, found.calls[2].args):
+        assert [(t.dtype, t.storage) for t in tensors][1:] == [("bool", 1)]
     assert found.parameters[0].ready_after == 2
 
 
