@@ -4,14 +4,16 @@
 
 MemTracker (FSDPMemTracker for ZeRO) records the third step on a CPU, after two warm-up steps. FSDP2
 runs as rank 0 of two in torch's fake process group, which sends nothing. The trackers do not see
-DDP allocate its buckets, only the first gradient that is copied into each.
+DDP allocate its buckets, only the first gradient that is copied into each; so under DDP torch's
+profiler counts what the CPU's allocator hands out from the start of the program.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Annotated, Any
 
 import typer
@@ -29,13 +31,14 @@ from itercast.microbench.iterations.plan_steps import (
     parallel,
     places_by_layer,
 )
-from itercast.microbench.opcall import StepCapture
+from itercast.microbench.opcall import Places, StepCapture
 from itercast.microbench.plan import ParallelPlan
 from itercast.microbench.programs.capture import capture_program
 from itercast.microbench.slow_imports import dist, torch
 from itercast.microbench.step import StepSettings, make_optimizer
 
 CASES = ("gpt-s", "llama-s", "bert-s", "vit-s", "moe-s", "dlrm-s", "gpt-m", "resnet-m")
+THIRD_STEP = "third step"
 PLANS = (
     "",
     "recompute=full",
@@ -79,13 +82,18 @@ class Training:
     step: Callable[[], None]
 
 
-def _training(chosen: EvalCase, plan: str) -> Training:
+def _kept(chosen: EvalCase, plan: str) -> list[Places]:
+    """The ops that each layer's checkpoint saves under a plan."""
+    return places_by_layer(checkpoint_policy(*_asked(chosen, plan)))
+
+
+def _training(chosen: EvalCase, plan: str, kept: Sequence[Places]) -> Training:
     """A model parallelised by a plan, after two steps. A process group exists."""
     parsed = ParallelPlan.parse(plan)
     given = chosen.inputs(chosen.batch, chosen.seq)
     model = chosen.build()
     if parsed.recompute:
-        checkpoint_layers(model, places_by_layer(checkpoint_policy(*_asked(chosen, plan))))
+        checkpoint_layers(model, kept)
     model, micro = parallel(model, parsed, "cpu")
     optimizer = make_optimizer(list(model.parameters()), "adamw")
 
@@ -103,22 +111,26 @@ def _training(chosen: EvalCase, plan: str) -> Training:
 
 def captured_bytes(chosen: EvalCase, plan: str) -> int:
     """Peak memory in bytes of the same program's third step as it is captured."""
+    kept = _kept(chosen, plan)
 
     def program() -> Callable[[], None]:
         dist.init_process_group("gloo")
-        return _training(chosen, plan).step
+        return _training(chosen, plan, kept).step
 
     return capture_program(program, max(2, ParallelPlan.parse(plan).world_size), [0]).peak_bytes[0]
 
 
 def tracked_bytes(chosen: EvalCase, plan: str) -> int:
-    """Peak memory in bytes that torch's tracker reports for the third step of rank 0."""
+    """Peak memory in bytes of the third step of rank 0, by torch's tracker or its allocator."""
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    zero = ParallelPlan.parse(plan).zero > 0
+    parsed = ParallelPlan.parse(plan)
+    zero = parsed.zero > 0
     _join(fake=zero)
-    training = _training(chosen, plan)
+    if parsed.dp > 1 and not zero:
+        return _allocated_bytes(chosen, plan)
+    training = _training(chosen, plan, _kept(chosen, plan))
     gc.collect()
     if zero:
         tracker: Any = FSDPMemTracker(training.model, training.optimizer)
@@ -128,8 +140,24 @@ def tracked_bytes(chosen: EvalCase, plan: str) -> int:
         tracker.track_external(training.model, training.optimizer, *training.given.values())
     with tracker:
         training.step()
-    torch.distributed.destroy_process_group()
+    dist.destroy_process_group()
     return int(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
+
+
+def _allocated_bytes(chosen: EvalCase, plan: str) -> int:
+    """Peak bytes in the third step that torch's CPU allocator has handed out and not taken back."""
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
+        training = _training(chosen, plan, ())
+        gc.collect()
+        with record_function(THIRD_STEP):
+            training.step()
+    dist.destroy_process_group()
+    events = sorted(run.profiler.kineto_results.events(), key=lambda e: e.start_ns())
+    start = next(i for i, e in enumerate(events) if e.name() == THIRD_STEP)
+    totals = list(accumulate(e.nbytes() if e.name() == "[memory]" else 0 for e in events))
+    return max(totals[start:])
 
 
 def _join(*, fake: bool) -> None:

@@ -8,10 +8,11 @@ a transformer block starts after the residual sum. Equal layers in a row are fol
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from types import MappingProxyType
 
 from itercast.microbench.opcall import ITEMSIZE_BYTES, OpCall, ParamSpec, StepCapture, layer_key
 
@@ -117,6 +118,8 @@ def split_layers(capture: StepCapture) -> list[Layer]:
     forward_cuts = _forward_cuts(capture, starts, lives, edges)
     owners = _owners(capture, names, forward_cuts)
     backward_cuts = _backward_cuts(owners, lives, edges)
+    ends = {i: end for cut in backward_cuts for i, end in _node_ends(calls, cut).items()}
+    held = _lives(capture, edges, ends)
     layers = []
     for i, name in enumerate(names):
         forward, backward = forward_cuts[i : i + 2], backward_cuts[i]
@@ -137,7 +140,7 @@ def split_layers(capture: StepCapture) -> list[Layer]:
                 calls, {p.storage for p in parameters}, edges[0], forward[0], forward[1]
             ),
         )
-        layers.append(_with_bytes(layer, lives, edges))
+        layers.append(_with_bytes(layer, held, edges))
     return _folded(layers, capture)
 
 
@@ -192,8 +195,15 @@ def _forward_starts(capture: StepCapture, edges: tuple[int, int, int]) -> list[t
     return starts
 
 
-def _lives(capture: StepCapture, edges: tuple[int, int, int]) -> list[_Lifetime]:
-    """Returns the lifetimes of storages made in forward or backward; parameters are left out."""
+def _lives(
+    capture: StepCapture,
+    edges: tuple[int, int, int],
+    ends: Mapping[int, int] = MappingProxyType({}),
+) -> list[_Lifetime]:
+    """Returns the lifetimes of storages made in forward or backward; parameters are left out.
+
+    What call i reads lives to the end of call ``ends[i]``.
+    """
     skip = {p.storage for p in capture.parameters} | {-1}
     first: dict[int, int] = {}
     forward: dict[int, int] = {}
@@ -207,10 +217,26 @@ def _lives(capture: StepCapture, edges: tuple[int, int, int]) -> list[_Lifetime]
                 size[t.storage] = max(size.get(t.storage, 0), t.nbytes)
         for t in (*call.tensors(), *call.outputs):
             if t.storage in first:
-                last[t.storage] = i
+                last[t.storage] = ends.get(i, i)
                 if i < edges[1]:
                     forward[t.storage] = i
     return [_Lifetime(first[s], forward.get(s, -1), last[s], size[s]) for s in first]
+
+
+def _node_ends(calls: Sequence[OpCall], backward: tuple[int, int]) -> dict[int, int]:
+    """Returns, by call of a layer's backward, the last one of its autograd node where it is later.
+
+    Until then it holds all that it has saved. Calls in a row that read one gradient are a node's.
+    """
+    ends: dict[int, int] = {}
+    made = {t.storage for c in calls[slice(*backward)] for t in c.outputs}
+    after: set[int] = set()
+    for i in range(backward[1] - 1, backward[0] - 1, -1):
+        read = made & {t.storage for t in calls[i].tensors()}
+        if read & after:
+            ends[i] = ends.get(i + 1, i + 1)
+        after = read
+    return ends
 
 
 def _crossing(spans: Sequence[tuple[int, int, int]], length: int) -> list[int]:

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nested._internal.nested_tensor import NestedTensor
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,
     is_traceable_wrapper_subclass,
     is_traceable_wrapper_subclass_type,
 )
@@ -40,6 +42,7 @@ from itercast.microbench.programs.program import (
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention.default
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
 FLASH_OPS = (FLASH, FLASH_BACKWARD)
+SELECTIVE = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
 EAGER_PYTHON = ("module_call", "view_op", "autograd_node")  # host events of ops run one by one
 LOSS = (torch.ops.aten._log_softmax.default,)  # of logits cut by vocabulary
 
@@ -249,14 +252,20 @@ class ProgramLog(OpLog):
 
 
 class ShardedAttention(WholeAttention):
-    """Logs attention as one op; that of distributed tensors as CUDA's flash attention."""
+    """Logs attention as one op; as CUDA's flash attention that which others are to see.
+
+    These are distributed tensors, and selective checkpoints, which may save its result.
+    """
 
     def __init__(self, log: OpLog) -> None:
         super().__init__(log, eager=False)
 
     def attend(self, mask: Any, options: dict[str, Any], *qkv: Any) -> Any:
         """Attention of queries, keys and values."""
-        if not is_traceable_wrapper_subclass(qkv[0]):
+        seen = mask is None and any(
+            isinstance(m, SELECTIVE) for m in _get_current_dispatch_mode_stack()
+        )
+        if not seen and not is_traceable_wrapper_subclass(qkv[0]):
             return super().attend(mask, options, *qkv)
         if isinstance(qkv[0], NestedTensor):
             return attend_nested(partial(super().attend, mask, options), *qkv)

@@ -16,7 +16,8 @@ from itercast.compose.pricing import host
 from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.compose.simulate.memory_plan import Sizes, rank_memory
 from itercast.microbench.hardware.spec import load_gpu
-from itercast.microbench.opcall import ParamSpec, StepCapture
+from itercast.microbench.hardware.stack import load_stack
+from itercast.microbench.opcall import ITEMSIZE_BYTES, ParamSpec, StepCapture
 from itercast.microbench.plan import ParallelPlan
 
 
@@ -62,6 +63,35 @@ def test_offloaded_state_is_there_in_the_optimizer_s_step_alone() -> None:
 
     assert (peak("", 0), peak("optimizer", 0)) == (950, 750)
     assert (peak("", 10), peak("optimizer", 10)) == (1400, 1400)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "plan", "held"),
+    [
+        ("bf16", "dp=8", 2 + 4 + 12),
+        ("fp16", "dp=8", 2 + 2 + 16),
+        ("bf16", "dp=8,zero=1", 2 + 4 + 12 / 8),
+        ("fp16", "dp=8,zero=1,accumulate=2", 2 + 2 + 16 / 8),
+        ("fp32", "", 4 + 4 + 8),
+    ],
+)
+def test_megatron_holds_fp32_copies_of_half_precision_weights(
+    dtype: str, plan: str, held: float
+) -> None:
+    """8000 weights: one in 16 bit, a summed gradient, fp32 copies and moments, which zero=1 shards.
+
+    Gradients of bf16 are summed in fp32; those of fp16 are copied to fp32. No buckets beside them.
+    With 500 saved and 50 of work in backward.
+    """
+    size = ITEMSIZE_BYTES[dtype]
+    one = block("blocks.0", 8000 * size)
+    weight = replace(one.layer.parameters[0], shape=(8000,), dtype=dtype)
+    one = replace(one, layer=replace(one.layer, parameters=(weight,)))
+    stack = load_stack("megatron-core").held
+    sizes = Sizes.of([(one, 1)])
+    found = rank_memory(sizes, ParallelPlan.parse(plan), "adamw", held=stack)
+    assert sum(found.values()) == 8000 * held + 550
+    assert sum(rank_memory(sizes, ParallelPlan(), "adamw").values()) == 8000 * 4 * size + 550
 
 
 def test_fsdp_gathers_two_layers_and_the_root() -> None:

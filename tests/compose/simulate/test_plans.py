@@ -27,14 +27,8 @@ from itercast.compose.simulate.rank import Lanes
 from itercast.compose.simulate.stages import partition
 from itercast.compose.simulate.timeline import simulate
 from itercast.learners.bundle import Bundle
-<<<<<<< HEAD
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import StepCapture
-=======
-from itercast.microbench.hardware.spec import Gpu, load_gpu
-from itercast.microbench.hardware.stack import load_stack
-from itercast.microbench.opcall import ITEMSIZE_BYTES, OpCall, ParamSpec, StepCapture, TensorSpec
->>>>>>> 9213d45 (Peak memory of Megatron's software: fp32 copies and sums, logits in place, dropout masks of bytes; golden values run the attention and workspaces that their configurations state)
 from itercast.microbench.ops.step.alpha_beta import START_US
 from itercast.microbench.plan import ParallelPlan, micro_batch
 
@@ -299,155 +293,10 @@ def test_embedding_and_head_are_layers_where_stages_need_them(gpt: StepCapture) 
     assert found[0] == [["first", "blocks.0"], ["blocks.0", "last"]]
     assert found[1] == [["first", "blocks.0"], ["blocks.0"], ["last"]]
     assert found[2] == [["first"], ["blocks.0"], ["blocks.0"], ["last"]]
-<<<<<<< HEAD
     assert (
         forecast_for(gpt, "pp=4,micro=8").iteration_us
         > forecast_for(gpt, "pp=2,micro=8").compute_us / 2
     )
-=======
-    assert of("pp=4,micro=8", gpt).iteration_us > of("pp=2,micro=8", gpt).compute_us / 2
-
-
-def test_shards_keep_a_share_of_the_state(gpt: StepCapture) -> None:
-    plain, one, two, three = (of(f"dp=8,zero={z}", gpt).memory_by_bytes for z in range(4))
-    size = sum(p.nbytes for p in gpt.parameters)
-    assert plain["optimizer"] == 2 * size
-    assert one["optimizer"] == two["optimizer"] == three["optimizer"] == 2 * size // 8
-    kept = [of(f"dp=8,zero={z},accumulate=2", gpt).memory_by_bytes["gradients"] for z in (1, 2)]
-    assert kept == [size, size // 8]
-    assert three["parameters"] == size // 8
-
-
-def test_folded_memory_is_the_walk_over_all_calls(gpt: StepCapture) -> None:
-    """But for what forward reads: the walk sees each tensor die, layers their peaks."""
-    runs = [(x, 1) for x in rank("", gpt).layers]
-    found = sum(rank_memory(Sizes.of(runs), ParallelPlan(), "adamw").values())
-    given = input_bytes(gpt)
-    assert found + given == pytest.approx(peak_bytes(gpt, "adamw"), rel=0.005)
-
-
-def block(name: str, nbytes: int, *, late: bool = False) -> PricedLayer:
-    """A layer of so many bytes of weights; it saves 500 and needs 50 more in either pass."""
-    weight = ParamSpec(name=name, shape=(nbytes // 4,), dtype="fp32", storage=1, ready_after=0)
-    sizes = {"saved_bytes": 500, "output_bytes": 0, "from_inputs": late}
-    passes = {
-        "within_forward": Within(peak=550, left=500),
-        "within_backward": Within(peak=50, left=-500),
-        "peak_bytes": 50 + nbytes,
-    }
-    no_calls = {"forward": (0, 0), "backward": (0, 0)}
-    layer = Layer(name=name, parameters=(weight,), **no_calls, **sizes, **passes)
-    ops = dict.fromkeys(("forward", "backward", "accumulate", "into_bucket", "out_of_bucket"), ())
-    times = {
-        "launches": host.Launches(python_us=0.0, usual_us=0.0, alone_us=0.0),
-        "matmul_s": 0.0,
-        "weight_us": 0.0,
-    }
-    return PricedLayer(layer=layer, saved_bytes=500, on_cpu=False, **ops, **times)
-
-
-def test_offloaded_state_is_there_in_the_optimizer_s_step_alone() -> None:
-    """100 bytes of weights and of gradients, Adam's state of 200, 50 of work in backward.
-
-    With 500 of activations the peak is in backward: 100 + 100 + 500 + 50, and the state where it is
-    not offloaded. With as many temporaries as gradients 10 times the update is larger.
-    """
-
-    def peak(offload: str, update: float) -> int:
-        plan = ParallelPlan(offload=offload)
-        sizes = Sizes.of([(block("blocks.0", 100), 1)])
-        return sum(rank_memory(sizes, plan, "adamw", update).values())
-
-    assert (peak("", 0), peak("optimizer", 0)) == (950, 750)
-    assert (peak("", 10), peak("optimizer", 10)) == (1400, 1400)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "plan", "held"),
-    [
-        ("bf16", "dp=8", 2 + 4 + 12),
-        ("fp16", "dp=8", 2 + 2 + 16),
-        ("bf16", "dp=8,zero=1", 2 + 4 + 12 / 8),
-        ("fp16", "dp=8,zero=1,accumulate=2", 2 + 2 + 16 / 8),
-        ("fp32", "", 4 + 4 + 8),
-    ],
-)
-def test_megatron_holds_fp32_copies_of_half_precision_weights(
-    dtype: str, plan: str, held: float
-) -> None:
-    """8000 weights: one in 16 bit, a summed gradient, fp32 copies and moments, which zero=1 shards.
-
-    Gradients of bf16 are summed in fp32; those of fp16 are copied to fp32. No buckets beside them.
-    With 500 saved and 50 of work in backward.
-    """
-    size = ITEMSIZE_BYTES[dtype]
-    one = block("blocks.0", 8000 * size)
-    weight = replace(one.layer.parameters[0], shape=(8000,), dtype=dtype)
-    one = replace(one, layer=replace(one.layer, parameters=(weight,)))
-    stack = load_stack("megatron-core").held
-    sizes = Sizes.of([(one, 1)])
-    found = rank_memory(sizes, ParallelPlan.parse(plan), "adamw", held=stack)
-    assert sum(found.values()) == 8000 * held + 550
-    assert sum(rank_memory(sizes, ParallelPlan(), "adamw").values()) == 8000 * 4 * size + 550
-
-
-def test_fsdp_gathers_two_layers_and_the_root() -> None:
-    """Two ranks under zero=3 without optimizer state; a rank's shards are half of all.
-
-    Two blocks of 8000: in backward of the first one its weights, its gradients and 50, the message
-    with the second one's gradients and a half of these, and 500 saved. Where blocks read no
-    activation, the second one's weights and gradients are whole there. A block and a root of 800:
-    in the block's backward its weights and gradients, 50, 500, the root's weights and gradients.
-    """
-
-    def peak(*runs: tuple[PricedLayer, int]) -> int:
-        plan = ParallelPlan.parse("dp=2,zero=3")
-        return sum(rank_memory(Sizes.of(runs), plan, "sgd").values())
-
-    assert peak((block("blocks.0", 8000), 2)) == 8000 + (8000 + 8050 + 8000 + 4000 + 500)
-    late = block("blocks.0", 8000, late=True)
-    assert peak((late, 2)) == 8000 + (8000 + 8050 + 8000 + 8000 + 500)
-    root = (block("last", 800), 1)
-    assert peak((block("blocks.0", 8000), 1), root) == 4400 + (8000 + 8050 + 500 + 800 + 800)
-
-
-def test_tensor_parallel_ranks_share_the_optimizer_s_temporaries(gpt: StepCapture) -> None:
-    """AdamW's temporaries are in proportion to a rank's own parameters; whole, tp=1 and tp=2."""
-    one, two = (rank(text, gpt) for text in ("", "tp=2"))
-    assert one.model.graph.update_share == two.model.graph.update_share > 0
-    size = sum(p.nbytes for p in gpt.parameters)
-    own = sum(p.nbytes for p in two.model.graph.capture.parameters)
-    assert own < 0.7 * size  # the embedding table and position vectors are whole
-    runs = [[(x, 1) for x in r.layers] for r in (one, two)]
-    updates = [rank_memory(Sizes.of(each), ParallelPlan(), "adamw", 100.0) for each in runs]
-    assert [m["temporary"] for m in updates] == [100 * size, 100 * own]
-
-
-def test_recomputing_and_offloading_trade_time_for_memory(gpt: StepCapture) -> None:
-    plain = of("accumulate=2", gpt)
-    for text in ("recompute=full", "recompute=selective", "offload=activations"):
-        other = of(f"accumulate=2,{text}", gpt)
-        assert other.memory_by_bytes["activations"] < plain.memory_by_bytes["activations"], text
-        assert other.iteration_us >= plain.iteration_us, text
-    assert of("accumulate=2,offload=optimizer", gpt).memory_by_bytes["optimizer"] == 0
-
-
-def test_room_for_tensors_by_hand() -> None:
-    """CUDA shows 99 % of 80 GiB; less a context, NCCL by axis, and 4 % that the allocator keeps."""
-    gpu = load_gpu("h100-sxm-80gb")
-    seen = 0.99 * 80 * 2**30
-    assert room_bytes(gpu, ParallelPlan()) == int((seen - 0.5e9) / 1.04)
-    three = ParallelPlan.parse("dp=2,tp=2,pp=2")
-    assert room_bytes(gpu, three) == int((seen - 0.5e9 - 3 * 0.56e9) / 1.04)
-    experts = ParallelPlan.parse("dp=8,ep=8")
-    assert room_bytes(gpu, experts) == int((seen - 0.5e9 - 2 * 0.56e9 - 3.28e9) / 1.04)
-    assert room_bytes(CPU, three) == CPU.hbm_bytes
-
-
-def test_a_plan_that_does_not_fit_says_so(gpt: StepCapture) -> None:
-    assert of("tp=2", gpt, replace(GPU, hbm_bytes=2e9)).fits
-    assert not of("tp=2", gpt, replace(GPU, hbm_bytes=1e9)).fits  # context and NCCL take it all
->>>>>>> 9213d45 (Peak memory of Megatron's software: fp32 copies and sums, logits in place, dropout masks of bytes; golden values run the attention and workspaces that their configurations state)
 
 
 def test_bad_plans_of_a_model_name_the_rule(gpt: StepCapture) -> None:
