@@ -58,7 +58,6 @@ SLOW = {"sort": 2**19, "topk": 2**21, "unfold_backward": 2**21, **dict.fromkeys(
 SLOW |= dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_", "gather"), 2**22)
 SLOW |= dict.fromkeys(("index_put", "index_put_", "index_add", "index_add_", "flip"), 2**22)
 MAX_ELEMENTS = 2**23
-SECTOR_BYTES = 32  # of a GPU's caches, the least that it reads or writes
 ELEMENT_CLOCKS: float = assumed(__file__, "element_clocks")
 BY_ELEMENT = ("index_select", "index_add", "index_add_")
 LENGTHENED: tuple[str, ...] = ("cat", "split_with_sizes_copy", "slice_backward", "slice_scatter")
@@ -290,21 +289,15 @@ def allocated_bytes(p: IndexOp) -> float:
 def fallback(p: IndexOp, measured: Measured) -> list[Part]:
     """Prices an op that no model has seen on a GPU as a copy of the bytes that it moves.
 
-    What indices pick or place is read or written in whole sectors: few bytes fill none. Values that
-    are added to are read as well. Kernels of BY_ELEMENT find the place of each element anew: they
-    take ELEMENT_CLOCKS of an SM for it, if not their bytes take longer.
+    Kernels of BY_ELEMENT find the place of each element anew: they take ELEMENT_CLOCKS of an SM for
+    it, if not their bytes take longer.
     """
-    if measured.gpu.kind == "cpu" or measured.seen("index", p.op, p.dtype):
+    gpu = measured.gpu
+    if gpu.kind == "cpu" or measured.seen("index", p.op, p.dtype):
         return []
-    unused = 0.0
-    if p.op in INDEXED:
-        run = int(itemsize_bytes(p.dtype)) * (1 if p.op in ELEMENTWISE_INDEX else p.inner)
-        runs = float(moved(p)) * int(itemsize_bytes(p.dtype)) / run
-        unused = runs * (-run % SECTOR_BYTES) * (2 if p.op in ADDS else 1)
-    gpu, clocks = measured.gpu, ELEMENT_CLOCKS if p.op in BY_ELEMENT else 0.0
-    busy_s = clocks * float(moved(p)) / (gpu.sm_count * gpu.clock_hz)
-    meanwhile = busy_s * gpu.hbm_bytes_per_s  # bytes that a copy would move
-    return [memory_copy(max(float(bytes_moved(p)) + unused, meanwhile))]
+    clocks = ELEMENT_CLOCKS * float(moved(p)) if p.op in BY_ELEMENT else 0.0
+    meanwhile = clocks / (gpu.sm_count * gpu.clock_hz) * gpu.hbm_bytes_per_s  # bytes of a copy
+    return [memory_copy(max(float(bytes_moved(p)), meanwhile))]
 
 
 FAMILY = Family(

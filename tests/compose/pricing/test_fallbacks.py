@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,7 @@ from itercast.compose.pricing.priced_op import Priceable
 from itercast.learners.bundle import SHIPPED, Bundle
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.ops import family_of
-from itercast.microbench.ops.family import Part, itemsize_bytes
+from itercast.microbench.ops.family import itemsize_bytes
 from itercast.microbench.ops.lookup.embedding import Embedding
 from itercast.microbench.ops.lookup.index_calls import IndexOp
 from itercast.microbench.ops.matrix.conv import Conv, pixels
@@ -86,25 +85,6 @@ def test_a_matrix_times_a_vector_is_a_pass_over_the_matrix() -> None:
     assert fallback_parts(replace(thin, n=2), MODELS, False, GPU) == []
 
 
-def test_indices_pick_whole_sectors() -> None:
-    """5 rows of 3 fp32 from 8: 12 of 32 bytes each; 5 * 12 read and written, 8 bytes an index.
-
-    A gather picks each of its 15 elements from a sector of its own; an index_put that adds reads
-    and writes what it adds to. Rows that fill sectors are copied.
-    """
-    gpu = replace(GPU, clock_hz=math.inf)  # elements take no time
-    rows: dict[str, Any] = {"outer": 1, "size": 5, "inner": 3, "source": 8}
-
-    def copied(op: str, **facts: Any) -> list[Part]:
-        return fallback_parts(IndexOp(op=op, **{**rows, **facts}), MODELS, False, gpu)
-
-    assert copied("index") == [memory_copy(2 * 60 + 40 + 5 * 20)]
-    assert copied("gather") == [memory_copy(2 * 60 + 8 * 15 + 15 * 28)]
-    assert copied("index_put_accumulate_") == [memory_copy(3 * 60 + 40 + 5 * 20 * 2)]
-    assert copied("index", inner=8) == [memory_copy(2 * 160 + 40)]
-    assert copied("cat") == [memory_copy(2 * 60)]
-
-
 def test_rows_picked_element_by_element_keep_the_sms_busy() -> None:
     """1.75 clocks for each of 1000 * 64 elements, on 8 SMs; a half as wide element is as slow."""
     pick = IndexOp(op="index_select", outer=1, size=1000, inner=64, source=2000, dtype="bf16")
@@ -113,6 +93,8 @@ def test_rows_picked_element_by_element_keep_the_sms_busy() -> None:
         assert fallback_parts(op, MODELS, False, GPU) == [memory_copy(busy_s * 1e12)]
     slow = replace(GPU, hbm_bytes_per_s=1e10)  # its bytes take longer
     assert fallback_parts(pick, MODELS, False, slow) == [memory_copy(2 * 128_000 + 8_000)]
+    (gathered,) = fallback_parts(replace(pick, op="index"), MODELS, False, GPU)
+    assert gathered == memory_copy(2 * 128_000 + 8_000)  # rows are copied whole
 
 
 @pytest.mark.parametrize("op", ["index", "index_select", "index_add_", "scatter_add_", "fused"])
