@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from small_scripts import captured, written
 
 from itercast.compose.pricing.priced_op import priceable
-from itercast.microbench.programs.program import ProgramCapture
+from itercast.microbench.programs.program import COLLECTIVE, ProgramCapture
 
 HEAD = """
 import torch
@@ -22,11 +22,11 @@ for step in range(3):
 """
 
 
-def habit(folder: Path, text: str) -> ProgramCapture:
+def habit(folder: Path, text: str, gpus: int = 1) -> ProgramCapture:
     """A training loop with lines of its own, in which ``y`` is (100, 8) and unknown."""
     lines = "".join(f"    {line}\n" for line in text.strip().splitlines())
     path = written(folder, HEAD + lines + "    y.sum().backward(); optimizer.step()\n")
-    return captured(path, gpus=1)
+    return captured(path, gpus=gpus)
 
 
 @pytest.mark.parametrize(
@@ -111,3 +111,20 @@ def test_a_number_that_nobody_knows_equals_no_other(tmp_path: Path) -> None:
     program = habit(tmp_path, "ids = y[:, 0].long(); assert ids.max() != 0; assert not ids[0] == 7")
     (note,) = program.notes
     assert "nobody knows" in note
+
+
+def test_ranks_send_each_other_the_numbers_of_tokens_that_they_have(tmp_path: Path) -> None:
+    """100 tokens for four experts on four ranks: 25 to each, 25 from each, 100 in all."""
+    lines = """
+import torch.distributed as dist
+dist.is_initialized() or dist.init_process_group("nccl")
+counts = y[:, :4].argmax(1).bincount(minlength=4)
+arriving = torch.empty_like(counts)
+dist.all_to_all_single(arriving, counts)
+assert arriving.tolist() == counts.tolist() == [25] * 4
+rows = y.new_empty(sum(arriving.tolist()), 8)
+dist.all_to_all_single(rows, y.detach(), arriving.tolist(), counts.tolist())
+"""
+    calls = habit(tmp_path, lines, gpus=4).ranks[0].calls
+    sent = [(c.kwargs["kind"], c.kwargs["bytes"]) for c in calls if c.op == COLLECTIVE]
+    assert sent == [("all_to_all", 4 * 8), ("all_to_all", 100 * 8 * 4)]

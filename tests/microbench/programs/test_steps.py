@@ -59,6 +59,7 @@ def test_a_step_of_a_script_without_an_optimizer(
     ops = Counter(c.op for c in program.ranks[0].calls)
     assert ops["aten.mm.default"] + ops["aten.addmm.default"] == products
     assert ops[ITEM] == (text == FORWARD)
+    assert bool(program.ranks[0].host["autograd_node"]) == (text != FORWARD)
     assert ops["aten.sub_.Tensor"] == 4 * (text != FORWARD)
 
 
