@@ -1,4 +1,4 @@
-"""How well forecasts rank the parallel plans of a model, and how good the plan they choose is.
+"""How well forecasts rank the plans of a model, or software for a call, and what they choose.
 
 Plans differ in ranks and samples per step, so they are compared by time per sample.
 """
@@ -9,11 +9,13 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 from scipy.stats import kendalltau
 
 from itercast.eval.results import CaseResult
 
 FEWEST = 3  # a model with fewer measured plans gets no ranking
+SOFTWARE = ("top1_pct", "top3_pct", "pairwise_pct", "slower_pct")  # see ``software_metrics``
 CLOSE_PCT = 5.0  # a chosen plan counts as good if it is at most this much slower than the best
 
 
@@ -134,6 +136,32 @@ def ranking_lines(results: Sequence[CaseResult]) -> list[str]:
         )
         lines.append(f"{text}; {missed}" if missed else text)
     return lines
+
+
+def software_metrics(
+    call: np.ndarray, stack: np.ndarray, guess: np.ndarray, measured: np.ndarray, fewest: int
+) -> dict[str, float]:
+    """How well forecasts tell under which stack a call is the fastest; of a stack's rows the mean.
+
+    ``top1_pct``, ``top3_pct``: calls whose fastest stack is forecast as the fastest, or among
+    three; ``pairwise_pct``: pairs of a call's stacks in the right order, mean over calls;
+    ``slower_pct``: how much longer the choice takes than the fastest, mean. Of ``calls`` with
+    ``fewest`` stacks or more; nothing where there are none.
+    """
+    times = pd.DataFrame({"guess": guess, "measured": measured}).groupby([call, stack]).mean()
+    found = []
+    for _, one in times.groupby(level=0):
+        if len(one) >= fewest:
+            asked, truth = one["guess"].to_numpy(), one["measured"].to_numpy()
+            order, best = np.argsort(asked, kind="stable"), truth.argmin()
+            right = np.sign(asked[:, None] - asked) == np.sign(truth[:, None] - truth)
+            pairs = right[np.triu_indices(len(one), 1)].mean()
+            slower = truth[order[0]] / truth[best] - 1
+            found.append((best == order[0], best in order[:3], pairs, slower))
+    if not found:
+        return {}
+    means = (100 * np.mean(found, axis=0)).tolist()
+    return {**dict(zip(SOFTWARE, means, strict=True)), "calls": float(len(found))}
 
 
 def _by(

@@ -17,6 +17,7 @@ from itercast.commands.check import check
 from itercast.commands.compare import compare
 from itercast.commands.explain import explain
 from itercast.commands.feed.input import input_lane
+from itercast.commands.feed.rollouts import rl
 from itercast.commands.import_rows import import_rows
 from itercast.commands.measure.fleet import fleet
 from itercast.commands.measure.gpu_report import gpu_report
@@ -61,7 +62,7 @@ def options(
 
 for command in (
     *(calibrate, bench_public, gpu_report, shard, throughput, replay, check, compare, fleet),
-    *(predict, explain, plan),
+    *(predict, explain, plan, rl),
 ):
     app.command()(command)
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
@@ -174,6 +175,9 @@ def price(
     out: Annotated[Path, typer.Option(help="Parquet file to write")],
     bundle: Bundle = None,
     hardware: Hardware = None,
+    among: Annotated[
+        str, typer.Option(help="stacks, as the rows name them: write the fastest one of each row")
+    ] = "",
 ) -> None:
     """Forecast the time of every op in a Parquet file; write its rows with their forecasts."""
     with without_scikit_learn():
@@ -187,7 +191,7 @@ def price(
         gpus = {gpu.name: gpu}
     asked = read_file(rows)
     known = find_bundle(str(asked["gpu"].iloc[0]) if len(asked) else "cpu", bundle)[1]
-    write_forecasts(asked, known, out, gpus)
+    write_forecasts(asked, known, out, gpus, tuple(filter(None, among.split(","))))
     typer.echo(f"priced {rows} into {out}")
 
 

@@ -59,7 +59,7 @@ def held_out_forecasts(
             "retest_pct": _retest_pct(prepared, rows, family)[held],
         }
     )
-    for name in ("threads", "cache"):
+    for name in ("threads", "cache", "stack"):
         if name in some:
             found[name] = some[name].to_numpy()
     return found

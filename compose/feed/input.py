@@ -75,14 +75,14 @@ def fed(lane: InputLane, step: Consumer, workers: int, cores: float) -> Fed:
     made = lane.worker if workers else lane.alone
     host_us, device_us = step.host_us / step.batches, step.device_us / step.batches
     receive_us = lane.receive_us if workers else made.mean_us
-    crowding = _crowding(lane, workers, cores)
-    cpu_us = crowding * made.mean_cpu_us + step.cores * host_us + (receive_us if workers else 0.0)
-    worker_us = (made.mean_us + (crowding - 1) * made.mean_cpu_us) / max(1, workers)
+    crowded = crowding(lane, workers, cores)
+    cpu_us = crowded * made.mean_cpu_us + step.cores * host_us + (receive_us if workers else 0.0)
+    worker_us = (made.mean_us + (crowded - 1) * made.mean_cpu_us) / max(1, workers)
     bounds = {"step": step.alone_us / step.batches, "cores": cpu_us / cores}
     bounds |= {"workers": worker_us} if workers else {}
     bounds["receiving" if workers else "loading"] = host_us + receive_us
     slow = max(1.0, bounds["cores"] / worker_us) if workers and worker_us else 1.0
-    times = _worker_times(made, crowding, slow) if workers else made.wall_us
+    times = _worker_times(made, crowded, slow) if workers else made.wall_us
     us = step.batches * _period_us(
         times, workers, workers * lane.prefetch, receive_us, host_us, device_us
     )
@@ -98,7 +98,7 @@ def fed(lane: InputLane, step: Consumer, workers: int, cores: float) -> Fed:
     )
 
 
-def _crowding(lane: InputLane, workers: int, cores: float) -> float:
+def crowding(lane: InputLane, workers: int, cores: float) -> float:
     """CPU time of a batch beside other workers over that beside none, between measured points."""
     if lane.crowd < 2 or workers < 2:
         return 1.0
@@ -106,9 +106,9 @@ def _crowding(lane: InputLane, workers: int, cores: float) -> float:
     return 1.0 + (lane.crowding - 1.0) * min(1.0, max(0.0, share))
 
 
-def _worker_times(made: Batches, crowding: float, slow: float) -> tuple[float, ...]:
+def _worker_times(made: Batches, crowded: float, slow: float) -> tuple[float, ...]:
     pairs = zip(made.wall_us, made.cpu_us, strict=True)
-    return tuple(slow * (wall + (crowding - 1) * cpu) for wall, cpu in pairs)
+    return tuple(slow * (wall + (crowded - 1) * cpu) for wall, cpu in pairs)
 
 
 def _period_us(

@@ -1,6 +1,7 @@
-"""Simple baselines of the public benchmark: learners, alpha-beta, interpolation.
+"""Simple baselines of the public benchmark: learners, alpha-beta, interpolation, rankers.
 
-Each is fitted on the rows ``known`` of a table and forecasts the rows ``asked``, in us.
+Each is fitted on the rows ``known`` of a table and forecasts the rows ``asked``, in us; rankers
+say no times, but which rows of a call are slower than others.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ from collections.abc import Callable
 
 import numpy as np
 import pandas as pd
+import xgboost as xgb
 from scipy.interpolate import interp1d
 
 from itercast.learners.compare import inputs_of
 from itercast.learners.family_model import Prepared
+from itercast.learners.models import trees
 from itercast.learners.models.compared import LEARNERS
 
 KNOWN_ROWS = 40_000
+ROUNDS = 300  # of trees that rank
 CURVE = ["gpu", "op", "world_size", "ranks_per_node"]
 Index = np.ndarray
 Curve = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
@@ -93,3 +97,33 @@ def _closest(
 
 
 CURVES = {"alpha_beta": alpha_beta, "interpolation": interpolation}
+
+
+def calls(prepared: Prepared) -> Index:
+    """A number for each row, the same for rows of one call under different stacks."""
+    rows = prepared.query.rows.assign(_shape=prepared.table.group)
+    named = [n for n in ("_shape", "gpu", "dtype", "source", "run_id") if n in rows]
+    return rows.groupby(named, dropna=False).ngroup().to_numpy()
+
+
+def usual_winner(prepared: Prepared, known: Index, asked: Index) -> np.ndarray:
+    """The software that is the fastest of most known calls comes first, whatever the call."""
+    time_us = pd.Series(prepared.table.time_us[known])
+    best = time_us.groupby(calls(prepared)[known]).idxmin().to_numpy()
+    stack = prepared.query.stack
+    wins = pd.Series(stack[known][best]).value_counts()
+    return -wins.reindex(stack[asked], fill_value=0).to_numpy(dtype=float)
+
+
+def pairwise(prepared: Prepared, known: Index, asked: Index) -> np.ndarray:
+    """Boosted trees that learn which of two rows of a call is faster (XGBoost's rank:pairwise)."""
+    call, table = calls(prepared), prepared.table
+    known = known[np.argsort(call[known], kind="stable")]
+    place = pd.Series(table.time_us[known]).groupby(call[known]).rank(ascending=False)
+    rows = xgb.DMatrix(table.x[known], label=place.to_numpy(), qid=call[known])
+    options = {**trees.DEFAULTS, "objective": "rank:pairwise", "nthread": 1, "seed": 0}
+    ranker = xgb.train(options, rows, ROUNDS)
+    return -np.asarray(ranker.predict(xgb.DMatrix(table.x[asked])))
+
+
+RANKERS = {"usual winner": usual_winner, "rank:pairwise": pairwise}

@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from itercast.eval.public.baselines import CURVES, by_learner
+from itercast.eval.public.baselines import CURVES, RANKERS, by_learner, calls
 from itercast.eval.public.lines import OpLine, Rows
 from itercast.eval.public.readers import gpus_of, read_source, reader_of
+from itercast.eval.ranking import SOFTWARE, software_metrics
 from itercast.eval.results import LineResult
 from itercast.learners.family_model import Prepared, learn, learn_quickly, prepare
 from itercast.learners.models.trees import default_options
@@ -47,17 +48,23 @@ def run_line(line: OpLine, rows: Rows) -> Iterator[LineResult]:
             guess = np.concatenate([f[1][name] for f in folds])
             truth = np.concatenate([f[2] for f in folds])
             good = np.isfinite(guess)
-            scores[name] = errors(guess[good], truth[good])
-        yield LineResult(
-            line=line.name,
-            part=part,
-            metric=line.metric,
-            target=line.targets.get(part, line.targets.get("")),
-            known_best=line.known_best,
-            rows=sum(len(f[0]) for f in folds),
-            seconds=spent[part],
-            scores=scores,
-        )
+            scores[name] = {} if name in RANKERS else errors(guess[good], truth[good])
+            if line.fewest:
+                asked = np.concatenate([f[0] for f in folds])
+                which = calls(prepared)[asked], prepared.query.stack[asked]
+                scores[name] |= software_metrics(*which, guess, truth, line.fewest)
+        for metric in (line.metric, *(SOFTWARE if line.fewest else ())):
+            target = line.targets.get(metric, line.targets.get(part, line.targets.get("")))
+            yield LineResult(
+                line=line.name,
+                part=part,
+                metric=metric,
+                target=target,
+                known_best=line.known_best,
+                rows=sum(len(f[0]) for f in folds),
+                seconds=spent[part],
+                scores=scores,
+            )
 
 
 def forecasts(
@@ -88,7 +95,9 @@ def forecasts(
     some = np.sort(rng.permutation(len(held))[:BASELINE_ROWS])
     for name in line.baselines:
         guess = np.full(len(held), np.nan)
-        if name in CURVES:
+        if name in RANKERS:
+            guess = RANKERS[name](prepared, known, held)
+        elif name in CURVES:
             guess[some] = CURVES[name](rows, known, held[some])
         else:
             guess[some] = by_learner(name, prepared, known, held[some])

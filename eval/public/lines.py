@@ -59,6 +59,8 @@ class OpLine:
       those that are not scored. ``pooled``: all groups are one part, else each GPU is.
     - ``folds``: of the groups alike in these columns a fifth is left out, with ``all_folds`` each
       fifth in turn; ``each_gpu``: of one GPU at a time.
+    - ``fewest``: which software is fastest is told of calls that so many were timed for (0: it is
+      not); ``targets`` are then by metric, too.
     - ``targets`` are by part ("" for all), of the error statistic ``metric``. ``few``: numbers of
       measured rows of the held-out GPU that calibrate the forecast, each scored apart.
 
@@ -82,6 +84,7 @@ class OpLine:
     known_best: str = "none published"
     baselines: Sequence[str] = ("roofline", "nearest", "tile-mlp")
     few: Sequence[int] = ()
+    fewest: int = 0
 
     def choose(self, rows: Rows) -> Rows:
         """The line's rows."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 from itercast.eval.learner_ranking import BEST_RANK
+from itercast.eval.ranking import SOFTWARE, software_metrics
 from itercast.eval.report import charts
 from itercast.eval.report.blocks import Device, Section, Table, number
 from itercast.eval.report.op_errors import Groups, by_condition, by_family, scores
@@ -69,6 +70,29 @@ def condition_section(ops: pd.DataFrame) -> Section:
     title = "Error by size, dtype, GPU and conditions"
     text = "Sizes are the bytes that an op reads and writes at least."
     return _group_section("conditions", title, text, "rows of", by_condition(ops))
+
+
+def software_sections(ops: pd.DataFrame) -> list[Section]:
+    """How often the fastest stack for a call is found; none where no call was timed under two."""
+    names = [n for n in ("op", "gpu", "dtype", "params", "threads", "cache") if n in ops]
+    rows = []
+    for family, some in ops.groupby("family") if "stack" in ops else ():
+        call = some.groupby(names, dropna=False).ngroup().to_numpy()
+        columns = (some[n].to_numpy() for n in ("stack", "predicted_us", "measured_us"))
+        if found := software_metrics(call, *columns, 2):
+            cells = [number(found[metric]) for metric in SOFTWARE]
+            rows.append([str(family), f"{found['calls']:.0f}", *cells])
+    if not rows:
+        return []
+    head = ["family", "calls", "top-1 %", "top-3 %", "pairs in order %", "slower than best %"]
+    return [
+        Section(
+            anchor="software",
+            title="Fastest software",
+            text=["Calls timed under several stacks; the choice is the one of the shortest time."],
+            table=Table(head=head, rows=rows),
+        )
+    ]
 
 
 def learner_section(fit: Facts) -> Section:

@@ -14,6 +14,7 @@ from itercast.eval.report.op_sections import (
     family_section,
     learner_section,
     ops_section,
+    software_sections,
 )
 from itercast.eval.results import RETEST, CaseResult, grouped, records, summary
 
@@ -55,6 +56,7 @@ def sections(device: Device) -> list[Section]:
         found += [iteration_section(device.results), waterfall_section(device.results)]
     if len(device.ops):
         found += [ops_section(device.ops), family_section(device), condition_section(device.ops)]
+        found += software_sections(device.ops)
     else:
         found.append(Section(anchor="ops", title="Ops", text=[f"Nothing to show: {RETRAIN}."]))
     if device.fit:

@@ -11,6 +11,7 @@ from itercast.microbench.cases.models.detection import detection_loss
 from itercast.microbench.ops.lookup.reuse import expected_reuse
 from itercast.microbench.step import Inputs
 
+CLIP, VALUE_WEIGHT, ENTROPY_WEIGHT = 0.2, 0.5, 0.01  # no assumption: PPO's (arXiv:1707.06347)
 RARE = 0.01  # no assumption: share of an image's default boxes that hold an object, drawn at random
 
 
@@ -212,3 +213,25 @@ def graphs(batch: int, seq: int, sizes: Sizes) -> Inputs:
         "graph": torch.arange(batch).repeat_interleave(nodes, output_size=batch * nodes),
         "labels": torch.randint(0, sizes["classes"], (batch,)),
     }
+
+
+def experience(batch: int, seq: int, sizes: Sizes) -> Inputs:
+    """What rollouts gathered: observations, bytes where they are images, and what PPO needs."""
+    shape = (batch, *sizes["shape"])
+    images = len(sizes["shape"]) > 1
+    seen = torch.randint(0, 256, shape, dtype=torch.uint8) if images else torch.randn(shape)
+    drawn = {name: torch.randn(batch) for name in ("advantages", "returns")}
+    actions = torch.randint(0, sizes["actions"], (batch, 1))
+    return {"observed": seen, "actions": actions, "log_probs": -torch.rand(batch), **drawn}
+
+
+def ppo_loss(output: tuple[Tensor, ...], inputs: Inputs) -> Tensor:
+    """PPO's clipped objective with the losses of values and entropy."""
+    log_probs, values = output[:2]
+    ratio = (log_probs.gather(-1, inputs["actions"]).squeeze(-1) - inputs["log_probs"]).exp()
+    gained = inputs["advantages"]
+    clipped = torch.min(ratio * gained, ratio.clamp(1 - CLIP, 1 + CLIP) * gained).mean()
+    entropy = -(log_probs.exp() * log_probs).sum(-1).mean()
+    errors = F.mse_loss(values, inputs["returns"])
+    loss: Tensor = VALUE_WEIGHT * errors - clipped - ENTROPY_WEIGHT * entropy
+    return loss

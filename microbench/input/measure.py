@@ -1,7 +1,7 @@
-"""Measures a DataLoader in a process of its own, which may die or hang.
+"""Measures a DataLoader or an environment in a process of its own, which may die or hang.
 
-``python -m itercast.microbench.input.measure ORDER RESULT`` measures the loader that the JSON text
-ORDER names, adds a byte to the file RESULT.alive for every batch, and writes an input lane.
+``python -m itercast.microbench.input.measure ORDER RESULT`` measures what the JSON text ORDER
+names, adds a byte to the file RESULT.alive for every batch or step, and writes an input lane.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from torch.utils.data import DataLoader, dataloader
 
+from itercast.microbench.input.environment import measure_environment
 from itercast.microbench.input.lane import InputLane, write_lane
 from itercast.microbench.input.timers import (
     BatchLog,
     BatchTime,
     Clock,
+    LoaderError,
     batch_size,
     own_times,
     timed_batches,
@@ -38,10 +40,6 @@ WARM_UP = 1  # batches that are not counted, where more than twice as many were 
 PREFETCH = 2  # torch's default
 
 
-class LoaderError(ValueError):
-    """Raised where a loader cannot be measured, with the one line that says why."""
-
-
 @dataclass(frozen=True, slots=True)
 class Run:
     """What one way to load took: batches, the consumer's time and the sampler's in each."""
@@ -53,20 +51,21 @@ class Run:
     nbytes: int
 
 
+def attribute(name: str) -> Any:
+    """What ``module:name`` names."""
+    module, colon, inside = name.partition(":")
+    if not (module and colon and inside):
+        raise LoaderError("expected module:name")
+    sys.path[:0] = [] if (here := str(Path.cwd())) in sys.path else [here]
+    return getattr(importlib.import_module(module), inside)
+
+
 def load(name: str) -> DataLoader[Any]:
     """The DataLoader ``module:loader``, or the one that a function of that name returns."""
-    module, colon, attribute = name.partition(":")
-    if not (module and colon and attribute):
-        raise LoaderError(f"loader {name!r}: expected module:loader")
-    sys.path[:0] = [] if (here := str(Path.cwd())) in sys.path else [here]
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-        made = found() if not isinstance(found, DataLoader) and callable(found) else found
-    except (Exception, SystemExit) as exc:  # whatever the user's code raises
-        raise LoaderError(f"loader {name!r}: {one_line_error(exc)}") from exc
+    found = attribute(name)
+    made = found() if not isinstance(found, DataLoader) and callable(found) else found
     if not isinstance(made, DataLoader):
-        kind = type(made).__name__
-        raise LoaderError(f"loader {name!r} is a {kind}, allowed is a torch DataLoader")
+        raise LoaderError(f"is a {type(made).__name__}, allowed is a torch DataLoader")
     return made
 
 
@@ -153,7 +152,7 @@ def run_loader(loader: DataLoader[Any], seconds: float, alive: Callable[[], None
             if len(took) == before:
                 break
     if not log.batches:
-        raise LoaderError("the loader yields no batch")
+        raise LoaderError("yields no batch")
     skip = WARM_UP if len(took) > 2 * WARM_UP else 0
     sampler_us = sum(sampler) / max(1, len(sampler))
     return Run(tuple(log.batches[skip:]), tuple(took[skip:]), sampler_us, *size)
@@ -184,21 +183,28 @@ def _said(exc: BaseException) -> str:
 
 
 def main(order: str, result: str) -> int:
-    """Measure the loader of an order; one line on stderr and 2 where it cannot be."""
+    """Measure the loader or environment of an order; one line on stderr and 2 where it fails."""
     asked, alive = json.loads(order), Path(f"{result}.alive")
+    name, what = asked["loader"], asked.get("what", "loader")
 
     def lived() -> None:
         with alive.open("ab") as file:
             file.write(b".")
 
     try:
-        lane = measure_lane(asked["loader"], asked["seconds"], lived)
-        write_lane(replace(lane, loader=asked["loader"]), Path(result))
+        if what == "environment":
+            made = attribute(name)
+            if not callable(made):
+                raise LoaderError(f"is a {type(made).__name__}, allowed is a function")
+            lane = measure_environment(made, name, asked["seconds"], lived)
+        else:
+            lane = measure_lane(name, asked["seconds"], lived)
+        write_lane(lane, Path(result))
     except LoaderError as exc:
-        print(f"itercast: {exc}", file=sys.__stderr__)
+        print(f"itercast: {what} {name!r}: {exc}", file=sys.__stderr__)
         return 2
-    except (Exception, SystemExit) as exc:  # whatever the user's dataset raises
-        print(f"itercast: loader {asked['loader']!r} fails: {_said(exc)}", file=sys.__stderr__)
+    except (Exception, SystemExit) as exc:  # whatever the user's code raises
+        print(f"itercast: {what} {name!r} fails: {_said(exc)}", file=sys.__stderr__)
         return 2
     return 0
 

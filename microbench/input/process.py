@@ -1,4 +1,4 @@
-"""Starts the measurement of a DataLoader, and ends it and all its workers when it hangs or dies."""
+"""Starts a measurement, and ends it and all its workers when it hangs or dies."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from itercast.microbench.processes.watch import log_tail, watch
 MODULE = "itercast.microbench.input.measure"
 
 
-def measured_lane(loader: str, seconds: float, limit_s: float) -> InputLane:
-    """Measure ``module:loader`` for so many seconds in a process of its own.
+def measured_lane(loader: str, seconds: float, limit_s: float, what: str = "loader") -> InputLane:
+    """Measure the loader or environment ``module:name`` for so many seconds in an own process.
 
-    ValueError in one line where it is no DataLoader, yields nothing, fails, dies, or yields no
-    batch for ``limit_s`` seconds; all processes that it started are gone then.
+    ValueError in one line where it is none, yields nothing, fails, dies, or yields no batch (an
+    environment no step) for ``limit_s`` seconds; all processes that it started are gone then.
     """
-    order = json.dumps({"loader": loader, "seconds": seconds})
+    order = json.dumps({"loader": loader, "seconds": seconds, "what": what})
     with tempfile.TemporaryDirectory() as folder:
         result, log = Path(folder) / "lane.json", Path(folder) / "log"
         alive = Path(f"{result}.alive")
@@ -31,17 +31,18 @@ def measured_lane(loader: str, seconds: float, limit_s: float) -> InputLane:
                 [*command, str(result)], stdout=out, stderr=out, start_new_session=True
             )
         how = watch(process, lambda: _size(alive), lambda: limit_s, time.monotonic() + 10 * limit_s)
-        batches = _size(alive)
+        made = _size(alive)
+        one, more = ("step", "steps") if what == "environment" else ("batch", "batches")
         if how != "ended":
-            hung = f"yields no batch for {limit_s:.0f} s" if how == "stalled" else "takes too long"
-            raise ValueError(f"loader {loader!r} {hung}, after {batches} batches")
+            hung = f"yields no {one} for {limit_s:.0f} s" if how == "stalled" else "takes too long"
+            raise ValueError(f"{what} {loader!r} {hung}, after {made} {more}")
         if process.returncode:
             lines = log.read_text(errors="replace").splitlines()
             ours = [line for line in lines if "itercast: " in line]
             if process.returncode == 2 and ours:
                 raise ValueError(ours[-1].partition("itercast: ")[2])
-            code = f"its process ended with {process.returncode} after {batches} batches"
-            raise ValueError(f"loader {loader!r}: {code}: {log_tail(log)}".removesuffix(": "))
+            code = f"its process ended with {process.returncode} after {made} {more}"
+            raise ValueError(f"{what} {loader!r}: {code}: {log_tail(log)}".removesuffix(": "))
         return read_lane(result)
 
 

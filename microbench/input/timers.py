@@ -33,6 +33,10 @@ TRANSFORMS = ("transform", "target_transform", "transforms")  # attributes, as t
 INNER = ("dataset", "datasets")  # of Subset and ConcatDataset
 
 
+class LoaderError(ValueError):
+    """Raised where something cannot be measured, with the one line that says why."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTime:
     """One batch: ``wall_us`` without the time in which others had the core, and CPU time.

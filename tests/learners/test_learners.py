@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 from toy_products import timed, write_rows
 
+from itercast.eval.report.op_sections import software_sections
 from itercast.learners.bundle import Bundle
 from itercast.learners.features.table import shape_groups
 from itercast.learners.score_file import read_file, write_forecasts
@@ -68,6 +69,25 @@ def test_price_keeps_rows_and_adds_columns(bundle: Path, data: Path, tmp_path: P
     before, after = pd.read_parquet(source), pd.read_parquet(tmp_path / "out.parquet")
     assert len(before) == len(after)
     assert (after["predicted_us_p10"] < after["predicted_us_p90"]).all()
+
+
+def test_the_fastest_software_for_each_row_is_written(data: Path, tmp_path: Path) -> None:
+    """Half as long under "narrow" up to 64 columns, else twice as long as under "wide"."""
+    rows = pd.read_parquet(next(data.rglob("part-*.parquet")))
+    factor = np.where(rows["n"] <= 64, 0.5, 2.0)
+    both = [rows.assign(stack="wide"), rows.assign(stack="narrow", time_us=factor * rows.time_us)]
+    held = train([write_rows(tmp_path / "two", pd.concat(both))], tmp_path / "bundle").held_out()
+    known, out = Bundle.load(tmp_path / "bundle"), tmp_path / "out.parquet"
+    asked = rows[(rows["n"] < 40) | (rows["n"] > 100)].drop(columns="time_us").iloc[:80]
+    write_forecasts(asked, known, out, among=("wide", "narrow"))
+    found = pd.read_parquet(out)
+    right = found["stack"] == np.where(found["n"] < 40, "narrow", "wide")
+    assert right.mean() > 0.9 and 0 < (found["n"] < 40).sum() < len(found)
+    assert set(held["stack"]) == {"wide", "narrow"}
+    (section,) = software_sections(held)
+    assert section.table is not None and float(section.table.rows[0][2]) > 80  # top-1 %
+    with pytest.raises(ValueError, match="no rows of gemm under 'cutlass'; known: narrow, wide"):
+        write_forecasts(asked, known, out, among=("wide", "cutlass"))
 
 
 def test_an_unseen_gpu_with_a_hardware_file_is_priced(bundle: Path, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_no_row_is_on_both_sides_and_every_cell_is_held_out_once() -> None:
 def test_all_widths_of_a_matrix_are_on_one_side() -> None:
     """Ten matrices, two of them with as many rows, times dense ones of 128 and 256 columns."""
     rows = pd.DataFrame(
-        {"gpu": "a", "rows": 100 + n // 2, "nnz": 500 + n, "width": width, "source": "flashsparse"}
+        {"gpu": "a", "rows": 100 + n // 2, "nnz": 500 + n, "width": width, "stack": "torch"}
         for n in range(10)
         for width in (128, 256)
     )
@@ -104,6 +104,41 @@ def test_baselines_along_a_curve() -> None:
     middle = interpolation(rows, known, asked[-1:])
     left, right = rows["time_us"].to_numpy()[[asked[-1] - 1, asked[-1] + 1]]
     assert middle[0] == pytest.approx((left * right) ** 0.5)
+
+
+def test_which_stack_is_the_fastest_for_shapes_left_out() -> None:
+    """ "small" is the fastest below 2**20 values, "large" from there on; "never" and "twice" never.
+
+    The usual winner is right for one side only; forecasts and the ranker tell both sides apart.
+    """
+    sides = np.geomspace(2**10, 2**26, 61).round()
+    slow = {"small": lambda n: 1 + n / 2**20, "large": lambda n: 2.0, "never": lambda n: 9.0}
+    slow["twice"] = lambda n: 2 * min(slow["small"](n), slow["large"](n))
+    rows = pd.DataFrame(
+        {"gpu": "h100-sxm-80gb", "stack": stack, "op": "relu", "dtype": "fp32", "numel": n}
+        | {"time_us": (5 + n / 2**18) * factor(n), "timer": "device", "source": "toy"}
+        for n in sides
+        for stack, factor in slow.items()
+    )
+    line = OpLine(
+        name="toy",
+        family="elementwise",
+        folds=("numel",),
+        all_folds=True,
+        fewest=4,
+        baselines=("usual winner", "rank:pairwise"),
+        metric="median_ape_pct",
+        targets={"top1_pct": 90.0},
+    )
+    results = {r.metric: r for r in run_line(line, rows)}
+    scores, top = results["top1_pct"].scores, results["top1_pct"].target
+    assert top == 90.0 and results["slower_pct"].target is None
+    usual = max(np.mean(sides < 2**20), np.mean(sides >= 2**20))
+    assert scores["usual winner"]["top1_pct"] == pytest.approx(100 * usual)
+    assert "median_ape_pct" not in scores["rank:pairwise"]
+    for name in ("itercast", "rank:pairwise"):
+        assert scores[name]["top1_pct"] > 90 and scores[name]["top3_pct"] == 100, name
+    assert "| toy | all | top1 |" in markdown(list(results.values()))
 
 
 def test_a_few_rows_of_a_gpu_left_out_calibrate_it() -> None:

@@ -55,6 +55,35 @@ def fails_in_worker(i):
 fails_later = DataLoader(Items(fails_in_worker), 4)
 nothing = DataLoader(Nothing(), 4)
 number = 3
+
+class Space:
+    def sample(self):
+        return 0
+
+class Game:  # 0.5 ms of computing, and 3 ms where an episode begins
+    action_space = Space()
+    at = 0
+    def __init__(self, act=None):
+        self.act = act
+    def reset(self):
+        busy(3000)
+        return torch.zeros(64).numpy(), {}
+    def step(self, action):
+        self.at += 1
+        if self.act:
+            return self.act(self.at)
+        busy(500)
+        return torch.zeros(64).numpy(), 1.0, False, self.at % 10 == 0, {}
+
+games = Game
+games_die = lambda: Game(lambda at: os._exit(7))
+games_hang = lambda: Game(lambda at: time.sleep(1000))
+games_fail = lambda: Game(lambda at: [][at])
+games_of_old = lambda: Game(lambda at: (0, 1.0, False, {}))
+def games_die_in_workers():
+    if torch.multiprocessing.parent_process():
+        return Game(lambda at: os._exit(7))
+    return Game()
 def makes():
     return DataLoader(Items(), 4)
 """
@@ -89,9 +118,12 @@ def test_waiting_and_computing_are_told_apart(loaders: str) -> None:
     [
         ("fails", "IndexError: list index out of range"),
         ("fails_later", "KeyError: 'lost.jpg' (in a worker)"),
-        ("nothing", "the loader yields no batch"),
+        ("nothing", "yields no batch"),
         ("number", "is a int, allowed is a torch DataLoader"),
         ("absent", "AttributeError"),
+        ("games_fail", "IndexError: list index out of range"),
+        ("games_of_old", "step returns (0, 1.0, False, {}), allowed is (observation, reward, term"),
+        ("games_die_in_workers", "a process that steps it died"),
     ],
 )
 def test_hostile_loaders_end_in_one_line(
@@ -99,7 +131,8 @@ def test_hostile_loaders_end_in_one_line(
 ) -> None:
     heard = io.StringIO()
     monkeypatch.setattr(sys, "__stderr__", heard)
-    order = json.dumps({"loader": f"{loaders}:{name}", "seconds": 0.5})
+    what = "environment" if name.startswith("games") else "loader"
+    order = json.dumps({"loader": f"{loaders}:{name}", "seconds": 0.5, "what": what})
     assert main(order, str(tmp_path / "lane.json")) == 2
     assert said in heard.getvalue() and heard.getvalue().count("\n") == 1
 
@@ -109,14 +142,48 @@ def test_hostile_loaders_end_in_one_line(
     [
         ("dies", 60.0, "its process ended with 7 after 0 batches"),
         ("hangs", 3.0, "yields no batch for 3 s, after 0 batches"),
+        ("games_hang", 3.0, "yields no step for 3 s, after 0 steps"),
     ],
 )
 def test_loaders_that_die_or_hang_end_in_one_line(
     loaders: str, name: str, limit_s: float, said: str
 ) -> None:
     with pytest.raises(ValueError, match=said) as caught:
-        measured_lane(f"{loaders}:{name}", 1.0, limit_s)
+        what = "environment" if name.startswith("games") else "loader"
+        measured_lane(f"{loaders}:{name}", 1.0, limit_s, what)
     assert "\n" not in str(caught.value)
+
+
+def test_steps_of_an_environment_alone_and_in_processes(loaders: str) -> None:
+    """0.5 ms a step, every tenth with a reset of 3 ms: 0.8 on average; 64 numbers are seen."""
+    lane = measured_lane(f"{loaders}:games", 1.5, 60, "environment")
+    assert lane.alone.mean_us >= 700 and 700 <= lane.alone.mean_cpu_us < 1100
+    assert lane.worker.mean_cpu_us > 700 and 0 < lane.receive_us < 1000
+    assert lane.batch_bytes == 4 * 64 and lane.batch_samples == 1
+
+
+def test_command_line_forecasts_rollouts_and_a_learner(loaders: str, tmp_path: Path) -> None:
+    """Two replicas of 8 environments, 16 steps; 3 epochs of 2 updates; a lane that was kept."""
+
+    def run(*words: str) -> tuple[int, str, str]:
+        asked = ("ppo-vector", "--gpu=v100-sxm-16gb", "--horizon=16", "--epochs=3")
+        done = CliRunner().invoke(app, ["rl", *words, *asked])
+        return done.exit_code, done.stdout, done.stderr
+
+    kept = f"--out={tmp_path / 'lane.json'}"
+    code, out, _ = run(f"{loaders}:games", "--budget=1s", kept, "--json", "--plan=dp=2")
+    found = json.loads(out)
+    assert code == 0 and found["steps"] == 2 * 8 * 16
+    own, apart, *workers = found["loops"]
+    assert own["loop"]["updates"] == 3 * 2 and own["limit"] == "environments"
+    assert own["iteration_us"] == pytest.approx(sum(own["stages_us"].values()))
+    assert apart["iteration_us"] < own["iteration_us"] and apart["loop"]["weights_us"] > 0
+    assert [one["loop"]["workers"] for one in workers][:2] == [0, 1]
+    code, out, _ = run(str(tmp_path / "lane.json"), "--split", "--workers=2")
+    assert code == 0 and "apart, weights one iteration old" in out and "limited by" in out
+    for wrong in (("x:y",), ("2",), ("1ms", "--workers=9"), ("1ms", "--batch=4096")):
+        code, out, said = run(*wrong)
+        assert code == 2 and said.startswith("itercast: ") and said.count("\n") == 1, wrong
 
 
 def test_a_function_that_returns_a_loader_and_the_epochs_of_a_short_one(loaders: str) -> None:
