@@ -78,8 +78,10 @@ def software_sections(ops: pd.DataFrame) -> list[Section]:
     rows = []
     for family, some in ops.groupby("family") if "stack" in ops else ():
         call = some.groupby(names, dropna=False).ngroup().to_numpy()
-        columns = (some[n].to_numpy() for n in ("stack", "predicted_us", "measured_us"))
-        if found := software_metrics(call, *columns, 2):
+        stack, guess, measured = (
+            some[name].to_numpy() for name in ("stack", "predicted_us", "measured_us")
+        )
+        if found := software_metrics(call, stack, guess, measured, 2):
             cells = [number(found[metric]) for metric in SOFTWARE]
             rows.append([str(family), f"{found['calls']:.0f}", *cells])
     if not rows:
