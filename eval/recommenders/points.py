@@ -23,6 +23,7 @@ from itercast.microbench.store import Row
 MOST_POINTS = 4000  # of a family; more than any sweep measures
 HOST_EVENTS = (*EVENTS, *OPTIMIZERS, REPEATED)  # of no parallel wrapper
 MODELS = 24  # dense parts that are captured
+DENSE_POINTS = 80  # of a family, so that most of a sweep's time is left for lookups
 MOST_LOOKUPS = 2**16
 MOST_ELEMENTS = 2**22
 MOST_TABLES = 32  # looked up or updated one after the other
@@ -83,7 +84,10 @@ def dense_points() -> dict[str, list[Point]]:
     points["elementwise"] = dict.fromkeys([*islice(copies, 100), *points.get("elementwise", ())])
     points["host"] = dict.fromkeys(p for p in families()["host"].sweep() if p.op in HOST_EVENTS)
     listed = {name: list(some) for name, some in points.items()}
-    return {name: [some[i] for i in rng.permutation(len(some))] for name, some in listed.items()}
+    return {
+        name: [some[i] for i in rng.permutation(len(some))[:DENSE_POINTS]]
+        for name, some in listed.items()
+    }
 
 
 def message_points() -> dict[str, list[Point]]:
