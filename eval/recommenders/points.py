@@ -83,10 +83,9 @@ def dense_points() -> dict[str, list[Point]]:
     copies = (p for p in families()["elementwise"].sweep() if p.op in ("copy_", "clone"))
     points["elementwise"] = dict.fromkeys([*islice(copies, 100), *points.get("elementwise", ())])
     points["host"] = dict.fromkeys(p for p in families()["host"].sweep() if p.op in HOST_EVENTS)
-    listed = {name: list(some) for name, some in points.items()}
     return {
-        name: [some[i] for i in rng.permutation(len(some))[:DENSE_POINTS]]
-        for name, some in listed.items()
+        name: [list(some)[i] for i in rng.permutation(len(some))[:DENSE_POINTS]]
+        for name, some in points.items()
     }
 
 

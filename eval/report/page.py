@@ -33,6 +33,7 @@ def render(
         finalize=_unbroken,
     )
     pages.filters["code"] = _code
+    library = files("plotly") / "package_data" / "plotly.min.js"  # 4.8 MB
     figures = {f"chart-{s.anchor}": asdict(s.chart) for s in sections if s.chart}
     return pages.get_template("page.html").render(
         title=title,
@@ -41,13 +42,8 @@ def render(
         machine=", ".join(f"{k} {v}" for k, v in machine.items()),
         links=links,
         figures=_packed(json.dumps(figures, separators=(",", ":")).encode()),
-        library=_packed(_library()) if figures else "",
+        library=_packed(library.read_bytes()) if figures else "",
     )
-
-
-def _library() -> bytes:
-    """The code of plotly.js (4.8 MB)."""
-    return (files("plotly") / "package_data" / "plotly.min.js").read_bytes()
 
 
 def _packed(data: bytes) -> str:
