@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from itercast.compose.target import Target, checkpoint_policy, forecast_step
+from itercast.eval.processes import in_new_process
 from itercast.eval.progress import run_program
 from itercast.learners.bundle import Bundle
 from itercast.microbench.capture.log import capture_step
@@ -127,9 +128,9 @@ def tracked_bytes(chosen: EvalCase, plan: str) -> int:
 
     parsed = ParallelPlan.parse(plan)
     zero = parsed.zero > 0
-    _join(fake=zero)
     if parsed.dp > 1 and not zero:
-        return _allocated_bytes(chosen, plan)
+        return in_new_process(_allocated_bytes, chosen.name, plan)  # without earlier blocks
+    _join(fake=zero)
     training = _training(chosen, plan, _kept(chosen, plan))
     gc.collect()
     if zero:
@@ -144,12 +145,13 @@ def tracked_bytes(chosen: EvalCase, plan: str) -> int:
     return int(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
 
 
-def _allocated_bytes(chosen: EvalCase, plan: str) -> int:
+def _allocated_bytes(name: str, plan: str) -> int:
     """Peak bytes in the third step that torch's CPU allocator has handed out and not taken back."""
     from torch.profiler import ProfilerActivity, profile, record_function
 
+    _join(fake=False)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
-        training = _training(chosen, plan, ())
+        training = _training(case(name), plan, ())
         gc.collect()
         with record_function(THIRD_STEP):
             training.step()

@@ -1,7 +1,7 @@
 """Times steps under recomputation budgets, as torch's selective checkpoints run them.
 
 ``python tests/endurance/recompute_times.py CASE,CASE... BUNDLE`` on an idle CPU. Plans take turns
-in windows of 8 steps: a window is judged by its ratio to that without recomputation just before.
+in windows of 4 steps: a window is judged by its ratio to that without recomputation just before.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from itercast.microbench.step import StepSettings, make_step
 from itercast.microbench.timing.clock import keep_freed_memory
 
 PLANS = ("", *(f"recompute=budget:{share}" for share in (0.3, 0.5, 0.7)), "recompute=full")
-STEPS, ROUNDS = 8, 12
+STEPS, ROUNDS = 4, 8
 
 
 def forecast(name: str, plan: str, bundle: Path) -> tuple[float, Callable[[], None]]:
