@@ -55,16 +55,14 @@ def _captured(
     chosen: EvalCase, settings: StepSettings, batch: int, seq: int, shallow: bool
 ) -> StepCapture:
     from itercast.microbench.capture.log import capture_step
-    from itercast.microbench.capture.truncate import build_shortened
+    from itercast.microbench.capture.truncate import shorten_lists
     from itercast.microbench.user_errors import is_own_error, one_line_error
 
     repeats: dict[str, int] = {}
 
     def build() -> Any:
-        if not shallow:
-            return chosen.build()
-        model, cut = build_shortened(chosen.build)
-        repeats.update(cut)
+        model = chosen.build()
+        repeats.update(shorten_lists(model) if shallow else {})
         return model
 
     try:

@@ -45,6 +45,14 @@ ITEMSIZE_BYTES: Mapping[str, int] = {
     "uint8": 1,
     "bool": 1,
 }
+TORCH_NAMES: Mapping[str, str] = {  # where they differ; tf32 is stored as fp32
+    "fp64": "float64",
+    "fp32": "float32",
+    "tf32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp8": "float8_e4m3fn",
+}
 # Blocks of 16 numbers share a scale of 8 bits (a matrix one of 32 more), or blocks of 32.
 # Source: https://arxiv.org/abs/2509.25149, https://arxiv.org/abs/2310.10537
 BLOCK_SCALED: Mapping[str, float] = {"nvfp4": 0.5 + 1 / 16, "mxfp4": 0.5 + 1 / 32}
@@ -134,6 +142,10 @@ class OpCall:
     def tensors(self) -> tuple[TensorSpec, ...]:
         """All input tensors in order, also those inside lists."""
         return self._inputs
+
+    def argument(self, at: int, name: str, default: Argument = None) -> Argument:
+        """The argument at a position or of this name, or the default where it is not given."""
+        return self.args[at] if len(self.args) > at else self.kwargs.get(name, default)
 
     @cached_property
     def _inputs(self) -> tuple[TensorSpec, ...]:

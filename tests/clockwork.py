@@ -13,7 +13,7 @@ import pytest
 from itercast.microbench.iterations import measure
 from itercast.microbench.ops.family import Family, Workload
 from itercast.microbench.sweep.orders import WorkerOrder
-from itercast.microbench.timing.device import Launched
+from itercast.microbench.timing.cuda_device import Launched
 
 HARDWARE: dict[str, Any] = {
     "name": "toy",

@@ -20,8 +20,8 @@ from typing import Any
 from itercast.compose.forecast import Forecast
 from itercast.compose.predict import predict
 from itercast.compose.target import find_target
+from itercast.microbench.hardware.names import read_prices
 from itercast.microbench.hardware.node import USUAL_GPUS_PER_NODE, load_node
-from itercast.microbench.hardware.prices import read_prices
 from itercast.microbench.plan import ParallelPlan
 from itercast.microbench.store import Facts, Row
 

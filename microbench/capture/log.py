@@ -39,10 +39,10 @@ from itercast.microbench.capture.watch import (
     count_host_events,
     default_dtype,
     record_ready_gradients,
-    storage_dtype,
 )
 from itercast.microbench.capture.zeros import mark_zeros
 from itercast.microbench.opcall import (
+    ITEMSIZE_BYTES,
     Args,
     Argument,
     Kwargs,
@@ -51,47 +51,21 @@ from itercast.microbench.opcall import (
     StepCapture,
     TensorSpec,
 )
+from itercast.microbench.ops.family import torch_dtype
 from itercast.microbench.step import Inputs, Loss, StepSettings, hidden_matrices, make_step
 from itercast.microbench.user_errors import source_line
+from itercast.microbench.yaml_text import facts_of
 
-DTYPES = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.int64: "int64",
-    torch.uint64: "int64",
-    torch.int32: "int32",
-    torch.int16: "int16",
-    torch.int8: "int8",
-    torch.uint8: "uint8",
-    torch.bool: "bool",
-}
-# Ops that autograd runs in place on plain tensors, and out of place under a dispatch mode:
-# https://github.com/pytorch/pytorch/blob/main/torch/csrc/autograd/input_buffer.cpp and
-# areAnyTensorSubclassLike in FunctionsManual.cpp
-IN_PLACE = {
-    "aten.add.Tensor": "aten.add_.Tensor",
-    "aten.index_add.default": "aten.index_add_.default",
-    "aten.index_put.default": "aten.index_put_.default",
-    "aten.scatter.src": "aten.scatter_.src",
-}
-# Ops that launch no kernel although their schema does not say that they return views.
-UNDECLARED_VIEWS = {"aten::unsafe_split", "aten::unsafe_split_with_sizes", "aten::unsafe_chunk"}
-UNDECLARED_VIEWS |= {"aten::_indices", "aten::_values", "aten::_coalesced_"}
-UNDECLARED_VIEWS |= {"aten::_sparse_coo_tensor_with_dims_and_tensors"}
-UNDECLARED_VIEWS |= {"aten::sparse_compressed_tensor", "aten::_sparse_compressed_tensor_unsafe"}
-UNDECLARED_VIEWS |= {"aten::transpose_", "aten::t_", "aten::squeeze_", "aten::unsqueeze_"}
-# Ops that are not logged: they cost the host next to nothing.
-SILENT = {"aten::detach", "aten::alias", "aten::lift_fresh"}
-SILENT |= {"aten::_nnz", "aten::is_coalesced", "aten::sparse_dim", "aten::dense_dim"}
+DTYPES = {torch_dtype(name): name for name in ITEMSIZE_BYTES if name != "tf32"}
+DTYPES[torch.uint64] = "int64"
+FACTS = facts_of(__file__)
+IN_PLACE: Mapping[str, str] = FACTS["in_place"]
+UNDECLARED_VIEWS, SILENT = (
+    frozenset(f"aten::{op}" for op in FACTS[ops].split()) for ops in ("undeclared_views", "silent")
+)
 ITEM = "aten._local_scalar_dense.default"  # the host reads a number
 TF32_DTYPES = {**DTYPES, torch.float32: "tf32"}
-TF32_OPS = {
-    *(f"aten.{op}.default" for op in ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")),
-    *("aten.convolution.default", "aten.convolution_backward.default"),
-    *("itercast.sdpa", "itercast.sdpa_backward"),
-}
+TF32_OPS = frozenset(FACTS["tf32"].split())
 
 
 class OpLog(TorchDispatchMode):
@@ -268,7 +242,7 @@ def capture_step(
         if log.routing is not None:
             log.routing.note_inputs(inputs)
         set_phase = partial(setattr, log, "phase")
-        amp = partial(autocast_as_on_cuda, storage_dtype(settings.dtype))
+        amp = partial(autocast_as_on_cuda, torch_dtype(settings.dtype))
         precision = amp if settings.amp else nullcontext
         step = make_step(model, inputs, loss_fn, settings, set_phase, precision=precision)
         ready = record_ready_gradients(model, log)
@@ -303,7 +277,7 @@ def _build(
 ) -> tuple[torch.nn.Module, Inputs]:
     """The model and its inputs in the dtype of the settings, all in layouts that are known."""
     made_fake = FakeSparseOps() if fake else nullcontext()
-    with default_dtype(storage_dtype(settings.stored)), made_fake:
+    with default_dtype(torch_dtype(settings.stored)), made_fake:
         model, inputs = build(), make_inputs()
     if settings.channels_last:
         move: Any = model.to  # whose types leave out the memory format

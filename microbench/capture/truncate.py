@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from itercast.microbench.slow_imports import torch
 
 KEPT = 3  # the middle one stands for those left out: work beside the first and last is done once
-FILLS = ("normal_", "uniform_", "zero_", "fill_", "kaiming_uniform_", "trunc_normal_")
 
 
 def shorten_lists(model: torch.nn.Module) -> dict[str, int]:
@@ -33,28 +31,6 @@ def shorten_lists(model: torch.nn.Module) -> dict[str, int]:
 def _is_tables(modules: Any) -> bool:
     """Whether these are embedding tables, which are used side by side, not one after the other."""
     return all(isinstance(m, torch.nn.EmbeddingBag | torch.nn.Embedding) for m in modules)
-
-
-def build_shortened(build: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
-    """Build a model without weight values and shorten its lists of equal layers.
-
-    Returns the model, and how many layers were removed from each list.
-    """
-    from torch.overrides import TorchFunctionMode  # lazy, as above
-
-    class NoValues(TorchFunctionMode):
-        """Skips functions that fill tensors, which take seconds; a capture needs no values."""
-
-        def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if getattr(func, "__name__", "") in FILLS:
-                return args[0] if args else kwargs["tensor"]
-            return func(*args, **(kwargs or {}))
-
-    with NoValues():
-        model = build()
-    return model, shorten_lists(model)
 
 
 def _shape(module: torch.nn.Module) -> tuple[object, ...]:

@@ -11,11 +11,6 @@ import torch
 from itercast.microbench.step import StepSettings
 
 
-def storage_dtype(name: str) -> torch.dtype:
-    """The torch dtype that parameters are stored in; tf32 is stored as fp32."""
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32)
-
-
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Make ``dtype`` torch's default for new floating-point tensors inside the context."""

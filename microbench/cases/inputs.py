@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -15,9 +18,24 @@ CLIP, VALUE_WEIGHT, ENTROPY_WEIGHT = 0.2, 0.5, 0.01  # no assumption: PPO's (arX
 RARE = 0.01  # no assumption: share of an image's default boxes that hold an object, drawn at random
 
 
-def tokens(batch: int, seq: int, sizes: Sizes) -> Inputs:
-    """Random tokens (batch, seq)."""
-    return {"tokens": torch.randint(0, sizes["vocab"], (batch, seq))}
+def drawn(batch: int, seq: int, sizes: Sizes, shapes: Mapping[str, Sequence[Any]]) -> Inputs:
+    """Random tensors of shapes of numbers and names of sizes, ``[batch, 3, image, image]``.
+
+    Where a shape ends in ``below NAME`` they are integers from 0 and below this size.
+    """
+    known, made = {**sizes, "batch": batch, "seq": seq}, {}
+    for name, shape in shapes.items():
+        *before, last = shape
+        word, _, limit = str(last).partition(" ")
+        count = [known.get(n, n) for n in (before if word == "below" else shape)]
+        integers = word == "below"
+        made[name] = torch.randint(0, known[limit], count) if integers else torch.randn(count)
+    return made
+
+
+def vectors(batch: int, seq: int, sizes: Sizes) -> Inputs:
+    """Vectors as wide as the first layer."""
+    return {"x": torch.randn(batch, sizes["widths"][0])}
 
 
 def token_loss(logits: Tensor, inputs: Inputs) -> Tensor:
@@ -31,54 +49,14 @@ def first_token_loss(output: tuple[Tensor, Tensor], inputs: Inputs) -> Tensor:
     return token_loss(output[0], inputs)
 
 
-def with_memory(batch: int, seq: int, sizes: Sizes) -> Inputs:
-    """Words (seq, batch), and the states of a segment before as long as this one."""
-    memory = torch.randn(sizes["layers"], seq, batch, sizes["width"])
-    return {"tokens": torch.randint(0, sizes["vocab"], (seq, batch)), "memory": memory}
-
-
-def vectors(batch: int, seq: int, sizes: Sizes) -> Inputs:
-    """Vectors as wide as the first layer."""
-    return {"x": torch.randn(batch, sizes["widths"][0])}
-
-
 def mean_square(y: Tensor, inputs: Inputs) -> Tensor:
     """The mean of squares."""
     return y.square().mean()
 
 
-def _images(batch: int, sizes: Sizes, *labels: int) -> Inputs:
-    """Square images; ``labels`` is the shape of the labels of one image."""
-    side = sizes["image"] if "image" in sizes else sizes["size"]
-    images = torch.randn(batch, 3, side, side)
-    return {"images": images, "labels": torch.randint(0, sizes["classes"], (batch, *labels))}
-
-
-def labelled_images(batch: int, seq: int, sizes: Sizes) -> Inputs:
-    """Images with a class each."""
-    return _images(batch, sizes)
-
-
-def labelled_pixels(batch: int, seq: int, sizes: Sizes) -> Inputs:
-    """Images with a class for every pixel."""
-    return _images(batch, sizes, sizes["image"], sizes["image"])
-
-
 def label_loss(logits: Tensor, inputs: Inputs) -> Tensor:
     """Cross-entropy of class labels."""
     return F.cross_entropy(logits, inputs["labels"])
-
-
-def signals(batch: int, seq: int, sizes: Sizes) -> Inputs:
-    """Signals with a label for every frame."""
-    labels = torch.randint(0, sizes["classes"], (batch, seq))
-    return {"signal": torch.randn(batch, seq, sizes["channels"]), "labels": labels}
-
-
-def noisy_images(batch: int, seq: int, sizes: Sizes) -> Inputs:
-    """Images, times, and the noise to predict."""
-    images, noise = (torch.randn(batch, 3, sizes["image"], sizes["image"]) for _ in range(2))
-    return {"images": images, "times": torch.rand(batch), "noise": noise}
 
 
 def noise_loss(predicted: Tensor, inputs: Inputs) -> Tensor:
@@ -135,15 +113,6 @@ def ranking_loss(logits: Tensor, inputs: Inputs) -> Tensor:
     """A click where the first dense feature is positive."""
     clicked = (inputs["dense"][:, 0] > 0).to(logits.dtype)
     return F.binary_cross_entropy_with_logits(logits, clicked)
-
-
-def users_and_items(batch: int, seq: int, sizes: Sizes) -> Inputs:
-    """Users, their histories, and the item that each took."""
-    return {
-        "user": torch.randint(0, sizes["users"], (batch,)),
-        "history": torch.randint(0, sizes["items"], (batch, seq)),
-        "item": torch.randint(0, sizes["items"], (batch,)),
-    }
 
 
 def own_item_loss(scores: Tensor, inputs: Inputs) -> Tensor:

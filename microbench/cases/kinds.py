@@ -16,10 +16,11 @@ import yaml
 
 from itercast.microbench.cases.evalcase import EvalCase
 from itercast.microbench.slow_imports import torch
+from itercast.microbench.step import Inputs
 from itercast.microbench.yaml_text import OwnLoader
 
 FILE = Path(__file__).with_name("cases.yaml")
-LISTS, KINDS = "lists", "kinds"  # in the file, beside groups of cases
+LISTS, KINDS, INPUTS = "lists", "kinds", "inputs"  # in the file, beside groups of cases
 Sizes = Mapping[str, Any]  # of a case: numbers, tuples of numbers, flags, by name
 
 
@@ -27,9 +28,9 @@ Sizes = Mapping[str, Any]  # of a case: numbers, tuples of numbers, flags, by na
 class Kind:
     """A kind of model: ``model`` is its module and class below this folder.
 
-    ``inputs`` and ``loss`` are functions of ``inputs.py``. The class is built with a case's sizes,
-    but those ``beside``, which only the inputs need; ``fixed`` are sizes of all models of this
-    kind. ``with_seq``: the class takes the length of sequences too.
+    ``inputs`` are stated in the file or, as ``loss``, a function of ``inputs.py``. The class is
+    built with a case's sizes, but those ``beside``, which only the inputs need; ``fixed`` are sizes
+    of all models of this kind. ``with_seq``: the class takes the length of sequences too.
     """
 
     model: str
@@ -42,7 +43,7 @@ class Kind:
 
 @cache
 def stated() -> dict[str, dict[str, Any]]:
-    """What ``cases.yaml`` states: kinds, and cases by group, each by name."""
+    """What ``cases.yaml`` states: kinds, inputs, and cases by group, each by name."""
     found: dict[str, dict[str, Any]] = yaml.load(FILE.read_text(), OwnLoader)
     return {section: facts for section, facts in found.items() if section != LISTS}
 
@@ -67,10 +68,17 @@ def make_case(
         built: torch.nn.Module = _of(module, model)(**chosen.fixed, **own, **taken)
         return built
 
+    def inputs(batch: int, seq: int) -> Inputs:
+        if shapes := stated()[INPUTS].get(chosen.inputs):
+            drawn: Inputs = _of("inputs", "drawn")(batch, seq, sizes, shapes)
+            return drawn
+        made: Inputs = _of("inputs", chosen.inputs)(batch, seq, sizes)
+        return made
+
     return EvalCase(
         name=name,
         build=build,
-        inputs=lambda batch, seq: _of("inputs", chosen.inputs)(batch, seq, sizes),
+        inputs=inputs,
         loss=lambda output, inputs: _of("inputs", chosen.loss)(output, inputs),
         batch=batch,
         seq=seq,

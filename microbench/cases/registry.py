@@ -7,9 +7,9 @@ from functools import cache
 import numpy as np
 
 from itercast.microbench.cases.evalcase import EvalCase
-from itercast.microbench.cases.kinds import KINDS, Sizes, make_case, stated
+from itercast.microbench.cases.kinds import INPUTS, KINDS, Sizes, make_case, stated
 from itercast.microbench.extensions import with_added
-from itercast.microbench.hardware.nearest_names import unknown
+from itercast.microbench.hardware.spec import unknown
 
 __all__ = ["EvalCase", "case", "case_names", "cases_of"]
 
@@ -23,7 +23,7 @@ def _groups() -> dict[str, tuple[EvalCase, ...]]:
     found = {
         group: tuple(_stated_case(name, group, facts) for name, facts in cases.items())
         for group, cases in stated().items()
-        if group != KINDS
+        if group not in (KINDS, INPUTS)
     }
     return {**found, "gpu": (*found["gpu"], *map(random_dlrm, range(DLRMS)))}
 

@@ -26,7 +26,7 @@ from pathlib import Path
 import pandas as pd
 
 from itercast.microbench import store
-from itercast.microbench.fleet.chunks import ITERATIONS, Plain
+from itercast.microbench.fleet.chunks import ITERATIONS, Chunk, Plain
 from itercast.microbench.fleet.urls import PROBE, Root
 from itercast.microbench.iterations.collect import collect_iterations
 from itercast.microbench.iterations.measure import Iteration
@@ -36,6 +36,7 @@ from itercast.microbench.sweep.cards import card_facts, cuda_gpu
 from itercast.microbench.sweep.collect import collect
 from itercast.microbench.sweep.rows import machine
 from itercast.microbench.timing.nvml import Nvml
+from itercast.microbench.yaml_text import made_of
 
 CLOSE_S = 6.0  # before the deadline, for the end of the sweep and the upload
 WAIT_S = 0.2  # between looks for free cores
@@ -47,24 +48,17 @@ DONE, REFUSED, THROTTLED, LATE = "done", "refused", "throttled", "late"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkOrder:
-    """What a task measures; see ``Chunk`` and ``Machines``. ``until``: seconds since 1970.
+    """What a task measures; see ``Machines``. ``until``: seconds since 1970.
 
     ``last``: the chunk was elsewhere already, so that rows of a throttled GPU are kept.
     """
 
+    chunk: Chunk
     root: str
     work: str
-    name: str
-    kind: str
     gpu: str
-    families: tuple[str, ...]
-    points: Plain
-    seconds: float
-    until: float
     cores: int
-    seed: int
-    share: tuple[int, int] = (0, 1)
-    gpus_per_node: int = 1
+    until: float
     torchrun: str = ""
     last: bool = False
 
@@ -79,23 +73,24 @@ def measure(order: ChunkOrder) -> Plain:
 
     A GPU of another name than the plan says, or that others use, measures nothing.
     """
+    chunk = order.chunk
     if order.device == "cpu" and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, own_cores(order.cores, order.until))
     where = machine(order.device)
-    facts: Plain = {"chunk": order.name, **where, "began": round(time.time(), 1)}
+    facts: Plain = {"chunk": chunk.name, **where, "began": round(time.time(), 1)}
     if wrong := _wrong(order):
         return {**facts, "state": REFUSED, "reason": wrong}
-    folder = Path(order.work) / order.name
+    folder = Path(order.work) / chunk.name
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder / "lock"):
-        root, name = Root(order.root), f".fleet/{order.name}.json"
+        root, name = Root(order.root), f".fleet/{chunk.name}.json"
         known = root.names(".fleet")
         if name in known:  # another attempt ended meanwhile
             return dict(json.loads(root.get(name)))
         if PROBE not in known:
             reason = f"folder {order.root} is not that of the command; give a shared one, or a URL"
             return {**facts, "state": REFUSED, "reason": reason}
-        left_s = min(order.seconds, order.until - time.time() - CLOSE_S)
+        left_s = min(chunk.seconds, order.until - time.time() - CLOSE_S)
         if left_s >= MIN_S:
             _sweep(order, folder, root, left_s)
         elif not list(folder.glob("*/*/*/part-*.parquet")):
@@ -170,34 +165,35 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _sweep(order: ChunkOrder, folder: Path, root: Root, left_s: float) -> None:
     """Measure what neither the journal nor parts at the root have."""
-    there = {n.split("/")[0] for n in root.names() if n.endswith(f"/part-{order.name}.parquet")}
-    names = [n for n in order.families if n not in there]
+    chunk, part = order.chunk, f"/part-{order.chunk.name}.parquet"
+    there = {n.split("/")[0] for n in root.names() if n.endswith(part)}
+    names = [n for n in chunk.families if n not in there]
     if not names:
         return
-    if order.kind == ITERATIONS:
-        wanted = [Iteration(**plain) for plain in order.points["iteration"]]
+    if chunk.kind == ITERATIONS:
+        wanted = [Iteration(**plain) for plain in chunk.points["iteration"]]
         end_s = time.monotonic() + left_s
         for repeat in (0, 1):
             rest_s = end_s - time.monotonic()
             collect_iterations(folder, order.device, wanted, repeat, budget_s=rest_s)
         return
-    captured = points_path(folder, order.device, order.seed)
-    store.write_atomic(captured, json.dumps(order.points).encode())
+    captured = points_path(folder, order.device, chunk.seed)
+    store.write_atomic(captured, json.dumps(chunk.points).encode())
     collect(
         folder,
         order.device,
         names,
         left_s,
-        order.seed,
+        chunk.seed,
         torchrun=order.torchrun,
-        among=order.share,
+        among=chunk.share,
     )
 
 
 def _rows(order: ChunkOrder, folder: Path) -> pd.DataFrame:
     """All rows of the chunk, each once; of a point that was throttled the later one."""
     store.compact(folder, card_facts(folder, order.device))
-    tables = [store.read_rows([folder], name) for name in order.families]
+    tables = [store.read_rows([folder], name) for name in order.chunk.families]
     tables = [t for t in tables if len(t)]
     if not tables:
         return pd.DataFrame({"status": [], "family": [], "gpu": []})
@@ -210,12 +206,12 @@ def _send(order: ChunkOrder, folder: Path, root: Root, rows: pd.DataFrame) -> di
     The chunk's own folder ``sent`` has them: of one chunk, on one machine.
     """
     counts: dict[str, int] = {}
-    there = {n for n in root.names() if n.endswith(f"/part-{order.name}.parquet")}
+    there = {n for n in root.names() if n.endswith(f"/part-{order.chunk.name}.parquet")}
     parts = sorted(folder.glob("*/*/*/part-*.parquet"))
     facts = store.part_facts(parts[-1]) if parts else {}
     for (family, gpu), mine in rows.groupby(["family", "gpu"]):
         part = store.write_part(
-            folder / "sent", str(family), str(gpu), mine, order.name, facts=facts
+            folder / "sent", str(family), str(gpu), mine, order.chunk.name, facts=facts
         )
         name = part.relative_to(folder / "sent").as_posix()
         if name not in there:
@@ -249,15 +245,16 @@ def _software(folder: Path) -> Plain:
 def main(path: Path) -> None:
     """Measure the chunk of an order's file; the result is written beside it."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stdout)
-    plain: Row = json.loads(path.read_text())
-    order = ChunkOrder(
-        **{**plain, "families": tuple(plain["families"]), "share": tuple(plain["share"])}
-    )
+    order = made_of(ChunkOrder, json.loads(path.read_text()), "order")
     try:
         found = measure(order)
     except (OSError, ValueError, RuntimeError) as exc:
         told = " ".join(str(exc).split())[:300]
-        found = {"chunk": order.name, "state": "failed", "reason": f"{type(exc).__name__}: {told}"}
+        found = {
+            "chunk": order.chunk.name,
+            "state": "failed",
+            "reason": f"{type(exc).__name__}: {told}",
+        }
     store.write_atomic(path.with_suffix(".result"), json.dumps(found).encode())
 
 

@@ -151,18 +151,12 @@ class Driver:
         """The Ray task of a chunk."""
         chunk = one.chunk
         order = ChunkOrder(
+            chunk=chunk,
             root=self.plan.root,
             work="",
-            name=chunk.name,
-            kind=chunk.kind,
             gpu=kind.gpu,
-            families=chunk.families,
-            points=dict(chunk.points),
-            seconds=chunk.seconds,
-            until=self.until,
             cores=kind.cores,
-            seed=chunk.seed,
-            share=chunk.share,
+            until=self.until,
             last=one.moved,
         )
         plain = {**asdict(order), "python": kind.python}

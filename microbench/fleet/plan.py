@@ -12,7 +12,7 @@ from typing import Any
 from itercast.microbench.cases.registry import case_names
 from itercast.microbench.durations import seconds
 from itercast.microbench.fleet.urls import check_url, is_url
-from itercast.microbench.hardware.prices import read_prices
+from itercast.microbench.hardware.names import read_prices
 from itercast.microbench.hardware.spec import gpu_names
 from itercast.microbench.ops import families
 from itercast.microbench.sweep.captured_points import check_points

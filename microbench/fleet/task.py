@@ -26,7 +26,7 @@ def run_chunk(order: bytes) -> bytes:
     python, place = plain.pop("python") or sys.executable, plain.pop("place", "")
     work = cache_folder("fleet") / f"chunks{place}"
     work.mkdir(parents=True, exist_ok=True)
-    path = work / f"{plain['name']}.json"
+    path = work / f"{plain['chunk']['name']}.json"
     result, printed = path.with_suffix(".result"), path.with_suffix(".log")
     result.unlink(missing_ok=True)
     path.write_text(json.dumps({**plain, "work": str(work)}))
@@ -90,7 +90,7 @@ def over_nodes(asked: bytes) -> bytes:
     try:
         ray.get(group.ready())
         address = ray.get(task(free_address, 0, {"num_cpus": 0}).remote()).decode()
-        words = f"--nnodes={nodes} --rdzv-backend=c10d --rdzv-id={order['name']}"
+        words = f"--nnodes={nodes} --rdzv-backend=c10d --rdzv-id={order['chunk']['name']}"
         order["torchrun"] = f"{words} --rdzv-endpoint={address}"
         orders = [json.dumps({**order, "place": f"-{n}"}).encode() for n in range(nodes)]
         tasks = [task(run_chunk, n, options).remote(sent) for n, sent in enumerate(orders)]

@@ -1,4 +1,4 @@
-"""This machine's CPU as a ``Gpu`` with measured peaks, and its name."""
+"""This machine's CPU and CUDA device as a ``Gpu``: the CPU's peaks are measured."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from itercast.microbench.assumptions import assumed
-from itercast.microbench.hardware.spec import Gpu, slug
+from itercast.microbench.hardware.names import gpu_named
+from itercast.microbench.hardware.spec import Gpu, load_gpu, slug
 from itercast.microbench.slow_imports import torch
 
 MIB = 2.0**20
 LAST_CACHE_BYTES = assumed(__file__, "last_cache_bytes")
 FP64_PEAK_FRAC = assumed(__file__, "fp64_peak_frac")
+FP32_FLOPS_PER_SM_AND_CLOCK = assumed(__file__, "fp32_flops_per_sm_and_clock")
+PEAK_OVER_FP32 = assumed(__file__, "peak_over_fp32")
+MEMORY_TRANSFERS_PER_CLOCK = assumed(__file__, "memory_transfers_per_clock")
 # no assumption: sizes that are measured
 TOUCHED_MIB = (0.125, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 
@@ -107,4 +112,27 @@ def measure_cpu() -> Gpu:
         hbm_bytes=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
         l2_bytes=last_cache_bytes(),
         cold_share=measure_cold_share(),
+    )
+
+
+def gpu_of(properties: Any) -> Gpu:
+    """The ``Gpu`` of a device, from ``torch.cuda.get_device_properties``.
+
+    From its hardware file where there is one. Else peaks are assumed:
+    fp32 = SMs * clock * 256 FLOP, other dtypes a multiple of it,
+    bandwidth = 2 * memory clock * bus width in bytes.
+    """
+    known = gpu_named(properties.name)
+    if known is not None:
+        return load_gpu(known)
+    clock_hz = properties.clock_rate * 1e3  # kHz
+    fp32 = properties.multi_processor_count * FP32_FLOPS_PER_SM_AND_CLOCK * clock_hz
+    transfers_per_s = MEMORY_TRANSFERS_PER_CLOCK * properties.memory_clock_rate * 1e3  # kHz
+    return Gpu(
+        name=slug(properties.name),
+        sm_count=properties.multi_processor_count,
+        peak_flops_per_s={"fp32": fp32} | {d: n * fp32 for d, n in PEAK_OVER_FP32.items()},
+        hbm_bytes_per_s=transfers_per_s * properties.memory_bus_width / 8,
+        hbm_bytes=float(properties.total_memory),
+        l2_bytes=float(properties.L2_cache_size),
     )

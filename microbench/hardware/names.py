@@ -7,21 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
+from pathlib import Path
 
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.node import load_node, node_named, node_names
 from itercast.microbench.hardware.spec import gpu_names, load_gpu
+from itercast.microbench.yaml_text import facts_of, read_mapping, typed
 
-# What a word says about the card's form; the memory of an H100 tells it, too.
-FORMS = {"dgx": "sxm", "dgxs": "sxm", "hgx": "sxm", "hbm3": "sxm"}
-FORMS |= dict.fromkeys(("pcie", "nvl", "sxm"), "") | {f"sxm{n}": "sxm" for n in range(2, 7)}
-# Words that tell no GPU from another one: makers, architectures, packages, virtual functions.
-SILENT = {"nvidia", "tesla", "geforce", "amd", "instinct", "radeon", "gpu", "nvlink", "gb", "oam"}
-SILENT |= {"blackwell", "hopper", "ampere", "turing", "volta", "pascal", "tensor", "core"}
-SILENT |= {"server", "workstation", "edition", "ac", "vf"}
-# By LLVM and a count of compute units in hex, as ROCm names files.
-COMPUTE_UNITS = {"gfx90878": "mi100", "gfx90a68": "mi210", "gfx90a6e": "mi250"}
-COMPUTE_UNITS |= {"gfx942130": "mi300x", "gfx94250": "mi308x", "gfx950100": "mi355x"}
+FACTS = facts_of(__file__)
+FORMS: Mapping[str, str] = FACTS["forms"]
+COMPUTE_UNITS: Mapping[str, str] = FACTS["compute_units"]
+SILENT = frozenset(FACTS["silent"].split())
 USUAL: Mapping[str, str] = assumed(__file__, "usual_forms")
 
 
@@ -132,3 +128,14 @@ def link_of(text: str, ranks: int = 2) -> str:
         return load_node(node).link_among(ranks)
     gpu = gpu_named(text)
     return load_gpu(gpu).usual_link if gpu in gpu_names()[1:] else ""
+
+
+def read_prices(path: Path) -> dict[str, float]:
+    """USD per hour of one GPU by name, from a YAML file of names and prices."""
+    prices = dict[str, float]()
+    for name, price in read_mapping(path, "file of prices (GPU: USD per hour of one)").items():
+        gpu = gpu_named(str(name)) or str(name)
+        if gpu in prices:
+            raise ValueError(f"prices {str(path)!r}: {gpu!r} has two prices, state one")
+        prices[gpu] = typed(float, price, f"prices {str(path)!r}: the price of {name!r}")
+    return prices

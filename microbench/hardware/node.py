@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.extensions import with_added
-from itercast.microbench.yaml_text import made_of, read_mapping
+from itercast.microbench.hardware.spec import NAMES
+from itercast.microbench.yaml_text import facts_of, made_of, read_mapping
 
 HERE = Path(__file__).parent / "nodes"
-# How published tables and clouds write them, where no file has that name.
-WRITTEN = (
-    (r"\bp4de\b", "aws-p4de"),
-    (r"\bp4d\b", "aws-p4d"),
-    (r"\bp5\b", "aws-p5"),
-    (r"\ba3 high\b", "gcp-a3-high"),
-    (r"\ba3 mega\b", "gcp-a3-mega"),
-    (r"\ba3 ultra\b", "gcp-a3-ultra"),
-    (r"\bgcp a4\b", "gcp-a4"),
-    (r"\ba100\b.*\boci\b", "oci-bm-gpu4-8"),
-    (r"\balps\b", "alps-gh200"),
-    (r"\bkestrel\b", "kestrel-h100"),
-    (r"\bgb200\b", "gb200-nvl72"),
-    (r"\bgb300\b", "gb300-nvl72"),
-)
+WRITTEN: Mapping[str, str] = facts_of(str(HERE.with_name(NAMES)))["nodes"]  # patterns by node
 USUAL_GPUS_PER_NODE: int = assumed(__file__, "usual_gpus_per_node")  # where no node is named
 USUAL_CORES_PER_GPU: int = assumed(__file__, "usual_cores_per_gpu")
 TOPOLOGIES = ("nvswitch", "mesh", "hypercube", "pairwise", "pcie")
@@ -125,4 +113,4 @@ def node_named(text: str) -> str | None:
     for spelling in ("-".join(words), "-".join(reversed(words))):
         if spelling in _node_files():
             return spelling
-    return next((name for said, name in WRITTEN if re.search(said, " ".join(words))), None)
+    return next((name for name, said in WRITTEN.items() if re.search(said, " ".join(words))), None)

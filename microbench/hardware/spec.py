@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from itercast.microbench.assumptions import FILE, assumed
 from itercast.microbench.extensions import with_added
-from itercast.microbench.hardware.nearest_names import unknown
 from itercast.microbench.yaml_text import made_of, read_mapping
 
 HERE = Path(__file__).parent
+NAMES = "names.yaml"  # not of a GPU: how others write names
 NEEDED = ("sm_count", "peak_flops_per_s", "hbm_bytes_per_s")  # in every file
 SLOWEST, FASTEST = 1e9, 1e18  # rates of files outside these are in another unit
 BRIDGE = 2  # GPUs that an NVLink bridge joins
@@ -120,7 +121,7 @@ def gpu_names() -> list[str]:
 
 @cache
 def _gpu_files() -> dict[str, Path]:
-    own = {p.stem: p for p in HERE.glob("*.yaml") if p.name != FILE}
+    own = {p.stem: p for p in HERE.glob("*.yaml") if p.name not in (FILE, NAMES)}
     return with_added("gpus", own)
 
 
@@ -128,3 +129,13 @@ def slug(model_name: str) -> str:
     """A machine name safe for file names: lower case, words joined by dashes."""
     cleaned = re.sub(r"\((r|tm)\)|processor|cpu", " ", model_name.lower())
     return re.sub(r"[^a-z0-9.]+", "-", cleaned).strip("-") or "cpu"
+
+
+def unknown(kind: str, name: str, known: Sequence[str]) -> ValueError:
+    """An error with the known names that contain ``name``, else with those spelled most like it.
+
+    ``kind`` is a word whose plural ``itercast list`` knows: case, gpu.
+    """
+    like = [k for k in known if name in k] or get_close_matches(name, known, cutoff=0.0)
+    rest = f"; all {len(known)}: itercast list {kind}s" if len(known) > len(like) else ""
+    return ValueError(f"unknown {kind} {name!r}; known: {', '.join(like)}{rest}")

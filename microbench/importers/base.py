@@ -248,11 +248,6 @@ def positive(values: Any) -> Any:
     return np.where((numbers > 0) & (numbers < HUGE), numbers, 0.0)
 
 
-def integers(values: Any) -> Any:
-    """Values as integers; 0 where a value is not a positive number."""
-    return np.minimum(positive(values), MAX_SIZE).astype(np.int64)
-
-
 def number(value: Any) -> float:
     """A value as a float; 0 where it is not a positive, finite number."""
     try:

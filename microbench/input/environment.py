@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 from torch.utils._pytree import tree_leaves
 
+from itercast.microbench.hardware.machine import cores
 from itercast.microbench.input.lane import Batches, InputLane
-from itercast.microbench.input.timers import Clock, LoaderError, usable_cores
+from itercast.microbench.input.timers import Clock, LoaderError
 
 MIN_STEPS, MAX_STEPS = 20, 5000  # of one way to step
 SEVERAL = 8  # environments of a process whose messages are compared with those of one
@@ -36,7 +37,7 @@ def measure_environment(make: Make, name: str, seconds: float, alive: Alive) -> 
     ``SEVERAL`` environments.
     """
     alone, nbytes = _stepped(make, seconds / 4, alive)
-    crowd = usable_cores()
+    crowd = cores()
     one, several, many = (
         _exchanged(make, workers, envs, seconds / 4, alive)
         for workers, envs in ((1, 1), (1, SEVERAL), (crowd, 1))

@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 from torch.utils.data import DataLoader, dataloader
 
+from itercast.microbench.hardware.machine import cores
 from itercast.microbench.input.environment import measure_environment
 from itercast.microbench.input.lane import InputLane, write_lane
 from itercast.microbench.input.timers import (
@@ -30,7 +31,6 @@ from itercast.microbench.input.timers import (
     batch_size,
     own_times,
     timed_batches,
-    usable_cores,
     worker_times,
 )
 from itercast.microbench.user_errors import one_line_error
@@ -82,11 +82,11 @@ def with_workers(loader: DataLoader[Any], workers: int) -> DataLoader[Any]:
 
 def measure_lane(name: str, seconds: float, alive: Callable[[], None] = lambda: None) -> InputLane:
     """Measure a loader without workers, with one, and with one per core; a third each."""
-    loader, cores = load(name), usable_cores()
+    loader, count = load(name), cores()
     alone = run_loader(with_workers(loader, 0), seconds / 3, alive)
     one = run_loader(with_workers(loader, 1), seconds / 3, alive)
     worker, receive_us = worker_times(one.batches), _mean(one.took_us)
-    crowd = min(cores, max(2, loader.num_workers))
+    crowd = min(count, max(2, loader.num_workers))
     crowding = 1.0
     if crowd > 1 and worker.mean_cpu_us:
         many = run_loader(with_workers(loader, crowd), seconds / 3, alive)
@@ -97,7 +97,7 @@ def measure_lane(name: str, seconds: float, alive: Callable[[], None] = lambda: 
         prefetch=loader.prefetch_factor or PREFETCH,
         batch_samples=alone.samples,
         batch_bytes=alone.nbytes,
-        cores=cores,
+        cores=count,
         alone=own_times(alone.batches, alone.sampler_us),
         worker=worker,
         receive_us=receive_us,

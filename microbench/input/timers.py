@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import multiprocessing
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -213,8 +212,3 @@ def _transforms(dataset: Any) -> Iterator[tuple[Any, str]]:
                 yield one, name
         for inner in (held[name] for name in INNER if name in held):
             waiting += list(inner) if isinstance(inner, list | tuple) else [inner]
-
-
-def usable_cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from itercast.microbench.ops.family import torch_dtype
 from itercast.microbench.slow_imports import torch
 
 ENGINES = ("eager", "graph", "compile", "compile+graph")
@@ -16,11 +17,11 @@ def on_device(device: str, dtype: str) -> Iterator[None]:
 
     Also turns TF32 products on for dtype tf32, and off for others; this outlasts the context.
     """
-    from itercast.microbench.capture.watch import default_dtype, storage_dtype
+    from itercast.microbench.capture.watch import default_dtype
 
     torch.backends.cuda.matmul.allow_tf32 = dtype == "tf32"
     torch.backends.cudnn.allow_tf32 = dtype == "tf32"
-    with torch.device(device), default_dtype(storage_dtype(dtype)):
+    with torch.device(device), default_dtype(torch_dtype(dtype)):
         yield
 
 

@@ -8,6 +8,7 @@ Where a plan has more ranks than the CPU has cores, ranks share cores.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -16,32 +17,14 @@ import typer
 from itercast.microbench.cases.registry import case
 from itercast.microbench.iterations.collect import collect_iterations, iteration_of
 from itercast.microbench.iterations.measure import Iteration
+from itercast.microbench.yaml_text import facts_of
 
-TWO = (
-    "dp=2",
-    "dp=2,accumulate=2",
-    "dp=2,zero=1,accumulate=2",
-    "dp=2,zero=2",
-    "dp=2,zero=3",
-    "dp=2,compress=0.5",
-    "dp=2,recompute=full",
-)
-STAGED = ("tp=2", "pp=2,micro=2", "pp=2,micro=2,schedule=gpipe", "pp=2,micro=4", "dp=2,cdp=1")
-FOUR = ("dp=4", "dp=4,zero=3", "dp=4,cdp=1", "pp=4,micro=4")
-ONE = ("accumulate=2", "recompute=full")
-BY_CASE = {
-    "mlp-m": (*TWO, "tp=2", *ONE, *FOUR[:2]),
-    "gpt-m": (*TWO, *STAGED, *ONE, *FOUR),
-    "bert-l": (*TWO, *STAGED, *ONE, *FOUR[:2]),
-    "llama-m": (*TWO, *STAGED, *ONE, *FOUR),
-    "vit-m": (*TWO, *STAGED, *ONE, *FOUR),
-    "resnet-m": (*TWO, *ONE, *FOUR[:2]),
-}
+PLANS: Mapping[str, Sequence[str]] = facts_of(__file__)["plans"]
 
 
 def wanted(ranks: int) -> list[Iteration]:
     """Iterations under the listed plans with this number of ranks."""
-    listed = [iteration_of(case(name), plan) for name, plans in BY_CASE.items() for plan in plans]
+    listed = [iteration_of(case(name), plan) for name, plans in PLANS.items() for plan in plans]
     return [iteration for iteration in listed if iteration.ranks == ranks]
 
 

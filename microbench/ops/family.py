@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import ELEMENT_BYTES, OpCall
+from itercast.microbench.opcall import ELEMENT_BYTES, TORCH_NAMES, OpCall
 from itercast.microbench.slow_imports import torch
 
 DRAWN = 2**16
@@ -212,6 +212,15 @@ def autograd_call(leaves: int, device: str) -> Callable[[], object]:
     return lambda: torch.autograd.grad(outputs, inputs, gradients, retain_graph=True)
 
 
+def differentiated(output: Tensor, leaves: Sequence[Tensor], gradient: Tensor) -> Workload:
+    """The backward pass from an output to leaves, whose graph is kept for all repetitions."""
+    return Workload(
+        run=lambda: torch.autograd.grad(output, leaves, gradient, retain_graph=True),
+        baseline=autograd_call(len(leaves), output.device.type),
+        through_aten=False,
+    )
+
+
 def itemsize_bytes(dtype: str) -> Numbers:
     """Bytes per element of a dtype name, or of an array of names; ValueError for an unknown one."""
     try:
@@ -244,17 +253,8 @@ def logs(p: Point, *names: str) -> dict[str, Numbers]:
 
 def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of a dtype name; tf32 is stored as fp32."""
-    return {
-        "fp64": torch.float64,
-        "fp32": torch.float32,
-        "tf32": torch.float32,
-        "bf16": torch.bfloat16,
-        "fp16": torch.float16,
-        "fp8": torch.float8_e4m3fn,
-        "int64": torch.int64,
-        "int32": torch.int32,
-        "bool": torch.bool,
-    }[name]
+    found: torch.dtype = getattr(torch, TORCH_NAMES.get(name, name))
+    return found
 
 
 def repeated(draw: Callable[..., Tensor], shape: tuple[int, ...], device: str) -> Tensor:

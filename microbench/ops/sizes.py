@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import gcd
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from itercast.microbench.ops.family import Point, log_uniform
 
 P = TypeVar("P")
+RANGE = re.compile(r"(?:(\d+) \* |(mostly|edge) )?(\d+)\.\.(\d+)")
+MOSTLY = 0.7  # no assumption: share of a sweep
 MAX_ALIGNMENT = 128
 MAX_SIDE = 2**18  # of a matrix: tokens of a batch, a vocabulary
 MAX_BATCH = 1024
@@ -34,6 +37,29 @@ def tile_edge_or_any(rng: np.random.Generator, low: int, high: int) -> int:
         return int(rng.choice(edges)) + int(rng.choice([-8, -1, 0, 0, 0, 1, 8]))
     n = log_uniform(rng, low, high)
     return max(8, 8 * round(n / 8)) if rng.random() < 0.8 else n
+
+
+def drawn(rng: np.random.Generator, stated: Any) -> Any:
+    """A value as the YAML file of a family states it.
+
+    A list: one of its values. A mapping: a name, by its share. ``4..64``: log-uniform; before it
+    ``8 *`` multiplies, ``mostly`` makes most a multiple of 8, ``edge`` draws near edges of tiles.
+    Anything else: itself.
+    """
+    if isinstance(stated, Mapping):
+        return str(rng.choice(list(stated), p=list(stated.values())))
+    if isinstance(stated, list):
+        return drawn(rng, stated[int(rng.integers(len(stated)))])
+    found = RANGE.fullmatch(stated) if isinstance(stated, str) else None
+    if found is None:
+        return stated
+    low, high = int(found[3]), int(found[4])
+    if found[2] == "edge":
+        return tile_edge_or_any(rng, low, high)
+    n = log_uniform(rng, low, high)
+    if found[2] == "mostly" and rng.random() < MOSTLY:
+        n = max(8, 8 * round(n / 8))
+    return n * int(found[1] or 1)
 
 
 def aligned(wanted: float, old: int) -> int:

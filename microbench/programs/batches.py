@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_map
 
 from itercast.microbench.capture.facts import is_small_integer
 from itercast.microbench.capture.fake import fake_tensor
+from itercast.microbench.hardware.machine import cores
 from itercast.microbench.input.lane import Batches, InputLane
 from itercast.microbench.input.timers import (
     BatchLog,
     batch_size,
     own_times,
     timed_batches,
-    usable_cores,
     worker_times,
 )
 
@@ -66,7 +66,7 @@ class TakenBatches:
             prefetch=getattr(self.loader, "_prefetch_factor", None) or 1,
             batch_samples=self.samples[-1],
             batch_bytes=self.nbytes,
-            cores=usable_cores(),
+            cores=cores(),
             alone=Batches() if workers else own_times(made),
             worker=worker_times(made) if workers else Batches(),
             receive_us=sum(took_us) / len(took_us) if workers else 0.0,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from itercast.microbench import store
-from itercast.microbench.hardware.machine import cpu_name, measure_cpu
+from itercast.microbench.hardware.machine import cpu_name, gpu_of, measure_cpu
 from itercast.microbench.slow_imports import torch
 from itercast.microbench.store import Row
 from itercast.microbench.timing.nvml import driver_version
@@ -57,8 +57,6 @@ def commit() -> str:
 
 def cuda_gpu() -> Any:
     """The first CUDA device as a ``Gpu``: from its hardware file, else from torch's properties."""
-    from itercast.microbench.hardware.cuda import gpu_of
-
     if not torch.cuda.is_available():
         raise ValueError("device 'cuda' is not available here; allowed: cpu")
     return gpu_of(torch.cuda.get_device_properties(0))

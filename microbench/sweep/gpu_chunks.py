@@ -20,8 +20,7 @@ from itercast.microbench.store import Row
 from itercast.microbench.sweep.rows import failure, one_line
 from itercast.microbench.sweep.scheduler import Chosen, Sweep
 from itercast.microbench.timing.clock import CallCost, summarise
-from itercast.microbench.timing.cuda_device import CudaDevice
-from itercast.microbench.timing.device import Launched, Run
+from itercast.microbench.timing.cuda_device import CudaDevice, Launched, Run
 from itercast.microbench.timing.host_timing import host_timing, launch_us
 from itercast.microbench.timing.kernels import kernel_facts
 from itercast.microbench.timing.nvml import combined, is_throttled

@@ -11,14 +11,17 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from itercast.microbench.slow_imports import torch
-from itercast.microbench.timing.device import Events, Launched, Run
 from itercast.microbench.timing.kernels import kernels_by_run, profile
 from itercast.microbench.timing.nvml import Nvml, Reading
 
 log = logging.getLogger(__name__)
+Run = Callable[[], object]
+Events = tuple[Any, Any]  # before a run and after it
 MEMORY_FRAC = 0.9  # of the GPU's memory, for torch; CUDA modules, CUPTI and NCCL need the rest
 ARENA_FRAC = 0.85  # of the free memory, taken at the start
 FLUSH_PER_L2 = 2.0
@@ -28,6 +31,19 @@ LEAD_US = 15.0  # of sleep besides, for queueing a flush and two events
 MAX_SLEEP_US = 5000.0
 WARM_UP_S = 0.5
 MAX_FAILED_PROFILES = 2  # in a row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """A run that was queued between two events.
+
+    ``host_us``: host time of the call that queued it. ``starved``: the device had passed the first
+    event before the host queued the second one, so it may have waited for the host in between.
+    """
+
+    events: Events
+    host_us: float
+    starved: bool
 
 
 class CudaDevice:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from typing import Any
 
-from itercast.microbench.timing.nvml import Nvml, Reading
+from itercast.microbench.timing.nvml import Nvml, Reading, combined
 
 READ_EVERY_S = 0.1
 MIN_ENERGY_S = 0.3  # the driver updates its energy counter every few tens of milliseconds
@@ -37,30 +35,10 @@ class GpuWatch:
     def facts(self) -> Reading:
         """Columns of a row; call it right after the last step.
 
-        Medians of clocks and temperature, the lowest SM clock, all throttle reasons, and the mean
-        power: energy / time where the time suffices, else the mean of the readings.
+        Readings ``combined``, and the mean power, energy / time, where the time suffices.
         """
-        found: Reading = {}
-        clocks_hz = self._all("sm_clock_hz")
-        for name in ("sm_clock_hz", "memory_clock_hz", "temperature_c"):
-            if values := self._all(name):
-                found[name] = statistics.median(values)
-        if clocks_hz:
-            found["sm_clock_hz_min"] = min(clocks_hz)
-        if (power_w := self._power_w()) is not None:
-            found["power_w"] = power_w
-        if reasons := self._all("throttle"):
-            found["throttle"] = " ".join(
-                sorted({word for text in reasons for word in text.split()})
-            )
-        return found
-
-    def _all(self, name: str) -> list[Any]:
-        return [reading[name] for reading in self.readings if name in reading]
-
-    def _power_w(self) -> float | None:
+        found = combined(self.readings)
         passed_s, end_j = time.monotonic() - self._begin_s, self.nvml.energy_j()
         if end_j is not None and self._begin_j is not None and passed_s >= MIN_ENERGY_S:
-            return (end_j - self._begin_j) / passed_s
-        values = self._all("power_w")
-        return statistics.fmean(values) if values else None
+            found["power_w"] = (end_j - self._begin_j) / passed_s
+        return found

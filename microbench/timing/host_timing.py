@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from itercast.microbench.ops.family import Workload
 from itercast.microbench.timing.clock import CallCost, summarise
-from itercast.microbench.timing.device import Run
+from itercast.microbench.timing.cuda_device import Run
 from itercast.microbench.timing.nvml import Reading
 
 HOST_SAMPLES = 10

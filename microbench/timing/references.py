@@ -5,8 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from itercast.microbench.timing.cuda_device import CudaDevice
-from itercast.microbench.timing.device import Launched, Run
+from itercast.microbench.timing.cuda_device import CudaDevice, Launched, Run
 
 SAMPLES = 5
 IN_A_ROW = 50  # kernels

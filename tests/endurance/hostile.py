@@ -115,7 +115,11 @@ def samples(public: Path | None, whole: Path) -> dict[str, list[Sample]]:
         ("gpus", "microbench/hardware/*.yaml", load_gpu),
         ("nodes", "microbench/hardware/nodes/*.yaml", load_node),
     ):
-        paths = [p for p in sorted(ROOT.glob(pattern)) if p.name != "assumptions.yaml"]
+        paths = [
+            p
+            for p in sorted(ROOT.glob(pattern))
+            if p.name not in ("assumptions.yaml", "names.yaml")
+        ]
         found[kind] = [
             Sample(p.name, p.read_bytes(), partial(hardware, load, place=p.name)) for p in paths
         ]

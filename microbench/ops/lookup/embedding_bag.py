@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import Argument, OpCall
+from itercast.microbench.opcall import OpCall
 from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
@@ -206,9 +206,9 @@ def features(p: EmbeddingBag, gpu: Gpu) -> dict[str, Numbers | str]:
 def from_forward(call: OpCall) -> EmbeddingBag | None:
     """_embedding_bag(table, index, offsets, scale_by_freq, mode, sparse, weights, last_offset)."""
     table, index, starts = call.args[:3]
-    mode = _argument(call, 4, "mode", 0)
-    bags = starts.numel - int(_argument(call, 7, "include_last_offset", False))
-    weighted = _argument(call, 6, "per_sample_weights", None) is not None
+    mode = call.argument(4, "mode", 0)
+    bags = starts.numel - int(call.argument(7, "include_last_offset", False))
+    weighted = call.argument(6, "per_sample_weights", None) is not None
     return _bag(call, table.shape, bags, index.numel, mode, weighted)
 
 
@@ -218,11 +218,11 @@ def from_backward(call: OpCall) -> EmbeddingBag | None:
     The dense one has no ``offsets`` and no ``sparse``. A sparse gradient is not described.
     """
     dense = call.op.endswith("dense_backward.default")
-    if not dense and _argument(call, 9, "sparse", False):
+    if not dense and call.argument(9, "sparse", False):
         return None
     shift = 0 if dense else 1
     grad, index, rows, mode = (call.args[i] for i in (0, 1, 5 + shift, 7 + shift))
-    weighted = _argument(call, 8 if dense else 10, "per_sample_weights", None) is not None
+    weighted = call.argument(8 if dense else 10, "per_sample_weights", None) is not None
     return _bag(call, (rows, grad.shape[-1]), grad.shape[0], index.numel, mode, weighted)
 
 
@@ -231,10 +231,6 @@ def from_sparse_backward(call: OpCall) -> EmbeddingBag | None:
     grad, index, rows, mode, weighted = call.args
     found = _bag(call, (rows, grad.shape[-1]), grad.shape[0], index.numel, mode, weighted)
     return replace(found, op="sparse_backward") if found else None
-
-
-def _argument(call: OpCall, at: int, name: str, default: Argument) -> Argument:
-    return call.args[at] if len(call.args) > at else call.kwargs.get(name, default)
 
 
 def _bag(

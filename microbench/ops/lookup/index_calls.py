@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
-from itercast.microbench.opcall import Argument, OpCall, TensorSpec
+from itercast.microbench.opcall import OpCall, TensorSpec
+from itercast.microbench.ops.calls import answers_of
+from itercast.microbench.yaml_text import facts_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,23 +30,7 @@ class IndexOp:
     dtype: str = "fp32"
 
 
-SAME_AS = {
-    "_unsafe_index": "index",
-    "_index_put_impl_": "index_put_",
-    "_unsafe_index_put": "index_put",
-    "index_copy": "index_add",
-    "index_copy_": "index_add_",
-    "index_fill": "index_add",
-    "index_fill_": "index_add_",
-    "scatter_reduce": "scatter_add",
-    "scatter_reduce_": "scatter_add_",
-    "tril_": "tril",
-    "triu_": "triu",
-    "slice_copy": "narrow_copy",
-    "expand_copy": "repeat",
-    "split_copy": "split_with_sizes_copy",
-    "unbind_copy": "split_with_sizes_copy",
-}
+FACTS = facts_of(__file__)
 
 
 def _around(shape: tuple[int, ...], dim: int) -> tuple[int, int, int]:
@@ -55,13 +41,9 @@ def _around(shape: tuple[int, ...], dim: int) -> tuple[int, int, int]:
     return prod(shape[:dim]), shape[dim], prod(shape[dim + 1 :])
 
 
-def _argument(call: OpCall, at: int, name: str, default: Argument) -> Argument:
-    return call.args[at] if len(call.args) > at else call.kwargs.get(name, default)
-
-
 def _name(call: OpCall) -> str:
     op = call.op.split(".")[1]
-    return SAME_AS.get(op, op)
+    return str(FACTS["same_as"].get(op, op))
 
 
 def _made(call: OpCall, dtype: str, **sizes: int) -> IndexOp | None:
@@ -99,16 +81,9 @@ def from_index(call: OpCall) -> IndexOp | None:
     size = prod(_broadcast([indices[d].shape for d in places]))
     source = prod(x.shape[first : last + 1])
     found = _made(call, x.dtype, outer=outer, size=size, inner=inner, source=source)
-    if found is None or not found.op.startswith("index_put") or not _argument(call, 3, "", False):
+    if found is None or not found.op.startswith("index_put") or not call.argument(3, "", False):
         return found
-    return IndexOp(
-        op=f"{found.op.rstrip('_')}_accumulate{'_' * found.op.endswith('_')}",
-        outer=outer,
-        size=size,
-        inner=inner,
-        source=source,
-        dtype=x.dtype,
-    )
+    return replace(found, op=f"{found.op.rstrip('_')}_accumulate{'_' * found.op.endswith('_')}")
 
 
 def _broadcast(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
@@ -122,7 +97,7 @@ def from_join(call: OpCall) -> IndexOp | None:
     tensors: tuple[TensorSpec, ...] = tuple(t for t in call.args[0] if t.numel)
     if not tensors:
         return None
-    dim, shape = _argument(call, 1, "dim", 0), tensors[0].shape
+    dim, shape = call.argument(1, "dim", 0), tensors[0].shape
     if _name(call) == "stack":
         dim %= len(shape) + 1
         shape = (*shape[:dim], 1, *shape[dim:])
@@ -134,41 +109,41 @@ def from_join(call: OpCall) -> IndexOp | None:
 
 def from_split(call: OpCall) -> IndexOp | None:
     """Describe split_with_sizes_copy(x, sizes, dim=0) and the like; ``tensors``: its outputs."""
-    x = call.args[0]
     at = 1 if call.op.split(".")[1] == "unbind_copy" else 2
-    outer, size, inner = _around(x.shape, _argument(call, at, "dim", 0))
-    facts = {"outer": outer, "size": size, "inner": inner, "source": size}
-    return _made(call, x.dtype, **facts, tensors=len(call.outputs))
+    return _whole_axis(call, call.argument(at, "dim", 0), tensors=len(call.outputs))
+
+
+def _whole_axis(call: OpCall, dim: int, **more: int) -> IndexOp | None:
+    """A call that moves all slots of an axis."""
+    x = call.args[0]
+    outer, size, inner = _around(x.shape, dim)
+    return _made(call, x.dtype, outer=outer, size=size, inner=inner, source=size, **more)
 
 
 def from_part_backward(call: OpCall) -> IndexOp | None:
     """Describe slice_backward(grad, sizes, dim, ...) or select_backward, called likewise."""
     grad, shape, dim = call.args[:3]
-    outer, source, inner = _around(tuple(shape), dim)
-    if min(outer, inner) < 1:
-        return None
-    size = grad.numel // (outer * inner)
-    return _made(call, grad.dtype, outer=outer, size=size, inner=inner, source=source)
+    return _part_of_axis(call, shape, dim, grad)
 
 
 def from_part_scatter(call: OpCall) -> IndexOp | None:
     """Describe slice_scatter(x, part, dim=0, ...) or select_scatter(x, part, dim, index)."""
     x, part = call.args[:2]
-    outer, source, inner = _around(x.shape, _argument(call, 2, "dim", 0))
-    if min(outer, inner) < 1:
-        return None
-    size = part.numel // (outer * inner)
-    return _made(call, x.dtype, outer=outer, size=size, inner=inner, source=source)
+    return _part_of_axis(call, x.shape, call.argument(2, "dim", 0), part)
 
 
 def from_narrow(call: OpCall) -> IndexOp | None:
     """Describe narrow_copy(x, dim, start, length) or slice_copy(x, dim=0, ...): copy a part."""
-    x, out = call.args[0], call.outputs[0]
-    outer, source, inner = _around(x.shape, _argument(call, 1, "dim", 0))
+    return _part_of_axis(call, call.args[0].shape, call.argument(1, "dim", 0), call.outputs[0])
+
+
+def _part_of_axis(call: OpCall, shape: Sequence[int], dim: int, part: TensorSpec) -> IndexOp | None:
+    """A call that moves a part of the slots of an axis of a tensor of this shape."""
+    outer, source, inner = _around(tuple(shape), dim)
     if min(outer, inner) < 1:
         return None
-    size = out.numel // (outer * inner)
-    return _made(call, x.dtype, outer=outer, size=size, inner=inner, source=source)
+    size = part.numel // (outer * inner)
+    return _made(call, part.dtype, outer=outer, size=size, inner=inner, source=source)
 
 
 def from_pad(call: OpCall) -> IndexOp | None:
@@ -191,13 +166,11 @@ def from_reorder(call: OpCall) -> IndexOp | None:
     A roll without dims moves along the flattened tensor.
     """
     x = call.args[0]
-    dims = _argument(call, 1, "dims", ()) if _name(call) == "flip" else _argument(call, 2, "", ())
+    dims = call.argument(*((1, "dims") if _name(call) == "flip" else (2, "")), ())
+    if not dims:
+        return _made(call, x.dtype, outer=1, size=x.numel, inner=1, source=x.numel)
     rank = max(1, len(x.shape))
-    if dims:
-        outer, size, inner = _around(x.shape, max(d % rank for d in dims))
-    else:
-        outer, size, inner = 1, x.numel, 1
-    return _made(call, x.dtype, outer=outer, size=size, inner=inner, source=size)
+    return _whole_axis(call, max(d % rank for d in dims))
 
 
 def from_repeat(call: OpCall) -> IndexOp | None:
@@ -219,19 +192,14 @@ def from_triangle(call: OpCall) -> IndexOp | None:
 
     The diagonal's offset is ignored.
     """
-    x = call.args[0]
-    outer, size, inner = _around(x.shape, -2)
-    return _made(call, x.dtype, outer=outer, size=size, inner=inner, source=size)
+    return _whole_axis(call, -2)
 
 
 def from_order(call: OpCall) -> IndexOp | None:
     """Describe sort(x, dim=-1), sort.stable(x, stable=, dim=) or topk(x, k, dim=-1)."""
-    x = call.args[0]
     top = _name(call) == "topk"
-    dim = _argument(call, 2 if top or call.op.endswith("stable") else 1, "dim", -1)
-    outer, size, inner = _around(x.shape, dim)
-    k = call.args[1] if top else 1
-    return _made(call, x.dtype, outer=outer, size=size, inner=inner, source=size, k=k)
+    at = 2 if top or call.op.endswith("stable") else 1
+    return _whole_axis(call, call.argument(at, "dim", -1), k=call.args[1] if top else 1)
 
 
 def from_unfold(call: OpCall) -> IndexOp | None:
@@ -246,29 +214,9 @@ def from_unfold(call: OpCall) -> IndexOp | None:
     return _made(call, grad.dtype, outer=outer, size=size, inner=inner, source=source, k=window)
 
 
-Reader = Callable[[OpCall], IndexOp | None]
-READERS: tuple[tuple[Reader, tuple[str, ...]], ...] = (
-    (from_index_on_axis, ("gather.default", "scatter_add.default", "scatter_add_.default")),
-    (from_index_on_axis, tuple(f"scatter{i}.{o}" for i in ("", "_") for o in ("src", "value"))),
-    (from_index_on_axis, ("scatter_reduce.two", "scatter_reduce_.two")),
-    (from_index_on_axis, ("index_select.default", "index_add.default", "index_add_.default")),
-    (from_index_on_axis, ("index_copy.default", "index_copy_.default")),
-    (
-        from_index_on_axis,
-        tuple(f"index_fill{i}.int_{o}" for i in ("", "_") for o in ("Scalar", "Tensor")),
-    ),
-    (from_index, ("index.Tensor", "_unsafe_index.Tensor", "_index_put_impl_.default")),
-    (from_index, ("index_put.default", "index_put_.default", "_unsafe_index_put.default")),
-    (from_join, ("cat.default", "stack.default")),
-    (from_split, ("split_with_sizes_copy.default", "split_copy.Tensor", "unbind_copy.int")),
-    (from_part_backward, ("slice_backward.default", "select_backward.default")),
-    (from_part_scatter, ("slice_scatter.default", "select_scatter.default")),
-    (from_narrow, ("narrow_copy.default", "slice_copy.Tensor")),
-    (from_pad, ("constant_pad_nd.default",)),
-    (from_reorder, ("flip.default", "roll.default")),
-    (from_repeat, ("repeat.default", "expand_copy.default")),
-    (from_triangle, ("tril.default", "triu.default", "tril_.default", "triu_.default")),
-    (from_order, ("sort.default", "sort.stable", "topk.default")),
-    (from_unfold, ("unfold_backward.default",)),
+ANSWERS = answers_of(
+    FACTS["answers"],
+    *(from_index_on_axis, from_index, from_join, from_split, from_part_backward),
+    *(from_part_scatter, from_narrow, from_pad, from_reorder, from_repeat, from_triangle),
+    *(from_order, from_unfold),
 )
-ANSWERS = {f"aten.{name}": reader for reader, names in READERS for name in names}

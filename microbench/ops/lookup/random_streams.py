@@ -68,13 +68,6 @@ def _with_random_histogram(rng: np.random.Generator, p: Stream) -> Stream:
     return replace(p, unique=unique, reuse=histogram_text(shares)) if unique else p
 
 
-def stream_kind(p: Stream) -> str:
-    """The kind of a point's stream, one of ``KINDS``."""
-    if p.reuse:
-        return "histogram"
-    return "trace" if p.repeats else "zipf" if p.skew else "uniform"
-
-
 def draw_rows(p: Stream, device: str) -> Tensor:
     """Random row numbers (lookups,) of the point's stream, int64 on the device."""
     if not p.reuse:

@@ -110,9 +110,7 @@ def _missed(
     repeats: np.ndarray,
     cache_rows: np.ndarray,
 ) -> np.ndarray:
-    width, chance = _chances(rows, skew)
-    drawn = np.maximum(1.0, lookups * (1 - repeats))
-    seen = -np.expm1(drawn * np.log1p(-np.minimum(chance, 1 - 1e-12)))
+    width, chance, drawn, seen = _drawn(rows, lookups, skew, repeats)
     kept = np.clip(cache_rows - (np.cumsum(width, axis=-1) - width), 0.0, width)
     missed = (kept * seen + (width - kept) * drawn * chance).sum(axis=-1)
     return np.asarray(np.minimum(missed / lookups[:, 0], 1.0))
@@ -129,9 +127,7 @@ def rows_outside(p: Point, cached_rows: ArrayLike) -> np.ndarray:
         np.atleast_1d(np.asarray(c, dtype=float))[:, None] for c in columns
     )
     if not np.any(np.not_equal(p.reuse, "")):
-        width, chance = _chances(rows, skew)
-        drawn = np.maximum(1.0, lookups * (1 - repeats))
-        seen = -np.expm1(drawn * np.log1p(-np.minimum(chance, 1 - 1e-12)))
+        width, _, _, seen = _drawn(rows, lookups, skew, repeats)
         kept = np.clip(kept_rows - (np.cumsum(width, axis=-1) - width), 0.0, width)
         return np.asarray(((width - kept) * seen).sum(axis=-1))
     unique, shares = reuse_of(p)
@@ -182,13 +178,20 @@ def _chances(rows: np.ndarray, skew: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return width, weight / (width * weight).sum(axis=-1, keepdims=True)
 
 
+def _drawn(
+    rows: np.ndarray, lookups: np.ndarray, skew: np.ndarray, repeats: np.ndarray
+) -> tuple[np.ndarray, ...]:
+    """``_chances``, how many lookups are drawn, and the chance that a row is: 1 - (1 - p)^n."""
+    width, chance = _chances(rows, skew)
+    drawn, chance = np.maximum(1.0, lookups * (1 - repeats)), np.minimum(chance, 1 - 1e-12)
+    return width, chance, drawn, -np.expm1(drawn * np.log1p(-chance))
+
+
 def _expected(
     rows: np.ndarray, lookups: np.ndarray, skew: np.ndarray, repeats: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    width, chance = _chances(rows, skew)
-    drawn = np.maximum(1.0, lookups * (1 - repeats))
-    mean = drawn * np.minimum(chance, 1 - 1e-12)
-    seen = -np.expm1(drawn * np.log1p(-np.minimum(chance, 1 - 1e-12)))
+    width, chance, drawn, seen = _drawn(rows, lookups, skew, repeats)
+    mean = drawn * chance
     unique = np.minimum((width * seen).sum(axis=-1), np.minimum(rows, drawn)[:, 0])
     upper = MOST[:-1] * (1 - repeats)
     below = _poisson_cdf(mean[..., None], upper[:, None, :]) - (1 - seen)[..., None]

@@ -20,19 +20,20 @@ from itercast.microbench.ops.family import (
     Tensor,
     Values,
     Workload,
-    autograd_call,
+    differentiated,
     itemsize_bytes,
-    log_uniform,
     torch_dtype,
 )
-from itercast.microbench.ops.sizes import MATMUL_DTYPES, MAX_BATCH, aligned, tile_edge_or_any
+from itercast.microbench.ops.sizes import MATMUL_DTYPES, MAX_BATCH, aligned, drawn
 from itercast.microbench.slow_imports import torch
-from itercast.microbench.store import Row
+from itercast.microbench.store import Facts, Row
+from itercast.microbench.yaml_text import facts_of
 
 BACKWARD_OVER_FORWARD: float = assumed(__file__, "backward_over_forward")
 MAX_FLOPS = 8e9
 MAX_SCORES = 2**24  # where dropout or a mask makes the scores a tensor in memory
 MAX_LENGTH = 32768  # of a sequence
+SWEPT = facts_of(__file__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,33 +63,29 @@ def sweep() -> Iterator[Attention]:
     """
     rng = np.random.default_rng(4)
     while True:
-        heads = int(rng.choice([1, 2, 3, 4, 6, 8, 12, 16, 32]))
-        groups = int(rng.choice([1, 1, 2, 4, 8]))
-        op = str(rng.choice(["forward", "backward"]))
-        q_len = kv_len = log_uniform(rng, 8, 4096)
-        lengths = str(rng.choice(["self", "cross", "decode"], p=[0.8, 0.1, 0.1]))
-        if lengths == "cross":
-            kv_len = log_uniform(rng, 8, 4096)
-        if lengths == "decode":
-            op, q_len = "forward", 1
-        kind = str(rng.choice(["full", "causal", "masked"], p=[0.4, 0.45, 0.15]))
-        p = Attention(
-            op=op,
-            batch=log_uniform(rng, 1, 64),
-            heads=heads,
-            kv_heads=heads // groups if heads % groups == 0 else heads,
-            q_len=q_len,
-            kv_len=kv_len,
-            head_dim=int(rng.choice([16, 32, 48, 64, 64, 80, 96, 128])),
-            causal=kind == "causal" and lengths == "self",
-            masked=kind == "masked",
-            dropout=bool(rng.random() < 0.1),
-        )
+        p = _draw(rng, SWEPT["cpu"])
         scores = p.batch * p.heads * p.q_len * p.kv_len
         if (p.dropout or p.masked) and scores > MAX_SCORES:
             continue
         if flops(p) < MAX_FLOPS and bytes_moved(p) < 2e8:
             yield p
+
+
+def _draw(rng: np.random.Generator, stated: Facts) -> Attention:
+    d = {name: drawn(rng, one) for name, one in stated.items()}
+    lengths, heads, groups = d["lengths"], d["heads"], d["groups"]
+    return Attention(
+        op="forward" if lengths == "decode" else d["op"],
+        batch=d["batch"],
+        heads=heads,
+        kv_heads=heads // groups if heads % groups == 0 else heads,
+        q_len=1 if lengths == "decode" else d["length"],
+        kv_len=d["other_length"] if lengths == "cross" else d["length"],
+        head_dim=d["head_dim"],
+        causal=d["kind"] == "causal" and lengths == "self",
+        masked=d["kind"] == "masked",
+        dropout=bool(rng.random() < d["dropout"]),
+    )
 
 
 def build(p: Attention, device: str) -> Workload:
@@ -117,12 +114,7 @@ def build(p: Attention, device: str) -> Workload:
     if p.op == "forward":
         return Workload(run=lambda: sdpa(q, k, v, **options), through_aten=False)
     out = sdpa(q, k, v, **options)
-    grad = torch.randn_like(out)
-    return Workload(
-        run=lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True),
-        baseline=autograd_call(3, device),
-        through_aten=False,
-    )
+    return differentiated(out, (q, k, v), torch.randn_like(out))
 
 
 def flops(p: Attention) -> Numbers:
@@ -207,28 +199,7 @@ def gpu_points(rng: np.random.Generator) -> Iterator[Attention]:
     Training, mostly causal; grouped queries, masks, dropout, cross, decoding.
     """
     while True:
-        heads = int(rng.choice([4, 6, 8, 12, 16, 20, 25, 32, 40, 64]))
-        groups = int(rng.choice([1, 1, 1, 4, 8]))
-        q_len = kv_len = tile_edge_or_any(rng, 64, 16384)
-        op = str(rng.choice(["forward", "backward"]))
-        lengths = str(rng.choice(["self", "cross", "decode"], p=[0.85, 0.08, 0.07]))
-        if lengths == "cross":
-            kv_len = tile_edge_or_any(rng, 64, 4096)
-        if lengths == "decode":
-            op, q_len = "forward", 1
-        kind = str(rng.choice(["full", "causal", "masked"], p=[0.35, 0.55, 0.1]))
-        yield Attention(
-            op=op,
-            batch=log_uniform(rng, 1, 128),
-            heads=heads,
-            kv_heads=heads // groups if heads % groups == 0 else heads,
-            q_len=q_len,
-            kv_len=kv_len,
-            head_dim=int(rng.choice([32, 64, 64, 80, 96, 128, 128, 256])),
-            causal=kind == "causal" and lengths == "self",
-            masked=kind == "masked",
-            dropout=bool(rng.random() < 0.15),
-        )
+        yield _draw(rng, SWEPT["gpu"])
 
 
 def resize(p: Attention, factor: float, lean: float) -> Attention:

@@ -23,7 +23,7 @@ from itercast.microbench.ops.family import (
     log_uniform,
     torch_dtype,
 )
-from itercast.microbench.ops.matrix.conv_layers import KINDS
+from itercast.microbench.ops.matrix.conv_layers import layer
 from itercast.microbench.ops.matrix.gemm import TENSOR_CORES, Gemm
 from itercast.microbench.ops.memory.elementwise import memory_copy, windowed_copy
 from itercast.microbench.ops.sizes import (
@@ -91,14 +91,13 @@ def layers(rng: np.random.Generator) -> Iterator[Conv]:
     Layers of ResNets, U-Nets, ViT patches, MobileNets, audio and small CNNs.
     """
     while True:
-        layer = KINDS[int(rng.integers(len(KINDS)))](rng)
-        backward = bool(rng.random() < 0.5)
-        first = layer["in_channels"] <= 3  # images need no gradient
+        fields, backward = layer(rng), bool(rng.random() < 0.5)
+        first = fields["in_channels"] <= 3  # images need no gradient
         p = Conv(
             op="backward" if backward else "forward",
             batch=log_uniform(rng, 1, 128),
             need_input_grad=not (first and backward),
-            **layer,
+            **fields,
         )
         if min(out_sizes(p)) >= 1:
             yield p

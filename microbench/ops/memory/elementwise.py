@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isqrt, prod
+from typing import Any
 
 import numpy as np
 
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import OpCall, TensorSpec
+from itercast.microbench.ops.calls import call_of
 from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
@@ -101,6 +103,13 @@ def sweep() -> Iterator[Elementwise]:
 def build(p: Elementwise, device: str) -> Workload:
     """Random operands, positive where a function needs it; in-place ops keep their magnitude."""
     dtype, rows = torch_dtype(p.dtype), p.numel // p.inner
+    whole = p.dtype in ("bool", "int64")
+    shape: tuple[int, ...] = (rows, p.inner)
+    if p.form == "strided":
+        half = max(2, round(rows**0.5))
+        half = next(n for n in range(half, 0, -1) if rows % n == 0)
+        shape = (half, rows // half, p.inner)
+    second = {"row": (1, p.inner), "col": (rows, 1)}.get(p.form, shape)
 
     def operand(*shape: int) -> Tensor:
         x = repeated(torch.rand if p.op in (*POSITIVE, "mul_") else torch.randn, shape, device)
@@ -108,72 +117,41 @@ def build(p: Elementwise, device: str) -> Workload:
             x = x.mul_(0.5).add_(0.25)
         if p.op == "mul_":
             x = x.mul_(2e-4).add_(0.9999)
-        return (x > 0).to(dtype) if p.dtype in ("bool", "int64") else x.to(dtype)
+        return (x > 0).to(dtype) if whole else x.to(dtype)
 
+    def first() -> Tensor:
+        if p.form not in ("strided", "transposed"):
+            return operand(*shape)
+        return operand(shape[1], shape[0], *shape[2:]).transpose(0, 1)
+
+    zero = torch.zeros((), device=device, dtype=dtype)
+    number = {"mul_": 1.0, "pow_general": 1.7}.get(p.op, 2.0)
+    operands = {
+        "x": first,
+        "y": lambda: operand(*second),
+        "z": lambda: operand(*second),
+        "full": lambda: operand(*shape),
+        "copied": first if second == shape else lambda: operand(*second),
+        "mask": lambda: operand(*second) > 0,
+        "other": lambda: operand(*shape) if second == shape else zero,
+        "wide": lambda: operand(*second).expand(shape),
+        "number": int(number) if whole else number,
+        "buffer": lambda: torch.ops.aten.log_sigmoid_forward(operand(*shape))[1],
+        "narrower": torch.bfloat16 if p.dtype == "fp32" else torch.float32,
+        "contiguous": torch.contiguous_format,
+    }
+    return Workload(run=call_of(p.op.removesuffix("_general"), _arguments(p), operands))
+
+
+def _arguments(p: Elementwise) -> Sequence[Any]:
+    """What the op is called with, by the names of operands."""
     if p.form == "scalar":
-        return Workload(run=_scalar(p.op, operand(1, p.inner)))
-    if p.form == "transposed":
-        return Workload(run=_call(p, [operand(p.inner, rows).t(), operand(rows, p.inner)]))
-    if p.form == "strided":
-        half = max(2, round(rows**0.5))
-        half = next(n for n in range(half, 0, -1) if rows % n == 0)
-        x = operand(rows // half, half, p.inner).transpose(0, 1)
-        return Workload(run=_call(p, [x, operand(half, rows // half, p.inner)]))
-    if p.form in ("row", "col"):
-        small = operand(1, p.inner) if p.form == "row" else operand(rows, 1)
-        return Workload(run=_broadcast(p, operand(rows, p.inner), small))
-    return Workload(run=_call(p, [operand(1, p.inner) for _ in range(max(2, p.tensors))]))
-
-
-def _scalar(op: str, x: Tensor) -> Callable[[], object]:
-    value: float = {"mul_": 1.0, "pow_general": 1.7}.get(op, 2.0)
-    value = value if x.is_floating_point() else int(value)
-    call = getattr(torch.ops.aten, op.removesuffix("_general"))
-    return lambda: call(x, value)
-
-
-def _broadcast(p: Elementwise, x: Tensor, small: Tensor) -> Callable[[], object]:
-    call = getattr(torch.ops.aten, p.op)
-    if p.op == "clone":
-        wide = small.expand_as(x)
-        return lambda: call(wide)
-    if p.op == "where":
-        mask, zero = small > 0, torch.zeros((), device=x.device, dtype=x.dtype)
-        return lambda: call(mask, x, zero)
-    if p.op == "masked_fill":
-        mask = small > 0
-        return lambda: call(x, mask, 0.0)
-    return lambda: call(x, small)
-
-
-def _call(p: Elementwise, operands: list[Tensor]) -> Callable[[], object]:
-    """The call on operands of one shape; the first may be strided."""
-    aten, (x, y) = torch.ops.aten, operands[:2]
-    call = getattr(aten, p.op.removesuffix("_general"))
-    if p.op == "clone":
-        return lambda: call(x, memory_format=torch.contiguous_format)
-    if p.op == "_to_copy":
-        other = torch.bfloat16 if p.dtype == "fp32" else torch.float32
-        return lambda: call(x, dtype=other)
-    if p.op == "fill_":
-        return lambda: call(x, 0.5)
-    if p.tensors == 1:
-        return lambda: call(x)
-    if p.tensors == 3:
-        return lambda: call(*operands)
-    if p.op == "copy_":
-        return lambda: call(y, x)
-    if p.op == "elu_backward":
-        return lambda: call(x, 1.0, 1.0, 1.0, False, y)
-    if p.op == "log_sigmoid_backward":
-        buffer = aten.log_sigmoid_forward(y)[1]
-        return lambda: call(x, y, buffer)
-    if p.op in ("where", "masked_fill"):
-        mask = y > 0
-        return (lambda: call(mask, x, y)) if p.op == "where" else lambda: call(x, mask, 0.0)
-    extra = {"threshold_backward": (0.0,), "softplus_backward": (1.0, 20.0), "lerp": (0.1,)}
-    rest = extra.get(p.op, ())
-    return lambda: call(x, y, *rest)
+        return ["x", "number"]
+    if p.op == "clone" and p.form in ("row", "col"):
+        return ["wide"]
+    tensors = ["x", "y", "z"][: p.tensors]
+    found: Sequence[Any] = tensors if p.tensors == 3 else known.FACTS["calls"].get(p.op, tensors)
+    return found
 
 
 def flops(p: Elementwise) -> Numbers:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import numpy as np
 
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import OpCall
+from itercast.microbench.ops.calls import call_of
 from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
@@ -20,8 +22,8 @@ from itercast.microbench.ops.family import (
     Tensor,
     Values,
     Workload,
-    autograd_call,
     by_name,
+    differentiated,
     is_any,
     itemsize_bytes,
     log_uniform,
@@ -31,6 +33,7 @@ from itercast.microbench.ops.family import (
 from itercast.microbench.ops.memory.elementwise import memory_copy
 from itercast.microbench.ops.sizes import MAX_BATCH, MAX_PIXELS_A_SIDE, MAX_ROWS, MAX_SIDE, spread
 from itercast.microbench.slow_imports import torch
+from itercast.microbench.yaml_text import facts_of
 
 FLOPS_PER_ELEMENT = {  # no assumption: counted in the formula of each op
     "layer": 8.0,  # mean 1, variance 3, normalise 2, scale and shift 2
@@ -44,6 +47,7 @@ FLOPS_PER_ELEMENT = {  # no assumption: counted in the formula of each op
     "group": 8.0,
     "group_backward": 12.0,
 }
+CALLS = facts_of(__file__)["calls"]
 MAX_ELEMENTS = 2**23
 PASSES: Mapping[str, int] = assumed(__file__, "passes")
 BLOCK_RATE: float = assumed(__file__, "block_rate")
@@ -100,43 +104,23 @@ def build(p: Norm, device: str) -> Workload:
     w = torch.rand(p.cols if by_row else p.channels, device=device).to(dtype)
     if p.op.startswith("batch") and device != "cpu":
         return _batch_of_models(p, x, grad, w)
-    kinds = {"layer": _layer, "rms": _rms, "batch": _batch, "group": _group}
-    return kinds[p.op.split("_")[0]](p, x, grad, w)
+    base = p.op.removesuffix("_backward")
+    operands: dict[str, Any] = {
+        **{"x": x, "gradient": grad, "w": w, "all": [True] * 3, "train": "eval" not in p.op},
+        **{name: getattr(p, name) for name in ("rows", "channels", "cols", "groups")},
+        **{"zeros": torch.zeros_like(w), "ones": torch.ones_like(w)},
+        "mean": lambda: _call(base, operands)()[1],
+        "rstd": lambda: _call(base, operands)()[2],
+    }
+    if p.op != "rms_backward":
+        return Workload(run=_call(p.op, operands))
+    leaves = [t.requires_grad_() for t in (x, w)]  # through autograd, as a CPU decomposes it
+    return differentiated(_call(base, operands)()[0], leaves, grad)
 
 
-def _layer(p: Norm, x: Tensor, grad: Tensor, w: Tensor) -> Workload:
-    aten, shape, mask = torch.ops.aten, [p.cols], [True, True, True]
-    if p.op == "layer":
-        return Workload(run=lambda: aten.native_layer_norm(x, shape, w, w, 1e-5))
-    _, mean, rstd = aten.native_layer_norm(x, shape, w, w, 1e-5)
-    back = aten.native_layer_norm_backward
-    return Workload(run=lambda: back(grad, x, shape, mean, rstd, w, w, mask))
-
-
-def _rms(p: Norm, x: Tensor, grad: Tensor, w: Tensor) -> Workload:
-    """The RMS norm; its backward goes through autograd, as a CPU decomposes it."""
-    fused = torch.ops.aten._fused_rms_norm
-    if p.op == "rms":
-        return Workload(run=lambda: fused(x, [p.cols], w, 1e-5))
-    leaves = [t.requires_grad_() for t in (x, w)]
-    y = fused(leaves[0], [p.cols], leaves[1], 1e-5)[0]
-    return Workload(
-        run=lambda: torch.autograd.grad(y, leaves, grad, retain_graph=True),
-        baseline=autograd_call(2, x.device.type),
-        through_aten=False,
-    )
-
-
-def _batch(p: Norm, x: Tensor, grad: Tensor, w: Tensor) -> Workload:
-    aten, train, mask = torch.ops.aten, "eval" not in p.op, [True, True, True]
-    mean, var = torch.zeros_like(w), torch.ones_like(w)
-    if not p.op.endswith("backward"):
-        run = aten.native_batch_norm
-        return Workload(run=lambda: run(x, w, w, mean, var, train, 0.1, 1e-5))
-    _, save_mean, save_std = aten.native_batch_norm(x, w, w, mean, var, train, 0.1, 1e-5)
-    saved = (mean, var, save_mean, save_std)
-    back = aten.native_batch_norm_backward
-    return Workload(run=lambda: back(grad, x, w, *saved, train, 1e-5, mask))
+def _call(op: str, operands: Mapping[str, Any]) -> Callable[[], Any]:
+    name, *arguments = CALLS[op]
+    return call_of(name, arguments, operands)
 
 
 def _batch_of_models(p: Norm, x: Tensor, grad: Tensor, w: Tensor) -> Workload:
@@ -147,26 +131,15 @@ def _batch_of_models(p: Norm, x: Tensor, grad: Tensor, w: Tensor) -> Workload:
     """
     x, grad = (t.flatten(1) if p.cols == 1 else t for t in (x, grad))
     mean, var, bias = torch.zeros_like(w), torch.ones_like(w), torch.zeros_like(w)
-    settings = ("eval" not in p.op, 0.1, 1e-5, True)
-    if not p.op.endswith("backward"):
-        run = torch.batch_norm
-        return Workload(run=lambda: run(x, w, bias, mean, var, *settings), through_aten=False)
-    leaves = [t.requires_grad_() for t in (x, w, bias)]
-    y = torch.batch_norm(x, w, bias, mean, var, *settings)
-    return Workload(
-        run=lambda: torch.autograd.grad(y, leaves, grad, retain_graph=True),
-        baseline=autograd_call(3, x.device.type),
-        through_aten=False,
-    )
+    for leaf in (x, w, bias):
+        leaf.requires_grad_(p.op.endswith("backward"))
 
+    def run() -> Tensor:
+        return torch.batch_norm(x, w, bias, mean, var, "eval" not in p.op, 0.1, 1e-5, True)
 
-def _group(p: Norm, x: Tensor, grad: Tensor, w: Tensor) -> Workload:
-    aten, sizes, mask = torch.ops.aten, (p.rows, p.channels, p.cols, p.groups), [True, True, True]
-    if p.op == "group":
-        return Workload(run=lambda: aten.native_group_norm(x, w, w, *sizes, 1e-5))
-    _, mean, rstd = aten.native_group_norm(x, w, w, *sizes, 1e-5)
-    back = aten.native_group_norm_backward
-    return Workload(run=lambda: back(grad, x, mean, rstd, w, *sizes, mask))
+    if p.op.endswith("backward"):
+        return differentiated(run(), [x, w, bias], grad)
+    return Workload(run=run, through_aten=False)
 
 
 def _is(p: Norm, *kinds: str) -> Values:

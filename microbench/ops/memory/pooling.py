@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import Args, Argument, OpCall, TensorSpec
+from itercast.microbench.ops.calls import call_of
 from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
@@ -27,12 +28,14 @@ from itercast.microbench.ops.memory.elementwise import windowed_copy
 from itercast.microbench.ops.sizes import MAX_BATCH, resize_along
 from itercast.microbench.slow_imports import torch
 from itercast.microbench.store import Row
+from itercast.microbench.yaml_text import facts_of
 
 WINDOWED = ("max_pool2d_with_indices", "avg_pool2d")
 ADAPTIVE = ("_adaptive_avg_pool2d", "adaptive_max_pool2d")
 RESIZED = ("upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d")
 FORWARD = WINDOWED + ADAPTIVE + RESIZED
-OPS = FORWARD + tuple(f"{op}_backward" for op in FORWARD)
+CALLS = facts_of(__file__)["calls"]
+OPS = tuple(CALLS)
 INDEXED = ("max_pool2d_with_indices", "adaptive_max_pool2d")
 DILATED, DILATION_AT = WINDOWED[:1], 4  # x, kernel, stride, padding, dilation; or after a gradient
 SAME_AS = {"_upsample_nearest_exact2d": "upsample_nearest2d"}
@@ -112,31 +115,19 @@ def build(p: Pooling, device: str) -> Workload:
         values = torch.randn(p.batch, p.channels, h, w, device=device).to(torch_dtype(p.dtype))
         return values.to(memory_format=layout)
 
-    return Workload(run=_runner(p, image(p.h, p.w), image(p.out_h, p.out_w)))
-
-
-def _runner(p: Pooling, x: Tensor, grad: Tensor) -> Callable[[], object]:
     base = p.op.removesuffix("_backward")
-    call, forward = getattr(torch.ops.aten, p.op), getattr(torch.ops.aten, base)
-    out, size = [p.out_h, p.out_w], [p.batch, p.channels, p.h, p.w]
-    window: list[list[int]] = [[p.kernel_h, p.kernel_w], [p.stride_h, p.stride_w]]
-    window.append([p.padding_h, p.padding_w])
-    spaced = [[p.dilation] * 2] if p.op.startswith("max") else []
-    corners = () if base == "upsample_nearest2d" else (False,)
-    if p.op == base:
-        if base in RESIZED:
-            return lambda: call(x, out, *corners)
-        rest = (out,) if base in ADAPTIVE else [*window, *spaced]
-        return lambda: call(x, *rest)
-    if base in RESIZED:
-        return lambda: call(grad, out, size, *corners)
-    if base == "max_pool2d_with_indices":
-        winners = forward(x, *window, *spaced)[1]
-        return lambda: call(grad, x, *window, *spaced, False, winners)
-    if base == "avg_pool2d":
-        return lambda: call(grad, x, *window, False, True, None)
-    extra = (forward(x, out)[1],) if base in INDEXED else ()
-    return lambda: call(grad, x, *extra)
+    sides = ("kernel", "stride", "padding")
+    pairs = {name: [getattr(p, f"{name}_{axis}") for axis in "hw"] for name in sides}
+    operands: dict[str, object] = {
+        "x": image(p.h, p.w),
+        "gradient": image(p.out_h, p.out_w),
+        **pairs,
+        "dilation": [p.dilation] * 2,
+        "out": [p.out_h, p.out_w],
+        "size": [p.batch, p.channels, p.h, p.w],
+        "winners": lambda: call_of(base, CALLS[base], operands)()[1],
+    }
+    return Workload(run=call_of(p.op, CALLS[p.op], operands))
 
 
 def _is(p: Pooling, ops: tuple[str, ...]) -> Values:

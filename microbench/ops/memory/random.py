@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import OpCall
+from itercast.microbench.ops.calls import answers_of, call_of
 from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
@@ -23,12 +24,11 @@ from itercast.microbench.ops.family import (
 )
 from itercast.microbench.ops.sizes import MAX_NUMEL, spread
 from itercast.microbench.slow_imports import torch
+from itercast.microbench.yaml_text import facts_of
 
 DROPOUT = ("native_dropout", "native_dropout_backward")
-IN_PLACE = ("bernoulli_", "normal_", "uniform_", "exponential_", "random_")
-LIKE = ("rand_like", "randn_like", "randint_like")
-NEW = ("rand", "randn", "randint", "randperm")
-OPS = (*DROPOUT, *IN_PLACE, *LIKE, *NEW, "bernoulli", "multinomial")
+FACTS = facts_of(__file__)
+OPS = tuple(FACTS["calls"])
 COMMON = (*DROPOUT, *3 * ("bernoulli_",), "normal_", "uniform_", "rand", "randn")  # of dropout
 INT64 = ("randint", "randperm")
 LARGEST = {"bernoulli_": 2**23, "native_dropout_backward": 2**23}
@@ -75,29 +75,15 @@ def sweep() -> Iterator[RandomOp]:
 
 def build(p: RandomOp, device: str) -> Workload:
     """Operands as in a model; draws overwrite them, so that values never drift."""
-    aten, dtype = torch.ops.aten, torch_dtype(p.dtype)
-    if p.op in NEW:
-        return Workload(run=_creation(p, device))
-    x = torch.rand(p.rows, p.size, device=device).to(dtype)
-    if p.op == "multinomial":
-        return Workload(run=lambda: aten.multinomial(x, p.draws, p.replacement))
-    if p.op == "native_dropout_backward":
-        mask = x > 0.1
-        # no assumption: an argument that is timed
-        return Workload(run=lambda: aten.native_dropout_backward(x, mask, 1 / 0.9))
-    limits: dict[str, tuple[float, ...]] = {"native_dropout": (0.1, True), "bernoulli_": (0.9,)}
-    limits |= {"random_": (0, 1000), "randint_like": (1000,)}
-    call, extra = getattr(aten, p.op), limits.get(p.op, ())
-    return Workload(run=lambda: call(x, *extra))
-
-
-def _creation(p: RandomOp, device: str) -> Callable[[], object]:
-    if p.op == "randperm":
-        return lambda: torch.randperm(p.size, device=device)
-    if p.op == "randint":
-        return lambda: torch.randint(0, 1000, (p.size,), device=device)
-    call = {"rand": torch.rand, "randn": torch.randn}[p.op]
-    return lambda: call(p.size, dtype=torch_dtype(p.dtype), device=device)
+    dtype = torch_dtype(p.dtype)
+    operands = {
+        "x": lambda: torch.rand(p.rows, p.size, device=device).to(dtype),
+        "mask": lambda: torch.rand(p.rows, p.size, device=device) > 0.1,
+        **{name: getattr(p, name) for name in ("size", "draws", "replacement")},
+        "dtype": dtype,
+        "device": device,
+    }
+    return Workload(run=call_of(p.op, FACTS["calls"][p.op], operands))
 
 
 def flops(p: RandomOp) -> Numbers:
@@ -132,10 +118,6 @@ def features(p: RandomOp, gpu: Gpu) -> dict[str, Numbers | str]:
     }
 
 
-SAME_AS = {"normal": "randn", "geometric_": "exponential_"}
-SAME_AS |= {"cauchy_": "exponential_", "log_normal_": "normal_"}
-
-
 def from_call(call: OpCall) -> RandomOp | None:
     """Any draw: the result sets the size; native_dropout(x, p, train), bernoulli_(x, p)."""
     op = call.op.split(".")[1]
@@ -143,13 +125,13 @@ def from_call(call: OpCall) -> RandomOp | None:
     if not tensors:
         return None
     big = tensors[0]
-    return RandomOp(op=SAME_AS.get(op, op), size=max(1, big.numel), dtype=big.dtype)
+    return RandomOp(op=FACTS["same_as"].get(op, op), size=max(1, big.numel), dtype=big.dtype)
 
 
 def from_multinomial(call: OpCall) -> RandomOp | None:
     """Describe multinomial(probabilities, draws, replacement=False)."""
     x, draws = call.args[:2]
-    replacement = call.args[2] if len(call.args) > 2 else call.kwargs.get("replacement", False)
+    replacement = call.argument(2, "replacement", False)
     if x.numel == 0:
         return None
     rows, size = x.numel // x.shape[-1], x.shape[-1]
@@ -161,20 +143,6 @@ def from_multinomial(call: OpCall) -> RandomOp | None:
         replacement=bool(replacement),
         dtype=x.dtype,
     )
-
-
-OVERLOADS = (
-    ((*DROPOUT, *LIKE, "rand", "randn", "randperm"), ("default",)),
-    (("normal_", "uniform_", "exponential_"), ("default",)),
-    (("geometric_", "cauchy_", "log_normal_"), ("default",)),
-    (("bernoulli_",), ("float", "Tensor")),
-    (("bernoulli",), ("default", "p")),
-    (("random_",), ("default", "to", "from")),
-    (("randint",), ("default", "low")),
-    (("randint_like",), ("low_dtype",)),
-    (("rand", "randn", "randint", "randperm"), ("generator",)),
-    (("normal",), ("float_float", "Tensor_float", "float_Tensor", "Tensor_Tensor")),
-)
 
 
 def resize(p: RandomOp, factor: float, lean: float) -> RandomOp:
@@ -195,10 +163,7 @@ FAMILY = Family(
     flops=flops,
     bytes_moved=bytes_moved,
     features=features,
-    answers={
-        **{f"aten.{op}.{o}": from_call for ops, ends in OVERLOADS for op in ops for o in ends},
-        "aten.multinomial.default": from_multinomial,
-    },
+    answers=answers_of(FACTS["answers"], from_call, from_multinomial),
     gpu_sweep=GpuSweep(
         variant=gpu_variant,
         resize=resize,

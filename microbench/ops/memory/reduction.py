@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -10,13 +10,13 @@ import numpy as np
 
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import OpCall, TensorSpec
+from itercast.microbench.ops.calls import answers_of, call_of
 from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
     Measured,
     Numbers,
     Part,
-    Tensor,
     Workload,
     is_any,
     itemsize_bytes,
@@ -28,19 +28,17 @@ from itercast.microbench.ops.family import (
 from itercast.microbench.ops.memory.elementwise import Elementwise, memory_copy
 from itercast.microbench.ops.sizes import MAX_NUMEL, MAX_ROWS, MAX_SIDE, spread
 from itercast.microbench.slow_imports import torch
+from itercast.microbench.yaml_text import facts_of
 
 SOFTMAX = ("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data")
-SUMS = ("sum", "mean", "amax", "amin", "linalg_vector_norm", "logsumexp", "prod")
 MOMENTS = ("var", "var_mean", "std")
-INDEXED = ("max", "min", "argmax", "argmin")
+INDEXED = ("max", "min")  # with positions of the extremes
 LOGICAL = ("any", "all")
 SCANS = ("cumsum",)
 NLL = ("nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward", "nll_loss2d_backward")
 PAIRED = ("mse_loss", "mse_loss_backward", "binary_cross_entropy_with_logits")
-LOSSES = ("smooth_l1_loss", "huber_loss")
-OPS = SOFTMAX + SUMS + MOMENTS + INDEXED + LOGICAL + SCANS + NLL + PAIRED
-SAME_AS = {"cumprod": "cumsum"}  # by the swept op that runs the same kernels
-SAME_AS |= {f"{op}{end}": f"mse_loss{end}" for op in LOSSES for end in ("", "_backward")}
+FACTS = facts_of(__file__)
+OPS = tuple(FACTS["calls"])
 COMMON = (*SOFTMAX, *NLL[:2], "sum", "mean", "sum", "mean", "linalg_vector_norm", "mse_loss")
 MAX_ELEMENTS = 2**23
 VOCABULARIES = (1000, 10000, 30522, 32000, 50257, 65024, 128256)
@@ -89,58 +87,26 @@ def sweep() -> Iterator[Reduction]:
 
 def build(p: Reduction, device: str) -> Workload:
     """Random tensors: probabilities where a backward needs them, valid targets for losses."""
-    dtype = torch_dtype(p.dtype)
+    dtype, image = torch_dtype(p.dtype), "2d" in p.op
+    samples = (p.outer, p.inner, 1) if image else (p.outer,)
     shape = (p.outer, p.size) if p.inner == 1 else (p.outer, p.size, p.inner)
     x = repeated(torch.randn, shape, device)
     x = (x * 4).to(dtype) if dtype.is_floating_point else (x > 0).to(dtype)
-    if p.op in SOFTMAX:
-        call = getattr(torch.ops.aten, p.op)
-        if "backward" not in p.op:
-            return Workload(run=lambda: call(x, 1, False))
-        y = torch.softmax(x, 1) if p.op == "_softmax_backward_data" else torch.log_softmax(x, 1)
-        return Workload(run=lambda: call(x, y, 1, dtype))
-    if p.op in NLL:
-        return _nll(p, x)
-    if p.op in PAIRED:
-        return _paired(p, x)
-    return Workload(run=_reducer(p.op, x))
-
-
-def _reducer(op: str, x: Tensor) -> Callable[[], object]:
-    call = getattr(torch.ops.aten, op)
-    if op == "linalg_vector_norm":
-        return lambda: call(x, 2, [1])
-    if op in MOMENTS:
-        return lambda: call.correction(x, [1], correction=1)
-    if op in INDEXED + LOGICAL + SCANS:
-        return lambda: call(x, 1)
-    if op == "prod":
-        return lambda: call.dim_int(x, 1)
-    return lambda: call(x, [1])
-
-
-def _nll(p: Reduction, x: Tensor) -> Workload:
-    flat = "2d" not in p.op
-    x = x if flat else x.reshape(p.outer, p.size, p.inner, 1)
-    target_shape = (p.outer,) if flat else (p.outer, p.inner, 1)
-    target = torch.randint(0, p.size, target_shape, device=x.device)
-    call = getattr(torch.ops.aten, p.op)
-    if p.op.endswith("forward"):
-        return Workload(run=lambda: call(x, target, None, 1, -100))
-    grad = torch.ones((), device=x.device, dtype=x.dtype)
-    total = torch.full((), float(target.numel()), device=x.device, dtype=x.dtype)
-    return Workload(run=lambda: call(grad, x, target, None, 1, -100, total))
-
-
-def _paired(p: Reduction, x: Tensor) -> Workload:
-    aten, target, mode = torch.ops.aten, torch.rand_like(x), 0 if p.size == 1 else 1
-    if p.op == "mse_loss":
-        return Workload(run=lambda: aten.mse_loss(x, target, mode))
-    if p.op == "binary_cross_entropy_with_logits":
-        call = aten.binary_cross_entropy_with_logits
-        return Workload(run=lambda: call(x, target, None, None, mode))
-    grad = torch.rand_like(x) if mode == 0 else torch.ones((), device=x.device, dtype=x.dtype)
-    return Workload(run=lambda: aten.mse_loss_backward(grad, x, target, mode))
+    x = x.reshape(p.outer, p.size, p.inner, 1) if image else x
+    mean, one = p.size > 1, torch.ones((), device=device, dtype=dtype)
+    operands = {
+        "x": x,
+        "dtype": dtype,
+        "softmax": lambda: torch.softmax(x, 1),
+        "log_softmax": lambda: torch.log_softmax(x, 1),
+        "class": lambda: torch.randint(0, p.size, samples, device=device),
+        "one": one,
+        "count": one * prod(samples),
+        "target": lambda: torch.rand_like(x),
+        "gradient": lambda: one if mean else torch.rand_like(x),
+        "mode": int(mean),
+    }
+    return Workload(run=call_of(p.op, FACTS["calls"][p.op], operands))
 
 
 def flops(p: Reduction) -> Numbers:
@@ -167,7 +133,7 @@ def bytes_moved(p: Reduction) -> Numbers:
     read = np.where(is_any(p.op, (*SOFTMAX[2:], *PAIRED)), 2.0, 1.0) * elements
     full = is_any(p.op, (*SOFTMAX, *SCANS, "mse_loss_backward"))
     written = np.where(full, elements, np.where(is_any(p.op, ("var_mean",)), 2.0, 1.0) * results)
-    plain = (read + written) * item + np.where(is_any(p.op, INDEXED[:2]), 8.0, 0.0) * results
+    plain = (read + written) * item + np.where(is_any(p.op, INDEXED), 8.0, 0.0) * results
     nll = results * 8 + np.where(is_any(p.op, (NLL[1], NLL[3])), elements, results) * item
     return np.where(is_any(p.op, NLL), nll, plain)
 
@@ -203,9 +169,9 @@ def from_sum(call: OpCall) -> Reduction:
     Axes are taken in the order of memory: the kernels reorder them so.
     """
     op, overload = call.op.split(".")[1:3]
-    op = SAME_AS.get(op, op)
+    op = FACTS["same_as"].get(op, op)
     x, at = call.args[0], 2 if op == "linalg_vector_norm" else 1
-    dims = call.args[at] if len(call.args) > at else call.kwargs.get("dim")
+    dims = call.argument(at, "dim")
     if isinstance(dims, int) and not isinstance(dims, bool):
         dims = (dims,)
     chosen = dims if isinstance(dims, tuple) and dims else tuple(range(len(x.shape)))
@@ -244,29 +210,16 @@ def from_nll(call: OpCall) -> Reduction:
 def from_paired(call: OpCall) -> Reduction:
     """Describe mse_loss(x, target, reduction=1), its backward (grad, x, target, ...), or BCE.
 
-    Losses that run the same kernels as mse_loss count as it (SAME_AS).
+    Losses that run the same kernels as mse_loss count as it.
     """
     op = call.op.split(".")[1]
     x, at = (call.args[1], 3) if op.endswith("backward") else (call.args[0], 2)
-    op = SAME_AS.get(op, op)
+    op = FACTS["same_as"].get(op, op)
     at = 4 if op == "binary_cross_entropy_with_logits" else at
-    mode = call.args[at] if len(call.args) > at else call.kwargs.get("reduction", 1)
+    mode = call.argument(at, "reduction", 1)
     whole = max(1, x.numel)
     outer, size = (whole, 1) if mode == 0 else (1, whole)
     return Reduction(op=op, outer=outer, size=size, dtype=x.dtype)
-
-
-OVERLOADS = (
-    (("sum",), ("default", "dim_IntList")),
-    (("mean",), ("default", "dim")),
-    (("prod",), ("default", "dim_int")),
-    (("max", "min"), ("default", "dim")),
-    (("any", "all"), ("default", "dim", "dims")),
-    (("argmax", "argmin", "amax", "amin", "logsumexp", "cumsum", "cumprod"), ("default",)),
-    (("linalg_vector_norm",), ("default",)),
-    (MOMENTS, ("correction",)),
-)
-SUM_NAMES = tuple(f"{op}.{end}" for ops, ends in OVERLOADS for op in ops for end in ends)
 
 
 def resize(p: Reduction, factor: float, lean: float) -> Reduction:
@@ -311,13 +264,7 @@ FAMILY = Family(
     flops=flops,
     bytes_moved=bytes_moved,
     features=features,
-    answers={
-        **{f"aten.{op}.default": from_softmax for op in SOFTMAX},
-        **{f"aten.{op}.default": from_nll for op in NLL},
-        **{f"aten.{op}.default": from_paired for op in (*PAIRED, *SAME_AS) if "loss" in op},
-        "aten.binary_cross_entropy_with_logits.default": from_paired,
-        **{f"aten.{name}": from_sum for name in SUM_NAMES},
-    },
+    answers=answers_of(FACTS["answers"], from_softmax, from_sum, from_nll, from_paired),
     gpu_sweep=GpuSweep(
         resize=resize,
         allocated_bytes=allocated_bytes,

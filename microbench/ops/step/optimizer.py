@@ -24,38 +24,20 @@ from itercast.microbench.ops.family import (
     torch_dtype,
 )
 from itercast.microbench.slow_imports import torch
+from itercast.microbench.yaml_text import facts_of
 
-ONE = ("_foreach_mul_", "_foreach_add_", "_foreach_sqrt", "_foreach_div_", "_foreach_neg")
-ROOT = "_foreach_sqrt"
-NORM = "_foreach_norm"
-TWO = ("_foreach_lerp_", "_foreach_addcmul_", "_foreach_addcdiv_", "_foreach_add_list")
-
-FUSED = (
-    "_fused_adamw_",
-    "_fused_adam_",
-    "_fused_sgd_",
-    "_fused_sgd_momentum",
-    "_fused_adam_amsgrad",
+FACTS = facts_of(__file__)
+ONE, TWO, FUSED, ADAMW = (
+    tuple[str, ...](FACTS[name].split()) for name in ("one", "two", "fused", "adamw")
 )
-# LAMB's kernels (itercast.microbench.lamb), as those that read and write as many lists of tensors.
-SAME_AS = {"_fused_lamb_update_": "_fused_adamw_", "_fused_lamb_apply_": "_foreach_add_list"}
-# tensor lists read plus lists written; Adam: p g m v read, p m v written (and the largest v)
-OPERANDS = {
-    **{NORM: 1, **{n: 2 for n in ONE}},
-    **{"_foreach_lerp_": 3, "_foreach_add_list": 3, "_foreach_addcmul_": 4, "_foreach_addcdiv_": 4},
-    **{"_fused_adamw_": 7, "_fused_adam_": 7, "_fused_adam_amsgrad": 9},
-    **{"_fused_sgd_": 3, "_fused_sgd_momentum": 5},
-}
-FLOPS = {"_fused_adamw_": 16, "_fused_adam_": 16, "_fused_adam_amsgrad": 17}
-FLOPS |= {"_fused_sgd_": 4, "_fused_sgd_momentum": 6}
-# Calls of a foreach step on a GPU. Source: torch/optim/adam.py, _multi_tensor_adam; sgd.py.
-ADAMW: tuple[str, ...] = ("_foreach_mul_", "_foreach_mul_", "_foreach_lerp_", "_foreach_addcmul_")
-ADAMW += ("_foreach_sqrt", "_foreach_div_", "_foreach_add_", "_foreach_addcdiv_")
+ROOT, NORM, SGD = "_foreach_sqrt", "_foreach_norm", "_foreach_add_list"
+SAME_AS: Mapping[str, str] = FACTS["same_as"]
+OPERANDS: dict[str, int] = FACTS["operands"]
+FLOPS: dict[str, int] = FACTS["flops"]
 # Rows of whole steps, without and with decay of weights; no call is one.
 STEPS = {"foreach_adam": ADAMW[1:], "foreach_adamw": ADAMW}
-OPERANDS |= {step: sum(OPERANDS[call] for call in calls) for step, calls in STEPS.items()}
+OPERANDS |= {step: sum(OPERANDS.get(c, 2) for c in calls) for step, calls in STEPS.items()}
 FLOPS |= {step: 2 * len(calls) for step, calls in STEPS.items()}
-SGD = "_foreach_add_list"
 COUNTERS = ("_foreach_add_", "_foreach_div_")  # also over lists of step counters
 # Lists of at most so many elements per tensor hold step counters, not parameters.
 STEP_COUNTERS: int = assumed(__file__, "step_counter_elements")

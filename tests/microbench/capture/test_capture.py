@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from op_calls import sequence
 from torch import nn
 
 from itercast.microbench.capture.cache import dumps, loads
@@ -105,14 +106,6 @@ class Wrapped(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x)
-
-
-def sequence(found: StepCapture) -> list[Any]:
-    """Everything but storage numbers."""
-    return [
-        (c.op, c.phase, [(t.shape, t.dtype, t.stride) for t in (*c.tensors(), *c.outputs)])
-        for c in found.calls
-    ]
 
 
 @pytest.mark.parametrize("name", MODELS)

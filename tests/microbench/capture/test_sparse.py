@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from op_calls import sequence
 from torch import nn
 
 from itercast.microbench.capture.cache import dumps, loads
@@ -122,22 +123,13 @@ def capture(name: str, fake: bool) -> StepCapture:
     return capture_user_model(lambda: made, settings)
 
 
-def described(step: StepCapture) -> list[Any]:
-    """All calls without storage numbers."""
-    return [
-        (c.op, c.phase, [(t.shape, t.dtype, t.stride, t.layout, t.nnz) for t in tensors])
-        for c in step.calls
-        for tensors in [(*c.tensors(), *c.outputs)]
-    ]
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_a_sparse_step_is_captured_as_it_runs(name: str) -> None:
     """Every op, shape, stride, layout and nnz of forward, backward and optimizer."""
     fake, real = (capture(name, fake=f) for f in (True, False))
-    for ours, theirs in zip(described(fake), described(real), strict=False):
+    for ours, theirs in zip(sequence(fake), sequence(real), strict=False):
         assert ours == theirs
-    assert described(fake) == described(real)
+    assert sequence(fake) == sequence(real)
     assert [(p.layout, p.nnz) for p in fake.parameters] == [
         (p.layout, p.nnz) for p in real.parameters
     ]

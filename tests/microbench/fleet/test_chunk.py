@@ -14,6 +14,7 @@ import pytest
 
 from itercast.microbench import store
 from itercast.microbench.fleet.chunk import ChunkOrder, measure, own_cores
+from itercast.microbench.fleet.chunks import Chunk
 from itercast.microbench.fleet.driver import write_cards
 from itercast.microbench.yaml_text import load_yaml
 
@@ -30,19 +31,18 @@ def own_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 def order_at(root: Path, cores: int) -> ChunkOrder:
     """An hour of norms on a CPU."""
-    return ChunkOrder(
-        root=str(root / "rows"),
-        work=str(root / "work"),
-        name="abc",
+    chunk = Chunk(
+        machines="here",
         kind="ops",
-        gpu="cpu",
         families=("norm",),
         points={},
         seconds=3600.0,
-        until=4e9,
-        cores=cores,
+        name="abc",
         seed=0,
+        share=(0, 1),
     )
+    rows, work = str(root / "rows"), str(root / "work")
+    return ChunkOrder(chunk=chunk, root=rows, work=work, gpu="cpu", cores=cores, until=4e9)
 
 
 def test_a_chunk_that_another_attempt_finished_is_left(tmp_path: Path) -> None:

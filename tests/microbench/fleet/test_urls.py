@@ -14,7 +14,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -40,8 +40,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@contextmanager
-def s3_server() -> Iterator[str]:
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
     """Address of an S3 server: moto's, in a process of its own."""
     port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
@@ -56,12 +56,6 @@ def s3_server() -> Iterator[str]:
                 time.sleep(0.1)
         yield address
         process.kill()
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    with s3_server() as address:
-        yield address
 
 
 @pytest.fixture
@@ -241,17 +235,22 @@ def test_a_store_that_refuses_is_one_line(
 
 
 def test_wrong_credentials_of_a_fleet_are_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bucket: str, server: str, tmp_path: Path
 ) -> None:
     """A server that knows no keys: nothing is started, and no key is printed."""
     (tmp_path / "plan.yaml").write_text(
-        "root: s3://bucket/rows\nmachines: {one: {gpu: cpu, minutes: 1, families: [norm]}}"
+        f"root: {bucket}/rows\nmachines: {{one: {{gpu: cpu, minutes: 1, families: [norm]}}}}"
     )
-    monkeypatch.setenv("INITIAL_NO_AUTH_ACTION_COUNT", "0")
-    with s3_server() as address:
-        keys = {"AWS_ACCESS_KEY_ID": "wrongkey", "AWS_SECRET_ACCESS_KEY": "wrongsecret"}
-        places = {"AWS_ENDPOINT_URL": address, "ITERCAST_CACHE": str(tmp_path / "cache")}
-        done = CliRunner().invoke(app, ["fleet", str(tmp_path / "plan.yaml")], env=keys | places)
+
+    def asked_after(requests: bytes) -> None:
+        url, kind = f"{server}/moto-api/reset-auth", {"Content-Type": "text/plain"}
+        urllib.request.urlopen(urllib.request.Request(url, requests, kind)).close()
+
+    asked_after(b"0")
+    keys = {"AWS_ACCESS_KEY_ID": "wrongkey", "AWS_SECRET_ACCESS_KEY": "wrongsecret"}
+    env = {**keys, "ITERCAST_CACHE": str(tmp_path / "cache")}
+    done = CliRunner().invoke(app, ["fleet", str(tmp_path / "plan.yaml")], env=env)
+    asked_after(b"inf")
     assert done.exit_code == 2 and "cannot be written" in done.output, done.output
     assert len(done.output.strip().splitlines()) == 1 and "wrong" not in done.output
     assert not (tmp_path / "cache").exists()

@@ -10,9 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from op_calls import TOY, logged, spec
 
-from itercast.microbench.capture.log import OpLog
-from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import OpCall, TensorSpec
 from itercast.microbench.ops import families
 from itercast.microbench.ops.family import DRAWN, repeated
@@ -20,12 +19,8 @@ from itercast.microbench.ops.matrix import gemm
 from itercast.microbench.ops.memory import elementwise, norm, reduction
 from itercast.microbench.ops.step import optimizer
 from itercast.microbench.store import read_rows
-from itercast.microbench.sweep.gpu_space import grid
 
 DATASETS = Path(__file__).parents[3] / "datasets"
-TOY = Gpu(name="toy", sm_count=4, peak_flops_per_s={"fp32": 1e12})
-
-
 SINGLE = sorted(n for n, f in families().items() if f.ranks == 1 and not f.on_demand)
 
 
@@ -65,10 +60,6 @@ def test_formulas_agree_on_one_point_and_on_columns(name: str) -> None:
                 assert np.isfinite(value) and found == pytest.approx(float(value))
 
 
-def spec(*shape: int) -> TensorSpec:
-    return TensorSpec(shape=shape, dtype="fp32")
-
-
 def test_gemm_counts_by_hand() -> None:
     """A 2x4 by 4x3 product."""
     p = gemm.Gemm(m=2, n=3, k=4)
@@ -80,19 +71,10 @@ def test_gemm_counts_by_hand() -> None:
 def test_a_product_by_expert_is_built_as_it_is_captured(layout: str) -> None:
     """3 experts of 8 tokens each; weights' gradients are sums over tokens."""
     p = gemm.Gemm(op="grouped_mm", m=8, n=16, k=32, batch=3, layout=layout)
-    log = OpLog()
-    with log:
-        gemm.build(p, "cpu").run()
-    (call,) = [c for c in log.calls if c.op == gemm.GROUPED]
+    (call,) = [c for c in logged(gemm.build(p, "cpu").run) if c.op == gemm.GROUPED]
     assert gemm.from_grouped(call) == p
     assert call.outputs[0].shape == ((3, 8, 16) if layout == "tn" else (24, 16))
     assert gemm.flops(p) == 2 * 3 * 8 * 16 * 32
-
-
-def test_experts_of_a_gpu_s_sweep_have_aligned_rows() -> None:
-    found = [p for p in islice(grid("gemm", 0), 200) if p.op == "grouped_mm"]
-    assert found
-    assert all(n % 8 == 0 for p in found for n in (p.m, p.n, p.k))
 
 
 def test_gemm_reads_transposed_views() -> None:

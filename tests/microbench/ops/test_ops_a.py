@@ -3,59 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
-import pytest
 import torch
+from op_calls import TOY, logged, spec
 from torch import nn
 
-from itercast.microbench.capture.log import OpLog
-from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import OpCall, TensorSpec
-from itercast.microbench.ops.family import Family
+from itercast.microbench.opcall import OpCall
 from itercast.microbench.ops.matrix import attention, conv
 from itercast.microbench.ops.memory import norm, reduction
-
-TOY = Gpu(name="toy", sm_count=4, peak_flops_per_s={"fp32": 1e12})
-FAMILIES = {f.name: f for f in (m.FAMILY for m in (attention, conv, norm, reduction))}
-
-
-def first_points(family: Family) -> dict[str, Any]:
-    """One cheap point per op of a sweep."""
-    found: dict[str, Any] = {}
-    for point in islice(family.sweep(), 1500):
-        if family.bytes_moved(point) < 1e6 and family.flops(point) < 2e7:
-            found.setdefault(point.op, point)
-    return found
-
-
-POINTS = [(f.name, p) for f in FAMILIES.values() for p in first_points(f).values()]
-
-
-def test_every_op_is_swept() -> None:
-    swept = {name: {p.op for n, p in POINTS if n == name} for name in FAMILIES}
-    assert swept["attention"] == swept["conv"] == {"forward", "backward"}
-    assert swept["norm"] == set(norm.FLOPS_PER_ELEMENT)
-    assert swept["reduction"] == set(reduction.OPS)
-
-
-@pytest.mark.parametrize(("name", "point"), POINTS, ids=lambda v: getattr(v, "op", v))
-def test_a_point_runs_the_call_it_describes(name: str, point: Any) -> None:
-    family = FAMILIES[name]
-    workload = family.build(point, "cpu")
-    log = OpLog()
-    with log:
-        workload.run()
-    if name == "attention" or point.op.startswith("rms"):
-        return  # decomposed on a CPU
-    described = [family.answers[c.op](c) for c in log.calls if c.op in family.answers]
-    assert described == [point]
-
-
-def spec(*shape: int, stride: tuple[int, ...] = ()) -> TensorSpec:
-    return TensorSpec(shape=shape, dtype="fp32", stride=stride)
-
 
 ATTENTION = attention.Attention(
     op="forward", batch=2, heads=4, kv_heads=2, q_len=3, kv_len=6, head_dim=8, causal=False
@@ -214,12 +170,14 @@ def test_a_small_model_leaves_no_such_op_undescribed() -> None:
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ConvTranspose2d(8, 8, 2, 2), nn.GroupNorm(2, 8)
     )
-    log = OpLog()
-    with log:
+
+    def step() -> None:
         y = model(torch.randn(2, 3, 6, 6))
         nn.functional.cross_entropy(y, torch.zeros(2, 8, 8, dtype=torch.long)).backward()
-    answers = {op: f for family in FAMILIES.values() for op, f in family.answers.items()}
-    found = [answers[c.op](c) for c in log.calls if c.op in answers]
+
+    families = [m.FAMILY for m in (attention, conv, norm, reduction)]
+    answers = {op: f for family in families for op, f in family.answers.items()}
+    found = [answers[c.op](c) for c in logged(step) if c.op in answers]
     assert None not in found
     kinds = [type(p).__name__ for p in found]
     assert (kinds.count("Conv"), kinds.count("Norm"), kinds.count("Reduction")) == (4, 4, 4)

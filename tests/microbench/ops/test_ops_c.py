@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from op_calls import described
 from torch import nn
 
-from itercast.microbench.capture.log import OpLog
-from itercast.microbench.ops import find_family
 from itercast.microbench.ops.matrix import conv, recurrent
 from itercast.microbench.ops.memory import pooling
 from itercast.microbench.ops.step import host
 
 LAYER = recurrent.Recurrent(op="lstm", steps=5, batch=3, inputs=6, hidden=8)
 BACK = recurrent.Recurrent(op="lstm_backward", steps=5, batch=3, inputs=6, hidden=8)
-
-
-def described(call: Callable[[], object]) -> list[Any]:
-    """What the families read out of the calls that reach the dispatcher."""
-    log = OpLog()
-    with log:
-        call()
-    return [find_family(c)[1] for c in log.calls]
 
 
 def test_an_lstm_layer_by_hand() -> None:

@@ -10,13 +10,13 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from op_calls import described, logged
 from torch import nn
 from unseen_ops import GPU, MODELS, learned
 
 from itercast.compose.pricing.fallbacks import fallback_parts
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import UNMODELLED, PricedOp, priceable
-from itercast.microbench.capture.log import OpLog
 from itercast.microbench.hardware.spec import gpu_names, load_gpu
 from itercast.microbench.opcall import OpCall, TensorSpec
 from itercast.microbench.ops import families, find_family
@@ -59,10 +59,8 @@ class Gcn(nn.Module):
 
 def captured(matrix: torch.Tensor) -> list[OpCall]:
     """All calls of a forward and a backward."""
-    log, x = OpLog(), torch.randn(NODES, 16)
-    with log:
-        Gcn()(x, matrix).sum().backward()
-    return log.calls
+    x = torch.randn(NODES, 16)
+    return logged(lambda: Gcn()(x, matrix).sum().backward())
 
 
 def products(matrix: torch.Tensor) -> list[Any]:
@@ -147,12 +145,10 @@ def test_the_longest_row_follows_the_power_law() -> None:
 @pytest.mark.parametrize("skew", [0.0, 1.0])
 def test_a_built_product_is_captured_as_what_it_was_built_from(layout: str, skew: float) -> None:
     p = Sparse(rows=30, cols=20, nnz=90, width=8, layout=layout, skew=skew)
-    log = OpLog()
     run = FAMILY.build(p, "cpu").run
-    with log:
-        result: Any = run()
+    result: Any = run()
     assert result.shape == (30, 8)
-    (found,) = [params for f, params in map(find_family, log.calls) if f is FAMILY]
+    (found,) = (params for params in described(run) if isinstance(params, Sparse))
     assert found == Sparse(rows=30, cols=20, nnz=90, width=8, layout=layout)  # skew is not known
 
 
@@ -165,12 +161,10 @@ def test_built_values_have_places_of_their_own() -> None:
 
 def test_a_built_sampled_product_keeps_the_pattern() -> None:
     p = Sparse(op="sddmm", rows=30, cols=20, nnz=90, width=8)
-    log = OpLog()
     run = FAMILY.build(p, "cpu").run
-    with log:
-        result: Any = run()
+    result: Any = run()
     assert result.layout == torch.sparse_csr and result.values().numel() == 90
-    assert [find_family(c)[1] for c in log.calls] == [p]
+    assert described(run) == [p]
 
 
 def test_a_dense_matrix_times_a_sparse_one_is_the_transposed_product() -> None:

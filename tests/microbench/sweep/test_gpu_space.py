@@ -15,8 +15,8 @@ import pandas as pd
 import pytest
 import torch
 from clockwork import order
+from op_calls import logged
 
-from itercast.microbench.capture.log import OpLog
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.iterations.gpu_list import gpu_iterations
 from itercast.microbench.opcall import OpCall, TensorSpec
@@ -303,12 +303,10 @@ def on_device(build: Any, p: Any) -> Any:
 def test_a_batch_norm_s_backward_runs_no_forward() -> None:
     for cols in (1, 9):  # one position: two axes, as BatchNorm1d has
         p = Norm(op="batch_backward", rows=8, cols=cols, channels=3)
-        run, log = on_device(families()["norm"].build, p).run, OpLog()
-        with log:
-            run()
-        assert [c.op for c in log.calls] == ["aten.native_batch_norm_backward.default"]
-        assert len(log.calls[0].args[0].shape) == (2 if cols == 1 else 4)
-        assert find_family(log.calls[0])[1] == p
+        (call,) = logged(on_device(families()["norm"].build, p).run)
+        assert call.op == "aten.native_batch_norm_backward.default"
+        assert len(call.args[0].shape) == (2 if cols == 1 else 4)
+        assert find_family(call)[1] == p
 
 
 def test_attention_on_a_gpu_wants_gradients_as_in_training() -> None:
@@ -332,23 +330,17 @@ def measured(tmp_path: Path) -> tuple[Path, list[Gemm], list[Norm]]:
         Gemm(op=op, m=64 * n, n=64, k=64, dtype=dtype) for op, dtype in kinds for n in range(1, 6)
     ]
     norms = swept("norm")[:9]
-    write_rows(tmp_path, "gemm", "one", [(p, "ok", H100.name, {}) for p in products * 2])
-    other = replace(products[0], m=17)
-    odd: list[tuple[Any, str, str, dict[str, Any]]] = [
-        (replace(other, n=18), "oom", H100.name, {}),
-        (replace(other, n=19), "ok", A100.name, {}),
-    ]
+    write_rows(tmp_path, "gemm", "one", [(p, "ok", H100.name) for p in products * 2])
+    failed, elsewhere = (replace(products[0], m=17, n=n) for n in (18, 19))
+    odd = [(failed, "oom", H100.name), (elsewhere, "ok", A100.name)]
     write_rows(tmp_path, "gemm", "two", odd)
-    write_rows(tmp_path, "norm", "one", [(p, "ok", H100.name, {}) for p in norms])
+    write_rows(tmp_path, "norm", "one", [(p, "ok", H100.name) for p in norms])
     return tmp_path, list(dict.fromkeys(products)), list(dict.fromkeys(norms))
 
 
 def write_rows(root: Path, family: str, part: str, rows: list[Any]) -> None:
     """A part file whose empty cells turn whole numbers into floats."""
-    given = [
-        {**asdict(p), "status": status, "gpu": gpu, **more, "time_us": 1.0}
-        for p, status, gpu, more in rows
-    ]
+    given = [{**asdict(p), "status": status, "gpu": gpu, "time_us": 1.0} for p, status, gpu in rows]
     gap = {"status": "error", "gpu": H100.name, "time_us": np.nan}
     write_part(root, family, H100.name, pd.DataFrame([*given, gap]), part)
 
