@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.calls import call_of
 from itercast.microbench.ops.family import (
@@ -37,7 +36,6 @@ INDEXED = GROUPS["by_element"] + GROUPS["by_slot"] + GROUPS["put"]
 OPS = tuple(FACTS["calls"])
 MAX_ELEMENTS = 2**23
 SLOW = {op: 2**most for most, ops in FACTS["slow"].items() for op in ops.split()}
-ELEMENT_CLOCKS: float = assumed(__file__, "element_clocks")
 
 
 def _draw(rng: np.random.Generator) -> IndexOp:
@@ -212,17 +210,10 @@ def allocated_bytes(p: IndexOp) -> float:
 
 
 def fallback(p: IndexOp, measured: Measured) -> list[Part]:
-    """Prices an op that no model has seen on a GPU as a copy of the bytes that it moves.
-
-    Kernels of some find the place of each element anew: they take ELEMENT_CLOCKS of an SM for
-    it, if not their bytes take longer.
-    """
-    gpu = measured.gpu
-    if gpu.kind == "cpu" or measured.seen("index", p.op, p.dtype):
+    """Prices an op that no model has seen on a GPU as a copy of the bytes that it moves."""
+    if measured.gpu.kind == "cpu" or measured.seen("index", p.op, p.dtype):
         return []
-    clocks = ELEMENT_CLOCKS * float(moved(p)) if p.op in GROUPS["finds"] else 0.0
-    meanwhile = clocks / (gpu.sm_count * gpu.clock_hz) * gpu.hbm_bytes_per_s  # bytes of a copy
-    return [memory_copy(max(float(bytes_moved(p)), meanwhile))]
+    return [memory_copy(float(bytes_moved(p)))]
 
 
 FAMILY = Family(

@@ -85,18 +85,6 @@ def test_a_matrix_times_a_vector_is_a_pass_over_the_matrix() -> None:
     assert fallback_parts(replace(thin, n=2), MODELS, False, GPU) == []
 
 
-def test_rows_picked_element_by_element_keep_the_sms_busy() -> None:
-    """1.75 clocks for each of 1000 * 64 elements, on 8 SMs; a half as wide element is as slow."""
-    pick = IndexOp(op="index_select", outer=1, size=1000, inner=64, source=2000, dtype="bf16")
-    for op in (pick, replace(pick, op="index_add_", dtype="fp32")):
-        busy_s = 1.75 * 64_000 / (8 * GPU.clock_hz)
-        assert fallback_parts(op, MODELS, False, GPU) == [memory_copy(busy_s * 1e12)]
-    slow = replace(GPU, hbm_bytes_per_s=1e10)  # its bytes take longer
-    assert fallback_parts(pick, MODELS, False, slow) == [memory_copy(2 * 128_000 + 8_000)]
-    (gathered,) = fallback_parts(replace(pick, op="index"), MODELS, False, GPU)
-    assert gathered == memory_copy(2 * 128_000 + 8_000)  # rows are copied whole
-
-
 @pytest.mark.parametrize("op", ["index", "index_select", "index_add_", "scatter_add_", "fused"])
 @pytest.mark.parametrize("gpu", ["a100-sxm-80gb", "h100-sxm-80gb"])
 def test_times_grow_with_rows_and_bytes(op: str, gpu: str) -> None:
