@@ -11,7 +11,7 @@ profiler counts what the CPU's allocator hands out from the start of the program
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Annotated, Any
@@ -37,6 +37,7 @@ from itercast.microbench.plan import ParallelPlan
 from itercast.microbench.programs.capture import capture_program
 from itercast.microbench.slow_imports import dist, torch
 from itercast.microbench.step import StepSettings, make_optimizer
+from itercast.microbench.store import Facts
 
 CASES = ("gpt-s", "llama-s", "bert-s", "vit-s", "moe-s", "dlrm-s", "gpt-m", "resnet-m")
 THIRD_STEP = "third step"
@@ -78,8 +79,8 @@ class Training:
     """A model in training, with its inputs: ``step`` runs a step."""
 
     model: Any
-    optimizer: Any
-    given: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer
+    given: Facts
     step: Callable[[], None]
 
 

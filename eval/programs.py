@@ -7,10 +7,10 @@ ROOT holds measured iterations; ``--measure`` measures ``PROGRAMS`` into it, twi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import pandas as pd
 import typer
@@ -49,7 +49,7 @@ def captured(iteration: Iteration) -> ProgramCapture:
 
     sizes = (iteration.batch, iteration.seq)
 
-    def program() -> Any:
+    def program() -> Callable[[], None]:
         join_process_group("cpu")
         chosen, settings = case(iteration.case), iteration.settings()
         return make_plan_step(

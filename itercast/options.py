@@ -21,6 +21,7 @@ from itercast.names import completing
 if TYPE_CHECKING:  # the command line starts without pandas
     from itercast.compose.target import Target
     from itercast.microbench.opcall import StepCapture
+    from itercast.microbench.store import Row
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -195,7 +196,7 @@ class Question:
 
         return load_function(self.model)
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> Row:
         """The other arguments of ``itercast.api.predict``."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         for name in ("case", "hf_config", "model", "compiled", "cuda_graph"):
@@ -247,7 +248,7 @@ def asks(command: Callable[Concatenate[Any, P], R]) -> Callable[..., R]:
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **options: P.kwargs) -> R:
-        given: dict[str, Any] = {name: options.pop(name) for name in names}
+        given: Row = {name: options.pop(name) for name in names}
         named = any(given[name] for name in ("case", "hf_config", "model"))
         return command(Question(**given) if named or not optional else None, *args, **options)
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from itercast.compose.explain.changes import Change
 from itercast.compose.explain.time_parts import COMMUNICATION, COMPUTE, IDLE, TimePart
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Colours that colour-blind readers tell apart (Okabe and Ito), and a hatch each for print.
 LOOKS = {COMPUTE: ("#0072B2", ""), COMMUNICATION: ("#D55E00", "//"), IDLE: ("#BBBBBB", "..")}
 GAIN, LOSS, TOO_MUCH = "#009E73", "#CC79A7", "#BBBBBB"
 
 
-def explanation(title: str, parts: Sequence[TimePart], changes: Sequence[Change]) -> Any:
+def explanation(title: str, parts: Sequence[TimePart], changes: Sequence[Change]) -> Figure:
     """A matplotlib figure: parts in ms that add up from left to right, and gains in samples/s."""
     from matplotlib.figure import Figure  # lazy: commands without plots need not pay for it
 
@@ -27,7 +31,7 @@ def explanation(title: str, parts: Sequence[TimePart], changes: Sequence[Change]
     return figure
 
 
-def _waterfall(axes: Any, parts: Sequence[TimePart]) -> None:
+def _waterfall(axes: Axes, parts: Sequence[TimePart]) -> None:
     start_ms, labelled = 0.0, set[str]()
     for row, part in enumerate(parts):
         colour, hatch = LOOKS[part.kind]
@@ -46,7 +50,7 @@ def _waterfall(axes: Any, parts: Sequence[TimePart]) -> None:
     axes.legend(fontsize=8, frameon=False, loc="lower left")
 
 
-def _gains(axes: Any, changes: Sequence[Change]) -> None:
+def _gains(axes: Axes, changes: Sequence[Change]) -> None:
     for row, one in enumerate(changes):
         pct = 100 * one.gain_frac
         colour = (GAIN if pct >= 0 else LOSS) if one.fits else TOO_MUCH

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -21,7 +20,7 @@ class FamilyPricer:
     family: str
     bundle: Bundle
 
-    def predict(self, model_input: pd.DataFrame, params: Any = None) -> pd.DataFrame:
+    def predict(self, model_input: pd.DataFrame, params: object = None) -> pd.DataFrame:
         """Times in us: predicted_us, its 10 and 90 % quantiles, and in_envelope."""
         rows = model_input
         if "gpu" not in rows:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
@@ -17,6 +17,10 @@ from itercast.learners.held_out import load_held_out
 from itercast.learners.models.compared import BLEND, PHYSICS
 from itercast.microbench.store import Facts
 from itercast.microbench.sweep.cards import commit
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import DatasetInput
 
 SHOWN_DIGITS = 2  # after the point of a logged metric
 
@@ -64,7 +68,7 @@ def log_fit(report: Facts, device: str, bundle: Path, data: Sequence[Path] = ())
                 registry.offer(client, run, device, family, whole, mine)
 
 
-def no_longer_newest(client: Any, experiment: str, family: str) -> dict[str, float]:
+def no_longer_newest(client: MlflowClient, experiment: str, family: str) -> dict[str, float]:
     """Take the tag ``newest`` off the family's runs; their median errors in % by learner."""
     found = {}
     where = f"{store.NEWEST} and tags.family = '{family}'"
@@ -87,12 +91,12 @@ def _tags(training: Training, *, prices: bool) -> dict[str, str]:
 
 
 def log_learner(
-    client: Any,
+    client: MlflowClient,
     experiment: str,
     training: Training,
     family: str,
     learner: str,
-    inputs: Sequence[Any],
+    inputs: Sequence[DatasetInput],
     before: Mapping[str, float],
 ) -> registry.LoggedRun:
     """Log one learner's run and model; its metrics name the held-out rows as their dataset.
@@ -126,7 +130,7 @@ def log_learner(
 
 
 def log_trials(
-    client: Any, experiment: str, parent: str, family: str, trials: Sequence[Facts]
+    client: MlflowClient, experiment: str, parent: str, family: str, trials: Sequence[Facts]
 ) -> None:
     """Log each finished Optuna trial as a child of run ``parent``.
 
@@ -159,13 +163,13 @@ def datasets(
     entry: Facts,
     digest: str,
     held_out: pd.DataFrame,
-) -> list[Any]:
+) -> list[DatasetInput]:
     """MLflow dataset inputs of a family: the training rows, then the held-out rows, by digest."""
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
     from itercast.learners.train import digest_of
 
-    def one(name: str, context: str, digest: str, facts: Facts, columns: Any) -> Any:
+    def one(name: str, context: str, digest: str, facts: Facts, columns: object) -> DatasetInput:
         found = Dataset(
             name=name,
             digest=digest,

@@ -5,16 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from itercast.eval.tracking import store
 from itercast.microbench.store import Facts
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
 ITERATIONS = "iterations"
 RANKS = ((1, "1st"), (2, "2nd"))  # of two compared bundles
 
 
-def iterations_experiment(client: Any) -> str:
+def iterations_experiment(client: MlflowClient) -> str:
     """The id of the experiment of whole iterations, which is made if there is none."""
     known = client.get_experiment_by_name(ITERATIONS)
     note = "" if known else store.note(ITERATIONS, latest="Nothing compared yet")

@@ -13,7 +13,7 @@ import warnings
 from dataclasses import MISSING, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -22,6 +22,12 @@ from itercast.learners.bundle import Bundle
 from itercast.learners.held_out import FILE, load_held_out, log_errors, save_held_out
 from itercast.learners.models.noise import medians
 from itercast.microbench.ops import families
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities.model_registry import ModelVersion
+    from mlflow.models import ModelSignature
+    from mlflow.types import ColSpec, TensorSpec
 
 ALIAS = "champion"
 LOADER = "itercast.eval.tracking.champion"
@@ -72,7 +78,12 @@ def judge(new: pd.DataFrame, old: pd.DataFrame | None) -> Verdict:
 
 
 def offer(
-    client: Any, run: LoggedRun, device: str, family: str, bundle: Bundle, held_out: pd.DataFrame
+    client: MlflowClient,
+    run: LoggedRun,
+    device: str,
+    family: str,
+    bundle: Bundle,
+    held_out: pd.DataFrame,
 ) -> None:
     """Register a family's model of a bundle, and make it the champion if ``judge`` says so."""
     name = f"{device}.{family}"
@@ -96,7 +107,7 @@ def offer(
         client.set_tag(run.run_id, "champion", f"yes: version {made.version}")
 
 
-def champion_held_out(client: Any, name: str) -> pd.DataFrame | None:
+def champion_held_out(client: MlflowClient, name: str) -> pd.DataFrame | None:
     """The held-out forecasts of the champion; None where there is no champion."""
     import mlflow
     from mlflow.models import Model
@@ -113,12 +124,14 @@ def champion_held_out(client: Any, name: str) -> pd.DataFrame | None:
         return load_held_out(Path(path).parent)
 
 
-def model_of(registered: Any) -> str:
+def model_of(registered: ModelVersion) -> str:
     """The id of the logged model that a version in the registry was made from."""
-    return str(registered.model_id or registered.source.removeprefix("models:/"))
+    return str(registered.model_id or str(registered.source).removeprefix("models:/"))
 
 
-def _save(client: Any, model_id: str, family: str, whole: Bundle, held_out: pd.DataFrame) -> None:
+def _save(
+    client: MlflowClient, model_id: str, family: str, whole: Bundle, held_out: pd.DataFrame
+) -> None:
     """Store a family's part of a bundle as a logged model; itercast has to be installed to load it.
 
     Its environment pins what pricing imports, at the versions installed.
@@ -142,18 +155,18 @@ def _save(client: Any, model_id: str, family: str, whole: Bundle, held_out: pd.D
         client.log_model_artifacts(model_id, str(model))
 
 
-def signature(family: str) -> Any:
+def signature(family: str) -> ModelSignature:
     """Inputs: the family's parameters, all but those without default optional; outputs: times."""
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, Schema
 
-    inputs: list[Any] = [
+    inputs: list[ColSpec | TensorSpec] = [
         ColSpec(TYPES[str(f.type)], f.name, required=f.default is MISSING)
         for f in fields(families()[family].params)
     ]
     inputs += [ColSpec("string", name, required=False) for name in ("gpu", "stack", "cache")]
     inputs += [ColSpec("double", "threads", required=False)]
     times = ("predicted_us", "predicted_us_p10", "predicted_us_p90")
-    outputs: list[Any] = [ColSpec("double", name) for name in times]
+    outputs: list[ColSpec | TensorSpec] = [ColSpec("double", name) for name in times]
     outputs.append(ColSpec("boolean", "in_envelope"))
     return ModelSignature(Schema(inputs), Schema(outputs))

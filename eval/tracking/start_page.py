@@ -14,10 +14,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from itercast.eval.tracking import store
 from itercast.eval.tracking.logs import ITERATIONS
+
+if TYPE_CHECKING:
+    from mlflow.entities import Run
 
 HOST = "127.0.0.1"
 TEMPLATE = Path(__file__).with_name("start_page.html")
@@ -31,8 +34,8 @@ class Line:
     """
 
     family: str
-    first: Sequence[Any]
-    others: Sequence[Any]
+    first: Sequence[Run]
+    others: Sequence[Run]
     prices: str
 
     @property
@@ -41,16 +44,16 @@ class Line:
         return [run.info.run_id for run in (*self.first, *self.others)]
 
 
-def lines(runs: Sequence[Any]) -> list[Line]:
+def lines(runs: Sequence[Run]) -> list[Line]:
     """A line per family. Of learners of equal rank, the one that prices it comes first."""
-    families: dict[str, list[Any]] = {}
+    families: dict[str, list[Run]] = {}
     for run in runs:
         families.setdefault(run.data.tags["family"], []).append(run)
     return [_line(family, families[family]) for family in sorted(families)]
 
 
-def _line(family: str, runs: Sequence[Any]) -> Line:
-    def place(run: Any) -> tuple[float, bool, float]:
+def _line(family: str, runs: Sequence[Run]) -> Line:
+    def place(run: Run) -> tuple[float, bool, float]:
         metrics = run.data.metrics
         return metrics["rank"], "prices" not in run.data.tags, metrics["median_ape_pct"]
 
@@ -80,7 +83,7 @@ def page() -> str:
     return render_template_string(TEMPLATE.read_text(), **facts)
 
 
-def create_app() -> Any:
+def create_app() -> object:
     """MLflow's server; ``/`` is the first page. Called by ``mlflow server``."""
     from flask import request
     from mlflow.server import app, serve

@@ -9,7 +9,10 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
 DEFAULT_URI = "sqlite:///mlflow.db"
 NOTE = "mlflow.note.content"  # an experiment's description, in Markdown
@@ -28,7 +31,7 @@ def is_server(uri: str) -> bool:
     return uri.startswith(("http://", "https://"))
 
 
-def connect() -> Any:
+def connect() -> MlflowClient:
     """A client of the store."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it would ask an outside host
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
@@ -48,7 +51,7 @@ def _append_only() -> None:
     from sqlalchemy import Engine, event
 
     @event.listens_for(Engine, "connect")
-    def _(connection: Any, _: Any) -> None:
+    def _(connection: object, _: object) -> None:
         if isinstance(connection, sqlite3.Connection):  # a process may use other databases too
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA synchronous=NORMAL")
@@ -60,7 +63,7 @@ def now_ms() -> int:
 
 
 def log_run(
-    client: Any,
+    client: MlflowClient,
     experiment: str,
     name: str,
     tags: Mapping[str, str] = MappingProxyType({}),
@@ -80,7 +83,7 @@ def log_run(
     return str(run)
 
 
-def experiment(client: Any, name: str, note: str) -> str:
+def experiment(client: MlflowClient, name: str, note: str) -> str:
     """Find or make an experiment and renew its description, unless empty; returns its id.
 
     Databases keep artifacts in the folder mlartifacts, tracking servers where they are told to.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.progress import Progress
+from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from itercast.eval.progress import progress_bar
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from itercast.compose.explain.assumptions import AssumedPart
     from itercast.compose.forecast import Forecast
     from itercast.compose.spread import Spread
+    from itercast.microbench.store import Facts, Row
 
 
 def sweep(
@@ -93,7 +94,7 @@ def iterations(
     return rows
 
 
-def _completed(bar: Progress, task: Any, rows: int) -> None:
+def _completed(bar: Progress, task: TaskID, rows: int) -> None:
     bar.update(task, completed=rows)
 
 
@@ -104,7 +105,7 @@ def fit(
     trials: int,
     into: bool = False,
     **more: Any,
-) -> dict[str, Any]:
+) -> Row:
     """Train a bundle with a progress bar, log it to MLflow; returns the report as plain values.
 
     The forecasts of the held-out rows are written into the bundle's folder. ``into``: ``out`` is a
@@ -162,7 +163,7 @@ def write_trace(path: Path, timeline: Any) -> None:
     write_atomic(path, json.dumps(trace_json(*timeline)).encode())
 
 
-def report_table(report: dict[str, Any]) -> Table:
+def report_table(report: Row) -> Table:
     """A table of median errors on held-out shapes by family and learner, with the retest error."""
     from itercast.eval.learner_ranking import learner_table  # lazy: imports XGBoost
 
@@ -232,7 +233,7 @@ def spread_line(spread: Spread) -> str:
     return f"median {median} ms, 80 % of steps {low} to {high}, mean {mean}"
 
 
-def cluster_line(facts: Mapping[str, Any]) -> str:
+def cluster_line(facts: Facts) -> str:
     """What each group of unlike GPUs has of a step, in one line."""
     parts = []
     for group in facts["groups"]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -80,11 +79,13 @@ def fit_network(x: Array, log_ratio: Array, members: int, steps: int) -> Network
     return Network(mean=mean, scale=scale, centre=centre, weights=weights)
 
 
-def _train(inputs: Any, target: Any, members: int, steps: int) -> dict[str, Array]:
+def _train(
+    inputs: torch.Tensor, target: torch.Tensor, members: int, steps: int
+) -> dict[str, Array]:
     """Train all members at once, each on batches of its own; returns their weights."""
     torch.manual_seed(0)
     sizes = ((inputs.shape[1], WIDTH), (WIDTH, WIDTH), (WIDTH, 1))
-    weights: dict[str, Any] = {}
+    weights: dict[str, torch.Tensor] = {}
     for i, (rows, cols) in enumerate(sizes):
         bound = rows**-0.5
         for name, shape in ((f"w{i}", (members, rows, cols)), (f"b{i}", (members, 1, cols))):

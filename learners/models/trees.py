@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xgboost as xgb
@@ -13,6 +13,9 @@ import xgboost as xgb
 from itercast.learners.models.quantiles import Rows, quantile_matrix
 from itercast.learners.models.training_table import Array, Table, group_split
 from itercast.microbench.cache_folder import cache_folder
+
+if TYPE_CHECKING:
+    import optuna
 
 Options = dict[str, Any]  # of XGBoost, by name
 DEFAULTS: Options = {
@@ -173,7 +176,7 @@ def tune(train: Table, trials: int, storage: str | None, name: str) -> Tuned:
     rest, held = group_split(train.group, 0.25, seed=1)
     out = train.take(held)
 
-    def objective(trial: Any) -> float:
+    def objective(trial: optuna.Trial) -> float:
         trees = fit(train.take(rest), out, suggested_options(trial))
         guess = predict_us(trees, out.x, out.roofline_us)
         return float(np.mean(np.abs(np.log(guess / out.time_us))))
@@ -189,7 +192,7 @@ def tune(train: Table, trials: int, storage: str | None, name: str) -> Tuned:
     return Tuned(options=dict(study.best_params), trials=told)
 
 
-def open_study(storage: str | None, name: str) -> Any:
+def open_study(storage: str | None, name: str) -> optuna.Study:
     """The Optuna study of this name in a database (URL), or in this machine's; begun if missing."""
     import optuna  # lazy, as above
 
@@ -207,7 +210,7 @@ def open_study(storage: str | None, name: str) -> Any:
         raise ValueError(f"storage {place!r}: no database that Optuna can use ({told})") from exc
 
 
-def suggested_options(trial: Any) -> Options:
+def suggested_options(trial: optuna.Trial) -> Options:
     """The search space of ``tune``: XGBoost options drawn by one Optuna trial."""
     return {
         "max_depth": trial.suggest_int("max_depth", 3, 10),

@@ -202,5 +202,4 @@ def ppo_loss(output: tuple[Tensor, ...], inputs: Inputs) -> Tensor:
     clipped = torch.min(ratio * gained, ratio.clamp(1 - CLIP, 1 + CLIP) * gained).mean()
     entropy = -(log_probs.exp() * log_probs).sum(-1).mean()
     errors = F.mse_loss(values, inputs["returns"])
-    loss: Tensor = VALUE_WEIGHT * errors - clipped - ENTROPY_WEIGHT * entropy
-    return loss
+    return VALUE_WEIGHT * errors - clipped - ENTROPY_WEIGHT * entropy

@@ -65,15 +65,12 @@ def make_case(
     def build() -> torch.nn.Module:
         module, _, model = chosen.model.rpartition(".")
         own = {size: value for size, value in sizes.items() if size not in chosen.beside}
-        built: torch.nn.Module = _of(module, model)(**chosen.fixed, **own, **taken)
-        return built
+        return _of(module, model)(**chosen.fixed, **own, **taken)
 
     def inputs(batch: int, seq: int) -> Inputs:
         if shapes := stated()[INPUTS].get(chosen.inputs):
-            drawn: Inputs = _of("inputs", "drawn")(batch, seq, sizes, shapes)
-            return drawn
-        made: Inputs = _of("inputs", chosen.inputs)(batch, seq, sizes)
-        return made
+            return _of("inputs", "drawn")(batch, seq, sizes, shapes)
+        return _of("inputs", chosen.inputs)(batch, seq, sizes)
 
     return EvalCase(
         name=name,
@@ -89,5 +86,4 @@ def make_case(
 
 def _of(module: str, name: str) -> Callable[..., Any]:
     """A class or function of a module below this folder, which needs torch."""
-    found: Callable[..., Any] = getattr(importlib.import_module(f"{__package__}.{module}"), name)
-    return found
+    return getattr(importlib.import_module(f"{__package__}.{module}"), name)

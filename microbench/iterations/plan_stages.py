@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
@@ -107,7 +108,7 @@ class PipelineStep:
         batch: Batch,
         loss_of: Loss,
         plan: ParallelPlan,
-        mesh: Any,
+        mesh: DeviceMesh,
         optimizer: Callable[[Sequence[nn.Parameter]], Any],
         on_phase: OnPhase,
     ) -> None:
@@ -164,7 +165,7 @@ class PipelineStep:
             self.optimizer.step()
 
 
-def _replicated(model: Any, span: tuple[int, int], mesh: Any) -> nn.Module:
+def _replicated(model: Any, span: tuple[int, int], mesh: DeviceMesh) -> nn.Module:
     """A stage, inside DDP where it has replicas."""
     stage = Stage(model, *span)
     if mesh.size() == 1:
@@ -252,7 +253,7 @@ class _Links:
         sizes = [sum(p.numel() for p in ps) for ps in owned]
         self.sums = [torch.zeros(size, device=owned[0][0].device) for size in sizes]
         self.weights = [torch.zeros(size, device=owned[0][0].device) for size in sizes]
-        self.arriving: dict[int, Any] = {}  # by stage: weights of the step before
+        self.arriving: dict[int, int] = {}  # by stage: weights of the step before
         self.sent: dict[tuple[str, int], list[tuple[Any, torch.Tensor]]] = {}
 
     def _send(self, kind: str, s: int, flat: torch.Tensor, to: int) -> None:

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from itercast.microbench.cases.registry import EvalCase
 from itercast.microbench.iterations.engines import on_device
@@ -29,6 +29,10 @@ from itercast.microbench.slow_imports import torch
 from itercast.microbench.step import StepSettings, make_optimizer
 from itercast.microbench.store import Facts, Row
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Micro = Callable[[bool], AbstractContextManager[object]]  # of whether a micro-batch is the last
 SDPA = "itercast.sdpa"
 
 
@@ -76,7 +80,9 @@ def _averaged(step: Callable[[], None], model: Any, plan: ParallelPlan) -> Calla
     return run
 
 
-def _outer(step: Callable[[], None], parameters: list[Any], every: int) -> Callable[[], None]:
+def _outer(
+    step: Callable[[], None], parameters: list[torch.Tensor], every: int
+) -> Callable[[], None]:
     """A step of DiLoCo (arXiv:2311.08105): each ``every`` steps changes are averaged, and SGD with
     Nesterov's momentum moves the parameters of the last average by them.
     """
@@ -148,7 +154,7 @@ def checkpoint_layers(model: Any, kept: Sequence[Places] = ()) -> None:
 
 
 def _checkpointed(checkpoint: Any, forward: Callable[..., Any], options: Row) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
     return run
@@ -167,7 +173,7 @@ def selective_context(kept: Places) -> Callable[[], Any]:
     def contexts() -> Any:
         seen: Counter[tuple[str, bool]] = Counter()
 
-        def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        def policy(context: Any, op: object, *args: object, **kwargs: object) -> Any:
             name = SDPA if "scaled_dot_product" in str(op) else str(op)
             place = seen[name, context.is_recompute]
             seen[name, context.is_recompute] += 1
@@ -188,7 +194,7 @@ def places_by_layer(entries: Sequence[Facts]) -> list[Places]:
     ]
 
 
-def parallel(model: Any, plan: ParallelPlan, device: str) -> tuple[Any, Callable[[bool], Any]]:
+def parallel(model: Any, plan: ParallelPlan, device: str) -> tuple[Any, Micro]:
     """Wraps the model for the plan's parallelism (DDP, FSDP2, tensor parallelism).
 
     Also returns a function that gets whether a micro-batch is the last one of the step and returns
@@ -209,7 +215,7 @@ def parallel(model: Any, plan: ParallelPlan, device: str) -> tuple[Any, Callable
     return model, lambda last: nullcontext()
 
 
-def _replicated(model: Any, plan: ParallelPlan) -> tuple[Any, Callable[[bool], Any]]:
+def _replicated(model: Any, plan: ParallelPlan) -> tuple[Any, Micro]:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # lazy, as above
     from torch.nn.parallel import DistributedDataParallel
 
@@ -219,7 +225,7 @@ def _replicated(model: Any, plan: ParallelPlan) -> tuple[Any, Callable[[bool], A
     return model, lambda last: nullcontext() if last else model.no_sync()
 
 
-def _mesh(plan: ParallelPlan, device: str) -> Any:
+def _mesh(plan: ParallelPlan, device: str) -> DeviceMesh:
     """The mesh of stages, replicas and tensor-parallel ranks, or of groups of replicas."""
     from torch.distributed.device_mesh import init_device_mesh  # lazy, as above
 
@@ -234,7 +240,7 @@ def _mesh(plan: ParallelPlan, device: str) -> Any:
     return init_device_mesh(device, (plan.dp,))
 
 
-def _sharded(model: Any, plan: ParallelPlan, mesh: Any) -> tuple[Any, Callable[[bool], Any]]:
+def _sharded(model: Any, plan: ParallelPlan, mesh: DeviceMesh) -> tuple[Any, Micro]:
     from torch.distributed.fsdp import fully_shard  # lazy, as above
 
     for layer in numbered_layers(model):
@@ -250,7 +256,7 @@ def _sharded(model: Any, plan: ParallelPlan, mesh: Any) -> tuple[Any, Callable[[
     return model, micro
 
 
-def _tensor_parallel(model: Any, plan: ParallelPlan, mesh: Any) -> Any:
+def _tensor_parallel(model: Any, plan: ParallelPlan, mesh: DeviceMesh) -> Any:
     """Split attention and MLP of each block, embedding and head as Megatron-LM does."""
     from torch.distributed.tensor.parallel import parallelize_module  # lazy, as above
 
@@ -307,7 +313,7 @@ def _cuts(model: Any, sp: bool) -> Row:
     return cuts
 
 
-def _optimizer(parameters: Sequence[Any], settings: StepSettings) -> Any:
+def _optimizer(parameters: Sequence[torch.Tensor], settings: StepSettings) -> Any:
     """An optimizer with a group for DTensors and one for other tensors: foreach cannot mix them."""
     from torch.distributed.tensor import DTensor  # lazy, as above
 
@@ -320,7 +326,7 @@ def _accumulated(
     model: Any,
     batches: list[Row],
     settings: StepSettings,
-    micro: Callable[[bool], Any],
+    micro: Micro,
     on_phase: OnPhase,
 ) -> Callable[[], None]:
     optimizer = _optimizer(list(model.parameters()), settings)

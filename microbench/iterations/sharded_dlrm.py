@@ -54,7 +54,7 @@ def with_copies(model: ShardedModel) -> TablesDlrm:
 class ShardedStep:
     """The step of this rank; calling it runs one iteration."""
 
-    def __init__(self, model: ShardedModel, group: Any = None) -> None:
+    def __init__(self, model: ShardedModel, group: dist.ProcessGroup | None = None) -> None:
         self.model, self.exchange = model, group
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         sharded = [s for s in model.shards if not s.local]
@@ -132,7 +132,7 @@ class ShardedStep:
             bags.append(F.embedding_bag(index, weight, starts, mode="sum", sparse=True))
         return bags
 
-    def _send_vectors(self, bags: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
+    def _send_vectors(self, bags: list[torch.Tensor]) -> tuple[list[torch.Tensor], dist.Work]:
         """Start the exchange; its vectors (batch, columns of shards) by rank, and its handle."""
         batch, dtype = self.model.batch, torch.float32
         with torch.no_grad():
@@ -147,7 +147,7 @@ class ShardedStep:
         received = [part.view(batch, c) for part, c in zip(got.split(sizes), columns, strict=True)]
         return received, work
 
-    def _pooled(self, received: list[torch.Tensor], work: Any) -> dict[int, torch.Tensor]:
+    def _pooled(self, received: list[torch.Tensor], work: dist.Work) -> dict[int, torch.Tensor]:
         """Vectors (batch, dim) by table: columns joined, parts of rows added."""
         work.wait()
         for part in received:
@@ -162,7 +162,7 @@ class ShardedStep:
             for table, columns in parts.items()
         }
 
-    def _send_gradients(self, gradients: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
+    def _send_gradients(self, gradients: list[torch.Tensor]) -> tuple[torch.Tensor, dist.Work]:
         """Start the exchange back; gradients (ranks * batch, own columns), and its handle."""
         batch = self.model.batch
         columns = sum(s.columns for s in self.own)

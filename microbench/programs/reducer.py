@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from itercast.microbench.store import Row
 
 BROADCAST_BYTES = 250 * 2**20
 ASSIGN: Any = vars(dist)["_compute_bucket_assignment_by_size"]  # torch's own rule
@@ -24,7 +28,7 @@ ASSIGN: Any = vars(dist)["_compute_bucket_assignment_by_size"]  # torch's own ru
 class Bucket:
     """Gradients that are summed in one message."""
 
-    def __init__(self, parameters: Sequence[Any]) -> None:
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = list(parameters)
         self.missing = {id(p) for p in self.parameters}
         first, total = self.parameters[0], sum(p.numel() for p in self.parameters)
@@ -32,7 +36,7 @@ class Bucket:
         self.views = self.views_of(self.buffer)
         self.sent: Any = None
 
-    def views_of(self, buffer: Any) -> dict[int, Any]:
+    def views_of(self, buffer: Tensor) -> dict[int, Tensor]:
         """The gradients in a buffer, by the ids of their parameters."""
         parts = buffer.split([p.numel() for p in self.parameters])
         pairs = zip(self.parameters, parts, strict=True)
@@ -45,19 +49,19 @@ class GradBucket:
     def __init__(self, bucket: Bucket, index: int, last: bool) -> None:
         self.bucket, self._index, self.last = bucket, index, last
 
-    def buffer(self) -> Any:
+    def buffer(self) -> Tensor:
         """All gradients, as one tensor."""
         return self.bucket.buffer
 
-    def set_buffer(self, buffer: Any) -> None:
+    def set_buffer(self, buffer: Tensor) -> None:
         """Take another tensor for that."""
         self.bucket.buffer, self.bucket.views = buffer, self.bucket.views_of(buffer)
 
-    def gradients(self) -> list[Any]:
+    def gradients(self) -> list[Tensor]:
         """The gradients, which are views of the buffer."""
         return list(self.bucket.views.values())
 
-    def parameters(self) -> list[Any]:
+    def parameters(self) -> list[Tensor]:
         """Their parameters."""
         return self.bucket.parameters
 
@@ -75,17 +79,17 @@ class Reducer:
 
     def __init__(
         self,
-        parameters: Sequence[Any],
+        parameters: Sequence[Tensor],
         bucket_indices: Sequence[Sequence[int]],
         bucket_limits: Sequence[int],
-        group: Any,
+        group: dist.ProcessGroup,
         sparse: Sequence[bool] = (),
         bucket_bytes: int = 25 * 2**20,
         find_unused: bool = False,
         gradients_are_views: bool = False,
-        names: Any = None,
+        names: object = None,
         first_bucket_bytes: int = 2**20,
-        *others: Any,
+        *others: object,
     ) -> None:
         if any(sparse):
             raise NotImplementedError("DDP of embeddings with sparse gradients: use sparse=False")
@@ -93,7 +97,7 @@ class Reducer:
         self.limits = [first_bucket_bytes, bucket_bytes]
         self.views_only = gradients_are_views
         self.layout = [[self.parameters[i] for i in indices] for indices in bucket_indices]
-        self.ready: list[Any] = []
+        self.ready: list[Tensor] = []
         self.rebuilt = self.find_unused = find_unused  # such buckets keep their first layout
         self.hook: Any = None  # of communication: a bucket -> the future of its sum
         self.used: Any = None  # the handle of the message that says which parameters are used
@@ -114,7 +118,7 @@ class Reducer:
         self.buckets = []
         return True
 
-    def prepare_for_backward(self, outputs: Sequence[Any]) -> None:
+    def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
         """Begin a step whose gradients are summed over the ranks."""
         if not self.buckets:
             self.buckets = [Bucket(parameters) for parameters in self.layout]
@@ -126,7 +130,7 @@ class Reducer:
             used = _reached(outputs)
             self._fill(lambda parameter: id(parameter) not in used)
 
-    def _gradient_ready(self, parameter: Any) -> None:
+    def _gradient_ready(self, parameter: Tensor) -> None:
         if not self.syncing:  # in ``no_sync``
             return
         if not self.queued:
@@ -138,7 +142,7 @@ class Reducer:
         bucket.missing.discard(id(parameter))
         self._send_full()
 
-    def _copy_in(self, bucket: Bucket, parameter: Any) -> None:
+    def _copy_in(self, bucket: Bucket, parameter: Tensor) -> None:
         """Put a gradient into its bucket, divided by the number of ranks in the same kernel."""
         view = bucket.views[id(parameter)]
         with torch.no_grad():
@@ -168,7 +172,7 @@ class Reducer:
             used = torch.ones(len(self.parameters), dtype=torch.int32)
             self.used = dist.all_reduce(used, group=self.group, async_op=True)
 
-    def _fill(self, chosen: Callable[[Any], bool]) -> None:
+    def _fill(self, chosen: Callable[[Tensor], bool]) -> None:
         """Fill the places of parameters that get no gradient."""
         filled = []
         for bucket in self.buckets:
@@ -206,19 +210,19 @@ class Reducer:
     def _delay_all_reduce(self) -> None:
         """Sums of the first step, which torch delays in a static graph, are not captured."""
 
-    def set_logger(self, logger: Any) -> None:
+    def set_logger(self, logger: object) -> None:
         """Torch's statistics are not kept."""
 
 
-def _apart(one: Any, other: Any) -> bool:
+def _apart(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have memory of their own."""
     return bool(one.untyped_storage()._cdata != other.untyped_storage()._cdata)
 
 
-def _reached(outputs: Sequence[Any]) -> set[int]:
+def _reached(outputs: Sequence[Tensor]) -> set[int]:
     """The ids of the parameters that outputs depend on."""
     found, seen = set(), set()
-    open_nodes = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    open_nodes = [t.grad_fn for t in outputs]
     while open_nodes:
         node = open_nodes.pop()
         if node is None or node in seen:
@@ -230,12 +234,12 @@ def _reached(outputs: Sequence[Any]) -> set[int]:
     return found
 
 
-def register_hook(reducer: Reducer, state: Any, hook: Callable[[Any, Any], Any]) -> None:
+def register_hook(reducer: Reducer, state: object, hook: Callable[..., Any]) -> None:
     """As ``torch.distributed._register_comm_hook``."""
     reducer.hook = partial(hook, state)
 
 
-def register_builtin_hook(reducer: Reducer, kind: Any) -> None:
+def register_builtin_hook(reducer: Reducer, kind: Enum) -> None:
     """As ``torch.distributed._register_builtin_comm_hook``."""
     fp16 = kind.name == "FP16_COMPRESS"
     hook = default_hooks.fp16_compress_hook if fp16 else default_hooks.allreduce_hook
@@ -245,15 +249,18 @@ def register_builtin_hook(reducer: Reducer, kind: Any) -> None:
 class Silent:
     """Stands in for ``torch.distributed.Logger``: takes every call and keeps nothing."""
 
-    def __init__(self, reducer: Any) -> None:
+    def __init__(self, reducer: Reducer) -> None:
         pass
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args, **kwargs: None
 
 
 def broadcast_coalesced(
-    group: Any, tensors: Sequence[Any], limit_bytes: int = BROADCAST_BYTES, source: int = 0
+    group: dist.ProcessGroup,
+    tensors: Sequence[Tensor],
+    limit_bytes: int = BROADCAST_BYTES,
+    source: int = 0,
 ) -> None:
     """Send tensors of one rank to all, those of a dtype joined up to a size."""
     indices, _ = ASSIGN(tensors, [limit_bytes])
@@ -270,7 +277,7 @@ def python_reducer() -> Iterator[None]:
     """Let DDP reduce gradients that have no data inside the context."""
     from torch.nn.parallel import distributed
 
-    ours: dict[str, Any] = {
+    ours: Row = {
         "Reducer": Reducer,
         "Logger": Silent,
         "_broadcast_coalesced": broadcast_coalesced,

@@ -28,8 +28,7 @@ class Classifier(nn.Module):
         Of a model that returns a tuple (several heads), the first output is taken.
         """
         output = self.model(pixels)
-        logits: torch.Tensor = output[0] if isinstance(output, tuple) else output
-        return logits
+        return output[0] if isinstance(output, tuple) else output
 
 
 def build(values: dict[str, Any]) -> Classifier:

@@ -38,16 +38,14 @@ class WindowAttention(nn.Module):
         y = self.out(self._attend(y))
         y = y.view(batch, h // n, w // n, n, n, width).transpose(2, 3).reshape(x.shape)
         x = x + (torch.roll(y, (self.shift, self.shift), (1, 2)) if self.shift else y)
-        z: torch.Tensor = x + self.network(self.norm2(x))
-        return z
+        return x + self.network(self.norm2(x))
 
     def _attend(self, x: torch.Tensor) -> torch.Tensor:
         size = self.window**2
         q, k, v = self.qkv(x).view(len(x), size, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         bias = self.bias[self.distance].view(size, size, self.heads).permute(2, 0, 1)
         scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5 + bias
-        result: torch.Tensor = (scores.softmax(dim=-1) @ v).transpose(1, 2).reshape(x.shape)
-        return result
+        return (scores.softmax(dim=-1) @ v).transpose(1, 2).reshape(x.shape)
 
 
 class Swin(nn.Module):
@@ -65,8 +63,7 @@ class Swin(nn.Module):
         x = self.patches(images).permute(0, 2, 3, 1)
         for layer in self.layers:
             x = layer(x)
-        logits: torch.Tensor = self.head(self.norm(x).mean((1, 2)))
-        return logits
+        return self.head(self.norm(x).mean((1, 2)))
 
 
 class MixerLayer(nn.Module):
@@ -80,8 +77,7 @@ class MixerLayer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map (batch, patches, width) to the same shape."""
         x = x + self.places(self.norm1(x).transpose(1, 2)).transpose(1, 2)
-        y: torch.Tensor = x + self.channels(self.norm2(x))
-        return y
+        return x + self.channels(self.norm2(x))
 
 
 class Mixer(nn.Module):
@@ -97,8 +93,7 @@ class Mixer(nn.Module):
     def forward(self, images: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         """(batch, 3, size, size) to (batch, classes)."""
         x = self.layers(self.patches(images).flatten(2).transpose(1, 2))
-        logits: torch.Tensor = self.head(x.mean(1))
-        return logits
+        return self.head(x.mean(1))
 
 
 class ConformerLayer(nn.Module):
@@ -120,8 +115,7 @@ class ConformerLayer(nn.Module):
         x = x + self.attention(y, y, y, need_weights=False)[0]
         y = F.glu(self.gate(self.norm3(x).transpose(1, 2)), dim=1)
         y = self.out(F.silu(self.norm(self.depthwise(y))))
-        z: torch.Tensor = x + y.transpose(1, 2)
-        return z
+        return x + y.transpose(1, 2)
 
 
 class Conformer(nn.Module):
@@ -134,5 +128,4 @@ class Conformer(nn.Module):
 
     def forward(self, signal: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         """(batch, length, width) to (batch, classes, length)."""
-        logits: torch.Tensor = self.head(self.layers(signal)).transpose(1, 2)
-        return logits
+        return self.head(self.layers(signal)).transpose(1, 2)

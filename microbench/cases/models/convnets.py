@@ -58,8 +58,7 @@ class EfficientNet(nn.Module):
 
     def forward(self, images: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         """(batch, 3, h, w) to (batch, classes)."""
-        logits: torch.Tensor = self.head(self.layers(images).mean((2, 3)))
-        return logits
+        return self.head(self.layers(images).mean((2, 3)))
 
 
 class NextBlock(nn.Module):
@@ -76,8 +75,7 @@ class NextBlock(nn.Module):
         """(batch, width, h, w) to the same."""
         y = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
         y = self.scale * self.down(F.gelu(self.up(y)))
-        z: torch.Tensor = x + y.permute(0, 3, 1, 2)
-        return z
+        return x + y.permute(0, 3, 1, 2)
 
 
 class ConvNext(nn.Module):
@@ -95,8 +93,7 @@ class ConvNext(nn.Module):
 
     def forward(self, images: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         """(batch, 3, h, w) to (batch, classes)."""
-        logits: torch.Tensor = self.head(self.norm(self.layers(images).mean((2, 3))))
-        return logits
+        return self.head(self.norm(self.layers(images).mean((2, 3))))
 
 
 class DenseBlock(nn.Module):
@@ -134,8 +131,7 @@ class DenseNet(nn.Module):
 
     def forward(self, images: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         """(batch, 3, h, w) to (batch, classes)."""
-        logits: torch.Tensor = self.head(torch.relu(self.layers(images)).mean((2, 3)))
-        return logits
+        return self.head(torch.relu(self.layers(images)).mean((2, 3)))
 
 
 class Dilated(nn.Module):
@@ -149,8 +145,7 @@ class Dilated(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, width, length) to the same."""
         value, gate = self.both(x)[..., : x.shape[-1]].chunk(2, dim=1)
-        y: torch.Tensor = x + self.out(torch.tanh(value) * torch.sigmoid(gate))
-        return y
+        return x + self.out(torch.tanh(value) * torch.sigmoid(gate))
 
 
 class WaveNet(nn.Module):
@@ -165,5 +160,4 @@ class WaveNet(nn.Module):
     def forward(self, signal: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         """(batch, length, 1) to (batch, classes, length)."""
         x = self.layers(self.enter(signal.transpose(1, 2)))
-        logits: torch.Tensor = self.head(torch.relu(x))
-        return logits
+        return self.head(torch.relu(x))

@@ -21,8 +21,7 @@ class TimedBlock(nn.Module):
     def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         """(batch, inside, h, w) and (batch, time) to (batch, outside, h, w)."""
         y = self.first(F.silu(self.norm1(x))) + self.time(F.silu(time))[:, :, None, None]
-        z: torch.Tensor = self.shortcut(x) + self.second(F.silu(self.norm2(y)))
-        return z
+        return self.shortcut(x) + self.second(F.silu(self.norm2(y)))
 
 
 class PixelAttention(nn.Module):
@@ -39,8 +38,7 @@ class PixelAttention(nn.Module):
         split = self.qkv(self.norm(x)).view(batch, 3, self.heads, channels // self.heads, h * w)
         q, k, v = split.transpose(-1, -2).unbind(1)
         y = F.scaled_dot_product_attention(q, k, v)
-        z: torch.Tensor = x + self.out(y.transpose(-1, -2).reshape(x.shape))
-        return z
+        return x + self.out(y.transpose(-1, -2).reshape(x.shape))
 
 
 class Denoiser(nn.Module):
@@ -72,5 +70,4 @@ class Denoiser(nn.Module):
         z = F.interpolate(z, scale_factor=2)
         z = self.up1(torch.cat((z, y), dim=1), time)
         z = self.up2(torch.cat((z, x), dim=1), time)
-        result: torch.Tensor = self.leave(F.silu(self.norm(z)))
-        return result
+        return self.leave(F.silu(self.norm(z)))

@@ -50,8 +50,7 @@ class DenseDlrm(nn.Module):
         products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
         pairs = products.index_select(1, self.lower)
         zeros = [x.new_zeros(len(x), self.padding)] if self.padding else []
-        logits: torch.Tensor = self.top(torch.cat((x, pairs, *zeros), dim=1)).squeeze(1)
-        return logits
+        return self.top(torch.cat((x, pairs, *zeros), dim=1)).squeeze(1)
 
 
 class Dlrm(DenseDlrm):
@@ -130,5 +129,4 @@ class TablesDlrm(nn.Module):
         x = torch.relu(self.dense.bottom(dense))
         found |= wait()
         pooled = [x, *(found[t].to(x.dtype) for t in sorted(found))]
-        logits: torch.Tensor = self.dense.interact(x, torch.stack(pooled, dim=1))
-        return logits
+        return self.dense.interact(x, torch.stack(pooled, dim=1))

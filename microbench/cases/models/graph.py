@@ -23,8 +23,7 @@ class GraphLayer(nn.Module):
         """(nodes, width) to the same."""
         sent = self.message(x).index_select(0, source) * weight
         received = torch.zeros_like(x).index_add(0, target, sent)
-        y: torch.Tensor = self.norm(x + torch.relu(self.own(x) + received))
-        return y
+        return self.norm(x + torch.relu(self.own(x) + received))
 
 
 class GraphAttention(nn.Module):
@@ -79,8 +78,7 @@ class GraphNet(nn.Module):
         for layer in self.layers:
             x = layer(x, source, target, weight)
         total = x.new_zeros(len(labels), x.shape[1]).index_add(0, graph, x)
-        logits: torch.Tensor = self.head(total * (len(labels) / len(nodes)))
-        return logits
+        return self.head(total * (len(labels) / len(nodes)))
 
 
 class SampledSage(nn.Module):

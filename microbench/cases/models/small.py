@@ -21,8 +21,7 @@ class Perceptron(nn.Module):
         """(batch, widths[0]) to (batch, widths[-1])."""
         for layer in self.layers[:-1]:
             x = torch.relu(layer(x))
-        result: torch.Tensor = self.layers[-1](x)
-        return result
+        return self.layers[-1](x)
 
 
 class ActorCritic(nn.Module):
@@ -73,5 +72,4 @@ class RecurrentLM(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """(batch, seq) integers to (batch, seq, vocab)."""
         states, _ = self.cells(self.tokens(tokens))
-        logits: torch.Tensor = self.head(states)
-        return logits
+        return self.head(states)

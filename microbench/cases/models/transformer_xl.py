@@ -43,8 +43,7 @@ class Layer(nn.Module):
         y = torch.einsum("bnij,jbnd->ibnd", weights, v).reshape(seq, batch, width)
         x = self.norm1(x + self._drop(self.out(y), self.dropout))
         y = self._drop(torch.relu_(self.up(x)), self.dropout)
-        z: torch.Tensor = self.norm2(x + self._drop(self.down(y), self.dropout))
-        return z
+        return self.norm2(x + self._drop(self.down(y), self.dropout))
 
     def _drop(self, x: torch.Tensor, rate: float) -> torch.Tensor:
         return F.dropout(x, rate, self.training) if rate else x

@@ -50,8 +50,7 @@ class Attention(nn.Module):
             q, k = rotate(q, angles), rotate(k, angles)
         grouped = self.kv_heads != self.heads
         y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=grouped)
-        result: torch.Tensor = self.out(y.transpose(1, 2).reshape(batch, seq, -1))
-        return result
+        return self.out(y.transpose(1, 2).reshape(batch, seq, -1))
 
 
 class Mlp(nn.Module):
@@ -68,8 +67,7 @@ class Mlp(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, seq, width) to the same."""
         y = F.silu(self.gate(x)) * self.up(x) if self.gate else F.gelu(self.up(x))
-        result: torch.Tensor = self.down(y)
-        return result
+        return self.down(y)
 
 
 class Experts(nn.Module):
@@ -137,11 +135,9 @@ class Block(nn.Module):
         """(batch, seq, width) to the same."""
         if self.post:
             x = self.norm1(x + self.attention(x, angles))
-            y: torch.Tensor = self.norm2(x + self.mlp(x))
-            return y
+            return self.norm2(x + self.mlp(x))
         x = x + self.attention(self.norm1(x), angles)
-        z: torch.Tensor = x + self.mlp(self.norm2(x))
-        return z
+        return x + self.mlp(self.norm2(x))
 
 
 class Transformer(nn.Module):
@@ -197,8 +193,7 @@ class Transformer(nn.Module):
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the norm and head: the blocks' output to (batch, seq, vocab)."""
-        logits: torch.Tensor = self.head(self.norm(x))
-        return logits
+        return self.head(self.norm(x))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """(batch, seq) integers to (batch, seq, vocab)."""
@@ -228,5 +223,4 @@ class MaskedLM(nn.Module):
         x = self.norm(x)
         for block in self.blocks:
             x = block(x)
-        logits: torch.Tensor = self.head(self.transform(x))
-        return logits
+        return self.head(self.transform(x))

@@ -47,5 +47,4 @@ class UNet(nn.Module):
             x = block(self.pool(x))
         for grow, block in zip(self.grow, self.up, strict=True):
             x = block(torch.cat((skipped.pop(), grow(x)), dim=1))
-        logits: torch.Tensor = self.head(x)
-        return logits
+        return self.head(x)

@@ -38,8 +38,7 @@ class Vit(nn.Module):
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the norm and head: the blocks' output to (batch, classes)."""
-        logits: torch.Tensor = self.head(self.norm(x)[:, 0])
-        return logits
+        return self.head(self.norm(x)[:, 0])
 
     def forward(self, images: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         """(batch, 3, size, size) to (batch, classes)."""
@@ -98,5 +97,4 @@ class ResNet(nn.Module):
     def forward(self, images: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         """(batch, 3, h, w) to (batch, classes)."""
         x = self.blocks(self.pool(torch.relu_(self.stem(images))))
-        logits: torch.Tensor = self.head(x.mean((2, 3)))
-        return logits
+        return self.head(x.mean((2, 3)))

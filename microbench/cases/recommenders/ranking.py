@@ -96,8 +96,7 @@ class DlrmDcn(Ranker):
         """(batch, features), (lookups), (tables, batch) to (batch,) logits."""
         x = torch.relu(self.bottom(dense))
         together = torch.cat((x, self.pooled(len(dense), indices, offsets)), dim=1)
-        logits: torch.Tensor = self.top(self.cross(together)).squeeze(1)
-        return logits
+        return self.top(self.cross(together)).squeeze(1)
 
 
 class DcnV2(Ranker):
@@ -123,8 +122,7 @@ class DcnV2(Ranker):
         """(batch, features), (lookups), (tables, batch) to (batch,) logits."""
         x = torch.cat((dense, self.pooled(len(dense), indices, offsets)), dim=1)
         both = torch.cat((self.cross(x), torch.relu(self.deep(x))), dim=1)
-        logits: torch.Tensor = self.logit(both).squeeze(1)
-        return logits
+        return self.logit(both).squeeze(1)
 
 
 class DeepFm(Ranker):
@@ -157,5 +155,4 @@ class DeepFm(Ranker):
         pairs = (vectors.sum(dim=1).square() - vectors.square().sum(dim=1)).sum(dim=1)
         first = self.dense(dense) + torch.cat(linear, dim=1).sum(dim=1, keepdim=True)
         deep = self.deep(torch.cat((dense, pooled), dim=1))
-        logits: torch.Tensor = (first + deep).squeeze(1) + pairs / 2
-        return logits
+        return (first + deep).squeeze(1) + pairs / 2

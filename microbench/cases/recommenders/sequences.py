@@ -63,8 +63,7 @@ class HstuLayer(nn.Module):
         scores = F.silu(q @ k.transpose(2, 3) + self.bias[distance]) / seq
         attended = (scores * causal) @ v
         together = attended.transpose(1, 2).reshape(batch, seq, -1)
-        found: torch.Tensor = x + self.out(self.normed(together) * gate)
-        return found
+        return x + self.out(self.normed(together) * gate)
 
 
 class Hstu(nn.Module):

@@ -12,13 +12,12 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -31,6 +30,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 from itercast.microbench.ops.family import Workload
+from itercast.microbench.store import Row
 
 TIMEOUT_S = 20.0  # no assumption: of a group of one rank, which waits for nobody
 LAYERS = 4
@@ -84,7 +84,7 @@ def _step(model: nn.Module, device: str) -> Callable[[], None]:
 
 
 @lru_cache(maxsize=1)
-def _mesh(device: str) -> Any:
+def _mesh(device: str) -> DeviceMesh:
     """A mesh of this rank alone, whether or not others measure beside it."""
     shape = (dist.get_world_size(), 1)
     return init_device_mesh(device, shape, mesh_dim_names=("beside", "alone"))["alone"]
@@ -107,7 +107,7 @@ def _products(parameters: int) -> Make:
     def make(tensors: int, device: str) -> Pair:
         layers, bare = _layers(parameters, device), nn.Sequential(*_layers(parameters, device))
         kinds = (ColwiseParallel, RowwiseParallel)
-        cuts: dict[str, Any] = {str(i): kinds[i % 2]() for i in range(LAYERS)}
+        cuts: Row = {str(i): kinds[i % 2]() for i in range(LAYERS)}
         flat = nn.Sequential(*(layer[0] for layer in layers))  # type: ignore[index]
         return _step(parallelize_module(flat, _mesh(device), cuts), device), _step(bare, device)
 

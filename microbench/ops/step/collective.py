@@ -98,12 +98,14 @@ def build(p: Collective, device: str) -> Workload:
 
 
 @cache
-def _group(size: int) -> Any:
+def _group(size: int) -> dist.ProcessGroup | None:
     """This rank's group where ranks are divided into groups of so many; None: one of all."""
     return dist.new_subgroups(size)[0] if size < dist.get_world_size() else None
 
 
-def _runs(op: str, whole: Tensor, part: Tensor, group: Any) -> Callable[[], object]:
+def _runs(
+    op: str, whole: Tensor, part: Tensor, group: dist.ProcessGroup | None
+) -> Callable[[], object]:
     gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
     other = whole.clone()
@@ -118,7 +120,7 @@ def _runs(op: str, whole: Tensor, part: Tensor, group: Any) -> Callable[[], obje
     return runs[op]
 
 
-def _ring(send: Tensor, receive: Tensor, group: Any) -> None:
+def _ring(send: Tensor, receive: Tensor, group: dist.ProcessGroup | None) -> None:
     """Sends to the next rank and receives from the previous one."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     works = [
