@@ -6,7 +6,7 @@ import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from itercast.microbench.programs.log import ProgramLog
 from itercast.microbench.programs.reducer import python_reducer
+from itercast.microbench.store import Row
 
 # Methods of a process group that return the handle of a collective.
 LAUNCHES = (
@@ -73,18 +74,15 @@ def _groups_that_send_nothing(world_size: int, rank: int) -> Iterator[None]:
         with _disable_current_modes():
             return new_group(*args, **{**kwargs, "backend": "fake"})
 
-    places = (dist, dist.distributed_c10d)
-    with ExitStack() as stack:
-        for place in places:
-            stack.enter_context(patch.object(place, "init_process_group", fake_init))
-            stack.enter_context(patch.object(place, "new_group", fake_group))
+    groups: Row = {"init_process_group": fake_init, "new_group": fake_group}
+    with patch.multiple(dist, **groups), patch.multiple(dist.distributed_c10d, **groups):
         yield
 
 
 @contextmanager
 def _handles_tell(log: ProgramLog) -> Iterator[None]:
     """Tell the log when the current stream waits for a collective's handle."""
-    group, handles = dist.ProcessGroup, (dist.Work, FakeWork)
+    group = dist.ProcessGroup
     points: dict[int, tuple[int, Any, Any]] = {}  # handles are kept, so that no id is used twice
 
     def launching(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,14 +104,13 @@ def _handles_tell(log: ProgramLog) -> Iterator[None]:
 
         return wait
 
+    launches = {name: launching(getattr(group, name)) for name in LAUNCHES}
     with ExitStack() as stack:
-        for name in LAUNCHES:
-            stack.enter_context(patch.object(group, name, launching(getattr(group, name))))
-        for handle in handles:
-            stack.enter_context(patch.object(handle, "wait", waiting(handle.wait)))
-            stack.enter_context(
-                patch.object(handle, "get_future", lambda work: Arriving(log, *points[id(work)]))
-            )
+        stack.enter_context(patch.multiple(group, **launches))
+        for handle in (dist.Work, FakeWork):
+            tells: Row = {"wait": waiting(handle.wait)}
+            tells["get_future"] = lambda work: Arriving(log, *points[id(work)])
+            stack.enter_context(patch.multiple(handle, **tells))
         yield
 
 
@@ -148,8 +145,7 @@ class Arriving:
         return True
 
 
-@contextmanager
-def _storages_tell(log: ProgramLog) -> Iterator[None]:
+def _storages_tell(log: ProgramLog) -> AbstractContextManager[object]:
     """Tell the log of storages that are resized, as FSDP does to free what it gathered."""
     resize = torch.UntypedStorage.resize_
 
@@ -158,8 +154,7 @@ def _storages_tell(log: ProgramLog) -> Iterator[None]:
         log.resized(storage._cdata, size)
         return result
 
-    with patch.object(torch.UntypedStorage, "resize_", resizing):
-        yield
+    return patch.object(torch.UntypedStorage, "resize_", resizing)
 
 
 def _unmoded(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -45,13 +45,13 @@ def gpus_that_are_not_there(gpu: Gpu, per_node: int, local_rank: int) -> Iterato
         stack.enter_context(patch.object(torch, "Generator", GeneratorOnCpu))
         for owner in (torch.Tensor, torch.nn.Module):
             stack.enter_context(patch.object(owner, "cuda", _stay))
-        stack.enter_context(patch.object(torch.Tensor, "pin_memory", _stay))
-        on_gpu = property(lambda tensor: isinstance(tensor, FakeTensor))
-        stack.enter_context(patch.object(torch.Tensor, "is_cuda", on_gpu, create=True))
+        on_gpu: Row = {"is_cuda": property(lambda tensor: isinstance(tensor, FakeTensor))}
+        stack.enter_context(patch.multiple(torch.Tensor, create=True, pin_memory=_stay, **on_gpu))
         stack.enter_context(patch.object(torch.nn.RNNBase, "flatten_parameters", _stay))
         stack.enter_context(patch.object(torch._C._nn, "_parse_to", _parse_to))
         stack.enter_context(_optimizers_as_on_gpus())
-        stack.enter_context(_autocast_as_on_gpus())
+        for place in (torch, torch.amp, torch.cuda.amp):
+            stack.enter_context(patch.object(place, "autocast", AutocastAsOnGpus))
         stack.enter_context(_collectives_as_on_gpus())
         stack.enter_context(OnCpu())
         yield
@@ -218,14 +218,6 @@ class AutocastAsOnGpus(ContextDecorator):
 
 
 @contextmanager
-def _autocast_as_on_gpus() -> Iterator[None]:
-    with ExitStack() as stack:
-        for place in (torch, torch.amp, torch.cuda.amp):
-            stack.enter_context(patch.object(place, "autocast", AutocastAsOnGpus))
-        yield
-
-
-@contextmanager
 def _collectives_as_on_gpus() -> Iterator[None]:
     """NCCL is there; DDP and FSDP take modules that they find on the CPU as on their GPU."""
     from torch.distributed.fsdp import _init_utils as fsdp
@@ -237,10 +229,10 @@ def _collectives_as_on_gpus() -> Iterator[None]:
         kwargs.pop("output_device", None)
         make(self, module, None, *(args[1:] if args else ()), **kwargs)
 
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(Ddp, "__init__", making))
-        here = _answering(torch.device("cpu"))
-        stack.enter_context(patch.object(fsdp, "_get_compute_device", here))
-        stack.enter_context(patch.object(dist, "is_nccl_available", lambda: True))
-        stack.enter_context(patch.object(dist, "get_backend", lambda group=None: "nccl"))
+    there = {"is_nccl_available": _answering(True), "get_backend": _answering("nccl")}
+    with (
+        patch.object(Ddp, "__init__", making),
+        patch.object(fsdp, "_get_compute_device", _answering(torch.device("cpu"))),
+        patch.multiple(dist, **there),
+    ):
         yield

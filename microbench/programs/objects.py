@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -93,15 +93,12 @@ def objects_through(mailbox: Mailbox) -> Iterator[None]:
         "gather_object": _gathered_at,
         "broadcast_object_list": _kept,
     }
-    with ExitStack() as stack:
-        for place in (dist, dist.distributed_c10d):
-            stack.enter_context(patch.multiple(place, **functions))
-        stack.enter_context(_stages_agree())
+    both = patch.multiple(dist, **functions), patch.multiple(dist.distributed_c10d, **functions)
+    with both[0], both[1], _stages_agree():
         yield
 
 
-@contextmanager
-def _stages_agree() -> Iterator[None]:
+def _stages_agree() -> AbstractContextManager[object]:
     """Pipeline stages find their shapes as this rank's do, without a vote of all ranks."""
     from torch.distributed.pipelining import schedules
     from torch.distributed.pipelining._utils import InferenceMode
@@ -111,5 +108,4 @@ def _stages_agree() -> Iterator[None]:
         for stage in stages:
             stage._inference_mode = InferenceMode.DYNAMIC if any(needed) else InferenceMode.STATIC
 
-    with patch.object(schedules._PipelineSchedule, "_warmup_p2p", warm_up):
-        yield
+    return patch.object(schedules._PipelineSchedule, "_warmup_p2p", warm_up)

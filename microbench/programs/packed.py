@@ -7,7 +7,8 @@ longest one has, of their mean number.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +18,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nested._internal.nested_int import NestedIntNode
 from torch.utils._python_dispatch import _disable_current_modes
+
+from itercast.microbench.store import Row
 
 LAYERS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
@@ -79,18 +82,15 @@ def attend_nested(attend: Callable[..., Tensor], *qkv: Any) -> Any:
 def packed_sequences() -> Iterator[None]:
     """Let sequences be packed, go through recurrent layers and be unpacked inside the context."""
 
-    def running(layer: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: _run(layer, *args)
-
     def lengths(mode: Any, *, nt_tensor_id: int | None = None) -> Any:
         return torch.SymInt(NestedIntNode(next(numbers), 1))  # as of tensors that have data
 
     functions: Any = torch._VF
     numbers = count(2**20)
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(FakeTensorMode, "create_symbolic_nested_int", lengths))
-        for name, function in (("_pack_padded_sequence", _pack), ("_pad_packed_sequence", _pad)):
-            stack.enter_context(patch.object(functions, name, function))
-        for name in LAYERS:
-            stack.enter_context(patch.object(functions, name, running(getattr(functions, name))))
+    ours: Row = {name: partial(_run, getattr(functions, name)) for name in LAYERS}
+    ours |= {"_pack_padded_sequence": _pack, "_pad_packed_sequence": _pad}
+    with (
+        patch.object(FakeTensorMode, "create_symbolic_nested_int", lengths),
+        patch.multiple(functions, **ours),
+    ):
         yield

@@ -8,14 +8,23 @@ chosen split is than the fastest one that was measured.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from itercast.compose.clusters.search import predict_on_cluster
 from itercast.microbench.cases.registry import case
-from itercast.microbench.processes.ranks import start_ranks
+from itercast.microbench.processes.ranks import join_process_group, max_over_ranks, start_ranks
+from itercast.microbench.step import StepSettings, make_step
+from itercast.microbench.store import Row
+from itercast.microbench.timing.clock import keep_freed_memory
 
 CASES = "gpt-s,gpt-m,llama-s,llama-m,bert-s,bert-m,mlp-m,mlp-l,vit-s,resnet-s"
 CLUSTER = """groups:
@@ -23,6 +32,38 @@ CLUSTER = """groups:
   two: {gpu: cpu, count: 1, threads: 2}
 """
 PARTS = 8
+WARMUP = 2
+
+
+def run(order: Row) -> None:
+    """Time each of ``steps`` in ``rounds``; rank 0 writes ``out``: a list of times in us for each.
+
+    A step states ``threads``, ``rows`` and ``seq`` of every rank. Steps take turns, so that what
+    slows the machine slows them all. Times are those of the slowest rank.
+    """
+    keep_freed_memory()
+    rank, _ = join_process_group("cpu")
+    chosen = case(order["case"])
+    torch.manual_seed(0)
+    model = DistributedDataParallel(chosen.build())
+    mine = [step[rank] for step in order["steps"]]
+    steps = [
+        make_step(model, chosen.inputs(one["rows"], one["seq"]), chosen.loss, StepSettings())
+        for one in mine
+    ]
+    times_us: list[list[float]] = [[] for _ in steps]
+    for turn in range(WARMUP + order["rounds"]):
+        for kept, one, step in zip(times_us, mine, steps, strict=True):
+            torch.set_num_threads(one["threads"])
+            dist.barrier()
+            start_ns = time.perf_counter_ns()
+            step()
+            if turn >= WARMUP:
+                kept.append((time.perf_counter_ns() - start_ns) / 1e3)
+    slowest = [max_over_ranks(kept) for kept in times_us]
+    if rank == 0:
+        Path(order["out"]).write_text(json.dumps(slowest))
+    dist.destroy_process_group()
 
 
 def measured_us(name: str, part: int, folder: Path) -> list[float]:
@@ -37,13 +78,15 @@ def measured_us(name: str, part: int, folder: Path) -> list[float]:
     ]
     rounds = 15 if name.endswith(("-m", "-l")) else 61
     order = {"case": name, "steps": steps, "rounds": rounds, "out": str(out)}
-    if start_ranks("itercast.microbench.iterations.unlike_ranks", order, 2).wait():
+    if start_ranks("unlike_gpus", order, 2).wait():
         raise RuntimeError(f"{name}: the ranks failed")
     return [statistics.median(times) for times in json.loads(out.read_text())]
 
 
 def main(names: str = CASES, bundle: str = "") -> None:
     """Measure and judge each case."""
+    here = (str(Path(__file__).parent), str(Path(__file__).parents[2]))
+    os.environ["PYTHONPATH"] = os.pathsep.join(here)
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "cluster.yaml"
         file.write_text(CLUSTER)
@@ -63,4 +106,7 @@ def main(names: str = CASES, bundle: str = "") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1:] and sys.argv[1].startswith("{"):
+        run(json.loads(sys.argv[1]))
+    else:
+        main(*sys.argv[1:])
