@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -123,6 +123,9 @@ Cluster = Annotated[
     Path | None,
     typer.Option(help="YAML file of unlike GPUs and the links between them, instead of --gpu"),
 ]
+Cores = Annotated[
+    int | None, typer.Option(min=1, help="CPU cores of the host; default: as its node's file")
+]
 Trace = Annotated[Path | None, file_to_write("timeline to write, for Perfetto or chrome://tracing")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 Families = Annotated[
@@ -235,8 +238,8 @@ def warn_of_dtype(dtype: str, target: Target) -> None:
         typer.echo(f"itercast: {gpu.name} has no {dtype} units ({known}): {rest}", err=True)
 
 
-def asks(command: Callable[Concatenate[Any, P], R]) -> Callable[..., R]:
-    """Give a command the options of a ``Question``, which it takes as its first argument.
+def asks(command: Callable[Concatenate[Any, P], R], only: Sequence[str] = ()) -> Callable[..., R]:
+    """Give a command the options of a ``Question``, or ``only`` some, as its first argument.
 
     An option that the command has itself, such as several GPUs, is not the question's. Where the
     question may be None, it is if no model is named. The command's own arguments come first.
@@ -244,12 +247,13 @@ def asks(command: Callable[Concatenate[Any, P], R]) -> Callable[..., R]:
     hints = get_type_hints(Question, include_extras=True)
     first, *own = inspect.signature(command, eval_str=True).parameters.values()
     optional = first.annotation == Question | None
-    names = [f.name for f in fields(Question) if f.name not in {p.name for p in own}]
+    every = [f.name for f in fields(Question) if f.name not in {p.name for p in own}]
+    names = [name for name in every if not only or name in only]
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **options: P.kwargs) -> R:
         given: Row = {name: options.pop(name) for name in names}
-        named = any(given[name] for name in ("case", "hf_config", "model"))
+        named = any(given.get(name) for name in ("case", "hf_config", "model"))
         return command(Question(**given) if named or not optional else None, *args, **options)
 
     asked = [

@@ -9,12 +9,7 @@ import typer
 
 
 def bench_public(
-    public: Annotated[
-        Path,
-        typer.Argument(
-            help="folder of published measurements: NeuSight, aiconfigurator, iterations..."
-        ),
-    ],
+    public: Annotated[Path, typer.Argument(help="folder of published measurements, by source")],
     out: Annotated[Path, typer.Option(file_okay=False, help="report folder")] = Path(
         "reports/bench-public"
     ),
@@ -27,8 +22,7 @@ def bench_public(
         ),
     ] = "",
     bundle: Annotated[
-        Path | None,
-        typer.Option(help="bundle that forecasts iterations; default: the shipped one"),
+        Path | None, typer.Option(help="bundle that forecasts iterations; default: the shipped one")
     ] = None,
 ) -> None:
     """Judge forecasts by published measurements, beside baselines; logs to MLflow.

@@ -18,15 +18,11 @@ if TYPE_CHECKING:
 
 
 def import_rows(
-    source: Annotated[
-        str,
-        typer.Argument(help="name of the source, e.g. neusight; an unknown name lists all"),
-    ],
+    source: Annotated[str, typer.Argument(help="e.g. neusight; an unknown name lists all")],
     path: Annotated[Path, typer.Argument(help="clone, folder or file of that source")],
     out: Annotated[str, typer.Option(help="dataset root: a folder or a URL")] = "imported",
     gpu: Annotated[
-        str,
-        typer.Option(help="nccl-tests, kineto: GPU name or YAML file, if the log does not say"),
+        str, typer.Option(help="nccl-tests, kineto: GPU name or YAML file, if the log does not say")
     ] = "",
     nodes: Annotated[
         int, typer.Option(min=0, help="nccl-tests: number of nodes, if the log does not say")

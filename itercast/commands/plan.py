@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,24 +15,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from itercast.microbench.cases.external.huggingface import read_config
 from itercast.microbench.slow_imports import without_scikit_learn
 from itercast.options import (
-    Bundle,
-    Case,
-    ChannelsLast,
     Cluster,
-    Dtype,
     GpuName,
-    HfConfig,
-    Host,
     Json,
-    Lengths,
     NodeName,
-    Optimizer,
-    Packed,
-    Seq,
-    Stack,
+    Question,
+    asks,
     prints_aside,
     warn_of_dtype,
 )
@@ -39,9 +30,12 @@ from itercast.options import (
 if TYPE_CHECKING:  # the command line starts without pandas
     from itercast.compose.candidates import Search
     from itercast.compose.forecast import Forecast
+    from itercast.compose.target import Target
     from itercast.microbench.store import Facts, Row
 
 BAR = 8  # characters of a waterfall
+STEP = ("dtype", "optimizer", "channels_last")  # options of a question that say what a step is
+WHERE = ("seq", "bundle", "host", "stack")
 PARTS: tuple[tuple[str, str, str], ...] = (
     ("compute", "█", "green"),
     ("exposed comm", "▓", "red"),
@@ -51,80 +45,73 @@ PARTS: tuple[tuple[str, str, str], ...] = (
 )
 
 
+@partial(asks, only=("case", "hf_config", "lengths", "packed", *STEP, *WHERE))
 def plan(
+    question: Question,
     gpu: GpuName = "",
     gpus: Annotated[int | None, typer.Option(min=1, help="number of GPUs")] = None,
     cluster: Cluster = None,
-    case: Case = "",
-    hf_config: HfConfig = None,
     objective: Annotated[str, typer.Option(help="what to minimise: time, cost or memory")] = "time",
     node: NodeName = "",
     batch: Annotated[
         int | None,
         typer.Option(min=1, help="samples per step over all GPUs; default: the case's on each GPU"),
     ] = None,
-    seq: Seq = None,
-    dtype: Dtype = "fp32",
-    optimizer: Optimizer = "",
-    channels_last: ChannelsLast = False,
     amp: Annotated[
         bool, typer.Option("--amp", help="mixed precision: weights in fp32, autocast to dtype")
     ] = False,
     local: Annotated[
         int, typer.Option(min=0, help="also try local SGD that averages every so many steps")
     ] = 0,
-    lengths: Lengths = "",
-    packed: Packed = False,
-    bundle: Bundle = None,
-    host: Host = "",
-    stack: Stack = "",
     as_json: Json = False,
 ) -> None:
     """Search parallel plans; prints the best ten and where time goes; logs to MLflow."""
-    begin = time.perf_counter()
-    if (not case) == (hf_config is None):
-        raise ValueError("plan takes one of CASE and --hf-config")
-    name = read_config(hf_config).name if hf_config else case
-    model, step = hf_config or case, {"dtype": dtype, "optimizer": optimizer, "amp": amp}
-    asked: Row = {"batch": batch, "seq": seq, "bundle": bundle, "host": host, "stack": stack}
-    asked |= {**step, "channels_last": channels_last}
+    begin, unlike = time.perf_counter(), {n: getattr(question, n) for n in ("lengths", "packed")}
+    asked: Row = {name: getattr(question, name) for name in (*STEP, *WHERE)}
+    asked |= {"batch": batch, "amp": amp}
     if cluster is not None:
-        if gpu or gpus or node or lengths or packed or local or objective != "time":
+        if gpu or gpus or node or any(unlike.values()) or local or objective != "time":
             told = "--gpu, --gpus, --node, --lengths, --packed, --local or --objective"
             raise ValueError(f"--cluster goes without {told}")
-        print_plans(*_on_cluster(name, model, cluster, asked, begin), as_json)
+        print_plans(*_on_cluster(question, cluster, asked, begin), as_json)
         return
     if not gpu or gpus is None:
         raise ValueError("plan takes --gpu and --gpus, or --cluster")
-    with prints_aside(), without_scikit_learn():
-        from itercast.compose.open_search import open_search
-
-        search, target = open_search(model, gpu, gpus, node=node, local=local, **asked)
-    warn_of_dtype(dtype, target)
+    search, target = _open(question, gpu, gpus, node=node, local=local, **asked)
     size = {"batch": search.batch, "seq": search.seq}
-    facts = {"case": name, "gpu": target.gpu.name, "gpus": gpus, "objective": objective}
-    facts |= {"node": node, "host": host, **size, **step, "channels_last": channels_last}
-    facts |= {"optimizer": search.optimizer, "bundle": target.bundle_name, "local": local}
+    facts = {"case": question.name, "gpu": target.gpu.name, "gpus": gpus, "objective": objective}
+    facts |= {"node": node, "local": local, **asked, **size, "optimizer": search.optimizer}
+    facts |= {"bundle": target.bundle_name}
     counts, reports = run_search(search, facts)
-    if lengths or packed:
-        asked |= {**size, "node": node, "lengths": lengths, "packed": packed}
-        reports = with_lengths(model, reports, gpu=gpu, **asked)
+    if any(unlike.values()):
+        asked |= {**size, "node": node, **unlike}
+        reports = with_lengths(question.asked(), reports, gpu=gpu, **asked)
     facts |= {**counts, "seconds": time.perf_counter() - begin}
     print_plans(facts, reports, as_json)
 
 
+def _open(question: Question, gpu: str, gpus: int, **asked: Any) -> tuple[Search, Target]:
+    """The search, and the target of its plans."""
+    with prints_aside(), without_scikit_learn():
+        from itercast.compose.open_search import open_search
+
+        search, target = open_search(question.asked(), gpu, gpus, **asked)
+    warn_of_dtype(question.dtype, target)
+    return search, target
+
+
 def _on_cluster(
-    name: str, model: Any, path: Path, asked: Row, begin: float
+    question: Question, path: Path, asked: Row, begin: float
 ) -> tuple[Row, list[Forecast]]:
     """The best plans on a file's cluster, and what was asked."""
     with prints_aside(), without_scikit_learn():
         from itercast.compose.clusters.search import job_on, plans_on_cluster
 
-        job = job_on(model, path, **asked)
+        job = job_on(question.asked(), path, **asked)
         found, legal = plans_on_cluster(job, amp=asked["amp"])
     if not found:
-        raise ValueError(f"no legal plan of {name} on the groups of {path}")
-    facts = {"case": name, "gpu": path.stem, "gpus": job.cluster.gpus, "objective": "time"}
+        raise ValueError(f"no legal plan of {question.name} on the groups of {path}")
+    facts = {"case": question.name, "gpu": path.stem, "gpus": job.cluster.gpus, "objective": "time"}
     facts |= {"batch": job.samples, "seq": job.seq, "dtype": asked["dtype"], "amp": asked["amp"]}
     facts |= {"optimizer": job.optimizer, "considered": legal, "simulated": legal}
     return {**facts, "bundle": found[0].bundle, "seconds": time.perf_counter() - begin}, found

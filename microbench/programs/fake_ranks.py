@@ -104,7 +104,7 @@ def _handles_tell(log: ProgramLog) -> Iterator[None]:
 
         return wait
 
-    launches = {name: launching(getattr(group, name)) for name in LAUNCHES}
+    launches: Row = {name: launching(getattr(group, name)) for name in LAUNCHES}
     with ExitStack() as stack:
         stack.enter_context(patch.multiple(group, **launches))
         for handle in (dist.Work, FakeWork):

@@ -229,7 +229,7 @@ def _collectives_as_on_gpus() -> Iterator[None]:
         kwargs.pop("output_device", None)
         make(self, module, None, *(args[1:] if args else ()), **kwargs)
 
-    there = {"is_nccl_available": _answering(True), "get_backend": _answering("nccl")}
+    there: Row = {"is_nccl_available": _answering(True), "get_backend": _answering("nccl")}
     with (
         patch.object(Ddp, "__init__", making),
         patch.object(fsdp, "_get_compute_device", _answering(torch.device("cpu"))),

@@ -72,8 +72,8 @@ def test_a_configuration_is_planned(bundle: str, mlflow_store: str, tmp_path: Pa
     assert (found["case"], found["batch"], found["seq"]) == ("tiny", 8, 32)
     assert any("dp=2" in p["plan"] for p in found["plans"])
     for wrong, message in (
-        ([], "plan takes one of CASE and --hf-config"),
-        (["gpt-s", *size], "plan takes one of CASE and --hf-config"),
+        ([], "a model is one of CASE, --hf-config"),
+        (["gpt-s", *size], "a model is one of CASE, --hf-config"),
         (size[:2], "--hf-config needs --batch"),
     ):
         result = run.invoke(app, [*words, *wrong])

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from itercast.microbench.durations import seconds
-from itercast.options import Json, Question, asks, file_to_write
+from itercast.options import Cores, Json, Question, asks, file_to_write
 
 if TYPE_CHECKING:
     from itercast.compose.feed.input import Consumer, Fed
@@ -35,14 +35,10 @@ def input_lane(
     workers: Annotated[
         int | None, typer.Option(min=0, help="workers to forecast; default: the loader's own")
     ] = None,
-    cores: Annotated[
-        int | None, typer.Option(min=1, help="CPU cores of the host; default: as its node's file")
-    ] = None,
+    cores: Cores = None,
     budget: Annotated[str, typer.Option(help="time to measure for")] = "40s",
     limit: Annotated[int, typer.Option(min=1, help="seconds that a batch may take")] = 60,
-    out: Annotated[
-        Path | None, file_to_write("file to write; `itercast predict --input` reads it")
-    ] = None,
+    out: Annotated[Path | None, file_to_write("file that `predict --input` reads")] = None,
     as_json: Json = False,
 ) -> None:
     """Measure a DataLoader stage by stage; say whether a forecast step waits for its batches."""

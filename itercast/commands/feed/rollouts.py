@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from itercast.microbench.durations import counted, seconds
-from itercast.options import Json, Question, asks, file_to_write
+from itercast.options import Cores, Json, Question, asks, file_to_write
 
 if TYPE_CHECKING:
     from itercast.compose.feed.rollouts import LoopTime
@@ -29,8 +29,7 @@ def rl(
         str,
         typer.Argument(
             metavar="MODULE:FUNCTION|TIME|FILE",
-            help="a function that returns an environment as Gymnasium's, the time of its step "
-            "(3ms), or a file that --out wrote",
+            help="a function that returns a Gymnasium environment, or its step's time, or a file",
         ),
     ],
     envs: Annotated[int, typer.Option(min=1, help="environments of each replica")] = 8,
@@ -39,12 +38,8 @@ def rl(
     workers: Annotated[
         int, typer.Option(min=0, help="processes that step environments; 0: that of the policy")
     ] = 1,
-    split: Annotated[
-        bool, typer.Option("--split", help="rollouts on a GPU of their own, beside the learner")
-    ] = False,
-    cores: Annotated[
-        int | None, typer.Option(min=1, help="CPU cores of the host; default: as its node's file")
-    ] = None,
+    split: Annotated[bool, typer.Option("--split", help="rollouts on a GPU of their own")] = False,
+    cores: Cores = None,
     budget: Annotated[str, typer.Option(help="time to measure for")] = "15s",
     limit: Annotated[int, typer.Option(min=1, help="seconds that a step may take")] = 60,
     out: Annotated[Path | None, file_to_write("file to write: the measured environment")] = None,
