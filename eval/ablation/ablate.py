@@ -3,124 +3,162 @@
 `python -m itercast.eval.ablation PUBLIC` runs it. Each source of measurements is forecast by
 numbers and models that were made without it (``itercast.eval.public.left_out_models``), once as it
 is and once without each rule (``itercast.microbench.switches``) and each number that states a value
-``without``. A rule is judged by the sources that it was neither fitted nor checked on.
+``without``; then only the rows whose first forecast ran code that reads the rule or number. A rule
+is judged by the sources that it was neither fitted nor checked on.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated
+from types import CodeType, FrameType
+from typing import Annotated, Any
 
 import numpy as np
 import typer
 
 from itercast.compose.target import forecast_step
-from itercast.eval.processes import in_new_process, processes
+from itercast.eval.processes import WORKERS, in_new_process
+from itercast.eval.progress import progress_bar
 from itercast.eval.public.left_out import assumptions, fitted_sources
 from itercast.eval.public.left_out_models import TRAINED_ON, sampled, train_without
-from itercast.eval.public.lines import Rows
 from itercast.eval.public.models import captured_step, read_lines, row_target, timed_us
 from itercast.eval.results import records
-from itercast.learners.bundle import SHIPPED
+from itercast.learners.bundle import FACTS, SHIPPED
 from itercast.microbench.assumptions import Assumption, leaving_out
 from itercast.microbench.importers.base import positive
 from itercast.microbench.opcall import StepCapture
 from itercast.microbench.store import Facts
-from itercast.microbench.switches import RULES, switching_off
+from itercast.microbench.switches import RULES, start_with, switching_off
 
 log = logging.getLogger(__name__)
 PAYS = 0.3  # points of the mean error, over sources that a rule was neither fitted nor checked on
 SHOWN = 0.05  # points of a source's error
+LIBRARIES = ["scipy.stats", "xgboost"]  # that take long to import, and know nothing of numbers
+ROWS = 8  # of a process
+RAN: set[CodeType] = set()  # code that forecasts of this process ran
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A published iteration: what was asked, its captured step, and its measured time in us."""
+    """A published iteration: what was asked, its captured step, and its measured time in us.
 
+    Without its source it is forecast by ``bundle``, by numbers that leave ``left_out`` out.
+    """
+
+    source: str
     asked: Facts
     step: StepCapture
     measured_us: float
-
-
-@dataclass(slots=True)
-class Source:
-    """A source's rows, the bundle that forecasts them, and what to leave out of its numbers."""
-
-    name: str
     bundle: Path
     left_out: str
-    rows: list[Row] = field(default_factory=list)
 
 
-def read_sources(public: Path, only: str, most: int, folder: Path) -> list[Source]:
-    """The sources of iterations in a folder, with ``most`` rows of each line at random.
+def read_rows(public: Path, only: str, most: int, folder: Path) -> Iterator[Row]:
+    """Rows of published iterations, ``most`` of each line and source at random.
 
-    ``only``: of lines whose name contains it. Bundles without a source are trained in ``folder``.
+    ``only``: of lines whose name contains it. Bundles without a source are trained in ``folder``,
+    if an earlier run has not done so.
     """
     fitted = fitted_sources(assumptions()) | TRAINED_ON
-    found: dict[str, Source] = {}
-    for line, rows in read_lines(public, only):
+    bundles: dict[str, Path] = {}
+    for line, table in read_lines(public, only):
         if line.part != "step" or line.fits_hosts:
             continue
-        for name, mine in rows[positive(rows["time_us"]) > 0].groupby("source"):
+        for name, mine in table[positive(table["time_us"]) > 0].groupby("source"):
             own = str(name)
-            if own not in found:
-                bundle = SHIPPED
-                if own.casefold() in TRAINED_ON:
+            if own.casefold() in TRAINED_ON:
+                bundles[own] = folder / own
+                if not (bundles[own] / FACTS).exists():
                     with leaving_out(own):
-                        bundle = in_new_process(train_without, own, public, folder / own)
-                left_out = own if own.casefold() in fitted else ""
-                found[own] = Source(own, bundle, left_out)
-            some = sampled(line, mine.reset_index(drop=True), most)
-            found[own].rows += captured(some)
-    return [source for source in found.values() if source.rows]
+                        in_new_process(train_without, own, public, bundles[own])
+            for asked in records(sampled(line, mine.reset_index(drop=True), most)):
+                try:
+                    step = captured_step(asked, row_target(asked, SHIPPED).plan)
+                except ValueError as exc:
+                    log.warning("%s: not judged: %s", own, exc)
+                    continue
+                yield Row(
+                    source=own,
+                    asked=asked,
+                    step=step,
+                    measured_us=float(asked["time_us"]),
+                    bundle=bundles.get(own, SHIPPED),
+                    left_out=own if own.casefold() in fitted else "",
+                )
 
 
-def captured(rows: Rows) -> Iterator[Row]:
-    """The rows whose step can be captured and forecast."""
-    for asked in records(rows):
-        try:
-            step = captured_step(asked, row_target(asked, SHIPPED).plan)
-        except ValueError as exc:
-            log.warning("%s: not judged: %s", asked["source"], exc)
-            continue
-        yield Row(asked=asked, step=step, measured_us=float(asked["time_us"]))
+def forecast_us(row: Row) -> float:
+    """The forecast of a row in us; NaN where there is none."""
+    try:
+        return timed_us(row.asked, forecast_step(row.step, row_target(row.asked, row.bundle)))
+    except ValueError:
+        return float("nan")
 
 
-def errors_pct(sources: Sequence[Source], rule: str) -> dict[str, float]:
-    """The mean absolute error of each source without a rule; '' is with all rules."""
-    found: dict[str, float] = {}
-    for left_out in sorted({source.left_out for source in sources}):
-        mine = [source for source in sources if source.left_out == left_out]
+def forecast_and_read(row: Row) -> tuple[float, frozenset[str]]:
+    """The forecast of a row in us, and the names and texts in the code that ran for it.
+
+    Also in code that ran before in this process, as its results may be kept.
+    """
+
+    def called(frame: FrameType, event: str, arg: object) -> None:
+        if frame.f_code.co_name != "<module>":
+            RAN.add(frame.f_code)
+
+    sys.setprofile(called)
+    try:
+        us = forecast_us(row)
+    finally:
+        sys.setprofile(None)
+    texts = {text for code in RAN for text in code.co_consts if isinstance(text, str)}
+    return us, frozenset(texts.union(*(code.co_names for code in RAN)))
+
+
+def in_processes(
+    call: Callable[[Row], Any], rows: Mapping[int, Row], rule: str = ""
+) -> Iterator[tuple[int, Any]]:
+    """What a call returns for each numbered row, in processes without its source and a rule.
+
+    A process takes ROWS rows.
+    """
+    context = get_context("forkserver")
+    context.set_forkserver_preload(LIBRARIES)
+    for left_out in sorted({row.left_out for row in rows.values()}):
+        mine = {number: row for number, row in rows.items() if row.left_out == left_out}
+        workers = min(WORKERS, ceil(len(mine) / ROWS))
         with (
             leaving_out(left_out),
             switching_off(rule),
-            processes() as pool,
+            context.Pool(workers, start_with, (dict(os.environ),), maxtasksperchild=1) as pool,
         ):
-            jobs = [(source.bundle, row) for source in mine for row in source.rows]
-            times = iter(list(pool.map(forecast_us, jobs, chunksize=4)))
-        for source in mine:
-            off = [abs(next(times) / row.measured_us - 1) for row in source.rows]
-            found[source.name] = 100 * float(np.nanmean(off))
-    return found
+            yield from zip(mine, pool.imap(call, mine.values(), chunksize=ROWS), strict=True)
 
 
-def forecast_us(job: tuple[Path, Row]) -> float:
-    """The forecast of a row in us; NaN where there is none."""
-    bundle, row = job
-    try:
-        return timed_us(row.asked, forecast_step(row.step, row_target(row.asked, bundle)))
-    except ValueError:
-        return float("nan")
+def errors_pct(rows: Sequence[Row], found_us: Mapping[int, float]) -> dict[str, float]:
+    """The mean absolute error of each source."""
+    off: dict[str, list[float]] = {}
+    for number, row in enumerate(rows):
+        off.setdefault(row.source, []).append(abs(found_us[number] / row.measured_us - 1))
+    return {source: 100 * float(np.nanmean(of_rows)) for source, of_rows in off.items()}
 
 
 def switches(entries: Sequence[Assumption]) -> dict[str, Assumption | None]:
     """What can be switched off by name: rules, and numbers that state a value ``without``."""
     numbers = {f"{e.module}.{e.name}": e for e in entries if e.without is not None}
     return {**dict.fromkeys(RULES), **numbers}
+
+
+def is_read(name: str, texts: Collection[str]) -> bool:
+    """Whether code with these names and texts may read a rule, or a number as a constant."""
+    number = name.partition(".")[2]
+    return (number.upper() if number else name) in texts
 
 
 def gain(
@@ -140,20 +178,23 @@ def line_of(
         for source in sorted(with_it, key=lambda s: with_it[s] - without[s])
         if abs(without[source] - with_it[source]) >= SHOWN
     ]
-    verdict = "pays" if bought >= PAYS else "unseen by none" if np.isnan(bought) else ""
+    verdict = "pays" if bought >= PAYS else "seen by all" if np.isnan(bought) else ""
     return f"| {name} | {bought:+.2f} | {verdict} | {', '.join(changed)} |"
 
 
-def report(sources: Sequence[Source], named: Sequence[str]) -> Iterator[str]:
+def report(rows: Sequence[Row], named: Sequence[str]) -> Iterator[str]:
     """Lines of a Markdown table, each as soon as it is known; ``named``: only these rules."""
     known = switches(assumptions())
     if unknown := sorted(set(named) - set(known)):
         raise ValueError(f"unknown rule {unknown[0]!r}; known: {sorted(known)}")
-    with_it = errors_pct(sources, "")
+    first = dict(in_processes(forecast_and_read, dict(enumerate(rows))))
+    found_us = {number: us for number, (us, _) in first.items()}
+    with_it = errors_pct(rows, found_us)
     yield "errors with all rules, %: " + ", ".join(f"{s} {e:.1f}" for s, e in with_it.items())
     yield f"\n| without | points bought | >= {PAYS} | sources |\n| --- | ---: | --- | --- |"
     for name in named or known:
-        without = errors_pct(sources, name)
+        mine = {number: rows[number] for number in first if is_read(name, first[number][1])}
+        without = errors_pct(rows, found_us | dict(in_processes(forecast_us, mine, name)))
         yield line_of(name, gain(known[name], with_it, without), with_it, without)
 
 
@@ -162,8 +203,11 @@ def main(
     sample: Annotated[int, typer.Option(help="rows of each line and source")] = 2,
     line: Annotated[str, typer.Option(help="only lines whose name contains this text")] = "",
     rule: Annotated[list[str] | None, typer.Option(help="only this one; repeatable")] = None,
-    work: Annotated[Path, typer.Option(help="for bundles")] = Path(".cache/ablate"),
+    work: Annotated[Path, typer.Option(help="keeps bundles")] = Path(".cache/ablate"),
 ) -> None:
     """Print what each rule and assumed number buys."""
-    for text in report(read_sources(public, line, sample, work), rule or ()):
+    with progress_bar() as bar:
+        found = read_rows(public, line, sample, work)
+        rows = list(bar.track(found, description="rows"))
+    for text in report(rows, rule or ()):
         print(text, flush=True)

@@ -30,8 +30,8 @@ from itercast.microbench.ops.family import Family
 MAX_SOURCES = assumed(__file__, "max_sources")
 MIN_WEIGHT = assumed(__file__, "min_weight")
 WEIGHT_BASE = assumed(__file__, "weight_base")
-OTHER_ARCHITECTURE = assumed(__file__, "other_architecture_distance")
-OTHER_STACK = assumed(__file__, "other_stack_distance")
+OTHER_ARCHITECTURE_DISTANCE = assumed(__file__, "other_architecture_distance")
+OTHER_STACK_DISTANCE = assumed(__file__, "other_stack_distance")
 NEAR_GENERATIONS = assumed(__file__, "near_generations")
 
 # Major compute capability: kernels are written for one of these and often run on the next.
@@ -51,11 +51,12 @@ GENERATION = {
 def gpu_distance(one: Gpu, other: Gpu, dtype: str) -> float:
     """Distance of two GPUs: |log2 bandwidth ratio| + |log2 peak ratio|.
 
-    OTHER_ARCHITECTURE is added where the architecture differs.
+    OTHER_ARCHITECTURE_DISTANCE is added where the architecture differs.
     """
     bandwidth = abs(np.log2(one.hbm_bytes_per_s / other.hbm_bytes_per_s))
     peak = abs(np.log2(one.full_rate(dtype) / other.full_rate(dtype)))
-    return float(bandwidth + peak + OTHER_ARCHITECTURE * (one.architecture != other.architecture))
+    apart = OTHER_ARCHITECTURE_DISTANCE * (one.architecture != other.architecture)
+    return float(bandwidth + peak + apart)
 
 
 def pick_stack(stacks: Sequence[str], wanted: str) -> str:
@@ -224,13 +225,13 @@ class SourceGpus:
     def weights(self, group: RowGroup, gpu: Gpu, family: Family) -> dict[tuple[str, str], float]:
         """Weights of the source GPUs, by name and software stack; their sum is 1.
 
-        weight = WEIGHT_BASE ** -distance, with ``gpu_distance`` plus OTHER_STACK where the source
-        was not measured under the group's stack. ``gpu`` is the hardware of the group.
+        weight = WEIGHT_BASE ** -distance, with ``gpu_distance`` plus OTHER_STACK_DISTANCE where the
+        source was not measured under the group's stack. ``gpu`` is the hardware of the group.
         """
         weight = {}
         for name, stacks in self._candidates(group, gpu, family).items():
             distance = gpu_distance(gpu, self.gpus[name], group.dtype)
-            distance += OTHER_STACK * (group.stack not in ("", *stacks))
+            distance += OTHER_STACK_DISTANCE * (group.stack not in ("", *stacks))
             stack = group.stack if group.stack in stacks else pick_stack(stacks, group.wanted)
             weight[name, stack or stacks[0]] = WEIGHT_BASE**-distance
         best = sorted(weight, key=lambda source: -weight[source])[:MAX_SOURCES]

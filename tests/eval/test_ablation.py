@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
 
 from itercast.eval.ablation import ablate
-from itercast.eval.ablation.ablate import gain, line_of, report, switches
+from itercast.eval.ablation.ablate import (
+    Row,
+    forecast_and_read,
+    forecast_us,
+    gain,
+    in_processes,
+    is_read,
+    line_of,
+    report,
+    switches,
+)
 from itercast.eval.public.left_out import assumptions
+from itercast.eval.public.models import captured_step
+from itercast.learners.bundle import SHIPPED
 from itercast.microbench.assumptions import Assumption
+from itercast.microbench.plan import ParallelPlan
+from itercast.microbench.store import Facts
 from itercast.microbench.switches import RULES
 
+ROOT = Path(ablate.__file__).parents[2]
 NUMBER = Assumption(
     module="m", name="n", value=2, unit="-", source="-", holds="-", checked_on=("Seen",), without=1
 )
@@ -44,3 +60,30 @@ def test_rules_and_numbers_with_a_neutral_value_are_switched_off() -> None:
 def test_other_processes_find_what_they_are_to_run() -> None:
     """Python lets no process import the ``__main__`` of a package that another one runs."""
     assert "def " not in Path(ablate.__file__).with_name("__main__.py").read_text()
+
+
+def test_a_number_is_a_constant_of_its_name() -> None:
+    """So that code that reads it is known by the names in it."""
+    for number in filter(None, switches(assumptions()).values()):
+        bound = re.compile(rf"^.*\b{number.name.upper()}\b.*= .*assumed", re.M)
+        files = [path for path in ROOT.glob(f"[!.]*/**/{number.module}.py")]
+        assert any(bound.search(path.read_text()) for path in files), number.name
+
+
+def test_rows_that_read_a_rule_are_forecast_without_it() -> None:
+    """A batch norm of 1 MiB is priced by its passes; a product of silu has rows of its own."""
+    asked = {"rows": 4096, "cols": 64, "inner": 0, "gpu": "h100-sxm-80gb", "plan": ""}
+    asked |= {"mode": "infer", "dtype": "fp32", "engine": "eager", "timer": "device"}
+    facts: Facts = {"source": "s", "measured_us": 1.0, "bundle": SHIPPED, "left_out": ""}
+    rows = {}
+    for number, case in enumerate(("batch_norm", "swiglu")):
+        mine = {**asked, "case": case}
+        rows[number] = Row(asked=mine, step=captured_step(mine, ParallelPlan()), **facts)
+    (norm, norm_texts), (swiglu, swiglu_texts) = dict(
+        in_processes(forecast_and_read, rows)
+    ).values()
+    assert is_read("norm.passes", norm_texts) and is_read("fallbacks", norm_texts)
+    for texts in (norm_texts, swiglu_texts):
+        assert not is_read("conv.terms_of_pass", texts) and not is_read("power_limit", texts)
+    without = dict(in_processes(forecast_us, rows, "fallbacks"))
+    assert without[0] != norm and without[1] == swiglu

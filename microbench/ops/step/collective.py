@@ -42,9 +42,9 @@ from itercast.microbench.slow_imports import dist, torch
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
 PAIR, ALL = 2, 2**20  # ranks of a group; all that there are
 ALONG = ("log_bus_us", "log_message", "log_share")
-KERNEL = [KernelTerm(**term) for term in assumed(__file__, "covariance")]
+COVARIANCE = [KernelTerm(**term) for term in assumed(__file__, "covariance")]
 # Beyond these ends the ratio to the roofline is that at the end.
-ENDS_US = tuple(assumed(__file__, "smooth_us"))
+SMOOTH_US = tuple(assumed(__file__, "smooth_us"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,8 +183,8 @@ FAMILY = Family(
     answers={},
     floor_us=floor_us,
     ranks=2,
-    kernel=KERNEL,
+    kernel=COVARIANCE,
     along=ALONG,
-    ends=ENDS_US,
+    ends=SMOOTH_US,
     place=place,
 )
