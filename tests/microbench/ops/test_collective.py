@@ -1,39 +1,84 @@
-"""What collectives send over links and networks, counted by hand."""
+"""What collectives send over links and networks, and groups of ranks: counted by hand."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from datetime import timedelta
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
 
-from itercast.microbench.hardware.spec import load_gpu
-from itercast.microbench.ops.step.alpha_beta import (
-    LINK_SHARE,
-    PROTOCOL_SHARE,
-    START_US,
-    STEP_US,
-    floor_us,
-    link_rate,
-    network_us,
-    ring_network_us,
-)
+from itercast.microbench.hardware.spec import Gpu, load_gpu
+from itercast.microbench.ops.step import _wrappers as wrappers
+from itercast.microbench.ops.step.alpha_beta import floor_us, link_rate, network_us, ring_network_us
 from itercast.microbench.ops.step.collective import OPS, Collective, features, sweep
 
 MIB = 2**20
-H100 = load_gpu("h100-sxm-80gb")
+H100, A100 = load_gpu("h100-sxm-80gb"), load_gpu("a100-sxm-80gb")
+BRIDGED = load_gpu("a100-pcie-80gb")  # its bridges are sold apart
+RTX = load_gpu("rtx-pro-6000")
+CPU = replace(H100, kind="cpu", sm_count=2, hbm_bytes_per_s=8e9)
 
 
-def across(op: str, world_size: int = 16) -> Collective:
+def across(op: str, world_size: int = 16, message_bytes: int = 64 * MIB) -> Collective:
     """Nodes of eight GPUs with 25e9 bytes/s of network each: 200e9 bytes/s a node."""
-    return Collective(
-        op=op,
-        message_bytes=64 * MIB,
-        world_size=world_size,
-        ranks_per_node=8,
-        network_bytes_per_s=25e9,
-    )
+    sizes = {"world_size": world_size, "message_bytes": message_bytes, "ranks_per_node": 8}
+    return Collective(op=op, network_bytes_per_s=25e9, **sizes)
+
+
+def within(op: str, message_bytes: int = 2**30, ranks: int = 8, **more: Any) -> Collective:
+    sizes = {"world_size": ranks, "message_bytes": message_bytes, "ranks_per_node": ranks}
+    return Collective(op=op, **sizes, **more)
+
+
+HALF_US = 64 * MIB / 2 / (25e9 * 0.96) * 1e6  # of 64 MiB over 96 % of a NIC
+NVLINK_US = 2**30 / (0.8 * 450e9) * 1e6
+PAIR = within("all_gather", 2 * MIB, ranks=2)
+COPIES_US = MIB / 1e9 * 1e6 + 20  # 8 copies of its half, and one step of 20 us
+FLOORS: list[tuple[Collective, Gpu, float]] = [
+    # eight ranks: 8.4 us, seven steps of 3.4 us, 7/8 of the bytes
+    (within("all_gather"), H100, 8.4 + 7 * 3.4 + 7 / 8 * NVLINK_US),
+    # the protocol of least latency: a ring with ll, 6.6 us and 2 steps of 0.6 us
+    (within("all_reduce", 8, ranks=2), H100, 6.6 + 2 * 0.6),
+    # switches of Hopper add up: each GPU sends and receives the message once, at 5/6 of the rate
+    (within("all_reduce"), H100, 25 + NVLINK_US * 6 / 5),
+    (within("all_reduce", ranks=2), H100, 8.4 + 2 * 3.4 + NVLINK_US),  # two ranks do not
+    # 14 steps inside nodes and one between are simple; the network is the slower
+    (across("all_gather"), H100, 8.4 + 14 * 3.4 + 14 + 15 / 16 * 2 * HALF_US / 8),
+    # a tree, seven steps inside and one between, both ways, is bound by an A100's links
+    (
+        across("all_reduce"),
+        A100,
+        8.4 + 2 * (7 * 4 + 14) + 15 / 8 * 64 * MIB / (0.8 * 0.92 * 300e9) * 1e6,
+    ),
+    # one step, whatever the ranks: half is for the other node, over the rank's own network card
+    *((across(op), H100, 8.4 + 14 + HALF_US) for op in ("all_to_all", "moe_dispatch")),
+    (across("moe_combine"), H100, 8.4 + 14 + HALF_US),
+    # one card; nobody states the network: 25e9 bytes/s
+    (
+        Collective(op="send_recv", message_bytes=64 * MIB, ranks_per_node=1),
+        H100,
+        8.4 + 14 + 2 * HALF_US,
+    ),
+    # PCIe takes no protocol of NVLink
+    (
+        within("all_gather", MIB, ranks=2, link="pcie"),
+        RTX,
+        8.4 + 5.7 + MIB / 2 / (RTX.pcie_bytes_per_s * 0.76) * 1e6,
+    ),
+    # two pairs on two cores take turns; on four cores each has its own
+    (PAIR, CPU, COPIES_US),
+    (replace(PAIR, ranks_per_node=4), CPU, 2 * COPIES_US),
+    (replace(PAIR, ranks_per_node=4), replace(CPU, sm_count=4), COPIES_US),
+]
+
+
+@pytest.mark.parametrize(("p", "gpu", "us"), FLOORS)
+def test_times_by_hand(p: Collective, gpu: Gpu, us: float) -> None:
+    assert float(floor_us(p, gpu)) == pytest.approx(us, rel=1e-4)
 
 
 def test_an_all_reduce_adds_up_within_nodes_before_it_leaves_them() -> None:
@@ -42,54 +87,31 @@ def test_an_all_reduce_adds_up_within_nodes_before_it_leaves_them() -> None:
     assert float(network_us(across("all_reduce"))) == pytest.approx(whole_us)
     assert float(network_us(across("all_reduce", 32))) == pytest.approx(1.5 * whole_us)
     assert float(network_us(across("all_gather"))) == pytest.approx(15 / 16 * whole_us)
+    assert float(ring_network_us(across("all_reduce"))) == pytest.approx(15 / 8 * whole_us)
 
 
-def test_features_name_the_slower_of_link_and_network() -> None:
-    """An H100's links do 450e9 bytes/s, eight shares of the network 200e9."""
-    gpu = load_gpu("h100-sxm-80gb")
-    far = features(across("all_gather"), gpu)
-    assert float(far["log_bus_rate"]) == pytest.approx(np.log2(200e9 / 1e6))
-    near = features(Collective(op="all_gather", message_bytes=MIB), gpu)
+def test_features_name_link_pattern_and_the_slower_of_link_and_network() -> None:
+    """An H100's links do 450e9 bytes/s, eight shares of the network 200e9.
+
+    PCIe 4.0, 31.5e9 bytes/s, is the usual link of cards whose bridges are sold apart.
+    A ring of bridged pairs goes at its rate, but what is learned of one is not said of the other.
+    """
+    assert float(features(across("all_gather"), H100)["log_bus_rate"]) == np.log2(200e9 / 1e6)
+    near = features(within("all_gather", MIB, ranks=2), H100)
     assert float(near["log_bus_rate"]) == pytest.approx(np.log2(450e9 / 1e6))
     assert float(near["log_bus_us"]) == pytest.approx(np.log2(MIB / 2 / 450e9 * 1e6))
-
-
-def test_what_does_not_say_its_link_takes_the_usual_one() -> None:
-    """Cards whose bridges are sold apart talk over PCIe 4.0: 16 lanes of 16 Gb/s, 128b/130b."""
-    gpu, pcie = load_gpu("a100-pcie-80gb"), 31.5e9
-    asked = [Collective(op="all_gather", message_bytes=MIB, link=x) for x in ("", "pairwise")]
-    assert [float(link_rate(p, gpu)) for p in asked] == [pcie, gpu.link_bytes_per_s]
-    assert [str(features(p, gpu)["link"]) for p in asked] == ["pcie", "pairwise"]
-
-
-def test_a_ring_of_bridged_pairs_goes_at_the_rate_of_pcie() -> None:
-    """By formula as over PCIe, but what is learned of one kind of ring is not said of the other."""
-    gpu, four = load_gpu("a100-pcie-80gb"), {"world_size": 4, "ranks_per_node": 4}
-    pcie = replace(Collective(op="all_reduce", message_bytes=MIB, link="pcie"), **four)
-    kinds = [pcie, replace(pcie, link="bridged")]
-    assert float(floor_us(kinds[0], gpu)) == float(floor_us(kinds[1], gpu))
-    assert float(link_rate(kinds[1], gpu)) == 31.5e9
-    assert [str(features(p, gpu)["link"]) for p in kinds] == ["pcie", "bridged"]
-
-
-def test_groups_that_share_the_cores_of_a_cpu_take_turns() -> None:
-    """Two pairs on two cores take twice as long as one; on four cores each has its own."""
-    cpu = replace(load_gpu("h100-sxm-80gb"), kind="cpu", sm_count=2, hbm_bytes_per_s=8e9)
-    pair = Collective(op="all_gather", message_bytes=2 * MIB)
-    pairs = replace(pair, ranks_per_node=4)
-    alone_us = MIB / 1e9 * 1e6 + 20  # 8 copies of its half, and one step of 20 us
-    assert float(floor_us(pair, cpu)) == pytest.approx(alone_us)
-    assert float(floor_us(pairs, cpu)) == pytest.approx(2 * alone_us)
-    assert float(floor_us(pairs, replace(cpu, sm_count=4))) == pytest.approx(alone_us)
-    beside = [float(features(p, cpu)["log_beside"]) for p in (pair, pairs)]
-    assert beside == [0, 1]
-
-
-def test_gather_and_scatter_are_one_pattern() -> None:
+    asked = [within("all_gather", MIB, ranks=2, link=x) for x in ("", "pairwise", "bridged")]
+    rates = [float(link_rate(p, BRIDGED)) for p in asked]
+    assert rates == [31.5e9, BRIDGED.link_bytes_per_s, 31.5e9]
+    links = [str(features(p, BRIDGED)["link"]) for p in asked]
+    assert links == ["pcie", "pairwise", "bridged"]
     ops = ("all_gather", "reduce_scatter", "all_reduce")
-    gpu = load_gpu("h100-sxm-80gb")
-    found = [str(features(Collective(op=op, message_bytes=MIB), gpu)["pattern"]) for op in ops]
-    assert found == ["half", "half", "all_reduce"]
+    patterns = [str(features(within(op), H100)["pattern"]) for op in ops]
+    assert patterns == ["half", "half", "all_reduce"]
+    beside = [
+        float(features(p, CPU)["log_beside"]) for p in (PAIR, replace(PAIR, ranks_per_node=4))
+    ]
+    assert beside == [0, 1]
 
 
 def test_a_sweep_sums_fp16_gradients_too() -> None:
@@ -99,52 +121,12 @@ def test_a_sweep_sums_fp16_gradients_too() -> None:
     assert ("all_reduce", "fp32") in found
 
 
-def test_a_large_gather_inside_a_node_is_latency_plus_bytes_over_nvlink() -> None:
-    """Eight ranks: 8.4 us, seven steps of 3.4 us, 7/8 of 1 GiB at 0.8 * 450e9 bytes/s."""
-    gather = Collective(op="all_gather", message_bytes=2**30, world_size=8, ranks_per_node=8)
-    bytes_us = 7 / 8 * 2**30 / (0.8 * 450e9) * 1e6
-    assert float(floor_us(gather, H100)) == pytest.approx(8.4 + 7 * 3.4 + bytes_us)
-
-
-def test_a_small_message_takes_the_protocol_of_least_latency() -> None:
-    """A ring of 8 B among two ranks with ll: 6.6 us and 2 steps of 0.6 us for an all_reduce."""
-    small = Collective(op="all_reduce", message_bytes=8, world_size=2)
-    assert float(floor_us(small, H100)) == pytest.approx(6.6 + 2 * 0.6, rel=1e-4)
-
-
-def test_across_nodes_a_gather_rings_and_an_all_reduce_takes_a_tree() -> None:
-    """64 MiB over two nodes of eight: 96 % of a NIC of 25e9 bytes/s a GPU.
-
-    The gather's 14 steps inside nodes and one between are simple. The tree, seven steps inside and
-    one between, both ways, is bound by an A100's links: 15/8 of the bytes at 0.8 * 0.92 * 300e9.
-    """
-    gather, reduces = across("all_gather"), across("all_reduce")
-    ring_us = 15 / 16 * 64 * MIB / (8 * 25e9 * 0.96) * 1e6
-    assert float(floor_us(gather, H100)) == pytest.approx(8.4 + 14 * 3.4 + 14 + ring_us)
-    tree_us = 8.4 + 2 * (7 * 4 + 14) + 15 / 8 * 64 * MIB / (0.8 * 0.92 * 300e9) * 1e6
-    assert float(floor_us(reduces, load_gpu("a100-sxm-80gb"))) == pytest.approx(tree_us)
-
-
-@pytest.mark.parametrize("op", ["all_to_all", "moe_dispatch", "moe_combine"])
-def test_what_each_rank_has_for_each_other_one_goes_over_its_own_network_card(op: str) -> None:
-    """One step, whatever the ranks: half of 64 MiB is for the other node."""
-    us = 64 * MIB / 2 / (25e9 * 0.96) * 1e6
-    assert float(floor_us(across(op), H100)) == pytest.approx(8.4 + 14 + us)
-
-
-def test_send_recv_has_one_network_card() -> None:
-    pair = Collective(op="send_recv", message_bytes=64 * MIB, ranks_per_node=1)
-    us = 64 * MIB / (25e9 * 0.96) * 1e6  # nobody states the network: 25e9 bytes/s
-    assert float(floor_us(pair, H100)) == pytest.approx(8.4 + 14 + us)
-
-
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("local", [1, 8])
 def test_more_bytes_more_nodes_and_slower_networks_are_never_faster(op: str, local: int) -> None:
     def us(nodes: int = 2, message_bytes: int = 2**24, rate: float = 25e9) -> float:
-        size = {"world_size": nodes * local, "ranks_per_node": local}
-        p = Collective(op=op, message_bytes=message_bytes, network_bytes_per_s=rate, **size)
-        return float(floor_us(p, H100))
+        p = replace(across(op, nodes * local, message_bytes), ranks_per_node=local)
+        return float(floor_us(replace(p, network_bytes_per_s=rate), H100))
 
     times = [us(message_bytes=2**k) for k in range(3, 34)]
     assert times == sorted(times)
@@ -154,44 +136,28 @@ def test_more_bytes_more_nodes_and_slower_networks_are_never_faster(op: str, loc
 
 def test_a_rack_of_one_link_domain_does_not_cross_the_network() -> None:
     """64 ranks of a domain of 72 are faster than 16 hosts of four, though both are 64 GPUs."""
-    gpu = load_gpu("gb200")
-    asked = [
-        Collective(op="all_gather", message_bytes=2**30, world_size=64, ranks_per_node=n)
-        for n in (64, 4)
-    ]
-    rack_us, hosts_us = (float(floor_us(p, gpu)) for p in asked)
+    asked = [replace(within("all_gather", ranks=64), ranks_per_node=n) for n in (64, 4)]
+    rack_us, hosts_us = (float(floor_us(p, load_gpu("gb200"))) for p in asked)
     assert float(network_us(asked[0])) == 0.0
     assert rack_us < hosts_us / 5  # 900e9 * 0.8 bytes/s against 4 * 25e9 * 0.96
 
 
-def test_pcie_takes_no_protocol_of_nvlink_and_stated_links_count() -> None:
-    gpu = load_gpu("rtx-pro-6000")
-    pair = Collective(op="all_gather", message_bytes=2**20, link="pcie")
-    bytes_us = 2**19 / (gpu.pcie_bytes_per_s * 0.76) * 1e6
-    assert float(floor_us(pair, gpu)) == pytest.approx(8.4 + 5.7 + bytes_us)
-    half = Collective(op="all_gather", message_bytes=2**30, link_bytes_per_s=225e9)
-    whole = Collective(op="all_gather", message_bytes=2**30)
+def test_stated_links_count() -> None:
+    half, whole = (within("all_gather", ranks=2, link_bytes_per_s=r) for r in (225e9, 450e9))
     assert float(floor_us(half, H100) / floor_us(whole, H100)) == pytest.approx(2, rel=0.02)
 
 
-def test_a_ring_sends_more_over_the_network_than_a_tree() -> None:
-    """15/8 of the message against once, over two nodes of eight."""
-    ring, tree = ring_network_us(across("all_reduce")), network_us(across("all_reduce"))
-    assert float(ring / tree) == pytest.approx(15 / 8)
-
-
-def test_every_algorithm_has_the_same_protocols_and_links() -> None:
-    for algorithm, shares in PROTOCOL_SHARE.items():
-        assert set(START_US[algorithm]) == set(shares)
-        assert set(STEP_US[algorithm]) == set(LINK_SHARE)
-        assert all(set(steps) == set(shares) for steps in STEP_US[algorithm].values())
-
-
-def test_switches_of_hopper_add_up_an_all_reduce() -> None:
-    """Each GPU sends and receives 1 GiB once, at 5/6 of 0.8 * 450e9 bytes/s; two ranks do not."""
-    p = Collective(op="all_reduce", message_bytes=2**30, world_size=8, ranks_per_node=8)
-    us = 25 + 2**30 / (0.8 * 450e9 * 5 / 6) * 1e6
-    assert float(floor_us(p, H100)) == pytest.approx(us)
-    assert float(floor_us(p, load_gpu("a100-sxm-80gb"))) > us * 450 / 300  # rings and trees alone
-    pair = Collective(op="all_reduce", message_bytes=2**30, world_size=2)
-    assert float(floor_us(pair, H100)) == pytest.approx(8.4 + 2 * 3.4 + 2**30 / (0.8 * 450e9) * 1e6)
+def test_nccl_alone_looks_for_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a box without one it would wait for minutes; if it still waits, then not for long."""
+    asked: dict[str, Any] = {}
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    monkeypatch.delenv("NCCL_IB_DISABLE", raising=False)
+    monkeypatch.setattr(wrappers.dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(
+        wrappers.dist, "init_process_group", lambda backend, **more: asked.update(more, b=backend)
+    )
+    monkeypatch.setitem(wrappers.WRAPPERS, "toy", (lambda tensors, device: (print, print), 1))
+    wrappers.wrapper_workload("toy", 1, "cuda")
+    assert (asked["b"], asked["world_size"]) == ("nccl", 1)
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+    assert asked["timeout"] <= timedelta(seconds=30)

@@ -1,4 +1,4 @@
-"""Mixtures of experts, which libraries run as a whole."""
+"""Mixtures of experts, which libraries run as a whole: pairs, loads and times by hand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.matrix import experts
 from itercast.microbench.ops.matrix.expert_loads import DRAWS, busiest_loads
 from itercast.microbench.ops.matrix.experts import Experts
-from itercast.microbench.ops.memory import elementwise
 
 TOY = Gpu(name="toy", sm_count=4, peak_flops_per_s={"fp32": 1e12})
 
@@ -20,35 +19,12 @@ def layer(**changes: object) -> Experts:
     return Experts(**{"op": "layer", **sizes, **changes})  # type: ignore[arg-type]
 
 
-def test_experts_counted_by_hand() -> None:
-    """4 tokens x 2 experts are 8 pairs, each three products of 8 x 16."""
-    assert experts.flops(layer()) == 2 * 8 * 3 * 8 * 16
-    assert experts.flops(layer(op="gate_up")) == 2 * 8 * 2 * 8 * 16
-    assert experts.flops(layer(op="down")) == 2 * 8 * 8 * 16
-    assert experts.flops(layer(op="down_full")) == 3 * experts.flops(layer(op="down"))
-    assert experts.used(layer()) == 4 * (1 - 0.5**4)
-    moved = 3.75 * 8 * 16 * 3 + 8 * (8 + 8)
-    assert experts.bytes_moved(layer()) == 4 * moved
-
-
-def test_ranks_together_do_the_work_of_one() -> None:
-    """Experts or their width shared by two ranks: half the flops each."""
-    for half in (layer(local=2), layer(inner=8)):
-        assert 2 * experts.flops(half) == experts.flops(layer())
-
-
-def test_more_tokens_use_more_experts_up_to_all() -> None:
-    found = [experts.used(layer(tokens=n)) for n in (1, 2, 8, 64)]
-    assert found == sorted(found) and found[0] == 2 and found[-1] == pytest.approx(4)
-
-
-def test_loads_of_equally_popular_experts_are_equal() -> None:
-    """6 tokens x 2 over 4 experts: 3 each, on any rank."""
-    assert busiest_loads(6, 4, 2, 2, 0.0).tolist() == [[3.0, 3.0]]
-
-
 def test_ranks_wait_for_the_one_with_the_popular_experts() -> None:
-    """Each rank of one expert: the busiest has more than its share, and no more than all tokens."""
+    """Each rank of one expert: the busiest has more than its share, and no more than all tokens.
+
+    Where all are as popular, 6 tokens x 2 over 4 experts are 3 each, on any rank.
+    """
+    assert busiest_loads(6, 4, 2, 2, 0.0).tolist() == [[3.0, 3.0]]
     shares = [experts.pairs(layer(tokens=512, experts=16, local=n, skew=1.2)) for n in (1, 4, 16)]
     assert shares[-1] == pytest.approx(512 * 2)
     assert shares[0] > 3 * 512 * 2 / 16 and shares[0] <= 512
@@ -58,15 +34,17 @@ def test_ranks_wait_for_the_one_with_the_popular_experts() -> None:
     assert loads.sum(1).mean() == pytest.approx(shares[1])
 
 
-@pytest.mark.parametrize("skew", [0.0, 0.6, 1.0, 1.2])
+@pytest.mark.parametrize("skew", [0.0, 1.2])
 def test_experts_take_longer_with_more_tokens_and_more_experts(skew: float) -> None:
-    """More experts at the same tokens never read fewer weights."""
+    """More experts at the same tokens never read fewer weights; more tokens use up to all."""
     by_tokens = [layer(tokens=2**n, experts=16, local=16, skew=skew) for n in range(12)]
     times = [float(experts.floor_us(p, TOY)) for p in by_tokens]
     assert times == sorted(times)
     by_experts = [layer(tokens=256, experts=n, local=n, skew=skew) for n in (4, 8, 16, 64)]
     used = [float(experts.used(p)) for p in by_experts]
     assert used == sorted(used) and used[0] == pytest.approx(4, rel=0.1)
+    few = [experts.used(layer(tokens=n)) for n in (1, 2, 8, 64)]
+    assert few == sorted(few) and few[0] == 2 and few[-1] == pytest.approx(4)
 
 
 def test_time_of_experts_kernel_by_kernel() -> None:
@@ -80,9 +58,6 @@ def test_time_of_experts_kernel_by_kernel() -> None:
     assert experts.floor_us(layer(op="down"), slow) == pytest.approx(moved + experts.KERNEL_US)
     whole = experts.floor_us(layer(), slow)
     assert whole > experts.floor_us(layer(op="gate_up"), slow) + moved
-
-
-def test_experts_of_serving_software_are_not_timed() -> None:
     with pytest.raises(NotImplementedError, match="imported"):
         experts.build(layer(), "cpu")
 
@@ -91,17 +66,9 @@ def test_features_are_shares_of_the_time_and_of_tiles() -> None:
     """Widths twice as large move the shares and the waves, not the tokens of an expert."""
     found = experts.features(layer(skew=1.2), TOY)
     assert found["skew"] == 1.2
-    shares = [
-        2 ** float(found[f"log_{n}_frac"]) for n in ("weights", "tokens", "inner", "products")
-    ]
-    assert sum(shares) == pytest.approx(1)
+    named = ("weights", "tokens", "inner", "products")
+    assert sum(2 ** float(found[f"log_{n}_frac"]) for n in named) == pytest.approx(1)
     even, wide = (experts.features(layer(inner=n), TOY) for n in (64, 128))
     assert even["log_each"] == wide["log_each"] == pytest.approx(np.log2(8 / 3.75))
     assert 2.0 ** even["log_fill_16x64"] == pytest.approx(3.75 * 16 / 8)  # four tiles, eight pairs
     assert wide["log_waves_16x64"] == even["log_waves_16x64"] + 1
-
-
-def test_a_cast_to_fp8_writes_one_byte() -> None:
-    """bf16: 2 bytes read, 1 written."""
-    p = elementwise.Elementwise(op="fp8_cast", numel=100, inner=100, dtype="bf16")
-    assert elementwise.bytes_moved(p) == 300

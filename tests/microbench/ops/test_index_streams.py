@@ -51,12 +51,9 @@ def test_tensors_of_several_tables_are_read(tmp_path: Path) -> None:
 def test_words_for_streams() -> None:
     assert parse_indices("uniform")[0].facts(rows=10, bags=5) == {}
     assert parse_indices("zipf:1.05")[0].facts(rows=10, bags=5) == {"skew": 1.05}
-
-
-@pytest.mark.parametrize("spec", ["zipf:", "zipf:x", "zipf:-1", "zipf:nan", "normal", ""])
-def test_other_words_are_refused(spec: str) -> None:
-    with pytest.raises(ValueError, match="indices"):
-        parse_indices(spec)
+    for other in ("zipf:", "zipf:x", "zipf:-1", "zipf:nan", "normal", ""):
+        with pytest.raises(ValueError, match="indices"):
+            parse_indices(other)
 
 
 @pytest.mark.parametrize(

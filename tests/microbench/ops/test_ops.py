@@ -1,27 +1,33 @@
-"""Every family keeps the contract: it builds, runs, counts and makes the same features twice."""
+"""Every family keeps the contract: it builds, runs, counts and sweeps what it answers for."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from op_calls import TOY, logged, spec
+from op_calls import TOY, logged
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from itercast.microbench.opcall import OpCall, TensorSpec
 from itercast.microbench.ops import families
 from itercast.microbench.ops.family import DRAWN, repeated
-from itercast.microbench.ops.matrix import gemm
-from itercast.microbench.ops.memory import elementwise, norm, reduction
-from itercast.microbench.ops.step import optimizer
+from itercast.microbench.ops.lookup import index, index_calls
+from itercast.microbench.ops.memory import elementwise_names, norm, random, reduction
+from itercast.microbench.ops.step import host, optimizer
 from itercast.microbench.store import read_rows
 
 DATASETS = Path(__file__).parents[3] / "datasets"
 SINGLE = sorted(n for n, f in families().items() if f.ranks == 1 and not f.on_demand)
+NAMES = ("embedding_bag", "pooling", "index", "random", "optimizer", "elementwise")
+NAMES += ("attention", "conv", "norm", "reduction")
+FAMILIES = {name: families()[name] for name in NAMES}
+STREAM = {"skew": 0.0, "repeats": 0.0, "unique": 0, "reuse": "", "spread": 0.0}
+ENOUGH = 1500  # points in which every op of a sweep shows up
 
 
 @pytest.mark.parametrize("name", SINGLE)
@@ -60,48 +66,121 @@ def test_formulas_agree_on_one_point_and_on_columns(name: str) -> None:
                 assert np.isfinite(value) and found == pytest.approx(float(value))
 
 
-def test_gemm_counts_by_hand() -> None:
-    """A 2x4 by 4x3 product."""
-    p = gemm.Gemm(m=2, n=3, k=4)
-    assert gemm.flops(p) == 48  # 2 * 2*3*4
-    assert gemm.bytes_moved(p) == 104  # (8 + 12 + 6) elements * 4 B
+@pytest.fixture(scope="module")
+def points() -> dict[str, list[Any]]:
+    """Sweeps without sparse gradients, which are captured as the rows that they move."""
+    return {
+        name: [p for p in islice(f.sweep(), ENOUGH) if p.op != "sparse_backward"]
+        for name, f in FAMILIES.items()
+    }
 
 
-@pytest.mark.parametrize("layout", ["nn", "nt", "tn"])
-def test_a_product_by_expert_is_built_as_it_is_captured(layout: str) -> None:
-    """3 experts of 8 tokens each; weights' gradients are sums over tokens."""
-    p = gemm.Gemm(op="grouped_mm", m=8, n=16, k=32, batch=3, layout=layout)
-    (call,) = [c for c in logged(gemm.build(p, "cpu").run) if c.op == gemm.GROUPED]
-    assert gemm.from_grouped(call) == p
-    assert call.outputs[0].shape == ((3, 8, 16) if layout == "tn" else (24, 16))
-    assert gemm.flops(p) == 2 * 3 * 8 * 16 * 32
+def reachable(name: str) -> set[str]:
+    """Every op string that the answers of a family can give."""
+    names = {tuple(full.split(".")[1:]) for full in FAMILIES[name].answers}
+    if name in ("embedding_bag", "attention", "conv"):
+        return {"forward", "backward"}
+    if name == "norm":
+        return set(norm.FLOPS_PER_ELEMENT)
+    if name == "elementwise":
+        exponents = (None, 1, 2, 2.5)
+        found = {elementwise_names.canonical(op, o, e) for op, o in names for e in exponents}
+        return found | {elementwise_names.SCALAR_AS.get(op, op) for op in found}
+    same_as = {
+        "index": index_calls.FACTS["same_as"],
+        "random": random.FACTS["same_as"],
+        "reduction": reduction.FACTS["same_as"],
+        "optimizer": optimizer.SAME_AS,
+    }.get(name, {})
+    found = {same_as.get(op, op) for op, _ in names}
+    if name == "pooling":
+        end = "_upsample_nearest_exact2d"
+        found = {op.replace(end, "upsample_nearest2d") for op in found}
+        found = {op.replace("3d", "2d").replace("trilinear", "bilinear") for op in found}
+    if name == "index":
+        found |= {"index_put_accumulate", "index_put_accumulate_"}
+    if name == "optimizer":
+        found |= {"_foreach_add_list", "_fused_sgd_momentum", "_fused_adam_amsgrad"}
+    return found
 
 
-def test_gemm_reads_transposed_views() -> None:
-    b = TensorSpec(shape=(4, 3), dtype="fp32", stride=(1, 4))
-    call = OpCall(op="aten.addmm.default", args=(spec(3), spec(2, 4), b))
-    assert gemm.from_mm(call) == gemm.Gemm(op="addmm", m=2, n=3, k=4, layout="nt")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_op_that_is_answered_is_swept(name: str, points: dict[str, list[Any]]) -> None:
+    assert reachable(name) == {p.op for p in points[name]}
 
 
-def test_norm_and_reduction_shapes() -> None:
-    call = OpCall(op="aten.native_layer_norm.default", args=(spec(2, 5, 8), (8,), None, None, 1e-5))
-    assert norm.from_layer(call) == norm.Norm(op="layer", rows=10, cols=8)
-    call = OpCall(op="aten.sum.dim_IntList", args=(spec(4, 6, 3), (0, 1)))
-    assert reduction.from_sum(call) == reduction.Reduction(op="sum", outer=1, size=24, inner=3)
+def test_every_scalar_op_is_swept_with_a_scalar(points: dict[str, list[Any]]) -> None:
+    swept = {p.op for p in points["elementwise"] if p.form == "scalar"}
+    assert swept == set(elementwise_names.SCALAR)
 
 
-def test_elementwise_broadcast_moves_fewer_bytes() -> None:
-    call = OpCall(op="aten.add.Tensor", args=(spec(8, 16), spec(16)), outputs=(spec(8, 16),))
-    p = elementwise.from_call(call)
-    assert p == elementwise.Elementwise(op="add", numel=128, inner=16, tensors=2, form="row")
-    assert elementwise.bytes_moved(p) == 128 * 2 * 4  # one read, one write
+def test_no_op_is_answered_twice() -> None:
+    """By two families for tensors of one layout, that is."""
+    names = [(op, kind) for f in families().values() for kind in f.layouts for op in f.answers]
+    assert len(names) == len(set(names))
 
 
-def test_optimizer_call_counts_lists() -> None:
-    call = OpCall(op="aten._foreach_add_.List", args=((spec(3), spec(5)), (spec(3), spec(5))))
-    p = optimizer.from_call(call)
-    assert p == optimizer.OptimizerOp(op="_foreach_add_list", tensors=2, numel=8)
-    assert optimizer.bytes_moved(p) == 3 * 8 * 4
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_point_runs_the_call_it_describes(name: str, points: dict[str, list[Any]]) -> None:
+    """The first 40 points, and one of every op and form; large ones are skipped."""
+    if name == "attention":
+        pytest.skip("decomposed on a CPU")
+    family = FAMILIES[name]
+    kinds: dict[Any, Any] = {}
+    for p in points[name]:
+        if family.bytes_moved(p) < 2e6 and family.flops(p) < 1e6:
+            kinds.setdefault((p.op, getattr(p, "form", ""), p.dtype), p)
+    first = [p for p in points[name][:40] if family.bytes_moved(p) < 2e7 > family.flops(p)]
+    for p in (*first, *kinds.values()):
+        if p.op.startswith("rms"):
+            continue  # decomposed, too
+        calls = logged(family.build(p, "cpu").run)
+        unseen = {"embedding_bag": STREAM, "optimizer": {"zero_frac": 0.0}}  # values do
+        known = replace(p, **unseen.get(name, {}))
+        answers = family.answers
+        assert [answers[c.op](c) for c in calls if c.op in answers] == [known]
+
+
+@pytest.mark.parametrize("name", sorted({*FAMILIES} - {"attention", "conv"}))
+def test_twice_of_any_size_never_costs_less(name: str, points: dict[str, list[Any]]) -> None:
+    family, some = FAMILIES[name], points[name][:300]
+    columns = {f.name: np.array([getattr(p, f.name) for p in some]) for f in fields(some[0])}
+    for formula in (family.flops, family.bytes_moved):
+        least = formula(SimpleNamespace(**columns))
+        for key, values in columns.items():
+            if values.dtype.kind == "i" and not key.startswith(("stride", "padding")):
+                assert np.all(formula(SimpleNamespace(**{**columns, key: 2 * values})) >= least)
+
+
+class Operands(TorchDispatchMode):
+    """Keeps the tensors that calls were given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for a in args:
+            self.seen += [t for t in (a if isinstance(a, list) else [a]) if torch.is_tensor(t)]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["elementwise", "optimizer", "index"])
+def test_operands_neither_vanish_nor_overflow(name: str, points: dict[str, list[Any]]) -> None:
+    """An in-place call, 500 times: denormal numbers would be slow, and are not what models have."""
+    size = index.moved if name == "index" else lambda p: p.numel
+    small = (p for p in points[name] if size(p) < 5000 and p.dtype == "fp32")
+    changed = {p.op: p for p in small if p.op.endswith("_")}
+    assert len(changed) >= 3
+    for p in changed.values():
+        run = FAMILIES[name].build(p, "cpu").run
+        with Operands() as operands:
+            run()
+        for _ in range(500):
+            run()
+        values = torch.cat([t.flatten() for t in operands.seen if t.is_floating_point()])
+        assert values.isfinite().all()
+        assert ((values == 0) | (values.abs() > 1e-30)).all()
 
 
 def test_no_parameter_is_named_like_a_column_of_the_measurement() -> None:
@@ -112,3 +191,10 @@ def test_no_parameter_is_named_like_a_column_of_the_measurement() -> None:
         measured |= set(read_rows([DATASETS], name).columns) - names
     assert {"samples", "threads", "time_us"} <= measured
     assert {name: taken for name, names in own.items() if (taken := names & measured)} == {}
+
+
+def test_a_host_is_timed_three_times_before_wrappers() -> None:
+    ops = [p.op for p in host.sweep()]
+    first = next(i for i, op in enumerate(ops) if op in (*host.WRAPPERS, *host.SHARDED))
+    assert all(ops[:first].count(event) == 4 for event in host.EVENTS)  # the fourth round's own
+    assert all(ops.count(op) == 8 for op in (*host.EVENTS, *host.WRAPPERS))

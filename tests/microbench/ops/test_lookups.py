@@ -1,0 +1,276 @@
+"""Lookups in tables and updates of them: streams of rows, caches, what really runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from itercast.microbench.hardware.spec import Gpu, gpu_names, load_gpu
+from itercast.microbench.ops.family import Part, Workload
+from itercast.microbench.ops.lookup import batched_bags, embedding_bag, reuse, sparse_update
+from itercast.microbench.ops.lookup.batched_bags import BatchedBags
+from itercast.microbench.ops.lookup.embedding_bag import (
+    EmbeddingBag,
+    bytes_moved,
+    cached_bytes,
+    features,
+)
+from itercast.microbench.ops.lookup.index_calls import IndexOp
+from itercast.microbench.ops.lookup.random_streams import (
+    HIT_COST,
+    HOLDS_ROWS,
+    draw_rows,
+    draw_stream,
+    unique_rows,
+    zipf_indices,
+)
+from itercast.microbench.ops.lookup.sparse_update import SparseUpdate
+from itercast.microbench.sweep.rows import failure
+
+TOY = Gpu(name="toy", sm_count=4, peak_flops_per_s={"fp32": 1e12}, l2_bytes=64 * 100)
+H100 = load_gpu("h100-sxm-80gb")
+# 6 lookups of 4 columns in a table of 10 rows, which touch 3 rows 1, 2 and 3 times
+STREAM: dict[str, Any] = {"rows": 10, "dim": 4, "lookups": 6, "unique": 3}
+STREAM |= {"reuse": "0.3333 0.3333 0.3333"}
+UPDATE = SparseUpdate(op="sgd", **STREAM)
+TABLES = BatchedBags(op="forward", tables=3, bags=2, **STREAM)
+SIZES: dict[str, Any] = {"rows": 10, "dim": 4, "bags": 2, "lookups": 6}
+
+
+def test_a_histogram_is_counted_written_and_read() -> None:
+    """Rows looked up 1, 2, 3, 4 and 70,000 times; a row that was not looked up does not count."""
+    shares = reuse.histogram([1, 2, 3, 4, 70000, 0])
+    assert shares[:3].tolist() == [0.2, 0.2, 0.4]  # once, twice, 3 to 4 times
+    assert shares[16] == 0.2 and shares.sum() == 1.0
+    assert reuse.histogram_text([0.5, 0.25, 0, 0.25, *[0.0] * 13]) == "0.5 0.25 0 0.25"
+    assert reuse.parse_histogram("2 1 0 1")[:4].tolist() == [0.5, 0.25, 0.0, 0.25]
+    for wrong in ("", "a b", "0 0", "-1 2", "nan 1", " ".join(["1"] * 18)):
+        with pytest.raises(ValueError, match="1 to 17 shares"):
+            reuse.parse_histogram(wrong)
+
+
+@pytest.mark.parametrize(
+    ("rows", "lookups", "skew"),
+    [(1000, 4000, 0.0), (100000, 50000, 1.05), (20, 100000, 0.8), (10**6, 200000, 1.3)],
+)
+def test_expected_reuse_agrees_with_drawn_indices(rows: int, lookups: int, skew: float) -> None:
+    """Rows touched and their histogram against a draw, and against the sum over all ranks."""
+    weight = np.arange(1, rows + 1, dtype=float) ** -skew
+    rng = np.random.default_rng(0)
+    counts = np.bincount(rng.choice(rows, lookups, p=weight / weight.sum()))
+    unique, shares = reuse.expected_reuse(rows, lookups, skew, 0.0)
+    assert unique == pytest.approx((counts > 0).sum(), rel=0.05)
+    coarse = np.cumsum(shares)[::4], np.cumsum(reuse.histogram(counts))[::4]
+    assert coarse[0] == pytest.approx(coarse[1], abs=0.03)
+    p = EmbeddingBag(op="forward", dim=4, bags=1, rows=rows, lookups=lookups, skew=skew)
+    exact = np.sum(1 - (1 - weight / weight.sum()) ** lookups)
+    assert unique_rows(p) == pytest.approx(exact, rel=0.05)
+    assert len(np.unique(zipf_indices(p, "cpu"))) == pytest.approx(exact, rel=0.1, abs=1)
+
+
+def test_bytes_of_a_lookup_behind_a_cache_by_hand() -> None:
+    """16 lookups of rows of 128 bytes: 8 rows once, 2 rows 4 times; 2 bags.
+
+    A cache of 64 * 100 bytes holds 0.9 * 50 = 45 rows: the 6 repeated lookups hit. A dense gradient
+    reads and writes a row per lookup.
+    """
+    shares = reuse.histogram([1] * 8 + [4, 4])
+    for cache_rows, hits in ((0, 0), (1, 3), (2, 6), (100, 6)):  # 4 lookups, the first misses
+        assert reuse.hit_frac(16, 10, shares, cache_rows) == pytest.approx(hits / 16)
+    known: dict[str, Any] = {"rows": 50, "lookups": 16, "unique": 10, "reuse": "0.8 0 0.2"}
+    p = EmbeddingBag(op="forward", dim=32, bags=2, **known)
+    assert bytes_moved(p) == (16 + 2) * 128 + 8 * (16 + 2)
+    assert cached_bytes(p, TOY) == pytest.approx((10 + 6 * HIT_COST + 2) * 128 + 8 * (16 + 2))
+    saved = 6 * (1 - HIT_COST) * 128
+    back = replace(p, op="backward")
+    assert cached_bytes(back, TOY) == pytest.approx(bytes_moved(back) - 2 * saved)
+    tiny = replace(TOY, l2_bytes=2 * 128 / HOLDS_ROWS / 2)  # holds one row: 3 lookups hit
+    assert bytes_moved(p) - cached_bytes(p, tiny) == pytest.approx(saved / 2)
+
+
+@pytest.mark.parametrize("rows, lookups", [(40, 2_000_000), (50_000, 9000), (40_000_000, 200_000)])
+def test_more_reuse_is_never_slower_on_any_gpu(rows: int, lookups: int) -> None:
+    """Neither a larger skew nor more repeats, for lookups, gradients and updates of tables."""
+    for name in gpu_names():
+        gpu = TOY if name == "cpu" else load_gpu(name)
+        for change in ("skew", "repeats"):
+            values = np.arange(0, 10, 0.25) if change == "skew" else np.arange(0, 1, 0.05)
+            known = {"skew": 0.7, "repeats": 0.3, change: values}
+            stream = {
+                **{k: np.broadcast_to(v, len(values)) for k, v in known.items()},
+                **{"rows": rows, "lookups": lookups, "dim": 64, "bags": 500, "unique": 0},
+                **{"reuse": "", "dtype": "fp32", "weighted": False},
+            }
+            formulas = {"forward": cached_bytes, "backward": cached_bytes}
+            formulas |= dict.fromkeys(("sgd", "adam"), sparse_update.cached_bytes)
+            for op, formula in formulas.items():
+                found = formula(SimpleNamespace(op=op, **stream), gpu)  # type: ignore[arg-type]
+                assert np.all(np.diff(found) <= 1e-9 * found[0]), (name, op, change)
+                assert rows == 40 or found[-1] < found[0]  # 40 rows are in any cache
+
+
+@pytest.mark.parametrize("text", ["1", "0.9 0.1", "0.5 0.2 0.1 0.1 0 0 0.1", "0 0 0 0 0 1"])
+def test_a_drawn_stream_has_its_histogram(text: str) -> None:
+    """Of 3,000 lookups of a table of 5,000 rows, in bags of uneven length."""
+    shares = reuse.parse_histogram(text)
+    unique = int(3000 / (shares @ (reuse.LEAST + np.minimum(reuse.MOST, 64))) * 2)
+    stream = {"rows": 5000, "bags": 600, "lookups": 3000, "unique": unique, "spread": 0.5}
+    p = EmbeddingBag(op="forward", dim=4, reuse=text, **stream)  # type: ignore[arg-type]
+    index, starts = (t.numpy() for t in draw_stream(p, "cpu"))
+    counts = np.bincount(index, minlength=5000)
+    assert len(index) == 3000 and (counts > 0).sum() == unique and len(counts) == 5000
+    lengths = np.diff([*starts, 3000])
+    assert starts[0] == 0 and lengths.min() >= 0 and len(lengths) == 600
+    assert lengths.std() / lengths.mean() == pytest.approx(0.5, rel=0.2)
+    assert reuse.histogram(counts) == pytest.approx(shares, abs=0.05)
+
+
+def test_features_know_the_stated_stream() -> None:
+    """16 lookups of 10 rows, of which a cache of 100 lines of 64 bytes holds all."""
+    stated = {"op": "forward", "rows": 50, "dim": 4, "bags": 4, "lookups": 16, "dtype": "fp32"}
+    p = EmbeddingBag(**stated, unique=10, reuse="0.8 0 0.2")  # type: ignore[arg-type]
+    found = features(p, TOY)
+    assert found["log_reuse"] == pytest.approx(np.log2(1.6))
+    assert found["unique_frac"] == pytest.approx(0.2)
+    assert found["rows_to_1"] == pytest.approx(0.8) and found["rows_to_4"] == pytest.approx(1.0)
+    assert found["hit_frac"] == pytest.approx(6 / 16)
+    update = sparse_update.features(replace(UPDATE, tables=4), H100)
+    assert (update["op"], update["log_tables"]) == ("sgd", 2)
+    assert update["log_unique"] == pytest.approx(np.log2(3))
+    assert update["log_reuse"] == pytest.approx(1)
+    one, many = (batched_bags.features(replace(TABLES, tables=n), H100) for n in (1, 8))
+    assert many["log_table_per_cache"] - one["log_table_per_cache"] == pytest.approx(3)
+
+
+@contextmanager
+def calls_of(workload: Workload) -> Iterator[list[str]]:
+    """Names of the ops that one run calls."""
+    seen: list[str] = []
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Log():
+        workload.run()
+    yield seen
+
+
+@pytest.mark.parametrize("op", embedding_bag.OPS)
+def test_several_tables_are_looked_up_one_after_the_other(op: str) -> None:
+    workload = embedding_bag.build(EmbeddingBag(op=op, tables=3, **SIZES), "cpu")
+    with calls_of(workload) as seen:
+        assert sum("_embedding_bag" in name for name in seen) >= 3
+    assert workload.calls == 3
+
+
+def test_each_of_several_tables_is_updated() -> None:
+    workload = sparse_update.build(replace(UPDATE, tables=3), "cpu")
+    with calls_of(workload) as seen:
+        assert sum("add_" in name for name in seen) == 3
+    assert workload.calls == 3
+
+
+@pytest.mark.parametrize("op", sparse_update.OPS)
+def test_what_is_timed_is_the_optimizer_s_step(op: str) -> None:
+    """One run changes exactly the rows that the gradient touches."""
+    p = replace(UPDATE, op=op, rows=50)
+    index = draw_rows(p, "cpu").unsqueeze(0)
+    table, gradient = sparse_update.operands(p, index, "cpu")
+    before = table.detach().clone()
+    sparse_update.optimizer_step(op, table, gradient)()
+    assert int((table != before).any(dim=1).sum()) == 3
+
+
+def test_a_timed_sparse_backward_is_autograd_s() -> None:
+    """Its gradient adds up to the dense one; autograd's has a row per lookup."""
+    p = EmbeddingBag(op="sparse_backward", rows=12, dim=4, bags=3, lookups=9, skew=1.0)
+    gradient = embedding_bag.build(p, "cpu").run()
+    assert isinstance(gradient, torch.Tensor) and gradient.is_sparse and gradient._nnz() == 9
+    torch.manual_seed(0)
+    dense = embedding_bag.build(replace(p, op="backward"), "cpu").run()
+    assert isinstance(dense, torch.Tensor)
+    assert torch.allclose(gradient.to_dense(), dense)
+    bag = torch.randn(12, 4, requires_grad=True)
+    F.embedding_bag(torch.tensor([1, 1]), bag, torch.tensor([0]), sparse=True).sum().backward()
+    assert bag.grad is not None and bag.grad._nnz() == 2
+
+
+def test_sweeps_have_all_ops_and_streams() -> None:
+    """Streams are uniform, Zipf, as a trace, by histogram."""
+    updates = list(islice(sparse_update.sweep(), 300))
+    assert {p.op for p in updates} == set(sparse_update.OPS)
+    assert len({(p.skew > 0, p.repeats > 0, p.reuse != "") for p in updates}) == 4
+    assert {p.dim for p in updates} >= set(sparse_update.USUAL_DIMS)
+    tables = list(islice(batched_bags.sweep(), 100))
+    assert {p.op for p in tables} == set(batched_bags.OPS)
+    assert max(p.tables * p.rows * p.dim for p in tables) <= batched_bags.MAX_ELEMENTS
+
+
+class Seen:
+    """What a fallback may ask: a CPU whose rows show some ops."""
+
+    gpu = Gpu(name="toy", kind="cpu", peak_flops_per_s={"fp32": 1e12})
+    channels_last = False
+
+    def __init__(self, *ops: str) -> None:
+        self.ops = ops
+
+    def has_model(self, family: str) -> bool:
+        return True
+
+    def seen(self, family: str, op: str, dtype: str) -> bool:
+        return op in self.ops
+
+    measured_here = seen
+
+    def software_shares(self, family: str, op: str, dtype: str) -> dict[str, float]:
+        return {}
+
+
+def test_what_no_rows_show_is_additions_copies_and_gathers() -> None:
+    """index_add_, and for Adagrad nine passes over the touched rows; a backward is a gather."""
+    add = IndexOp(op="index_add_", outer=1, size=6, inner=4, source=10)
+    assert sparse_update.fallback(UPDATE, Seen()) == [Part(family="index", params=add)]
+    assert sparse_update.fallback(UPDATE, Seen("sgd")) == []
+    first, second = sparse_update.fallback(replace(UPDATE, op="adagrad"), Seen("sgd"))
+    assert first == Part(family="index", params=add)
+    assert second.params.numel > 0 and second.family == "elementwise"
+    p = EmbeddingBag(op="sparse_backward", **SIZES)
+    gather = IndexOp(op="index_select", outer=1, size=6, inner=4, source=2)
+    assert embedding_bag.fallback(p, Seen()) == [Part(family="index", params=gather)]
+    assert embedding_bag.fallback(p, Seen("sparse_backward")) == []
+    assert embedding_bag.fallback(replace(p, op="backward"), Seen()) == []
+
+
+def test_without_fbgemm_a_point_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fbgemm_gpu", None)
+    with pytest.raises(NotImplementedError, match=r"itercast\[fbgemm\]") as raised:
+        batched_bags.build(TABLES, "cpu")
+    assert failure(raised.value)["status"] == "unsupported"
+
+
+@pytest.mark.parametrize("op", batched_bags.OPS)
+def test_fbgemm_runs_what_is_described(op: str) -> None:
+    """Pooled vectors of both bags of all tables; a backward pass runs twice."""
+    pytest.importorskip("fbgemm_gpu", reason="FBGEMM is not installed", exc_type=ImportError)
+    workload = batched_bags.build(replace(TABLES, op=op), "cpu")
+    found: Any = workload.run()
+    if op == "forward":
+        assert tuple(found.shape) == (2, 3 * 4)
+    else:
+        workload.run()
