@@ -1,14 +1,27 @@
-"""Hardware files: each loads, the numbers agree with each other."""
+"""Files of hardware: each loads, numbers agree with each other, hosts and software are known."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
+from itercast.microbench.assumptions import leaving_out
+from itercast.microbench.hardware.host import (
+    REFERENCE,
+    HostMachine,
+    call_launches,
+    check_host_file,
+    host_names,
+    host_yaml,
+    load_host,
+    scaled_host,
+    usual_host,
+)
 from itercast.microbench.hardware.names import (
     USUAL,
     form_assumed,
@@ -20,37 +33,27 @@ from itercast.microbench.hardware.names import (
 from itercast.microbench.hardware.node import Node, load_node, node_named, node_names
 from itercast.microbench.hardware.spec import HERE, gpu_names, load_gpu
 
-FACTS = [
-    *(HERE / f"{name}.yaml" for name in gpu_names() if name != "cpu"),
-    *HERE.glob("nodes/*.yaml"),
-]
 SHIPPED = [name for name in gpu_names() if name != "cpu"]
+FACTS = [*(HERE / f"{name}.yaml" for name in SHIPPED), *HERE.glob("nodes/*.yaml")]
 CORES_PER_SM = {"pascal": 128, "volta": 64, "turing": 64, "cdna": 128, "cdna2": 128, "cdna3": 128}
 CORES_PER_SM_OF = dict.fromkeys([n for n in SHIPPED if n.startswith(("a100", "a30", "p100"))], 64)
 GOOD = "sm_count: 2\nclock_hz: 1e9\npeak_flops_per_s: {fp32: 1e12}\nhbm_bytes_per_s: 1e11\n"
 GOOD_NODE = "gpu: t4\ngpus_per_node: 4\ntopology: pcie\n"
+GOOD_HOST = "slowdown: 1\nlaunch_us: 5\nsource: s\n"
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_fp32_peak_is_two_flops_per_core_and_clock(name: str) -> None:
-    """2 x cores per SM x SMs x clock, within 15 %; matrix cores double it on AMD."""
+def test_numbers_of_a_gpu_agree_with_each_other(name: str) -> None:
+    """fp32: 2 x cores per SM x SMs x clock, within 15 %; matrix cores double it on AMD.
+
+    Narrower dtypes are never slower; sizes are in bytes and watts.
+    """
     gpu = load_gpu(name)
     cores = CORES_PER_SM_OF.get(name) or CORES_PER_SM.get(gpu.architecture, 128)
-    assert gpu.peak_flops_per_s["fp32"] == pytest.approx(
-        2 * cores * gpu.sm_count * gpu.clock_hz, rel=0.15
-    )
-
-
-@pytest.mark.parametrize("name", SHIPPED)
-def test_narrower_dtypes_are_never_slower(name: str) -> None:
-    peaks = load_gpu(name).peak_flops_per_s
+    peaks = gpu.peak_flops_per_s
+    assert peaks["fp32"] == pytest.approx(2 * cores * gpu.sm_count * gpu.clock_hz, rel=0.15)
     chain = [peaks[d] for d in ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8") if d in peaks]
     assert chain == sorted(chain)
-
-
-@pytest.mark.parametrize("name", SHIPPED)
-def test_sizes_are_in_bytes_and_watts(name: str) -> None:
-    gpu = load_gpu(name)
     assert gpu.name == name
     assert 5e9 < gpu.hbm_bytes < 4e11
     assert 1e11 < gpu.hbm_bytes_per_s < 1e13
@@ -61,13 +64,11 @@ def test_sizes_are_in_bytes_and_watts(name: str) -> None:
 
 
 def test_numbers_that_tables_often_get_wrong() -> None:
-    assert load_gpu("p4").sm_count == 20
-    assert load_gpu("l4").sm_count == 58
+    sms = {"p4": 20, "l4": 58, "h100-sxm-80gb": 132, "rtx-pro-6000": 188, "mi250": 104}  # one die
+    assert {name: load_gpu(name).sm_count for name in sms} == sms
     h100 = load_gpu("h100-sxm-80gb")
-    assert (h100.sm_count, h100.peak("bf16"), h100.link_bytes_per_s) == (132, 989.4e12, 450e9)
+    assert (h100.peak("bf16"), h100.link_bytes_per_s) == (989.4e12, 450e9)
     assert load_gpu("a100-sxm-80gb").l2_bytes == 40 * 2**20
-    assert load_gpu("rtx-pro-6000").sm_count == 188
-    assert load_gpu("mi250").sm_count == 104  # one of two dies
 
 
 NUMBER = re.compile(r"[-+]?\d*\.?\d+(e[-+]?\d+)?")
@@ -108,90 +109,84 @@ def test_every_node_loads_and_its_link_fits_its_gpu(name: str) -> None:
 
 
 def test_domains_count_gpus_behind_one_fast_link() -> None:
-    assert load_node("dgx-h100").domain == 8
-    assert load_node("gb200-nvl72").domain == 72
-    assert load_node("a100-pairwise").domain == 2
-    assert load_node("l40s-pcie").domain == 1
+    """A bridge joins two: between four some hop goes over PCIe; a box may lack it."""
+    domains = {"dgx-h100": 8, "gb200-nvl72": 72, "a100-pairwise": 2, "l40s-pcie": 1}
+    assert {name: load_node(name).domain for name in domains} == domains
     assert load_node("aws-p4d").network_bytes_per_s == 400e9 / 8 / 8  # 400 Gb/s for 8 GPUs
-    single = Node(name="x", gpu="t4", gpus_per_node=1, topology="pairwise")
-    assert single.domain == 1
-
-
-def test_a_bridge_joins_two_gpus_and_a_box_may_lack_it() -> None:
-    """Between four of them some hop goes over PCIe; without a node's file so does every hop."""
-    pairs = load_node("a100-pairwise")
-    assert [pairs.link_among(ranks) for ranks in (2, 4)] == ["pairwise", "bridged"]
-    assert [load_node(name).link_among(2) for name in ("l40s-pcie", "dgx-h100")] == [
-        "pcie",
-        "nvlink",
-    ]
-    assert load_node("gb200-nvl72").link_among(72) == "nvlink"
+    assert Node(name="x", gpu="t4", gpus_per_node=1, topology="pairwise").domain == 1
+    asked = [("a100-pairwise", 2), ("a100-pairwise", 4), ("l40s-pcie", 2), ("dgx-h100", 2)]
+    links = [load_node(name).link_among(ranks) for name, ranks in (*asked, ("gb200-nvl72", 72))]
+    assert links == ["pairwise", "bridged", "pcie", "nvlink", "nvlink"]
     usual = {name: load_gpu(name).usual_link for name in ("a100-pcie-80gb", "gb200", "l4")}
     assert usual == {"a100-pcie-80gb": "pcie", "gb200": "nvlink", "l4": "pcie"}
 
 
-def test_numbers_without_sign_are_numbers_too(tmp_path: Path) -> None:
-    """YAML 1.1 reads 1e9 as text."""
+def test_files_of_ones_own(tmp_path: Path) -> None:
+    """Numbers without a sign are numbers too: YAML 1.1 reads 1e9 as text."""
     path = tmp_path / "mine.yaml"
     path.write_text(GOOD)
     gpu = load_gpu(str(path))
     assert (gpu.name, gpu.clock_hz, gpu.sm_count, gpu.peak("fp32")) == ("mine", 1e9, 2, 1e12)
+    path.write_text(host_yaml(host("whatever", 1.5, "x")) + "spread: 1.2\n")  # of older versions
+    assert load_host(str(path)) == host("mine", 1.5, "x")
+    assert check_host_file(path) == "mine"
+    for name in ("usual.yaml", "reference.yaml", "host.txt"):
+        with pytest.raises(ValueError, match=r"allowed is NAME\.yaml"):
+            check_host_file(tmp_path / name)
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("load", "text", "message"),
     [
-        ("[1, 2]", "expected a mapping"),
-        ("a: [", "not a readable hardware file"),
-        ("\x00\x01", "not a readable hardware file"),
-        (GOOD + "colour: green\n", "unknown keys ['colour']"),
-        (GOOD + "1: 2\n", "unknown keys ['1']"),
-        (GOOD + "power_w: lots\n", "power_w is a number"),
-        (GOOD + "power_w: .nan\n", "power_w is a number"),
-        (GOOD + "power_w: true\n", "power_w is a number"),
-        (GOOD + "power_w: [1]\n", "power_w is a number"),
-        (GOOD.replace("sm_count: 2", "sm_count: 2.5"), "sm_count is a whole number"),
-        (GOOD.replace("{fp32: 1e12}", "fast"), "peak_flops_per_s maps names to numbers"),
-        (GOOD.replace("1e12", "-1"), "peak_flops_per_s.fp32 is a number"),
-        (GOOD.replace("{fp32: 1e12}", "{}"), "peak_flops_per_s needs a positive number"),
-        (GOOD + "vendor: 3\n", "vendor is text"),
-        ("[" * 5000, "not a readable hardware file"),
+        (load_gpu, "[1, 2]", "expected a mapping"),
+        (load_gpu, "a: [", "not a readable hardware file"),
+        (load_gpu, "\x00\x01", "not a readable hardware file"),
+        (load_gpu, GOOD + "colour: green\n", "unknown keys ['colour']"),
+        (load_gpu, GOOD + "1: 2\n", "unknown keys ['1']"),
+        (load_gpu, GOOD + "power_w: lots\n", "power_w is a number"),
+        (load_gpu, GOOD + "power_w: .nan\n", "power_w is a number"),
+        (load_gpu, GOOD + "power_w: true\n", "power_w is a number"),
+        (load_gpu, GOOD + "power_w: [1]\n", "power_w is a number"),
+        (load_gpu, GOOD.replace("sm_count: 2", "sm_count: 2.5"), "sm_count is a whole number"),
+        (load_gpu, GOOD.replace("{fp32: 1e12}", "fast"), "peak_flops_per_s maps names to numbers"),
+        (load_gpu, GOOD.replace("1e12", "-1"), "peak_flops_per_s.fp32 is a number"),
+        (load_gpu, GOOD.replace("{fp32: 1e12}", "{}"), "peak_flops_per_s needs a positive number"),
+        (load_gpu, GOOD + "vendor: 3\n", "vendor is text"),
+        (load_gpu, "[" * 5000, "not a readable hardware file"),
+        (load_node, "gpu: t4\n", "missing keys ['gpus_per_node', 'topology']"),
+        (load_node, GOOD_NODE.replace("pcie", "star"), "topology 'star'; allowed:"),
+        (load_node, GOOD_NODE.replace("4\n", "0\n"), "gpus_per_node must be at least 1"),
+        (load_node, GOOD_NODE + "nics: -1\n", "nics is a number of at least 0"),
+        (load_node, "- 1", "expected a mapping"),
+        (load_host, GOOD_HOST.replace("1", "0"), "above 0, got 0 and 5"),
+        (load_host, GOOD_HOST.replace("5", "fast"), "launch_us is a number of at least 0"),
+        (load_host, GOOD_HOST.replace("launch_us: 5\n", ""), "missing keys"),
+        (load_host, GOOD_HOST + "ghz: 3", "unknown keys"),
+        (load_host, "- 1", "expected a mapping"),
     ],
 )
-def test_a_malformed_gpu_file_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+def test_a_malformed_file_is_one_line(
+    tmp_path: Path, load: Callable[[str], object], text: str, message: str
+) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        load_gpu(str(path))
-    assert len(str(caught.value).splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("gpu: t4\n", "missing keys ['gpus_per_node', 'topology']"),
-        (GOOD_NODE.replace("pcie", "star"), "topology 'star'; allowed:"),
-        (GOOD_NODE.replace("4\n", "0\n"), "gpus_per_node must be at least 1"),
-        (GOOD_NODE + "nics: -1\n", "nics is a number of at least 0"),
-        ("- 1", "expected a mapping"),
-    ],
-)
-def test_a_malformed_node_file_is_one_line(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "bad.yaml"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        load_node(str(path))
+        load(str(path))
     assert len(str(caught.value).splitlines()) == 1
 
 
 def test_unknown_names_list_the_known() -> None:
-    with pytest.raises(ValueError, match=r"unknown gpu 'h1000'; known: .*h100-nvl"):
-        load_gpu("h1000")
     every = "h100-nvl, h100-pcie-80gb, h100-sxm-80gb, h100-sxm-96gb"
-    with pytest.raises(ValueError, match=rf"unknown gpu 'h100'; known: {every}; all \d+:"):
-        load_gpu("h100")
-    with pytest.raises(ValueError, match=r"unknown node 'dgx-0'; known: .*dgx-a100"):
-        load_node("dgx-0")
+    for load, message in (
+        (lambda: load_gpu("h1000"), "unknown gpu 'h1000'; known: .*h100-nvl"),
+        (lambda: load_gpu("h100"), rf"unknown gpu 'h100'; known: {every}; all \d+:"),
+        (lambda: load_node("dgx-0"), "unknown node 'dgx-0'; known: .*dgx-a100"),
+        (lambda: load_host("nuc"), r"unknown host 'nuc'; known: \['usual', "),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load()
+    assert unknown_gpu("NVIDIA L40") == "unknown gpu: 'NVIDIA L40'; known: a40, l4, l40s"
+    assert unknown_gpu("Abacus") == "unknown gpu: 'Abacus'"
 
 
 @pytest.mark.parametrize(
@@ -204,17 +199,14 @@ def test_unknown_names_list_the_known() -> None:
         ("AMD_Instinct_MI250", "mi250"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
         ("h100-nvl", "h100-nvl"),
-        ("H200 NVL", "h200-nvl"),
         ("NVIDIA H100-SXM5-80GB", "h100-sxm-80gb"),
         ("B300", "b300-sxm"),
-        ("GB300", "gb300"),
         ("RTX_4090", "rtx-4090"),
         ("H100", "h100-sxm-80gb"),  # in three forms: the usual one
         ("A100 PCIe", "a100-pcie-80gb"),
         ("A6000", "rtx-a6000"),
         ("rtx3090", "rtx-3090"),
         ("NVIDIA H800", "h800-sxm-80gb"),
-        ("h200_sxm", "h200-sxm-141gb"),
         ("NVIDIA Blackwell GPU (B200-SXM-180GB)", "b200-sxm"),
         ("AMD Instinct MI300X VF", "mi300x"),
         ("gfx942130", "mi300x"),  # 304 compute units in hex
@@ -233,36 +225,18 @@ def test_device_names_of_others_are_ours(theirs: str, ours: str | None) -> None:
     assert gpu_named(theirs) == ours
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [
-        ("DGX-H100", "dgx-h100"),
-        ("DGX B300", "dgx-b300"),
-        ("dgx_a100", "dgx-a100"),
-        ("DGX-GB200", "gb200-nvl72"),
-        ("DGX-GB300", "gb300-nvl72"),
-        ("GB300-NVL72", "gb300-nvl72"),
-        ("DGX-9", None),
-        ("", None),
-    ],
-)
-def test_nodes_are_found_in_any_spelling(theirs: str, ours: str | None) -> None:
-    assert node_named(theirs) == ours
-
-
-def test_usual_forms_are_files() -> None:
-    assert {file for files in USUAL.values() for file in files} <= set(SHIPPED)
+def test_nodes_are_found_in_any_spelling() -> None:
+    ours = {"DGX-H100": "dgx-h100", "DGX B300": "dgx-b300", "dgx_a100": "dgx-a100"}
+    ours |= {"DGX-GB200": "gb200-nvl72", "GB300-NVL72": "gb300-nvl72"}
+    assert {name: node_named(name) for name in ours} == ours
+    assert [node_named(name) for name in ("DGX-9", "")] == [None, None]
 
 
 def test_a_name_that_several_files_fit_says_which_one_was_taken() -> None:
+    assert {file for files in USUAL.values() for file in files} <= set(SHIPPED)
     assert form_assumed("A100 80GB") == "SXM assumed"
     assert form_assumed("A100 SXM") == "a100-sxm-80gb assumed"
     assert form_assumed("NVIDIA A100 80GB PCIe") == form_assumed("A40") == ""
-
-
-def test_a_refused_name_comes_with_those_like_it() -> None:
-    assert unknown_gpu("NVIDIA L40") == "unknown gpu: 'NVIDIA L40'; known: a40, l4, l40s"
-    assert unknown_gpu("Abacus") == "unknown gpu: 'Abacus'"
 
 
 @pytest.mark.parametrize(
@@ -281,3 +255,42 @@ def test_systems_have_the_usual_node_of_their_gpu(
     system: str, ranks: int, node: str, link: str
 ) -> None:
     assert (node_of(system), link_of(system, ranks)) == (node, link)
+
+
+def host(name: str, slowdown: float, *sources: str) -> HostMachine:
+    return scaled_host(name, slowdown, source="by hand", fitted_on=", ".join(sources))
+
+
+def test_events_are_those_of_the_reference_times_the_slowdown() -> None:
+    """A module call takes the reference 3 us, a launch 5; AdamW 100 us and 1.35 for each tensor.
+
+    A call that chooses a kernel costs several launches.
+    """
+    slow = replace(host("slow", 2.0), launch_us=7.0)
+    assert slow.event_us("module_call") == 6.0
+    assert slow.event_us("adamw_step", 100) == pytest.approx(2 * (100 + 135))
+    assert slow.event_us("launch") == 7.0  # measured by itself
+    assert REFERENCE.event_us("launch") == 5.0
+    launches = {("gemm", "mm"): 2.7, ("norm", "batch"): 4.0, ("norm", "layer"): 1.9}
+    launches["elementwise", "add"] = 1.0
+    assert {op: call_launches(*op) for op in launches} == launches
+
+
+def test_the_usual_host_is_the_median() -> None:
+    found = usual_host([host("a", 1.0, "x"), host("b", 2.0, "y"), host("c", 8.0, "z")])
+    assert found.slowdown == pytest.approx(2.0)
+    assert found.launch_us == pytest.approx(10.0)
+    assert found.sources == ("x", "y", "z")
+    assert usual_host([]) == REFERENCE
+
+
+def test_the_usual_host_rests_on_no_source_that_is_left_out() -> None:
+    """Hosts that ship say what they were fitted on."""
+    known = [load_host(name) for name in host_names()]
+    assert len(known) >= 6 and all(h.sources for h in known)
+    assert all("python -m itercast.eval.public.hosts" in h.source for h in known)
+    with leaving_out("KernelBench"):
+        left = load_host()
+    assert "kernelbench" in load_host().sources
+    assert left.sources == tuple(s for s in load_host().sources if s != "kernelbench")
+    assert left == usual_host([h for h in known if "kernelbench" not in h.sources])
