@@ -23,13 +23,16 @@ from torch.utils.checkpoint import checkpoint
 
 from itercast.microbench.opcall import OpCall
 from itercast.microbench.programs.capture import capture_program
+from itercast.microbench.programs.log import ProgramLog
 from itercast.microbench.programs.program import (
     COLLECTIVE,
     HOST,
+    HOST_WAIT,
     RECORD,
     WAIT,
     ProgramCapture,
 )
+from itercast.microbench.programs.streams import recorded_streams
 
 Step = Callable[[], Any]
 
@@ -94,7 +97,9 @@ def test_fsdp_and_tensor_parallelism(dp: int, tp: int) -> None:
     """Per block 2 x 64 x 256 / tp weights, padded to whole rows of every rank.
 
     A rank has 256 / 8 = 32 rows of ``up`` and 64 rows of ``down``. On 8 ranks they divide evenly;
-    on 512 every rank has a row of each, 64 + 32 elements.
+    on 512 every rank has a row of each, 64 + 32 elements. The copy into the buffer, the gather and
+    the scatter each have a stream, and wait for points that were recorded. Python that runs:
+    FSDP2's hooks of two blocks and of the root, which holds nothing; SGD over DTensors.
     """
     capture = capture_program(sharded((dp, tp)), dp * tp)
     gathered = 2 * 64 * 32 if dp == 8 else 512 * (64 + 32)
@@ -103,16 +108,31 @@ def test_fsdp_and_tensor_parallelism(dp: int, tp: int) -> None:
         ("reduce_scatter", 4 * gathered, dp): 2,  # fp32
         ("all_reduce", 8 * 64 * 2, tp): 4,  # outputs in forward, inputs' gradients in backward
     }
+    streams = {(c.kwargs["kind"], c.stream) for c in collectives(capture)}
+    assert streams >= {("all_gather", 2), ("reduce_scatter", 3)} and len(streams) == 3
+    calls, recorded = capture.ranks[0].calls, set[int]()
+    for call in calls:
+        recorded |= {call.args[0]} if call.op == RECORD else set()
+        assert call.op != WAIT or call.args[0] in recorded
+    python = [c for c in calls if c.op == HOST]
+    layers = [(c.args, c.phase) for c in python if c.args[0] == "fsdp_layer"]
+    assert layers == [(("fsdp_layer", 2), p) for p in ("forward",) * 2 + ("backward",) * 2]
+    steps = [c.args for c in python if c.phase == "optimizer"]
+    assert steps == [("sgd_step", 4), ("sgd_dtensor_step", 4)]
 
 
-def test_fsdp_gathers_on_streams_of_its_own() -> None:
-    """The copy into the buffer, the gather and the scatter each have a stream."""
-    calls = capture_program(sharded((8, 8)), 64).ranks[0].calls
-    streams = {
-        kind: {c.stream for c in calls if c.op == COLLECTIVE and c.kwargs["kind"] == kind}
-        for kind in ("all_gather", "reduce_scatter")
-    }
-    assert streams["all_gather"] == {2} and streams["reduce_scatter"] == {3}
+def test_ranks_outside_the_world_or_that_wait_for_each_other_are_named() -> None:
+    with pytest.raises(ValueError, match=r"ranks \[8\]: allowed are 0 to 7"):
+        capture_program(sharded((8, 1)), 8, ranks=[8])
+
+    def program() -> Step:
+        dist.init_process_group("nccl")
+        objects: list[Any] = [None]
+        dist.recv_object_list(objects, src=1 - dist.get_rank())
+        return lambda: None
+
+    with pytest.raises(ValueError, match=r"ranks \[0, 1\] wait for each other's objects"):
+        capture_program(program, 2)
 
 
 def test_a_reduction_in_the_background_is_awaited_where_the_program_waits() -> None:
@@ -181,13 +201,7 @@ def test_a_pipeline_is_captured_on_every_stage() -> None:
         schedule = Schedule1F1B(stage, 4, loss_fn=lambda y, t: ((y - t) ** 2).mean())
         x, target = torch.randn(16, 64), torch.randn(16, 64)
 
-        def step() -> None:
-            if rank == 0:
-                schedule.step(x)
-            else:
-                schedule.step(target=target)
-
-        return step
+        return lambda: schedule.step(x) if rank == 0 else schedule.step(target=target)
 
     capture = capture_program(program, 3)
     assert list(capture.ranks) == [0, 1, 2]
@@ -200,17 +214,6 @@ def test_a_pipeline_is_captured_on_every_stage() -> None:
     assert kinds[0] == {("send", 1): 4, ("recv", 1): 4}
     assert kinds[1] == {("recv", 0): 4, ("send", 0): 4, ("send", 2): 4, ("recv", 2): 4}
     assert kinds[2] == {("send", 1): 4, ("recv", 1): 4}
-
-
-def test_ranks_that_wait_for_each_other_are_named() -> None:
-    def program() -> Step:
-        dist.init_process_group("nccl")
-        objects: list[Any] = [None]
-        dist.recv_object_list(objects, src=1 - dist.get_rank())
-        return lambda: None
-
-    with pytest.raises(ValueError, match=r"ranks \[0, 1\] wait for each other's objects"):
-        capture_program(program, 2)
 
 
 def test_a_number_that_the_host_reads_is_one_and_a_wait() -> None:
@@ -230,40 +233,9 @@ def test_memory_is_that_of_tensors_alive() -> None:
 
     def program() -> Step:
         a, b = torch.randn(1024), torch.randn(1024)
-
-        def step() -> None:
-            c = a + b
-            del c
-            d = a * b
-            del d
-
-        return step
+        return lambda: [(a + b) is None, (a * b) is None]
 
     assert capture_program(program, 1).peak_bytes == {0: 3 * 4096}
-
-
-def test_ranks_outside_the_world_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"ranks \[8\]: allowed are 0 to 7"):
-        capture_program(sharded((8, 1)), 8, ranks=[8])
-
-
-def test_waits_name_points_that_were_recorded() -> None:
-    calls = capture_program(sharded((8, 8)), 64).ranks[0].calls
-    recorded: set[int] = set()
-    for call in calls:
-        recorded |= {call.args[0]} if call.op == RECORD else set()
-        assert call.op != WAIT or call.args[0] in recorded
-
-
-def test_python_of_wrappers_is_logged_where_it_runs() -> None:
-    """FSDP2's hooks of two blocks and of the root, which holds nothing; SGD over DTensors."""
-    calls = [c for c in capture_program(sharded((8, 1)), 8).ranks[0].calls if c.op == HOST]
-    layers = [(c.args, c.phase) for c in calls if c.args[0] == "fsdp_layer"]
-    assert layers == [(("fsdp_layer", 2), p) for p in ("forward",) * 2 + ("backward",) * 2]
-    assert [c.args for c in calls if c.phase == "optimizer"] == [
-        ("sgd_step", 4),
-        ("sgd_dtensor_step", 4),
-    ]
 
 
 def test_what_a_checkpoint_runs_again_is_what_forward_ran() -> None:
@@ -286,3 +258,40 @@ def test_what_a_checkpoint_runs_again_is_what_forward_ran() -> None:
     ]
     (event,) = [c.args for c in calls if c.op == HOST]
     assert event == ("checkpoint_layer", 4)  # q, k, v and the input of sin
+
+
+def marks(log: ProgramLog) -> list[tuple[str, int, int]]:
+    """Kind, stream and point of each mark."""
+    return [(call.op, call.stream, call.args[0]) for call in log.calls]
+
+
+def test_a_stream_that_waits_for_another_waits_for_the_point_it_has_reached() -> None:
+    log = ProgramLog()
+    with recorded_streams(log):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            assert log.stream == side.number == 1
+        assert log.stream == 0
+    assert marks(log) == [(RECORD, 0, 0), (WAIT, 1, 0)]
+
+
+def test_an_event_is_a_point_of_the_stream_that_recorded_it() -> None:
+    log = ProgramLog()
+    with recorded_streams(log):
+        event, side = torch.cuda.Event(), torch.cuda.Stream()
+        event.wait(side)  # not recorded yet: nothing to wait for
+        event.record()
+        event.wait(side)
+        event.wait()  # its own stream: launches are in order anyway
+        event.synchronize()
+    assert marks(log) == [(RECORD, 0, 0), (WAIT, 1, 0), (HOST_WAIT, 0, 0)]
+
+
+def test_cpu_code_gets_the_same_streams() -> None:
+    """Code for any device asks torch.cpu, which has streams that do nothing otherwise."""
+    log = ProgramLog()
+    with recorded_streams(log):
+        assert torch.cpu.current_stream() is torch.cuda.current_stream()
+        torch.cpu.synchronize()
+    assert marks(log) == [(RECORD, 0, 0), (HOST_WAIT, 0, 0)]
