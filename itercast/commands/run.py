@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from itercast.compose.forecast import Forecast
     from itercast.compose.target import Target
     from itercast.microbench.input.lane import InputLane
+    from itercast.microbench.programs.program import ProgramCapture
 
 
 def run(
@@ -61,9 +61,10 @@ def run(
         write_trace(trace, program_timeline(program, target))
     if as_json:
         facts = {"loading_us": loading_us, "notes": program.notes}
+        facts |= {"optimizer_steps": program.optimizer_steps}
         typer.echo(json.dumps({"case": script.name, **asdict(found), **facts}))
     else:
-        _print(script.name, found, loading_us, advice, program.notes)
+        _print(script.name, found, loading_us, advice, program)
 
 
 def _workers(found: Forecast, lane: InputLane, target: Target, samples: int) -> str:
@@ -81,7 +82,7 @@ def _workers(found: Forecast, lane: InputLane, target: Target, samples: int) -> 
 
 
 def _print(
-    name: str, found: Forecast, loading_us: float, advice: str, notes: Sequence[str]
+    name: str, found: Forecast, loading_us: float, advice: str, program: ProgramCapture
 ) -> None:
     """Print a forecast as a table, with the time that a step's batches took to load, and notes."""
     from itercast.commands.shared import forecast_table
@@ -91,6 +92,9 @@ def _print(
         waits = f"{found.idle_by_us['input'] * 1e-3:.2f} ms of the iteration wait for it"
         table.add_row("loading its batches here", f"{loading_us * 1e-3:.2f} ms, {waits}")
         table.add_row("its DataLoader has", advice)
-    for note in notes:
+    if program.optimizer_steps > 1:
+        each_ms = found.iteration_us / program.optimizer_steps * 1e-3
+        table.add_row("its optimizer steps", f"{program.optimizer_steps}, {each_ms:.2f} ms each")
+    for note in program.notes:
         table.add_row("note", note)
     Console().print(table)

@@ -42,8 +42,8 @@ class ProgramCapture:
     messages to and from a rank have a stream each, since NCCL runs them side by side.
 
     ``peak_bytes``: the most memory that a rank's tensors take during the step. ``samples`` and
-    ``tokens`` of a rank's step, 0 where they are not known. ``notes``: what was assumed of it, in
-    sentences.
+    ``tokens`` of a rank's step, 0 where they are not known. ``optimizer_steps``: how often one
+    optimizer steps in it. ``notes``: what was assumed of it, in sentences.
     """
 
     world_size: int
@@ -51,6 +51,7 @@ class ProgramCapture:
     peak_bytes: Mapping[int, int]
     samples: int = 0
     tokens: int = 0
+    optimizer_steps: int = 1
     notes: tuple[str, ...] = ()
 
 

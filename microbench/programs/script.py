@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import linecache
 import multiprocessing.util
 import os
 import runpy
@@ -20,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from itercast.microbench.programs.capture import capture_ranks, runs_of_steps
 from itercast.microbench.programs.log import ProgramLog
 from itercast.microbench.programs.machine import gpus_that_are_not_there
 from itercast.microbench.programs.program import ProgramCapture, write_program
-from itercast.microbench.programs.steps import EnoughSteps, Steps
+from itercast.microbench.programs.steps import KINDS, EnoughSteps, Lines, Steps, told
 from itercast.microbench.store import write_atomic
 from itercast.microbench.user_errors import first_line
 
@@ -63,8 +63,11 @@ class Script:
 
     def owns(self, file: str) -> bool:
         """Whether a file lies in that folder and not in an environment inside it."""
-        path = Path(file).resolve()
-        return path.is_file() and path.is_relative_to(self.folder) and not _installed(path)
+        return _lies_beside(self.path, file)
+
+    def lines(self, frames: Iterable[tuple[str, int | None]]) -> Lines:
+        """The lines of the user's own code among files and lines."""
+        return tuple((file, line or 0) for file, line in frames if self.owns(file))
 
     def __post_init__(self) -> None:
         if self.steps < 2:
@@ -80,7 +83,7 @@ def capture_script(
 
     ``per_node`` GPUs share a node. RefusedError names the line of the script that cannot run so.
     """
-    notes: dict[str, None] = {}
+    notes, optimizer_steps = dict[str, None](), list[int]()
 
     def run(rank: int, log: ProgramLog) -> None:
         for name, module in list(sys.modules.items()):  # each rank imports the script's own anew
@@ -93,18 +96,28 @@ def capture_script(
             stack.enter_context(_nothing_outside(script))
             stack.enter_context(real_batches(taken))
             steps = _run_until(script, log, taken)
-        if steps.name:
-            notes[f"a step is taken to be {steps.name}"] = None
+        notes.update(dict.fromkeys(steps.notes))
+        optimizer_steps.append(steps.optimizer_steps)
         for guess, frames in log.guesses.items():
             notes[f"{guess}{_place(frames, script)}"] = None
 
     captured = capture_ranks(run, world_size)
-    return replace(captured, samples=sum(taken.samples), notes=tuple(notes))
+    return replace(
+        captured,
+        samples=sum(taken.samples),
+        optimizer_steps=max(optimizer_steps),
+        notes=tuple(notes),
+    )
 
 
 def _run_until(script: Script, log: ProgramLog, taken: TakenBatches) -> Steps:
     """Run the script until it has made enough steps; the log is that of the last one."""
-    steps = Steps(script.steps, log, taken, lambda: _place(traceback.extract_stack(), script))
+
+    def lines() -> Lines:
+        frames = [(f.f_code.co_filename, line) for f, line in traceback.walk_stack(None)]
+        return script.lines(reversed(frames))
+
+    steps = Steps(script.steps, log, taken, lines)
     argv = [str(script.path), *script.arguments]
     try:
         with (
@@ -114,7 +127,8 @@ def _run_until(script: Script, log: ProgramLog, taken: TakenBatches) -> Steps:
         ):
             runpy.run_path(str(script.path), run_name="__main__")
     except (Exception, SystemExit, EnoughSteps) as exc:
-        ended = steps.kept and isinstance(exc, SystemExit) and not exc.code
+        exits = isinstance(exc, SystemExit) and not exc.code
+        ended = steps.kept and (exits or KINDS[steps.kind] == "optimizer")
         if not (steps.enough or ended):  # else it fails on its way out
             raise _refusal(exc, steps.done, script) from exc
     if not steps.kept:
@@ -138,12 +152,7 @@ def _too_few(done: int, script: Script, how: str) -> str:
 
 def _place(frames: Iterable[traceback.FrameSummary], script: Script) -> str:
     """The last line of the user's own code among calls, in brackets; or nothing."""
-    users = [f for f in frames if script.owns(f.filename)]
-    if not users:
-        return ""
-    last = users[-1]
-    line = linecache.getline(last.filename, last.lineno or 0).strip()
-    return f" ({Path(last.filename).name}:{last.lineno}: {line})"
+    return told(script.lines((frame.filename, frame.lineno) for frame in frames))
 
 
 @contextmanager
@@ -241,6 +250,13 @@ def main(order: str, result: str) -> int:
     return 0
 
 
+@cache
+def _lies_beside(script: Path, file: str) -> bool:
+    path = Path(file).resolve()
+    beside = path.is_relative_to(script.resolve().parent)
+    return path.is_file() and beside and not _installed(path)
+
+
 def _file(module: Any) -> str:
     """The file of a module; empty for one without."""
     return str(getattr(module, "__file__", None) or "")
@@ -252,4 +268,6 @@ def _installed(path: Path) -> bool:
 
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the current folder, in which "python script.py" finds no modules
     os._exit(main(*sys.argv[1:]))

@@ -97,6 +97,18 @@ def test_refusals_are_one_line_and_code_2(tmp_path: Path) -> None:
     assert code == 2 and "no such folder" in said.replace("\n", " ")
 
 
+def test_modules_are_found_beside_the_script_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with ``python train.py``: in its own folder, and not in the current one."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here/nearby.py").write_text("")
+    (tmp_path / "train.py").write_text("import nearby")
+    monkeypatch.chdir(tmp_path / "here")
+    code, _, said = run(str(tmp_path / "train.py"))
+    assert code == 2 and "No module named 'nearby'" in said
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "message"),

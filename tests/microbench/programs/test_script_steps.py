@@ -130,3 +130,77 @@ def test_graphed_callables_are_a_launch_in_each_direction(tmp_path: Path) -> Non
     assert {phase for phases in graphs.values() for phase in phases} == {"forward", "backward"}
     assert sorted(len(set(phases)) for phases in graphs.values()) == [1, 1]
     assert set(alone) == {"forward", "backward", "optimizer"}
+
+
+OPTIMIZERS = """
+optimizer = torch.optim.SGD(model.parameters())
+critic = torch.nn.Linear(64, 64).cuda()
+of_critic = torch.optim.SGD(critic.parameters())
+def step(loss, of):
+    loss.backward()
+    of.step()
+"""
+ROLLOUT = """
+model(x)  # a look before the loop comes once
+for iteration in range(9):
+    with torch.no_grad():
+        for t in range(5):
+            critic(x)
+    for epoch in range(2):
+        for part in range(3):
+            step((critic(x) - y).mean(), of_critic)
+            step(loss(), optimizer)
+"""
+CRITICS = """
+for i in range(30):
+    step((critic(x) - y).mean(), of_critic)
+    if i % 3 == 0:
+        step(loss(), optimizer)
+"""
+INNER = """
+for i in range(30):
+    for k in range(4):
+        step((critic(x) - y).mean(), of_critic)
+    step(loss(), optimizer)
+"""
+TWO_LINES = """
+for i in range(9):
+    step(loss(), optimizer)
+    step(loss() + loss(), optimizer)
+"""
+EVALUATED = """
+for i in range(9):
+    if i % 5000 == 0:
+        critic.eval()(x)
+    step((critic.train()(x) - y).mean(), of_critic)
+    step(loss(), optimizer)
+"""
+RARE = """
+for i in range(100):
+    if i % 5000 == 0:
+        critic(x)
+    step(loss(), optimizer)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "products", "steps"),
+    [
+        (ROLLOUT, 5 + 6 * (2 + 5), 6),
+        (CRITICS, 3 * 2 + 5, 3),
+        (INNER, 4 * 2 + 5, 4),
+        (TWO_LINES, 3 * 5, 2),
+        (EVALUATED, 2 + 5, 1),
+        (RARE, 5, 1),
+    ],
+)
+def test_an_iteration_of_several_optimizer_steps(
+    tmp_path: Path, text: str, products: int, steps: int
+) -> None:
+    """A step of the critic has 2 products, one forward and one backward; of the model 2 + 3."""
+    program = captured(written(tmp_path, MODEL + OPTIMIZERS + text), gpus=1)
+    ops = Counter(c.op for c in program.ranks[0].calls)
+    assert ops["aten.mm.default"] + ops["aten.addmm.default"] == products
+    assert program.optimizer_steps == steps
+    left_out = ["what came once in 60 steps is left out (train.py:18: critic(x))"]
+    assert list(program.notes) == (left_out if text == RARE else [])
