@@ -199,6 +199,8 @@ def _phases(log: ProgramLog) -> Iterator[None]:
         return run
 
     def begin(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError("LBFGS runs the model as often as its loss needs, which nobody knows")
         log.phase = "optimizer"
         kind = OPTIMIZERS.get(type(optimizer).__name__, "adamw")
         trained = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
