@@ -217,6 +217,34 @@ class AutocastAsOnGpus(ContextDecorator):
         return self.entered.pop().__exit__(*exc)
 
 
+class Synced(torch.autograd.Function):
+    """Sends what the ranks of ``SyncBatchNorm`` tell each other: in forward the means, deviations
+    and counts, in backward two sums per channel."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Any, layer: Any) -> Any:
+        """Gather what each rank has."""
+        ctx.layer = layer
+        own = output.new_empty(2 * layer.num_features + 1, dtype=torch.float32)
+        ranks = dist.get_world_size(layer.process_group)
+        whole = own.new_empty(ranks * len(own))
+        dist.all_gather_into_tensor(whole, own, layer.process_group)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Add the ranks' sums up."""
+        sums = gradients[0].new_empty(2 * ctx.layer.num_features, dtype=torch.float32)
+        dist.all_reduce(sums, group=ctx.layer.process_group)
+        return gradients[0], None
+
+
+def _sync_batch_norm(layer: Any, x: Any) -> Any:
+    """As ``SyncBatchNorm``, whose kernels no CPU has: a batch norm, and its messages."""
+    output = torch.nn.modules.batchnorm._BatchNorm.forward(layer, x)
+    return Synced.apply(output, layer) if layer.training and dist.is_initialized() else output
+
+
 @contextmanager
 def _collectives_as_on_gpus() -> Iterator[None]:
     """NCCL is there; DDP and FSDP take modules that they find on the CPU as on their GPU."""
@@ -232,6 +260,8 @@ def _collectives_as_on_gpus() -> Iterator[None]:
     there: Row = {"is_nccl_available": _answering(True), "get_backend": _answering("nccl")}
     with (
         patch.object(Ddp, "__init__", making),
+        patch.object(Ddp, "_passing_sync_batchnorm_handle", _stay),
+        patch.object(torch.nn.SyncBatchNorm, "forward", _sync_batch_norm),
         patch.object(fsdp, "_get_compute_device", _answering(torch.device("cpu"))),
         patch.multiple(dist, **there),
     ):
