@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, ExitStack, contextmanager, nullcontext
-from itertools import product
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -109,12 +109,6 @@ SILENT = (
     *("seed", "seed_all", "set_rng_state_all", "_sleep", "memory_snapshot"),
 )
 PARSE_TO = torch._C._nn._parse_to
-COUNTED = (  # keys of torch.cuda.memory_stats, part by part
-    *("allocation", "segment", "active", "inactive_split", "allocated_bytes", "reserved_bytes"),
-    *("active_bytes", "inactive_split_bytes", "requested_bytes"),
-)
-POOLS = ("all", "small_pool", "large_pool")
-STATISTICS = ("current", "peak", "allocated", "freed")
 ZERO = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
 
 
@@ -133,7 +127,7 @@ def _cuda(gpu: Gpu, per_node: int, local_rank: int) -> Row:
         "get_arch_list": [f"sm_{major}{minor}"],
         "is_bf16_supported": major >= CAPABILITY["ampere"][0],
         "mem_get_info": (total, total),
-        "memory_stats": dict.fromkeys(map(".".join, product(COUNTED, POOLS, STATISTICS)), 0),
+        "memory_stats": Counter(),
         "memory_summary": "",
         "get_rng_state_all": [],
         "utilization": 0,
@@ -222,14 +216,14 @@ class Synced(torch.autograd.Function):
     and counts, in backward two sums per channel."""
 
     @staticmethod
-    def forward(ctx: Any, output: Any, layer: Any) -> Any:
+    def forward(ctx: Any, x: Any, layer: Any) -> Any:
         """Gather what each rank has."""
         ctx.layer = layer
-        own = output.new_empty(2 * layer.num_features + 1, dtype=torch.float32)
+        own = x.new_empty(2 * layer.num_features + 1, dtype=torch.float32)
         ranks = dist.get_world_size(layer.process_group)
         whole = own.new_empty(ranks * len(own))
         dist.all_gather_into_tensor(whole, own, layer.process_group)
-        return output.view_as(output)
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -240,9 +234,10 @@ class Synced(torch.autograd.Function):
 
 
 def _sync_batch_norm(layer: Any, x: Any) -> Any:
-    """As ``SyncBatchNorm``, whose kernels no CPU has: a batch norm, and its messages."""
-    output = torch.nn.modules.batchnorm._BatchNorm.forward(layer, x)
-    return Synced.apply(output, layer) if layer.training and dist.is_initialized() else output
+    """As ``SyncBatchNorm``, whose kernels no CPU has: its messages, and a batch norm."""
+    synced = layer.training and dist.is_initialized()
+    x = Synced.apply(x, layer) if synced else x
+    return torch.nn.modules.batchnorm._BatchNorm.forward(layer, x)
 
 
 @contextmanager

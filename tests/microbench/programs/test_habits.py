@@ -133,7 +133,7 @@ dist.all_to_all_single(rows, y.detach(), arriving.tolist(), counts.tolist())
 SYNCED = """
 import torch, torch.distributed as dist
 dist.init_process_group("nccl")
-net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
+net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(True))
 net = torch.nn.SyncBatchNorm.convert_sync_batchnorm(net).cuda()
 net = torch.nn.parallel.DistributedDataParallel(net, device_ids=[0], broadcast_buffers=False)
 optimizer = torch.optim.SGD(net.parameters())
