@@ -14,13 +14,12 @@ from dataclasses import replace
 from itercast.compose.parallel.table_work import TableWork
 from itercast.compose.parallel.tables import RankStep
 from itercast.compose.tables.captured import CapturedTable, Lookup
-from itercast.compose.tables.placement import state_per_weight
 from itercast.compose.tables.tiers import shard_stream
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.stack import TableSoftware
-from itercast.microbench.iterations.sharded_model import Shard
+from itercast.microbench.iterations.sharded_model import Shard, state_per_weight
 from itercast.microbench.opcall import ITEMSIZE_BYTES, OpCall, StepCapture, TensorSpec
-from itercast.microbench.ops.lookup.batched_bags import BatchedBags
+from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
 from itercast.microbench.ops.lookup.random_streams import unique_rows
 from itercast.microbench.ops.memory.fused import CALL
 
@@ -55,9 +54,8 @@ def bytes_of_lookups(shard: Shard, lookup: Lookup, ranks: int, optimizer: str) -
     """
     table, samples = lookup.table, lookup.samples * (1 if shard.local else ranks)
     looked_up = max(1, round(samples * table.pooling * shard.rows / table.rows))
-    p = BatchedBags(
+    p = EmbeddingBag(
         op="forward",
-        tables=1,
         rows=shard.rows,
         dim=shard.columns,
         bags=samples,

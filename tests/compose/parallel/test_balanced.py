@@ -14,12 +14,12 @@ from itercast.compose.tables.greedy import Way, balanced, placements
 from itercast.compose.tables.placement import (
     Placement,
     Sharding,
-    Table,
     check_sharding,
     memory_bytes,
     shards,
 )
 from itercast.compose.target import find_target
+from itercast.microbench.iterations.sharded_model import Table
 from itercast.microbench.plan import ParallelPlan
 
 UNLIMITED = 1e15

@@ -17,9 +17,9 @@ from itercast.compose.parallel.batched_tables import (
 from itercast.compose.parallel.tables import rank_step
 from itercast.compose.predict import predict
 from itercast.compose.tables.captured import CapturedTable, Lookup, captured_tables
-from itercast.compose.tables.placement import Placement, Sharding, Table
+from itercast.compose.tables.placement import Placement, Sharding
 from itercast.microbench.hardware.stack import TableSoftware, load_stack
-from itercast.microbench.iterations.sharded_model import Shard
+from itercast.microbench.iterations.sharded_model import Shard, Table
 from itercast.microbench.opcall import StepCapture
 
 Held = tuple[Shard, Lookup]

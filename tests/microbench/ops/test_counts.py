@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from itercast.microbench.ops import families
-from itercast.microbench.ops.lookup.batched_bags import BatchedBags
 from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
 from itercast.microbench.ops.lookup.index_calls import IndexOp
 from itercast.microbench.ops.lookup.sparse_update import SparseUpdate
@@ -62,10 +61,9 @@ DROPOUT = RandomOp(op="native_dropout", size=100)
 LSTM = Recurrent(op="lstm", steps=5, batch=3, inputs=6, hidden=8)
 LSTM_FLOPS = 2 * 15 * 32 * (6 + 8) + 25 * 15 * 8
 LSTM_BYTES = 4 * (15 * (6 + 2 * 8 + 32) + 32 * (6 + 8 + 2))
-# 3 tables of 10 rows and 4 columns; 2 bags of 6 lookups in each touch 3 rows 1, 2 and 3 times
+# 6 lookups of 4 columns in a table of 10 rows, which touch 3 rows 1, 2 and 3 times
 STREAM: dict[str, Any] = {"rows": 10, "dim": 4, "lookups": 6, "unique": 3}
 STREAM |= {"reuse": "0.3333 0.3333 0.3333"}
-TABLES = BatchedBags(op="forward", tables=3, bags=2, **STREAM)
 UPDATE = SparseUpdate(op="sgd", **STREAM)
 # 5 values in 3 x 4, times 4 x 2: values, columns and row pointers; 4 rows read, 3 written
 SPARSE = Sparse(rows=3, cols=4, nnz=5, width=2)
@@ -126,8 +124,6 @@ COUNTED: list[tuple[Any, float | None, float | None]] = [
     (replace(DROPOUT, op="multinomial", rows=3, draws=2), None, 3 * 100 * 4 + 3 * 2 * 8),
     (LSTM, LSTM_FLOPS, LSTM_BYTES),
     (replace(LSTM, op="lstm_backward"), 2 * LSTM_FLOPS, 2 * LSTM_BYTES),
-    (TABLES, 3 * 6 * 4, 3 * ((6 + 2) * 16 + 8 * (6 + 2))),  # 6 rows read, 2 written of 16 bytes
-    (replace(TABLES, op="sgd"), 2 * 3 * 6 * 4, 3 * ((6 + 2 * 3) * 16 + 8 * (6 + 2))),
     (UPDATE, 2 * 6 * 4, 3 * 6 * 4 * 4 + 6 * 8),
     (replace(UPDATE, tables=3), 2 * 6 * 4, 3 * 6 * 4 * 4 + 6 * 8),
     # nine passes over the three touched rows alone

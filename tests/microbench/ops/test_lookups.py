@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from itercast.microbench.hardware.spec import Gpu, gpu_names, load_gpu
 from itercast.microbench.ops.family import Part, Workload
-from itercast.microbench.ops.lookup import batched_bags, embedding_bag, reuse, sparse_update
-from itercast.microbench.ops.lookup.batched_bags import BatchedBags
+from itercast.microbench.ops.lookup import embedding_bag, reuse, sparse_update
 from itercast.microbench.ops.lookup.embedding_bag import (
     EmbeddingBag,
     bytes_moved,
@@ -36,7 +34,6 @@ from itercast.microbench.ops.lookup.random_streams import (
     zipf_indices,
 )
 from itercast.microbench.ops.lookup.sparse_update import SparseUpdate
-from itercast.microbench.sweep.rows import failure
 
 TOY = Gpu(name="toy", sm_count=4, peak_flops_per_s={"fp32": 1e12}, l2_bytes=64 * 100)
 H100 = load_gpu("h100-sxm-80gb")
@@ -44,7 +41,6 @@ H100 = load_gpu("h100-sxm-80gb")
 STREAM: dict[str, Any] = {"rows": 10, "dim": 4, "lookups": 6, "unique": 3}
 STREAM |= {"reuse": "0.3333 0.3333 0.3333"}
 UPDATE = SparseUpdate(op="sgd", **STREAM)
-TABLES = BatchedBags(op="forward", tables=3, bags=2, **STREAM)
 SIZES: dict[str, Any] = {"rows": 10, "dim": 4, "bags": 2, "lookups": 6}
 
 
@@ -149,8 +145,6 @@ def test_features_know_the_stated_stream() -> None:
     assert (update["op"], update["log_tables"]) == ("sgd", 2)
     assert update["log_unique"] == pytest.approx(np.log2(3))
     assert update["log_reuse"] == pytest.approx(1)
-    one, many = (batched_bags.features(replace(TABLES, tables=n), H100) for n in (1, 8))
-    assert many["log_table_per_cache"] - one["log_table_per_cache"] == pytest.approx(3)
 
 
 @contextmanager
@@ -216,9 +210,6 @@ def test_sweeps_have_all_ops_and_streams() -> None:
     assert {p.op for p in updates} == set(sparse_update.OPS)
     assert len({(p.skew > 0, p.repeats > 0, p.reuse != "") for p in updates}) == 4
     assert {p.dim for p in updates} >= set(sparse_update.USUAL_DIMS)
-    tables = list(islice(batched_bags.sweep(), 100))
-    assert {p.op for p in tables} == set(batched_bags.OPS)
-    assert max(p.tables * p.rows * p.dim for p in tables) <= batched_bags.MAX_ELEMENTS
 
 
 class Seen:
@@ -255,22 +246,3 @@ def test_what_no_rows_show_is_additions_copies_and_gathers() -> None:
     assert embedding_bag.fallback(p, Seen()) == [Part(family="index", params=gather)]
     assert embedding_bag.fallback(p, Seen("sparse_backward")) == []
     assert embedding_bag.fallback(replace(p, op="backward"), Seen()) == []
-
-
-def test_without_fbgemm_a_point_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "fbgemm_gpu", None)
-    with pytest.raises(NotImplementedError, match=r"itercast\[fbgemm\]") as raised:
-        batched_bags.build(TABLES, "cpu")
-    assert failure(raised.value)["status"] == "unsupported"
-
-
-@pytest.mark.parametrize("op", batched_bags.OPS)
-def test_fbgemm_runs_what_is_described(op: str) -> None:
-    """Pooled vectors of both bags of all tables; a backward pass runs twice."""
-    pytest.importorskip("fbgemm_gpu", reason="FBGEMM is not installed", exc_type=ImportError)
-    workload = batched_bags.build(replace(TABLES, op=op), "cpu")
-    found: Any = workload.run()
-    if op == "forward":
-        assert tuple(found.shape) == (2, 3 * 4)
-    else:
-        workload.run()
