@@ -138,23 +138,30 @@ def capture(
     """
     used = optimizer or optimizer_of(model)
     options: Row = {"mode": mode, "optimizer": used, "attn": attn, "amp": amp}
-    options["channels_last"] = channels_last
-    options["loss"] = start = loss if isinstance(loss, str) else "default"
+    options |= {
+        "channels_last": channels_last,
+        "loss": loss if isinstance(loss, str) else "default",
+    }
+    settings = _settings(dtype or "fp32", **options)
     if lora and not isinstance(model, Path):
         raise ValueError("lora adapts the model of a Hugging Face configuration only")
     if isinstance(model, str | Path):
         if inputs is not None or not isinstance(loss, str):
             raise ValueError(f"{str(model)!r} brings its own inputs and loss")
-        hf = {"mode": mode, "loss": start, "attn": attn}
-        chosen = case(model) if isinstance(model, str) else hf_case(model, lora=lora, **hf)
-        settings = _settings(dtype or "fp32", **options)
+        chosen = _case_of(model, settings, lora)
         shallow = not (whole or chosen.measured)
         step = capture_case(chosen, settings, batch, seq, shallow=shallow)
     else:
         keep_dtype = dtype is None and hasattr(model, "parameters")
-        settings = _settings(dtype or "fp32", **options)
         step = _capture_module(model, inputs, loss, settings, batch, seq, keep_dtype)
     return with_narrow_products(step, dtype) if dtype in NARROW else step
+
+
+def _case_of(model: str | Path, how: StepSettings, lora: int) -> EvalCase:
+    """The case of a name or of a configuration."""
+    if isinstance(model, str):
+        return case(model)
+    return hf_case(model, lora=lora, mode=how.mode, loss=how.loss, attn=how.attn)
 
 
 def optimizer_of(model: Any) -> str:

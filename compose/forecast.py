@@ -22,6 +22,16 @@ from itercast.microbench.opcall import StepCapture
 from itercast.microbench.plan import ParallelPlan
 
 HALF_WIDTH: Mapping[str, float] = assumed(__file__, "half_width")
+# Facts of a simulated iteration that a forecast states as they are.
+SIMULATED: tuple[str, ...] = (
+    "iteration_us",
+    "compute_us",
+    "comm_us",
+    "exposed_comm_us",
+    "idle_us",
+    "memory_bytes",
+)
+SIMULATED += ("assumed_by_us",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,31 +162,24 @@ def report(
 ) -> Forecast:
     """Turns a simulated iteration into a forecast; samples and tokens are those of all ranks."""
     wide = exp(HALF_WIDTH["cpu" if book.gpu.kind == "cpu" else "gpu"])
-    per_us = 1 / found.iteration_us if found.iteration_us else 0.0
-    per_s = 1e6 * per_us
+    per_s = 1e6 / found.iteration_us if found.iteration_us else 0.0
     idle = {"host": found.host_gap_us, "bubble": found.bubble_us, "waiting": found.waiting_us}
     return Forecast(
         gpu=book.gpu.name,
         plan=plan,
         bundle=bundle_name,
-        iteration_us=found.iteration_us,
+        **{name: getattr(found, name) for name in SIMULATED},
         iteration_us_p10=found.iteration_us / wide,
         iteration_us_p90=found.iteration_us * wide,
         host_us=found.tally.host.total_us,
-        compute_us=found.compute_us,
-        comm_us=found.comm_us,
-        exposed_comm_us=found.exposed_comm_us,
-        idle_us=found.idle_us,
-        memory_bytes=found.memory_bytes,
         samples_per_s=samples * per_s,
         tokens_per_s=tokens * per_s,
         mfu_frac=found.matmul_s * per_s,
         unmodelled_frac=found.tally.unmodelled_frac,
-        assumed_frac=min(1.0, sum(found.assumed_by_us.values()) * per_us),
+        assumed_frac=min(1.0, sum(found.assumed_by_us.values()) * per_s * 1e-6),
         by_family_us=dict(sorted(found.tally.us.items(), key=lambda item: -item[1])),
         energy_j=world_size * book.gpu.power_w * found.iteration_us * 1e-6,
         idle_by_us=idle,
-        assumed_by_us=found.assumed_by_us,
         memory_by_bytes=found.memory,
         world_size=world_size,
         memory_room_bytes=room,

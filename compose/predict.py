@@ -50,27 +50,32 @@ def prepare(
     ``model`` is anything ``capture`` takes, with its ``options``, or a captured step. ``batch`` and
     ``seq`` are a replica's; a captured step and a module's inputs are one micro-batch of it.
     """
+    parsed, target = ParallelPlan.parse(plan), find_target(gpu, plan, bundle, host, stack)
     if isinstance(model, StepCapture):
-        if inputs is not None or loss != "default" or options or lengths or packed:
-            raise ValueError(
-                "a captured step has its inputs, loss and options already: "
-                "allowed are gpu, plan, bundle, engine, host, stack and indices"
-            )
-        if ParallelPlan.parse(plan).amp:
-            raise ValueError(
-                f"plan {plan!r}: amp is not allowed for a captured step, which is captured with "
-                "amp=True or without"
-            )
-        step = with_engine(with_indices(model, indices), engine)
-        return step, find_target(gpu, plan, bundle, host, stack)
-    parsed = ParallelPlan.parse(plan)
+        _check_captured(
+            parsed, inputs is not None or loss != "default" or options or lengths or packed
+        )
+        return with_engine(with_indices(model, indices), engine), target
     size = micro_size(model, parsed, options.pop("batch", None), options.pop("seq", None))
     unlike = _unlike_lengths(size, parsed, lengths, packed)
-    target = find_target(gpu, plan, bundle, host, stack)
     step = capture(model, inputs, loss, **size, **{"amp": parsed.amp, **options})
     if unlike:
         step = with_lengths(step, unlike, packed=packed)
     return with_engine(with_indices(step, indices), engine), target
+
+
+def _check_captured(plan: ParallelPlan, more: object) -> None:
+    """ValueError for what a captured step cannot be asked, given whether ``more`` was stated."""
+    if more:
+        raise ValueError(
+            "a captured step has its inputs, loss and options already: "
+            "allowed are gpu, plan, bundle, engine, host, stack and indices"
+        )
+    if plan.amp:
+        raise ValueError(
+            f"plan {str(plan)!r}: amp is not allowed for a captured step, which is captured with "
+            "amp=True or without"
+        )
 
 
 def _unlike_lengths(size: Row, plan: ParallelPlan, spec: str, packed: bool) -> Lengths | None:

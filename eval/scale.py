@@ -77,10 +77,9 @@ def shardings_s() -> float:
     """Seconds that forecasts of SHARDINGS shardings of many tables take, once ops are priced."""
     from itercast.compose.sharding.forecast import Forecaster
     from itercast.compose.sharding.propose import random_sharding
-    from itercast.compose.sharding.tables import RankingModel
-    from itercast.compose.tables.placement import Table
     from itercast.compose.target import find_target
     from itercast.learners.bundle import SHIPPED_CPU
+    from itercast.microbench.iterations.sharded_model import RankingModel, Table
 
     rng = np.random.default_rng(0)
     tables = (

@@ -6,7 +6,7 @@ import json
 import os
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -111,36 +111,32 @@ def collect(
     typer.echo(f"{rows} new rows in {out}")
 
 
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        help="memory of a family's training, such as 4GiB; trees learn from larger data on disk; "
+        "default: half of the machine's"
+    ),
+]
+
+
 @app.command()
 def train(
-    out: Annotated[
-        Path | None, typer.Option(file_okay=False, help="bundle folder to write")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(file_okay=False, help="bundle to write")] = None,
     into: Annotated[
-        Path | None,
-        typer.Option(help="bundle folder to change: adds the families, or replaces them there"),
+        Path | None, typer.Option(help="bundle to change: adds the families, or replaces them")
     ] = None,
     data: Annotated[
         list[str] | None, typer.Option(help="dataset root, a folder or a URL; repeatable")
     ] = None,
     family: Families = None,
-    trials: Annotated[
-        int, typer.Option(min=0, help="hyperparameter trials per family; 0: defaults")
-    ] = 0,
+    trials: Annotated[int, typer.Option(min=0, help="trials per family; 0: default options")] = 0,
     storage: Annotated[
-        str | None,
-        typer.Option(help="database URL of the trials, to share them among machines"),
+        str | None, typer.Option(help="database URL of the trials, to share them among machines")
     ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            help="memory of a family's training, such as 4GiB; trees learn from larger data on "
-            "disk; default: half of the machine's"
-        ),
-    ] = None,
+    memory: Memory = None,
     address: Annotated[
-        str | None,
-        typer.Option(help="train families as Ray tasks: auto, an address, or local"),
+        str | None, typer.Option(help="train families as Ray tasks: auto, an address, or local")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -154,14 +150,13 @@ def train(
         raise ValueError("train needs --out, a bundle to write, or --into, one to change")
     if storage and not trials:
         raise ValueError(f"storage {storage!r} keeps trials: it needs --trials, 1 or more")
-    where = data or ["datasets"]
-    more: dict[str, Any] = {"memory": memory_bytes(memory, os.cpu_count() or 1 if address else 1)}
+    where, at_once = data or ["datasets"], os.cpu_count() or 1 if address else 1
+    more: dict[str, object] = {"memory": memory_bytes(memory, at_once), "storage": storage}
     if address:
         from itercast.learners.apart import through_ray
 
         more["fit_all"] = through_ray(address, where)
-    roots = [fetched(root) for root in where]
-    report = fit(roots, folder, family, trials, into is not None, storage=storage, **more)
+    report = fit(list(map(fetched, where)), folder, family, trials, into is not None, **more)
     if as_json:
         typer.echo(json.dumps(report))
     else:

@@ -36,10 +36,6 @@ def held_out_forecasts(
     20 to 80 % quantile of the samples; ``retest_pct``: difference of two measurements, or NaN.
     """
     prepared, some = learned.prepared, rows.iloc[held]
-    low, high = offsets
-    empty = pd.Series(np.nan, index=some.index)
-    quantiles = ("time_us_p20", "time_us_p80")
-    p20, p80 = (some.get(name, empty).to_numpy(dtype=float) for name in quantiles)
     found = pd.DataFrame(
         {
             "family": family.name,
@@ -50,12 +46,12 @@ def held_out_forecasts(
             "bytes_moved": np.broadcast_to(family.bytes_moved(columns(some, family)), len(some)),
             "measured_us": prepared.table.time_us[held],
             "predicted_us": guess,
-            "predicted_us_p10": guess * np.exp(low),
-            "predicted_us_p90": guess * np.exp(high),
+            "predicted_us_p10": guess * np.exp(offsets[0]),
+            "predicted_us_p90": guess * np.exp(offsets[1]),
             "roofline_us": prepared.table.roofline_us[held],
             "outside": _outside(prepared, known, held),
             "neighbour_log2": _neighbour_log2(prepared, known, held),
-            "spread_pct": 100 * (p80 - p20) / some["time_us"].to_numpy(dtype=float),
+            "spread_pct": _spread_pct(some),
             "retest_pct": _retest_pct(prepared, rows, family)[held],
         }
     )
@@ -63,6 +59,11 @@ def held_out_forecasts(
         if name in some:
             found[name] = some[name].to_numpy()
     return found
+
+
+def _spread_pct(rows: pd.DataFrame) -> np.ndarray:
+    p20, p80 = (rows.get(f"time_us_{q}", rows["time_us"] * np.nan) for q in ("p20", "p80"))
+    return (100 * (p80 - p20) / rows["time_us"]).to_numpy(dtype=float)
 
 
 def _params(rows: pd.DataFrame, family: Family) -> list[str]:

@@ -368,13 +368,13 @@ def _gradient_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
         not (0 <= p.cut <= 1 and p.halo >= 0),
         f"cut is up to 1, a halo above 0: {p.cut}, {p.halo}",
     )
-    groups = p.dp % p.table_ranks != 0
-    yield groups, f"shard's group is from 2 and divides dp, got {p.shard_group}"
     yield from _local_rules(p)
 
 
 def _local_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
     """Rules of what replicas average every so many steps: parameters, or tables of groups."""
+    groups = p.dp % p.table_ranks != 0
+    yield groups, f"shard's group is from 2 and divides dp, got {p.shard_group}"
     yield p.local > 0 and p.dp == 1, f"local={p.local} needs dp > 1"
     tables = p.local > 0 and p.shard != ""
     yield tables and p.table_ranks == p.dp, "local with shard averages groups' tables: shard=...:N"

@@ -9,7 +9,7 @@ from typing import Any
 
 from itercast.compose.candidates import Search, candidate_plans
 from itercast.compose.capture_model import capture, optimizer_of
-from itercast.compose.clusters.file import read_cluster, subsets
+from itercast.compose.clusters.file import ClusterFile, read_cluster, subsets
 from itercast.compose.clusters.job import Job
 from itercast.compose.clusters.split import forecast_job
 from itercast.compose.forecast import Forecast
@@ -18,7 +18,7 @@ from itercast.compose.graph.launch_modes import with_engine
 from itercast.compose.graph.sizes import CapturesBySize
 from itercast.compose.open_search import size_of
 from itercast.compose.simulate.stage_rank import least_us
-from itercast.compose.target import find_target
+from itercast.compose.target import Target, find_target
 from itercast.microbench.opcall import StepCapture
 from itercast.microbench.plan import ParallelPlan
 
@@ -51,6 +51,18 @@ def job_on(
         step = capture(model, batch=samples, seq=length or None, **options)
         return with_engine(with_indices(step, indices), engine)
 
+    return Job(
+        cluster=file,
+        captures=CapturesBySize(capture_at),
+        samples=batch,
+        seq=seq,
+        optimizer=options["optimizer"],
+        targets=_targets(file, bundle, host, stack),
+    )
+
+
+def _targets(file: ClusterFile, bundle: Path | None, host: str, stack: str) -> dict[str, Target]:
+    """What each group of a cluster runs on, by its name."""
     targets = {}
     for group in file.groups:
         try:
@@ -61,14 +73,7 @@ def job_on(
         targets[group.name] = replace(found, threads=group.threads or found.threads)
     if len({target.gpu.kind for target in targets.values()}) > 1:
         raise ValueError(f"{file.path}: GPUs and CPUs do not train one model together here")
-    return Job(
-        cluster=file,
-        captures=CapturesBySize(capture_at),
-        samples=batch,
-        seq=seq,
-        optimizer=options["optimizer"],
-        targets=targets,
-    )
+    return targets
 
 
 def predict_on_cluster(

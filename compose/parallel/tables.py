@@ -133,11 +133,8 @@ def rank_step(
     Copies of a table are left to data parallelism, unless kernels over all tables take them too.
     ``optimizer``: of spread tables; by default that of the step.
     """
-    spread = [
-        t
-        for t, p in zip(tables, sharding, strict=True)
-        if kind.batched or p.kind != "data_parallel"
-    ]
+    pairs = zip(tables, sharding, strict=True)
+    spread = [t for t, p in pairs if kind.batched or p.kind != "data_parallel"]
     if not spread:
         return capture
     held, row = held_shards(tables, sharding, per_node), in_a_row(tables, ranks, on_cpu=on_cpu)

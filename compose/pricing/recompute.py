@@ -81,20 +81,23 @@ def recomputed(
         saved = layer.output_bytes + kept.nbytes
         again_bytes = max(0, layer.saved_bytes - layer.output_bytes - kept.needed)
     again = [replace(ops[i], leads=0.0) for i in span if i not in kept.calls]
-    before = list[PricedOp]()
     if again:
         again.insert(0, python_op("checkpoint_layer", _saved(layer, capture), book))
-    if kept.calls:  # Python sees every call in both passes, also those of views
-        views = capture.host.get("view_op", 0) / max(1, len(capture.calls))
-        before.append(python_op("selective_op", 1, book, len(range(*layer.forward)) * (1 + views)))
-        again.insert(0, python_op("selective_op", 1, book, len(span) * (1 + views)))
+    if kept.calls:
+        again.insert(0, _policy(span, capture, book))
     return Recomputed(
         ops=tuple(again),
-        forward=tuple(before),
+        forward=(_policy(range(*layer.forward), capture, book),) if kept.calls else (),
         saved_bytes=saved,
         again_bytes=again_bytes,
         kept=_named(layer, capture, kept.calls),
     )
+
+
+def _policy(calls: Sequence[int], capture: StepCapture, book: PriceBook) -> PricedOp:
+    """Python of a selective policy, which sees every call of a pass, also those of views."""
+    views = capture.host.get("view_op", 0) / max(1, len(capture.calls))
+    return python_op("selective_op", 1, book, len(calls) * (1 + views))
 
 
 def best_kept(items: Sequence[Item], room: int) -> Item:

@@ -29,11 +29,10 @@ from itercast.compose.tables.placement import (
     memory_bytes,
     message_bytes,
     shards,
-    state_per_weight,
 )
 from itercast.compose.tables.tiers import fetched_us
 from itercast.microbench.hardware.stack import TableSoftware, stack_of_row
-from itercast.microbench.iterations.sharded_model import Shard
+from itercast.microbench.iterations.sharded_model import Shard, state_per_weight
 from itercast.microbench.opcall import StepCapture
 from itercast.microbench.plan import GREEDY, ParallelPlan
 
@@ -94,26 +93,21 @@ def _slowest_rank(
         raise ValueError("shard spreads embedding tables, and the model has none")
     state = state_per_weight(capture.optimizer)
     times = ShardTimes(tables, capture.optimizer, ranks, per_node, rate, book)
-    if text is not None:
-        sharding = from_torchrec(text, [t.table for t in tables])
-        check_sharding(sharding, [t.table for t in tables], ranks, per_node)
-    else:
-        sharding = times.greedy(state)
+    every = [t.table for t in tables]
+    sharding = times.greedy(state) if text is None else from_torchrec(text, every)
+    check_sharding(sharding, every, ranks, per_node)
     if tier is not None:
-        inside = (p.kind == "data_parallel" for p in sharding)
-        pairs = zip(sharding, inside, strict=True)
-        sharding = tuple(p if x else replace(p, tier=tier[0], cached=tier[1]) for p, x in pairs)
+        sharding = tuple(_in_tier(p, *tier) for p in sharding)
     rank = times.slowest(sharding)
     kind = BatchedStep if software.batched else RankStep
-    spread = [kind.batched or p.kind != "data_parallel" for p in sharding]
-    shared = [t.table for t, s in zip(tables, spread, strict=True) if s]
-    placed = tuple(p for p, s in zip(sharding, spread, strict=True) if s)
-    weights = memory_bytes(placed, shared, 0.0, ranks, per_node)
-    within = tuple(replace(p, cached=1.0) for p in placed)
-    whole = memory_bytes(within, shared, 0.0, ranks, per_node)
-    on_cpu = book.gpu.kind == "cpu"
+    pairs = zip(tables, sharding, strict=True)
+    spread = [(t.table, p) for t, p in pairs if kind.batched or p.kind != "data_parallel"]
+    listed, placed = [t for t, _ in spread], [p for _, p in spread]
+    within = [replace(p, cached=1.0) for p in placed]
+    weights, whole = (memory_bytes(some, listed, 0.0, ranks, per_node) for some in (placed, within))
+    where = (sharding, rank, ranks, per_node)
     return ShardedRank(
-        step=rank_step(capture, tables, sharding, rank, ranks, per_node, on_cpu=on_cpu, kind=kind),
+        step=rank_step(capture, tables, *where, on_cpu=book.gpu.kind == "cpu", kind=kind),
         added_bytes={
             "parameters": max(weights) - whole[rank],
             "optimizer": round(state * max(weights)),
@@ -125,6 +119,11 @@ def _slowest_rank(
 def table_software(book: PriceBook) -> TableSoftware:
     """How the forecast stack looks tables up; on a CPU as torch does."""
     return TableSoftware() if book.gpu.kind == "cpu" else stack_of_row(book.stack).tables
+
+
+def _in_tier(place: Placement, tier: str, cached: float) -> Placement:
+    """The placement in a tier of memory; copies stay in the GPU's own."""
+    return place if place.kind == "data_parallel" else replace(place, tier=tier, cached=cached)
 
 
 def _less_cached(place: Placement) -> Placement | None:

@@ -19,11 +19,11 @@ from itercast.compose.pricing.price_book import price_book
 from itercast.compose.pricing.rank_graph import until_read
 from itercast.compose.pricing.sharded_tables import ShardTimes
 from itercast.compose.sharding.step import dlrm_step, tables_of
-from itercast.compose.sharding.tables import RankingModel
 from itercast.compose.simulate.iteration import evaluate, quick_us
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.tables.placement import Sharding, check_sharding, memory_bytes
 from itercast.compose.target import Target
+from itercast.microbench.iterations.sharded_model import RankingModel
 from itercast.microbench.opcall import StepCapture
 from itercast.microbench.plan import ParallelPlan
 

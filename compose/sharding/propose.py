@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from itercast.compose.sharding.forecast import Forecaster, ShardingForecast
-from itercast.compose.sharding.tables import RankingModel
 from itercast.compose.tables.greedy import MIN_COLUMNS, greedy
-from itercast.compose.tables.placement import HBM, Placement, Sharding, Table
+from itercast.compose.tables.placement import HBM, Placement, Sharding
 from itercast.microbench.assumptions import assumed
+from itercast.microbench.iterations.sharded_model import RankingModel, Table
 
 DIM_PENALTY: Mapping[int, float] = assumed(__file__, "dim_penalty")
 RANDOM = 8  # random shardings proposed

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 from itercast.compose.capture_model import capture
 from itercast.compose.graph.index_streams import with_index_streams
-from itercast.compose.sharding.tables import RankingModel
 from itercast.compose.tables.captured import CapturedTable, captured_tables
-from itercast.compose.tables.placement import Table
+from itercast.microbench.iterations.sharded_model import RankingModel, Table
 from itercast.microbench.opcall import StepCapture
 
 DENSE_OPTIMIZER = {"adagrad": "adamw", "adam": "adamw", "sgd": "sgd"}

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from itercast.compose.tables.placement import Table, state_per_weight
+from itercast.microbench.iterations.sharded_model import RankingModel, Table
 from itercast.microbench.ops.lookup.index_streams import IndexStream, parse_indices
 from itercast.microbench.store import Facts
 from itercast.microbench.yaml_text import made_of, read_mapping
@@ -15,33 +14,6 @@ DTYPES = ("fp32", "fp16", "bf16")
 OPTIMIZERS = ("sgd", "adagrad", "adam")
 MAX_SIZE = 2**40
 TABLE_KEYS = ("name", "rows", "dim", "pooling", "dtype", "indices", "weighted")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankingModel:
-    """A DLRM (arXiv:1906.00091) to be sharded; ``batch`` is samples of each rank.
-
-    ``bottom`` and ``top`` are the hidden widths of the two perceptrons, by default those of
-    facebookresearch/dlrm for Criteo Kaggle. Pooled vectors of all tables have ``dim`` elements, as
-    the interaction needs them.
-    """
-
-    batch: int
-    tables: tuple[Table, ...]
-    features: int = 13
-    bottom: tuple[int, ...] = (512, 256, 64)
-    top: tuple[int, ...] = (512, 256)
-    optimizer: str = "sgd"
-
-    @property
-    def dim(self) -> int:
-        """Elements of a table's pooled vector."""
-        return self.tables[0].dim
-
-    @property
-    def state(self) -> int:
-        """Numbers of the tables' optimizer per weight."""
-        return state_per_weight(self.optimizer)
 
 
 def read_model(path: Path) -> RankingModel:

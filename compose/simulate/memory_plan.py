@@ -82,28 +82,20 @@ def rank_memory(
     then gradients are summed in a buffer from which they are sent, and zero=1 shards the optimizer
     alone. Not counted: the allocator's rounding, workspaces, the CUDA context.
     """
-    how, n = strategy(plan), plan.shards
-    buffered = not held.keys().isdisjoint(sizes.by_dtype)
-    if buffered:
-        how = replace(how, buckets=False, by_layer=how.by_layer and plan.zero > 1)
+    how, n, buffered = strategy(plan), plan.shards, not held.keys().isdisjoint(sizes.by_dtype)
+    how = replace(how, buckets=False, by_layer=how.by_layer and plan.zero > 1) if buffered else how
     summed, state = sizes.held(held, STATE_COPIES[optimizer])
-    trained, sharded, shards = sizes.trained, 0, 0
-    if how.by_layer:
-        for x, count in sizes.runs:
-            of = x.layer.trained if how.frozen_whole else x.layer.replicated
-            sharded += sum(p.nbytes for p in of) * count
-            shards += x.layer.padded_bytes(n, trained=how.frozen_whole) // n * count
+    trained, (sharded, shards) = sizes.trained, _sharded(sizes, how, n)
     state //= n if how.share_update else 1
     outer = OUTER_COPIES * trained // (n if how.by_layer else 1) if how.outer else 0
     fetched = state if how.offload == "optimizer" else 0  # for the update alone
     kept = summed // (n if how.share_gradients else 1)
     by_element = (trained - sizes.matrices) / (n if how.share_update else 1)
-    made = max(round(update_share * by_element), matrix_bytes)
+    made = max(round(update_share * by_element), matrix_bytes) + fetched
     packed = trained if how.every and not how.by_layer else 0  # to be averaged after the update
-    updating = (kept, 0, max(made + fetched, packed))
-    first = kept if buffered or plan.microbatches > 1 else None
-    moments = _moments(sizes, plan, how, round(others), first)
-    gradients, activations, temporary = max(updating, *moments, key=sum)
+    before = kept if buffered or plan.microbatches > 1 else None
+    moments = (kept, 0, max(made, packed)), *_moments(sizes, plan, how, round(others), before)
+    gradients, activations, temporary = max(moments, key=sum)
     return {
         "parameters": sizes.parameters - sharded + shards,
         "gradients": gradients,
@@ -112,6 +104,16 @@ def rank_memory(
         "buckets": trained if how.buckets else 0,
         "temporary": temporary,
     }
+
+
+def _sharded(sizes: Sizes, how: Strategy, n: int) -> tuple[int, int]:
+    """Bytes of the parameters that ranks shard, and of one rank's shards; layers are padded."""
+    sharded = shards = 0
+    for x, count in sizes.runs if how.by_layer else ():
+        of = x.layer.trained if how.frozen_whole else x.layer.replicated
+        sharded += sum(p.nbytes for p in of) * count
+        shards += x.layer.padded_bytes(n, trained=how.frozen_whole) // n * count
+    return sharded, shards
 
 
 def _moments(

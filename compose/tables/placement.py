@@ -7,60 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from itercast.microbench.assumptions import assumed
-from itercast.microbench.iterations.sharded_model import Shard
+from itercast.microbench.iterations.sharded_model import Shard, Table
 from itercast.microbench.opcall import ITEMSIZE_BYTES
-from itercast.microbench.ops.lookup.index_streams import IndexStream
 from itercast.microbench.store import Row
 
-UNIFORM = IndexStream()
 INDEX_BYTES = 8  # int64 row numbers and lengths of bags
 KINDS = ("data_parallel", "table_wise", "column_wise", "row_wise", "table_row_wise", "grid_shard")
 HBM, UVM, SSD = "hbm", "uvm", "ssd"
 # Where a table lies, by torchrec's compute kernel; the usual share of rows in a cache in HBM.
 KERNELS = {"fused": HBM, "dense": HBM, "fused_uvm": UVM, "fused_uvm_caching": UVM, "key_value": SSD}
 LOAD_FACTOR: float = assumed(__file__, "load_factor")
-
-
-def state_per_weight(optimizer: str) -> int:
-    """Numbers that an optimizer keeps for each weight of a table."""
-    return {"none": 0, "sgd": 0, "adagrad": 1}.get(optimizer, 2)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """One embedding table and how a batch looks it up: ``pooling`` rows per sample on average.
-
-    ``pooled``: the rows of a sample are summed; else each lookup is a sample that gets its row.
-    ``sent``: dtype in which vectors travel, empty for that of the table; ``index``: dtype of row
-    numbers, with which ``lengths`` of bags are sent where they are not constant.
-    """
-
-    name: str
-    rows: int
-    dim: int
-    pooling: float
-    dtype: str = "fp32"
-    weighted: bool = False
-    stream: IndexStream = UNIFORM
-    pooled: bool = True
-    sent: str = ""
-    index: str = "int64"
-    lengths: bool = True
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row."""
-        return self.dim * ITEMSIZE_BYTES[self.dtype]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its weights."""
-        return self.rows * self.row_bytes
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of a number of a vector that travels."""
-        return ITEMSIZE_BYTES[self.sent or self.dtype]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ from math import ceil
 from itercast.compose.graph.identity_cache import cached_by_identity
 from itercast.compose.graph.rewrite import StepBuilder, collective
 from itercast.compose.tables.captured import Lookup, captured_tables
-from itercast.compose.tables.placement import SSD, UVM, Table, state_per_weight
+from itercast.compose.tables.placement import SSD, UVM
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.iterations.sharded_model import Shard
+from itercast.microbench.iterations.sharded_model import Shard, Table, state_per_weight
 from itercast.microbench.opcall import ITEMSIZE_BYTES, StepCapture, TensorSpec
 from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
 from itercast.microbench.ops.lookup.reuse import draws_of, rows_outside

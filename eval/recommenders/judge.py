@@ -17,7 +17,6 @@ from itercast.compose.sharding.propose import (
     table_costs,
     torchrec_us,
 )
-from itercast.compose.sharding.tables import RankingModel
 from itercast.compose.tables.placement import Sharding
 from itercast.compose.target import find_target
 from itercast.eval.recommenders.measure import measure
@@ -25,6 +24,7 @@ from itercast.eval.recommenders.tasks import Candidate, any_configuration, any_s
 from itercast.eval.results import RETEST
 from itercast.learners.bundle import Bundle
 from itercast.learners.train import errors
+from itercast.microbench.iterations.sharded_model import RankingModel
 from itercast.microbench.processes.ranks import threads_of
 
 WITHIN = 1.10  # of the fastest measured: the published criterion of a successful choice

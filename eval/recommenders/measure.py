@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import numpy as np
 
 from itercast.compose.tables.placement import shards
 from itercast.eval.recommenders.tasks import Candidate
-from itercast.microbench.iterations.sharded_model import MeasuredTable, ShardedModel
+from itercast.microbench.iterations.sharded_model import ShardedModel
 from itercast.microbench.processes.ranks import start_ranks, threads_of
 from itercast.microbench.processes.watch import log_tail, never, watch
 from itercast.microbench.store import Row
@@ -26,18 +26,8 @@ def measurable(candidate: Candidate, ranks: int) -> ShardedModel:
     """Describes a candidate (model and sharding) to the processes that run it."""
     model = candidate.model
     numbered = enumerate(zip(model.tables, candidate.sharding, strict=True))
-    return ShardedModel(
-        batch=model.batch,
-        features=model.features,
-        bottom=(*model.bottom,),
-        top=(*model.top,),
-        tables=tuple(
-            MeasuredTable(rows=t.rows, dim=t.dim, pooling=int(t.pooling), skew=t.stream.skew)
-            for t in model.tables
-        ),
-        shards=tuple(s for i, (t, place) in numbered for s in shards(t, i, place, ranks)),
-        optimizer=model.optimizer,
-    )
+    held = tuple(s for i, (t, place) in numbered for s in shards(t, i, place, ranks))
+    return ShardedModel(**{f.name: getattr(model, f.name) for f in fields(model)}, shards=held)
 
 
 def measure(

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from itercast.compose.sharding.tables import OPTIMIZERS, RankingModel
-from itercast.compose.tables.placement import Placement, Sharding, Table
+from itercast.compose.sharding.tables import OPTIMIZERS
+from itercast.compose.tables.placement import Placement, Sharding
+from itercast.microbench.iterations.sharded_model import RankingModel, Table
 from itercast.microbench.ops.lookup.index_streams import IndexStream
 
 SKEWS = (0.0, 0.8, 1.05, 1.2)

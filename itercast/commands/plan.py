@@ -70,10 +70,8 @@ def plan(
     asked: Row = {name: getattr(question, name) for name in (*STEP, *WHERE)}
     asked |= {"batch": batch, "amp": amp}
     if cluster is not None:
-        if gpu or gpus or node or any(unlike.values()) or local or objective != "time":
-            told = "--gpu, --gpus, --node, --lengths, --packed, --local or --objective"
-            raise ValueError(f"--cluster goes without {told}")
-        print_plans(*_on_cluster(question, cluster, asked, begin), as_json)
+        alone = not (gpu or gpus or node or any(unlike.values()) or local or objective != "time")
+        print_plans(*_on_cluster(question, cluster, asked, begin, alone=alone), as_json)
         return
     if not gpu or gpus is None:
         raise ValueError("plan takes --gpu and --gpus, or --cluster")
@@ -101,9 +99,12 @@ def _open(question: Question, gpu: str, gpus: int, **asked: Any) -> tuple[Search
 
 
 def _on_cluster(
-    question: Question, path: Path, asked: Row, begin: float
+    question: Question, path: Path, asked: Row, begin: float, *, alone: bool
 ) -> tuple[Row, list[Forecast]]:
-    """The best plans on a file's cluster, and what was asked."""
+    """The best plans on a file's cluster, and what was asked; ``alone``: without other options."""
+    if not alone:
+        told = "--gpu, --gpus, --node, --lengths, --packed, --local or --objective"
+        raise ValueError(f"--cluster goes without {told}")
     with prints_aside(), without_scikit_learn():
         from itercast.compose.clusters.search import job_on, plans_on_cluster
 
@@ -191,7 +192,7 @@ def run_search(search: Search, facts: Facts) -> tuple[dict[str, int], list[Forec
 
 def plans_table(facts: Row, reports: Sequence[Forecast]) -> Table:
     """A table of plans, the best first, each with a bar of where the slowest rank's time goes."""
-    from itercast.commands.shared import cluster_line, lengths_line
+    from itercast.commands.shared import cluster_line
 
     step = f"{facts['batch']} samples a step in {facts['dtype']}"
     title = f"{facts['case']} on {facts['gpus']} x {facts['gpu']}, {step}, by {facts['objective']}"
@@ -211,6 +212,14 @@ def plans_table(facts: Row, reports: Sequence[Forecast]) -> Table:
             f"{100 * r.mfu_frac:.1f}",
             waterfall(r),
         )
+    table.caption = "\n".join(_caption(facts, reports))
+    return table
+
+
+def _caption(facts: Row, reports: Sequence[Forecast]) -> list[str]:
+    """What stands below a table of plans."""
+    from itercast.commands.shared import lengths_line
+
     legend = "slowest rank: " + ", ".join(
         f"[{color}]{mark}[/] {name}" for name, mark, color in PARTS
     )
@@ -228,8 +237,7 @@ def plans_table(facts: Row, reports: Sequence[Forecast]) -> Table:
         lines.append(f"the best: {lengths_line(reports[0].lengths)}")
     if network := reports[0].network:
         lines.append(network)
-    table.caption = "\n".join(lines)
-    return table
+    return lines
 
 
 def waterfall(r: Forecast) -> str:

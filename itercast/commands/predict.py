@@ -63,22 +63,14 @@ def predict(
     if target.plan.dp > 1 and not target.plan.cut:
         _say_whole_matrix(step, target.plan.dp)
     if input_file is not None:
-        from itercast.compose.feed.input import with_input
-        from itercast.microbench.input.lane import read_lane
-
-        samples = step.samples * target.plan.microbatches
-        found = with_input(found, read_lane(input_file), target, samples)
+        found = _with_input(found, input_file, step, target)
     if strict and found.unmodelled_frac > 0:
         raise typer.Exit(_not_modelled(found, step, target))
     if trace is not None:
         write_trace(trace, timeline_of(step, target))
     if policy is not None:
         _write_policy(policy, step, target)
-    noisy: Spread | None = None
-    if spread:
-        from itercast.compose.spread import SIGMA, step_spread
-
-        noisy = step_spread(found, SIGMA["cpu" if target.gpu.kind == "cpu" else "gpu"])
+    noisy = _spread_of(found, target) if spread else None
     _print(question.name, found, noisy, as_json=as_json, explain=explain_assumptions)
 
 
@@ -93,6 +85,20 @@ def _on_cluster(question: Question, path: Path, *, alone: bool) -> Forecast:
         from itercast.compose.clusters.search import predict_on_cluster
 
         return predict_on_cluster(question.asked(), path, **asked)
+
+
+def _with_input(found: Forecast, path: Path, step: StepCapture, target: Target) -> Forecast:
+    """The forecast with the DataLoader of a file."""
+    from itercast.compose.feed.input import with_input
+    from itercast.microbench.input.lane import read_lane
+
+    return with_input(found, read_lane(path), target, step.samples * target.plan.microbatches)
+
+
+def _spread_of(found: Forecast, target: Target) -> Spread:
+    from itercast.compose.spread import SIGMA, step_spread
+
+    return step_spread(found, SIGMA["cpu" if target.gpu.kind == "cpu" else "gpu"])
 
 
 def _say_whole_matrix(step: StepCapture, replicas: int) -> None:

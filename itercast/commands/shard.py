@@ -27,11 +27,10 @@ def shard(
     node: NodeName = "",
     bundle: Bundle = None,
     sharding: Annotated[
-        Path | None, typer.Option(help="JSON file of a sharding to rank too, in torchrec's form")
+        Path | None, typer.Option(help="torchrec's JSON of one to rank too")
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(help="JSON file to write: the fastest sharding, in torchrec's form"),
+        Path | None, typer.Option(help="JSON file to write: the fastest, in torchrec's form")
     ] = None,
     seed: Annotated[int, typer.Option(help="seed of the random proposals")] = 0,
     as_json: Json = False,
@@ -45,11 +44,10 @@ def shard(
     from itercast.microbench.store import write_atomic
 
     model = read_model(tables)
-    given = _given(sharding, model) if sharding else None
     target = find_target(gpu, f"dp={gpus},node={node}" if node else f"dp={gpus}", bundle)
     forecaster = Forecaster(model, target, gpus)
-    ranking = choose(forecaster, seed, given)
-    fastest = ranking[0][1]
+    ranking = choose(forecaster, seed, _given(sharding, model) if sharding else None)
+    name, fastest = ranking[0]
     device = "cpu" if target.gpu.kind == "cpu" else "cuda"
     plan = to_torchrec(fastest.sharding, model.tables, forecaster.per_node, device)
     if out is not None:
@@ -57,10 +55,8 @@ def shard(
     if as_json:
         typer.echo(json.dumps(_facts(forecaster, ranking, json.loads(plan))))
         return
-    console = Console()
-    console.print(_ranking_table(forecaster, ranking))
-    steps_us = forecaster.steps_us(fastest.sharding)
-    console.print(_steps_table(ranking[0][0], steps_us))
+    console, steps_us = Console(), forecaster.steps_us(fastest.sharding)
+    console.print(_ranking_table(forecaster, ranking), _steps_table(name, steps_us))
     console.print(advice(fastest, steps_us, forecaster))
     if out is not None:
         console.print(f"plan written to {out}")

@@ -111,18 +111,15 @@ def fit(
     The forecasts of the held-out rows are written into the bundle's folder. ``into``: ``out`` is a
     bundle that keeps its other families. ``more``: of ``itercast.learners.train.train``.
     """
-    from itercast.eval.tracking.fits import log_fit
     from itercast.learners.bundle import Bundle
     from itercast.learners.held_out import load_held_out, save_held_out, with_others
     from itercast.learners.train import SCORES, train
     from itercast.microbench.store import write_atomic
 
     kept = (Bundle.load(out), load_held_out(out)) if into else None
-    scored = into and (out / SCORES).is_file()
-    others = json.loads((out / SCORES).read_text()) if scored else {}
-    for root in data:
-        if not root.is_dir():
-            raise ValueError(f"data {str(root)!r}: no such folder")
+    others = json.loads((out / SCORES).read_text()) if into and (out / SCORES).is_file() else {}
+    for root in (root for root in data if not root.is_dir()):
+        raise ValueError(f"data {str(root)!r}: no such folder")
     begin = time.monotonic()
     with progress_bar() as bar:
         task = bar.add_task("train", total=None)
@@ -139,13 +136,20 @@ def fit(
     report, held_out = trained.to_dict(), trained.held_out()
     save_held_out(out, with_others(held_out, kept[1]) if kept else held_out)
     write_atomic(out / SCORES, json.dumps(others | report).encode())
-    trained_s = time.monotonic() - begin
-    gpus = sorted(Bundle.load(out).gpus)
+    _log_fit(report, out, data, time.monotonic() - begin)
+    return report
+
+
+def _log_fit(report: Row, out: Path, data: Sequence[Path], trained_s: float) -> None:
+    """Log a training to MLflow, and say how long that took."""
+    from itercast.eval.tracking.fits import log_fit
+    from itercast.learners.bundle import Bundle
+
+    begin, gpus = time.monotonic(), sorted(Bundle.load(out).gpus)
     log_fit(report, gpus[0] if len(gpus) == 1 else "all", out, data)
-    logged_s = time.monotonic() - begin - trained_s
+    logged_s = time.monotonic() - begin
     share = f"{100 * logged_s / trained_s:.0f} % of the training"
     typer.echo(f"logged to MLflow in {logged_s:.0f} s, {share}; make ui shows it", err=True)
-    return report
 
 
 def say_logged() -> None:

@@ -16,6 +16,7 @@ from itercast.microbench.timing.kernels import timing_disagreement
 
 REASONS = 12  # the most frequent reasons of failures
 LETTERS = 90  # of a reason
+CONDITIONS = {"sm_clock_hz": 1e-6, "power_w": 1.0, "temperature_c": 1.0}  # and scales: MHz
 
 
 def summary(root: Path, gpu: str) -> list[str]:
@@ -26,29 +27,29 @@ def summary(root: Path, gpu: str) -> list[str]:
     if not found:
         return [f"no rows of {gpu}"]
     rows = pd.concat(found.values(), ignore_index=True)
+    counts = pd.crosstab(rows["family"], rows["status"])
+    if "cost_s" in rows:
+        counts["seconds"] = rows.groupby("family")["cost_s"].sum().round()
+    failed = rows[~rows["status"].isin(("ok", "throttled"))]
+    reasons = failed["reason"].astype(str).str[:LETTERS]
+    failures = (failed["family"] + " " + failed["status"] + ": " + reasons).value_counts()
+    conditions = rows.reindex(columns=[*CONDITIONS]).astype(float).mul(pd.Series(CONDITIONS))
+    conditions = conditions.rename(columns={"sm_clock_hz": "sm_clock_mhz"})
+    throttled = rows["throttle"].dropna().value_counts() if "throttle" in rows else pd.Series()
     return [
         f"{len(rows)} rows of {gpu}",
-        *_by_status(rows),
-        *_failures(rows),
+        *_lines(counts),
+        *_lines(failures.head(REASONS)),
         _kernel_times(rows),
         *_retests(found),
-        *_conditions(rows),
+        *_lines(conditions.dropna(axis=1, how="all").quantile([0.1, 0.5, 0.9]).round()),
+        *_lines(throttled.head(REASONS)),
     ]
 
 
-def _by_status(every: pd.DataFrame) -> Iterator[str]:
-    for name, rows in every.groupby("family"):
-        counts = ", ".join(f"{n} {s}" for s, n in rows["status"].value_counts().items())
-        cost = f", {rows['cost_s'].sum():.0f} s" if "cost_s" in rows else ""
-        yield f"  {name}: {counts}{cost}"
-
-
-def _failures(every: pd.DataFrame) -> Iterator[str]:
-    failed = every[~every["status"].isin(("ok", "throttled"))]
-    reasons = failed["reason"].astype(str).str[:LETTERS]
-    what = failed["family"] + " " + failed["status"] + ": " + reasons
-    for line, number in what.value_counts().head(REASONS).items():
-        yield f"  {number} x {line}"
+def _lines(table: pd.DataFrame | pd.Series) -> list[str]:
+    """A table as indented lines; none of an empty one."""
+    return [] if table.empty else [f"  {line}" for line in table.to_string().splitlines()]
 
 
 def _kernel_times(every: pd.DataFrame) -> str:
@@ -77,17 +78,3 @@ def _retests(found: dict[str, pd.DataFrame]) -> Iterator[str]:
             apart = 100 * np.abs(np.log((pairs["second"] / pairs["first"]).to_numpy(float)))
             middle, high = np.quantile(apart, [0.5, 0.9])
             yield f"  {name}: {len(pairs)} retests, median {middle:.1f} % apart, p90 {high:.1f} %"
-
-
-def _conditions(every: pd.DataFrame) -> Iterator[str]:
-    for name, unit, scale in (
-        ("sm_clock_hz", "MHz", 1e-6),
-        ("power_w", "W", 1.0),
-        ("temperature_c", "C", 1.0),
-    ):
-        if name in every and every[name].notna().any():
-            low, middle, high = (every[name] * scale).quantile([0.1, 0.5, 0.9])
-            yield f"  {name}: p10 {low:.0f}, median {middle:.0f}, p90 {high:.0f} {unit}"
-    if "throttle" in every:
-        counts = every["throttle"].dropna().value_counts().head(6)
-        yield "  throttle: " + ", ".join(f"{reason or 'none'} {n}" for reason, n in counts.items())

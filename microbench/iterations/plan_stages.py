@@ -121,16 +121,9 @@ class PipelineStep:
         owned = [p for i in mine for p in own_parameters(model, *parts[i])]
         self.parameters = list(dict.fromkeys(owned))
         self.optimizer = optimizer(self.parameters)
-        stages = [
-            PipelineStage(
-                _replicated(model, parts[i], mesh["dp"]),
-                i,
-                count,
-                self.inputs.device,
-                group=mesh.get_group("pp"),
-            )
-            for i in mine
-        ]
+        group, place = mesh.get_group("pp"), self.inputs.device
+        made = ((i, _replicated(model, parts[i], mesh["dp"])) for i in mine)
+        stages = [PipelineStage(stage, i, count, place, group=group) for i, stage in made]
 
         def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
             return loss_of(output, {name: target})

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from itercast.microbench.cases.models.dlrm import TablesDlrm
-from itercast.microbench.iterations.sharded_model import MeasuredTable, Shard, ShardedModel
+from itercast.microbench.iterations.sharded_model import Shard, ShardedModel, Table
 from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
 from itercast.microbench.ops.lookup.random_streams import draw_stream
 
@@ -30,15 +30,15 @@ TABLE_OPTIMIZERS: dict[str, Any] = {
 }
 
 
-def draw_lookups(batch: int, table: MeasuredTable) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_lookups(batch: int, table: Table) -> tuple[torch.Tensor, torch.Tensor]:
     """Row numbers and starts of bags of so many samples."""
     point = EmbeddingBag(
         op="forward",
         rows=table.rows,
         dim=table.dim,
         bags=batch,
-        lookups=batch * table.pooling,
-        skew=table.skew,
+        lookups=batch * int(table.pooling),
+        skew=table.stream.skew,
     )
     index, starts = draw_stream(point, "cpu")
     return index, starts

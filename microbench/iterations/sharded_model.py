@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from itercast.microbench.opcall import ITEMSIZE_BYTES
+from itercast.microbench.ops.lookup.index_streams import IndexStream
+
+UNIFORM = IndexStream()
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -24,27 +29,77 @@ class Shard:
     cached: float = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredTable:
-    """A table and its lookups: ``pooling`` rows a sample, drawn with the Zipf exponent ``skew``."""
+def state_per_weight(optimizer: str) -> int:
+    """Numbers that an optimizer keeps for each weight of a table."""
+    return {"none": 0, "sgd": 0, "adagrad": 1}.get(optimizer, 2)
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """One embedding table and how a batch looks it up: ``pooling`` rows per sample on average.
+
+    ``pooled``: the rows of a sample are summed; else each lookup is a sample that gets its row.
+    ``sent``: dtype in which vectors travel, empty for that of the table; ``index``: dtype of row
+    numbers, with which ``lengths`` of bags are sent where they are not constant.
+    """
+
+    name: str
     rows: int
     dim: int
-    pooling: int
-    skew: float = 0.0
+    pooling: float
+    dtype: str = "fp32"
+    weighted: bool = False
+    stream: IndexStream = UNIFORM
+    pooled: bool = True
+    sent: str = ""
+    index: str = "int64"
+    lengths: bool = True
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.dim * ITEMSIZE_BYTES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its weights."""
+        return self.rows * self.row_bytes
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of a number of a vector that travels."""
+        return ITEMSIZE_BYTES[self.sent or self.dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardedModel:
-    """A DLRM and where its tables are; ``batch`` is samples of each rank.
+class RankingModel:
+    """A DLRM (arXiv:1906.00091) to be sharded; ``batch`` is samples of each rank.
 
-    ``optimizer`` is that of sharded tables: sgd, adagrad or adam.
+    ``bottom`` and ``top`` are the hidden widths of the two perceptrons, by default those of
+    facebookresearch/dlrm for Criteo Kaggle. Pooled vectors of all tables have ``dim`` elements, as
+    the interaction needs them.
     """
 
     batch: int
-    features: int
-    bottom: tuple[int, ...]
-    top: tuple[int, ...]
-    tables: tuple[MeasuredTable, ...]
-    shards: tuple[Shard, ...]
+    tables: tuple[Table, ...]
+    features: int = 13
+    bottom: tuple[int, ...] = (512, 256, 64)
+    top: tuple[int, ...] = (512, 256)
     optimizer: str = "sgd"
+
+    @property
+    def dim(self) -> int:
+        """Elements of a table's pooled vector."""
+        return self.tables[0].dim
+
+    @property
+    def state(self) -> int:
+        """Numbers of the tables' optimizer per weight."""
+        return state_per_weight(self.optimizer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedModel(RankingModel):
+    """A DLRM and where its tables are."""
+
+    shards: tuple[Shard, ...]

@@ -26,7 +26,6 @@ from torch.optim.optimizer import (
 )
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from itercast.microbench.capture.fake_patches import (
     behave_like_real_tensors,
@@ -40,7 +39,6 @@ from itercast.microbench.programs.log import ProgramLog, ShardedAttention
 from itercast.microbench.programs.objects import AwaitedError, Mailbox, objects_through
 from itercast.microbench.programs.packed import packed_sequences
 from itercast.microbench.programs.program import COLLECTIVE, ProgramCapture
-from itercast.microbench.programs.reducer import reached
 from itercast.microbench.programs.streams import recorded_streams
 
 OPTIMIZERS = {
@@ -180,40 +178,37 @@ def _told(made: Any, around: Callable[[], Any]) -> Any:
     return made
 
 
+def _in_backward(log: ProgramLog, name: str) -> Callable[..., Any]:
+    """A function of torch.autograd, whose calls are backward's."""
+    function = getattr(torch.autograd, name)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before, log.phase = log.phase, "backward"
+        log.host["backward"] = log.host.get("backward", 0) + (name == "backward")
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            log.phase = before
+        if before != "backward":
+            log.ended("backward", None)
+        return result
+
+    return run
+
+
 @contextmanager
 def _phases(log: ProgramLog) -> Iterator[None]:
     """Tell the log which calls are backward's and which the optimizer's, and what ended."""
 
-    def in_backward(name: str) -> Callable[..., Any]:
-        function = getattr(torch.autograd, name)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            before, log.phase = log.phase, "backward"
-            if name == "backward":
-                roots = [t for t in tree_leaves((args[:1], kwargs)) if isinstance(t, torch.Tensor)]
-                given = kwargs.get("inputs") or reached(roots)
-                for event, times in (("backward", 1), ("accumulate_grad", len(given))):
-                    log.host[event] = log.host.get(event, 0) + times
-            try:
-                result = function(*args, **kwargs)
-            finally:
-                log.phase = before
-            if before != "backward":
-                log.ended("backward", None)
-            return result
-
-        return run
-
     def begin(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ValueError("LBFGS runs the model as often as its loss needs, which nobody knows")
         log.phase = "optimizer"
         kind = OPTIMIZERS.get(type(optimizer).__name__, "adamw")
         trained = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
         log.python(f"{kind}_step", len(trained))
         if sharded := sum(isinstance(p, DTensor) for p in trained):
             log.python(f"{kind}_dtensor_step", sharded)
-        log.host["zero_grad"] = log.host.get("zero_grad", 0) + len(trained)
+        for event, times in (("accumulate_grad", log.host.get("backward", 0)), ("zero_grad", 1)):
+            log.host[event] = log.host.get(event, 0) + times * len(trained)
 
     def end(optimizer: Any, args: Any, kwargs: Any) -> None:
         log.phase = "forward"
@@ -231,7 +226,7 @@ def _phases(log: ProgramLog) -> Iterator[None]:
         ):
             stack.callback(hook.remove)
         for name in ("backward", "grad"):
-            stack.enter_context(patch.object(torch.autograd, name, in_backward(name)))
+            stack.enter_context(patch.object(torch.autograd, name, _in_backward(log, name)))
         yield
 
 

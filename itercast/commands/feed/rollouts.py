@@ -20,18 +20,20 @@ if TYPE_CHECKING:
     from itercast.microbench.input.lane import InputLane
 
 MS = 1e-3
+Environment = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODULE:FUNCTION|TIME|FILE",
+        help="a function that returns an environment as Gymnasium's, the time of its step "
+        "(3ms), or a file that --out wrote",
+    ),
+]
 
 
 @asks
 def rl(
     question: Question,
-    environment: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODULE:FUNCTION|TIME|FILE",
-            help="a function that returns a Gymnasium environment, or its step's time, or a file",
-        ),
-    ],
+    environment: Environment,
     envs: Annotated[int, typer.Option(min=1, help="environments of each replica")] = 8,
     horizon: Annotated[int, typer.Option(min=1, help="steps of each in an iteration")] = 128,
     epochs: Annotated[int, typer.Option(min=1, help="passes of the learner over them")] = 4,

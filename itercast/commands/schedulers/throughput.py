@@ -29,12 +29,8 @@ def throughput(
     question: Question,
     gpu: Annotated[str, typer.Option(help="GPU names or YAML files, separated by commas")],
     gpus: Annotated[str, typer.Option(help="numbers of GPUs, e.g. 1,2,4,8")],
-    batch: Annotated[
-        str, typer.Option(help="samples per replica and step, e.g. 8,16; default: the case's own")
-    ] = "",
-    plan: Annotated[
-        str, typer.Option(help='plan without dp, e.g. "tp=2,zero=1": the other GPUs are replicas')
-    ] = "",
+    batch: Annotated[str, typer.Option(help="samples of a replica, e.g. 8,16")] = "",
+    plan: Annotated[str, typer.Option(help='plan without dp, e.g. "tp=2,zero=1"')] = "",
     node: Annotated[
         str, typer.Option(help="nodes, separated by commas, each for the GPU that it holds")
     ] = "",
@@ -54,19 +50,11 @@ def throughput(
     asked = question.arguments()
     for mine in ("gpu", "batch", "plan"):
         del asked[mine]
+    asked |= {"pattern": plan, "nodes": words("node", node) if node else [], "prices": prices}
     with progress_bar() as bar, prints_aside():
         task = bar.add_task("cells", total=None)
-        cells = throughput_table(
-            question.asked(),
-            names,
-            counts,
-            batches,
-            pattern=plan,
-            nodes=words("node", node) if node else [],
-            prices=prices,
-            on_cell=lambda c: bar.update(task, description=f"{c.gpus} x {c.gpu}"),
-            **asked,
-        )
+        asked["on_cell"] = lambda c: bar.update(task, description=f"{c.gpus} x {c.gpu}")
+        cells = throughput_table(question.asked(), names, counts, batches, **asked)
     if out is not None:
         _write(out, question.name, cells)
     rows = [{"case": question.name, **cell.row()} for cell in cells]

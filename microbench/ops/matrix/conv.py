@@ -219,8 +219,7 @@ def from_call(call: OpCall) -> Conv | None:
     backward = "backward" in call.op
     x, weight, bias, *options, transposed, _, groups = call.args[backward : backward + 9]
     mask = call.args[10] if backward else (True, True, bias is not None)
-    rank = len(x.shape) - 2
-    if rank > 3:
+    if (rank := len(x.shape) - 2) > 3:
         return None
     first = max(1, 3 - rank)  # the axis whose stride and dilation stand for all
     strides, paddings, dilations = (tuple(v) * (rank // len(v)) for v in options)
@@ -235,7 +234,7 @@ def from_call(call: OpCall) -> Conv | None:
         last = (size + 2 * padding - reach) // max(1, strides[axis])
         return int(max(1, last * stride + dilation * (kernel - 1) + 1 - 2 * padding))
 
-    sizes = {"h": 1, "kernel_h": 1}
+    sizes = {"h": 1, "kernel_h": 1, "stride": stride, "dilation": dilation, "groups": groups}
     for axis, name in list(enumerate(("depth", "h", "w"), start=-3))[3 - rank :]:
         sizes |= {name: side(axis), f"kernel_{name[0]}": weight.shape[axis]}
         sizes[f"padding_{name[0]}"] = paddings[axis]
@@ -245,9 +244,6 @@ def from_call(call: OpCall) -> Conv | None:
         in_channels=x.shape[1],
         out_channels=weight.shape[1] * groups if transposed else weight.shape[0],
         **sizes,
-        stride=stride,
-        dilation=dilation,
-        groups=groups,
         bias=bool(mask[2]),
         transposed=transposed,
         need_input_grad=bool(mask[0]),

@@ -128,8 +128,7 @@ def build(p: Elementwise, device: str) -> Workload:
     number = {"mul_": 1.0, "pow_general": 1.7}.get(p.op, 2.0)
     operands = {
         "x": first,
-        "y": lambda: operand(*second),
-        "z": lambda: operand(*second),
+        **dict.fromkeys(("y", "z"), lambda: operand(*second)),
         "full": lambda: operand(*shape),
         "copied": first if second == shape else lambda: operand(*second),
         "mask": lambda: operand(*second) > 0,

@@ -9,10 +9,10 @@ import pytest
 from itercast.compose.capture_model import capture
 from itercast.compose.predict import predict
 from itercast.compose.sharding.forecast import Forecaster
-from itercast.compose.sharding.tables import RankingModel
 from itercast.compose.tables.captured import captured_tables
 from itercast.compose.tables.placement import Placement, Sharding, to_torchrec
 from itercast.compose.target import find_target
+from itercast.microbench.iterations.sharded_model import RankingModel
 from itercast.microbench.opcall import StepCapture
 
 

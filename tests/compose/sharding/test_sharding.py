@@ -20,12 +20,11 @@ from itercast.compose.sharding.propose import (
     table_costs,
     torchrec_us,
 )
-from itercast.compose.sharding.tables import RankingModel, model_from
+from itercast.compose.sharding.tables import model_from
 from itercast.compose.tables.greedy import greedy
 from itercast.compose.tables.placement import (
     KINDS,
     Placement,
-    Table,
     check_sharding,
     from_torchrec,
     memory_bytes,
@@ -33,7 +32,7 @@ from itercast.compose.tables.placement import (
     to_torchrec,
 )
 from itercast.compose.target import find_target
-from itercast.microbench.iterations.sharded_model import Shard
+from itercast.microbench.iterations.sharded_model import RankingModel, Shard, Table
 
 ALL = (0, 1, 2, 3)
 

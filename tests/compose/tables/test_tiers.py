@@ -15,12 +15,11 @@ from itercast.compose.graph.index_streams import with_indices
 from itercast.compose.predict import predict
 from itercast.compose.sharding.forecast import Forecaster
 from itercast.compose.sharding.propose import choose
-from itercast.compose.sharding.tables import RankingModel, model_from
+from itercast.compose.sharding.tables import model_from
 from itercast.compose.tables.captured import Lookup
 from itercast.compose.tables.placement import (
     KERNELS,
     Placement,
-    Table,
     from_torchrec,
     memory_bytes,
     to_torchrec,
@@ -28,7 +27,7 @@ from itercast.compose.tables.placement import (
 from itercast.compose.tables.tiers import EVICT, FETCH, moved_bytes, tier_us
 from itercast.compose.target import find_target
 from itercast.microbench.hardware.spec import load_gpu
-from itercast.microbench.iterations.sharded_model import Shard
+from itercast.microbench.iterations.sharded_model import RankingModel, Shard, Table
 from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
 from itercast.microbench.ops.lookup.index_streams import IndexStream
 from itercast.microbench.ops.lookup.reuse import draws_of, expected_reuse, rows_outside

@@ -34,7 +34,7 @@ PLACES = {
 
 def order(place: str) -> dict[str, Any]:
     """The model of a placement, as JSON for its ranks."""
-    table = {"rows": ROWS, "dim": DIM, "pooling": POOLING}
+    table = {"name": "t", "rows": ROWS, "dim": DIM, "pooling": POOLING}
     shards = [{**s, "table": t} for t, some in enumerate(PLACES[place]) for s in some]
     sizes = {"batch": BATCH, "features": 2, "bottom": [3], "top": [3]}
     return {**sizes, "tables": [table, table], "shards": shards}

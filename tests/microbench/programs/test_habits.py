@@ -128,27 +128,3 @@ dist.all_to_all_single(rows, y.detach(), arriving.tolist(), counts.tolist())
     calls = habit(tmp_path, lines, gpus=4).ranks[0].calls
     sent = [(c.kwargs["kind"], c.kwargs["bytes"]) for c in calls if c.op == COLLECTIVE]
     assert sent == [("all_to_all", 4 * 8), ("all_to_all", 100 * 8 * 4)]
-
-
-SYNCED = """
-import torch, torch.distributed as dist
-dist.init_process_group("nccl")
-net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(True))
-net = torch.nn.SyncBatchNorm.convert_sync_batchnorm(net).cuda()
-net = torch.nn.parallel.DistributedDataParallel(net, device_ids=[0], broadcast_buffers=False)
-optimizer = torch.optim.SGD(net.parameters())
-for step in range(3):
-    net(torch.randn(2, 3, 8, 8, device="cuda")).sum().backward()
-    optimizer.step()
-"""
-
-
-def test_norms_over_the_batches_of_all_ranks(tmp_path: Path) -> None:
-    """Of 8 channels 4 ranks gather means, deviations and a count, and add up two sums each.
-
-    Then DDP adds up gradients: 8 x 3 x 9 + 8 of the convolution, 2 x 8 of the norm.
-    """
-    calls = captured(written(tmp_path, SYNCED), gpus=4).ranks[0].calls
-    sent = [(c.kwargs["kind"], c.kwargs["bytes"]) for c in calls if c.op == COLLECTIVE]
-    gathered, sums, gradients = 4 * 4 * (2 * 8 + 1), 4 * 2 * 8, 4 * (216 + 8 + 16)
-    assert sent == [("all_gather", gathered), ("all_reduce", sums), ("all_reduce", gradients)]
