@@ -103,8 +103,7 @@ lint: setup .cache/package ## ruff and mypy
 	rm -rf $@ && mkdir -p $@/itercast && ln -s $(CURDIR)/itercast/* $(CURDIR)/microbench $(CURDIR)/learners \
 	  $(CURDIR)/compose $(CURDIR)/eval $@/itercast
 
-endurance: setup ## kill a sweep 50 times (10 minutes), fleets for 10 minutes; read 100,000 hostile files (PUBLIC=folder; an hour)
-	$(PY) tests/endurance/kill_sweep.py
+endurance: setup ## kill fleets and their sweeps for 10 minutes; read 100,000 hostile files (PUBLIC=folder; an hour)
 	$(PY) tests/endurance/kill_fleet.py
 	PYTHONPATH=. $(PY) tests/endurance/hostile.py $(if $(wildcard $(PUBLIC)),--public $(PUBLIC))
 

@@ -146,7 +146,6 @@ def _compare(
         predicted_us_p90=found.iteration_us_p90,
         measured_us=float(np.exp(np.median(np.log(times)))),
         rounds_us=(first, last) if len(times) > 1 else (first,),
-        raw_us=float(rows["time_us"].mean()),
         retest_ape_pct=100 * abs(last / first - 1) if len(times) > 1 else None,
         by_family_us=dict(found.by_family_us),
         unmodelled_frac=found.unmodelled_frac,

@@ -30,9 +30,9 @@ COLUMNS = {  # of error tables
 class CaseResult:
     """One measured iteration beside its forecast; times in us.
 
-    ``measured_us`` is scaled to the machine's reference speed, ``raw_us`` is as clocked. ``model``
-    names case and settings, without the plan. ``samples`` counts all replicas of a step.
-    ``rounds_us`` are the first and the last measurement; with one, ``retest_ape_pct`` is None.
+    ``measured_us`` is scaled to the machine's reference speed. ``model`` names case and settings,
+    without the plan. ``samples`` counts all replicas of a step. ``rounds_us`` are the first and the
+    last measurement; with one, ``retest_ape_pct`` is None.
     ``parts_us``: the forecast by ``itercast.eval.iteration_parts.PARTS``.
     """
 
@@ -46,7 +46,6 @@ class CaseResult:
     predicted_us_p90: float
     measured_us: float
     rounds_us: tuple[float, ...]
-    raw_us: float
     retest_ape_pct: float | None
     by_family_us: Mapping[str, float]
     unmodelled_frac: float

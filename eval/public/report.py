@@ -166,7 +166,6 @@ def _case(row: Facts) -> CaseResult:
         predicted_us_p90=float(row["step_p90"]),
         measured_us=measured_us,
         rounds_us=(measured_us,),
-        raw_us=measured_us,
         retest_ape_pct=None,
         by_family_us={},
         unmodelled_frac=parts["uncovered"] / float(row["step"]),

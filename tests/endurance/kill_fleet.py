@@ -24,9 +24,10 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
+import pandas as pd
 import psutil
-from kill_sweep import keys_on_disk
 
+from itercast.microbench import store
 from itercast.microbench.yaml_text import load_yaml
 
 ROOT = Path(__file__).parents[2]
@@ -57,6 +58,17 @@ DIES_S = 600.0  # for a command to see that its node died, on a machine that may
 AWAY_S = 10.0  # at most, of a node that was killed
 CORES = (0, 1, 1)  # of a standing cluster's nodes; the command is on the first
 END_S = 20.0  # for what a killed command had started
+
+
+def keys_on_disk(root: Path) -> list[str]:
+    """Keys of all rows: part files first, then journals whose part is not there yet."""
+    parts = list(root.glob("*/*/*/part-*.parquet"))
+    keys = [key for path in parts for key in pd.read_parquet(path, columns=["key"])["key"]]
+    compacted = {path.stem.removeprefix("part-") for path in parts}
+    for path in (root / ".journal").glob("*.jsonl"):
+        if path.stem not in compacted:  # a compaction killed half-way is repeated as a whole
+            keys += [row["key"] for row in store.read_journal(path)]
+    return keys
 
 
 def kind_of(process: psutil.Process) -> str:

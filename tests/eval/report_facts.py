@@ -28,7 +28,6 @@ def case(name: str, predicted_us: float, measured_us: float, **parts_us: float) 
         predicted_us_p90=predicted_us * 1.1,
         measured_us=measured_us,
         rounds_us=(measured_us,),
-        raw_us=measured_us,
         retest_ape_pct=2.0,
         by_family_us={"gemm": predicted_us},
         unmodelled_frac=0.0,

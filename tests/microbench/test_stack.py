@@ -1,10 +1,17 @@
-"""Stacks: names and releases of software, and the attention kernels they take."""
+"""Rules that are switched off, YAML that is read in C, releases of software."""
+
+from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
+import yaml
 
-from itercast.compose.graph.attention_kernels import KERNELS
+from itercast.compose.graph.attention_kernels import KERNELS, kernel_ratio
+from itercast.compose.pricing.power_limit import sustained_flops_per_s
 from itercast.learners.transfer.source_gpus import pick_stack
-from itercast.microbench.hardware.spec import gpu_names, load_gpu
+from itercast.microbench.assumptions import FILE, assumed
+from itercast.microbench.hardware.spec import HERE, gpu_names, load_gpu
 from itercast.microbench.hardware.stack import (
     USUAL,
     asked_stack,
@@ -13,6 +20,10 @@ from itercast.microbench.hardware.stack import (
     pick_version,
     stack_of_row,
 )
+from itercast.microbench.ops import families
+from itercast.microbench.ops.matrix.attention import Attention
+from itercast.microbench.switches import is_on, switching_off
+from itercast.microbench.yaml_text import load_yaml
 
 H100, A100 = load_gpu("h100-sxm-80gb"), load_gpu("a100-sxm-80gb")
 
@@ -72,3 +83,83 @@ def test_rows_of_the_wanted_release_else_of_similar_software() -> None:
     assert pick_stack(rows, "megatron-core") == "torch-2.9.1"
     assert pick_stack(rows[2:], "torch-2.11") == ""
     assert pick_stack(rows, "") == ""
+
+
+def test_a_rule_is_off_inside_alone() -> None:
+    found = [is_on("power_limit")]
+    with switching_off("power_limit"):
+        found += [is_on("power_limit"), is_on("cache_reuse")]
+    assert [*found, is_on("power_limit")] == [True, False, True, True]
+    with pytest.raises(ValueError, match=r"unknown rule 'latency'; known: \['achieved_rate'"):
+        is_on("latency")
+
+
+def test_rules_of_whole_steps_are_switched_off() -> None:
+    """No power limit: no rate is too high; every attention kernel as fast as the measured one."""
+    h100, family = load_gpu("h100-pcie-80gb"), families()["attention"]
+    heads = {"batch": 8, "heads": 32, "kv_heads": 32, "head_dim": 128, "causal": True}
+    p = Attention(op="forward", q_len=4096, kv_len=4096, dtype="bf16", **heads)
+    rows = {("h100-sxm-80gb", "torch-2.9"): 1.0}
+    gpus = {"h100-sxm-80gb": load_gpu("h100-sxm-80gb"), h100.name: h100}
+    assert sustained_flops_per_s(h100, "bf16") < 1e15
+    assert kernel_ratio("flash-1", family, p, h100, rows, gpus) != 1.0
+    with switching_off("power_limit"):
+        assert sustained_flops_per_s(h100, "bf16") == float("inf")
+    with switching_off("attention_kernels"):
+        assert kernel_ratio("flash-1", family, p, h100, rows, gpus) == 1.0
+
+
+def test_a_number_switched_off_takes_its_value_without(tmp_path: Path) -> None:
+    """4, or 2 where it is switched off, or left out as checked on a source."""
+    entry = "{value: 4, unit: us, source: a test, holds: here, checked_on: [timm], without: 2}"
+    (tmp_path / FILE).write_text(f"host:\n  launch_us: {entry}\n")
+    found = []
+    for name in ("host.launch_us", "host.other", ""):
+        with switching_off(name):
+            found.append(assumed(str(tmp_path / "host.py"), "launch_us"))
+    assert found == [2, 4, 4]
+
+
+@pytest.mark.parametrize("opening", ["[", "{a: ", "- ", "-\t", "? "])
+@pytest.mark.parametrize("depth", [1_000, 1_000_000])
+def test_a_text_nested_too_deep_is_an_exception(opening: str, depth: int) -> None:
+    with pytest.raises((RecursionError, yaml.YAMLError)):
+        load_yaml(opening * depth)
+
+
+def test_values_are_those_of_safe_load() -> None:
+    texts = [path.read_text() for path in sorted(HERE.rglob("*.yaml"))]
+    texts += [
+        "a: [1, 2.5, null, no, '1e3', 1.0e3, 2026-01-01, 0x10]",
+        "",
+        "&x [1]",
+        "- é\n- |\n  b\n",
+    ]
+    for text in texts:
+        assert load_yaml(text) == yaml.safe_load(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "!!python/object/apply:os.getcwd []",
+        "- !!bool x\n",
+        "!!timestamp x",
+        "!!int ''",
+        "!!float x4",
+    ],
+)
+def test_a_tag_makes_no_object_and_fits_its_value_or_is_an_error_of_yaml(text: str) -> None:
+    """PyYAML itself raises KeyError, AttributeError, IndexError and ValueError."""
+    with pytest.raises(yaml.YAMLError):
+        load_yaml(text)
+
+
+@pytest.mark.parametrize("filler", [0, 100])  # nested values of the second are read in Python
+def test_a_key_written_twice_is_named(filler: int) -> None:
+    more = "".join(f"x{i}: {{}}\n" for i in range(filler))
+    with pytest.raises(yaml.YAMLError, match="key 'b' is written twice, again in line 3"):
+        load_yaml(f"a:\n  b: 1\n  b: 2\n{more}")
+    assert load_yaml(f"a: {{b: 1}}\nc: {{b: 2}}\n{more}")["c"] == {"b": 2}
+    merged = load_yaml("a: &a {x: 1, y: 2}\nb:\n  <<: *a\n  x: 3\n")["b"]
+    assert merged == {"x": 3, "y": 2}  # a merged key may be overridden

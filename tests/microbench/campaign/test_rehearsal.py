@@ -16,6 +16,7 @@ import pandas as pd
 import pytest
 
 from itercast.microbench import store
+from itercast.microbench.campaign import campaign
 from itercast.microbench.campaign.archive import unpack
 from itercast.microbench.ops import families
 from itercast.microbench.sweep.captured_points import (
@@ -150,17 +151,28 @@ def test_the_same_points_on_another_gpu(tmp_path: Path, prepared: Path) -> None:
     assert (tmp_path / "a.tar.gz").is_file()
 
 
-def test_a_wrong_line_says_what_is_wrong(tmp_path: Path, prepared: Path) -> None:
-    run = start(tmp_path / "a", prepared, "--part", "ops,sweep")
-    assert (
-        "part 'sweep': stages of plan first are smoke, ops, iterations, second"
-        in run.communicate()[0]
-    )
-    assert run.returncode == 2
-    run = start(tmp_path / "a", prepared, "--budget", "soon")
-    assert "'soon': expected a duration like 20ms, 90s, 10m or 1h" in run.communicate()[0]
-    assert run.returncode == 2
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            "--part=ops,sweep",
+            "part 'sweep': stages of plan first are smoke, ops, iterations, second",
+        ),
+        ("--budget=soon", "'soon': expected a duration like 20ms, 90s, 10m or 1h"),
+        ("--points=x.json", "not a file of points"),
+    ],
+)
+def test_a_wrong_line_says_what_is_wrong(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    words: str,
+    told: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
     store.write_atomic(tmp_path / "x.json", json.dumps({"gemm": [{"q": 1}]}).encode())
-    run = start(tmp_path / "a", prepared, "--points", tmp_path / "x.json")
-    assert "not a file of points" in run.communicate()[0]
-    assert run.returncode == 2
+    monkeypatch.setattr("sys.argv", ["campaign", "--out", "a", words])
+    with pytest.raises(SystemExit, match="2"):
+        campaign.main()
+    assert told in caplog.text + capsys.readouterr().err

@@ -94,38 +94,6 @@ def test_what_half_precision_alone_does_not_cast() -> None:
     assert len(called(step(amp=True, mode="infer"), "_to_copy")) == 6
 
 
-def test_the_cpu_s_own_autocast_agrees_on_products() -> None:
-    """Where it has the same rules: products and their casts, forward and backward, really run."""
-
-    class Products(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(16, 8), nn.Linear(8, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.down(self.up(x).relu())  # type: ignore[no-any-return]
-
-    ops: list[str] = []
-
-    class Log(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            ops.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    net, x = Products(), torch.randn(4, 16)
-    with Log():
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = net(x)
-        y.square().mean().backward()
-    mine = step(True, "bf16", net=Products)
-    for op in ("addmm", "mm", "_to_copy"):
-        named = [o for o in ops if o == f"aten.{op}.default"]
-        both = called(mine, op) + called(mine, op, "backward") + called(mine, op, "loss")
-        assert len(both) == len(named), op
-
-
 def test_a_plan_says_amp() -> None:
     """Norms in fp32 and casts take time; there is nothing to mix in fp32."""
     asked: dict[str, Any] = {"gpu": "a100-sxm-80gb", "batch": 8, "seq": 512, "dtype": "bf16"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gzip
 import json
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch import nn
 
 from itercast.microbench.capture.cache import dumps, loads
 from itercast.microbench.capture.log import capture_step
-from itercast.microbench.opcall import StepCapture
+from itercast.microbench.capture.zeros import mark_zeros
+from itercast.microbench.cases.registry import case
+from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
 from itercast.microbench.step import StepSettings
 
 
@@ -166,16 +169,22 @@ def test_gradients_are_ready_last_layer_first() -> None:
 
 
 def test_attention_is_one_op_each_way() -> None:
-    ops = [c.op for c in capture("attention", fake=True).calls]
-    assert ops.count("itercast.sdpa") == 1
-    assert ops.count("itercast.sdpa_backward") == 1
+    """2 batches, 2 heads, 8 tokens, 8 wide: a token's heads lie side by side."""
+    calls = [c for c in capture("attention", fake=True).calls if "sdpa" in c.op]
+    assert [c.op for c in calls] == ["itercast.sdpa", "itercast.sdpa_backward"]
+    assert calls[0].outputs[0].shape == (2, 2, 8, 8)
+    assert calls[0].outputs[0].stride == (128, 8, 16, 1)
 
 
-def test_stored_captures_come_back_equal() -> None:
+def test_stored_captures_come_back_equal_or_are_not_read() -> None:
+    """Tensors are stored by position: one of fewer fields is an error, not another tensor."""
     found = capture("attention", fake=True)
     assert loads(dumps(found)) == found
-    with pytest.raises(ValueError, match="not a captured step"):
-        loads(dumps(found)[:50])
+    stored = json.loads(gzip.decompress(dumps(found)))
+    stored["#s"][1][0]["#p"].pop()
+    for spoilt in (dumps(found)[:50], gzip.compress(json.dumps(stored).encode())):
+        with pytest.raises(ValueError, match="not a captured step"):
+            loads(spoilt)
 
 
 def test_settings_name_what_is_allowed() -> None:
@@ -211,21 +220,6 @@ def test_what_autograd_adds_in_place_is_captured_so() -> None:
     assert not any("unsafe_split" in op for op in ops)  # a view, whatever its schema says
 
 
-def test_fused_attention_leaves_heads_beside_lengths() -> None:
-    attention = next(c for c in capture("attention", fake=True).calls if "sdpa" in c.op)
-    # 2 batches, 2 heads, 8 tokens, 8 wide: a token's heads lie side by side
-    assert attention.outputs[0].shape == (2, 2, 8, 8)
-    assert attention.outputs[0].stride == (128, 8, 16, 1)
-
-
-def test_stored_captures_of_another_form_are_not_read() -> None:
-    """Tensors are stored by position: one of fewer fields is an error, not another tensor."""
-    stored = json.loads(gzip.decompress(dumps(capture("mlp", fake=True))))
-    stored["#s"][1][0]["#p"].pop()
-    with pytest.raises(ValueError, match="not a captured step"):
-        loads(gzip.compress(json.dumps(stored).encode()))
-
-
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 def test_attention_inside_torchs_own_transformer_layer_is_one_op(attn: str) -> None:
     """Two layers: two calls forward, two backward, with the dropout of the layer."""
@@ -241,3 +235,44 @@ def test_attention_inside_torchs_own_transformer_layer_is_one_op(attn: str) -> N
     assert [call.op for call in whole] == (names if attn == "sdpa" else [])
     assert all(call.kwargs["dropout_p"] == 0.1 for call in whole)
     assert sum(call.op == "aten.bmm.default" for call in calls) == (0 if attn == "sdpa" else 12)
+
+
+@pytest.mark.parametrize("name", ["dlrm-s", "gpt-s"])
+def test_zeros_of_adams_squares_are_foreseen(name: str) -> None:
+    """Rows of tables that the batch leaves out, against a real optimizer after two steps."""
+    chosen = case(name)
+    model, inputs = chosen.build(), chosen.inputs(chosen.batch, chosen.seq)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    for _ in range(2):
+        optimizer.zero_grad()
+        chosen.loss(model(**inputs), inputs).backward()
+        optimizer.step()
+    squares = [state["exp_avg_sq"] for state in optimizer.state.values()]
+    zeros = sum(int((x == 0).sum()) for x in squares) / sum(x.numel() for x in squares)
+    captured = capture_step(
+        chosen.build,
+        lambda: chosen.inputs(chosen.batch, chosen.seq),
+        chosen.loss,
+        StepSettings(),
+    )
+    [root] = [c for c in captured.calls if c.op.startswith("aten._foreach_sqrt")]
+    foreseen = sum(t.zero_frac * t.numel for t in root.args[0]) / sum(t.numel for t in root.args[0])
+    assert zeros > 0.2
+    assert foreseen == pytest.approx(zeros, abs=0.06)
+
+
+def test_tied_gradients_are_zero_where_both_parts_are() -> None:
+    """An embedding's gradient added to another one, then squared and rooted by hand."""
+    table = TensorSpec(shape=(4, 2), dtype="fp32", storage=1)
+    dense, square = replace(table, storage=2), replace(table, storage=3)
+    indices = TensorSpec(shape=(2,), dtype="int64", storage=4)
+    gradient = OpCall(
+        op="aten.embedding_dense_backward.default", args=(dense, indices, 4), outputs=(table,)
+    )
+    tie = OpCall(op="aten.add_.Tensor", args=(table, dense), outputs=(table,))
+    adam = [
+        OpCall(op="aten._foreach_addcmul_.Scalar", args=((square,), (table,), (table,), 0.1)),
+        OpCall(op="aten._foreach_sqrt.default", args=((square,),)),
+    ]
+    assert mark_zeros([gradient, *adam])[-1].args[0][0].zero_frac == 0.75**2  # two draws of four
+    assert mark_zeros([gradient, tie, *adam])[-1].args[0][0].zero_frac == 0.0

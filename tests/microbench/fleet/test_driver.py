@@ -20,12 +20,12 @@ COMMAND = (sys.executable, "-m", "itercast", "fleet")
 PLAN = """
 root: rows
 points: captured.json
-chunk: 8s
+chunk: 6s
 machines:
   one:
     gpu: cpu
     count: 2
-    minutes: 0.25
+    minutes: 0.2
     families: [norm, elementwise]
     python: {folder}/venv/bin/python
 """

@@ -1,8 +1,10 @@
-"""Plans of a fleet: what is refused, in one line and with nothing started; how points are dealt."""
+"""Plans of a fleet: what is refused with nothing started, how points are dealt; examples."""
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,11 @@ from typer.testing import CliRunner
 
 from itercast.__main__ import app
 from itercast.microbench import store
+from itercast.microbench.fleet import demo
 from itercast.microbench.fleet.chunks import HOST, START_S, TOGETHER, deal, simulate
 from itercast.microbench.fleet.driver import task_options
 from itercast.microbench.fleet.plan import load_plan
+from itercast.microbench.yaml_text import load_yaml
 
 PLAN = """
 root: {folder}/rows
@@ -133,15 +137,12 @@ def test_a_wrong_plan_is_one_line(folder: Path, wrong: str, told: str) -> None:
     assert "secret" not in done.output and not (folder / "rows").exists()
 
 
-def test_a_folder_that_leads_into_itself_is_one_line(folder: Path) -> None:
+def test_folders_are_no_plans_and_lead_somewhere(folder: Path) -> None:
     (folder / "rows").symlink_to(folder / "rows")
-    done = CliRunner().invoke(app, ["fleet", str(folder / "plan.yaml")])
-    assert done.exit_code == 2 and len(done.output.strip().splitlines()) == 1
-
-
-def test_a_folder_is_no_plan(folder: Path) -> None:
-    done = CliRunner().invoke(app, ["fleet", str(folder)])
-    assert done.exit_code == 2 and "a folder; a plan is a YAML file" in done.output
+    for plan, told in ((folder / "plan.yaml", "rows"), (folder, "a folder; a plan is a YAML file")):
+        done = CliRunner().invoke(app, ["fleet", str(plan)])
+        assert done.exit_code == 2 and told in done.output
+        assert len(done.output.strip().splitlines()) == 1
 
 
 def test_the_cost_of_32_gpus_needs_no_points(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,3 +161,43 @@ def test_without_ray_one_line_says_what_to_install(
     done = CliRunner().invoke(app, ["fleet", str(folder / "plan.yaml")])
     assert done.exit_code == 2
     assert done.output.strip() == "itercast: this needs Ray: pip install 'itercast[fleet]'"
+
+
+FOLDER = Path(__file__).parents[3] / "examples/fleet"
+H100 = load_plan(FOLDER / "gpus.yaml").machines[0]
+
+
+def test_the_demo_fits_its_five_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six chunks of 20 s one after the other, as both machines need cores of the same two."""
+    monkeypatch.setattr(demo, "RUN", tmp_path / "run")
+    plan = load_plan(demo.write_plan())
+    chunks = deal(plan)
+    assert sorted(c.machines for c in chunks) == ["one"] * 3 + ["two"] * 3
+    assert sum(cost.wall_s for cost in simulate(plan, chunks)) < 180
+    assert {c.points == {} for c in chunks} == {True}  # so that no model is captured
+
+
+def test_files_of_clusters_ask_for_the_gpus_of_their_plan() -> None:
+    """32 H100, eight a node: Slurm with Ray's own command, a job of KubeRay, a task of SkyPilot."""
+    assert (H100.count, H100.gpus_per_node, H100.accelerator) == (32, 8, "H100")
+    assert load_plan(FOLDER / "laptop.yaml").machines[0].device == "cpu"
+    sbatch = (FOLDER / "slurm.sbatch").read_text()
+    asked = dict(re.findall(r"#SBATCH --([\w-]+)=(\S+)", sbatch))
+    assert int(asked["nodes"]) * int(asked["gpus-per-node"]) == H100.count
+    job = load_yaml((FOLDER / "kuberay.yaml").read_text())["spec"]
+    workers = job["rayClusterSpec"]["workerGroupSpecs"][0]
+    (container,) = workers["template"]["spec"]["containers"]
+    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+    assert gpus == H100.gpus_per_node and workers["replicas"] * gpus == H100.count
+    assert container["resources"]["limits"]["cpu"] >= H100.cores
+    task = load_yaml((FOLDER / "skypilot.yaml").read_text())
+    kind, _, gpus = task["resources"]["accelerators"].partition(":")
+    assert (kind, task["num_nodes"] * int(gpus)) == (H100.accelerator, H100.count)
+    for script in (sbatch, task["run"]):
+        subprocess.run(["bash", "-n", "-c", script], check=True)
+    assert all("itercast fleet" in text for text in (sbatch, job["entrypoint"], task["run"]))
+    ray = pytest.importorskip("ray.scripts.symmetric_run", reason="pip install 'itercast[fleet]'")
+    words = re.search(r"symmetric-run (.*?)--\s*itercast fleet gpus.yaml", sbatch, re.S)
+    assert words is not None
+    given = words[1].replace("\\\n", "").replace("$SLURM_JOB_NUM_NODES", "4").replace('"', "")
+    assert ray.curate_and_validate_ray_start_args(given.split()) == []

@@ -167,13 +167,11 @@ def test_a_command_writes_a_url_and_another_reads_it(bucket: str, tmp_path: Path
 
 
 def test_rows_at_a_url_are_judged(bucket: str, tmp_path: Path) -> None:
-    """`check --measured`: rows that the shipped bundle was trained on fit it, from both places."""
+    """`check --measured`: rows that the shipped bundle was trained on fit it."""
     shutil.copytree(DATASETS / "norm", tmp_path / "norm")
     assert sent(tmp_path, bucket) > 0
-    words = ["check", "--json", "--measured"]
-    found = [CliRunner().invoke(app, [*words, where]) for where in (bucket, str(tmp_path))]
-    assert [json.loads(one.stdout)["fits"] for one in found] == [True, True]
-    assert found[0].stdout == found[1].stdout
+    done = CliRunner().invoke(app, ["check", "--json", "--measured", bucket])
+    assert json.loads(done.stdout)["fits"]
 
 
 def test_a_card_states_at_a_url_what_its_parts_do_not(bucket: str, tmp_path: Path) -> None:

@@ -216,18 +216,6 @@ def test_a_pipeline_is_captured_on_every_stage() -> None:
     assert kinds[2] == {("send", 1): 4, ("recv", 1): 4}
 
 
-def test_a_number_that_the_host_reads_is_one_and_a_wait() -> None:
-    seen = []
-
-    def program() -> Step:
-        x = torch.randn(4)
-        return lambda: seen.append(x.sum().item())
-
-    calls = capture_program(program, 1).ranks[0].calls
-    assert [c.op for c in calls] == ["aten.sum.default", "aten._local_scalar_dense.default"]
-    assert seen == [1.0, 1.0]
-
-
 def test_memory_is_that_of_tensors_alive() -> None:
     """Two tensors of 1,024 x 4 B before the step; a third lives during it, a fourth after that."""
 

@@ -270,50 +270,34 @@ def test_garbage_is_not_collected_while_points_are_timed(work: Work) -> None:
     assert not any(collecting) and gc.isenabled()
 
 
-def test_families_get_the_same_share_of_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One family's points cost ten times as much: it gets a tenth of the points."""
-    device = Clockwork()
-    known = {
-        n: toy_family(device, [Toy(number=i) for i in range(500)], n) for n in ("cheap", "dear")
-    }
-    monkeypatch.setattr(sweep_module, "families", lambda: known)
-    sweep = sweep_module.Sweep(order(tmp_path, "cheap", "dear"), set())
-    for _ in range(4):
-        chosen = gpu_chunk_worker.choose_chunk(sweep, 0.0)
-        cost_s = {"cheap": 0.01, "dear": 0.1}
-        sweep.settle(
-            [{"family": f.name, "cost_s": cost_s[f.name], "cache": "warm"} for f, *_ in chosen]
-        )
-    assert sweep.points["cheap"] == pytest.approx(10 * sweep.points["dear"], rel=0.3)
-    sweep.order = order(tmp_path, "cheap", "dear", budget_s=0.5)
-    assert len(gpu_chunk_worker.choose_chunk(sweep, 0.0)) < 60  # 0.5 s at 0.01 s a point or more
-
-
 def test_nothing_is_left_of_the_budget(work: Work) -> None:
     """None was given, or a minute that began before the worker was started."""
     assert not work([Toy(number=1)], budget_s=0.0)
     assert not work([Toy(number=1)], budget_s=60.0, begin_s=time.monotonic() - 100.0)
 
 
-def test_a_family_of_weight_three_gets_three_points_to_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a CPU; on a GPU one of its weight there, 1, gets as many as a family of weight 1."""
-    device = Clockwork()
-    points = [Toy(number=i) for i in range(100)]
-    known = {n: toy_family(device, points, n) for n in ("plain", "rich")}
-    known["plain"] = replace(known["plain"], gpu_sweep=GpuSweep(weight=1.0))
-    known["rich"] = replace(known["rich"], weight=3.0, gpu_sweep=GpuSweep(weight=1.0))
+def test_families_share_time_and_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Points that cost ten times as much: a tenth of them; weight three: three times as many.
+
+    On a GPU a family's weight is the one it has there.
+    """
+    points = [Toy(number=i) for i in range(500)]
+    toys = {n: toy_family(Clockwork(), points, n) for n in ("cheap", "dear", "rich")}
+    plain = GpuSweep(weight=1.0)
+    known = {n: replace(toy, gpu_sweep=plain) for n, toy in toys.items()}
+    known["rich"] = replace(known["rich"], weight=3.0)
     monkeypatch.setattr(sweep_module, "families", lambda: known)
     monkeypatch.setattr(sweep_module.Sweep, "_stream", lambda self, name: iter(points))
-    counts = {}
+    cost_s = {"cheap": 0.01, "dear": 0.1, "rich": 0.01}
+    found = {}
     for where in ("cpu", "cuda"):
-        asked = replace(order(tmp_path, "plain", "rich"), device=where)
-        sweep = sweep_module.Sweep(asked, set())
-        for _ in range(40):
+        sweep = sweep_module.Sweep(replace(order(tmp_path, *known), device=where), set())
+        for _ in range(300):
             family, *_ = sweep.choose(0.0) or pytest.fail("ran dry")
-            sweep.settle([{"family": family.name, "cost_s": 0.1, "cache": "warm"}])
-        counts[where] = sweep.points["rich"]
-    assert counts == {"cpu": 30, "cuda": 20}
+            row = {"family": family.name, "cost_s": cost_s[family.name], "cache": "warm"}
+            sweep.settle([row])
+        found[where] = [sweep.points[n] / sweep.points["cheap"] for n in ("dear", "rich")]
+    assert found["cpu"] == pytest.approx([0.1, 3.0], rel=0.2)
+    assert found["cuda"] == pytest.approx([0.1, 1.0], rel=0.2)
+    sweep.order = order(tmp_path, *known, budget_s=0.5)
+    assert len(gpu_chunk_worker.choose_chunk(sweep, 0.0)) < 60  # 0.5 s at 0.01 s a point or more
