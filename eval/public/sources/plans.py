@@ -99,13 +99,14 @@ def _sharding(given: Mapping[str, str], replicas: int, tp: int) -> dict[str, int
 def _zero(given: Mapping[str, str]) -> int:
     """ZeRO stage: 3 for full sharding, 1 for a distributed optimizer, 0 where none is stated.
 
-    ValueError for other words: FSDP alone names no stage.
+    Megatron Bridge's recipes have a distributed optimizer where Megatron-FSDP is off. ValueError
+    for other words: FSDP alone names no stage.
     """
     sharding = given.get("sharding", "").strip()
     if sharding in STAGES:
         return STAGES[sharding]
     if found := re.fullmatch(r"Megatron-FSDP=(\d{1,6})", sharding):
-        return 3 if int(found[1]) > 1 else 0
+        return 3 if int(found[1]) > 1 else 1
     if "distributed optimizer" in sharding and "FSDP" not in sharding:
         return 1
     raise ValueError(f"sharding is not known: {sharding[:40]!r}")

@@ -81,9 +81,10 @@ def test_lines_choose_their_rows() -> None:
         "NeuSight labels, A100-80GB train": [0]
     }
     plans = pd.DataFrame({"plan": ["dp=8,ep=8", "ep=8", "dp=8,tp=2,sp", "dp=8,ep=8"]})
-    plans["source"] = ["megatron-bridge"] * 3 + ["timm"]
-    dense, experts = chosen(plans, "Megatron-Core", "iterations").values()
-    assert (dense, experts) == ([2], [0, 1])
+    plans = plans.assign(source=["megatron-bridge"] * 3 + ["timm"], dtype=["fp8", "bf16"] * 2)
+    plans.loc[len(plans)] = ("tp=2", "megatron-bridge", "nvfp4")
+    dense, experts, fp4 = chosen(plans, "Megatron-Core", "iterations").values()
+    assert (dense, experts, fp4) == ([2], [0, 1], [4])
     runs = [("nvidia-dle", "resnet50v1.5", 1), ("lambda-deeplearning-benchmark", "resnet50", 8)]
     runs += [("timm", "resnet50", 1), ("nvidia-dle", "dlrm-criteo", 1)]
     examples = pd.DataFrame(runs, columns=["source", "case", "world_size"])
