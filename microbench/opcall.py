@@ -126,7 +126,8 @@ class OpCall:
     class of the innermost module that makes the call, in the forward pass. ``stream`` is the number
     of the stream that a captured program launches it on, 0 for the default one. ``compiled``: the
     number of the call of a function wrapped by torch.compile that it belongs to, 0 for none.
-    ``graphed``: the number of the launch of a CUDA graph that launches it, 0 for none.
+    ``graphed``: the number of the launch of a CUDA graph that launches it, 0 for none. ``within``:
+    the number of the recurrent network's pass that it belongs to (``StepCapture.networks``).
     """
 
     op: str
@@ -138,6 +139,7 @@ class OpCall:
     stream: int = 0
     compiled: int = 0
     graphed: int = 0
+    within: int = 0
 
     def tensors(self) -> tuple[TensorSpec, ...]:
         """All input tensors in order, also those inside lists."""
@@ -201,7 +203,9 @@ class StepCapture:
     equal those captured, by the list's name (``blocks``: 94). ``engine`` is how the calls are
     launched: eager, graph, compile or compile+graph; ``optimizer`` is one of ``STATE_COPIES``.
     ``inputs``: the tensors of the batch that the step is given, dense ones. ``lengths``: of its
-    sequences, where they are unlike (``itercast.compose.lengths.Lengths.facts``).
+    sequences, where they are unlike (``itercast.compose.lengths.Lengths.facts``). ``networks``:
+    recurrent networks, forward and backward in turn, that a GPU runs as one call each: arguments of
+    ``itercast.microbench.ops.matrix.recurrent.CALL``.
     """
 
     calls: tuple[OpCall, ...]
@@ -214,3 +218,4 @@ class StepCapture:
     optimizer: str = "none"
     inputs: tuple[TensorSpec, ...] = ()
     lengths: Mapping[str, float] = field(default_factory=dict)
+    networks: tuple[Mapping[str, Any], ...] = ()

@@ -4,25 +4,29 @@
   one byte per element for backward (aten/src/ATen/native/Dropout.cpp, cuda/Dropout.cu).
 - Softmax in fp32 of an fp16 tensor: the GPU kernel reads fp16 itself and its backward writes fp16,
   so that the casts around it vanish (aten/src/ATen/native/SoftMax.cpp, ``half_to_float``).
+- Recurrent networks, step by step on a CPU, are one call of cuDNN forward and one backward
+  (aten/src/ATen/native/cudnn/RNN.cpp).
 - Allocations launch no kernel.
 - Images are NHWC where the step says ``channels_last``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from itertools import pairwise
 from math import prod
 
 from itercast.compose.graph.identity_cache import cached_by_identity
-from itercast.compose.graph.rewrite import StepBuilder, with_tensors
+from itercast.compose.graph.rewrite import StepBuilder, fresh_storages, with_tensors
 from itercast.microbench.opcall import Argument, OpCall, StepCapture, TensorSpec
+from itercast.microbench.ops.matrix.recurrent import CALL, Recurrent, saved_numel
 from itercast.microbench.ops.memory.elementwise_names import ALLOCATIONS, SAME_AS
 
 DROPOUT_DRAW = ("bernoulli_", "div_")
 SOFTMAX = ("_softmax", "_log_softmax")
 SOFTMAX_BACKWARD = ("_softmax_backward_data", "_log_softmax_backward_data")
+EVENTS = ("view_op", "autograd_node")  # of the host: some for each call
 GROUP_NORM = "aten.native_group_norm.default"
 NHWC_OPS = tuple(
     f"aten.{name}.default"
@@ -43,6 +47,58 @@ def with_byte_masks(capture: StepCapture) -> StepCapture:
     tensors = {t for c in capture.calls for t in (*c.tensors(), *c.outputs) if t.storage in masks}
     change = {t: replace(t, dtype="bool") for t in tensors}
     return replace(capture, calls=tuple(with_tensors(c, change) for c in capture.calls))
+
+
+def with_whole_networks(capture: StepCapture) -> StepCapture:
+    """Returns the step with one call for each pass of a recurrent network, as a GPU runs it.
+
+    In forward it comes where the last call of those in its place was, after casts of its weights,
+    in backward where the first one was. The host has as many fewer views and autograd nodes.
+    """
+    if not capture.networks:
+        return capture
+    passes: dict[int, list[int]] = {}
+    for i, call in enumerate(capture.calls):
+        passes.setdefault(call.within, []).append(i)
+    outside, made = passes.pop(0, []), StepBuilder(capture)
+    whole = _whole_calls(capture, passes)
+    at = {indices[-1 if number % 2 else 0]: whole[number] for number, indices in passes.items()}
+    for i, call in enumerate(capture.calls):
+        if not call.within or i in at:
+            made.calls.append(at.get(i, call))
+        made.done(i)
+    updates = sum(call.phase == "optimizer" for call in capture.calls)
+    share = (len(outside) + len(at) - updates) / (len(capture.calls) - updates)
+    host = {k: round(share * n) if k in EVENTS else n for k, n in capture.host.items()}
+    return replace(made.step(), host=host, networks=())
+
+
+def _whole_calls(capture: StepCapture, passes: Mapping[int, Sequence[int]]) -> Mapping[int, OpCall]:
+    """The one call of each pass, by its number.
+
+    It reads and writes what those in its place share with other calls. In place of what they leave
+    for backward it leaves ``saved_numel`` numbers.
+    """
+    users: dict[int, set[int]] = {}  # by storage: passes that read it, two of a network as one
+    for call in capture.calls:
+        for t in call.tensors():
+            users.setdefault(t.storage, set()).add((call.within + 1) // 2)
+    free, whole, inner = next(fresh_storages(capture)), dict[int, OpCall](), set[int]()
+    for number, indices in sorted(passes.items()):
+        calls, network = [capture.calls[i] for i in indices], (number + 1) // 2
+        p = Recurrent(**capture.networks[number - 1])
+        written = {t.storage: t for c in calls for t in c.outputs}
+        inner |= {s for s in written if not users.get(s, set()) - {network}}
+        read = {t.storage: t for c in calls for t in c.tensors()}
+        args = [t for s, t in read.items() if s not in inner | written.keys()]
+        outputs = [t for s, t in written.items() if s not in inner] or [*calls[-1].outputs]
+        shape = (saved_numel(p),) if {2 * network, 2 * network - 1} <= passes.keys() else ()
+        saved = [TensorSpec(shape=shape, dtype=p.dtype, storage=free + network)] * len(shape)
+        args, outputs = (args, outputs + saved) if number % 2 else (args + saved, outputs)
+        whole[number] = replace(
+            calls[0], op=CALL, args=(*args,), kwargs=asdict(p), outputs=(*outputs,), within=0
+        )
+    return whole
 
 
 @cached_by_identity

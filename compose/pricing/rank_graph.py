@@ -9,7 +9,11 @@ from itertools import takewhile
 
 from itercast.compose.graph.cache_reuse import cold_fractions
 from itercast.compose.graph.codecs import compressed
-from itercast.compose.graph.cuda_variants import with_byte_masks, with_cuda_variants
+from itercast.compose.graph.cuda_variants import (
+    with_byte_masks,
+    with_cuda_variants,
+    with_whole_networks,
+)
 from itercast.compose.graph.identity_cache import once_of
 from itercast.compose.graph.launch_modes import as_launched
 from itercast.compose.graph.layers import Layer, split_layers
@@ -102,7 +106,7 @@ def rank_graph(capture: StepCapture, plan: ParallelPlan, gpu: Gpu) -> RankGraph:
 
 def _rank_graph(capture: StepCapture, plan: ParallelPlan, gpu: Gpu) -> RankGraph:
     trained = sum(p.nbytes for p in capture.parameters if p.ready_after >= 0 and not p.matrix)
-    capture = cut_graph(capture, plan)
+    capture = cut_graph(capture if gpu.kind == "cpu" else with_whole_networks(capture), plan)
     capture = context_parallel(expert_parallel(capture, plan), plan)
     capture = tensor_parallel(capture, plan, summed=gpu.kind != "cpu")
     capture = as_launched(capture if gpu.kind == "cpu" else with_byte_masks(capture))

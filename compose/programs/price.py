@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from itercast.compose.graph.cache_reuse import cold_fractions
-from itercast.compose.graph.cuda_variants import with_cuda_variants
+from itercast.compose.graph.cuda_variants import with_cuda_variants, with_whole_networks
 from itercast.compose.graph.launch_modes import fused
 from itercast.compose.pricing.collectives import Cluster, Group, Message, price_messages
 from itercast.compose.pricing.host import Launches, launch_costs, python_op
@@ -50,7 +50,9 @@ class PricedRank:
 def price_rank(step: StepCapture, book: PriceBook, node: Node | None, per_node: int) -> PricedRank:
     """Price the launches of one rank; ``per_node`` GPUs reach each other without the network."""
     on_cpu = book.gpu.kind == "cpu"
-    step = fused(step, apart=lambda call: not call.compiled)
+    step = fused(
+        step if on_cpu else with_whole_networks(step), apart=lambda call: not call.compiled
+    )
     step = step if on_cpu else _with_launches(with_cuda_variants(step))
     calls, cold = step.calls, cold_fractions(step, book.gpu)
     sent = [i for i, c in enumerate(calls) if c.op == COLLECTIVE]

@@ -25,6 +25,7 @@ from itercast.microbench.capture.fake_patches import (
     modes_in_backward,
     run_uncompiled,
 )
+from itercast.microbench.capture.recurrent import recurrent_networks
 from itercast.microbench.capture.routing import Routing
 from itercast.microbench.capture.sparse import (
     FakeSparseOps,
@@ -35,6 +36,7 @@ from itercast.microbench.capture.sparse import (
     values_of,
 )
 from itercast.microbench.capture.watch import (
+    MadeBy,
     ModuleTracker,
     count_host_events,
     default_dtype,
@@ -63,6 +65,7 @@ IN_PLACE: Mapping[str, str] = FACTS["in_place"]
 UNDECLARED_VIEWS, SILENT = (
     frozenset(f"aten::{op}" for op in FACTS[ops].split()) for ops in ("undeclared_views", "silent")
 )
+CAST = "aten._to_copy.default"
 ITEM = "aten._local_scalar_dense.default"  # the host reads a number
 TF32_DTYPES = {**DTYPES, torch.float32: "tf32"}
 TF32_OPS = frozenset(FACTS["tf32"].split())
@@ -85,12 +88,14 @@ class OpLog(TorchDispatchMode):
         self.stream = 0
         self.paused = 0
         self.names = DTYPES
+        self.networks: list[Kwargs] = []  # recurrent ones, see ``StepCapture``
+        self.network = MadeBy()
         self._storages: dict[int, int] = {}
         self._kept: list[torch.UntypedStorage] = []  # alive, so that no address is used twice
 
     def reset(self) -> None:
         """Forget the calls and host events, and keep the numbers of storages."""
-        self.calls = []
+        self.calls, self.networks = [], []
         self.host = dict.fromkeys(self.host, 0)
 
     def storage(self, tensor: Tensor) -> int:
@@ -163,8 +168,24 @@ class OpLog(TorchDispatchMode):
                 phase=self.phase,
                 module=self.module if self.phase == "forward" else "",
                 stream=self.stream,
+                within=self._network_pass(op),
             )
         )
+
+    def dtype_name(self, dtype: torch.dtype) -> str:
+        """The name of the dtype that matrix products of such operands are logged in."""
+        return (TF32_DTYPES if self.tf32 else DTYPES)[dtype]
+
+    def _network_pass(self, op: str) -> int:
+        """The number of the recurrent network's pass that runs now, 0 for none.
+
+        Casts by autocast, and their backward, are no part of it: they come before cuDNN's call.
+        """
+        number = self.network.number()
+        if op == CAST and number:
+            node = torch._C._current_autograd_node()
+            number = 0 if node is None or node.name().startswith("ToCopy") else number
+        return 2 * number - bool(self.network.running) if number else 0
 
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
@@ -259,6 +280,7 @@ def capture_step(
         tokens=tokens,
         optimizer=settings.optimizer if settings.mode == "train" else "none",
         inputs=_inputs(inputs, log),
+        networks=tuple(log.networks),
     )
 
 
@@ -297,7 +319,10 @@ def _in_channels_last(value: Argument) -> Argument:
 @contextmanager
 def _logging(log: OpLog, eager: bool) -> Iterator[None]:
     """Log ops, modules and attention inside the context; name the op that depends on data."""
-    with run_uncompiled(), ModuleTracker(log), WholeAttention(log, eager), modes_in_backward(), log:
+    watching = (ModuleTracker(log), WholeAttention(log, eager), recurrent_networks(log))
+    with ExitStack() as stack:
+        for context in (run_uncompiled(), *watching, modes_in_backward(), log):
+            stack.enter_context(context)
         try:
             yield
         except (DynamicOutputShapeException, DataDependentOutputException) as exc:

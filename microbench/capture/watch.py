@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -47,6 +49,36 @@ def record_ready_gradients(model: torch.nn.Module, log: Any) -> dict[str, int]:
                 lambda p, name=name: ready.__setitem__(name, len(log.calls) - 1)
             )
     return ready
+
+
+class MadeBy:
+    """Which of several numbered stretches of a step an op belongs to, also in its backward."""
+
+    def __init__(self) -> None:
+        self.running = 0  # number of the stretch that runs now, 0 for none
+        self._nodes: list[tuple[int, int]] = []  # first autograd node of a stretch, its number
+
+    @contextmanager
+    def stretch(self, number: int) -> Iterator[None]:
+        """Ops inside belong to this number, and so do those of their backward."""
+        self._note(number)
+        try:
+            yield
+        finally:
+            self._note(0)
+
+    def _note(self, number: int) -> None:
+        self.running = number
+        self._nodes.append((int(torch._C._autograd._get_sequence_nr()), number))
+
+    def number(self) -> int:
+        """The number that the op that runs now belongs to, 0 for none."""
+        if self.running or not self._nodes:
+            return self.running
+        node = torch._C._current_autograd_node()
+        made = -1 if node is None else node._sequence_nr()
+        at = bisect_right(self._nodes, (made, math.inf)) - 1
+        return self._nodes[at][1] if at >= 0 else 0
 
 
 class ModuleTracker:

@@ -32,6 +32,7 @@ from itercast.microbench.capture.fake_patches import (
     modes_in_backward,
     run_uncompiled,
 )
+from itercast.microbench.capture.recurrent import recurrent_networks
 from itercast.microbench.capture.watch import ModuleTracker
 from itercast.microbench.opcall import StepCapture
 from itercast.microbench.programs.fake_ranks import one_rank_of
@@ -93,7 +94,10 @@ def capture_ranks(
         before = state
     return ProgramCapture(
         world_size=world_size,
-        ranks={r: StepCapture(calls=tuple(x.calls), host=x.host) for r, x in sorted(done.items())},
+        ranks={
+            r: StepCapture(calls=tuple(x.calls), host=x.host, networks=tuple(x.networks))
+            for r, x in sorted(done.items())
+        },
         peak_bytes={rank: log.peak_bytes for rank, log in sorted(done.items())},
     )
 
@@ -115,6 +119,7 @@ def _capture_rank(
         stack.enter_context(recorded_streams(log))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(behave_like_real_tensors())
+        stack.enter_context(recurrent_networks(log))
         stack.enter_context(packed_sequences())
         stack.enter_context(run_uncompiled())
         numbers = partialmethod(_numbers, log)

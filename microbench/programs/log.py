@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import weakref
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from itercast.microbench.capture.attention import WholeAttention
 from itercast.microbench.capture.log import DTYPES, OpLog
 from itercast.microbench.capture.routing import Routing
+from itercast.microbench.capture.watch import MadeBy
 from itercast.microbench.opcall import OpCall
 from itercast.microbench.programs.collectives import CollectiveCall, collective_of, is_collective
 from itercast.microbench.programs.packed import attend_nested
@@ -65,8 +64,7 @@ class ProgramLog(OpLog):
         self._sizes: dict[int, int] = {}  # storage's number -> bytes
         self._numbers = count()
         self.last_work: int | None = None  # point of the last collective that was not blocking
-        self._compiled = self._calls_of_compiled = 0  # the compiled call that runs now; all so far
-        self._made_by: list[tuple[int, int]] = []  # first autograd node of a call, its number
+        self._compiled, self._calls_of_compiled = MadeBy(), 0  # calls of compiled functions
         self._eager: set[int] = set()  # calls whose ops are not fused
         self._graphed: set[int] = set()  # calls that launch a CUDA graph in each phase
 
@@ -131,20 +129,18 @@ class ProgramLog(OpLog):
         by the compiled function, where ``graphed`` as one CUDA graph for each phase. Not ``fused``:
         the ops are kernels of their own, and nothing was compiled.
         """
-        if self._compiled:
+        if self._compiled.running:
             yield
             return
         self._calls_of_compiled += 1
         number = self._calls_of_compiled
-        counted, self._compiled = dict(self.host), number
-        self._made_by.append((_next_node(), number))
+        counted = dict(self.host)
         self._eager |= set() if fused else {number}
         self._graphed |= {number} if graphed else set()
         try:
-            yield
+            with self._compiled.stretch(number):
+                yield
         finally:
-            self._made_by.append((_next_node(), 0))
-            self._compiled = 0
             passes = 2 if torch.is_grad_enabled() else 1
             self.host |= {name: counted[name] for name in EAGER_PYTHON}
             if fused:
@@ -154,25 +150,19 @@ class ProgramLog(OpLog):
     def add(self, op: str, args: Any, kwargs: Any, output: Any) -> None:
         """Log one call, and the call of a compiled function that it belongs to."""
         super().add(op, args, kwargs, output)
-        if number := self.compiled_call():
+        if number := self._compiled.number():
             compiled = 0 if number in self._eager else number
             graph = 2 * number + (self.phase == "backward") if number in self._graphed else 0
             self.calls[-1] = replace(self.calls[-1], compiled=compiled, graphed=graph)
-
-    def compiled_call(self) -> int:
-        """The number of the compiled function's call that an op belongs to, 0 for none."""
-        node = torch._C._current_autograd_node()
-        if self._compiled or node is None or not self._made_by:
-            return self._compiled
-        at = bisect_right(self._made_by, (node._sequence_nr(), math.inf)) - 1
-        return self._made_by[at][1] if at >= 0 else 0
 
     def _mark(self, op: str, point: int, stream: int) -> None:
         self.calls.append(OpCall(op=op, args=(point,), phase=self.phase, stream=stream))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
-            own_event = self.phase == "optimizer" or self.compiled_call() or NestedTensor in types
+            own_event = (
+                self.phase == "optimizer" or self._compiled.number() or NestedTensor in types
+            )
             if not own_event:
                 self.python("tp_loss" if func in LOSS else "dtensor_op")
             return NotImplemented  # DTensor and others call us again with what they wrap
@@ -271,11 +261,6 @@ class ShardedAttention(WholeAttention):
             return attend_nested(partial(super().attend, mask, options), *qkv)
         dropout_p = float(options.get("dropout_p", 0.0))
         return FLASH(*qkv, dropout_p, bool(options.get("is_causal", False)))[0]
-
-
-def _next_node() -> int:
-    """The number of the autograd node that is made next; later ones have higher numbers."""
-    return int(torch._C._autograd._get_sequence_nr())
 
 
 def log_flash(log: OpLog, func: Any, args: Any, kwargs: Any, output: Any) -> None:

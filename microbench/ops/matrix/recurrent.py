@@ -1,6 +1,9 @@
-"""Describes an LSTM layer over all steps of a sequence, in one direction, as one op.
+"""Describes recurrent networks (LSTM, GRU, plain) over all steps of a sequence as one op.
 
-Forward and backward. Other recurrent networks are captured step by step, as ops of other families.
+Forward and backward. On a CPU that is an LSTM's layer in one direction, by oneDNN; other networks
+run there step by step, as ops of other families. On a GPU cuDNN runs all layers and directions in
+one call. Its input products, of all steps at once, are products like others; rows of GPUs measure
+what is left: the steps of one layer in one direction, of ``inputs`` 1.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from itercast.microbench.ops.family import (
     Tensor,
     Workload,
     autograd_call,
+    by_name,
+    is_any,
     itemsize_bytes,
     log_uniform,
     logs,
@@ -33,9 +38,13 @@ from itercast.microbench.ops.memory.elementwise import memory_copy
 from itercast.microbench.ops.sizes import MAX_BATCH, resize_along
 from itercast.microbench.slow_imports import torch
 
-GATES = 4  # input, forget, cell, output
+CELLS = {"lstm": 4, "gru": 3, "rnn": 1}  # gates: rows of weights for each element of the state
+GATES = {**CELLS, **{f"{cell}_backward": n for cell, n in CELLS.items()}}
+CALL = "itercast.recurrent"  # a network's call on a GPU, whose parameters are its arguments
 MODE = 2  # an LSTM's number among recurrent networks, in torch and cuDNN
 POINTWISE: float = assumed(__file__, "pointwise_flops")
+SAVED = assumed(__file__, "saved_values")  # by cell
+STEP_KERNELS: float = assumed(__file__, "step_kernels")
 MAX_FLOPS = 2e9
 MAX_BYTES = 1e8
 
@@ -44,7 +53,8 @@ MAX_BYTES = 1e8
 class Recurrent:
     """One call from ``steps`` x ``batch`` vectors of ``inputs`` to as many of ``hidden``.
 
-    Its backward makes the gradients of the inputs, of both states, and of all weights.
+    ``op`` is one of ``GATES``. Each of the ``layers`` reads what all ``directions`` of the one
+    before made. Backward makes the gradients of the inputs, of the states, and of all weights.
     """
 
     op: str
@@ -53,6 +63,8 @@ class Recurrent:
     inputs: int
     hidden: int
     dtype: str = "fp32"
+    layers: int = 1
+    directions: int = 1
 
 
 def _width(rng: np.random.Generator) -> int:
@@ -61,7 +73,7 @@ def _width(rng: np.random.Generator) -> int:
 
 
 def sweep() -> Iterator[Recurrent]:
-    """Yields points without end: widths of 8 to 1024, up to 256 steps and 128 sequences."""
+    """Yields LSTM layers without end: widths of 8 to 1024, up to 256 steps and 128 sequences."""
     rng = np.random.default_rng(17)
     while True:
         hidden = _width(rng)
@@ -76,6 +88,12 @@ def sweep() -> Iterator[Recurrent]:
             yield p
 
 
+def _on_gpus(p: Recurrent, rng: np.random.Generator) -> Recurrent:
+    """The steps of a layer of some cell: what rows of GPUs measure."""
+    op = p.op.replace("lstm", str(rng.choice(list(CELLS))))
+    return replace(p, op=op, inputs=1)
+
+
 def build(p: Recurrent, device: str) -> Workload:
     """oneDNN's layer on a CPU, cuDNN's on a GPU, its backward through autograd."""
 
@@ -87,16 +105,16 @@ def build(p: Recurrent, device: str) -> Workload:
         tensor(p.batch, p.hidden),
         tensor(p.batch, p.hidden),
     )
-    wide = GATES * p.hidden
-    weights = [tensor(wide, p.inputs), tensor(wide, p.hidden), tensor(wide), tensor(wide)]
+    wide = GATES[p.op] * p.hidden
     grad = tensor(p.steps, p.batch, p.hidden)
-    x.requires_grad_(p.op != "lstm" and device != "cpu")
-    run = _on_cpu if device == "cpu" else _on_cuda
-    through_autograd = p.op != "lstm" and device != "cpu"
+    x.requires_grad_(p.op not in CELLS and device != "cpu")
+    if device == "cpu":
+        weights = [tensor(wide, p.inputs), tensor(wide, p.hidden), tensor(wide), tensor(wide)]
+        return Workload(run=_on_cpu(p, x, h, c, weights, grad))
     return Workload(
-        run=run(p, x, h, c, weights, grad),
-        baseline=autograd_call(1 + len(weights), device) if through_autograd else None,
-        through_aten=device == "cpu",
+        run=_on_cuda(p, x, h, c, grad),
+        baseline=None if p.op in CELLS else autograd_call(5, device),  # x and four of weights
+        through_aten=False,
     )
 
 
@@ -109,7 +127,7 @@ def _on_cpu(
     def forward() -> Point:
         return aten.mkldnn_rnn_layer(x, *w, h, c, False, [], *how, False, False, True)
 
-    if p.op == "lstm":
+    if p.op in CELLS:
         return forward
     y, last_h, last_c, workspace = forward()
     states, grads = (h, c, y, last_h, last_c), (grad, None, None)
@@ -117,49 +135,51 @@ def _on_cpu(
     return lambda: back(*(x, *w, *states, *grads, False, *how), True, False, [], False, workspace)
 
 
-def _on_cuda(
-    p: Recurrent, x: Tensor, h: Tensor, c: Tensor, w: list[Tensor], grad: Tensor
-) -> Callable[[], object]:
-    module = torch.nn.LSTM(p.inputs, p.hidden, device=x.device, dtype=x.dtype)
-    flat: list[torch.Tensor] = list(
-        module.parameters()
-    )  # in one piece of memory, as cuDNN wants them
-    for own, given in zip(flat, w, strict=True):
-        own.data.copy_(given)
-    states = (h[None], c[None])
-
-    def forward() -> Tensor:
-        return torch.lstm(x, states, flat, True, 1, 0.0, True, False, False)[0]
-
-    if p.op == "lstm":
-        return torch.no_grad()(forward)
-    y = forward()
-    leaves = [x, *flat]
+def _on_cuda(p: Recurrent, x: Tensor, h: Tensor, c: Tensor, grad: Tensor) -> Callable[[], object]:
+    cell = p.op.removesuffix("_backward")
+    module = getattr(torch.nn, cell.upper())(p.inputs, p.hidden, device=x.device, dtype=x.dtype)
+    states = (h[None], c[None]) if cell == "lstm" else h[None]
+    if p.op in CELLS:
+        return torch.no_grad()(lambda: module(x, states)[0])
+    y, leaves = module(x, states)[0], [x, *module.parameters()]
     return lambda: torch.autograd.grad(y, leaves, grad, retain_graph=True)
 
 
 def _backward(p: Recurrent) -> Numbers:
-    return np.where(np.equal(p.op, "lstm"), 0.0, 1.0)
+    return np.where(is_any(p.op, CELLS), 0.0, 1.0)
+
+
+def _layer_inputs(p: Recurrent) -> Numbers:
+    """Widths of the inputs of all layers, added up."""
+    return p.inputs + 1.0 * (p.layers - 1) * p.directions * p.hidden
 
 
 def flops(p: Recurrent) -> Numbers:
-    """Products of inputs and state with the weights of four gates; twice that backward."""
-    cells = 1.0 * p.steps * p.batch
-    products = 2.0 * cells * GATES * p.hidden * (p.inputs + p.hidden)
-    return (1 + _backward(p)) * (products + POINTWISE * cells * p.hidden)
+    """Products of inputs and state with the weights of all gates; twice that backward."""
+    cells = 1.0 * p.steps * p.batch * p.directions
+    rows: Numbers = by_name(p.op, GATES) * p.hidden
+    products = 2.0 * cells * rows * (_layer_inputs(p) + p.layers * p.hidden)
+    return (1 + _backward(p)) * (products + POINTWISE * cells * p.layers * p.hidden)
 
 
 def bytes_moved(p: Recurrent) -> Numbers:
     """Inputs, outputs, gates and weights once; backward these and their gradients."""
-    cells = 1.0 * p.steps * p.batch
-    values = cells * (p.inputs + (2 + GATES) * p.hidden)
-    weights = 1.0 * GATES * p.hidden * (p.inputs + p.hidden + 2)
+    cells, gates, layers = 1.0 * p.steps * p.batch, by_name(p.op, GATES), p.layers * p.directions
+    values: Numbers = cells * (_layer_inputs(p) + layers * (2 + gates) * p.hidden)
+    rows: Numbers = gates * p.hidden * p.directions
+    weights = rows * (_layer_inputs(p) + p.layers * (p.hidden + 2.0))
     return (1 + _backward(p)) * (values + weights) * itemsize_bytes(p.dtype)
+
+
+def saved_numel(p: Recurrent) -> int:
+    """How many numbers forward keeps for backward, beside its inputs and outputs."""
+    cells = p.steps * p.batch * p.layers * p.directions
+    return int(cells * p.hidden * SAVED[p.op.removesuffix("_backward")])
 
 
 def features(p: Recurrent, gpu: Gpu) -> dict[str, Numbers | str]:
     """Sizes, the work of one step, and the share of the cache that weights fill."""
-    weights = 1.0 * GATES * p.hidden * p.hidden * itemsize_bytes(p.dtype)
+    weights = by_name(p.op, GATES) * 1.0 * p.hidden * p.hidden * itemsize_bytes(p.dtype)
     return {
         "op": p.op,
         "dtype": p.dtype,
@@ -172,7 +192,7 @@ def features(p: Recurrent, gpu: Gpu) -> dict[str, Numbers | str]:
     }
 
 
-def from_call(call: OpCall) -> Recurrent | None:
+def from_layer(call: OpCall) -> Recurrent | None:
     """Describe mkldnn_rnn_layer(x, w, u, b, c, h, c, ...), or its backward, which begins alike."""
     x, weight = call.args[0], call.args[1]
     if min(x.shape) < 1:
@@ -182,32 +202,43 @@ def from_call(call: OpCall) -> Recurrent | None:
         steps=x.shape[0],
         batch=x.shape[1],
         inputs=x.shape[2],
-        hidden=weight.shape[0] // GATES,
+        hidden=weight.shape[0] // GATES["lstm"],
         dtype=x.dtype,
     )
 
 
 def fallback(p: Recurrent, measured: Measured) -> list[Part]:
-    """A product of all inputs, one of the state at each step, and a pass over the gates at each.
+    """A product of all inputs for each layer and direction, and the steps of each.
 
-    Backward as many again, and one product for each of the two weights' gradients.
+    Backward as many products again, for the gradients of weights. Steps are priced by rows of this
+    very device; where it has none, each is a product of the state, a pass over the gates and the
+    start of STEP_KERNELS kernels, and backward adds a product for the gradient of their weights.
     """
-    if measured.seen("recurrent", p.op, p.dtype):
+    on_cpu = measured.gpu.kind == "cpu"
+    known = measured.seen if on_cpu else measured.measured_here
+    seen, alone = known("recurrent", p.op, p.dtype), replace(p, inputs=1, layers=1, directions=1)
+    if seen and (on_cpu or p == alone):
         return []
-    cells, wide = p.steps * p.batch, GATES * p.hidden
-    gates = memory_copy(2 * p.batch * wide * int(itemsize_bytes(p.dtype)))
+    cells, rows, forward = p.steps * p.batch, GATES[p.op] * p.hidden, p.op in CELLS
+    each = p.layers * p.directions
 
-    def product(m: int, n: int, k: int, times: int = 1) -> Part:
+    def product(m: int, n: int, k: int, times: float = 1) -> Part:
         params = Gemm(op="mm", m=m, n=n, k=k, layout="nt", dtype=p.dtype)
         return Part(family="gemm", params=params, times=times)
 
-    parts = [replace(gates, times=p.steps)]
-    if p.op == "lstm":
-        parts += [product(cells, wide, p.inputs), product(p.batch, wide, p.hidden, p.steps)]
-        return parts
-    parts += [product(cells, p.inputs, wide), product(p.batch, p.hidden, wide, p.steps)]
-    parts += [product(wide, p.inputs, cells), product(wide, p.hidden, cells)]
-    return parts
+    parts, below = [], p.directions * p.hidden
+    for width, times in ((p.inputs, p.directions), (below, (p.layers - 1) * p.directions)):
+        sizes = [(cells, rows, width)] if forward else [(cells, width, rows), (rows, width, cells)]
+        parts += [product(*size, times) for size in sizes if times]
+    if seen:
+        return [*parts, Part(family="recurrent", params=alone, times=each)]
+    gates = memory_copy(2 * p.batch * rows * int(itemsize_bytes(p.dtype)))
+    parts.append(replace(gates, times=p.steps * each))
+    if not on_cpu:
+        parts.append(replace(memory_copy(1), times=p.steps * each * STEP_KERNELS))
+    state = (rows, p.hidden) if forward else (p.hidden, rows)
+    parts.append(product(p.batch, *state, p.steps * each))
+    return parts if forward else [*parts, product(rows, p.hidden, cells, each)]
 
 
 FAMILY = Family(
@@ -220,11 +251,13 @@ FAMILY = Family(
     features=features,
     fallback=fallback,
     answers={
-        "aten.mkldnn_rnn_layer.default": from_call,
-        "aten.mkldnn_rnn_layer_backward.default": from_call,
+        "aten.mkldnn_rnn_layer.default": from_layer,
+        "aten.mkldnn_rnn_layer_backward.default": from_layer,
+        CALL: lambda call: Recurrent(**call.kwargs),
     },
     weight=0.5,
     gpu_sweep=GpuSweep(
+        variant=_on_gpus,
         resize=resize_along({"batch": MAX_BATCH, "steps": 512}),
         slow_frac=0.02,
         compute_bound=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,15 +11,17 @@ from unseen_ops import GPU, MODELS, learned
 
 from itercast.compose.pricing.fallbacks import fallback_parts
 from itercast.compose.pricing.price_book import PriceBook
-from itercast.compose.pricing.priced_op import Priceable
+from itercast.compose.pricing.priced_op import Priceable, priceable
 from itercast.learners.bundle import SHIPPED, Bundle
 from itercast.microbench.hardware.spec import Gpu, load_gpu
+from itercast.microbench.opcall import OpCall
 from itercast.microbench.ops import family_of
-from itercast.microbench.ops.family import itemsize_bytes
+from itercast.microbench.ops.family import Part, itemsize_bytes
 from itercast.microbench.ops.lookup.embedding import Embedding
 from itercast.microbench.ops.lookup.index_calls import IndexOp
 from itercast.microbench.ops.matrix.conv import Conv, pixels
 from itercast.microbench.ops.matrix.gemm import Gemm
+from itercast.microbench.ops.matrix.recurrent import CALL as NETWORK
 from itercast.microbench.ops.matrix.recurrent import Recurrent
 from itercast.microbench.ops.memory.elementwise import memory_copy
 from itercast.microbench.ops.memory.fused import Fused
@@ -331,20 +334,69 @@ def test_convolutions_measured_on_one_gpu_leave_the_forwards_of_another() -> Non
     assert fallback_parts(back, {**MODELS, "conv": conv}, False, hopper) == []
 
 
-def test_an_lstm_layer_never_seen_is_products_one_step_after_the_other() -> None:
+def test_a_recurrent_network_never_seen_is_products_one_step_after_the_other() -> None:
+    """Gates of 4 x 8 and 3 x 8 rows; the second layer reads both directions of the first."""
     layer = Recurrent(op="lstm", steps=5, batch=3, inputs=6, hidden=8)
-    gates, inputs, state = fallback_parts(layer, MODELS, False, GPU)
+    inputs, gates, starts, state = fallback_parts(layer, MODELS, False, GPU)
     assert gates == replace(memory_copy(2 * 3 * 32 * 4), times=5)
+    assert starts == replace(memory_copy(1), times=5 * 10)
     assert [(p.params.m, p.params.n, p.params.k, p.times) for p in (inputs, state)] == [
         (15, 32, 6, 1),
         (3, 32, 8, 5),
     ]
-    _, *back = fallback_parts(replace(layer, op="lstm_backward"), MODELS, False, GPU)
-    flops = sum(2 * p.params.m * p.params.n * p.params.k * p.times for p in back)
-    assert flops == 2 * sum(
-        2 * p.params.m * p.params.n * p.params.k * p.times for p in (inputs, state)
-    )
-    assert fallback_parts(layer, {**MODELS, "recurrent": learned("lstm")}, False, GPU) == []
+    network = replace(layer, op="gru", layers=2, directions=2)
+    for p, forward in (
+        (layer, [inputs, state]),
+        (network, fallback_parts(network, MODELS, False, GPU)),
+    ):
+        back = fallback_parts(replace(p, op=f"{p.op}_backward"), MODELS, False, GPU)
+        assert _product_flops(back) == 2 * _product_flops(forward)
+    first, below, *_, steps = fallback_parts(network, MODELS, False, GPU)
+    assert [(p.params.n, p.params.k, p.times) for p in (first, below, steps)] == [
+        (24, 6, 2),
+        (24, 16, 2),
+        (24, 8, 5 * 4),
+    ]
+
+
+def _product_flops(parts: Sequence[Part]) -> float:
+    products = [p for p in parts if p.family == "gemm"]
+    return sum(2 * p.params.m * p.params.n * p.params.k * p.times for p in products)
+
+
+def test_rows_of_a_gpu_price_the_steps_of_a_layer_on_that_gpu_alone() -> None:
+    known = {**MODELS, "recurrent": learned("lstm")}
+    layer = Recurrent(op="lstm", steps=5, batch=3, inputs=6, hidden=8, layers=2)
+    alone = Recurrent(op="lstm", steps=5, batch=3, inputs=1, hidden=8)
+    *products, steps = fallback_parts(layer, known, False, GPU)
+    assert (steps.params, steps.times) == (alone, 2)
+    assert [p.params.k for p in products] == [6, 8]
+    assert fallback_parts(alone, known, False, GPU) == []
+    other = fallback_parts(alone, known, False, replace(GPU, name="other"))
+    assert {p.family for p in other} == {"gemm", "elementwise"}
+
+
+@pytest.mark.parametrize("gpu", ["v100-sxm-16gb", "h100-sxm-80gb"])
+@pytest.mark.parametrize("op", ["lstm", "gru_backward"])
+def test_networks_take_longer_with_steps_sequences_width_and_directions(gpu: str, op: str) -> None:
+    """By the bundle that ships; two directions or layers take twice as long as one."""
+    book = PriceBook(Bundle.load(SHIPPED), load_gpu(gpu), 0)
+
+    def us(**sizes: int) -> float:
+        base = {"steps": 64, "batch": 32, "inputs": 512, "hidden": 512, "dtype": "fp16"}
+        call = OpCall(op=NETWORK, args=(), kwargs={"op": op, **base, **sizes})
+        return book.price([priceable(call)])[0].duration_us
+
+    for name, sizes in (
+        ("steps", (1, 16, 64, 512)),
+        ("batch", (8, 32, 128, 512)),
+        ("hidden", (128, 512, 1024, 2048)),
+        ("inputs", (64, 512, 4096)),
+    ):
+        times = [us(**{name: size}) for size in sizes]
+        assert sorted(times) == times, name
+    assert us(directions=2) == pytest.approx(2 * us())
+    assert us(layers=2) == pytest.approx(2 * us())
 
 
 @pytest.mark.parametrize("op", ["sum", "mean", "argmax", "linalg_vector_norm", "var", "any"])

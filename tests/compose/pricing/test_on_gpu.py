@@ -8,21 +8,28 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import torch
+from torch import nn
 from unseen_ops import GPU, MODELS, OfFew, learned
 
 from itercast.compose.graph.cuda_variants import (
     with_byte_masks,
     with_cuda_variants,
     with_memory_format,
+    with_whole_networks,
 )
 from itercast.compose.pricing.fallbacks import fallback_parts
 from itercast.compose.pricing.optimizer import scaled_update
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import priceable
+from itercast.microbench.capture.log import capture_step
 from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.microbench.ops.matrix.recurrent import CALL as NETWORK
+from itercast.microbench.ops.matrix.recurrent import Recurrent, saved_numel
 from itercast.microbench.ops.memory.elementwise import Elementwise
 from itercast.microbench.ops.memory.fused import CALL
 from itercast.microbench.ops.memory.reduction import Reduction
+from itercast.microbench.step import StepSettings
 
 
 def tensor(storage: int, dtype: str = "fp32", shape: tuple[int, ...] = (4, 8)) -> TensorSpec:
@@ -60,7 +67,46 @@ def test_an_lstm_is_priced_with_and_without_a_model(known: bool) -> None:
     op = priceable(call("mkldnn_rnn_layer.default", *args, out=2))
     (found,) = PriceBook(Pricer(), GPU, 0).price([op])
     assert found.family == ("recurrent" if known else "unmodelled")
-    assert found.duration_us == (10 if known else 10 * (5 + 1 + 5))
+    # all inputs and the steps; else at each step a pass, a product and the start of ten kernels
+    assert found.duration_us == 10 * (1 + 1 if known else 1 + 5 * (1 + 1 + 10))
+
+
+@pytest.mark.parametrize("cell", ["LSTM", "GRU", "RNN"])
+def test_a_capture_knows_the_calls_of_each_recurrent_network(cell: str) -> None:
+    """Two layers and directions on bf16 under autocast; the linear layers belong to none."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cells = getattr(nn, cell)(6, 8, 2, batch_first=True, bidirectional=True)
+            self.before, self.after = nn.Linear(6, 6), nn.Linear(16, 2)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.after(self.cells(self.before(x))[0])
+
+    step = capture_step(
+        Model,
+        lambda: {"x": torch.randn(3, 5, 6)},
+        lambda y, _: y.square().mean(),
+        StepSettings(dtype="bf16", amp=True, optimizer="none"),
+    )
+    facts = {"steps": 5, "batch": 3, "inputs": 6, "hidden": 8, "layers": 2, "directions": 2}
+    ops = [cell.lower(), f"{cell.lower()}_backward"]
+    assert list(step.networks) == [{**facts, "dtype": "bf16", "op": op} for op in ops]
+    inside = [(c.within, c.phase) for c in step.calls if c.within]
+    assert set(inside) == {(1, "forward"), (2, "backward")}
+    whole = with_whole_networks(step)
+    names = [c.op for c in whole.calls if c.op.endswith(("mm.default", NETWORK))]
+    add, mm = "aten.addmm.default", "aten.mm.default"
+    assert names == [add, NETWORK, mm, mm, mm, NETWORK, mm]  # no gradient of the batch
+    casts = [c for c in whole.calls if c.op == "aten._to_copy.default" and c.phase == "forward"]
+    assert len(casts) == 16 + 2 * 2 + 1  # four of each layer and direction, the linear ones, x
+    forward, backward = (c for c in whole.calls if c.op == NETWORK)
+    assert forward.outputs[0].shape == (5, 3, 16)  # steps first
+    assert forward.outputs[-1] == backward.args[-1]  # what cuDNN keeps
+    assert forward.outputs[-1].shape == (saved_numel(Recurrent(**forward.kwargs)),)
+    assert whole.host["autograd_node"] < step.host["autograd_node"]
+    assert whole.host["module_call"] == step.host["module_call"]
 
 
 class ByElement(OfFew):

@@ -243,20 +243,29 @@ def test_lstms_are_read_layer_by_layer_and_direction() -> None:
     assert {p.op for p in layers[4:]} == {"lstm_backward"}
 
 
-@pytest.mark.parametrize("p", [LAYER, replace(LAYER, op="lstm_backward")])
-def test_both_ways_to_time_a_layer_compute_the_same(p: recurrent.Recurrent) -> None:
-    shapes = ((5, 3, 6), (3, 8), (3, 8))
-    torch.manual_seed(0)
-    x, h, c = (torch.randn(s) for s in shapes)
-    weights = [torch.randn(*s) for s in ((32, 6), (32, 8), (32,), (32,))]
-    grad = torch.randn(5, 3, 8)
-    on_cpu: Any = recurrent._on_cpu(p, x, h, c, weights, grad)()
+def test_a_gpu_runs_a_network_of_two_layers_and_directions_as_one_op() -> None:
+    """Four times a GRU's 15 cells, three gates of 8; inputs of 6 and 16, a state of 8."""
+    network = recurrent.Recurrent(
+        op="gru", steps=5, batch=3, inputs=6, hidden=8, layers=2, directions=2
+    )
+    assert recurrent.flops(network) == 30 * (2 * 24 * (6 + 16 + 2 * 8) + 25 * 2 * 8)
+    values, weights = 15 * (6 + 16 + 4 * (2 + 3) * 8), 2 * 24 * (6 + 16 + 2 * (8 + 2))
+    assert recurrent.bytes_moved(network) == 4 * (values + weights)
+    assert recurrent.saved_numel(network) == 4 * 15 * 8 * 5
+
+
+@pytest.mark.parametrize("op", recurrent.GATES)
+def test_the_steps_of_a_layer_are_timed_on_gpus(op: str) -> None:
+    layer, cell = replace(LAYER, op=op, inputs=1), op.removesuffix("_backward")
+    x, h, c, grad = (torch.randn(s) for s in ((5, 3, 1), (3, 8), (3, 8), (5, 3, 8)))
     x.requires_grad_()
-    on_cuda: Any = recurrent._on_cuda(p, x, h, c, weights, grad)()
-    if p.op == "lstm":
-        torch.testing.assert_close(on_cpu[0], on_cuda)
+    made: Any = recurrent._on_cuda(layer, x, h, c, grad)()
+    if op == cell:
+        assert made.shape == (5, 3, 8)
     else:
-        torch.testing.assert_close(tuple(on_cpu[:5]), tuple(on_cuda))
+        rows = recurrent.GATES[op] * 8
+        shapes = [(5, 3, 1), (rows, 1), (rows, 8), (rows,), (rows,)]
+        assert [tuple(g.shape) for g in made] == shapes
 
 
 def test_a_statistic_covers_a_row_a_channel_or_a_group() -> None:
