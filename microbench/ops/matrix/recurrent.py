@@ -107,10 +107,10 @@ def build(p: Recurrent, device: str) -> Workload:
     )
     wide = GATES[p.op] * p.hidden
     grad = tensor(p.steps, p.batch, p.hidden)
-    x.requires_grad_(p.op not in CELLS and device != "cpu")
-    if device == "cpu":
+    if device == "cpu" and GATES[p.op] == GATES["lstm"]:  # of which alone oneDNN has layers
         weights = [tensor(wide, p.inputs), tensor(wide, p.hidden), tensor(wide), tensor(wide)]
         return Workload(run=_on_cpu(p, x, h, c, weights, grad))
+    x.requires_grad_(p.op not in CELLS)
     return Workload(
         run=_on_cuda(p, x, h, c, grad),
         baseline=None if p.op in CELLS else autograd_call(5, device),  # x and four of weights
