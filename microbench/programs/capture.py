@@ -26,6 +26,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from itercast.microbench.capture.fake_patches import (
     behave_like_real_tensors,
@@ -40,6 +41,7 @@ from itercast.microbench.programs.log import ProgramLog, ShardedAttention
 from itercast.microbench.programs.objects import AwaitedError, Mailbox, objects_through
 from itercast.microbench.programs.packed import packed_sequences
 from itercast.microbench.programs.program import COLLECTIVE, ProgramCapture
+from itercast.microbench.programs.reducer import reached
 from itercast.microbench.programs.streams import recorded_streams
 
 OPTIMIZERS = {
@@ -189,7 +191,11 @@ def _in_backward(log: ProgramLog, name: str) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         before, log.phase = log.phase, "backward"
-        log.host["backward"] = log.host.get("backward", 0) + (name == "backward")
+        if name == "backward" and not torch._C._len_torch_function_stack():  # each calls it
+            roots = [t for t in tree_leaves((args[:1], kwargs)) if isinstance(t, torch.Tensor)]
+            given = kwargs.get("inputs") or reached(roots)
+            for event, times in (("backward", 1), ("accumulate_grad", len(given))):
+                log.host[event] = log.host.get(event, 0) + times
         try:
             result = function(*args, **kwargs)
         finally:
@@ -206,14 +212,15 @@ def _phases(log: ProgramLog) -> Iterator[None]:
     """Tell the log which calls are backward's and which the optimizer's, and what ended."""
 
     def begin(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError("LBFGS runs the model as often as its loss needs, which nobody knows")
         log.phase = "optimizer"
         kind = OPTIMIZERS.get(type(optimizer).__name__, "adamw")
         trained = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
         log.python(f"{kind}_step", len(trained))
         if sharded := sum(isinstance(p, DTensor) for p in trained):
             log.python(f"{kind}_dtensor_step", sharded)
-        for event, times in (("accumulate_grad", log.host.get("backward", 0)), ("zero_grad", 1)):
-            log.host[event] = log.host.get(event, 0) + times * len(trained)
+        log.host["zero_grad"] = log.host.get("zero_grad", 0) + len(trained)
 
     def end(optimizer: Any, args: Any, kwargs: Any) -> None:
         log.phase = "forward"

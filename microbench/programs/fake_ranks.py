@@ -44,7 +44,8 @@ def one_rank_of(world_size: int, rank: int, log: ProgramLog) -> Iterator[None]:
         raise ValueError("a process group exists already: capture before init_process_group")
     variables = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank % 8}
     texts = {name: str(value) for name, value in variables.items()}
-    texts |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "LOCAL_WORLD_SIZE": "8"}
+    texts |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    texts["LOCAL_WORLD_SIZE"] = str(min(8, world_size))
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, texts))
         stack.enter_context(_groups_that_send_nothing(world_size, rank))

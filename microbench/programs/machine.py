@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, ExitStack, contextmanager, nullcontext
-from itertools import product
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -109,12 +109,6 @@ SILENT = (
     *("seed", "seed_all", "set_rng_state_all", "_sleep", "memory_snapshot"),
 )
 PARSE_TO = torch._C._nn._parse_to
-COUNTED = (  # keys of torch.cuda.memory_stats, part by part
-    *("allocation", "segment", "active", "inactive_split", "allocated_bytes", "reserved_bytes"),
-    *("active_bytes", "inactive_split_bytes", "requested_bytes"),
-)
-POOLS = ("all", "small_pool", "large_pool")
-STATISTICS = ("current", "peak", "allocated", "freed")
 ZERO = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
 
 
@@ -133,7 +127,7 @@ def _cuda(gpu: Gpu, per_node: int, local_rank: int) -> Row:
         "get_arch_list": [f"sm_{major}{minor}"],
         "is_bf16_supported": major >= CAPABILITY["ampere"][0],
         "mem_get_info": (total, total),
-        "memory_stats": dict.fromkeys(map(".".join, product(COUNTED, POOLS, STATISTICS)), 0),
+        "memory_stats": Counter(),
         "memory_summary": "",
         "get_rng_state_all": [],
         "utilization": 0,
@@ -217,6 +211,35 @@ class AutocastAsOnGpus(ContextDecorator):
         return self.entered.pop().__exit__(*exc)
 
 
+class Synced(torch.autograd.Function):
+    """Sends what the ranks of ``SyncBatchNorm`` tell each other: in forward the means, deviations
+    and counts, in backward two sums per channel."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, layer: Any) -> Any:
+        """Gather what each rank has."""
+        ctx.layer = layer
+        own = x.new_empty(2 * layer.num_features + 1, dtype=torch.float32)
+        ranks = dist.get_world_size(layer.process_group)
+        whole = own.new_empty(ranks * len(own))
+        dist.all_gather_into_tensor(whole, own, layer.process_group)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Add the ranks' sums up."""
+        sums = gradients[0].new_empty(2 * ctx.layer.num_features, dtype=torch.float32)
+        dist.all_reduce(sums, group=ctx.layer.process_group)
+        return gradients[0], None
+
+
+def _sync_batch_norm(layer: Any, x: Any) -> Any:
+    """As ``SyncBatchNorm``, whose kernels no CPU has: its messages, and a batch norm."""
+    synced = layer.training and dist.is_initialized()
+    x = Synced.apply(x, layer) if synced else x
+    return torch.nn.modules.batchnorm._BatchNorm.forward(layer, x)
+
+
 @contextmanager
 def _collectives_as_on_gpus() -> Iterator[None]:
     """NCCL is there; DDP and FSDP take modules that they find on the CPU as on their GPU."""
@@ -232,6 +255,8 @@ def _collectives_as_on_gpus() -> Iterator[None]:
     there: Row = {"is_nccl_available": _answering(True), "get_backend": _answering("nccl")}
     with (
         patch.object(Ddp, "__init__", making),
+        patch.object(Ddp, "_passing_sync_batchnorm_handle", _stay),
+        patch.object(torch.nn.SyncBatchNorm, "forward", _sync_batch_norm),
         patch.object(fsdp, "_get_compute_device", _answering(torch.device("cpu"))),
         patch.multiple(dist, **there),
     ):

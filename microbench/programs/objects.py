@@ -68,12 +68,7 @@ def _global(rank: int | None, name: str, options: Row) -> int:
     return rank if rank is not None else dist.get_global_rank(options["group"], options[name])
 
 
-def _gathered(objects: list[Any], own: Any, group: Any = None, **options: Any) -> None:
-    """All ranks have the same object as this one."""
-    objects[:] = [own] * len(objects)
-
-
-def _gathered_at(own: Any, objects: list[Any] | None = None, *args: Any, **options: Any) -> None:
+def _gathered(objects: list[Any] | None, own: Any, *args: Any, **options: Any) -> None:
     """All ranks have the same object as this one."""
     if objects is not None:
         objects[:] = [own] * len(objects)
@@ -90,7 +85,7 @@ def objects_through(mailbox: Mailbox) -> Iterator[None]:
         "send_object_list": mailbox.send,
         "recv_object_list": mailbox.receive,
         "all_gather_object": _gathered,
-        "gather_object": _gathered_at,
+        "gather_object": lambda own, objects=None, *args, **options: _gathered(objects, own),
         "broadcast_object_list": _kept,
     }
     both = patch.multiple(dist, **functions), patch.multiple(dist.distributed_c10d, **functions)

@@ -127,7 +127,7 @@ class Reducer:
         self.syncing, self.queued, self.used = True, False, None
         self.ready = []
         if self.find_unused:
-            used = _reached(outputs)
+            used = reached(outputs)
             self._fill(lambda parameter: id(parameter) not in used)
 
     def _gradient_ready(self, parameter: Tensor) -> None:
@@ -219,7 +219,7 @@ def _apart(one: Tensor, other: Tensor) -> bool:
     return bool(one.untyped_storage()._cdata != other.untyped_storage()._cdata)
 
 
-def _reached(outputs: Sequence[Tensor]) -> set[int]:
+def reached(outputs: Sequence[Tensor]) -> set[int]:
     """The ids of the parameters that outputs depend on."""
     found, seen = set(), set()
     open_nodes = [t.grad_fn for t in outputs]

@@ -65,9 +65,9 @@ class Script:
         """Whether a file lies in that folder and not in an environment inside it."""
         return _lies_beside(self.path, file)
 
-    def lines(self, frames: Iterable[tuple[str, int | None]]) -> Lines:
-        """The lines of the user's own code among files and lines."""
-        return tuple((file, line or 0) for file, line in frames if self.owns(file))
+    def lines(self, frames: Iterable[traceback.FrameSummary]) -> Lines:
+        """The lines of the user's own code among calls."""
+        return tuple((f.filename, f.lineno or 0) for f in frames if self.owns(f.filename))
 
     def __post_init__(self) -> None:
         if self.steps < 2:
@@ -112,12 +112,7 @@ def capture_script(
 
 def _run_until(script: Script, log: ProgramLog, taken: TakenBatches) -> Steps:
     """Run the script until it has made enough steps; the log is that of the last one."""
-
-    def lines() -> Lines:
-        frames = [(f.f_code.co_filename, line) for f, line in traceback.walk_stack(None)]
-        return script.lines(reversed(frames))
-
-    steps = Steps(script.steps, log, taken, lines)
+    steps = Steps(script.steps, log, taken, lambda: script.lines(traceback.extract_stack()))
     argv = [str(script.path), *script.arguments]
     try:
         with (
@@ -152,7 +147,7 @@ def _too_few(done: int, script: Script, how: str) -> str:
 
 def _place(frames: Iterable[traceback.FrameSummary], script: Script) -> str:
     """The last line of the user's own code among calls, in brackets; or nothing."""
-    return told(script.lines((frame.filename, frame.lineno) for frame in frames))
+    return told(script.lines(frames))
 
 
 @contextmanager

@@ -6,11 +6,10 @@ import ast
 import gc
 import linecache
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Hashable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from torch.optim import Optimizer
@@ -32,8 +31,7 @@ class EnoughSteps(BaseException):
     """Ends a script when enough of its steps ran; no ``except Exception`` of it stops this."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class Step(NamedTuple):
     """What a rank launched in a step, what ended in it, and how often each optimizer stepped."""
 
     calls: list[OpCall]
@@ -62,10 +60,9 @@ class Steps:
         self.wanted, self.log, self.taken, self.lines = wanted, log, taken, lines
         self.kind, self.ends = 0, Counter[Hashable]()
         self.ended, self.kept = list[Step](), list[Step]()
-        self.places, self.looks = set[Place](), set[Place]()  # looks: of modules in evaluation
-        self.stepped, self.trained = Counter[int](), set[int]()
+        self.places, self.stepped, self.trained = set[Place](), Counter[int](), set[int]()
         self.enough, self.notes = False, list[str]()
-        self.older = WeakSet(_optimizers())  # such as another rank's
+        self.older = WeakSet(_optimizers(()))  # such as another rank's
         log.ended = self.end
 
     @property
@@ -87,9 +84,8 @@ class Steps:
         if self.log.after_graph is not None:  # it ends whenever the graph is launched
             self.log.after_graph.append(partial(self._end, kind, owner, lines))
             return
-        self.places.add((kind, lines))
-        if not getattr(owner, "training", True):
-            self.looks.add((kind, lines))
+        if getattr(owner, "training", True):  # no evaluation
+            self.places.add((kind, lines))
         if KINDS[kind] == "optimizer":
             self.stepped[id(owner)] += 1
             self.trained |= _trained_by(owner)
@@ -108,16 +104,8 @@ class Steps:
         if self.enough:
             raise EnoughSteps
         log = self.log
-        self.ended.append(
-            Step(
-                calls=log.calls,
-                host=log.host,
-                peak_bytes=log.peak_bytes,
-                samples=self.taken.samples,
-                places=self.places,
-                stepped=self.stepped,
-            )
-        )
+        launched = (log.calls, log.host, log.peak_bytes, self.taken.samples)
+        self.ended.append(Step(*launched, self.places, self.stepped))
         self.places, self.stepped = set(), Counter()
         log.reset()
         self.taken.begin_step()
@@ -130,7 +118,7 @@ class Steps:
             self.enough = self._is_whole(lines)
         elif self.kept and kind != "warm-up":  # until nothing that says more is expected
             times = PATIENCE if kind == "forward" else 1
-            self.enough = self.done == times * self.wanted and not self._optimizers()
+            self.enough = self.done == times * self.wanted and not _optimizers(self.older)
         if self.enough:
             raise EnoughSteps
 
@@ -138,11 +126,9 @@ class Steps:
         """Whether an iteration ended, which is kept then, or is waited for no longer."""
         steps = [step.places for step in self.ended]
         often = Counter(place for places in steps for place in places)
-        for place, times in list(often.items()):
-            before = times == 1 and place in steps[0] and not _in_one_loop(place[1], lines)
-            if before or (times == 1 and place in self.looks):
-                del often[place]
-        rarest = min(often, key=often.__getitem__)
+        once = {place for place in steps[0] if often[place] == 1}
+        before = {place for place in once if not _in_one_loop(place[1], lines)}
+        rarest = min(often.keys() - before, key=often.__getitem__)
         last = [i for i, places in enumerate(steps) if rarest in places][-2:]
         if len(last) == 2 and last[1] == len(steps) - 1 and not self._awaits_optimizers():
             self.kept = self.ended[last[0] + 1 :]
@@ -153,13 +139,9 @@ class Steps:
             self.notes = [f"what came once in {len(steps)} steps is left out{told(rarest[1])}"]
         return True
 
-    def _optimizers(self) -> list[Optimizer]:
-        """Those that the script made."""
-        return [one for one in _optimizers() if one not in self.older]
-
     def _awaits_optimizers(self) -> bool:
         """Whether one was made that has not stepped, nor another with its parameters."""
-        owned = map(_trained_by, self._optimizers())
+        owned = map(_trained_by, _optimizers(self.older))
         return any(own and not own & self.trained for own in owned)
 
     def restore(self) -> None:
@@ -180,8 +162,10 @@ def told(lines: Lines) -> str:
     return f" ({Path(file).name}:{number}: {linecache.getline(file, number).strip()})"
 
 
-def _optimizers() -> Iterator[Optimizer]:
-    return (one for one in gc.get_objects() if issubclass(type(one), Optimizer))
+def _optimizers(older: Container[Optimizer]) -> list[Optimizer]:
+    """All that are alive but older ones."""
+    made = (one for one in gc.get_objects() if issubclass(type(one), Optimizer))
+    return [one for one in made if one not in older]
 
 
 def _trained_by(optimizer: Any) -> set[int]:

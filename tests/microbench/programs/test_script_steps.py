@@ -139,7 +139,7 @@ optimizer = torch.optim.SGD(model.parameters())
 critic = torch.nn.Linear(64, 64).cuda()
 of_critic = torch.optim.SGD(critic.parameters())
 def step(loss, of):
-    loss.backward()
+    torch.autograd.backward(loss)
     of.step()
 """
 ROLLOUT = """
@@ -186,24 +186,29 @@ for i in range(100):
 
 
 @pytest.mark.parametrize(
-    ("text", "products", "steps"),
+    ("text", "products", "steps", "gradients"),
     [
-        (ROLLOUT, 5 + 6 * (2 + 5), 6),
-        (CRITICS, 3 * 2 + 5, 3),
-        (INNER, 4 * 2 + 5, 4),
-        (TWO_LINES, 3 * 5, 2),
-        (EVALUATED, 2 + 5, 1),
-        (RARE, 5, 1),
+        (ROLLOUT, 5 + 6 * (2 + 5), 6, 6 * (2 + 4)),
+        (CRITICS, 3 * 2 + 5, 3, 3 * 2 + 4),
+        (INNER, 4 * 2 + 5, 4, 4 * 2 + 4),
+        (TWO_LINES, 3 * 5, 2, 2 * 4),
+        (EVALUATED, 2 + 5, 1, 2 + 4),
+        (RARE, 5, 1, 4),
     ],
 )
 def test_an_iteration_of_several_optimizer_steps(
-    tmp_path: Path, text: str, products: int, steps: int
+    tmp_path: Path, text: str, products: int, steps: int, gradients: int
 ) -> None:
-    """A step of the critic has 2 products, one forward and one backward; of the model 2 + 3."""
+    """A step of the critic has 2 products, one forward and one backward; of the model 2 + 3.
+
+    A backward gives 2 parameters of the critic their gradients, or 4 of the model.
+    """
     program = captured(written(tmp_path, MODEL + OPTIMIZERS + text), gpus=1)
     ops = Counter(c.op for c in program.ranks[0].calls)
     assert ops["aten.mm.default"] + ops["aten.addmm.default"] == products
     assert program.optimizer_steps == steps
+    host = program.ranks[0].host
+    assert host["accumulate_grad"] == gradients and host["backward"] <= 2 * steps
     left_out = ["what came once in 60 steps is left out (train.py:18: critic(x))"]
     assert list(program.notes) == (left_out if text == RARE else [])
 
@@ -325,3 +330,27 @@ dist.all_to_all_single(rows, y.detach(), arriving.tolist(), counts.tolist())
     calls = habit(tmp_path, lines, gpus=4).ranks[0].calls
     sent = [(c.kwargs["kind"], c.kwargs["bytes"]) for c in calls if c.op == COLLECTIVE]
     assert sent == [("all_to_all", 4 * 8), ("all_to_all", 100 * 8 * 4)]
+
+
+SYNCED = """
+import torch, torch.distributed as dist
+dist.init_process_group("nccl")
+net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(True))
+net = torch.nn.SyncBatchNorm.convert_sync_batchnorm(net).cuda()
+net = torch.nn.parallel.DistributedDataParallel(net, device_ids=[0], broadcast_buffers=False)
+optimizer = torch.optim.SGD(net.parameters())
+for step in range(3):
+    net(torch.randn(2, 3, 8, 8, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_norms_over_the_batches_of_all_ranks(tmp_path: Path) -> None:
+    """Of 8 channels 4 ranks gather means, deviations and a count, and add up two sums each.
+
+    Then DDP adds up gradients: 8 x 3 x 9 + 8 of the convolution, 2 x 8 of the norm.
+    """
+    calls = captured(written(tmp_path, SYNCED), gpus=4).ranks[0].calls
+    sent = [(c.kwargs["kind"], c.kwargs["bytes"]) for c in calls if c.op == COLLECTIVE]
+    gathered, sums, gradients = 4 * 4 * (2 * 8 + 1), 4 * 2 * 8, 4 * (216 + 8 + 16)
+    assert sent == [("all_gather", gathered), ("all_reduce", sums), ("all_reduce", gradients)]
