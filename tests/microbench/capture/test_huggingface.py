@@ -119,8 +119,13 @@ def sequence(found: StepCapture) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("attn", ["sdpa", "eager"])
-@pytest.mark.parametrize("architecture", [*TINY, "MixtralForCausalLM"])
+@pytest.mark.parametrize(
+    ("architecture", "attn"),
+    [
+        *((name, "sdpa") for name in (*TINY, "MixtralForCausalLM")),
+        *((name, "eager") for name in ("GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM")),
+    ],
+)
 def test_a_capture_equals_a_real_step(tmp_path: Path, architecture: str, attn: str) -> None:
     path = config(tmp_path, architecture)
     fake, real = (run(path, 2, 16, fake=f, attn=attn) for f in (True, False))

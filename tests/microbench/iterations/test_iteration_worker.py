@@ -216,6 +216,6 @@ def test_every_fused_point_of_a_chunk_is_compiled(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     one = {"numel": 64, "read_bytes": 256, "written_bytes": 256}
-    for workload in [build(Fused(ops=n, **one), "cpu") for n in range(1, 11)]:
+    for workload in [build(Fused(ops=n, **one), "cpu") for n in range(1, 10)]:
         workload.run()
-    assert len(graphs) == 10
+    assert len(graphs) == 9
