@@ -179,7 +179,7 @@ class PriceBook:
         """Prices an op: parts added up, attention's kernel, power limit, host time of its call."""
         flops = float(w.family.flops(w.params)) if w.family is not None else 0.0
         ratio, own, call = self._kernel_ratio(w), w.name in self.models, self._call(w)
-        known = own or (bool(parts) and all(map(w.is_priced_by_law, parts)))
+        known = own or (bool(parts) and all(part.checked for part in parts))
         times_us = [(part, ratio * self._part_us(part, w.cold)) for part in parts]
         us = sum(part_us for _, part_us in times_us)
         other_us = sum(abs(part_us) for part, part_us in times_us if not w.is_priced_as(part))

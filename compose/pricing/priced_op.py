@@ -117,17 +117,11 @@ class Priceable:
         """Host time of the call over that of a pointwise op."""
         return call_launches(self.name, self.kind) if self.family is not None else 1.0
 
-    def is_priced_by_law(self, part: Part) -> bool:
-        """Whether a part is priced by the family whose model holds for the op's own."""
-        return self.family is not None and part.family == self.family.law
-
     def is_priced_as(self, part: Part) -> bool:
-        """Whether a part is the same op of the op's own family, or priced by the family's law."""
-        if self.is_priced_by_law(part):
-            return True
+        """Whether a part is the same op of the op's own family, or stands for it by a checked law."""
         as_wide = getattr(self.params, "dtype", "") in BLOCK_SCALED  # priced by fp8's rows
         same = part.family == self.name and getattr(part.params, "op", "") == self.kind
-        return same and not as_wide
+        return part.checked or (same and not as_wide)
 
     def bytes_on(self, gpu: Gpu) -> float:
         """Bytes read and written: by the family's formula, else every tensor once."""

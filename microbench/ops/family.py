@@ -54,11 +54,15 @@ class KernelTerm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """An op that is priced in place of another, ``times`` times."""
+    """An op that is priced in place of another, ``times`` times.
+
+    ``checked``: on measured kernels, so that such times are not assumed.
+    """
 
     family: str
     params: Point
     times: float = 1.0
+    checked: bool = False
 
 
 class Measured(Protocol):
@@ -157,9 +161,7 @@ class Family:
 
     Roles:
     ``fallback(params, measured)`` are the ops that it is priced as on a device where no model has
-    seen it, empty where its own model answers. ``law``: the family whose model prices its kernels
-    by the bytes that they move, checked on measured kernels: such times are not assumed.
-    ``matmul``: its flops count as matrix products in MFU. ``fusible``: torch.compile fuses it with
+    seen it, empty where its own model answers. ``matmul``: its flops count as matrix products in MFU. ``fusible``: torch.compile fuses it with
     its neighbours. ``compiled``: torch.compile writes its kernels, so that each call costs the host
     something else. ``on_host``: its points are events of the host, which run no kernel.
 
@@ -190,7 +192,6 @@ class Family:
     large: Callable[[str], Point] | None = None
     place: Callable[[Point], Numbers] | None = None
     fallback: Callable[[Point, Measured], Sequence[Part]] | None = None
-    law: str = ""
     matmul: bool = False
     fusible: bool = False
     compiled: bool = False

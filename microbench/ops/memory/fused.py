@@ -169,7 +169,8 @@ def fallback(p: Fused, measured: Measured) -> list[Part]:
         return []
     between = min(p.read_bytes, RESIDENT_BLOCKS * gpu.sm_count * p.row_bytes)
     again = p.again_bytes if between > gpu.l2_bytes else 0
-    return [memory_copy(p.read_bytes + p.written_bytes + again)]
+    copy = memory_copy(p.read_bytes + p.written_bytes + again)
+    return [replace(copy, checked=True)]
 
 
 FAMILY = Family(
@@ -182,7 +183,6 @@ FAMILY = Family(
     features=features,
     answers={CALL: from_call},
     fallback=fallback,
-    law="elementwise",
     on_demand=True,
     gpu_sweep=GpuSweep(
         retype=retype,
