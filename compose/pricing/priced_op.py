@@ -118,7 +118,7 @@ class Priceable:
         return call_launches(self.name, self.kind) if self.family is not None else 1.0
 
     def is_priced_as(self, part: Part) -> bool:
-        """Whether a part is the same op of the op's own family, or stands for it by a checked law."""
+        """Whether a part is the same op of the op's own family, or a checked law for it."""
         as_wide = getattr(self.params, "dtype", "") in BLOCK_SCALED  # priced by fp8's rows
         same = part.family == self.name and getattr(part.params, "op", "") == self.kind
         return part.checked or (same and not as_wide)

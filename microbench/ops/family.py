@@ -54,15 +54,12 @@ class KernelTerm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """An op that is priced in place of another, ``times`` times.
-
-    ``checked``: on measured kernels, so that such times are not assumed.
-    """
+    """An op that is priced in place of another, ``times`` times."""
 
     family: str
     params: Point
     times: float = 1.0
-    checked: bool = False
+    checked: bool = False  # on measured kernels: such times are not assumed
 
 
 class Measured(Protocol):
@@ -161,9 +158,10 @@ class Family:
 
     Roles:
     ``fallback(params, measured)`` are the ops that it is priced as on a device where no model has
-    seen it, empty where its own model answers. ``matmul``: its flops count as matrix products in MFU. ``fusible``: torch.compile fuses it with
-    its neighbours. ``compiled``: torch.compile writes its kernels, so that each call costs the host
-    something else. ``on_host``: its points are events of the host, which run no kernel.
+    seen it, empty where its own model answers. ``matmul``: its flops count as matrix products in
+    MFU. ``fusible``: torch.compile fuses it with its neighbours. ``compiled``: torch.compile writes
+    its kernels, so that each call costs the host something else. ``on_host``: its points are events
+    of the host, which run no kernel.
 
     Sweeps:
     a family with ``ranks`` > 1 is built and timed in that many processes at once. One that is

@@ -39,6 +39,7 @@ def cross_entropy(logits: Tensor) -> Tensor:
 # By name: the function, and the shapes of its tensors in letters: n rows, c columns, i inner width.
 LAYERS: Mapping[str, tuple[Callable[..., Any], str]] = {
     "cross_entropy": (cross_entropy, "nc"),
+    "wide_cross_entropy": (lambda x: cross_entropy(x.float()), "nc"),
     "linear_cross_entropy": (lambda x, w: cross_entropy(F.linear(x, w)), "nc ic"),
     "rms_norm": (rms, "nc c"),
     "add_rms_norm": (lambda x, y, w: rms(x + y, w), "nc nc c"),

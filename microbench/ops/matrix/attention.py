@@ -224,17 +224,13 @@ def allocated_bytes(p: Attention) -> float:
 
 
 def fallback(p: Attention, measured: Measured) -> list[Part]:
-    """Prices a backward as a multiple of the forward where no backward was measured.
-
-    That was checked on the kernels which take 16 bit and no mask.
-    """
+    """Prices a backward as a multiple of the forward where no backward was measured."""
     if p.op != "backward" or measured.gpu.kind == "cpu":
         return []
     if measured.seen("attention", "backward", p.dtype):
         return []
-    forward, checked = replace(p, op="forward"), p.dtype in ("fp16", "bf16") and not p.masked
-    times = BACKWARD_OVER_FORWARD
-    return [Part(family="attention", params=forward, times=times, checked=checked)]
+    forward = Part(family="attention", params=replace(p, op="forward"), times=BACKWARD_OVER_FORWARD)
+    return [replace(forward, checked=p.dtype in ("fp16", "bf16") and not p.masked)]
 
 
 FAMILY = Family(

@@ -169,8 +169,7 @@ def fallback(p: Fused, measured: Measured) -> list[Part]:
         return []
     between = min(p.read_bytes, RESIDENT_BLOCKS * gpu.sm_count * p.row_bytes)
     again = p.again_bytes if between > gpu.l2_bytes else 0
-    copy = memory_copy(p.read_bytes + p.written_bytes + again)
-    return [replace(copy, checked=True)]
+    return [replace(memory_copy(p.read_bytes + p.written_bytes + again), checked=True)]
 
 
 FAMILY = Family(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
 
+from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import OpCall, TensorSpec
 from itercast.microbench.ops.calls import answers_of, call_of
@@ -41,6 +42,7 @@ FACTS = facts_of(__file__)
 OPS = tuple(FACTS["calls"])
 COMMON = (*SOFTMAX, *NLL[:2], "sum", "mean", "sum", "mean", "linalg_vector_norm", "mse_loss")
 MAX_ELEMENTS = 2**23
+BLOCK_BYTES: int = assumed(__file__, "block_bytes")
 VOCABULARIES = (1000, 10000, 30522, 32000, 50257, 65024, 128256)
 
 
@@ -242,18 +244,22 @@ def fallback(p: Reduction, measured: Measured) -> list[Part]:
     """Prices a reduction that no model has seen on a GPU as a copy of the bytes that it moves.
 
     A softmax backward is one of its own size and a product of two tensors, gradient and output
-    (torch 2.1, SoftMax.cu).
+    (torch 2.1, SoftMax.cu); as its forward it goes over four tensors where a row is too long for a
+    block. The gradient of a loss by classes is zeros.
     """
     if measured.gpu.kind == "cpu" or measured.seen("reduction", p.op, p.dtype):
         return []
+    parts = [Part(family="reduction", params=p)]
+    if p.op in SOFTMAX[2:] and p.inner == 1 and p.size * itemsize_bytes(p.dtype) > BLOCK_BYTES:
+        forward = replace(p, op=p.op.removesuffix("_backward_data"))
+        parts = [Part(family="reduction", params=forward, checked=True)]
     if p.op == "_softmax_backward_data":
         numel = p.outer * p.size * p.inner
         product = Elementwise(op="mul", numel=numel, inner=numel, tensors=2, dtype=p.dtype)
-        itself = Part(family="reduction", params=p)
-        return [itself, Part(family="elementwise", params=product)]
-    if p.op in SOFTMAX + NLL:
-        return []
-    return [memory_copy(float(bytes_moved(p)))]
+        return [*parts, Part(family="elementwise", params=product)]
+    if p.op in (*SOFTMAX, NLL[0], NLL[2]):
+        return parts if parts[0].checked else []
+    return [replace(memory_copy(float(bytes_moved(p))), checked=p.op in NLL)]
 
 
 FAMILY = Family(

@@ -26,7 +26,7 @@ from itercast.microbench.capture.log import capture_step
 from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 from itercast.microbench.ops.matrix.recurrent import CALL as NETWORK
 from itercast.microbench.ops.matrix.recurrent import Recurrent, saved_numel
-from itercast.microbench.ops.memory.elementwise import Elementwise
+from itercast.microbench.ops.memory.elementwise import Elementwise, memory_copy
 from itercast.microbench.ops.memory.fused import CALL
 from itercast.microbench.ops.memory.reduction import Reduction
 from itercast.microbench.step import StepSettings
@@ -159,6 +159,19 @@ def test_softmax_backward_multiplies_gradient_and_output_first() -> None:
     seen = {**MODELS, "reduction": learned("_softmax", "_softmax_backward_data")}
     assert fallback_parts(back, seen, False, GPU) == []
     assert fallback_parts(Reduction(op="_softmax", outer=6, size=8), MODELS, False, GPU) == []
+
+
+def test_a_softmax_backward_of_rows_too_long_for_a_block_takes_as_long_as_its_forward() -> None:
+    """48 KiB are 12,288 numbers of fp32, 24,576 of bf16; the gradient of the classes is zeros."""
+    row = Reduction(op="_log_softmax_backward_data", outer=6, size=12289)
+    (part,) = fallback_parts(row, MODELS, False, GPU)
+    assert (part.params, part.checked) == (replace(row, op="_log_softmax"), True)
+    assert fallback_parts(replace(row, size=12288), MODELS, False, GPU) == []
+    assert fallback_parts(replace(row, dtype="bf16"), MODELS, False, GPU) == []
+    itself, _ = fallback_parts(replace(row, op="_softmax_backward_data"), MODELS, False, GPU)
+    assert itself.params.op == "_softmax"
+    (zeros,) = fallback_parts(replace(row, op="nll_loss_backward"), MODELS, False, GPU)
+    assert replace(zeros, checked=False) == memory_copy(6 * 8 + 6 * 12289 * 4)
 
 
 def test_an_op_without_a_model_costs_a_copy_of_its_bytes_and_stays_unmodelled() -> None:
