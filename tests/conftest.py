@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from plan_case import capture_at
+from toy_products import write_products
 
 from itercast.microbench.hardware import machine
 from itercast.microbench.hardware.spec import Gpu
@@ -111,6 +112,25 @@ def empty_mlflow_store(shared_folder: Path, tmp_path_factory: pytest.TempPathFac
         if not path.is_file():
             path.write_bytes(_empty_store(tmp_path_factory.mktemp("mlflow")))
     return path
+
+
+@pytest.fixture(scope="session")
+def learned(shared_folder: Path, empty_mlflow_store: Path) -> Path:
+    """Rows of products and ``bundle``, trained on them: all learners, two trials; once for all."""
+    from itercast.commands.shared import fit
+    from itercast.learners.train import SCORES
+
+    folder = shared_folder / "learned"
+    with (shared_folder / "learned.lock").open("w") as lock, pytest.MonkeyPatch.context() as patch:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "bundle" / SCORES).is_file():
+            write_products(folder, 160)
+            (folder / "mlflow.db").write_bytes(empty_mlflow_store.read_bytes())
+            patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'mlflow.db'}")
+            patch.setenv("ITERCAST_CACHE", str(folder / ".cache"))
+            patch.chdir(folder)
+            fit([folder], folder / "bundle", None, 2, storage=f"sqlite:///{folder}/trials.db")
+    return folder
 
 
 @pytest.fixture

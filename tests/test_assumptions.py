@@ -55,9 +55,19 @@ def test_every_assumption_says_where_it_comes_from() -> None:
             assert isinstance(text, str) and text.strip(), (one.module, one.name)
 
 
-def test_an_entry_without_a_source_is_refused(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_text("host:\n  launch_us: {value: 5, unit: us, holds: everywhere}\n")
-    with pytest.raises(ValueError, match=r"host\.launch_us: missing \['source'\]"):
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        ("value: 5, unit: us, holds: everywhere", r"host\.launch_us: missing \['source'\]"),
+        (
+            "value: 4, unit: us, source: a test, holds: here, without: 2",
+            "'without' needs sources in fitted_on",
+        ),
+    ],
+)
+def test_an_entry_without_sources_is_refused(tmp_path: Path, entry: str, told: str) -> None:
+    (tmp_path / FILE).write_text(f"host:\n  launch_us: {{{entry}}}\n")
+    with pytest.raises(ValueError, match=told):
         assumptions_in(tmp_path)
 
 
@@ -74,31 +84,17 @@ FITTED = (
 )
 
 
-def test_a_source_left_out_takes_the_value_without_it(tmp_path: Path) -> None:
-    """2 where the source it was fitted or checked on is left out, in any case; else 4."""
-    (tmp_path / FILE).write_text(f"host:\n  launch_us: {{{FITTED}, without: 2}}\n")
-
-    def value() -> object:
-        return assumed(str(tmp_path / "host.py"), "launch_us")
-
-    found = [value()]
+@pytest.mark.parametrize(("without", "left"), [(", without: 2", 2), ("", 4)])
+def test_a_source_left_out_takes_the_value_without_it(
+    tmp_path: Path, without: str, left: int
+) -> None:
+    """Where the source it was fitted or checked on is left out, in any case; else 4."""
+    (tmp_path / FILE).write_text(f"host:\n  launch_us: {{{FITTED}{without}}}\n")
+    found = []
     for source in ("neusight", "timm", "vidur", ""):
         with leaving_out(source):
-            found.append(value())
-    assert [*found, value()] == [4, 2, 2, 4, 4, 4]
-
-
-def test_a_fitted_value_without_a_neutral_one_stays(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_text(f"host:\n  launch_us: {{{FITTED}}}\n")
-    with leaving_out("timm"):
-        assert assumed(str(tmp_path / "host.py"), "launch_us") == 4
-
-
-def test_a_neutral_value_needs_sources(tmp_path: Path) -> None:
-    entry = "{value: 4, unit: us, source: a test, holds: here, without: 2}"
-    (tmp_path / FILE).write_text(f"host:\n  launch_us: {entry}\n")
-    with pytest.raises(ValueError, match="'without' needs sources in fitted_on"):
-        assumptions_in(tmp_path)
+            found.append(assumed(str(tmp_path / "host.py"), "launch_us"))
+    assert found == [left, left, 4, 4]
 
 
 def test_a_neutral_value_has_the_form_of_the_value() -> None:

@@ -10,42 +10,18 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("microbench", "learners", "compose", "eval", "itercast")
-# Rooms of a package, each may import those before it; "" are the package's own files.
-ROOMS = {
-    "microbench": (
-        "hardware",
-        "",
-        "ops",
-        "timing",
-        "processes",
-        "input",
-        "capture",
-        "programs",
-        "cases",
-        "sweep",
-        "iterations",
-        "fleet",
-        "campaign",
-        "importers",
-    ),
-    "learners": ("features", "models", "transfer", ""),
-    "compose": (
-        "graph",
-        "tables",
-        "parallel",
-        "pricing",
-        "simulate",
-        "",
-        "feed",
-        "clusters",
-        "programs",
-        "sharding",
-        "explain",
-        "schedulers",
-    ),
-    "eval": ("tracking", "", "report", "drift", "public", "recommenders", "ablation"),
-    "itercast": ("", "commands"),
-}
+ROOMS = {  # "." are the package's own files; each may import those before it
+    package: tuple("" if room == "." else room for room in rooms.split())
+    for package, rooms in (
+        ("microbench", "hardware . ops timing processes input capture programs cases sweep"
+                       " iterations fleet campaign importers"),
+        ("learners", "features models transfer ."),
+        ("compose", "graph tables parallel pricing simulate . feed clusters programs sharding"
+                    " explain schedulers"),
+        ("eval", "tracking . report drift public recommenders ablation"),
+        ("itercast", ". commands"),
+    )
+}  # fmt: skip
 LOADERS = (
     "microbench.assumptions",
     "microbench.extensions",

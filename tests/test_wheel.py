@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
-import time
-import urllib.request
 from pathlib import Path
 
 import pytest
+from servers import answering, free_port, page_at, until
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
@@ -106,26 +104,12 @@ def test_it_works_beside_a_users_modules_of_the_same_names(installed: Path, here
     assert left <= {"bundle", "mlflow.db", "mlartifacts"} and "bundle" in left
 
 
-def first_page(address: str) -> bytes:
-    """What a server sends once it answers; empty if it never does."""
-    end = time.monotonic() + 90
-    while time.monotonic() < end:
-        try:
-            with urllib.request.urlopen(address, timeout=60) as page:
-                return bytes(page.read())
-        except OSError:
-            time.sleep(0.5)
-    return b""
-
-
 def heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def test_the_ui_answers_and_stops(installed: Path, here: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     words = [str(installed / "bin/itercast"), "ui", "--port", str(port)]
     server = subprocess.Popen(
         words,
@@ -137,11 +121,10 @@ def test_the_ui_answers_and_stops(installed: Path, here: Path) -> None:
     try:
         assert server.stdout is not None
         assert f"127.0.0.1:{port}" in server.stdout.readline().decode()
-        assert b"<html" in first_page(f"http://127.0.0.1:{port}/")
-    finally:
+        answering(f"http://127.0.0.1:{port}/")
+        assert b"<html" in page_at(f"http://127.0.0.1:{port}/")
         server.send_signal(signal.SIGINT)
-        end = time.monotonic() + 60
-        while server.poll() is None and time.monotonic() < end:
-            time.sleep(0.1)
+        until(lambda: server.poll() is not None, lambda: "it goes on")
+    finally:
         server.kill()
     assert server.wait() in (0, 128 + signal.SIGINT)

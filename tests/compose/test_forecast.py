@@ -9,14 +9,13 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from memory_walk import peak_bytes
 from plan_case import Fixed, tensor
 
 from itercast.compose.forecast import HALF_WIDTH, forecast
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import priceable
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture
+from itercast.microbench.opcall import OpCall, StepCapture
 from itercast.microbench.plan import ParallelPlan
 
 CPU = Gpu(name="toy", kind="cpu", sm_count=2, peak_flops_per_s={"fp32": 1e12}, l2_bytes=4000)
@@ -55,12 +54,3 @@ def test_an_op_without_a_family_is_priced_by_its_bytes_and_counted() -> None:
     (found,) = PriceBook(Products(), replace(CPU, hbm_bytes_per_s=1e9), 2).price([priceable(call)])
     assert found.family == "unmodelled"
     assert found.duration_us == pytest.approx(2.016)
-
-
-def test_peak_memory_by_hand() -> None:
-    weight = ParamSpec(name="w", shape=(10, 10), dtype="fp32", storage=1, ready_after=0)
-    calls = (product(0, 1, 2), product(2, 1, 3), product(3, 1, 4))
-    capture = StepCapture(calls=calls, parameters=(weight,))
-    # w and two moments; at any call one input and one output alive beside w
-    assert peak_bytes(capture, "adamw") == 3 * 400 + 2 * 400
-    assert peak_bytes(capture, "sgd") == 400 + 2 * 400

@@ -10,7 +10,6 @@ from plan_case import GPU, capture_at, experts_at, search_of
 
 from itercast.compose.candidates import Search, candidate_plans
 from itercast.compose.capture_model import capture
-from itercast.compose.pricing.collectives import Group
 from itercast.compose.search import (
     _bounded,
     best_plans,
@@ -95,20 +94,6 @@ def test_tensor_parallelism_is_tried_within_one_link_domain(
     """Of 16 GPUs a rack of GB200 joins all, an HGX board of B200 eight."""
     search = replace(search_of(load_gpu(gpu)), node=load_node(node) if node else None, batch=16)
     assert max(p.tp for p in candidate_plans(search, 16)) == largest
-
-
-def bert_at(batch: int, seq: int) -> StepCapture:
-    """One step of BERT-large: 16 heads."""
-    return capture("bert-large", batch=batch, seq=seq)
-
-
-def test_a_plan_across_hosts_of_one_rack_is_simulated() -> None:
-    """tp=16 is legal, fits, and sends its messages over NVLink."""
-    search = search_of(load_gpu("gb200"), bert_at)
-    plans = [p for p in candidate_plans(search, 16) if p.tp == 16]
-    rank = search.allowed(plans[0])
-    assert rank is not None and search.simulated(rank).fits
-    assert rank.where.groups["tp"] == Group(size=16, per_node=16)
 
 
 def gpu_with_room(nbytes: float) -> Gpu:

@@ -1,4 +1,4 @@
-"""Memory forecasts beside torch's own trackers (`python -m itercast.eval.memory`)."""
+"""What `python -m itercast.eval.memory` and `.speed` measure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from itercast.eval.speed import timed_s
 
 CODE = """
 import sys
@@ -37,3 +39,19 @@ def test_memory_is_what_torchs_trackers_see(names: str) -> None:
     done = subprocess.run(words, cwd=root, check=True, capture_output=True, text=True)
     errors = [float(number) for number in done.stdout.split()]
     assert len(errors) in (12, 24) and max(map(abs, errors)) < 3, errors
+
+
+def test_a_process_is_timed() -> None:
+    assert timed_s(["-c", "import time; time.sleep(0.05)"]) > 0.05
+
+
+def test_a_process_that_fails_is_one_line_with_its_last_words() -> None:
+    with pytest.raises(RuntimeError, match=r"python -m no_such_module: exit code 1: .*No module"):
+        timed_s(["-m", "no_such_module"])
+
+
+def test_a_bundle_that_is_not_there_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "itercast.eval.speed", str(tmp_path / "none")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1 and "no readable bundle.json" in done.stderr

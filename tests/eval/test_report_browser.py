@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import browser, console_errors, outside_requests
+from browser import browser, console_errors, outside_requests, shown_as
 from report_facts import DEVICE, OPS
 
 from itercast.eval.report.page import render
@@ -17,6 +17,16 @@ from itercast.eval.report.sections import sections, tiles
 
 MOST_BYTES = 3e6
 CHARTS = 8
+STYLES = """
+const style = (q, p) => getComputedStyle(document.querySelector(q))[p];
+return [style('body', 'backgroundColor'), style('body', 'color'),
+        style('#chart-iterations .xtitle', 'fill')]
+"""
+CHOICE = """
+const s = document.querySelector('select[data-for=chart-waterfall]');
+s.value = 'plan-c dp=2';
+s.dispatchEvent(new Event('change'))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -30,38 +40,28 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-Open = Callable[..., Any]
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with browser(tmp_path_factory.mktemp("profile")) as found:
+        yield found
 
 
-@pytest.fixture
-def opened(page: Path, tmp_path: Path) -> Iterator[Open]:
-    """Opens the page and waits until the charts in sight are drawn."""
-    windows = []
-
-    def open_page(**how: Any) -> Any:
-        window = browser(tmp_path / f"profile{len(windows)}", **how)
-        windows.append(window)
-        driver = window.__enter__()
-        driver.get(page.as_uri())
-        drawn_s(driver)
-        return driver
-
-    yield open_page
-    for window in windows:
-        window.__exit__(None, None, None)
-
-
-def drawn_s(driver: Any) -> float:
-    """Seconds from the navigation until the charts in sight were drawn."""
+def opened(driver: Any, page: Path, **how: Any) -> None:
+    """Open the page anew and wait until the charts in sight are drawn."""
+    shown_as(driver, **how)
+    driver.get(page.as_uri())
     end = time.monotonic() + 60
-    while time.monotonic() < end:
-        marks = driver.execute_script(
-            "return performance.getEntriesByName('drawn').map((m) => m.startTime)"
-        )
-        if marks:
-            return float(marks[0]) / 1e3
+    while not driver.execute_script("return performance.getEntriesByName('drawn').length"):
+        assert time.monotonic() < end, f"no chart is drawn; console: {console_errors(driver)}"
         time.sleep(0.05)
-    raise AssertionError(f"no chart is drawn; console: {console_errors(driver)}")
+
+
+def count(driver: Any, query: str) -> int:
+    return int(driver.execute_script(f"return document.querySelectorAll('{query}').length"))
+
+
+def text(driver: Any, query: str) -> str:
+    return str(driver.execute_script(f"return document.querySelector('{query}').textContent"))
 
 
 def scrolled(driver: Any) -> int:
@@ -69,77 +69,38 @@ def scrolled(driver: Any) -> int:
     for _ in range(60):
         driver.execute_script("scrollBy({top: 500, behavior: 'instant'})")
         time.sleep(0.1)
-        found = driver.execute_script(
-            "return [...document.querySelectorAll('.chart')]"
-            ".filter((c) => c.querySelector('.main-svg')).length"
-        )
-        if found == CHARTS:
+        if (found := count(driver, ".chart:has(.main-svg)")) == CHARTS:
             break
-    return int(found)
+    return found
 
 
-def test_all_charts_are_drawn_without_errors_or_outside_requests(opened: Open) -> None:
-    driver = opened()
+def test_a_desk_has_all_charts_and_asks_nobody_else(driver: Any, page: Path) -> None:
+    """Charts out of sight are drawn later, which keeps the page quick to load; it is small."""
+    opened(driver, page)
+    assert 0 < count(driver, ".chart:has(.main-svg)") < CHARTS
+    assert page.stat().st_size <= MOST_BYTES
     assert scrolled(driver) == CHARTS
-    points = driver.execute_script(
-        "return document.querySelectorAll('#chart-iterations .point').length"
-    )
-    assert points == len(DEVICE.results)
-    for axis in ("xtitle", "ytitle"):
-        titles = driver.execute_script(
-            f"return document.querySelector('#chart-iterations .{axis}')"
-        )
-        assert titles is not None
-    assert driver.execute_script(
-        "return document.querySelectorAll('#chart-ops .legendtext').length"
-    )
+    assert count(driver, "#chart-iterations .point") == len(DEVICE.results)
+    for part in ("iterations .xtitle", "iterations .ytitle", "ops .legendtext"):
+        assert count(driver, f"#chart-{part}")
+    driver.execute_script("Plotly.Fx.hover('chart-iterations', [{curveNumber: 2, pointNumber: 0}])")
+    told = text(driver, "#chart-iterations .hoverlayer")
+    assert "predicted 1.1 ms, measured 1 ms" in told and "error +10.0 %" in told
+    before = text(driver, "#chart-waterfall")
+    driver.execute_script(CHOICE)
+    time.sleep(0.5)
+    after = text(driver, "#chart-waterfall")
+    assert after != before and "80" in after  # forecast 1600 of 2000
     assert console_errors(driver) == [] and outside_requests(driver) == []
-
-
-def test_outside_requests_would_be_seen(opened: Open) -> None:
-    driver = opened()
     driver.execute_script("new Image().src = 'http://outside.invalid/x.png'")
-    end = time.monotonic() + 20
-    found: list[str] = []
+    end, found = time.monotonic() + 20, list[str]()
     while not found and time.monotonic() < end:
         found += outside_requests(driver)
-    assert found == ["http://outside.invalid/x.png"]
+    assert found == ["http://outside.invalid/x.png"]  # it would have been seen
 
 
-def test_only_charts_in_sight_are_drawn_of_a_page_that_is_small(opened: Open, page: Path) -> None:
-    """Which keeps the page quick to load, with 400 times the rows of a chart."""
-    drawn = opened().execute_script("return document.querySelectorAll('.main-svg').length")
-    assert 0 < drawn < CHARTS
-    assert page.stat().st_size <= MOST_BYTES
-
-
-def test_hovering_shows_what_a_point_is(opened: Open) -> None:
-    driver = opened()
-    driver.execute_script("Plotly.Fx.hover('chart-iterations', [{curveNumber: 2, pointNumber: 0}])")
-    shown = driver.execute_script(
-        "return document.querySelector('#chart-iterations .hoverlayer').textContent"
-    )
-    assert "predicted 1.1 ms, measured 1 ms" in shown and "error +10.0 %" in shown
-
-
-def test_a_reader_chooses_what_is_shown(opened: Open) -> None:
-    """The waterfall of one case: a choice redraws the chart."""
-    driver = opened()
-    scrolled(driver)
-    script = "return document.querySelector('#chart-waterfall').textContent"
-    before = driver.execute_script(script)
-    driver.execute_script(
-        "const s = document.querySelector('select[data-for=chart-waterfall]');"
-        "s.value = 'plan-c dp=2';"
-        "s.dispatchEvent(new Event('change'))"
-    )
-    time.sleep(0.5)
-    after = driver.execute_script(script)
-    assert after != before and "80" in after  # forecast 1600 of 2000
-
-
-def test_a_phone_needs_no_sideways_scrolling(opened: Open) -> None:
-    driver = opened(width=390, height=844)
+def test_a_phone_needs_no_sideways_scrolling(driver: Any, page: Path) -> None:
+    opened(driver, page, width=390, height=844)
     assert scrolled(driver) == CHARTS
     widths = driver.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
     assert widths[0] <= widths[1] == 390
@@ -149,19 +110,15 @@ def test_a_phone_needs_no_sideways_scrolling(opened: Open) -> None:
     assert max(charts) <= 390
 
 
-def test_dark_mode_has_its_own_colours_and_enough_contrast(opened: Open) -> None:
+def test_dark_mode_has_its_own_colours_and_enough_contrast(driver: Any, page: Path) -> None:
     """Text on paper differs by WCAG's 4.5, in both modes."""
     papers = []
     for dark in (False, True):
-        driver = opened(dark=dark)
-        paper, ink, axis = driver.execute_script(
-            "const style = (q, p) => getComputedStyle(document.querySelector(q))[p];"
-            "return [style('body', 'backgroundColor'), style('body', 'color'),"
-            " style('#chart-iterations .xtitle', 'fill')]"
-        )
+        opened(driver, page, dark=dark)
+        paper, *inks = driver.execute_script(STYLES)
         papers.append(luminance(paper))
-        for text in (ink, axis):
-            light, low = sorted((luminance(text), luminance(paper)), reverse=True)
+        for ink in inks:
+            low, light = sorted((luminance(ink), luminance(paper)))
             assert (light + 0.05) / (low + 0.05) >= 4.5
     assert papers[0] > 0.9 and papers[1] < 0.1
 
@@ -173,10 +130,10 @@ def luminance(colour: str) -> float:
     return 0.2126 * r + 0.7152 * g + 0.0722 * b
 
 
-def test_without_javascript_the_tables_have_all_numbers(page: Path, tmp_path: Path) -> None:
-    with browser(tmp_path) as driver:
-        driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
-        driver.get(page.as_uri())
-        text = driver.find_element("tag name", "body").text
-    for told in ("Charts need JavaScript", "10.0 %", "out of envelope", "All numbers"):
-        assert told in text
+def test_without_javascript_the_tables_have_all_numbers(driver: Any, page: Path) -> None:
+    driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+    driver.get(page.as_uri())
+    told = driver.find_element("tag name", "body").text
+    driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
+    for part in ("Charts need JavaScript", "10.0 %", "out of envelope", "All numbers"):
+        assert part in told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
-from toy_products import products, write_products
+from toy_products import products
 
 from itercast.eval.tracking.fits import log_fit
 from itercast.eval.tracking.logs import log_evaluation
@@ -19,10 +20,10 @@ from itercast.eval.tracking.registry import PINNED, judge
 from itercast.eval.tracking.start_page import lines
 from itercast.eval.tracking.store import NEWEST
 from itercast.learners.features.table import shape_places
-from itercast.learners.held_out import load_held_out, save_held_out
+from itercast.learners.held_out import load_held_out
 from itercast.learners.models.compared import NAMES
 from itercast.learners.models.training_table import frozen_split
-from itercast.learners.train import train
+from itercast.learners.train import SCORES
 from itercast.microbench.ops.matrix import gemm
 
 TRIALS = 2
@@ -30,28 +31,34 @@ ERRORS = {"mape_pct": 5.0, "median_ape_pct": 4.0, "p90_ape_pct": 9.0, "bias_pct"
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A bundle of products, trained with trials and all learners, and its scores."""
-    root = write_products(tmp_path_factory.mktemp("data"), 160)
-    report = train(
-        [root], root / "bundle", None, TRIALS, storage=f"sqlite:///{root}/trials.db", compare=True
-    )
-    save_held_out(root / "bundle", report.held_out())
-    return root, report.to_dict()
+def trained(learned: Path) -> tuple[Path, dict[str, Any]]:
+    """A folder with a bundle of products, and its scores."""
+    return learned, json.loads((learned / "bundle" / SCORES).read_text())
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def logged(
-    trained: tuple[Path, dict[str, Any]], mlflow_store: str, monkeypatch: pytest.MonkeyPatch
-) -> Any:
+    trained: tuple[Path, dict[str, Any]],
+    empty_mlflow_store: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Any]:
     """A client of a store that holds this training."""
+    folder = tmp_path_factory.mktemp("store")
+    (folder / "mlflow.db").write_bytes(empty_mlflow_store.read_bytes())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'mlflow.db'}")
+        yield log(trained, folder, patch)
+
+
+def log(trained: tuple[Path, dict[str, Any]], folder: Path, patch: pytest.MonkeyPatch) -> Any:
+    """Log the training to the store of a folder; its client."""
     from mlflow import MlflowClient
 
     root, report = trained
-    monkeypatch.chdir(root)
-    monkeypatch.setenv("ITERCAST_CACHE", str(root / ".cache"))
+    patch.setenv("ITERCAST_CACHE", str(root / ".cache"))
     log_fit(report, "toy", root / "bundle", [root])
-    return MlflowClient(mlflow_store)
+    return MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
 
 
 def runs_of(client: Any, name: str, where: str = "") -> list[Any]:
@@ -78,11 +85,14 @@ def test_every_learner_is_a_run_with_parameters_duration_and_commit(
 
 
 def test_a_second_training_takes_the_place_of_the_first(
-    logged: Any, trained: tuple[Path, dict[str, Any]]
+    trained: tuple[Path, dict[str, Any]],
+    mlflow_store: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The same bundle again: no change, each learner newest once, and the champion stays."""
-    root, report = trained
-    log_fit(report, "toy", root / "bundle", [root])
+    log(trained, tmp_path, monkeypatch)
+    logged = log(trained, tmp_path, monkeypatch)
     newest = runs_of(logged, "ops/toy", NEWEST)
     assert sorted(run.data.tags["learner"] for run in newest) == sorted(NAMES)
     assert {run.data.metrics["change_pct"] for run in newest} == {0.0}

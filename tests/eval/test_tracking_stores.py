@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
 import pytest
+from servers import answering, free_port
 from toy_products import write_products
 
 from itercast.eval.tracking.fits import log_fit
@@ -22,7 +20,6 @@ from itercast.eval.tracking.store import addresses
 from itercast.learners.held_out import save_held_out
 from itercast.learners.train import train
 
-PATIENCE_S = 90
 POSTGRES = next(
     (
         str(path.parent)
@@ -35,20 +32,6 @@ POSTGRES = next(
 )
 
 pytestmark = pytest.mark.slow
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
-def until(true: Callable[[], bool], what: str) -> None:
-    """Wait until something is true."""
-    end = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < end, what
-        time.sleep(0.3)
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +71,8 @@ def server(postgres: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     process = subprocess.Popen(command, env={**os.environ, **quiet}, cwd=folder)
 
-    def healthy() -> bool:
-        try:
-            return bool(urllib.request.urlopen(f"{address}/health", timeout=5).read())
-        except OSError:
-            return False
-
     try:
-        until(healthy, "the tracking server does not answer")
+        answering(f"{address}/health")
         yield address
     finally:
         process.terminate()

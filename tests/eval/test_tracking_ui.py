@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import browser, requests
+from servers import answering, free_port, until
 
 from itercast.eval.tracking import store
 from itercast.eval.tracking.logs import iterations_experiment
 
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-PATIENCE_S = 60  # given to a loaded machine; a free one answers within 15
-FLAGS = "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking"
-FLAGS += " disable-component-update disable-sync window-size=1440,1000"
 LEARNERS = {"blend": 4.2, "nearest": 9.9, "roofline": 40.0}
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no chromium and chromedriver here"),
-]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -40,16 +30,13 @@ def address(empty_mlflow_store: Path, tmp_path_factory: pytest.TempPathFactory) 
         patch.chdir(folder)
         patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'mlflow.db'}")
         fill()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     environment = {k: v for k, v in os.environ.items() if k != "MLFLOW_TRACKING_URI"}
+    environment |= {"PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-m", "itercast", "ui", "--port", str(port)]
-    root = str(Path(__file__).parents[2])
-    environment |= {"PYTHONPATH": root}
     server = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE)
     try:
-        until(lambda: answers(f"http://127.0.0.1:{port}/health"), lambda: "no answer")
+        answering(f"http://127.0.0.1:{port}/health")
         yield f"http://127.0.0.1:{port}/"
     finally:
         server.terminate()
@@ -78,68 +65,30 @@ def fill() -> None:
             client.set_terminated(run.info.run_id)
 
 
-def answers(url: str) -> bool:
-    """Whether a page answers."""
-    try:
-        urllib.request.urlopen(url, timeout=5).read()
-    except OSError:
-        return False
-    return True
-
-
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A headless browser with an empty profile, which records all requests of its pages."""
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = str(CHROMIUM)
-    for flag in FLAGS.split():
-        options.add_argument(f"--{flag}")
-    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('profile')}")
-    options.set_capability("goog:loggingPrefs", {"performance": "ALL"})
-    driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
-    yield driver
-    driver.quit()
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with browser(tmp_path_factory.mktemp("profile")) as found:
+        yield found
 
 
-def until(true: Callable[[], bool], found: Callable[[], object]) -> None:
-    """Wait until something is true; fails with what was found instead."""
-    end = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < end, found()
-        time.sleep(0.3)
-
-
-def shown(browser: Any, url: str, *words: str) -> str:
+def shown(driver: Any, url: str, *words: str) -> str:
     """Open an address and return the page's text once it has these words."""
-    browser.get(url)
+    driver.get(url)
 
     def text() -> str:
-        return str(browser.execute_script("return document.body.innerText"))
+        return str(driver.execute_script("return document.body.innerText"))
 
     until(lambda: all(word in text() for word in words), text)
     return text()
 
 
-def requested(browser: Any) -> set[str]:
-    """Hosts that pages asked since the last call; those inside the browser left out."""
-    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    urls = [
-        message["params"]["request"]["url"]
-        for message in messages
-        if message["method"] == "Network.requestWillBeSent"
-    ]
-    return {u.split("/")[2] for u in urls if u.startswith(("http:", "https:", "ws:", "wss:"))}
-
-
-def test_the_start_page_answers_without_a_click(browser: Any, address: str) -> None:
+def test_the_start_page_answers_without_a_click(driver: Any, address: str) -> None:
     """The best learner of each family once, with its runner-up; no request elsewhere."""
-    text = shown(browser, address, "gemm", "norm", "nearest 9.9 %")
+    text = shown(driver, address, "gemm", "norm", "nearest 9.9 %")
     assert text.count("norm") == text.count("gemm") == 1
     assert text.count("4.2 %") == 2 and "roofline" not in text  # the third best is not named
-    assert requested(browser) == {address.split("/")[2]}
+    assert all(url.startswith(address) for url in requests(driver))
 
 
-def test_addresses_of_mlflow_lead_to_its_pages(browser: Any, address: str) -> None:
-    shown(browser, f"{address}#/experiments/2/runs", "gemm · blend", "norm · nearest")
+def test_addresses_of_mlflow_lead_to_its_pages(driver: Any, address: str) -> None:
+    shown(driver, f"{address}#/experiments/2/runs", "gemm · blend", "norm · nearest")

@@ -1,17 +1,24 @@
-"""`itercast check`: rows that fit a bundle, rows that do not, and a real measurement."""
+"""`itercast check`, `compare` and `calibrate --host`: bundles and hosts against measured rows."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import mlflow
+import numpy as np
+import pandas as pd
 import pytest
 import yaml
 from typer.testing import CliRunner
 
 from itercast.__main__ import app
-from itercast.learners.bundle import SHIPPED_CPU
+from itercast.learners.bundle import SHIPPED_CPU, Bundle
+from itercast.learners.held_out import save_held_out
+from itercast.microbench.hardware.host import load_host
 from itercast.microbench.store import read_rows, write_atomic, write_part
 
 DATASETS = Path(__file__).parents[2] / "datasets"
@@ -86,17 +93,6 @@ def test_what_changed_since_training_is_listed(tmp_path: Path) -> None:
     assert [cell.strip() for cell in line.split("│")[1:-1]] == ["torch", "2.13.0+cpu", "2.14.0+cpu"]
 
 
-def test_bad_input_is_one_line(tmp_path: Path) -> None:
-    for args, words in (
-        (["--device", "tpu"], "device 'tpu': allowed are cpu and cuda"),
-        (["--budget", "soon"], "budget 'soon'"),
-        (["--measured", str(tmp_path)], "rows of one device are judged, got []"),
-    ):
-        code, out = run(*args)
-        assert code == 2
-        assert words in out
-
-
 def test_too_few_rows_say_so(tmp_path: Path) -> None:
     root_of(tmp_path)
     for path in tmp_path.rglob("part-*.parquet"):
@@ -118,3 +114,103 @@ def test_this_cpu_is_measured_and_judged(tmp_path: Path) -> None:
     assert told["rows"] > 50
     assert {"gemm", "norm", "elementwise"} <= {f["family"] for f in told["families"]}
     assert all(f["ratio_p10"] <= f["ratio"] <= f["ratio_p90"] for f in told["families"])
+
+
+def bundle(folder: Path, error: float, points: int = 40) -> Path:
+    """A bundle whose forecasts of held-out products are too long by ``error``, give or take 1 %."""
+    spread = 1 + 0.01 * np.linspace(-1, 1, points)
+    rows = pd.DataFrame(
+        {
+            "family": "gemm",
+            "op": "mm",
+            "gpu": "cpu",
+            "dtype": "fp32",
+            "params": [f"m={i}" for i in range(points)],
+            "measured_us": 100.0,
+            "predicted_us": 100.0 * (1 + error) * spread,
+            "retest_pct": 1.0,
+        }
+    )
+    Bundle(models={}, gpus={}).save(folder)
+    save_held_out(folder, rows)
+    return folder
+
+
+def compare(*words: str | Path) -> str:
+    done = CliRunner().invoke(app, ["compare", *map(str, words)])
+    assert done.exit_code == 0, done.stderr
+    return done.stdout
+
+
+def test_held_out_points_decide_beyond_the_noise(tmp_path: Path, mlflow_store: str) -> None:
+    ten, five = bundle(tmp_path / "ten", 0.10), bundle(tmp_path / "five", 0.05)
+    (found,) = json.loads(compare(ten, five, "--json"))
+    assert found["points"] == 40 and found["better"] == 2
+    assert found["errors_pct"] == pytest.approx([10, 5], abs=0.1)
+    low, high = found["difference_pct"]
+    assert low < -5 < high < 0
+    assert json.loads(compare(five, ten, "--json"))[0]["better"] == 1
+    (same,) = json.loads(compare(ten, ten, "--json"))
+    assert same["better"] == 0
+    few = bundle(tmp_path / "few", 0.05, points=8)  # 8 points in common are too few
+    assert json.loads(compare(ten, few, "--json"))[0]["better"] == 0
+    out = compare(ten, five)
+    assert "gemm" in out and f"{five} is better in 1 of 1: gemm" in out.replace("\n", "")
+    client = mlflow.MlflowClient(mlflow_store)
+    place = client.get_experiment_by_name("compared").experiment_id
+    logged = client.search_runs([place], "attributes.run_name = 'ten against five'")[0].data.metrics
+    assert logged["gemm/cpu/1st"] == pytest.approx(10, abs=0.1)
+    assert (logged["1st_better"], logged["2nd_better"]) == (0, 1)
+
+
+def test_rows_and_iterations_of_a_dataset_decide(tmp_path: Path) -> None:
+    """A bundle without products and one that knows them: both price the rows that are given."""
+    root = tmp_path / "rows"
+    shutil.copytree(DATASETS / "norm", root / "norm")
+    steps = read_rows([DATASETS], "iteration")
+    place = root / "iteration/cpu/some"
+    place.mkdir(parents=True)
+    steps[steps["case"].isin(["gnn-s", "gnn-m"])].to_parquet(place / "part-some.parquet")
+    known = Bundle.load(SHIPPED_CPU)
+    slow = tmp_path / "slow"
+    norm = known.models["norm"]
+    Bundle(models={"norm": norm}, gpus=known.gpus, anchors=known.anchors).save(slow)
+    rows, whole = json.loads(compare(slow, SHIPPED_CPU, "--data", root, "--json"))
+    assert (rows["family"], rows["better"]) == ("norm", 0)  # the same model
+    assert rows["errors_pct"][0] == rows["errors_pct"][1]
+    assert (whole["family"], whole["points"]) == ("whole iterations", 2)
+    assert whole["errors_pct"][0] > 2 * whole["errors_pct"][1]  # products by their roofline alone
+
+
+runner = CliRunner()
+MODEL = ("gpt-s", "--gpu", "h100-sxm-80gb", "--dtype", "bf16", "--batch", "1")
+
+
+def predicted(host: str) -> dict[str, Any]:
+    done = runner.invoke(app, ["predict", *MODEL, "--host", host, "--json"], catch_exceptions=False)
+    found: dict[str, Any] = json.loads(done.output)
+    return found
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """An iteration as slow as on the host of DGX A100."""
+    facts = {"family": "iteration", "status": "ok", "case": "gpt-s", "batch": 1, "seq": 64}
+    how = {"gpu": "h100-sxm-80gb", "optimizer": "adamw", "dtype": "bf16"}
+    time_us = predicted("dgx-a100")["iteration_us"]
+    path = tmp_path / "rows.parquet"
+    pd.DataFrame([{**facts, **how, "time_us": time_us}]).to_parquet(path)
+    return path
+
+
+def test_the_host_of_measured_iterations_is_written_and_used(tmp_path: Path, rows: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    done = runner.invoke(app, ["calibrate", str(rows), "--host", str(mine)], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert load_host(str(mine)).slowdown == pytest.approx(load_host("dgx-a100").slowdown, rel=0.05)
+    found, usual = predicted(str(mine)), predicted("usual")
+    assert found["host"] == "mine"
+    assert usual["host"] == "usual"
+    assert found["iteration_us"] == pytest.approx(predicted("dgx-a100")["iteration_us"], rel=0.05)
+    assert found["iteration_us"] > usual["iteration_us"]
+    assert found["assumed_frac"] < usual["assumed_frac"]  # a named host is known

@@ -36,7 +36,6 @@ def test_mixed_precision_is_part_of_every_plan(bundle: str, mlflow_store: str) -
         assert all((",amp" in p["plan"]) is bool(more) for p in plans)
     both = found[True].keys() & found[False].keys()
     assert both and all(found[True][p] > found[False][p] for p in both)
-    assert run.invoke(app, [*words, "--amp", "--dtype", "fp32"]).exit_code == 2
 
 
 def test_the_best_plans_are_printed_and_logged(bundle: str, mlflow_store: str) -> None:
@@ -60,7 +59,7 @@ def test_the_best_plans_are_printed_and_logged(bundle: str, mlflow_store: str) -
 
 
 def test_a_configuration_is_planned(bundle: str, mlflow_store: str, tmp_path: Path) -> None:
-    """Eight samples over two GPUs; one of a case and a configuration, the latter with sizes."""
+    """Eight samples over two GPUs."""
     config = {"architectures": ["GPT2LMHeadModel"], "n_embd": 32, "n_head": 2, "n_layer": 2}
     path = tmp_path / "tiny.json"
     path.write_text(json.dumps({**config, "vocab_size": 100, "n_positions": 32}))
@@ -71,29 +70,6 @@ def test_a_configuration_is_planned(bundle: str, mlflow_store: str, tmp_path: Pa
     found = json.loads(result.stdout.splitlines()[-1])
     assert (found["case"], found["batch"], found["seq"]) == ("tiny", 8, 32)
     assert any("dp=2" in p["plan"] for p in found["plans"])
-    for wrong, message in (
-        ([], "a model is one of CASE, --hf-config"),
-        (["gpt-s", *size], "a model is one of CASE, --hf-config"),
-        (size[:2], "--hf-config needs --batch"),
-    ):
-        result = run.invoke(app, [*words, *wrong])
-        assert result.exit_code == 2
-        assert message in result.output and len(result.output.strip().splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--gpus", "2", "--objective", "speed"], "objective 'speed': allowed are time, cost"),
-        (["--gpus", "2", "--node", "dgx-h100"], "node 'dgx-h100' holds h100-sxm-80gb, not toy-gpu"),
-        (["--gpus", "7", "--batch", "4"], "no legal plan of gpt-s for 7 GPUs"),
-    ],
-)
-def test_bad_input_is_one_line(words: list[str], message: str, bundle: str) -> None:
-    result = run.invoke(app, ["plan", "gpt-s", "--gpu", GPU.name, "--bundle", bundle, *words])
-    assert result.exit_code == 2
-    assert message in result.output
-    assert len(result.output.strip().splitlines()) == 1
 
 
 def test_the_table_fits_80_columns_with_a_line_for_each_plan(
@@ -126,7 +102,7 @@ def test_an_interrupted_search_keeps_what_it_has_found() -> None:
 
 
 def test_a_cluster_of_unlike_gpus_is_planned(tmp_path: Path, mlflow_store: str) -> None:
-    """The faster group comes first; one of two ways to say where is asked for."""
+    """As one of several plans, and a stated one, whose groups may have unequal shares."""
     path = tmp_path / "both.yaml"
     groups = "groups: {a: {gpu: h100-sxm-80gb, count: 1}, b: {gpu: a100-sxm-80gb, count: 1}}\n"
     path.write_text(groups + "links: [{between: [a, b], bytes_per_s: 1e9}]\n")
@@ -134,10 +110,5 @@ def test_a_cluster_of_unlike_gpus_is_planned(tmp_path: Path, mlflow_store: str) 
     result = run.invoke(app, words)
     assert result.exit_code == 0, result.output
     assert "gpt-s on 2 x both" in result.output
-    for more in (["--gpu", "h100-sxm-80gb", "--gpus", "2"], ["--node", "dgx-h100"]):
-        wrong = run.invoke(app, [*words, *more])
-        assert wrong.exit_code == 2 and len(wrong.output.strip().splitlines()) == 1
     found = run.invoke(app, ["predict", "gpt-s", "--cluster", str(path), "--plan", "dp=2"])
     assert found.exit_code == 0 and "in equal shares" in found.output
-    both = ["--cluster", str(path), "--plan", "dp=2", "--gpu", "h100-sxm-80gb"]
-    assert run.invoke(app, ["predict", "gpt-s", *both]).exit_code == 2

@@ -1,9 +1,10 @@
-"""`itercast predict`: what it prints, writes and imports."""
+"""`itercast predict`: what it prints, writes and imports, and what a new user meets."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,11 +16,16 @@ import pytest
 from typer.testing import CliRunner
 
 from itercast.__main__ import app
+from itercast.compose.capture_model import capture
+from itercast.compose.predict import predict
+from itercast.compose.pricing.priced_op import priceable
 from itercast.compose.target import find_target
 from itercast.learners.bundle import Bundle
 from itercast.learners.train import Asked, train_family
+from itercast.microbench.cache_folder import cache_folder
 from itercast.microbench.hardware.machine import cpu_name
 from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.opcall import OpCall
 from itercast.microbench.ops import families
 
 ROOT = Path(__file__).parent.parent.parent
@@ -51,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("here")
 
 
-def predict(folder: Path, *words: str, rc: int = 0) -> Any:
+def asked(folder: Path, *words: str, rc: int = 0) -> Any:
     """What the command prints there: an object where it is asked for JSON, else its errors."""
     with contextlib.chdir(folder):
         done = CliRunner().invoke(app, ["predict", *words])
@@ -106,12 +112,12 @@ def test_a_trace_has_every_op_and_strict_names_what_has_no_model(
     folder: Path, bundle: Path
 ) -> None:
     words = ("mlp-s", "--bundle", str(bundle))
-    predict(folder, *words, "--trace", "trace.json")
+    asked(folder, *words, "--trace", "trace.json")
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     names = [e["name"] for e in events]
     assert names.count("aten.addmm.default") == 3  # forward of three layers
     assert all(e["ph"] == "X" and e["dur"] >= 0 for e in events)
-    refused = predict(folder, *words, "--strict", rc=1)
+    refused = asked(folder, *words, "--strict", rc=1)
     assert "has no learned model: " in refused
     assert "aten.relu.default" in refused
     assert "aten.mm.default" not in refused
@@ -120,7 +126,7 @@ def test_a_trace_has_every_op_and_strict_names_what_has_no_model(
 def test_assumptions_are_explained_by_time_with_their_sources(folder: Path, bundle: Path) -> None:
     """The bundle knows products only: the host and all other ops are assumed."""
     words = ("mlp-s", "--bundle", str(bundle), "--json", "--explain-assumptions")
-    found = predict(folder, *words)
+    found = asked(folder, *words)
     parts = found["assumptions"]
     times_us = [part["time_us"] for part in parts]
     assert times_us == sorted(times_us, reverse=True)
@@ -138,10 +144,9 @@ def test_a_function_of_the_users_own(folder: Path, bundle: Path) -> None:
         "    return net, torch.randn(batch, 8), lambda y: y.sum()\n"
     )
     words = ("--model", "mine:model", "--bundle", str(bundle), "--json")
-    found = predict(folder, *words, "--batch", "6")
+    found = asked(folder, *words, "--batch", "6")
     assert found["case"] == "mine:model"
     assert found["samples_per_s"] == pytest.approx(6e6 / found["iteration_us"])
-    assert "has no attribute" in predict(folder, "--model", "mine:other", rc=2)
 
 
 def test_replicas_of_a_graph_network_have_graphs_of_their_own(folder: Path) -> None:
@@ -157,14 +162,8 @@ def test_replicas_of_a_graph_network_have_graphs_of_their_own(folder: Path) -> N
     )
     words = ("--model", "graph:model", "--gpu", "a100-sxm-80gb")
     told = "each of 2 replicas has a sparse matrix of its own, of 30 x 30 with 30 values; the plan"
-    assert told in predict(folder, *words, "--plan", "dp=2")
-    assert "replicas" not in predict(folder, *words)
-
-
-def test_a_configuration_needs_its_batch(folder: Path, bundle: Path) -> None:
-    (folder / "c.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
-    words = ("--hf-config", "c.json", "--bundle", str(bundle))
-    assert "--hf-config needs --batch" in predict(folder, *words, rc=2)
+    assert told in asked(folder, *words, "--plan", "dp=2")
+    assert "replicas" not in asked(folder, *words)
 
 
 def test_a_first_look_at_a_cpu_takes_the_bundle_that_ships(
@@ -189,12 +188,141 @@ def test_a_local_bundle_of_an_older_version_is_ignored(
 
 def test_a_forecast_says_for_which_software_it_is(folder: Path) -> None:
     """SDPA of torch 2.2 is flash 2 on Hopper, twice as slow as what today's torch takes."""
-    asked = ("gpt-s", "--batch", "4", "--seq", "256", "--gpu", "h100-sxm-80gb", "--dtype", "bf16")
-    usual = predict(folder, *asked, "--json")
-    old = predict(folder, *asked, "--json", "--stack", "torch-2.2.1+cu121")
+    words = ("gpt-s", "--batch", "4", "--seq", "256", "--gpu", "h100-sxm-80gb", "--dtype", "bf16")
+    usual = asked(folder, *words, "--json")
+    old = asked(folder, *words, "--json", "--stack", "torch-2.2.1+cu121")
     assert (usual["stack"], old["stack"]) == ("torch-2.11", "torch-2.2.1+cu121")
     attention = [found["by_family_us"]["attention"] for found in (usual, old)]
     assert attention[1] > 1.1 * attention[0]
-    wrong = predict(folder, *asked, "--stack", "tensorflow", rc=2)
-    assert wrong.startswith("itercast: unknown stack 'tensorflow'; known: ['cudnn'")
-    assert len(wrong.splitlines()) == 1
+
+
+run = CliRunner()
+
+MODELS = """
+import torch
+
+class Talks(torch.nn.Linear):
+    def forward(self, x):
+        print("forward of my model")
+        return super().forward(x)
+
+class Picks(torch.nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return y[y > 0].sum()
+
+def talks():
+    print("built")
+    return Talks(4, 2), torch.zeros(3, 4), lambda y: y.sum()
+
+def picks():
+    return Picks(4, 2), torch.zeros(3, 4), lambda y: y
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder with a cache elsewhere."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.setenv("ITERCAST_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_questions_leave_nothing_in_the_folder(here: Path) -> None:
+    for words in (
+        ["predict", "mlp-s", "--gpu", "a10"],
+        ["explain", "mlp-s", "--gpu", "a10"],
+        ["list", "cases"],
+    ):
+        done = run.invoke(app, words)
+        assert done.exit_code == 0, done.output
+    assert list(here.iterdir()) == []
+    assert list(cache_folder("captures").glob("*.json.gz"))
+
+
+def test_the_cache_folder_is_the_platforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ITERCAST_CACHE")
+    monkeypatch.setenv("LOCALAPPDATA", "/local")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    monkeypatch.setenv("HOME", "/home/me")
+    for platform, folder in (
+        ("linux", "/xdg/itercast/a"),
+        ("win32", "/local/itercast/a"),
+        ("darwin", "/home/me/Library/Caches/itercast/a"),
+    ):
+        monkeypatch.setattr(sys, "platform", platform)
+        assert cache_folder("a") == Path(folder)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder("a") == Path("/home/me/.cache/itercast/a")
+
+
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        ("itercast predict mlp", ["mlp-s", "mlp-m"]),
+        ("itercast predict mlp-s --gpu h100-n", ["h100-nvl"]),
+        ("itercast plan mlp-s --node dgx-a", ["dgx-a100"]),
+        ("itercast collect --family emb", ["embedding", "embedding_bag"]),
+        ("itercast predict mlp-s --stack torch-2.5.", ["torch-2.5.0", "torch-2.5.1"]),
+        ("itercast list no", ["nodes"]),
+    ],
+)
+def test_shells_complete_names(line: str, names: list[str]) -> None:
+    asked = {"_ITERCAST_COMPLETE": "complete_bash", "COMP_WORDS": line}
+    asked["COMP_CWORD"] = str(len(line.split()) - 1)
+    done = subprocess.run(
+        [sys.executable, "-c", "from itercast.__main__ import app; app(prog_name='itercast')"],
+        env={**os.environ, **asked},
+        capture_output=True,
+        text=True,
+    )
+    assert set(names) <= set(done.stdout.split()), done.stderr
+
+
+def images_of(calls: tuple[OpCall, ...]) -> list[OpCall]:
+    return [call for call in calls if call.op.startswith("aten.convolution")]
+
+
+def test_channels_last_is_captured_and_forecast() -> None:
+    """Strides of (N, C, H, W) images in NHWC: the channel's is 1, that of a column is C."""
+    for turned in (False, True):
+        calls = images_of(capture("resnet-s", channels_last=turned, dtype="bf16").calls)
+        assert [priceable(call).channels_last for call in calls] == [turned] * len(calls)
+        for image in (call.tensors()[0] for call in calls if call.op.endswith("n.default")):
+            channels = image.shape[1]
+            assert (image.stride[1] == 1, image.stride[3] == channels) == (turned, turned)
+    asked = {"gpu": "a100-sxm-80gb", "dtype": "bf16", "batch": 64}
+    times = [
+        predict("resnet-50", channels_last=turned, **asked).by_family_us["conv"]
+        for turned in (False, True)
+    ]
+    assert times[1] < 0.95 * times[0]  # cuDNN's kernels on tensor cores read NHWC
+    done = run.invoke(app, ["predict", "resnet-s", "--channels-last", "--gpu", "a10", "--json"])
+    assert json.loads(done.stdout)["gpu"] == "a10"
+
+
+def test_a_models_prints_do_not_spoil_json(here: Path) -> None:
+    (here / "talking.py").write_text(MODELS)
+    done = run.invoke(app, ["predict", "--model", "talking:talks", "--json"])
+    assert json.loads(done.stdout)["case"] == "talking:talks"
+    assert "forward of my model" in done.stderr and "built" in done.stderr
+
+
+def test_the_line_of_the_users_code_is_named(here: Path) -> None:
+    (here / "picking.py").write_text(MODELS)
+    line = 1 + MODELS.splitlines().index("        return y[y > 0].sum()")
+    done = run.invoke(app, ["predict", "--model", "picking:picks"])
+    assert f"(picking.py:{line})" in done.stderr
+
+
+def test_a_dtype_without_units_is_told_in_one_line() -> None:
+    """A V100 has tensor cores for fp16 alone."""
+    words = ["predict", "mlp-s", "--gpu", "v100-pcie-32gb", "--json", "--dtype"]
+    told = run.invoke(app, [*words, "bf16"])
+    assert told.exit_code == 0 and json.loads(told.stdout)
+    assert told.stderr.startswith("itercast: v100-pcie-32gb has no bf16 units")
+    assert len(told.stderr.splitlines()) == 1
+    assert not run.invoke(app, [*words, "fp16"]).stderr

@@ -84,17 +84,11 @@ def test_a_changed_script_is_captured_again(own_cache: Path, tmp_path: Path) -> 
     assert json.loads(run(*small)[1])["memory_bytes"] > first["memory_bytes"]
 
 
-def test_refusals_are_one_line_and_code_2(tmp_path: Path) -> None:
+def test_a_script_without_steps_is_given_up(tmp_path: Path) -> None:
     endless = tmp_path / "endless.py"
     endless.write_text("while True: pass\n")
-    code, _, said = run("--limit=10", str(endless))
-    assert code == 2 and said.endswith("itercast: endless.py made too few steps within 10 s\n")
-    code, _, said = run(str(tmp_path / "none.py"))
-    assert code == 2 and "none.py': no such file" in said
-    code, _, said = run("--gpus=0", str(EXAMPLE))
-    assert code == 2 and "--gpus" in said
-    code, _, said = run(f"--trace={tmp_path / 'nodir' / 'x.json'}", str(EXAMPLE))
-    assert code == 2 and "no such folder" in said.replace("\n", " ")
+    code, _, said = run("--limit=4", str(endless))
+    assert code == 2 and said.endswith("itercast: endless.py made too few steps within 4 s\n")
 
 
 def test_modules_are_found_beside_the_script_alone(

@@ -100,35 +100,6 @@ def test_a_forbidden_cell_has_a_reason(bundle: Path) -> None:
     assert "zero=3 needs dp > 1" in throughput(*place, "--gpus", "1", "--plan", "zero=3", rc=2)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--gpus", "1,x"], "--gpus takes positive integers below 10^8 like 1,2,4, got 'x'"),
-        (["--gpus", "0"], "like 1,2,4, got '0'"),
-        (["--gpus", ""], "--gpus is a list separated by commas, got ''"),
-        (["--gpus", "1", "--batch", ","], "--batch is a list separated by commas, got ','"),
-        (["--gpus", "1", "--gpu", " "], "--gpu is a list separated by commas, got ' '"),
-        (["--gpus", "2", "--plan", "dp=2"], "dp follows from --gpus"),
-        (["--gpus", "2", "--plan", "pt=2"], "unknown key 'pt'"),
-        (["--gpus", "1", "--node", "dgx-h100"], "node 'dgx-h100' holds none of toy-gpu"),
-        (["--gpus", "1", "--prices", "other: 1"], "no price of 'toy-gpu'; it has other"),
-        (["--gpus", "1", "--prices", "toy-gpu: -1"], "the price of 'toy-gpu' is a number"),
-        (["--gpus", "1", "--prices", "toy-gpu: .nan"], "the price of 'toy-gpu' is a number"),
-        (["--gpus", "1", "--prices", "h100: 1\nh100-sxm-80gb: 2"], "has two prices, state one"),
-        (["--gpus", "1", "--prices", "[1]"], "(GPU: USD per hour of one)"),
-        (["--gpus", "1", "--prices", "a: [b"], "while parsing"),
-    ],
-)
-def test_bad_input_is_one_line(
-    bundle: Path, tmp_path: Path, words: list[str], message: str
-) -> None:
-    if "--prices" in words:
-        (tmp_path / "p.yaml").write_text(words[-1])
-        words = [*words[:-1], str(tmp_path / "p.yaml")]
-    told = throughput("--gpu", "toy-gpu", "--bundle", str(bundle), *words, rc=2)
-    assert message in told and len(told.strip().splitlines()) == 1
-
-
 def trace_line(kind: str, steps: int, gpus: int, arrival_s: float) -> str:
     fields = (kind, "python train.py", "--steps", 0, steps, gpus, 1, -1, arrival_s)
     return "\t".join(map(str, fields)) + "\n"

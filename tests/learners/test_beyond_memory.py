@@ -31,7 +31,7 @@ from itercast.learners.features.table import shape_places
 from itercast.learners.models.training_table import frozen_split
 from itercast.learners.train import TEST_SHARE, train
 from itercast.microbench.ops.matrix import gemm
-from itercast.microbench.store import read_rows, row_batches
+from itercast.microbench.store import row_batches
 
 ROWS = 400
 MEMORY = 200 * BYTES_PER_ROW  # of which a quarter holds 50 rows
@@ -53,13 +53,6 @@ def small_batches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Batches of 64 rows: four of each part."""
     monkeypatch.setattr(row_batches, "__defaults__", (64,))
     monkeypatch.setenv("ITERCAST_CACHE", str(tmp_path / "cache"))
-
-
-def test_batches_are_the_rows_in_their_order(root: Path) -> None:
-    """64 + 64 + 64 + 8 rows of each part."""
-    batches = list(row_batches([root], "gemm"))
-    assert [len(b) for b in batches] == 2 * [64, 64, 64, 8]
-    pd.testing.assert_frame_equal(pd.concat(batches, ignore_index=True), read_rows([root], "gemm"))
 
 
 def test_a_sample_is_even_over_kinds_and_drawn_once(root: Path) -> None:

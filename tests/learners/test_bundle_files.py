@@ -1,4 +1,4 @@
-"""A bundle whose files were changed is refused in one line, before anything parses them."""
+"""Which bundle answers for a device; changed files are refused before anything parses them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 import xgboost as xgb
 
 from itercast.learners.bundle import FACTS, SHIPPED, SHIPPED_CPU, Bundle, digests
+from itercast.learners.known_bundles import find_bundle
 from itercast.learners.models.tree_files import PER_NODE, read_trees, without_statistics
 
 FLIPS = 200
@@ -158,3 +159,13 @@ def test_trees_are_kept_without_what_training_left_in_them() -> None:
     kept = xgb.Booster({"nthread": 1})
     kept.load_model(bytearray(slim))
     assert np.array_equal(kept.predict(data), whole.predict(data))
+
+
+def test_a_name_leads_to_the_bundle_that_knows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of the shipped CPU name it; ``cpu`` is whichever machine this is."""
+    monkeypatch.chdir(tmp_path)
+    cpu = next(iter(find_bundle("cpu")[1].gpus))
+    assert find_bundle("cpu")[0] == find_bundle(cpu)[0] == SHIPPED_CPU
+    assert find_bundle("h100-sxm-80gb")[0] == find_bundle("nobody")[0] == SHIPPED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -17,7 +18,7 @@ from itercast.learners.family_model import prepare
 from itercast.learners.models.compared import LEARNERS, NAMES, Inputs, tile_waves
 from itercast.learners.models.noise import medians
 from itercast.learners.models.tile_network import fit_tiles, tiles_us
-from itercast.learners.train import FamilyReport, errors, train
+from itercast.learners.train import SCORES, errors, train
 from itercast.microbench.ops.matrix import gemm
 
 
@@ -60,18 +61,12 @@ def test_waves_of_an_op_without_tiles_follow_its_bytes() -> None:
     assert tile_waves(pd.DataFrame({"gpu": ["toy"]}), features, {"toy": TOY}) == [2.0]
 
 
-def trained(root: Path, measured: pd.DataFrame) -> FamilyReport:
-    """The report of a training on these products; the bundle is in the folder ``bundle``."""
-    report = train([write_rows(root, measured)], root / "bundle", compare=True)
-    return report.families["gemm"]
-
-
-def test_a_family_is_priced_by_every_learner(tmp_path: Path) -> None:
+def test_a_family_is_priced_by_every_learner(learned: Path, tmp_path: Path) -> None:
     """Each is scored, prices rows nearer than the roofline, and prices alike once saved."""
-    measured = products(150, noise=0.0)
-    report = trained(tmp_path, measured)
-    assert set(report.learners) == set(NAMES)
-    bundle = Bundle.load(tmp_path / "bundle")
+    measured, bundle = products(160), Bundle.load(learned / "bundle")
+    assert set(json.loads((learned / "bundle" / SCORES).read_text())["gemm"]["learners"]) == {
+        *NAMES
+    }
     others = learner_models(bundle.models["gemm"], prepare(measured, gemm.FAMILY, {"toy": TOY}))
     assert {*others, "blend"} == set(NAMES)
     found = {}
@@ -92,7 +87,8 @@ def test_the_learner_that_is_better_beyond_the_noise_prices_the_family(tmp_path:
     """A quarter is ten times slower at random: the blend is led astray, a median factor is not."""
     rng = np.random.default_rng(0)
     at_random = timed(islice(gemm.sweep(), 150), lambda p: 3 * rng.choice([1, 10], p=[0.75, 0.25]))
-    report = trained(tmp_path, at_random)
+    root = write_rows(tmp_path, at_random)
+    report = train([root], root / "bundle", compare=True).families["gemm"]
     assert report.learner == "roofline"
     assert report.learners["roofline"]["rank"] < report.learners["blend"]["rank"]
     bundle = Bundle.load(tmp_path / "bundle")

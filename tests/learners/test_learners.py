@@ -16,7 +16,7 @@ from itercast.eval.report.op_sections import software_sections
 from itercast.learners.bundle import Bundle
 from itercast.learners.features.table import shape_groups
 from itercast.learners.score_file import read_file, write_forecasts
-from itercast.learners.train import errors, train
+from itercast.learners.train import train
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.ops.matrix import gemm
 from itercast.microbench.ops.step import host
@@ -55,12 +55,6 @@ def test_repeated_events_of_the_host_count_as_shapes() -> None:
     groups = shape_groups(pd.DataFrame([asdict(p) for p in points]), host.FAMILY)
     assert len(set(groups[:2])) == 2
     assert groups[2] == groups[3] != groups[4]
-
-
-def test_errors_by_hand() -> None:
-    found = errors(np.array([110.0, 90.0]), np.array([100.0, 100.0]))
-    assert found["mape_pct"] == pytest.approx(10)
-    assert found["bias_pct"] == pytest.approx(0)
 
 
 def test_price_keeps_rows_and_adds_columns(bundle: Path, data: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Optimizer steps and dropout of the shipped bundle on GPUs with and without rows of them."""
+"""The shipped bundle: optimizer steps and dropout; hosts found from rows of events."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 
 from itercast.learners.bundle import SHIPPED, Bundle
+from itercast.learners.calibrate import host_of_events
 from itercast.learners.features.table import columns
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.ops import families
@@ -56,3 +57,39 @@ def test_larger_tensors_take_longer_and_move_their_bytes(gpu: str, dtype: str) -
         moved = families()[name].bytes_moved(columns(rows, families()[name]))
         share = np.ravel(moved)[-6:] / hardware.hbm_bytes_per_s / us[-6:] * 1e6
         assert (share > 0.4).all() and (share < 1.05).all(), (op, share)
+
+
+def row(op: str, time_us: float, **more: Any) -> dict[str, Any]:
+    return {"family": "host", "gpu": "a10", "op": op, "time_us": time_us, **more}
+
+
+# Twice the reference: 3, 2 and 4 us, and 100 + 1.35 * 20 of a step of AdamW.
+EVENTS = [
+    row("module_call", 6.0),
+    row("view_op", 4.0),
+    row("autograd_node", 8.0),
+    row("adamw_step", 254.0, tensors=20),
+]
+
+
+def test_events_are_compared_with_those_of_the_reference() -> None:
+    found = host_of_events(pd.DataFrame(EVENTS), "mine", "by hand")
+    assert found is not None
+    assert found.slowdown == pytest.approx(2.0)
+    assert found.launch_us == pytest.approx(10.0)  # as slow as events where none was measured
+
+
+def test_launches_are_measured_by_themselves_or_from_calls_of_ops() -> None:
+    """7 us measured; a product's 21.6 us are 2.7 launches of 8; cold rows repeat warm ones."""
+    product = {"family": "gemm", "gpu": "a10", "op": "mm", "time_us": 9.0, "launch_us": 21.6}
+    calls = [{**product, "cache": "warm"}, {**product, "cache": "cold", "launch_us": 900.0}]
+    failed = row("launch", 500.0, status="oom")
+    rows = pd.DataFrame([*EVENTS, row("launch", 7.0), *calls, failed])
+    found = host_of_events(rows.fillna({"status": "ok"}), "mine", "by hand")
+    assert found is not None
+    assert found.launch_us == pytest.approx(7.5)
+
+
+def test_rows_of_other_families_are_no_host() -> None:
+    products = pd.DataFrame([{"family": "gemm", "gpu": "a10", "op": "mm", "time_us": 9.0}])
+    assert host_of_events(products, "mine", "by hand") is None

@@ -45,20 +45,16 @@ def on(tmp_path: Path, text: str, plan: str, case: str = "gpt-s", batch: int = 8
         (ALIKE.replace("b: {gpu: h100-sxm-80gb", "b: {gpu: cpu"), "GPUs and CPUs"),
         ("groups: [h100]", "groups maps names to a gpu and a count"),
         ("gpus: 8", "unknown keys ['gpus']"),
+        ("dp=2,gossip=ring", "gossip needs equal GPUs"),
+        ("tp=2", "a replica has 2 GPUs of one kind; group 'a' has 1"),
     ],
 )
-def test_wrong_files_are_one_line(tmp_path: Path, text: str, told: str) -> None:
+def test_wrong_files_and_plans_are_one_line(tmp_path: Path, text: str, told: str) -> None:
+    asked = (text, "dp=2") if ":" in text else (ALIKE, text)
     with pytest.raises(ValueError) as failed:
-        on(tmp_path, text, "dp=2", "gpt-s")
+        on(tmp_path, *asked)
     assert told in str(failed.value)
     assert "\n" not in str(failed.value)
-
-
-def test_plans_that_need_equal_gpus_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="gossip needs equal GPUs"):
-        on(tmp_path, ALIKE, "dp=2,gossip=ring")
-    with pytest.raises(ValueError, match="a replica has 2 GPUs of one kind; group 'a' has 1"):
-        on(tmp_path, ALIKE, "tp=2")
 
 
 def run(*durations_us: float) -> Run:
@@ -117,9 +113,7 @@ def test_messages_cross_the_link_between_groups() -> None:
     assert link.crossed(within, 2, op) == op
 
 
-@pytest.mark.parametrize(
-    "plan", ["dp=2", "dp=2,zero=3", "dp=2,accumulate=4", "pp=2,micro=4", "pp=2,schedule=zb"]
-)
+@pytest.mark.parametrize("plan", ["dp=2,zero=3", "dp=2,accumulate=4", "pp=2,schedule=zb"])
 def test_groups_of_equal_gpus_are_forecast_as_without_groups(tmp_path: Path, plan: str) -> None:
     found, whole = (
         on(tmp_path, ALIKE, plan),
@@ -146,15 +140,6 @@ def test_the_faster_gpu_gets_more(tmp_path: Path, plan: str) -> None:
     assert first + second == (32 if plan == "dp=2" else 12)
     assert found.iteration_us < found.cluster["even_us"]
     assert found.idle_us == pytest.approx(sum(found.idle_by_us.values()), abs=1)
-
-
-def test_a_slower_link_is_never_faster(tmp_path: Path) -> None:
-    times = [
-        on(tmp_path, UNLIKE.replace("1e18", rate), "dp=2", "gpt-m").iteration_us
-        for rate in ("1e18", "1e10", "1e9", "1e8, latency_us: 500")
-    ]
-    assert times == sorted(times)
-    assert times[-1] > 2 * times[0]
 
 
 def test_plans_may_leave_groups_out(tmp_path: Path) -> None:

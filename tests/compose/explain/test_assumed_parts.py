@@ -95,22 +95,6 @@ def test_a_gap_is_shared_by_what_the_host_does() -> None:
     assert of(step, GPU, ProductsAndHost()).assumed_frac == 0
 
 
-def test_an_op_without_a_model_is_assumed_and_a_product_beside_it_is_not() -> None:
-    """16 bytes at 1e9 bytes/s are 0.016 us, and 2 us of overhead."""
-    found = of(StepCapture(calls=(product(), unknown())), CPU, ProductsAndHost())
-    assert found.iteration_us == pytest.approx(10 + 2.016)
-    assert found.assumed_by_us == {"price_book.roofline_overhead_us": pytest.approx(2.016)}
-    assert found.assumed_frac == pytest.approx(2.016 / 12.016)
-
-
-def test_on_a_cpu_the_host_is_part_of_compute() -> None:
-    """Two module calls of 3 us and a view of 2 us beside a product of 10."""
-    events = {"module_call": 2, "view_op": 1}
-    found = of(StepCapture(calls=(product(),), host=events), CPU, Products())
-    assert found.assumed_frac == pytest.approx(8 / 18)
-    assert list(found.assumed_by_us) == ["host.event_us.module_call", "host.event_us.view_op"]
-
-
 def test_every_part_is_explained_with_value_and_source() -> None:
     step = StepCapture(calls=(product(), unknown()), host={"module_call": 2})
     found = of(step, CPU, Products())

@@ -101,22 +101,6 @@ def test_the_workers_that_are_worth_it() -> None:
     assert steps == pytest.approx([80, 80, 40, 20])
 
 
-@pytest.mark.parametrize("workers", [0, 2, 4])
-@pytest.mark.parametrize("cores", [1, 2, 8])
-def test_laws(workers: int, cores: int) -> None:
-    """More work never shortens an iteration, and apart is at most in turns, at least the longer."""
-    lane, facts = environment(5, 5), {"cores": cores}
-    for apart in (False, True):
-        facts["apart"] = apart
-        by_step = [iteration_us(environment(us, us), workers, **facts) for us in (1, 5, 20)]
-        by_horizon = [iteration_us(lane, workers, horizon=n, **facts) for n in (1, 4, 9)]
-        by_update = [iteration_us(lane, workers, update_us=us, **facts) for us in (1, 50, 200)]
-        for times in (by_step, by_horizon, by_update):
-            assert times == sorted(times)
-    turns, apart_us = (iteration_us(lane, workers, cores=cores, apart=a) for a in (False, True))
-    assert max(100, turns - 100) <= apart_us * 1.0001 and apart_us <= turns * 1.0001
-
-
 def test_wrong_numbers_are_named() -> None:
     with pytest.raises(ValueError, match="workers 9; allowed are 0 to 8"):
         loop(9)

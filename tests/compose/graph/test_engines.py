@@ -156,6 +156,9 @@ def test_a_compiled_function_copies_the_batch_into_its_graph(engine: str) -> Non
     """x, which the ops read, is copied: 128 B read and written. Not w, a parameter, nor labels."""
     x, labels = tensor(0, 4, 8), tensor(99, 4)
     given = replace(step(), inputs=(x, labels))
+    for other in ("eager", "graph", "compile", "fused"):  # read what the user fills
+        ops = {c.op for c in as_launched(with_engine(given, other)).calls}
+        assert "aten.copy_.default" not in ops
     found = as_launched(with_engine(given, engine))
     copy, *others = found.calls
     assert others == list(as_launched(with_engine(step(), engine)).calls)
@@ -167,13 +170,6 @@ def test_a_compiled_function_copies_the_batch_into_its_graph(engine: str) -> Non
     graph = as_launched(with_engine(step(), engine)).parameters[0]
     assert found.parameters[0].ready_after == graph.ready_after + 1  # one call later
     assert launches(found) == 1
-
-
-@pytest.mark.parametrize("engine", ["eager", "graph", "compile", "fused"])
-def test_others_read_the_batch_where_it_is(engine: str) -> None:
-    """A graph that the user captured reads tensors that the user fills."""
-    found = as_launched(with_engine(replace(step(), inputs=(tensor(0, 4, 8),)), engine))
-    assert "aten.copy_.default" not in {c.op for c in found.calls}
 
 
 def loss_step(dtype: str = "fp32", *, cut: bool = False) -> StepCapture:
@@ -240,11 +236,6 @@ def test_tensor_parallel_logits_take_one_product_backward_too() -> None:
     assert names(found) == ["mm", *chain, "nll_loss_forward", "mul", "mm"]
     wide = [t for c in found.calls[:8] for t in (*c.tensors(), *c.outputs) if t.nbytes == 128]
     assert {t.storage for t in wide} == {0}
-
-
-def test_torch_compile_fuses_the_cross_entropy() -> None:
-    found = as_launched(with_engine(loss_step(), "compile"))
-    assert names(found) == ["mm", "fused", "fused", "mm"]
 
 
 def test_an_unknown_engine_is_named() -> None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from itercast.compose.graph.cache_reuse import cold_fractions, cold_share
-from itercast.microbench.hardware.machine import measure_cold_share
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
 
@@ -64,13 +63,3 @@ def test_a_measured_curve_is_followed_between_its_points() -> None:
     assert share(0) == 0.0
     assert share(2 * mib) == pytest.approx(0.2)  # half-way between 1 and 4 on a log scale
     assert share(64 * mib) == 1.0
-
-
-def test_the_measured_cold_share_of_this_machine_rises() -> None:
-    """Other load on the cores may hide it: one of five measurements shows it."""
-    for _ in range(5):
-        shares = list(measure_cold_share().values())
-        assert shares == sorted(shares)
-        if shares[0] < 0.5 < shares[-1] == 1.0:
-            return
-    pytest.fail(f"{shares} do not rise")

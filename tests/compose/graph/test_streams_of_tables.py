@@ -10,7 +10,6 @@ import pytest
 from itercast.compose.capture_model import capture
 from itercast.compose.graph.index_streams import with_indices
 from itercast.compose.graph.layers import split_layers
-from itercast.compose.predict import predict
 from itercast.microbench.opcall import StepCapture
 from itercast.microbench.ops.lookup.embedding_bag import FAMILY
 
@@ -74,10 +73,3 @@ def test_equal_tables_with_other_streams_are_not_folded(step: StepCapture, tmp_p
 def test_another_number_of_tables_is_refused(step: StepCapture, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"indices of 2 tables, the model looks up \d+ of them"):
         with_indices(step, stream(tmp_path, 2, 1))
-
-
-def test_popular_rows_are_forecast_faster() -> None:
-    """A large table whose lookups hit the cache."""
-    large = {"gpu": "cpu", "optimizer": "none"}
-    uniform, popular = (predict("dlrm-l", indices=i, **large) for i in ("uniform", "zipf:1.3"))  # type: ignore[arg-type]
-    assert popular.by_family_us["embedding_bag"] < uniform.by_family_us["embedding_bag"]

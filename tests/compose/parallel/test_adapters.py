@@ -10,7 +10,6 @@ from plan_case import product_flops
 from torch import nn
 
 from itercast.compose.capture_model import capture
-from itercast.compose.graph.product_roles import weight_roles
 from itercast.compose.graph.rewrite import COLLECTIVE
 from itercast.compose.parallel.tp import tensor_parallel
 from itercast.microbench.cases.external.lora import Adapted
@@ -48,22 +47,6 @@ def step() -> StepCapture:
     return capture(
         lambda: (model(), torch.randn(2, TOKENS // 2, WIDTH), lambda y: y.square().sum())
     )
-
-
-def test_column_layers_cut_b_and_row_layers_cut_a() -> None:
-    found = step()
-    roles = weight_roles(found)
-    named = {p.name: roles.get(p.storage) for p in found.parameters if p.name.startswith("1.")}
-    assert {name: role for name, role in named.items() if role} == {
-        "1.wide.base.weight": "column",
-        "1.wide.up.weight": "column",
-        "1.narrow.base.weight": "row",
-        "1.narrow.down.weight": "row",
-    }
-    whole, made = ({p.name: p.shape for p in x.parameters} for x in (found, rank("tp=4")))
-    assert made["1.wide.up.weight"] == (WIDE // 4, RANK)
-    assert made["1.narrow.down.weight"] == (RANK, WIDE // 4)
-    assert all(made[f"1.{x}.weight"] == whole[f"1.{x}.weight"] for x in ("wide.down", "narrow.up"))
 
 
 def rank(text: str) -> StepCapture:

@@ -15,7 +15,6 @@ from itercast.compose.parallel.batched_tables import (
     bytes_of_lookups,
 )
 from itercast.compose.parallel.tables import rank_step
-from itercast.compose.predict import predict
 from itercast.compose.tables.captured import CapturedTable, Lookup, captured_tables
 from itercast.compose.tables.placement import Placement, Sharding
 from itercast.microbench.hardware.stack import TableSoftware, load_stack
@@ -113,21 +112,3 @@ def test_vectors_travel_in_the_models_dtype_and_tables_stay_in_fp32() -> None:
     }
     plain = as_stored(tables, TableSoftware())
     assert plain[0].table.index == "int64" and plain[0].table.lengths
-
-
-def test_fewer_kernels_and_smaller_messages_are_faster() -> None:
-    """Software alone: HugeCTR's step of MLPerf's DLRM takes less time than torch's."""
-
-    def us(batch: int, stack: str) -> float:
-        plan, gpu = "dp=8,shard=greedy", "h100-sxm-80gb"
-        return predict(
-            "dlrm-mlperf",
-            gpu=gpu,
-            plan=plan,
-            engine="compile+graph",
-            batch=batch,
-            dtype="fp16",
-            stack=stack,
-        ).iteration_us
-
-    assert us(3456, "hugectr") < us(6912, "hugectr") < us(6912, "")

@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
+import law_case
 import pytest
 
 from itercast.compose.pricing.collectives import ranks_per_node
 from itercast.microbench.plan import ParallelPlan
 
 GOOD = [
+    *law_case.PLANS,
+    *law_case.CUT,
     "",
-    "dp=8",
-    "dp=8,zero=3",
-    "dp=8,zero=3,hsdp=4",
-    "pp=4,micro=8,first=2,last=3",
-    "recompute=full:0.5",
-    "tp=4,sp",
-    "tp=4,sp,tp_overlap",
     "dp=2,amp",
-    "pp=4,micro=16,schedule=interleaved:3",
-    "pp=2,schedule=zb",
-    "pp=2,micro=4,schedule=dualpipev:2",
-    "dp=8,ep=8",
     "dp=2,tp=4,sp,ep=8",
     "dp=8,tp=2,sp,ep=4,etp=1",
-    "cp=2",
-    "dp=8,cdp=2",
-    "accumulate=4,recompute=selective,offload=optimizer",
-    "dp=2,compress=0.25",
+    "pp=4,micro=8,first=2,last=3",
+    "pp=2,micro=4,schedule=dualpipev:2",
+    "accumulate=4,recompute=full:0.5,offload=optimizer",
     "tp=2,pp=2,compress_tp=int8,compress_pp=dct:0.5",
     "dp=4,tp=2,ep=2,compress=dct:0.25,compress_tp=int8,compress_ep=0.5",
-    "dp=4,gossip=exp2",
-    "dp=8,zero=3,hsdp=4,local=100",
     "dp=8,local=100,outer",
     "dp=4,zero=2,shard=greedy:2,local=8",
     "dp=16,node=dgx-h100,nodes=2",
-    "dp=8,coconet=split,reorder,fuse,overlap:8,tp=2",
-    "dp=8,shard=greedy",
-    "dp=8,zero=3,ep=2,shard=greedy:4",
     "dp=4,amp,shard=plans/tables.json,node=dgx-h100",
 ]
 BAD = {
@@ -100,10 +86,10 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("text", GOOD)
-def test_a_plan_reads_its_own_text(text: str) -> None:
-    plan = ParallelPlan.parse(text)
-    assert ParallelPlan.parse(str(plan)) == plan
+def test_a_plan_reads_its_own_text() -> None:
+    for text in GOOD:
+        plan = ParallelPlan.parse(text)
+        assert ParallelPlan.parse(str(plan)) == plan, text
 
 
 @pytest.mark.parametrize("text", BAD)

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-import torch
-import torch.nn.functional as F
 from plan_case import product_flops
-from torch import nn
 
 from itercast.compose.capture_model import capture
-from itercast.compose.graph.product_roles import DTYPE_CAST, weight_roles
+from itercast.compose.graph.product_roles import DTYPE_CAST
 from itercast.compose.graph.rewrite import COLLECTIVE
 from itercast.compose.parallel.cp import context_parallel
 from itercast.compose.parallel.ep import expert_parallel
@@ -19,8 +16,6 @@ from itercast.compose.parallel.tp import tensor_parallel
 from itercast.compose.pricing.work import side_by_side_us
 from itercast.microbench.opcall import StepCapture
 from itercast.microbench.plan import ParallelPlan
-
-ACTIVATION_BYTES = 4 * 64 * 96 * 4  # batch * tokens * width * fp32
 
 
 def sent(capture: StepCapture) -> Counter[tuple[str, str]]:
@@ -31,46 +26,6 @@ def sent(capture: StepCapture) -> Counter[tuple[str, str]]:
 def test_one_rank_is_no_plan(gpt: StepCapture) -> None:
     for rewrite in (tensor_parallel, context_parallel, expert_parallel):
         assert rewrite(gpt, ParallelPlan(dp=4)) is gpt
-
-
-def test_pairs_of_products_are_found_by_following_data(gpt: StepCapture) -> None:
-    names = {p.storage: p.name for p in gpt.parameters}
-    found = {names[s]: role for s, role in weight_roles(gpt).items()}
-    assert found.pop("tokens.weight") == "vocabulary"
-    columns = {n.split(".", 2)[2] for n, role in found.items() if role == "column"}
-    rows = {n.split(".", 2)[2] for n, role in found.items() if role == "row"}
-    assert columns == {"attention.q.weight", "attention.kv.weight", "mlp.up.weight"}
-    assert rows == {"attention.out.weight", "mlp.down.weight"}
-
-
-class NormedHeads(nn.Module):
-    """Attention that norms the queries and keys of each head, as Qwen 3 does, and an MLP."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = {"q": (64, 64), "k": (64, 64), "v": (64, 64), "o": (64, 64)}
-        sizes |= {"up": (64, 96), "down": (96, 64)}
-        self.layers = nn.ModuleDict({n: nn.Linear(*s, bias=False) for n, s in sizes.items()})
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (self.layers[n](x).view(2, 8, 4, 16) for n in "qkv")
-        q, k = (t * t.square().mean(-1, keepdim=True).rsqrt() for t in (q, k))
-        heads = (t.transpose(1, 2) for t in (q, k, v))
-        x = x + self.layers["o"](F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
-        x = x * x.square().mean(-1, keepdim=True).rsqrt()
-        return x + self.layers["down"](self.layers["up"](x).relu())
-
-
-def test_a_norm_of_each_head_may_stand_between_a_pair() -> None:
-    """It works on one rank's heads; a norm of the whole width ends a pair."""
-    step = capture(lambda: (NormedHeads(), torch.randn(2, 8, 64), lambda y: y.square().mean()))
-    names = {p.storage: p.name.split(".")[1] for p in step.parameters}
-    found = {names[s]: role for s, role in weight_roles(step).items()}
-    assert found == {**dict.fromkeys([*"qkv", "up"], "column"), "o": "row", "down": "row"}
-    made = tensor_parallel(step, ParallelPlan(tp=2))
-    shapes = {c.args[0].shape for c in made.calls if c.op == "itercast.sdpa"}
-    assert shapes == {(2, 2, 8, 16)}
-    assert product_flops(made.calls) == product_flops(step.calls) / 2
 
 
 def test_tensor_parallel_cuts_the_casts_of_weights(gpt: StepCapture) -> None:

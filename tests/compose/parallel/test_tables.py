@@ -289,13 +289,6 @@ def test_tables_beside_experts() -> None:
     assert not [op for op in micro_batches(rank, "sgd")[1].sent if op.duration_us]
 
 
-def test_greedy_needs_no_file_and_is_no_slower_than_one_rank(tmp_path: Path) -> None:
-    crowded = plan_file(
-        tmp_path, dict.fromkeys(("bags.0", "bags.1", "items"), ("table_wise", (0,)))
-    )
-    assert forecast("dp=4,shard=greedy").iteration_us <= forecast(crowded).iteration_us
-
-
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, "\x00"])
 def test_files_that_are_no_sharding_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "plan.json").write_text(text)

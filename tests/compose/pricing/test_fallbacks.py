@@ -125,17 +125,6 @@ def test_a_pooling_computes_a_window_for_each_output() -> None:
     assert found.times == pytest.approx((bytes_s + busy_s) / bytes_s)
 
 
-def test_each_half_of_a_half_precision_backward_turns_its_tensors() -> None:
-    product, turned = fallback_parts(convolution(op="backward"), MODELS, False, GPU)
-    assert product.times == 2
-    assert turned == memory_copy(2 * 2 * (2 * 64 * 16 + 2 * 64 * 32) * 2)
-    product, turned = fallback_parts(
-        convolution(op="backward", need_input_grad=False), MODELS, False, GPU
-    )
-    assert product.times == 1
-    assert turned == memory_copy(2 * (2 * 64 * 16 + 2 * 64 * 32) * 2)
-
-
 @pytest.mark.parametrize(
     ("facts", "forwards"),
     [

@@ -15,7 +15,6 @@ from itercast.compose.graph.launch_modes import with_engine
 from itercast.compose.pricing.host import host_cost, launch_costs
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import priceable
-from itercast.compose.pricing.work import Step, Work, fold
 from itercast.learners.features.host_calls import HostCall
 from itercast.microbench.hardware.host import HostMachine
 from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture
@@ -178,22 +177,6 @@ def test_a_named_host_sets_the_times_of_all_events_and_calls() -> None:
     wrapper = host_cost({"fsdp_layer": 4}, book)
     assert wrapper.duration_us == 2 * 400
     assert wrapper.assumed == (("host.event_us.fsdp_layer", 1.0),)  # no host file knows of it
-
-
-def test_an_unnamed_host_is_assumed() -> None:
-    usual = HostMachine(name="usual", slowdown=2.0, launch_us=8.0, source="by hand")
-    book = PriceBook(Short(), GPU, 0, host=usual)
-    step = StepCapture(calls=(product(),), host={"module_call": 1})
-    ops = book.price([priceable(product())])
-    names = dict(launch_costs(step, step.host, book).total(ops).shares)
-    assert names.keys() == {"host.event_us.module_call", "host.event_us.launch"}
-
-
-def test_several_launches_fold_as_they_run() -> None:
-    """Pieces of 4 us launched every 2 us queue up behind each other; every 5 us they do not."""
-    assert fold([Step(12, 6, kernels=3)], on_cpu=False) == Work(6, 12, 2 + 12)
-    assert fold([Step(12, 15, kernels=3)], on_cpu=False) == Work(15, 12, 15 + 4)
-    assert fold([Step(12, 15)], on_cpu=False) == Work(15, 12, 27)
 
 
 def test_a_host_measured_beside_one_gpu_answers_for_others() -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from itercast.compose.capture_model import capture
 from itercast.compose.parallel.table_work import held_shards, traffic
+from itercast.compose.predict import predict
 from itercast.compose.sharding.forecast import Forecaster
 from itercast.compose.sharding.propose import (
     choose,
@@ -21,10 +24,12 @@ from itercast.compose.sharding.propose import (
     torchrec_us,
 )
 from itercast.compose.sharding.tables import model_from
+from itercast.compose.tables.captured import captured_tables
 from itercast.compose.tables.greedy import greedy
 from itercast.compose.tables.placement import (
     KINDS,
     Placement,
+    Sharding,
     check_sharding,
     from_torchrec,
     memory_bytes,
@@ -33,6 +38,7 @@ from itercast.compose.tables.placement import (
 )
 from itercast.compose.target import find_target
 from itercast.microbench.iterations.sharded_model import RankingModel, Shard, Table
+from itercast.microbench.opcall import StepCapture
 
 ALL = (0, 1, 2, 3)
 
@@ -118,37 +124,6 @@ def test_traffic_by_hand(forecaster: Forecaster) -> None:
     assert found["lengths"].tolist() == [[8 * 64] * 4, [0, 4 * 8 * 64, 0, 0]]
     assert found["numbers"].tolist() == [[8 * 512] * 4, [0, 4 * 8 * 512, 0, 0]]
     assert found["vectors"].tolist() == [[0, 4 * 64 * 16 * 4, 0, 0], [64 * 16 * 4] * 4]
-
-
-def test_steps_sum_to_the_iteration(forecaster: Forecaster) -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(5):
-        sharding = random_sharding(rng, forecaster.model, 4)
-        steps_us = forecaster.steps_us(sharding)
-        iteration_us = forecaster.forecast(sharding).iteration_us
-        assert sum(steps_us.values()) == pytest.approx(iteration_us, rel=1e-6)
-        assert min(steps_us.values()) > -1e-6
-
-
-def test_permuted_ranks_take_as_long(forecaster: Forecaster) -> None:
-    sharding = random_sharding(np.random.default_rng(1), forecaster.model, 4)
-    permuted = tuple(Placement(p.kind, tuple((r + 1) % 4 for r in p.ranks)) for p in sharding)
-    first, second = (forecaster.forecast(s).iteration_us for s in (sharding, permuted))
-    assert first == pytest.approx(second)
-
-
-def test_more_lookups_never_make_it_faster(forecaster: Forecaster) -> None:
-    more = tuple(replace(t, pooling=2 * t.pooling) for t in forecaster.model.tables)
-    for batch in (64, 32768):  # bound by the host's launches, and by the GPU
-        once, twice = (
-            Forecaster(replace(forecaster.model, batch=batch, tables=x), forecaster.target, 4)
-            for x in (forecaster.model.tables, more)
-        )
-        sharding = random_sharding(np.random.default_rng(2), forecaster.model, 4)
-        fast, slow = (c.forecast(sharding) for c in (once, twice))
-        waits = once.steps_us(sharding)["wait for the host"]
-        assert slow.iteration_us > fast.iteration_us or (waits and batch == 64)
-        assert sum(slow.lookup_us) > sum(fast.lookup_us)
 
 
 def test_greedy_balances_and_keeps_to_the_memory() -> None:
@@ -239,10 +214,9 @@ def forecaster_of(wanted: RankingModel, gpu: str, ranks: int) -> Forecaster:
     return Forecaster(wanted, find_target(gpu, f"dp={ranks}"), ranks)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_search_is_within_1_percent_of_the_best_of_all(seed: int) -> None:
+def test_the_search_is_within_1_percent_of_the_best_of_all() -> None:
     """Eight whole tables on two ranks: 2^7 shardings, since ranks may be swapped."""
-    forecaster = forecaster_of(model(8, seed, dim=32, batch=1024), "cpu", 2)
+    forecaster = forecaster_of(model(8, dim=32, batch=1024), "cpu", 2)
     every = [
         forecaster.forecast(tuple(Placement("table_wise", (r,)) for r in (0, *others)))
         for others in product((0, 1), repeat=7)
@@ -269,3 +243,44 @@ def test_the_search_finds_room_in_memory() -> None:
     forecaster = forecaster_of(huge, "h100-sxm-80gb", 4)
     crowded = forecaster.forecast(tuple(Placement("table_wise", (0,)) for _ in range(4)))
     assert not crowded.fits and improve(crowded, forecaster).fits
+
+
+def ranking_model(step: StepCapture) -> RankingModel:
+    """What ``itercast shard`` would be told of a captured DLRM."""
+    shapes = {p.name: p.shape for p in step.parameters if p.name.endswith("weight")}
+    bottom, top = (
+        [shape for name, shape in shapes.items() if name.startswith(part)]
+        for part in ("bottom", "top")
+    )
+    return RankingModel(
+        batch=step.samples,
+        tables=tuple(t.table for t in captured_tables(step)),
+        features=bottom[0][1],
+        bottom=tuple(shape[0] for shape in bottom[:-1]),
+        top=tuple(shape[0] for shape in top[:-1]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "gpu", "ranks", "places"),
+    [
+        ("dlrm-m", "cpu", 2, (Placement("row_wise", (0, 1)),)),
+        ("dlrm-m", "cpu", 2, (Placement("data_parallel", (0, 1)), Placement("table_wise", (1,)))),
+        ("dlrm-r04", "a100-sxm-80gb", 8, tuple(Placement("table_wise", (r,)) for r in range(8))),
+    ],
+)
+def test_both_forecast_the_same_iteration(
+    case: str, gpu: str, ranks: int, places: Sharding, tmp_path: Path
+) -> None:
+    """Tables cut by rows, copies beside whole ones, and whole ones in turn on each rank.
+
+    Within 0.5 %: the model that a file describes is captured with other small ops than the case.
+    """
+    step = capture(case, optimizer="sgd")
+    forecaster = Forecaster(ranking_model(step), find_target(gpu, f"dp={ranks}"), ranks)
+    tables, path = forecaster.model.tables, tmp_path / "plan.json"
+    sharding: Sharding = tuple(places[i % len(places)] for i in range(len(tables)))
+    path.write_text(to_torchrec(sharding, tables, forecaster.per_node, "cuda"))
+    planned = predict(step, gpu=gpu, plan=f"dp={ranks},shard={path}")
+    iteration_us = forecaster.forecast(sharding).iteration_us
+    assert iteration_us == pytest.approx(planned.iteration_us, rel=0.005)

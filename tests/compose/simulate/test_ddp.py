@@ -22,7 +22,7 @@ from itercast.compose.pricing.collectives import (
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.simulate.data_parallel import fill_buckets
 from itercast.compose.simulate.timeline import Span, Task, simulate
-from itercast.microbench.hardware.node import Node, load_node
+from itercast.microbench.hardware.node import load_node
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture
 from itercast.microbench.plan import ParallelPlan
@@ -131,15 +131,6 @@ def test_compute_is_not_slowed_while_ranks_sleep(monkeypatch: pytest.MonkeyPatch
     assert [s for lane, s in lanes if lane == "comm"] == [Span(25, 29), Span(38, 40)]
 
 
-def test_ddp_adds_a_product_and_a_copy_per_gradient() -> None:
-    """Into the bucket when the gradient is ready, out of it when the bucket has arrived."""
-    tasks, _ = tasks_of(step())
-    mm, mul, copy = (f"aten.{name}" for name in ("mm.default", "mul.Tensor", "copy_.default"))
-    sent = "all_reduce"
-    made = [mm, mm, mul, sent, mm, mul, sent, copy, copy, mm]
-    assert [t.name for t in tasks] == made
-
-
 def test_running_statistics_are_broadcast_before_forward() -> None:
     """Mean and variance together, and the counter of steps: a message for each dtype."""
     x, stat = tensor(0, 4, 8), tensor(0, 8)
@@ -188,19 +179,6 @@ def test_a_forecast_says_by_which_network() -> None:
     ]
 
 
-def test_a_formula_takes_links_and_network_of_the_node() -> None:
-    """A faster network between nodes, a slower link inside: both change the time."""
-    gpu, node = load_gpu("h100-sxm-80gb"), load_node("dgx-h100")
-    message = Message(kind="all_gather", axis="dp", message_bytes=2**30)
-
-    def us(ranks: int, of: Node | None) -> float:
-        where = cluster(ParallelPlan(dp=ranks), gpu, of)
-        return formula_us(message, where.groups["dp"], where)
-
-    assert us(16, node) < 0.6 * us(16, None)  # 50e9 bytes/s a GPU, not 25e9
-    assert us(8, replace(node, link_bytes_per_s=45e9)) > 9 * us(8, node)
-
-
 def test_links_are_those_of_the_node_or_else_what_is_usual() -> None:
     """A pair with a bridge, four with a gap on the way, two of whose node nothing is known."""
     gpu, node = load_gpu("a100-pcie-80gb"), load_node("a100-pairwise")
@@ -217,61 +195,30 @@ def test_a_rack_of_72_is_one_node_where_none_is_named() -> None:
     assert [where.groups["dp"].per_node for where in found] == [64, 8]
 
 
-class Links(Known):
-    """Notes what links its collectives are said to cross."""
+class Noting(Known):
+    """Notes the links and rates of networks that its collectives are said to cross."""
 
     def price(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> pd.DataFrame:
-        self.links = rows["link"].tolist()
+        self.told = rows[["link", "network_bytes_per_s"]].to_numpy().tolist()
         return super().price(family, rows, gpus)
 
 
-def test_a_model_of_collectives_gets_the_link() -> None:
-    """Sixteen ranks of two nodes cross the network, as their numbers say."""
-    gpu, links_of = load_gpu("a100-pcie-80gb"), list[str]()
+def test_a_model_of_collectives_gets_link_and_network() -> None:
+    """Sixteen ranks of two nodes cross the network, as their numbers say.
+
+    The node states 12.5e9 bytes/s a GPU; two of sixteen ranks sit in one node.
+    """
+    noting, told, gpu = Noting(), list[Any](), load_gpu("a100-pcie-80gb")
     for n in (4, 16):
-        links = Links()
-        where = cluster(ParallelPlan(dp=n), gpu)
-        price_messages([reduce_of(10**6)], PriceBook(links, gpu, 0), where)
-        links_of += links.links
-    assert links_of == ["pcie", ""]
-
-
-class UpToFour(Known):
-    """Knows collectives of up to four ranks."""
-
-    def inside(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> list[bool]:
-        return [bool(n <= 4) for n in rows["world_size"]]
-
-
-def test_beyond_its_envelope_a_collective_is_scaled_by_hierarchy() -> None:
-    """Over 16 ranks on two nodes: what is known of four, times the ratio of the rings."""
-    where = cluster(ParallelPlan(dp=16), GPU)
-    message = reduce_of(10**8)
-    (found,) = price_messages([message], PriceBook(UpToFour(), GPU, 0), where)
-    four = where.groups["dp"].__class__(size=4, per_node=4)
-    ratio = formula_us(message, where.groups["dp"], where) / formula_us(message, four, where)
-    assert found.duration_us == pytest.approx(6.0 * ratio)
-    (inside,) = price_messages(
-        [message], PriceBook(UpToFour(), GPU, 0), cluster(ParallelPlan(dp=4), GPU)
-    )
-    assert inside.duration_us == pytest.approx(6.0)
-
-
-class AtNetworkRate(Known):
-    """A collective takes as many us as its GPU has bytes/s of network, in GB/s."""
-
-    def price(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> pd.DataFrame:
-        rate = rows["network_bytes_per_s"] / 1e9
-        return super().price(family, rows).assign(predicted_us=rate, in_envelope=True)
-
-
-def test_a_model_gets_the_network_only_for_messages_that_cross_it() -> None:
-    """The node states 12.5e9 bytes/s a GPU; two of sixteen ranks sit in one node."""
+        book = PriceBook(noting, gpu, 0)
+        price_messages([reduce_of(10**6)], book, cluster(ParallelPlan(dp=n), gpu))
+        told += [link for link, _ in noting.told]
+    assert told == ["pcie", ""]
     node = replace(load_node("dgx-a100"), network_bytes_per_s=12.5e9)
     where = cluster(ParallelPlan(tp=4, dp=16), GPU, node)
     inner = Message(kind="all_reduce", axis="tp", message_bytes=10**6)
-    found = price_messages([reduce_of(10**6), inner], PriceBook(AtNetworkRate(), GPU, 0), where)
-    assert [op.duration_us for op in found] == pytest.approx([12.5 / MEDIAN, 0.0])
+    price_messages([reduce_of(10**6), inner], PriceBook(noting, GPU, 0), where)
+    assert [rate for _, rate in noting.told] == [12.5e9, 0.0]
 
 
 def test_placement_decides_what_crosses_the_network() -> None:

@@ -29,7 +29,6 @@ from itercast.compose.target import find_target
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.iterations.sharded_model import RankingModel, Shard, Table
 from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
-from itercast.microbench.ops.lookup.index_streams import IndexStream
 from itercast.microbench.ops.lookup.reuse import draws_of, expected_reuse, rows_outside
 
 A100 = "a100-sxm-80gb"
@@ -79,16 +78,6 @@ def test_times_are_bytes_over_pcie_or_reads_of_a_drive() -> None:
     assert found["ssd", EVICT] == pytest.approx(4096 * rows)
     with pytest.raises(ValueError, match="no pcie_bytes_per_s, which tables in uvm need"):
         tier_us("uvm", FETCH, 1.0, replace(gpu, pcie_bytes_per_s=0.0))
-
-
-@pytest.mark.parametrize("skew", [0.0, 0.8, 1.2])
-def test_less_cache_is_never_faster_and_popular_rows_never_slower(skew: float) -> None:
-    table = replace(TABLE, stream=IndexStream(skew=skew))
-    shares = (1.0, 0.5, 0.2, 0.1, 0.01, 0.001)
-    fetched = [moved("uvm", s, table).get(("uvm", FETCH), 0.0) for s in shares]
-    assert fetched == sorted(fetched) and fetched[-1] <= moved("uvm", 0.0, table)["uvm", FETCH]
-    flat = [moved("uvm", s).get(("uvm", FETCH), 0.0) for s in shares]
-    assert all(a <= b for a, b in zip(fetched, flat, strict=True))
 
 
 @pytest.mark.parametrize("skew", [0.0, 0.7, 1.1])
@@ -142,11 +131,6 @@ def test_tables_that_no_gpu_memory_holds_go_to_the_host_popular_rows_last(ranks:
     steps = forecaster.steps_us(best.sharding)
     assert steps["fetch rows"] > 0
     assert sum(steps.values()) == pytest.approx(best.iteration_us)
-
-
-def test_tables_that_fit_stay_in_the_gpus_memory() -> None:
-    best = choose(Forecaster(large(1_000_000), find_target(A100, "dp=2"), 2))
-    assert all(p.tier == "hbm" for _, found in best for p in found.sharding)
 
 
 def test_a_plan_says_where_tables_lie() -> None:

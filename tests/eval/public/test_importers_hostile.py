@@ -1,24 +1,28 @@
-"""Files that are cut, broken or made to hurt: counted or refused in one line, no traceback."""
+"""Files in their owners' forms, whole and made to hurt: rows, counted lines or one line."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from itercast.__main__ import app
-from itercast.eval.public.readers import PUBLISHED, SOURCES, read_source
+from itercast.eval.public.readers import PUBLISHED, read_source
 from itercast.learners.features.table import columns
 from itercast.microbench.importers.base import MAX_REASONS, Hints, Imported
 from itercast.microbench.importers.mapped.source import load
 from itercast.microbench.ops import families
+from itercast.microbench.plan import ParallelPlan
+from itercast.microbench.store import read_rows
 
 OPS = "OPName,Latency,Device,Torch Version,CUDNN Version,CUDA Version"
 OPS += ",B,M,N,K,Input_Channel,Output_Channel,Kernel_Szie,Input_Size,Stride,Padding"
@@ -36,6 +40,9 @@ PLACES |= {
     for name, path in PUBLISHED.items()
     if isinstance(path, Path)
 }
+# The readers in Python, and mappings of each form of file.
+READERS = ("nccl-tests", "kineto", "iterations", "kineto-traces", "neusight", "aiconfigurator")
+READERS += ("megatron-lm", "kernelbench", "liger-kernel", "deepbench")
 JUNK: dict[str, bytes] = {
     "nothing": b"",
     "zeros": bytes(1000),
@@ -69,7 +76,7 @@ def neusight(folder: Path, text: str) -> Imported:
     return read_source("neusight", folder, Hints())
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", READERS)
 @pytest.mark.parametrize("junk", JUNK)
 def test_junk_in_the_right_place_is_refused_in_one_line(
     tmp_path: Path, source: str, junk: str
@@ -162,26 +169,19 @@ def test_pipes_folders_and_links_to_nowhere_are_not_opened(tmp_path: Path) -> No
     assert found.dropped == {"file unreadable: not a regular file": 2}
 
 
-def _nested(table: pd.DataFrame) -> pd.DataFrame:
-    return table.assign(m=[[1, 2]])
+CHANGES: dict[str, Callable[[pd.DataFrame], pd.DataFrame]] = {
+    "lists": lambda table: table.assign(m=[[1, 2]]),
+    "texts": lambda table: table.astype(str).assign(latency="fast"),
+    "dates": lambda table: table.assign(latency=pd.Timestamp("2024-01-01")),
+}
 
 
-def _texts(table: pd.DataFrame) -> pd.DataFrame:
-    return table.astype(str).assign(latency="fast")
-
-
-def _dates(table: pd.DataFrame) -> pd.DataFrame:
-    return table.assign(latency=pd.Timestamp("2024-01-01"))
-
-
-@pytest.mark.parametrize("change", [_nested, _texts, _dates])
-def test_parquet_columns_of_other_kinds_give_no_rows(
-    tmp_path: Path, change: Callable[[pd.DataFrame], pd.DataFrame]
-) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_parquet_columns_of_other_kinds_give_no_rows(tmp_path: Path, change: str) -> None:
     good = pd.DataFrame([{"framework": "VLLM", "version": "1", "latency": 0.25}])
     good = good.assign(gemm_dtype="bfloat16", m=3, n=5, k=7)
     path = put(tmp_path / "systems/data/h100_sxm/gemm/vllm/1/gemm_perf.parquet", b"")
-    change(good).to_parquet(path)
+    CHANGES[change](good).to_parquet(path)
     other = path.with_name("gemm_perf.csv")
     good.to_csv(other, index=False)
     found = read_source("aiconfigurator", tmp_path, Hints())
@@ -234,3 +234,86 @@ def test_impossible_shapes_of_a_trace_are_counted(tmp_path: Path, args: dict[str
     dropped = read_source("kineto", tmp_path, Hints()).dropped
     assert list(dropped.values()) == [1]
     assert all(reason.startswith("op ") for reason in dropped)
+
+
+ROWS_OF_LN = "OPName,Latency,Device,Torch Version,CUDNN Version,Kernel Name,CUDA Version"
+T4 = "Tesla T4,p2.1.0,8902,some_kernel,cu121"
+COLLECTED = "scripts/asplos/data/dataset/train/collect"
+
+
+def packed(path: Path, text: str) -> Path:
+    """A file with its folders; packed where its name says so."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return path
+
+
+def holds(row: Mapping[str, Any], **expected: Any) -> None:
+    """Every expected value stands in the row."""
+    assert {name: row[name] for name in expected} == expected
+
+
+def test_labels_of_neusight_are_iterations_that_can_be_built(tmp_path: Path) -> None:
+    """Global batch 8 over dp=4 is 2 a replica; the configuration travels with the row."""
+    base = tmp_path / "scripts/asplos"
+    packed(base / "data/DLmodel_configs/tiny.json", '{"architectures": ["GPT2LMHeadModel"]}')
+    label = json.dumps({"e2e_latency": 3.0, "fw_latency": 1.0, "bwall_latency": 2.0})
+    for name in ("tiny-train-64-8-dp4", "tiny-inf-64-8-fusion", "tiny-train-64-8-pp4_1"):
+        packed(base / "label/NVIDIA_A100-SXM4-40GB" / f"{name}.json", label)
+    packed(base / "label/NVIDIA_A100-SXM4-40GB/tiny-train-64-9-dp4.json", label)
+    packed(base / "label/NVIDIA_A100-SXM4-40GB/other-train-64-8.json", label)
+    packed(base / "label/Sharp_Calculator/tiny-train-64-8.json", label)
+    found = read_source("neusight", tmp_path, Hints())
+    rows = found.rows["iteration"].set_index("plan")
+    holds(rows.loc["dp=4"], batch=2, seq=64, world_size=4, mode="train", time_us=3000.0)
+    holds(rows.loc["dp=4"], loss="none", optimizer="none", attn="eager", compile=False)
+    holds(rows.loc["dp=4"], forward_us=1000.0, backward_us=2000.0, gpu="a100-sxm-40gb")
+    holds(rows.loc[""], batch=8, mode="infer", compile=True, engine="compile", world_size=1)
+    assert ParallelPlan.parse("pp=4,micro=1").world_size == rows.loc["pp=4,micro=1", "world_size"]
+    assert json.loads(rows.loc[""]["hf_config"]) == {"architectures": ["GPT2LMHeadModel"]}
+    assert found.dropped == {
+        "unknown gpu: 'Sharp_Calculator'": 1,
+        "batch is not a positive whole number": 1,
+        "no readable file '../../data/DLmodel_configs/other.json'": 1,
+    }
+
+
+def test_tables_of_aiconfigurator_without_a_family_are_counted(tmp_path: Path) -> None:
+    """Attention with a window, which no parameter says, and a file of other ops."""
+    data = tmp_path / "systems/data/h100_sxm"
+    common = {"framework": "VLLM", "version": "0.24.0", "latency": 0.25}
+    heads = {"batch_size": 2, "isl": 16, "num_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    heads |= {"attn_dtype": "bfloat16", "step": 0, "window_size": 128}
+    for name, own in (("attention/vllm/2/context_attention", heads), ("moe/vllm/1/moe", {})):
+        path = data / f"{name}_perf.parquet"
+        path.parent.mkdir(parents=True)
+        pd.DataFrame([{**common, **own}]).to_parquet(path)
+    assert read_source("aiconfigurator", tmp_path, Hints()).dropped == {
+        "attention with a sliding window: no such parameter in the family": 1,
+        "file not imported: tables of other ops": 1,
+    }
+
+
+def test_import_writes_a_dataset_and_again_the_same(tmp_path: Path) -> None:
+    """Rows, cards with licence and hardware, counts; a second import replaces the first."""
+    packed(
+        tmp_path / COLLECTED / "ln/p2.1.0/x.csv",
+        f"{ROWS_OF_LN},B,H\nln,1,{T4},4,6\nln,-1,{T4},4,6\n",
+    )
+    packed(tmp_path / ".git/HEAD", "ref: refs/heads/main\n")
+    packed(tmp_path / ".git/refs/heads/main", "0123456789" * 4)
+    out = tmp_path.with_name("imported")
+    words = ["import", "neusight", str(tmp_path), "--out", str(out), "--json"]
+    for _ in range(2):
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 0
+    report = json.loads(result.output)
+    assert report["rows"] == {"norm": 1}
+    assert report["dropped"] == {"time is not a positive number below 1e+12 us": 1}
+    assert len(read_rows([out], "norm")) == 1
+    card = yaml.safe_load((out / "norm/t4/neusight/card.yaml").read_text())
+    assert (card["licence"], card["commit"]) == ("MIT", "0123456789" * 4)
+    assert "https://github.com/sitar-lab/NeuSight" in card["where"]
+    assert card["hardware"]["name"] == "t4"
+    assert card["rows"] == {"ok": 1}
+    assert card["dropped_in_this_import"] == report["dropped"]

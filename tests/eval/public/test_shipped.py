@@ -6,23 +6,19 @@ import io
 from dataclasses import replace
 from pathlib import Path
 
-import pandas as pd
 import pytest
 from rich.console import Console
 
 from itercast.eval.public.shipped import (
     MAX_ROWS,
-    Source,
     comparison,
     joined,
     keep_others,
     measured_table,
     rebuild,
     replace_bundle,
-    taught,
 )
 from itercast.learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
-from itercast.microbench.importers.base import About, Imported
 
 WHOLE = Bundle.load(SHIPPED)
 
@@ -37,12 +33,6 @@ def test_families_trained_apart_make_the_whole_bundle() -> None:
     assert list(again.models) == list(MAX_ROWS) and again.gpus == WHOLE.gpus
     for name, model in WHOLE.models.items():
         assert again.models[name].unseen_offsets == model.unseen_offsets
-
-
-def test_the_limits_are_those_the_bundle_was_trained_with() -> None:
-    """A family has as many rows as its limit, or fewer where there are no more."""
-    for name, model in WHOLE.models.items():
-        assert model.facts["rows"] <= MAX_ROWS[name]
 
 
 def test_a_comparison_names_digests_and_errors() -> None:
@@ -86,16 +76,6 @@ def test_a_single_family_is_replaced_and_the_others_stay(tmp_path: Path) -> None
 def test_a_missing_source_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"NeuSight': no such file or folder"):
         rebuild(tmp_path, tmp_path / "out", list(MAX_ROWS), replace=False)
-
-
-def test_a_source_teaches_its_families() -> None:
-    """Attention rows are kept, and none of a family not named."""
-    rows = pd.DataFrame({"stack": ["vllm-0.14.0"], "time_us": [4.0]})
-    about = About(source="x", where="", licence="", conventions="")
-    imported = Imported(about=about, rows={"attention": rows, "gemm": rows}, dropped={}, commit="")
-    found = taught(imported, Source(importer="x", families=("attention",))).rows
-    assert list(found) == ["attention"] and list(found["attention"]["time_us"]) == [4.0]
-    assert len(taught(imported, Source(importer="x")).rows["gemm"]) == 1
 
 
 def test_the_card_says_what_is_measured_and_what_is_assumed() -> None:

@@ -1,4 +1,4 @@
-"""Times on a machine that changes speed, brought to one speed."""
+"""Rows that are learned from: checked, at one speed, under measured names, with hosts' costs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from itercast.learners.bundle import SHIPPED, Bundle
+from itercast.learners.calibrate import calibrate
+from itercast.learners.features.host_calls import HostCall, host_call, learn_host_calls
 from itercast.learners.features.machine_speed import (
     Speed,
     at_reference_us,
@@ -15,7 +18,12 @@ from itercast.learners.features.machine_speed import (
     retest_ape_pct,
     undisturbed,
 )
+from itercast.learners.features.op_aliases import as_measured
+from itercast.learners.features.schema import check_rows
+from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops import families
+from itercast.microbench.ops.memory import fused
+from itercast.microbench.ops.memory.elementwise import FAMILY as ELEMENTWISE
 
 GEMM = families()["gemm"]
 ANCHORS = {("cpu", 2): (100.0, 20.0)}
@@ -77,3 +85,134 @@ def test_an_iteration_is_corrected_by_what_it_consists_of() -> None:
     assert found == pytest.approx(1e6 / 4**0.25, rel=0.01)
     [same] = iterations_at_reference_us(measured, {}, {"gemm": 1.0}, {}, {})
     assert same == 1e6
+
+
+ROW = {"gpu": "x", "status": "ok", "time_us": 3.0, "op": "mm", "m": 3, "n": 4, "k": 5}
+
+
+def test_whole_rows_pass_and_failed_points_need_no_time() -> None:
+    failed = {**ROW, "status": "oom", "time_us": float("nan")}
+    check_rows(pd.DataFrame([ROW, failed]), GEMM)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"m": -3}, "family gemm: m -3: allowed is greater_than_or_equal_to"),
+        ({"status": "fine"}, "family gemm: status 'fine': allowed is isin"),
+        ({"time_us": 0.0}, "family gemm: time_us 0.0: allowed is in_range"),
+        ({"time_us": float("nan")}, "family gemm: time_us nan: allowed is not_nullable"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_is_allowed(
+    change: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_rows(pd.DataFrame([{**ROW, **change}]), GEMM)
+
+
+def test_a_missing_parameter_is_named() -> None:
+    with pytest.raises(ValueError, match="column 'k' not in dataframe"):
+        check_rows(pd.DataFrame([ROW]).drop(columns="k"), GEMM)
+
+
+def test_products_of_a_kind_not_measured_in_their_dtype_are_those_that_were() -> None:
+    """Half: plain ones; single: linear layers, whose weight is transposed; scaled ones stay."""
+    ops = {"bf16": ["mm"], "fp32": ["addmm", "bmm"], "fp8": ["scaled_mm"]}
+    rows = pd.DataFrame(
+        {"dtype": dtype, "op": op, "layout": "nn", "m": 8, "n": 8, "k": 8}
+        for dtype, op in (
+            ("bf16", "addmm"),
+            ("bf16", "bmm"),
+            ("fp32", "mm"),
+            ("fp32", "bmm"),
+            ("fp8", "scaled_mm"),
+            ("tf32", "addmm"),
+        )
+    )
+    found = as_measured(rows, GEMM, ops)
+    assert found["op"].tolist() == ["mm", "mm", "addmm", "bmm", "scaled_mm", "mm"]
+    assert found["layout"].tolist() == ["nn", "nn", "nt", "nn", "nn", "nn"]
+    assert as_measured(rows, GEMM, {}) is rows
+
+
+def test_linear_layers_of_the_bundle_that_ships_take_as_long_as_plain_products() -> None:
+    """AIConfigurator measured plain ones, and in fp8 scaled ones: an H100 knew no others."""
+    facts = {"family": "gemm", "gpu": "h100-sxm-80gb", "dtype": "bf16", "layout": "nt", "batch": 1}
+    rows = pd.DataFrame(
+        [{**facts, "op": op, "m": 4096, "n": 1024, "k": 1024} for op in GEMM.op_aliases]
+    )
+    us = Bundle.load(SHIPPED).price("gemm", rows)["predicted_us"]
+    assert us.tolist() == pytest.approx([us[0]] * len(us))
+
+
+def test_a_calibration_corrects_all_op_aliases() -> None:
+    """Linear layers in bf16 stand as plain products: measured twice as slow, both are."""
+    shipped = Bundle.load(SHIPPED)
+    facts = {"family": "gemm", "gpu": "h100-sxm-80gb", "dtype": "bf16", "layout": "nt", "batch": 1}
+    sizes = [{**facts, "op": "addmm", "m": m, "n": 4096, "k": 4096} for m in (1024, 2048, 4096)]
+    rows = pd.DataFrame(sizes)
+    before = shipped.price("gemm", rows)["predicted_us"]
+    slow = calibrate(shipped, rows.assign(time_us=2 * before))
+    for op in ("addmm", "mm"):
+        after = slow.price("gemm", rows.assign(op=op))["predicted_us"]
+        assert (after / before).between(1.7, 2.1).all()
+
+
+PEAKS = {"fp32": 1e13}
+GPUS = {"one": Gpu(name="one", peak_flops_per_s=PEAKS)}
+GPUS |= {"cpu": Gpu(name="cpu", kind="cpu", peak_flops_per_s=PEAKS)}
+
+
+def called(op: str, launches_us: list[float], gpu: str = "one", **columns: object) -> pd.DataFrame:
+    return pd.DataFrame(
+        {"gpu": gpu, "op": op, "launch_us": launches_us, "cache": "warm", **columns}
+    )
+
+
+def test_a_call_costs_the_median_and_launches_what_was_profiled() -> None:
+    """Kernels are known of one row in four; cold rows repeat their warm ones; two are too few."""
+    bag = called("backward", [30.0, 28.0, 90.0, 32.0], kernel_count=[6.0, None, None, None])
+    relu = called("relu", [4.0, 5.0, 6.0])
+    cold = called("relu", [50.0] * 9).assign(cache="cold")
+    few = called("tanh", [4.0, 4.0])
+    nowhere = called("mul", [None] * 4)  # a part file of another source
+    of_cpu = called("relu", [1.0] * 4, gpu="cpu")
+    found = learn_host_calls(pd.concat([bag, relu, cold, few, nowhere, of_cpu]), ELEMENTWISE, GPUS)
+    assert found == {
+        "one": {
+            "backward": HostCall(fixed_us=31.0, kernels=6.0, rows=4),
+            "relu": HostCall(fixed_us=5.0, rows=3),
+        }
+    }
+    assert learn_host_calls(relu.drop(columns="launch_us"), ELEMENTWISE, GPUS) == {}
+    assert learn_host_calls(relu, fused.FAMILY, GPUS) == {}
+
+
+def test_lists_of_tensors_cost_by_tensor() -> None:
+    """10 us, and 0.5 for each tensor; an op of two or three operands is on no list."""
+    tensors = [1, 10, 50, 200]
+    listed = called("_foreach_mul_", [10 + 0.5 * n for n in tensors], tensors=tensors)
+    found = learn_host_calls(listed, ELEMENTWISE, GPUS)["one"]["_foreach_mul_"]
+    assert (found.fixed_us, found.per_tensor_us) == (pytest.approx(10), pytest.approx(0.5))
+    assert found.us(100) == pytest.approx(60)
+    operands = called("where", [5.0, 6.0, 7.0], tensors=[2, 3, 3])
+    assert learn_host_calls(operands, ELEMENTWISE, GPUS)["one"]["where"].us(3) == 6.0
+
+
+def test_a_line_begins_and_rises_above_zero() -> None:
+    shrinking = called("_foreach_neg", [9.0, 8.0, 7.0, 6.0], tensors=[1, 10, 50, 200])
+    assert learn_host_calls(shrinking, ELEMENTWISE, GPUS)["one"]["_foreach_neg"].us(200) == 7.5
+    steep = called("_foreach_neg", [1.0, 10.0, 60.0, 250.0], tensors=[1, 10, 50, 200])
+    found = learn_host_calls(steep, ELEMENTWISE, GPUS)["one"]["_foreach_neg"]
+    assert min(found.fixed_us, found.per_tensor_us) >= 0
+
+
+def test_a_gpu_that_was_not_swept_takes_the_median_of_those_that_were() -> None:
+    calls = {
+        name: {"relu": HostCall(fixed_us=us, kernels=1, rows=5)}
+        for name, us in (("one", 4.0), ("two", 9.0), ("three", 5.0))
+    }
+    assert host_call(calls, "two", "relu") == HostCall(fixed_us=9.0, kernels=1, rows=5)
+    assert host_call(calls, "new", "relu") == HostCall(fixed_us=5.0, kernels=1, rows=15)
+    assert host_call(calls, "one", "tanh") is None

@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 
 from itercast.learners.family_model import learn_quickly, prepare
-from itercast.learners.features.table import Encoder, feature_table, origins
+from itercast.learners.features.table import feature_table, origins
 from itercast.learners.models.ensemble import cross_fit, refit
-from itercast.learners.models.gaussian_process import GaussianProcess, fit_process, merge_points
+from itercast.learners.models.gaussian_process import GaussianProcess, fit_process
 from itercast.learners.models.interpolate import interpolated
 from itercast.learners.models.training_table import Table
 from itercast.learners.models.trees import default_options
@@ -43,14 +43,6 @@ def test_a_single_stray_measurement_counts_little() -> None:
     kernel = fit_process(x, y, CURVE).kernel
     kept = fit_process(x, spoiled, CURVE, kernel).predict(x[10:11])[0]
     assert abs(kept - y[10]) < 0.2
-
-
-def test_points_close_together_are_one() -> None:
-    """10.0 and 10.1 octaves are one point at 10.05 with the median of both, 11 another."""
-    z = np.array([[10.0], [10.1], [11.0]])
-    at, value, count = merge_points(z, np.array([1.0, 2.0, 5.0]))
-    found = sorted(zip(at[:, 0].tolist(), value.tolist(), count.tolist(), strict=True))
-    assert found == [pytest.approx((10.05, 1.5, 2.0)), pytest.approx((11.0, 5.0, 1.0))]
 
 
 def test_a_process_is_the_same_after_a_round_trip() -> None:
@@ -224,12 +216,3 @@ def test_far_from_all_rows_the_roofline_is_the_forecast() -> None:
     own, others = of[known].mean(), of[known + len(slow)].mean()
     assert found.centre == 0.0
     assert others < 0.5 * own
-
-
-def test_one_value_of_a_text_is_one_column() -> None:
-    """op has columns 0 and 1, size column 2."""
-    table = {"op": np.array(["b", "a"], dtype=object), "size": np.array([1.0, 2.0])}
-    encoder = Encoder.fit(table)
-    assert encoder.places(["op"]) == (0, 1)
-    assert encoder.places(["op=b", "size"]) == (1, 2)
-    assert encoder.places(["op=c"]) == ()

@@ -119,19 +119,6 @@ def test_the_envelope_alone_is_what_pricing_finds(bundle: Bundle) -> None:
     assert not priced[(rows["gpu"] == "new") | (rows["m"] == 10**8)].any()
 
 
-def test_rows_of_several_gpus_are_priced_as_each_alone(bundle: Bundle) -> None:
-    rows = pd.concat([measured(name, 5, 400) for name in ("two", "one")])
-    rows = rows.sample(frac=1, random_state=0, ignore_index=True)
-    alone = pd.concat([bundle.price("gemm", part) for _, part in rows.groupby("gpu")])
-    pd.testing.assert_frame_equal(bundle.price("gemm", rows), alone.sort_index(), rtol=1e-5)
-
-
-def test_a_row_without_stack_is_priced_as_the_usual_one(bundle: Bundle) -> None:
-    rows = measured("two", 20, 400)
-    bare = bundle.price("gemm", rows.drop(columns=["stack", "timer"]))
-    pd.testing.assert_frame_equal(bare, bundle.price("gemm", rows))
-
-
 def test_eight_rows_pull_a_new_gpu_close(bundle: Bundle, tmp_path: Path) -> None:
     test = measured("new", 80, 600)
     before = median_ape(bundle, test)
