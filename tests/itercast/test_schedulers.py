@@ -168,12 +168,14 @@ def test_a_bad_trace_is_one_line(rates: Path, tmp_path: Path, line: str, message
     assert message in told and len(told.strip().splitlines()) == 1
 
 
-def test_a_job_that_fits_no_gpu_is_one_line(rates: Path, tmp_path: Path) -> None:
+def test_tables_that_fit_no_job_are_one_line(rates: Path, tmp_path: Path) -> None:
     trace = tmp_path / "jobs.trace"
     trace.write_text(trace_line("c", 1, 1, 0))
     assert "fits none of slow" in replay(rates, trace, rc=2, gpus="slow=1")
     assert "each kind once as NAME=COUNT" in replay(rates, trace, rc=2, gpus="slow=1,slow=2")
-    rates.write_text('{"slow": {"x": {"null": 1}}}')
-    assert "a job is ('TYPE', GPUS), got 'x'" in replay(rates, trace, rc=2)
-    rates.write_text("[1]")
-    assert "expected an object: steps/s by GPU and by job" in replay(rates, trace, rc=2)
+    for text, message in (
+        ('{"slow": {"x": {"null": 1}}}', "a job is ('TYPE', GPUS), got 'x'"),
+        ("[1]", "expected an object: steps/s by GPU and by job"),
+    ):
+        rates.write_text(text)
+        assert message in replay(rates, trace, rc=2)

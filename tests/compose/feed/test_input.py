@@ -20,13 +20,35 @@ def lane(wall: float, cpu: float = 0.0, workers: int = 2, **facts: float) -> Inp
     return InputLane(loader="toy", workers=workers, alone=times, worker=times, **known)  # type: ignore[arg-type]
 
 
-def test_workers_share_the_batches() -> None:
-    """Two workers of 10 us a batch: one every 5 us; a step of 8 us hides them."""
-    found = fed(lane(10), Consumer(), 2, 4)
-    assert found.iteration_us == pytest.approx(5) and found.stage == "workers"
-    found = fed(lane(10), Consumer(host_us=8), 2, 4)
-    assert found.iteration_us == pytest.approx(8) and not found.input_bound
-    assert fed(lane(10), Consumer(host_us=8), 1, 4).iteration_us == pytest.approx(10)
+SLOWED, WORKING = lane(10, 4, crowd=2, crowding=1.5), Consumer(device_us=10, host_us=3)
+LOOPS = [  # a loader, what consumes it, workers, cores; us of a step, and the stage that decides
+    (lane(10), Consumer(), 2, 4, 5, "workers"),  # two workers of 10 us a batch: one every 5
+    (lane(10), Consumer(host_us=8), 2, 4, 8, "step"),  # which a step of 8 us hides
+    (lane(10), Consumer(host_us=8), 1, 4, 10, "workers"),
+    (lane(10), Consumer(host_us=8, batches=2), 2, 4, 10, "workers"),  # two batches a step
+    (lane(1000), Consumer(), 1000, 4, 1, "workers"),
+    # without workers the host loads while the GPU works: |4 load|3 launch| beside |====10====|
+    (lane(4), WORKING, 0, 4, 10, "step"),
+    (lane(9), WORKING, 0, 4, 12, "loading"),
+    (lane(4), Consumer(host_us=10), 0, 4, 14, "loading"),  # a host that waits for its step
+    # 8 us of computing a batch on 2 cores: 4 us, however many workers; waiting is free
+    (lane(8, 8), Consumer(), 8, 2, 4, "cores"),
+    (lane(8, 0), Consumer(), 8, 2, 1, "workers"),
+    (lane(8, 8), Consumer(host_us=6), 8, 2, 7, "cores"),  # a step takes them too: (8 + 6) / 2
+    # two workers measured at 1.5 times the computing of one: (10 + 0.5 * 4) / 2
+    (SLOWED, Consumer(), 2, 8, 6, "workers"),
+    (SLOWED, Consumer(), 1, 8, 10, "workers"),
+    (lane(1, receive_us=3), Consumer(host_us=4), 8, 8, 7, "receiving"),  # the host's work
+]
+
+
+@pytest.mark.parametrize(("loader", "step", "workers", "cores", "us", "stage"), LOOPS)
+def test_loops_by_hand(
+    loader: InputLane, step: Consumer, workers: int, cores: int, us: float, stage: str
+) -> None:
+    found = fed(loader, step, workers, cores)
+    assert found.iteration_us == pytest.approx(us)
+    assert found.stage == stage if stage != "step" else not found.input_bound
 
 
 def test_ranks_share_the_cores_of_the_node_that_is_forecast() -> None:
@@ -37,44 +59,6 @@ def test_ranks_share_the_cores_of_the_node_that_is_forecast() -> None:
     assert cores_of_a_rank(loader, dgx, 64, cores=8) == 1
     assert cores_of_a_rank(loader, find_target("h100-sxm-80gb", ""), 64) == 12
     assert cores_of_a_rank(loader, find_target("cpu", ""), 2) == 2
-
-
-def test_a_round_of_many_workers_is_simulated() -> None:
-    """1000 workers of 1000 us a batch: one every us; above 1024 a loop is refused."""
-    assert fed(lane(1000), Consumer(), 1000, 4).iteration_us == pytest.approx(1)
-    with pytest.raises(ValueError, match="workers 1025; allowed are 0 to 1024"):
-        fed(lane(1000), Consumer(), 1025, 4)
-
-
-def test_without_workers_the_host_loads_while_the_gpu_works() -> None:
-    #  host |4 load|3 launch|
-    #  gpu         |====10====|
-    assert fed(lane(4), Consumer(device_us=10, host_us=3), 0, 4).iteration_us == pytest.approx(10)
-    found = fed(lane(9), Consumer(device_us=10, host_us=3), 0, 4)
-    assert found.iteration_us == pytest.approx(12) and found.stage == "loading"
-    # a host that waits for its step loads after it
-    assert fed(lane(4), Consumer(host_us=10), 0, 4).iteration_us == pytest.approx(14)
-
-
-def test_workers_that_compute_get_no_more_than_the_cores() -> None:
-    """8 us of computing a batch on 2 cores: 4 us, however many workers; waiting is free."""
-    assert fed(lane(8, 8), Consumer(), 8, 2).iteration_us == pytest.approx(4)
-    assert fed(lane(8, 8), Consumer(), 8, 2).stage == "cores"
-    assert fed(lane(8, 0), Consumer(), 8, 2).iteration_us == pytest.approx(1)
-    # a step that computes on a core itself leaves them less: (8 + 6) / 2
-    assert fed(lane(8, 8), Consumer(host_us=6), 8, 2).iteration_us == pytest.approx(7)
-
-
-def test_workers_that_slow_each_other() -> None:
-    """Two workers measured at 1.5 times the computing of one: (10 + 0.5 * 4) / 2."""
-    slow = lane(10, 4, crowd=2, crowding=1.5)
-    assert fed(slow, Consumer(), 2, 8).iteration_us == pytest.approx(6)
-    assert fed(slow, Consumer(), 1, 8).iteration_us == pytest.approx(10)
-
-
-def test_receiving_is_the_host_s_work() -> None:
-    found = fed(lane(1, receive_us=3), Consumer(host_us=4), 8, 8)
-    assert found.iteration_us == pytest.approx(7) and found.stage == "receiving"
 
 
 def test_a_queue_of_two_batches_lets_a_slow_batch_pass() -> None:
@@ -92,12 +76,6 @@ def test_full_queues_last_for_a_burst() -> None:
     assert found.input_bound and found.burst == pytest.approx(20, rel=0.01)
 
 
-def test_steps_of_several_batches() -> None:
-    """Two batches a step, a batch every 5 us."""
-    found = fed(lane(10), Consumer(host_us=8, batches=2), 2, 4)
-    assert found.iteration_us == pytest.approx(10) and found.input_bound
-
-
 def test_the_fewest_workers_that_hide_the_loader() -> None:
     assert fewest_workers(lane(10), Consumer(host_us=4), 8).workers == 3  # 10 / 3 < 4
     assert fewest_workers(lane(10), Consumer(device_us=12, host_us=1), 8).workers == 0
@@ -105,7 +83,9 @@ def test_the_fewest_workers_that_hide_the_loader() -> None:
     assert best.input_bound and best.workers == 2 and best.iteration_us == pytest.approx(5.5)
 
 
-def test_a_lane_that_was_measured_one_way_only() -> None:
+def test_wrong_workers_are_named() -> None:
+    with pytest.raises(ValueError, match="workers 1025; allowed are 0 to 1024"):
+        fed(lane(1000), Consumer(), 1025, 4)
     with pytest.raises(ValueError, match="measured without workers only"):
         fed(replace(lane(1, workers=0), worker=Batches()), Consumer(), 2, 2)
 

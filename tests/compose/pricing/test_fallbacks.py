@@ -82,12 +82,6 @@ def test_a_convolution_over_volumes_is_its_product_and_two_transposes() -> None:
     assert known[0].family == "gemm"  # rows of images say nothing of volumes
 
 
-def test_a_matrix_times_a_vector_is_a_pass_over_the_matrix() -> None:
-    thin = Gemm(op="mm", m=64, n=1, k=1000, dtype="fp32")
-    assert fallback_parts(thin, MODELS, False, GPU) == [memory_copy((64 * 1000 + 1000 + 64) * 4)]
-    assert fallback_parts(replace(thin, n=2), MODELS, False, GPU) == []
-
-
 @pytest.mark.parametrize("op", ["index", "index_select", "index_add_", "scatter_add_", "fused"])
 @pytest.mark.parametrize("gpu", ["a100-sxm-80gb", "h100-sxm-80gb"])
 def test_times_grow_with_rows_and_bytes(op: str, gpu: str) -> None:
@@ -223,33 +217,36 @@ def test_a_backward_in_a_known_dtype_is_two_forwards() -> None:
     assert (found.params, found.times) == (known, 2)
 
 
-def test_a_batch_norm_passes_three_times_and_a_layer_norm_is_known() -> None:
-    norm = Norm(op="batch", rows=2, cols=64, channels=16)
-    copied = memory_copy(3 * 2 * 64 * 16 * 4)
-    assert fallback_parts(norm, MODELS, True, GPU) == [copied]
-    many = replace(norm, channels=128)
-    assert fallback_parts(many, MODELS, False, GPU) == [memory_copy(3 * 2 * 64 * 128 * 4)]
-    assert fallback_parts(Norm(op="layer", rows=2, cols=64), MODELS, False, GPU) == []
-    back = Norm(op="layer_backward", rows=2, cols=64)
-    assert fallback_parts(back, MODELS, False, GPU) == [memory_copy(8 * 2 * 64 * 4)]
+THIN = Gemm(op="mm", m=64, n=1, k=1000, dtype="fp32")
+NORM = Norm(op="batch", rows=2, cols=64, channels=16)
+LOOKUP = Embedding(op="backward", rows=5, dim=4, lookups=3)
+LOOKED_UP = {**MODELS, "embedding": learned("forward")}
+TOTAL = Reduction(op="sum", outer=64, size=1000)
+COPIES: list[tuple[Any, Any, bool, list[float]]] = [  # and bytes that a copy in its place moves
+    (THIN, MODELS, False, [(64 * 1000 + 1000 + 64) * 4]),  # a pass over the matrix
+    (replace(THIN, n=2), MODELS, False, []),
+    (NORM, MODELS, True, [3 * 2 * 64 * 16 * 4]),  # three passes
+    (replace(NORM, channels=128), MODELS, False, [3 * 2 * 64 * 128 * 4]),
+    # 25 blocks of 8 GB/s read a fifth of 1 TB/s: each pass over statistics takes five times
+    (replace(NORM, channels=25), MODELS, False, [(2 + 5) * 2 * 64 * 25 * 4]),
+    (replace(NORM, op="batch_backward", channels=25), MODELS, False, [13 * 2 * 64 * 25 * 4]),
+    (replace(NORM, op="batch_eval", channels=25), MODELS, False, [2 * 2 * 64 * 25 * 4]),
+    (Norm(op="layer", rows=2, cols=64), MODELS, False, []),  # known
+    (Norm(op="layer_backward", rows=2, cols=64), MODELS, False, [8 * 2 * 64 * 4]),
+    # 3 look-ups read and written, 5 rows zeroed, of 4 numbers of 4 bytes; indices of 8 bytes
+    (LOOKUP, MODELS, False, [(2 * 3 + 5) * 4 * 4 + 8 * 3]),
+    (LOOKUP, LOOKED_UP, False, [(2 * 3 + 5) * 4 * 4 + 8 * 3]),
+    (replace(LOOKUP, op="forward"), LOOKED_UP, False, []),
+    *((replace(TOTAL, op=op), MODELS, False, [64 * 1001 * 4]) for op in ("sum", "argmax", "var")),
+    (replace(TOTAL, op="_softmax"), MODELS, False, []),
+]
 
 
-def test_few_statistics_are_summed_by_few_blocks() -> None:
-    """25 blocks of 8 GB/s read a fifth of 1 TB/s: each pass over statistics takes five times."""
-    for op, passes in (("batch", 2 + 5), ("batch_backward", 3 + 2 * 5), ("batch_eval", 2)):
-        norm = Norm(op=op, rows=2, cols=64, channels=25)
-        (found,) = fallback_parts(norm, MODELS, False, GPU)
-        assert found == memory_copy(passes * 2 * 64 * 25 * 4)
-
-
-def test_an_embedding_s_gradient_never_seen_is_a_copy_of_its_bytes() -> None:
-    """3 look-ups read and written, 5 rows zeroed, of 4 numbers of 4 bytes; indices of 8 bytes."""
-    back = Embedding(op="backward", rows=5, dim=4, lookups=3)
-    assert fallback_parts(back, MODELS, False, GPU) == [memory_copy((2 * 3 + 5) * 4 * 4 + 8 * 3)]
-    seen = {**MODELS, "embedding": learned("forward")}
-    forward = Embedding(op="forward", rows=5, dim=4, lookups=3)
-    assert fallback_parts(forward, seen, False, GPU) == []
-    assert fallback_parts(back, seen, False, GPU) == fallback_parts(back, MODELS, False, GPU)
+@pytest.mark.parametrize(("params", "models", "channels_last", "copied"), COPIES)
+def test_what_no_model_has_seen_is_a_copy_of_its_bytes(
+    params: Any, models: Any, channels_last: bool, copied: list[float]
+) -> None:
+    assert fallback_parts(params, models, channels_last, GPU) == [memory_copy(n) for n in copied]
 
 
 def fp8(stack: str, gpu: Gpu = GPU) -> dict[str, Any]:
@@ -386,13 +383,3 @@ def test_networks_take_longer_with_steps_sequences_width_and_directions(gpu: str
         assert sorted(times) == times, name
     assert us(directions=2) == pytest.approx(2 * us())
     assert us(layers=2) == pytest.approx(2 * us())
-
-
-@pytest.mark.parametrize("op", ["sum", "mean", "argmax", "linalg_vector_norm", "var", "any"])
-def test_a_reduction_reads_every_element_once(op: str) -> None:
-    """64 x 1000 of 4 bytes read, 64 results written."""
-    point = Reduction(op=op, outer=64, size=1000)
-    assert fallback_parts(point, MODELS, False, GPU) == [memory_copy((64 * 1000 + 64) * 4)]
-    assert (
-        fallback_parts(replace(point, op="_softmax"), MODELS, False, GPU) == []
-    )  # which a model has seen

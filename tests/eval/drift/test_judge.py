@@ -27,41 +27,29 @@ def test_chance_of_heads() -> None:
     assert sign_test(np.array([False, False, False])) == 1.0
 
 
-def test_a_family_twice_as_slow_has_drifted() -> None:
-    """All of 8 points beyond the margin of 10 %: p = 2 / 2**8 < 1 %; the median is 2."""
-    found = judge_family("gemm", family(*[1.9, 2.0, 2.1, 2.0] * 2), 0.01)
-    assert found.p_value == pytest.approx(2 / 256)
-    assert (found.drifted, found.points) == (True, 8)
-    assert found.ratio == pytest.approx(2.0)
-    faster = judge_family("gemm", family(*[0.5] * 8), 0.01)
-    assert faster.drifted
-    assert faster.p_value == pytest.approx(2 / 256)
+JUDGED = [
+    # all of 8 points beyond the margin of 10 %: p = 2 / 2**8 < 1 %
+    (family(*[1.9, 2.0, 2.1, 2.0] * 2), 2 / 256, True),
+    (family(*[0.5] * 8), 2 / 256, True),
+    # one of eight on the other side: seven or more of eight are 9/256, twice that both ways
+    (family(*[2.0] * 7, 0.9), 18 / 256, False),
+    # 9 % slow where the bundle is off by 10 % anyway; at 11 % they have drifted
+    (family(*[1.09] * 20), 1.0, False),
+    (family(*[1.11] * 20), 2 / 2**20, True),
+    # where points measured twice differ by 30 %, 20 % says nothing
+    (family(*[1.2] * 20, retest_pct=30.0), 1.0, False),
+    (family(*[5.0] * 7), None, None),  # seven unanimous points: 2 / 2**7 is never below 1 %
+]
 
 
-def test_one_point_of_eight_on_the_other_side_is_not_enough() -> None:
-    """Seven or more of eight: 9/256, twice that for two directions."""
-    found = judge_family("gemm", family(*[2.0] * 7, 0.9), 0.01)
-    assert found.p_value == pytest.approx(18 / 256)
-    assert found.drifted is False
-
-
-def test_errors_within_the_margin_are_no_drift() -> None:
-    """All points are 9 % slow, the bundle is off by 10 % anyway; at 11 % they have drifted."""
-    assert judge_family("gemm", family(*[1.09] * 20), 0.01).drifted is False
-    assert judge_family("gemm", family(*[1.11] * 20), 0.01).drifted is True
-
-
-def test_noise_of_now_widens_the_margin() -> None:
-    """Where points measured twice differ by 30 %, 20 % says nothing."""
-    assert judge_family("gemm", family(*[1.2] * 20), 0.01).drifted is True
-    noisy = judge_family("gemm", family(*[1.2] * 20, retest_pct=30.0), 0.01)
-    assert (noisy.drifted, noisy.margin_pct) == (False, 30.0)
-
-
-def test_too_few_points_are_not_judged() -> None:
-    """Seven unanimous points have 2 / 2**7 = 1.6 %: never below 1 %."""
+@pytest.mark.parametrize(("points", "p_value", "drifted"), JUDGED)
+def test_families_by_hand(points: Compared, p_value: float | None, drifted: bool | None) -> None:
+    found = judge_family("gemm", points, 0.01)
+    assert found.drifted is drifted and found.points == len(points.log_ratios)
+    assert found.ratio == pytest.approx(np.exp(np.median(points.log_ratios)))
+    assert p_value is None or found.p_value == pytest.approx(p_value)
+    assert found.margin_pct == max(10.0, points.retest_pct or 0.0)
     assert points_needed(0.01) == 8
-    assert judge_family("gemm", family(*[5.0] * 7), 0.01).drifted is None
 
 
 def test_more_families_need_stronger_evidence() -> None:
