@@ -207,7 +207,10 @@ def test_a_longer_sweep_has_more_points_and_smaller_errors(
     replace(EVALUATION, data=str(sweep)).save(tmp_path)
     before = write_pages(tmp_path).read_text()
     assert "Not computed yet" in before and "no forecasts of held-out rows" in before
-    first = sweep_facts(tmp_path / "sweeps", sweep, "toy", compute=True)
+    after = write_pages(tmp_path, replay=True).read_text()
+    assert len(rows_of(after, "learning")) == 4 and rows_of(after, "families")[0][0] == "gemm"
+    assert "no forecasts of held-out rows" not in after
+    first = sweep_facts(tmp_path / "sweeps", sweep, "toy", compute=False)
     steps, held_out = first.learning, first.held_out
     whole = 240 - len(held_out)
     assert [s.points for s in steps] == [int(whole * share) for share in (1 / 8, 1 / 4, 1 / 2, 1)]
@@ -220,8 +223,6 @@ def test_a_longer_sweep_has_more_points_and_smaller_errors(
     again = sweep_facts(tmp_path / "sweeps", sweep, "toy", compute=True)
     assert again.learning == first.learning
     pd.testing.assert_frame_equal(again.held_out, first.held_out)
-    after = write_pages(tmp_path, replay=True).read_text()
-    assert len(rows_of(after, "learning")) == 4 and rows_of(after, "families")[0][0] == "gemm"
     facts = tmp_path / "sweeps" / "toy.json"
     facts.write_text(facts.read_text().replace('"digest": "', '"digest": "other'))
     assert not sweep_facts(tmp_path / "sweeps", sweep, "toy", compute=False).learning
