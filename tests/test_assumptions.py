@@ -6,7 +6,6 @@ import ast
 import itertools
 import math
 import re
-import textwrap
 from pathlib import Path
 from typing import TypeGuard
 
@@ -151,26 +150,3 @@ def test_every_number_that_may_decide_a_forecast_is_an_assumption() -> None:
         f"floats without a source: {found}. What decides a forecast belongs into assumptions.yaml "
         f"beside the code; a definition, a limit or a share of a sweep says so: {MARK} ..."
     )
-
-
-def test_numbers_are_found_in_constants_and_arithmetic() -> None:
-    source = """
-    SHARE = 0.3
-    COUNT, HALF, MIB = 3, 0.5, 1e6
-    MAX_FLOPS = 8e9
-    DTYPES = {"fp32": 0.7}  # no assumption: shares of a sweep
-    KNOWN = assumed(__file__, "known")
-    class Facts:
-        delay_us: float = 7.0
-    def flops(p):
-        return 3.0 * p.m * KNOWN + 0.7 * p.n / 1e6 if p.n else 2**20 * 1.5
-    def sweep():
-        yield 512 if rng.random() < 0.4 else MAX_SIZE
-    FAMILY = Family(name="x", weight=0.3)
-    """
-    found = unexplained(textwrap.dedent(source))
-    assert [line.partition(" = ")[0] for line in found] == [
-        "SHARE",
-        "delay_us: float",
-        "return 3.0 * p.m * KNOWN + 0.7 * p.n / 1e6 if p.n else 2**20 * 1.5",
-    ]

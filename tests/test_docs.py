@@ -127,17 +127,6 @@ def test_names_are_in_the_file_that_is_stated(page: Path) -> None:
         assert name in defined(ast.parse((ROOT / path).read_text())), (page.name, name, path)
 
 
-def test_wrong_names_are_found() -> None:
-    assert resolves("itercast.microbench.plan.ParallelPlan")
-    assert not resolves("itercast.microbench.plan.Nothing")
-    assert not resolves("itercast.compose.nothing.plan")
-    assert wrong_command("itercast predict gpt-s --gpu cpu") == ""
-    assert wrong_command("itercast predict --gqu cpu") == "no option --gqu"
-    assert wrong_command("itercast pred") == "no command pred"
-    assert wrong_command("make love") == "no target love"
-    assert wrong_command("python -m itercast.eval.nothing") == "no module itercast.eval.nothing"
-
-
 def test_every_page_is_in_the_navigation() -> None:
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     pages = set[str]()

@@ -32,7 +32,7 @@ from itercast.compose.pricing.layer_prices import price_model
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import priceable
 from itercast.compose.pricing.rank_graph import rank_graph
-from itercast.microbench.opcall import StepCapture, TensorSpec
+from itercast.microbench.opcall import StepCapture
 from itercast.microbench.ops import find_family
 from itercast.microbench.plan import ParallelPlan
 
@@ -295,22 +295,6 @@ def test_replicas_of_experts_are_grouped_over_dp_or_over_all_ranks() -> None:
     groups = cluster(ParallelPlan.parse("tp=2,sp,dp=8,ep=4,etp=1"), GPU).groups
     assert (groups["ep"].size, groups["ep"].per_node) == (4, 4)  # neighbours, tp among them
     assert (groups["expert"].size, groups["expert"].per_node) == (4, 2)
-
-
-def test_a_cut_follows_views_by_strides() -> None:
-    """Columns of (tokens, 2 * 4 * 8) are heads in every view of them, and stay so in a copy."""
-    from itercast.compose.parallel.cuts import cut_along
-
-    columns = TensorSpec(shape=(12, 64), dtype="fp32", stride=(64, 1))
-    cut = cut_along(columns, 1)
-    heads = TensorSpec(shape=(3, 8, 4, 8), dtype="fp32", stride=(256, 8, 64, 1))
-    assert cut.dims(heads) == [(1, 8), (3, 8)]
-    copy = TensorSpec(shape=(3, 8, 4, 8), dtype="fp32")
-    merged = TensorSpec(shape=(24, 4, 8), dtype="fp32")
-    assert cut.moved(heads, 1, copy, 1).dims(merged) == [(0, 8)]
-    assert cut.dims(TensorSpec(shape=(64, 12), dtype="fp32", stride=(1, 64))) == [(0, 64)]
-    rows = cut_along(columns, 0, length=4, tokens=True)  # of each of three samples
-    assert rows.dims(TensorSpec(shape=(3, 4, 64), dtype="fp32")) == [(1, 4)]
 
 
 def test_heads_that_tp_does_not_divide_are_refused_in_eager_attention_too() -> None:

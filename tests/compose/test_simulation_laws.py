@@ -84,14 +84,6 @@ def test_gradients_are_added_in_each_micro_batch_but_the_first(replicas: str, co
     assert [b - a for a, b in pairwise(us)] == pytest.approx([ops + copies] * 3)
 
 
-def test_stages_add_gradients_in_each_micro_batch_but_the_first() -> None:
-    """The second of two stages has two layers: four additions."""
-    us = [outcome("frozen", f"pp=2,micro={n}").tally.us["elementwise"] for n in (1, 2, 3, 4)]
-    layers = stages_of(rank_for("frozen", "pp=2"))[1].layers
-    ops = sum(op.family == "elementwise" for x in layers for op in (*x.forward, *x.backward))
-    assert [b - a for a, b in pairwise(us)] == pytest.approx([ops + 4] * 3)
-
-
 @pytest.mark.parametrize("text", ["pp=1,micro=2", "dp=1,micro=2", "tp=1,cp=1,ep=1,micro=2"])
 @pytest.mark.parametrize("name", ["gpt", "frozen", "images", "moe"])
 def test_a_degree_of_one_changes_nothing(name: str, text: str) -> None:

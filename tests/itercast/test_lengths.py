@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from itercast.__main__ import app
 from itercast.api import predict
-from itercast.compose.lengths import _fill, lengths_of, read_lengths, with_lengths
+from itercast.compose.lengths import lengths_of, with_lengths
 from itercast.learners.bundle import Bundle
 from itercast.microbench.cases.registry import case
 from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
@@ -42,13 +42,6 @@ def listed(tmp_path: Path, *numbers: int) -> str:
     path = tmp_path / "lengths.txt"
     path.write_text("\n".join(map(str, numbers)))
     return str(path)
-
-
-def test_rows_are_filled_in_order(tmp_path: Path) -> None:
-    """Sequences of 3 tokens in rows of 8: two of them, 6 tokens, 9 + 9 squares."""
-    rng: Any = type("Same", (), {"choice": lambda self, known, n: known.repeat(n)})()
-    known = read_lengths(listed(tmp_path, 3), 8)
-    assert _fill(known, rng, 5, 8) == [(6, 18, 2)] * 5
 
 
 def test_packed_rows_cost_their_squares(tmp_path: Path) -> None:
@@ -112,12 +105,6 @@ def test_short_sequences_are_faster_padded_and_packed(bundle: Path) -> None:
     assert padded["compute_us"] < packed["compute_us"] < whole["compute_us"]
     short = predict("gpt-s", gpu=GPU.name, bundle=bundle, seq=SEQ // 2)
     assert padded["iteration_us"] == short.iteration_us
-
-
-def test_more_replicas_wait_for_longer_sequences(bundle: Path) -> None:
-    spec = f"uniform:1:{SEQ}"
-    few, many = (answer(bundle, "--plan", f"dp={n}", "--lengths", spec) for n in (2, 64))
-    assert few["lengths"]["row_tokens"] < many["lengths"]["row_tokens"] <= SEQ
 
 
 def test_plans_are_ranked_with_lengths(bundle: Path, mlflow_store: str) -> None:

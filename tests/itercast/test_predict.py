@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -273,12 +272,7 @@ def test_the_cache_folder_is_the_platforms(monkeypatch: pytest.MonkeyPatch) -> N
 def test_shells_complete_names(line: str, names: list[str]) -> None:
     asked = {"_ITERCAST_COMPLETE": "complete_bash", "COMP_WORDS": line}
     asked["COMP_CWORD"] = str(len(line.split()) - 1)
-    done = subprocess.run(
-        [sys.executable, "-c", "from itercast.__main__ import app; app(prog_name='itercast')"],
-        env={**os.environ, **asked},
-        capture_output=True,
-        text=True,
-    )
+    done = run.invoke(app, env=asked, prog_name="itercast")
     assert set(names) <= set(done.stdout.split()), done.stderr
 
 

@@ -12,7 +12,6 @@ from torch import nn
 from itercast.compose.capture_model import capture
 from itercast.compose.graph.product_roles import DTYPE_CAST
 from itercast.compose.graph.rewrite import COLLECTIVE
-from itercast.compose.parallel.cp import context_parallel
 from itercast.compose.parallel.ep import expert_parallel
 from itercast.compose.parallel.tp import tensor_parallel
 from itercast.compose.pricing.work import side_by_side_us
@@ -26,11 +25,6 @@ from itercast.microbench.programs.program import COLLECTIVE as SENT
 def sent(capture: StepCapture) -> Counter[tuple[str, str]]:
     found = [c for c in capture.calls if c.op == COLLECTIVE]
     return Counter((c.phase, c.kwargs["kind"]) for c in found)
-
-
-def test_one_rank_is_no_plan(gpt: StepCapture) -> None:
-    for rewrite in (tensor_parallel, context_parallel, expert_parallel):
-        assert rewrite(gpt, ParallelPlan(dp=4)) is gpt
 
 
 def test_tensor_parallel_cuts_the_casts_of_weights(gpt: StepCapture) -> None:

@@ -32,7 +32,6 @@ from itercast.compose.tables.placement import (
     Sharding,
     check_sharding,
     from_torchrec,
-    memory_bytes,
     shards,
     to_torchrec,
 )
@@ -102,14 +101,6 @@ def test_shards_cover_the_table_once(kind: str) -> None:
     for s in shards(table, 0, Placement(kind, ranks), 2):
         seen[s.first_row : s.first_row + s.rows, s.first_column : s.first_column + s.columns] += 1
     assert (seen == (4 if kind == "data_parallel" else 1)).all()
-
-
-def test_memory_counts_weights_and_optimizer_state() -> None:
-    """100 rows of 16 floats: 6,400 bytes of weights, as much again of Adagrad's state."""
-    one = model(1, tables=[{"rows": 100, "dim": 16, "pooling": 1}], optimizer="adagrad")
-    where = [Placement("table_wise", (1,)), Placement("row_wise", (0, 1))]
-    assert memory_bytes((where[0],), one.tables, 1.0, 2, 2) == [0, 12800]
-    assert memory_bytes((where[1],), one.tables, 1.0, 2, 2) == [6400, 6400]
 
 
 def test_traffic_by_hand(forecaster: Forecaster) -> None:

@@ -219,6 +219,7 @@ def test_a_model_of_collectives_gets_link_and_network() -> None:
     inner = Message(kind="all_reduce", axis="tp", message_bytes=10**6)
     price_messages([reduce_of(10**6), inner], PriceBook(noting, GPU, 0), where)
     assert [rate for _, rate in noting.told] == [12.5e9, 0.0]
+    assert where.slowest_bytes_per_s("dp") == 12.5e9
 
 
 def test_placement_decides_what_crosses_the_network() -> None:

@@ -63,6 +63,7 @@ def test_all_is_assumed_without_models_and_nothing_with_all(
     expected = {
         "rank_program.offload_frac": bool(plan.offload),
         "price_book.roofline_overhead_us": plan.tp > 1,
+        "alpha_beta.network_bytes_per_s": gpu is GPU and plan.world_size > 8,  # two nodes
     }
     assert set(found.assumed_by_us) == {name for name, wanted in expected.items() if wanted}
     assert found.assumed_frac * found.iteration_us == pytest.approx(

@@ -10,7 +10,6 @@ from itercast.compose.simulate.timeline import (
     Task,
     simulate,
     simulate_shared,
-    trace_json,
 )
 
 SHARED = {"compute": "gpu", "comm": "gpu"}
@@ -72,13 +71,6 @@ def test_contention_leaves_other_lanes_alone_and_nearly_one_changes_nothing() ->
     ]
     for near, exact in zip(simulate_shared(tasks, SHARED, 1 + 1e-12), simulate(tasks), strict=True):
         assert near.end_us == pytest.approx(exact.end_us)
-
-
-def test_a_trace_has_one_event_per_task_and_lane() -> None:
-    tasks = [Task(("compute",), 4, name="mm")]
-    assert trace_json(tasks, simulate(tasks), rank=3)["traceEvents"] == [
-        {"name": "mm", "ph": "X", "ts": 0.0, "dur": 4.0, "pid": 3, "tid": "compute"}
-    ]
 
 
 @pytest.mark.parametrize("duration_us", [-1.0, float("nan")])

@@ -29,7 +29,7 @@ from itercast.compose.target import find_target
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.iterations.sharded_model import RankingModel, Shard, Table
 from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
-from itercast.microbench.ops.lookup.reuse import draws_of, expected_reuse, rows_outside
+from itercast.microbench.ops.lookup.reuse import rows_outside
 
 A100 = "a100-sxm-80gb"
 TABLE = Table(name="t", rows=1_000_000, dim=32, pooling=4)  # rows of 128 bytes
@@ -78,13 +78,6 @@ def test_times_are_bytes_over_pcie_or_reads_of_a_drive() -> None:
     assert found["ssd", EVICT] == pytest.approx(4096 * rows)
     with pytest.raises(ValueError, match="no pcie_bytes_per_s, which tables in uvm need"):
         tier_us("uvm", FETCH, 1.0, replace(gpu, pcie_bytes_per_s=0.0))
-
-
-@pytest.mark.parametrize("skew", [0.0, 0.7, 1.1])
-def test_draws_of_distinct_rows_are_the_inverse_of_distinct_rows(skew: float) -> None:
-    draws = draws_of(1_000_000, 50_000, skew)
-    assert float(expected_reuse(1_000_000, draws, skew, 0.0)[0]) == pytest.approx(50_000, rel=1e-6)
-    assert draws >= 50_000
 
 
 def test_tiers_are_written_and_read_in_torchrecs_form() -> None:
