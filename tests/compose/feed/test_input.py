@@ -88,6 +88,8 @@ def test_wrong_workers_are_named() -> None:
         fed(lane(1000), Consumer(), 1025, 4)
     with pytest.raises(ValueError, match="measured without workers only"):
         fed(replace(lane(1, workers=0), worker=Batches()), Consumer(), 2, 2)
+    with pytest.raises(ValueError, match="measured without workers only"):
+        fed(replace(lane(1, workers=0), worker=Batches()), Consumer(), 2, 2)
 
 
 BATCH = 32

@@ -15,6 +15,7 @@ from itercast.compose.parallel.batched_tables import (
     bytes_of_lookups,
 )
 from itercast.compose.parallel.tables import rank_step
+from itercast.compose.predict import predict
 from itercast.compose.tables.captured import CapturedTable, Lookup, captured_tables
 from itercast.compose.tables.placement import Placement, Sharding
 from itercast.microbench.hardware.stack import TableSoftware, load_stack
@@ -112,3 +113,13 @@ def test_vectors_travel_in_the_models_dtype_and_tables_stay_in_fp32() -> None:
     }
     plain = as_stored(tables, TableSoftware())
     assert plain[0].table.index == "int64" and plain[0].table.lengths
+
+
+def test_fewer_kernels_are_faster() -> None:
+    """Software alone: HugeCTR's step of MLPerf's DLRM takes less time than torch's."""
+    how = {"gpu": "h100-sxm-80gb", "engine": "compile+graph", "dtype": "fp16", "batch": 6912}
+    times = [
+        predict("dlrm-mlperf", plan="dp=8,shard=greedy", stack=stack, **how).iteration_us
+        for stack in ("hugectr", "")
+    ]
+    assert times[0] < times[1]

@@ -110,6 +110,13 @@ def test_cut_and_halo_of_a_small_graph() -> None:
     assert cut_of(source, target, 6, 2) == (pytest.approx(0.4), pytest.approx(1 / 3))
 
 
+def test_a_smaller_halo_is_faster_and_more_ranks_do_less_each() -> None:
+    plans = ("dp=2,cut=0.5:0.9", "dp=2,cut=0.5:0.1", "dp=8,cut=0.5:0.1")
+    found = [predict(step(), gpu="h100-sxm-80gb", plan=p) for p in plans]
+    assert found[0].comm_us > found[1].comm_us
+    assert found[0].memory_bytes > found[1].memory_bytes > found[2].memory_bytes
+
+
 def test_a_model_without_a_graph_is_refused() -> None:
     with pytest.raises(ValueError, match="cut is of a graph, and the model has none"):
         predict("mlp-s", gpu="h100-sxm-80gb", plan="dp=2,cut=0.5")
