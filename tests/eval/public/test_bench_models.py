@@ -20,6 +20,7 @@ from itercast.eval.public.readers import node_sums_us, read_iterations
 from itercast.eval.public.sources.layers import LAYERS, layer
 from itercast.learners.bundle import SHIPPED
 from itercast.microbench.hardware.host import load_host
+from itercast.microbench.opcall import StepCapture
 from itercast.microbench.plan import ParallelPlan
 
 
@@ -229,6 +230,11 @@ def test_runs_of_a_test_that_fits_hosts_are_judged_nowhere() -> None:
     assert (judged(wide, some)["d_model"] == 2048).all()
 
 
+def whole(name: str) -> StepCapture:
+    """Forward and backward of a layer, with gradients of all of its tensors."""
+    return capture(lambda: layer(name, 64, 128, 32), loss="none", optimizer="none")
+
+
 def test_a_layer_is_the_ops_that_eager_torch_runs() -> None:
     """Forward of an RMS norm in bf16: to fp32, square, mean, + eps, rsqrt, *, to bf16, * scale."""
     step = capture(lambda: layer("rms_norm", 64, 128, 0), mode="infer", dtype="bf16")
@@ -241,8 +247,7 @@ def test_a_layer_is_the_ops_that_eager_torch_runs() -> None:
     with pytest.raises(ValueError, match="unknown layer 'gru'"):
         layer("gru", 1, 1, 1)
     for name in LAYERS:
-        whole = capture(lambda name=name: layer(name, 64, 128, 32), loss="none", optimizer="none")
-        assert {call.phase for call in whole.calls} >= {"forward", "backward"}
+        assert {call.phase for call in whole(name).calls} >= {"forward", "backward"}
 
 
 def test_layers_are_forecast_by_their_kernels_alone() -> None:
