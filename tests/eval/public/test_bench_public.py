@@ -145,9 +145,10 @@ def test_the_report_says_what_fell_short() -> None:
     scores = {"itercast": ours, "roofline": {"mape_pct": 20.0}}
     row = LineResult(**facts, metric="mape_pct", target=4.0, scores=scores)
     text = markdown([row, replace(row, metric="bias_pct")])
-    assert "| x | p | mape | 6 | 4 | no | 5.0 | -4.5 |" in text and "| 20.0 | 3 | 1 |" in text
+    assert "| mean | bias | median | p90 | worst | covered | rows | s |" in text
+    assert "| x | p | mape | 6 | 4 | no | 5.0 |  |  |  |  | 20.0 |" in text
     assert "| bias | 6 | 4 | no | -4.5 |" in text
-    assert "| 4.0 | 9.0 | 12.0 | 81 |" in text
+    assert "| 5.0 | -4.5 | 4.0 | 9.0 | 12.0 | 81 | 3 | 1 |" in text
     tau = replace(row, metric="kendall_tau", target=0.85, scores={"itercast": {"kendall_tau": 0.9}})
     assert "| kendall_tau | 6 | 0.85 | yes | 0.90 |" in markdown([tau])
 
