@@ -26,20 +26,14 @@ from itercast.microbench.ops.family import Family, Values
 from itercast.microbench.switches import is_on
 
 SAME_SLOWDOWN = assumed(__file__, "same_slowdown")  # dtypes without a stated rate
-BOUND_EXPONENT = assumed(__file__, "bound_exponent")
 Price = Callable[[pd.DataFrame], np.ndarray]
 
 
 def bounded_us(time_us: np.ndarray, query: QueryRows) -> np.ndarray:
-    """Softly bounds times below on GPUs whose tensor cores are limited below their full rate.
-
-    (time^p + bound^p)^(1/p), p = BOUND_EXPONENT, bound = ``halved_rate_bound_us``.
-    """
+    """Times, at least flops / peak on GPUs whose tensor cores are limited below their full rate."""
     if not is_on("limited_tensor_cores"):
         return time_us
-    bound_us = halved_rate_bound_us(query.rows, query.family, query.gpus)
-    p = BOUND_EXPONENT
-    return np.asarray((time_us**p + bound_us**p) ** (1 / p))
+    return np.maximum(time_us, halved_rate_bound_us(query.rows, query.family, query.gpus))
 
 
 def correction(query: QueryRows, source_gpus: SourceGpus, price: Price) -> np.ndarray:
