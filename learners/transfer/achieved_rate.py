@@ -33,7 +33,9 @@ def bounded_us(time_us: np.ndarray, query: QueryRows) -> np.ndarray:
     """Times, at least flops / peak on GPUs whose tensor cores are limited below their full rate."""
     if not is_on("limited_tensor_cores"):
         return time_us
-    return np.maximum(time_us, halved_rate_bound_us(query.rows, query.family, query.gpus))
+    return np.asarray(
+        np.maximum(time_us, halved_rate_bound_us(query.rows, query.family, query.gpus))
+    )
 
 
 def correction(query: QueryRows, source_gpus: SourceGpus, price: Price) -> np.ndarray:
