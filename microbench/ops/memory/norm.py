@@ -50,6 +50,9 @@ FLOPS_PER_ELEMENT = {  # no assumption: counted in the formula of each op
 CALLS = facts_of(__file__)["calls"]
 MAX_ELEMENTS = 2**23
 PASSES: Mapping[str, int] = assumed(__file__, "passes")
+BLOCK_RATE: float = assumed(__file__, "block_rate")
+# Tensors that a pass over statistics reads. Source: as PASSES.
+STATISTICS = {"batch": 1, "batch_backward": 2, "group": 1, "group_backward": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,12 +261,21 @@ def resize(p: Norm, factor: float, lean: float) -> Norm:
 
 
 def fallback(p: Norm, measured: Measured) -> list[Part]:
-    """Prices a norm as a copy of as many bytes as its passes over the tensor read and write."""
+    """Prices a norm as a copy of as many bytes as its passes over the tensor read and write.
+
+    Statistics of a channel or group are summed by one block of threads in NCHW, at BLOCK_RATE at
+    most: a pass of n statistics takes bandwidth / (n * rate) as long where they are few.
+    """
     unknown = measured.gpu.kind == "cpu" or p.op not in PASSES
     if unknown or measured.seen("norm", p.op, p.dtype):
         return []
     elements, item = p.rows * p.cols * p.channels, int(itemsize_bytes(p.dtype))
-    return [memory_copy(PASSES[p.op] * elements * item)]
+    passes: float = PASSES[p.op]
+    if p.op in STATISTICS and not measured.channels_last:
+        blocks = p.channels if p.op.startswith("batch") else p.rows * p.groups
+        slow = measured.gpu.hbm_bytes_per_s / (blocks * BLOCK_RATE)
+        passes += STATISTICS[p.op] * max(0.0, slow - 1)
+    return [memory_copy(passes * elements * item)]
 
 
 FAMILY = Family(
