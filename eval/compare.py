@@ -52,6 +52,7 @@ OPTIONAL |= {
 }
 ASKED = ["gpu", "case", "batch", "seq", "plan", "mode", "loss", "optimizer", "dtype", "attn"]
 ASKED += ["amp", "engine", "memory_format", "attention_kernel", "stack", "lora"]
+FAR = 3.0  # no assumption: over the median of normal differences, two standard deviations
 SETTINGS = ("mode", "optimizer", "loss", "dtype", "attn", "amp")
 console = Console()
 
@@ -100,6 +101,7 @@ def compare_all(
     ``prices`` replaces its models. Rows that cannot be forecast are counted by reason and printed.
     """
     asked = [c for c in (*ASKED, "hf_config") if c in rows]
+    rows = rows.assign(quiet=quiet_rounds(rows, asked))
     groups = list(rows.groupby(asked, dropna=False, sort=False))
     results, refused = [], Counter[str]()
     settings = [n for n in asked if n not in ("case", "batch", "plan", "hf_config")]
@@ -117,6 +119,20 @@ def compare_all(
     return results
 
 
+def quiet_rounds(rows: pd.DataFrame, asked: Sequence[str]) -> np.ndarray:
+    """Rounds that other processes did not disturb, as the anchors timed beside them say: a mask.
+
+    Rows alike in the columns ``asked`` are rounds of one iteration. A round was disturbed if its
+    anchor took longer than that of the quietest one by more than FAR times what is usual, the
+    median over all rounds. Without anchors none was.
+    """
+    if "anchor_us" not in rows:
+        return np.ones(len(rows), dtype=bool)
+    logs = rows.assign(slow=np.log(rows["anchor_us"])).groupby(list(asked), dropna=False)["slow"]
+    longer = np.log(rows["anchor_us"]) - logs.transform("min")
+    return np.asarray(~(longer > FAR * longer[longer > 0].median()))
+
+
 def _compare(
     asked: Facts,
     rows: pd.DataFrame,
@@ -126,13 +142,17 @@ def _compare(
 ) -> CaseResult:
     """Compare one iteration, measured once or several times, with its forecast.
 
+    Of several rounds the median counts, without those that were disturbed.
+
     ``varied`` are settings that differ between rows of the same case; they become part of the
     model's name.
     """
+    rows = rows.sort_values("repeat") if "repeat" in rows else rows
     target = _target(asked, rows, folder, prices)
     step = step_of(asked, target.plan)
     found = forecast_step(step, target)
     times = list(_at_reference_us(rows, target.bundle, found, step))
+    quiet = rows["quiet"].to_numpy()
     first, last = times[0], times[-1]
     apart = [str(asked[n]) for n in varied]
     return CaseResult(
@@ -144,7 +164,7 @@ def _compare(
         predicted_us=found.iteration_us,
         predicted_us_p10=found.iteration_us_p10,
         predicted_us_p90=found.iteration_us_p90,
-        measured_us=float(np.exp(np.median(np.log(times)))),
+        measured_us=float(np.exp(np.median(np.log(times)[quiet]))),
         rounds_us=(first, last) if len(times) > 1 else (first,),
         retest_ape_pct=100 * abs(last / first - 1) if len(times) > 1 else None,
         by_family_us=dict(found.by_family_us),
@@ -218,7 +238,7 @@ def _at_reference_us(
     families = (family for family, _ in map(find_family, as_launched(step).calls))
     calls = Counter(family.name for family in families if family is not None)
     yield from iterations_at_reference_us(
-        rows.sort_values("repeat") if "repeat" in rows else rows,
+        rows,
         bundle.anchors if "threads" in rows else {},
         found.by_family_us,
         {**calls, "host": sum(step.host.values())},

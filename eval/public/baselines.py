@@ -7,6 +7,7 @@ say no times, but which rows of a call are slower than others.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -115,15 +116,23 @@ def usual_winner(prepared: Prepared, known: Index, asked: Index) -> np.ndarray:
     return -wins.reindex(stack[asked], fill_value=0).to_numpy(dtype=float)
 
 
-def pairwise(prepared: Prepared, known: Index, asked: Index) -> np.ndarray:
-    """Boosted trees that learn which of two rows of a call is faster (XGBoost's rank:pairwise)."""
+def ranked(objective: str, prepared: Prepared, known: Index, asked: Index) -> Index:
+    """Boosted trees that learn the order of a call's rows by speed, over that of the fastest.
+
+    XGBoost's rank:pairwise counts all pairs alike, rank:ndcg by the speed that a wrong order loses.
+    """
     call, table = calls(prepared), prepared.table
     known = known[np.argsort(call[known], kind="stable")]
-    place = pd.Series(table.time_us[known]).groupby(call[known]).rank(ascending=False)
-    rows = xgb.DMatrix(table.x[known], label=place.to_numpy(), qid=call[known])
-    options = {**trees.DEFAULTS, "objective": "rank:pairwise", "nthread": 1, "seed": 0}
-    ranker = xgb.train(options, rows, ROUNDS)
+    speed = 1 / pd.Series(table.time_us[known])
+    label = (speed / speed.groupby(call[known]).transform("max")).to_numpy()
+    rows = xgb.DMatrix(table.x[known], label=label, qid=call[known])
+    options = {**trees.DEFAULTS, "objective": objective, "nthread": 1, "seed": 0}
+    ranker = xgb.train({**options, "ndcg_exp_gain": False}, rows, ROUNDS)
     return -np.asarray(ranker.predict(xgb.DMatrix(table.x[asked])))
 
 
-RANKERS = {"usual winner": usual_winner, "rank:pairwise": pairwise}
+ORDERS = ("rank:pairwise", "rank:ndcg")
+RANKERS: dict[str, Callable[[Prepared, Index, Index], Index]] = {
+    "usual winner": usual_winner,
+    **{name: partial(ranked, name) for name in ORDERS},
+}

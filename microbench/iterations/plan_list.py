@@ -1,4 +1,4 @@
-"""Measures parallel plans on the CPU.
+"""Measures parallel plans and further optimizers on the CPU.
 
 `python -m itercast.microbench.iterations.plan_list ROOT --ranks 2` runs it.
 
@@ -8,7 +8,7 @@ Where a plan has more ranks than the CPU has cores, ranks share cores.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -19,12 +19,15 @@ from itercast.microbench.iterations.collect import collect_iterations, iteration
 from itercast.microbench.iterations.measure import Iteration
 from itercast.microbench.yaml_text import facts_of
 
-PLANS: Mapping[str, Sequence[str]] = facts_of(__file__)["plans"]
+LISTED = facts_of(__file__)
 
 
 def wanted(ranks: int) -> list[Iteration]:
-    """Iterations under the listed plans with this number of ranks."""
-    listed = [iteration_of(case(name), plan) for name, plans in PLANS.items() for plan in plans]
+    """Iterations under the listed plans and optimizers with this number of ranks."""
+    plans, optimizers = LISTED["plans"].items(), LISTED["optimizers"].items()
+    listed = [iteration_of(case(name), plan) for name, some in plans for plan in some]
+    for optimizer, names in optimizers:
+        listed += [replace(iteration_of(case(name)), optimizer=optimizer) for name in names]
     return [iteration for iteration in listed if iteration.ranks == ranks]
 
 

@@ -6,11 +6,12 @@ from dataclasses import replace
 from io import StringIO
 
 import numpy as np
+import pandas as pd
 import pytest
 from report_facts import RESULTS, case
 from rich.console import Console
 
-from itercast.eval.compare import results_table
+from itercast.eval.compare import quiet_rounds, results_table
 from itercast.eval.programs import PROGRAMS, captured, scores
 from itercast.eval.ranking import (
     choices,
@@ -44,6 +45,21 @@ def test_the_summary_says_how_many_intervals_cover_the_measurement() -> None:
     assert [r.covered for r in results] == [True, False, False]
     assert summary(results)["coverage_pct"] == pytest.approx(100 / 3)
     assert "80 % intervals cover 33 %" in in_words(results)
+
+
+def test_a_round_whose_anchor_was_slow_does_not_count() -> None:
+    """Anchors take 1.02, 1.04, 1.1 and 1.5 times those of the quieter round; usual is 1.07.
+
+    The limit is 1.07 ** 3 = 1.22. One round alone counts, and one without an anchor.
+    """
+    rounds = {"a": (100, 102), "b": (104, 100), "c": (100, 110), "d": (150, 100), "e": (300,)}
+    rows = pd.DataFrame(
+        [{"case": case, "anchor_us": us} for case, some in rounds.items() for us in some]
+    )
+    assert quiet_rounds(rows, ["case"]).tolist() == [*[True] * 6, False, True, True]
+    rows.loc[6, "anchor_us"] = np.nan
+    assert quiet_rounds(rows, ["case"]).all()
+    assert quiet_rounds(rows.drop(columns="anchor_us"), ["case"]).all()
 
 
 def test_summary_by_hand() -> None:
