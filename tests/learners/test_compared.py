@@ -88,7 +88,7 @@ def test_the_learner_that_is_better_beyond_the_noise_prices_the_family(tmp_path:
     rng = np.random.default_rng(0)
     at_random = timed(islice(gemm.sweep(), 150), lambda p: 3 * rng.choice([1, 10], p=[0.75, 0.25]))
     root = write_rows(tmp_path, at_random)
-    report = train([root], root / "bundle").families["gemm"]
+    report = train([root], root / "bundle", compare=True).families["gemm"]
     assert report.learner == "roofline"
     assert report.learners["roofline"]["rank"] < report.learners["blend"]["rank"]
     bundle = Bundle.load(tmp_path / "bundle")
