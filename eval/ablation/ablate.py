@@ -182,20 +182,25 @@ def line_of(
     return f"| {name} | {bought:+.2f} | {verdict} | {', '.join(changed)} |"
 
 
-def report(rows: Sequence[Row], named: Sequence[str]) -> Iterator[str]:
-    """Lines of a Markdown table, each as soon as it is known; ``named``: only these rules."""
+def named_switches(named: Sequence[str]) -> dict[str, Assumption | None]:
+    """The rules and numbers of these names, all where none is named."""
     known = switches(assumptions())
     if unknown := sorted(set(named) - set(known)):
         raise ValueError(f"unknown rule {unknown[0]!r}; known: {sorted(known)}")
+    return {name: known[name] for name in named or known}
+
+
+def report(rows: Sequence[Row], tried: Mapping[str, Assumption | None]) -> Iterator[str]:
+    """Lines of a Markdown table of the rules ``tried``, each as soon as it is known."""
     first = dict(in_processes(forecast_and_read, dict(enumerate(rows))))
     found_us = {number: us for number, (us, _) in first.items()}
     with_it = errors_pct(rows, found_us)
     yield "errors with all rules, %: " + ", ".join(f"{s} {e:.1f}" for s, e in with_it.items())
     yield f"\n| without | points bought | >= {PAYS} | sources |\n| --- | ---: | --- | --- |"
-    for name in named or known:
-        mine = {number: rows[number] for number in first if is_read(name, first[number][1])}
+    for name, number in tried.items():
+        mine = {at: rows[at] for at, (_, texts) in first.items() if is_read(name, texts)}
         without = errors_pct(rows, found_us | dict(in_processes(forecast_us, mine, name)))
-        yield line_of(name, gain(known[name], with_it, without), with_it, without)
+        yield line_of(name, gain(number, with_it, without), with_it, without)
 
 
 def main(
@@ -206,8 +211,11 @@ def main(
     work: Annotated[Path, typer.Option(help="keeps bundles")] = Path(".cache/ablate"),
 ) -> None:
     """Print what each rule and assumed number buys."""
+    tried = named_switches(rule or ())
     with progress_bar() as bar:
         found = read_rows(public, line, sample, work)
         rows = list(bar.track(found, description="rows"))
-    for text in report(rows, rule or ()):
+    if not rows:
+        raise ValueError(f"{str(public)!r}: no published iterations of a line named {line!r}")
+    for text in report(rows, tried):
         print(text, flush=True)

@@ -17,7 +17,7 @@ from itercast.eval.ablation.ablate import (
     in_processes,
     is_read,
     line_of,
-    report,
+    named_switches,
     switches,
 )
 from itercast.eval.public.left_out import assumptions
@@ -53,8 +53,11 @@ def test_rules_and_numbers_with_a_neutral_value_are_switched_off() -> None:
     found = switches(assumptions())
     assert set(RULES) < set(found) and found["power_limit"] is None
     assert all(number is None or number.without is not None for number in found.values())
+    assert list(named_switches(["power_limit"])) == ["power_limit"]
     with pytest.raises(ValueError, match="unknown rule 'gravity'"):
-        next(report([], ["gravity"]))
+        named_switches(["gravity"])
+    with pytest.raises(ValueError, match="'nowhere': no published iterations of a line named 'x'"):
+        ablate.main(Path("nowhere"), line="x")
 
 
 def test_other_processes_find_what_they_are_to_run() -> None:

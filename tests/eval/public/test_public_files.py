@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import cache
 
 import numpy as np
@@ -22,6 +22,7 @@ from itercast.microbench.hardware.spec import gpu_names, load_gpu
 from itercast.microbench.importers.base import Hints, Imported
 from itercast.microbench.opcall import OpCall, TensorSpec
 from itercast.microbench.ops import families
+from itercast.microbench.ops.matrix.recurrent import CALL, Recurrent
 from itercast.microbench.ops.step.collective import OPS
 from itercast.microbench.plan import ParallelPlan
 
@@ -126,3 +127,31 @@ def test_sparse_products_without_a_model_take_what_no_cache_holds() -> None:
     print(f"mean log error {np.abs(ratio).mean():.2f}, median {np.median(ratio):+.2f}")
     assert len(rows) == 998  # of 999, one failed run
     assert np.abs(ratio).mean() < 0.6 and abs(np.median(ratio)) < 0.2
+
+
+@needs_public("deepbench")
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "middle"),
+    [
+        ("v100-sxm-16gb", "fp32", 1.2),
+        ("v100-sxm-16gb", "fp16", 1.2),
+        ("p100-pcie-16gb", "fp32", 1.4),
+    ],
+)
+def test_recurrent_networks_without_a_model_take_their_products_and_launches(
+    gpu: str, dtype: str, middle: float
+) -> None:
+    """How many kernels a step starts was chosen on the V100; the products' model saw none of it."""
+    rows = imported("deepbench").rows["recurrent"].query("gpu == @gpu and dtype == @dtype")
+    bundle = find_bundle(gpu)[1]
+    book = PriceBook(bundle, find_gpu(gpu, bundle), 0)
+    names = [f.name for f in fields(Recurrent)]
+    calls = [
+        OpCall(op=CALL, args=(), kwargs=asdict(Recurrent(**row)))
+        for row in rows[names].to_dict("records")
+    ]
+    forecast_us = [op.duration_us for op in book.price([priceable(call) for call in calls])]
+    ratio = np.log(forecast_us / rows["time_us"].to_numpy())
+    print(f"{np.exp(np.median(np.abs(ratio))):.2f} times off, {np.exp(np.median(ratio)):.2f}")
+    assert len(rows) == 106
+    assert np.median(np.abs(ratio)) < np.log(middle)
