@@ -42,7 +42,7 @@ def main(
     """Measure the plans with this number of ranks, except those that have rows already."""
     chosen = [iteration for iteration in wanted(ranks) if case_name in ("", iteration.case)]
     if not chosen:
-        told = f"ranks {ranks}, case {case_name!r}: no such plan; plan_list.yaml lists what there is"
+        told = f"ranks {ranks}, case {case_name!r}: plan_list.yaml has no such plan"
         raise typer.BadParameter(told)
     rows = collect_iterations(root, "cpu", chosen, repeat)
     logging.getLogger(__name__).info("%d rows", rows)
