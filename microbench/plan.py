@@ -144,6 +144,7 @@ class ParallelPlan:
     ep: int = _key(_degree, 1, "ops prices")  # expert parallel ranks
     imbalance: float = _behind("ep", _number(">= 1"), 1.0, "ops prices")  # of experts: most / mean
     etp: int = _key(_degree, 0, "")  # ranks of each expert, 1 or tp; 0: tp if ep divides dp, else 1
+    ep_overlap: bool = _key(FLAG, False, "prices")  # ep's messages beside another micro-batch
     sp: bool = _key(FLAG, False, "ops prices")  # activations between tp's layers cut by tokens
     tp_overlap: bool = _key(FLAG, False, "prices")  # tp's collectives run beside their products
     amp: bool = _key(FLAG, False, "")  # autocast, weights in fp32
@@ -304,6 +305,7 @@ def _degree_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
     yield not 1 <= p.imbalance <= p.ep, f"imbalance is from 1 to ep, got {p.imbalance}"
     yield p.sp and p.tp == 1, "sp needs tp > 1"
     yield p.tp_overlap and not p.sp, "tp_overlap needs sp"
+    yield p.ep_overlap and p.ep == 1, "ep_overlap needs ep > 1"
 
 
 def _schedule_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:

@@ -165,7 +165,8 @@ def price_model(
         return replace(model, added_bytes=added)
     axes = ("tp", "cp", "ep", *(("dp",) if plan.cut else ()))
     groups = tuple(where.groups[axis] for axis in axes)
-    key = ("priced model", plan.expert_tp, plan.parts("prices"), groups, where.node, book)
+    pairs = plan.microbatches if plan.ep_overlap else 1
+    key = ("priced model", plan.expert_tp, plan.parts("prices"), pairs, groups, where.node, book)
     return once_of(capture)(key, partial(_price_graph, capture, plan, book, where))
 
 
@@ -278,35 +279,47 @@ def _price_calls(graph: RankGraph, plan: ParallelPlan, book: PriceBook, where: C
     ops = dict(zip(graph.messages, messages, strict=True))
     ops |= dict(zip(graph.wanted, book.price(list(graph.wanted.values())), strict=True))
     calls = graph.capture.calls
+    beside_us = _beside_experts(graph, ops, plan) if plan.ep_overlap else {}
     for i in graph.messages:
-        ops[i] = _exposed(i, calls, ops, plan, default_contention(book.gpu))
+        us = beside_us[i] if i in beside_us else _beside_us(i, calls, ops, plan)
+        both = side_by_side_us(us, ops[i].duration_us, default_contention(book.gpu))
+        ops[i] = replace(ops[i], duration_us=both - us)
     return ops
 
 
-def _exposed(
-    i: int,
-    calls: Sequence[OpCall],
-    ops: Mapping[int, PricedOp],
-    plan: ParallelPlan,
-    contention: float,
-) -> PricedOp:
-    """A collective with the time it adds to compute: it overlaps next ops, or part of a product.
+def _beside_experts(graph: RankGraph, ops: Ops, plan: ParallelPlan) -> dict[int, float]:
+    """Compute of another micro-batch that each message of ep runs beside, by call.
+
+    A layer's compute, forward and backward, is divided among its messages; nothing runs beside
+    those of the first micro-batch.
+    """
+    found, share = {}, 1 - 1 / plan.microbatches
+    for layer in graph.layers:
+        numbers = [*range(*layer.forward), *range(*layer.backward)]
+        sent = [i for i in numbers if i in graph.messages and graph.messages[i].axis == "ep"]
+        compute_us = sum(ops[i].duration_us for i in numbers if i not in graph.messages)
+        found |= {i: share * compute_us / len(sent) for i in sent}
+    return found
+
+
+def _beside_us(
+    i: int, calls: Sequence[OpCall], ops: Mapping[int, PricedOp], plan: ParallelPlan
+) -> float:
+    """Compute that a collective overlaps, beside its own micro-batch: next ops, part of a product.
 
     A product of time T in C chunks (CoCoNeT, tp_overlap) and its collective of time t take T/C,
     then (C-1)/C T and t side by side.
     """
-    op, call = ops[i], calls[i]
-    beside_us = 0.0
+    call = calls[i]
     if call.kwargs["until_read"]:
-        beside_us = sum(ops[at].duration_us for at in until_read(i, calls))
-    elif call.kwargs["overlaps_next"] and i + 1 in ops:
-        beside_us = ops[i + 1].duration_us
-    elif plan.chunks > 1 and call.kwargs["axis"] == "tp" and i:
-        beside_us = (plan.chunks - 1) / plan.chunks * ops[i - 1].duration_us
-    elif plan.tp_overlap and call.kwargs["axis"] == "tp":
-        beside_us = (plan.tp - 1) / plan.tp * _product_us(i, calls, ops)
-    us = side_by_side_us(beside_us, op.duration_us, contention) - beside_us
-    return replace(op, duration_us=us)
+        return sum(ops[at].duration_us for at in until_read(i, calls))
+    if call.kwargs["overlaps_next"] and i + 1 in ops:
+        return ops[i + 1].duration_us
+    if plan.chunks > 1 and call.kwargs["axis"] == "tp" and i:
+        return (plan.chunks - 1) / plan.chunks * ops[i - 1].duration_us
+    if plan.tp_overlap and call.kwargs["axis"] == "tp":
+        return (plan.tp - 1) / plan.tp * _product_us(i, calls, ops)
+    return 0.0
 
 
 def _product_us(i: int, calls: Sequence[OpCall], ops: Mapping[int, PricedOp]) -> float:
