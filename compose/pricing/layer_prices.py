@@ -293,7 +293,8 @@ def _beside_experts(graph: RankGraph, ops: Ops, plan: ParallelPlan) -> dict[int,
     A layer's compute, forward and backward, is divided among its messages; nothing runs beside
     those of the first micro-batch.
     """
-    found, share = {}, 1 - 1 / plan.microbatches
+    found: dict[int, float] = {}
+    share = 1 - 1 / plan.microbatches
     for layer in graph.layers:
         numbers = [*range(*layer.forward), *range(*layer.backward)]
         sent = [i for i in numbers if i in graph.messages and graph.messages[i].axis == "ep"]

@@ -170,6 +170,27 @@ def test_collectives_overlap_the_products_they_belong_to() -> None:
     assert times[0].exposed_comm_us > times[1].exposed_comm_us
 
 
+def test_messages_to_experts_run_beside_other_micro_batches() -> None:
+    """Of four micro-batches three have another one's compute beside their messages.
+
+    A layer's compute C is divided among its four messages: of each of t us max(0, t - 3/4 C/4) is
+    left. One micro-batch has none beside it.
+    """
+    alone, one, four = (
+        rank_for("moe", f"dp=4,ep=2{text}", pricer=Slow).layers
+        for text in (",accumulate=4", ",ep_overlap", ",ep_overlap,accumulate=4")
+    )
+    for plain, same, less in zip(alone, one, four, strict=True):
+        assert (plain.forward, plain.backward) == (same.forward, same.backward)
+        both = [[*x.forward, *x.backward] for x in (plain, less)]
+        sent, left = ([op.duration_us for op in x if op.phase == "comm"] for x in both)
+        if not sent:
+            continue
+        beside_us = sum(op.duration_us for op in both[0] if op.phase != "comm") / len(sent)
+        assert len(sent) == 4
+        assert left == pytest.approx([max(0.0, us - 0.75 * beside_us) for us in sent])
+
+
 PLACED = [("gpt", text) for text in SPREAD] + [("tied", "pp=2,dp=4"), ("tied", "pp=4,dp=2,zero=1")]
 
 

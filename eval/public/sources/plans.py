@@ -20,6 +20,8 @@ RECOMPUTE = {
     "selective op": "ops",
 }
 SEQUENCE_PARALLEL = assumed(__file__, "megatron_sequence_parallel")
+EXPERTS_OVERLAP: Mapping[str, float] = assumed(__file__, "experts_overlap")
+CONTAINER = re.compile(r"(\d\d\.\d\d)[\d.]* NeMo Container")
 DGX = re.compile(r"DGX[ -](?:DGX )?(\w+)")
 HYBRID = {"HYBRID_SHARD": 3, "_HYBRID_SHARD_ZERO2": 2}  # ZeRO stages within a node
 STAGES = {**dict.fromkeys(("", "NO_SHARD", "DDP", "none"), 0), **HYBRID}
@@ -44,6 +46,8 @@ def plan_of(given: Mapping[str, str]) -> tuple[str, int]:
     if virtual > 1 and (stages == 1 or micro % stages):
         raise ValueError("plan is ambiguous: interleaved stages do not fit")
     parts: dict[str, object] = {k: v for k, v in {"dp": dp, **degrees}.items() if v > 1}
+    if _overlaps_experts(given):
+        parts["ep_overlap"] = ""
     if SEQUENCE_PARALLEL and degrees["tp"] > 1 and "Megatron" in given.get("framework", ""):
         parts["sp"] = ""
     if stages > 1 and micro:
@@ -110,6 +114,13 @@ def _zero(given: Mapping[str, str]) -> int:
     if "distributed optimizer" in sharding and "FSDP" not in sharding:
         return 1
     raise ValueError(f"sharding is not known: {sharding[:40]!r}")
+
+
+def _overlaps_experts(given: Mapping[str, str]) -> bool:
+    """Whether the recipe behind a row overlaps experts' messages with another micro-batch."""
+    what = f"{given.get('gpu')} {given.get('precision')} EP{given.get('ep')}"
+    release = CONTAINER.match(given.get("set", ""))
+    return release is not None and float(release[1]) >= EXPERTS_OVERLAP.get(what, float("inf"))
 
 
 def _node(detail: str) -> str:

@@ -32,6 +32,7 @@ BAD = {
     "dp=x": "dp is an integer from 1 to 99999999",
     "sp": "sp needs tp > 1",
     "tp=4,tp_overlap": "tp_overlap needs sp",
+    "dp=4,ep_overlap": "ep_overlap needs ep > 1",
     "amp=1": "amp takes no value",
     "dp=4,ep=3": "ep divides dp, or tp x dp with etp=1",
     "dp=2,tp=4,ep=8": "experts over tp x dp ranks need sp",
