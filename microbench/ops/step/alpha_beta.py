@@ -16,7 +16,8 @@ from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import Point, Values
 
 HALVES = ("all_gather", "reduce_scatter")  # each half of an all_reduce's steps
-TO_ALL = ("all_to_all", "moe_dispatch", "moe_combine")  # each rank has something for each other
+EXPERTS = ("moe_dispatch", "moe_combine")  # by kernels of experts, not by NCCL
+TO_ALL = ("all_to_all", *EXPERTS)  # each rank has something for each other
 PAIRS = (*TO_ALL, "send_recv")  # sent straight from rank to rank
 CPU_COPIES = assumed(__file__, "cpu_copies")
 CPU_STEP_US = assumed(__file__, "cpu_step_us")

@@ -28,6 +28,7 @@ from itercast.microbench.ops.family import (
     torch_dtype,
 )
 from itercast.microbench.ops.step.alpha_beta import (
+    EXPERTS,
     HALVES,
     across_nodes,
     bytes_moved,
@@ -155,6 +156,7 @@ def features(p: Collective, gpu: Gpu) -> dict[str, Numbers | str]:
     local = np.maximum(1, np.minimum(p.ranks_per_node, p.world_size))
     bus_us = np.asarray(np.maximum(link_us(p, gpu), network_us(p)), dtype=float)
     moved = np.asarray(bytes_moved(p), dtype=float)
+    kinds = [np.isin(p.op, HALVES), np.isin(p.op, EXPERTS)]
     return {
         "op": p.op,
         "dtype": p.dtype,
@@ -168,7 +170,7 @@ def features(p: Collective, gpu: Gpu) -> dict[str, Numbers | str]:
         "log_local": np.log2(local),
         "log_beside": np.log2(groups_beside(p)),
         "log_nodes": np.log2(np.maximum(1, np.asarray(p.world_size) / local)),
-        "pattern": np.where(np.isin(p.op, HALVES), "half", p.op),
+        "pattern": np.select(kinds, ["half", "experts"], p.op),
     }
 
 
