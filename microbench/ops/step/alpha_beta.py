@@ -84,8 +84,8 @@ def link_us(p: Point, gpu: Gpu) -> Values:
 
 def network_rate(p: Point) -> Values:
     """A GPU's share of the network in bytes/s: that stated, else the usual one."""
-    stated = np.greater(p.network_bytes_per_s, 0)
-    return np.where(stated, np.where(stated, p.network_bytes_per_s, 1.0), NETWORK_BYTES_PER_S)
+    rate = np.asarray(p.network_bytes_per_s, dtype=float)
+    return np.where(rate > 0, rate, NETWORK_BYTES_PER_S)
 
 
 def ring_network_us(p: Point) -> Values:
@@ -117,8 +117,8 @@ def network_us(p: Point) -> Values:
 def floor_us(p: Point, gpu: Gpu) -> Values:
     """Time of NCCL's fastest algorithm and protocol: start + steps * step + bytes / (rate * share).
 
-    On a CPU: bytes through memory, plus ``cpu_step_us`` * log2(n); groups that have less than a
-    core for each rank take turns.
+    Trees and switches fill first (``_filling_us``). On a CPU: bytes through memory, plus
+    ``cpu_step_us`` * log2(n); groups that have less than a core for each rank take turns.
     """
     if gpu.kind == "cpu":
         steps, cores = np.log2(np.maximum(p.world_size, 2)), max(1, gpu.sm_count)
@@ -150,12 +150,25 @@ def _algorithms(p: Point, gpu: Gpu) -> Iterator[Values]:
             if algorithm == "ring":
                 latency = np.where(reduces, 2, 1) * ((world - nodes) * near + (nodes - 1) * far)
                 latency = np.where(pairs, np.where(nodes > 1, far, near), latency)
+                to_all = inside * near + (world - 1 - inside) * far
+                latency = np.where(np.equal(p.op, "all_to_all"), to_all, latency)
             else:
                 latency = 2 * (inside * near + np.log2(nodes) * far)
             serves = np.where(algorithm == "tree", reduces, True)
             serves = serves & ~(np.equal(protocol, NVLINK_ONLY) & (pcie | pairs))
             time_us = START_US[algorithm][protocol] + latency + bytes_us / share
+            if algorithm == "tree":
+                time_us = time_us + _filling_us(latency, bytes_us / share)
             yield np.where(serves, time_us, np.inf)
+
+
+def _filling_us(latency_us: Values, bytes_us: Values) -> Values:
+    """Time until all steps of a tree have work: 2 sqrt(latency * bytes).
+
+    Data passes in k pieces; the first goes through all steps alone: latency * k / steps + bytes *
+    steps / k more than latency + bytes, least where both are equal.
+    """
+    return 2 * np.sqrt(latency_us * np.asarray(bytes_us, dtype=float))
 
 
 def _in_switches_us(p: Point, gpu: Gpu, nodes: Values) -> Values:
@@ -169,5 +182,6 @@ def _in_switches_us(p: Point, gpu: Gpu, nodes: Values) -> Values:
     far_us = network_us(p) / LINK_SHARE["network"]
     latency_us = SWITCH_US["nvlink"] + 2 * np.log2(nodes) * SWITCH_US["network"]
     serves = np.equal(p.op, "all_reduce") & ~over_pcie(p, gpu) & (world / nodes >= SWITCH_RANKS)
-    time_us = latency_us + np.maximum(near_us, far_us) / SWITCH_SHARE
+    bytes_us = np.maximum(near_us, far_us) / SWITCH_SHARE
+    time_us = latency_us + bytes_us + _filling_us(latency_us, bytes_us)
     return np.where(serves, time_us, np.inf)

@@ -35,6 +35,8 @@ def within(op: str, message_bytes: int = 2**30, ranks: int = 8, **more: Any) -> 
 
 
 HALF_US = 64 * MIB / 2 / (25e9 * 0.96) * 1e6  # of 64 MiB over 96 % of a NIC
+TREE_US = 2 * (7 * 1.25 + 6 * 8.5)
+TREE_BYTES_US = 2 * 63 / 64 * MIB / (200e9 * 0.96 * 0.846) * 1e6
 NVLINK_US = 2**30 / (0.8 * 450e9) * 1e6
 PAIR = within("all_gather", 2 * MIB, ranks=2)
 COPIES_US = MIB / 1e9 * 1e6 + 20  # 8 copies of its half, and one step of 20 us
@@ -43,20 +45,25 @@ FLOORS: list[tuple[Collective, Gpu, float]] = [
     (within("all_gather"), H100, 8.4 + 7 * 3.4 + 7 / 8 * NVLINK_US),
     # the protocol of least latency: a ring with ll, 6.6 us and 2 steps of 0.6 us
     (within("all_reduce", 8, ranks=2), H100, 6.6 + 2 * 0.6),
-    # switches of Hopper add up: each GPU sends and receives the message once, at 5/6 of the rate
-    (within("all_reduce"), H100, 25 + NVLINK_US * 6 / 5),
+    # switches of Hopper add up: each GPU sends and receives the message once, at 5/6 of the rate;
+    # the first piece goes there and back alone
+    (within("all_reduce"), H100, 25 + NVLINK_US * 6 / 5 + 2 * (25 * NVLINK_US * 6 / 5) ** 0.5),
     (within("all_reduce", ranks=2), H100, 8.4 + 2 * 3.4 + NVLINK_US),  # two ranks do not
     # 14 steps inside nodes and one between are simple; the network is the slower
     (across("all_gather"), H100, 8.4 + 14 * 3.4 + 14 + 15 / 16 * 2 * HALF_US / 8),
-    # a tree, seven steps inside and one between, both ways, is bound by an A100's links
+    # both halves of a ring
+    (across("all_reduce"), A100, 8.4 + 2 * (14 * 3.4 + 14) + 15 / 8 * 2 * HALF_US / 8),
+    # over 64 nodes a tree with ll128: seven steps inside, log2(64) = 6 between, both ways; 0.846
+    # of the network's rate; pieces fill its steps
     (
-        across("all_reduce"),
+        across("all_reduce", 512, MIB),
         A100,
-        8.4 + 2 * (7 * 4 + 14) + 15 / 8 * 64 * MIB / (0.8 * 0.92 * 300e9) * 1e6,
+        14 + TREE_US + TREE_BYTES_US + 2 * (TREE_US * TREE_BYTES_US) ** 0.5,
     ),
-    # one step, whatever the ranks: half is for the other node, over the rank's own network card
-    *((across(op), H100, 8.4 + 14 + HALF_US) for op in ("all_to_all", "moe_dispatch")),
-    (across("moe_combine"), H100, 8.4 + 14 + HALF_US),
+    # to seven peers of the node and eight of the other; half the bytes are for the latter, over
+    # the rank's own network card. Kernels of experts send to all peers at once
+    (across("all_to_all"), H100, 8.4 + 7 * 3.4 + 8 * 14 + HALF_US),
+    *((across(op), H100, 8.4 + 14 + HALF_US) for op in ("moe_dispatch", "moe_combine")),
     # one card; nobody states the network: 25e9 bytes/s
     (
         Collective(op="send_recv", message_bytes=64 * MIB, ranks_per_node=1),
@@ -105,9 +112,9 @@ def test_features_name_link_pattern_and_the_slower_of_link_and_network() -> None
     assert rates == [31.5e9, BRIDGED.link_bytes_per_s, 31.5e9]
     links = [str(features(p, BRIDGED)["link"]) for p in asked]
     assert links == ["pcie", "pairwise", "bridged"]
-    ops = ("all_gather", "reduce_scatter", "all_reduce")
+    ops = ("all_gather", "reduce_scatter", "all_reduce", "moe_combine")
     patterns = [str(features(within(op), H100)["pattern"]) for op in ops]
-    assert patterns == ["half", "half", "all_reduce"]
+    assert patterns == ["half", "half", "all_reduce", "experts"]
     beside = [
         float(features(p, CPU)["log_beside"]) for p in (PAIR, replace(PAIR, ranks_per_node=4))
     ]
