@@ -39,6 +39,10 @@ from itercast.microbench.importers.base import positive
 from itercast.microbench.ops import families
 
 TRAINED_ON = {source_in(folder) for folder in SOURCES}  # sources of the bundle that ships
+TEACHERS = {  # of these, those whose rows of a family it was trained on
+    family: {source_in(f) for f, one in SOURCES.items() if family in (one.families or MAX_ROWS)}
+    for family in MAX_ROWS
+}
 ROWS = 96  # of a line and source that are forecast anew, at most
 ROW = "row"  # number of a row among those of its line and source
 
@@ -116,13 +120,16 @@ def without_forecasts(rows: Rows) -> Rows:
 
 
 def train_without(source: str, public: Path, folder: Path) -> Path:
-    """Train a bundle quickly on the shipped bundle's sources but one; returns its folder."""
-    others = TRAINED_ON - {source.casefold()}
+    """Train a bundle quickly on the rows that the shipped one was trained on, but a source's.
+
+    Returns its folder.
+    """
     models: dict[str, FamilyModel] = {}
     gpus: dict[str, Gpu] = {}
     for name, table in read_ops(public).items():
+        others = TEACHERS.get(name, set()) - {source.casefold()}
         rows = table[table["source"].isin(others)].reset_index(drop=True)
-        if name in MAX_ROWS and len(rows):
+        if len(rows):
             own = gpus_of(rows)
             some = subsample_evenly(rows, KNOWN_ROWS).reset_index(drop=True)
             prepared = prepare(some, families()[name], own)
