@@ -20,6 +20,7 @@ from itercast.eval.public.left_out import (
 )
 from itercast.eval.public.left_out_models import (
     ROW,
+    TEACHERS,
     run_models_left_out,
     sampled,
     without_forecasts,
@@ -124,7 +125,7 @@ def line(**changed: object) -> ModelLine:
 
 
 def iterations(source: str) -> pd.DataFrame:
-    """MPT's rows name their attention kernel; made up, measured in half of the forecast time."""
+    """A row that names its attention kernel; made up, measured in half of the forecast time."""
     row = {"gpu": "a100-sxm-80gb", "case": "gpt2-small", "batch": 8, "seq": 1024, "dtype": "bf16"}
     row |= {"plan": "", "mode": "train", "loss": "default", "optimizer": "adamw", "attn": "sdpa"}
     row |= {"amp": False, "engine": "graph", "memory_format": "", "stack": "torch-2.0"}
@@ -143,11 +144,12 @@ def test_a_source_that_nothing_was_fitted_on_has_the_same_errors(tmp_path: Path)
 
 @pytest.mark.slow
 def test_forecasts_of_a_fitted_source_are_made_anew_without_it(tmp_path: Path) -> None:
-    """Triton's attention is as fast as flash 2 where MPT is left out, and 1.8 times slower else."""
-    found = ForecastLine(line=line(), rows=iterations("llm-foundry"), seconds=1.0)
+    """Products of 50,257 words run at half an H100's peak without Lambda's rows, else a quarter."""
+    rows = iterations("lambda-deeplearning-benchmark").assign(gpu="h100-sxm-80gb")
+    found = ForecastLine(line=line(), rows=rows, seconds=1.0)
     (left,) = run_models_left_out(tmp_path, [found], SHIPPED)
     assert left.scores["itercast"]["bias_pct"] == pytest.approx(100)
-    usual = ForecastLine(line=line(), rows=with_forecast(iterations("llm-foundry")), seconds=1.0)
+    usual = ForecastLine(line=line(), rows=with_forecast(rows), seconds=1.0)
     (again,) = run_models_left_out(tmp_path, [usual], SHIPPED)
     without, with_it = (again.scores[name]["bias_pct"] for name in ("left out", "itercast"))
     assert without < with_it
@@ -163,6 +165,12 @@ def with_forecast(rows: pd.DataFrame) -> pd.DataFrame:
     with ThreadPoolExecutor(1) as pool:
         plain = without_forecasts(rows)
         return add_forecasts(plain, SHIPPED, {}, pool)  # type: ignore[arg-type]
+
+
+def test_a_source_teaches_the_families_that_ship_alone() -> None:
+    """Traces teach attention in the shipped bundle: their few products teach no bundle either."""
+    assert "kineto-traces" in TEACHERS["attention"] - TEACHERS["gemm"]
+    assert TEACHERS["gemm"] == {"neusight", "aiconfigurator", "vidur", "nccl-tests"}
 
 
 def test_at_most_so_many_rows_are_forecast_anew() -> None:
