@@ -89,15 +89,18 @@ def micro_batches(rank: Rank, optimizer: str) -> tuple[list[tuple[Run, int]], Ru
 
     Returns the micro-batches before the last as pairs (run, how often it is repeated), and the run
     of the last one, which synchronises gradients and ends with the optimizer. Micro-batches that
-    send nothing are not listed: they are part of the last run.
+    send nothing are not listed: they are part of the last run. Training steps follow each other:
+    where the host waits for no op, it launches the next step while one runs.
     """
     micro = rank.plan.microbatches
     every = rank.strategy.every_micro
-    before, final = list[tuple[Run, int]](), RankProgram(rank)
+    waits = any(w.stall_us > 0 for x in rank.layers for w in (x.forward_work, x.backward_work))
+    ahead = optimizer != "none" and not waits
+    before, final = list[tuple[Run, int]](), RankProgram(rank, ahead=ahead)
     if micro > 1 and (every or rank.strategy.offload == "activations"):
-        before = [(_one_micro_batch(rank, later=every), micro - 1 if every else 1)]
+        before = [(_one_micro_batch(rank, ahead, later=every), micro - 1 if every else 1)]
         if micro > 2 and not every:
-            before.append((_one_micro_batch(rank, later=True), micro - 2))
+            before.append((_one_micro_batch(rank, ahead, later=True), micro - 2))
     else:
         final.unsynchronised(micro - 1)
     final.forward()
@@ -140,9 +143,9 @@ def outcome(rank: Rank, before: Sequence[tuple[Run, int]], run: Run, optimizer: 
     )
 
 
-def _one_micro_batch(rank: Rank, *, later: bool) -> Run:
+def _one_micro_batch(rank: Rank, ahead: bool, *, later: bool) -> Run:
     """A micro-batch before the last one; ``later``: not the step's first."""
-    program = RankProgram(rank)
+    program = RankProgram(rank, ahead=ahead)
     program.forward(last=False)
     program.backward(later=later, sync=rank.strategy.every_micro)
     return program.run()

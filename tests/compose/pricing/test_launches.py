@@ -126,6 +126,13 @@ def test_a_training_step_is_launched_while_the_one_before_it_runs() -> None:
     assert found.iteration_us == pytest.approx(50 + 6)
 
 
+def test_the_next_training_step_is_launched_while_one_runs() -> None:
+    """Two ops of 6 us: a lone step awaits its first launch of 4 us, steps in a loop do not."""
+    step = StepCapture(calls=(relu(), relu()))
+    assert iteration_us(step) == (pytest.approx(4 + 6 + 6), pytest.approx(16))
+    assert iteration_us(replace(step, optimizer="sgd")) == (pytest.approx(12), pytest.approx(12))
+
+
 def test_a_graph_is_launched_once_whatever_its_layers_count() -> None:
     """Blocks of one op, of which the capture holds two of ten: 5 us, then ten times 6 us."""
     spec: dict[str, Any] = {"shape": (4, 8), "dtype": "fp32", "ready_after": -1}
