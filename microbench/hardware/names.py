@@ -16,7 +16,7 @@ from itercast.microbench.yaml_text import facts_of, read_mapping, typed
 
 FACTS = facts_of(__file__)
 FORMS: Mapping[str, str] = FACTS["forms"]
-COMPUTE_UNITS: Mapping[str, str] = FACTS["compute_units"]
+MODELS: Mapping[str, str] = FACTS["models"]
 SILENT = frozenset(FACTS["silent"].split())
 USUAL: Mapping[str, str] = assumed(__file__, "usual_forms")
 
@@ -41,7 +41,7 @@ def parse(text: str) -> Name:
         elif size := re.fullmatch(r"(\d+)gb", word) or (model and re.fullmatch(r"(\d{2,3})", word)):
             memory = size[1]
         elif word not in SILENT:
-            model += COMPUTE_UNITS.get(word, word)
+            model += MODELS.get(word, word)
     return Name(model=model, form=form, memory=memory)
 
 

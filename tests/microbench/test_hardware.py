@@ -185,7 +185,7 @@ def test_unknown_names_list_the_known() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             load()
-    assert unknown_gpu("NVIDIA L40") == "unknown gpu: 'NVIDIA L40'; known: a40, l4, l40s"
+    assert unknown_gpu("NVIDIA L41") == "unknown gpu: 'NVIDIA L41'; known: l4, l40"
     assert unknown_gpu("Abacus") == "unknown gpu: 'Abacus'"
 
 
@@ -216,7 +216,8 @@ def test_unknown_names_list_the_known() -> None:
         ("NVIDIA H100-SXM5-64GB", None),  # no such memory in a file
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
         ("RTX 4090 Laptop GPU", None),
-        ("L40", None),
+        ("L40", "l40"),
+        ("MI325X", "mi325x"),
         ("Quadro RTX 5000", None),
         ("", None),
     ],

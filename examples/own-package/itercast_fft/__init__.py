@@ -2,4 +2,4 @@
 
 from pathlib import Path
 
-L40 = Path(__file__).with_name("l40.yaml")
+RTX_6000_ADA = Path(__file__).with_name("rtx-6000-ada.yaml")
