@@ -94,6 +94,18 @@ class SourceGpus:
         }
         return same_kind or self.measured
 
+    def _of_vendor(self, gpu: Gpu) -> Measured:
+        """Of these the vendor's own, where two architectures have rows; else all.
+
+        Each vendor's libraries have kernels of their own.
+        """
+        same_kind = self._of_same_kind(gpu)
+        known = {name: self.gpus[name] for name in same_kind if name in self.gpus}
+        own = {name: other for name, other in known.items() if other.vendor == gpu.vendor}
+        if len({other.architecture for other in own.values()}) > 1:
+            return {name: same_kind[name] for name in own}
+        return same_kind
+
     def lent_dtype(self, gpu: Gpu, dtype: str) -> str:
         """The dtype whose rows stand in for this one where no GPU has rows of it, else this dtype.
 
@@ -151,7 +163,7 @@ class SourceGpus:
             if by_dtype is None:
                 mask[rows] = True
             elif group.op and group.op not in by_dtype.get(group.dtype, {group.op: ()}):
-                others = self._of_same_kind(query.gpus[group.gpu]).values()
+                others = self._of_vendor(query.gpus[group.gpu]).values()
                 mask[rows] = any(group.op in other.get(group.dtype, {}) for other in others)
         return mask
 
@@ -168,13 +180,14 @@ class SourceGpus:
 
         Ops measured on two architectures or more are covered everywhere. An op measured on one
         architecture alone covers GPUs of that generation and the next to it: for others, rows of
-        other ops that were measured there say more.
+        other ops that were measured there say more. So they do where only other vendors' GPUs have
+        the op.
         """
         dtype = EQUAL_SPEED_DTYPE.get(dtype, dtype)
         others = self._of_same_kind(gpu)
         with_op = [name for name, by_dtype in others.items() if op in by_dtype.get(dtype, {})]
         architectures = {self.gpus[name].architecture for name in with_op if name in self.gpus}
-        return (
+        return not self._of_vendor(gpu).keys().isdisjoint(with_op) and (
             gpu.name in with_op
             or len(architectures) > 1
             or any(_near(gpu.architecture, other) for other in architectures)
@@ -210,7 +223,7 @@ class SourceGpus:
         Those measured with the op or an alias in the dtype; if there are none, those measured in
         the dtype; if there are none, all.
         """
-        others = self._of_same_kind(gpu)
+        others = self._of_vendor(gpu)
         aliases = [group.op, *(family.op_aliases if group.op in family.op_aliases else ())]
         in_dtype = {n: own[group.dtype] for n, own in others.items() if group.dtype in own}
         with_op = {

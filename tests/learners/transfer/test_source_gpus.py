@@ -70,6 +70,21 @@ def test_an_octave_of_bandwidth_or_peak_is_a_quarter_as_another_architecture_is(
     assert shares(source_gpus(*rows, gpus=other), "fp32", "a") == near
 
 
+def test_a_vendor_with_two_architectures_is_forecast_from_its_own() -> None:
+    """Of two like GPUs as near each has half; of another vendor none, even of that op alone."""
+    a, b = (gpu("twin", architecture=name) for name in ("first", "second"))
+    theirs = replace(gpu("slow", architecture="third"), vendor="amd")
+    gpus = GPUS | {"twin": a, "one": b, "slow": theirs}
+    rows = (("twin", "fp32", "a"), ("one", "fp32", "a"), ("slow", "fp32", "a"))
+    half = {("twin", "a"): pytest.approx(0.5), ("one", "a"): pytest.approx(0.5)}
+    found = source_gpus(*rows, gpus=gpus)
+    assert shares(found, "fp32", "a") == half
+    alone = source_gpus(*rows, ops=("mm", "mm", "bmm"), gpus=gpus)
+    assert alone.covers(theirs, "bmm", "fp32") and not alone.covers(gpus["new"], "bmm", "fp32")
+    alike = source_gpus(*rows, gpus=gpus | {"one": replace(b, architecture="first")})
+    assert ("slow", "a") in shares(alike, "fp32", "a")  # one architecture is not enough
+
+
 def test_other_software_counts_for_three_octaves() -> None:
     found = source_gpus(("twin", "fp32", "b"), ("slow", "fp32", "a"))  # 3 octaves off, and 1
     assert shares(found, "fp32", "a") == {
