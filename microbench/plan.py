@@ -1,8 +1,7 @@
 """Parallel plans: how a training step is split over ranks, read from text such as ``dp=8,zero=3``.
 
 Each key is a field of ``ParallelPlan`` that says how its text is read and what it changes. Rules
-that need no model are checked here; those that do (heads, layers, samples) are checked by the
-rewrites that apply them.
+that need no model are checked here, others (heads, layers, samples) by the rewrites they are of.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ TRANSFORMS = ("split", "reorder", "fuse", "overlap")  # CoCoNeT, arXiv:2105.0572
 QUANTISED, DCT = ("int8", "fp8", "int4"), "dct"  # of compress
 V_SHAPED = ("zbv", "dualpipev")  # schedules
 GREEDY = "greedy"  # of shard
-# Keys that plans with shard may have: they act on what is not a table, or on one rank.
 # Keys that plans with cut may have: replicas are alike but for their part of the graph.
 WITH_CUT = ("dp", "zero", "hsdp", "amp", "compress", "tables", "cached", "node", "nodes")
+# Keys that plans with shard may have: they act on what is not a table, or on one rank.
 WITH_SHARD = ("dp", "zero", "hsdp", "ep", "amp", "compress", "local", "tables", "node", "nodes")
 DEFAULT_CHUNKS = 8  # of coconet=...,overlap
 MOST = 99_999_999  # ranks or micro-batches of one kind
@@ -145,6 +144,7 @@ class ParallelPlan:
     imbalance: float = _behind("ep", _number(">= 1"), 1.0, "ops prices")  # of experts: most / mean
     etp: int = _key(_degree, 0, "")  # ranks of each expert, 1 or tp; 0: tp if ep divides dp, else 1
     ep_overlap: bool = _key(FLAG, False, "prices")  # ep's messages beside another micro-batch
+    ep_once: bool = _key(FLAG, False, "ops prices")  # a token goes to each node of its experts once
     sp: bool = _key(FLAG, False, "ops prices")  # activations between tp's layers cut by tokens
     tp_overlap: bool = _key(FLAG, False, "prices")  # tp's collectives run beside their products
     amp: bool = _key(FLAG, False, "")  # autocast, weights in fp32
@@ -305,7 +305,7 @@ def _degree_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
     yield not 1 <= p.imbalance <= p.ep, f"imbalance is from 1 to ep, got {p.imbalance}"
     yield p.sp and p.tp == 1, "sp needs tp > 1"
     yield p.tp_overlap and not p.sp, "tp_overlap needs sp"
-    yield p.ep_overlap and p.ep == 1, "ep_overlap needs ep > 1"
+    yield p.ep == 1 and (p.ep_overlap or p.ep_once), "ep_overlap and ep_once need ep > 1"
 
 
 def _schedule_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:

@@ -20,14 +20,17 @@ def collective(
     overlaps_next: bool = False,
     received: tuple[TensorSpec, ...] = (),
     scale: float = 1,
+    routed: tuple[int, int] = (0, 0),
 ) -> OpCall:
     """A collective over the ranks of one axis of the plan, which compute waits for.
 
     The message is ``tensor``, the whole buffer as nccl-tests counts it, times ``scale``. With
     ``overlaps_next`` it runs beside the next call; compute waits only for what exceeds that call.
     With ``received`` it runs beside all calls until the first that reads one of these tensors.
+    ``routed``: see ``Message``.
     """
     facts = {"kind": kind, "axis": axis, "overlaps_next": overlaps_next, "scale": scale}
+    facts["routed"] = routed
     facts["until_read"] = bool(received)
     return OpCall(op=COLLECTIVE, args=(tensor,), kwargs=facts, outputs=received, phase=phase)
 

@@ -3,8 +3,9 @@
 Added: an all_to_all before and after the experts, in forward and in backward. Each rank holds
 1 / ep of the experts and computes the tokens that ep ranks route to them. ``ep=8:1.3`` states the
 imbalance, tokens of the busiest rank over the mean: that rank computes and sends so many times the
-tokens; 1 is balanced routing, as captured. Memory: 1 / ep of the experts' parameters, gradients and
-optimizer state.
+tokens; 1 is balanced routing, as captured. With ``ep_once`` a token goes once to each node that has
+some of its experts (DeepEP, HybridEP), not to each of these. Memory: 1 / ep of the experts'
+parameters, gradients and optimizer state.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from itercast.compose.graph.layers import is_expert
 from itercast.compose.graph.product_roles import (
     DTYPE_CAST,
     EXPERT_PRODUCTS,
+    LINEAR_PRODUCTS,
     alias_weight_casts,
     weight_copies,
 )
@@ -36,13 +38,15 @@ def expert_parallel(capture: StepCapture, plan: ParallelPlan) -> StepCapture:
             raise ValueError(f"plan {str(plan)!r}: ep does not divide {p.shape[0]} experts")
     weights |= {s: weights[w] for s, w in weight_copies(capture).items() if w in weights}
     before, after = _first_and_last_products(capture, weights)
+    experts = next(iter(weights.values())).shape[0]
+    routed = _routed(capture, experts, min(before)) if plan.ep_once else (0, 0)
     made = StepBuilder(capture)
     for i, call in enumerate(capture.calls):
         if i in before:
-            _add_all_to_all(made, call.args[0], plan, call.phase)
+            made.calls.append(_all_to_all(call.args[0], plan, call.phase, routed))
         made.add(i, _local_call(call, plan, weights))
         if i in after:
-            _add_all_to_all(made, call.outputs[0], plan, call.phase)
+            made.calls.append(_all_to_all(call.outputs[0], plan, call.phase, routed))
     return made.step(
         [_local_experts(p, plan) if p.storage in weights else p for p in capture.parameters]
     )
@@ -116,5 +120,19 @@ def _first_and_last_products(
     return first, (last | {previous}) - {-1}
 
 
-def _add_all_to_all(made: StepBuilder, t: TensorSpec, plan: ParallelPlan, phase: str) -> None:
-    made.calls.append(collective("all_to_all", "ep", t, phase, scale=plan.imbalance))
+def _routed(capture: StepCapture, experts: int, first: int) -> tuple[int, int]:
+    """Experts, and how many of them a token goes to: rows of call ``first`` over the router's."""
+    scores = [
+        call.outputs[0].numel
+        for call in capture.calls[:first]
+        if call.op in LINEAR_PRODUCTS and call.outputs[0].shape[-1] == experts
+    ]
+    if not scores:
+        raise ValueError(f"ep_once: no router before {experts} experts is seen")
+    rows = capture.calls[first].args[0]
+    tokens = scores[-1] // experts
+    return experts, max(1, round(rows.numel / rows.shape[-1] / tokens))
+
+
+def _all_to_all(t: TensorSpec, plan: ParallelPlan, phase: str, routed: tuple[int, int]) -> OpCall:
+    return collective("all_to_all", "ep", t, phase, scale=plan.imbalance, routed=routed)

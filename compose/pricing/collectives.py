@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import ceil
+from math import ceil, prod
 from typing import Any
 
 import pandas as pd
@@ -142,16 +142,37 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One collective along an axis; ``message_bytes`` is the whole buffer, as in nccl-tests."""
+    """One collective along an axis; ``message_bytes`` is the whole buffer, as in nccl-tests.
+
+    ``routed``: experts, and how many of them a token goes to, where it is sent once to each node
+    that has some of these; (0, 0): once to each expert.
+    """
 
     kind: str
     axis: str
     message_bytes: int
     dtype: str = "fp32"
+    routed: tuple[int, int] = (0, 0)
 
     def among(self, **links: Any) -> Collective:
         """The collective among ranks that these ``links`` join."""
-        return Collective(op=self.kind, message_bytes=self.message_bytes, dtype=self.dtype, **links)
+        size = round(self.message_bytes * self._sent(links["world_size"], links["ranks_per_node"]))
+        return Collective(op=self.kind, message_bytes=size, dtype=self.dtype, **links)
+
+    def _sent(self, ranks: int, per_node: int) -> float:
+        """Copies of a token that are sent, over those for each of its experts.
+
+        Of n nodes with e/n of e experts each, n (1 - C(e - e/n, topk) / C(e, topk)) are expected to
+        have one of a token's. Inside a node such kernels take as long as all_to_all of all copies:
+        they send fewer, at a lower rate.
+        """
+        experts, topk = self.routed
+        if not topk or ranks <= per_node:
+            return 1.0
+        nodes = ranks / per_node
+        elsewhere = experts - experts / nodes
+        missed = prod(max(0.0, elsewhere - i) / (experts - i) for i in range(topk))
+        return nodes * (1 - missed) / topk
 
 
 def gpus_per_domain(gpu: Gpu, node: Node | None = None) -> int:

@@ -161,6 +161,7 @@ def _message(call: OpCall) -> Message:
         axis=facts["axis"],
         message_bytes=round(t.nbytes * facts["scale"]),
         dtype=t.dtype,
+        routed=facts["routed"],
     )
 
 

@@ -191,6 +191,24 @@ def test_messages_to_experts_run_beside_other_micro_batches() -> None:
         assert left == pytest.approx([max(0.0, us - 0.75 * beside_us) for us in sent])
 
 
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "sent"),
+    [
+        (4, 2, 5 / 6),  # 2 (1 - C(2,2) / C(4,2)) = 5/3 nodes for 2 experts
+        (4, 1, 1.0),  # 4 (1 - C(3,2) / C(4,2)) = 2: each expert has a node of its own
+        (4, 4, 1.0),  # in a node
+    ],
+)
+def test_a_token_goes_once_to_each_node_of_its_experts(
+    ranks: int, per_node: int, sent: float
+) -> None:
+    """Two of four experts, 6,000 bytes in all."""
+    facts = {"kind": "all_to_all", "axis": "ep", "message_bytes": 6000}
+    links = {"world_size": ranks, "ranks_per_node": per_node}
+    assert Message(**facts, routed=(4, 2)).among(**links).message_bytes == round(6000 * sent)
+    assert Message(**facts).among(**links).message_bytes == 6000
+
+
 PLACED = [("gpt", text) for text in SPREAD] + [("tied", "pp=2,dp=4"), ("tied", "pp=4,dp=2,zero=1")]
 
 

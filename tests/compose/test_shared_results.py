@@ -38,7 +38,7 @@ VARIANTS = {
     "dp=4,zero=3,pp=2,micro=4": "hsdp=2; offload=activations; micro=2; recompute=selective",
 }
 MIXTURE = {
-    "dp=4,ep=2": "ep=4; ep=2:1.5; ep_overlap; ep_overlap,accumulate=2; zero=1; pp=2;"
+    "dp=4,ep=2": "ep=4; ep=2:1.5; ep_overlap; ep_overlap,accumulate=2; ep_once; zero=1; pp=2;"
     "dp=8; compress_ep=int8",
     "dp=4,tp=2,sp,ep=2": "etp=1; ep=2:1.5",
 }

@@ -21,6 +21,7 @@ RECOMPUTE = {
 }
 SEQUENCE_PARALLEL = assumed(__file__, "megatron_sequence_parallel")
 EXPERTS_OVERLAP: Mapping[str, float] = assumed(__file__, "experts_overlap")
+SENT_ONCE: tuple[str, ...] = tuple(assumed(__file__, "experts_sent_once"))
 CONTAINER = re.compile(r"(\d\d\.\d\d)[\d.]* NeMo Container")
 DGX = re.compile(r"DGX[ -](?:DGX )?(\w+)")
 HYBRID = {"HYBRID_SHARD": 3, "_HYBRID_SHARD_ZERO2": 2}  # ZeRO stages within a node
@@ -48,6 +49,8 @@ def plan_of(given: Mapping[str, str]) -> tuple[str, int]:
     parts: dict[str, object] = {k: v for k, v in {"dp": dp, **degrees}.items() if v > 1}
     if _overlaps_experts(given):
         parts["ep_overlap"] = ""
+    if degrees["ep"] > 1 and _sends_once(given):
+        parts["ep_once"] = ""
     if SEQUENCE_PARALLEL and degrees["tp"] > 1 and "Megatron" in given.get("framework", ""):
         parts["sp"] = ""
     if stages > 1 and micro:
@@ -121,6 +124,13 @@ def _overlaps_experts(given: Mapping[str, str]) -> bool:
     what = f"{given.get('gpu')} {given.get('precision')} EP{given.get('ep')}"
     release = CONTAINER.match(given.get("set", ""))
     return release is not None and float(release[1]) >= EXPERTS_OVERLAP.get(what, float("inf"))
+
+
+def _sends_once(given: Mapping[str, str]) -> bool:
+    """Whether the recipe behind a row sends a token once to each node of its experts."""
+    what = f"{given.get('model')} {given.get('gpu')} {given.get('precision')} "
+    release = CONTAINER.match(given.get("set", ""))
+    return release is not None and what.startswith(tuple(f"{name} " for name in SENT_ONCE))
 
 
 def _node(detail: str) -> str:

@@ -75,6 +75,14 @@ def test_the_busiest_rank_has_more_tokens_than_the_mean() -> None:
     assert {p.k if p.layout == "tn" else p.m for p in grouped(skewed)} == {48}  # 1.5 * 32
 
 
+def test_a_token_goes_to_as_many_experts_as_their_rows_are_times_the_routers() -> None:
+    """``Net`` has as many rows; moe-l two for each token, whatever the imbalance."""
+    for found, routed in ((step(), (4, 1)), (capture("moe-l"), (8, 2))):
+        plan = ParallelPlan.parse("dp=2,ep=2:1.5,ep_once")
+        sent = [c for c in expert_parallel(found, plan).calls if c.op == COLLECTIVE]
+        assert {c.kwargs["routed"] for c in sent} == {routed}
+
+
 def test_a_rank_casts_its_own_experts_only() -> None:
     """Under autocast with ep=4 it casts a quarter of them."""
     kept = capture("moe-s", dtype="bf16", amp=True)
