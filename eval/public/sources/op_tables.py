@@ -18,6 +18,9 @@ from itercast.microbench.yaml_text import facts_of
 
 FACTS = facts_of(__file__)
 ABOUT = About(**FACTS["about"])
+# torch launches it for operands that are strided or broadcast, and vectorized or unrolled kernels
+# for others: gpu_kernel_impl in aten/src/ATen/native/cuda/CUDALoops.cuh.
+STRIDED, CONTIGUOUS = "native::elementwise_kernel<", ("same", "scalar")
 NEEDED = ("device", "op", "input_dims", "input_types", "calls", "kernel_us_median", "kernel_names")
 
 
@@ -67,6 +70,9 @@ def _row(line: dict[Any, Any]) -> tuple[str, Row]:
     if found is None:
         raise ValueError(f"op whose shapes or scalars are missing: {op[:60]}")
     family, point = found
+    contiguous = family == "elementwise" and point.form in CONTIGUOUS
+    if contiguous and STRIDED in str(line["kernel_names"]):
+        raise ValueError("kernel of operands in strides that the table does not state")
     return family, {
         "gpu": gpu,
         "stack": "torch",

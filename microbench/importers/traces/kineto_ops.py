@@ -16,6 +16,7 @@ FACTS = facts_of(__file__)
 DTYPES: Mapping[str, str] = FACTS["dtypes"]
 OVERLOADS: tuple[str, ...] = tuple(FACTS["overloads"].split())
 RENAMED: Mapping[str, str] = FACTS["renamed"]
+INPUTS: Mapping[str, int] = FACTS["inputs"]
 WHOLE = 2  # arguments of a reduction over the whole tensor, at most: the tensor and a dtype
 TRAINING = 5  # position of batch norm's training flag
 # Positions of query, bias, dropout and causal flag among the arguments (-1: not an argument).
@@ -49,7 +50,7 @@ def describe(name: str, args: Facts) -> tuple[str, Any] | None:
     if not answered(name):
         return None
     try:
-        values = _arguments(args)
+        values = _arguments(args)[: INPUTS.get(name.removeprefix("aten::"))]
         if "cudnn_batch_norm" in name:
             values = _with_training(name, values)
         if name.removeprefix("aten::") in ATTENTION:

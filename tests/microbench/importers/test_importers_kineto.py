@@ -202,6 +202,34 @@ def test_kernels_say_whether_a_batch_norm_of_cudnn_trains(tmp_path: Path) -> Non
     assert (rows[["rows", "channels", "cols"]] == [2, 4, 9]).all(axis=None)
 
 
+def test_kernels_say_whether_operands_are_contiguous(tmp_path: Path) -> None:
+    """A transposed copy runs the kernel of strided operands; a sum with one row is broadcast."""
+    head = "device,op,input_dims,input_types,calls,kernel_us_median,kernel_names,concrete\n"
+    gpu, half = "NVIDIA H100 80GB HBM3", '""c10::BFloat16""'
+    strided = "void at::native::elementwise_kernel<128, 4"
+    two = f'"[{half}, {half}]",1,4.5'
+    lines = [
+        f'{gpu},aten::copy_,"[[64, 8], [64, 8]]",{two},"{strided}",',
+        f'{gpu},aten::copy_,"[[64, 4], [64, 4]]",{two},"void at::native::vectorized_element",',
+        f'{gpu},aten::add,"[[64, 8], [8]]",{two},"{strided}",',
+    ]
+    (tmp_path / "ops_x.csv").write_text(head + "\n".join(lines) + "\n")
+    found = read_source("kineto-traces", tmp_path, Hints())
+    rows = found.rows["elementwise"]
+    assert [*zip(rows["op"], rows["form"], rows["numel"], strict=True)] == [
+        ("copy_", "same", 256),
+        ("add", "row", 512),
+    ]
+    assert found.dropped == {"kernel of operands in strides that the table does not state": 1}
+
+
+def test_a_result_passed_as_out_is_no_input() -> None:
+    """A ReLU written as clamp_min(x, 0, out=y) reads one tensor."""
+    args = {"Input Dims": [[64, 8], [], [64, 8]], "Input type": ["float", "Int", "float"]}
+    found = describe("aten::clamp_min", args)
+    assert found is not None and (found[1].tensors, found[1].form) == (1, "scalar")
+
+
 def test_a_sum_whose_axes_are_not_logged_is_left_out() -> None:
     """Over two arguments it is of the whole tensor; over four, axes are the second."""
     whole = {"Input Dims": [[64, 32], []], "Input type": ["float", ""]}
