@@ -108,11 +108,33 @@ def halved_rate_bound_us(rows: pd.DataFrame, family: Family, gpus: Mapping[str, 
     return found
 
 
-def roofline_us(family: Family, p: Point, gpu: Gpu, threads: Values) -> Values:
-    """Roofline in us: max(compute, memory bound) + launch floor, or the family's ``floor_us``."""
+def roofline_us(
+    family: Family, p: Point, gpu: Gpu, threads: Values, cold: Values = 0.0, stack: Values = ""
+) -> Values:
+    """Roofline in us: max(compute, memory bound) + launch floor, or the family's ``floor_us``.
+
+    On GPUs the memory bound is the family's ``gpu_memory_us`` where it states one.
+    """
     if family.floor_us is not None:
         return np.asarray(family.floor_us(p, gpu), dtype=float)
-    return np.maximum(*bounds_us(family, p, gpu, threads)) + LAUNCH_FLOOR_US[gpu.kind]
+    compute_us, memory_us = bounds_us(family, p, gpu, threads)
+    if family.gpu_memory_us is not None and gpu.kind != "cpu":
+        memory_us = np.asarray(family.gpu_memory_us(p, gpu, cold, stack), dtype=float)
+    return np.asarray(np.maximum(compute_us, memory_us) + LAUNCH_FLOOR_US[gpu.kind])
+
+
+def _is_cold(rows: pd.DataFrame) -> np.ndarray:
+    """1 for rows that were timed with flushed caches, else 0."""
+    if "cache" not in rows:
+        return np.zeros(len(rows))
+    return (rows["cache"].to_numpy(dtype=object) == "cold").astype(float)
+
+
+def _stacks(rows: pd.DataFrame) -> np.ndarray:
+    """The software of each row; "" where none is stated."""
+    if "stack" not in rows:
+        return np.full(len(rows), "", dtype=object)
+    return np.asarray(rows["stack"].fillna(""), dtype=object)
 
 
 def with_launch(rows: pd.DataFrame) -> np.ndarray:
@@ -139,7 +161,7 @@ def learn_launch_us(
     found, without = {}, []
     for key, part in timed.groupby(_launch_keys(timed)):
         p, gpu = columns(part, family), gpus[str(part["gpu"].iloc[0])]
-        roof = roofline_us(family, p, gpu, np.zeros(len(part)))
+        roof = roofline_us(family, p, gpu, np.zeros(len(part)), _is_cold(part), _stacks(part))
         small = roof <= SMALL_ROOFLINE_US
         rest = part["time_us"].to_numpy(dtype=float)[small] - roof[small]
         if small.sum() < MIN_SMALL_ROWS:
@@ -162,7 +184,7 @@ def _launch_keys(rows: pd.DataFrame) -> np.ndarray:
     gpu = rows["gpu"].to_numpy(dtype=object)
     if "stack" not in rows:
         return gpu
-    stack = rows["stack"].fillna("").to_numpy(dtype=object)
+    stack = _stacks(rows)
     return np.asarray(gpu + np.where(stack == "", "", LAUNCH_SEPARATOR + stack), dtype=object)
 
 
@@ -242,12 +264,10 @@ def _features_on(
     if "threads" in rows:
         stated = rows["threads"].to_numpy(dtype=float)
         threads = np.where(np.isnan(stated), threads, stated)
-    cold = np.zeros(count)
-    if "cache" in rows:
-        cold = (rows["cache"].to_numpy(dtype=object) == "cold").astype(float)
+    cold = _is_cold(rows)
     flops = np.asarray(family.flops(p), dtype=float)
     moved = np.asarray(family.bytes_moved(p), dtype=float)
-    roof = roofline_us(family, p, gpu, threads)
+    roof = roofline_us(family, p, gpu, threads, cold, _stacks(rows))
     if gpu.kind != "cpu":  # on a CPU the call is part of the op
         roof = roof + launch_us(rows, launch)
     compute_us, memory_us = bounds_us(family, p, gpu, threads)

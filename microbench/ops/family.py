@@ -145,6 +145,8 @@ class Family:
     ``cached_bytes(params, gpu)`` prices an op without a learned model in place of ``bytes_moved``
     where what it reads may be in the last cache.
     ``floor_us`` replaces max(flops / peak, bytes / memory bandwidth) where that is not the bound.
+    ``gpu_memory_us(params, gpu, cold, stack)`` replaces bytes / bandwidth in the roofline of GPUs:
+    ``cold`` is 1 where no cache holds operands, else 0; ``stack`` the software, "" for eager torch.
     ``op_name`` is the op under which a row is counted as measured; None: parameter ``op``.
     ``op_aliases`` names ops that run the same kernels, with the parameters to change along with
     the op: one that was not measured in a dtype is priced as the first of them that was.
@@ -180,6 +182,7 @@ class Family:
     layouts: tuple[str, ...] = ("",)
     cached_bytes: Callable[[Point, Gpu], Numbers] | None = None
     floor_us: Callable[[Point, Gpu], Numbers] | None = None
+    gpu_memory_us: Callable[[Point, Gpu, Values, Values], Numbers] | None = None
     rate: Callable[[Point, Gpu], Numbers] | None = None
     op_name: Callable[[Point], Point] | None = None
     kernel: Sequence[KernelTerm] = ()

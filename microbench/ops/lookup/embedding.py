@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import OpCall
 from itercast.microbench.ops.family import (
@@ -15,6 +16,7 @@ from itercast.microbench.ops.family import (
     Measured,
     Numbers,
     Part,
+    Values,
     Workload,
     itemsize_bytes,
     log_uniform,
@@ -22,8 +24,12 @@ from itercast.microbench.ops.family import (
     torch_dtype,
 )
 from itercast.microbench.ops.memory.elementwise import memory_copy
+from itercast.microbench.ops.memory.traffic import computed_us, is_generated, moved_us
 from itercast.microbench.ops.sizes import resize_along
 from itercast.microbench.slow_imports import torch
+
+CLOCKS: float = assumed(__file__, "clocks")
+FEW: Mapping[str, float] = assumed(__file__, "few")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +79,18 @@ def bytes_moved(p: Embedding) -> Numbers:
     return (2.0 * p.lookups + table) * p.dim * itemsize_bytes(p.dtype) + 8.0 * p.lookups
 
 
+def gpu_memory_us(p: Embedding, gpu: Gpu, cold: Values, stack: Values) -> Numbers:
+    """Its bytes; where eager torch looks up, its clocks if they take longer.
+
+    A kernel of its own looks FEW rows up one after the other.
+    """
+    bytes_us = moved_us(bytes_moved(p), gpu, cold)
+    eager_us = computed_us(1.0 * p.lookups * p.dim, CLOCKS, gpu)
+    eager_us = np.where(p.lookups <= FEW["lookups"], p.lookups * FEW["us"], eager_us)
+    eager = np.equal(p.op, "forward") & ~np.asarray(is_generated(stack))
+    return np.where(eager, np.maximum(bytes_us, eager_us), bytes_us)
+
+
 def features(p: Embedding, gpu: Gpu) -> dict[str, Numbers | str]:
     """Sizes, and look-ups per row."""
     return {
@@ -116,6 +134,7 @@ FAMILY = Family(
     build=build,
     flops=flops,
     bytes_moved=bytes_moved,
+    gpu_memory_us=gpu_memory_us,
     features=features,
     answers={
         "aten.embedding.default": from_forward,

@@ -19,6 +19,7 @@ from itercast.microbench.ops.family import (
     Numbers,
     Part,
     Tensor,
+    Values,
     Workload,
     is_any,
     itemsize_bytes,
@@ -27,6 +28,7 @@ from itercast.microbench.ops.family import (
     torch_dtype,
 )
 from itercast.microbench.ops.memory import elementwise_names as known
+from itercast.microbench.ops.memory.traffic import moved_us
 from itercast.microbench.ops.sizes import MAX_NUMEL, MAX_SIDE, aligned
 from itercast.microbench.slow_imports import torch
 
@@ -173,6 +175,11 @@ def bytes_moved(p: Elementwise) -> Numbers:
     return 1.0 * p.numel * (operands * item - narrowed)
 
 
+def gpu_memory_us(p: Elementwise, gpu: Gpu, cold: Values, stack: Values) -> Values:
+    """Its bytes from the last cache or from memory."""
+    return moved_us(bytes_moved(p), gpu, cold)
+
+
 def features(p: Elementwise, gpu: Gpu) -> dict[str, Numbers | str]:
     """Size, run length and form."""
     return {
@@ -309,6 +316,7 @@ FAMILY = Family(
     build=build,
     flops=flops,
     bytes_moved=bytes_moved,
+    gpu_memory_us=gpu_memory_us,
     features=features,
     answers=dict.fromkeys(known.names(), from_call),
     fusible=True,

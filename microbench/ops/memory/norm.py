@@ -31,6 +31,7 @@ from itercast.microbench.ops.family import (
     torch_dtype,
 )
 from itercast.microbench.ops.memory.elementwise import memory_copy
+from itercast.microbench.ops.memory.traffic import computed_us, is_generated, moved_us
 from itercast.microbench.ops.sizes import MAX_BATCH, MAX_PIXELS_A_SIDE, MAX_ROWS, MAX_SIDE, spread
 from itercast.microbench.slow_imports import torch
 from itercast.microbench.yaml_text import facts_of
@@ -50,6 +51,8 @@ FLOPS_PER_ELEMENT = {  # no assumption: counted in the formula of each op
 CALLS = facts_of(__file__)["calls"]
 MAX_ELEMENTS = 2**23
 PASSES: Mapping[str, int] = assumed(__file__, "passes")
+CLOCKS: Mapping[str, float] = assumed(__file__, "clocks")
+SECTOR_BYTES: int = assumed(__file__, "sector_bytes")
 BLOCK_RATE: float = assumed(__file__, "block_rate")
 # Tensors that a pass over statistics reads. Source: as PASSES.
 STATISTICS = {"batch": 1, "batch_backward": 2, "group": 1, "group_backward": 2}
@@ -171,6 +174,26 @@ def bytes_moved(p: Norm) -> Values:
     return (passes * p.rows * p.cols * p.channels + weights) * itemsize_bytes(p.dtype)
 
 
+def traffic_bytes(p: Norm) -> Values:
+    """Bytes that the kernels read and write: PASSES over the tensor, two of a forward by rows.
+
+    A batch norm of (rows, channels) reads columns: SECTOR_BYTES for an element, but what it writes.
+    """
+    passes = by_name(p.op, {"layer": 2.0, "rms": 2.0, **PASSES})
+    item = itemsize_bytes(p.dtype)
+    columns = _is(p, "batch", "batch_backward") & np.equal(p.cols, 1)
+    read = np.where(columns, np.maximum(item, SECTOR_BYTES), item)
+    return ((passes - 1) * read + item) * p.rows * p.cols * p.channels
+
+
+def gpu_memory_us(p: Norm, gpu: Gpu, cold: Values, stack: Values) -> Values:
+    """Its traffic, and of a forward by rows the clocks of its elements."""
+    clocks = np.where(is_generated(stack), CLOCKS["generated"], CLOCKS["eager"])
+    clocks = np.where(_is(p, "layer", "rms"), clocks, 0.0)
+    elements = 1.0 * p.rows * p.cols * p.channels
+    return moved_us(traffic_bytes(p), gpu, cold) + computed_us(elements, clocks, gpu)
+
+
 def features(p: Norm, gpu: Gpu) -> dict[str, Numbers | str]:
     """Sizes; how many statistics there are, over how many elements; statistics per core."""
     batch = _is(p, *(o for o in FLOPS_PER_ELEMENT if o.startswith("batch")))
@@ -269,13 +292,13 @@ def fallback(p: Norm, measured: Measured) -> list[Part]:
     unknown = measured.gpu.kind == "cpu" or p.op not in PASSES
     if unknown or measured.seen("norm", p.op, p.dtype):
         return []
-    elements, item = p.rows * p.cols * p.channels, int(itemsize_bytes(p.dtype))
-    passes: float = PASSES[p.op]
+    nbytes = float(traffic_bytes(p))
     if p.op in STATISTICS and not measured.channels_last:
         blocks = p.channels if p.op.startswith("batch") else p.rows * p.groups
         slow = measured.gpu.hbm_bytes_per_s / (blocks * BLOCK_RATE)
-        passes += STATISTICS[p.op] * max(0.0, slow - 1)
-    return [memory_copy(passes * elements * item)]
+        elements, item = p.rows * p.cols * p.channels, float(itemsize_bytes(p.dtype))
+        nbytes += STATISTICS[p.op] * max(0.0, slow - 1) * elements * item
+    return [memory_copy(nbytes)]
 
 
 FAMILY = Family(
@@ -285,6 +308,7 @@ FAMILY = Family(
     build=build,
     flops=flops,
     bytes_moved=bytes_moved,
+    gpu_memory_us=gpu_memory_us,
     features=features,
     answers={
         **{f"aten.{op}.default": from_layer for op in LAYER},
