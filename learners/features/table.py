@@ -127,7 +127,7 @@ def _is_cold(rows: pd.DataFrame) -> np.ndarray:
     """1 for rows that were timed with flushed caches, else 0."""
     if "cache" not in rows:
         return np.zeros(len(rows))
-    return (rows["cache"].to_numpy(dtype=object) == "cold").astype(float)
+    return np.asarray(rows["cache"] == "cold", dtype=float)
 
 
 def _stacks(rows: pd.DataFrame) -> np.ndarray:
