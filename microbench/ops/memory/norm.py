@@ -52,7 +52,6 @@ CALLS = facts_of(__file__)["calls"]
 MAX_ELEMENTS = 2**23
 PASSES: Mapping[str, int] = assumed(__file__, "passes")
 CLOCKS: Mapping[str, float] = assumed(__file__, "clocks")
-SECTOR_BYTES: int = assumed(__file__, "sector_bytes")
 BLOCK_RATE: float = assumed(__file__, "block_rate")
 # Tensors that a pass over statistics reads. Source: as PASSES.
 STATISTICS = {"batch": 1, "batch_backward": 2, "group": 1, "group_backward": 2}
@@ -175,15 +174,9 @@ def bytes_moved(p: Norm) -> Values:
 
 
 def traffic_bytes(p: Norm) -> Values:
-    """Bytes that the kernels read and write: PASSES over the tensor, two of a forward by rows.
-
-    A batch norm of (rows, channels) reads columns: SECTOR_BYTES for an element, but what it writes.
-    """
+    """Bytes that the kernels read and write: PASSES over the tensor, two of a forward by rows."""
     passes = by_name(p.op, {"layer": 2.0, "rms": 2.0, **PASSES})
-    item = itemsize_bytes(p.dtype)
-    columns = _is(p, "batch", "batch_backward") & np.equal(p.cols, 1)
-    read = np.where(columns, np.maximum(item, SECTOR_BYTES), item)
-    return ((passes - 1) * read + item) * p.rows * p.cols * p.channels
+    return passes * p.rows * p.cols * p.channels * itemsize_bytes(p.dtype)
 
 
 def gpu_memory_us(p: Norm, gpu: Gpu, cold: Values, stack: Values) -> Values:
