@@ -22,6 +22,7 @@ PAIRS = (*TO_ALL, "send_recv")  # sent straight from rank to rank
 CPU_COPIES = assumed(__file__, "cpu_copies")
 CPU_STEP_US = assumed(__file__, "cpu_step_us")
 NETWORK_BYTES_PER_S = assumed(__file__, "network_bytes_per_s")
+PCIE_BOTH_WAYS = assumed(__file__, "pcie_both_ways")
 START_US = assumed(__file__, "start_us")
 STEP_US = assumed(__file__, "step_us")
 PROTOCOL_SHARE = assumed(__file__, "protocol_share")
@@ -63,10 +64,15 @@ def link(p: Point, gpu: Gpu) -> Values:
     return np.where(np.equal(p.link, ""), usual, p.link)
 
 
-def over_pcie(p: Point, gpu: Gpu) -> Values:
-    """Whether ranks of a node reach each other over PCIe, of one or of several nodes."""
+def link_inside(p: Point, gpu: Gpu) -> Values:
+    """The slowest kind of link among ranks of a node, of one or of several nodes."""
     kind = link(p, gpu)
-    return np.isin(np.where(np.equal(kind, "network"), gpu.usual_link, kind), ["pcie", "bridged"])
+    return np.where(np.equal(kind, "network"), gpu.usual_link, kind)
+
+
+def over_pcie(p: Point, gpu: Gpu) -> Values:
+    """Whether ranks of a node reach each other over PCIe."""
+    return np.isin(link_inside(p, gpu), ["pcie", "bridged"])
 
 
 def link_rate(p: Point, gpu: Gpu) -> Values:
@@ -137,8 +143,10 @@ def _algorithms(p: Point, gpu: Gpu) -> Iterator[Values]:
     nodes = np.where(across_nodes(p), world / np.minimum(p.ranks_per_node, world), 1.0)
     inside, pcie = world / nodes - 1, over_pcie(p, gpu)
     inside_share = np.where(pcie, LINK_SHARE["pcie"], LINK_SHARE["nvlink"])
+    inside_share = inside_share * np.where(link_inside(p, gpu) == "pcie", PCIE_BOTH_WAYS, 1.0)
     near_us, reduces = link_us(p, gpu) / inside_share, np.equal(p.op, "all_reduce")
-    pairs, sent = np.isin(p.op, PAIRS), {"ring": ring_network_us(p), "tree": network_us(p)}
+    experts, pairs = np.isin(p.op, EXPERTS), np.isin(p.op, PAIRS)
+    sent = {"ring": ring_network_us(p), "tree": network_us(p)}
     if gpu.architecture in SWITCHES_ADD:
         yield _in_switches_us(p, gpu, nodes)
     for algorithm, far_us in sent.items():
@@ -149,13 +157,14 @@ def _algorithms(p: Point, gpu: Gpu) -> Iterator[Values]:
             far = far * STEP_US[algorithm]["network"][protocol]
             if algorithm == "ring":
                 latency = np.where(reduces, 2, 1) * ((world - nodes) * near + (nodes - 1) * far)
-                latency = np.where(pairs, np.where(nodes > 1, far, near), latency)
-                to_all = inside * near + (world - 1 - inside) * far
-                latency = np.where(np.equal(p.op, "all_to_all"), to_all, latency)
+                to_all = inside * near + np.where(experts, 1, nodes - 1) * far
+                once = np.where(np.equal(p.op, "send_recv"), np.where(nodes > 1, far, near), to_all)
+                latency = np.where(pairs, once, latency)
             else:
                 latency = 2 * (inside * near + np.log2(nodes) * far)
             serves = np.where(algorithm == "tree", reduces, True)
             serves = serves & ~(np.equal(protocol, NVLINK_ONLY) & (pcie | pairs))
+            serves = serves & ~(experts & (protocol != "simple"))
             time_us = START_US[algorithm][protocol] + latency + bytes_us / share
             if algorithm == "tree":
                 time_us = time_us + _filling_us(latency, bytes_us / share)
@@ -174,14 +183,14 @@ def _filling_us(latency_us: Values, bytes_us: Values) -> Values:
 def _in_switches_us(p: Point, gpu: Gpu, nodes: Values) -> Values:
     """Time of an all_reduce that NVSwitches add up (NVLS), with a tree over nodes.
 
-    Each GPU sends its data once and receives the sum once. Infinite where there are no such
-    switches.
+    Each GPU sends its data once and receives the sum once; the switches pass data on at a share
+    of the links' rate, which does not slow the network. Infinite where there are no such switches.
     """
     world = np.asarray(p.world_size, dtype=float)
     near_us = link_us(p, gpu) / bus_factor(p) / LINK_SHARE["nvlink"]
     far_us = network_us(p) / LINK_SHARE["network"]
     latency_us = SWITCH_US["nvlink"] + 2 * np.log2(nodes) * SWITCH_US["network"]
     serves = np.equal(p.op, "all_reduce") & ~over_pcie(p, gpu) & (world / nodes >= SWITCH_RANKS)
-    bytes_us = np.maximum(near_us, far_us) / SWITCH_SHARE
+    bytes_us = np.maximum(near_us / SWITCH_SHARE, far_us)
     time_us = latency_us + bytes_us + _filling_us(latency_us, bytes_us)
     return np.where(serves, time_us, np.inf)

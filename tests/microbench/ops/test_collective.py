@@ -13,11 +13,18 @@ import pytest
 
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.ops.step import _wrappers as wrappers
-from itercast.microbench.ops.step.alpha_beta import floor_us, link_rate, network_us, ring_network_us
+from itercast.microbench.ops.step.alpha_beta import (
+    TO_ALL,
+    floor_us,
+    link_rate,
+    network_us,
+    ring_network_us,
+)
 from itercast.microbench.ops.step.collective import OPS, Collective, features, sweep
 
 MIB = 2**20
 H100, A100 = load_gpu("h100-sxm-80gb"), load_gpu("a100-sxm-80gb")
+B200 = load_gpu("b200-sxm")
 BRIDGED = load_gpu("a100-pcie-80gb")  # its bridges are sold apart
 RTX = load_gpu("rtx-pro-6000")
 CPU = replace(H100, kind="cpu", sm_count=2, hbm_bytes_per_s=8e9)
@@ -35,6 +42,7 @@ def within(op: str, message_bytes: int = 2**30, ranks: int = 8, **more: Any) -> 
 
 
 HALF_US = 64 * MIB / 2 / (25e9 * 0.96) * 1e6  # of 64 MiB over 96 % of a NIC
+SWAP_US = 64 * MIB / (200e9 * 0.96) * 1e6  # all of it, over eight NICs
 TREE_US = 2 * (7 * 1.25 + 6 * 8.5)
 TREE_BYTES_US = 2 * 63 / 64 * MIB / (200e9 * 0.96 * 0.846) * 1e6
 NVLINK_US = 2**30 / (0.8 * 450e9) * 1e6
@@ -60,21 +68,28 @@ FLOORS: list[tuple[Collective, Gpu, float]] = [
         A100,
         14 + TREE_US + TREE_BYTES_US + 2 * (TREE_US * TREE_BYTES_US) ** 0.5,
     ),
-    # to seven peers of the node and eight of the other; half the bytes are for the latter, over
-    # the rank's own network card. Kernels of experts send to all peers at once
-    (across("all_to_all"), H100, 8.4 + 7 * 3.4 + 8 * 14 + HALF_US),
-    *((across(op), H100, 8.4 + 14 + HALF_US) for op in ("moe_dispatch", "moe_combine")),
+    # what the switches of a node pass on at 5/6 of the rate is sent on at the network's own
+    (across("all_reduce"), B200, 53 + SWAP_US + 2 * (53 * SWAP_US) ** 0.5),
+    # to seven peers of the node, and a message to the other, for which half the bytes are, over the
+    # rank's own network card; kernels of experts signal any number of nodes at once
+    *((across(op), H100, 8.4 + 7 * 3.4 + 14 + HALF_US) for op in TO_ALL),
+    (across("all_to_all", 32), H100, 8.4 + 7 * 3.4 + 3 * 14 + 1.5 * HALF_US),
+    (across("moe_combine", 32), H100, 8.4 + 7 * 3.4 + 14 + 1.5 * HALF_US),
+    (within("moe_dispatch", 8), H100, 8.4 + 7 * 3.4),
     # one card; nobody states the network: 25e9 bytes/s
     (
         Collective(op="send_recv", message_bytes=64 * MIB, ranks_per_node=1),
         H100,
         8.4 + 14 + 2 * HALF_US,
     ),
-    # PCIe takes no protocol of NVLink
-    (
-        within("all_gather", MIB, ranks=2, link="pcie"),
-        RTX,
-        8.4 + 5.7 + MIB / 2 / (RTX.pcie_bytes_per_s * 0.76) * 1e6,
+    # PCIe takes no protocol of NVLink; both ways at once halve its rate, pairs with bridges do not
+    *(
+        (
+            within("all_gather", MIB, ranks=2, link=link),
+            RTX,
+            8.4 + 5.7 + MIB / 2 / (RTX.pcie_bytes_per_s * share) * 1e6,
+        )
+        for link, share in (("pcie", 0.38), ("bridged", 0.76))
     ),
     # two pairs on two cores take turns; on four cores each has its own
     (PAIR, CPU, COPIES_US),
