@@ -23,7 +23,6 @@ from functools import cached_property
 from itercast.compose.forecast import Forecast, forecast, rank_of
 from itercast.compose.graph.layers import split_layers
 from itercast.compose.graph.product_roles import alias_weight_casts
-from itercast.compose.graph.sizes import CapturesBySize
 from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.parallel.ep import expert_weights
 from itercast.compose.pricing.collectives import cluster, gpus_per_domain
@@ -33,6 +32,7 @@ from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.simulate.iteration import quick_us
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.simulate.stage_rank import chunks_of, memory
+from itercast.compose.sizes import CapturesBySize
 from itercast.compose.tables.captured import captured_tables
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.node import Node

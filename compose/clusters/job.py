@@ -8,11 +8,11 @@ from typing import Any
 
 from itercast.compose.clusters.file import ClusterFile, GpuGroup
 from itercast.compose.forecast import Forecast, rank_of, report
-from itercast.compose.graph.sizes import CapturesBySize
 from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.pricing.collectives import Crossing, cluster
 from itercast.compose.simulate.iteration import Outcome
 from itercast.compose.simulate.rank import Rank
+from itercast.compose.sizes import CapturesBySize
 from itercast.compose.target import Target
 from itercast.microbench.plan import ParallelPlan
 

@@ -15,9 +15,9 @@ from itercast.compose.clusters.split import forecast_job
 from itercast.compose.forecast import Forecast
 from itercast.compose.graph.index_streams import with_indices
 from itercast.compose.graph.launch_modes import with_engine
-from itercast.compose.graph.sizes import CapturesBySize
 from itercast.compose.open_search import size_of
 from itercast.compose.simulate.stage_rank import least_us
+from itercast.compose.sizes import CapturesBySize
 from itercast.compose.target import Target, find_target
 from itercast.microbench.opcall import StepCapture
 from itercast.microbench.plan import ParallelPlan

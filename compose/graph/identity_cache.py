@@ -10,7 +10,7 @@ All caches of this package, by what they keep:
 - ``once_of`` (below): rank graphs and priced models of a capture, by what of the plan and of its
   placement they depend on. ``PricedModel.once`` (``pricing/layer_prices.py``): chunks of layers and
   their simulated times, likewise; shared by all plans with the same rank graph.
-- ``CapturesBySize`` (``graph/sizes.py``): captures by micro-batch and length, for one search.
+- ``CapturesBySize`` (``sizes.py``): captures by micro-batch and length, for one search.
 - ``functools.lru_cache`` and ``cache``: results of a few small hashable values: pipeline schedules
   by degrees (``simulate/pipeline.py``), bundles by path and time of change (``target.py``).
 - ``functools.cached_property``: a value derived from one frozen object; lives as long as it.

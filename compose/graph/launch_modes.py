@@ -10,18 +10,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from itercast.compose.graph.cross_entropy import over_logits, stepwise_cross_entropy
+from itercast.compose.graph.inductor import (
+    COMPILED_PHASES,
+    inductor_kernels,
+    is_fusible,
+    kernel_call,
+    size_of,
+)
 from itercast.compose.graph.lifetimes import last_uses
 from itercast.compose.graph.rewrite import StepBuilder, fresh_storages
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.iterations.engines import ENGINES
 from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
-from itercast.microbench.ops import find_family
-from itercast.microbench.ops.memory.fused import CALL
 
 FUSED = "fused"  # kernels of a framework's own, which an eager loop launches one by one
+FUSED_GRAPH = "fused+graph"  # the same in one CUDA graph, with a fused loss
 EAGER_GRAPH = "eager+graph"  # torch.compile(backend="cudagraphs")
-GRAPHED_CALLS = ("compile+graph", EAGER_GRAPH)  # a compiled function launches the graph
-COMPILED_PHASES = ("forward", "loss", "backward")
+GRAPHED_CALLS = ("compile+graph", EAGER_GRAPH, FUSED_GRAPH)  # a function launches the graph
 STILL_EAGER = ("accumulate_grad", "zero_grad", "backward")  # and the optimizer
 
 COPY = "aten.copy_.default"
@@ -38,10 +43,11 @@ def with_engine(capture: StepCapture, engine: str) -> StepCapture:
     - compile+graph: the fused kernels are one CUDA graph, which one compiled function launches.
       It copies the batch to the addresses that the graph reads (``as_launched``).
     - eager+graph: the same of the kernels that run eagerly: torch.compile's backend "cudagraphs".
-    - fused: kernels as those of torch.compile, launched by an eager loop with modules and autograd;
+    - fused: a framework's own fused kernels, launched by an eager loop with modules and autograd;
       the loss as Megatron-LM computes it (``itercast.compose.graph.cross_entropy``).
+    - fused+graph: the same kernels and a fused loss as one CUDA graph.
     """
-    known = (*ENGINES, FUSED, EAGER_GRAPH)
+    known = (*ENGINES, FUSED, FUSED_GRAPH, EAGER_GRAPH)
     if engine not in known:
         raise ValueError(f"engine {engine!r}: allowed are {', '.join(known)}")
     host = dict(capture.host)
@@ -66,7 +72,8 @@ def as_launched(capture: StepCapture) -> StepCapture:
     if capture.engine == FUSED:
         capture = stepwise_cross_entropy(capture)
         return fused(capture, apart=over_logits(capture))
-    launched = fused(capture) if "compile" in capture.engine else capture
+    launched = fused(capture) if capture.engine == FUSED_GRAPH else capture
+    launched = inductor_kernels(capture) if "compile" in capture.engine else launched
     return _with_copied_inputs(launched) if capture.engine in GRAPHED_CALLS else launched
 
 
@@ -106,13 +113,10 @@ def _kernels(call: OpCall) -> int:
 def fused(
     capture: StepCapture, *, apart: Callable[[OpCall], bool] = lambda call: False
 ) -> StepCapture:
-    """The step with neighbouring ops of fusible families as one kernel each.
-
-    Ops of a captured program are fused within one call of a compiled function.
+    """The step with a framework's own kernels: neighbouring ops of fusible families as one each.
 
     Consecutive calls whose largest tensors have the same size are one kernel. It reads the tensors
-    that it does not make itself, and writes those used after it and the step's results. Ignores
-    that inductor recomputes some results instead of saving them, and fuses into products. Calls for
+    that it does not make itself, and writes those used after it and the step's results. Calls for
     which ``apart`` is true are kernels of their own.
     """
     made, run, last_use = StepBuilder(capture), list[int](), last_uses(capture.calls)
@@ -125,7 +129,7 @@ def fused(
             run.clear()
 
     for index, call in enumerate(capture.calls):
-        if _is_fusible(call) and not apart(call):
+        if is_fusible(call) and not apart(call):
             if run and not _same_kernel(capture.calls[run[-1]], call):
                 flush()
             run.append(index)
@@ -136,21 +140,9 @@ def fused(
     return made.step()
 
 
-def _is_fusible(call: OpCall) -> bool:
-    if call.phase not in COMPILED_PHASES:
-        return False
-    family, _ = find_family(call)
-    return family is not None and family.fusible
-
-
-def _size(call: OpCall) -> int:
-    return max((t.numel for t in (*call.tensors(), *call.outputs)), default=0)
-
-
 def _same_kernel(before: OpCall, call: OpCall) -> bool:
-    """Whether two consecutive calls go over as many elements, where one function launches both."""
-    where = [(c.phase, c.stream, c.compiled) for c in (before, call)]
-    return where[0] == where[1] and _size(before) == _size(call)
+    """Whether two consecutive calls go over as many elements in one phase."""
+    return (before.phase, size_of(before)) == (call.phase, size_of(call))
 
 
 def _kernel(calls: Sequence[OpCall], last: int, last_use: dict[int, int]) -> OpCall:
@@ -162,51 +154,5 @@ def _kernel(calls: Sequence[OpCall], last: int, last_use: dict[int, int]) -> OpC
             if t.storage not in made:
                 read[t.storage] = t
         made |= {t.storage: t for t in call.outputs}
-    kept = [t for name, t in made.items() if last_use[name] > last]
-    first = calls[0]
-    return OpCall(
-        op=CALL,
-        args=tuple(read.values()),
-        kwargs={
-            "ops": len(calls),
-            "numel": max(_size(c) for c in calls),
-            **_read_again(calls, list(read.values())),
-        },
-        outputs=tuple(kept) or calls[-1].outputs,
-        phase=first.phase,
-        module=first.module,
-        stream=first.stream,
-        compiled=first.compiled,
-        graphed=first.graphed,
-    )
-
-
-def _read_again(calls: Sequence[OpCall], inputs: Sequence[TensorSpec]) -> dict[str, int]:
-    """What a kernel of these calls reads of its full-size inputs a second time, and of one row.
-
-    A norm, a softmax, and a reduction whose result a later call uses need all of a row before they
-    write any of it. inductor's loops over a row then run again (torch/_inductor/codegen/triton.py;
-    its softmax finds maximum and sum in one loop from torch 2.8 on). Ignores backward passes.
-    """
-    size = max(map(_size, calls))
-    full_bytes = sum(t.nbytes for t in inputs if t.numel == size)
-    rows = [n for i, c in enumerate(calls) if (n := _rows_awaited(c, calls[i + 1 :]))]
-    return {
-        "again_bytes": len(rows) * full_bytes,
-        "row_bytes": full_bytes // min(rows) if rows else 0,
-    }
-
-
-def _rows_awaited(call: OpCall, later: Sequence[OpCall]) -> int:
-    """Number of rows that a call normalises, or reduces for a later call; 0 for others."""
-    family, _ = find_family(call)
-    name, result = call.op.split(".")[1], call.outputs[0]
-    if family is None or "backward" in name:
-        return 0
-    if name in ("_softmax", "_log_softmax"):
-        return int(result.numel // max(1, result.shape[call.args[1]]))
-    if family.name == "norm":  # outputs: result, mean, ...
-        return call.outputs[1].numel if len(call.outputs) > 1 else 0
-    used = any(result.storage == t.storage for c in later for t in c.tensors())
-    reduces = family.name == "reduction" and result.numel < _size(call)
-    return result.numel if reduces and used else 0
+    kept = tuple(t for name, t in made.items() if last_use[name] > last)
+    return kernel_call(calls, tuple(read.values()), kept or calls[-1].outputs, backward=False)

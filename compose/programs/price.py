@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from itercast.compose.graph.cache_reuse import cold_fractions
 from itercast.compose.graph.cuda_variants import with_cuda_variants, with_whole_networks
-from itercast.compose.graph.launch_modes import fused
+from itercast.compose.graph.inductor import inductor_kernels
 from itercast.compose.pricing.collectives import Cluster, Group, Message, price_messages
 from itercast.compose.pricing.host import Launches, launch_costs, python_op
 from itercast.compose.pricing.price_book import PriceBook
@@ -50,7 +50,7 @@ class PricedRank:
 def price_rank(step: StepCapture, book: PriceBook, node: Node | None, per_node: int) -> PricedRank:
     """Price the launches of one rank; ``per_node`` GPUs reach each other without the network."""
     on_cpu = book.gpu.kind == "cpu"
-    step = fused(
+    step = inductor_kernels(
         step if on_cpu else with_whole_networks(step), apart=lambda call: not call.compiled
     )
     step = step if on_cpu else _with_launches(with_cuda_variants(step))

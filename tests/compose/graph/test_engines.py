@@ -41,7 +41,7 @@ def step() -> StepCapture:
 
 
 def test_pointwise_neighbours_become_one_kernel() -> None:
-    """relu and mul read a once (128 B), write b for the backward and c: 256 B."""
+    """relu and mul read a once (128 B) and write c; the backward makes relu's b of a again."""
     found = as_launched(with_engine(step(), "compile"))
     ops = [c.op for c in found.calls]
     assert ops == [
@@ -54,8 +54,11 @@ def test_pointwise_neighbours_become_one_kernel() -> None:
     ]
     family, params = find_family(found.calls[1])
     assert family is not None and family.name == "fused"
-    assert params == Fused(ops=2, numel=32, read_bytes=128, written_bytes=256)
-    assert family.bytes_moved(params) == 384
+    assert params == Fused(ops=2, numel=32, read_bytes=128, written_bytes=128)
+    assert family.bytes_moved(params) == 256
+    assert [t.storage for t in found.calls[4].args] == [6, 2]  # e and a
+    framework = as_launched(with_engine(step(), "fused+graph")).calls[1]  # its b is kept
+    assert find_family(framework)[1] == replace(params, written_bytes=256)
     assert find_family(found.calls[3])[1] == Fused(
         ops=1, numel=32, read_bytes=256, written_bytes=128
     )
@@ -89,7 +92,20 @@ def test_a_row_is_read_again_where_its_outputs_await_all_of_it() -> None:
         outputs=(y, rows, tensor(5, 4, 1)),
     )
     assert (kernel(norm).again_bytes, kernel(norm).row_bytes) == (128, 32)
-    once = (kernel(mean), kernel(call("relu.default", [x], y)))
+    root = call("rsqrt.default", [rows], tensor(6, 4, 1))  # a number per row, between the two
+    scaled = call("mul.Tensor", [x, tensor(6, 4, 1)], y)
+    assert kernel(mean, root, scaled).again_bytes == 128
+    grads = OpCall(
+        op="aten.native_layer_norm_backward.default",
+        args=(y, x, (8,), rows, tensor(5, 4, 1), tensor(3, 8)),
+        outputs=(tensor(9, 4, 8),),
+    )
+    assert (kernel(grads).again_bytes, kernel(grads).row_bytes) == (256, 64)  # gradient and input
+    softmax_grads = OpCall(
+        op="aten._softmax_backward_data.default", args=(y, x, 1), outputs=(tensor(9, 4, 8),)
+    )
+    assert kernel(softmax_grads).again_bytes == 256
+    once = (kernel(mean), kernel(mean, root), kernel(call("relu.default", [x], y)))
     assert {(k.again_bytes, k.row_bytes) for k in once} == {(0, 0)}
     beside = kernel(mean, call("relu.default", [x], y))  # the mean is for others
     assert beside.again_bytes == 0
@@ -109,6 +125,68 @@ def test_rows_that_the_cache_still_holds_are_not_read_from_memory_again() -> Non
     assert moved(10**9, 97_000) == memory_copy(10**9 + 8)
     assert moved(10**9, 98_000) == memory_copy(2 * 10**9 + 8)
     assert moved(39 * 10**6, 10**6) == memory_copy(39 * 10**6 + 8)  # all of it fits
+
+
+def kernels(*calls: OpCall) -> list[tuple[int, int, int]]:
+    """Number of ops, bytes read and bytes written of each kernel that torch.compile makes."""
+    found = as_launched(with_engine(StepCapture(calls=calls), "compile")).calls
+    read = [sum(t.nbytes for t in c.args) for c in found]
+    written = [sum(t.nbytes for t in c.outputs) for c in found]
+    return list(zip((c.kwargs["ops"] for c in found), read, written, strict=True))
+
+
+def test_a_rotary_embedding_is_one_kernel() -> None:
+    """x * cos + cat(-right, left) * sin: x, cos, sin read (128 B each), the result written."""
+    x, cos, sin = (tensor(n, 4, 8) for n in range(3))
+    half, turned = tensor(3, 4, 4), tensor(4, 4, 8)
+    calls = (
+        call("mul.Tensor", [x, cos], tensor(5, 4, 8)),
+        call("neg.default", [tensor(0, 4, 4)], half),  # the right half of x
+        OpCall(op="aten.cat.default", args=((half, tensor(0, 4, 4)), -1), outputs=(turned,)),
+        call("mul.Tensor", [turned, sin], tensor(6, 4, 8)),
+        call("add.Tensor", [tensor(5, 4, 8), tensor(6, 4, 8)], tensor(7, 4, 8)),
+    )
+    assert kernels(*calls) == [(5, 3 * 128, 128)]
+
+
+def test_a_norm_of_single_ops_is_one_kernel() -> None:
+    """x * rsqrt(mean(x ** 2)) over rows: 128 B each way. Over columns x is read by two kernels."""
+    x, square, y = tensor(0, 4, 8), tensor(1, 4, 8), tensor(5, 4, 8)
+
+    def norm(dim: int, *shape: int) -> list[OpCall]:
+        mean, root = tensor(2, *shape), tensor(3, *shape)
+        return [
+            call("pow.Tensor_Scalar", [x], square),
+            OpCall(op="aten.mean.dim", args=(square, (dim,), True), outputs=(mean,)),
+            call("rsqrt.default", [mean], root),
+            call("mul.Tensor", [x, root], y),
+        ]
+
+    assert kernels(*norm(1, 4, 1)) == [(4, 128, 128)]
+    assert kernels(*norm(0, 1, 8)) == [(3, 128, 32), (1, 128 + 32, 128)]
+
+
+def test_weights_gradients_of_a_norm_read_both_tensors_again() -> None:
+    """Rows: gradient, input (128 B each), mean, root (16 each), weight (32) to dx; then columns."""
+    y, x, w = tensor(0, 4, 8), tensor(1, 4, 8), tensor(4, 8)
+    mean, root = tensor(2, 4, 1), tensor(3, 4, 1)
+    grads = OpCall(
+        op="aten.native_layer_norm_backward.default",
+        args=(y, x, (8,), mean, root, w),
+        outputs=(tensor(5, 4, 8), tensor(6, 8), tensor(7, 8)),
+        phase="backward",
+    )
+    assert kernels(grads) == [(1, 2 * 128 + 2 * 16 + 32, 128), (1, 2 * 128 + 2 * 16 + 32, 2 * 32)]
+
+
+def test_what_threads_add_up_is_read_in_another_order_by_another_kernel() -> None:
+    """cumsum of x from the right: flip is a load of the scan, but not of its result."""
+    x, a, b, c = (tensor(n, 4, 8) for n in range(4))
+    flips = [
+        OpCall(op="aten.flip.default", args=(t, (1,)), outputs=(u,)) for t, u in ((x, a), (b, c))
+    ]
+    scan = OpCall(op="aten.cumsum.default", args=(a, 1), outputs=(b,))
+    assert kernels(flips[0], scan, flips[1]) == [(2, 128, 128), (1, 128, 128)]
 
 
 def test_tensors_of_another_size_begin_another_kernel() -> None:
@@ -137,7 +215,8 @@ def test_a_foreach_call_is_launched_in_pieces() -> None:
         ("graph", "eager", 1, set()),  # no Python
         ("compile+graph", "compile", 1, {"graphed_call"}),  # one compiled function replays it
         ("eager+graph", "eager", 1, {"graphed_call"}),  # the cudagraphs backend
-        ("fused", "compile", 6, set(step().host)),  # a framework's kernels in an eager loop
+        ("fused", "fused+graph", 6, set(step().host)),  # a framework's kernels in an eager loop
+        ("fused+graph", "fused", 1, {"graphed_call"}),
     ],
 )
 def test_engines_have_kernels_launches_and_events(
@@ -244,3 +323,14 @@ def test_an_unknown_engine_is_named() -> None:
         ValueError, match=r"engine 'jit': allowed are eager, graph, compile, compile\+graph, fused"
     ):
         with_engine(step(), "jit")
+
+
+def test_long_chains_that_branch_are_followed_once() -> None:
+    """Each of 100 products reads the one before twice: 2 ** 100 ways back to x."""
+    chain = [call("mul.Tensor", [tensor(n, 4, 8)] * 2, tensor(n + 1, 4, 8)) for n in range(100)]
+    grads = call("mul.Tensor", [tensor(99, 4, 8), tensor(100, 4, 8)], tensor(101, 4, 8), "backward")
+    assert kernels(*chain, grads) == [(100, 128, 128), (1, 128, 128)]
+    sums = OpCall(
+        op="aten.sum.dim_IntList", args=(tensor(100, 4, 8), (0,)), outputs=(tensor(200, 8),)
+    )
+    assert kernels(*chain, sums) == [(101, 128, 32)]

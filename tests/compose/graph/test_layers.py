@@ -7,10 +7,10 @@ from plan_case import capture_at, experts_at
 
 from itercast.compose.capture_model import capture_case
 from itercast.compose.graph.layers import Layer, split_layers
-from itercast.compose.graph.sizes import CaptureAt, CapturesBySize
 from itercast.compose.pricing.work import Step, Work, fold
 from itercast.compose.simulate.rank import Lanes
 from itercast.compose.simulate.timeline import simulate
+from itercast.compose.sizes import CaptureAt, CapturesBySize
 from itercast.microbench.cases.registry import case
 from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 from itercast.microbench.step import StepSettings
