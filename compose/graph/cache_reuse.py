@@ -11,33 +11,25 @@ from itercast.compose.graph.lifetimes import last_uses
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import OpCall, StepCapture
+from itercast.microbench.ops.memory.traffic import held_share
 from itercast.microbench.switches import is_on
 
 # A freed block is reused for a tensor of at least 1 / this of the block's size.
 MAX_BLOCK_OVER_TENSOR: float = assumed(__file__, "max_block_over_tensor")
-# Reuse distances, over the size of the last cache, up to and from which memory is warm and cold.
-WARM_UP_TO: float
-COLD_FROM: float
-WARM_UP_TO, COLD_FROM = assumed(__file__, "warm_and_cold_distance")
 MIB = 2.0**20
 
 
 def cold_share(gpu: Gpu) -> Callable[[float], float]:
     """Returns the share of a cold access's extra time as a function of the reuse distance in bytes.
 
-    Interpolated in log(bytes) where the device states a measured curve; else it rises linearly
-    from 0 at ``WARM_UP_TO * l2_bytes`` to 1 at ``COLD_FROM * l2_bytes``.
+    Interpolated in log(bytes) where the device states a measured curve; else what the last cache
+    no longer holds (``held_share``).
     """
     if gpu.cold_share:
         pairs = sorted((float(mib) * MIB, share) for mib, share in gpu.cold_share.items())
         sizes, shares = np.log([s for s, _ in pairs]), [share for _, share in pairs]
         return lambda distance: float(np.interp(np.log(max(distance, 1.0)), sizes, shares))
-
-    def share(distance: float) -> float:
-        rise = (distance / gpu.l2_bytes - WARM_UP_TO) / (COLD_FROM - WARM_UP_TO)
-        return min(1.0, max(0.0, rise))
-
-    return share
+    return lambda distance: 1.0 - float(held_share(distance, gpu))
 
 
 class _Allocator:

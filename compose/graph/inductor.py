@@ -296,22 +296,9 @@ def kernel_call(
 
     ``backward``: backward passes of norms and softmax read their rows again, too.
     """
-    first = calls[0]
-    return OpCall(
-        op=CALL,
-        args=read,
-        kwargs={
-            "ops": len(calls),
-            "numel": max(map(size_of, calls)),
-            **_read_again(calls, read, backward),
-        },
-        outputs=written,
-        phase=first.phase,
-        module=first.module,
-        stream=first.stream,
-        compiled=first.compiled,
-        graphed=first.graphed,
-    )
+    facts = {"ops": len(calls), "numel": max(map(size_of, calls))}
+    facts |= _read_again(calls, read, backward)
+    return replace(calls[0], op=CALL, args=read, kwargs=facts, outputs=written, within=0)
 
 
 def _read_again(

@@ -13,20 +13,28 @@ from itercast.microbench.ops.family import Values
 from itercast.microbench.yaml_text import facts_of
 
 SM_BYTES_PER_CLOCK: float = assumed(__file__, "sm_bytes_per_clock")
+# Bytes touched, over the size of the last cache, up to and from which memory is warm and cold.
 WARM_UP_TO: float
 COLD_FROM: float
 WARM_UP_TO, COLD_FROM = assumed(__file__, "warm_and_cold_fill")
 GENERATED: Sequence[str] = facts_of(__file__)["generated"]
 
 
+def held_share(nbytes: Values, gpu: Gpu) -> Values:
+    """The share of bytes that the last cache still holds after as many bytes were touched.
+
+    Falls linearly from 1 at ``WARM_UP_TO * l2_bytes`` to 0 at ``COLD_FROM * l2_bytes``.
+    """
+    fill = np.asarray(nbytes, dtype=float) / gpu.l2_bytes
+    return np.clip((COLD_FROM - fill) / (COLD_FROM - WARM_UP_TO), 0.0, 1.0)
+
+
 def moved_us(nbytes: Values, gpu: Gpu, cold: Values) -> Values:
     """Time in us: bytes / rate of what the cache holds, and of what comes from memory.
 
-    The last cache delivers SM_BYTES_PER_CLOCK to each SM. It holds all of the bytes up to
-    ``WARM_UP_TO * l2_bytes``, none from ``COLD_FROM * l2_bytes``, and none where ``cold`` is 1.
+    The last cache delivers SM_BYTES_PER_CLOCK to each SM. It holds nothing where ``cold`` is 1.
     """
-    fill = np.asarray(nbytes, dtype=float) / gpu.l2_bytes
-    held = (1 - cold) * np.clip((COLD_FROM - fill) / (COLD_FROM - WARM_UP_TO), 0.0, 1.0)
+    held = (1 - cold) * held_share(nbytes, gpu)
     cache_bytes_per_s = SM_BYTES_PER_CLOCK * gpu.sm_count * gpu.clock_hz
     rate = max(cache_bytes_per_s, gpu.hbm_bytes_per_s)
     return 1e6 * nbytes * (held / rate + (1 - held) / gpu.hbm_bytes_per_s)

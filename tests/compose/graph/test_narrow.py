@@ -117,8 +117,8 @@ def test_a_model_without_blocks_is_refused() -> None:
 def test_products_save_time_and_casts_cost_some(
     gpu: str, wide: str, narrow: str, least: float, cast: str
 ) -> None:
-    """At least a half or 0.4 of the wider dtype's time; casts are copies; others differ by
-    less than 0.3 %, as more of what they read lies in the cache.
+    """At least a half or 0.4 of the wider dtype's time; casts are copies; others stay, but for
+    ops without a model: these are copies, too, of which the cache holds more or less.
     """
     before, after = (
         predict("llama-300m", dtype=dtype, batch=4, seq=2048, gpu=gpu).by_family_us
@@ -126,8 +126,9 @@ def test_products_save_time_and_casts_cost_some(
     )
     assert least < after["gemm"] / before["gemm"] < 1
     assert after[cast] > before[cast]
-    others = before.keys() - {"gemm", "elementwise", "reduction"}
-    assert [after[x] for x in others] == pytest.approx([before[x] for x in others], rel=3e-3)
+    others = before.keys() - {"gemm", "elementwise", "reduction", "unmodelled"}
+    assert [after[x] for x in others] == pytest.approx([before[x] for x in others], rel=1e-3)
+    assert after["unmodelled"] == pytest.approx(before["unmodelled"], rel=3e-3)
 
 
 @pytest.mark.parametrize(
