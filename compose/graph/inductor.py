@@ -228,30 +228,13 @@ def _kernels(stretch: Sequence[int], uses: _Uses) -> list[_Kernel]:
         sources = {home[t.storage] for t in call.tensors() if t.storage in home}
         again = list(_producers(call, stretch, uses)) if columns else []
         first = 0 if again else max(sources, default=0)
-        later = {
-            size_of(uses.calls[j])
-            for t in call.outputs
-            for j in uses.readers.get(t.storage, ())
-            if j <= stretch[-1]
-        }
-        at = None
-        for number in range(len(kernels) - 1, first - 1, -1):
-            kernel, reads = kernels[number], number in sources
-            if reads and _is_load(call) and not all(map(_is_pointwise, _made(call, kernel, uses))):
-                joins = False  # it would read what other threads compute
-            elif kernel.columns:
-                joins = size == kernel.size if columns else reads and size < kernel.size
-            elif columns:
-                joins = False
-            elif size > kernel.size:
-                joins = reads and all(_is_pointwise(uses.calls[j]) for j in kernel.members)
-            else:
-                joins = size == kernel.size or reads or kernel.size in later
-            if joins:
-                at = number
-                break
-        if at is None:
-            at = len(kernels)
+        joined = (
+            number
+            for number in reversed(range(first, len(kernels)))
+            if _joins(i, kernels[number], number in sources, stretch[-1], uses)
+        )
+        at = next(joined, len(kernels))
+        if at == len(kernels):
             kernels.append(_Kernel(size=size, columns=columns))
         kernel = kernels[at]
         kernel.size = max(kernel.size, size)
@@ -261,6 +244,27 @@ def _kernels(stretch: Sequence[int], uses: _Uses) -> list[_Kernel]:
                 other.again = other.again | {i, *again}
         home |= {t.storage: at for t in call.outputs}
     return kernels
+
+
+def _joins(i: int, kernel: _Kernel, reads: bool, last: int, uses: _Uses) -> bool:
+    """Whether a call becomes part of a kernel, some of whose results it ``reads`` or does not.
+
+    ``last``: the last call that may be fused with it.
+    """
+    call = uses.calls[i]
+    size, columns = size_of(call), _is_over_columns(call)
+    if reads and _is_load(call) and not all(map(_is_pointwise, _made(call, kernel, uses))):
+        return False  # it would read what other threads compute
+    if kernel.columns:
+        return size == kernel.size if columns else reads and size < kernel.size
+    if columns:
+        return False
+    if size > kernel.size:
+        return reads and all(_is_pointwise(uses.calls[j]) for j in kernel.members)
+    if size == kernel.size or reads:
+        return True
+    readers = (j for t in call.outputs for j in uses.readers.get(t.storage, ()) if j <= last)
+    return any(size_of(uses.calls[j]) == kernel.size for j in readers)
 
 
 def _made(call: OpCall, kernel: _Kernel, uses: _Uses) -> list[OpCall]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 
+import numpy as np
 import pandas as pd
 import pytest
 
 from itercast.learners.features.table import feature_table
-from itercast.microbench.hardware.spec import Gpu, load_gpu
+from itercast.microbench.hardware.spec import Gpu, gpu_names, load_gpu
 from itercast.microbench.ops import families
 from itercast.microbench.ops.family import Family, Point
 from itercast.microbench.ops.lookup.embedding import FAMILY as EMBEDDING
@@ -37,6 +38,13 @@ def test_what_the_cache_holds_moves_at_its_rate() -> None:
     assert moved_us(20e6, GPU, 1.0) == pytest.approx(20)
     assert moved_us(40e6, GPU, 0.0) == pytest.approx(20 / 2.1 + 20)
     assert moved_us(60e6, GPU, 0.0) == pytest.approx(60)
+
+
+@pytest.mark.parametrize("name", [n for n in gpu_names() if n != "cpu"])
+def test_more_bytes_take_longer(name: str) -> None:
+    """From 1 kB to 10 GB, where the cache holds all of them, a part, or none."""
+    us = moved_us(np.geomspace(1e3, 1e10, 300), load_gpu(name), 0.0)
+    assert (np.diff(us) > 0).all()
 
 
 def test_a_pointwise_op_is_faster_with_warm_caches() -> None:
