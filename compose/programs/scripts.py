@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 
 from itercast.compose.capture_model import MICROBENCH, code_digest
 from itercast.compose.pricing.collectives import gpus_per_domain
@@ -73,16 +74,23 @@ def _run(command: Sequence[str], script: Path, limit_s: int) -> None:
     process = subprocess.Popen(
         command, stdout=sys.__stderr__, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
+    Thread(target=_kill_workers, args=(process,), daemon=True).start()
     try:
         _, said = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         raise ValueError(f"{script.name} made too few steps within {limit_s} s") from None
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.kill()
+        process.communicate()  # returns when its workers are gone too
     if process.returncode:
         lines = said.strip().splitlines()
         ours = [line for line in lines if line.startswith("itercast: ")]
         told = (ours or lines or [f"{script.name} ended with {process.returncode}"])[-1]
         raise ValueError(told.removeprefix("itercast: "))
+
+
+def _kill_workers(process: subprocess.Popen[str]) -> None:
+    """When a script has ended, kill what it started: workers keep its stderr open."""
+    process.wait()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)

@@ -110,6 +110,14 @@ def test_modules_are_found_beside_the_script_alone(
         ("import os; os._exit(0)", "train.py: no program was captured"),
         ("import os; os.kill(os.getpid(), 11)", "train.py ended with -11"),
         (
+            "import os, time, torch\nclass Slow(torch.utils.data.Dataset):\n"
+            "    def __len__(self): return 9\n"
+            "    def __getitem__(self, i): return time.sleep(900 * (i > 0)) or i\n"
+            "loader = iter(torch.utils.data.DataLoader(Slow(), num_workers=1))\n"
+            "next(loader)\nos._exit(3)",
+            "train.py ended with 3",  # while its worker sleeps
+        ),
+        (
             "import torch\nclass Slow(torch.utils.data.Dataset):\n"
             "    def __len__(self): return 9\n    def __getitem__(self, i): return i\n"
             "loader = iter(torch.utils.data.DataLoader(Slow(), num_workers=2))\n"
@@ -122,7 +130,7 @@ def test_nothing_is_left_of_hostile_scripts(tmp_path: Path, text: str, message: 
     """One line, code 2, and no process that has the script's name in its arguments."""
     script = tmp_path / "train.py"
     script.write_text(text)
-    code, _, said = run(str(script))
+    code, _, said = run("--limit=120", str(script))
     assert code == 2 and message in said.strip().splitlines()[-1]
     commands = [p.read_bytes() for p in Path("/proc").glob("[0-9]*/cmdline") if p.exists()]
     assert not any(str(tmp_path).encode() in command for command in commands)
