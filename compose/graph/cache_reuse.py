@@ -19,17 +19,29 @@ MAX_BLOCK_OVER_TENSOR: float = assumed(__file__, "max_block_over_tensor")
 MIB = 2.0**20
 
 
-def cold_share(gpu: Gpu) -> Callable[[float], float]:
-    """Returns the share of a cold access's extra time as a function of the reuse distance in bytes.
+def cold_share(gpu: Gpu, ranks: int = 1) -> Callable[[float, float], float]:
+    """Returns which share of the difference between its warm and its cold row an op takes longer.
+
+    A function of the bytes touched since its data were last used, and of the bytes that it touches
+    itself: its warm row was measured in a loop, in which its own bytes lie between two uses. Of a
+    CPU's ``ranks``, which share its caches, each touches as many.
 
     Interpolated in log(bytes) where the device states a measured curve; else what the last cache
     no longer holds (``held_share``).
     """
-    if gpu.cold_share:
-        pairs = sorted((float(mib) * MIB, share) for mib, share in gpu.cold_share.items())
-        sizes, shares = np.log([s for s, _ in pairs]), [share for _, share in pairs]
-        return lambda distance: float(np.interp(np.log(max(distance, 1.0)), sizes, shares))
-    return lambda distance: 1.0 - float(held_share(distance, gpu))
+    pairs = sorted((float(mib) * MIB, share) for mib, share in gpu.cold_share.items())
+    sizes, shares = np.log([s for s, _ in pairs]), [share for _, share in pairs]
+
+    def lost(distance: float) -> float:
+        if not pairs:
+            return 1.0 - float(held_share(distance, gpu))
+        return float(np.interp(np.log(max(distance, 1.0)), sizes, shares))
+
+    def share(distance: float, own_bytes: float) -> float:
+        warm = lost(own_bytes * ranks)
+        return max(0.0, lost(distance * ranks) - warm) / (1.0 - warm) if warm < 1.0 else 1.0
+
+    return share
 
 
 class _Allocator:
@@ -50,8 +62,10 @@ class _Allocator:
         insort(self.free, (nbytes, touched))
 
 
-def cold_fractions(capture: StepCapture, gpu: Gpu) -> list[float]:
+def cold_fractions(capture: StepCapture, gpu: Gpu, ranks: int = 1) -> list[float]:
     """Returns, per call, the byte-weighted cold share of the memory it reads and writes.
+
+    ``ranks``: processes of the plan that run on this CPU, each with such a step.
 
     The reuse distance of a tensor is the bytes that all calls touched since its memory was last
     touched, in the steady state: two identical steps in a row, of which the second is reported. A
@@ -64,7 +78,7 @@ def cold_fractions(capture: StepCapture, gpu: Gpu) -> list[float]:
     """
     if not is_on("cache_reuse"):
         return [1.0] * len(capture.calls)
-    share = cold_share(gpu)
+    share = cold_share(gpu, ranks)
     made, last_use = _made(capture.calls), last_uses(capture.calls)
     allocator = _Allocator()
     touched: dict[int, float] = {}  # storage -> clock of its last use
@@ -78,7 +92,7 @@ def cold_fractions(capture: StepCapture, gpu: Gpu) -> list[float]:
             for storage, nbytes in tensors.items():
                 if made.get(storage) == number:
                     touched[storage] = allocator.allocate(nbytes)
-                cold += nbytes * share(middle - touched.get(storage, -float("inf")))
+                cold += nbytes * share(middle - touched.get(storage, -float("inf")), total)
             if lap == 1:
                 result.append(cold / total if total else 0.0)
             clock += total

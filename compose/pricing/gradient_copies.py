@@ -16,22 +16,24 @@ ADDED = "added"  # phase of ops that no module calls: C++ launches them
 COPY_BACK_DELAY: float = assumed(__file__, "copy_back_delay")
 
 
-def gradient_copies(layer: Layer, step_bytes: float, gpu: Gpu) -> list[list[Priceable]]:
+def gradient_copies(
+    layer: Layer, step_bytes: float, gpu: Gpu, ranks: int = 1
+) -> list[list[Priceable]]:
     """Makes three ops per parameter: accumulate its gradient, copy it into a bucket, copy it back.
 
     A gradient is warm in cache when it is accumulated or copied into its bucket; the other tensor
     was last touched a step ago (``step_bytes``: all bytes that a step touches). The copy back comes
     after backward, ``COPY_BACK_DELAY`` of a step later on average.
     """
-    share = cold_share(gpu)
-    long_ago, later = share(step_bytes), share(step_bytes * COPY_BACK_DELAY)
+    share = cold_share(gpu, ranks)
     like = [TensorSpec(shape=p.shape, dtype=p.dtype) for p in layer.parameters]
-    fresh = [(share(2.0 * t.nbytes) + long_ago) / 2 for t in like]
+    fresh = [share(step_bytes, 2.0 * t.nbytes) / 2 for t in like]
+    later = [share(step_bytes * COPY_BACK_DELAY, 2.0 * t.nbytes) for t in like]
     scales = [TensorSpec(shape=(), dtype=t.dtype) for t in like]
     kinds = (
         ("aten.add_.Tensor", like, fresh),
         ("aten.mul.Tensor", scales, fresh),
-        ("aten.copy_.default", like, [later] * len(like)),
+        ("aten.copy_.default", like, later),
     )
     return [
         [priceable(_added(op, (t, x), t), c) for t, x, c in zip(like, others, cold, strict=True)]
@@ -58,14 +60,13 @@ def _running(calls: Sequence[OpCall]) -> Iterator[TensorSpec]:
             yield from (t for t in call.args[3:5] if isinstance(t, TensorSpec))
 
 
-def buffer_copies(tensors: list[TensorSpec], gpu: Gpu) -> list[Priceable]:
+def buffer_copies(tensors: list[TensorSpec]) -> list[Priceable]:
     """Makes the ops that join running statistics in one buffer and copy what was received back."""
-    share = cold_share(gpu)
     flat = tuple(TensorSpec(shape=(t.numel,), dtype=t.dtype) for t in tensors)
     whole = TensorSpec(shape=(sum(t.numel for t in tensors),), dtype=tensors[0].dtype)
     calls = [_added("aten.cat.default", (flat,), whole)]
     calls += [_added("aten.copy_.default", (t, t), t) for t in flat]
-    return [priceable(c, share(2.0 * c.outputs[0].nbytes)) for c in calls]
+    return [priceable(c, 0.0) for c in calls]  # as in a loop, they meet what was just touched
 
 
 def _added(op: str, args: Args, output: TensorSpec) -> OpCall:

@@ -100,11 +100,12 @@ def rank_graph(capture: StepCapture, plan: ParallelPlan, gpu: Gpu) -> RankGraph:
     if plan.amp and gpu.kind == "cpu":
         raise ValueError(f"plan {str(plan)!r}: amp is a GPU's autocast; a CPU casts other ops")
     parts = plan.dp if plan.cut else 1  # of a graph
-    key = ("rank graph", plan.expert_tp, parts, *plan.parts("ops"), gpu)
-    return once_of(capture)(key, partial(_rank_graph, capture, plan, gpu))
+    ranks = plan.world_size if gpu.kind == "cpu" else 1
+    key = ("rank graph", plan.expert_tp, parts, *plan.parts("ops"), gpu, ranks)
+    return once_of(capture)(key, partial(_rank_graph, capture, plan, gpu, ranks))
 
 
-def _rank_graph(capture: StepCapture, plan: ParallelPlan, gpu: Gpu) -> RankGraph:
+def _rank_graph(capture: StepCapture, plan: ParallelPlan, gpu: Gpu, ranks: int) -> RankGraph:
     trained = sum(p.nbytes for p in capture.parameters if p.ready_after >= 0 and not p.matrix)
     capture = cut_graph(capture if gpu.kind == "cpu" else with_whole_networks(capture), plan)
     capture = context_parallel(expert_parallel(capture, plan), plan)
@@ -117,7 +118,7 @@ def _rank_graph(capture: StepCapture, plan: ParallelPlan, gpu: Gpu) -> RankGraph
     capture = capture if gpu.kind == "cpu" else with_cuda_variants(capture)
     layers = tuple(split_layers(capture))
     step_bytes = sum(touched_bytes(c) for c in capture.calls if c.op != COLLECTIVE)
-    cold = cold_fractions(capture, gpu)
+    cold = cold_fractions(capture, gpu, ranks)
     matrices = matrix_updates(capture, cold)
     apart = {i for m in matrices.values() for i in m.numbers}
     update = {i for i, c in enumerate(capture.calls) if c.phase == "optimizer"} - apart
@@ -126,7 +127,7 @@ def _rank_graph(capture: StepCapture, plan: ParallelPlan, gpu: Gpu) -> RankGraph
         gpu=gpu,
         layers=layers,
         cold=cold,
-        copies=[gradient_copies(x, step_bytes, gpu) for x in layers],
+        copies=[gradient_copies(x, step_bytes, gpu, ranks) for x in layers],
         optimizer=tuple(priceable(capture.calls[i], cold[i]) for i in sorted(update)),
         matrices=matrices,
         buffers=buffers(capture.calls),

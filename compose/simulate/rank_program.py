@@ -98,7 +98,7 @@ class RankProgram(RankTasks):
         for dtype, tensors in self.rank.model.graph.buffers.items():
             size = sum(t.nbytes for t in tensors)
             message = Message(kind="broadcast", axis="shard", message_bytes=size, dtype=dtype)
-            join, *copies = self.rank.book.price(buffer_copies(tensors, self.rank.book.gpu))
+            join, *copies = self.rank.book.price(buffer_copies(tensors))
             self.copies += [join, *copies]
             x = self.rank.layers[0]
             self.lanes.work(x.fold([join]), "join buffers")

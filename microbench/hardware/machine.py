@@ -23,8 +23,11 @@ FP64_PEAK_FRAC = assumed(__file__, "fp64_peak_frac")
 FP32_FLOPS_PER_SM_AND_CLOCK = assumed(__file__, "fp32_flops_per_sm_and_clock")
 PEAK_OVER_FP32 = assumed(__file__, "peak_over_fp32")
 MEMORY_TRANSFERS_PER_CLOCK = assumed(__file__, "memory_transfers_per_clock")
-# no assumption: sizes that are measured
-TOUCHED_MIB = (0.125, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
+# no assumption: sizes that are measured; the last one exceeds the caches of all cores of a socket
+TOUCHED_MIB = (0.125, *(2.0**n for n in range(-1, 11)))
+ADD_MIB = 0.125  # no assumption: of one add: read and written, half each
+COLD_LAPS_MIB = 16.0  # no assumption: at least so many MiB are timed of each size
+MAX_MEMORY_FRAC = 1 / 8  # of the machine's memory, for other data
 
 
 def cores() -> int:
@@ -69,38 +72,50 @@ def touched_others(mib: float) -> Callable[[], object]:
     return lambda: torch.mul(far, 1.0, out=copied)
 
 
+def memory_bytes() -> float:
+    """Bytes of this machine's memory."""
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def _touched_mib() -> list[float]:
+    """Sizes of other data that this machine has memory for."""
+    return [mib for mib in TOUCHED_MIB if mib * MIB <= MAX_MEMORY_FRAC * memory_bytes()]
+
+
 def measure_cold_share() -> dict[str, float]:
-    """Measure how soon data leave this CPU's caches as other data are touched; takes half a second.
+    """Measure how soon data leave this CPU's caches as other data are touched; takes a second.
 
-    Returns (t - t_warm) / (t_cold - t_warm), 0 to 1 and never falling, by MiB of other data that
-    are read and written between two runs of a small add; t is the time of the second run.
+    Returns (t - t_warm) / (t_cold - t_warm), 0 to 1 and never falling, by MiB that are touched
+    between two uses; t is the time of a small add. As in training steps, all data are touched once
+    in a lap: those of so many adds that one lap has these MiB.
     """
-    x, b = torch.ones(32 * 2**10), torch.ones(16, 16)
-    y = torch.empty_like(x)
+    b, size = torch.ones(16, 16), int(ADD_MIB * MIB / 8)
 
-    def after_us(mib: float) -> float:
-        times, touch_others = [], touched_others(mib)
-        for _ in range(27):
-            torch.add(x, x, out=y)
-            touch_others()
-            torch.softmax(b, -1)  # another op between, as in a step
-            start = time.perf_counter()
-            torch.add(x, x, out=y)
-            times.append(time.perf_counter() - start)
+    def lap_us(mib: float) -> float:
+        pairs = [(torch.ones(size), torch.empty(size)) for _ in range(round(mib / ADD_MIB))]
+        times = []
+        for lap in range(2 + round(COLD_LAPS_MIB / mib)):
+            for x, y in pairs:
+                torch.neg(b)  # another op between, as in a step
+                start = time.perf_counter()
+                torch.add(x, x, out=y)
+                times += [time.perf_counter() - start] if lap else []
         return statistics.median(times)
 
-    measured = [after_us(mib) for mib in (0.0, *TOUCHED_MIB)]
+    sizes = _touched_mib()
+    lap_us(1.0)  # wakes the threads
+    measured = [lap_us(mib) for mib in sizes]
     near, cold = min(measured[:2]), max(measured)
-    shares = [(t - near) / max(cold - near, 1e-9) for t in measured[1:]]
+    shares = [(t - near) / max(cold - near, 1e-9) for t in measured]
     rising = itertools.accumulate(shares, max)
-    return {f"{mib:g}": round(s, 3) for mib, s in zip(TOUCHED_MIB, rising, strict=True)}
+    return {f"{mib:g}": round(s, 3) for mib, s in zip(sizes, rising, strict=True)}
 
 
 def measure_cpu() -> Gpu:
-    """Measure this CPU: its peak by a 1024^3 product, its bandwidth by a 64 MB sum; takes 2 s."""
-    a, x = torch.randn(1024, 1024), torch.randn(16 * 2**20)
+    """Measure this CPU: its peak by a 1024^3 product, bandwidth beyond its caches; takes 2 s."""
+    a, far_mib = torch.randn(1024, 1024), _touched_mib()[-1]
     peak = 2 * 1024**3 / _best_s(lambda: torch.mm(a, a), 10)
-    bandwidth = 3 * x.nbytes / _best_s(lambda: torch.add(x, x), 6)
+    bandwidth = far_mib * MIB / _best_s(touched_others(far_mib), 6)
     return Gpu(
         name=cpu_name(),
         kind="cpu",
@@ -109,7 +124,7 @@ def measure_cpu() -> Gpu:
         sm_count=cores(),
         peak_flops_per_s={"fp32": peak, "fp64": FP64_PEAK_FRAC * peak},
         hbm_bytes_per_s=bandwidth,
-        hbm_bytes=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+        hbm_bytes=memory_bytes(),
         l2_bytes=last_cache_bytes(),
         cold_share=measure_cold_share(),
     )

@@ -34,8 +34,8 @@ class Gpu:
     - ``l2_bytes``: the last cache before memory.
     - ``link_bytes_per_s``: one direction of the fast link to other GPUs, 0 where there is none.
     - ``link_joins``: GPUs that the fast link joins; 2 for a bridge, 0 for all GPUs of a node.
-    - ``cold_share``: (t - t_warm) / (t_cold - t_warm), 0 to 1, of an access to cached data, by MiB
-      of other data touched since the access before; empty where it was not measured.
+    - ``cold_share``: (t - t_warm) / (t_cold - t_warm), 0 to 1, of a small op, by MiB that are
+      touched between two uses of its data; empty where it was not measured.
     - ``contention``: while a message and compute overlap, both run at 1/contention of their speed;
       0 where it was not measured.
     """

@@ -11,7 +11,7 @@ import logging
 import math
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from itercast.microbench import store
@@ -32,6 +32,9 @@ from itercast.microbench.sweep.scheduler import Chosen, Sweep, finished_keys
 from itercast.microbench.timing.clock import Anchor, Clock, geometric_means, keep_freed_memory
 from itercast.microbench.timing.cuda_device import CudaDevice
 
+CHUNK_POINTS = 32  # no assumption: of a CPU's chunk, whose cold times share flushes
+TWIN_US = 2000.0  # no assumption: of longer ops cold code is a small part, and operands are large
+CHUNK_S = 1.0  # no assumption: after it a chunk gets no further point
 TIMES = ("time_us", "time_us_p20", "time_us_p80", "anchor_us", "serial_us", "cost_s")
 
 
@@ -49,29 +52,65 @@ def build_together(order: WorkerOrder, family: Family, point: Point) -> Workload
     return workload
 
 
-def measure_point(sweep: Sweep, clock: Clock, anchor: Anchor | None, chosen: Chosen) -> list[Row]:
-    """The warm and the cold row of a point; one row of a collective, or of a failure."""
+@dataclass(slots=True, kw_only=True)
+class Measured:
+    """A point's rows so far; workload and twin are None where no cold time is to be measured."""
+
+    chosen: Chosen
+    rows: list[Row]
+    cost_s: float
+    workload: Workload | None = None
+    twin: Workload | None = None
+
+
+def measure_chunk(
+    sweep: Sweep, clock: Clock, anchor: Anchor | None, now_s: float
+) -> list[list[Row]]:
+    """Choose points and measure them: the warm and the cold row of each; none at the end.
+
+    A collective, or a point that failed, has one row. Cold times of all points come last, as they
+    share the flushes of the caches.
+    """
+    start, points = time.monotonic(), list[Measured]()
+    while len(points) < CHUNK_POINTS and agreed_s(sweep.order, time.monotonic() - start) < CHUNK_S:
+        chosen = sweep.choose(now_s)
+        if chosen is None:
+            break
+        sweep.charge(chosen[0])
+        points.append(_warm(sweep, clock, anchor, chosen))
+    cold = [(p, p.workload) for p in points if p.workload]
+    begin, before = time.monotonic(), anchor.times_us() if anchor else {}
+    timings = clock.time_cold([(workload, p.twin) for p, workload in cold])
+    speed = geometric_means(before, anchor.times_us()) if anchor else {}
+    shared_s = (time.monotonic() - begin) / max(1, len(cold))
+    for (point, _), timing in zip(cold, timings, strict=True):
+        measured = {**asdict(timing), "status": "ok", **speed}
+        point.rows.append(sweep.row(point.chosen, "cold", measured))
+        point.cost_s += shared_s
+    return [[{**row, "cost_s": p.cost_s / len(p.rows)} for row in p.rows] for p in points]
+
+
+def _warm(sweep: Sweep, clock: Clock, anchor: Anchor | None, chosen: Chosen) -> Measured:
+    """Build a point and time it with warm caches; a collective on all ranks together."""
     family, point, _ = chosen
     begin = time.monotonic()
-    rows: list[Row] = []
+    workload: Workload | None = None
+    twin: Workload | None = None
     try:
-        workload = build_together(sweep.order, family, point)
-        before = anchor.times_us() if anchor else None
-        for cache in sweep.row_keys(*chosen):
-            if family.ranks > 1:
-                timing = time_collective(workload.run, sweep.order.device)
-            else:
-                timing = clock.time(workload, cache)
-            measured = {**asdict(timing), "status": "ok"}
-            if anchor and before:
-                after = anchor.times_us()
-                measured |= geometric_means(before, after)
-                before = after
-            rows.append(sweep.row(chosen, cache, measured))
+        built = build_together(sweep.order, family, point)
+        before = anchor.times_us() if anchor else {}
+        if family.ranks > 1:
+            timing = time_collective(built.run, sweep.order.device)
+        else:
+            timing, workload = clock.time_warm(built), built
+        speed = geometric_means(before, anchor.times_us()) if anchor else {}
+        row = sweep.row(chosen, "warm", {**asdict(timing), "status": "ok", **speed})
+        if workload and timing.time_us < TWIN_US:
+            twin = family.build(point, sweep.order.device)
     except Exception as exc:  # any failure becomes a row
-        rows = [sweep.row(chosen, "warm", failure(exc))]
-    cost_s = (time.monotonic() - begin) / len(rows)
-    return [{**row, "cost_s": cost_s} for row in rows]
+        workload, row = None, sweep.row(chosen, "warm", failure(exc))
+    cost_s = time.monotonic() - begin
+    return Measured(chosen=chosen, rows=[row], cost_s=cost_s, workload=workload, twin=twin)
 
 
 def agreed_s(order: WorkerOrder, now_s: float) -> float:
@@ -120,12 +159,12 @@ def run(order: WorkerOrder) -> None:
     while (now := agreed_s(order, time.monotonic() - begin)) < order.budget_s:
         if captures is not None and captures.due(now, order.families):
             captures.capture_next()
-        chosen = sweep.choose(now)
-        if chosen is None:
+        measured = measure_chunk(sweep, clock, anchor, now)
+        if not measured:
             break
-        rows = measure_point(sweep, clock, anchor, chosen)
         if order.together:
-            rows = slowest_rows(rows)
+            measured = [slowest_rows(rows) for rows in measured]
+        rows = [row for of_point in measured for row in of_point]
         if journal is not None:
             journal.append(rows)
         sweep.settle(rows)

@@ -6,19 +6,24 @@ import ctypes
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from itercast.microbench.hardware.machine import TOUCHED_MIB, touched_others
 from itercast.microbench.ops.family import Workload
 from itercast.microbench.ops.step.small_ops import small_ops
 from itercast.microbench.slow_imports import torch
+from itercast.microbench.timing.operands import rewritten_by_one_core
 
 WARM_TIME_S = 0.008
 WARM_SAMPLES = (5, 9)
 COLD_SAMPLES = 3
 NowNs = Callable[[], int]
-FLUSHED = 0.95  # no assumption: share of cold access after a flush
+FLUSHED = 0.95  # no assumption: share of cold access, of data touched once in a lap
+# no assumption: a lap through more than a cache finds nothing in it; as replacement is by chance in
+# part, a single flush needs several times as many bytes (four: 97 % of an update on a Xeon)
+FLUSH_OVER_LAP = 4.0
 MIN_US = 0.5  # lower bound of a measured time: no op is faster
 
 
@@ -101,21 +106,6 @@ def time_warm_cpu(
     return summarise([_sample_us(workload, disturb, now_ns) for _ in range(count)])
 
 
-def time_cold_cpu(
-    workload: Workload,
-    flush: Callable[[], object],
-    disturb: Callable[[], object],
-    now_ns: NowNs = time.perf_counter_ns,
-) -> Timing:
-    """Time after a flush of the operands; ``disturb`` then brings common code into caches."""
-
-    def before() -> None:
-        flush()
-        disturb()
-
-    return summarise([_sample_us(workload, before, now_ns) for _ in range(COLD_SAMPLES)])
-
-
 def other_ops() -> Callable[[], object]:
     """Small ops of many kinds that take 0.5 ms, like the ops of a step between two of one kind.
 
@@ -175,23 +165,65 @@ class Clock:
 
     Caches are flushed as the hardware's ``cold_share`` was measured, by which a forecast mixes both
     times: other data are read and written, as many as it takes until hardly anything is warm. That
-    can be a multiple of the stated size of the caches.
+    can be less than the stated size of caches that other machines' users share, or a multiple.
     """
 
     def __init__(self, threads: int, cold_share: Mapping[str, float]) -> None:
-        self._now_ns = clock_of(threads)
+        self._now_ns, self._cores = clock_of(threads), threads
         enough = (float(mib) for mib, share in cold_share.items() if share >= FLUSHED)
-        self._flush = touched_others(min(enough, default=TOUCHED_MIB[-1]))
+        lap_mib = min(enough, default=TOUCHED_MIB[-1])
+        self._flush_mib = min(FLUSH_OVER_LAP * lap_mib, TOUCHED_MIB[-1])
         self._call_cost = CallCost(other_ops(), self._now_ns)
 
-    def time(self, workload: Workload, cache: str) -> Timing:
-        """Time a workload; ``cache``: "warm" (operands in cache) or "cold" (caches flushed)."""
-        before = self._call_cost.before[workload.through_aten]
-        if cache == "cold":
-            timing = time_cold_cpu(workload, self._flush, before, self._now_ns)
-        else:
-            timing = time_warm_cpu(workload, before, self._now_ns)
-            self._call_cost.sample()
+    @cached_property
+    def _flush(self) -> Callable[[], object]:
+        return touched_others(self._flush_mib)
+
+    def time_warm(self, workload: Workload) -> Timing:
+        """Time a workload with its operands in cache, on several cores mostly in another's."""
+        common = self._before(workload)
+        rewrite = None if self._cores == 1 else rewritten_by_one_core(workload.run)
+
+        def before() -> None:
+            if rewrite:
+                rewrite()
+            common()
+
+        timing = time_warm_cpu(workload, before, self._now_ns)
+        self._call_cost.sample()
+        return self._of_one_call(timing, workload)
+
+    def time_cold(self, pairs: Sequence[tuple[Workload, Workload | None]]) -> list[Timing]:
+        """Time the first workload of each pair, whose operands are in no cache.
+
+        Its twin, the same op with other operands, runs after the flush, as in a step an op of this
+        kind ran before: code is warm, data are cold. What the twin returns is kept, so that the
+        result gets cold memory, too. A flush serves all pairs, as none has data of another.
+        """
+        samples_us: list[list[float]] = [[] for _ in pairs]
+        for _ in range(COLD_SAMPLES if pairs else 0):
+            self._flush()
+            for samples, (workload, twin) in zip(samples_us, pairs, strict=True):
+                kept = twin.run() if twin else None
+                time_us = self._timed_us(workload, workload.run)
+                del kept
+                less_us = self._timed_us(workload, workload.baseline) if workload.baseline else 0.0
+                samples.append(time_us - less_us)
+        return [
+            self._of_one_call(summarise(samples), workload)
+            for samples, (workload, _) in zip(samples_us, pairs, strict=True)
+        ]
+
+    def _timed_us(self, workload: Workload, run: Callable[[], object]) -> float:
+        self._before(workload)()
+        return _elapsed_us(run, self._now_ns)
+
+    def _before(self, workload: Workload) -> Callable[[], object]:
+        """What runs before a timed call, so that the code it needs is as warm as in a step."""
+        return self._call_cost.before[workload.through_aten]
+
+    def _of_one_call(self, timing: Timing, workload: Workload) -> Timing:
+        """A timing less what Python adds to a timed call, for one of the workload's calls."""
         less_us = 0.0 if workload.baseline else self._call_cost.us(workload.through_aten)
         return Timing(
             time_us=max(timing.time_us - less_us, MIN_US) / workload.calls,

@@ -24,42 +24,49 @@ def call(inputs: list[TensorSpec], output: TensorSpec) -> OpCall:
 
 
 def test_memory_is_cold_when_more_than_the_cache_was_touched_since_its_last_use() -> None:
-    # tensors 0 to 3 of 400 B are there before the step; each call reads one and writes another
-    calls = (
-        call([tensor(0), tensor(1)], tensor(1)),
-        call([tensor(2), tensor(3)], tensor(3)),
-    )
+    # tensors 0 to 5 of 400 B are there before the step; each call reads one and writes another
+    calls = tuple(call([tensor(n), tensor(n + 1)], tensor(n + 1)) for n in (0, 2, 4))
     step = StepCapture(calls=calls)
-    # between two accesses 800 B of the other call are touched
-    assert cold_fractions(step, CHIP) == [0.0, 0.0]
-    assert cold_fractions(step, replace(CHIP, l2_bytes=500)) == [1.0, 1.0]
-    assert cold_fractions(step, replace(CHIP, l2_bytes=800)) == [0.5, 0.5]
+    # between two uses the other calls touch 1,600 B; no cache has distance / l2_bytes - 0.5 of it
+    assert cold_fractions(step, CHIP) == [0.0, 0.0, 0.0]
+    assert cold_fractions(step, replace(CHIP, l2_bytes=500)) == [1.0, 1.0, 1.0]
+    assert cold_fractions(step, replace(CHIP, l2_bytes=1600)) == [0.5, 0.5, 0.5]
+    # its warm row was measured with its own 800 B between: 1/6 is lost there, 5/6 here
+    assert cold_fractions(step, replace(CHIP, l2_bytes=1200)) == pytest.approx([0.8, 0.8, 0.8])
 
 
-def test_two_passes_over_a_long_list_find_it_cold_on_a_cpu() -> None:
-    # each call touches 800 B, one element after the other: half of this call and half of the one
-    # before lie between two accesses of an element, 800 B; share = 800 / l2_bytes - 0.5
-    calls = (call([tensor(0), tensor(1)], tensor(1)),) * 2
-    cpu = replace(CHIP, kind="cpu", l2_bytes=800)
+def test_a_cpu_passes_over_tensors_one_element_after_the_other() -> None:
+    # half of this call and half of the last one count too: 1,600 B between two uses, not 800
+    calls = tuple(call([tensor(n), tensor(n + 1)], tensor(n + 1)) for n in (0, 2))
+    cpu = replace(CHIP, kind="cpu", l2_bytes=1600)
     assert cold_fractions(StepCapture(calls=calls), cpu) == [0.5, 0.5]
     assert cold_fractions(StepCapture(calls=calls), replace(cpu, kind="gpu")) == [0.0, 0.0]
+    # the same op over and over is what a warm row measures
+    assert cold_fractions(StepCapture(calls=calls[:1] * 2), cpu) == [0.0, 0.0]
+    # another rank touches as many in the same cache: 3,200 B of 1,600, 800 of its own twice
+    assert cold_fractions(StepCapture(calls=calls), cpu, ranks=2) == [1.0, 1.0]
 
 
 def test_a_new_tensor_takes_a_freed_block() -> None:
     # 1 is made from 0 and freed by the call that makes 2; 2 is never used and freed at once
-    step = StepCapture(calls=(call([tensor(0)], tensor(1)), call([tensor(1)], tensor(2))))
-    small = replace(CHIP, l2_bytes=400)  # cold share = distance / 400 - 0.5, within 0 and 1
-    # lap two, call 0: tensor 0 was last touched 800 B ago (cold 1), block of 1 or 2 right now (0)
-    # call 1: tensor 1 was just made (0), the other free block was touched at the end of lap one
-    first, second = cold_fractions(step, small)
-    assert first == pytest.approx(0.5)
-    assert second == pytest.approx(0.5)
+    other = tensor(5, 200)
+    calls = (call([tensor(0)], tensor(1)), call([tensor(1)], tensor(2)), call([other], other))
+    chip = replace(CHIP, l2_bytes=1600)  # cold share = distance / 1600 - 0.5, each call has 800 B
+    # lap two, call 0: tensor 0 was last touched 1,600 B ago (0.5), block of 1 or 2 800 B ago (0)
+    # call 1: tensor 1 was just made (0), the other free block was touched 1,600 B ago (0.5)
+    assert cold_fractions(StepCapture(calls=calls), chip) == pytest.approx([0.25, 0.25, 0.5])
 
 
 def test_a_measured_curve_is_followed_between_its_points() -> None:
     curve = {"1": 0.0, "4": 0.4, "16": 1.0}
     share = cold_share(replace(CHIP, cold_share=curve))
     mib = 2**20
-    assert share(0) == 0.0
-    assert share(2 * mib) == pytest.approx(0.2)  # half-way between 1 and 4 on a log scale
-    assert share(64 * mib) == 1.0
+    assert share(0, 0) == 0.0
+    assert share(2 * mib, 0) == pytest.approx(0.2)  # half-way between 1 and 4 on a log scale
+    assert share(64 * mib, 0) == 1.0
+    assert share(8 * mib, 4 * mib) == pytest.approx(0.5)  # of the 0.6 beyond 4 MiB 0.3
+    assert share(4 * mib, 8 * mib) == 0.0
+    assert share(64 * mib, 16 * mib) == 1.0
+    assert cold_share(replace(CHIP, cold_share=curve), ranks=2)(4 * mib, 2 * mib) == pytest.approx(
+        0.5
+    )

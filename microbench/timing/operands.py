@@ -1,0 +1,59 @@
+"""What a timed call reads, and in which core's caches its operands lie before the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from itercast.microbench.ops.family import Tensor
+from itercast.microbench.slow_imports import torch
+
+# no assumption: elements that ATen always leaves to one thread (at::internal::GRAIN_SIZE / 2)
+PIECE = 2**14
+NEAR_BYTES = 2.0**23  # no assumption: operands of more bytes leave the caches of single cores
+
+
+def rewritten_by_one_core(run: Callable[[], object]) -> Callable[[], object] | None:
+    """A function that writes all operands of a run anew, unchanged, from the calling thread.
+
+    In a step other ops wrote them, which divide their work among cores in another way: most of what
+    a core reads is in the caches of another one. None for operands that are too large for this to
+    matter, or that are no dense floating-point tensors.
+    """
+    pieces = [piece for t in _operands(run) for piece in t.split(PIECE)]
+    if not pieces or sum(p.nbytes for p in pieces) > NEAR_BYTES:
+        return None
+    return lambda: torch._foreach_add_(pieces, 0.0)
+
+
+def _operands(run: Callable[[], object]) -> list[Tensor]:
+    """The floating-point tensors that a run reads and does not make itself, flat; runs it once."""
+    read: dict[int, Tensor] = {}
+    made: set[int] = set()
+
+    class Reads(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            for t in _tensors((args, kwargs or {})):
+                if t.data_ptr() not in made:
+                    read.setdefault(t.data_ptr(), t)
+            result = func(*args, **(kwargs or {}))
+            made.update(t.data_ptr() for t in _tensors(result) if t.data_ptr() not in read)
+            return result
+
+    with Reads():
+        run()
+    return [flat for t in read.values() for flat in _flat(t)]
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    leaves = torch.utils._pytree.tree_leaves(value)
+    return (t for t in leaves if isinstance(t, torch.Tensor) and t.layout == torch.strided)
+
+
+def _flat(t: Tensor) -> list[Tensor]:
+    """All elements of a dense tensor in the order of memory; none of any other tensor."""
+    if not t.is_floating_point() or t.untyped_storage().nbytes() != t.nbytes:
+        return []
+    return [t.data.as_strided((t.numel(),), (1,))]  # .data: autograd does not see the writes
