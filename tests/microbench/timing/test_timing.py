@@ -66,12 +66,12 @@ class Sizes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("cold_share", "mib"), [({"8": 0.5, "16": 0.97, "128": 1.0}, 64), ({}, 1024)]
+    ("cold_share", "mib"), [({"8": 0.5, "16": 0.99, "128": 1.0}, 64), ({}, 1024)]
 )
 def test_a_flush_reads_and_writes_until_nothing_is_warm(
     cold_share: dict[str, float], mib: int
 ) -> None:
-    """A lap of 16 MiB finds 97 % cold: of four times as many half is read, half written.
+    """A lap of 16 MiB finds 99 % cold: of four times as many half is read, half written.
 
     Three samples of three ops share three flushes; before each its twin runs.
     """
