@@ -34,7 +34,8 @@ from itercast.microbench.timing.cuda_device import CudaDevice
 
 CHUNK_POINTS = 32  # no assumption: of a CPU's chunk, whose cold times share flushes
 TWIN_US = 2000.0  # no assumption: of longer ops cold code is a small part, and operands are large
-CHUNK_S = 1.0  # no assumption: after it a chunk gets no further point
+CHUNK_S = 1.0  # no assumption: after it a chunk gets no further point,
+CHUNK_FRAC = 0.05  # no assumption: nor after this share of the sweep's time
 TIMES = ("time_us", "time_us_p20", "time_us_p80", "anchor_us", "serial_us", "cost_s")
 
 
@@ -71,8 +72,9 @@ def measure_chunk(
     A collective, or a point that failed, has one row. Cold times of all points come last, as they
     share the flushes of the caches.
     """
-    start, points = time.monotonic(), list[Measured]()
-    while len(points) < CHUNK_POINTS and agreed_s(sweep.order, time.monotonic() - start) < CHUNK_S:
+    order, start, points = sweep.order, time.monotonic(), list[Measured]()
+    most_s = min(CHUNK_S, CHUNK_FRAC * order.budget_s)
+    while len(points) < CHUNK_POINTS and agreed_s(order, time.monotonic() - start) < most_s:
         chosen = sweep.choose(now_s)
         if chosen is None:
             break
