@@ -20,12 +20,12 @@ COMMAND = (sys.executable, "-m", "itercast", "fleet")
 PLAN = """
 root: rows
 points: captured.json
-chunk: 6s
+chunk: 12s
 machines:
   one:
     gpu: cpu
     count: 2
-    minutes: 0.2
+    minutes: 0.4
     families: [norm, elementwise]
     python: {folder}/venv/bin/python
 """
