@@ -16,9 +16,7 @@ ADDED = "added"  # phase of ops that no module calls: C++ launches them
 COPY_BACK_DELAY: float = assumed(__file__, "copy_back_delay")
 
 
-def gradient_copies(
-    layer: Layer, step_bytes: float, gpu: Gpu, ranks: int = 1
-) -> list[list[Priceable]]:
+def gradient_copies(layer: Layer, step_bytes: float, gpu: Gpu, ranks: int) -> list[list[Priceable]]:
     """Makes three ops per parameter: accumulate its gradient, copy it into a bucket, copy it back.
 
     A gradient is warm in cache when it is accumulated or copied into its bucket; the other tensor

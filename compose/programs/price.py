@@ -54,7 +54,7 @@ def price_rank(step: StepCapture, book: PriceBook, node: Node | None, per_node: 
         step if on_cpu else with_whole_networks(step), apart=lambda call: not call.compiled
     )
     step = step if on_cpu else _with_launches(with_cuda_variants(step))
-    calls, cold = step.calls, cold_fractions(step, book.gpu)
+    calls, cold = step.calls, cold_fractions(step, book.gpu, per_node if on_cpu else 1)
     sent = [i for i, c in enumerate(calls) if c.op == COLLECTIVE]
     computed = [i for i, c in enumerate(calls) if c.op not in (COLLECTIVE, HOST, *MARKS)]
     priced = dict(

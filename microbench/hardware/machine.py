@@ -23,11 +23,11 @@ FP64_PEAK_FRAC = assumed(__file__, "fp64_peak_frac")
 FP32_FLOPS_PER_SM_AND_CLOCK = assumed(__file__, "fp32_flops_per_sm_and_clock")
 PEAK_OVER_FP32 = assumed(__file__, "peak_over_fp32")
 MEMORY_TRANSFERS_PER_CLOCK = assumed(__file__, "memory_transfers_per_clock")
-# no assumption: sizes that are measured; the last one exceeds the caches of all cores of a socket
+# no assumption: sizes that are measured; the last one exceeds the caches of most sockets
 TOUCHED_MIB = (0.125, *(2.0**n for n in range(-1, 11)))
 ADD_MIB = 0.125  # no assumption: of one add: read and written, half each
 COLD_LAPS_MIB = 16.0  # no assumption: at least so many MiB are timed of each size
-MAX_MEMORY_FRAC = 1 / 8  # of the machine's memory, for other data
+SCRATCH_FRAC = 1 / 8  # of the machine's memory, for what measuring needs
 
 
 def cores() -> int:
@@ -77,9 +77,14 @@ def memory_bytes() -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
+def scratch_bytes(processes: int = 1) -> float:
+    """Memory that each of so many processes may use for data of its measurements."""
+    return SCRATCH_FRAC * memory_bytes() / processes
+
+
 def _touched_mib() -> list[float]:
     """Sizes of other data that this machine has memory for."""
-    return [mib for mib in TOUCHED_MIB if mib * MIB <= MAX_MEMORY_FRAC * memory_bytes()]
+    return [mib for mib in TOUCHED_MIB if mib * MIB <= scratch_bytes()]
 
 
 def measure_cold_share() -> dict[str, float]:

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from itercast.microbench import store
+from itercast.microbench.hardware.machine import scratch_bytes
 from itercast.microbench.ops.family import Family, Point, Workload
 from itercast.microbench.processes.ranks import (
     join_process_group,
@@ -73,13 +74,16 @@ def measure_chunk(
     share the flushes of the caches.
     """
     order, start, points = sweep.order, time.monotonic(), list[Measured]()
-    most_s = min(CHUNK_S, CHUNK_FRAC * order.budget_s)
-    while len(points) < CHUNK_POINTS and agreed_s(order, time.monotonic() - start) < most_s:
+    most_s, room = min(CHUNK_S, CHUNK_FRAC * order.budget_s), scratch_bytes(order.ranks)
+    while len(points) < CHUNK_POINTS and room > 0:
+        if agreed_s(order, time.monotonic() - start) >= most_s:
+            break
         chosen = sweep.choose(now_s)
         if chosen is None:
             break
         sweep.charge(chosen[0])
         points.append(_warm(sweep, clock, anchor, chosen))
+        room -= 2.0 * float(chosen[0].bytes_moved(chosen[1]))  # the twin has as many
     cold = [(p, p.workload) for p in points if p.workload]
     begin, before = time.monotonic(), anchor.times_us() if anchor else {}
     timings = clock.time_cold([(workload, p.twin) for p, workload in cold])
@@ -152,7 +156,7 @@ def run(order: WorkerOrder) -> None:
     if order.device == "cuda" and journal is not None and not order.together:
         sweep_in_chunks(sweep, CudaDevice(order.hardware["l2_bytes"]), journal)
         return
-    clock = Clock(order.threads, order.hardware["cold_share"])
+    clock = Clock(order.threads, order.hardware["cold_share"], order.ranks)
     anchor = Anchor(order.threads) if order.device == "cpu" else None
     captures = None
     if order.device == "cpu" and not (order.together or order.only):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from itercast.microbench.hardware.machine import TOUCHED_MIB, touched_others
+from itercast.microbench.hardware.machine import MIB, TOUCHED_MIB, scratch_bytes, touched_others
 from itercast.microbench.ops.family import Workload
 from itercast.microbench.ops.step.small_ops import small_ops
 from itercast.microbench.slow_imports import torch
@@ -166,13 +166,14 @@ class Clock:
     Caches are flushed as the hardware's ``cold_share`` was measured, by which a forecast mixes both
     times: other data are read and written, as many as it takes until hardly anything is warm. That
     can be less than the stated size of caches that other machines' users share, or a multiple.
+    So many ``ranks`` flush at the same time; together they leave most of the memory free.
     """
 
-    def __init__(self, threads: int, cold_share: Mapping[str, float]) -> None:
+    def __init__(self, threads: int, cold_share: Mapping[str, float], ranks: int = 1) -> None:
         self._now_ns, self._cores = clock_of(threads), threads
         enough = (float(mib) for mib, share in cold_share.items() if share >= FLUSHED)
         lap_mib = min(enough, default=TOUCHED_MIB[-1])
-        self._flush_mib = min(FLUSH_OVER_LAP * lap_mib, TOUCHED_MIB[-1])
+        self._flush_mib = min(FLUSH_OVER_LAP * lap_mib, TOUCHED_MIB[-1], scratch_bytes(ranks) / MIB)
         self._call_cost = CallCost(other_ops(), self._now_ns)
 
     @cached_property

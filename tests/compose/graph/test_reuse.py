@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 from itercast.compose.graph.cache_reuse import cold_fractions, cold_share
+from itercast.compose.pricing.rank_graph import rank_graph
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
+from itercast.microbench.plan import ParallelPlan
 
 CHIP = Gpu(name="chip", peak_flops_per_s={"fp32": 1e12}, l2_bytes=4000)
 
@@ -70,3 +72,12 @@ def test_a_measured_curve_is_followed_between_its_points() -> None:
     assert cold_share(replace(CHIP, cold_share=curve), ranks=2)(4 * mib, 2 * mib) == pytest.approx(
         0.5
     )
+
+
+def test_ranks_that_share_a_cpu_find_less_in_its_cache(gpt: StepCapture) -> None:
+    """No op is warmer beside a second rank, some are colder; GPUs have a cache each."""
+    cpu = replace(CHIP, kind="cpu", l2_bytes=2e6)
+    for chip, colder in ((cpu, True), (replace(cpu, kind="gpu"), False)):
+        alone, beside = (rank_graph(gpt, ParallelPlan.parse(p), chip).cold for p in ("", "dp=2"))
+        assert all(a <= b for a, b in zip(alone, beside, strict=True))
+        assert (sum(alone) < sum(beside)) == colder
