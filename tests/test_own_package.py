@@ -76,7 +76,7 @@ def test_its_family_is_measured_and_trained_into_a_bundle(
     before = json.loads((tmp_path / "bundle/bundle.json").read_text())
     (tmp_path / "bundle/scores.json").write_text('{"gemm": {}}')
     for command in (
-        "collect --family fft --budget 12s --out rows",
+        "collect --family fft --budget 45s --out rows",
         "train --data rows --family fft --into bundle",
         "train --data rows --family fft --into bundle",
     ):

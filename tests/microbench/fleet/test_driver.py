@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 import sysconfig
@@ -65,7 +67,8 @@ def test_a_plan_that_was_killed_is_measured_once(
 ) -> None:
     """Two chunks: rows of before the kill are kept, no point is there twice; then none is left.
 
-    They are measured by the software of a virtual environment that the plan names.
+    They are measured by the software of a virtual environment that the plan names. On a loaded
+    machine the first chunk may end before its process learns that the command is dead.
     """
     make_venv(tmp_path)
     store.write_atomic(tmp_path / "captured.json", b'{"models": 40, "norm": []}')
@@ -76,7 +79,7 @@ def test_a_plan_that_was_killed_is_measured_once(
     seen = killed(tmp_path)
     done = fleet(tmp_path, "plan.yaml", "--address", "local")
     assert done.returncode == 0, done.stderr
-    assert "2 chunks done" in done.stdout
+    assert re.search(r"(1 chunk|2 chunks) done", done.stdout)
     used = (tmp_path / "used").read_text()
     assert "itercast.microbench.fleet.chunk" in used and "itercast.microbench.sweep.worker" in used
     both = [store.read_rows([tmp_path / "rows"], name) for name in ("norm", "elementwise")]
@@ -89,7 +92,9 @@ def test_a_plan_that_was_killed_is_measured_once(
     assert {r.info.status for r in runs} == {"FINISHED", "KILLED"}  # the first command's: killed
     (parent,) = [r for r in runs if r.info.run_name == "plan" and r.info.status == "FINISHED"]
     told = mlflow.artifacts.load_dict(f"{parent.info.artifact_uri}/chunks.json")["chunks"]
-    assert sum(one["rows"] for one in told) == len(keys)
+    ended = [json.loads(path.read_text()) for path in (tmp_path / "rows/.fleet").glob("*.json")]
+    assert told and sum(one["rows"] for one in ended) == len(keys)
+    assert {one["chunk"] for one in told} <= {one["chunk"] for one in ended}
     again = fleet(tmp_path, "plan.yaml", "--address", "local")
     assert again.returncode == 0 and "0 of 2 chunks left" in again.stderr
     assert f"rows are at {tmp_path}/rows" in fleet(tmp_path, "status", "plan.yaml").stdout
