@@ -43,7 +43,8 @@ INTERVAL = ("step_p10", "step_p90")  # bounds of the 80 % interval of a step in 
 HOST = "host_file"
 CALIBRATED_ON = 32  # models, or cases of a machine
 OF_ROWS = ("backward_us", "workspace_bytes")  # what was measured, too
-OF_BUILDERS = ("problem_source", "rows", "cols", "inner", "timer")  # what describes other models
+SIZES = ("rows", "cols", "inner", "experts", "topk")  # of a layer
+OF_BUILDERS = ("problem_source", *SIZES, "timer")  # what describes other models
 ASSUMED = "assumed_frac"  # share of a step that rests on assumed numbers
 
 
@@ -190,8 +191,8 @@ def captured_step(asked: Facts, plan: ParallelPlan) -> StepCapture:
     elif asked.get("rows"):
         from itercast.eval.public.sources.layers import layer  # needs torch
 
-        sizes = [int(np.nan_to_num(asked[name])) for name in ("rows", "cols", "inner")]
-        make = partial(layer, str(asked["case"]), *sizes)
+        sizes = {name: int(np.nan_to_num(asked.get(name, 0))) for name in SIZES}
+        make = partial(layer, str(asked["case"]), **sizes)
     else:
         return step_of(asked, plan)
     how = {"mode": asked["mode"], "dtype": asked["dtype"], "loss": "none", "optimizer": "none"}

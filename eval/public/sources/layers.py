@@ -36,7 +36,28 @@ def cross_entropy(logits: Tensor) -> Tensor:
     return F.cross_entropy(logits, logits.new_zeros(len(logits), dtype=torch.int64))
 
 
-# By name: the function, and the shapes of its tensors in letters: n rows, c columns, i inner width.
+def expert_loop(
+    x: Tensor, scores: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
+) -> Tensor:
+    """A mixture of experts as Hugging Face's eager models run it, whose weights are stacked.
+
+    The host reads which experts have tokens, and runs these one after the other. The gradient of
+    each expert's weights is as large as the stack, and all of them are added up.
+    """
+    index = scores.detach().topk(weights.shape[1]).indices
+    chosen = F.one_hot(index, len(down)).permute(2, 1, 0)
+    found = torch.zeros_like(x)
+    for expert in chosen.sum((-1, -2)).gt(0).nonzero():
+        number = int(expert)
+        place, token = torch.where(chosen[number])
+        gate, up = F.linear(x[token], gate_up[number]).chunk(2, dim=-1)
+        out = F.linear(F.silu(gate) * up, down[number]) * weights[token, place, None]
+        found.index_add_(0, token, out)
+    return found
+
+
+# By name: the function, and the shapes of its tensors in letters: n rows, c columns, i inner width,
+# j twice that, e experts, k experts of a token.
 LAYERS: Mapping[str, tuple[Callable[..., Any], str]] = {
     "cross_entropy": (cross_entropy, "nc"),
     "wide_cross_entropy": (lambda x: cross_entropy(x.float()), "nc"),
@@ -53,6 +74,7 @@ LAYERS: Mapping[str, tuple[Callable[..., Any], str]] = {
     "tvd": (lambda x, y: 0.5 * (x - y.detach()).abs().sum(-1).mean(), "nc nc"),
     "swiglu_mlp": (gated(F.silu), "nc ic ic ci"),
     "geglu_mlp": (gated(F.gelu), "nc ic ic ci"),
+    "expert_loop": (expert_loop, "nc ne nk ejc eci"),
 }
 
 
@@ -69,10 +91,12 @@ class Layer(nn.Module):
         return self.call(*self.tensors)
 
 
-def layer(name: str, rows: int, cols: int, inner: int) -> tuple[Layer, tuple[()]]:
+def layer(
+    name: str, rows: int, cols: int, inner: int = 0, experts: int = 0, topk: int = 0
+) -> tuple[Layer, tuple[()]]:
     """A layer of these sizes, and its inputs: none. ValueError for an unknown name."""
     if name not in LAYERS:
         raise ValueError(f"unknown layer {name!r}; known: {sorted(LAYERS)}")
     call, shapes = LAYERS[name]
-    sizes = {"n": rows, "c": cols, "i": inner}
+    sizes = {"n": rows, "c": cols, "i": inner, "j": 2 * inner, "e": experts, "k": topk}
     return Layer(call, [[sizes[letter] for letter in shape] for shape in shapes.split()]), ()

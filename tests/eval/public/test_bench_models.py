@@ -232,7 +232,7 @@ def test_runs_of_a_test_that_fits_hosts_are_judged_nowhere() -> None:
 
 def whole(name: str) -> StepCapture:
     """Forward and backward of a layer, with gradients of all of its tensors."""
-    return capture(lambda: layer(name, 64, 128, 32), loss="none", optimizer="none")
+    return capture(lambda: layer(name, 64, 128, 32, 4, 2), loss="none", optimizer="none")
 
 
 def test_a_layer_is_the_ops_that_eager_torch_runs() -> None:
@@ -245,9 +245,24 @@ def test_a_layer_is_the_ops_that_eager_torch_runs() -> None:
     products = [call.op for call in both.calls if call.op == "aten.mm.default"]
     assert len(products) == 3 + 6  # and gradients of inputs and weights
     with pytest.raises(ValueError, match="unknown layer 'gru'"):
-        layer("gru", 1, 1, 1)
+        layer("gru", 1, 1)
     for name in LAYERS:
         assert {call.phase for call in whole(name).calls} >= {"forward", "backward"}
+
+
+def test_experts_in_a_loop_each_make_gradients_as_large_as_all_weights() -> None:
+    """Of 4 experts each has two products, which backward doubles, for its share of the tokens.
+
+    64 tokens go to 2 of 4 experts each: 32 to an expert, of width 128, and 2 x 32 wide inside. The
+    gradient of an expert's weights, 64 x 128, is written into zeros for 4 experts.
+    """
+    calls = whole("expert_loop").calls
+    products = [call for call in calls if call.op == "aten.mm.default"]
+    assert len(products) == 4 * 2 * 3
+    assert [products[0].args[0].shape, products[0].args[1].shape] == [(32, 128), (128, 64)]
+    stacks = [call for call in calls if call.op == "aten.select_backward.default"]
+    assert sorted(call.args[1] for call in stacks) == 4 * [(4, 64, 128)] + 4 * [(4, 128, 32)]
+    assert sum(call.op == "aten._local_scalar_dense.default" for call in calls) == 4
 
 
 def test_layers_are_forecast_by_their_kernels_alone() -> None:
