@@ -41,17 +41,16 @@ def expert_loop(
 ) -> Tensor:
     """A mixture of experts with stacked weights, whose experts run one after the other.
 
-    As Hugging Face's eager models, but that the host reads an expert's number once, not five times.
-    In backward each expert's gradient is as large as all weights together, and all are added up.
+    As Hugging Face's eager models: whoever indexes by a number that is on the GPU waits for it. In
+    backward each expert's gradient is as large as all weights together, and all are added up.
     """
     index = scores.detach().topk(weights.shape[1]).indices
     chosen = F.one_hot(index, len(down)).permute(2, 1, 0)
     found = torch.zeros_like(x)
-    for expert in chosen.sum((-1, -2)).gt(0).nonzero():
-        number = int(expert)
-        place, token = torch.where(chosen[number])
-        gate, up = F.linear(x[token], gate_up[number]).chunk(2, dim=-1)
-        out = F.linear(F.silu(gate) * up, down[number]) * weights[token, place, None]
+    for (expert,) in chosen.sum((-1, -2)).gt(0).nonzero():
+        place, token = torch.where(chosen[expert])
+        gate, up = F.linear(x[token], gate_up[expert]).chunk(2, dim=-1)
+        out = F.linear(F.silu(gate) * up, down[expert]) * weights[token, place, None]
         found.index_add_(0, token, out)
     return found
 
