@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from itercast.microbench.timing.cuda_device import CudaDevice, Launched, Run
 
 SAMPLES = 5
+MAX_SAMPLES = 15  # where some starve
+FIRST_HOST_US = 10.0  # of a run that should take the host no time, after its first starved sample
 IN_A_ROW = 50  # kernels
 
 
@@ -44,8 +46,12 @@ def reference_times(device: CudaDevice, anchor: Run) -> dict[str, float]:
 
 
 def _median_us(device: CudaDevice, run: Run, host_us: float) -> float:
-    """Median of warm samples, without those that starved if others are left."""
-    queued = [device.sample(run, False, host_us) for _ in range(SAMPLES)]
+    """Median of warm samples. After each that starved, the sleep before samples grows."""
+    queued: list[Launched] = []
+    while len(queued) < MAX_SAMPLES and sum(not s.starved for s in queued) < SAMPLES:
+        queued.append(device.sample(run, False, host_us))
+        if queued[-1].starved:
+            host_us = max(2 * host_us, FIRST_HOST_US)
     device.wait()
     return statistics.median(device.elapsed_us(sample) for sample in unstarved(queued))
 

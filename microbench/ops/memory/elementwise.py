@@ -148,8 +148,8 @@ def _arguments(p: Elementwise) -> Sequence[Any]:
     """What the op is called with, by the names of operands."""
     if p.form == "scalar":
         return ["x", "number"]
-    if p.op == "clone" and p.form in ("row", "col"):
-        return ["wide"]
+    if p.tensors == 1 and p.form in ("row", "col"):
+        return ["wide"] if p.op == "clone" or p.op in known.UNARY else ["wide", "number"]
     tensors = ["x", "y", "z"][: p.tensors]
     found: Sequence[Any] = tensors if p.tensors == 3 else known.FACTS["calls"].get(p.op, tensors)
     return found
