@@ -109,8 +109,7 @@ class Launches:
     """Host time of each op of a step, in us: an equal share of all Python, and the op's launch.
 
     - ``python_us``: Python and autograd per op.
-    - The launch: what was measured of this op (``PricedOp.launch_us``), else ``usual_us``, the
-      launch of a pointwise op, times the op's ``call_launches``.
+    - The launch: ``usual_us``, that of a pointwise op, times the op's ``call_launches``.
     - ``alone_us``: as ``usual_us``, for an op that C++ adds and no module calls; it has no Python.
     - ``by_op`` false: one CUDA graph launches all. ``python_us`` and ``usual_us`` are of the whole
       step, and come before one op (``PricedOp.leads``, see ``led_by_graph``).
@@ -129,10 +128,9 @@ class Launches:
         """Host time of one op in us; ``added``: an op that C++ adds and no module calls."""
         if not self.by_op and not added:
             return op.leads * (self.python_us + self.usual_us)
-        own_us = op.launch_us if self.by_op else None
-        if own_us is None:
-            own_us = (self.alone_us if added else self.usual_us) * self._calls(op)
-        return own_us if added else self.python_us + own_us
+        if added:
+            return self.alone_us * self._calls(op)
+        return self.python_us + self.usual_us * self._calls(op)
 
     def _calls(self, op: PricedOp) -> float:
         """Host time of its call over that of a pointwise op."""
@@ -140,15 +138,12 @@ class Launches:
 
     def total(self, ops: Sequence[PricedOp]) -> AssumedTime:
         """Adds up the host time of ops of the captured step, by assumption."""
-        measured_us = [op.launch_us for op in ops if self.by_op and op.launch_us is not None]
-        others = [op for op in ops if op.launch_us is None]
-        calls, launches = float(len(ops)), sum(map(self._calls, others))
+        calls, launches = float(len(ops)), sum(map(self._calls, ops))
         if not self.by_op:
             calls = launches = sum(op.leads for op in ops)
         total = AssumedTime()
         total.add(self.python_us * calls, self.python_assumed)
         total.add(self.usual_us * launches, self.launch_assumed)
-        total.add(sum(measured_us))
         return total
 
     def step(self, op: PricedOp, *, added: bool = False) -> Step:

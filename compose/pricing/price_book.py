@@ -141,9 +141,9 @@ class PriceBook:
         return []
 
     def _call(self, w: Priceable) -> HostCall | None:
-        """Measured host time of a call on a GPU; on a CPU it is part of the op."""
+        """What a GPU's sweep tells of a call on the host; on a CPU it is part of the op."""
         model = self.models.get(w.name)
-        if model is None or self.gpu.kind == "cpu" or self.host_is_named:
+        if model is None or self.gpu.kind == "cpu":
             return None
         host_call, gpu = model.host_call, self.gpu.name
         return self.once(("call", w.name, w.kind), lambda: host_call(gpu, w.kind))
@@ -180,6 +180,7 @@ class PriceBook:
         flops = float(w.family.flops(w.params)) if w.family is not None else 0.0
         ratio, own, call = self._kernel_ratio(w), w.name in self.models, self._call(w)
         known = own or (bool(parts) and all(part.checked for part in parts))
+        tensors = getattr(w.params, "tensors", 1)
         times_us = [(part, ratio * self._part_us(part, w.cold)) for part in parts]
         us = sum(part_us for _, part_us in times_us)
         other_us = sum(abs(part_us) for part, part_us in times_us if not w.is_priced_as(part))
@@ -195,9 +196,8 @@ class PriceBook:
             phase=w.phase,
             duration_us=us,
             flops=flops,
-            launch_us=call.us(getattr(w.params, "tensors", 1)) if call else None,
             kernels=max(1, round(call.kernels)) if call else 1,
-            call_launches=w.call_launches,
+            call_launches=call.launches(tensors) if call else w.call_launches,
             waits=w.waits,
             assumed=shares if ratio == 1.0 else (("attention_kernels.over_flash_2", 1.0),),
         )

@@ -55,9 +55,8 @@ class AssumedTime:
 class PricedOp:
     """One call with its duration; ``family`` is "unmodelled" where no learned model priced it.
 
-    ``latency_us``: the part of a message on a CPU during which ranks sleep. ``launch_us``: host
-    time of the call on a GPU, None where it was not measured; it launches ``kernels`` kernels of
-    equal length. ``call_launches``: host time of its call over that of a pointwise op.
+    ``latency_us``: the part of a message on a CPU during which ranks sleep. ``call_launches``: host
+    time of its call over that of a pointwise op; it launches ``kernels`` kernels of equal length.
     ``assumed``: shares of ``duration_us`` that rest on assumptions, by their names. ``leads``: the
     share of the step's host time that comes before it, where a CUDA graph launches all ops.
     ``waits``: the host waits for its end.
@@ -69,7 +68,6 @@ class PricedOp:
     duration_us: float
     flops: float
     latency_us: float = 0.0
-    launch_us: float | None = None
     kernels: int = 1
     call_launches: float = 1.0
     assumed: AssumedShares = ()

@@ -150,7 +150,7 @@ class ShardTime:
     @property
     def work_us(self) -> float:
         """Time of lookups and updates."""
-        return sum(max(op.duration_us, op.launch_us or 0.0) for op in self.forward + self.backward)
+        return sum(op.duration_us for op in self.forward + self.backward)
 
     @property
     def total_us(self) -> float:

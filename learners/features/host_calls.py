@@ -1,7 +1,10 @@
-"""Host time of one call of an op on a GPU, learned op by op from sweeps of that GPU.
+"""Host time of one call of an op on a GPU, over that of a pointwise op, learned from sweeps.
 
-Rows of a device sweep hold ``launch_us``, the host's time to call the op once while the device's
-queue is empty, and some of them ``kernel_count``, how many kernels the call launches.
+Rows of a device sweep hold ``launch_us``, the host's time to call the op once, its code as cold as
+after a hundred other ops; ``tiny_launch_us``, that of a pointwise op called over and over; and some
+of them ``kernel_count``, how many kernels the call launches. A step repeats few kinds of ops, so
+that its calls are warmer than those of a sweep: only their ratios are learned, and a host's speed
+says how long they take (``itercast.microbench.hardware.host``).
 """
 
 from __future__ import annotations
@@ -12,10 +15,12 @@ from dataclasses import astuple, dataclass
 import numpy as np
 import pandas as pd
 
+from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import Family
 
 MIN_ROWS = 3  # of an op, to take their median
+COLD_POINTWISE: float = assumed(__file__, "cold_pointwise")
 LIST_SPAN = 4.0  # no assumption: longest list of tensors over shortest, to fit a line
 
 HostCalls = Mapping[str, Mapping[str, "HostCall"]]  # by GPU and op
@@ -23,33 +28,33 @@ HostCalls = Mapping[str, Mapping[str, "HostCall"]]  # by GPU and op
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCall:
-    """Host time of one call: ``fixed_us + per_tensor_us * tensors``.
+    """Host time of one call, in calls of a pointwise op: ``fixed + per_tensor * tensors``.
 
-    ``per_tensor_us`` is 0 except for ops on lists of tensors. ``kernels`` is the median number of
+    ``per_tensor`` is 0 except for ops on lists of tensors. ``kernels`` is the median number of
     kernels that a call launches, 1 where none was profiled; ``rows`` is how many points were used.
     """
 
-    fixed_us: float
-    per_tensor_us: float = 0.0
+    fixed: float
+    per_tensor: float = 0.0
     kernels: float = 1.0
     rows: int = 0
 
-    def us(self, tensors: int) -> float:
-        """Host time in us of a call on a list of ``tensors`` tensors."""
-        return self.fixed_us + self.per_tensor_us * tensors
+    def launches(self, tensors: int) -> float:
+        """Host time of a call on a list of ``tensors`` tensors, over that of a pointwise op."""
+        return self.fixed + self.per_tensor * tensors
 
 
 def learn_host_calls(
     rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]
 ) -> dict[str, dict[str, HostCall]]:
-    """Learn host calls by GPU and op from one family's rows; empty if none has ``launch_us``.
+    """Learn host calls by GPU and op from one family's rows; empty where none was timed.
 
     Cold rows repeat the launch of their warm row and are left out. So are fused kernels: each was
     timed as a compiled function of its own, whose guards a compiled step checks only once.
     """
-    if "launch_us" not in rows or family.compiled:
+    if not {"launch_us", "tiny_launch_us"} <= set(rows) or family.compiled:
         return {}
-    rows = rows[rows["launch_us"] > 0]
+    rows = rows[(rows["launch_us"] > 0) & (rows["tiny_launch_us"] > 0)]
     if "cache" in rows:
         rows = rows[rows["cache"] != "cold"]
     found: dict[str, dict[str, HostCall]] = {}
@@ -60,42 +65,43 @@ def learn_host_calls(
 
 
 def _fit_op(rows: pd.DataFrame) -> HostCall:
-    us = rows["launch_us"].to_numpy(dtype=float)
+    pointwise_us = COLD_POINTWISE * float(rows["tiny_launch_us"].median())
+    calls = rows["launch_us"].to_numpy(dtype=float) / pointwise_us
     kernels = 1.0
     if "kernel_count" in rows and rows["kernel_count"].notna().any():
         kernels = max(1.0, float(rows["kernel_count"].median()))
-    fixed_us, per_tensor_us = float(np.median(us)), 0.0
+    fixed, per_tensor = float(np.median(calls)), 0.0
     if "tensors" in rows:
         tensors = rows["tensors"].fillna(1).to_numpy(dtype=float)
         if tensors.max() >= LIST_SPAN * tensors.min():
-            fixed_us, per_tensor_us = _line(tensors, us)
-    return HostCall(fixed_us=fixed_us, per_tensor_us=per_tensor_us, kernels=kernels, rows=len(rows))
+            fixed, per_tensor = _line(tensors, calls)
+    return HostCall(fixed=fixed, per_tensor=per_tensor, kernels=kernels, rows=len(rows))
 
 
-def _line(tensors: np.ndarray, us: np.ndarray) -> tuple[float, float]:
-    """Fit us = fixed + slope * tensors by least squares of relative errors, neither negative."""
-    slope, fixed = np.polyfit(tensors, us, 1, w=1 / us)
+def _line(tensors: np.ndarray, calls: np.ndarray) -> tuple[float, float]:
+    """Fit calls = fixed + slope * tensors by least squares of relative errors, none negative."""
+    slope, fixed = np.polyfit(tensors, calls, 1, w=1 / calls)
     if slope <= 0:
-        return float(np.median(us)), 0.0
+        return float(np.median(calls)), 0.0
     if fixed <= 0:
-        return 0.0, float(np.median(us / tensors))
+        return 0.0, float(np.median(calls / tensors))
     return float(fixed), float(slope)
 
 
 def host_call(calls: HostCalls, gpu: str, op: str) -> HostCall | None:
     """The host call of an op on a GPU; None where no GPU has it.
 
-    A GPU that was not swept takes the median over those that were: the cost is the host's.
+    A GPU that was not swept takes the median over those that were: the software is the same.
     """
     if (measured := calls.get(gpu, {}).get(op)) is not None:
         return measured
     others: Sequence[HostCall] = [known[op] for known in calls.values() if op in known]
     if not others:
         return None
-    fixed_us, per_tensor_us, kernels, _ = np.median([astuple(c) for c in others], axis=0)
+    fixed, per_tensor, kernels, _ = np.median([astuple(c) for c in others], axis=0)
     return HostCall(
-        fixed_us=float(fixed_us),
-        per_tensor_us=float(per_tensor_us),
+        fixed=float(fixed),
+        per_tensor=float(per_tensor),
         kernels=float(kernels),
         rows=sum(c.rows for c in others),
     )
