@@ -40,7 +40,7 @@ def find_host(name: str, gpu: Gpu) -> HostMachine:
     A CPU is its own host: its events are measured with its ops.
     """
     if gpu.kind != "cpu":
-        return load_host(name or USUAL)
+        return load_host(name or USUAL, gpu.architecture)
     if name:
         raise ValueError(f"host {name!r}: {gpu.name} is a CPU, which is its own host")
     return REFERENCE

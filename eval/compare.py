@@ -198,11 +198,25 @@ def measured_steps(rows: pd.DataFrame, folder: Path | None) -> list[MeasuredStep
         stack = asked_stack(row["stack"])
         target = find_target(str(row["gpu"]), str(row["plan"]), folder, stack=stack)
         step = step_of(row, target.plan)
-        time_us, label = float(row["time_us"]), f"{row['case']} {row['plan']}"
-        found.append(MeasuredStep(label=label, time_us=time_us, step=step, target=target))
+        found.append(
+            MeasuredStep(
+                label=f"{row['case']} {row['plan']}",
+                time_us=float(row["time_us"]),
+                step=step,
+                target=target,
+                phases_us=_host_us(row) if target.gpu.kind != "cpu" else None,
+            )
+        )
     if not found:
         raise ValueError("a host is found from iterations of known cases, got none")
     return found
+
+
+def _host_us(row: Facts) -> float | None:
+    """The host's time of forward, loss and backward of an eager step of one process."""
+    phases = [row.get(f"{phase}_us") for phase in ("forward", "loss", "backward")]
+    alone = not row["plan"] and row["engine"] == "eager"
+    return sum(phases) if alone and not pd.isna(phases).any() else None
 
 
 def step_of(asked: Facts, plan: ParallelPlan) -> StepCapture:

@@ -13,7 +13,14 @@ from itercast.learners.bundle import Bundle
 from itercast.learners.family_model import FamilyModel
 from itercast.learners.score_file import read_file
 from itercast.learners.transfer.calibration import Calibration, coordinates, points
-from itercast.microbench.hardware.host import EVENT_US, REFERENCE, HostMachine, call_launches
+from itercast.microbench.hardware.host import (
+    EVENT_US,
+    LAUNCH_EVENT,
+    REFERENCE,
+    WARM_CALL,
+    HostMachine,
+    call_launches,
+)
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.ops import families
 from itercast.microbench.ops.family import Family
@@ -96,15 +103,17 @@ def host_of_events(rows: pd.DataFrame, name: str, source: str) -> HostMachine | 
 def _launches_us(rows: pd.DataFrame) -> np.ndarray:
     """Converts measured host times of calls to the launch of a pointwise op, in us.
 
-    ``launch_us`` of ops and the event ``launch`` both count. Cold rows repeat the launch of their
-    warm row and are left out.
+    ``launch_us`` of ops and the event ``launch`` both count, as long as they take in a training
+    step. Cold rows repeat the launch of their warm row and are left out.
     """
-    found = [rows.loc[(rows["family"] == "host") & (rows["op"] == "launch"), "time_us"]]
+    events = rows.loc[(rows["family"] == "host") & (rows["op"] == "launch"), "time_us"]
+    found = [events / LAUNCH_EVENT]
     if "launch_us" in rows:
         calls = rows[rows["launch_us"] > 0]
         calls = calls[calls["cache"] != "cold"] if "cache" in calls else calls
         pairs = zip(calls["family"], calls["op"].astype(str), strict=True)
-        found.append(calls["launch_us"] / [call_launches(family, op) for family, op in pairs])
+        ratios = np.array([call_launches(family, op) for family, op in pairs])
+        found.append(WARM_CALL * calls["launch_us"] / ratios)
     launches: np.ndarray = pd.concat(found).to_numpy(dtype=float)
     return launches
 

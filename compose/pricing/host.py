@@ -12,7 +12,7 @@ from itercast.compose.pricing.price_book import PriceBook, price_book
 from itercast.compose.pricing.priced_op import AssumedShares, AssumedTime, PricedOp
 from itercast.compose.pricing.work import Step
 from itercast.learners.transfer.source_gpus import gpu_distance
-from itercast.microbench.hardware.host import EVENT_US
+from itercast.microbench.hardware.host import EVENT_US, LAUNCH_EVENT
 from itercast.microbench.opcall import StepCapture
 from itercast.microbench.ops.step.host import REPEATED, Host
 from itercast.microbench.store import Facts
@@ -82,7 +82,7 @@ def _event_us(
     """Time of one event, and the assumption it rests on; ``row``: the model's."""
     on_this_cpu = book.gpu.kind == "cpu" and event not in (*WRAPPERS, REPEATED)
     if row is not None and not book.host_is_named and (on_this_cpu or row["in_envelope"]):
-        return row["predicted_us"], ()
+        return row["predicted_us"] / (LAUNCH_EVENT if event == "launch" else 1.0), ()
     known = book.host_is_named and event not in WRAPPERS
     shares = () if known else ((f"host.event_us.{event}", 1.0),)
     return book.host.event_us(event, tensors), shares

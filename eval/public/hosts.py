@@ -6,7 +6,7 @@ host files where a folder is given. Also prints the ratios of assumption host.ca
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -33,7 +33,7 @@ console = Console()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSource:
-    """A host of published rows: their source, the machine, and which rows they are.
+    """A host of published rows: their source, the machine, its GPUs, and which rows they are.
 
     ``rows``: an expression (``itercast.eval.public.lines.selected``).
     """
@@ -41,6 +41,7 @@ class HostSource:
     source: str
     cpu: str
     rows: str
+    gpus: str
 
 
 HOSTS = {name: made_of(HostSource, host, f"host {name}") for name, host in FACTS["hosts"].items()}
@@ -81,7 +82,7 @@ def main(
         rows[name] = read_rows(public, source)
         what = f"{COMMAND}, {len(rows[name])} rows of {source.source}; launches as slow as events"
         facts = {"source": what, "cpu": source.cpu, "fitted_on": source.source}
-        hosts[name] = fit_host(name, rows[name], **facts)
+        hosts[name] = replace(fit_host(name, rows[name], **facts), gpus=source.gpus)
         if out is not None:
             (out / f"{name}.yaml").write_text(host_yaml(hosts[name]))
     for name, source in HOSTS.items():

@@ -25,7 +25,7 @@ from itercast.eval.public.models import (
     with_fitted_hosts,
 )
 from itercast.eval.public.readers import gpus_of
-from itercast.eval.public.shipped import MAX_ROWS, SOURCES
+from itercast.eval.public.shipped import MAX_ROWS, OWN, SOURCES
 from itercast.eval.results import LineResult
 from itercast.learners.beyond_memory import subsample_evenly
 from itercast.learners.bundle import Bundle
@@ -38,9 +38,9 @@ from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.importers.base import positive
 from itercast.microbench.ops import families
 
-TRAINED_ON = {source_in(folder) for folder in SOURCES}  # sources of the bundle that ships
+TRAINED_ON = {source_in(folder) for folder in SOURCES} | {OWN}  # sources of the shipped bundle
 TEACHERS = {  # of these, those whose rows of a family it was trained on
-    family: {source_in(f) for f, one in SOURCES.items() if family in (one.families or MAX_ROWS)}
+    family: {OWN, *(source_in(f) for f, x in SOURCES.items() if family in (x.families or MAX_ROWS))}
     for family in MAX_ROWS
 }
 ROWS = 96  # of a line and source that are forecast anew, at most

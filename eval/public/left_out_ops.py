@@ -15,6 +15,7 @@ from itercast.eval.processes import processes
 from itercast.eval.public.left_out import compared
 from itercast.eval.public.lines import FOLDS, Rows
 from itercast.eval.public.readers import SOURCES, gpus_of, read_source, reader_of
+from itercast.eval.public.shipped import MAX_ROWS, OWN, own_rows
 from itercast.eval.results import LineResult
 from itercast.learners.beyond_memory import subsample_evenly
 from itercast.learners.family_model import learn_quickly, prepare
@@ -73,8 +74,9 @@ def op_sources(public: Path) -> list[str]:
 
 
 def read_ops(public: Path) -> dict[str, Rows]:
-    """Op rows of every source in a folder by family, with the column ``source``."""
-    frames: dict[str, list[Rows]] = {}
+    """Op rows of every source in a folder, and our own, by family, with the column ``source``."""
+    own = {name: own_rows(name) for name in MAX_ROWS}
+    frames = {name: [rows.assign(source=OWN)] for name, rows in own.items() if len(rows)}
     for folder, reader in readers(public).items():
         source = source_in(folder.name)
         for family, rows in read_source(reader, folder, Hints()).rows.items():

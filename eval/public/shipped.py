@@ -2,8 +2,9 @@
 
 `python -m itercast.eval.public.shipped PUBLIC` for GPUs, with `--cpu` for CPUs.
 
-The GPU bundle is trained on measurements that others published (learners/shipped/CARD.md names
-them), read from clones under PUBLIC; the CPU bundle on datasets/. Families are trained one by one
+The GPU bundle is trained on datasets/gpu and on measurements that others published
+(learners/shipped/CARD.md names them), read from clones under PUBLIC; the CPU bundle on datasets/.
+Families are trained one by one
 into OUT/families, so that a run that was stopped goes on where it was; the bundle is then compared
 with the shipped one, and takes its place only with --replace. Of single families (--family) these
 alone are replaced.
@@ -19,19 +20,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
+import pandas as pd
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from itercast.eval.progress import run_program
 from itercast.eval.public.readers import read_source
-from itercast.learners.beyond_memory import subsample_evenly, usable_rows
+from itercast.learners.beyond_memory import subsample_evenly
 from itercast.learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
 from itercast.learners.train import Asked, joined, train, train_tables
 from itercast.microbench.hardware.spec import gpu_names, load_gpu
 from itercast.microbench.importers.base import Hints, Imported
 from itercast.microbench.importers.write import write
 from itercast.microbench.ops import families
+from itercast.microbench.store import read_rows
 from itercast.microbench.yaml_text import facts_of, made_of
 
 log = logging.getLogger(__name__)
@@ -49,6 +52,7 @@ FACTS = facts_of(__file__)
 SOURCES = {name: made_of(Source, facts, name) for name, facts in FACTS["sources"].items()}
 WIDTH = {"fp16": "16 bit"}  # rows in fp16 and bf16 count as one
 MAX_ROWS: Mapping[str, int] = FACTS["max_rows"]
+OWN, OWN_GPUS, OWN_ROWS = str(FACTS["own"]), FACTS["own_gpus"], Path("datasets/gpu")
 CPU_TRIALS = 3  # of Optuna per family
 SHOWN = ("median_ape_pct", "mape_pct", "geomean_ape_pct")
 
@@ -69,8 +73,15 @@ def taught(imported: Imported, source: Source) -> Imported:
     return replace(imported, rows=rows)
 
 
+def own_rows(name: str) -> pd.DataFrame:
+    """The rows of a family under datasets/gpu that teach the shipped bundle."""
+    rows = read_rows([OWN_ROWS], name)
+    taught = rows["gpu"].isin(OWN_GPUS) & (rows["status"] == "ok") if len(rows) else []
+    return rows[taught].reset_index(drop=True)
+
+
 def train_apart(data: Path, out: Path, names: Sequence[str]) -> Bundle:
-    """Train each family into a bundle of its own under ``out``, then join them.
+    """Train each family on ``data`` and our own rows, into a bundle of its own; join them.
 
     Families that are there already are not trained again.
     """
@@ -78,8 +89,10 @@ def train_apart(data: Path, out: Path, names: Sequence[str]) -> Bundle:
         folder = out / name
         if not (folder / "bundle.json").is_file():
             log.info("training %s", name)
-            rows = subsample_evenly(usable_rows([data], [name])[name], MAX_ROWS[name])
-            train_tables({name: rows}, Asked(roots=[data]), folder)
+            rows = [read_rows([data], name), own_rows(name)]
+            both = pd.concat([part[part["status"] == "ok"] for part in rows if len(part)])
+            some = subsample_evenly(both.reset_index(drop=True), MAX_ROWS[name])
+            train_tables({name: some}, Asked(roots=[data, OWN_ROWS]), folder)
     return joined([Bundle.load(out / name) for name in names])
 
 

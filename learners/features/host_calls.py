@@ -4,7 +4,8 @@ Rows of a device sweep hold ``launch_us``, the host's time to call the op once, 
 after a hundred other ops; ``tiny_launch_us``, that of a pointwise op called over and over; and some
 of them ``kernel_count``, how many kernels the call launches. A step repeats few kinds of ops, so
 that its calls are warmer than those of a sweep: only their ratios are learned, and a host's speed
-says how long they take (``itercast.microbench.hardware.host``).
+says how long they take (``itercast.microbench.hardware.host``). The driver's launch of a kernel is
+as warm in a sweep as in a step.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from itercast.microbench.ops.family import Family
 
 MIN_ROWS = 3  # of an op, to take their median
 COLD_POINTWISE: float = assumed(__file__, "cold_pointwise")
+KERNEL_SHARE: float = assumed(__file__, "kernel_share")
 LIST_SPAN = 4.0  # no assumption: longest list of tensors over shortest, to fit a line
 
 HostCalls = Mapping[str, Mapping[str, "HostCall"]]  # by GPU and op
@@ -28,10 +30,11 @@ HostCalls = Mapping[str, Mapping[str, "HostCall"]]  # by GPU and op
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCall:
-    """Host time of one call, in calls of a pointwise op: ``fixed + per_tensor * tensors``.
+    """Host time of one call in a sweep, in calls of a pointwise op there, and its kernels.
 
-    ``per_tensor`` is 0 except for ops on lists of tensors. ``kernels`` is the median number of
-    kernels that a call launches, 1 where none was profiled; ``rows`` is how many points were used.
+    ``fixed + per_tensor * tensors``; ``per_tensor`` is 0 except for ops on lists of tensors.
+    ``kernels`` is the median number of kernels that a call launches, 1 where none was profiled;
+    ``rows`` is how many points were used.
     """
 
     fixed: float
@@ -40,8 +43,12 @@ class HostCall:
     rows: int = 0
 
     def launches(self, tensors: int) -> float:
-        """Host time of a call on a list of ``tensors`` tensors, over that of a pointwise op."""
-        return self.fixed + self.per_tensor * tensors
+        """Host time of a call on ``tensors`` tensors in a step, over that of a pointwise op.
+
+        (1 - KERNEL_SHARE) * its time in a sweep + KERNEL_SHARE * its kernels
+        """
+        swept = self.fixed + self.per_tensor * tensors
+        return (1 - KERNEL_SHARE) * swept + KERNEL_SHARE * self.kernels
 
 
 def learn_host_calls(

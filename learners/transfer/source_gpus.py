@@ -33,6 +33,8 @@ WEIGHT_BASE = assumed(__file__, "weight_base")
 OTHER_ARCHITECTURE_DISTANCE = assumed(__file__, "other_architecture_distance")
 OTHER_STACK_DISTANCE = assumed(__file__, "other_stack_distance")
 NEAR_GENERATIONS = assumed(__file__, "near_generations")
+OVERLAP = assumed(__file__, "overlap")
+REACHED = assumed(__file__, "reached")
 
 # Major compute capability: kernels are written for one of these and often run on the next.
 # Source: https://developer.nvidia.com/cuda-gpus
@@ -255,7 +257,10 @@ class SourceGpus:
     def predict(
         self, ensemble: Ensemble, x: np.ndarray, roofline_us: np.ndarray, query: QueryRows
     ) -> np.ndarray:
-        """Predict times in us; of unseen rows the weighted geometric mean over source GPUs."""
+        """Predict times in us; of unseen rows the weighted geometric mean over source GPUs.
+
+        See ``_moved_us`` for how a time on a source GPU becomes one on another.
+        """
         unseen = self.unseen(query)
         if not (self.measured and unseen.any()):
             return np.asarray(ensemble.predict(x, roofline_us))
@@ -268,14 +273,36 @@ class SourceGpus:
                 piece = (where[rows], np.full(len(rows), weight))
                 by_source.setdefault(source, []).append(piece)
         index, weights, inputs = [np.flatnonzero(~unseen)], [np.ones((~unseen).sum())], [x[~unseen]]
+        rooflines_us, slower = [roofline_us[~unseen]], [np.ones((~unseen).sum())]
         for source, pieces in by_source.items():
             rows, piece_weights = (np.concatenate(part) for part in zip(*pieces, strict=True))
             index.append(rows)
             weights.append(piece_weights)
-            inputs.append(self._features_on(x[rows], query.take(rows), *source))
-        at = np.concatenate(index)
-        guess = np.log(ensemble.predict(np.concatenate(inputs), roofline_us[at]))
+            there = self._features_on(x[rows], query.take(rows), roofline_us[rows], *source)
+            inputs.append(there[0])
+            rooflines_us.append(there[1])
+            slower.append(self._slower(query.take(rows), source[0]))
+        at, source_us = np.concatenate(index), np.concatenate(rooflines_us)
+        ratio = ensemble.predict(np.concatenate(inputs), np.ones(len(at)))
+        guess = np.log(_moved_us(ratio, source_us, roofline_us[at], np.concatenate(slower)))
         return np.asarray(np.exp(np.bincount(at, np.concatenate(weights) * guess, len(x))))
+
+    def _slower(self, query: QueryRows, source: str) -> np.ndarray:
+        """Arithmetic rate of the source GPU over that of each row's own GPU.
+
+        Of products, convolutions and attention in the row's dtype, of other ops see
+        ``_vector_rate``. 1 where the roofline alone is moved to another GPU (``_features_on``).
+        """
+        if _is_by_roofline(query.family):
+            return np.ones(len(query.gpu))
+        keys = pd.MultiIndex.from_arrays([query.gpu, query.dtype])
+        codes, distinct = pd.factorize(keys)
+
+        def rate(gpu: Gpu, dtype: str) -> float:
+            return gpu.full_rate(dtype) if query.family.matmul else _vector_rate(gpu)
+
+        ratios = [rate(self.gpus[source], d) / rate(query.gpus[name], d) for name, d in distinct]
+        return np.array(ratios)[codes]
 
     def with_measured_ops(self, rows: pd.DataFrame, family: Family, gpu: str) -> pd.DataFrame:
         """The rows with ops replaced by aliases that ``gpu`` was measured with in their dtype."""
@@ -286,10 +313,13 @@ class SourceGpus:
         ops = {d: list(by_dtype.get(EQUAL_SPEED_DTYPE.get(d, d), ())) for d in dtypes}
         return as_measured(rows, family, {d: o for d, o in ops.items() if o}, missing=False)
 
-    def _features_on(self, x: np.ndarray, query: QueryRows, gpu: str, stack: str) -> np.ndarray:
-        """Encode the rows as if they ran on the source GPU under its software.
+    def _features_on(
+        self, x: np.ndarray, query: QueryRows, roofline_us: np.ndarray, gpu: str, stack: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Encode the rows as if they ran on the source GPU under its software; their rooflines.
 
-        Families whose kernels are tiled keep the features of the rows' own GPU, but the GPU's name.
+        Families whose tiles are counted keep the features of the rows' own GPU, but the GPU's name.
+        Where ``_is_by_roofline``, rooflines are those of the rows' own GPU.
         """
         family, lent = query.family, query.lent
         rows = query.rows
@@ -299,8 +329,9 @@ class SourceGpus:
         rows = self.with_measured_ops(rows, family, gpu)
         if not family.tiled:
             rows = rows.assign(gpu=gpu, stack=stack)
-            table, _ = feature_table(rows, family, query.gpus, query.launch)
-            return self.encoder.encode({**table, **origins(rows, family, {})})
+            table, source_us = feature_table(rows, family, query.gpus, query.launch)
+            x = self.encoder.encode({**table, **origins(rows, family, {})})
+            return x, roofline_us if _is_by_roofline(family) else source_us
         if rows is not query.rows:
             table, _ = feature_table(rows, family, query.gpus, query.launch)
             x = self.encoder.encode({**table, **origins(rows, family, {})})
@@ -309,7 +340,43 @@ class SourceGpus:
             seen = np.array(self.encoder.vocabulary.get(name, []), dtype=object)
             if len(seen):
                 x[:, list(self.encoder.places([name]))] = seen == value
-        return x
+        return x, roofline_us
+
+
+def _moved_us(
+    ratio: np.ndarray, source_us: np.ndarray, own_us: np.ndarray, slower: np.ndarray
+) -> np.ndarray:
+    """Time on a GPU of kernels that take ``ratio`` of their roofline on a source GPU, in us.
+
+    A kernel at REACHED of its roofline is bound by it. Of a slower one the rest is work of its SMs,
+    of which memory hides a part; on the GPU it takes ``slower`` times as long, whatever its memory.
+
+        time ** OVERLAP = (roofline / REACHED) ** OVERLAP + rest ** OVERLAP
+    """
+    bound = 1 / REACHED
+    rest_us = source_us * np.maximum(ratio**OVERLAP - bound**OVERLAP, 0) ** (1 / OVERLAP) * slower
+    moved_us = ((bound * own_us) ** OVERLAP + rest_us**OVERLAP) ** (1 / OVERLAP)
+    return np.where(ratio > bound, moved_us, own_us * ratio)
+
+
+def _is_by_roofline(family: Family) -> bool:
+    """Whether a family takes the same multiple of its roofline on all GPUs.
+
+    So do kernels that multiply tiles on tensor cores (products, experts, attention), whose waste
+    scales with their peak; and messages, of which no SM sets the pace.
+    """
+    return family.tiled or family.ranks > 1 or family.name == "attention"
+
+
+def _vector_rate(gpu: Gpu) -> float:
+    """Arithmetic besides products in flops/s: its fp32 peak, of newer GPUs at most 64 lanes per SM.
+
+    Since Turing integers have lanes of their own; where an SM has 128 for fp32, as of Ampere's
+    GA102 and since Hopper, half of them are the integers' or have nothing to do in other kernels.
+    """
+    peak = gpu.full_rate("fp32")
+    of_64_lanes = 2 * 64 * gpu.sm_count * gpu.clock_hz
+    return peak if gpu.architecture == "pascal" else min(peak, of_64_lanes)
 
 
 def _near(one: str, other: str) -> bool:

@@ -20,6 +20,8 @@ USUAL = "usual"  # the host of a GPU where none is named
 # Of the reference host, whose ``slowdown`` is 1.
 EVENT_US: Mapping[str, float] = assumed(__file__, "event_us")
 EVENT_US_PER_TENSOR: Mapping[str, float] = assumed(__file__, "event_us_per_tensor")
+LAUNCH_EVENT: float = assumed(__file__, "launch_event")
+WARM_CALL: float = assumed(__file__, "warm_call")
 CALL_LAUNCHES: Mapping[str, float] = assumed(__file__, "call_launches")
 
 
@@ -32,7 +34,8 @@ class HostMachine:
     - ``launch_us``: the host's time of one PyTorch call that launches one pointwise kernel,
       dispatcher and driver together.
     - ``source``: what was measured, and by which command the numbers were found.
-    - ``fitted_on``: sources of published rows, separated by commas.
+    - ``gpus``: generations of the GPUs beside it, separated by commas.
+    - ``fitted_on``: sources of measured rows, separated by commas.
     """
 
     name: str
@@ -40,6 +43,7 @@ class HostMachine:
     launch_us: float
     cpu: str = ""
     source: str
+    gpus: str = ""
     fitted_on: str = ""
 
     def __post_init__(self) -> None:
@@ -51,8 +55,13 @@ class HostMachine:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Sources of the published rows that its numbers were fitted on."""
-        return tuple(part.strip() for part in self.fitted_on.split(",") if part.strip())
+        """Sources of the rows that its numbers were fitted on."""
+        return _parts(self.fitted_on)
+
+    @property
+    def generations(self) -> tuple[str, ...]:
+        """Generations of the GPUs beside it."""
+        return _parts(self.gpus)
 
     def event_us(self, event: str, tensors: int = 1) -> float:
         """Host time in us of one event; ``tensors``: length of the list, for events over lists.
@@ -78,16 +87,18 @@ def call_launches(family: str, op: str = "") -> float:
     return CALL_LAUNCHES.get(f"{family}.{op}", CALL_LAUNCHES.get(family, 1.0))
 
 
-def load_host(name_or_path: str = USUAL) -> HostMachine:
+def load_host(name_or_path: str = USUAL, generation: str = "") -> HostMachine:
     """Load a host by its name in microbench/hardware/hosts, or from a YAML file.
 
-    "usual" is the median of the shipped hosts, without those fitted on a published source that an
-    evaluation holds out (``itercast.microbench.assumptions.leaving_out``).
+    "usual" is the median of the shipped hosts with GPUs of this generation, of all where there are
+    none: newer GPUs are sold with faster hosts. Hosts fitted on a source that an evaluation
+    holds out do not count (``itercast.microbench.assumptions.leaving_out``).
     """
     path = Path(name_or_path)
     if name_or_path == USUAL:
         out = left_out()
-        return usual_host([h for h in shipped_hosts() if not is_among(out, h.sources)])
+        known = [h for h in shipped_hosts() if not is_among(out, h.sources)]
+        return usual_host([h for h in known if generation in h.generations] or known)
     if path.suffix not in {".yaml", ".yml"}:
         path = HERE / f"{name_or_path}.yaml"
         if name_or_path not in host_names():
@@ -106,6 +117,10 @@ def shipped_hosts() -> tuple[HostMachine, ...]:
 def host_names() -> list[str]:
     """Names of the hosts that ship with the project."""
     return sorted(p.stem for p in HERE.glob("*.yaml"))
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def usual_host(known: Sequence[HostMachine]) -> HostMachine:

@@ -10,7 +10,9 @@ from itercast.compose.capture_model import capture
 from itercast.compose.host_fit import MeasuredStep, fit_host
 from itercast.compose.target import find_target, forecast_step
 from itercast.learners.bundle import SHIPPED
-from itercast.microbench.hardware.host import scaled_host
+from itercast.microbench.hardware.host import HostMachine, scaled_host
+
+TARGET = find_target("h100-sxm-80gb", "", SHIPPED)
 
 
 def measured(slowdown: float, *batches: int) -> list[MeasuredStep]:
@@ -36,3 +38,22 @@ def test_steps_that_do_not_wait_for_the_host_say_nothing_of_it() -> None:
     rows = measured(0.01, 1)  # kernels set the pace: no slowdown is too slow
     with pytest.raises(ValueError, match="the GPU sets the pace of these 1 rows"):
         fit_host("mine", rows, source="by hand")
+
+
+def test_both_numbers_of_a_host_come_from_the_time_of_forward_and_backward() -> None:
+    """Whatever sets the pace: these steps are not said to take any time."""
+    truth = HostMachine(name="truth", slowdown=2.0, launch_us=7.0, source="by hand")
+    steps = [
+        MeasuredStep(label=case, time_us=1.0, step=capture(case, batch=2), target=TARGET)
+        for case in ("gpt-s", "mlp-m", "vit-s")
+    ]
+    timed = [replace(step, phases_us=step.host_us(truth)) for step in steps]
+    found = fit_host("mine", timed, source="by hand")
+    assert (found.slowdown, found.launch_us) == (2.0, 7.0)
+
+
+def test_a_host_that_waits_for_the_gpu_is_not_timed() -> None:
+    """96 blocks of some 30 launches each outgrow CUDA's queue; boolean indices wait for a shape."""
+    short = MeasuredStep(label="", time_us=1.0, step=capture("mlp-m", batch=2), target=TARGET)
+    assert short.runs_ahead
+    assert not replace(short, step=capture("gpt2-xl", batch=1)).runs_ahead

@@ -289,9 +289,18 @@ def test_the_usual_host_rests_on_no_source_that_is_left_out() -> None:
     """Hosts that ship say what they were fitted on."""
     known = [load_host(name) for name in host_names()]
     assert len(known) >= 6 and all(h.sources for h in known)
-    assert all("python -m itercast.eval.public.hosts" in h.source for h in known)
+    commands = ("python -m itercast.eval.public.hosts", "itercast calibrate")
+    assert all(h.source.startswith(commands) and h.generations for h in known)
     with leaving_out("KernelBench"):
         left = load_host()
     assert "kernelbench" in load_host().sources
     assert left.sources == tuple(s for s in load_host().sources if s != "kernelbench")
     assert left == usual_host([h for h in known if "kernelbench" not in h.sources])
+
+
+def test_the_usual_host_of_a_generation_of_gpus_is_the_median_of_those_beside_them() -> None:
+    """Hosts of H100s are twice as fast as those of A100s; of a generation without any, all."""
+    with leaving_out("itercast"):
+        assert load_host("usual", "hopper").slowdown == load_host("together-h100").slowdown
+    assert load_host("usual", "ampere").slowdown > 2 * load_host("usual", "hopper").slowdown
+    assert load_host("usual", "volta") == load_host()

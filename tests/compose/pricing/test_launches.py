@@ -15,17 +15,26 @@ from itercast.compose.graph.launch_modes import with_engine
 from itercast.compose.pricing.host import host_cost, launch_costs
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import priceable
-from itercast.learners.features.host_calls import HostCall
+from itercast.learners.features.host_calls import KERNEL_SHARE, HostCall
 from itercast.microbench.hardware.host import HostMachine
 from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture
 from itercast.microbench.plan import ParallelPlan
 
 # assumed where no host was measured (itercast.compose.pricing.host)
 LAUNCH_US, MODULE_US = 5.0, 3.0
+
+
+def taking(us: float, kernels: int = 1, per_tensor_us: float = 0.0) -> HostCall:
+    """The call that takes so long where a pointwise op takes LAUNCH_US."""
+    python = LAUNCH_US * (1 - KERNEL_SHARE)
+    fixed = (us - LAUNCH_US * KERNEL_SHARE * kernels) / python
+    return HostCall(fixed=fixed, per_tensor=per_tensor_us / python, kernels=kernels)
+
+
 CALLS = {
-    "elementwise": {"toy": {"relu": HostCall(fixed_us=4.0)}},
-    "embedding_bag": {"toy": {"backward": HostCall(fixed_us=30.0, kernels=6.0)}},
-    "optimizer": {"toy": {"_foreach_mul_": HostCall(fixed_us=10.0, per_tensor_us=0.5, kernels=2)}},
+    "elementwise": {"toy": {"relu": taking(4.0)}},
+    "embedding_bag": {"toy": {"backward": taking(30.0, kernels=6)}},
+    "optimizer": {"toy": {"_foreach_mul_": taking(10.0, kernels=2, per_tensor_us=0.5)}},
 }
 
 
@@ -94,21 +103,21 @@ def test_an_op_that_no_row_tells_of_costs_a_usual_launch() -> None:
     step = StepCapture(calls=(relu(), other))
     costs = launch_costs(step, step.host, book)
     ops = book.price([priceable(c) for c in step.calls])
-    assert [costs.us(op) for op in ops] == [4.0, LAUNCH_US]
-    assert [costs.us(op, added=True) for op in ops] == [4.0, LAUNCH_US]
+    assert [costs.us(op) for op in ops] == pytest.approx([4.0, LAUNCH_US])
+    assert [costs.us(op, added=True) for op in ops] == pytest.approx([4.0, LAUNCH_US])
 
 
 def test_another_gpu_takes_the_host_costs_of_the_one_that_was_swept() -> None:
     (op,) = PriceBook(Short(), replace(GPU, name="other"), 0).price([priceable(relu())])
-    assert op.launch_us == 4.0
+    assert op.call_launches == pytest.approx(4.0 / LAUNCH_US)
     (op,) = PriceBook(Short(), replace(GPU, kind="cpu"), 1).price([priceable(relu())])
-    assert op.launch_us is None  # the call is the op
+    assert op.call_launches == 1.0  # the call is the op
 
 
 def test_a_list_of_tensors_is_launched_by_its_length() -> None:
     """10 us and half of one for each of 100 tensors, in two launches."""
     (op,) = PriceBook(Short(), GPU, 0).price([priceable(foreach(100))])
-    assert (op.launch_us, op.kernels) == (60.0, 2)
+    assert (op.call_launches, op.kernels) == (pytest.approx(60.0 / LAUNCH_US), 2)
 
 
 def test_a_graph_is_launched_once_whatever_its_ops_cost() -> None:
@@ -173,13 +182,13 @@ def test_a_product_costs_the_host_more_than_a_pointwise_op() -> None:
 
 
 def test_a_named_host_sets_the_times_of_all_events_and_calls() -> None:
-    """Twice as slow, 8 us a launch: relu's own 4 us were measured on another host."""
+    """Twice as slow, 8 us a launch, of which relu's call takes 0.8, and a product's 2.7."""
     mine = HostMachine(name="mine", slowdown=2.0, launch_us=8.0, source="by hand")
     step = StepCapture(calls=(relu(), product()), host={"module_call": 2})
     book = PriceBook(Short(), GPU, 0, host=mine)
     costs = launch_costs(step, step.host, book)
     ops = book.price([priceable(c) for c in step.calls])
-    assert [costs.us(op) for op in ops] == [6.0 + 8.0, 6.0 + 2.7 * 8.0]
+    assert [costs.us(op) for op in ops] == [6.0 + 0.8 * 8.0, 6.0 + 2.7 * 8.0]
     assert costs.total(ops).shares == ()  # known, not assumed
     wrapper = host_cost({"fsdp_layer": 4}, book)
     assert wrapper.duration_us == 2 * 400

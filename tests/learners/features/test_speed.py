@@ -8,7 +8,13 @@ import pytest
 
 from itercast.learners.bundle import SHIPPED, Bundle
 from itercast.learners.calibrate import calibrate
-from itercast.learners.features.host_calls import HostCall, host_call, learn_host_calls
+from itercast.learners.features.host_calls import (
+    COLD_POINTWISE,
+    KERNEL_SHARE,
+    HostCall,
+    host_call,
+    learn_host_calls,
+)
 from itercast.learners.features.machine_speed import (
     Speed,
     at_reference_us,
@@ -165,13 +171,17 @@ GPUS |= {"cpu": Gpu(name="cpu", kind="cpu", peak_flops_per_s=PEAKS)}
 
 
 def called(op: str, launches_us: list[float], gpu: str = "one", **columns: object) -> pd.DataFrame:
-    return pd.DataFrame(
-        {"gpu": gpu, "op": op, "launch_us": launches_us, "cache": "warm", **columns}
-    )
+    """Rows of a sweep in which a pointwise op's call takes 2 us."""
+    tiny_us = 2.0 / COLD_POINTWISE
+    facts = {"gpu": gpu, "op": op, "cache": "warm", "tiny_launch_us": tiny_us, **columns}
+    return pd.DataFrame({"launch_us": launches_us, **facts})
 
 
 def test_a_call_costs_the_median_and_launches_what_was_profiled() -> None:
-    """Kernels are known of one row in four; cold rows repeat their warm ones; two are too few."""
+    """In calls of 2 us. Kernels are known of one row in four; cold rows repeat their warm ones.
+
+    Two rows are too few.
+    """
     bag = called("backward", [30.0, 28.0, 90.0, 32.0], kernel_count=[6.0, None, None, None])
     relu = called("relu", [4.0, 5.0, 6.0])
     cold = called("relu", [50.0] * 9).assign(cache="cold")
@@ -181,8 +191,8 @@ def test_a_call_costs_the_median_and_launches_what_was_profiled() -> None:
     found = learn_host_calls(pd.concat([bag, relu, cold, few, nowhere, of_cpu]), ELEMENTWISE, GPUS)
     assert found == {
         "one": {
-            "backward": HostCall(fixed_us=31.0, kernels=6.0, rows=4),
-            "relu": HostCall(fixed_us=5.0, rows=3),
+            "backward": HostCall(fixed=15.5, kernels=6.0, rows=4),
+            "relu": HostCall(fixed=2.5, rows=3),
         }
     }
     assert learn_host_calls(relu.drop(columns="launch_us"), ELEMENTWISE, GPUS) == {}
@@ -190,29 +200,29 @@ def test_a_call_costs_the_median_and_launches_what_was_profiled() -> None:
 
 
 def test_lists_of_tensors_cost_by_tensor() -> None:
-    """10 us, and 0.5 for each tensor; an op of two or three operands is on no list."""
+    """5 calls of 2 us, and a quarter for each tensor; an op of some operands is on no list."""
     tensors = [1, 10, 50, 200]
     listed = called("_foreach_mul_", [10 + 0.5 * n for n in tensors], tensors=tensors)
     found = learn_host_calls(listed, ELEMENTWISE, GPUS)["one"]["_foreach_mul_"]
-    assert (found.fixed_us, found.per_tensor_us) == (pytest.approx(10), pytest.approx(0.5))
-    assert found.us(100) == pytest.approx(60)
+    assert (found.fixed, found.per_tensor) == (pytest.approx(5), pytest.approx(0.25))
+    assert found.launches(100) == pytest.approx(30 + KERNEL_SHARE * (1 - 30))
     operands = called("where", [5.0, 6.0, 7.0], tensors=[2, 3, 3])
-    assert learn_host_calls(operands, ELEMENTWISE, GPUS)["one"]["where"].us(3) == 6.0
+    assert learn_host_calls(operands, ELEMENTWISE, GPUS)["one"]["where"].fixed == 3.0
 
 
 def test_a_line_begins_and_rises_above_zero() -> None:
     shrinking = called("_foreach_neg", [9.0, 8.0, 7.0, 6.0], tensors=[1, 10, 50, 200])
-    assert learn_host_calls(shrinking, ELEMENTWISE, GPUS)["one"]["_foreach_neg"].us(200) == 7.5
+    assert learn_host_calls(shrinking, ELEMENTWISE, GPUS)["one"]["_foreach_neg"].fixed == 3.75
     steep = called("_foreach_neg", [1.0, 10.0, 60.0, 250.0], tensors=[1, 10, 50, 200])
     found = learn_host_calls(steep, ELEMENTWISE, GPUS)["one"]["_foreach_neg"]
-    assert min(found.fixed_us, found.per_tensor_us) >= 0
+    assert min(found.fixed, found.per_tensor) >= 0
 
 
 def test_a_gpu_that_was_not_swept_takes_the_median_of_those_that_were() -> None:
     calls = {
-        name: {"relu": HostCall(fixed_us=us, kernels=1, rows=5)}
-        for name, us in (("one", 4.0), ("two", 9.0), ("three", 5.0))
+        name: {"relu": HostCall(fixed=calls, kernels=1, rows=5)}
+        for name, calls in (("one", 4.0), ("two", 9.0), ("three", 5.0))
     }
-    assert host_call(calls, "two", "relu") == HostCall(fixed_us=9.0, kernels=1, rows=5)
-    assert host_call(calls, "new", "relu") == HostCall(fixed_us=5.0, kernels=1, rows=15)
+    assert host_call(calls, "two", "relu") == HostCall(fixed=9.0, kernels=1, rows=5)
+    assert host_call(calls, "new", "relu") == HostCall(fixed=5.0, kernels=1, rows=15)
     assert host_call(calls, "one", "tanh") is None

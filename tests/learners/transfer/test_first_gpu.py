@@ -18,7 +18,7 @@ import pytest
 
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.learners.bundle import COLUMNS, Bundle
-from itercast.learners.features.host_calls import HostCall
+from itercast.learners.features.host_calls import COLD_POINTWISE, HostCall
 from itercast.learners.features.table import columns, roofline_us
 from itercast.learners.train import UNSEEN_GPU_OFFSETS, train
 from itercast.microbench.hardware.spec import Gpu, load_gpu
@@ -77,6 +77,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for gpu in (A100, V100, P4):
         write(folder, measured(layers("layer", 1), 60, "norm", gpu, OTHERS, OLD), "neusight")
     host = {"launch_us": 30.0, "cache": "warm", "empty_us": 2.0, "gap_us": 1.0, "starved": False}
+    host["tiny_launch_us"] = 5.0 / COLD_POINTWISE
     for op in ("layer", "batch"):
         own = measured(layers(op, 2), 60, "norm", H100, OWN, TORCH, **host)
         write(folder, own, f"own-{op}")
@@ -133,9 +134,12 @@ def test_each_gpu_is_forecast_as_it_was_measured(bundle: Bundle) -> None:
 
 
 def test_an_op_measured_on_one_gpu_alone_is_transferred_and_marked(bundle: Bundle) -> None:
-    """A V100's own rows, of layer norms at twice the H100's time, say nothing of batch norms."""
+    """A V100's own rows, of layer norms at twice the H100's time, say nothing of batch norms.
+
+    What exceeds the roofline moves with the rate of SMs, which is nearer to an H100's than memory.
+    """
     for gpu in (A100, V100):
-        assert times_over_roofline(bundle, gpu, BATCH, "norm") == pytest.approx(OWN, rel=0.1)
+        assert times_over_roofline(bundle, gpu, BATCH, "norm") == pytest.approx(OWN, rel=0.2)
         assert not row(bundle, gpu, BATCH, "norm")["in_envelope"]
     assert row(bundle, H100, BATCH, "norm")["in_envelope"]
     model = bundle.models["norm"]
@@ -159,7 +163,7 @@ def test_a_family_of_one_gpu_is_transferred_with_a_wide_interval(bundle: Bundle)
 def test_what_calls_cost_the_host_is_in_the_bundle(bundle: Bundle) -> None:
     """Rows of others have no launches; half of the bags were profiled."""
     found = bundle.models["embedding_bag"].host_calls
-    assert found == {H100.name: {"backward": HostCall(fixed_us=30.0, kernels=6.0, rows=60)}}
+    assert found == {H100.name: {"backward": HostCall(fixed=6.0, kernels=6.0, rows=60)}}
     assert bundle.models["norm"].host_calls[H100.name].keys() == {"layer", "batch"}
     assert bundle.models["norm"].host_calls.keys() == {H100.name}
 

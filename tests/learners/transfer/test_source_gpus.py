@@ -12,8 +12,8 @@ import pytest
 
 from itercast.learners.features.table import Encoder, feature_table, origins
 from itercast.learners.transfer.query_rows import QueryRows, RowGroup, measured_in
-from itercast.learners.transfer.source_gpus import SourceGpus
-from itercast.microbench.hardware.spec import Gpu
+from itercast.learners.transfer.source_gpus import SourceGpus, _moved_us, _vector_rate
+from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.ops.family import Family
 from itercast.microbench.ops.matrix import gemm
 from itercast.microbench.ops.memory import norm
@@ -58,6 +58,32 @@ def shares(
 
 GPUS = {"new": gpu("new"), "twin": gpu("twin"), "slow": gpu("slow", bandwidth=5e11)}
 GPUS |= {name: gpu(name) for name in ("one", "two")}
+
+
+def test_what_exceeds_the_roofline_moves_with_the_rate_of_sms() -> None:
+    """A kernel of 4 us over a roofline of 1, on a GPU of twice the bandwidth.
+
+    4 ** 1.5 = 8 is 1.11 ** 1.5 = 1.17 in memory and 6.83 of SMs. Half the bytes' time leaves
+    (0.41 + 6.83) ** (2 / 3) = 3.74 us; half the SMs' time, too, 2 us. A kernel at the roofline
+    halves.
+    """
+
+    def moved_us(ratio: float, slower: float) -> float:
+        numbers = (np.array([x]) for x in (ratio, 1.0, 0.5, slower))
+        return float(_moved_us(*numbers)[0])
+
+    assert moved_us(4.0, 1.0) == pytest.approx(3.74, abs=0.01)
+    assert moved_us(4.0, 0.5) == pytest.approx(2.0)
+    assert moved_us(1.0, 1.0) == moved_us(1.0, 0.5) == 0.5
+
+
+def test_lanes_that_integers_need_do_not_count() -> None:
+    """64 of an SM since Turing; an A100 has no more, an H100 twice as many; a P4 shares all."""
+    sms = {name: load_gpu(name) for name in ("a100-sxm-80gb", "h100-sxm-80gb", "p4")}
+    rates = {name: _vector_rate(found) / 1e12 for name, found in sms.items()}
+    assert rates["a100-sxm-80gb"] == pytest.approx(19.5, rel=0.01)
+    assert rates["h100-sxm-80gb"] == pytest.approx(66.9 / 2, rel=0.01)
+    assert rates["p4"] == sms["p4"].peak("fp32") / 1e12
 
 
 def test_an_octave_of_bandwidth_or_peak_is_a_quarter_as_another_architecture_is() -> None:
