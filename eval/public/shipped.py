@@ -52,7 +52,8 @@ FACTS = facts_of(__file__)
 SOURCES = {name: made_of(Source, facts, name) for name, facts in FACTS["sources"].items()}
 WIDTH = {"fp16": "16 bit"}  # rows in fp16 and bf16 count as one
 MAX_ROWS: Mapping[str, int] = FACTS["max_rows"]
-OWN, OWN_GPUS, OWN_ROWS = str(FACTS["own"]), FACTS["own_gpus"], Path("datasets/gpu")
+OWN, OWN_GPUS = str(FACTS["own"]), FACTS["own_gpus"]
+OWN_ROWS = Path(__file__).parents[2] / "datasets/gpu"
 CPU_TRIALS = 3  # of Optuna per family
 SHOWN = ("median_ape_pct", "mape_pct", "geomean_ape_pct")
 

@@ -1,0 +1,37 @@
+"""The shipped bundle against iterations that we measured on an H100 and an H200 (datasets/gpu)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from itercast.eval.compare import compare_all, measured_rows
+from itercast.eval.public.shipped import own_rows
+from itercast.learners.bundle import SHIPPED, Bundle
+from itercast.microbench.store import read_rows
+
+ROWS = Path(__file__).parents[2] / "datasets/gpu"
+CASES = ("gpt2-small", "vit-b", "resnet-50", "unet", "dlrm-r00", "dlrm-r07")
+
+
+@pytest.mark.parametrize(("gpu", "most"), [("h100-sxm-80gb", 12.0), ("h200-sxm-141gb", 14.0)])
+def test_measured_iterations_are_forecast(gpu: str, most: float) -> None:
+    """Ops of the H100 were measured, none of the H200 was trained on; public rows alone: 34 %."""
+    rows = measured_rows(ROWS, CASES)
+    found = compare_all(rows[(rows["gpu"] == gpu) & (rows["repeat"] == 0)], SHIPPED)
+    errors = np.array([result.error_pct for result in found])
+    assert len(found) >= 9
+    assert np.abs(errors).mean() < most
+    assert max(result.unmodelled_frac for result in found) < 0.02
+
+
+def test_no_model_is_trained_on_the_h200() -> None:
+    """Its rows judge what forecasts of a GPU without rows are worth."""
+    assert set(own_rows("gemm")["gpu"]) == {"h100-sxm-80gb"}
+    assert "h200-sxm-141gb" in set(read_rows([ROWS], "gemm")["gpu"])
+    models = Bundle.load(SHIPPED).models
+    measured = {name: model.source_gpus.measured for name, model in models.items() if model}
+    assert all("h200-sxm-141gb" not in measured[name] for name in ("gemm", "norm", "embedding_bag"))
+    assert "h100-sxm-80gb" in measured["embedding_bag"] and "bf16" in measured["norm"]["h100-sxm-80gb"]
