@@ -115,9 +115,9 @@ def comparison(old: Bundle, new: Bundle) -> Table:
 
 
 def measured_table(bundle: Bundle) -> str:
-    """Markdown by op and dtype: GPUs with rows, and the generations on which it is assumed.
+    """Markdown by ops and dtype: GPUs with rows, and the generations on which they are assumed.
 
-    On all other GPUs its model is lent from those with rows (``FamilyModel.covers``).
+    On all other GPUs their model is lent from those with rows (``FamilyModel.covers``).
     """
     lines = ["| op | measured on | assumed on |", "| --- | --- | --- |"]
     gpus = [load_gpu(name) for name in gpu_names() if name != "cpu"]
@@ -126,10 +126,14 @@ def measured_table(bundle: Bundle) -> str:
         for gpu, by_dtype in sorted(model.source_gpus.measured.items()):
             for dtype, op in ((d, op) for d, by_op in by_dtype.items() for op in by_op):
                 gpus_of.setdefault((op, dtype), []).append(gpu)
+        alike: dict[tuple[str, str, str], list[str]] = {}
         for (op, dtype), on in sorted(gpus_of.items()):
             assumed = {g.architecture for g in gpus if not model.covers(g, op, dtype)}
-            words = " ".join(dict.fromkeys([name, op, WIDTH.get(dtype, dtype)]))
-            lines.append(f"| {words} | {', '.join(on)} | {', '.join(sorted(assumed))} |")
+            key = (WIDTH.get(dtype, dtype), ", ".join(on), ", ".join(sorted(assumed)))
+            alike.setdefault(key, []).append(op)
+        for (width, on_gpus, on_others), ops in alike.items():
+            words = " ".join(dict.fromkeys([name, ", ".join(ops), width]))
+            lines.append(f"| {words} | {on_gpus} | {on_others} |")
     called = {name for name, family in families().items() if family.answers and not family.on_host}
     unknown = sorted(called - {"fused"} - set(bundle.models))
     lines.append(f"| {', '.join(unknown)} | none | all |")

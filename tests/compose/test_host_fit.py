@@ -35,7 +35,7 @@ def test_the_slowdown_of_a_host_is_found_again() -> None:
 
 
 def test_steps_that_do_not_wait_for_the_host_say_nothing_of_it() -> None:
-    rows = measured(0.01, 1)  # kernels set the pace: no slowdown is too slow
+    rows = measured(0.01, 256)  # kernels set the pace: no slowdown is too slow
     with pytest.raises(ValueError, match="the GPU sets the pace of these 1 rows"):
         fit_host("mine", rows, source="by hand")
 

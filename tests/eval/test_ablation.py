@@ -73,14 +73,17 @@ def test_a_number_is_a_constant_of_its_name() -> None:
         assert any(bound.search(path.read_text()) for path in files), number.name
 
 
+CASES = (("batch_norm", "v100-pcie-32gb"), ("swiglu", "h100-sxm-80gb"))
+
+
 def test_rows_that_read_a_rule_are_forecast_without_it() -> None:
-    """A batch norm of 1 MiB is priced by its passes; a product of silu has rows of its own."""
-    asked = {"rows": 4096, "cols": 64, "inner": 0, "gpu": "h100-sxm-80gb", "plan": ""}
+    """A V100's batch norm of 1 MiB is priced by its passes; an H100's product of silu has rows."""
+    asked = {"rows": 4096, "cols": 64, "inner": 0, "plan": ""}
     asked |= {"mode": "infer", "dtype": "fp32", "engine": "eager", "timer": "device"}
     facts: Facts = {"source": "s", "measured_us": 1.0, "bundle": SHIPPED, "left_out": ""}
     rows = {}
-    for number, case in enumerate(("batch_norm", "swiglu")):
-        mine = {**asked, "case": case}
+    for number, (case, gpu) in enumerate(CASES):
+        mine = {**asked, "case": case, "gpu": gpu}
         rows[number] = Row(asked=mine, step=captured_step(mine, ParallelPlan()), **facts)
     (norm, norm_texts), (swiglu, swiglu_texts) = dict(
         in_processes(forecast_and_read, rows)

@@ -287,13 +287,16 @@ def fallback(p: Conv, measured: Measured) -> list[Part]:
     A matrix product has the multiplications and bytes of implicit GEMM: taps that read the same
     pixel read it from memory once (arXiv:1410.0759, section 3). In NCHW on tensor cores tensors are
     transposed to NHWC and back (cuDNN developer guide, "tensor core operations"), but where CUDA
-    cores in fp32, which read NCHW, take less time.
+    cores in fp32, which read NCHW, take less time. Rows are of NCHW: on tensor cores they say
+    nothing of NHWC.
     """
     forward = replace(p, op="forward")
-    if measured.gpu.kind == "cpu" or measured.seen("conv", str(op_name(p)), p.dtype):
+    on_tensor_cores = p.dtype in TENSOR_CORES and measured.gpu.vendor == "nvidia"
+    told = not (on_tensor_cores and measured.channels_last)
+    if measured.gpu.kind == "cpu" or (told and measured.seen("conv", str(op_name(p)), p.dtype)):
         return []
     times = _forwards(p)
-    if measured.seen("conv", str(op_name(forward)), p.dtype):
+    if told and measured.seen("conv", str(op_name(forward)), p.dtype):
         return [Part(family="conv", params=forward, times=times)]
     if p.groups > 1:
         return _grouped(p, measured)

@@ -118,7 +118,8 @@ def test_products_save_time_and_casts_cost_some(
     gpu: str, wide: str, narrow: str, least: float, cast: str
 ) -> None:
     """At least a half or 0.4 of the wider dtype's time; casts are copies; others stay, but for
-    ops without a model: these are copies, too, of which the cache holds more or less.
+    ops without a model: these are copies, too, of which the cache holds more or less. So it does
+    of norms, which read what products wrote.
     """
     before, after = (
         predict("llama-300m", dtype=dtype, batch=4, seq=2048, gpu=gpu).by_family_us
@@ -127,8 +128,8 @@ def test_products_save_time_and_casts_cost_some(
     assert least < after["gemm"] / before["gemm"] < 1
     assert after[cast] > before[cast]
     others = before.keys() - {"gemm", "elementwise", "reduction", "unmodelled"}
-    assert [after[x] for x in others] == pytest.approx([before[x] for x in others], rel=1e-3)
-    assert after["unmodelled"] == pytest.approx(before["unmodelled"], rel=3e-3)
+    assert [after[x] for x in others] == pytest.approx([before[x] for x in others], rel=0.03)
+    assert after["unmodelled"] == pytest.approx(before["unmodelled"], rel=0.03)
 
 
 @pytest.mark.parametrize(

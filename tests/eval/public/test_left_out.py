@@ -29,6 +29,7 @@ from itercast.eval.public.left_out_ops import NAME, op_sources, read_ops, run_le
 from itercast.eval.public.lines import ModelLine
 from itercast.eval.public.models import ForecastLine
 from itercast.eval.public.report import line_names
+from itercast.eval.public.shipped import OWN
 from itercast.learners.bundle import SHIPPED
 from itercast.microbench.assumptions import Assumption
 from itercast.microbench.hardware.spec import load_gpu
@@ -97,7 +98,8 @@ def test_held_shapes_are_on_no_other_side(tmp_path: Path) -> None:
     rows = read_ops(two_sources(tmp_path))
     assert op_sources(tmp_path) == ["deepgemm", "pipeweave"]
     found = {split.source: split for split in splits(rows)}
-    assert list(found) == ["deepgemm", "pipeweave"]
+    assert list(found) == ["deepgemm", OWN, "pipeweave"]
+    del found[OWN]
     for name, split in found.items():
         assert set(split.held["source"]) == {name}
         assert name not in set(split.others["source"])
@@ -170,7 +172,7 @@ def with_forecast(rows: pd.DataFrame) -> pd.DataFrame:
 def test_a_source_teaches_the_families_that_ship_alone() -> None:
     """Traces teach attention in the shipped bundle: their few products teach no bundle either."""
     assert "kineto-traces" in TEACHERS["attention"] - TEACHERS["gemm"]
-    assert TEACHERS["gemm"] == {"neusight", "aiconfigurator", "vidur", "nccl-tests"}
+    assert TEACHERS["gemm"] == {OWN, "neusight", "aiconfigurator", "vidur", "nccl-tests"}
 
 
 def test_at_most_so_many_rows_are_forecast_anew() -> None:

@@ -143,8 +143,8 @@ def test_products_of_a_kind_not_measured_in_their_dtype_are_those_that_were() ->
 
 
 def test_linear_layers_of_the_bundle_that_ships_take_as_long_as_plain_products() -> None:
-    """AIConfigurator measured plain ones, and in fp8 scaled ones: an H100 knew no others."""
-    facts = {"family": "gemm", "gpu": "h100-sxm-80gb", "dtype": "bf16", "layout": "nt", "batch": 1}
+    """AIConfigurator measured plain ones, and in fp8 scaled ones: a B200 knew no others."""
+    facts = {"family": "gemm", "gpu": "b200-sxm", "dtype": "bf16", "layout": "nt", "batch": 1}
     rows = pd.DataFrame(
         [{**facts, "op": op, "m": 4096, "n": 1024, "k": 1024} for op in GEMM.op_aliases]
     )
@@ -155,7 +155,7 @@ def test_linear_layers_of_the_bundle_that_ships_take_as_long_as_plain_products()
 def test_a_calibration_corrects_all_op_aliases() -> None:
     """Linear layers in bf16 stand as plain products: measured twice as slow, both are."""
     shipped = Bundle.load(SHIPPED)
-    facts = {"family": "gemm", "gpu": "h100-sxm-80gb", "dtype": "bf16", "layout": "nt", "batch": 1}
+    facts = {"family": "gemm", "gpu": "b200-sxm", "dtype": "bf16", "layout": "nt", "batch": 1}
     sizes = [{**facts, "op": "addmm", "m": m, "n": 4096, "k": 4096} for m in (1024, 2048, 4096)]
     rows = pd.DataFrame(sizes)
     before = shipped.price("gemm", rows)["predicted_us"]
