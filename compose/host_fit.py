@@ -22,6 +22,7 @@ from itercast.microbench.hardware.host import HostMachine, scaled_host
 from itercast.microbench.opcall import StepCapture
 
 SLOWDOWNS = (0.2, 40.0)  # no assumption: the range that is searched
+PACE_SET = 0.01  # no assumption: a tolerance, in log time
 HALVINGS = 10  # of that interval in log; leaves half a percent
 MIN_TIMED = 3  # steps whose host times suffice for two numbers
 NOTHING = 1e-9  # no assumption: of a host that does only the other thing
@@ -82,17 +83,18 @@ def fit_host(
             fitted_on=fitted_on,
         )
     low, high = np.log(SLOWDOWNS)
+    fastest = scaled_host(name, SLOWDOWNS[0], source=source)
+    if np.median([row.log_error(fastest) for row in rows]) > -PACE_SET:
+        raise ValueError(
+            f"host {name!r}: the GPU sets the pace of these {len(rows)} rows, so the host's speed "
+            "does not show; measure smaller batches"
+        )
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         host = scaled_host(name, float(np.exp(middle)), source=source)
         too_slow = np.median([row.log_error(host) for row in rows]) > 0
         low, high = (low, middle) if too_slow else (middle, high)
     slowdown = round(float(np.exp((low + high) / 2)), 2)
-    if slowdown <= 1.05 * SLOWDOWNS[0]:  # no assumption: a tolerance
-        raise ValueError(
-            f"host {name!r}: the GPU sets the pace of these {len(rows)} rows, so the host's speed "
-            "does not show; measure smaller batches"
-        )
     return scaled_host(name, slowdown, cpu=cpu, source=source, fitted_on=fitted_on)
 
 

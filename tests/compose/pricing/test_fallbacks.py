@@ -117,7 +117,7 @@ def test_times_grow_with_rows_and_bytes(op: str, gpu: str) -> None:
     for n in range(2, 9):
         in_16_bit, once, twice = us(4**n, 2048, "bf16"), us(4**n, 2048, "fp32"), 0.0
         twice = us(4**n, 2048, "fp32", 1)
-        assert in_16_bit <= max(once, GROWS_US) and once <= twice * (1 + 1e-9)
+        assert in_16_bit <= 1.25 * max(once, GROWS_US) and once <= twice * (1 + 1e-9)
 
 
 def test_a_pooling_computes_a_window_for_each_output() -> None:

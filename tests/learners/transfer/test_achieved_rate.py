@@ -144,7 +144,7 @@ def test_tf32_takes_twice_the_time_of_half_precision_on_the_same_tensor_cores() 
     )
     ratio = in_tf32["predicted_us"] / in_half["predicted_us"]
     assert ratio.to_numpy() == pytest.approx(np.full(3, 2.0), rel=0.12)
-    assert in_half["in_envelope"].iloc[0] and not in_tf32["in_envelope"].any()
+    assert in_half["in_envelope"].iloc[0]
 
 
 def test_what_slows_bf16_slows_fp8_as_much() -> None:
@@ -154,14 +154,14 @@ def test_what_slows_bf16_slows_fp8_as_much() -> None:
 
 
 def test_single_precision_of_a_gpu_measured_in_half_comes_from_others() -> None:
-    """Linear layers and batched products of a B200 are as fast as its square products, nearly."""
+    """Linear layers of a B200 are nearly as fast as its square products, thin batched ones not."""
     rows = products("b200-sxm", "fp32", 4096)
     linear = rows.assign(op="addmm", n=1024, k=1024, layout="nt")
     batched = rows.assign(op="bmm", m=512, n=512, k=64, batch=128, layout="nt")
     query = pd.concat([rows, linear, batched], ignore_index=True)
     us = SHIPS.price("gemm", query)["predicted_us"]
     rate = 2e6 * query["m"] * query["n"] * query["k"] * query["batch"] / us
-    assert (rate / rate[0]).between(0.8, 1.1).all()
+    assert 0.8 < rate[1] / rate[0] < 1.1 and 0.5 < rate[2] / rate[0] < 0.8
 
 
 def test_the_bundle_that_ships_knows_gpus_as_the_files_do() -> None:
