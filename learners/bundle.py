@@ -41,7 +41,7 @@ from itercast.microbench.yaml_text import made_of
 
 SHIPPED = Path(__file__).resolve().parent / "shipped"
 SHIPPED_CPU = SHIPPED.with_name("shipped-cpu")  # trained on one CPU, as an example
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 FACTS = "bundle.json"
 XGBOOST_ERROR: type[Exception] = xgb.core.XGBoostError
 ROOFLINE_LOG_INTERVAL = assumed(__file__, "roofline_log_interval")

@@ -120,7 +120,7 @@ def test_what_does_not_fit_is_refused_in_one_line(bundle: Path, tmp_path: Path) 
     facts = json.loads((bundle / "bundle.json").read_text())
     for other in (6, 99):
         (tmp_path / "bundle.json").write_text(json.dumps({**facts, "schema_version": other}))
-        with pytest.raises(ValueError, match=f"schema version {other}, this code reads 9"):
+        with pytest.raises(ValueError, match=f"schema version {other}, this code reads 10"):
             Bundle.load(tmp_path)
     with pytest.raises(ValueError, match=r"x\.parquet': no such file"):
         write_forecasts(read_file(tmp_path / "x.parquet"), Bundle.load(bundle), tmp_path / "y")
