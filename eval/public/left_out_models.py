@@ -11,7 +11,7 @@ import numpy as np
 
 from itercast.eval.processes import processes
 from itercast.eval.public.left_out import assumptions, compared, fitted_sources
-from itercast.eval.public.left_out_ops import KNOWN_ROWS, read_ops, source_in
+from itercast.eval.public.left_out_ops import KNOWN_ROWS, PUBLISHER, read_ops, source_in
 from itercast.eval.public.lines import ModelLine, Rows
 from itercast.eval.public.models import (
     ASSUMED,
@@ -128,7 +128,7 @@ def train_without(source: str, public: Path, folder: Path) -> Path:
     gpus: dict[str, Gpu] = {}
     for name, table in read_ops(public).items():
         others = TEACHERS.get(name, set()) - {source.casefold()}
-        rows = table[table["source"].isin(others)].reset_index(drop=True)
+        rows = table[table[PUBLISHER].isin(others)].reset_index(drop=True)
         if len(rows):
             own = gpus_of(rows)
             some = subsample_evenly(rows, KNOWN_ROWS).reset_index(drop=True)

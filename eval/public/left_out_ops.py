@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 KNOWN_ROWS = 8_000  # of a family to learn from, at most
 HELD_ROWS = 1_000  # of a family and source to forecast, at most
 MIN_HELD_ROWS = 5
+PUBLISHER = "published by"  # column of op rows: their source; ops have a parameter of that name
 NAME = "{}, source left out"  # of a family's results
 PARTS_OF = {"aiconfigurator-more": "aiconfigurator"}  # folders that hold more of another source
 # Raw traces, whose importer needs to be told the GPU; iterations of several sources.
@@ -74,15 +75,15 @@ def op_sources(public: Path) -> list[str]:
 
 
 def read_ops(public: Path) -> dict[str, Rows]:
-    """Op rows of every source in a folder, and our own, by family, with the column ``source``."""
+    """Op rows of every source in a folder, and our own, by family, with the column PUBLISHER."""
     own = {name: own_rows(name) for name in MAX_ROWS}
-    frames = {name: [rows.assign(source=OWN)] for name, rows in own.items() if len(rows)}
+    frames = {name: [rows.assign(**{PUBLISHER: OWN})] for name, rows in own.items() if len(rows)}
     for folder, reader in readers(public).items():
         source = source_in(folder.name)
         for family, rows in read_source(reader, folder, Hints()).rows.items():
             if family in families():
                 usable = rows[(rows["status"] == "ok") & rows["gpu"].isin(gpu_names())]
-                frames.setdefault(family, []).append(usable.assign(source=source))
+                frames.setdefault(family, []).append(usable.assign(**{PUBLISHER: source}))
     return {name: pd.concat(parts, ignore_index=True) for name, parts in sorted(frames.items())}
 
 
@@ -92,12 +93,12 @@ def splits(rows: Mapping[str, Rows], only: str = "", source: str = "") -> Iterat
     ``only``: of families whose name of results contains it; ``source``: of this source alone.
     """
     for name, table in rows.items():
-        if only not in NAME.format(name) or table["source"].nunique() < 2:
+        if only not in NAME.format(name) or table[PUBLISHER].nunique() < 2:
             continue
-        for own in sorted(table["source"].unique()):
+        for own in sorted(table[PUBLISHER].unique()):
             if source and own.casefold() != source.casefold():
                 continue
-            mine = (table["source"] == own).to_numpy()
+            mine = (table[PUBLISHER] == own).to_numpy()
             part, others = table[mine].reset_index(drop=True), table[~mine]
             shapes = shape_groups(part, families()[name])
             drawn = np.random.default_rng(0).permutation(np.unique(shapes))[::FOLDS]

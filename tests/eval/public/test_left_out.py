@@ -25,7 +25,14 @@ from itercast.eval.public.left_out_models import (
     sampled,
     without_forecasts,
 )
-from itercast.eval.public.left_out_ops import NAME, op_sources, read_ops, run_left_out, splits
+from itercast.eval.public.left_out_ops import (
+    NAME,
+    PUBLISHER,
+    op_sources,
+    read_ops,
+    run_left_out,
+    splits,
+)
 from itercast.eval.public.lines import ModelLine
 from itercast.eval.public.models import ForecastLine
 from itercast.eval.public.report import line_names
@@ -107,9 +114,9 @@ def test_held_shapes_are_on_no_other_side(tmp_path: Path) -> None:
     found = {split.source: split for split in splits(rows)}
     assert list(found) == ["deepgemm", "pipeweave"]
     for name, split in found.items():
-        assert set(split.held["source"]) == {name}
-        assert name not in set(split.others["source"])
-        own = split.all_rows[split.all_rows["source"] == name]
+        assert set(split.held[PUBLISHER]) == {name}
+        assert name not in set(split.others[PUBLISHER])
+        own = split.all_rows[split.all_rows[PUBLISHER] == name]
         shapes = [set(zip(t["m"], t["n"], strict=True)) for t in (own, split.held)]
         assert len(own) + len(split.held) == 169
         assert not shapes[0] & shapes[1]
@@ -207,3 +214,9 @@ def test_the_command_prints_one_source_alone(tmp_path: Path) -> None:
     text = (out / "bench-public.md").read_text()
     assert text.count("| deepgemm | 34 |") == 1
     assert "pipeweave" not in text
+
+
+def test_our_own_look_ups_have_a_publisher_and_a_number_of_source_rows(tmp_path: Path) -> None:
+    """Their parameter ``source`` is a number of rows."""
+    index = read_ops(two_sources(tmp_path))["index"]
+    assert set(index[PUBLISHER]) == {OWN} and index["source"].min() >= 1
