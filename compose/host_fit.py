@@ -100,13 +100,13 @@ def fit_host(
 
 def _from_phases(rows: Sequence[MeasuredStep]) -> tuple[float, float] | None:
     """Slowdown and launch in us with the least relative errors; None where too few were timed."""
-    timed = [row for row in rows if row.phases_us and row.runs_ahead]
+    timed = [(row, row.phases_us) for row in rows if row.phases_us and row.runs_ahead]
     if len(timed) < MIN_TIMED:
         return None
     alone = (
         HostMachine(name="events", slowdown=1.0, launch_us=NOTHING, source="by hand"),
         HostMachine(name="launches", slowdown=NOTHING, launch_us=1.0, source="by hand"),
     )
-    share = np.array([[row.host_us(one) / row.phases_us for one in alone] for row in timed])
+    share = np.array([[row.host_us(one) / us for one in alone] for row, us in timed])
     slowdown, launch_us = np.linalg.lstsq(share, np.ones(len(timed)))[0]
     return (float(slowdown), float(launch_us)) if min(slowdown, launch_us) > 0 else None

@@ -214,9 +214,9 @@ def measured_steps(rows: pd.DataFrame, folder: Path | None) -> list[MeasuredStep
 
 def _host_us(row: Facts) -> float | None:
     """The host's time of forward, loss and backward of an eager step of one process."""
-    phases = [row.get(f"{phase}_us") for phase in ("forward", "loss", "backward")]
+    phases = [float(row.get(f"{phase}_us", np.nan)) for phase in ("forward", "loss", "backward")]
     alone = not row["plan"] and row["engine"] == "eager"
-    return sum(phases) if alone and not pd.isna(phases).any() else None
+    return sum(phases) if alone and not np.isnan(phases).any() else None
 
 
 def step_of(asked: Facts, plan: ParallelPlan) -> StepCapture:

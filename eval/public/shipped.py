@@ -77,7 +77,9 @@ def taught(imported: Imported, source: Source) -> Imported:
 def own_rows(name: str) -> pd.DataFrame:
     """The rows of a family under datasets/gpu that teach the shipped bundle."""
     rows = read_rows([OWN_ROWS], name)
-    taught = rows["gpu"].isin(OWN_GPUS) & (rows["status"] == "ok") if len(rows) else []
+    if not len(rows):
+        return rows
+    taught = rows["gpu"].isin(OWN_GPUS) & (rows["status"] == "ok")
     return rows[taught].reset_index(drop=True)
 
 

@@ -356,7 +356,7 @@ def _moved_us(
     bound = 1 / REACHED
     rest_us = source_us * np.maximum(ratio**OVERLAP - bound**OVERLAP, 0) ** (1 / OVERLAP) * slower
     moved_us = ((bound * own_us) ** OVERLAP + rest_us**OVERLAP) ** (1 / OVERLAP)
-    return np.where(ratio > bound, moved_us, own_us * ratio)
+    return np.asarray(np.where(ratio > bound, moved_us, own_us * ratio))
 
 
 def _is_by_roofline(family: Family) -> bool:
