@@ -290,8 +290,8 @@ class SourceGpus:
     def _slower(self, query: QueryRows, source: str) -> np.ndarray:
         """Arithmetic rate of the source GPU over that of each row's own GPU.
 
-        Of products, convolutions and attention in the row's dtype, of other ops see
-        ``_vector_rate``. 1 where the roofline alone is moved to another GPU (``_features_on``).
+        Of families with products in the row's dtype, of others see ``_vector_rate``. 1 where the
+        roofline alone is moved to another GPU (``_is_by_roofline``).
         """
         if _is_by_roofline(query.family):
             return np.ones(len(query.gpu))
@@ -362,10 +362,10 @@ def _moved_us(
 def _is_by_roofline(family: Family) -> bool:
     """Whether a family takes the same multiple of its roofline on all GPUs.
 
-    So do kernels that multiply tiles on tensor cores (products, experts, attention), whose waste
-    scales with their peak; and messages, of which no SM sets the pace.
+    So do kernels that multiply tiles on tensor cores, whose waste scales with their peak; and
+    messages, of which no SM sets the pace.
     """
-    return family.tiled or family.ranks > 1 or family.name == "attention"
+    return family.tiled or family.by_roofline or family.ranks > 1
 
 
 def _vector_rate(gpu: Gpu) -> float:

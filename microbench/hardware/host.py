@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 import yaml
@@ -131,8 +132,7 @@ def usual_host(known: Sequence[HostMachine]) -> HostMachine:
     if not known:
         return REFERENCE
     slowdown, launch_us = (
-        sorted(getattr(host, name) for host in known)[(len(known) - 1) // 2]
-        for name in ("slowdown", "launch_us")
+        median_low([getattr(host, name) for host in known]) for name in ("slowdown", "launch_us")
     )
     return HostMachine(
         name=USUAL,

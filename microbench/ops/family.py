@@ -160,10 +160,11 @@ class Family:
 
     Roles:
     ``fallback(params, measured)`` are the ops that it is priced as on a device where no model has
-    seen it, empty where its own model answers. ``matmul``: its flops count as matrix products in
-    MFU. ``fusible``: torch.compile fuses it with its neighbours. ``compiled``: torch.compile writes
-    its kernels, so that each call costs the host something else. ``on_host``: its points are events
-    of the host, which run no kernel.
+    seen it, empty where its own model answers. ``by_roofline``: on a GPU without rows it takes the
+    multiple of its roofline that it takes on others. ``matmul``: its flops count as matrix products
+    in MFU. ``fusible``: torch.compile fuses it with its neighbours. ``compiled``: torch.compile
+    writes its kernels, so that each call costs the host something else. ``on_host``: its points are
+    events of the host, which run no kernel.
 
     Sweeps:
     a family with ``ranks`` > 1 is built and timed in that many processes at once. One that is
@@ -193,6 +194,7 @@ class Family:
     large: Callable[[str], Point] | None = None
     place: Callable[[Point], Numbers] | None = None
     fallback: Callable[[Point, Measured], Sequence[Part]] | None = None
+    by_roofline: bool = False
     matmul: bool = False
     fusible: bool = False
     compiled: bool = False

@@ -7,9 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from itercast.compose.pricing.price_book import PriceBook
+from itercast.compose.pricing.priced_op import Priceable
 from itercast.eval.compare import compare_all, measured_rows
 from itercast.eval.public.shipped import own_rows
 from itercast.learners.bundle import SHIPPED, Bundle
+from itercast.microbench.hardware.spec import load_gpu
+from itercast.microbench.ops import families
+from itercast.microbench.ops.matrix.attention import Attention
 from itercast.microbench.store import read_rows
 
 ROWS = Path(__file__).parents[2] / "datasets/gpu"
@@ -35,3 +40,18 @@ def test_no_model_is_trained_on_the_h200() -> None:
     measured = {name: model.source_gpus.measured for name, model in models.items() if model}
     assert all("h200-sxm-141gb" not in measured[name] for name in ("gemm", "norm", "optimizer"))
     assert {"forward", "backward"} <= set(measured["embedding_bag"]["h100-sxm-80gb"]["fp32"])
+
+
+def test_attention_backward_of_an_a100_rests_on_no_newer_gpu() -> None:
+    """Three times its forward; an H100's was measured, and differs."""
+    sizes = {"batch": 4, "heads": 16, "kv_heads": 16, "head_dim": 64, "q_len": 8192}
+
+    def us(gpu: str, op: str) -> float:
+        call = Attention(op=op, kv_len=8192, causal=True, dtype="bf16", **sizes)
+        wanted = Priceable(
+            op=op, phase=op, family=families()["attention"], params=call, bytes_moved=0, cold=1.0
+        )
+        return PriceBook(Bundle.load(SHIPPED), load_gpu(gpu), 0).price([wanted])[0].duration_us
+
+    assert us("a100-sxm-80gb", "backward") == pytest.approx(3 * us("a100-sxm-80gb", "forward"))
+    assert us("h100-sxm-80gb", "backward") < 2.9 * us("h100-sxm-80gb", "forward")

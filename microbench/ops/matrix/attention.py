@@ -252,6 +252,7 @@ FAMILY = Family(
     bytes_moved=bytes_moved,
     features=features,
     matmul=True,
+    by_roofline=True,
     fallback=fallback,
     answers={"itercast.sdpa": from_call, "itercast.sdpa_backward": from_call},
     gpu_sweep=GpuSweep(

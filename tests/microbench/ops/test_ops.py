@@ -18,6 +18,7 @@ from itercast.microbench.ops import families
 from itercast.microbench.ops.family import DRAWN, repeated
 from itercast.microbench.ops.lookup import index, index_calls
 from itercast.microbench.ops.memory import elementwise_names, norm, random, reduction
+from itercast.microbench.ops.memory.elementwise import Elementwise
 from itercast.microbench.ops.step import host, optimizer
 from itercast.microbench.store import read_rows
 
@@ -198,3 +199,11 @@ def test_a_host_is_timed_three_times_before_wrappers() -> None:
     first = next(i for i, op in enumerate(ops) if op in (*host.WRAPPERS, *host.SHARDED))
     assert all(ops[:first].count(event) == 4 for event in host.EVENTS)  # the fourth round's own
     assert all(ops.count(op) == 8 for op in (*host.EVENTS, *host.WRAPPERS))
+
+
+def test_an_expanded_tensor_is_divided_by_a_number() -> None:
+    """The gradient of a mean; a unary op takes the expanded tensor alone."""
+    for op in ("div", "exp"):
+        call = Elementwise(op=op, numel=640, inner=80, tensors=1, form="col")
+        family = families()["elementwise"]
+        assert family.build(call, "cpu").run().shape.numel() == 640
