@@ -57,11 +57,16 @@ class MeasuredStep:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether the host queues forward and backward without waiting for the GPU."""
+        """Whether the host ran forward and backward without waiting for the GPU.
+
+        No op made it wait, and all kernels fit into the queue, or took less time than the host.
+        """
         layers = self.target.priced(self.step).layers
         ops = [(x.layer.count, op) for x in layers for op in (*x.forward, *x.backward)]
         queued = sum(count * op.kernels for count, op in ops)
-        return queued < QUEUE and not any(op.waits for _, op in ops)
+        gpu_us = sum(count * op.duration_us for count, op in ops)
+        never_full = queued < QUEUE or gpu_us < (self.phases_us or 0.0)
+        return never_full and not any(op.waits for _, op in ops)
 
 
 def fit_host(

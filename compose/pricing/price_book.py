@@ -145,8 +145,8 @@ class PriceBook:
         model = self.models.get(w.name)
         if model is None or self.gpu.kind == "cpu":
             return None
-        host_call, gpu = model.host_call, self.gpu.name
-        return self.once(("call", w.name, w.kind), lambda: host_call(gpu, w.kind))
+        call = w.call_name
+        return self.once(("call", w.name, call), lambda: model.host_call(self.gpu.name, call))
 
     def _kernel_ratio(self, w: Priceable) -> float:
         """Time of the attention kernel that runs over that of the kernels its rows measured."""

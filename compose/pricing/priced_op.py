@@ -111,6 +111,12 @@ class Priceable:
         return str(getattr(self.params, "op", ""))
 
     @property
+    def call_name(self) -> str:
+        """The name under which sweeps count calls that launch as many kernels."""
+        told = self.family.call_name if self.family is not None else None
+        return str(told(self.params)) if told is not None else self.kind
+
+    @property
     def call_launches(self) -> float:
         """Host time of the call over that of a pointwise op."""
         return call_launches(self.name, self.kind) if self.family is not None else 1.0

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 KNOWN_ROWS = 8_000  # of a family to learn from, at most
 HELD_ROWS = 1_000  # of a family and source to forecast, at most
 MIN_HELD_ROWS = 5
+MIN_KNOWN_ROWS = 30  # of other sources; from fewer nothing is learned
 PUBLISHER = "published by"  # column of op rows: their source; ops have a parameter of that name
 NAME = "{}, source left out"  # of a family's results
 PARTS_OF = {"aiconfigurator-more": "aiconfigurator"}  # folders that hold more of another source
@@ -103,7 +104,7 @@ def splits(rows: Mapping[str, Rows], only: str = "", source: str = "") -> Iterat
             shapes = shape_groups(part, families()[name])
             drawn = np.random.default_rng(0).permutation(np.unique(shapes))[::FOLDS]
             held = np.isin(shapes, drawn)
-            if held.sum() >= MIN_HELD_ROWS:
+            if held.sum() >= MIN_HELD_ROWS and len(others) >= MIN_KNOWN_ROWS:
                 yield Split(
                     family=name,
                     source=own,

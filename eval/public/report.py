@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 from itercast.eval.iteration_parts import PARTS
@@ -21,7 +22,7 @@ from itercast.eval.report.write import write_pages
 from itercast.eval.results import COVERAGE, CaseResult, LineResult, records
 from itercast.microbench.ops import families
 from itercast.microbench.plan import ParallelPlan
-from itercast.microbench.store import Facts
+from itercast.microbench.store import Facts, write_atomic
 
 TOLD = ("batch", "seq", "mode", "dtype", "engine")  # settings that tell rows of a model apart
 HEADING = "Errors in % on a source's rows, with the source and all that was fitted on it left out:"
@@ -107,7 +108,8 @@ def report(
 ) -> tuple[Sequence[LineResult], str]:
     """Results of the lines whose name contains ``only``, and their tables.
 
-    Pages of forecast iterations, one per GPU, are written to ``out``.
+    Pages of forecast iterations, one per GPU, are written to ``out``, and the tables as far as they
+    are known: a run that is interrupted leaves them.
 
     With a ``source`` only errors on its rows, with it left out and with it; ValueError for one that
     has no rows in the folder.
@@ -122,14 +124,25 @@ def report(
     found = list(forecast_lines(public, asked, bundle))
     write_public_pages(out, found, bundle)
     results += [] if source else [r for x in found for r in judge(x.line, x.rows, x.seconds)]
-    left_out = list(run_left_out(public, only, source))
-    left_out += run_models_left_out(public, found, bundle)
+    left_out: list[LineResult] = []
+    text = write_tables(out, results, left_out)
+    without = run_left_out(public, only, source), run_models_left_out(public, found, bundle)
+    for result in chain(*without):
+        left_out.append(result)
+        text = write_tables(out, results, left_out)
     if source and not left_out:
         raise ValueError(f"source {source!r}: no rows of it in the lines {only!r}")
+    return [*results, *left_out], text
+
+
+def write_tables(out: Path, results: Sequence[LineResult], left_out: Sequence[LineResult]) -> str:
+    """Write the tables to ``out``/bench-public.md; returns their text."""
     parts = [markdown(results)] if results else []
     if left_out:
         parts.append(f"{HEADING}\n\n{left_out_markdown(left_out, assumptions())}")
-    return [*results, *left_out], "\n".join(parts)
+    text = "\n".join(parts)
+    write_atomic(out / "bench-public.md", text.encode())
+    return text
 
 
 def write_public_pages(out: Path, lines: Sequence[ForecastLine], bundle: Path) -> Path | None:

@@ -38,8 +38,6 @@ def bench_public(
     if not any(line in name for name in line_names()):
         raise ValueError(f"line {line!r}: no line's name contains it; lines: {line_names()}")
     results, text = report(public, line, leave_out, bundle or SHIPPED, out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "bench-public.md").write_text(text)
     scores = [(r.line, r.part, name, s) for r in results for name, s in r.scores.items()]
     log_bench(scores, out)
     typer.echo(text)

@@ -16,6 +16,7 @@ from dataclasses import astuple, dataclass
 import numpy as np
 import pandas as pd
 
+from itercast.learners.features.table import columns
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import Family
@@ -65,10 +66,17 @@ def learn_host_calls(
     if "cache" in rows:
         rows = rows[rows["cache"] != "cold"]
     found: dict[str, dict[str, HostCall]] = {}
-    for (gpu, op), part in rows.groupby(["gpu", "op"]):
+    for (gpu, op), part in rows.groupby(["gpu", call_names(rows, family)]):
         if len(part) >= MIN_ROWS and gpus[str(gpu)].kind != "cpu":
             found.setdefault(str(gpu), {})[str(op)] = _fit_op(part)
     return found
+
+
+def call_names(rows: pd.DataFrame, family: Family) -> np.ndarray:
+    """The name of each row's call: its op, or what the family's ``call_name`` says."""
+    if family.call_name is None:
+        return rows["op"].to_numpy()
+    return np.asarray(family.call_name(columns(rows, family)))
 
 
 def _fit_op(rows: pd.DataFrame) -> HostCall:

@@ -23,7 +23,7 @@ from itercast.learners.transfer.query_rows import (
     RowGroup,
 )
 from itercast.microbench.assumptions import assumed
-from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.hardware.spec import COMPUTE_CAPABILITY, Gpu
 from itercast.microbench.hardware.stack import pick_version, similar_software, software_name
 from itercast.microbench.ops.family import Family
 
@@ -35,19 +35,6 @@ OTHER_STACK_DISTANCE = assumed(__file__, "other_stack_distance")
 NEAR_GENERATIONS = assumed(__file__, "near_generations")
 OVERLAP = assumed(__file__, "overlap")
 REACHED = assumed(__file__, "reached")
-
-# Major compute capability: kernels are written for one of these and often run on the next.
-# Source: https://developer.nvidia.com/cuda-gpus
-GENERATION = {
-    "pascal": 6,
-    "volta": 7,
-    "turing": 7,
-    "ampere": 8,
-    "ada": 8,
-    "hopper": 9,
-    "blackwell": 10,
-    "blackwell-ultra": 10,
-}
 
 
 def gpu_distance(one: Gpu, other: Gpu, dtype: str) -> float:
@@ -288,21 +275,16 @@ class SourceGpus:
         return np.asarray(np.exp(np.bincount(at, np.concatenate(weights) * guess, len(x))))
 
     def _slower(self, query: QueryRows, source: str) -> np.ndarray:
-        """Arithmetic rate of the source GPU over that of each row's own GPU.
+        """Arithmetic rate (``_vector_rate``) of the source GPU over that of each row's own GPU.
 
-        Of families with products in the row's dtype, of others see ``_vector_rate``. 1 where the
-        roofline alone is moved to another GPU (``_is_by_roofline``).
+        1 where the roofline alone is moved to another GPU (``_is_by_roofline``). Convolutions have
+        it too: what they take beyond the roofline does not shrink with faster tensor cores.
         """
         if _is_by_roofline(query.family):
             return np.ones(len(query.gpu))
-        keys = pd.MultiIndex.from_arrays([query.gpu, query.dtype])
-        codes, distinct = pd.factorize(keys)
-
-        def rate(gpu: Gpu, dtype: str) -> float:
-            return gpu.full_rate(dtype) if query.family.matmul else _vector_rate(gpu)
-
-        ratios = [rate(self.gpus[source], d) / rate(query.gpus[name], d) for name, d in distinct]
-        return np.array(ratios)[codes]
+        codes, distinct = pd.factorize(query.gpu)
+        rate = _vector_rate(self.gpus[source])
+        return np.array([rate / _vector_rate(query.gpus[name]) for name in distinct])[codes]
 
     def with_measured_ops(self, rows: pd.DataFrame, family: Family, gpu: str) -> pd.DataFrame:
         """The rows with ops replaced by aliases that ``gpu`` was measured with in their dtype."""
@@ -381,9 +363,10 @@ def _vector_rate(gpu: Gpu) -> float:
 
 def _near(one: str, other: str) -> bool:
     """Whether two architectures are at most NEAR_GENERATIONS apart."""
-    if one not in GENERATION or other not in GENERATION:
+    if one not in COMPUTE_CAPABILITY or other not in COMPUTE_CAPABILITY:
         return one == other
-    return bool(abs(GENERATION[one] - GENERATION[other]) <= NEAR_GENERATIONS)
+    apart = abs(COMPUTE_CAPABILITY[one][0] - COMPUTE_CAPABILITY[other][0])
+    return bool(apart <= NEAR_GENERATIONS)
 
 
 def _stacks(by_op: Mapping[str, Sequence[str]]) -> list[str]:

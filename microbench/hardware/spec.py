@@ -20,6 +20,16 @@ NEEDED = ("sm_count", "peak_flops_per_s", "hbm_bytes_per_s")  # in every file
 SLOWEST, FASTEST = 1e9, 1e18  # rates of files outside these are in another unit
 BRIDGE = 2  # GPUs that an NVLink bridge joins
 UNSTATED = assumed(__file__, "unstated")
+COMPUTE_CAPABILITY = {  # by architecture: https://developer.nvidia.com/cuda-gpus
+    "pascal": (6, 0),
+    "volta": (7, 0),
+    "turing": (7, 5),
+    "ampere": (8, 0),
+    "ada": (8, 9),
+    "hopper": (9, 0),
+    "blackwell": (10, 0),
+    "blackwell-ultra": (10, 3),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -148,6 +148,7 @@ class Family:
     ``gpu_memory_us(params, gpu, cold, stack)`` replaces bytes / bandwidth in the roofline of GPUs:
     ``cold`` is 1 where no cache holds operands, else 0; ``stack`` the software, "" for eager torch.
     ``op_name`` is the op under which a row is counted as measured; None: parameter ``op``.
+    ``call_name`` tells apart calls of one op that launch unlike numbers of kernels; None: ``op``.
     ``op_aliases`` names ops that run the same kernels, with the parameters to change along with
     the op: one that was not measured in a dtype is priced as the first of them that was.
     ``tiled``: kernels go by tiles per SM, so that an unseen GPU keeps its own features where it
@@ -186,6 +187,7 @@ class Family:
     gpu_memory_us: Callable[[Point, Gpu, Values, Values], Numbers] | None = None
     rate: Callable[[Point, Gpu], Numbers] | None = None
     op_name: Callable[[Point], Point] | None = None
+    call_name: Callable[[Point], Values | str] | None = None
     kernel: Sequence[KernelTerm] = ()
     along: tuple[str, ...] = ()
     ends: tuple[float, float] = (0.0, np.inf)

@@ -16,18 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from itercast.microbench.capture.autocast import autocast_as_on_cuda
-from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.hardware.spec import COMPUTE_CAPABILITY, Gpu
 from itercast.microbench.store import Row
-
-CAPABILITY = {  # https://developer.nvidia.com/cuda-gpus
-    "pascal": (6, 0),
-    "volta": (7, 0),
-    "turing": (7, 5),
-    "ampere": (8, 0),
-    "ada": (8, 9),
-    "hopper": (9, 0),
-    "blackwell": (10, 0),
-}
 
 
 @contextmanager
@@ -114,7 +104,7 @@ ZERO = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memo
 
 def _cuda(gpu: Gpu, per_node: int, local_rank: int) -> Row:
     """What programs ask ``torch.cuda``, by name."""
-    major, minor = CAPABILITY.get(gpu.architecture, (9, 0))
+    major, minor = COMPUTE_CAPABILITY.get(gpu.architecture, (9, 0))
     total = int(gpu.hbm_bytes)
     answers: Row = {
         "is_available": True,
@@ -125,7 +115,7 @@ def _cuda(gpu: Gpu, per_node: int, local_rank: int) -> Row:
         "get_device_capability": (major, minor),
         "get_device_properties": _properties(gpu, major, minor),
         "get_arch_list": [f"sm_{major}{minor}"],
-        "is_bf16_supported": major >= CAPABILITY["ampere"][0],
+        "is_bf16_supported": major >= COMPUTE_CAPABILITY["ampere"][0],
         "mem_get_info": (total, total),
         "memory_stats": Counter(),
         "memory_summary": "",

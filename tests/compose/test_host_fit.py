@@ -57,3 +57,7 @@ def test_a_host_that_waits_for_the_gpu_is_not_timed() -> None:
     short = MeasuredStep(label="", time_us=1.0, step=capture("mlp-m", batch=2), target=TARGET)
     assert short.runs_ahead
     assert not replace(short, step=capture("gpt2-xl", batch=1)).runs_ahead
+    # 64 tables of 32 kernels each outgrow it too, unless the GPU is done before the next launch
+    tables = replace(short, step=capture("dlrm-r06"), phases_us=5_000.0)
+    assert not tables.runs_ahead
+    assert replace(tables, phases_us=50_000.0).runs_ahead

@@ -278,10 +278,13 @@ def test_events_are_those_of_the_reference_times_the_slowdown() -> None:
 
 
 def test_the_usual_host_is_the_median() -> None:
+    """One that was measured: of two with a fast Python or fast launches, the slower in sum."""
     found = usual_host([host("a", 1.0, "x"), host("b", 2.0, "y"), host("c", 8.0, "z")])
     assert found.slowdown == pytest.approx(2.0)
     assert found.launch_us == pytest.approx(10.0)
     assert found.sources == ("x", "y", "z")
+    two = [replace(host("d", 1.2, "x"), launch_us=6.0), replace(host("e", 0.8, "y"), launch_us=9.0)]
+    assert (usual_host(two).slowdown, usual_host(two).launch_us) == (0.8, 9.0)
     assert usual_host([]) == REFERENCE
 
 
@@ -299,8 +302,10 @@ def test_the_usual_host_rests_on_no_source_that_is_left_out() -> None:
 
 
 def test_the_usual_host_of_a_generation_of_gpus_is_the_median_of_those_beside_them() -> None:
-    """Hosts of H100s are twice as fast as those of A100s; of a generation without any, all."""
+    """Hosts of H100s are twice as fast as those of A100s; else the nearest generation counts."""
     with leaving_out("itercast"):
         assert load_host("usual", "hopper").slowdown == load_host("together-h100").slowdown
     assert load_host("usual", "ampere").slowdown > 2 * load_host("usual", "hopper").slowdown
-    assert load_host("usual", "volta") == load_host()
+    assert load_host("usual", "blackwell-ultra") == load_host("usual", "hopper")
+    assert load_host("usual", "volta") == load_host("usual", "turing")
+    assert load_host("usual", "cdna3") == load_host()

@@ -30,6 +30,7 @@ from itercast.microbench.slow_imports import torch
 
 CLOCKS: float = assumed(__file__, "clocks")
 FEW: Mapping[str, float] = assumed(__file__, "few")
+UNSORTED = 3072  # no assumption: torch adds gradients of so many look-ups without sorting them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +102,12 @@ def features(p: Embedding, gpu: Gpu) -> dict[str, Numbers | str]:
     }
 
 
+def call_name(p: Embedding) -> Values:
+    """Its op; gradients of few look-ups are added without sorting them, in two kernels for 31."""
+    few = np.equal(p.op, "backward") & (np.asarray(p.lookups) <= UNSORTED)
+    return np.where(few, "backward, unsorted", p.op)
+
+
 def from_forward(call: OpCall) -> Embedding:
     """embedding(table, index, ...)."""
     table, index = call.args[:2]
@@ -140,6 +147,7 @@ FAMILY = Family(
         "aten.embedding.default": from_forward,
         "aten.embedding_dense_backward.default": from_backward,
     },
+    call_name=call_name,
     fallback=fallback,
     gpu_sweep=GpuSweep(
         resize=resize_along({"lookups": 2**20, "dim": 8192, "rows": 2**18}),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -39,6 +39,7 @@ MAX_FLOPS = 3e9
 MAX_GROUPED_FLOPS = 2e8  # grouped kernels reach a fraction of the peak
 MAX_BYTES = 2e8
 HALF = ("fp16", "bf16")
+FLOPS_PER_CLOCK: Mapping[str, float] = assumed(__file__, "flops_per_clock")
 TERMS_OF_PASS = assumed(__file__, "terms_of_pass")
 CUDNN_DEPTHWISE_TAPS = assumed(__file__, "cudnn_depthwise_taps")
 NHWC_GROUPS = assumed(__file__, "nhwc_groups")
@@ -172,6 +173,19 @@ def bytes_moved(p: Conv) -> Numbers:
     backward = y + want_x * (w + x) + want_w * (x + w + bias)
     elements = np.where(np.equal(p.op, "forward"), x + w + y + bias, backward)
     return elements * itemsize_bytes(p.dtype)
+
+
+def rate(p: Conv, gpu: Gpu) -> Numbers:
+    """Upper bound in FLOP/s: what an SM of an A100 computes per clock.
+
+    Kernels for images in NCHW do not use the wider units that SMs have had since.
+    """
+    if gpu.kind == "cpu" or gpu.vendor != "nvidia":
+        return np.inf
+    per_clock = np.select(
+        [np.equal(p.dtype, dtype) for dtype in FLOPS_PER_CLOCK], [*FLOPS_PER_CLOCK.values()], np.inf
+    )
+    return per_clock * gpu.sm_count * gpu.clock_hz
 
 
 def features(p: Conv, gpu: Gpu) -> dict[str, Numbers | str]:
@@ -380,6 +394,7 @@ FAMILY = Family(
         "aten.convolution_backward.default": from_call,
     },
     matmul=True,
+    rate=rate,
     op_name=op_name,
     fallback=fallback,
     weight=2.0,

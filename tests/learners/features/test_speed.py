@@ -32,6 +32,7 @@ from itercast.microbench.ops.memory import fused
 from itercast.microbench.ops.memory.elementwise import FAMILY as ELEMENTWISE
 
 GEMM = families()["gemm"]
+EMBEDDING, EMBEDDING_BAG = families()["embedding"], families()["embedding_bag"]
 ANCHORS = {("cpu", 2): (100.0, 20.0)}
 
 
@@ -197,6 +198,30 @@ def test_a_call_costs_the_median_and_launches_what_was_profiled() -> None:
     }
     assert learn_host_calls(relu.drop(columns="launch_us"), ELEMENTWISE, GPUS) == {}
     assert learn_host_calls(relu, fused.FAMILY, GPUS) == {}
+
+
+def test_calls_of_an_op_are_told_apart_by_the_kernels_they_launch() -> None:
+    """Gradients of few look-ups, of many, of maxima; of a plain look-up with and without a sort."""
+    bags = {"rows": 1000.0, "dim": 16.0, "bags": 8.0, "mode": "sum"}
+    few = called("backward", [20.0] * 3, **bags, lookups=2304.0, kernel_count=12.0)
+    many = called("backward", [40.0] * 3, **bags, lookups=2305.0, kernel_count=31.0)
+    maxima = called("backward", [6.0] * 3, **{**bags, "mode": "max"}, lookups=1e5, kernel_count=2.0)
+    forward = called("forward", [8.0] * 3, **bags, lookups=8.0, kernel_count=1.0)
+    calls = learn_host_calls(pd.concat([few, many, maxima, forward]), EMBEDDING_BAG, GPUS)["one"]
+    assert calls == {
+        "backward": HostCall(fixed=20.0, kernels=31.0, rows=3),
+        "backward, few": HostCall(fixed=10.0, kernels=12.0, rows=3),
+        "backward, max": HostCall(fixed=3.0, kernels=2.0, rows=3),
+        "forward": HostCall(fixed=4.0, rows=3),
+    }
+    table = {"rows": 1000.0, "dim": 16.0}
+    added = called("backward", [8.0] * 3, **table, lookups=3072.0)
+    sorted_first = called("backward", [40.0] * 3, **table, lookups=3073.0)
+    calls = learn_host_calls(pd.concat([added, sorted_first]), EMBEDDING, GPUS)["one"]
+    assert {name: call.fixed for name, call in calls.items()} == {
+        "backward": 20.0,
+        "backward, unsorted": 4.0,
+    }
 
 
 def test_lists_of_tensors_cost_by_tensor() -> None:
