@@ -280,10 +280,12 @@ def fallback(p: Norm, measured: Measured) -> list[Part]:
     """Prices a norm as a copy of as many bytes as its passes over the tensor read and write.
 
     Statistics of a channel or group are summed by one block of threads in NCHW, at BLOCK_RATE at
-    most: a pass of n statistics takes bandwidth / (n * rate) as long where they are few.
+    most: a pass of n statistics takes bandwidth / (n * rate) as long where they are few. Rows are
+    of NCHW and say nothing of NHWC.
     """
+    told = not (p.op.startswith("batch") and measured.channels_last)
     unknown = measured.gpu.kind == "cpu" or p.op not in PASSES
-    if unknown or measured.seen("norm", p.op, p.dtype):
+    if unknown or (told and measured.seen("norm", p.op, p.dtype)):
         return []
     nbytes = float(traffic_bytes(p))
     if p.op in STATISTICS and not measured.channels_last:
