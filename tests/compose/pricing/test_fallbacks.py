@@ -233,11 +233,14 @@ THIN = Gemm(op="mm", m=64, n=1, k=1000, dtype="fp32")
 NORM = Norm(op="batch", rows=2, cols=64, channels=16)
 LOOKUP = Embedding(op="backward", rows=5, dim=4, lookups=3)
 LOOKED_UP = {**MODELS, "embedding": learned("forward")}
+BATCHED = {**MODELS, "norm": learned("batch")}
 TOTAL = Reduction(op="sum", outer=64, size=1000)
 COPIES: list[tuple[Any, Any, bool, list[float]]] = [  # and bytes that a copy in its place moves
     (THIN, MODELS, False, [(64 * 1000 + 1000 + 64) * 4]),  # a pass over the matrix
     (replace(THIN, n=2), MODELS, False, []),
     (NORM, MODELS, True, [3 * 2 * 64 * 16 * 4]),  # three passes
+    (NORM, BATCHED, True, [3 * 2 * 64 * 16 * 4]),  # rows are of NCHW
+    (NORM, BATCHED, False, []),
     (replace(NORM, channels=128), MODELS, False, [3 * 2 * 64 * 128 * 4]),
     # 25 blocks of 8 GB/s read a fifth of 1 TB/s: each pass over statistics takes five times
     (replace(NORM, channels=25), MODELS, False, [(2 + 5) * 2 * 64 * 25 * 4]),

@@ -15,7 +15,7 @@ from itercast.learners.transfer.query_rows import QueryRows, RowGroup, measured_
 from itercast.learners.transfer.source_gpus import SourceGpus, _moved_us, _vector_rate
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.ops.family import Family
-from itercast.microbench.ops.matrix import gemm
+from itercast.microbench.ops.matrix import conv, gemm
 from itercast.microbench.ops.memory import norm
 
 
@@ -84,6 +84,16 @@ def test_lanes_that_integers_need_do_not_count() -> None:
     assert rates["a100-sxm-80gb"] == pytest.approx(19.5, rel=0.01)
     assert rates["h100-sxm-80gb"] == pytest.approx(66.9 / 2, rel=0.01)
     assert rates["p4"] == sms["p4"].peak("fp32") / 1e12
+
+
+def test_convolutions_do_not_move_with_tensor_cores() -> None:
+    """An H100's tensor cores are 7.9 times a V100's; its lanes 2.1 times, and so is the rest."""
+    found = {name: load_gpu(name) for name in ("h100-sxm-80gb", "v100-sxm-16gb")}
+    asked = query(("v100-sxm-16gb", "fp16", ""), ops=["forward"], gpus=found)
+    sources = SourceGpus(encoder=Encoder([], {}), measured={}, gpus=found)
+    (slower,) = sources._slower(replace(asked, family=conv.FAMILY), "h100-sxm-80gb")
+    assert slower == pytest.approx(33.4 / 15.7, rel=0.01)
+    assert sources._slower(asked, "h100-sxm-80gb") == [1.0]  # products go by their tiles
 
 
 def test_an_octave_of_bandwidth_or_peak_is_a_quarter_as_another_architecture_is() -> None:

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.ops import families
 from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
 from itercast.microbench.ops.lookup.index_calls import IndexOp
 from itercast.microbench.ops.lookup.sparse_update import SparseUpdate
+from itercast.microbench.ops.matrix import conv
 from itercast.microbench.ops.matrix.attention import Attention
 from itercast.microbench.ops.matrix.conv import Conv
 from itercast.microbench.ops.matrix.experts import Experts
@@ -152,3 +154,24 @@ def test_flops_and_bytes_by_hand(p: Any, flops: float | None, nbytes: float | No
     family = FAMILY_OF[type(p)]
     for formula, expected in ((family.flops, flops), (family.bytes_moved, nbytes)):
         assert expected is None or float(formula(p)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "tflops"),
+    [
+        ("h100-sxm-80gb", "bf16", 132 * 1.98 * 2.048),  # units could do twice as much
+        ("h100-sxm-80gb", "fp32", 132 * 1.98 * 0.128),
+        ("a100-sxm-80gb", "tf32", 156),
+        ("v100-sxm-16gb", "fp16", 125),
+        ("mi210", "fp16", 181),
+    ],
+)
+def test_convolutions_use_no_more_of_an_sm_than_on_an_a100(
+    gpu: str, dtype: str, tflops: float
+) -> None:
+    one = Conv(
+        op="forward", batch=1, in_channels=8, out_channels=8, h=8, w=8, kernel_h=1, kernel_w=1
+    )
+    known = load_gpu(gpu)
+    bound = min(float(conv.rate(replace(one, dtype=dtype), known)), known.full_rate(dtype))
+    assert bound / 1e12 == pytest.approx(tflops, rel=0.02)
