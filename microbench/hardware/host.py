@@ -34,7 +34,8 @@ class HostMachine:
     - ``launch_us``: the host's time of one PyTorch call that launches one pointwise kernel,
       dispatcher and driver together.
     - ``source``: what was measured, and by which command the numbers were found.
-    - ``gpus``: generations of the GPUs beside it, separated by commas.
+    - ``gpus``: generations of the GPUs beside it, separated by commas; empty where it is no usual
+      host, as under tests that wait for the GPU at every step.
     - ``fitted_on``: sources of measured rows, separated by commas.
     """
 
@@ -143,8 +144,8 @@ def usual_host(known: Sequence[HostMachine]) -> HostMachine:
     """Returns the host of median speed; of an even number the slower one in the middle.
 
     Speed is the time of as many events and launches as take the reference host equally long. With
-    the slower host beside a Hopper GPU steps of an H200, on a third machine, are forecast 12 % off
-    in the mean, with the faster one 14 % (``itercast evaluate --measured datasets/gpu``).
+    the slower of two hosts beside Hopper GPUs steps of an H200 on a third machine are forecast 12 %
+    off in the mean, with the faster one 14 % (``itercast evaluate --measured datasets/gpu``).
     """
     if not known:
         return REFERENCE

@@ -278,7 +278,7 @@ def test_events_are_those_of_the_reference_times_the_slowdown() -> None:
 
 
 def test_the_usual_host_is_the_median() -> None:
-    """One that was measured: of two with a fast Python or fast launches, the slower in sum."""
+    """Of hosts in whole; of two, one with a fast Python and one with fast launches, the slower."""
     found = usual_host([host("a", 1.0, "x"), host("b", 2.0, "y"), host("c", 8.0, "z")])
     assert found.slowdown == pytest.approx(2.0)
     assert found.launch_us == pytest.approx(10.0)
@@ -293,7 +293,7 @@ def test_the_usual_host_rests_on_no_source_that_is_left_out() -> None:
     known = [load_host(name) for name in host_names()]
     assert len(known) >= 6 and all(h.sources for h in known)
     commands = ("python -m itercast.eval.public.hosts", "itercast calibrate")
-    assert all(h.source.startswith(commands) and h.generations for h in known)
+    assert all(h.source.startswith(commands) for h in known)
     with leaving_out("KernelBench"):
         left = load_host()
     assert "kernelbench" in load_host().sources
