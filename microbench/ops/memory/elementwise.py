@@ -40,6 +40,7 @@ COMMON_KINDS = [kind for kind in KINDS if kind[0] in known.COMMON]
 POSITIVE = ("log", "sqrt", "rsqrt", "logit", "pow", "pow_general", "reciprocal", "div")
 INTEGERS = ("add", "mul", "eq", "clone", "copy_", "zeros_like", "where")
 FP8_CAST = "fp8_cast"  # of libraries: scale and cast in one kernel
+BLOCK_BYTES = 2**15  # no assumption: an SM's first cache holds several blocks that are transposed
 WINDOW_CLOCKS: Mapping[str, float] = assumed(__file__, "window_clocks")
 CHEAP = ("add", "mul", "add_", "mul_", "copy_", "clone", "relu", "zeros_like", "ones_like", "fill_")
 
@@ -230,6 +231,8 @@ def _form(sized: list[TensorSpec], used: list[TensorSpec], numel: int) -> tuple[
     loose = [t for t in full if not t.contiguous]
     if loose and len({_strides(t) for t in full}) > 1:
         run = min(_run(t) for t in loose)
+        if run == 1 and max(map(_block_bytes, loose)) <= BLOCK_BYTES:
+            run = _last(loose[0])
         return ("strided", run) if run > 1 else ("transposed", _last(loose[0]))
     small = [t for t in used if _distinct(t) < numel]
     wide = next((t.shape for t in reversed(sized) if t.numel == numel), ())
@@ -251,6 +254,12 @@ def _form(sized: list[TensorSpec], used: list[TensorSpec], numel: int) -> tuple[
 
 def _strides(t: TensorSpec) -> tuple[int, ...]:
     return tuple(step for n, step in zip(t.shape, t.stride, strict=True) if n > 1)
+
+
+def _block_bytes(t: TensorSpec) -> int:
+    """Bytes from the first element of the last axis to its last, all that lies between included."""
+    last = next((i for i in reversed(range(len(t.shape))) if t.shape[i] > 1), 0)
+    return t.shape[last] * t.stride[last] * int(itemsize_bytes(t.dtype))
 
 
 def _run(t: TensorSpec) -> int:
