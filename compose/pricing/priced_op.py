@@ -112,9 +112,9 @@ class Priceable:
 
     @property
     def call_name(self) -> str:
-        """The name under which sweeps count calls that launch as many kernels."""
-        told = self.family.call_name if self.family is not None else None
-        return str(told(self.params)) if told is not None else self.kind
+        """The name under which host times of calls are learned: its calls launch alike."""
+        name_of = self.family.call_name if self.family is not None else None
+        return str(name_of(self.params)) if name_of is not None else self.kind
 
     @property
     def call_launches(self) -> float:

@@ -125,7 +125,7 @@ def report(
     write_public_pages(out, found, bundle)
     results += [] if source else [r for x in found for r in judge(x.line, x.rows, x.seconds)]
     left_out: list[LineResult] = []
-    text = write_tables(out, results, left_out)
+    text = "" if source else write_tables(out, results, left_out)
     without = run_left_out(public, only, source), run_models_left_out(public, found, bundle)
     for result in chain(*without):
         left_out.append(result)

@@ -277,8 +277,8 @@ class SourceGpus:
     def _slower(self, query: QueryRows, source: str) -> np.ndarray:
         """Arithmetic rate (``_vector_rate``) of the source GPU over that of each row's own GPU.
 
-        1 where the roofline alone is moved to another GPU (``_is_by_roofline``). Convolutions have
-        it too: what they take beyond the roofline does not shrink with faster tensor cores.
+        1 where the roofline alone is moved to another GPU (``_is_by_roofline``). Convolutions move
+        by it: what they take beyond the roofline does not shrink with faster tensor cores.
         """
         if _is_by_roofline(query.family):
             return np.ones(len(query.gpu))

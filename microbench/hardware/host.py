@@ -99,7 +99,7 @@ def load_host(name_or_path: str = USUAL, generation: str = "") -> HostMachine:
     path = Path(name_or_path)
     if name_or_path == USUAL:
         out = left_out()
-        known = [h for h in shipped_hosts() if not is_among(out, h.sources)]
+        known = [h for h in shipped_hosts() if h.gpus and not is_among(out, h.sources)]
         return usual_host(_beside(generation, known))
     if path.suffix not in {".yaml", ".yml"}:
         path = HERE / f"{name_or_path}.yaml"
@@ -153,6 +153,8 @@ def usual_host(known: Sequence[HostMachine]) -> HostMachine:
     return replace(
         by_speed[len(known) // 2],
         name=USUAL,
+        cpu="",
+        gpus="",
         source=f"median of the hosts {', '.join(host.name for host in known)}",
         fitted_on=", ".join(sorted({source for host in known for source in host.sources})),
     )

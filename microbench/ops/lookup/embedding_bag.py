@@ -44,7 +44,7 @@ GPU_DTYPES = {"fp32": 0.88, "bf16": 0.1, "fp16": 0.02}  # no assumption: shares 
 GPU_BAGS = (512, 8192)
 GPU_POOLING = 128  # look-ups of a bag at most
 GPU_ROWS = 20_000_000  # of a table at most
-ONE_SORT = 2304  # no assumption: so many look-ups are sorted by one kernel, as counted on an H100
+ONE_SORT = 2304  # no assumption: at most so many are sorted by one kernel, as counted on an H100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

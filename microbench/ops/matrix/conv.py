@@ -176,9 +176,10 @@ def bytes_moved(p: Conv) -> Numbers:
 
 
 def rate(p: Conv, gpu: Gpu) -> Numbers:
-    """Upper bound in FLOP/s: what an SM of an A100 computes per clock.
+    """The most FLOP/s that a roofline assumes: an A100's per SM and clock, of all SMs.
 
-    Kernels for images in NCHW do not use the wider units that SMs have had since.
+    Kernels for images in NCHW do not use the wider units that SMs have had since. Winograd's and
+    Fourier transforms exceed it.
     """
     if gpu.kind == "cpu" or gpu.vendor != "nvidia":
         return np.inf

@@ -231,7 +231,7 @@ def _form(sized: list[TensorSpec], used: list[TensorSpec], numel: int) -> tuple[
     loose = [t for t in full if not t.contiguous]
     if loose and len({_strides(t) for t in full}) > 1:
         run = min(_run(t) for t in loose)
-        if run == 1 and max(map(_block_bytes, loose)) <= BLOCK_BYTES:
+        if run == 1 and all(map(_in_small_blocks, loose)):
             run = _last(loose[0])
         return ("strided", run) if run > 1 else ("transposed", _last(loose[0]))
     small = [t for t in used if _distinct(t) < numel]
@@ -256,10 +256,11 @@ def _strides(t: TensorSpec) -> tuple[int, ...]:
     return tuple(step for n, step in zip(t.shape, t.stride, strict=True) if n > 1)
 
 
-def _block_bytes(t: TensorSpec) -> int:
-    """Bytes from the first element of the last axis to its last, all that lies between included."""
-    last = next((i for i in reversed(range(len(t.shape))) if t.shape[i] > 1), 0)
-    return t.shape[last] * t.stride[last] * int(itemsize_bytes(t.dtype))
+def _in_small_blocks(t: TensorSpec) -> bool:
+    """Whether it is matrices, each transposed in BLOCK_BYTES at most."""
+    axes = [(n, step) for n, step in zip(t.shape, t.stride, strict=True) if n > 1]
+    block = axes[-1][0] * axes[-1][1] * float(itemsize_bytes(t.dtype))
+    return len(axes) > 1 and axes[-2][1] == 1 and block <= BLOCK_BYTES
 
 
 def _run(t: TensorSpec) -> int:

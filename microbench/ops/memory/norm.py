@@ -283,9 +283,9 @@ def fallback(p: Norm, measured: Measured) -> list[Part]:
     most: a pass of n statistics takes bandwidth / (n * rate) as long where they are few. Rows are
     of NCHW and say nothing of NHWC.
     """
-    told = not (p.op.startswith("batch") and measured.channels_last)
+    rows_apply = not (p.op.startswith("batch") and measured.channels_last)
     unknown = measured.gpu.kind == "cpu" or p.op not in PASSES
-    if unknown or (told and measured.seen("norm", p.op, p.dtype)):
+    if unknown or (rows_apply and measured.seen("norm", p.op, p.dtype)):
         return []
     nbytes = float(traffic_bytes(p))
     if p.op in STATISTICS and not measured.channels_last:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
@@ -35,8 +36,9 @@ from itercast.eval.public.left_out_ops import (
 )
 from itercast.eval.public.lines import ModelLine
 from itercast.eval.public.models import ForecastLine
-from itercast.eval.public.report import line_names
+from itercast.eval.public.report import line_names, report
 from itercast.eval.public.shipped import OWN
+from itercast.eval.results import LineResult
 from itercast.learners.bundle import SHIPPED
 from itercast.microbench.assumptions import Assumption
 from itercast.microbench.hardware.spec import load_gpu
@@ -122,6 +124,29 @@ def test_held_shapes_are_on_no_other_side(tmp_path: Path) -> None:
         assert not shapes[0] & shapes[1]
     assert [s.source for s in splits(rows, source="DeepGEMM")] == ["deepgemm"]
     assert not list(splits(rows, only="conv"))
+
+
+@pytest.mark.usefixtures("no_own_rows")
+def test_nothing_is_learned_from_fewer_than_thirty_rows(tmp_path: Path) -> None:
+    """DeepGEMM is not forecast by 29 rows of PipeWeave, but these are by DeepGEMM's."""
+    rows = read_ops(two_sources(tmp_path))["gemm"]
+    theirs = rows[rows[PUBLISHER] == "pipeweave"]
+    for count, sources in ((29, ["pipeweave"]), (30, ["deepgemm", "pipeweave"])):
+        few = pd.concat([rows[rows[PUBLISHER] == "deepgemm"], theirs.head(count)])
+        assert [s.source for s in splits({"gemm": few})] == sources
+
+
+def test_what_is_known_is_written_before_the_rest_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> Iterator[LineResult]:
+        yield compared("gemm", "deepgemm", np.ones(1), np.ones(1), np.ones(1), 0.0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("itercast.eval.public.report.run_left_out", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        report(two_sources(tmp_path), "gemm, source", "", SHIPPED, tmp_path / "out")
+    assert "| gemm | deepgemm | 1 |" in (tmp_path / "out" / "bench-public.md").read_text()
 
 
 @pytest.mark.slow

@@ -64,6 +64,14 @@ def call(op: str, *args: Any, outputs: tuple[Any, ...] = (), **kwargs: Any) -> O
             ),
             Elementwise(op="add_", numel=64 * 3456, inner=128, tensors=2, form="strided"),
         ),
+        (  # the next column of a block comes after all other blocks
+            call(
+                "aten.add_.Tensor",
+                spec(27, 64, 128, stride=(8192, 128, 1)),
+                spec(27, 64, 128, stride=(1, 3456, 27)),
+            ),
+            Elementwise(op="add_", numel=64 * 3456, inner=128, tensors=2, form="transposed"),
+        ),
         (
             call(
                 "aten.add_.Tensor",
