@@ -86,9 +86,9 @@ def test_events_are_compared_with_those_of_the_reference() -> None:
 def test_launches_are_measured_by_themselves_or_from_calls_of_ops() -> None:
     """7 us measured; a product's 21.6 us are 2.7 launches of 8; cold rows repeat warm ones.
 
-    In a sweep the mean of small ops is 1.6 launches, and calls take 1 / 0.35 of those in a step.
+    In a sweep the mean of small ops is 1.6 launches, and calls take 1 / 0.4 of those in a step.
     """
-    product = {"family": "gemm", "gpu": "a10", "op": "mm", "time_us": 9.0, "launch_us": 21.6 / 0.35}
+    product = {"family": "gemm", "gpu": "a10", "op": "mm", "time_us": 9.0, "launch_us": 21.6 / 0.4}
     calls = [{**product, "cache": "warm"}, {**product, "cache": "cold", "launch_us": 900.0}]
     failed = row("launch", 500.0, status="oom")
     rows = pd.DataFrame([*EVENTS, row("launch", 1.6 * 7.0), *calls, failed])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,6 +24,7 @@ from itercast.microbench.ops.family import (
     torch_dtype,
 )
 from itercast.microbench.ops.matrix.conv_layers import layer
+from itercast.microbench.ops.matrix.conv_rate import rate
 from itercast.microbench.ops.matrix.gemm import TENSOR_CORES, Gemm
 from itercast.microbench.ops.memory.elementwise import memory_copy, windowed_copy
 from itercast.microbench.ops.sizes import (
@@ -39,7 +40,6 @@ MAX_FLOPS = 3e9
 MAX_GROUPED_FLOPS = 2e8  # grouped kernels reach a fraction of the peak
 MAX_BYTES = 2e8
 HALF = ("fp16", "bf16")
-FLOPS_PER_CLOCK: Mapping[str, float] = assumed(__file__, "flops_per_clock")
 TERMS_OF_PASS = assumed(__file__, "terms_of_pass")
 CUDNN_DEPTHWISE_TAPS = assumed(__file__, "cudnn_depthwise_taps")
 NHWC_GROUPS = assumed(__file__, "nhwc_groups")
@@ -173,20 +173,6 @@ def bytes_moved(p: Conv) -> Numbers:
     backward = y + want_x * (w + x) + want_w * (x + w + bias)
     elements = np.where(np.equal(p.op, "forward"), x + w + y + bias, backward)
     return elements * itemsize_bytes(p.dtype)
-
-
-def rate(p: Conv, gpu: Gpu) -> Numbers:
-    """The most FLOP/s that a roofline assumes: an A100's per SM and clock, of all SMs.
-
-    Kernels for images in NCHW do not use the wider units that SMs have had since. Winograd's and
-    Fourier transforms exceed it.
-    """
-    if gpu.kind == "cpu" or gpu.vendor != "nvidia":
-        return np.inf
-    per_clock = np.select(
-        [np.equal(p.dtype, dtype) for dtype in FLOPS_PER_CLOCK], [*FLOPS_PER_CLOCK.values()], np.inf
-    )
-    return per_clock * gpu.sm_count * gpu.clock_hz
 
 
 def features(p: Conv, gpu: Gpu) -> dict[str, Numbers | str]:

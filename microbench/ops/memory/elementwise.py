@@ -257,10 +257,10 @@ def _strides(t: TensorSpec) -> tuple[int, ...]:
 
 
 def _in_small_blocks(t: TensorSpec) -> bool:
-    """Whether it is matrices, each transposed in BLOCK_BYTES at most."""
+    """Whether it is several matrices, each transposed in BLOCK_BYTES at most."""
     axes = [(n, step) for n, step in zip(t.shape, t.stride, strict=True) if n > 1]
     block = axes[-1][0] * axes[-1][1] * float(itemsize_bytes(t.dtype))
-    return len(axes) > 1 and axes[-2][1] == 1 and block <= BLOCK_BYTES
+    return len(axes) > 2 and axes[-2][1] == 1 and block <= BLOCK_BYTES
 
 
 def _run(t: TensorSpec) -> int:

@@ -13,7 +13,7 @@ from itercast.microbench.ops import families
 from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
 from itercast.microbench.ops.lookup.index_calls import IndexOp
 from itercast.microbench.ops.lookup.sparse_update import SparseUpdate
-from itercast.microbench.ops.matrix import conv
+from itercast.microbench.ops.matrix import conv_rate
 from itercast.microbench.ops.matrix.attention import Attention
 from itercast.microbench.ops.matrix.conv import Conv
 from itercast.microbench.ops.matrix.experts import Experts
@@ -173,5 +173,5 @@ def test_convolutions_use_no_more_of_an_sm_than_on_an_a100(
         op="forward", batch=1, in_channels=8, out_channels=8, h=8, w=8, kernel_h=1, kernel_w=1
     )
     known = load_gpu(gpu)
-    bound = min(float(conv.rate(replace(one, dtype=dtype), known)), known.full_rate(dtype))
+    bound = min(float(conv_rate.rate(replace(one, dtype=dtype), known)), known.full_rate(dtype))
     assert bound / 1e12 == pytest.approx(tflops, rel=0.02)

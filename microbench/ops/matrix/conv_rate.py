@@ -1,0 +1,27 @@
+"""The rate of a GPU that convolutions of images in NCHW use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.ops.family import Numbers, Point
+
+FLOPS_PER_CLOCK: Mapping[str, float] = assumed(__file__, "flops_per_clock")
+
+
+def rate(p: Point, gpu: Gpu) -> Numbers:
+    """The most FLOP/s that a roofline assumes: an A100's per SM and clock, of all SMs.
+
+    Kernels for images in NCHW do not use the wider units that SMs have had since. Winograd's and
+    Fourier transforms exceed it.
+    """
+    if gpu.kind == "cpu" or gpu.vendor != "nvidia":
+        return np.inf
+    per_clock = np.select(
+        [np.equal(p.dtype, dtype) for dtype in FLOPS_PER_CLOCK], [*FLOPS_PER_CLOCK.values()], np.inf
+    )
+    return np.asarray(per_clock * gpu.sm_count * gpu.clock_hz)
