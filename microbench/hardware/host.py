@@ -143,9 +143,8 @@ def _parts(text: str) -> tuple[str, ...]:
 def usual_host(known: Sequence[HostMachine]) -> HostMachine:
     """Returns the host of median speed; of an even number the slower one in the middle.
 
-    Speed is the time of as many events and launches as take the reference host equally long. With
-    the slower of two hosts beside Hopper GPUs steps of an H200 on a third machine are forecast 12 %
-    off in the mean, with the faster one 14 % (``itercast evaluate --measured datasets/gpu``).
+    Speed is the time of as many events and launches as take the reference host equally long. The
+    slower of two was chosen on the iterations of an H200 in datasets/gpu, on a third machine.
     """
     if not known:
         return REFERENCE

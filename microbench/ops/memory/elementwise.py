@@ -40,7 +40,6 @@ COMMON_KINDS = [kind for kind in KINDS if kind[0] in known.COMMON]
 POSITIVE = ("log", "sqrt", "rsqrt", "logit", "pow", "pow_general", "reciprocal", "div")
 INTEGERS = ("add", "mul", "eq", "clone", "copy_", "zeros_like", "where")
 FP8_CAST = "fp8_cast"  # of libraries: scale and cast in one kernel
-BLOCK_BYTES = 2**15  # no assumption: an SM's first cache holds several blocks that are transposed
 WINDOW_CLOCKS: Mapping[str, float] = assumed(__file__, "window_clocks")
 CHEAP = ("add", "mul", "add_", "mul_", "copy_", "clone", "relu", "zeros_like", "ones_like", "fill_")
 
@@ -231,8 +230,6 @@ def _form(sized: list[TensorSpec], used: list[TensorSpec], numel: int) -> tuple[
     loose = [t for t in full if not t.contiguous]
     if loose and len({_strides(t) for t in full}) > 1:
         run = min(_run(t) for t in loose)
-        if run == 1 and all(map(_in_small_blocks, loose)):
-            run = _last(loose[0])
         return ("strided", run) if run > 1 else ("transposed", _last(loose[0]))
     small = [t for t in used if _distinct(t) < numel]
     wide = next((t.shape for t in reversed(sized) if t.numel == numel), ())
@@ -254,13 +251,6 @@ def _form(sized: list[TensorSpec], used: list[TensorSpec], numel: int) -> tuple[
 
 def _strides(t: TensorSpec) -> tuple[int, ...]:
     return tuple(step for n, step in zip(t.shape, t.stride, strict=True) if n > 1)
-
-
-def _in_small_blocks(t: TensorSpec) -> bool:
-    """Whether it is several matrices, each transposed in BLOCK_BYTES at most."""
-    axes = [(n, step) for n, step in zip(t.shape, t.stride, strict=True) if n > 1]
-    block = axes[-1][0] * axes[-1][1] * float(itemsize_bytes(t.dtype))
-    return len(axes) > 2 and axes[-2][1] == 1 and block <= BLOCK_BYTES
 
 
 def _run(t: TensorSpec) -> int:

@@ -56,30 +56,6 @@ def call(op: str, *args: Any, outputs: tuple[Any, ...] = (), **kwargs: Any) -> O
         (call("aten.sum.dim_IntList", spec(4, 6, stride=(1, 4)), (0,)), SUM(outer=6, size=4)),
         (call("aten.sum.default", spec()), SUM(size=1)),
         (call("aten.max.default", spec(4, 6)), SUM(op="amax", size=24)),
-        (  # 64 blocks of 27 rows that a cache holds while they are transposed; one too large for it
-            call(
-                "aten.add_.Tensor",
-                spec(64, 27, 128, stride=(3456, 128, 1)),
-                spec(64, 27, 128, stride=(3456, 1, 27)),
-            ),
-            Elementwise(op="add_", numel=64 * 3456, inner=128, tensors=2, form="strided"),
-        ),
-        (  # the next column of a block comes after all other blocks
-            call(
-                "aten.add_.Tensor",
-                spec(27, 64, 128, stride=(8192, 128, 1)),
-                spec(27, 64, 128, stride=(1, 3456, 27)),
-            ),
-            Elementwise(op="add_", numel=64 * 3456, inner=128, tensors=2, form="transposed"),
-        ),
-        (
-            call(
-                "aten.add_.Tensor",
-                spec(1728, 128, stride=(128, 1)),
-                spec(1728, 128, stride=(1, 1728)),
-            ),
-            Elementwise(op="add_", numel=64 * 3456, inner=128, tensors=2, form="transposed"),
-        ),
         (
             call("aten.add.Tensor", spec(8, 16), spec(16), outputs=(spec(8, 16),)),
             Elementwise(op="add", numel=128, inner=16, tensors=2, form="row"),
