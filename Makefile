@@ -12,7 +12,7 @@ help: ## list the targets
 
 setup: .venv/.installed ## create .venv and install everything
 
-.venv/.installed: pyproject.toml setup.py constraints.txt
+.venv/.installed: pyproject.toml constraints.txt
 	python3 -m venv .venv
 	.venv/bin/pip install -q --disable-pip-version-check -c constraints.txt -e '.[hf,dev]' && touch $@
 
@@ -37,7 +37,7 @@ learners: setup ## after a demo: eight learners ranked per op family and on whol
 evaluate: setup ## predicted against measured iterations
 	$(CLI) evaluate
 
-OTHERS = $(shell $(PY) -c "from itercast.microbench.cases.registry import cases_of; print(*(f'--case {c.name}' for c in cases_of('others')))")
+OTHERS = $(shell $(PY) -c "from itercast.capture.cases.registry import cases_of; print(*(f'--case {c.name}' for c in cases_of('others')))")
 others: setup ## after a demo: ten kinds of models that it does not measure, forecast and measured on this CPU
 	$(CLI) evaluate $(OTHERS) --out reports/others
 
@@ -89,19 +89,14 @@ test: setup ## run the tests but for the slow ones (4 minutes on 2 cores)
 test-slow: setup ## run the slow tests: whole GPU campaigns on a stand-in, real plans and sweeps, learners on published rows (4 minutes)
 	$(PYTEST) -m slow
 
-docs: .venv/.docs .cache/package ## build the documentation: reports/docs/index.html
+docs: .venv/.docs ## build the documentation: reports/docs/index.html
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build -q -d reports/docs && echo reports/docs/index.html
 
 .venv/.docs: .venv/.installed
 	.venv/bin/pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]' && touch $@
 
-lint: setup .cache/package ## ruff and mypy
-	.venv/bin/ruff check . && .venv/bin/ruff format --check . && MYPYPATH=.cache/package .venv/bin/mypy
-
-# The packages as an install lays them out, for tools that read code without running it.
-.cache/package: Makefile
-	rm -rf $@ && mkdir -p $@/itercast && ln -s $(CURDIR)/itercast/* $(CURDIR)/microbench $(CURDIR)/learners \
-	  $(CURDIR)/compose $(CURDIR)/eval $@/itercast
+lint: setup ## ruff and mypy
+	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
 
 endurance: setup ## kill fleets and their sweeps for 10 minutes; read 100,000 hostile files (PUBLIC=folder; an hour)
 	$(PY) tests/endurance/kill_fleet.py

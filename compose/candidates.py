@@ -20,6 +20,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.opcall import StepCapture
+from itercast.capture.plan import GREEDY, ParallelPlan, micro_batch
 from itercast.compose.forecast import Forecast, forecast, rank_of
 from itercast.compose.graph.layers import split_layers
 from itercast.compose.graph.product_roles import alias_weight_casts
@@ -34,10 +37,7 @@ from itercast.compose.simulate.rank import Rank
 from itercast.compose.simulate.stage_rank import chunks_of, memory
 from itercast.compose.sizes import CapturesBySize
 from itercast.compose.tables.captured import captured_tables
-from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.node import Node
-from itercast.microbench.opcall import StepCapture
-from itercast.microbench.plan import GREEDY, ParallelPlan, micro_batch
 
 OBJECTIVES = ("time", "cost", "memory")
 MISFIT_PENALTY = 1e18  # added to the score of plans that exceed the memory: they come last

@@ -13,17 +13,17 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from itercast.capture.base.cache_folder import cache_folder
+from itercast.capture.cases.external.huggingface import hf_case
+from itercast.capture.cases.registry import EvalCase, case
+from itercast.capture.opcall import NARROW, StepCapture
+from itercast.capture.plan import ParallelPlan, micro_batch
+from itercast.capture.step import ALLOWED, StepSettings
 from itercast.compose.parallel.narrow import with_narrow_products
-from itercast.microbench.cache_folder import cache_folder
-from itercast.microbench.cases.external.huggingface import hf_case
-from itercast.microbench.cases.registry import EvalCase, case
-from itercast.microbench.opcall import NARROW, StepCapture
-from itercast.microbench.plan import ParallelPlan, micro_batch
-from itercast.microbench.step import ALLOWED, StepSettings
 from itercast.microbench.store import Row
 
 DTYPES = (*ALLOWED["dtype"], *NARROW)
-MICROBENCH = Path(__file__).parents[1] / "microbench"
+CAPTURE = Path(__file__).parents[1] / "capture"
 
 
 def capture_case(
@@ -34,12 +34,12 @@ def capture_case(
     ``shallow``: three layers of every list of equal layers are captured, and how many were left out
     stands in ``repeats``.
     """
-    from itercast.microbench.capture.cache import cached
+    from itercast.capture.recorder.cache import cached
 
     size = (int(batch or chosen.batch), int(seq or chosen.seq))
     if not size[0]:
         raise ValueError(f"{chosen.name}: a batch is required, and a seq for text")
-    key = repr((chosen.name, chosen.digest, *size, settings, shallow, code_digest(MICROBENCH)))
+    key = repr((chosen.name, chosen.digest, *size, settings, shallow, code_digest(CAPTURE)))
     make = partial(_captured, chosen, settings, *size, shallow)
     return cached(hashlib.sha256(key.encode()).hexdigest()[:24], make, cache_folder("captures"))
 
@@ -54,9 +54,9 @@ def _settings(dtype: str, **options: Any) -> StepSettings:
 def _captured(
     chosen: EvalCase, settings: StepSettings, batch: int, seq: int, shallow: bool
 ) -> StepCapture:
-    from itercast.microbench.capture.log import capture_step
-    from itercast.microbench.capture.truncate import shorten_lists
-    from itercast.microbench.user_errors import is_own_error, one_line_error
+    from itercast.capture.base.user_errors import is_own_error, one_line_error
+    from itercast.capture.recorder.log import capture_step
+    from itercast.capture.recorder.truncate import shorten_lists
 
     repeats: dict[str, int] = {}
 
@@ -179,7 +179,7 @@ def _capture_module(
     keep_dtype: bool,
 ) -> StepCapture:
     """Capture a torch module, or what a function returns."""
-    from itercast.microbench.cases.external.user_module import (  # needs torch
+    from itercast.capture.cases.external.user_module import (  # needs torch
         UserModel,
         call_function,
         capture_user_model,

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field, replace
 from math import exp
 from typing import Any
 
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.opcall import StepCapture
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.graph.identity_cache import Once
 from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.pricing.collectives import Cluster, cluster
@@ -15,11 +18,8 @@ from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.simulate.iteration import Outcome, evaluate
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.simulate.timeline import Span, Task
-from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.node import Node
 from itercast.microbench.hardware.stack import USUAL
-from itercast.microbench.opcall import StepCapture
-from itercast.microbench.plan import ParallelPlan
 
 HALF_WIDTH: Mapping[str, float] = assumed(__file__, "half_width")
 # Facts of a simulated iteration that a forecast states as they are.

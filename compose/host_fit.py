@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.opcall import StepCapture
 from itercast.compose.target import Target, forecast_step
-from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.host import HostMachine, scaled_host
-from itercast.microbench.opcall import StepCapture
 
 SLOWDOWNS = (0.2, 40.0)  # no assumption: the range that is searched
 PACE_SET = 0.01  # no assumption: a tolerance, in log time

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
+from itercast.capture.opcall import OpCall, StepCapture
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.graph.attention_kernels import SDPA_OPS
-from itercast.microbench.opcall import OpCall, StepCapture
-from itercast.microbench.plan import ParallelPlan
 
 ROWS = 65536  # drawn at most, where that leaves FEWEST_STEPS
 STEPS, FEWEST_STEPS = 64, 4

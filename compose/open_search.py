@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from itercast.capture.cases.registry import case
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.candidates import Search
 from itercast.compose.capture_model import capture, optimizer_of
 from itercast.compose.target import Target, find_target
-from itercast.microbench.cases.registry import case
-from itercast.microbench.plan import ParallelPlan
 
 
 def open_search(

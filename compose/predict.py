@@ -6,14 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from itercast.capture.opcall import StepCapture
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture, micro_size
 from itercast.compose.forecast import Forecast
 from itercast.compose.graph.index_streams import with_indices
 from itercast.compose.graph.launch_modes import with_engine
 from itercast.compose.lengths import Lengths, lengths_of, with_lengths
 from itercast.compose.target import Target, find_target, forecast_step
-from itercast.microbench.opcall import StepCapture
-from itercast.microbench.plan import ParallelPlan
 from itercast.microbench.store import Row
 
 

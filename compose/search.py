@@ -7,12 +7,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
 
+from itercast.capture.plan import V_SHAPED, ParallelPlan
 from itercast.compose.candidates import OBJECTIVES, Scored, Search, candidate_plans
 from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.simulate.stage_rank import least_us, mean_us, memory
 from itercast.compose.simulate.stages import uneven
-from itercast.microbench.plan import V_SHAPED, ParallelPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from itertools import product
 
-from itercast.microbench.capture.zeros import mark_zeros
-from itercast.microbench.opcall import Argument, StepCapture
+from itercast.capture.opcall import Argument, StepCapture
+from itercast.capture.recorder.zeros import mark_zeros
 
 Size = tuple[int, int]  # samples, and tokens of each
 CaptureAt = Callable[[int, int], StepCapture]

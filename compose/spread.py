@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from math import exp, expm1, log
 from statistics import NormalDist, fmean
 
+from itercast.capture.base.assumptions import assumed
 from itercast.compose.forecast import Forecast
-from itercast.microbench.assumptions import assumed
 
 SIGMA: Mapping[str, float] = assumed(__file__, "sigma")
 SHARES = 1000  # equal shares of all steps; their middles give the mean within 1e-4 of a step

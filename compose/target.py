@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from itercast.capture.opcall import StepCapture
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.forecast import Forecast, forecast, timeline
 from itercast.compose.pricing.collectives import cluster
 from itercast.compose.pricing.layer_prices import PricedModel, price_model
@@ -19,8 +21,6 @@ from itercast.microbench.hardware.node import Node, load_node
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.hardware.stack import USUAL as USUAL_STACK
 from itercast.microbench.hardware.stack import load_stack
-from itercast.microbench.opcall import StepCapture
-from itercast.microbench.plan import ParallelPlan
 from itercast.microbench.store import Row
 
 

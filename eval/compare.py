@@ -14,6 +14,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from itercast.capture.base.cache_folder import cache_folder
+from itercast.capture.base.files import write_atomic
+from itercast.capture.cases.registry import case_names
+from itercast.capture.opcall import StepCapture
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture, micro_size
 from itercast.compose.forecast import Forecast
 from itercast.compose.graph.attention_kernels import with_attention_kernel
@@ -27,13 +32,9 @@ from itercast.eval.ranking import ranking_lines
 from itercast.eval.results import CaseResult, grouped, in_words, records
 from itercast.learners.bundle import Bundle
 from itercast.learners.features.machine_speed import iterations_at_reference_us
-from itercast.microbench.cache_folder import cache_folder
-from itercast.microbench.cases.registry import case_names
 from itercast.microbench.hardware.stack import asked_stack
-from itercast.microbench.opcall import StepCapture
 from itercast.microbench.ops import find_family
-from itercast.microbench.plan import ParallelPlan
-from itercast.microbench.store import Facts, Row, read_rows, write_atomic
+from itercast.microbench.store import Facts, Row, read_rows
 
 OPTIONAL: Row = {
     "plan": "",

@@ -20,23 +20,23 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from itercast.capture.base.slow_imports import dist, torch
+from itercast.capture.cases.registry import EvalCase, case
+from itercast.capture.opcall import Places, StepCapture
+from itercast.capture.plan import ParallelPlan
+from itercast.capture.programs.capture import capture_program
+from itercast.capture.recorder.log import capture_step
+from itercast.capture.step import StepSettings, make_optimizer
 from itercast.compose.target import Target, checkpoint_policy, forecast_step
 from itercast.eval.processes import in_new_process
 from itercast.eval.progress import run_program
 from itercast.learners.bundle import Bundle
-from itercast.microbench.capture.log import capture_step
-from itercast.microbench.cases.registry import EvalCase, case
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.iterations.plan_steps import (
     checkpoint_layers,
     parallel,
     places_by_layer,
 )
-from itercast.microbench.opcall import Places, StepCapture
-from itercast.microbench.plan import ParallelPlan
-from itercast.microbench.programs.capture import capture_program
-from itercast.microbench.slow_imports import dist, torch
-from itercast.microbench.step import StepSettings, make_optimizer
 from itercast.microbench.store import Facts
 
 CASES = ("gpt-s", "llama-s", "bert-s", "vit-s", "moe-s", "dlrm-s", "gpt-m", "resnet-m")

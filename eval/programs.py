@@ -17,15 +17,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from itercast.capture.cases.registry import case
+from itercast.capture.programs.program import ProgramCapture
 from itercast.compose.programs.forecast import forecast_program
 from itercast.compose.target import find_target
 from itercast.eval.compare import compare_all, measured_rows
 from itercast.eval.progress import run_program
 from itercast.eval.results import CaseResult, error_table, summary
-from itercast.microbench.cases.registry import case
 from itercast.microbench.iterations.collect import collect_iterations, iteration_of
 from itercast.microbench.iterations.measure import Iteration
-from itercast.microbench.programs.program import ProgramCapture
 from itercast.microbench.store import Row
 
 TWO = ("dp=2", "dp=2,zero=2", "dp=2,zero=3", "tp=2", "dp=2,cdp=1")
@@ -43,9 +43,9 @@ DISTURBED_PCT = 30.0  # no assumption: two measurements that differ more say lit
 
 def captured(iteration: Iteration) -> ProgramCapture:
     """The program of a measured iteration, on every rank that does different work."""
+    from itercast.capture.programs.capture import capture_program
     from itercast.microbench.iterations.plan_steps import make_plan_step  # needs torch
     from itercast.microbench.processes.ranks import join_process_group
-    from itercast.microbench.programs.capture import capture_program
 
     sizes = (iteration.batch, iteration.seq)
 

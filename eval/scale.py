@@ -11,10 +11,10 @@ import time
 
 import numpy as np
 
+from itercast.capture.base.slow_imports import without_scikit_learn
 from itercast.eval.processes import in_new_process
 from itercast.eval.progress import run_program
 from itercast.eval.speed import fresh_folder, print_table
-from itercast.microbench.slow_imports import without_scikit_learn
 from itercast.microbench.store import Row
 
 GPU = "h100-sxm-80gb"

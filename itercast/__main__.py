@@ -11,6 +11,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from itercast.capture.base.durations import seconds
+from itercast.capture.base.slow_imports import without_scikit_learn
 from itercast.commands.bench_public import bench_public
 from itercast.commands.calibrate import calibrate
 from itercast.commands.check import check
@@ -28,8 +30,6 @@ from itercast.commands.schedulers.replay import replay
 from itercast.commands.schedulers.throughput import throughput
 from itercast.commands.shard import shard
 from itercast.errors import OneLineGroup
-from itercast.microbench.durations import seconds
-from itercast.microbench.slow_imports import without_scikit_learn
 from itercast.names import KINDS, kinds, listing
 from itercast.options import Bundle, Families, Hardware, Json, fetched_root
 

@@ -24,15 +24,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # imported when used: together they take over a second
+    from itercast.capture.opcall import StepCapture
     from itercast.compose.explain.changes import changes
     from itercast.compose.explain.time_parts import time_parts
     from itercast.compose.forecast import Forecast
     from itercast.forecasting import capture, checkpoint, predict
-    from itercast.microbench.opcall import StepCapture
 
 MODULES = {
     "Forecast": "compose.forecast",
-    "StepCapture": "microbench.opcall",
+    "StepCapture": "capture.opcall",
     "capture": "forecasting",
     "changes": "compose.explain.changes",
     "checkpoint": "forecasting",

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from itercast.capture.programs.program import ProgramCapture
 from itercast.compose import capture_model
 from itercast.compose import predict as plans
 from itercast.compose.forecast import Forecast
-from itercast.microbench.programs.program import ProgramCapture
 
 if TYPE_CHECKING:
-    from itercast.microbench.opcall import StepCapture
+    from itercast.capture.opcall import StepCapture
 
 
 def capture(
@@ -32,7 +32,7 @@ def capture(
         return capture_model.capture(model, *inputs, **options)
     if inputs or options or not callable(model):
         raise ValueError("a program is a function without arguments, and has no other options")
-    from itercast.microbench.programs.capture import capture_program  # needs torch
+    from itercast.capture.programs.capture import capture_program  # needs torch
 
     return capture_program(model, world_size, ranks)
 

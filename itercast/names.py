@@ -11,7 +11,7 @@ KINDS = {  # the function that names them, imported when asked for
     "nodes": "microbench.hardware.node.node_names",
     "hosts": "names.hosts",
     "stacks": "microbench.hardware.stack.stack_names",
-    "cases": "microbench.cases.registry.case_names",
+    "cases": "capture.cases.registry.case_names",
     "families": "microbench.ops.families",
     "bundles": "names.bundles",
 }

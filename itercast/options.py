@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVa
 
 import typer
 
-from itercast.microbench.cases.external.huggingface import read_config
-from itercast.microbench.opcall import NARROW
-from itercast.microbench.slow_imports import without_scikit_learn
+from itercast.capture.base.slow_imports import without_scikit_learn
+from itercast.capture.cases.external.huggingface import read_config
+from itercast.capture.opcall import NARROW
 from itercast.names import completing
 
 if TYPE_CHECKING:  # the command line starts without pandas
+    from itercast.capture.opcall import StepCapture
     from itercast.compose.target import Target
-    from itercast.microbench.opcall import StepCapture
     from itercast.microbench.store import Row
 
 P = ParamSpec("P")
@@ -195,7 +195,7 @@ class Question:
         """What ``itercast.api.predict`` takes as its model."""
         if not self.model:
             return self.case or self.hf_config
-        from itercast.microbench.cases.external.user_module import load_function  # needs torch
+        from itercast.capture.cases.external.user_module import load_function  # needs torch
 
         return load_function(self.model)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from itercast.capture.base.cache_folder import cache_folder
 from itercast.learners.family_model import Beyond, Prepared
 from itercast.learners.features.machine_speed import (
     Anchors,
@@ -30,7 +31,6 @@ from itercast.learners.features.machine_speed import (
 from itercast.learners.features.schema import check_rows
 from itercast.learners.features.table import feature_table, is_number, origins, shape_places
 from itercast.learners.models.quantiles import Piece, Pieces
-from itercast.microbench.cache_folder import cache_folder
 from itercast.microbench.ops import families
 from itercast.microbench.ops.family import Family
 from itercast.microbench.store import read_rows, row_batches, row_count

@@ -20,6 +20,8 @@ import numpy as np
 import pandas as pd
 import xgboost as xgb
 
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.yaml_text import made_of
 from itercast.learners.family_model import FamilyModel
 from itercast.learners.features.host_calls import HostCall
 from itercast.learners.features.machine_speed import Anchors
@@ -33,11 +35,9 @@ from itercast.learners.models.tree_files import read_trees, without_statistics
 from itercast.learners.models.trees import Trees
 from itercast.learners.transfer.calibration import Calibration
 from itercast.learners.transfer.source_gpus import SourceGpus
-from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops import families
 from itercast.microbench.store import Facts, Row
-from itercast.microbench.yaml_text import made_of
 
 SHIPPED = Path(__file__).resolve().parent / "shipped"
 SHIPPED_CPU = SHIPPED.with_name("shipped-cpu")  # trained on one CPU, as an example

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from itercast.capture.base.files import write_atomic
 from itercast.learners.family_model import Learned, Prepared
 from itercast.learners.features.table import columns, is_number
 from itercast.learners.transfer.offsets import Offsets
 from itercast.microbench.ops.family import Family
-from itercast.microbench.store import write_atomic
 
 FILE = "held_out.parquet"  # in a bundle's folder
 FORMATS = {"int": ".0f", "float": ".10g"}  # of a parameter, by its type

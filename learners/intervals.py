@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
+from itercast.capture.base.assumptions import assumed
 from itercast.learners.family_model import FamilyModel, Prepared, learn_quickly
 from itercast.learners.features.table import CLUSTER_SEPARATOR
 from itercast.learners.models.training_table import group_split
 from itercast.learners.models.trees import Options
 from itercast.learners.transfer.offsets import Offsets
-from itercast.microbench.assumptions import assumed
 
 SINGLE_GPU_WIDENING: float = assumed(__file__, "single_gpu_widening")
 MIN_GPUS = 3  # to learn errors on unseen GPUs by leaving GPUs out

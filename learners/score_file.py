@@ -9,9 +9,9 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
+from itercast.capture.base.files import write_atomic
 from itercast.learners.bundle import COLUMNS, Bundle
 from itercast.microbench.hardware.spec import Gpu, gpu_names, load_gpu
-from itercast.microbench.store import write_atomic
 
 
 def read_file(path: Path) -> pd.DataFrame:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from itercast.capture.base.assumptions import assumed
 from itercast.learners.beyond_memory import (
     MIN_ROWS,
     AllRows,
@@ -38,7 +39,6 @@ from itercast.learners.models.compared import BLEND, LEARNERS, Inputs
 from itercast.learners.models.noise import medians
 from itercast.learners.models.training_table import Table, frozen_split
 from itercast.learners.transfer.offsets import Offsets
-from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.ops import families
 from itercast.microbench.ops.family import Family

@@ -19,8 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
+from itercast.capture.base.files import write_atomic
+from itercast.capture.base.yaml_text import load_yaml, made_of
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.yaml_text import load_yaml, made_of
 
 log = logging.getLogger(__name__)
 Row = dict[str, Any]  # of a dataset: values by column
@@ -40,17 +41,6 @@ def point_key(row: Facts) -> str:
     key = {"family": row["family"], "gpu": row["gpu"], "threads": row["threads"]}
     key |= {"cache": row["cache"], "repeat": row["repeat"], "point": row["point"]}
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    """Replace a file at once: readers see the old content or the new, never a part of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 class Journal:

@@ -17,9 +17,9 @@ import torch
 from plan_case import capture_at
 from toy_products import write_products
 
+from itercast.capture.opcall import StepCapture
 from itercast.microbench.hardware import machine
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import StepCapture
 from itercast.microbench.sweep import cards
 
 ROOT = Path(__file__).parents[1]

@@ -10,6 +10,8 @@ import torch
 from plan_case import GPU, Flat, capture_at, experts_at
 from torch import nn
 
+from itercast.capture.opcall import StepCapture
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture
 from itercast.compose.forecast import Forecast, forecast, rank_of
 from itercast.compose.pricing.collectives import cluster
@@ -19,9 +21,7 @@ from itercast.compose.simulate.rank import Rank, Run
 from itercast.compose.simulate.rank_program import RankProgram
 from itercast.microbench.hardware.node import Node
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import StepCapture
 from itercast.microbench.ops import families
-from itercast.microbench.plan import ParallelPlan
 
 KIB = 1024
 WIDTH = 64

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from itercast.microbench.capture.log import OpLog
+from itercast.capture.opcall import OpCall, StepCapture, TensorSpec
+from itercast.capture.recorder.log import OpLog
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
 from itercast.microbench.ops import find_family
 
 TOY = Gpu(name="toy", sm_count=4, peak_flops_per_s={"fp32": 1e12})

@@ -7,12 +7,12 @@ from typing import Any
 
 import pandas as pd
 
+from itercast.capture.opcall import OpCall, StepCapture, TensorSpec
 from itercast.compose.candidates import Search
 from itercast.compose.capture_model import capture
 from itercast.compose.forecast import Forecast
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
 from itercast.microbench.ops import find_family
 
 CPU = Gpu(name="toy", kind="cpu", sm_count=2, peak_flops_per_s={"fp32": 1e12}, l2_bytes=1e12)

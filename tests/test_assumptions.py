@@ -11,7 +11,7 @@ from typing import TypeGuard
 
 import pytest
 
-from itercast.microbench.assumptions import (
+from itercast.capture.base.assumptions import (
     FILE,
     all_assumptions,
     assumed,
@@ -20,7 +20,7 @@ from itercast.microbench.assumptions import (
 )
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("microbench", "learners", "compose", "eval", "itercast")
+PACKAGES = ("capture", "microbench", "learners", "compose", "eval", "itercast")
 FORECASTING = ("compose", "learners", *(f"microbench/{x}" for x in ("ops", "capture", "hardware")))
 HYPERPARAMETERS = "learners/models"  # data decide what they do
 MARK = "# no assumption:"

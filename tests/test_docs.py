@@ -23,16 +23,16 @@ import yaml
 from typer.testing import CliRunner
 
 from itercast.__main__ import app
+from itercast.capture.base.assumptions import all_assumptions
+from itercast.capture.plan import ParallelPlan
 from itercast.learners.bundle import SCHEMA_VERSION
-from itercast.microbench.assumptions import all_assumptions
 from itercast.microbench.campaign.stages import PLANS
 from itercast.microbench.hardware.node import Node
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.plan import ParallelPlan
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-PACKAGES = ("microbench", "learners", "compose", "eval", "itercast")
+PACKAGES = ("capture", "microbench", "learners", "compose", "eval", "itercast")
 FOLDERS = (*PACKAGES, "tests", "docs", "examples", "datasets")
 COMMANDS = typer.main.get_command(app)
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))

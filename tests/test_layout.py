@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("microbench", "learners", "compose", "eval", "itercast")
+PACKAGES = ("capture", "microbench", "learners", "compose", "eval", "itercast")
 ROOMS = {  # "." are the package's own files; each may import those before it
     package: tuple("" if room == "." else room for room in rooms.split())
     for package, rooms in (
-        ("microbench", "hardware . ops timing processes input capture programs cases sweep"
-                       " iterations fleet campaign importers"),
+        ("capture", "base . recorder input programs cases"),
+        ("microbench", "hardware . ops timing processes input sweep iterations fleet campaign"
+                       " importers"),
         ("learners", "features models transfer ."),
         ("compose", "graph tables parallel pricing simulate . feed clusters programs sharding"
                     " explain schedulers"),
@@ -22,12 +23,6 @@ ROOMS = {  # "." are the package's own files; each may import those before it
         ("itercast", ". commands"),
     )
 }  # fmt: skip
-LOADERS = (
-    "microbench.assumptions",
-    "microbench.extensions",
-    "microbench.slow_imports",
-    "microbench.yaml_text",
-)
 FILES_IN_A_ROOM = 14
 LINES_OF_A_FILE = 400
 
@@ -74,7 +69,7 @@ def room(module: str, path: Path) -> str:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_packages_import_one_way_only(package: str) -> None:
-    """microbench <- learners <- compose <- eval <- itercast."""
+    """capture <- microbench <- learners <- compose <- eval <- itercast."""
     later = set(PACKAGES[PACKAGES.index(package) + 1 :])
     for path in (ROOT / package).rglob("*.py"):
         assert not {name.split(".")[0] for name in imported(path)} & later, path
@@ -82,10 +77,7 @@ def test_packages_import_one_way_only(package: str) -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_rooms_import_one_way_only(package: str) -> None:
-    """In the order of ``ROOMS``; the start of the command line collects the commands.
-
-    The loaders of assumptions, extensions, slow packages and YAML import no room: all may use them.
-    """
+    """In the order of ``ROOMS``; the start of the command line collects the commands."""
     known, order = modules(), ROOMS[package]
     assert {room(m, p) for m, p in known.items() if m.split(".")[0] == package} <= set(order)
     for module, path in known.items():
@@ -93,7 +85,7 @@ def test_rooms_import_one_way_only(package: str) -> None:
             continue
         own = order.index(room(module, path))
         for other in modules_imported(path, known):
-            if other.startswith(f"{package}.") and other not in LOADERS:
+            if other.startswith(f"{package}."):
                 assert order.index(room(other, known[other])) <= own, (module, other)
 
 

@@ -8,7 +8,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from itercast.microbench.yaml_text import made_of, read_mapping
+from itercast.capture.base.yaml_text import made_of, read_mapping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.clusters.file import ClusterFile, GpuGroup
 from itercast.compose.forecast import Forecast, rank_of, report
 from itercast.compose.parallel.device_memory import room_bytes
@@ -14,7 +15,6 @@ from itercast.compose.simulate.iteration import Outcome
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.sizes import CapturesBySize
 from itercast.compose.target import Target
-from itercast.microbench.plan import ParallelPlan
 
 REDUCED = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
 BOUNDARY = ("intra_node", "inter_node")  # axes of messages between stages

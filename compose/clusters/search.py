@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from itercast.capture.opcall import StepCapture
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.candidates import Search, candidate_plans
 from itercast.compose.capture_model import capture, optimizer_of
 from itercast.compose.clusters.file import ClusterFile, read_cluster, subsets
@@ -19,8 +21,6 @@ from itercast.compose.open_search import size_of
 from itercast.compose.simulate.stage_rank import least_us
 from itercast.compose.sizes import CapturesBySize
 from itercast.compose.target import Target, find_target
-from itercast.microbench.opcall import StepCapture
-from itercast.microbench.plan import ParallelPlan
 
 
 def job_on(

@@ -11,12 +11,12 @@ from typing import TypeVar
 
 import numpy as np
 
+from itercast.capture.plan import V_SHAPED, ParallelPlan, micro_batch
 from itercast.compose.clusters.job import Job, replicas, report_job, stages
 from itercast.compose.forecast import Forecast
 from itercast.compose.simulate.iteration import Outcome, evaluate_stages, quick_us
 from itercast.compose.simulate.stages import balanced
 from itercast.compose.simulate.unlike import evaluate_replicas
-from itercast.microbench.plan import V_SHAPED, ParallelPlan, micro_batch
 
 # Keys of plans that need equal replicas, or groups of ranks across them.
 EQUAL = ("cp", "ep", "hsdp", "cdp", "gossip", "local", "shard", "tables", "cut", "node", "nodes")

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from itercast.capture.base.assumptions import Assumption, all_assumptions
 from itercast.compose.forecast import Forecast
-from itercast.microbench.assumptions import Assumption, all_assumptions
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("microbench", "learners", "compose")
+PACKAGES = ("capture", "microbench", "learners", "compose")
 FALLBACK = Assumption(  # several numbers of a family's file
     module="",
     name="",

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from itercast.capture.opcall import StepCapture
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.forecast import Forecast
 from itercast.compose.predict import prepare
 from itercast.compose.target import Target, forecast_step
 from itercast.microbench.hardware.node import Node
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import StepCapture
-from itercast.microbench.plan import ParallelPlan
 from itercast.microbench.store import Facts, Row
 
 OTHER_GPUS = ("a100-sxm-80gb", "h100-sxm-80gb", "h200-sxm-141gb", "b200-sxm")

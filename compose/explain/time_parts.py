@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from itercast.capture.opcall import StepCapture
 from itercast.compose.forecast import Forecast
 from itercast.compose.pricing.priced_op import Priceable
 from itercast.compose.target import Target
 from itercast.learners.features.table import bounds_us, columns
-from itercast.microbench.opcall import StepCapture
 
 COMPUTE, COMMUNICATION, IDLE = "compute", "communication", "idle"
 IDLE_NAMES: Mapping[str, str] = {

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.input.lane import Batches, InputLane
 from itercast.compose.forecast import Forecast
 from itercast.compose.simulate.rank_program import host_copy_us
 from itercast.compose.simulate.timeline import Task, simulate
 from itercast.compose.target import Target
-from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.node import USUAL_CORES_PER_GPU, USUAL_GPUS_PER_NODE
-from itercast.microbench.input.lane import Batches, InputLane
 
 BATCHES = 240  # that are simulated, or three by each worker if those are more; the last two
 # thirds are counted, as many by each worker

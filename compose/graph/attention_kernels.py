@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from itercast.microbench.assumptions import assumed
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.switches import is_on
+from itercast.capture.opcall import StepCapture
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.hardware.stack import stack_of_row
-from itercast.microbench.opcall import StepCapture
 from itercast.microbench.ops.family import Family
-from itercast.microbench.switches import is_on
 
 SDPA_OPS = ("itercast.sdpa", "itercast.sdpa_backward")
 FLASH_2 = "flash-2"

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.switches import is_on
+from itercast.capture.opcall import OpCall, StepCapture
 from itercast.compose.graph.lifetimes import last_uses
-from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import OpCall, StepCapture
 from itercast.microbench.ops.memory.traffic import held_share
-from itercast.microbench.switches import is_on
 
 # A freed block is reused for a tensor of at least 1 / this of the block's size.
 MAX_BLOCK_OVER_TENSOR: float = assumed(__file__, "max_block_over_tensor")

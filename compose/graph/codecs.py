@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.opcall import ITEMSIZE_BYTES, OpCall, StepCapture, TensorSpec
+from itercast.capture.plan import DCT, QUANTISED, ParallelPlan
 from itercast.compose.graph.rewrite import COLLECTIVE, StepBuilder, fresh_storages
-from itercast.microbench.assumptions import assumed
-from itercast.microbench.opcall import ITEMSIZE_BYTES, OpCall, StepCapture, TensorSpec
 from itercast.microbench.ops.memory.fused import CALL
-from itercast.microbench.plan import DCT, QUANTISED, ParallelPlan
 
 BITS: Mapping[str, int] = assumed(__file__, "bits")
 BLOCK, SCALE_BITS = assumed(__file__, "block_and_scale_bits")

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from itercast.capture.opcall import OpCall, StepCapture, TensorSpec
 from itercast.compose.graph.rewrite import StepBuilder, fresh_storages, with_tensors
-from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
 
 SOFTMAX = "aten._log_softmax.default"
 LABELS = "aten.nll_loss_forward.default"

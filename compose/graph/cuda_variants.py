@@ -17,9 +17,9 @@ from dataclasses import asdict, replace
 from itertools import pairwise
 from math import prod
 
+from itercast.capture.opcall import Argument, OpCall, StepCapture, TensorSpec
 from itercast.compose.graph.identity_cache import cached_by_identity
 from itercast.compose.graph.rewrite import StepBuilder, fresh_storages, with_tensors
-from itercast.microbench.opcall import Argument, OpCall, StepCapture, TensorSpec
 from itercast.microbench.ops.matrix.recurrent import CALL, Recurrent, saved_numel
 from itercast.microbench.ops.memory.elementwise_names import ALLOCATIONS, SAME_AS
 

@@ -14,7 +14,7 @@ All caches of this package, by what they keep:
 - ``functools.lru_cache`` and ``cache``: results of a few small hashable values: pipeline schedules
   by degrees (``simulate/pipeline.py``), bundles by path and time of change (``target.py``).
 - ``functools.cached_property``: a value derived from one frozen object; lives as long as it.
-- Captures on disk (``microbench/capture/cache.py``), by a digest of the case and of the code.
+- Captures on disk (``capture/recorder/cache.py``), by a digest of the case and of the code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Callable, Hashable
 from functools import lru_cache, wraps
 from typing import Any, TypeVar
 
-from itercast.microbench.opcall import StepCapture
+from itercast.capture.opcall import StepCapture
 
 R = TypeVar("R")
 MAX_RESULTS = 512  # per function

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from itercast.microbench.opcall import OpCall, StepCapture
+from itercast.capture.opcall import OpCall, StepCapture
 from itercast.microbench.ops.lookup.embedding_bag import FAMILY, EmbeddingBag
 from itercast.microbench.ops.lookup.index_streams import IndexStream, parse_indices
 

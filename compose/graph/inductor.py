@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
+from itercast.capture.opcall import OpCall, StepCapture, TensorSpec
 from itercast.compose.graph.rewrite import StepBuilder
-from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
 from itercast.microbench.ops import find_family
 from itercast.microbench.ops.memory.fused import CALL
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.opcall import OpCall, StepCapture, TensorSpec
 from itercast.compose.graph.cross_entropy import over_logits, stepwise_cross_entropy
 from itercast.compose.graph.inductor import (
     COMPILED_PHASES,
@@ -19,9 +21,7 @@ from itercast.compose.graph.inductor import (
 )
 from itercast.compose.graph.lifetimes import last_uses
 from itercast.compose.graph.rewrite import StepBuilder, fresh_storages
-from itercast.microbench.assumptions import assumed
 from itercast.microbench.iterations.engines import ENGINES
-from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
 
 FUSED = "fused"  # kernels of a framework's own, which an eager loop launches one by one
 FUSED_GRAPH = "fused+graph"  # the same in one CUDA graph, with a fused loss

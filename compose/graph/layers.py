@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import accumulate
 from types import MappingProxyType
 
-from itercast.microbench.opcall import ITEMSIZE_BYTES, OpCall, ParamSpec, StepCapture, layer_key
+from itercast.capture.opcall import ITEMSIZE_BYTES, OpCall, ParamSpec, StepCapture, layer_key
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from itertools import accumulate
 
+from itercast.capture.opcall import OpCall, StepCapture
 from itercast.compose.graph.identity_cache import cached_by_identity
-from itercast.microbench.opcall import OpCall, StepCapture
 
 
 def last_uses(calls: Sequence[OpCall]) -> dict[int, int]:

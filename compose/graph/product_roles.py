@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from itercast.capture.opcall import OpCall, StepCapture, TensorSpec
 from itercast.compose.graph.rewrite import with_tensors
-from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
 from itercast.microbench.ops.matrix.gemm import GROUPED
 
 LINEAR_PRODUCTS = ("aten.mm.default", "aten.addmm.default")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 
-from itercast.microbench.opcall import Argument, OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.capture.opcall import Argument, OpCall, ParamSpec, StepCapture, TensorSpec
 
 COLLECTIVE = "itercast.collective"
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.opcall import ITEMSIZE_BYTES, OpCall, StepCapture, TensorSpec
 from itercast.compose.parallel.table_work import TableWork
 from itercast.compose.parallel.tables import RankStep
 from itercast.compose.tables.captured import CapturedTable, Lookup
 from itercast.compose.tables.tiers import shard_stream
-from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.stack import TableSoftware
 from itercast.microbench.iterations.sharded_model import Shard, state_per_weight
-from itercast.microbench.opcall import ITEMSIZE_BYTES, OpCall, StepCapture, TensorSpec
 from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
 from itercast.microbench.ops.lookup.random_streams import unique_rows
 from itercast.microbench.ops.memory.fused import CALL

@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from itercast.capture.opcall import Argument, OpCall, StepCapture, TensorSpec
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.graph.rewrite import StepBuilder, collective
-from itercast.microbench.opcall import Argument, OpCall, StepCapture, TensorSpec
-from itercast.microbench.plan import ParallelPlan
 
 
 def context_parallel(capture: StepCapture, plan: ParallelPlan) -> StepCapture:

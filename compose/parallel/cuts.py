@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
-from itercast.microbench.opcall import OpCall, TensorSpec
+from itercast.capture.opcall import OpCall, TensorSpec
 
 # Ops whose result has another length along a dimension that may be the one that is cut.
 OTHER_LENGTH = ("cat", "index", "gather", "scatter", "slice_", "constant_pad", "repeat", "sdpa")

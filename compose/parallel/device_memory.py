@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from itercast.microbench.assumptions import assumed
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.plan import GREEDY, ParallelPlan
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.plan import GREEDY, ParallelPlan
 
 VISIBLE_FRAC: float = assumed(__file__, "visible_frac")
 CONTEXT_BYTES: float = assumed(__file__, "context_bytes")

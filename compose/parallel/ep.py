@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from itercast.capture.opcall import OpCall, ParamSpec, StepCapture, TensorSpec, layer_key
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.graph.layers import is_expert
 from itercast.compose.graph.product_roles import (
     DTYPE_CAST,
@@ -22,8 +24,6 @@ from itercast.compose.graph.product_roles import (
     weight_copies,
 )
 from itercast.compose.graph.rewrite import StepBuilder, collective, with_shape, with_tensors
-from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec, layer_key
-from itercast.microbench.plan import ParallelPlan
 
 
 def expert_parallel(capture: StepCapture, plan: ParallelPlan) -> StepCapture:

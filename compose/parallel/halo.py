@@ -12,9 +12,9 @@ from math import ceil, exp
 
 import numpy as np
 
+from itercast.capture.opcall import Argument, OpCall, StepCapture, TensorSpec
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.graph.rewrite import StepBuilder, collective, fresh_storages, with_shape
-from itercast.microbench.opcall import Argument, OpCall, StepCapture, TensorSpec
-from itercast.microbench.plan import ParallelPlan
 
 SELECT = "aten.index_select.default"
 SUMS = tuple(

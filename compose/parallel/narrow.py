@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from itercast.capture.opcall import ELEMENT_BYTES, OpCall, StepCapture, TensorSpec, layer_key
 from itercast.compose.graph.identity_cache import cached_by_identity
 from itercast.compose.graph.product_roles import LINEAR_PRODUCTS, alias_weight_casts
 from itercast.compose.graph.rewrite import StepBuilder, fresh_storages, with_tensors
 from itercast.compose.parallel.ep import expert_weights
-from itercast.microbench.opcall import ELEMENT_BYTES, OpCall, StepCapture, TensorSpec, layer_key
 from itercast.microbench.ops.matrix.gemm import GROUPED
 
 # The op that stands for a cast: it reads 2 bytes per element and writes the narrow dtype twice, as

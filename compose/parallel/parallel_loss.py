@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from itercast.capture.opcall import OpCall, TensorSpec
 from itercast.compose.graph.cross_entropy import LABELS, SOFTMAX, SOFTMAX_BACKWARD, per_token
 from itercast.compose.graph.rewrite import collective, with_tensors
-from itercast.microbench.opcall import OpCall, TensorSpec
 
 LOSS = (SOFTMAX, LABELS, SOFTMAX_BACKWARD)
 

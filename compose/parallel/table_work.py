@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.opcall import OpCall, TensorSpec
 from itercast.compose.tables.captured import BAGS, ROWS, CapturedTable, Lookup
 from itercast.compose.tables.placement import (
     INDEX_BYTES,
@@ -20,9 +22,7 @@ from itercast.compose.tables.placement import (
     shards,
 )
 from itercast.compose.tables.tiers import moved_bytes, shard_stream
-from itercast.microbench.assumptions import assumed
 from itercast.microbench.iterations.sharded_model import Shard
-from itercast.microbench.opcall import OpCall, TensorSpec
 from itercast.microbench.ops.lookup.embedding_bag import MODES
 from itercast.microbench.store import Row
 

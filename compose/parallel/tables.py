@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from itercast.capture.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 from itercast.compose.graph.rewrite import StepBuilder, collective, fresh_storages
 from itercast.compose.parallel.table_work import (
     PHASES,
@@ -38,7 +39,6 @@ from itercast.compose.tables.captured import (
     gradient_calls,
 )
 from itercast.compose.tables.placement import Sharding
-from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 from itercast.microbench.ops.step.host import REPEATED
 
 PER_TENSOR = ("zero_grad", "accumulate_grad")  # host events that come once per parameter

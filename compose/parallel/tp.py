@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from itercast.capture.opcall import Argument, OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.graph.product_roles import (
     EXPERT_PRODUCTS,
     LINEAR_PRODUCTS,
@@ -32,8 +34,6 @@ from itercast.compose.graph.rewrite import (
 )
 from itercast.compose.parallel.cuts import Cut, aligned_dim, cut_along, first_dim, result_dim
 from itercast.compose.parallel.parallel_loss import LOSS, parallel_loss
-from itercast.microbench.opcall import Argument, OpCall, ParamSpec, StepCapture, TensorSpec
-from itercast.microbench.plan import ParallelPlan
 
 PRODUCTS = (*LINEAR_PRODUCTS, *EXPERT_PRODUCTS, "aten.baddbmm.default")
 WITH_BIAS = ("aten.addmm.default", "aten.baddbmm.default")

@@ -17,11 +17,12 @@ from typing import Any
 
 import pandas as pd
 
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.durations import counted
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import UNMODELLED, AssumedShares, PricedOp
 from itercast.compose.tables.tiers import RATES, TIERS, tier_us
-from itercast.microbench.assumptions import assumed
-from itercast.microbench.durations import counted
 from itercast.microbench.hardware.node import USUAL_GPUS_PER_NODE, Node
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.step.alpha_beta import (
@@ -31,7 +32,6 @@ from itercast.microbench.ops.step.alpha_beta import (
     floor_us,
 )
 from itercast.microbench.ops.step.collective import Collective
-from itercast.microbench.plan import ParallelPlan
 from itercast.microbench.store import Row
 
 CONTENTION: Mapping[str, float] = assumed(__file__, "contention")  # by kind of device

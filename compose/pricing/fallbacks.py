@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from itercast.capture.base.switches import is_on
 from itercast.learners.family_model import FamilyModel
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.hardware.stack import USUAL, software_name
 from itercast.microbench.ops import families, family_of
 from itercast.microbench.ops.family import Part, Point
-from itercast.microbench.switches import is_on
 
 Models = Mapping[str, FamilyModel | None]
 

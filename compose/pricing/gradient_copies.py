@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.opcall import Args, OpCall, TensorSpec
 from itercast.compose.graph.cache_reuse import cold_share
 from itercast.compose.graph.layers import Layer
 from itercast.compose.pricing.priced_op import Priceable, priceable
-from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import Args, OpCall, TensorSpec
 
 BATCH_NORM = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm")
 ADDED = "added"  # phase of ops that no module calls: C++ launches them

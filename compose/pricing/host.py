@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from itercast.capture.opcall import StepCapture
 from itercast.compose.graph.launch_modes import launches
 from itercast.compose.graph.layers import Layer
 from itercast.compose.pricing.optimizer import STATE_COPIES
@@ -13,7 +14,6 @@ from itercast.compose.pricing.priced_op import AssumedShares, AssumedTime, Price
 from itercast.compose.pricing.work import Step
 from itercast.learners.transfer.source_gpus import gpu_distance
 from itercast.microbench.hardware.host import EVENT_US, LAUNCH_EVENT
-from itercast.microbench.opcall import StepCapture
 from itercast.microbench.ops.step.host import REPEATED, Host
 from itercast.microbench.store import Facts
 

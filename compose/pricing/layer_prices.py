@@ -9,6 +9,8 @@ from functools import cached_property, partial
 from itertools import takewhile
 from math import floor
 
+from itercast.capture.opcall import OpCall, Places, StepCapture
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.graph.identity_cache import Once, once_of
 from itercast.compose.graph.layers import Layer
 from itercast.compose.graph.product_roles import LINEAR_PRODUCTS
@@ -35,8 +37,6 @@ from itercast.compose.pricing.recompute import Recomputed, recomputed
 from itercast.compose.pricing.sharded_tables import slowest_rank
 from itercast.compose.pricing.work import Work, fold, side_by_side_us
 from itercast.compose.tables.tiers import with_frozen_tables_in
-from itercast.microbench.opcall import OpCall, Places, StepCapture
-from itercast.microbench.plan import ParallelPlan
 
 Ops = Mapping[int, PricedOp]  # by number of the call
 

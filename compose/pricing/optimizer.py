@@ -16,11 +16,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from itercast.capture.opcall import OpCall, ParamSpec, StepCapture
 from itercast.compose.graph.product_roles import LINEAR_PRODUCTS
 from itercast.compose.graph.rewrite import with_shape, with_tensors
 from itercast.compose.pricing.collectives import Message
 from itercast.compose.pricing.priced_op import Priceable, priceable
-from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture
 from itercast.microbench.ops.step.optimizer import FAMILY, FUSED, OptimizerOp, as_fused, of_rank
 
 # Tensors like the parameter, in its own dtype, that an optimizer keeps.

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
-from itercast.microbench.assumptions import assumed
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.switches import is_on
 from itercast.microbench.hardware.spec import Gpu, load_gpu
-from itercast.microbench.switches import is_on
 
 REFERENCE_GPU: Mapping[str, str] = assumed(__file__, "reference_gpu")
 CLOCK_EXPONENT: float = assumed(__file__, "clock_exponent")

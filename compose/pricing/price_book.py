@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from itercast.capture.base.assumptions import assumed
 from itercast.compose.graph.attention_kernels import SIXTEEN_BIT, kernel_ratio
 from itercast.compose.graph.identity_cache import Once, cached_by_identity
 from itercast.compose.pricing.fallbacks import fallback_parts
@@ -17,7 +18,6 @@ from itercast.compose.pricing.priced_op import UNMODELLED, Priceable, PricedOp
 from itercast.learners.bundle import Bundle
 from itercast.learners.family_model import FamilyModel
 from itercast.learners.features.host_calls import HostCall
-from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.host import REFERENCE, USUAL, HostMachine
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.hardware.stack import USUAL as USUAL_STACK

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from itercast.capture.opcall import BLOCK_SCALED, OpCall
 from itercast.microbench.hardware.host import call_launches
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import BLOCK_SCALED, OpCall
 from itercast.microbench.ops import find_family
 from itercast.microbench.ops.family import Family, Part, Point
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import takewhile
 
+from itercast.capture.opcall import NARROW, OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.graph.cache_reuse import cold_fractions
 from itercast.compose.graph.codecs import compressed
 from itercast.compose.graph.cuda_variants import (
@@ -29,8 +31,6 @@ from itercast.compose.pricing.gradient_copies import buffers, gradient_copies
 from itercast.compose.pricing.optimizer import MatrixUpdate, matrix_updates
 from itercast.compose.pricing.priced_op import Priceable, priceable, touched_bytes
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import NARROW, OpCall, ParamSpec, StepCapture, TensorSpec
-from itercast.microbench.plan import ParallelPlan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
+from itercast.capture.opcall import Places, StepCapture
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.graph.layers import Layer
 from itercast.compose.graph.product_roles import LINEAR_PRODUCTS
 from itercast.compose.graph.rewrite import COLLECTIVE
@@ -14,8 +16,6 @@ from itercast.compose.pricing.host import python_op
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import PricedOp
 from itercast.microbench.hardware.stack import WHOLE, stack_of_row
-from itercast.microbench.opcall import Places, StepCapture
-from itercast.microbench.plan import ParallelPlan
 
 ATTENTION = ("itercast.sdpa", "aten.bmm.default", "aten._softmax.default", "aten.baddbmm.default")
 MAX_FRONT = 4096  # subsets that no other one beats in both time and bytes

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from itercast.capture.opcall import StepCapture
+from itercast.capture.plan import GREEDY, ParallelPlan
 from itercast.compose.graph.identity_cache import cached_by_identity
 from itercast.compose.parallel.batched_tables import BatchedStep, as_stored, batched_calls
 from itercast.compose.parallel.device_memory import table_room_bytes
@@ -33,8 +35,6 @@ from itercast.compose.tables.placement import (
 from itercast.compose.tables.tiers import fetched_us
 from itercast.microbench.hardware.stack import TableSoftware, stack_of_row
 from itercast.microbench.iterations.sharded_model import Shard, state_per_weight
-from itercast.microbench.opcall import StepCapture
-from itercast.microbench.plan import GREEDY, ParallelPlan
 
 # no assumption: shares of rows in a cache that are tried
 CACHED = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01, 0.001)

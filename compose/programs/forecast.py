@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from itercast.capture.base.durations import counted
+from itercast.capture.plan import ParallelPlan
+from itercast.capture.programs.program import COLLECTIVE, ProgramCapture
 from itercast.compose.forecast import Forecast, report
 from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.pricing.collectives import default_contention, gpus_per_domain
@@ -15,9 +18,6 @@ from itercast.compose.simulate.breakdown import Tally, assumed_us, covered_us
 from itercast.compose.simulate.iteration import Outcome
 from itercast.compose.simulate.timeline import Span, Task
 from itercast.compose.target import Target
-from itercast.microbench.durations import counted
-from itercast.microbench.plan import ParallelPlan
-from itercast.microbench.programs.program import COLLECTIVE, ProgramCapture
 
 
 def forecast_program(program: ProgramCapture, target: Target) -> Forecast:

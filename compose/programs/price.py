@@ -6,6 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.opcall import OpCall, StepCapture
+from itercast.capture.programs.program import COLLECTIVE, HOST, MARKS
 from itercast.compose.graph.cache_reuse import cold_fractions
 from itercast.compose.graph.cuda_variants import with_cuda_variants, with_whole_networks
 from itercast.compose.graph.inductor import inductor_kernels
@@ -15,11 +18,8 @@ from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import PricedOp, priceable
 from itercast.compose.simulate.fsdp import FORWARD_SHARE
 from itercast.compose.simulate.stage_rank import SCHEDULE_SHARE
-from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.node import Node
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import OpCall, StepCapture
-from itercast.microbench.programs.program import COLLECTIVE, HOST, MARKS
 
 DISPATCH_SHARE: float = assumed(__file__, "dispatch_share")
 # Collectives that no family measures, as those that move the same bytes the same way.

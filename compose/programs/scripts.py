@@ -10,17 +10,20 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from threading import Thread
 
-from itercast.compose.capture_model import MICROBENCH, code_digest
+from itercast.capture.base.cache_folder import cache_folder
+from itercast.capture.input.lane import InputLane
+from itercast.capture.programs.machine import EmulatedGpu
+from itercast.capture.programs.program import ProgramCapture, read_program
+from itercast.compose.capture_model import CAPTURE, code_digest
 from itercast.compose.pricing.collectives import gpus_per_domain
 from itercast.compose.target import Target
-from itercast.microbench.cache_folder import cache_folder
-from itercast.microbench.input.lane import InputLane
-from itercast.microbench.programs.program import ProgramCapture, read_program
+from itercast.microbench.hardware.spec import COMPUTE_CAPABILITY, Gpu
 
-MODULE = "itercast.microbench.programs.script"
+MODULE = "itercast.capture.programs.script"
 
 
 def captured_script(
@@ -40,11 +43,11 @@ def captured_script(
         "script": str(script),
         "arguments": list(arguments),
         "steps": steps,
-        "gpu": target.gpu.to_dict(),
+        "gpu": asdict(_emulated(target.gpu)),
         "world_size": world_size,
         "per_node": gpus_per_domain(target.gpu, target.node),
     }
-    key = repr((order, os.getcwd(), code_digest(MICROBENCH)))
+    key = repr((order, os.getcwd(), code_digest(CAPTURE)))
     path = cache_folder("programs") / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json.gz"
     known = path.with_suffix(".files")
     if known.is_file() and path.is_file() and _unchanged(json.loads(known.read_text())):
@@ -55,6 +58,17 @@ def captured_script(
     if not path.is_file():
         raise ValueError(f"{script.name}: no program was captured, it ended by itself")
     return read_program(path)
+
+
+def _emulated(gpu: Gpu) -> EmulatedGpu:
+    """What the script's ``torch.cuda`` says of the GPU; that of an H100 where it isn't known."""
+    return EmulatedGpu(
+        name=gpu.name,
+        kind=gpu.kind,
+        memory_bytes=int(gpu.hbm_bytes),
+        sm_count=int(gpu.sm_count),
+        compute_capability=COMPUTE_CAPABILITY.get(gpu.architecture, (9, 0)),
+    )
 
 
 def _unchanged(digests: dict[str, str]) -> bool:

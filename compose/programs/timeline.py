@@ -10,19 +10,19 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from itercast.compose.pricing.priced_op import PricedOp
-from itercast.compose.pricing.work import Step, fold
-from itercast.compose.programs.price import PricedRank
-from itercast.compose.simulate.rank import LATENCY, Lanes
-from itercast.compose.simulate.timeline import Span, Task, simulate_shared
-from itercast.microbench.opcall import OpCall
-from itercast.microbench.programs.program import (
+from itercast.capture.opcall import OpCall
+from itercast.capture.programs.program import (
     COLLECTIVE,
     FIRST_GROUP_STREAM,
     HOST_WAIT,
     RECORD,
     WAIT,
 )
+from itercast.compose.pricing.priced_op import PricedOp
+from itercast.compose.pricing.work import Step, fold
+from itercast.compose.programs.price import PricedRank
+from itercast.compose.simulate.rank import LATENCY, Lanes
+from itercast.compose.simulate.timeline import Span, Task, simulate_shared
 
 SHARED = ("compute", "stream")  # lanes of a rank that slow each other
 COMPUTE, LAUNCH = "compute", "launch "  # how names of tasks begin but for those of collectives

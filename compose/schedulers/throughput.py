@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.forecast import Forecast
 from itercast.compose.predict import predict
 from itercast.compose.target import find_target
 from itercast.microbench.hardware.names import read_prices
 from itercast.microbench.hardware.node import USUAL_GPUS_PER_NODE, load_node
-from itercast.microbench.plan import ParallelPlan
 from itercast.microbench.store import Facts, Row
 
 OTHER_DEGREES = re.compile(r"(?:^|,)\s*(?:tp|pp|cp)\s*=\s*(\d+)")

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from itercast.capture.opcall import StepCapture
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.forecast import rank_of
 from itercast.compose.parallel.device_memory import table_room_bytes
 from itercast.compose.parallel.tables import rank_step
@@ -24,8 +26,6 @@ from itercast.compose.simulate.rank import Rank
 from itercast.compose.tables.placement import Sharding, check_sharding, memory_bytes
 from itercast.compose.target import Target
 from itercast.microbench.iterations.sharded_model import RankingModel
-from itercast.microbench.opcall import StepCapture
-from itercast.microbench.plan import ParallelPlan
 
 # The step of an iteration that each part of ``table_work.PHASES`` belongs to.
 STEP_OF_PART: Mapping[str, str] = {

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from itercast.capture.opcall import StepCapture
 from itercast.compose.capture_model import capture
 from itercast.compose.graph.index_streams import with_index_streams
 from itercast.compose.tables.captured import CapturedTable, captured_tables
 from itercast.microbench.iterations.sharded_model import RankingModel, Table
-from itercast.microbench.opcall import StepCapture
 
 DENSE_OPTIMIZER = {"adagrad": "adamw", "adam": "adamw", "sgd": "sgd"}
 
@@ -18,8 +18,8 @@ def dlrm_step(model: RankingModel) -> StepCapture:
     from torch import zeros  # torch is slow to import, and priced tables need none
     from torch.nn.functional import binary_cross_entropy_with_logits as loss
 
-    from itercast.microbench.cases.models.dlrm import TablesDlrm
-    from itercast.microbench.ops.family import torch_dtype
+    from itercast.capture.cases.models.dlrm import TablesDlrm
+    from itercast.capture.opcall import torch_dtype
 
     numbered = dict(enumerate(model.tables))
     sizes = (model.features, model.bottom, len(model.tables), model.dim, model.top)
@@ -39,7 +39,7 @@ def _lookups(batch: int, table: Table) -> tuple[object, ...]:
     """Row numbers, starts of bags, and weights where there are any."""
     from torch import int64, zeros  # as above
 
-    from itercast.microbench.ops.family import torch_dtype
+    from itercast.capture.opcall import torch_dtype
 
     count = max(1, round(batch * table.pooling))
     weights = (zeros(count, dtype=torch_dtype(table.dtype)),) if table.weighted else ()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from itercast.capture.base.yaml_text import made_of, read_mapping
 from itercast.microbench.iterations.sharded_model import RankingModel, Table
 from itercast.microbench.ops.lookup.index_streams import IndexStream, parse_indices
 from itercast.microbench.store import Facts
-from itercast.microbench.yaml_text import made_of, read_mapping
 
 DTYPES = ("fp32", "fp16", "bf16")
 OPTIMIZERS = ("sgd", "adagrad", "adam")

@@ -33,13 +33,13 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.opcall import ITEMSIZE_BYTES, OpCall, TensorSpec
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.graph.codecs import Codec
 from itercast.compose.graph.layers import is_expert
 from itercast.compose.pricing.collectives import Cluster, Message
 from itercast.compose.pricing.layer_prices import PricedLayer
-from itercast.microbench.assumptions import assumed
-from itercast.microbench.opcall import ITEMSIZE_BYTES, OpCall, TensorSpec
-from itercast.microbench.plan import ParallelPlan
 
 BUCKET_BYTES = 25 * 2**20  # DDP's default
 FIRST_BUCKET_BYTES = 2**20  # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES

@@ -17,12 +17,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from itercast.capture.base.assumptions import assumed
 from itercast.compose.pricing.collectives import Message, price_messages
 from itercast.compose.pricing.host import python_op
 from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.compose.pricing.work import Work
 from itercast.compose.simulate.rank import RankTasks
-from itercast.microbench.assumptions import assumed
 
 FORWARD_SHARE: float = assumed(__file__, "forward_share")
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.pricing.collectives import price_messages
 from itercast.compose.pricing.host import python_op
@@ -35,7 +36,6 @@ from itercast.compose.simulate.stage_rank import (
 )
 from itercast.compose.simulate.stages import Chunk
 from itercast.compose.simulate.timeline import Span, Task
-from itercast.microbench.plan import ParallelPlan
 
 T = TypeVar("T")
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from itercast.capture.opcall import ITEMSIZE_BYTES
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.compose.pricing.optimizer import OUTER_COPIES, STATE_COPIES
 from itercast.compose.simulate.data_parallel import Strategy, strategy
 from itercast.microbench.hardware.stack import Held
-from itercast.microbench.opcall import ITEMSIZE_BYTES
-from itercast.microbench.plan import ParallelPlan
 
 PRECISE_BYTES = 4  # of fp32
 Run = tuple[PricedLayer, int]

@@ -25,8 +25,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from itercast.capture.plan import V_SHAPED
 from itercast.compose.simulate.timeline import DeadlockError
-from itercast.microbench.plan import V_SHAPED
 
 # F, B (to the inputs where backward is cut in two), W (to the weights) or A (all of backward);
 # micro-batch; chunk of the rank.

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.pricing.collectives import (
     Cluster,
     Message,
@@ -23,7 +24,6 @@ from itercast.compose.pricing.priced_op import PricedOp
 from itercast.compose.pricing.work import Step, Work
 from itercast.compose.simulate.data_parallel import LayerBucket, Strategy, strategy
 from itercast.compose.simulate.timeline import Span, Task, simulate_shared
-from itercast.microbench.plan import ParallelPlan
 
 SHARED = {"compute": "rank", "comm": "rank"}  # lanes that slow each other
 LATENCY = "latency"  # lane of messages' latency, which slows nothing

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.opcall import ITEMSIZE_BYTES, ParamSpec
 from itercast.compose.pricing.collectives import Message, price_messages
 from itercast.compose.pricing.gradient_copies import buffer_copies
 from itercast.compose.pricing.host import host_cost
@@ -29,9 +31,7 @@ from itercast.compose.simulate.fsdp import (
     sharded_forward,
 )
 from itercast.compose.simulate.rank import Rank, RankTasks
-from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import ITEMSIZE_BYTES, ParamSpec
 from itercast.microbench.ops.step.optimizer import NORM
 
 OFFLOAD_FRAC: Mapping[str, float] = assumed(__file__, "offload_frac")  # of the peak rate

@@ -8,6 +8,9 @@ from functools import partial
 from itertools import accumulate
 from typing import TypeVar
 
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.opcall import ITEMSIZE_BYTES, TensorSpec
+from itercast.capture.plan import V_SHAPED, ParallelPlan
 from itercast.compose.graph.codecs import Codec
 from itercast.compose.pricing.collectives import Message, price_messages
 from itercast.compose.pricing.host import python_op
@@ -24,10 +27,7 @@ from itercast.compose.simulate.pipeline import (
 from itercast.compose.simulate.rank import Rank, Run
 from itercast.compose.simulate.rank_program import RankProgram
 from itercast.compose.simulate.stages import Chunk, partition, with_tied
-from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.stack import stack_of_row
-from itercast.microbench.opcall import ITEMSIZE_BYTES, TensorSpec
-from itercast.microbench.plan import V_SHAPED, ParallelPlan
 
 SCHEDULE_SHARE: float = assumed(__file__, "schedule_share")
 T = TypeVar("T")

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.pricing.layer_prices import PricedLayer, PricedModel
-from itercast.microbench.plan import ParallelPlan
 
 
 @dataclass(frozen=True, kw_only=True)

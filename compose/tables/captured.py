@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from itercast.capture.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 from itercast.microbench.iterations.sharded_model import UNIFORM, Table
-from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 from itercast.microbench.ops import find_family
 from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
 

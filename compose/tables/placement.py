@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from itercast.microbench.assumptions import assumed
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.opcall import ITEMSIZE_BYTES
 from itercast.microbench.iterations.sharded_model import Shard, Table
-from itercast.microbench.opcall import ITEMSIZE_BYTES
 from itercast.microbench.store import Row
 
 INDEX_BYTES = 8  # int64 row numbers and lengths of bags

@@ -12,16 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.opcall import ITEMSIZE_BYTES, StepCapture, TensorSpec
+from itercast.capture.reuse import draws_of, rows_outside
 from itercast.compose.graph.identity_cache import cached_by_identity
 from itercast.compose.graph.rewrite import StepBuilder, collective
 from itercast.compose.tables.captured import Lookup, captured_tables
 from itercast.compose.tables.placement import SSD, UVM
-from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.iterations.sharded_model import Shard, Table, state_per_weight
-from itercast.microbench.opcall import ITEMSIZE_BYTES, StepCapture, TensorSpec
 from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
-from itercast.microbench.ops.lookup.reuse import draws_of, rows_outside
 from itercast.microbench.store import Row
 
 TIERS = (UVM, SSD)

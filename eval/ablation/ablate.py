@@ -2,9 +2,9 @@
 
 `python -m itercast.eval.ablation PUBLIC` runs it. Each source of measurements is forecast by
 numbers and models that were made without it (``itercast.eval.public.left_out_models``), once as it
-is and once without each rule (``itercast.microbench.switches``) and each number that states a value
-``without``; then only the rows whose first forecast ran code that reads the rule or number. A rule
-is judged by the sources that it was neither fitted nor checked on.
+is and once without each rule (``itercast.capture.base.switches``) and each number that states a
+value ``without``; then only the rows whose first forecast ran code that reads the rule or number.
+A rule is judged by the sources that it was neither fitted nor checked on.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from itercast.capture.base.assumptions import Assumption, leaving_out
+from itercast.capture.base.switches import RULES, start_with, switching_off
+from itercast.capture.opcall import StepCapture
 from itercast.compose.target import forecast_step
 from itercast.eval.processes import WORKERS, in_new_process
 from itercast.eval.progress import progress_bar
@@ -31,11 +34,8 @@ from itercast.eval.public.left_out_models import TRAINED_ON, sampled, train_with
 from itercast.eval.public.models import captured_step, read_lines, row_target, timed_us
 from itercast.eval.results import records
 from itercast.learners.bundle import FACTS, SHIPPED
-from itercast.microbench.assumptions import Assumption, leaving_out
 from itercast.microbench.importers.base import positive
-from itercast.microbench.opcall import StepCapture
 from itercast.microbench.store import Facts
-from itercast.microbench.switches import RULES, start_with, switching_off
 
 log = logging.getLogger(__name__)
 PAYS = 0.3  # points of the mean error, over sources that a rule was neither fitted nor checked on

@@ -15,6 +15,7 @@ import pandas as pd
 import typer
 from rich.console import Console
 
+from itercast.capture.base.yaml_text import facts_of, made_of
 from itercast.compose.host_fit import MeasuredStep, fit_host
 from itercast.eval.progress import run_program
 from itercast.eval.public.lines import selected
@@ -22,7 +23,6 @@ from itercast.eval.public.models import measured_steps
 from itercast.eval.public.readers import read_iterations
 from itercast.learners.bundle import SHIPPED
 from itercast.microbench.hardware.host import REFERENCE, HostMachine, host_yaml, usual_host
-from itercast.microbench.yaml_text import facts_of, made_of
 
 ROWS = 40  # of a source that has many
 COMMAND = "python -m itercast.eval.public.hosts PUBLIC"

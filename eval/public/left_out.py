@@ -2,7 +2,7 @@
 
 A source is whoever published measurements. Its rows are left out of training, and every assumption
 fitted on it takes the value that it would have without
-(``itercast.microbench.assumptions.leaving_out``).
+(``itercast.capture.base.assumptions.leaving_out``).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
+from itercast.capture.base.assumptions import Assumption, all_assumptions
 from itercast.eval.results import COVERAGE, LineResult
 from itercast.learners.train import errors
-from itercast.microbench.assumptions import Assumption, all_assumptions
 from itercast.microbench.hardware.host import shipped_hosts
 
-PACKAGES = ("microbench", "learners", "compose", "eval", "itercast")
+PACKAGES = ("capture", "microbench", "learners", "compose", "eval", "itercast")
 LEFT_OUT, WITH_IT = "left out", "itercast"  # learners of a result
 STATISTICS = ("median_ape_pct", "mape_pct", "bias_pct", "p90_ape_pct", "worst_ape_pct")
 NAMES = ("median", "mean", "bias", "p90", "worst")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from itercast.capture.base.assumptions import leaving_out
 from itercast.eval.processes import processes
 from itercast.eval.public.left_out import assumptions, compared, fitted_sources
 from itercast.eval.public.left_out_ops import KNOWN_ROWS, PUBLISHER, read_ops, source_in
@@ -33,7 +34,6 @@ from itercast.learners.family_model import FamilyModel, prepare
 from itercast.learners.intervals import quick_model_with_intervals
 from itercast.learners.models.trees import default_options
 from itercast.learners.train import widen_unseen_offsets
-from itercast.microbench.assumptions import leaving_out
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.importers.base import positive
 from itercast.microbench.ops import families

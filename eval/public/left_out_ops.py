@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from itercast.capture.base.assumptions import leaving_out
 from itercast.eval.processes import processes
 from itercast.eval.public.left_out import compared
 from itercast.eval.public.lines import FOLDS, Rows
@@ -21,7 +22,6 @@ from itercast.learners.beyond_memory import subsample_evenly
 from itercast.learners.family_model import learn_quickly, prepare
 from itercast.learners.features.table import shape_groups
 from itercast.learners.models.trees import default_options
-from itercast.microbench.assumptions import leaving_out
 from itercast.microbench.hardware.spec import gpu_names
 from itercast.microbench.importers.base import Hints
 from itercast.microbench.ops import families

@@ -10,8 +10,8 @@ from zlib import crc32
 import numpy as np
 import pandas as pd
 
+from itercast.capture.base.yaml_text import facts_of
 from itercast.microbench.store import Row
-from itercast.microbench.yaml_text import facts_of
 
 Rows = pd.DataFrame
 Mask = np.ndarray

@@ -16,6 +16,8 @@ import numpy as np
 import pandas as pd
 from scipy.stats import kendalltau
 
+from itercast.capture.opcall import StepCapture
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture
 from itercast.compose.forecast import Forecast
 from itercast.compose.graph.launch_modes import with_engine
@@ -32,8 +34,6 @@ from itercast.learners.train import errors
 from itercast.microbench.hardware.host import host_yaml
 from itercast.microbench.hardware.stack import asked_stack
 from itercast.microbench.importers.base import positive
-from itercast.microbench.opcall import StepCapture
-from itercast.microbench.plan import ParallelPlan
 from itercast.microbench.store import Facts
 
 Answer = Mapping[str, float] | str  # forecasts by part, or the error message

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from itercast.capture.base.extensions import with_added
 from itercast.eval.compare import console, stated_rows
 from itercast.eval.public.sources import iterations, op_tables
-from itercast.microbench.extensions import with_added
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.importers.base import Hints, Imported
 from itercast.microbench.importers.sources import OWN, Reader, read_by

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
+from itercast.capture.base.files import write_atomic
+from itercast.capture.plan import ParallelPlan
 from itercast.eval.iteration_parts import PARTS
 from itercast.eval.processes import processes
 from itercast.eval.public.baselines import RANKERS
@@ -21,8 +23,7 @@ from itercast.eval.report.evaluation import Evaluation
 from itercast.eval.report.write import write_pages
 from itercast.eval.results import COVERAGE, CaseResult, LineResult, records
 from itercast.microbench.ops import families
-from itercast.microbench.plan import ParallelPlan
-from itercast.microbench.store import Facts, write_atomic
+from itercast.microbench.store import Facts
 
 TOLD = ("batch", "seq", "mode", "dtype", "engine")  # settings that tell rows of a model apart
 HEADING = "Errors in % on a source's rows, with the source and all that was fitted on it left out:"

@@ -25,6 +25,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from itercast.capture.base.yaml_text import facts_of, made_of
 from itercast.eval.progress import run_program
 from itercast.eval.public.readers import read_source
 from itercast.learners.beyond_memory import subsample_evenly
@@ -35,7 +36,6 @@ from itercast.microbench.importers.base import Hints, Imported
 from itercast.microbench.importers.write import write
 from itercast.microbench.ops import families
 from itercast.microbench.store import read_rows
-from itercast.microbench.yaml_text import facts_of, made_of
 
 log = logging.getLogger(__name__)
 

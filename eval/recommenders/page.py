@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pandas as pd
 
+from itercast.capture.base.files import write_atomic
 from itercast.eval.recommenders.judge import Judged
 from itercast.eval.report.blocks import Section, Table
 from itercast.eval.report.charts import predicted_measured
 from itercast.eval.report.page import render
 from itercast.microbench.hardware.machine import cpu_name
-from itercast.microbench.store import write_atomic
 
 HEAD = ("what", "sharding", "tables", "batch", "optimizer", "forecast ms", "measured ms")
 TITLE = "DLRM iterations with sharded tables"

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pandas as pd
 
+from itercast.capture.base.files import write_atomic
 from itercast.eval.ranking import choices, ranking_metrics, rankings
 from itercast.eval.results import CaseResult, grouped, summary
-from itercast.microbench.store import Facts, write_atomic
+from itercast.microbench.store import Facts
 
 FILE = "evaluation.json"
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from itercast.capture.base.files import write_atomic
 from itercast.eval.progress import progress_bar
 from itercast.learners.beyond_memory import MIN_ROWS, usable_rows
 from itercast.learners.family_model import Learned, Prepared, learn, prepare
@@ -22,7 +23,6 @@ from itercast.learners.models.trees import default_options
 from itercast.learners.train import TEST_SHARE, errors, hardware_of
 from itercast.microbench.ops import families
 from itercast.microbench.ops.family import Family
-from itercast.microbench.store import write_atomic
 
 SHARES = (1 / 8, 1 / 4, 1 / 2, 1.0)  # of the sweep's minutes
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from itercast.capture.base.files import write_atomic
 from itercast.eval.compare import console, results_table
 from itercast.eval.ranking import ranking_metrics
 from itercast.eval.report.blocks import Device
@@ -18,7 +19,7 @@ from itercast.eval.report.sweeps import SweepFacts, sweep_facts
 from itercast.eval.results import CaseResult, summary
 from itercast.learners.held_out import load_held_out
 from itercast.microbench.ops import families
-from itercast.microbench.store import Facts, write_atomic
+from itercast.microbench.store import Facts
 
 PAGE = "report.html"
 SWEEPS = "sweeps"  # folder of what replays found, beside the page

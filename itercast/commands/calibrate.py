@@ -54,11 +54,11 @@ def _write_bundle(out: Path, few: pd.DataFrame, bundle: Path | None, hardware: P
 
 def _write_host(path: Path, few: pd.DataFrame, bundle: Path | None) -> None:
     """Write a host file: fitted to timed Python events where there are any, else to iterations."""
+    from itercast.capture.base.files import write_atomic
     from itercast.compose.host_fit import fit_host
     from itercast.eval.compare import measured_steps
     from itercast.learners.calibrate import host_of_events
     from itercast.microbench.hardware.host import check_host_file, host_yaml
-    from itercast.microbench.store import write_atomic
 
     name = check_host_file(path)
     source = f"itercast calibrate, {len(few)} rows on {', '.join(sorted(set(few['gpu'])))}"

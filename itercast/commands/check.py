@@ -12,7 +12,7 @@ import typer
 from rich.console import Console, Group
 from rich.table import Table
 
-from itercast.microbench.durations import seconds
+from itercast.capture.base.durations import seconds
 from itercast.options import Bundle, Json, fetched_root
 
 if TYPE_CHECKING:

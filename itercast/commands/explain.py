@@ -107,8 +107,8 @@ def _changes_table(gains: Sequence[Change]) -> Table:
 def _draw(path: Path, title: str, parts: Sequence[TimePart], gains: Sequence[Change]) -> None:
     from io import BytesIO
 
+    from itercast.capture.base.files import write_atomic
     from itercast.eval.report.explanation import explanation
-    from itercast.microbench.store import write_atomic
 
     data = BytesIO()
     explanation(title, parts, gains).savefig(data, format=path.suffix.removeprefix("."), dpi=130)

@@ -15,7 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from itercast.microbench.slow_imports import without_scikit_learn
+from itercast.capture.base.slow_imports import without_scikit_learn
 from itercast.options import (
     Cluster,
     GpuName,
@@ -132,8 +132,8 @@ def with_lengths(
     Those that need sequences of one length are left out; ValueError where all do. ``amp`` and
     ``node`` are part of the plans.
     """
+    from itercast.capture.plan import ParallelPlan
     from itercast.compose.predict import predict
-    from itercast.microbench.plan import ParallelPlan
 
     found: list[Forecast] = []
     refused = ""

@@ -13,10 +13,10 @@ from rich.console import Console
 from itercast.options import Cluster, Json, Question, Trace, asks, file_to_write, prints_aside
 
 if TYPE_CHECKING:  # no command but predict pays for these
+    from itercast.capture.opcall import StepCapture
     from itercast.compose.forecast import Forecast
     from itercast.compose.spread import Spread
     from itercast.compose.target import Target
-    from itercast.microbench.opcall import StepCapture
 
 Explain = Annotated[
     bool,
@@ -89,8 +89,8 @@ def _on_cluster(question: Question, path: Path, *, alone: bool) -> Forecast:
 
 def _with_input(found: Forecast, path: Path, step: StepCapture, target: Target) -> Forecast:
     """The forecast with the DataLoader of a file."""
+    from itercast.capture.input.lane import read_lane
     from itercast.compose.feed.input import with_input
-    from itercast.microbench.input.lane import read_lane
 
     return with_input(found, read_lane(path), target, step.samples * target.plan.microbatches)
 
@@ -117,8 +117,8 @@ def _say_whole_matrix(step: StepCapture, replicas: int) -> None:
 
 def _write_policy(path: Path, step: StepCapture, target: Target) -> None:
     """Write which ops' results the layers' checkpoints save."""
+    from itercast.capture.base.files import write_atomic
     from itercast.compose.target import checkpoint_policy
-    from itercast.microbench.store import write_atomic
 
     plan = target.plan
     if plan.recompute != "budget":

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from itercast.microbench.slow_imports import without_scikit_learn
+from itercast.capture.base.slow_imports import without_scikit_learn
 from itercast.options import Bundle, GpuName, Host, Json, NodeName, Stack, Trace
 
 if TYPE_CHECKING:
+    from itercast.capture.input.lane import InputLane
+    from itercast.capture.programs.program import ProgramCapture
     from itercast.compose.forecast import Forecast
     from itercast.compose.target import Target
-    from itercast.microbench.input.lane import InputLane
-    from itercast.microbench.programs.program import ProgramCapture
 
 
 def run(

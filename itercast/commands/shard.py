@@ -36,12 +36,12 @@ def shard(
     as_json: Json = False,
 ) -> None:
     """Rank shardings of embedding tables by forecast iteration time; nothing is run."""
+    from itercast.capture.base.files import write_atomic
     from itercast.compose.sharding.forecast import Forecaster
     from itercast.compose.sharding.propose import choose
     from itercast.compose.sharding.tables import read_model
     from itercast.compose.tables.placement import to_torchrec
     from itercast.compose.target import find_target
-    from itercast.microbench.store import write_atomic
 
     model = read_model(tables)
     target = find_target(gpu, f"dp={gpus},node={node}" if node else f"dp={gpus}", bundle)

@@ -111,10 +111,10 @@ def fit(
     The forecasts of the held-out rows are written into the bundle's folder. ``into``: ``out`` is a
     bundle that keeps its other families. ``more``: of ``itercast.learners.train.train``.
     """
+    from itercast.capture.base.files import write_atomic
     from itercast.learners.bundle import Bundle
     from itercast.learners.held_out import load_held_out, save_held_out, with_others
     from itercast.learners.train import SCORES, train
-    from itercast.microbench.store import write_atomic
 
     kept = (Bundle.load(out), load_held_out(out)) if into else None
     others = json.loads((out / SCORES).read_text()) if into and (out / SCORES).is_file() else {}
@@ -161,8 +161,8 @@ def say_logged() -> None:
 
 def write_trace(path: Path, timeline: Any) -> None:
     """Write the timeline of a rank as a Chrome trace."""
+    from itercast.capture.base.files import write_atomic
     from itercast.compose.simulate.timeline import trace_json
-    from itercast.microbench.store import write_atomic
 
     write_atomic(path, json.dumps(trace_json(*timeline)).encode())
 

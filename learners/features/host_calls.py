@@ -16,8 +16,8 @@ from dataclasses import astuple, dataclass
 import numpy as np
 import pandas as pd
 
+from itercast.capture.base.assumptions import assumed
 from itercast.learners.features.table import columns
-from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import Family
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import pandas as pd
 
-from itercast.microbench.assumptions import assumed
+from itercast.capture.base.assumptions import assumed
 from itercast.microbench.ops.family import Family
 
 ANCHORS = ("anchor_us", "serial_us")

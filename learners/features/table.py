@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from itercast.microbench.assumptions import assumed
+from itercast.capture.base.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import Family, Point, Values
 

@@ -14,10 +14,10 @@ from functools import partial
 import numpy as np
 import pandas as pd
 
+from itercast.capture.base.extensions import with_added
 from itercast.learners.features.table import Features, map_values
 from itercast.learners.models.tile_network import fit_tiles, tiles_us
 from itercast.learners.models.training_table import Array
-from itercast.microbench.extensions import with_added
 from itercast.microbench.hardware.spec import Gpu
 
 BLEND = "blend"  # the ensemble that a bundle holds, with its corrections near measured points

@@ -12,9 +12,9 @@ from functools import cached_property
 import numpy as np
 from scipy.linalg import solve
 
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.slow_imports import torch
 from itercast.learners.models.interpolate import Array, interpolated
-from itercast.microbench.assumptions import assumed
-from itercast.microbench.slow_imports import torch
 
 # Where the fit of hyperparameters starts: three terms (common trend, offsets of a curve, details).
 INITIAL_AMPLITUDES = (0.4, 0.3, 0.15)  # standard deviations of the log time

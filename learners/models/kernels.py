@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from itercast.capture.base.assumptions import assumed
 from itercast.learners.models.gaussian_process import Kernel
-from itercast.microbench.assumptions import assumed
 from itercast.microbench.ops.family import Family
 
 NOISE = assumed(__file__, "noise")  # standard deviation of a measurement's log time

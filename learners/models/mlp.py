@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from itercast.capture.base.slow_imports import torch
 from itercast.learners.models.interpolate import Array
-from itercast.microbench.slow_imports import torch
 
 WIDTH = 128  # of the hidden layers
 INPUT_LIMIT = 4.0  # standardised inputs are clipped here, so that extrapolation stays bounded

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from itercast.capture.base.slow_imports import torch
 from itercast.learners.models.mlp import silu
 from itercast.learners.models.training_table import Array
-from itercast.microbench.slow_imports import torch
 
 WIDTH = 64  # of the hidden layers
 STEPS = 400

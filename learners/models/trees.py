@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xgboost as xgb
 
+from itercast.capture.base.cache_folder import cache_folder
 from itercast.learners.models.quantiles import Rows, quantile_matrix
 from itercast.learners.models.training_table import Array, Table, group_split
-from itercast.microbench.cache_folder import cache_folder
 
 if TYPE_CHECKING:
     import optuna

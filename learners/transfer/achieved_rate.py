@@ -12,6 +12,8 @@ from dataclasses import asdict
 import numpy as np
 import pandas as pd
 
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.switches import is_on
 from itercast.learners.features.table import (
     LAUNCH_FLOOR_US,
     bounds_us,
@@ -20,10 +22,8 @@ from itercast.learners.features.table import (
 )
 from itercast.learners.transfer.query_rows import EQUAL_SPEED_DTYPE, QueryRows, RowGroup
 from itercast.learners.transfer.source_gpus import SourceGpus
-from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import Family, Values
-from itercast.microbench.switches import is_on
 
 SAME_SLOWDOWN = assumed(__file__, "same_slowdown")  # dtypes without a stated rate
 Price = Callable[[pd.DataFrame], np.ndarray]

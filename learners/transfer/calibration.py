@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 import pandas as pd
 
+from itercast.capture.base.assumptions import assumed
 from itercast.learners.features.table import Features, columns
-from itercast.microbench.assumptions import assumed
 from itercast.microbench.ops.family import Family
 
 # Standard deviations of the log error that rows of one GPU share: all rows, rows of one kind (op,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from itercast.microbench.assumptions import assumed
+from itercast.capture.base.assumptions import assumed
 
 Offsets = tuple[float, float]  # 10 and 90 % quantiles of log(measured / forecast)
 OUTSIDE_WIDENING: float = assumed(__file__, "outside_widening")

@@ -9,9 +9,9 @@ from functools import cached_property
 import numpy as np
 import pandas as pd
 
+from itercast.capture.base.assumptions import assumed
 from itercast.learners.features.op_aliases import op_names
 from itercast.learners.features.table import Features, map_values
-from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import Family
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 
+from itercast.capture.base.assumptions import assumed
 from itercast.learners.features.op_aliases import as_measured
 from itercast.learners.features.table import Encoder, feature_table, isin, origins
 from itercast.learners.models.ensemble import Ensemble
@@ -22,7 +23,6 @@ from itercast.learners.transfer.query_rows import (
     QueryRows,
     RowGroup,
 )
-from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import COMPUTE_CAPABILITY, Gpu
 from itercast.microbench.hardware.stack import pick_version, similar_software, software_name
 from itercast.microbench.ops.family import Family

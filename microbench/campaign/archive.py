@@ -13,6 +13,7 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from itercast.capture.base.files import write_atomic
 from itercast.microbench import store
 
 NAME = r"[\w+-][\w.+-]*"
@@ -45,7 +46,7 @@ def pack(root: Path, archive: Path) -> list[Path]:
     if len(pieces) > 1:
         paths = [archive.with_name(f"{archive.name}.{n:03d}") for n in range(len(pieces))]
     for path, piece in zip(paths, pieces, strict=True):
-        store.write_atomic(path, piece)
+        write_atomic(path, piece)
     for path in {archive, *_pieces(archive)} - set(paths):
         path.unlink(missing_ok=True)
     return paths
@@ -66,7 +67,7 @@ def unpack(archive: Path, root: Path) -> int:
         packed[name] = data
     missing = [name for name in packed if not (root / name).exists()]
     for name in missing:
-        store.write_atomic(root / name, packed[name])
+        write_atomic(root / name, packed[name])
     for folder in {(root / name).parent for name in missing if name.endswith(".parquet")}:
         store.write_card(folder)
     return len(missing)

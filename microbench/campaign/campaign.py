@@ -22,13 +22,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from itercast.capture.base.durations import seconds
 from itercast.microbench import store
 from itercast.microbench.campaign import smoke
 from itercast.microbench.campaign.archive import pack, unpack
 from itercast.microbench.campaign.prepare import UNSEEN, prepare, use_prepared
 from itercast.microbench.campaign.stages import PLANS, Run, Stage, chosen_stages
 from itercast.microbench.campaign.summary import summary
-from itercast.microbench.durations import seconds
 from itercast.microbench.fleet.urls import fetched_file
 from itercast.microbench.processes.lanes import gpu_count
 from itercast.microbench.sweep.captured_points import check_points

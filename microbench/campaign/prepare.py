@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from itercast.capture.base.files import write_atomic
 from itercast.microbench import store
 from itercast.microbench.campaign.archive import unpack
 from itercast.microbench.sweep.captured_points import (
@@ -25,7 +26,7 @@ COMMIT_FILE = "commit.txt"
 
 def prepare(folder: Path, seed: int, archive: Path | None) -> None:
     """Write what a campaign needs: points of captured models, git commit, points of an archive."""
-    store.write_atomic(folder / COMMIT_FILE, commit().encode())
+    write_atomic(folder / COMMIT_FILE, commit().encode())
     path = points_file(folder, "cuda", seed)
     log.info("%d points of captured models: %s", check_points(path), path)
     if archive is None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from itercast.capture.base.yaml_text import made_of
 from itercast.microbench.campaign import smoke
 from itercast.microbench.campaign.summary import summary
 from itercast.microbench.hardware.spec import Gpu
@@ -17,7 +18,6 @@ from itercast.microbench.ops import families
 from itercast.microbench.sweep.cards import card_facts
 from itercast.microbench.sweep.collect import collect_for
 from itercast.microbench.sweep.orders import known_families
-from itercast.microbench.yaml_text import made_of
 
 log = logging.getLogger("itercast.campaign")
 RETEST_EVERY = 10  # iterations

@@ -25,6 +25,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from itercast.capture.base.files import write_atomic
+from itercast.capture.base.yaml_text import made_of
 from itercast.microbench import store
 from itercast.microbench.fleet.chunks import ITERATIONS, Chunk, Plain
 from itercast.microbench.fleet.urls import PROBE, Root
@@ -36,7 +38,6 @@ from itercast.microbench.sweep.cards import card_facts, cuda_gpu
 from itercast.microbench.sweep.collect import collect
 from itercast.microbench.sweep.rows import machine
 from itercast.microbench.timing.nvml import Nvml
-from itercast.microbench.yaml_text import made_of
 
 CLOSE_S = 6.0  # before the deadline, for the end of the sweep and the upload
 WAIT_S = 0.2  # between looks for free cores
@@ -178,7 +179,7 @@ def _sweep(order: ChunkOrder, folder: Path, root: Root, left_s: float) -> None:
             collect_iterations(folder, order.device, wanted, repeat, budget_s=rest_s)
         return
     captured = points_path(folder, order.device, chunk.seed)
-    store.write_atomic(captured, json.dumps(chunk.points).encode())
+    write_atomic(captured, json.dumps(chunk.points).encode())
     collect(
         folder,
         order.device,
@@ -255,7 +256,7 @@ def main(path: Path) -> None:
             "state": "failed",
             "reason": f"{type(exc).__name__}: {told}",
         }
-    store.write_atomic(path.with_suffix(".result"), json.dumps(found).encode())
+    write_atomic(path.with_suffix(".result"), json.dumps(found).encode())
 
 
 if __name__ == "__main__":

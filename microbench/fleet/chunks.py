@@ -8,8 +8,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from itercast.microbench.cache_folder import cache_folder
-from itercast.microbench.cases.registry import case
+from itercast.capture.base.cache_folder import cache_folder
+from itercast.capture.cases.registry import case
 from itercast.microbench.fleet.plan import FleetPlan, Machines
 from itercast.microbench.iterations.collect import iteration_of
 from itercast.microbench.ops import families

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from typing import Any
 
-from itercast.microbench.cache_folder import cache_folder
+from itercast.capture.base.cache_folder import cache_folder
 from itercast.microbench.fleet.chunks import Plain
 from itercast.microbench.processes.watch import end_group, log_tail
 from itercast.microbench.store import Facts

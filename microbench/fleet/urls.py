@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from itercast.capture.base.cache_folder import cache_folder
+from itercast.capture.base.files import write_atomic
 from itercast.microbench import store
-from itercast.microbench.cache_folder import cache_folder
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -93,7 +94,7 @@ class Root:
 
     def _put_once(self, name: str, data: bytes) -> None:
         if self._own_folder is not None:
-            store.write_atomic(self._own_folder / name, data)
+            write_atomic(self._own_folder / name, data)
             return
         self.fs.pipe_file(f"{self.base}/{name}", data)
         if self.fs.cat_file(f"{self.base}/{name}") != data:
@@ -169,7 +170,7 @@ def fetched_file(where: str) -> Path:
     root, copy = Root(folder), _copy_of("files", folder)
     pieces = re.compile(re.escape(re.sub(r"\.\d{3}$", "", name)) + r"(\.\d{3})?")
     for found in (n for n in root.names() if pieces.fullmatch(n)):
-        store.write_atomic(copy / found, root.get(found))
+        write_atomic(copy / found, root.get(found))
     return copy / name
 
 
@@ -185,7 +186,7 @@ def _mirror(root: Root, folder: Path) -> set[str]:
     there = {name for name in root.names() if OF_ROOT.fullmatch(name)}
     missing = [n for n in there if not (folder / n).is_file() or n.endswith("card.yaml")]
     for name in missing:
-        store.write_atomic(folder / name, root.get(name))
+        write_atomic(folder / name, root.get(name))
     for changed in {(folder / n).parent for n in missing if n.endswith(".parquet")}:
         store.write_card(changed)
     return there

@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
-from itercast.microbench.assumptions import assumed, is_among, left_out
+from itercast.capture.base.assumptions import assumed, is_among, left_out
+from itercast.capture.base.yaml_text import made_of, read_mapping
 from itercast.microbench.hardware.spec import COMPUTE_CAPABILITY
-from itercast.microbench.yaml_text import made_of, read_mapping
 
 HERE = Path(__file__).parent / "hosts"
 USUAL = "usual"  # the host of a GPU where none is named
@@ -94,7 +94,7 @@ def load_host(name_or_path: str = USUAL, generation: str = "") -> HostMachine:
     "usual" is the median of the shipped hosts with GPUs of this generation, or of the nearest one
     to it: newer GPUs are sold with faster hosts. Of a GPU without CUDA it is the median of all.
     Hosts fitted on a source that an evaluation holds out do not count
-    (``itercast.microbench.assumptions.leaving_out``).
+    (``itercast.capture.base.assumptions.leaving_out``).
     """
     path = Path(name_or_path)
     if name_or_path == USUAL:

@@ -12,10 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from itercast.microbench.assumptions import assumed
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.cores import cores
+from itercast.capture.base.slow_imports import torch
 from itercast.microbench.hardware.names import gpu_named
 from itercast.microbench.hardware.spec import Gpu, load_gpu, slug
-from itercast.microbench.slow_imports import torch
 
 MIB = 2.0**20
 LAST_CACHE_BYTES = assumed(__file__, "last_cache_bytes")
@@ -28,13 +29,6 @@ TOUCHED_MIB = (0.125, *(2.0**n for n in range(-1, 11)))
 ADD_MIB = 0.125  # no assumption: of one add: read and written, half each
 COLD_LAPS_MIB = 16.0  # no assumption: at least so many MiB are timed of each size
 SCRATCH_FRAC = 1 / 8  # of the machine's memory, for what measuring needs
-
-
-def cores() -> int:
-    """Number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # Linux: fewer in a container or under taskset
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def cpu_name() -> str:

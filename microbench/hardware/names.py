@@ -9,10 +9,10 @@ from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 
-from itercast.microbench.assumptions import assumed
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.yaml_text import facts_of, read_mapping, typed
 from itercast.microbench.hardware.node import load_node, node_named, node_names
 from itercast.microbench.hardware.spec import gpu_names, load_gpu
-from itercast.microbench.yaml_text import facts_of, read_mapping, typed
 
 FACTS = facts_of(__file__)
 FORMS: Mapping[str, str] = FACTS["forms"]

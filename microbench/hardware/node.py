@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from itercast.microbench.assumptions import assumed
-from itercast.microbench.extensions import with_added
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.extensions import with_added
+from itercast.capture.base.yaml_text import facts_of, made_of, read_mapping
 from itercast.microbench.hardware.spec import NAMES
-from itercast.microbench.yaml_text import facts_of, made_of, read_mapping
 
 HERE = Path(__file__).parent / "nodes"
 WRITTEN: Mapping[str, str] = facts_of(str(HERE.with_name(NAMES)))["nodes"]  # patterns by node

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from itercast.microbench.assumptions import FILE, assumed
-from itercast.microbench.extensions import with_added
-from itercast.microbench.yaml_text import made_of, read_mapping
+from itercast.capture.base.assumptions import FILE, assumed
+from itercast.capture.base.close_names import unknown
+from itercast.capture.base.extensions import with_added
+from itercast.capture.base.yaml_text import made_of, read_mapping
 
 HERE = Path(__file__).parent
 NAMES = "names.yaml"  # not of a GPU: how others write names
@@ -139,13 +139,3 @@ def slug(model_name: str) -> str:
     """A machine name safe for file names: lower case, words joined by dashes."""
     cleaned = re.sub(r"\((r|tm)\)|processor|cpu", " ", model_name.lower())
     return re.sub(r"[^a-z0-9.]+", "-", cleaned).strip("-") or "cpu"
-
-
-def unknown(kind: str, name: str, known: Sequence[str]) -> ValueError:
-    """An error with the known names that contain ``name``, else with those spelled most like it.
-
-    ``kind`` is a word whose plural ``itercast list`` knows: case, gpu.
-    """
-    like = [k for k in known if name in k] or get_close_matches(name, known, cutoff=0.0)
-    rest = f"; all {len(known)}: itercast list {kind}s" if len(known) > len(like) else ""
-    return ValueError(f"unknown {kind} {name!r}; known: {', '.join(like)}{rest}")

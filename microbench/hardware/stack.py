@@ -9,9 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from itercast.microbench.extensions import with_added
+from itercast.capture.base.extensions import with_added
+from itercast.capture.base.yaml_text import load_yaml, made_of, read_mapping
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.yaml_text import load_yaml, made_of, read_mapping
 
 FILE = Path(__file__).parent / "stacks" / "known.yaml"
 NIGHTLY = re.compile(r"[^- ]+-(20\d\d(?:-\d\d){0,2})(?![\d.])")  # of a date

@@ -18,9 +18,9 @@ import numpy as np
 import pandas as pd
 import yaml
 
+from itercast.capture.base.yaml_text import load_yaml
 from itercast.microbench.hardware.node import Node
 from itercast.microbench.store import Row
-from itercast.microbench.yaml_text import load_yaml
 
 MAX_BYTES = 2**30  # of one file, unpacked
 MAX_SIZE = 2**53  # of one number: beyond it a float is no longer exact

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from itercast.capture.base.yaml_text import facts_of
 from itercast.microbench.hardware.names import gpu_named
 from itercast.microbench.hardware.node import Node, load_node, node_named
 from itercast.microbench.hardware.spec import gpu_names, load_gpu
@@ -28,7 +29,6 @@ from itercast.microbench.importers.base import (
 )
 from itercast.microbench.importers.nccl_text import Log, parse_json, parse_text
 from itercast.microbench.store import Facts, Row
-from itercast.microbench.yaml_text import facts_of
 
 FACTS = facts_of(__file__)
 ABOUT = About(**FACTS["about"])

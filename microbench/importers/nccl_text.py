@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from itercast.capture.base.yaml_text import facts_of
 from itercast.microbench.importers.base import Unreadable, number, parsed_json, text_of, whole
 from itercast.microbench.store import Facts
-from itercast.microbench.yaml_text import facts_of
 
 PREFIX = re.compile(r"\s*(\[\d+,\d+\]<\w+>:|\[?\d+\]?:(?=[\s#]))?\s*")
 RANK = re.compile(r"#\s*Rank\s+(\d+)\s.*\son\s+(\S+)\s+device\s+\d+\s+\[[^\]]*\]\s+(.+)")

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from torch.utils._pytree import tree_leaves
 
-from itercast.microbench.hardware.machine import cores
-from itercast.microbench.input.lane import Batches, InputLane
-from itercast.microbench.input.timers import Clock, LoaderError
+from itercast.capture.base.cores import cores
+from itercast.capture.input.lane import Batches, InputLane
+from itercast.capture.input.timers import Clock, LoaderError
 
 MIN_STEPS, MAX_STEPS = 20, 5000  # of one way to step
 SEVERAL = 8  # environments of a process whose messages are compared with those of one

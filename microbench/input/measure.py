@@ -20,10 +20,10 @@ from unittest.mock import patch
 
 from torch.utils.data import DataLoader, dataloader
 
-from itercast.microbench.hardware.machine import cores
-from itercast.microbench.input.environment import measure_environment
-from itercast.microbench.input.lane import InputLane, write_lane
-from itercast.microbench.input.timers import (
+from itercast.capture.base.cores import cores
+from itercast.capture.base.user_errors import one_line_error
+from itercast.capture.input.lane import InputLane, write_lane
+from itercast.capture.input.timers import (
     BatchLog,
     BatchTime,
     Clock,
@@ -33,7 +33,7 @@ from itercast.microbench.input.timers import (
     timed_batches,
     worker_times,
 )
-from itercast.microbench.user_errors import one_line_error
+from itercast.microbench.input.environment import measure_environment
 
 MIN_BATCHES, MAX_BATCHES = 3, 400  # of one way to load
 WARM_UP = 1  # batches that are not counted, where more than twice as many were made

@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from itercast.microbench.input.lane import InputLane, read_lane
+from itercast.capture.input.lane import InputLane, read_lane
 from itercast.microbench.processes.watch import log_tail, watch
 
 MODULE = "itercast.microbench.input.measure"

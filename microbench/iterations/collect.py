@@ -11,8 +11,8 @@ from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 
+from itercast.capture.cases.registry import EvalCase, case, case_names
 from itercast.microbench import store
-from itercast.microbench.cases.registry import EvalCase, case, case_names
 from itercast.microbench.iterations.measure import Iteration
 from itercast.microbench.iterations.worker import IterationOrder, iteration_key, iteration_row
 from itercast.microbench.processes.lanes import run_lanes

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from itercast.microbench.ops.family import torch_dtype
-from itercast.microbench.slow_imports import torch
+from itercast.capture.base.slow_imports import torch
+from itercast.capture.opcall import torch_dtype
 
 ENGINES = ("eager", "graph", "compile", "compile+graph")
 
@@ -17,7 +17,7 @@ def on_device(device: str, dtype: str) -> Iterator[None]:
 
     Also turns TF32 products on for dtype tf32, and off for others; this outlasts the context.
     """
-    from itercast.microbench.capture.watch import default_dtype
+    from itercast.capture.recorder.watch import default_dtype
 
     torch.backends.cuda.matmul.allow_tf32 = dtype == "tf32"
     torch.backends.cudnn.allow_tf32 = dtype == "tf32"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from itercast.microbench.cases.registry import case
+from itercast.capture.base.yaml_text import facts_of
+from itercast.capture.cases.registry import case
 from itercast.microbench.iterations.measure import Iteration
-from itercast.microbench.yaml_text import facts_of
 
 FACTS = facts_of(__file__)
 FIRST: list[tuple[str, int, str, str]] = FACTS["first"]

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from itercast.microbench.cases.registry import EvalCase
+from itercast.capture.base.slow_imports import torch
+from itercast.capture.cases.registry import EvalCase
+from itercast.capture.step import StepSettings, make_step
 from itercast.microbench.iterations.engines import ENGINES, captured_in_graph, on_device
 from itercast.microbench.iterations.measured_plan import PlanStep, measurable
 from itercast.microbench.iterations.plan_steps import make_plan_step
 from itercast.microbench.processes.ranks import max_over_ranks, rank0_value
-from itercast.microbench.slow_imports import torch
-from itercast.microbench.step import StepSettings, make_step
 from itercast.microbench.store import Row
 from itercast.microbench.sweep.rows import failure
 from itercast.microbench.timing.clock import summarise
@@ -89,7 +89,7 @@ def measure_iteration(
 
     A failure on a GPU is returned as status and reason; on a CPU only lack of memory is.
     """
-    from itercast.microbench.capture.attention import attention_as  # needs torch
+    from itercast.capture.recorder.attention import attention_as  # needs torch
 
     try:
         with attention_as(iteration.attn):

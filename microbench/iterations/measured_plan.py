@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from itercast.microbench.plan import ParallelPlan
+from itercast.capture.plan import ParallelPlan
 
 OnPhase = Callable[[str], None]
 KEYS = (

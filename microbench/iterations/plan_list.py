@@ -14,10 +14,10 @@ from typing import Annotated
 
 import typer
 
-from itercast.microbench.cases.registry import case
+from itercast.capture.base.yaml_text import facts_of
+from itercast.capture.cases.registry import case
 from itercast.microbench.iterations.collect import collect_iterations, iteration_of
 from itercast.microbench.iterations.measure import Iteration
-from itercast.microbench.yaml_text import facts_of
 
 LISTED = facts_of(__file__)
 

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
+from itercast.capture.plan import V_SHAPED, ParallelPlan
+from itercast.capture.step import StepSettings, make_optimizer
 from itercast.microbench.iterations.measured_plan import OnPhase
-from itercast.microbench.plan import V_SHAPED, ParallelPlan
-from itercast.microbench.step import StepSettings, make_optimizer
 
 SCHEDULES = {
     "gpipe": schedules.ScheduleGPipe,

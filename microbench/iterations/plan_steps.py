@@ -20,13 +20,13 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from itercast.microbench.cases.registry import EvalCase
+from itercast.capture.base.slow_imports import torch
+from itercast.capture.cases.registry import EvalCase
+from itercast.capture.opcall import Places, layer_key
+from itercast.capture.plan import ParallelPlan
+from itercast.capture.step import StepSettings, make_optimizer
 from itercast.microbench.iterations.engines import on_device
 from itercast.microbench.iterations.measured_plan import OnPhase, PlanStep, measurable
-from itercast.microbench.opcall import Places, layer_key
-from itercast.microbench.plan import ParallelPlan
-from itercast.microbench.slow_imports import torch
-from itercast.microbench.step import StepSettings, make_optimizer
 from itercast.microbench.store import Facts, Row
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from itercast.microbench.opcall import ITEMSIZE_BYTES
+from itercast.capture.opcall import ITEMSIZE_BYTES
 from itercast.microbench.ops.lookup.index_streams import IndexStream
 
 UNIFORM = IndexStream()

@@ -10,11 +10,11 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from itercast.capture.base.slow_imports import torch
+from itercast.capture.cases.registry import EvalCase, case
 from itercast.microbench import store
-from itercast.microbench.cases.registry import EvalCase, case
 from itercast.microbench.iterations.measure import Iteration, measure_iteration
 from itercast.microbench.processes.ranks import join_process_group, max_over_ranks
-from itercast.microbench.slow_imports import torch
 from itercast.microbench.store import Facts, Row
 from itercast.microbench.sweep.gpu_chunk_worker import EXIT_BROKEN
 from itercast.microbench.sweep.rows import Order, make_row

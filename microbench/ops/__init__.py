@@ -6,8 +6,8 @@ import importlib
 import pkgutil
 from functools import cache
 
-from itercast.microbench.extensions import with_added
-from itercast.microbench.opcall import OpCall
+from itercast.capture.base.extensions import with_added
+from itercast.capture.opcall import OpCall
 from itercast.microbench.ops.family import Family, Point
 
 MAX_FOUND = 2**16

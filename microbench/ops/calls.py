@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from itercast.microbench.opcall import OpCall
-from itercast.microbench.slow_imports import torch
+from itercast.capture.base.slow_imports import torch
+from itercast.capture.opcall import OpCall
 
 P = TypeVar("P")
 

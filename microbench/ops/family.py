@@ -9,9 +9,9 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
+from itercast.capture.base.slow_imports import torch
+from itercast.capture.opcall import ELEMENT_BYTES, OpCall
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import ELEMENT_BYTES, TORCH_NAMES, OpCall
-from itercast.microbench.slow_imports import torch
 
 DRAWN = 2**16
 Tensor: TypeAlias = "torch.Tensor"
@@ -255,12 +255,6 @@ def by_name(op: str, values: Mapping[str, float]) -> Values:
 def logs(p: Point, *names: str) -> dict[str, Numbers]:
     """Sizes of an op as features ``log_NAME``, to the base 2."""
     return {f"log_{name}": np.log2(getattr(p, name)) for name in names}
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a dtype name; tf32 is stored as fp32."""
-    found: torch.dtype = getattr(torch, TORCH_NAMES.get(name, name))
-    return found
 
 
 def repeated(draw: Callable[..., Tensor], shape: tuple[int, ...], device: str) -> Tensor:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from itercast.capture.base.slow_imports import torch
 from itercast.microbench.processes.watch import POLL_S
-from itercast.microbench.slow_imports import torch
 
 R = TypeVar("R")
 T = TypeVar("T")

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
-from itercast.microbench.hardware.machine import cores
+from itercast.capture.base.cores import cores
+from itercast.capture.base.slow_imports import dist, torch
 from itercast.microbench.processes import leash
 from itercast.microbench.processes.lanes import visible_gpus
-from itercast.microbench.slow_imports import dist, torch
 from itercast.microbench.store import Facts
 from itercast.microbench.timing.clock import MIN_US, Timing, other_ops, summarise
 

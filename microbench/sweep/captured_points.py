@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from itercast.microbench.cases.evalcase import EvalCase
-from itercast.microbench.cases.kinds import Sizes, make_case
+from itercast.capture.base.files import write_atomic
+from itercast.capture.cases.evalcase import EvalCase
+from itercast.capture.cases.kinds import Sizes, make_case
 from itercast.microbench.ops import families, find_family
 from itercast.microbench.ops.family import Family, Point, log_uniform
-from itercast.microbench.store import read_rows, write_atomic
+from itercast.microbench.store import read_rows
 
 
 def transformer(rng: np.random.Generator, largest: int) -> EvalCase:
@@ -181,8 +182,8 @@ class ModelCaptures:
 
     def capture_next(self) -> None:
         """Capture a model and write all points, with those of this model."""
-        from itercast.microbench.capture.log import capture_step
-        from itercast.microbench.step import StepSettings
+        from itercast.capture.recorder.log import capture_step
+        from itercast.capture.step import StepSettings
 
         begin_s, model = time.monotonic(), self.models[self.done]
         settings = StepSettings(**SETTINGS[self.done % len(MODELS)])

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from itercast.capture.base.slow_imports import torch
 from itercast.microbench import store
 from itercast.microbench.hardware.machine import cpu_name, gpu_of, measure_cpu
-from itercast.microbench.slow_imports import torch
 from itercast.microbench.store import Row
 from itercast.microbench.timing.nvml import driver_version
 

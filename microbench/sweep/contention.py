@@ -15,9 +15,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from itercast.microbench.assumptions import assumed
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.slow_imports import dist, torch
 from itercast.microbench.processes.ranks import join_process_group, max_over_ranks, start_ranks
-from itercast.microbench.slow_imports import dist, torch
 
 RANKS = 2
 SIZES_MIB = (1, 4, 16)  # of gradient buckets

@@ -21,6 +21,7 @@ from typing import NoReturn
 
 import pandas as pd
 
+from itercast.capture.base.files import write_atomic
 from itercast.microbench import store
 from itercast.microbench.ops import families
 from itercast.microbench.ops.matrix.gemm import Gemm
@@ -58,7 +59,7 @@ class Pending:
         """Write the points of a chunk and the groups after it, before the chunk is begun."""
         plain = {"run": self.run_id, "now": _plain(now), "after": [_plain(g) for g in after]}
         self.close()
-        store.write_atomic(self.path, b" " * NOTE_BYTES + json.dumps(plain).encode())
+        write_atomic(self.path, b" " * NOTE_BYTES + json.dumps(plain).encode())
         self._file = os.open(self.path, os.O_WRONLY)
 
     def note(self, number: int | None) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from itercast.capture.base.slow_imports import torch
 from itercast.microbench import store
 from itercast.microbench.ops import families
 from itercast.microbench.processes.ranks import threads_of
-from itercast.microbench.slow_imports import torch
 from itercast.microbench.store import Row
 from itercast.microbench.sweep.rows import Order
 

@@ -7,7 +7,7 @@ import os
 import socket
 from dataclasses import dataclass
 
-from itercast.microbench.slow_imports import torch
+from itercast.capture.base.slow_imports import torch
 from itercast.microbench.store import Facts, Row
 from itercast.microbench.timing.nvml import Nvml
 

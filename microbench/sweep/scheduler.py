@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from itercast.capture.base.yaml_text import made_of
 from itercast.microbench import store
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops import families
@@ -21,7 +22,6 @@ from itercast.microbench.sweep.captured_points import alternate, read_points
 from itercast.microbench.sweep.gpu_space import grid, on_gpu
 from itercast.microbench.sweep.orders import WorkerOrder
 from itercast.microbench.sweep.rows import make_row
-from itercast.microbench.yaml_text import made_of
 
 RETEST_EVERY = 10  # points
 MIN_RETEST_AGE_FRAC = 0.3  # of the budget, between the two measurements

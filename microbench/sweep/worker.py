@@ -14,6 +14,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from itercast.capture.base.slow_imports import torch
 from itercast.microbench import store
 from itercast.microbench.hardware.machine import scratch_bytes
 from itercast.microbench.ops.family import Family, Point, Workload
@@ -23,7 +24,6 @@ from itercast.microbench.processes.ranks import (
     rank0_value,
     time_collective,
 )
-from itercast.microbench.slow_imports import torch
 from itercast.microbench.store import Row
 from itercast.microbench.sweep.captured_points import ModelCaptures
 from itercast.microbench.sweep.gpu_chunk_worker import sweep_in_chunks

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from itercast.capture.base.slow_imports import torch
 from itercast.microbench.hardware.machine import MIB, TOUCHED_MIB, scratch_bytes, touched_others
 from itercast.microbench.ops.family import Workload
 from itercast.microbench.ops.step.small_ops import small_ops
-from itercast.microbench.slow_imports import torch
 from itercast.microbench.timing.operands import rewritten_by_one_core
 
 WARM_TIME_S = 0.008

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from itercast.microbench.slow_imports import torch
+from itercast.capture.base.slow_imports import torch
 from itercast.microbench.timing.kernels import kernels_by_run, profile
 from itercast.microbench.timing.nvml import Nvml, Reading
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from itercast.microbench.yaml_text import facts_of
+from itercast.capture.base.yaml_text import facts_of
 
 REASONS: Mapping[int, str] = facts_of(__file__)["reasons"]
 # Not power_cap: GPUs run at their power limit in every long training.

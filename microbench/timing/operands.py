@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from itercast.capture.base.slow_imports import torch
 from itercast.microbench.ops.family import Tensor
-from itercast.microbench.slow_imports import torch
 
 # no assumption: elements that ATen always leaves to one thread (at::internal::GRAIN_SIZE / 2)
 PIECE = 2**14

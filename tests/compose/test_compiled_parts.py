@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from itercast.capture.input.batches import TakenBatches
+from itercast.capture.opcall import StepCapture
+from itercast.capture.programs.script import Script, capture_script
 from itercast.compose.graph.launch_modes import fused
 from itercast.compose.programs.price import price_rank
 from itercast.compose.programs.timeline import simulate_program
 from itercast.compose.target import find_target
 from itercast.microbench.hardware.spec import load_gpu
-from itercast.microbench.opcall import StepCapture
 from itercast.microbench.ops.memory.fused import CALL
-from itercast.microbench.programs.batches import TakenBatches
-from itercast.microbench.programs.script import Script, capture_script
 
 TRAIN = """
 import torch

@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 from plan_case import GPU, Flat
 
+from itercast.capture.opcall import StepCapture
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture
 from itercast.compose.graph.launch_modes import as_launched, with_engine
 from itercast.compose.graph.layers import split_layers
@@ -32,9 +34,7 @@ from itercast.compose.pricing.layer_prices import price_model
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import priceable
 from itercast.compose.pricing.rank_graph import rank_graph
-from itercast.microbench.opcall import StepCapture
 from itercast.microbench.ops import find_family
-from itercast.microbench.plan import ParallelPlan
 
 HALVES = replace(GPU, peak_flops_per_s={"fp32": 1e12, "bf16": 1e12}, l2_bytes=1e6)
 BATCH, SEQ, WIDTH, HEADS, VOCAB = 2, 16, 64, 8, 192

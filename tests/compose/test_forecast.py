@@ -11,12 +11,12 @@ import pandas as pd
 import pytest
 from plan_case import Fixed, tensor
 
+from itercast.capture.opcall import OpCall, StepCapture
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.forecast import HALF_WIDTH, forecast
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import priceable
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import OpCall, StepCapture
-from itercast.microbench.plan import ParallelPlan
 
 CPU = Gpu(name="toy", kind="cpu", sm_count=2, peak_flops_per_s={"fp32": 1e12}, l2_bytes=4000)
 

@@ -11,13 +11,13 @@ import pytest
 from law_case import CUT, KIB, SPREAD, WIDTH, Bare, model, node_of, outcome, rank_for, tied_gpt
 from plan_case import GPU, Flat
 
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.pricing.collectives import Message, cluster, price_messages
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.simulate.rank_program import RankProgram
 from itercast.compose.simulate.stage_rank import memory, stage_messages, stages_of
 from itercast.microbench.hardware.node import load_node
 from itercast.microbench.hardware.spec import Gpu, load_gpu
-from itercast.microbench.plan import ParallelPlan
 
 
 def sent(rank: Rank) -> dict[str, int]:

@@ -17,6 +17,11 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._attention import set_rotate_method
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from itercast.capture.cases.registry import case
+from itercast.capture.opcall import OpCall
+from itercast.capture.plan import ParallelPlan
+from itercast.capture.programs.capture import capture_program
+from itercast.capture.programs.program import COLLECTIVE
 from itercast.compose.capture_model import capture, micro_size
 from itercast.compose.pricing.priced_op import PricedOp
 from itercast.compose.simulate.iteration import _pipeline, micro_batches
@@ -24,13 +29,8 @@ from itercast.compose.simulate.memory_plan import Sizes, rank_memory
 from itercast.compose.simulate.pipeline import chunks_of_rank
 from itercast.compose.simulate.rank import Rank
 from itercast.eval.programs import captured
-from itercast.microbench.cases.registry import case
 from itercast.microbench.iterations.collect import iteration_of
-from itercast.microbench.opcall import OpCall
 from itercast.microbench.ops import find_family
-from itercast.microbench.plan import ParallelPlan
-from itercast.microbench.programs.capture import capture_program
-from itercast.microbench.programs.program import COLLECTIVE
 
 REPLICAS = ("dp=2", "dp=2,zero=1,accumulate=2", "dp=2,zero=2", "dp=4,hsdp=2,zero=3")
 CUT = ("tp=2", "dp=2,tp=2,zero=3", "tp=2,sp", "dp=2,tp=2,sp,zero=3")

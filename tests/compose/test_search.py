@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 from plan_case import GPU, capture_at, experts_at, search_of
 
+from itercast.capture.opcall import StepCapture
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.candidates import Search, candidate_plans
 from itercast.compose.capture_model import capture
 from itercast.compose.search import (
@@ -21,8 +23,6 @@ from itercast.compose.simulate.stage_rank import least_us, memory
 from itercast.compose.simulate.stages import partition, uneven
 from itercast.microbench.hardware.node import load_node
 from itercast.microbench.hardware.spec import Gpu, load_gpu
-from itercast.microbench.opcall import StepCapture
-from itercast.microbench.plan import ParallelPlan
 
 
 @pytest.fixture(scope="module")

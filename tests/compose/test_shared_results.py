@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from plan_case import GPU, Flat, capture_at, experts_at
 
+from itercast.capture.opcall import StepCapture
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import MICROBENCH, capture, code_digest, code_files
 from itercast.compose.forecast import rank_of
 from itercast.compose.pricing.collectives import cluster
@@ -19,8 +21,6 @@ from itercast.compose.simulate.iteration import evaluate
 from itercast.compose.target import find_target, forecast_step
 from itercast.learners.bundle import SHIPPED
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import StepCapture
-from itercast.microbench.plan import ParallelPlan
 
 DEVICE: Gpu = replace(GPU, peak_flops_per_s={"fp32": 1e12, "bf16": 1e12}, hbm_bytes_per_s=1e9)
 # A plan, and plans that differ from it in one key each.

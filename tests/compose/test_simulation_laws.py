@@ -12,6 +12,7 @@ import pytest
 from law_case import CASES, Bare, Knowing, model, outcome, rank_for
 from plan_case import CPU, GPU
 
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture
 from itercast.compose.pricing.collectives import cluster
 from itercast.compose.pricing.layer_prices import price_model
@@ -21,7 +22,6 @@ from itercast.compose.simulate.iteration import quick_us
 from itercast.compose.simulate.stage_rank import stages_of
 from itercast.compose.target import find_target, forecast_step
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.plan import ParallelPlan
 
 ON_CPU = [(name, text, CPU) for name, text in CASES if name == "gpt"]
 

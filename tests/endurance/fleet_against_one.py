@@ -22,8 +22,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from itercast.capture.base.durations import seconds
 from itercast.microbench import store
-from itercast.microbench.durations import seconds
 from itercast.microbench.fleet.chunks import deal, simulate
 from itercast.microbench.fleet.driver import results
 from itercast.microbench.fleet.plan import load_plan

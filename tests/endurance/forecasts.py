@@ -17,12 +17,12 @@ from typing import Any
 
 from rich.progress import track
 
+from itercast.capture.cases.registry import case
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture, micro_size
 from itercast.compose.graph.launch_modes import with_engine
 from itercast.compose.target import find_target, forecast_step
 from itercast.learners.bundle import SHIPPED, SHIPPED_CPU
-from itercast.microbench.cases.registry import case
-from itercast.microbench.plan import ParallelPlan
 
 RECORDED = Path(__file__).with_name("forecasts.json")
 TOLERANCE = 1e-6  # relative

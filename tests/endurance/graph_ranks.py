@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture
 from itercast.compose.parallel.halo import cut_graph, cut_of
 from itercast.compose.predict import predict
 from itercast.microbench.ops import families, find_family
-from itercast.microbench.plan import ParallelPlan
 from itercast.microbench.processes.ranks import join_process_group, max_over_ranks, start_ranks
 from itercast.microbench.sweep.captured_points import write_points
 from itercast.microbench.timing.clock import keep_freed_memory

@@ -25,13 +25,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from itercast.capture.plan import ParallelPlan
 from itercast.eval.public.readers import SOURCES, read_source
 from itercast.learners.bundle import FACTS, SHIPPED_CPU, Bundle
 from itercast.learners.score_file import read_file, write_forecasts
 from itercast.microbench.hardware.node import load_node
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.importers.base import Hints
-from itercast.microbench.plan import ParallelPlan
 
 ROOT = Path(__file__).parents[2]
 KEPT = Path("runs/hostile")

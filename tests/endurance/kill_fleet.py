@@ -27,8 +27,8 @@ from pathlib import Path
 import pandas as pd
 import psutil
 
+from itercast.capture.base.yaml_text import load_yaml
 from itercast.microbench import store
-from itercast.microbench.yaml_text import load_yaml
 
 ROOT = Path(__file__).parents[2]
 PLAN = """

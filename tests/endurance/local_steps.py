@@ -19,11 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from itercast.capture.cases.registry import case
+from itercast.capture.step import StepSettings
 from itercast.compose.predict import predict
-from itercast.microbench.cases.registry import case
 from itercast.microbench.iterations.plan_steps import make_plan_step
 from itercast.microbench.processes.ranks import join_process_group, max_over_ranks, start_ranks
-from itercast.microbench.step import StepSettings
 from itercast.microbench.timing.clock import keep_freed_memory
 
 VARIANTS = [f"local={k}{outer}" for outer in ("", ",outer") for k in (1, 4, 16)]

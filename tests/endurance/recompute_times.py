@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 
+from itercast.capture.cases.registry import case
+from itercast.capture.step import StepSettings, make_step
 from itercast.compose.capture_model import capture
 from itercast.compose.target import checkpoint_policy, find_target, forecast_step
-from itercast.microbench.cases.registry import case
 from itercast.microbench.iterations.plan_steps import checkpoint_layers, places_by_layer
-from itercast.microbench.step import StepSettings, make_step
 from itercast.microbench.timing.clock import keep_freed_memory
 
 PLANS = ("", *(f"recompute=budget:{share}" for share in (0.3, 0.5, 0.7)), "recompute=full")

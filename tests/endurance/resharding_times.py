@@ -22,9 +22,9 @@ sys.path.insert(0, str(PROGRAMS))
 
 from reshardings import LARGE, RANKS, pairs, reshard  # noqa: E402
 
+from itercast.capture.programs.capture import capture_program  # noqa: E402
 from itercast.compose.programs.forecast import forecast_program  # noqa: E402
 from itercast.compose.target import find_target  # noqa: E402
-from itercast.microbench.programs.capture import capture_program  # noqa: E402
 
 
 def measured_us() -> list[float]:

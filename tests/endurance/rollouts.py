@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from itercast.capture.cases.registry import case
 from itercast.compose.feed.rollouts import loop_time, make_loop
 from itercast.compose.predict import prepare
-from itercast.microbench.cases.registry import case
 from itercast.microbench.input.environment import measure_environment
 from itercast.microbench.timing.clock import keep_freed_memory
 

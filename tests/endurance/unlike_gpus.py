@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from itercast.capture.cases.registry import case
+from itercast.capture.step import StepSettings, make_step
 from itercast.compose.clusters.search import predict_on_cluster
-from itercast.microbench.cases.registry import case
 from itercast.microbench.processes.ranks import join_process_group, max_over_ranks, start_ranks
-from itercast.microbench.step import StepSettings, make_step
 from itercast.microbench.store import Row
 from itercast.microbench.timing.clock import keep_freed_memory
 

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from itercast.capture.base.assumptions import Assumption
+from itercast.capture.base.switches import RULES
+from itercast.capture.plan import ParallelPlan
 from itercast.eval.ablation import ablate
 from itercast.eval.ablation.ablate import (
     Row,
@@ -23,10 +26,7 @@ from itercast.eval.ablation.ablate import (
 from itercast.eval.public.left_out import assumptions
 from itercast.eval.public.models import captured_step
 from itercast.learners.bundle import SHIPPED
-from itercast.microbench.assumptions import Assumption
-from itercast.microbench.plan import ParallelPlan
 from itercast.microbench.store import Facts
-from itercast.microbench.switches import RULES
 
 ROOT = Path(ablate.__file__).parents[2]
 NUMBER = Assumption(

@@ -11,6 +11,8 @@ import pytest
 from report_facts import RESULTS, case
 from rich.console import Console
 
+from itercast.capture.cases.registry import case as named
+from itercast.capture.programs.program import HOST
 from itercast.eval.compare import quiet_rounds, results_table
 from itercast.eval.programs import PROGRAMS, captured, scores
 from itercast.eval.ranking import (
@@ -21,9 +23,7 @@ from itercast.eval.ranking import (
     software_metrics,
 )
 from itercast.eval.results import CaseResult, in_words, summary
-from itercast.microbench.cases.registry import case as named
 from itercast.microbench.iterations.collect import iteration_of
-from itercast.microbench.programs.program import HOST
 
 
 def test_a_case_measured_once_has_no_noise_floor() -> None:

@@ -13,6 +13,9 @@ from toy_products import TOY, write_products
 from typer.testing import CliRunner
 
 from itercast.__main__ import app
+from itercast.capture.base.files import write_atomic
+from itercast.capture.opcall import StepCapture
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.forecast import forecast
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.eval.gpu_report import iteration_errors, only_gpu
@@ -26,9 +29,7 @@ from itercast.eval.learner_ranking import (
 from itercast.eval.results import error_table
 from itercast.learners.bundle import Bundle
 from itercast.learners.models.compared import NAMES
-from itercast.microbench.opcall import StepCapture
-from itercast.microbench.plan import ParallelPlan
-from itercast.microbench.store import read_rows, write_atomic, write_part
+from itercast.microbench.store import read_rows, write_part
 
 DATASETS = Path(__file__).parents[2] / "datasets"
 CPU = "intel-xeon-2.50ghz-2c"

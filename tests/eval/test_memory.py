@@ -13,7 +13,7 @@ from itercast.eval.speed import timed_s
 CODE = """
 import sys
 from itercast.eval.memory import PLANS, captured_bytes, forecast_bytes, tracked_bytes
-from itercast.microbench.cases.registry import case
+from itercast.capture.cases.registry import case
 names, peaks = sys.argv[1].split(), (captured_bytes, forecast_bytes)
 for name in names:
     for plan in PLANS if len(names) == 1 else ("", "dp=2,zero=3"):

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from itercast.capture.opcall import StepCapture
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture, micro_size
 from itercast.compose.pricing.priced_op import priceable
-from itercast.microbench.opcall import StepCapture
-from itercast.microbench.plan import ParallelPlan
 
 
 def products(step: StepCapture, phase: str) -> list[tuple[int, ...]]:

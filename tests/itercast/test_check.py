@@ -16,10 +16,11 @@ import yaml
 from typer.testing import CliRunner
 
 from itercast.__main__ import app
+from itercast.capture.base.files import write_atomic
 from itercast.learners.bundle import SHIPPED_CPU, Bundle
 from itercast.learners.held_out import save_held_out
 from itercast.microbench.hardware.host import load_host
-from itercast.microbench.store import read_rows, write_atomic, write_part
+from itercast.microbench.store import read_rows, write_part
 
 DATASETS = Path(__file__).parents[2] / "datasets"
 CPU = "intel-xeon-2.50ghz-2c"

@@ -12,8 +12,8 @@ from plan_case import GPU
 from typer.testing import CliRunner
 
 from itercast.__main__ import app
+from itercast.capture.cases.registry import case
 from itercast.learners.bundle import SHIPPED_CPU, Bundle
-from itercast.microbench.cases.registry import case
 
 SEQ = case("gpt-s").seq
 PLANNED = f"plan gpt-s --gpu {GPU.name} --bundle bundle"

@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 
 from itercast.__main__ import app
 from itercast.api import predict
+from itercast.capture.cases.registry import case
+from itercast.capture.opcall import OpCall, StepCapture, TensorSpec
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.lengths import lengths_of, with_lengths
 from itercast.learners.bundle import Bundle
-from itercast.microbench.cases.registry import case
-from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
 from itercast.microbench.ops.matrix.attention import flops, from_call
-from itercast.microbench.plan import ParallelPlan
 
 SEQ = case("gpt-s").seq
 

@@ -15,16 +15,16 @@ import pytest
 from typer.testing import CliRunner
 
 from itercast.__main__ import app
+from itercast.capture.base.cache_folder import cache_folder
+from itercast.capture.opcall import OpCall
 from itercast.compose.capture_model import capture
 from itercast.compose.predict import predict
 from itercast.compose.pricing.priced_op import priceable
 from itercast.compose.target import find_target
 from itercast.learners.bundle import Bundle
 from itercast.learners.train import Asked, train_family
-from itercast.microbench.cache_folder import cache_folder
 from itercast.microbench.hardware.machine import cpu_name
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import OpCall
 from itercast.microbench.ops import families
 
 ROOT = Path(__file__).parent.parent.parent

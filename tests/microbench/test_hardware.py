@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from itercast.microbench.assumptions import leaving_out
+from itercast.capture.base.assumptions import leaving_out
 from itercast.microbench.hardware.host import (
     REFERENCE,
     HostMachine,

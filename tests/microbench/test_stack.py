@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from itercast.capture.base.assumptions import FILE, assumed
+from itercast.capture.base.switches import is_on, switching_off
+from itercast.capture.base.yaml_text import load_yaml
 from itercast.compose.graph.attention_kernels import KERNELS, kernel_ratio
 from itercast.compose.pricing.power_limit import sustained_flops_per_s
 from itercast.learners.transfer.source_gpus import pick_stack
-from itercast.microbench.assumptions import FILE, assumed
 from itercast.microbench.hardware.spec import HERE, gpu_names, load_gpu
 from itercast.microbench.hardware.stack import (
     USUAL,
@@ -22,8 +24,6 @@ from itercast.microbench.hardware.stack import (
 )
 from itercast.microbench.ops import families
 from itercast.microbench.ops.matrix.attention import Attention
-from itercast.microbench.switches import is_on, switching_off
-from itercast.microbench.yaml_text import load_yaml
 
 H100, A100 = load_gpu("h100-sxm-80gb"), load_gpu("a100-sxm-80gb")
 

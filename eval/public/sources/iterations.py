@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from itercast.capture.base.yaml_text import facts_of
 from itercast.eval.public.sources.models import Model, model_of
 from itercast.eval.public.sources.plans import network_doubt, plan_of
 from itercast.eval.public.sources.timm_models import timm_config
@@ -24,7 +25,6 @@ from itercast.microbench.importers.base import (
     whole,
 )
 from itercast.microbench.store import Row
-from itercast.microbench.yaml_text import facts_of
 
 FACTS = facts_of(__file__)
 ABOUT = About(**FACTS["about"])

@@ -10,11 +10,11 @@ from typing import Any
 
 import pandas as pd
 
+from itercast.capture.base.yaml_text import facts_of
 from itercast.microbench.hardware.names import gpu_named, unknown_gpu
 from itercast.microbench.importers.base import About, Imported, RowCollector, number, refuse, whole
 from itercast.microbench.importers.traces.kineto_ops import answered, describe
 from itercast.microbench.store import Row
-from itercast.microbench.yaml_text import facts_of
 
 FACTS = facts_of(__file__)
 ABOUT = About(**FACTS["about"])

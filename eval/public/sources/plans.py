@@ -1,11 +1,11 @@
-"""Parses published parallel plans into plan text as in ``itercast.microbench.plan``."""
+"""Parses published parallel plans into plan text as in ``itercast.capture.plan``."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 
-from itercast.microbench.assumptions import assumed
+from itercast.capture.base.assumptions import assumed
 from itercast.microbench.hardware.node import node_named
 from itercast.microbench.importers.base import whole
 

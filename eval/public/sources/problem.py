@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from itercast.capture.base.yaml_text import facts_of
 from itercast.microbench.store import Facts, Row
-from itercast.microbench.yaml_text import facts_of
 
 LISTED = facts_of(__file__)
 METHODS, ATTRIBUTES = LISTED["methods"], LISTED["attributes"]

@@ -9,7 +9,7 @@ import json
 import re
 from typing import Any
 
-from itercast.microbench.yaml_text import facts_of
+from itercast.capture.base.yaml_text import facts_of
 
 NETWORKS: Any = facts_of(__file__)
 CLASSES = 1000

@@ -8,17 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from itercast.capture.base.slow_imports import torch  # when it is used: formulas do without
+from itercast.capture.opcall import OpCall, torch_dtype
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import OpCall
-from itercast.microbench.ops.family import (
-    Family,
-    GpuSweep,
-    Workload,
-    itemsize_bytes,
-    log_uniform,
-    torch_dtype,
-)
-from itercast.microbench.slow_imports import torch  # when it is used: formulas do without
+from itercast.microbench.ops.family import Family, GpuSweep, Workload, itemsize_bytes, log_uniform
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

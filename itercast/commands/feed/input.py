@@ -11,12 +11,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from itercast.microbench.durations import seconds
+from itercast.capture.base.durations import seconds
 from itercast.options import Cores, Json, Question, asks, file_to_write
 
 if TYPE_CHECKING:
+    from itercast.capture.input.lane import InputLane
     from itercast.compose.feed.input import Consumer, Fed
-    from itercast.microbench.input.lane import InputLane
 
 MS = 1e-3
 
@@ -42,7 +42,7 @@ def input_lane(
     as_json: Json = False,
 ) -> None:
     """Measure a DataLoader stage by stage; say whether a forecast step waits for its batches."""
-    from itercast.microbench.input.lane import read_lane, write_lane
+    from itercast.capture.input.lane import read_lane, write_lane
 
     if step and question is not None:
         raise ValueError("a step is --step or a forecast model: give one of them")

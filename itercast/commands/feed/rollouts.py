@@ -12,12 +12,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from itercast.microbench.durations import counted, seconds
+from itercast.capture.base.durations import counted, seconds
 from itercast.options import Cores, Json, Question, asks, file_to_write
 
 if TYPE_CHECKING:
+    from itercast.capture.input.lane import InputLane
     from itercast.compose.feed.rollouts import LoopTime
-    from itercast.microbench.input.lane import InputLane
 
 MS = 1e-3
 Environment = Annotated[
@@ -51,8 +51,8 @@ def rl(
 
     --batch is the learner's minibatch on each replica.
     """
+    from itercast.capture.input.lane import write_lane
     from itercast.compose.feed.rollouts import best_workers, loop_time, make_loop
-    from itercast.microbench.input.lane import write_lane
 
     lane = _lane(environment, seconds(budget), limit)
     if out is not None:
@@ -74,7 +74,7 @@ def rl(
 
 def _lane(environment: str, budget_s: float, limit_s: int) -> InputLane:
     """The environment's lane: read, measured, or of a step whose time is known."""
-    from itercast.microbench.input.lane import Batches, InputLane, read_lane
+    from itercast.capture.input.lane import Batches, InputLane, read_lane
 
     if environment.endswith(".json"):
         return read_lane(Path(environment))

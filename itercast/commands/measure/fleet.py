@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from itercast.microbench.durations import counted
+from itercast.capture.base.durations import counted
 
 if TYPE_CHECKING:
     from itercast.microbench.fleet.chunks import Chunk, Cost, Plain

@@ -84,8 +84,8 @@ def whole_numbers(option: str, text: str) -> list[int]:
 
 def _write(folder: Path, name: str, cells: Sequence[Cell]) -> None:
     """Write the table as CSV, and in the forms that Gavel and Sia read."""
+    from itercast.capture.base.files import write_atomic
     from itercast.compose.schedulers.throughput import gavel_table, sia_rows
-    from itercast.microbench.store import write_atomic
 
     files = {folder / "throughput.csv": [{"case": name, **cell.row()} for cell in cells]}
     for gpu, file, row in sia_rows(cells):

@@ -10,12 +10,12 @@ from typing import Any
 
 import yaml
 
+from itercast.capture.base.yaml_text import OwnLoader
+from itercast.capture.opcall import ITEMSIZE_BYTES
 from itercast.microbench.importers.base import About
 from itercast.microbench.importers.mapped.conversions import columns_of
-from itercast.microbench.opcall import ITEMSIZE_BYTES
 from itercast.microbench.ops import families
 from itercast.microbench.store import Facts, Row
-from itercast.microbench.yaml_text import OwnLoader
 
 ROW_COLUMNS = ("op", "gpu", "stack", "timer", "dtype", "time_us")  # that every row states
 MORE_COLUMNS: tuple[str, ...] = ("time_us_p20", "time_us_p80", "samples", "cache", "kernel")

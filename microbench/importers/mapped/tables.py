@@ -16,6 +16,7 @@ import pandas as pd
 import yaml
 from pandas.api.types import is_numeric_dtype
 
+from itercast.capture.base.yaml_text import load_yaml
 from itercast.microbench.importers.base import (
     RowCollector,
     Unreadable,
@@ -25,7 +26,6 @@ from itercast.microbench.importers.base import (
 )
 from itercast.microbench.importers.mapped.source import JSON, Table
 from itercast.microbench.store import Row
-from itercast.microbench.yaml_text import load_yaml
 
 MAX_HEADER = 2**16  # characters that the names of columns may take
 MAX_ROWS = 10_000_000  # of a Parquet table

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from itercast.capture.base.yaml_text import facts_of
 from itercast.microbench.hardware.names import gpu_named
 from itercast.microbench.importers.base import (
     About,
@@ -25,7 +26,6 @@ from itercast.microbench.importers.base import (
 from itercast.microbench.importers.traces.kineto_ops import answered, describe
 from itercast.microbench.importers.traces.kineto_tree import Trace, join, parse
 from itercast.microbench.store import Row
-from itercast.microbench.yaml_text import facts_of
 
 ABOUT = About(**facts_of(__file__)["about"])
 UNKNOWN = "op not described by a family"

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from itercast.microbench.opcall import OpCall, TensorSpec
+from itercast.capture.base.yaml_text import facts_of
+from itercast.capture.opcall import OpCall, TensorSpec
 from itercast.microbench.ops import families
 from itercast.microbench.store import Facts
-from itercast.microbench.yaml_text import facts_of
 
 FACTS = facts_of(__file__)
 DTYPES: Mapping[str, str] = FACTS["dtypes"]

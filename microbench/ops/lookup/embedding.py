@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from itercast.microbench.assumptions import assumed
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.slow_imports import torch
+from itercast.capture.opcall import OpCall, torch_dtype
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import OpCall
 from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
@@ -21,12 +22,10 @@ from itercast.microbench.ops.family import (
     itemsize_bytes,
     log_uniform,
     logs,
-    torch_dtype,
 )
 from itercast.microbench.ops.memory.elementwise import memory_copy
 from itercast.microbench.ops.memory.traffic import computed_us, is_generated, moved_us
 from itercast.microbench.ops.sizes import resize_along
-from itercast.microbench.slow_imports import torch
 
 CLOCKS: float = assumed(__file__, "clocks")
 FEW: Mapping[str, float] = assumed(__file__, "few")

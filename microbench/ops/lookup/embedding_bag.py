@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from itercast.capture.base.slow_imports import torch
+from itercast.capture.opcall import OpCall, torch_dtype
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import OpCall
 from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
@@ -22,7 +23,6 @@ from itercast.microbench.ops.family import (
     log_uniform,
     logs,
     repeated,
-    torch_dtype,
 )
 from itercast.microbench.ops.lookup.index_calls import IndexOp
 from itercast.microbench.ops.lookup.random_streams import (
@@ -34,7 +34,6 @@ from itercast.microbench.ops.lookup.random_streams import (
     with_random_stream,
 )
 from itercast.microbench.ops.sizes import aligned
-from itercast.microbench.slow_imports import torch
 
 MODES = ("sum", "mean", "max")  # as numbered by aten
 OPS = ("forward", "backward", "sparse_backward")
@@ -55,7 +54,7 @@ class EmbeddingBag:
     holds a row per lookup.
 
     The index stream: ``unique`` distinct rows, looked up as often as the histogram ``reuse`` says
-    (see ``itercast.microbench.ops.lookup.reuse``). Where ``reuse`` is empty, rows are drawn with
+    (see ``itercast.capture.reuse``). Where ``reuse`` is empty, rows are drawn with
     the Zipf exponent ``skew``, 0 for uniform; a share ``repeats`` of them repeats one of the 1,024
     before. ``spread``: standard deviation of the bags' lengths over their mean. ``weighted``: rows
     are multiplied by a weight per lookup. ``tables``: as many equal tables are looked up one after

@@ -7,6 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from itercast.capture.base.slow_imports import torch
+from itercast.capture.base.yaml_text import facts_of
+from itercast.capture.opcall import torch_dtype
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.calls import call_of
 from itercast.microbench.ops.family import (
@@ -22,13 +25,10 @@ from itercast.microbench.ops.family import (
     itemsize_bytes,
     log_uniform,
     logs,
-    torch_dtype,
 )
 from itercast.microbench.ops.lookup.index_calls import ANSWERS, IndexOp
 from itercast.microbench.ops.memory.elementwise import memory_copy
 from itercast.microbench.ops.sizes import MAX_NUMEL, aligned, spread
-from itercast.microbench.slow_imports import torch
-from itercast.microbench.yaml_text import facts_of
 
 FACTS = facts_of(__file__)
 GROUPS = {name: tuple[str, ...](ops.split()) for name, ops in FACTS["groups"].items()}

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from itercast.microbench.opcall import OpCall, TensorSpec
+from itercast.capture.base.yaml_text import facts_of
+from itercast.capture.opcall import OpCall, TensorSpec
 from itercast.microbench.ops.calls import answers_of
-from itercast.microbench.yaml_text import facts_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from itercast.microbench.ops.lookup.reuse import histogram, histogram_text
-from itercast.microbench.slow_imports import torch
+from itercast.capture.base.slow_imports import torch
+from itercast.capture.reuse import histogram, histogram_text
 
 MAX_SKEW = 10.0
 UNREADABLE = (RuntimeError, EOFError, OSError, KeyError)

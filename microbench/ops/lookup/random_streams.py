@@ -1,7 +1,7 @@
 """Random index streams for measurements, of points of any family that looks rows up, and features.
 
 Such a point has ``rows``, ``lookups`` and its stream: ``unique`` distinct rows, looked up as often
-as the histogram ``reuse`` says (``itercast.microbench.ops.lookup.reuse``); where that is empty,
+as the histogram ``reuse`` says (``itercast.capture.reuse``); where that is empty,
 rows drawn with the Zipf exponent ``skew``, of which a share ``repeats`` repeats one of the 1,024
 before.
 """
@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from itercast.microbench.assumptions import assumed
-from itercast.microbench.ops.family import Numbers, Tensor, Values
-from itercast.microbench.ops.lookup.reuse import (
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.slow_imports import torch
+from itercast.capture.reuse import (
     LEAST,
     MOST,
     draw_indices,
@@ -27,7 +27,7 @@ from itercast.microbench.ops.lookup.reuse import (
     reuse_of,
     scatter_factor,
 )
-from itercast.microbench.slow_imports import torch
+from itercast.microbench.ops.family import Numbers, Tensor, Values
 
 Stream = Any  # parameters with a stream, of any family
 KINDS = ("uniform", "zipf", "trace", "histogram")

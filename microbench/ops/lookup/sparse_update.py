@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from itercast.capture.base.slow_imports import torch
+from itercast.capture.opcall import OpCall, torch_dtype
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import OpCall
 from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
@@ -27,7 +28,6 @@ from itercast.microbench.ops.family import (
     log_uniform,
     logs,
     repeated,
-    torch_dtype,
 )
 from itercast.microbench.ops.lookup.embedding_bag import one_after_the_other
 from itercast.microbench.ops.lookup.index_calls import IndexOp
@@ -42,7 +42,6 @@ from itercast.microbench.ops.lookup.random_streams import (
 )
 from itercast.microbench.ops.memory.elementwise import memory_copy
 from itercast.microbench.ops.sizes import spread
-from itercast.microbench.slow_imports import torch
 
 OPS = ("sgd", "adagrad", "adam")  # torch.optim.SGD, Adagrad, SparseAdam
 COALESCED = ("adagrad", "adam")

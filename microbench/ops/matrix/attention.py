@@ -8,9 +8,11 @@ from math import prod
 
 import numpy as np
 
-from itercast.microbench.assumptions import assumed
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.slow_imports import torch
+from itercast.capture.base.yaml_text import facts_of
+from itercast.capture.opcall import OpCall, torch_dtype
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import OpCall
 from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
@@ -22,12 +24,9 @@ from itercast.microbench.ops.family import (
     Workload,
     differentiated,
     itemsize_bytes,
-    torch_dtype,
 )
 from itercast.microbench.ops.sizes import MATMUL_DTYPES, MAX_BATCH, aligned, drawn
-from itercast.microbench.slow_imports import torch
 from itercast.microbench.store import Facts, Row
-from itercast.microbench.yaml_text import facts_of
 
 BACKWARD_OVER_FORWARD: float = assumed(__file__, "backward_over_forward")
 MAX_FLOPS = 8e9

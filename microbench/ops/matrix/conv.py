@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from itercast.microbench.assumptions import assumed
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.slow_imports import torch
+from itercast.capture.opcall import OpCall, torch_dtype
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import OpCall
 from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
@@ -21,7 +22,6 @@ from itercast.microbench.ops.family import (
     Workload,
     itemsize_bytes,
     log_uniform,
-    torch_dtype,
 )
 from itercast.microbench.ops.matrix.conv_layers import layer
 from itercast.microbench.ops.matrix.conv_rate import rate
@@ -34,7 +34,6 @@ from itercast.microbench.ops.sizes import (
     MAX_SIDE,
     aligned,
 )
-from itercast.microbench.slow_imports import torch
 
 MAX_FLOPS = 3e9
 MAX_GROUPED_FLOPS = 2e8  # grouped kernels reach a fraction of the peak

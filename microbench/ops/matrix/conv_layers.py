@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from itercast.capture.base.yaml_text import facts_of
 from itercast.microbench.ops.sizes import drawn
-from itercast.microbench.yaml_text import facts_of
 
 KINDS = facts_of(__file__)
 SHARES = {name: kind["share"] for name, kind in KINDS.items()}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from itercast.microbench.assumptions import assumed
+from itercast.capture.base.assumptions import assumed
 from itercast.microbench.ops.family import Point
 
 Column = np.ndarray[tuple[int, ...], np.dtype[np.float64]]

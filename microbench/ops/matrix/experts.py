@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from itercast.microbench.assumptions import assumed
+from itercast.capture.base.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import (
     Family,

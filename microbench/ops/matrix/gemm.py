@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from itercast.microbench.assumptions import assumed
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.slow_imports import torch
+from itercast.capture.opcall import BLOCK_SCALED, NARROW, OpCall, TensorSpec, torch_dtype
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import BLOCK_SCALED, NARROW, OpCall, TensorSpec
 from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
@@ -24,11 +25,9 @@ from itercast.microbench.ops.family import (
     log_uniform,
     logs,
     repeated,
-    torch_dtype,
 )
 from itercast.microbench.ops.memory.elementwise import memory_copy
 from itercast.microbench.ops.sizes import MAX_SIDE, aligned, tile_edge_or_any
-from itercast.microbench.slow_imports import torch
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64), (32, 64))
 LARGE: int = assumed(__file__, "large_side")

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from itercast.microbench.assumptions import assumed
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.slow_imports import torch
+from itercast.capture.opcall import CELLS, GATES, OpCall, torch_dtype
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import OpCall
 from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
@@ -31,15 +32,11 @@ from itercast.microbench.ops.family import (
     itemsize_bytes,
     log_uniform,
     logs,
-    torch_dtype,
 )
 from itercast.microbench.ops.matrix.gemm import Gemm
 from itercast.microbench.ops.memory.elementwise import memory_copy
 from itercast.microbench.ops.sizes import MAX_BATCH, resize_along
-from itercast.microbench.slow_imports import torch
 
-CELLS = {"lstm": 4, "gru": 3, "rnn": 1}  # gates: rows of weights for each element of the state
-GATES = {**CELLS, **{f"{cell}_backward": n for cell, n in CELLS.items()}}
 CALL = "itercast.recurrent"  # a network's call on a GPU, whose parameters are its arguments
 MODE = 2  # an LSTM's number among recurrent networks, in torch and cuDNN
 POINTWISE: float = assumed(__file__, "pointwise_flops")

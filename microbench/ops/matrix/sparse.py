@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from itercast.capture.base.slow_imports import torch
+from itercast.capture.opcall import INDEX_BYTES, ITEMSIZE_BYTES, OpCall, TensorSpec, torch_dtype
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import INDEX_BYTES, ITEMSIZE_BYTES, OpCall, TensorSpec
 from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
@@ -26,14 +27,12 @@ from itercast.microbench.ops.family import (
     itemsize_bytes,
     log_uniform,
     logs,
-    torch_dtype,
 )
 from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
 from itercast.microbench.ops.lookup.index_calls import IndexOp
 from itercast.microbench.ops.lookup.random_streams import gathered_bytes, zipf_indices
 from itercast.microbench.ops.memory.elementwise import memory_copy
 from itercast.microbench.ops.sizes import MAX_NUMEL, MAX_SIDE, aligned
-from itercast.microbench.slow_imports import torch
 
 LAYOUTS = {"csr": 0.45, "csc": 0.25, "coo": 0.3}  # no assumption: shares of a sweep
 MAX_NNZ = 2**21

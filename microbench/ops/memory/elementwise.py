@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from itercast.microbench.assumptions import assumed
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.slow_imports import torch
+from itercast.capture.opcall import OpCall, TensorSpec, torch_dtype
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import OpCall, TensorSpec
 from itercast.microbench.ops.calls import call_of
 from itercast.microbench.ops.family import (
     Family,
@@ -25,12 +26,10 @@ from itercast.microbench.ops.family import (
     itemsize_bytes,
     log_uniform,
     repeated,
-    torch_dtype,
 )
 from itercast.microbench.ops.memory import elementwise_names as known
 from itercast.microbench.ops.memory.traffic import moved_us
 from itercast.microbench.ops.sizes import MAX_NUMEL, MAX_SIDE, aligned
-from itercast.microbench.slow_imports import torch
 
 # no assumption: shares of a sweep
 FORMS = {"same": 0.5, "scalar": 0.14, "row": 0.12, "col": 0.08, "strided": 0.08, "transposed": 0.08}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from itercast.microbench.yaml_text import facts_of
+from itercast.capture.base.yaml_text import facts_of
 
 FACTS = facts_of(__file__)
 UNARY, SCALAR, BINARY, TERNARY, TRANSPOSABLE, BROADCAST, COMMON, FILLS = (

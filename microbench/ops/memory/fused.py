@@ -10,9 +10,10 @@ from typing import cast
 
 import numpy as np
 
-from itercast.microbench.assumptions import assumed
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.slow_imports import torch
+from itercast.capture.opcall import ITEMSIZE_BYTES, OpCall, torch_dtype
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import ITEMSIZE_BYTES, OpCall
 from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
@@ -22,10 +23,8 @@ from itercast.microbench.ops.family import (
     Tensor,
     Workload,
     log_uniform,
-    torch_dtype,
 )
 from itercast.microbench.ops.memory.elementwise import memory_copy
-from itercast.microbench.slow_imports import torch
 
 CALL = "itercast.fused"
 MAX_ELEMENTS = 2**23

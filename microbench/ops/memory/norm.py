@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from itercast.microbench.assumptions import assumed
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.slow_imports import torch
+from itercast.capture.base.yaml_text import facts_of
+from itercast.capture.opcall import OpCall, torch_dtype
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import OpCall
 from itercast.microbench.ops.calls import call_of
 from itercast.microbench.ops.family import (
     Family,
@@ -28,13 +30,10 @@ from itercast.microbench.ops.family import (
     itemsize_bytes,
     log_uniform,
     logs,
-    torch_dtype,
 )
 from itercast.microbench.ops.memory.elementwise import memory_copy
 from itercast.microbench.ops.memory.traffic import computed_us, is_generated, moved_us
 from itercast.microbench.ops.sizes import MAX_BATCH, MAX_PIXELS_A_SIDE, MAX_ROWS, MAX_SIDE, spread
-from itercast.microbench.slow_imports import torch
-from itercast.microbench.yaml_text import facts_of
 
 FLOPS_PER_ELEMENT = {  # no assumption: counted in the formula of each op
     "layer": 8.0,  # mean 1, variance 3, normalise 2, scale and shift 2

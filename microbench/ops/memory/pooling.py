@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from itercast.capture.base.slow_imports import torch
+from itercast.capture.base.yaml_text import facts_of
+from itercast.capture.opcall import Args, Argument, OpCall, TensorSpec, torch_dtype
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import Args, Argument, OpCall, TensorSpec
 from itercast.microbench.ops.calls import call_of
 from itercast.microbench.ops.family import (
     Family,
@@ -22,13 +24,10 @@ from itercast.microbench.ops.family import (
     is_any,
     itemsize_bytes,
     log_uniform,
-    torch_dtype,
 )
 from itercast.microbench.ops.memory.elementwise import windowed_copy
 from itercast.microbench.ops.sizes import MAX_BATCH, resize_along
-from itercast.microbench.slow_imports import torch
 from itercast.microbench.store import Row
-from itercast.microbench.yaml_text import facts_of
 
 WINDOWED = ("max_pool2d_with_indices", "avg_pool2d")
 ADAPTIVE = ("_adaptive_avg_pool2d", "adaptive_max_pool2d")

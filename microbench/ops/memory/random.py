@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from itercast.microbench.assumptions import assumed
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.slow_imports import torch
+from itercast.capture.base.yaml_text import facts_of
+from itercast.capture.opcall import OpCall, torch_dtype
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import OpCall
 from itercast.microbench.ops.calls import answers_of, call_of
 from itercast.microbench.ops.family import (
     Family,
@@ -20,11 +22,8 @@ from itercast.microbench.ops.family import (
     itemsize_bytes,
     log_uniform,
     logs,
-    torch_dtype,
 )
 from itercast.microbench.ops.sizes import MAX_NUMEL, spread
-from itercast.microbench.slow_imports import torch
-from itercast.microbench.yaml_text import facts_of
 
 DROPOUT = ("native_dropout", "native_dropout_backward")
 FACTS = facts_of(__file__)

@@ -8,9 +8,11 @@ from math import prod
 
 import numpy as np
 
-from itercast.microbench.assumptions import assumed
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.slow_imports import torch
+from itercast.capture.base.yaml_text import facts_of
+from itercast.capture.opcall import OpCall, TensorSpec, torch_dtype
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import OpCall, TensorSpec
 from itercast.microbench.ops.calls import answers_of, call_of
 from itercast.microbench.ops.family import (
     Family,
@@ -24,12 +26,9 @@ from itercast.microbench.ops.family import (
     log_uniform,
     logs,
     repeated,
-    torch_dtype,
 )
 from itercast.microbench.ops.memory.elementwise import Elementwise, memory_copy
 from itercast.microbench.ops.sizes import MAX_NUMEL, MAX_ROWS, MAX_SIDE, spread
-from itercast.microbench.slow_imports import torch
-from itercast.microbench.yaml_text import facts_of
 
 SOFTMAX = ("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data")
 MOMENTS = ("var", "var_mean", "std")

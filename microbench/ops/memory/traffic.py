@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from itercast.microbench.assumptions import assumed
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.yaml_text import facts_of
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.hardware.stack import software_name
 from itercast.microbench.ops.family import Values
-from itercast.microbench.yaml_text import facts_of
 
 SM_BYTES_PER_CLOCK: float = assumed(__file__, "sm_bytes_per_clock")
 # Bytes touched, over the size of the last cache, up to and from which memory is warm and cold.

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from itercast.microbench.assumptions import assumed
+from itercast.capture.base.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import Point, Values
 

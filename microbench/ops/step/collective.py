@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from itercast.microbench.assumptions import assumed
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.slow_imports import dist, torch
+from itercast.capture.opcall import ITEMSIZE_BYTES, torch_dtype
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import ITEMSIZE_BYTES
 from itercast.microbench.ops.family import (
     Family,
     KernelTerm,
@@ -25,7 +26,6 @@ from itercast.microbench.ops.family import (
     Workload,
     itemsize_bytes,
     log_uniform,
-    torch_dtype,
 )
 from itercast.microbench.ops.step.alpha_beta import (
     EXPERTS,
@@ -38,7 +38,6 @@ from itercast.microbench.ops.step.alpha_beta import (
     link_us,
     network_us,
 )
-from itercast.microbench.slow_imports import dist, torch
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
 PAIR, ALL = 2, 2**20  # ranks of a group; all that there are

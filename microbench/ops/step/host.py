@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from itercast.capture.base.slow_imports import torch
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import (
     Family,
@@ -18,7 +19,6 @@ from itercast.microbench.ops.family import (
     log_uniform,
 )
 from itercast.microbench.ops.step.small_ops import small_ops
-from itercast.microbench.slow_imports import torch
 
 CALLS = 6  # even and few, so that they run nearly as cold as in a step
 REPEATED = "repeated_op"  # a small op of a loop over embedding tables, on a CPU

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from itercast.microbench.assumptions import assumed
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.slow_imports import torch
+from itercast.capture.base.yaml_text import facts_of
+from itercast.capture.opcall import OpCall, TensorSpec, torch_dtype
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import OpCall, TensorSpec
 from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
@@ -21,10 +23,7 @@ from itercast.microbench.ops.family import (
     itemsize_bytes,
     log_uniform,
     repeated,
-    torch_dtype,
 )
-from itercast.microbench.slow_imports import torch
-from itercast.microbench.yaml_text import facts_of
 
 FACTS = facts_of(__file__)
 ONE, TWO, FUSED, ADAMW = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from itercast.microbench.slow_imports import torch
+from itercast.capture.base.slow_imports import torch
 
 
 def small_ops(device: str) -> list[Callable[[], object]]:

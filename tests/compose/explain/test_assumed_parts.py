@@ -10,6 +10,8 @@ import pandas as pd
 import pytest
 from plan_case import Fixed, tensor
 
+from itercast.capture.opcall import OpCall, StepCapture
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.explain.assumptions import assumed_parts
 from itercast.compose.forecast import Forecast, forecast
 from itercast.compose.pricing.collectives import Message, cluster, formula_us, price_messages
@@ -17,10 +19,8 @@ from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import Priceable
 from itercast.microbench.hardware.node import Node
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import OpCall, StepCapture
 from itercast.microbench.ops.matrix.gemm import FAMILY as GEMM
 from itercast.microbench.ops.matrix.gemm import Gemm
-from itercast.microbench.plan import ParallelPlan
 
 GPU = Gpu(
     name="toy-gpu",

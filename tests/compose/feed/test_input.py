@@ -8,9 +8,9 @@ import pandas as pd
 import pytest
 from public_data import PUBLIC, needs_public
 
+from itercast.capture.input.lane import Batches, InputLane
 from itercast.compose.feed.input import Consumer, cores_of_a_rank, fed, fewest_workers
 from itercast.compose.target import find_target
-from itercast.microbench.input.lane import Batches, InputLane
 
 
 def lane(wall: float, cpu: float = 0.0, workers: int = 2, **facts: float) -> InputLane:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from itercast.capture.input.lane import Batches, InputLane
 from itercast.compose.feed.rollouts import Loop, best_workers, loop_time
-from itercast.microbench.input.lane import Batches, InputLane
 
 
 def environment(wall: float, cpu: float = 0.0, **facts: float) -> InputLane:

@@ -8,14 +8,14 @@ import pytest
 from law_case import rank_for
 from plan_case import GPU, capture_at, experts_at, product_flops
 
+from itercast.capture.opcall import StepCapture, TensorSpec
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.graph.codecs import Codec
 from itercast.compose.graph.rewrite import COLLECTIVE
 from itercast.compose.pricing.rank_graph import rank_graph
 from itercast.compose.simulate.iteration import evaluate, micro_batches
 from itercast.compose.simulate.stage_rank import stage_messages
-from itercast.microbench.opcall import StepCapture, TensorSpec
 from itercast.microbench.ops.memory.fused import CALL
-from itercast.microbench.plan import ParallelPlan
 
 WIDTH, BATCH, SEQ = 96, 4, 16  # of the small GPT in fp32
 ACTIVATION = BATCH * SEQ * WIDTH * 4  # bytes

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from plan_case import tensor
 
+from itercast.capture.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 from itercast.compose.graph.launch_modes import as_launched, launches, with_engine
 from itercast.compose.pricing.fallbacks import MeasuredRows
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.hardware.stack import USUAL
-from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 from itercast.microbench.ops import find_family
 from itercast.microbench.ops.family import Part
 from itercast.microbench.ops.memory.elementwise import memory_copy

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from itercast.api import capture, predict
+from itercast.capture.opcall import OpCall, StepCapture, stored_bytes
 from itercast.compose.parallel.narrow import CAST, LARGEST, with_narrow_products
 from itercast.compose.pricing.fallbacks import MeasuredRows
 from itercast.microbench.hardware.spec import load_gpu
-from itercast.microbench.opcall import OpCall, StepCapture, stored_bytes
 from itercast.microbench.ops.matrix.gemm import FAMILY, Gemm, fallback
 
 

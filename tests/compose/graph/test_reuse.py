@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from itercast.capture.opcall import OpCall, StepCapture, TensorSpec
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.graph.cache_reuse import cold_fractions, cold_share
 from itercast.compose.pricing.rank_graph import rank_graph
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
-from itercast.microbench.plan import ParallelPlan
 
 CHIP = Gpu(name="chip", peak_flops_per_s={"fp32": 1e12}, l2_bytes=4000)
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from itercast.capture.opcall import StepCapture
 from itercast.compose.capture_model import capture
 from itercast.compose.graph.index_streams import with_indices
 from itercast.compose.graph.layers import split_layers
-from itercast.microbench.opcall import StepCapture
 from itercast.microbench.ops.lookup.embedding_bag import FAMILY
 
 

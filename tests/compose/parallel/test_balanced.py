@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture
 from itercast.compose.pricing.collectives import cluster
 from itercast.compose.pricing.price_book import price_book
@@ -20,7 +21,6 @@ from itercast.compose.tables.placement import (
 )
 from itercast.compose.target import find_target
 from itercast.microbench.iterations.sharded_model import Table
-from itercast.microbench.plan import ParallelPlan
 
 UNLIMITED = 1e15
 

@@ -6,6 +6,7 @@ from itertools import count
 
 import pytest
 
+from itercast.capture.opcall import StepCapture
 from itercast.compose.capture_model import capture
 from itercast.compose.parallel.batched_tables import (
     MODULE,
@@ -20,7 +21,6 @@ from itercast.compose.tables.captured import CapturedTable, Lookup, captured_tab
 from itercast.compose.tables.placement import Placement, Sharding
 from itercast.microbench.hardware.stack import TableSoftware, load_stack
 from itercast.microbench.iterations.sharded_model import Shard, Table
-from itercast.microbench.opcall import StepCapture
 
 Held = tuple[Shard, Lookup]
 HUGECTR = load_stack("hugectr").tables

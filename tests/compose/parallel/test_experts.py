@@ -10,6 +10,8 @@ from plan_case import Fixed
 from torch import nn
 from unseen_ops import GPU, MODELS, learned
 
+from itercast.capture.opcall import OpCall, StepCapture
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture
 from itercast.compose.graph.product_roles import DTYPE_CAST, alias_weight_casts
 from itercast.compose.graph.rewrite import COLLECTIVE
@@ -18,9 +20,7 @@ from itercast.compose.parallel.narrow import CAST
 from itercast.compose.pricing.fallbacks import fallback_parts
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import priceable
-from itercast.microbench.opcall import OpCall, StepCapture
 from itercast.microbench.ops.matrix.gemm import GROUPED, Gemm, from_grouped
-from itercast.microbench.plan import ParallelPlan
 
 TOKENS, WIDTH, HIDDEN, EXPERTS = 64, 16, 32, 4
 

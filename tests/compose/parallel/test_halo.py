@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from itercast.capture.opcall import StepCapture
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture
 from itercast.compose.graph.rewrite import COLLECTIVE
 from itercast.compose.parallel.halo import cut_graph, cut_of
 from itercast.compose.predict import predict
-from itercast.microbench.opcall import StepCapture
 from itercast.microbench.ops import find_family
-from itercast.microbench.plan import ParallelPlan
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
 VERTICES, EDGES, FEATURES, WIDTH = 1000, 8000, 24, 16

@@ -5,8 +5,8 @@ from __future__ import annotations
 import law_case
 import pytest
 
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.pricing.collectives import ranks_per_node
-from itercast.microbench.plan import ParallelPlan
 
 GOOD = [
     *law_case.PLANS,

@@ -9,17 +9,17 @@ import torch
 from plan_case import product_flops
 from torch import nn
 
+from itercast.capture.cases.external.lora import Adapted
+from itercast.capture.opcall import StepCapture
+from itercast.capture.plan import ParallelPlan
+from itercast.capture.programs.capture import capture_program
+from itercast.capture.programs.program import COLLECTIVE as SENT
 from itercast.compose.capture_model import capture
 from itercast.compose.graph.product_roles import DTYPE_CAST
 from itercast.compose.graph.rewrite import COLLECTIVE
 from itercast.compose.parallel.ep import expert_parallel
 from itercast.compose.parallel.tp import tensor_parallel
 from itercast.compose.pricing.work import side_by_side_us
-from itercast.microbench.cases.external.lora import Adapted
-from itercast.microbench.opcall import StepCapture
-from itercast.microbench.plan import ParallelPlan
-from itercast.microbench.programs.capture import capture_program
-from itercast.microbench.programs.program import COLLECTIVE as SENT
 
 
 def sent(capture: StepCapture) -> Counter[tuple[str, str]]:

@@ -15,6 +15,7 @@ from law_case import rank_for
 from plan_case import GPU, product_flops
 from torch import nn
 
+from itercast.capture.opcall import StepCapture
 from itercast.compose.capture_model import capture
 from itercast.compose.graph.index_streams import with_indices
 from itercast.compose.graph.rewrite import COLLECTIVE
@@ -24,7 +25,6 @@ from itercast.compose.simulate.iteration import micro_batches
 from itercast.compose.simulate.stage_rank import memory
 from itercast.compose.tables.captured import captured_tables
 from itercast.compose.tables.placement import KINDS, Placement, Sharding
-from itercast.microbench.opcall import StepCapture
 from itercast.microbench.ops import find_family
 
 RANKS, PER_NODE = 4, 2

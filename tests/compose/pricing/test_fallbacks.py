@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from unseen_ops import GPU, MODELS, learned
 
+from itercast.capture.opcall import OpCall
 from itercast.compose.pricing.fallbacks import fallback_parts
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import Priceable, priceable
 from itercast.learners.bundle import SHIPPED, Bundle
 from itercast.microbench.hardware.spec import Gpu, load_gpu
-from itercast.microbench.opcall import OpCall
 from itercast.microbench.ops import family_of
 from itercast.microbench.ops.family import Part, itemsize_bytes
 from itercast.microbench.ops.lookup.embedding import Embedding

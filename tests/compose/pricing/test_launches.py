@@ -10,6 +10,8 @@ import pytest
 from plan_case import Fixed, tensor
 from unseen_ops import GPU, MODELS, learned
 
+from itercast.capture.opcall import OpCall, ParamSpec, StepCapture
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.forecast import forecast, timeline
 from itercast.compose.graph.launch_modes import with_engine
 from itercast.compose.pricing.host import host_cost, launch_costs
@@ -17,8 +19,6 @@ from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import priceable
 from itercast.learners.features.host_calls import KERNEL_SHARE, HostCall
 from itercast.microbench.hardware.host import HostMachine
-from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture
-from itercast.microbench.plan import ParallelPlan
 
 # assumed where no host was measured (itercast.compose.pricing.host)
 LAUNCH_US, MODULE_US = 5.0, 3.0

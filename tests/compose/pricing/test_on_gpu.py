@@ -12,6 +12,9 @@ import torch
 from torch import nn
 from unseen_ops import GPU, MODELS, OfFew, learned
 
+from itercast.capture.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.capture.recorder.log import capture_step
+from itercast.capture.step import StepSettings
 from itercast.compose.graph.cuda_variants import (
     with_byte_masks,
     with_cuda_variants,
@@ -22,14 +25,11 @@ from itercast.compose.pricing.fallbacks import fallback_parts
 from itercast.compose.pricing.optimizer import scaled_update
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import priceable
-from itercast.microbench.capture.log import capture_step
-from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 from itercast.microbench.ops.matrix.recurrent import CALL as NETWORK
 from itercast.microbench.ops.matrix.recurrent import Recurrent, saved_numel
 from itercast.microbench.ops.memory.elementwise import Elementwise, memory_copy
 from itercast.microbench.ops.memory.fused import CALL
 from itercast.microbench.ops.memory.reduction import Reduction
-from itercast.microbench.step import StepSettings
 
 
 def tensor(storage: int, dtype: str = "fp32", shape: tuple[int, ...] = (4, 8)) -> TensorSpec:

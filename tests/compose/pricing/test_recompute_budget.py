@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from itercast.__main__ import app
 from itercast.api import checkpoint, predict
+from itercast.capture.cases.registry import case
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.pricing.recompute import Item, best_kept
-from itercast.microbench.cases.registry import case
-from itercast.microbench.plan import ParallelPlan
 
 
 def item(number: int, nbytes: int, time_us: float) -> Item:

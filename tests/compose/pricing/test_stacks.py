@@ -8,6 +8,7 @@ import pytest
 from plan_case import Fixed
 from unseen_ops import learned
 
+from itercast.capture.opcall import OpCall, StepCapture, TensorSpec
 from itercast.compose.graph.attention_kernels import (
     with_attention_kernel,
 )
@@ -15,7 +16,6 @@ from itercast.compose.pricing.power_limit import sustained_flops_per_s
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import Priceable, PricedOp
 from itercast.microbench.hardware.spec import Gpu, load_gpu
-from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
 from itercast.microbench.ops.matrix.attention import FAMILY as ATTENTION
 from itercast.microbench.ops.matrix.attention import Attention
 from itercast.microbench.ops.matrix.gemm import FAMILY as GEMM

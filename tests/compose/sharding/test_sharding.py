@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from itercast.capture.opcall import StepCapture
 from itercast.compose.capture_model import capture
 from itercast.compose.parallel.table_work import held_shards, traffic
 from itercast.compose.predict import predict
@@ -37,7 +38,6 @@ from itercast.compose.tables.placement import (
 )
 from itercast.compose.target import find_target
 from itercast.microbench.iterations.sharded_model import RankingModel, Shard, Table
-from itercast.microbench.opcall import StepCapture
 
 ALL = (0, 1, 2, 3)
 

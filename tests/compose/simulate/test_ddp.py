@@ -11,6 +11,8 @@ import pandas as pd
 import pytest
 from plan_case import Fixed, tensor
 
+from itercast.capture.opcall import OpCall, ParamSpec, StepCapture
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.forecast import forecast, timeline
 from itercast.compose.pricing.collectives import (
     EMPTY_BYTES,
@@ -24,8 +26,6 @@ from itercast.compose.simulate.data_parallel import fill_buckets
 from itercast.compose.simulate.timeline import Span, Task, simulate
 from itercast.microbench.hardware.node import load_node
 from itercast.microbench.hardware.spec import Gpu, load_gpu
-from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture
-from itercast.microbench.plan import ParallelPlan
 
 CPU = Gpu(name="toy", kind="cpu", sm_count=2, peak_flops_per_s={"fp32": 1e12}, l2_bytes=1e9)
 GPU = Gpu(name="toy-gpu", peak_flops_per_s={"fp32": 1e12}, l2_bytes=1e9, link_bytes_per_s=1e11)

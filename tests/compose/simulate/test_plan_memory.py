@@ -8,6 +8,8 @@ import pytest
 from law_case import rank_for
 from plan_case import CPU
 
+from itercast.capture.opcall import ITEMSIZE_BYTES, ParamSpec, StepCapture
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.graph.layers import Layer, Within
 from itercast.compose.graph.lifetimes import input_bytes, lifetimes
 from itercast.compose.parallel.device_memory import room_bytes
@@ -17,8 +19,6 @@ from itercast.compose.pricing.optimizer import STATE_COPIES
 from itercast.compose.simulate.memory_plan import Sizes, rank_memory
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.hardware.stack import load_stack
-from itercast.microbench.opcall import ITEMSIZE_BYTES, ParamSpec, StepCapture
-from itercast.microbench.plan import ParallelPlan
 
 
 def peak_bytes(capture: StepCapture, optimizer: str) -> int:

@@ -12,6 +12,8 @@ from law_case import PLANS as LAWS
 from plan_case import CPU, GPU, Flat
 
 from itercast.api import predict
+from itercast.capture.opcall import StepCapture
+from itercast.capture.plan import ParallelPlan, micro_batch
 from itercast.compose.pricing import host
 from itercast.compose.pricing.collectives import (
     Message,
@@ -29,9 +31,7 @@ from itercast.compose.simulate.stages import partition
 from itercast.compose.simulate.timeline import simulate
 from itercast.learners.bundle import Bundle
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import StepCapture
 from itercast.microbench.ops.step.alpha_beta import START_US
-from itercast.microbench.plan import ParallelPlan, micro_batch
 
 PLANS = [*LAWS[1::2], "recompute=full", "dp=2,coconet=split,reorder,fuse,overlap:8", *CUT]
 

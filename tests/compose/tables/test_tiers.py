@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from itercast.capture.reuse import rows_outside
 from itercast.compose.capture_model import capture
 from itercast.compose.graph.index_streams import with_indices
 from itercast.compose.predict import predict
@@ -29,7 +30,6 @@ from itercast.compose.target import find_target
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.iterations.sharded_model import RankingModel, Shard, Table
 from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
-from itercast.microbench.ops.lookup.reuse import rows_outside
 
 A100 = "a100-sxm-80gb"
 TABLE = Table(name="t", rows=1_000_000, dim=32, pooling=4)  # rows of 128 bytes

@@ -11,6 +11,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from itercast.capture.opcall import StepCapture
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture
 from itercast.compose.graph.launch_modes import as_launched
 from itercast.eval.compare import compare_all, stated_rows, step_of
@@ -20,8 +22,6 @@ from itercast.eval.public.readers import node_sums_us, read_iterations
 from itercast.eval.public.sources.layers import LAYERS, layer
 from itercast.learners.bundle import SHIPPED
 from itercast.microbench.hardware.host import load_host
-from itercast.microbench.opcall import StepCapture
-from itercast.microbench.plan import ParallelPlan
 
 
 def test_nodes_of_the_layer_count_once_per_layer(tmp_path: Path) -> None:

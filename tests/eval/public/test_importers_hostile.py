@@ -16,12 +16,12 @@ import yaml
 from typer.testing import CliRunner
 
 from itercast.__main__ import app
+from itercast.capture.plan import ParallelPlan
 from itercast.eval.public.readers import PUBLISHED, read_source
 from itercast.learners.features.table import columns
 from itercast.microbench.importers.base import MAX_REASONS, Hints, Imported
 from itercast.microbench.importers.mapped.source import load
 from itercast.microbench.ops import families
-from itercast.microbench.plan import ParallelPlan
 from itercast.microbench.store import read_rows
 
 OPS = "OPName,Latency,Device,Torch Version,CUDNN Version,CUDA Version"

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from itercast.__main__ import app
+from itercast.capture.base.assumptions import Assumption
 from itercast.eval.public.left_out import (
     check_source,
     compared,
@@ -40,7 +41,6 @@ from itercast.eval.public.report import line_names, report
 from itercast.eval.public.shipped import OWN
 from itercast.eval.results import LineResult
 from itercast.learners.bundle import SHIPPED
-from itercast.microbench.assumptions import Assumption
 from itercast.microbench.hardware.spec import load_gpu
 
 

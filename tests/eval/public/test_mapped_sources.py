@@ -14,10 +14,10 @@ import pandas as pd
 import pytest
 import yaml
 
+from itercast.capture.plan import ParallelPlan
 from itercast.eval.compare import stated_rows, step_of
 from itercast.eval.public.readers import read_source
 from itercast.microbench.importers.base import Hints, Imported
-from itercast.microbench.plan import ParallelPlan
 
 LIGER = "kernel_name,kernel_provider,kernel_operation_mode,metric_unit,x_name,x_value,y_value_50,"
 LIGER += "y_value_20,y_value_80,extra_benchmark_config_str,gpu_name,liger_version\n"

@@ -11,13 +11,13 @@ import torch
 import yaml
 from public_data import PUBLIC, needs_public
 
+from itercast.capture.plan import ParallelPlan
 from itercast.eval.public.readers import read_source
 from itercast.eval.public.sources.models import model_of
 from itercast.eval.public.sources.plans import plan_of
 from itercast.eval.public.sources.problem import problem
 from itercast.eval.public.sources.timm_models import timm_config
 from itercast.microbench.importers.base import Hints
-from itercast.microbench.plan import ParallelPlan
 
 HEAD = "import torch\nimport torch.nn as nn\nimport torch.nn.functional as F\n"
 CONV = f"""{HEAD}

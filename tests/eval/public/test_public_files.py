@@ -11,20 +11,20 @@ import pandas as pd
 import pytest
 from public_data import PUBLIC, needs_public
 
+from itercast.capture.cases.registry import case_names
+from itercast.capture.opcall import OpCall, TensorSpec
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import priceable
 from itercast.eval.public.readers import SOURCES, read_source
 from itercast.learners.features.table import feature_table, is_number
 from itercast.learners.known_bundles import find_bundle, find_gpu
-from itercast.microbench.cases.registry import case_names
 from itercast.microbench.hardware.node import node_names
 from itercast.microbench.hardware.spec import gpu_names, load_gpu
 from itercast.microbench.importers.base import Hints, Imported
-from itercast.microbench.opcall import OpCall, TensorSpec
 from itercast.microbench.ops import families
 from itercast.microbench.ops.matrix.recurrent import CALL, Recurrent
 from itercast.microbench.ops.step.collective import OPS
-from itercast.microbench.plan import ParallelPlan
 
 pytestmark = needs_public()
 READ = [name for name in SOURCES if name != "kineto"]  # traces, which nobody published

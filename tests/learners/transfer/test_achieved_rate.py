@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from itercast.capture.base.switches import switching_off
 from itercast.learners.bundle import SHIPPED, Bundle
 from itercast.learners.features.table import Encoder, columns
 from itercast.learners.known_bundles import find_gpu
@@ -16,7 +17,6 @@ from itercast.learners.transfer.query_rows import QueryRows
 from itercast.learners.transfer.source_gpus import SourceGpus
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.ops.matrix.gemm import FAMILY, LARGE, rate
-from itercast.microbench.switches import switching_off
 
 SHIPS = Bundle.load(SHIPPED)
 NEW = Gpu(

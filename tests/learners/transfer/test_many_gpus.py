@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 from toy_products import timed, write_rows
 
+from itercast.capture.base.switches import switching_off
 from itercast.learners.bundle import Bundle
 from itercast.learners.calibrate import calibrate
 from itercast.learners.features.table import launch_us, learn_launch_us
@@ -29,7 +30,6 @@ from itercast.learners.transfer.calibration import (
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.matrix import gemm
 from itercast.microbench.ops.step import host
-from itercast.microbench.switches import switching_off
 
 LAW = {"one": 1.5, "two": 2.0, "three": 2.5, "new": 4.0}
 

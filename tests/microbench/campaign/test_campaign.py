@@ -13,10 +13,11 @@ import pandas as pd
 import pytest
 import torch
 
+from itercast.capture.base.files import write_atomic
+from itercast.capture.cases.registry import case
 from itercast.microbench.campaign import campaign
 from itercast.microbench.campaign.smoke import ImplausibleRows, check
 from itercast.microbench.campaign.stages import PLANS, Run, Stage, chosen_stages
-from itercast.microbench.cases.registry import case
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.iterations import collect as rounds
 from itercast.microbench.iterations.gpu_list import DLRM, FIRST, gpu_iterations
@@ -24,7 +25,7 @@ from itercast.microbench.iterations.measure import Iteration, measure_iteration
 from itercast.microbench.iterations.worker import IterationOrder, iteration_key, iteration_row
 from itercast.microbench.ops.matrix.gemm import Gemm
 from itercast.microbench.ops.memory.elementwise import Elementwise
-from itercast.microbench.store import Journal, read_rows, write_atomic, write_part
+from itercast.microbench.store import Journal, read_rows, write_part
 from itercast.microbench.sweep.gpu_chunk_worker import EXIT_BROKEN
 
 ROOT = Path(__file__).parents[3]

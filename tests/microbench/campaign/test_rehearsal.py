@@ -15,6 +15,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from itercast.capture.base.files import write_atomic
 from itercast.microbench import store
 from itercast.microbench.campaign import campaign
 from itercast.microbench.campaign.archive import unpack
@@ -33,7 +34,7 @@ def prepared(tmp_path: Path) -> Path:
     """As --prepare leaves it, but for the captured models, which take a minute."""
     folder = tmp_path / "prepared"
     write_points(points_path(folder, "cuda", 0), {name: [] for name in families()})
-    store.write_atomic(folder / "commit.txt", b"0123abc")
+    write_atomic(folder / "commit.txt", b"0123abc")
     return folder
 
 
@@ -171,7 +172,7 @@ def test_a_wrong_line_says_what_is_wrong(
     told: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    store.write_atomic(tmp_path / "x.json", json.dumps({"gemm": [{"q": 1}]}).encode())
+    write_atomic(tmp_path / "x.json", json.dumps({"gemm": [{"q": 1}]}).encode())
     monkeypatch.setattr("sys.argv", ["campaign", "--out", "a", words])
     with pytest.raises(SystemExit, match="2"):
         campaign.main()

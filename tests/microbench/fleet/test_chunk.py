@@ -12,11 +12,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from itercast.capture.base.files import write_atomic
+from itercast.capture.base.yaml_text import load_yaml
 from itercast.microbench import store
 from itercast.microbench.fleet.chunk import ChunkOrder, measure, own_cores
 from itercast.microbench.fleet.chunks import Chunk
 from itercast.microbench.fleet.driver import write_cards
-from itercast.microbench.yaml_text import load_yaml
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +49,7 @@ def order_at(root: Path, cores: int) -> ChunkOrder:
 def test_a_chunk_that_another_attempt_finished_is_left(tmp_path: Path) -> None:
     """An hour of work, were it not for the result at the root."""
     done = {"chunk": "abc", "state": "done", "rows": 7}
-    store.write_atomic(tmp_path / "rows/.fleet/abc.json", json.dumps(done).encode())
+    write_atomic(tmp_path / "rows/.fleet/abc.json", json.dumps(done).encode())
     assert measure(order_at(tmp_path, cores=10_000)) == done
 
 
@@ -75,7 +76,7 @@ def test_cards_of_finished_chunks_are_written_after_a_kill(tmp_path: Path) -> No
     rows = pd.DataFrame([{"key": "k", "status": "ok"}])
     for family, chunk in (("norm", "one"), ("norm", "two"), ("gemm", "other")):
         store.write_part(tmp_path, family, "toy", rows, chunk, facts={"what": "test"})
-    store.write_atomic(tmp_path / ".fleet/one.json", b"{}")
+    write_atomic(tmp_path / ".fleet/one.json", b"{}")
     write_cards(str(tmp_path))
     card = load_yaml((tmp_path / "norm/toy/itercast/card.yaml").read_text())
     assert card["rows"] == {"ok": 2} and len(card["sha256"]) == 2

@@ -14,6 +14,7 @@ from pathlib import Path
 import mlflow
 import pytest
 
+from itercast.capture.base.files import write_atomic
 from itercast.microbench import store
 
 pytest.importorskip("ray", reason="pip install 'itercast[fleet]'")
@@ -71,8 +72,8 @@ def test_a_plan_that_was_killed_is_measured_once(
     machine the first chunk may end before its process learns that the command is dead.
     """
     make_venv(tmp_path)
-    store.write_atomic(tmp_path / "captured.json", b'{"models": 40, "norm": []}')
-    store.write_atomic(tmp_path / "plan.yaml", PLAN.format(folder=tmp_path).encode())
+    write_atomic(tmp_path / "captured.json", b'{"models": 40, "norm": []}')
+    write_atomic(tmp_path / "plan.yaml", PLAN.format(folder=tmp_path).encode())
     monkeypatch.setenv("ITERCAST_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

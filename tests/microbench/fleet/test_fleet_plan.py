@@ -11,12 +11,12 @@ import pytest
 from typer.testing import CliRunner
 
 from itercast.__main__ import app
-from itercast.microbench import store
+from itercast.capture.base.files import write_atomic
+from itercast.capture.base.yaml_text import load_yaml
 from itercast.microbench.fleet import demo
 from itercast.microbench.fleet.chunks import HOST, START_S, TOGETHER, deal, simulate
 from itercast.microbench.fleet.driver import task_options
 from itercast.microbench.fleet.plan import load_plan
-from itercast.microbench.yaml_text import load_yaml
 
 PLAN = """
 root: {folder}/rows
@@ -43,9 +43,9 @@ machines:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    store.write_atomic(tmp_path / "captured.json", b'{"models": 40, "norm": []}')
-    store.write_atomic(tmp_path / "prices.yaml", b"h100-sxm-80gb: 3.6\ncpu: 0.1\n")
-    store.write_atomic(tmp_path / "plan.yaml", PLAN.format(folder=tmp_path).encode())
+    write_atomic(tmp_path / "captured.json", b'{"models": 40, "norm": []}')
+    write_atomic(tmp_path / "prices.yaml", b"h100-sxm-80gb: 3.6\ncpu: 0.1\n")
+    write_atomic(tmp_path / "plan.yaml", PLAN.format(folder=tmp_path).encode())
     return tmp_path
 
 
@@ -53,7 +53,7 @@ def test_chunks_are_the_same_each_time(folder: Path) -> None:
     """60 s: 5 % of them host times, 10 % collectives, the rest in chunks of about 6 s."""
     norms = [{"op": "rms_norm", "rows": 8, "cols": n} for n in range(20)]
     points = json.dumps({"models": 40, "norm": norms}).encode()
-    store.write_atomic(folder / "captured.json", points)
+    write_atomic(folder / "captured.json", points)
     plan = load_plan(folder / "plan.yaml")
     chunks = deal(plan)
     assert [c.name for c in chunks] == [c.name for c in deal(plan)]
@@ -130,7 +130,7 @@ def test_a_wrong_plan_is_one_line(folder: Path, wrong: str, told: str) -> None:
     old, new = wrong.split(" -> ")
     assert old in PLAN
     text = PLAN.replace(old, new).format(folder=folder)
-    store.write_atomic(folder / "plan.yaml", text.encode())
+    write_atomic(folder / "plan.yaml", text.encode())
     done = CliRunner().invoke(app, ["fleet", str(folder / "plan.yaml")])
     assert done.exit_code == 2, done.output
     assert told in done.output and len(done.output.strip().splitlines()) == 1
@@ -148,7 +148,7 @@ def test_folders_are_no_plans_and_lead_somewhere(folder: Path) -> None:
 def test_the_cost_of_32_gpus_needs_no_points(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """16 hours of measuring: a million points would take minutes."""
     text = PLAN.format(folder=folder).replace("minutes: 1\n", "minutes: 960\n")
-    store.write_atomic(folder / "plan.yaml", text.replace("points: captured.json", "").encode())
+    write_atomic(folder / "plan.yaml", text.replace("points: captured.json", "").encode())
     monkeypatch.setenv("ITERCAST_CACHE", str(folder / "cache"))
     done = CliRunner().invoke(app, ["fleet", str(folder / "plan.yaml"), "--dry-run"])
     assert done.exit_code == 0 and not (folder / "cache").exists()

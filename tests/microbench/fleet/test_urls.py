@@ -23,11 +23,11 @@ import pytest
 from typer.testing import CliRunner
 
 from itercast.__main__ import app
+from itercast.capture.base.yaml_text import load_yaml
 from itercast.microbench import store
 from itercast.microbench.campaign.archive import pack, unpack
 from itercast.microbench.fleet import urls
 from itercast.microbench.fleet.urls import Root, fetched, fetched_file, send_cards, sent, written
-from itercast.microbench.yaml_text import load_yaml
 
 DATASETS = Path(__file__).parents[3] / "datasets"
 pytest.importorskip("s3fs", reason="pip install 'itercast[fleet]'")

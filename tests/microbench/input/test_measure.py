@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from itercast.__main__ import app
-from itercast.microbench.input.lane import read_lane, write_lane
+from itercast.capture.input.lane import read_lane, write_lane
 from itercast.microbench.input.measure import load, main, measure_lane, run_loader, with_workers
 from itercast.microbench.input.process import measured_lane
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from itercast.capture.base.yaml_text import made_of
 from itercast.microbench.iterations.sharded_dlrm import ShardedStep, draw_lookups
 from itercast.microbench.iterations.sharded_model import ShardedModel
-from itercast.microbench.yaml_text import made_of
 
 
 def run_step(order: dict[str, Any], path: Path) -> None:

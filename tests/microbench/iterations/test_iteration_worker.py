@@ -17,8 +17,8 @@ import torch
 from clockwork import ticking
 from torch.nn import functional
 
-from itercast.microbench.capture.attention import attention_as, eager_attention
-from itercast.microbench.cases.registry import case
+from itercast.capture.cases.registry import case
+from itercast.capture.recorder.attention import attention_as, eager_attention
 from itercast.microbench.iterations import worker
 from itercast.microbench.iterations.engines import captured_in_graph
 from itercast.microbench.iterations.measure import Iteration, measure_iteration

@@ -13,15 +13,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from itercast.microbench.cases.models.dlrm import DenseDlrm
-from itercast.microbench.cases.registry import case
+from itercast.capture.cases.models.dlrm import DenseDlrm
+from itercast.capture.cases.registry import case
+from itercast.capture.step import StepSettings
 from itercast.microbench.iterations.collect import collect_iterations
 from itercast.microbench.iterations.measure import Iteration
 from itercast.microbench.iterations.measured_plan import measurable
 from itercast.microbench.iterations.plan_stages import edges, own_parameters
 from itercast.microbench.iterations.plan_steps import make_plan_step, numbered_layers
 from itercast.microbench.iterations.sharded_dlrm import LEARNING_RATE
-from itercast.microbench.step import StepSettings
 from itercast.microbench.store import read_rows
 
 

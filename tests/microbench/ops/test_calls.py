@@ -13,7 +13,7 @@ from op_calls import TOY, described, logged, spec
 from torch import nn
 from torch.nn import functional
 
-from itercast.microbench.opcall import OpCall
+from itercast.capture.opcall import OpCall
 from itercast.microbench.ops import find_family
 from itercast.microbench.ops.lookup.index_calls import IndexOp
 from itercast.microbench.ops.matrix import attention, conv, recurrent

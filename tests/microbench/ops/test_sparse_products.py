@@ -14,11 +14,11 @@ from op_calls import described, logged
 from torch import nn
 from unseen_ops import GPU, MODELS, learned
 
+from itercast.capture.opcall import OpCall, TensorSpec
 from itercast.compose.pricing.fallbacks import fallback_parts
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import UNMODELLED, PricedOp, priceable
 from itercast.microbench.hardware.spec import gpu_names, load_gpu
-from itercast.microbench.opcall import OpCall, TensorSpec
 from itercast.microbench.ops import families, find_family
 from itercast.microbench.ops.lookup.index_calls import IndexOp
 from itercast.microbench.ops.lookup.random_streams import HIT_COST, HOLDS_ROWS

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from torch import nn
 
-from itercast.microbench.cases.models.convnets import DenseBlock, NextBlock
-from itercast.microbench.cases.models.graph import GraphAttention
+from itercast.capture.cases.models.convnets import DenseBlock, NextBlock
+from itercast.capture.cases.models.graph import GraphAttention
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.ops.memory.elementwise import Elementwise
 from itercast.microbench.store import read_rows

@@ -15,6 +15,7 @@ import pytest
 import torch
 from clockwork import order
 
+from itercast.capture.base.files import write_atomic
 from itercast.microbench import store
 from itercast.microbench.ops.step.collective import OPS
 from itercast.microbench.processes.ranks import threads_of
@@ -122,7 +123,7 @@ def test_a_worker_that_outlives_its_budget_is_ended(
 
 def without_captures(root: Path, *names: str) -> None:
     """No points of captured models: capturing takes half a minute."""
-    store.write_atomic(
+    write_atomic(
         root / ".journal" / "points-cpu-0.json", json.dumps({name: [] for name in names}).encode()
     )
 

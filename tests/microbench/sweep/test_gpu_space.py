@@ -17,9 +17,9 @@ import torch
 from clockwork import order
 from op_calls import logged
 
+from itercast.capture.opcall import OpCall, TensorSpec
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.iterations.gpu_list import gpu_iterations
-from itercast.microbench.opcall import OpCall, TensorSpec
 from itercast.microbench.ops import families, find_family
 from itercast.microbench.ops.family import itemsize_bytes
 from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag

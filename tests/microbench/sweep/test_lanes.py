@@ -16,6 +16,7 @@ import yaml
 from clockwork import order
 from rich.console import Console
 
+from itercast.capture.base.files import write_atomic
 from itercast.eval.gpu_report import machines_table
 from itercast.microbench import store
 from itercast.microbench.campaign.archive import pack, unpack
@@ -44,7 +45,7 @@ def test_two_gpus_share_the_points_of_a_sweep(tmp_path: Path) -> None:
     words = ("collect", "--device", "cuda", "--devices", "all", "--budget", "100s", "--out")
     families = ("--family", "norm", "--family", "gemm", "--family", "host")
     (tmp_path / ".journal").mkdir()  # nothing is to be captured
-    store.write_atomic(
+    write_atomic(
         tmp_path / ".journal/points-cuda-0.json", b'{"models": 40, "norm": [], "gemm": []}'
     )
     run = subprocess.run(

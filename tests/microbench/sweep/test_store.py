@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from itercast.capture.base.files import write_atomic
 from itercast.microbench import store
 from itercast.microbench.campaign import archive
 from itercast.microbench.campaign.archive import pack, unpack
@@ -97,8 +98,8 @@ def test_rows_journals_and_logs_go_home_and_back(tmp_path: Path) -> None:
     rows(root, "one", "a", "b")
     store.compact(root, {"what": "test"})
     rows(root, "two", "c")  # a worker at work: its journal travels as it is
-    store.write_atomic(root / "logs/one.log", b"words")
-    store.write_atomic(root / "secret.txt", b"not ours")
+    write_atomic(root / "logs/one.log", b"words")
+    write_atomic(root / "secret.txt", b"not ours")
     assert pack(root, tmp_path / "box.tar.gz") == [tmp_path / "box.tar.gz"]
     assert unpack(tmp_path / "box.tar.gz", home) == 4  # a part, its card, a journal, a log
     assert not (home / "secret.txt").exists()
@@ -124,8 +125,8 @@ def test_a_large_archive_is_in_pieces(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(archive, "PIECE_BYTES", 30_000)
     noise = os.urandom(70_000)
     box = tmp_path / "box.tar.gz"
-    store.write_atomic(box, b"of an earlier, smaller root")
-    store.write_atomic(tmp_path / "root/logs/one.log", noise)
+    write_atomic(box, b"of an earlier, smaller root")
+    write_atomic(tmp_path / "root/logs/one.log", noise)
     pieces = pack(tmp_path / "root", box)
     assert [p.name for p in pieces] == [f"box.tar.gz.00{n}" for n in range(3)]
     assert not box.exists()

@@ -1,0 +1,1 @@
+"""What one training step does: its op calls, captured programs, cases and plans."""

@@ -1,0 +1,1 @@
+"""What every package uses: YAML files, lazy imports, switches, extensions, errors of users."""

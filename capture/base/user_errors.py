@@ -1,0 +1,35 @@
+"""Errors of models in one line, with the line of the user's code that they come from."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from pathlib import Path
+
+import torch
+
+OUR_CODE = Path(__file__).parents[2]  # the package itercast
+
+
+def is_own_error(exc: BaseException) -> bool:
+    """Whether an error is our own message about the user's input, not one raised by a model."""
+    last = traceback.extract_tb(exc.__traceback__)[-1]
+    return isinstance(exc, ValueError) and last.filename.startswith(str(OUR_CODE))
+
+
+def source_line(exc: BaseException) -> str:
+    """The last file and line that is neither ours nor torch's, in brackets; or nothing."""
+    frames = traceback.extract_tb(exc.__traceback__)
+    ours = (f"{Path(torch.__file__).parent}{os.sep}", str(OUR_CODE), "<frozen importlib")
+    users = [f for f in frames if not f.filename.startswith(ours)]
+    return f" ({Path(users[-1].filename).name}:{users[-1].lineno})" if users else ""
+
+
+def one_line_error(exc: BaseException) -> str:
+    """An error's class and first line, with the file and line of the user's code it came from."""
+    return f"{first_line(exc)}{source_line(exc)}"
+
+
+def first_line(exc: BaseException) -> str:
+    """An error's class and first line."""
+    return f"{type(exc).__name__}: {next(iter(str(exc).strip().splitlines()), '')}"

@@ -1,0 +1,194 @@
+"""Cases from Hugging Face configuration files: random weights, offline.
+
+No code from the configuration's folder is run. Configurations of timm models are built by timm.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from itercast.capture.base.slow_imports import torch
+from itercast.capture.cases.evalcase import EvalCase
+from itercast.capture.cases.external.hf_inputs import make_inputs
+
+# Settings of a configuration file that are ignored: code to run, dtypes, caches, attention.
+DROPPED = (
+    *("auto_map", "dtype", "torch_dtype", "quantization_config", "_name_or_path", "use_cache"),
+    *("attn_implementation", "_attn_implementation"),
+)
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HfConfig:
+    """The content of a configuration file; reading it needs neither transformers nor timm.
+
+    ``of_timm``: ``architecture`` names a model of timm, not a class of transformers.
+    """
+
+    path: Path
+    values: dict[str, Any]
+    architecture: str
+    of_timm: bool
+    digest: str
+
+    @property
+    def name(self) -> str:
+        """The name of the file, or of its folder if the file is called config.json."""
+        return self.path.parent.resolve().name if self.path.stem == "config" else self.path.stem
+
+
+def read_config(path: Path) -> HfConfig:
+    """Read the configuration at ``path``; ValueError in one line if there is none."""
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        data = path.read_bytes()
+        values = json.loads(data)
+    except (OSError, ValueError) as exc:
+        raise ValueError(f"hf-config {str(path)!r}: not a readable JSON file ({exc})") from exc
+    values = values if isinstance(values, dict) else {}
+    of_timm = "architectures" not in values and "architecture" in values
+    names = [values["architecture"]] if of_timm else values.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise ValueError(f"hf-config {str(path)!r}: no class name in 'architectures'")
+    return HfConfig(
+        path=path,
+        values=_kept(values),
+        architecture=names[0],
+        of_timm=of_timm,
+        digest=hashlib.sha256(data).hexdigest(),
+    )
+
+
+def _kept(values: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in values.items() if k not in DROPPED}
+
+
+def hf_case(path: Path, *, mode: str, loss: str, attn: str, lora: int = 0) -> EvalCase:
+    """The case of the class ``architectures[0]``; the caller chooses batch and seq.
+
+    Batches are full (``hf_inputs``): no padding or key-value cache, and no attention mask but that
+    of encoders with eager attention. The loss is the one that the model returns. ``lora``: rank of
+    adapters that alone are trained; 0: none.
+    """
+    read = read_config(path)
+    if lora and (read.of_timm or lora < 0):
+        raise ValueError(
+            f"lora {lora} for {read.name}: allowed are ranks above 0, for models of transformers"
+        )
+    if read.of_timm:
+        return _timm_case(read)
+    labels = mode == "train" and loss == "default"
+    return EvalCase(
+        name=read.name,
+        build=lambda: _adapted(build(read, attn), lora),
+        inputs=lambda batch, seq: make_inputs(
+            _model_class(read), _config(read), batch, seq, labels, masked=attn == "eager"
+        ),
+        loss=own_loss,
+        batch=0,
+        measured=False,
+        digest=f"{read.digest} lora {lora}" if lora else read.digest,
+    )
+
+
+def _adapted(model: Any, rank: int) -> Any:
+    """The model, with adapters if they have a rank."""
+    if not rank:
+        return model
+    from itercast.capture.cases.external.lora import adapt  # lazy: names need no torch
+
+    return adapt(model, rank)
+
+
+def _timm_case(read: HfConfig) -> EvalCase:
+    from itercast.capture.cases.external import timm_config  # lazy: names need no torch
+
+    return EvalCase(
+        name=read.name,
+        build=lambda: timm_config.build(read.values),
+        inputs=lambda batch, seq: timm_config.make_inputs(read.values, batch),
+        loss=timm_config.loss,
+        batch=0,
+        measured=False,
+        digest=read.digest,
+    )
+
+
+def own_loss(output: Any, inputs: dict[str, Any]) -> Any:
+    """The loss that a transformers model returns with its logits."""
+    value = getattr(output, "loss", None)
+    if value is None:
+        raise ValueError("the model has no loss of its own: --loss none starts from its output")
+    return value
+
+
+def _model_class(read: HfConfig) -> Any:
+    """The class that the configuration names; ValueError if transformers does not have it."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        import transformers  # lazy: an optional extra
+    except ModuleNotFoundError as exc:
+        raise ValueError("hf-config needs transformers: pip install 'itercast[hf]'") from exc
+    transformers.logging.set_verbosity_error()
+    model_class = getattr(transformers, read.architecture, None)
+    if getattr(model_class, "config_class", None) is None or not hasattr(model_class, "forward"):
+        known = f"transformers {transformers.__version__}"
+        raise ValueError(f"hf-config {str(read.path)!r}: {known} has no model {read.architecture}")
+    return model_class
+
+
+def _config(read: HfConfig) -> Any:
+    """The configuration as an object of transformers; ValueError for values it refuses."""
+    kind = _model_class(read).config_class
+    values, text = read.values, read.values.get("text_config")
+    if isinstance(text, dict) and "text_config" not in getattr(kind, "sub_configs", {}):
+        values = _kept(text)  # the language model of one for text and images
+    try:
+        return kind.from_dict(dict(values))
+    except Exception as exc:  # transformers checks values in many ways
+        first = (str(exc).splitlines() or [type(exc).__name__])[0]
+        raise ValueError(f"hf-config {str(read.path)!r}: {first}") from exc
+
+
+def build(read: HfConfig, attn: str) -> Any:
+    """Build the model with random weights in torch's default dtype.
+
+    With ``attn`` sdpa transformers chooses: parts without SDPA, such as backbones of detectors, run
+    eager attention. A warning is logged if the whole model does.
+    """
+    kind, config = _model_class(read), _config(read)
+    config.use_cache = False
+    if attn == "eager":
+        config._attn_implementation = attn
+    elif hasattr(config, "num_attention_heads") and not getattr(kind, "_supports_sdpa", False):
+        say_eager(read.architecture)
+    return _built(kind, config)
+
+
+@cache
+def say_eager(architecture: str) -> None:
+    """Log once in a process, not at each batch size that is captured."""
+    log.warning("%s has no sdpa attention in transformers: captured eager", architecture)
+
+
+def _built(kind: Any, config: Any) -> Any:
+    """Construct the model; on the meta device if its constructor reads values of tensors."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    from itercast.capture.recorder.fake import fake_module  # lazy, as torch
+
+    try:
+        return kind(config)
+    except DataDependentOutputException:
+        with _disable_current_modes(), torch.device("meta"):
+            model = kind(config)
+        return fake_module(model)

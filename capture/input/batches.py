@@ -1,0 +1,157 @@
+"""DataLoaders run for real while a program is captured; their batches become fake tensors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from itercast.capture.base.cores import cores
+from itercast.capture.input.lane import Batches, InputLane
+from itercast.capture.input.timers import (
+    BatchLog,
+    batch_size,
+    own_times,
+    timed_batches,
+    worker_times,
+)
+from itercast.capture.recorder.facts import is_small_integer
+from itercast.capture.recorder.fake import fake_tensor
+
+MOST_PLACES = 1000  # of a list or dict that are searched for tensors without data
+
+
+class TakenBatches:
+    """The batches that a program took from its DataLoaders, and what they took to make.
+
+    ``samples``: of each batch since the last ``begin_step``.
+    """
+
+    def __init__(self) -> None:
+        self.log = BatchLog()
+        self.took_us: list[float] = []
+        self.loader: Any = None
+        self.nbytes = 0
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget how many samples were taken so far."""
+        self.samples: list[int] = []
+
+    def note(self, loader: Any, took_us: float, batch: Any) -> None:
+        """Note a batch that an iterator over a loader gave after so much of this process's time."""
+        samples, self.nbytes = batch_size(batch)
+        self.samples.append(samples)
+        self.took_us.append(took_us)
+        self.loader = loader
+        self.log.collect()
+
+    def lane(self, name: str) -> InputLane | None:
+        """The input lane of the loader whose batch came last; None where no batch was timed."""
+        made = self.log.batches[1:] or self.log.batches  # the first one warms up
+        took_us = self.took_us[1:] or self.took_us
+        if self.loader is None or not made or not self.samples:
+            return None
+        workers = self.loader._num_workers
+        return InputLane(
+            loader=name,
+            workers=workers,
+            prefetch=getattr(self.loader, "_prefetch_factor", None) or 1,
+            batch_samples=self.samples[-1],
+            batch_bytes=self.nbytes,
+            cores=cores(),
+            alone=Batches() if workers else own_times(made),
+            worker=worker_times(made) if workers else Batches(),
+            receive_us=sum(took_us) / len(took_us) if workers else 0.0,
+        )
+
+
+def _faked(value: Any) -> Any:
+    """A fake tensor of the same form; small integers keep their values, programs may read them."""
+    if not isinstance(value, torch.Tensor) or is_small_integer(value):
+        return value
+    return fake_tensor(value, None)
+
+
+@contextmanager
+def _for_real() -> Iterator[None]:
+    """Run without the modes of a capture, those of torch functions included."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+def _fill(owner: Any, seen: set[int]) -> None:
+    """Give data to the fake tensors that an object holds, in attributes, lists and dicts too.
+
+    Constants keep their values, other tensors are zeros.
+    """
+    if id(owner) in seen or isinstance(owner, type | str | bytes):
+        return
+    seen.add(id(owner))
+    if isinstance(owner, list | dict):
+        held: Any = owner
+    else:
+        held = getattr(owner, "__dict__", {})
+    places = range(len(held)) if isinstance(held, list) else list(held)
+    for place in places[:MOST_PLACES]:
+        value = held[place]
+        if isinstance(value, FakeTensor):
+            held[place] = _with_data(value)
+        elif isinstance(value, tuple):
+            held[place] = tree_map(_with_data, value)
+        else:
+            _fill(value, seen)
+
+
+def _with_data(value: Any) -> Any:
+    if not isinstance(value, FakeTensor):
+        return value
+    return torch.zeros(value.shape, dtype=value.dtype) if value.constant is None else value.constant
+
+
+@contextmanager
+def real_batches(taken: TakenBatches) -> Iterator[None]:
+    """Let DataLoaders load real data inside the context, although all else is fake.
+
+    What is read from files into storages, as safetensors does, becomes fake too.
+    """
+    from torch.utils.data import dataloader
+
+    as_tensor = torch.asarray
+
+    def of_storage(source: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(source, torch.UntypedStorage):
+            return as_tensor(source, *args, **kwargs)
+        with _for_real():
+            made = as_tensor(source, *args, **kwargs)
+        return _faked(made)
+
+    take, make = dataloader._BaseDataLoaderIter.__next__, dataloader.DataLoader.__iter__
+
+    def taking(loader: Any) -> Any:
+        with _for_real():
+            start_ns = time.thread_time_ns()  # of no other thread, such as a progress bar's
+            batch = take(loader)
+            took_us = (time.thread_time_ns() - start_ns) * 1e-3
+        taken.note(loader, took_us, batch)
+        return tree_map(_faked, batch)
+
+    def making(loader: Any) -> Any:
+        with _for_real():
+            _fill(loader.dataset, set())
+            return make(loader)
+
+    with (
+        timed_batches(taken.log.note),
+        patch.object(torch, "asarray", of_storage),
+        patch.object(dataloader._BaseDataLoaderIter, "__next__", taking),
+        patch.object(dataloader.DataLoader, "__iter__", making),
+    ):
+        yield

@@ -1,0 +1,83 @@
+"""InputLane: a measured DataLoader, by what its batches take, as a value and as a JSON file."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from itercast.capture.base.files import write_atomic
+from itercast.capture.base.yaml_text import made_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batches:
+    """Batches made one after the other by one process: time and CPU time of each."""
+
+    wall_us: tuple[float, ...] = ()
+    cpu_us: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        times = (*self.wall_us, *self.cpu_us)
+        if len(self.wall_us) != len(self.cpu_us) or not all(0 <= us < math.inf for us in times):
+            raise ValueError("wall_us and cpu_us are equally many times of at least 0")
+
+    @property
+    def mean_us(self) -> float:
+        """Mean time of a batch."""
+        return sum(self.wall_us) / len(self.wall_us) if self.wall_us else 0.0
+
+    @property
+    def mean_cpu_us(self) -> float:
+        """Mean CPU time of a batch."""
+        return sum(self.cpu_us) / len(self.cpu_us) if self.cpu_us else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputLane:
+    """What a DataLoader does for a batch, measured on a machine with ``cores`` CPU cores.
+
+    ``alone``: batches made in the training process (no workers), ``worker``: by one worker, with
+    what sending them takes; empty where a loader was measured one way only. ``receive_us``: time of
+    the training process for a batch of a worker, its sampler included. ``crowd`` workers at once
+    each need ``crowding`` times the CPU time of one. ``stages_us``: mean time of a batch by stage.
+    """
+
+    loader: str
+    workers: int
+    prefetch: int
+    batch_samples: int
+    batch_bytes: int
+    cores: int
+    alone: Batches = field(default_factory=Batches)
+    worker: Batches = field(default_factory=Batches)
+    receive_us: float = 0.0
+    crowd: int = 1
+    crowding: float = 1.0
+    stages_us: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not (self.alone.wall_us or self.worker.wall_us):
+            raise ValueError("an input lane needs the times of at least one batch")
+        least = {"workers": 0, "prefetch": 1, "batch_samples": 1, "batch_bytes": 0, "cores": 1}
+        least |= {"receive_us": 0, "crowd": 1, "crowding": 1}
+        for name, low in least.items():
+            if not low <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is at least {low}, got {getattr(self, name)!r}")
+
+
+def write_lane(lane: InputLane, path: Path) -> None:
+    """Write a lane as JSON."""
+    write_atomic(path, json.dumps(asdict(lane)).encode())
+
+
+def read_lane(path: Path) -> InputLane:
+    """A lane as ``write_lane`` wrote it; ValueError in one line for any other file."""
+    try:
+        return made_of(InputLane, json.loads(path.read_text()), "input lane")
+    except FileNotFoundError:
+        raise ValueError(f"input lane {str(path)!r}: no such file") from None
+    except (OSError, ValueError, RecursionError) as exc:
+        raise ValueError(f"{path}: no input lane of `itercast input --out`: {exc}") from exc

@@ -1,0 +1,214 @@
+"""Times of a DataLoader's batches, stage by stage, in the process that makes them."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import dataloader, get_worker_info
+from torch.utils.data._utils import fetch as fetchers
+
+from itercast.capture.input.lane import Batches
+
+SCHEDULED = Path("/proc/thread-self/schedstat")  # its second number: ns in the run queue
+DECODERS = {  # module and functions, by the module whose import shows that a dataset may use them
+    "PIL.Image": ("PIL.ImageFile", ("ImageFile.load",)),
+    "cv2": ("cv2", ("imread", "imdecode")),
+    "torchvision.io": ("torchvision.io", ("decode_image", "decode_jpeg", "read_image")),
+}
+TRANSFORMS = ("transform", "target_transform", "transforms")  # attributes, as torchvision has them
+INNER = ("dataset", "datasets")  # of Subset and ConcatDataset
+
+
+class LoaderError(ValueError):
+    """Raised where something cannot be measured, with the one line that says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchTime:
+    """One batch: ``wall_us`` without the time in which others had the core, and CPU time.
+
+    ``stages_us``: CPU time by stage, ``waiting`` the rest of ``wall_us``. ``process_us``: all CPU
+    time of the process until then.
+    """
+
+    wall_us: float
+    cpu_us: float
+    stages_us: dict[str, float] = field(default_factory=dict)
+    process_us: float = 0.0
+
+
+@dataclass(slots=True)
+class Clock:
+    """Wall and CPU time since it was made, in us."""
+
+    wall_ns: int = field(default_factory=time.perf_counter_ns)
+    cpu_ns: int = field(default_factory=time.process_time_ns)
+    queued_ns: int = field(default_factory=lambda: _queued_ns())
+
+    def read(self) -> tuple[float, float]:
+        """Wall time in which this thread ran or waited by itself, and CPU time of its process."""
+        queued = _queued_ns() - self.queued_ns
+        wall = time.perf_counter_ns() - self.wall_ns - queued
+        return max(0, wall) * 1e-3, (time.process_time_ns() - self.cpu_ns) * 1e-3
+
+
+def _queued_ns() -> int:
+    """Time that this thread waited for a core; 0 where Linux does not tell."""
+    try:
+        return int(SCHEDULED.read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+class _Stages:
+    """CPU time by stage; what runs inside another stage counts for the inner one only."""
+
+    def __init__(self) -> None:
+        self.us: dict[str, float] = {}
+        self.inner = [0.0]
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, whose calls are timed as this stage."""
+
+        @functools.wraps(function)
+        def run(*args: Any, **options: Any) -> Any:
+            start = time.thread_time_ns()
+            self.inner.append(0.0)
+            try:
+                return function(*args, **options)
+            finally:
+                us = (time.thread_time_ns() - start) * 1e-3
+                self.us[name] = self.us.get(name, 0.0) + us - self.inner.pop()
+                self.inner[-1] += us
+
+        return run
+
+
+def worker_times(batches: Sequence[BatchTime]) -> Batches:
+    """Batches that one worker makes and sends: fetched one after the other, pickled in between.
+
+    What a worker's process computes from one fetch to the next, without the fetch, is sending.
+    """
+    pairs = pairwise(batches)
+    between = [b.process_us - a.process_us - b.cpu_us for a, b in pairs]
+    sent = [us for us in between if us > 0]  # below 0: another worker's
+    send_us = sum(sent) / len(sent) if sent else 0.0
+    return own_times(batches, send_us)
+
+
+def own_times(batches: Sequence[BatchTime], more_us: float = 0.0) -> Batches:
+    """The times of batches, with ``more_us`` of computing added to each."""
+    return Batches(
+        wall_us=tuple(b.wall_us + more_us for b in batches),
+        cpu_us=tuple(b.cpu_us + more_us for b in batches),
+    )
+
+
+def batch_size(batch: Any) -> tuple[int, int]:
+    """Samples and bytes of a batch; samples are the length of its first tensor or list."""
+    tensors = [t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)]
+    lengths = [t.shape[0] for t in tensors if t.dim()]
+    samples = lengths[0] if lengths else len(batch) if hasattr(batch, "__len__") else 1
+    return max(1, samples), sum(t.numel() * t.element_size() for t in tensors)
+
+
+class BatchLog:
+    """The batches that this process and workers forked from it fetched, as they are collected."""
+
+    def __init__(self) -> None:
+        self.batches: list[BatchTime] = []
+        self.queue = multiprocessing.get_context("fork").SimpleQueue()
+
+    def note(self, one: BatchTime) -> None:
+        """Add a batch, in whichever process."""
+        if get_worker_info() is None:
+            self.batches.append(one)
+        else:
+            self.queue.put(one)
+
+    def collect(self) -> None:
+        """Take over what workers noted."""
+        while not self.queue.empty():
+            self.batches.append(self.queue.get())
+
+
+@contextmanager
+def timed_batches(note: Callable[[BatchTime], None]) -> Iterator[None]:
+    """Call ``note`` for each batch that DataLoaders fetch inside, in the process that fetches it.
+
+    Workers that are forked inside the context are timed too (``BatchLog`` brings their times back).
+    """
+    stages = _Stages()
+
+    def wrap(fetch: Callable[..., Any]) -> Callable[..., Any]:
+        def run(fetcher: Any, index: Any) -> Any:
+            stages.us.clear()
+            if not getattr(fetcher, "timed", False):
+                fetcher.collate_fn = stages.timed("collate", fetcher.collate_fn)
+                fetcher.timed = True
+            clock = Clock()
+            batch = stages.timed("dataset", fetch)(fetcher, index)
+            wall_us, cpu_us = clock.read()
+            parts = {"waiting": max(0.0, wall_us - cpu_us), **stages.us}
+            done_us = time.process_time_ns() * 1e-3
+            note(BatchTime(wall_us=wall_us, cpu_us=cpu_us, stages_us=parts, process_us=done_us))
+            return batch
+
+        return run
+
+    with ExitStack() as stack:
+        for kind in (fetchers._MapDatasetFetcher, fetchers._IterableDatasetFetcher):
+            stack.enter_context(patch.object(kind, "fetch", wrap(kind.fetch)))
+        for owner, name in _decoders():
+            timed = stages.timed("decode", getattr(owner, name))
+            stack.enter_context(patch.object(owner, name, timed))
+        making = dataloader._BaseDataLoaderIter.__init__
+
+        def make(self: Any, loader: Any) -> None:
+            for holder, name in _transforms(loader.dataset):
+                timed = stages.timed("transform", getattr(holder, name))
+                stack.enter_context(patch.object(holder, name, timed))
+            making(self, loader)
+
+        stack.enter_context(patch.object(dataloader._BaseDataLoaderIter, "__init__", make))
+        yield
+
+
+def _decoders() -> Iterator[tuple[Any, str]]:
+    """Functions and methods of imported libraries that decode images."""
+    for imported, (module, paths) in DECODERS.items():
+        for path in paths if imported in sys.modules else ():
+            *owners, name = path.split(".")
+            owner: Any = importlib.import_module(module)
+            owner = functools.reduce(getattr, owners, owner)
+            if hasattr(owner, name):
+                yield owner, name
+
+
+def _transforms(dataset: Any) -> Iterator[tuple[Any, str]]:
+    """Transforms that a dataset, or one inside it, holds as attributes and that are not timed."""
+    waiting, seen = [dataset], set[int]()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        held = getattr(one, "__dict__", {})
+        for name in TRANSFORMS:
+            if callable(found := held.get(name)) and not hasattr(found, "__wrapped__"):
+                yield one, name
+        for inner in (held[name] for name in INNER if name in held):
+            waiting += list(inner) if isinstance(inner, list | tuple) else [inner]

@@ -1,0 +1,282 @@
+"""Captures a training step of a distributed program, for each rank that does different work.
+
+The Python of torch's parallel wrappers is logged too: FSDP2's hooks of a layer, a pipeline's
+schedule of a micro-batch, and checkpoints take host time that no op stands for. DTensor's dispatch
+is logged by ``ProgramLog``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial, partialmethod, wraps
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from itercast.capture.opcall import StepCapture
+from itercast.capture.programs.fake_ranks import one_rank_of
+from itercast.capture.programs.log import ProgramLog, ShardedAttention
+from itercast.capture.programs.objects import AwaitedError, Mailbox, objects_through
+from itercast.capture.programs.packed import packed_sequences
+from itercast.capture.programs.program import COLLECTIVE, ProgramCapture
+from itercast.capture.programs.reducer import reached
+from itercast.capture.programs.streams import recorded_streams
+from itercast.capture.recorder.fake_patches import (
+    behave_like_real_tensors,
+    modes_in_backward,
+    run_uncompiled,
+)
+from itercast.capture.recorder.recurrent import recurrent_networks
+from itercast.capture.recorder.watch import ModuleTracker
+
+OPTIMIZERS = {
+    "SGD": "sgd",
+    "LAMB": "lamb",
+    "Muon": "muon",
+}  # whose Python is measured; others' is as AdamW's
+
+GRAPHED = ("reduce-overhead", "max-autotune")  # modes of torch.compile
+
+
+def capture_program(
+    program: Callable[[], Callable[[], Any]], world_size: int, ranks: Sequence[int] = ()
+) -> ProgramCapture:
+    """Capture the second step of ``program`` on some ranks; nothing is computed or sent.
+
+    ``program`` builds and parallelises the model as it would under torchrun, and returns a function
+    that runs one training step. Without ``ranks`` rank 0 is captured, and all that it exchanges
+    messages with, and those in turn: one rank of every pipeline stage.
+    """
+
+    def run(rank: int, log: ProgramLog) -> None:
+        step = program()
+        with runs_of_steps(log):
+            step()
+            log.reset()
+            log.phase = "forward"
+            step()
+
+    return capture_ranks(run, world_size, ranks)
+
+
+def capture_ranks(
+    run: Callable[[int, ProgramLog], None], world_size: int, ranks: Sequence[int] = ()
+) -> ProgramCapture:
+    """Capture what ``run`` launches as each rank after its last ``reset`` of the log."""
+    wanted = list(ranks) or [0]
+    if not all(0 <= rank < world_size for rank in wanted):
+        raise ValueError(f"ranks {wanted}: allowed are 0 to {world_size - 1}")
+    mailbox, done = Mailbox(), dict[int, ProgramLog]()
+    before = (0, 0, 0)
+    while waiting := [rank for rank in wanted if rank not in done]:
+        for rank in waiting:
+            try:
+                done[rank] = _capture_rank(run, world_size, rank, mailbox)
+                peers = _peers(done[rank]) if not ranks else set()
+            except AwaitedError as exc:
+                peers = {exc.rank}
+            wanted += sorted(peers - set(wanted))
+        if (state := (len(done), len(wanted), mailbox.count)) == before:
+            raise ValueError(f"ranks {waiting} wait for each other's objects")
+        before = state
+    return ProgramCapture(
+        world_size=world_size,
+        ranks={
+            r: StepCapture(calls=tuple(x.calls), host=x.host, networks=tuple(x.networks))
+            for r, x in sorted(done.items())
+        },
+        peak_bytes={rank: log.peak_bytes for rank, log in sorted(done.items())},
+    )
+
+
+def _peers(log: ProgramLog) -> set[int]:
+    """The ranks that a rank exchanges messages with, one by one."""
+    sent = (c.kwargs["peer"] for c in log.calls if c.op == COLLECTIVE)
+    return {peer for peer in sent if peer >= 0}
+
+
+def _capture_rank(
+    run: Callable[[int, ProgramLog], None], world_size: int, rank: int, mailbox: Mailbox
+) -> ProgramLog:
+    log = ProgramLog()
+    mailbox.begin(rank)
+    with ExitStack() as stack:
+        stack.enter_context(one_rank_of(world_size, rank, log))
+        stack.enter_context(objects_through(mailbox))
+        stack.enter_context(recorded_streams(log))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(behave_like_real_tensors())
+        stack.enter_context(recurrent_networks(log))
+        stack.enter_context(packed_sequences())
+        stack.enter_context(run_uncompiled())
+        numbers = partialmethod(_numbers, log)
+        stack.enter_context(patch.object(FakeTensor, "numpy", numbers, create=True))
+        with log:
+            run(rank, log)
+    return log
+
+
+def _numbers(tensor: FakeTensor, log: ProgramLog, *, force: bool = False) -> Any:
+    """As ``Tensor.numpy``: numbers that the host reads; they are ones."""
+    log.read_by_host(tensor)
+    with _disable_current_modes():
+        return torch.ones(tensor.shape, dtype=tensor.dtype).numpy()
+
+
+@contextmanager
+def runs_of_steps(log: ProgramLog) -> Iterator[None]:
+    """Log modules, attention as one op, and the phases of steps that run inside the context."""
+    whole = ShardedAttention(log)
+    compiled = patch.object(torch, "compile", partial(_compile, log, torch.compile))
+    graphed = patch.object(torch.cuda, "make_graphed_callables", partial(_graphed, log))
+    tracked = (ModuleTracker(log), _phases(log), _logged_wrappers(log), compiled, graphed)
+    with ExitStack() as stack:
+        for context in (*tracked, whole, modes_in_backward(), warnings.catch_warnings()):
+            stack.enter_context(context)
+        warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global")
+        yield
+
+
+def _compile(
+    log: ProgramLog, compile_: Callable[..., Any], model: Any = None, **options: Any
+) -> Any:
+    """torch.compile whose result runs op by op, and tells the log when it is called."""
+    if model is None:
+        return partial(_compile, log, compile_, **options)
+    made = compile_(model, **options) if isinstance(model, torch.nn.Module) else model
+    graphed = options.get("mode") in GRAPHED
+    return _told(made, partial(log.whole, graphed=graphed))
+
+
+def _graphed(log: ProgramLog, callables: Any, *args: Any, **options: Any) -> Any:
+    """As ``torch.cuda.make_graphed_callables``: a call launches a graph, and so does backward."""
+    if isinstance(callables, tuple):
+        return tuple(_graphed(log, one) for one in callables)
+    return _told(callables, partial(log.whole, fused=False, graphed=True))
+
+
+def _told(made: Any, around: Callable[[], Any]) -> Any:
+    """A function, or a module whose forward, runs inside the context ``around``."""
+    run = made.forward if isinstance(made, torch.nn.Module) else made
+
+    @wraps(run)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return run(*args, **kwargs)
+
+    if not isinstance(made, torch.nn.Module):
+        return called
+    made.forward = called
+    return made
+
+
+def _in_backward(log: ProgramLog, name: str) -> Callable[..., Any]:
+    """A function of torch.autograd, whose calls are backward's."""
+    function = getattr(torch.autograd, name)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before, log.phase = log.phase, "backward"
+        if name == "backward" and not torch._C._len_torch_function_stack():  # each calls it
+            roots = [t for t in tree_leaves((args[:1], kwargs)) if isinstance(t, torch.Tensor)]
+            given = kwargs.get("inputs") or reached(roots)
+            for event, times in (("backward", 1), ("accumulate_grad", len(given))):
+                log.host[event] = log.host.get(event, 0) + times
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            log.phase = before
+        if before != "backward":
+            log.ended("backward", None)
+        return result
+
+    return run
+
+
+@contextmanager
+def _phases(log: ProgramLog) -> Iterator[None]:
+    """Tell the log which calls are backward's and which the optimizer's, and what ended."""
+
+    def begin(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError("LBFGS runs the model as often as its loss needs, which nobody knows")
+        log.phase = "optimizer"
+        kind = OPTIMIZERS.get(type(optimizer).__name__, "adamw")
+        trained = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        log.python(f"{kind}_step", len(trained))
+        if sharded := sum(isinstance(p, DTensor) for p in trained):
+            log.python(f"{kind}_dtensor_step", sharded)
+        log.host["zero_grad"] = log.host.get("zero_grad", 0) + len(trained)
+
+    def end(optimizer: Any, args: Any, kwargs: Any) -> None:
+        log.phase = "forward"
+        log.ended("optimizer", optimizer)
+
+    def left(module: Any, args: Any, output: Any) -> None:
+        if not log.module:
+            log.ended("forward", module)
+
+    with ExitStack() as stack:
+        for hook in (
+            register_optimizer_step_pre_hook(begin),
+            register_optimizer_step_post_hook(end),
+            register_module_forward_hook(left),
+        ):
+            stack.callback(hook.remove)
+        for name in ("backward", "grad"):
+            stack.enter_context(patch.object(torch.autograd, name, _in_backward(log, name)))
+        yield
+
+
+def _layer(group: Any) -> tuple[str, int]:
+    kept = not group._reshard_after_forward
+    return ("fsdp_layer_kept" if kept else "fsdp_layer", len(group.fsdp_params))
+
+
+def _micro_batch(stage: Any) -> tuple[str, int]:
+    return ("pipeline_micro", 1)
+
+
+def _recomputed(frame: Any) -> tuple[str, int]:
+    return ("checkpoint_layer", max(1, len(frame.weak_holders)))
+
+
+METHODS: tuple[tuple[Any, str, Callable[[Any], tuple[str, int]]], ...] = (
+    (FSDPParamGroup, "pre_forward", _layer),
+    (FSDPParamGroup, "pre_backward", _layer),
+    (_PipelineStageBase, "forward_one_chunk", _micro_batch),
+    (_PipelineStageBase, "backward_one_chunk", _micro_batch),
+    (checkpoint._CheckpointFrame, "check_recomputed_tensors_match", _recomputed),
+)
+
+
+@contextmanager
+def _logged_wrappers(log: ProgramLog) -> Iterator[None]:
+    """Log an event whenever one of ``METHODS`` is called inside the context."""
+
+    def logging(method: Callable[..., Any], event: Callable[[Any], tuple[str, int]]) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            log.python(*event(self))
+            return method(self, *args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        for owner, name, event in METHODS:
+            patched = logging(getattr(owner, name), event)
+            stack.enter_context(patch.object(owner, name, patched))
+        yield

@@ -1,0 +1,215 @@
+"""Lets a program run as one rank of many: the other ranks and their messages do not exist."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import _collective_utils
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.utils._python_dispatch import _disable_current_modes
+
+from itercast.capture.programs.log import ProgramLog
+from itercast.capture.programs.reducer import python_reducer
+
+# Methods of a process group that return the handle of a collective.
+LAUNCHES = (
+    *("allreduce", "allreduce_coalesced", "allgather", "_allgather_base", "allgather_coalesced"),
+    *("allgather_into_tensor_coalesced", "reduce_scatter", "_reduce_scatter_base"),
+    *("reduce_scatter_tensor_coalesced", "broadcast", "reduce", "gather", "scatter"),
+    *("alltoall", "alltoall_base", "barrier", "send", "recv", "recv_anysource"),
+)
+
+
+@contextmanager
+def one_rank_of(world_size: int, rank: int, log: ProgramLog) -> Iterator[None]:
+    """Make this process rank ``rank`` of ``world_size`` inside the context, as torchrun would.
+
+    ``init_process_group`` of any backend makes groups that send nothing. Waiting for a collective's
+    handle, and memory that a storage gains or loses, are told to ``log``.
+    """
+    if dist.is_initialized():
+        raise ValueError("a process group exists already: capture before init_process_group")
+    variables = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank % 8}
+    texts = {name: str(value) for name, value in variables.items()}
+    texts |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    texts["LOCAL_WORLD_SIZE"] = str(min(8, world_size))
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, texts))
+        stack.enter_context(_groups_that_send_nothing(world_size, rank))
+        stack.enter_context(_handles_tell(log))
+        stack.enter_context(_storages_tell(log))
+        stack.enter_context(_meshes_are_real())
+        stack.enter_context(python_reducer())
+        try:
+            yield
+        finally:
+            _clear_sharding_prop_cache()  # its results name groups of this rank
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+@contextmanager
+def _groups_that_send_nothing(world_size: int, rank: int) -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    init, new_group = dist.init_process_group, dist.new_group
+
+    def fake_init(*args: Any, **kwargs: Any) -> None:
+        with _disable_current_modes():
+            init("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+    def fake_group(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return new_group(*args, **{**kwargs, "backend": "fake"})
+
+    groups: dict[str, Any] = {"init_process_group": fake_init, "new_group": fake_group}
+    with patch.multiple(dist, **groups), patch.multiple(dist.distributed_c10d, **groups):
+        yield
+
+
+@contextmanager
+def _handles_tell(log: ProgramLog) -> Iterator[None]:
+    """Tell the log when the current stream waits for a collective's handle."""
+    group = dist.ProcessGroup
+    points: dict[int, tuple[int, Any, Any]] = {}  # handles are kept, so that no id is used twice
+
+    def launching(method: Callable[..., Any]) -> Callable[..., Any]:
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            log.last_work = None
+            work = method(*args, **kwargs)
+            if log.last_work is not None and work is not None:
+                points[id(work)] = (log.last_work, work, args[1] if len(args) > 1 else None)
+            return work
+
+        return launch
+
+    def waiting(method: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            known = points.pop(id(work), None)
+            if known is not None:
+                log.wait(log.stream, known[0])
+            return method(work, *args, **kwargs)
+
+        return wait
+
+    launches: dict[str, Any] = {name: launching(getattr(group, name)) for name in LAUNCHES}
+    with ExitStack() as stack:
+        stack.enter_context(patch.multiple(group, **launches))
+        for handle in (dist.Work, FakeWork):
+            tells: dict[str, Any] = {"wait": waiting(handle.wait)}
+            tells["get_future"] = lambda work: Arriving(log, *points[id(work)])
+            stack.enter_context(patch.multiple(handle, **tells))
+        yield
+
+
+class Arriving:
+    """The future of a collective, as of NCCL's: what follows runs when it arrives, on its stream.
+
+    ``point``: where ``result`` is there.
+    """
+
+    def __init__(self, log: ProgramLog, point: int, work: Any, result: Any) -> None:
+        self.log, self.point, self.work, self.result = log, point, work, result
+
+    def then(self, callback: Callable[[Any], Any]) -> Arriving:
+        """Run ``callback`` on a stream of its own beside that of the program."""
+        before, self.log.stream = self.log.stream, self.log.stream_of("then")
+        self.log.wait(self.log.stream, self.point)
+        result = callback(self)
+        point, self.log.stream = self.log.record(self.log.stream), before
+        return Arriving(self.log, point, self.work, result)
+
+    def wait(self) -> Any:
+        """Let the current stream wait for the result."""
+        self.log.wait(self.log.stream, self.point)
+        return self.result
+
+    def value(self) -> Any:
+        """The result; what reads it waits already."""
+        return self.result
+
+    def done(self) -> bool:
+        """Whether the result is there; a program that asks is told so."""
+        return True
+
+
+def _storages_tell(log: ProgramLog) -> AbstractContextManager[object]:
+    """Tell the log of storages that are resized, as FSDP does to free what it gathered."""
+    resize = torch.UntypedStorage.resize_
+
+    def resizing(storage: Any, size: int) -> Any:
+        result = resize(storage, size)
+        log.resized(storage._cdata, size)
+        return result
+
+    return patch.object(torch.UntypedStorage, "resize_", resizing)
+
+
+def _unmoded(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method, run on real tensors of the CPU and not logged."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes(), torch.device("cpu"):
+            return method(*args, **kwargs)
+
+    return call
+
+
+MESH_METHODS = (
+    *("__getitem__", "_flatten", "_unflatten", "get_group", "get_coordinate"),
+    *("get_local_rank", "get_all_groups", "from_group", "_get_all_submeshes"),
+)
+
+
+@contextmanager
+def _meshes_are_real() -> Iterator[None]:
+    """Make meshes of numbers that can be read; those of GPUs move shards by all_to_all."""
+    from torch.distributed.tensor import placement_types
+
+    make, gathered = DeviceMesh.__init__, _collective_utils.shard_dim_alltoall
+    on_gpus: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def making(mesh: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        """All devices are the CPU; the ranks that ``init_device_mesh`` counts up are real again."""
+        with _disable_current_modes(), torch.device("cpu"):
+            ranks = kwargs.get("_rank_map")
+            if isinstance(ranks, FakeTensor):
+                kwargs["_rank_map"] = torch.arange(ranks.numel(), dtype=torch.int)
+            make(mesh, "cpu", *args, **kwargs)
+            if device_type != "cpu" or mesh._get_root_mesh() in on_gpus:
+                on_gpus.add(mesh)
+
+    def move_shards(tensor: Any, gather_dim: int, shard_dim: int, mesh: Any, axis: int) -> Any:
+        if mesh not in on_gpus:
+            return gathered(tensor, gather_dim, shard_dim, mesh, axis)
+        parts = [p.contiguous() for p in tensor.chunk(mesh.size(axis), shard_dim)]
+        arrived = [torch.empty_like(p) for p in parts]
+        dist.all_to_all(arrived, parts, group=mesh.get_group(axis))
+        return torch.cat(arrived, gather_dim)
+
+    shapes = "_propagate_tensor_meta_non_cached"  # found on tensors of its own, not the program's
+    with ExitStack() as stack:
+        finds = _unmoded(getattr(ShardingPropagator, shapes))
+        stack.enter_context(patch.object(ShardingPropagator, shapes, finds))
+        stack.enter_context(patch.object(DeviceMesh, "__init__", making))
+        for name in MESH_METHODS:
+            method = _unmoded(getattr(DeviceMesh, name))
+            static = isinstance(inspect.getattr_static(DeviceMesh, name), staticmethod)
+            method = staticmethod(method) if static else method
+            stack.enter_context(patch.object(DeviceMesh, name, method))
+        for place in (_collective_utils, placement_types):
+            if hasattr(place, "shard_dim_alltoall"):
+                stack.enter_context(patch.object(place, "shard_dim_alltoall", move_shards))
+        yield

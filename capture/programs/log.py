@@ -1,0 +1,277 @@
+"""Logs one rank's op calls, collectives and waits in the order in which a program launches them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from traceback import StackSummary
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nested._internal.nested_tensor import NestedTensor
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
+from torch.utils._pytree import tree_leaves
+
+from itercast.capture.opcall import OpCall
+from itercast.capture.programs.collectives import CollectiveCall, collective_of, is_collective
+from itercast.capture.programs.packed import attend_nested
+from itercast.capture.programs.program import (
+    COLLECTIVE,
+    FIRST_GROUP_STREAM,
+    HOST,
+    HOST_WAIT,
+    RECORD,
+    WAIT,
+)
+from itercast.capture.recorder.attention import WholeAttention
+from itercast.capture.recorder.log import DTYPES, OpLog
+from itercast.capture.recorder.routing import Routing
+from itercast.capture.recorder.watch import MadeBy
+
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention.default
+FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+FLASH_OPS = (FLASH, FLASH_BACKWARD)
+SELECTIVE = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
+EAGER_PYTHON = ("module_call", "view_op", "autograd_node")  # host events of ops run one by one
+LOSS = (torch.ops.aten._log_softmax.default,)  # of logits cut by vocabulary
+
+
+class ProgramLog(OpLog):
+    """Logs a program's launches; ``live_bytes`` is the memory of tensors that are alive.
+
+    ``peak_bytes``: the most that it was since the last ``reset``.
+    """
+
+    def __init__(self) -> None:
+        self.guesses: dict[str, StackSummary] = {}  # what was guessed of data, where it was first
+        super().__init__(Routing(self.guesses))
+        self.after_graph: list[Callable[[], None]] | None = None  # while a CUDA graph is captured
+        self.ended: Callable[[str, Any], None] = lambda kind, owner: None  # told what may be a step
+        self.points = count()
+        self.live_bytes = self.peak_bytes = 0
+        self._group_streams: dict[Any, int] = {}
+        self._arrives: dict[int, int] = {}  # storage -> point at which a collective has filled it
+        self._sizes: dict[int, int] = {}  # storage's number -> bytes
+        self._numbers = count()
+        self.last_work: int | None = None  # point of the last collective that was not blocking
+        self._compiled, self._calls_of_compiled = MadeBy(), 0  # calls of compiled functions
+        self._eager: set[int] = set()  # calls whose ops are not fused
+        self._graphed: set[int] = set()  # calls that launch a CUDA graph in each phase
+
+    def reset(self) -> None:
+        """Forget what was launched so far; memory in use stays."""
+        super().reset()
+        self.peak_bytes = self.live_bytes
+        self._arrives = {}
+
+    def storage(self, tensor: Any) -> int:
+        """The number of the memory behind a tensor; its bytes count until it is freed."""
+        memory = tensor.untyped_storage()
+        key = memory._cdata
+        if key not in self._storages:
+            self._storages[key] = next(self._numbers)
+            weakref.finalize(memory, self._freed, key)
+            self.resized(key, memory.nbytes())
+        return self._storages[key]
+
+    def resized(self, key: int, nbytes: int) -> None:
+        """Count the bytes of a storage that was made or resized."""
+        if key not in self._storages:
+            return
+        number = self._storages[key]
+        self.live_bytes += nbytes - self._sizes.get(number, 0)
+        self._sizes[number] = nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _freed(self, key: int) -> None:
+        number = self._storages.pop(key)
+        self.live_bytes -= self._sizes.pop(number, 0)
+        self._arrives.pop(number, None)
+
+    def _alias(self, tensor: Any, result: Any) -> None:
+        """Nothing: autograd's sums keep a memory of their own until they are freed."""
+
+    def record(self, stream: int) -> int:
+        """Number the point that a stream has reached."""
+        point = next(self.points)
+        self._mark(RECORD, point, stream)
+        return point
+
+    def wait(self, stream: int, point: int) -> None:
+        """Let a stream wait for a point of another one."""
+        self._mark(WAIT, point, stream)
+
+    def host_wait(self, point: int) -> None:
+        """Let the host wait for a point."""
+        self._mark(HOST_WAIT, point, self.stream)
+
+    def python(self, event: str, tensors: int = 1) -> None:
+        """Log Python of a parallel wrapper that no op stands for."""
+        self.calls.append(
+            OpCall(op=HOST, args=(event, tensors), phase=self.phase, stream=self.stream)
+        )
+
+    @contextmanager
+    def whole(self, *, fused: bool = True, graphed: bool = False) -> Iterator[None]:
+        """Ops inside belong to one call of a compiled function, and so do those of its backward.
+
+        Python of modules, views and autograd that runs inside is not counted: kernels are launched
+        by the compiled function, where ``graphed`` as one CUDA graph for each phase. Not ``fused``:
+        the ops are kernels of their own, and nothing was compiled.
+        """
+        if self._compiled.running:
+            yield
+            return
+        self._calls_of_compiled += 1
+        number = self._calls_of_compiled
+        counted = dict(self.host)
+        self._eager |= set() if fused else {number}
+        self._graphed |= {number} if graphed else set()
+        try:
+            with self._compiled.stretch(number):
+                yield
+        finally:
+            passes = 2 if torch.is_grad_enabled() else 1
+            self.host |= {name: counted[name] for name in EAGER_PYTHON}
+            if fused:
+                event = "graphed_call" if graphed else "compiled_call"
+                self.host[event] = self.host.get(event, 0) + passes
+
+    def add(self, op: str, args: Any, kwargs: Any, output: Any) -> None:
+        """Log one call, and the call of a compiled function that it belongs to."""
+        super().add(op, args, kwargs, output)
+        if number := self._compiled.number():
+            compiled = 0 if number in self._eager else number
+            graph = 2 * number + (self.phase == "backward") if number in self._graphed else 0
+            self.calls[-1] = replace(self.calls[-1], compiled=compiled, graphed=graph)
+
+    def _mark(self, op: str, point: int, stream: int) -> None:
+        self.calls.append(OpCall(op=op, args=(point,), phase=self.phase, stream=stream))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            own_event = (
+                self.phase == "optimizer" or self._compiled.number() or NestedTensor in types
+            )
+            if not own_event:
+                self.python("tp_loss" if func in LOSS else "dtensor_op")
+            return NotImplemented  # DTensor and others call us again with what they wrap
+        kwargs = kwargs or {}
+        if func.namespace == "fsdp":
+            return self._copied(func, args, kwargs)
+        if not is_collective(func) and func not in FLASH_OPS:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        output = func(*args, **kwargs)
+        if func in FLASH_OPS:
+            log_flash(self, func, args, kwargs, output)
+            return output
+        call = collective_of(func, args, kwargs, output)
+        if call is None:
+            self._arrived(args[:1])
+        else:
+            self._launch(call)
+            self._note_numbers(call)
+        return output
+
+    def _note_numbers(self, call: CollectiveCall) -> None:
+        """Other ranks have the numbers that this one sends: counts of tokens for experts, sizes."""
+        facts: Any = self.routing.facts if self.routing is not None else {}
+        if (known := facts.get(call.read[0])) is not None:
+            facts.update((t, known) for t in call.written if t.shape == call.read[0].shape)
+
+    def _copied(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """FSDP's copies into and out of its buffers: each is one kernel over all bytes."""
+        output = func(*args, **kwargs)
+        flat = [
+            t.reshape(-1) for t in tree_leaves((args[0], kwargs)) if isinstance(t, torch.Tensor)
+        ]
+        whole = max(flat, key=torch.Tensor.numel)
+        if func is torch.ops.fsdp.all_gather_copy_in.default:
+            whole = output[0]
+        super().add("aten.copy_.default", (whole, whole), {}, whole)  # hooks are not compiled
+        return output
+
+    def _arrived(self, tensors: Any) -> None:
+        """Let the current stream wait for the collective that fills a tensor, if one still does."""
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                point = self._arrives.pop(self.storage(tensor), None)
+                if point is not None:
+                    self.wait(self.stream, point)
+
+    def stream_of(self, queue: Any) -> int:
+        """The number of the stream of a group's collectives, or of what follows them."""
+        first = len(self._group_streams) + FIRST_GROUP_STREAM
+        return self._group_streams.setdefault(queue, first)
+
+    def _launch(self, call: CollectiveCall) -> None:
+        self.names = DTYPES
+        read, written = (tuple(map(self.describe, ts)) for ts in (call.read, call.written))
+        sizes = [t.numel() * t.element_size() for t in call.buffers]
+        facts = {"kind": call.kind, "ranks": call.ranks, "peer": call.peer, "bytes": sum(sizes)}
+        facts["rank"] = dist.get_rank()
+        launched, own = self.stream, self.stream
+        if not call.blocking:
+            own = self.stream_of((call.group, call.kind if call.peer >= 0 else "", call.peer))
+            self.wait(own, self.record(launched))
+        self.calls.append(
+            OpCall(
+                op=COLLECTIVE,
+                args=read,
+                kwargs=facts,
+                outputs=written,
+                phase=self.phase,
+                stream=own,
+            )
+        )
+        self.last_work = None
+        if not call.blocking:
+            point = self.record(own)
+            self._arrives |= {t.storage: point for t in written}
+            self.last_work = point
+
+
+class ShardedAttention(WholeAttention):
+    """Logs attention as one op; as CUDA's flash attention that which others are to see.
+
+    These are distributed tensors, and selective checkpoints, which may save its result.
+    """
+
+    def __init__(self, log: OpLog) -> None:
+        super().__init__(log, eager=False)
+
+    def attend(self, mask: Any, options: dict[str, Any], *qkv: Any) -> Any:
+        """Attention of queries, keys and values."""
+        seen = mask is None and any(
+            isinstance(m, SELECTIVE) for m in _get_current_dispatch_mode_stack()
+        )
+        if not seen and not is_traceable_wrapper_subclass(qkv[0]):
+            return super().attend(mask, options, *qkv)
+        if isinstance(qkv[0], NestedTensor):
+            return attend_nested(partial(super().attend, mask, options), *qkv)
+        dropout_p = float(options.get("dropout_p", 0.0))
+        return FLASH(*qkv, dropout_p, bool(options.get("is_causal", False)))[0]
+
+
+def log_flash(log: OpLog, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+    """Log a call of flash attention as attention by any other kernel is logged."""
+    names = [a.name for a in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    grouped = given["query"].shape[1] != given["key"].shape[1]
+    options = {"is_causal": bool(given.get("is_causal", False)), "enable_gqa": grouped}
+    options |= {"dropout_p": float(given.get("dropout_p", 0.0)), "masked": False}
+    read = tuple(given[name] for name in ("query", "key", "value"))
+    if func is FLASH:
+        log.add("itercast.sdpa", read, options, output[0])
+    else:
+        log.add("itercast.sdpa_backward", (given["grad_out"], *read), options, list(output[:3]))

@@ -1,0 +1,104 @@
+"""Python objects that ranks send each other, although one rank is captured after the other.
+
+A rank that waits for an object which no captured rank has sent yet is given up and captured again
+later. This ends because programs that do not hang send their objects in some order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+
+class AwaitedError(BaseException):
+    """Raised in a rank that waits for an object of a rank that has not sent it yet.
+
+    No ``except Exception`` of a program stops it.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"waits for an object of rank {rank}")
+        self.rank = rank
+
+
+class Mailbox:
+    """Objects sent from rank to rank; each rank's attempt begins with ``begin``."""
+
+    def __init__(self) -> None:
+        self.sent: dict[tuple[int, int], list[Any]] = defaultdict(list)
+        self.rank = 0
+        self.read: dict[int, int] = defaultdict(int)
+
+    def begin(self, rank: int) -> None:
+        """Forget what the rank sent in an earlier attempt; it reads from the start again."""
+        self.rank, self.read = rank, defaultdict(int)
+        for pair in self.sent:
+            if pair[0] == rank:
+                self.sent[pair] = []
+
+    @property
+    def count(self) -> int:
+        """How many objects were sent."""
+        return sum(map(len, self.sent.values()))
+
+    def send(self, objects: list[Any], dst: int | None = None, **options: Any) -> None:
+        """As ``torch.distributed.send_object_list``."""
+        self.sent[self.rank, _global(dst, "group_dst", options)] += objects
+
+    def receive(self, objects: list[Any], src: int | None = None, **options: Any) -> int:
+        """As ``torch.distributed.recv_object_list``; AwaitedError where too few were sent."""
+        peer = _global(src, "group_src", options)
+        start = self.read[peer]
+        stop = self.read[peer] = start + len(objects)
+        if len(self.sent[peer, self.rank]) < stop:
+            raise AwaitedError(peer)
+        objects[:] = self.sent[peer, self.rank][start:stop]
+        return peer
+
+
+def _global(rank: int | None, name: str, options: dict[str, Any]) -> int:
+    """The number of a rank in the world, given that or its number in a group."""
+    return rank if rank is not None else dist.get_global_rank(options["group"], options[name])
+
+
+def _gathered(objects: list[Any] | None, own: Any, *args: Any, **options: Any) -> None:
+    """All ranks have the same object as this one."""
+    if objects is not None:
+        objects[:] = [own] * len(objects)
+
+
+def _kept(objects: list[Any], *args: Any, **options: Any) -> None:
+    """The source's objects are those that this rank has."""
+
+
+@contextmanager
+def objects_through(mailbox: Mailbox) -> Iterator[None]:
+    """Send and receive Python objects through a mailbox inside the context."""
+    functions: dict[str, Any] = {
+        "send_object_list": mailbox.send,
+        "recv_object_list": mailbox.receive,
+        "all_gather_object": _gathered,
+        "gather_object": lambda own, objects=None, *args, **options: _gathered(objects, own),
+        "broadcast_object_list": _kept,
+    }
+    both = patch.multiple(dist, **functions), patch.multiple(dist.distributed_c10d, **functions)
+    with both[0], both[1], _stages_agree():
+        yield
+
+
+def _stages_agree() -> AbstractContextManager[object]:
+    """Pipeline stages find their shapes as this rank's do, without a vote of all ranks."""
+    from torch.distributed.pipelining import schedules
+    from torch.distributed.pipelining._utils import InferenceMode
+
+    def warm_up(schedule: Any, stages: Any, has_backward: bool, done: bool) -> None:
+        needed = [InferenceMode.needs_dynamic(s._user_meta, has_backward) for s in stages]
+        for stage in stages:
+            stage._inference_mode = InferenceMode.DYNAMIC if any(needed) else InferenceMode.STATIC
+
+    return patch.object(schedules._PipelineSchedule, "_warmup_p2p", warm_up)

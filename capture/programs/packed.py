@@ -1,0 +1,94 @@
+"""Packed sequences (``torch.nn.utils.rnn``) on fake tensors, whose lengths are known or guessed.
+
+A recurrent layer over them is captured as one over sequences of equal length: as many steps as the
+longest one has, of their mean number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nested._internal.nested_int import NestedIntNode
+from torch.utils._python_dispatch import _disable_current_modes
+
+LAYERS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+
+
+def _pack(padded: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """The steps of all sequences, one after the other, and how many sequences have each step."""
+    counts = lengths.tolist()
+    sizes = [sum(count > step for count in counts) for step in range(max(counts))]
+    rows = (padded.transpose(0, 1) if batch_first else padded).flatten(0, 1)
+    with _disable_current_modes():
+        return rows[: sum(sizes)].clone(), torch.tensor(sizes)
+
+
+def _pad(
+    data: Tensor, sizes: Tensor, batch_first: bool, value: float, total: int
+) -> tuple[Tensor, Tensor]:
+    """The steps of packed sequences in a tensor with an axis for sequences, and their lengths."""
+    counts = sizes.tolist()
+    steps, batch = max(total, len(counts)), counts[0]
+    filled = data.new_full((steps * batch - len(data), *data.shape[1:]), value)
+    padded = torch.cat([data, filled]).unflatten(0, (steps, batch))
+    with _disable_current_modes():
+        lengths = torch.tensor([sum(n > at for n in counts) for at in range(batch)])
+    return padded.transpose(0, 1) if batch_first else padded, lengths
+
+
+def _run(layer: Callable[..., Any], data: Tensor, *args: Any) -> Any:
+    """A layer over padded sequences, or over packed ones: then ``args`` begin with the sizes."""
+    if not isinstance(args[0], torch.Tensor) or args[0].dtype != torch.int64:
+        return layer(data, *args)
+    sizes, states, weights, *options = args
+    steps, batch = len(sizes), int(sizes[0])
+    mean = len(data) // steps
+    states = [states] if isinstance(states, torch.Tensor) else states
+    first = [state[:, :mean].contiguous() for state in states]
+    rows = data[: steps * mean].view(steps, mean, -1)
+    given = first if len(first) > 1 else first[0]
+    output, *last = layer(rows, given, weights, *options, False)
+    output = output.flatten(0, 1)
+    more = output[:1].expand(len(data) - len(output), -1)
+    ends = (torch.cat([s, s[:, :1].expand(-1, batch - mean, -1)], 1) for s in last)
+    return torch.cat([output, more]), *ends
+
+
+def attend_nested(attend: Callable[..., Tensor], *qkv: Any) -> Any:
+    """Attention of jagged tensors (batch, heads, length, width): of sequences of mean length."""
+    packed, batch = [t.transpose(1, 2) for t in qkv], qkv[0].shape[0]
+    means = [len(t.values()) // batch for t in packed]
+    dense = [
+        t.values()[: batch * mean].unflatten(0, (batch, mean)).transpose(1, 2)
+        for t, mean in zip(packed, means, strict=True)
+    ]
+    output = attend(*dense).transpose(1, 2).flatten(0, 1)
+    more = output[:1].expand(len(packed[0].values()) - len(output), -1, -1)
+    rows = torch.cat([output, more])
+    return torch.nested.nested_tensor_from_jagged(rows, packed[0].offsets()).transpose(1, 2)
+
+
+@contextmanager
+def packed_sequences() -> Iterator[None]:
+    """Let sequences be packed, go through recurrent layers and be unpacked inside the context."""
+
+    def lengths(mode: Any, *, nt_tensor_id: int | None = None) -> Any:
+        return torch.SymInt(NestedIntNode(next(numbers), 1))  # as of tensors that have data
+
+    functions: Any = torch._VF
+    numbers = count(2**20)
+    ours: dict[str, Any] = {name: partial(_run, getattr(functions, name)) for name in LAYERS}
+    ours |= {"_pack_padded_sequence": _pack, "_pad_packed_sequence": _pad}
+    with (
+        patch.object(FakeTensorMode, "create_symbolic_nested_int", lengths),
+        patch.multiple(functions, **ours),
+    ):
+        yield

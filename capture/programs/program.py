@@ -1,0 +1,76 @@
+"""A captured program: what the ranks that do different work launch in one step.
+
+It is kept as gzip JSON, which is read without torch and never executed.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from itercast.capture.base.files import write_atomic
+from itercast.capture.base.yaml_text import made_of, typed
+from itercast.capture.input.lane import InputLane
+from itercast.capture.opcall import StepCapture
+from itercast.capture.recorder.cache import pack, unpack
+
+COLLECTIVE = "itercast.collective"
+HOST = "itercast.host"
+RECORD, WAIT, HOST_WAIT = "itercast.record", "itercast.wait", "itercast.host_wait"
+MARKS = (RECORD, WAIT, HOST_WAIT)
+FIRST_GROUP_STREAM = 1000  # the streams of groups are numbered from here
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramCapture:
+    """One step of a program over ``world_size`` ranks: the launches of some, by their number.
+
+    Beside op calls the launches are Python of parallel wrappers, ``itercast.host`` with the name of
+    an event and its number of tensors, and marks of three kinds, which take no time. A *point* is a
+    number:
+
+        itercast.record      (point,)  all that its stream was given so far is done at this point
+        itercast.wait        (point,)  what its stream is given from now on waits for the point
+        itercast.host_wait   (point,)  the host waits for the point
+
+    A collective is one call, ``itercast.collective``. If the program goes on beside it, it is on a
+    stream of its group's own, between the marks that make it wait for its input and others for it;
+    messages to and from a rank have a stream each, since NCCL runs them side by side.
+
+    ``peak_bytes``: the most memory that a rank's tensors take during the step. ``samples`` and
+    ``tokens`` of a rank's step, 0 where they are not known. ``optimizer_steps``: how often one
+    optimizer steps in it. ``notes``: what was assumed of it, in sentences.
+    """
+
+    world_size: int
+    ranks: Mapping[int, StepCapture]
+    peak_bytes: Mapping[int, int]
+    samples: int = 0
+    tokens: int = 0
+    optimizer_steps: int = 1
+    notes: tuple[str, ...] = ()
+
+
+def write_program(program: ProgramCapture, path: Path, lane: InputLane | None = None) -> None:
+    """Write a captured program, with the input lane of its DataLoader."""
+    plain = {f.name: pack(getattr(program, f.name)) for f in fields(program)}
+    plain["input"] = asdict(lane) if lane else None
+    write_atomic(path, gzip.compress(json.dumps(plain).encode(), 3))
+
+
+def read_program(path: Path) -> tuple[ProgramCapture, InputLane | None]:
+    """A captured program and its input lane; ValueError for any other file."""
+    try:
+        plain = json.loads(gzip.decompress(path.read_bytes()))
+        lane, ranks = plain.pop("input"), plain.pop("ranks").items()
+        by_rank = {int(r): typed(StepCapture, unpack(s), f"rank {r}") for r, s in ranks}
+        peaks = {int(r): n for r, n in plain.pop("peak_bytes").items()}
+        notes = tuple(map(str, plain.pop("notes")))
+        program = ProgramCapture(**plain, ranks=by_rank, peak_bytes=peaks, notes=notes)
+        return program, made_of(InputLane, lane, "input") if lane else None
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise ValueError(f"{path}: not a captured program: {exc}") from exc

@@ -1,0 +1,267 @@
+"""Runs an unchanged training script as one rank of many, on GPUs that need not exist.
+
+``python -m itercast.capture.programs.script ORDER RESULT`` captures the script that the JSON
+text ORDER names, and writes what it launched in one step to the file RESULT.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing.util
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.utils.data import dataloader
+
+from itercast.capture.base.files import write_atomic
+from itercast.capture.base.user_errors import first_line
+from itercast.capture.input.batches import TakenBatches, real_batches
+from itercast.capture.programs.capture import capture_ranks, runs_of_steps
+from itercast.capture.programs.log import ProgramLog
+from itercast.capture.programs.machine import EmulatedGpu, gpus_that_are_not_there
+from itercast.capture.programs.program import ProgramCapture, write_program
+from itercast.capture.programs.steps import KINDS, EnoughSteps, Lines, Steps, told
+
+DATA = dataloader.__file__  # starts workers, which fork
+OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false"}
+PROGRAMS = ("system", "posix_spawn", "posix_spawnp", "forkpty", "execv", "execve")
+PACKAGES = str(Path(torch.__file__).parents[1])  # site-packages
+
+
+class RefusedError(ValueError):
+    """Raised where a script does what a forecast cannot follow, with the line that does it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """A script with its arguments; ``steps`` run, the last one is captured."""
+
+    path: Path
+    arguments: Sequence[str] = ()
+    steps: int = 3
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the script and of the modules that it imports from beside it."""
+        return self.path.resolve().parent
+
+    def owns(self, file: str) -> bool:
+        """Whether a file lies in that folder and not in an environment inside it."""
+        return _lies_beside(self.path, file)
+
+    def lines(self, frames: Iterable[traceback.FrameSummary]) -> Lines:
+        """The lines of the user's own code among calls."""
+        return tuple((f.filename, f.lineno or 0) for f in frames if self.owns(f.filename))
+
+    def __post_init__(self) -> None:
+        if self.steps < 2:
+            raise ValueError(f"steps {self.steps}: at least 2, the first one makes optimizer state")
+        if not self.path.is_file():
+            raise ValueError(f"script {str(self.path)!r}: no such file")
+
+
+def capture_script(
+    script: Script, gpu: EmulatedGpu, world_size: int, per_node: int, taken: TakenBatches
+) -> ProgramCapture:
+    """Capture a step of a script, mostly from one step of its optimizer to the next (``Steps``).
+
+    ``per_node`` GPUs share a node. RefusedError names the line of the script that cannot run so.
+    """
+    notes, optimizer_steps = dict[str, None](), list[int]()
+
+    def run(rank: int, log: ProgramLog) -> None:
+        for name, module in list(sys.modules.items()):  # each rank imports the script's own anew
+            if not name.startswith(("__main__", "itercast")) and script.owns(_file(module)):
+                del sys.modules[name]
+        with ExitStack() as stack:
+            if gpu.kind != "cpu":
+                machine = gpus_that_are_not_there(gpu, min(per_node, world_size), rank % per_node)
+                stack.enter_context(machine)
+            stack.enter_context(_nothing_outside(script))
+            stack.enter_context(real_batches(taken))
+            steps = _run_until(script, log, taken)
+        notes.update(dict.fromkeys(steps.notes))
+        optimizer_steps.append(steps.optimizer_steps)
+        for guess, frames in log.guesses.items():
+            notes[f"{guess}{_place(frames, script)}"] = None
+
+    captured = capture_ranks(run, world_size)
+    return replace(
+        captured,
+        samples=sum(taken.samples),
+        optimizer_steps=max(optimizer_steps),
+        notes=tuple(notes),
+    )
+
+
+def _run_until(script: Script, log: ProgramLog, taken: TakenBatches) -> Steps:
+    """Run the script until it has made enough steps; the log is that of the last one."""
+    steps = Steps(script.steps, log, taken, lambda: script.lines(traceback.extract_stack()))
+    argv = [str(script.path), *script.arguments]
+    try:
+        with (
+            patch.object(sys, "argv", argv),
+            patch.object(sys, "path", [str(script.folder), *sys.path]),
+            runs_of_steps(log),
+        ):
+            runpy.run_path(str(script.path), run_name="__main__")
+    except (Exception, SystemExit, EnoughSteps) as exc:
+        exits = isinstance(exc, SystemExit) and not exc.code
+        ended = steps.kept and (exits or KINDS[steps.kind] == "optimizer")
+        if not (steps.enough or ended):  # else it fails on its way out
+            raise _refusal(exc, steps.done, script) from exc
+    if not steps.kept:
+        raise RefusedError(_too_few(steps.done, script, "ends"))
+    steps.restore()
+    return steps
+
+
+def _refusal(exc: BaseException, done: int, script: Script) -> RefusedError:
+    """The one line that says what of a script cannot be forecast, and where it is."""
+    if isinstance(exc, SystemExit):
+        return RefusedError(_too_few(done, script, f"exits with {exc.code!r}"))
+    where = _place(traceback.extract_tb(exc.__traceback__), script)
+    return RefusedError(f"{first_line(exc)}{where}")
+
+
+def _too_few(done: int, script: Script, how: str) -> str:
+    needed = f"{script.steps} are needed, of an optimizer, backward or forward"
+    return f"{script.path.name} {how} after {done} steps; {needed}"
+
+
+def _place(frames: Iterable[traceback.FrameSummary], script: Script) -> str:
+    """The last line of the user's own code among calls, in brackets; or nothing."""
+    return told(script.lines(frames))
+
+
+@contextmanager
+def _nothing_outside(script: Script) -> Iterator[None]:
+    """Refuse sockets and programs; workers of DataLoaders are left alone.
+
+    Of processes that a script starts for its ranks, that of this rank runs here, the others not.
+    """
+
+    def refuse(what: str) -> Callable[..., Any]:
+        def refused(*args: Any, **kwargs: Any) -> Any:
+            raise RefusedError(f"the script {what}, which a forecast does not allow")
+
+        return refused
+
+    def local(name: str, refused: Callable[..., Any]) -> Callable[..., Any]:
+        method = getattr(socket.socket, name)
+
+        def call(own: socket.socket, *args: Any) -> Any:  # workers pass batches by Unix sockets
+            return method(own, *args) if own.family == socket.AF_UNIX else refused()
+
+        return call
+
+    import torch.multiprocessing as mp
+
+    def of_workers(start: Callable[..., Any], refused: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            frames = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
+            return start(*args) if DATA in frames else refused()
+
+        return call
+
+    def not_found(own: Any, args: Any, *others: Any, **options: Any) -> None:
+        program = args if isinstance(args, str | bytes) else next(iter(args), "")
+        raise FileNotFoundError(f"{program!r}: a forecast starts no other programs")
+
+    others: dict[str, Any] = dict.fromkeys(PROGRAMS, refuse("starts another program"))
+
+    def spawned(function: Callable[..., Any], args: Any = (), *more: Any, **options: Any) -> None:
+        function(int(os.environ["LOCAL_RANK"]), *args)  # as one of the processes that it starts
+
+    start, started = BaseProcess.start, Counter[Any]()
+
+    def starting(own: Any) -> None:
+        if not script.owns(sys._getframe(1).f_code.co_filename):
+            start(own)
+            return
+        rank, started[own._target] = started[own._target], started[own._target] + 1
+        if rank == int(os.environ["LOCAL_RANK"]):
+            own.run()
+
+    join = BaseProcess.join
+
+    def joined(own: Any, timeout: float | None = None) -> None:
+        if own._popen is not None:
+            join(own, timeout)
+
+    spawn, spawns = multiprocessing.util.spawnv_passfds, refuse("spawns processes")
+    with (
+        patch.object(os, "fork", of_workers(os.fork, refuse("forks"))),
+        patch.multiple(os, **others),
+        patch.object(subprocess.Popen, "__init__", not_found),
+        patch.object(multiprocessing.util, "spawnv_passfds", of_workers(spawn, spawns)),
+        patch.dict(os.environ, OFFLINE),
+        patch.object(socket.socket, "connect", local("connect", refuse("opens a connection"))),
+        patch.object(socket.socket, "bind", local("bind", refuse("opens a socket"))),
+        patch.multiple(mp, spawn=spawned, start_processes=spawned),
+        patch.multiple(BaseProcess, start=starting, join=joined),
+        patch.object(torch, "save", lambda *args, **options: None),  # there is no data
+    ):
+        yield
+
+
+def main(order: str, result: str) -> int:
+    """Capture the script of an order into a file; one line on stderr and 2 where it cannot be."""
+    asked = json.loads(order)
+    taken = TakenBatches()
+    try:
+        script = Script(
+            path=Path(asked["script"]), arguments=asked["arguments"], steps=asked["steps"]
+        )
+        captured = capture_script(
+            script, EmulatedGpu(**asked["gpu"]), asked["world_size"], asked["per_node"], taken
+        )
+    except ValueError as exc:
+        print(f"itercast: {str(exc).splitlines()[0]}", file=sys.__stderr__)
+        return 2
+    write_program(captured, Path(result), taken.lane(script.path.name))
+    own = [_file(module) for module in list(sys.modules.values())]
+    files = {script.path.resolve(), *(Path(f).resolve() for f in own if f)}
+    users = [f for f in files if f.suffix == ".py" and f.is_file() and not _installed(f)]
+    read = {str(f): f.read_bytes() for f in users}
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in read.items()}
+    write_atomic(Path(result).with_suffix(".files"), json.dumps(digests).encode())
+    return 0
+
+
+@cache
+def _lies_beside(script: Path, file: str) -> bool:
+    path = Path(file).resolve()
+    beside = path.is_relative_to(script.resolve().parent)
+    return path.is_file() and beside and not _installed(path)
+
+
+def _file(module: Any) -> str:
+    """The file of a module; empty for one without."""
+    return str(getattr(module, "__file__", None) or "")
+
+
+def _installed(path: Path) -> bool:
+    """Whether a file belongs to Python or a package, not to the user."""
+    return str(path).startswith((PACKAGES, sys.prefix, sys.base_prefix))
+
+
+if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the current folder, in which "python script.py" finds no modules
+    os._exit(main(*sys.argv[1:]))

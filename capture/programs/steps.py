@@ -1,0 +1,185 @@
+"""Finds the iterations of a script: where one ends and the next begins."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import linecache
+from collections import Counter
+from collections.abc import Callable, Container, Hashable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+from torch.optim import Optimizer
+
+from itercast.capture.input.batches import TakenBatches
+from itercast.capture.opcall import OpCall
+from itercast.capture.programs.log import ProgramLog
+
+# What ends a step, from what says least. CUDA graphs are warmed up on a stream of their own.
+KINDS = ("forward", "backward", "warm-up", "optimizer")
+PATIENCE = 4  # times the forwards asked for, until a script without an optimizer makes none
+LONGEST = 20  # times the steps asked for, within which what an iteration runs once comes again
+
+Lines = tuple[tuple[str, int], ...]  # files and lines of the user's calls, the innermost last
+Place = tuple[int, Lines]  # what ended, where
+
+
+class EnoughSteps(BaseException):
+    """Ends a script when enough of its steps ran; no ``except Exception`` of it stops this."""
+
+
+class Step(NamedTuple):
+    """What a rank launched in a step, what ended in it, and how often each optimizer stepped."""
+
+    calls: list[OpCall]
+    host: dict[str, int]
+    peak_bytes: int
+    samples: list[int]
+    places: set[Place]
+    stepped: Counter[int]
+
+
+class Steps:
+    """Tells the steps of a running script, and keeps what its rank launched in one iteration.
+
+    A step ends with each step of the first optimizer that the same line calls. In a script that
+    makes none it ends with each backward that is called from the same line, in one without these
+    with each forward of a module. ``lines`` tells which lines run now; ``notes`` say what a step
+    is, if none of an optimizer.
+
+    An iteration is one step, or several where a loop runs some of its lines less often: rollouts,
+    generators that critics outnumber. It lasts until the rarest of them has come again.
+    """
+
+    def __init__(
+        self, wanted: int, log: ProgramLog, taken: TakenBatches, lines: Callable[[], Lines]
+    ) -> None:
+        self.wanted, self.log, self.taken, self.lines = wanted, log, taken, lines
+        self.kind, self.ends = 0, Counter[Hashable]()
+        self.ended, self.kept = list[Step](), list[Step]()
+        self.places, self.stepped, self.trained = set[Place](), Counter[int](), set[int]()
+        self.enough, self.notes = False, list[str]()
+        self.older = WeakSet(_optimizers(()))  # such as another rank's
+        log.ended = self.end
+
+    @property
+    def done(self) -> int:
+        """How many steps ended."""
+        return max(self.ends.values(), default=0)
+
+    @property
+    def optimizer_steps(self) -> int:
+        """How often one optimizer steps in the iteration that was kept."""
+        return max(sum((step.stepped for step in self.kept), Counter()).values(), default=1)
+
+    def end(self, kind: str, owner: Any) -> None:
+        """Note the end of one of ``KINDS``; owner: the optimizer, or the module."""
+        at = KINDS.index("warm-up" if kind == "optimizer" and self.log.stream else kind)
+        self._end(at, owner, self.lines())
+
+    def _end(self, kind: int, owner: Any, lines: Lines) -> None:
+        if self.log.after_graph is not None:  # it ends whenever the graph is launched
+            self.log.after_graph.append(partial(self._end, kind, owner, lines))
+            return
+        if getattr(owner, "training", True):  # no evaluation
+            self.places.add((kind, lines))
+        if KINDS[kind] == "optimizer":
+            self.stepped[id(owner)] += 1
+            self.trained |= _trained_by(owner)
+        if kind < self.kind:
+            return
+        if kind > self.kind:
+            self.places = self.places.union(*(step.places for step in self.ended))
+            self.kind, self.ends, self.ended, self.kept = kind, Counter(), [], []
+        place = (id(owner), lines)
+        self.ends[place] += 1
+        if place == max(self.ends, key=self.ends.__getitem__):  # the first of the most frequent
+            self._next(lines)
+
+    def _next(self, lines: Lines) -> None:
+        """Keep the step that ended, and begin the next one or end the script."""
+        if self.enough:
+            raise EnoughSteps
+        log = self.log
+        launched = (log.calls, log.host, log.peak_bytes, self.taken.samples)
+        self.ended.append(Step(*launched, self.places, self.stepped))
+        self.places, self.stepped = set(), Counter()
+        log.reset()
+        self.taken.begin_step()
+        kind = KINDS[self.kind]
+        if self.done == self.wanted:
+            self.kept = self.ended[-1:]
+            note = f"a step is taken to be from one {kind} to the next{told(lines)}"
+            self.notes = [] if kind == "optimizer" else [note]
+        if self.kept and kind == "optimizer":
+            self.enough = self._is_whole(lines)
+        elif self.kept and kind != "warm-up":  # until nothing that says more is expected
+            times = PATIENCE if kind == "forward" else 1
+            self.enough = self.done == times * self.wanted and not _optimizers(self.older)
+        if self.enough:
+            raise EnoughSteps
+
+    def _is_whole(self, lines: Lines) -> bool:
+        """Whether an iteration ended, which is kept then, or is waited for no longer."""
+        steps = [step.places for step in self.ended]
+        often = Counter(place for places in steps for place in places)
+        once = {place for place in steps[0] if often[place] == 1}
+        before = {place for place in once if not _in_one_loop(place[1], lines)}
+        rarest = min(often.keys() - before, key=often.__getitem__)
+        last = [i for i, places in enumerate(steps) if rarest in places][-2:]
+        if len(last) == 2 and last[1] == len(steps) - 1 and not self._awaits_optimizers():
+            self.kept = self.ended[last[0] + 1 :]
+            return True
+        if len(steps) < LONGEST * self.wanted:
+            return False
+        if len(last) == 1:
+            self.notes = [f"what came once in {len(steps)} steps is left out{told(rarest[1])}"]
+        return True
+
+    def _awaits_optimizers(self) -> bool:
+        """Whether one was made that has not stepped, nor another with its parameters."""
+        owned = map(_trained_by, _optimizers(self.older))
+        return any(own and not own & self.trained for own in owned)
+
+    def restore(self) -> None:
+        """Let the log and the batches be those of the iteration that was kept."""
+        log, host = self.log, Counter[str]()
+        for step in self.kept:
+            host.update(step.host)
+        log.calls = [call for step in self.kept for call in step.calls]
+        log.host, log.peak_bytes = dict(host), max(step.peak_bytes for step in self.kept)
+        self.taken.samples = [n for step in self.kept for n in step.samples]
+
+
+def told(lines: Lines) -> str:
+    """The innermost of some lines, in brackets."""
+    if not lines:
+        return ""
+    file, number = lines[-1]
+    return f" ({Path(file).name}:{number}: {linecache.getline(file, number).strip()})"
+
+
+def _optimizers(older: Container[Optimizer]) -> list[Optimizer]:
+    """All that are alive but older ones."""
+    made = (one for one in gc.get_objects() if issubclass(type(one), Optimizer))
+    return [one for one in made if one not in older]
+
+
+def _trained_by(optimizer: Any) -> set[int]:
+    """The ids of an optimizer's parameters."""
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+def _in_one_loop(one: Lines, other: Lines) -> bool:
+    """Whether a loop of the user's code runs both lines."""
+    for (file, a), (also, b) in zip(one, other, strict=False):
+        tree = ast.parse("".join(linecache.getlines(file)))
+        loops = [n for n in ast.walk(tree) if isinstance(n, ast.For | ast.While)]
+        if any(n.lineno <= min(a, b) and max(a, b) <= (n.end_lineno or 0) for n in loops):
+            return True
+        if (file, a) != (also, b):
+            return False
+    return False

@@ -1,0 +1,204 @@
+"""Streams, events and CUDA graphs of a captured program, which record what waits for what.
+
+Code that runs on any device takes its streams from ``torch.cuda`` or ``torch.cpu``. While a program
+is captured, both have the classes below: they do nothing but tell the log which stream ops are
+launched on, and where one stream waits for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from itercast.capture.opcall import OpCall
+from itercast.capture.programs.log import ProgramLog
+from itercast.capture.programs.program import HOST
+
+
+class Streams:
+    """The streams of one program: makes them, and knows the current one."""
+
+    def __init__(self, log: ProgramLog) -> None:
+        self.log = log
+        self.numbers = count()
+        # classes, which programs name in annotations; device and priority change nothing
+        self.stream_class = type("Stream", (Stream,), {"streams": self})
+        self.event_class = type("Event", (Event,), {"streams": self})
+        self.graph_class = type("CUDAGraph", (Graph,), {"streams": self})
+        self.default = self.current = self.stream_class()
+
+    @contextmanager
+    def use(self, stream: Stream | None) -> Iterator[None]:
+        """Launch ops on ``stream`` inside the context; None changes nothing."""
+        before = self.current
+        self.select(stream or before)
+        try:
+            yield
+        finally:
+            self.select(before)
+
+    def select(self, stream: Stream) -> None:
+        """Launch ops on ``stream`` from now on."""
+        self.current, self.log.stream = stream, stream.number
+
+    def synchronize(self, device: Any = None) -> None:
+        """Let the host wait for the current stream: others are awaited by the program itself."""
+        self.current.synchronize()
+
+    def namespace(self) -> dict[str, Any]:
+        """The functions and classes to put into ``torch.cuda`` or ``torch.cpu``, by name."""
+        return {
+            "Stream": self.stream_class,
+            "Event": self.event_class,
+            "stream": self.use,
+            "StreamContext": self.use,
+            "set_stream": self.select,
+            "current_stream": lambda device=None: self.current,
+            "default_stream": lambda device=None: self.default,
+            "synchronize": self.synchronize,
+            "CUDAGraph": self.graph_class,
+            "graph": captured_graph,
+            "graph_pool_handle": lambda: (0, 0),
+            "is_current_stream_capturing": lambda: self.log.after_graph is not None,
+        }
+
+
+class Stream:
+    """A queue of launches, as ``torch.cuda.Stream``."""
+
+    streams: Streams
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.number = next(self.streams.numbers)
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Wait for all that the other stream was given so far."""
+        if stream is not self:
+            self.wait_event(stream.record_event())
+
+    def wait_event(self, event: Event) -> None:
+        """Wait for what an event recorded."""
+        event.wait(self)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """An event at what this stream was given so far."""
+        event = event or self.streams.event_class()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        """Let the host wait for all that this stream was given so far."""
+        self.record_event().synchronize()
+
+    def query(self) -> bool:
+        """Whether all is done; a program that asks is told so."""
+        return True
+
+    def __enter__(self) -> Stream:
+        self._outer = self.streams.current
+        self.streams.select(self)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.streams.select(self._outer)
+
+
+class Event:
+    """A point of a stream, as ``torch.cuda.Event``; its times are zero."""
+
+    streams: Streams
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.point: int | None = None
+        self.stream = 0
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Take the point that a stream has reached, by default the current one."""
+        at = stream or self.streams.current
+        self.stream, self.point = at.number, self.streams.log.record(at.number)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Let a stream, by default the current one, wait for the point; none was taken: go on."""
+        at = stream or self.streams.current
+        if self.point is not None and at.number != self.stream:
+            self.streams.log.wait(at.number, self.point)
+
+    def synchronize(self) -> None:
+        """Let the host wait for the point."""
+        if self.point is not None:
+            self.streams.log.host_wait(self.point)
+
+    def query(self) -> bool:
+        """Whether the point was reached; a program that asks is told so."""
+        return True
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds between two events: nothing runs, so none."""
+        return 0.0
+
+
+class Graph:
+    """A CUDA graph, as ``torch.cuda.CUDAGraph``: one launch of all that is launched in its capture.
+
+    Its tensors stay in memory. ``after``: called after each launch.
+    """
+
+    streams: Streams
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.calls: list[OpCall] = []
+        self.after: list[Callable[[], None]] = []
+
+    def capture_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Take what is launched from now on."""
+        log = self.streams.log
+        log.after_graph, self.start, self.host = self.after, len(log.calls), dict(log.host)
+        self.stream, self.peak, log.peak_bytes = log.stream, log.peak_bytes, log.live_bytes
+
+    def capture_end(self) -> None:
+        """Take nothing more; what was launched since ``capture_begin`` did not run."""
+        log = self.streams.log
+        log.after_graph, log.host = None, self.host
+        self.calls = [c for c in log.calls[self.start :] if c.op != HOST]
+        del log.calls[self.start :]
+        log.live_bytes = log.peak_bytes
+        log.peak_bytes = max(self.peak, log.live_bytes)
+
+    def replay(self) -> None:
+        """Launch all of it on the current stream."""
+        log = self.streams.log
+        number = -1 - next(log.points)
+        for call in self.calls:
+            stream = log.stream if call.stream == self.stream else call.stream
+            log.calls.append(replace(call, graphed=number, stream=stream))
+        for ended in self.after:
+            ended()
+
+    def pool(self) -> tuple[int, int]:
+        """The pool of its memory."""
+        return (0, 0)
+
+
+@contextmanager
+def captured_graph(graph: Graph, *args: Any, **kwargs: Any) -> Iterator[None]:
+    """As ``torch.cuda.graph``."""
+    graph.capture_begin()
+    yield
+    graph.capture_end()
+
+
+@contextmanager
+def recorded_streams(log: ProgramLog) -> Iterator[Streams]:
+    """Put recording streams into ``torch.cuda`` and ``torch.cpu`` inside the context."""
+    streams = Streams(log)
+    with (
+        patch.multiple(torch.cpu, create=True, **streams.namespace()),
+        patch.multiple(torch.cuda, create=True, **streams.namespace()),
+    ):
+        yield streams

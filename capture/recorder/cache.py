@@ -1,0 +1,74 @@
+"""Captured steps stored on disk as gzip JSON, which is read without torch and never executed."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from itercast.capture.base.files import write_atomic
+from itercast.capture.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+
+log = logging.getLogger(__name__)
+MARKS = {TensorSpec: "#t", OpCall: "#c", ParamSpec: "#p", StepCapture: "#s"}
+MARKED = {mark: (kind, [f.name for f in fields(kind)]) for kind, mark in MARKS.items()}
+
+
+def pack(value: Any) -> Any:
+    """A capture, or a part of it, as plain values: of a dataclass a list under its mark."""
+    if mark := MARKS.get(type(value)):
+        return {mark: [pack(getattr(value, name)) for name in MARKED[mark][1]]}
+    if isinstance(value, tuple | list):
+        return [pack(v) for v in value]
+    return {k: pack(v) for k, v in value.items()} if isinstance(value, Mapping) else value
+
+
+def unpack(value: Any) -> Any:
+    """What ``pack`` made these values of, with tuples for lists."""
+    if isinstance(value, list):
+        return tuple(map(unpack, value))
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1 and (known := MARKED.get(next(iter(value)))):
+        kind, names = known
+        (row,) = value.values()
+        return kind(**dict(zip(names, map(unpack, row), strict=True)))
+    return {k: unpack(v) for k, v in value.items()}
+
+
+def dumps(capture: StepCapture) -> bytes:
+    """The capture as gzip JSON."""
+    return gzip.compress(json.dumps(pack(capture)).encode(), 3)
+
+
+def loads(data: bytes) -> StepCapture:
+    """The capture that ``dumps`` wrote; ValueError for anything else."""
+    try:
+        capture = unpack(json.loads(gzip.decompress(data)))
+    except (OSError, EOFError, zlib.error, ValueError, TypeError, RecursionError) as exc:
+        raise ValueError(f"not a captured step: {exc}") from exc
+    if not isinstance(capture, StepCapture):
+        raise ValueError("not a captured step")
+    return capture
+
+
+def cached(key: str, make: Callable[[], StepCapture], folder: Path) -> StepCapture:
+    """Read the capture stored under ``key``; make and store it if it is missing or unreadable.
+
+    Where nothing can be written it is made every time.
+    """
+    path = folder / f"{key}.json.gz"
+    try:
+        return loads(path.read_bytes())
+    except (OSError, ValueError):
+        capture = make()
+    try:
+        write_atomic(path, dumps(capture))
+    except OSError as exc:
+        log.warning("captures are not kept: %s", exc)
+    return capture

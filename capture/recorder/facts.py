@@ -1,0 +1,117 @@
+"""What is known about the values of fake tensors (masks, counts, indices), and what follows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isinf
+
+import torch
+from torch import Tensor
+
+from itercast.capture.opcall import Args, Argument, Kwargs
+
+KNOWN_LIMIT = 2**24  # elements of the largest tensor whose values are computed: 0.1 s each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """What is known about the values of one fake tensor; all None: nothing.
+
+    ``mean`` is the expected value of an element (masks, counts). ``top``: elements are uniform over
+    0..top (indices, running counts; infinity for tokens). ``values`` is a real tensor of the same
+    shape with the values themselves. ``drawn``: they were drawn at random. ``guessed``: it rests on
+    what is assumed of data that nobody knows.
+    """
+
+    mean: float | None = None
+    top: float | None = None
+    values: Tensor | None = None
+    drawn: bool = False
+    guessed: bool = False
+
+
+def is_small_integer(tensor: Tensor) -> bool:
+    """Whether a tensor holds integers or a mask, and is small enough to compute its values."""
+    integers = not (tensor.is_floating_point() or tensor.is_complex())
+    return integers and tensor.layout == torch.strided and tensor.numel() <= KNOWN_LIMIT
+
+
+def evenly_spread(args: Args, output: Tensor) -> Tensor:
+    """Values for randint(high, ...), randint(low, high, ...) or randperm(n): all over the range."""
+    bounds = [a for a in args if isinstance(a, int)]
+    low, high = bounds if len(bounds) > 1 else (0, *bounds)
+    places = (torch.arange(output.numel(), dtype=torch.float64) + 0.5) / max(1, output.numel())
+    return (low + (high - low) * places).floor().to(output.dtype).reshape(output.shape)
+
+
+def flatten_lists(values: Sequence[Argument]) -> list[Argument]:
+    """The values with lists among them replaced by their elements, one level deep."""
+    return [v for item in values for v in (item if isinstance(item, list | tuple) else [item])]
+
+
+def share_passing_finite_check(name: str, args: Args) -> float | None:
+    """Share of elements for which a check for NaN or infinity is true, all numbers being finite.
+
+    ``x == x`` is such a check, and ``x == inf``. None for any other op.
+    """
+    if name in ("isnan", "isinf"):
+        return 0.0
+    if name not in ("eq", "ne"):
+        return None
+    same = args[1] is args[0]
+    infinite = isinstance(args[1], float) and isinf(args[1])
+    return float((name == "eq") == same) if same or infinite else None
+
+
+def is_mask(value: object) -> bool:
+    """Whether a value selects elements when it is used as an index."""
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.bool, torch.uint8)
+
+
+def is_number(value: Argument, number: int) -> bool:
+    """Whether a value is this number, and not a tensor."""
+    return isinstance(value, int | float) and value == number
+
+
+def index_axis(name: str, args: Args, kwargs: Kwargs) -> int | None:
+    """The axis of which topk, sort, argmax, max or min return indices; None for all elements."""
+    place = {"topk": 2, "sort": 1}.get(name, 1)
+    default = {"topk": -1, "sort": -1}.get(name)
+    axis = kwargs.get("dim", args[place] if len(args) > place else default)
+    return axis if isinstance(axis, int) else None
+
+
+def fact_of_comparison(
+    name: str, known: Fact | None, other: Argument, second: Fact | None, args: Args
+) -> Fact | None:
+    """The fact about a comparison's result, or that of masks combined; None if nothing follows.
+
+    ``known`` is the fact about the first operand, ``second`` that about ``other``.
+    """
+    if known is None:
+        return None
+    if known.top:
+        return _compared_uniform(name, known.top, other)
+    if known.mean is None:
+        return None
+    if name == "cumsum":
+        return Fact(top=known.mean * args[0].shape[args[1]])
+    if name == "eq" and args[0].dim() == 0 and isinstance(other, int | float):
+        return Fact(mean=float(known.mean == other))  # a sum: whether all are
+    if name in ("gt", "ne") and is_number(other, 0):
+        return Fact(mean=min(1.0, known.mean))
+    if name in ("logical_not", "bitwise_not"):
+        return Fact(mean=1 - known.mean)
+    if name in ("mul", "bitwise_and", "logical_and") and second is not None and second.mean:
+        return Fact(mean=known.mean * second.mean)
+    return None
+
+
+def _compared_uniform(name: str, top: float, other: Argument) -> Fact | None:
+    """Share of elements uniform over 0..top that equal, exceed or stay below a number."""
+    shares = {"eq": 1 / top, "ne": 1 - 1 / top}
+    if isinstance(other, int | float):
+        below = min(1.0, float(other) / top)
+        shares |= {"le": below, "lt": below, "gt": 1 - below, "ge": 1 - below}
+    return Fact(mean=shares[name]) if name in shares else None

@@ -1,0 +1,71 @@
+"""Fake copies of modules and tensors: the same shapes, strides and dtypes without data."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
+from torch.utils._python_dispatch import _disable_current_modes
+
+from itercast.capture.recorder.sparse import check_layouts, fake_sparse, is_sparse
+
+Module = TypeVar("Module", bound=torch.nn.Module)
+Made = TypeVar("Made")
+
+
+def fake_module(module: Module, dtype: torch.dtype | None = None) -> Module:
+    """A copy of a module with fake tensors on the CPU; strides and tied weights are kept.
+
+    Floating-point tensors take ``dtype`` if one is given. ValueError for a module that cannot be
+    copied, or has a tensor in an unknown layout.
+    """
+    memo: dict[int, Tensor] = {}
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    check_layouts((f"{type(module).__name__}.{name}", tensor) for name, tensor in tensors)
+    for _, tensor in tensors:
+        if not isinstance(tensor, FakeTensor):
+            memo[id(tensor)] = fake_tensor(tensor, dtype)
+    if not memo:
+        return copy.copy(module)
+    with _disable_current_modes():
+        try:
+            return copy.deepcopy(module, memo)
+        except (TypeError, RuntimeError) as exc:
+            raise ValueError(f"cannot copy the structure of the module: {exc}") from exc
+
+
+def build_fake_else_real(build: Callable[[], Made]) -> Made:
+    """Call ``build`` under the current fake mode; without it if it reads values of tensors.
+
+    An example is timm's rate of dropped layers, a number read off ``torch.linspace``. Weights have
+    no initial values even then.
+    """
+    try:
+        return build()
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        with _disable_current_modes():
+            return build()
+
+
+def fake_tensor(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A tensor or parameter of the same shape and layout under the current fake mode.
+
+    Floating-point tensors take ``dtype`` if one is given.
+    """
+    dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    if is_sparse(tensor):
+        new = fake_sparse(tensor, dtype).requires_grad_(tensor.requires_grad)
+    else:
+        new = torch.empty_strided(
+            tensor.size(), tensor.stride(), dtype=dtype, requires_grad=tensor.requires_grad
+        )
+    parameter = isinstance(tensor, torch.nn.Parameter)
+    return torch.nn.Parameter(new, tensor.requires_grad) if parameter else new

@@ -1,0 +1,151 @@
+"""Patches under which models run on fake tensors as on real ones, eagerly and uncompiled."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import _get_current_function_mode_stack
+
+from itercast.capture.opcall import Argument
+from itercast.capture.recorder.attention import flex_as_sdpa
+from itercast.capture.recorder.fake import fake_tensor
+
+WARNS = "warn_if_padding_and_no_attention_mask"
+
+
+APPLY = torch.nn.Module._apply
+
+
+def _apply(module: torch.nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> Argument:
+    """Replace ``Module._apply`` (to, half, ...): convert in place, where torch's fails on fakes.
+
+    Modules on the meta device, and those with distributed tensors, are left to torch.
+    """
+    if any(p.is_meta or type(p.data) is not FakeTensor for p in module.parameters()):
+        return APPLY(module, fn, recurse)
+    for owner in module.modules() if recurse else [module]:
+        for parameter in owner.parameters(recurse=False):
+            with torch.no_grad():
+                converted = _on_cpu(fn(parameter))
+            if converted is not parameter:
+                parameter.data = converted
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[name] = _on_cpu(fn(buffer))
+    return module
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    if tensor.device.type != "cpu":
+        raise ValueError(f"a capture is made on the CPU: do not move the model to {tensor.device}")
+    return tensor
+
+
+def _format(tensor: Tensor, spec: str) -> str:
+    """Format a tensor without axes as its number if that is known, any other as its repr."""
+    try:
+        return format(tensor.item() if tensor.dim() == 0 else repr(tensor), spec)
+    except DataDependentOutputException:
+        return format(repr(tensor), spec)
+
+
+def _deepcopy(tensor: Tensor, memo: dict[int, Tensor]) -> Tensor:
+    """A new fake tensor of the same form; torch would copy the missing storage and fail."""
+    if id(tensor) not in memo:
+        memo[id(tensor)] = fake_tensor(tensor, None)
+    return memo[id(tensor)]
+
+
+@contextmanager
+def behave_like_real_tensors() -> Iterator[None]:
+    """Let fake tensors be converted in place, copied and formatted inside the context.
+
+    Functions of ``torch.nn.init`` do nothing: there is no data, and truncated distributions would
+    read theirs. Torch raises its errors without logging them at length.
+    """
+    init = {n: f for n, f in vars(torch.nn.init).items() if n.endswith("_") and n[:2] != "__"}
+    idle = dict.fromkeys(init, lambda tensor, *args, **kwargs: tensor)
+    torch_log = logging.getLogger("torch._subclasses.fake_tensor")
+    with (
+        patch.dict(vars(torch.nn.init), idle),
+        patch.object(torch.nn.Module, "_apply", _apply),
+        patch.object(FakeTensor, "__format__", _format),
+        patch.object(FakeTensor, "__deepcopy__", _deepcopy),
+        patch.object(torch_log, "disabled", True),
+    ):
+        yield
+
+
+@contextmanager
+def run_uncompiled() -> Iterator[None]:
+    """Run models eagerly inside the context, op by op.
+
+    Nothing is compiled, flex_attention is one op, and nn.TransformerEncoder takes no fast path in
+    inference.
+    """
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with _compiled_runs_eagerly(), _transformers_runs_eagerly(), flex_as_sdpa():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+@contextmanager
+def modes_in_backward() -> Iterator[None]:
+    """Let torch function modes that are on now be on in backward, where checkpoints run forward.
+
+    Torch switches them off while it calls ``backward``.
+    """
+    modes, run = _get_current_function_mode_stack(), _engine_run_backward
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        on = _get_current_function_mode_stack()
+        with ExitStack() as stack:
+            for mode in modes:
+                if mode not in on:
+                    stack.enter_context(mode)
+            return run(*args, **kwargs)
+
+    with patch.object(torch.autograd, "_engine_run_backward", run_backward):
+        yield
+
+
+@contextmanager
+def _compiled_runs_eagerly() -> Iterator[None]:
+    """Run functions wrapped by torch.compile without compiling them."""
+    if "torch._dynamo" not in sys.modules:  # nothing was wrapped; importing it takes a second
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextmanager
+def _transformers_runs_eagerly() -> Iterator[None]:
+    """Keep transformers from treating a fake tensor as a sign that a graph is being compiled.
+
+    It would build causal masks that eager steps leave to the attention kernel. Its looks at token
+    values are left out too: for padding, to warn of it, and for places of images, to count them.
+    """
+    module: Any = sys.modules.get("transformers.utils.import_utils")
+    models: Any = sys.modules.get("transformers.modeling_utils")
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, TRANSFORMERS_DISABLE_TORCH_CHECK="1"))
+        if hasattr(module, "is_fake_tensor"):
+            stack.enter_context(patch.object(module, "is_fake_tensor", lambda value: False))
+        if hasattr(models, "PreTrainedModel"):
+            silent = patch.object(models.PreTrainedModel, WARNS, lambda *args: None, create=True)
+            stack.enter_context(silent)
+        yield

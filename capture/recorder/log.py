@@ -1,0 +1,349 @@
+"""Capture of a training step as a list of op calls, on fake tensors: nothing is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from itercast.capture.base.user_errors import source_line
+from itercast.capture.base.yaml_text import facts_of
+from itercast.capture.opcall import (
+    ITEMSIZE_BYTES,
+    Args,
+    Argument,
+    Kwargs,
+    OpCall,
+    ParamSpec,
+    StepCapture,
+    TensorSpec,
+    torch_dtype,
+)
+from itercast.capture.recorder.attention import WholeAttention
+from itercast.capture.recorder.autocast import autocast_as_on_cuda
+from itercast.capture.recorder.fake_patches import (
+    behave_like_real_tensors,
+    modes_in_backward,
+    run_uncompiled,
+)
+from itercast.capture.recorder.recurrent import recurrent_networks
+from itercast.capture.recorder.routing import Routing
+from itercast.capture.recorder.sparse import (
+    FakeSparseOps,
+    as_row_ops,
+    check_layouts,
+    is_sparse,
+    layout_name,
+    values_of,
+)
+from itercast.capture.recorder.watch import (
+    MadeBy,
+    ModuleTracker,
+    count_host_events,
+    default_dtype,
+    record_ready_gradients,
+)
+from itercast.capture.recorder.zeros import mark_zeros
+from itercast.capture.step import Inputs, Loss, StepSettings, hidden_matrices, make_step
+
+DTYPES = {torch_dtype(name): name for name in ITEMSIZE_BYTES if name != "tf32"}
+DTYPES[torch.uint64] = "int64"
+FACTS = facts_of(__file__)
+IN_PLACE: Mapping[str, str] = FACTS["in_place"]
+UNDECLARED_VIEWS, SILENT = (
+    frozenset(f"aten::{op}" for op in FACTS[ops].split()) for ops in ("undeclared_views", "silent")
+)
+CAST = "aten._to_copy.default"
+ITEM = "aten._local_scalar_dense.default"  # the host reads a number
+TF32_DTYPES = {**DTYPES, torch.float32: "tf32"}
+TF32_OPS = frozenset(FACTS["tf32"].split())
+
+
+class OpLog(TorchDispatchMode):
+    """Logs every aten call that reaches the dispatcher below autograd.
+
+    ``routing`` computes the results of ops on fake tensors (``capture.routing``). With ``tf32`` the
+    fp32 operands of matrix products, convolutions and attention are logged as tf32.
+    """
+
+    def __init__(self, routing: Routing | None = None, tf32: bool = False) -> None:
+        super().__init__()
+        self.routing, self.tf32 = routing, tf32
+        self.calls: list[OpCall] = []
+        self.host = {"module_call": 0, "view_op": 0, "autograd_node": 0}
+        self.phase = "forward"
+        self.module = ""
+        self.stream = 0
+        self.paused = 0
+        self.names = DTYPES
+        self.networks: list[Kwargs] = []  # recurrent ones, see ``StepCapture``
+        self.network = MadeBy()
+        self._storages: dict[int, int] = {}
+        self._kept: list[torch.UntypedStorage] = []  # alive, so that no address is used twice
+
+    def reset(self) -> None:
+        """Forget the calls and host events, and keep the numbers of storages."""
+        self.calls, self.networks = [], []
+        self.host = dict.fromkeys(self.host, 0)
+
+    def storage(self, tensor: Tensor) -> int:
+        """The number of the memory behind a tensor, of a sparse one that behind its values."""
+        memory = values_of(tensor).untyped_storage()
+        key = memory._cdata
+        if key not in self._storages:
+            self._kept.append(memory)
+            self._storages[key] = len(self._storages)
+        return self._storages[key]
+
+    def _alias(self, tensor: Tensor, result: Tensor) -> None:
+        """Give an op's result the storage of the tensor that it would have overwritten."""
+        if tensor.stride() == result.stride():
+            self.storage(result)  # keeps it alive
+            self._storages[result.untyped_storage()._cdata] = self.storage(tensor)
+
+    def describe(self, value: Argument) -> Argument:
+        """Convert an op's argument: tensors to TensorSpec, dtypes and devices to text."""
+        if isinstance(value, torch.Tensor):
+            return self._sparse_spec(value) if is_sparse(value) else self._spec(value)
+        if isinstance(value, list | tuple):
+            return tuple(self.describe(v) for v in value)
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        return str(value)
+
+    def _spec(self, tensor: Tensor) -> TensorSpec:
+        shape, stride, dtype = tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+        if tensor.is_complex():  # pairs of real numbers
+            shape, stride = (*shape, 2), (*(2 * step for step in stride), 1)
+            dtype = dtype.to_real()
+        return TensorSpec(
+            shape=shape, dtype=self.names[dtype], stride=stride, storage=self.storage(tensor)
+        )
+
+    def _sparse_spec(self, tensor: Tensor) -> TensorSpec:
+        """A sparse tensor; ``nnz`` of one that stores whole rows counts their elements."""
+        return TensorSpec(
+            shape=tuple(tensor.shape),
+            dtype=self.names[tensor.dtype],
+            storage=self.storage(tensor),
+            layout=layout_name(tensor),
+            nnz=values_of(tensor).numel(),
+        )
+
+    def add(self, op: str, args: Args, kwargs: Kwargs, output: Argument) -> None:
+        """Log one call; one that is given its output, as that which makes it."""
+        if op.endswith(".out"):
+            op = op.removesuffix("out")
+            known = getattr(torch.ops.aten, op.split(".")[1]).overloads()
+            op += "Tensor" if "Tensor" in known else "default"
+            kwargs = {k: v for k, v in kwargs.items() if k != "out"}
+        self.names = TF32_DTYPES if self.tf32 and op in TF32_OPS else DTYPES
+        outputs = tuple(output) if isinstance(output, list | tuple) else (output,)
+        sparse = any(map(is_sparse, (*args, *outputs)))
+        if sparse:
+            op, args, outputs = as_row_ops(op, args, outputs)
+        described = self.describe(tuple(args))
+        in_place = self.phase == "backward" and op in IN_PLACE and not sparse
+        if in_place and described[0].shape == output.shape:
+            op = IN_PLACE[op]
+            self._alias(args[0], output)
+        self.calls.append(
+            OpCall(
+                op=op,
+                args=described,
+                kwargs={k: self.describe(v) for k, v in kwargs.items()},
+                outputs=tuple(self.describe(o) for o in outputs if isinstance(o, torch.Tensor)),
+                phase=self.phase,
+                module=self.module if self.phase == "forward" else "",
+                stream=self.stream,
+                within=self._network_pass(op),
+            )
+        )
+
+    def dtype_name(self, dtype: torch.dtype) -> str:
+        """The name of the dtype that matrix products of such operands are logged in."""
+        return (TF32_DTYPES if self.tf32 else DTYPES)[dtype]
+
+    def _network_pass(self, op: str) -> int:
+        """The number of the recurrent network's pass that runs now, 0 for none.
+
+        Casts by autocast, and their backward, are no part of it: they come before cuDNN's call.
+        """
+        number = self.network.number()
+        if op == CAST and number:
+            node = torch._C._current_autograd_node()
+            number = 0 if node is None or node.name().startswith("ToCopy") else number
+        return 2 * number - bool(self.network.running) if number else 0
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Argument:
+        if func.namespace == "prim":  # a question about a tensor, such as its device
+            return func(*args, **kwargs or {})
+        with torch._C.DisableTorchFunction():  # modes that watch a program slow shapes down
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
+        """Run an op that arrived and log it."""
+        if _consists_of_others(func):  # such ops of inference tensors come whole
+            with self:
+                return func.decompose(*args, **kwargs)
+        if self.routing is None:
+            output = func(*args, **kwargs)
+        else:
+            output = self.routing.call(func, args, kwargs)
+        name = func._schema.name
+        if self.paused or name.startswith(("profiler::", "aten::item")) or name in SILENT:
+            return output
+        if str(func) == ITEM:
+            self.read_by_host(args[0])
+            return output
+        if self.phase in ("forward", "loss") and torch.is_grad_enabled():
+            self.host["autograd_node"] += 1
+        if func.is_view or name in UNDECLARED_VIEWS:
+            self.host["view_op"] += 1
+            return output
+        self.add(str(func), args, kwargs, output)
+        return output
+
+    def read_by_host(self, tensor: Tensor) -> None:
+        """Log that the host reads numbers and waits, unless it has them.
+
+        It has a step's counter, the rest of a list of which it read a number, and what it drew.
+        """
+        drawn = self.routing is not None and self.routing.drawn(tensor)
+        on_host = drawn or self.phase == "optimizer" or [c.op for c in self.calls[-1:]] == [ITEM]
+        if not on_host:
+            self.add(ITEM, (tensor,), {}, ())
+
+
+@cache
+def _consists_of_others(func: OpOverload) -> bool:
+    """Whether torch has no kernel for this op and runs other ops."""
+    if func.namespace != "aten" or not func._can_decompose():
+        return False
+    return not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CPU")
+
+
+def capture_step(
+    build: Callable[[], torch.nn.Module],
+    make_inputs: Callable[[], Inputs],
+    loss_fn: Loss,
+    settings: StepSettings,
+    *,
+    fake: bool = True,
+    samples: int = 1,
+    tokens: int = 0,
+) -> StepCapture:
+    """Capture the op calls of one training or inference step of the model that ``build`` makes.
+
+    Runs two steps and captures the second: the first one allocates the optimizer's state.
+    ``fake``: run on fake tensors, without computing; otherwise the step really runs. ``samples``
+    and ``tokens`` of the batch are only stored with the capture. ValueError for ops whose shapes
+    depend on data, except in the routing of experts (``capture.routing``).
+    """
+    log = OpLog(Routing() if fake else None, settings.dtype == "tf32")
+    with ExitStack() as stack:
+        if fake:
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(behave_like_real_tensors())
+        model, inputs = _build(build, make_inputs, settings, fake)
+        if log.routing is not None:
+            log.routing.note_inputs(inputs)
+        set_phase = partial(setattr, log, "phase")
+        amp = partial(autocast_as_on_cuda, torch_dtype(settings.dtype))
+        precision = amp if settings.amp else nullcontext
+        step = make_step(model, inputs, loss_fn, settings, set_phase, precision=precision)
+        ready = record_ready_gradients(model, log)
+        with _logging(log, eager=settings.attn == "eager"):
+            step()
+            log.reset()
+            step()
+    count_host_events(log, settings, sum(p.requires_grad for p in model.parameters()))
+    return StepCapture(
+        calls=mark_zeros(log.calls),
+        parameters=_parameters(model, log, ready, settings),
+        host=log.host,
+        samples=samples,
+        tokens=tokens,
+        optimizer=settings.optimizer if settings.mode == "train" else "none",
+        inputs=_inputs(inputs, log),
+        networks=tuple(log.networks),
+    )
+
+
+def _inputs(inputs: Inputs, log: OpLog) -> tuple[TensorSpec, ...]:
+    """The tensors of a batch, those without a layout of their own."""
+    log.names = DTYPES
+    tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
+    return tuple(log.describe(t) for t in tensors if not is_sparse(t))
+
+
+def _build(
+    build: Callable[[], torch.nn.Module],
+    make_inputs: Callable[[], Inputs],
+    settings: StepSettings,
+    fake: bool,
+) -> tuple[torch.nn.Module, Inputs]:
+    """The model and its inputs in the dtype of the settings, all in layouts that are known."""
+    made_fake = FakeSparseOps() if fake else nullcontext()
+    with default_dtype(torch_dtype(settings.stored)), made_fake:
+        model, inputs = build(), make_inputs()
+    if settings.channels_last:
+        move: Any = model.to  # whose types leave out the memory format
+        model = move(memory_format=torch.channels_last)
+        inputs = tree_map(_in_channels_last, inputs)
+    check_layouts((f"parameter {name}", p) for name, p in model.named_parameters())
+    check_layouts((f"buffer {name}", b) for name, b in model.named_buffers())
+    check_layouts((f"input {name}", t) for name, x in inputs.items() for t in tree_leaves(x))
+    return model, inputs
+
+
+def _in_channels_last(value: Argument) -> Argument:
+    images = isinstance(value, torch.Tensor) and value.dim() == 4
+    return value.contiguous(memory_format=torch.channels_last) if images else value
+
+
+@contextmanager
+def _logging(log: OpLog, eager: bool) -> Iterator[None]:
+    """Log ops, modules and attention inside the context; name the op that depends on data."""
+    watching = (ModuleTracker(log), WholeAttention(log, eager), recurrent_networks(log))
+    with ExitStack() as stack:
+        for context in (run_uncompiled(), *watching, modes_in_backward(), log):
+            stack.enter_context(context)
+        try:
+            yield
+        except (DynamicOutputShapeException, DataDependentOutputException) as exc:
+            line = f"{exc.func}{source_line(exc)}"
+            raise ValueError(f"the step depends on data in {line}: cannot capture it") from exc
+
+
+def _parameters(
+    model: torch.nn.Module, log: OpLog, ready: Mapping[str, int], settings: StepSettings
+) -> tuple[ParamSpec, ...]:
+    """The model's parameters, with the call after which each one's gradient is complete."""
+    log.names = DTYPES
+    matrices = hidden_matrices(model) if settings.optimizer == "muon" else {}
+    specs = {name: log.describe(p.detach()) for name, p in model.named_parameters()}
+    taken = ("shape", "dtype", "storage", "layout", "nnz")
+    return tuple(
+        ParamSpec(
+            name=name,
+            ready_after=ready.get(name, -1),
+            matrix=name in matrices,
+            **{fact: getattr(spec, fact) for fact in taken},
+        )
+        for name, spec in specs.items()
+    )

@@ -1,0 +1,362 @@
+"""Ops whose results depend on data, run on fake tensors by a convention: balanced routing.
+
+Convention: an index chosen by argmax, topk or sort is uniform over its range, so that ``index ==
+e`` is true for an equal share of the elements and every expert takes its share of the tokens,
+rounded up. Random integers are spread evenly over their range. Batches are full: no element of an
+integer input equals a named number (padding). A mask of ones is all true, a layer that is dropped
+at random with a rate below one half is kept, and all numbers are finite. What is known of masks,
+counts and indices is followed through the ops that routers use; the values of small integer tensors
+and masks are computed. An op whose shape depends on data of which nothing is known raises torch's
+error, unless guesses are asked for: then a mask is true for a share of its elements, as many values
+differ from all before them, repeats are one, and so is a number that is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import ceil, inf, prod
+from traceback import StackSummary, extract_stack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.opcall import Args, Argument, Kwargs
+from itercast.capture.recorder.facts import (
+    KNOWN_LIMIT,
+    Fact,
+    evenly_spread,
+    fact_of_comparison,
+    flatten_lists,
+    index_axis,
+    is_mask,
+    is_number,
+    is_small_integer,
+    share_passing_finite_check,
+)
+from itercast.capture.recorder.sparse import makes_or_takes_sparse, run_with_sparse
+from itercast.capture.step import Inputs
+
+TRUE_SHARE: float = assumed(__file__, "true_share")
+GUESS = f"of data that nobody knows {100 * TRUE_SHARE:.0f} % is true in a mask, or distinct"
+ONES = ("ones", "ones_like", "new_ones")
+INDEX_OUTPUT = {"argmax": 0, "argmin": 0, "topk": 1, "sort": 1, "max": 1, "min": 1}
+# Ops that move elements or copy them: what is known of the input holds for the output.
+KEEP = {
+    *("alias", "detach", "clone", "_to_copy", "view", "_unsafe_view", "reshape", "permute", "t"),
+    *("transpose", "unsqueeze", "squeeze", "expand", "select", "slice", "unbind", "split", "index"),
+    *("index_select", "gather", "split_with_sizes", "lift_fresh"),
+}
+
+
+class Routing:
+    """Runs ops on fake tensors and keeps what is known about the values of integers and masks.
+
+    ``guesses``: where it is given, what was guessed, and the stack where it was first.
+    """
+
+    def __init__(self, guesses: dict[str, StackSummary] | None = None) -> None:
+        self.facts: Any = WeakIdKeyDictionary()
+        self.guesses = guesses
+
+    def note_inputs(self, inputs: Inputs) -> None:
+        """Note that integer inputs without values are tokens, of which no number is known."""
+        for tensor in tree_leaves(inputs):
+            if isinstance(tensor, FakeTensor) and tensor.dtype in (torch.int32, torch.int64):
+                self.facts[tensor] = Fact(top=inf)
+
+    def call(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
+        """The op's result; a value or a shape that depends on data follows the convention."""
+        name = func._schema.name.removeprefix("aten::")
+        if makes_or_takes_sparse(name, args):
+            return run_with_sparse(func, args, kwargs)
+        known = self._fact(args[0]) if args else None
+        if name in ("item", "_local_scalar_dense") and known is not None:
+            number = self._scalar(args[0], known)
+            if number is not None:
+                return number
+        shaped = torch.Tag.dynamic_output_shape in func.tags
+        if shaped and self._known_by_value(args):
+            return self._compute_values(func, args, kwargs)
+        if name == "nonzero":
+            return self._nonzero(args[0])
+        if name == "bincount" and known is not None and known.top and known.top < inf:
+            return self._bincount(args, kwargs, known.top)
+        if name in CORRECTED:
+            return CORRECTED[name](*args)
+        if name == "masked_select" and (count := self._count(args[1])) is not None:
+            share = max(args[0].numel(), args[1].numel()) // args[1].numel()
+            return args[0].new_empty((count * share,))
+        if name == "index":
+            if any(is_mask(i) for i in args[1]):
+                args = (args[0], self._positions(args[1]))
+        elif shaped and self._guesses():
+            return self._compute_values(func, self._made_up(name, args, kwargs), kwargs)
+        try:
+            output = func(*args, **kwargs)
+        except DataDependentOutputException:
+            if self.guesses is None:
+                raise
+            return self._guessed_number(name, args[0])
+        self._note_output(func, args, kwargs, output, known)
+        return output
+
+    def _guesses(self) -> bool:
+        """Whether to guess of data of which nothing is known; notes where that was first."""
+        if self.guesses is not None and GUESS not in self.guesses:
+            self.guesses[GUESS] = extract_stack()
+        return self.guesses is not None
+
+    def _guessed_number(self, name: str, tensor: Tensor) -> Argument:
+        """A number that the host reads, or whether two tensors are equal."""
+        if name == "equal" or tensor.dtype == torch.bool:
+            return self._guesses()
+        return 1.0 if tensor.is_floating_point() else 1
+
+    def _made_up(self, name: str, args: Args, kwargs: Kwargs) -> Args:
+        """Arguments with values: repeats are one, counted numbers spread, of others some differ."""
+        counted = args[2:] if name == "bincount" else ()
+        most = kwargs.get("minlength", next(iter(counted), 0))
+
+        def made(value: Argument) -> Argument:
+            fact = self._fact(value)
+            if not isinstance(value, FakeTensor) or (fact is not None and fact.values is not None):
+                return value
+            range_ = (0, most or ceil(TRUE_SHARE * value.numel()))
+            return evenly_spread((1, 2) if name == "repeat_interleave" else range_, value)
+
+        with _disable_current_modes():
+            return tuple(map(made, args))
+
+    def drawn(self, tensor: Tensor) -> bool:
+        """Whether a tensor was drawn as random integers, or computed from such: the host has it."""
+        fact = self._fact(tensor)
+        return fact is not None and fact.drawn
+
+    def _note_output(
+        self, func: OpOverload, args: Args, kwargs: Kwargs, output: Argument, known: Fact | None
+    ) -> None:
+        """Keep what follows from an op for its output; ``known`` is about its first argument."""
+        name = func._schema.name.removeprefix("aten::")
+        if name in ONES:
+            self.facts[output] = Fact(mean=1.0)
+        elif name == "rand":
+            self.facts[output] = Fact(top=1.0)
+        elif name in ("randint", "randperm") and is_small_integer(output):
+            with _disable_current_modes():
+                self.facts[output] = Fact(values=evenly_spread(args, output), drawn=True)
+        elif (share := share_passing_finite_check(name, args)) is not None:
+            self.facts[output] = Fact(mean=share)
+        elif name == "arange" or self._known_by_value(args):
+            self._note_values(func, args, kwargs, output)
+        elif known is not None and func._schema.is_mutable:
+            self.facts[args[0]] = Fact()  # overwritten by unknown values
+        elif known is not None or name in INDEX_OUTPUT or name in ("scatter", "scatter_", "eq"):
+            self._note_derived(name, args, kwargs, output, known)
+            if known is not None and known.guessed:
+                self._note_guessed(output)
+        unknown = isinstance(output, torch.Tensor) and output not in self.facts
+        if self.guesses is not None and unknown and output.dtype == torch.bool:
+            equal = name == "eq" and not output.dim()  # a number is not another one
+            self.facts[output] = Fact(mean=0.0 if equal else TRUE_SHARE, guessed=True)
+
+    def _note_guessed(self, output: Argument) -> None:
+        """Note that what is known of results follows from a guess."""
+        for tensor in flatten_lists([output]):
+            if isinstance(tensor, torch.Tensor) and (fact := self.facts.get(tensor)) is not None:
+                self.facts[tensor] = replace(fact, guessed=True)
+
+    def _scalar(self, tensor: Tensor, fact: Fact) -> Argument:
+        """The number in a tensor without axes; None if nothing says what it is."""
+        if fact.guessed and tensor.dtype == torch.bool:
+            self._guesses()
+        if fact.values is not None:
+            with _disable_current_modes():
+                return fact.values.item()
+        if fact.mean is None:
+            return None
+        if tensor.dtype == torch.bool:
+            return fact.mean >= 0.5
+        return fact.mean if tensor.is_floating_point() else round(fact.mean)
+
+    def _count(self, mask: Tensor) -> int | None:
+        """How many elements of a mask are true: its mean times its size, rounded up."""
+        fact = self._fact(mask) or Fact()
+        unknown = fact.mean is None and fact.values is None
+        if (unknown or fact.guessed) and not self._guesses():
+            return None
+        if unknown:
+            fact = self.facts[mask] = Fact(mean=TRUE_SHARE, guessed=True)
+        if fact.values is not None:
+            with _disable_current_modes():
+                return int((fact.values != 0).sum())
+        share = min(1.0, fact.mean or 0.0)
+        count: int = ceil(share * mask.numel() - 1e-6)
+        return count
+
+    def _nonzero(self, mask: Tensor) -> Argument:
+        """As many positions as elements are expected to be true; the first ones of a vector."""
+        count = self._count(mask)
+        if count is None:
+            return torch.ops.aten.nonzero.default(mask)
+        output = mask.new_empty((count, mask.dim()), dtype=torch.int64)
+        if mask.dim() == 1 and mask.numel() <= KNOWN_LIMIT:
+            with _disable_current_modes():
+                self.facts[output] = Fact(values=torch.arange(count)[:, None])
+        return output
+
+    def _bincount(self, args: Args, kwargs: Kwargs, top: float) -> Argument:
+        """Return the bincount of balanced routing: every number below ``top`` is as frequent."""
+        least = kwargs.get("minlength", args[2] if len(args) > 2 else 0) or 0
+        output = args[0].new_empty((max(int(top), least),), dtype=torch.int64)
+        self._spread(output, args[0].numel(), int(top))
+        return output
+
+    def _spread(self, output: Argument, total: int, over: int) -> None:
+        """Note counts in ``output`` that differ by at most one and add up to ``total``."""
+        with _disable_current_modes():
+            values = torch.zeros(output.shape, dtype=torch.int64)
+            values[:over] = total // over
+            values[: total % over] += 1
+        self.facts[output] = Fact(values=values)
+
+    def _positions(self, indices: Tensor) -> list[Argument]:
+        """Indices with each mask replaced by positions, one index tensor per axis of the mask."""
+        positions: list[Argument] = []
+        for index in indices:
+            if not is_mask(index):
+                positions.append(index)
+                continue
+            count = self._count(index)
+            if count is None:  # the op itself raises the error
+                return list(indices)
+            positions += [index.new_empty((count,), dtype=torch.int64) for _ in range(index.dim())]
+        return positions
+
+    def _note_derived(
+        self, name: str, args: Args, kwargs: Kwargs, output: Argument, known: Fact | None
+    ) -> None:
+        """Keep what follows from indices, copies, sums and comparisons."""
+        first = args[0]
+        if name in INDEX_OUTPUT and first.dim():
+            axis = index_axis(name, args, kwargs)
+            outputs = output if isinstance(output, tuple) else (output,)
+            if axis is not None and len(outputs) > INDEX_OUTPUT[name]:
+                self.facts[outputs[INDEX_OUTPUT[name]]] = Fact(top=first.shape[axis])
+        elif name in ("scatter", "scatter_") and known is None and is_number(args[3], 1):
+            axis, index = args[1], args[2]
+            self.facts[output] = Fact(mean=index.shape[axis] / first.shape[axis])
+        elif known is not None and name in KEEP:
+            for tensor in output if isinstance(output, list | tuple) else (output,):
+                self.facts[tensor] = known
+        elif known is not None and name == "sum":
+            self._note_sum(first, output, known)
+        elif known is not None and known.mean is not None and name == "any":
+            each = known.mean * first.numel() / max(1, output.numel())
+            self.facts[output] = Fact(mean=min(1.0, each))
+        elif known is not None and known.mean is not None and name == "all":
+            self.facts[output] = Fact(mean=float(known.mean >= 1))
+        else:
+            other = args[1] if len(args) > 1 else None
+            fact = fact_of_comparison(name, known, other, self._fact(other), args)
+            if fact is not None:
+                self.facts[output] = fact
+
+    def _note_sum(self, first: Tensor, output: Argument, known: Fact) -> None:
+        """Note what a sum over routed tokens gives on average; sums per expert are equal counts."""
+        if known.mean is None:
+            return
+        total = known.mean * first.numel()
+        if output.dim() == 1 and 0 < output.numel() <= KNOWN_LIMIT:
+            self._spread(output, round(total), output.numel())
+        else:
+            self.facts[output] = Fact(mean=total / max(1, prod(output.shape)))
+
+    def _fact(self, value: Argument) -> Fact | None:
+        """What is known of a tensor; of a real one that is small, its values."""
+        if not isinstance(value, torch.Tensor):
+            return None
+        fact: Fact | None = self.facts.get(value)
+        if fact is None and not isinstance(value, FakeTensor) and is_small_integer(value):
+            return Fact(values=value)
+        return fact
+
+    def _known_by_value(self, args: Args) -> bool:
+        """Whether there are tensors among the arguments, all with known values."""
+        facts = [self._fact(a) for a in flatten_lists(args) if isinstance(a, torch.Tensor)]
+        return bool(facts) and all(f is not None and f.values is not None for f in facts)
+
+    def _note_values(self, func: OpOverload, args: Args, kwargs: Kwargs, output: Argument) -> None:
+        """Keep the values of an op's outputs, computed by the same op; integers and masks only."""
+        outputs = [t for t in flatten_lists([output]) if isinstance(t, torch.Tensor)]
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        if random or not all(map(is_small_integer, outputs)):
+            for tensor in outputs:
+                self.facts.pop(tensor, None)
+            return
+        drawn = any(f is not None and f.drawn for f in map(self._fact, flatten_lists(args)))
+        with _disable_current_modes():
+            result = func(*self._with_values(args), **kwargs)
+        for tensor, values in zip(flatten_lists([output]), flatten_lists([result]), strict=True):
+            if isinstance(tensor, torch.Tensor):
+                self.facts[tensor] = Fact(values=values, drawn=drawn)
+
+    def _compute_values(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
+        """The fake outputs of an op whose shapes follow from the known values of its arguments."""
+        with _disable_current_modes():
+            result = func(*self._with_values(args), **kwargs)
+        values = flatten_lists([result])
+        outputs = [torch.empty(t.shape, dtype=t.dtype) for t in values]
+        for tensor, known in zip(outputs, values, strict=True):
+            self.facts[tensor] = Fact(values=known)
+        return tuple(outputs) if isinstance(result, tuple) else outputs[0]
+
+    def _with_values(self, value: Argument) -> Argument:
+        """Arguments with their tensors replaced by known values."""
+        if isinstance(value, list | tuple):
+            return [self._with_values(v) for v in value]
+        fact = self._fact(value)
+        return value if fact is None else fact.values
+
+
+def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor, *rest: Argument) -> Tensor:
+    """The products of each expert's tokens and weights, or the stack of weight gradients.
+
+    Torch supports fake tensors in bf16 only.
+    """
+    stack = (len(ends),) if b.dim() == 2 else ()
+    return a.new_empty((*stack, a.shape[0], b.shape[-1]))
+
+
+def _ctc_loss(log_probs: Tensor, labels: Tensor, *rest: Argument) -> Argument:
+    """One loss per sample, and the forward variables (alphas) of shape (batch, steps, 2 * L + 1).
+
+    L is the longest label sequence; all samples are taken to be that long.
+    """
+    steps, batch = log_probs.shape[0], log_probs.shape[1] if log_probs.dim() == 3 else 1
+    longest = labels.shape[1] if labels.dim() == 2 else labels.numel() // batch
+    alphas = log_probs.new_empty((batch, steps, 2 * longest + 1))
+    return log_probs.new_empty((batch,)), alphas
+
+
+def _layer_norm_gradients(grad: Tensor, x: Tensor, *rest: Argument) -> Argument:
+    """Contiguous gradients, as the CPU kernel makes them; torch copies the strides of the input."""
+    *_, weight, bias, wanted = rest
+    leaves = zip((x, weight, bias), wanted, strict=True)
+    return tuple(t.new_empty(t.shape) if want else None for t, want in leaves)
+
+
+# Of ops that torch computes wrongly, or not at all, on fake tensors.
+CORRECTED: Mapping[str, Callable[..., Any]] = {
+    "_grouped_mm": _grouped_mm,
+    "_ctc_loss": _ctc_loss,
+    "_ctc_loss_backward": lambda grad, log_probs, *rest: torch.empty_like(log_probs),
+    "native_layer_norm_backward": _layer_norm_gradients,
+}

@@ -1,0 +1,112 @@
+"""Dtypes, module calls, host events and gradients of a step while its ops are captured."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from itercast.capture.step import StepSettings
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make ``dtype`` torch's default for new floating-point tensors inside the context."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def count_host_events(log: Any, settings: StepSettings, parameters: int) -> None:
+    """Add the host events of autograd and the optimizer to the log.
+
+    ``parameters`` is the number of those that are trained. Inference records no autograd nodes.
+    """
+    if settings.mode != "train":
+        log.host["autograd_node"] = 0
+        return
+    log.host |= {"zero_grad": parameters, "accumulate_grad": parameters, "backward": 1}
+    if settings.optimizer != "none":
+        log.host[f"{settings.optimizer}_step"] = parameters
+
+
+def record_ready_gradients(model: torch.nn.Module, log: Any) -> dict[str, int]:
+    """The number of the last op call before each parameter's gradient is complete, by name.
+
+    The dict is filled while the backward pass runs.
+    """
+    ready: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(
+                lambda p, name=name: ready.__setitem__(name, len(log.calls) - 1)
+            )
+    return ready
+
+
+class MadeBy:
+    """Which of several numbered stretches of a step an op belongs to, also in its backward."""
+
+    def __init__(self) -> None:
+        self.running = 0  # number of the stretch that runs now, 0 for none
+        self._nodes: list[tuple[int, int]] = []  # first autograd node of a stretch, its number
+
+    @contextmanager
+    def stretch(self, number: int) -> Iterator[None]:
+        """Ops inside belong to this number, and so do those of their backward."""
+        self._note(number)
+        try:
+            yield
+        finally:
+            self._note(0)
+
+    def _note(self, number: int) -> None:
+        self.running = number
+        self._nodes.append((int(torch._C._autograd._get_sequence_nr()), number))
+
+    def number(self) -> int:
+        """The number that the op that runs now belongs to, 0 for none."""
+        if self.running or not self._nodes:
+            return self.running
+        node = torch._C._current_autograd_node()
+        made = -1 if node is None else node._sequence_nr()
+        at = bisect_right(self._nodes, (made, math.inf)) - 1
+        return self._nodes[at][1] if at >= 0 else 0
+
+
+class ModuleTracker:
+    """Counts module calls in a log and tells it the class of the innermost running module."""
+
+    def __init__(self, log: Any) -> None:
+        self.log = log
+        self.outer: list[str] = []
+
+    def __enter__(self) -> None:
+        from torch.nn.modules.module import (
+            register_module_forward_hook,
+            register_module_forward_pre_hook,
+        )
+
+        self.handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave),
+        ]
+
+    def __exit__(self, *exc: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def _enter(self, module: torch.nn.Module, args: object) -> None:
+        self.log.host["module_call"] += 1
+        self.outer.append(self.log.module)
+        self.log.module = type(module).__name__
+
+    def _leave(self, module: torch.nn.Module, args: object, output: object) -> None:
+        self.log.module = self.outer.pop()

@@ -1,0 +1,171 @@
+"""Builds one training or inference step of a module as a function to run, time or capture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from itercast.capture.base.slow_imports import torch
+from itercast.capture.opcall import layer_key
+
+Inputs = dict[str, Any]  # by argument name of the model's forward: tensors, seldom flags
+Loss = Callable[[Any, Inputs], "torch.Tensor"]  # of the model's output
+ALLOWED = {
+    "mode": ("train", "infer"),
+    "optimizer": ("adamw", "adamw_fused", "sgd", "lamb", "muon", "none"),
+    "loss": ("default", "none"),
+    "dtype": ("fp32", "tf32", "bf16", "fp16"),
+    "attn": ("sdpa", "eager"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSettings:
+    """What one step does: the command line has options of the same names.
+
+    ``amp``: parameters are in fp32, and the forward pass runs under autocast to ``dtype``.
+    ``channels_last``: parameters and inputs of four dimensions lie in memory as NHWC.
+    """
+
+    mode: str = "train"
+    optimizer: str = "adamw"
+    loss: str = "default"
+    dtype: str = "fp32"
+    attn: str = "sdpa"
+    amp: bool = False
+    channels_last: bool = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in ALLOWED.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(f"{name} {value!r}: allowed are {', '.join(allowed)}")
+        if self.amp and self.dtype not in ("bf16", "fp16"):
+            raise ValueError(f"amp: dtype is bf16 or fp16, got {self.dtype!r}")
+
+    @property
+    def stored(self) -> str:
+        """The dtype of parameters, gradients and optimizer state."""
+        return "fp32" if self.amp else self.dtype
+
+
+def hidden_matrices(model: torch.nn.Module) -> dict[str, Any]:
+    """The parameters that Muon updates, by name: matrices of numbered layers, embeddings not.
+
+    Embeddings, the head, norms and biases are AdamW's, as https://kellerjordan.github.io/posts/muon
+    recommends; stacked experts too, as torch.optim.Muon takes matrices only.
+    """
+    tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    others = {id(p) for m in model.modules() if isinstance(m, tables) for p in m.parameters()}
+    named = model.named_parameters()
+    return {n: p for n, p in named if p.ndim == 2 and layer_key(n) and id(p) not in others}
+
+
+class _Muon:
+    """torch.optim.Muon for some parameters, then a foreach AdamW for the others."""
+
+    def __init__(self, parameters: Iterable[Any], matrices: Sequence[Any], **how: Any) -> None:
+        mine = {id(p) for p in matrices}
+        others = [p for p in parameters if id(p) not in mine]
+        self.both: list[Any] = [torch.optim.Muon(matrices, lr=1e-4)]
+        self.both += [torch.optim.AdamW(others, lr=1e-4, foreach=True, **how)] if others else []
+
+    def step(self) -> None:
+        """Update all parameters that have gradients."""
+        for optimizer in self.both:
+            optimizer.step()
+
+
+def make_optimizer(
+    parameters: Any, name: str, capturable: bool = False, matrices: Sequence[Any] = ()
+) -> Any:
+    """Makes a foreach AdamW or SGD, or a fused AdamW or LAMB, with a small constant learning rate.
+
+    Muon updates the ``matrices`` among the parameters, AdamW the others. None for the name "none".
+    ``capturable``: its step can be captured in a CUDA graph.
+    """
+    if name == "none":
+        return None
+    if name == "muon":
+        if not matrices:
+            raise ValueError("optimizer 'muon': there are no matrices in numbered layers to update")
+        return _Muon(parameters, matrices, capturable=capturable)
+    if name == "sgd":
+        return torch.optim.SGD(parameters, lr=1e-4, foreach=True)
+    if name == "lamb":
+        from itercast.capture.lamb import Lamb  # lazy, as torch
+
+        return Lamb(parameters, lr=1e-4)
+    fused = name == "adamw_fused"
+    how: Any = {"capturable": capturable, "fused": fused, "foreach": not fused}
+    return torch.optim.AdamW(parameters, lr=1e-4, **how)
+
+
+def first_float(output: Any) -> torch.Tensor:
+    """The first floating-point tensor in the output of a model; ValueError if there is none."""
+    values = output.values() if isinstance(output, dict) else output
+    if isinstance(output, torch.Tensor):
+        return output
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return value
+    raise ValueError("loss 'none' needs a floating-point tensor in the model's output")
+
+
+def make_step(
+    model: torch.nn.Module,
+    inputs: Inputs,
+    loss_fn: Loss,
+    settings: StepSettings,
+    on_phase: Callable[[str], None] = lambda name: None,
+    capturable: bool = False,
+    precision: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Callable[[], None]:
+    """Makes a function without arguments that runs one step of a model.
+
+    It calls ``on_phase`` with zero_grad, forward, loss, backward and optimizer as they begin. The
+    forward pass and the loss run inside the context ``precision``. ``capturable``: the step can be
+    captured in a CUDA graph.
+    """
+    if settings.mode == "infer":
+        return _inference_step(model, inputs, on_phase, precision)
+    model.train()
+    matrices = list(hidden_matrices(model).values())
+    optimizer = make_optimizer(model.parameters(), settings.optimizer, capturable, matrices)
+
+    def train() -> None:
+        on_phase("zero_grad")
+        for parameter in model.parameters():
+            parameter.grad = None
+        on_phase("forward")
+        with precision():
+            output = model(**inputs)
+            on_phase("loss")
+            loss = loss_fn(output, inputs) if settings.loss == "default" else first_float(output)
+        seed = None if settings.loss == "default" else torch.ones_like(loss)
+        on_phase("backward")
+        loss.backward(seed)
+        on_phase("optimizer")
+        if optimizer is not None:
+            optimizer.step()
+
+    return train
+
+
+def _inference_step(
+    model: torch.nn.Module,
+    inputs: Inputs,
+    on_phase: Callable[[str], None],
+    precision: Callable[[], AbstractContextManager[None]],
+) -> Callable[[], None]:
+    """One forward pass in eval mode without gradients, as a function."""
+    model.eval()
+
+    def infer() -> None:
+        on_phase("forward")
+        with torch.no_grad(), precision():
+            model(**inputs)
+
+    return infer

@@ -1,0 +1,32 @@
+"""Small scripts, and what a step of them launches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from itercast.capture.input.batches import TakenBatches
+from itercast.capture.programs.program import ProgramCapture
+from itercast.capture.programs.script import Script, capture_script
+from itercast.microbench.hardware.spec import Gpu, load_gpu
+
+H100 = load_gpu("h100-sxm-80gb")
+ITEM = "aten._local_scalar_dense.default"  # the host reads a number
+TRAINING = """
+import torch
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(10):
+    model(torch.randn(4, 8, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def captured(path: Path, *arguments: str, gpu: Gpu = H100, gpus: int = 64) -> ProgramCapture:
+    return capture_script(Script(path=path, arguments=arguments), gpu, gpus, 8, TakenBatches())
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "train.py"
+    path.write_text(text)
+    return path

@@ -1,0 +1,257 @@
+"""Unchanged training scripts run as one rank on GPUs that are not there, or are refused."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from small_scripts import H100, ITEM, TRAINING, captured, written
+
+from itercast.capture.input.batches import TakenBatches
+from itercast.capture.input.lane import Batches, InputLane
+from itercast.capture.programs.program import COLLECTIVE, read_program, write_program
+from itercast.capture.programs.script import Script, capture_script
+
+EXAMPLE = Path(__file__).parents[3] / "examples/train_gpt.py"
+SMALL = ("--layers=1", "--width=64", "--heads=2", "--vocabulary=500", "--length=16")
+ADAMW = "aten._foreach_lerp_.Scalar"
+
+
+def test_the_example_under_ddp_with_accumulation() -> None:
+    """Two micro-batches of three samples, one reduction of all gradients after the second.
+
+    Parameters: embeddings (500 + 16) x 64; a block 4 x 64^2 + 8 x 64^2 weights, biases 3 x 64 + 64
+    + 256 + 64 and two norms of 2 x 64; a last norm 2 x 64; the head 500 x 64. As on GPUs products
+    and attention are in bf16, norms and the loss in fp32. Batches are loaded for real.
+    """
+    parameters = 516 * 64 + 12 * 64**2 + (192 + 64 + 256 + 64) + 6 * 64 + 500 * 64
+    taken = TakenBatches()
+    script = Script(path=EXAMPLE, arguments=[*SMALL, "--batch=3", "--accumulate=2"])
+    program = capture_script(script, H100, 64, 8, taken)
+    calls = program.ranks[0].calls
+    sent = [c.kwargs for c in calls if c.op == COLLECTIVE]
+    assert {(s["kind"], s["ranks"]) for s in sent} == {("all_reduce", tuple(range(64)))}
+    assert sum(s["bytes"] for s in sent) == 4 * parameters
+    ops = Counter(c.op for c in calls)
+    assert ops["itercast.sdpa"] == ops["itercast.sdpa_backward"] == 2
+    assert ops[ADAMW] == 1  # as on a GPU: foreach
+    assert ops[ITEM] == 1  # the loss that rank 0 prints
+    forward = [c for c in calls if c.phase == "forward" and c.tensors()]
+    dtypes = {c.op: c.tensors()[0].dtype for c in forward}
+    assert dtypes["itercast.sdpa"] == dtypes["aten.addmm.default"] == "bf16"
+    assert dtypes["aten.native_layer_norm.default"] == dtypes["aten._log_softmax.default"] == "fp32"
+    assert taken.samples == [3, 3] and program.samples == 6
+    lane = taken.lane("train_gpt.py")
+    assert lane is not None and lane.batch_samples == 3 and lane.alone.mean_us > 0
+    assert len(lane.alone.wall_us) == 3 * 2 - 1  # of three steps, without the first batch
+
+
+def test_a_script_sees_the_gpus_that_were_asked_for(tmp_path: Path) -> None:
+    seen = tmp_path / "seen.txt"
+    look = f"""
+import os, torch
+open({str(seen)!r}, "w").write(repr((
+    torch.cuda.is_available(), torch.cuda.device_count(), torch.cuda.get_device_capability(),
+    os.environ["RANK"], os.environ["WORLD_SIZE"], torch.cuda.get_device_properties(0).total_memory,
+)))
+"""
+    captured(written(tmp_path, look + TRAINING), gpus=4)
+    assert seen.read_text() == repr((True, 4, (9, 0), "0", "4", int(H100.hbm_bytes)))
+
+
+RECOMPUTED = """
+import torch
+from torch.utils.checkpoint import checkpoint
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+def attend(x):
+    y = model(x).float().view(4, 1, 8, 8)
+    with torch.autocast("cuda", enabled=False):
+        y = y + torch.nn.functional.scaled_dot_product_attention(y, y, y)
+    return torch.nn.functional.scaled_dot_product_attention(y, y, y)
+for step in range(3):
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        y = checkpoint(attend, torch.randn(4, 8, 8, device="cuda"), use_reentrant=False)
+    y.float().sum().backward()
+    optimizer.step()
+"""
+
+
+def test_recomputation_casts_as_forward_did(tmp_path: Path) -> None:
+    """Attention outside autocast takes fp32, inside bf16; so does the forward run again."""
+    calls = captured(written(tmp_path, RECOMPUTED), gpus=1).ranks[0].calls
+    taken = [(c.phase, c.tensors()[0].dtype) for c in calls if c.op == "itercast.sdpa"]
+    assert taken == [(p, d) for p in ("forward", "backward") for d in ("fp32", "bf16")]
+
+
+CROPS = """
+import numpy, torch
+tokens = numpy.arange(5000)
+model = torch.nn.Embedding(5000, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+generator = torch.Generator(device="cuda").manual_seed(3)
+for step in range(3):
+    starts = torch.randint(len(tokens) - 16, (4,), generator=generator)
+    x = torch.stack([torch.from_numpy(tokens[i : i + 16]) for i in starts]).to("cuda")
+    model(x).sum().backward()
+    optimizer.step()
+    with torch.inference_mode():
+        right = (torch.nn.functional.linear(model(x), model.weight).argmax(-1) == x).sum()
+    right.item()
+"""
+
+
+def test_random_places_of_data_that_the_host_reads(tmp_path: Path) -> None:
+    """Four crops of 16 tokens at numbers the host drew: no wait; what the GPU counted: one.
+
+    In inference mode a product comes as the product that it is.
+    """
+    calls = captured(written(tmp_path, CROPS), gpus=1).ranks[0].calls
+    shapes = [c.tensors()[1].shape for c in calls if c.op == "aten.embedding.default"]
+    assert shapes == [(4, 16)] * 2
+    ops = Counter(c.op for c in calls)
+    assert ops[ITEM] == 1 and ops["aten.mm.default"] == 1
+
+
+IN_MEMORY = """
+import torch
+class Scaled(torch.utils.data.Dataset):
+    def __init__(self):
+        self.inner = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.arange(64))
+        self.factors = [torch.tensor(2.0)]
+    def __len__(self):
+        return 64
+    def __getitem__(self, i):
+        x, y = self.inner[i]
+        return torch.full((8,), self.factors[0].item()) * x, y
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+for x, y in torch.utils.data.DataLoader(Scaled(), batch_size=4):
+    model(x.cuda()).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_dataset_that_the_script_made_has_data(tmp_path: Path) -> None:
+    """Its tensors are zeros and its constants numbers, so that its batches take their own time."""
+    taken = TakenBatches()
+    script = Script(path=written(tmp_path, IN_MEMORY))
+    capture_script(script, H100, 1, 8, taken)
+    assert taken.samples == [4] and taken.nbytes == 4 * (8 * 4 + 8)
+
+
+SPAWNED = """
+import numpy, torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.fsdp import FullyShardedDataParallel
+def train(rank, world_size):
+    dist.init_process_group("nccl", rank=rank, world_size=world_size)
+    inner = FullyShardedDataParallel(torch.nn.Linear(64, 64, bias=False), device_id=rank)
+    whole = torch.nn.Sequential(inner, torch.nn.Linear(64, 8)).to(rank)
+    model = FullyShardedDataParallel(whole, device_id=rank)
+    optimizer = torch.optim.SGD(model.parameters())
+    for step in range(3):
+        loss = model(torch.randn(4, 64, device=rank)).sum()
+        loss.backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        torch.save(model.state_dict, "never")
+        numpy.mean([loss.detach().cpu().numpy(), torch.cuda.memory_stats()["active.all.peak"]])
+if __name__ == "__main__":
+"""
+SPAWN = "    mp.spawn(train, args=(8,), nprocs=torch.cuda.device_count())"
+PROCESSES = """
+    processes = [mp.get_context("spawn").Process(target=train, args=(rank, 8)) for rank in range(8)]
+    for one in processes:
+        one.start()
+    for one in processes:
+        one.join()
+"""
+
+
+@pytest.mark.parametrize("start", [SPAWN, PROCESSES])
+def test_processes_that_a_script_starts_with_the_first_fsdp(tmp_path: Path, start: str) -> None:
+    """Two units: 64 x 64, and 64 x 8 + 8 weights in shards of an eighth, rounded up.
+
+    Forward gathers both, backward the inner one again; gradients are scattered back.
+    """
+    calls = captured(written(tmp_path, SPAWNED + start), gpus=8).ranks[0].calls
+    sent = [(c.kwargs["kind"], c.kwargs["bytes"]) for c in calls if c.op == COLLECTIVE]
+    inner, outer = 4 * 64 * 64, 4 * (64 * 8 + 8)
+    for kind, times in (("all_gather", [2, 1]), ("reduce_scatter", [1, 1])):
+        sizes = [size for name, size in sent if name == kind]
+        assert [sizes.count(n) for n in (inner, outer)] == times, sent
+    assert Counter(c.op for c in calls)[ITEM] == 1  # the loss that numpy reads
+    assert not Path("never").exists()
+
+
+SCALED = """
+import torch
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+scaler = torch.amp.GradScaler("cuda")
+for step in range(3):
+    scaler.scale(model(torch.randn(4, 8, device="cuda")).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+def test_a_scaler_skips_no_step(tmp_path: Path) -> None:
+    """Gradients without data are neither finite nor not; the optimizer steps."""
+    calls = captured(written(tmp_path, SCALED), gpus=1).ranks[0].calls
+    assert Counter(c.op for c in calls)[ADAMW] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import sys; sys.exit(3)", r"train.py exits with 3 after 0 steps; 3 are needed"),
+        ("print('no training')", r"train.py ends after 0 steps; 3 are needed, of an optimizer"),
+        ("import os; os.fork()", r"the script forks"),
+        ("import socket; socket.socket().bind(('', 0))", r"opens a socket"),
+        ("import socket; socket.socket().connect(('localhost', 9))", r"opens a connection"),
+        ("import multiprocessing as m; m.Pool(2)", r"the script forks"),
+        ("import multiprocessing as m; m.get_context('spawn').Pool(2)", r"spawns processes"),
+        ("import os; os.system('sleep 9')", r"starts another program"),
+        ("import subprocess; subprocess.run(['sleep', '9'])", r"'sleep': a forecast starts no"),
+        ("import torch; torch.ops.my.kernel(1)", r"AttributeError: .*my.*\(train.py:1: "),
+        (TRAINING.replace("AdamW", "LBFGS"), r"LBFGS runs the model as often as .*optimizer.step"),
+        ("import numpy_with_a_typo", r"ModuleNotFoundError: .* \(train.py:1: import numpy_with"),
+        ("def f(:", r"SyntaxError"),
+    ],
+)
+def test_what_cannot_be_forecast_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as refused:
+        captured(written(tmp_path, text))
+    assert "\n" not in str(refused.value)
+    with pytest.raises(ValueError, match="steps 1: at least 2"):
+        Script(path=EXAMPLE, steps=1)
+    with pytest.raises(ValueError, match=r"none.py': no such file"):
+        Script(path=tmp_path / "none.py")
+
+
+def test_a_script_that_fails_on_its_way_out_is_captured(tmp_path: Path) -> None:
+    """Frameworks clean up after an error; what they do there is no part of the step."""
+    indented = TRAINING.replace("\n", "\n    ")
+    text = f"try:{indented}\n    pass\nfinally:\n    torch.ones(3).exp(); 1 / 0\n"
+    calls = captured(written(tmp_path, text), gpus=1).ranks[0].calls
+    ops = Counter(c.op for c in calls)
+    assert ops[ADAMW] == 1 and ops["aten.exp.default"] == 0
+
+
+def test_files_of_programs_are_read_back(tmp_path: Path) -> None:
+    program = captured(written(tmp_path, TRAINING), gpus=2)
+    times = Batches(wall_us=(5.0,), cpu_us=(4.0,))
+    facts = {"workers": 0, "prefetch": 2, "batch_samples": 8, "batch_bytes": 64, "cores": 2}
+    lane = InputLane(loader="train.py", alone=times, **facts)
+    write_program(program, tmp_path / "program.json.gz", lane)
+    again, kept = read_program(tmp_path / "program.json.gz")
+    assert kept == lane and again.ranks[0].calls == program.ranks[0].calls
+    assert again.peak_bytes == program.peak_bytes and again.world_size == 2
+    (tmp_path / "program.json.gz").write_bytes(b"\x1f\x8bnothing")
+    with pytest.raises(ValueError, match=re.escape("program.json.gz: not a captured program")):
+        read_program(tmp_path / "program.json.gz")

@@ -1,0 +1,356 @@
+"""Scripts that train: habits of their steps, where these begin and end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+from small_scripts import ITEM, TRAINING, captured, written
+
+from itercast.capture.programs.program import COLLECTIVE, ProgramCapture
+from itercast.compose.pricing.priced_op import priceable
+from itercast.compose.programs.forecast import forecast_program
+from itercast.compose.target import find_target
+
+MODEL = """
+import torch
+from torch.nn import Linear, ReLU
+model = torch.nn.Sequential(Linear(64, 64), ReLU(), Linear(64, 64)).cuda()
+x, y = torch.randn(8, 64, device="cuda"), torch.randn(8, 64, device="cuda")
+def loss():
+    return (model(x) - y).pow(2).mean()
+"""
+BY_HAND = """
+model(x)  # a first look
+for step in range(10):
+    loss().backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.1 * p.grad
+"""
+GRADIENTS = """
+for step in range(10):
+    parameters = list(model.parameters())
+    for p, g in zip(parameters, torch.autograd.grad(loss(), parameters)):
+        p.data -= 0.1 * g
+"""
+FORWARD = """
+model.eval()
+with torch.inference_mode():
+    for step in range(10):
+        print(model(x).mean().item())
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "products"),
+    [
+        (BY_HAND, "one backward to the next (train.py:11: loss().backward())", 2 + 3),
+        (GRADIENTS, "one backward to the next (train.py:11: for p, g in zip(", 2 + 3),
+        (FORWARD, "one forward to the next (train.py:12: print(model(x)", 2),
+    ],
+)
+def test_a_step_of_a_script_without_an_optimizer(
+    tmp_path: Path, text: str, name: str, products: int
+) -> None:
+    """Two layers forward, and backward three products: the first one's input needs no gradient."""
+    program = captured(written(tmp_path, MODEL + text), gpus=1)
+    assert program.notes[0].startswith(f"a step is taken to be from {name}")
+    ops = Counter(c.op for c in program.ranks[0].calls)
+    assert ops["aten.mm.default"] + ops["aten.addmm.default"] == products
+    assert ops[ITEM] == (text == FORWARD)
+    assert bool(program.ranks[0].host["autograd_node"]) == (text != FORWARD)
+    assert ops["aten.sub_.Tensor"] == 4 * (text != FORWARD)
+
+
+def test_forwards_before_training_are_no_steps(tmp_path: Path) -> None:
+    """Ten forwards, then an optimizer is made and steps."""
+    before = TRAINING.replace(
+        "optimizer =", "for i in range(10): model(torch.randn(4, 8))\noptimizer ="
+    )
+    program = captured(written(tmp_path, before), gpus=1)
+    assert not program.notes
+    assert Counter(c.op for c in program.ranks[0].calls)["aten._foreach_lerp_.Scalar"] == 1
+
+
+WARM_UP = """
+optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
+def step():
+    optimizer.zero_grad(set_to_none=True)
+    loss().backward()
+    optimizer.step()
+side = torch.cuda.Stream()
+with torch.cuda.stream(side):
+    for i in range(5):
+        step()
+"""
+REPLAYED = """
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    step()
+for i in range(5):
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+"""
+GRAPHED = """
+optimizer = torch.optim.SGD(model.parameters())
+model = torch.cuda.make_graphed_callables(model, (x,))
+for i in range(5):
+    loss().backward()
+    optimizer.step()
+"""
+EAGER = "for i in range(5): step()"
+
+
+def host_us(program: ProgramCapture) -> float:
+    return forecast_program(program, find_target("h100-sxm-80gb", "", None, "", "")).host_us
+
+
+def test_a_replayed_graph_is_one_launch(tmp_path: Path) -> None:
+    """Five steps warm up; then each replay is a step: a copy, and all of a step in one launch."""
+    eager = captured(written(tmp_path, MODEL + WARM_UP + EAGER), gpus=1)
+    replayed = captured(written(tmp_path, MODEL + WARM_UP + REPLAYED), gpus=1)
+    calls = replayed.ranks[0].calls
+    alone = [c.op for c in calls if not c.graphed]
+    assert alone == ["aten.randn_like.default", "aten.copy_.default"]
+    launched = [c.op for c in calls if c.graphed]
+    own = {"itercast.host"}  # Python that a replay does not run
+    assert launched == [c.op for c in eager.ranks[0].calls if c.op not in own]
+    assert len({c.graphed for c in calls}) == 2
+    assert host_us(replayed) < 0.2 * host_us(eager)
+
+
+def test_graphed_callables_are_a_launch_in_each_direction(tmp_path: Path) -> None:
+    """The model's three ops are one launch and their backward is one; the loss runs by itself."""
+    calls = captured(written(tmp_path, MODEL + GRAPHED), gpus=1).ranks[0].calls
+    graphs: dict[int, list[str]] = {}
+    for call in calls:
+        graphs.setdefault(call.graphed, []).append(call.phase)
+    alone = graphs.pop(0)
+    assert {phase for phases in graphs.values() for phase in phases} == {"forward", "backward"}
+    assert sorted(len(set(phases)) for phases in graphs.values()) == [1, 1]
+    assert set(alone) == {"forward", "backward", "optimizer"}
+
+
+OPTIMIZERS = """
+optimizer = torch.optim.SGD(model.parameters())
+critic = torch.nn.Linear(64, 64).cuda()
+of_critic = torch.optim.SGD(critic.parameters())
+def step(loss, of):
+    torch.autograd.backward(loss)
+    of.step()
+"""
+ROLLOUT = """
+model(x)  # a look before the loop comes once
+for iteration in range(9):
+    with torch.no_grad():
+        for t in range(5):
+            critic(x)
+    for epoch in range(2):
+        for part in range(3):
+            step((critic(x) - y).mean(), of_critic)
+            step(loss(), optimizer)
+"""
+CRITICS = """
+for i in range(30):
+    step((critic(x) - y).mean(), of_critic)
+    if i % 3 == 0:
+        step(loss(), optimizer)
+"""
+INNER = """
+for i in range(30):
+    for k in range(4):
+        step((critic(x) - y).mean(), of_critic)
+    step(loss(), optimizer)
+"""
+TWO_LINES = """
+for i in range(9):
+    step(loss(), optimizer)
+    step(loss() + loss(), optimizer)
+"""
+EVALUATED = """
+for i in range(9):
+    if i % 5000 == 0:
+        critic.eval()(x)
+    step((critic.train()(x) - y).mean(), of_critic)
+    step(loss(), optimizer)
+"""
+RARE = """
+for i in range(100):
+    if i % 5000 == 0:
+        critic(x)
+    step(loss(), optimizer)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "products", "steps", "gradients"),
+    [
+        (ROLLOUT, 5 + 6 * (2 + 5), 6, 6 * (2 + 4)),
+        (CRITICS, 3 * 2 + 5, 3, 3 * 2 + 4),
+        (INNER, 4 * 2 + 5, 4, 4 * 2 + 4),
+        (TWO_LINES, 3 * 5, 2, 2 * 4),
+        (EVALUATED, 2 + 5, 1, 2 + 4),
+        (RARE, 5, 1, 4),
+    ],
+)
+def test_an_iteration_of_several_optimizer_steps(
+    tmp_path: Path, text: str, products: int, steps: int, gradients: int
+) -> None:
+    """A step of the critic has 2 products, one forward and one backward; of the model 2 + 3.
+
+    A backward gives 2 parameters of the critic their gradients, or 4 of the model.
+    """
+    program = captured(written(tmp_path, MODEL + OPTIMIZERS + text), gpus=1)
+    ops = Counter(c.op for c in program.ranks[0].calls)
+    assert ops["aten.mm.default"] + ops["aten.addmm.default"] == products
+    assert program.optimizer_steps == steps
+    host = program.ranks[0].host
+    assert host["accumulate_grad"] == gradients and host["backward"] <= 2 * steps
+    left_out = ["what came once in 60 steps is left out (train.py:18: critic(x))"]
+    assert list(program.notes) == (left_out if text == RARE else [])
+
+
+HEAD = """
+import torch
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+net, lstm = torch.nn.Linear(16, 8).cuda(), torch.nn.LSTM(8, 4).cuda()
+optimizer = torch.optim.SGD([*net.parameters(), *lstm.parameters()])
+x = torch.randn(100, 16, device="cuda")
+for step in range(3):
+    y = net(x)
+"""
+
+
+def habit(folder: Path, text: str, gpus: int = 1) -> ProgramCapture:
+    """A training loop with lines of its own, in which ``y`` is (100, 8) and unknown."""
+    lines = "".join(f"    {line}\n" for line in text.strip().splitlines())
+    path = written(folder, HEAD + lines + "    y.sum().backward(); optimizer.step()\n")
+    return captured(path, gpus=gpus)
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        ("y = y[y[:, 0] > 0] * 2.5", (50, 8)),
+        ("keep = y[:, 0] > 0; y = y[keep] * 2.5; assert len(y) == keep.sum().item()", (50, 8)),
+        ("y = y[(y[:, 0] > 0) & (y[:, 1] > 0)] * 2.5", (25, 8)),
+        ("y = torch.masked_select(y, y > 0) * 2.5", (400,)),
+        ("(i,) = torch.where(y[:, 0] > 0); y = y[i] * 2.5", (50, 8)),
+        ("k, i = y[:, 0].long().unique(return_inverse=True); y = y[i][k] * 2.5", (50, 8)),
+        ("y = y.repeat_interleave((y[:, 0] * 9).long(), 0) * 2.5", (100, 8)),
+        ("n = y[:, 0].long().bincount(minlength=4).tolist(); y = y.split(n)[0] * 2.5", (25, 8)),
+    ],
+)
+def test_unknown_data_take_a_stated_share(
+    tmp_path: Path, text: str, shape: tuple[int, ...]
+) -> None:
+    """Of 100 rows half pass a test, a quarter two; of 100 values half differ; repeats are one.
+
+    The host waits for the number of rows. What was taken is said once, with its line.
+    """
+    program = habit(tmp_path, text)
+    calls = program.ranks[0].calls
+    assert [c.outputs[0].shape for c in calls if 2.5 in c.args] == 2 * [shape]
+    assert any(priceable(c).waits for c in calls)
+    (note,) = program.notes
+    assert note.startswith("of data that nobody knows 50 % is true") and "train.py:9" in note
+
+
+def test_a_number_or_condition_that_shapes_nothing_is_not_noted(tmp_path: Path) -> None:
+    program = habit(tmp_path, "print(y.sum().item()); y = torch.where(y > 0, y, 0.0)")
+    assert not program.notes
+
+
+def test_packed_sequences(tmp_path: Path) -> None:
+    """Lengths 5, 3 and 2: ten rows, an LSTM of five steps over two sequences, padded to 3 x 5."""
+    lines = """
+packed = pack_padded_sequence(y[:15].view(3, 5, 8), [5, 3, 2], batch_first=True)
+rows, last = lstm(packed)
+y, lengths = pad_packed_sequence(rows, batch_first=True)
+assert lengths.tolist() == [5, 3, 2] and y.shape == (3, 5, 4) and last[0].shape == (1, 3, 4)
+assert rows.data.shape == (10, 4) and rows.batch_sizes.tolist() == [3, 3, 2, 1, 1]
+"""
+    calls = habit(tmp_path, lines).ranks[0].calls
+    layers = [c.tensors()[0].shape for c in calls if "rnn_layer.default" in c.op]
+    assert layers == [(5, 2, 8)]
+
+
+def test_tensors_say_that_they_are_on_a_gpu_and_weights_are_read(tmp_path: Path) -> None:
+    """Also those that come from a file of weights; numbers of real data are none of them."""
+    import torch
+
+    save_file({"weight": torch.ones(8, 16)}, tmp_path / "weights.safetensors")
+    lines = f"""
+from safetensors.torch import load_file
+weights = load_file({str(tmp_path / "weights.safetensors")!r})
+assert y.is_cuda and net.weight.is_cuda and weights["weight"].is_cuda
+net.load_state_dict({{**net.state_dict(), **weights}})
+y = y @ weights["weight"] * 2.5
+"""
+    calls = habit(tmp_path, lines).ranks[0].calls
+    assert [c.outputs[0].shape for c in calls if 2.5 in c.args] == 2 * [(100, 16)]
+
+
+def test_jagged_sequences_attend_as_those_of_mean_length(tmp_path: Path) -> None:
+    """Lengths 4 and 2 in two heads of width 4: (2, 2, 3, 4)."""
+    lines = """
+q = torch.nested.as_nested_tensor([y[:4], y[4:6]], layout=torch.jagged)
+q = q.unflatten(-1, [2, 4]).transpose(1, 2)
+y = torch.nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(-2).values()
+assert y.shape == (6, 8)
+"""
+    calls = habit(tmp_path, lines).ranks[0].calls
+    taken = [(c.phase, c.tensors()[0].shape) for c in calls if "itercast.sdpa" in c.op]
+    assert taken == [("forward", (2, 2, 3, 4)), ("backward", (2, 2, 3, 4))]
+    assert not any("dtensor_op" in c.args for c in calls)
+
+
+def test_a_number_that_nobody_knows_equals_no_other(tmp_path: Path) -> None:
+    """So that text goes on until its longest length; the condition is noted."""
+    program = habit(tmp_path, "ids = y[:, 0].long(); assert ids.max() != 0; assert not ids[0] == 7")
+    (note,) = program.notes
+    assert "nobody knows" in note
+
+
+def test_ranks_send_each_other_the_numbers_of_tokens_that_they_have(tmp_path: Path) -> None:
+    """100 tokens for four experts on four ranks: 25 to each, 25 from each, 100 in all."""
+    lines = """
+import torch.distributed as dist
+dist.is_initialized() or dist.init_process_group("nccl")
+counts = y[:, :4].argmax(1).bincount(minlength=4)
+arriving = torch.empty_like(counts)
+dist.all_to_all_single(arriving, counts)
+assert arriving.tolist() == counts.tolist() == [25] * 4
+rows = y.new_empty(sum(arriving.tolist()), 8)
+dist.all_to_all_single(rows, y.detach(), arriving.tolist(), counts.tolist())
+"""
+    calls = habit(tmp_path, lines, gpus=4).ranks[0].calls
+    sent = [(c.kwargs["kind"], c.kwargs["bytes"]) for c in calls if c.op == COLLECTIVE]
+    assert sent == [("all_to_all", 4 * 8), ("all_to_all", 100 * 8 * 4)]
+
+
+SYNCED = """
+import torch, torch.distributed as dist
+dist.init_process_group("nccl")
+net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(True))
+net = torch.nn.SyncBatchNorm.convert_sync_batchnorm(net).cuda()
+net = torch.nn.parallel.DistributedDataParallel(net, device_ids=[0], broadcast_buffers=False)
+optimizer = torch.optim.SGD(net.parameters())
+for step in range(3):
+    net(torch.randn(2, 3, 8, 8, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_norms_over_the_batches_of_all_ranks(tmp_path: Path) -> None:
+    """Of 8 channels 4 ranks gather means, deviations and a count, and add up two sums each.
+
+    Then DDP adds up gradients: 8 x 3 x 9 + 8 of the convolution, 2 x 8 of the norm.
+    """
+    calls = captured(written(tmp_path, SYNCED), gpus=4).ranks[0].calls
+    sent = [(c.kwargs["kind"], c.kwargs["bytes"]) for c in calls if c.op == COLLECTIVE]
+    gathered, sums, gradients = 4 * 4 * (2 * 8 + 1), 4 * 2 * 8, 4 * (216 + 8 + 16)
+    assert sent == [("all_gather", gathered), ("all_reduce", sums), ("all_reduce", gradients)]
