@@ -84,10 +84,10 @@ def _captured(
 
 
 def code_files(folder: Path) -> list[Path]:
-    """The files of ``microbench`` that captures depend on: code and assumed numbers."""
-    rooms = [p for room in ("capture", "cases") for p in (folder / room).rglob("*")]
+    """The files of ``capture`` that captures depend on: code and assumed numbers."""
+    rooms = [p for room in ("recorder", "cases") for p in (folder / room).rglob("*")]
     files = sorted(p for p in rooms if p.suffix in (".py", ".yaml"))
-    single = ("step.py", "lamb.py", "opcall.py", "assumptions.py")
+    single = ("step.py", "lamb.py", "opcall.py", "base/assumptions.py")
     return [*files, *(folder / name for name in single)]
 
 

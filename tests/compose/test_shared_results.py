@@ -13,7 +13,7 @@ from plan_case import GPU, Flat, capture_at, experts_at
 
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.capture_model import MICROBENCH, capture, code_digest, code_files
+from itercast.compose.capture_model import CAPTURE, capture, code_digest, code_files
 from itercast.compose.forecast import rank_of
 from itercast.compose.pricing.collectives import cluster
 from itercast.compose.pricing.price_book import PriceBook
@@ -118,12 +118,12 @@ LLAMA = {
 
 def test_the_digest_covers_every_file_that_captures_depend_on(tmp_path: Path) -> None:
     """Changing any file of a copy of the code changes the digest, and undoing it restores it."""
-    copy = tmp_path / "microbench"
-    for path in code_files(MICROBENCH):
-        (copy / path.relative_to(MICROBENCH)).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, copy / path.relative_to(MICROBENCH))
+    copy = tmp_path / "capture"
+    for path in code_files(CAPTURE):
+        (copy / path.relative_to(CAPTURE)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy / path.relative_to(CAPTURE))
     before = code_digest(copy)
-    assert before == code_digest(MICROBENCH)
+    assert before == code_digest(CAPTURE)
     for path in code_files(copy):
         text = path.read_bytes()
         path.write_bytes(text + b"\n# changed\n")
@@ -134,10 +134,10 @@ def test_the_digest_covers_every_file_that_captures_depend_on(tmp_path: Path) ->
 
 def test_the_digest_finds_the_rooms_of_the_capture() -> None:
     """A moved folder would leave the digest without files, and old captures in use."""
-    names = {path.relative_to(MICROBENCH).as_posix() for path in code_files(MICROBENCH)}
+    names = {path.relative_to(CAPTURE).as_posix() for path in code_files(CAPTURE)}
     assert len(names) > 20
-    assert {p.relative_to(MICROBENCH).as_posix() for p in MICROBENCH.glob("capture/*.py")} < names
-    assert {"step.py", "opcall.py", "cases/models/transformers.py", "capture/log.py"} < names
+    assert {p.relative_to(CAPTURE).as_posix() for p in CAPTURE.glob("recorder/*.py")} < names
+    assert {"step.py", "opcall.py", "cases/models/transformers.py", "recorder/log.py"} < names
 
 
 def test_all_tables_of_a_recommender_are_captured() -> None:
