@@ -16,12 +16,11 @@ from threading import Thread
 
 from itercast.capture.base.cache_folder import cache_folder
 from itercast.capture.input.lane import InputLane
-from itercast.capture.programs.machine import EmulatedGpu
 from itercast.capture.programs.program import ProgramCapture, read_program
 from itercast.compose.capture_model import CAPTURE, code_digest
 from itercast.compose.pricing.collectives import gpus_per_domain
 from itercast.compose.target import Target
-from itercast.microbench.hardware.spec import COMPUTE_CAPABILITY, Gpu
+from itercast.microbench.hardware.emulated import emulated
 
 MODULE = "itercast.capture.programs.script"
 
@@ -43,7 +42,7 @@ def captured_script(
         "script": str(script),
         "arguments": list(arguments),
         "steps": steps,
-        "gpu": asdict(_emulated(target.gpu)),
+        "gpu": asdict(emulated(target.gpu)),
         "world_size": world_size,
         "per_node": gpus_per_domain(target.gpu, target.node),
     }
@@ -58,17 +57,6 @@ def captured_script(
     if not path.is_file():
         raise ValueError(f"{script.name}: no program was captured, it ended by itself")
     return read_program(path)
-
-
-def _emulated(gpu: Gpu) -> EmulatedGpu:
-    """What the script's ``torch.cuda`` says of the GPU; that of an H100 where it isn't known."""
-    return EmulatedGpu(
-        name=gpu.name,
-        kind=gpu.kind,
-        memory_bytes=int(gpu.hbm_bytes),
-        sm_count=int(gpu.sm_count),
-        compute_capability=COMPUTE_CAPABILITY.get(gpu.architecture, (9, 0)),
-    )
 
 
 def _unchanged(digests: dict[str, str]) -> bool:
