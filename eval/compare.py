@@ -33,6 +33,7 @@ from itercast.eval.results import CaseResult, grouped, in_words, records
 from itercast.learners.bundle import Bundle
 from itercast.learners.features.machine_speed import iterations_at_reference_us
 from itercast.microbench.hardware.stack import asked_stack
+from itercast.microbench.iterations.engines import SYNCHRONISED
 from itercast.microbench.ops import find_family
 from itercast.microbench.store import Facts, Row, read_rows
 
@@ -50,9 +51,10 @@ OPTIONAL |= {
     "amp": False,
     "stack": "",
     "lora": 0,
+    "timing": SYNCHRONISED,  # as ``collect`` timed all steps before rows said so; importers say it
 }
 ASKED = ["gpu", "case", "batch", "seq", "plan", "mode", "loss", "optimizer", "dtype", "attn"]
-ASKED += ["amp", "engine", "memory_format", "attention_kernel", "stack", "lora"]
+ASKED += ["amp", "engine", "memory_format", "attention_kernel", "stack", "lora", "timing"]
 FAR = 3.0  # no assumption: over the median of normal differences, two standard deviations
 SETTINGS = ("mode", "optimizer", "loss", "dtype", "attn", "amp")
 console = Console()
@@ -223,15 +225,16 @@ def _host_us(row: Facts) -> float | None:
 def step_of(asked: Facts, plan: ParallelPlan) -> StepCapture:
     """Capture the step that a measured row describes.
 
-    Its model, sizes and settings, the engine that launches it, its memory format and its attention
-    kernel.
+    Its model, sizes and settings, the engine that launches it, its memory format, its attention
+    kernel, and whether steps were synchronised one by one when they were timed.
     """
     model = model_of(asked)
     size = micro_size(model, plan, int(asked["batch"]), int(asked["seq"]))
     options = {n: asked[n] for n in SETTINGS if n in asked} | {"lora": int(asked.get("lora", 0))}
     step = with_engine(capture(model, **size, **options), str(asked.get("engine", "eager")))
     step = with_memory_format(step, str(asked.get("memory_format", "")))
-    return with_attention_kernel(step, str(asked.get("attention_kernel", "")))
+    step = with_attention_kernel(step, str(asked.get("attention_kernel", "")))
+    return replace(step, synchronised=asked.get("timing") == SYNCHRONISED)
 
 
 def model_of(asked: Facts) -> str | Path:
