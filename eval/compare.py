@@ -29,7 +29,7 @@ from itercast.compose.target import Target, find_target, forecast_step
 from itercast.eval.iteration_parts import parts_us
 from itercast.eval.progress import progress_bar
 from itercast.eval.ranking import ranking_lines
-from itercast.eval.results import CaseResult, grouped, in_words, records
+from itercast.eval.results import CaseResult, in_words, records, totals
 from itercast.learners.bundle import Bundle
 from itercast.learners.features.machine_speed import iterations_at_reference_us
 from itercast.microbench.hardware.stack import asked_stack
@@ -277,6 +277,6 @@ def results_table(results: Sequence[CaseResult]) -> Table:
         table.add_column(head, justify="right", no_wrap=True)
     for r in results:
         table.add_row(r.case, r.plan, *r.cells)
-    lines = [f"{name}: {in_words(group)}" for name, group in grouped(results).items()]
+    lines = [f"{name}: {in_words(group)}" for name, group in totals(results).items()]
     table.caption = "\n".join([*lines, *ranking_lines(results)])
     return table
