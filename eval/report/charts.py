@@ -13,9 +13,9 @@ from textwrap import wrap
 import numpy as np
 import pandas as pd
 
+from itercast.eval.errors.error_parts import ErrorParts
+from itercast.eval.errors.intervals import LEVELS
 from itercast.eval.iteration_parts import PARTS
-from itercast.eval.report.error_parts import ErrorParts
-from itercast.eval.report.intervals import LEVELS
 from itercast.eval.report.op_errors import Groups, kinds, off_log
 from itercast.eval.report.sweeps import Step
 from itercast.eval.results import RETEST, CaseResult, grouped, records

@@ -13,8 +13,8 @@ from pathlib import Path
 import pandas as pd
 
 from itercast.capture.base.files import write_atomic
+from itercast.eval.errors.systematic import systematic_errors
 from itercast.eval.ranking import choices, ranking_metrics, rankings
-from itercast.eval.report.systematic import systematic_errors
 from itercast.eval.results import CaseResult, summary, totals
 from itercast.microbench.store import Facts
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from itercast.eval.errors.error_parts import error_parts, factors
 from itercast.eval.iteration_parts import PARTS
 from itercast.eval.ranking import ranking_lines
 from itercast.eval.report import charts
 from itercast.eval.report.blocks import Section, Table, number
-from itercast.eval.report.error_parts import error_parts, factors
 from itercast.eval.results import COLUMNS, COVERAGE, CaseResult, summary, totals
 
 

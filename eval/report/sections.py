@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from itercast.eval.errors.intervals import LEVELS, at_stated, coverage_pct
+from itercast.eval.errors.systematic import systematic_errors
 from itercast.eval.report import charts
 from itercast.eval.report.blocks import Device, Section, Table, Tile, number
-from itercast.eval.report.intervals import LEVELS, at_stated, coverage_pct
 from itercast.eval.report.iteration_sections import (
     iteration_section,
     kind_section,
@@ -20,7 +21,6 @@ from itercast.eval.report.op_sections import (
     ops_section,
     software_sections,
 )
-from itercast.eval.report.systematic import systematic_errors
 from itercast.eval.results import COVERAGE, RETEST, CaseResult, grouped, records, summary
 
 WORST = 10

@@ -10,13 +10,13 @@ import pandas as pd
 
 from itercast.capture.base.files import write_atomic
 from itercast.eval.compare import console, results_table
+from itercast.eval.errors.systematic import systematic_errors
 from itercast.eval.ranking import ranking_metrics
 from itercast.eval.report.blocks import Device
 from itercast.eval.report.evaluation import FILE, Evaluation, machine_of
 from itercast.eval.report.page import render
 from itercast.eval.report.sections import sections, tiles
 from itercast.eval.report.sweeps import SweepFacts, sweep_facts
-from itercast.eval.report.systematic import systematic_errors
 from itercast.eval.results import CaseResult, summary
 from itercast.learners.held_out import load_held_out
 from itercast.microbench.ops import families

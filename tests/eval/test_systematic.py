@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from report_facts import case
 
-from itercast.eval.report.systematic import systematic_errors
+from itercast.eval.errors.systematic import systematic_errors
 from itercast.eval.results import KINDS, ONE_PROCESS, CaseResult, grouped, kind_of, totals
 
 
