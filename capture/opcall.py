@@ -185,6 +185,7 @@ class ParamSpec:
     The gradient is ready after call number ``ready_after`` of the step (-1: it has none).
     ``layout`` and ``nnz`` are those of ``TensorSpec``. ``local``: no other replica has it, as a
     shard of an embedding table. ``matrix``: Muon updates it (``step.hidden_matrices``).
+    ``spread``: ep divides it, a stack of experts' weights, over ranks.
     """
 
     name: str
@@ -196,6 +197,7 @@ class ParamSpec:
     nnz: int = 0
     local: bool = False
     matrix: bool = False
+    spread: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -215,9 +217,7 @@ class StepCapture:
     ``inputs``: the tensors of the batch that the step is given, dense ones. ``lengths``: of its
     sequences, where they are unlike (``itercast.compose.lengths.Lengths.facts``). ``networks``:
     recurrent networks, forward and backward in turn, that a GPU runs as one call each: arguments of
-    ``itercast.microbench.ops.matrix.recurrent.CALL``. ``synchronised``: the host waits for the
-    device at the end of each step, as where steps are timed one by one; else steps follow each
-    other back to back, and the host launches the next one while the device is busy.
+    ``itercast.microbench.ops.matrix.recurrent.CALL``.
     """
 
     calls: tuple[OpCall, ...]
@@ -231,4 +231,3 @@ class StepCapture:
     inputs: tuple[TensorSpec, ...] = ()
     lengths: Mapping[str, float] = field(default_factory=dict)
     networks: tuple[Mapping[str, Any], ...] = ()
-    synchronised: bool = False

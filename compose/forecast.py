@@ -11,6 +11,7 @@ from itercast.capture.base.assumptions import assumed
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.graph.identity_cache import Once
+from itercast.compose.notes import notes
 from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.pricing.collectives import Cluster, cluster
 from itercast.compose.pricing.layer_prices import price_model
@@ -48,7 +49,8 @@ class Forecast:
     network that messages are priced by; empty for one rank and on a CPU. ``lengths``: of sequences
     that are unlike (``itercast.compose.lengths.Lengths``); tokens are then those that are no
     padding. ``cluster``: on unlike GPUs (``itercast.compose.clusters``) what each group has, and
-    the time with equal shares, 0 where there are none.
+    the time with equal shares, 0 where there are none. ``notes``: what to know of how the step was
+    forecast (``itercast.compose.notes``).
 
     ``assumed_frac`` is the share of the iteration that rests on assumed numbers: (compute and
     exposed communication priced by an assumption + host gaps, as far as the host's time is assumed)
@@ -91,6 +93,7 @@ class Forecast:
     network: str = ""
     lengths: dict[str, float] = field(default_factory=dict)
     cluster: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 def forecast(
@@ -124,7 +127,8 @@ def forecast(
         samples=step.samples * replicas,
         tokens=tokens,
     )
-    return replace(found, lengths=lengths)
+    said = tuple(notes(step, plan, book.stack))
+    return replace(found, lengths=lengths, notes=said)
 
 
 def timeline(
@@ -145,14 +149,7 @@ def timeline(
 def rank_of(step: StepCapture, plan: ParallelPlan, book: PriceBook, where: Cluster) -> Rank:
     """Prices a step for a rank that holds all layers, as if the plan had one pipeline stage."""
     model = price_model(step, plan, book, where)
-    return Rank(
-        plan=plan,
-        layers=model.each_layer,
-        model=model,
-        book=book,
-        where=where,
-        synchronised=step.synchronised,
-    )
+    return Rank(plan=plan, layers=model.each_layer, model=model, book=book, where=where)
 
 
 def report(

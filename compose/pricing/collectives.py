@@ -20,6 +20,7 @@ import pandas as pd
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.durations import counted
 from itercast.capture.plan import ParallelPlan
+from itercast.compose.parallel.ep import expert_shards
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import UNMODELLED, AssumedShares, PricedOp
 from itercast.compose.tables.tiers import RATES, TIERS, tier_us
@@ -114,7 +115,10 @@ class Cluster:
 
     @property
     def network_bytes_per_s(self) -> float:
-        """A GPU's share of the network between nodes."""
+        """A rank's share of the network between nodes, which the ranks of a node share.
+
+        Where they are fewer than its GPUs, each has more of the NICs, up to what PCIe carries.
+        """
         return NETWORK_BYTES_PER_S if self.network_assumed else self._stated_network
 
     @property
@@ -137,7 +141,11 @@ class Cluster:
 
     @property
     def _stated_network(self) -> float:
-        return self.node.network_bytes_per_s if self.node else 0.0
+        if self.node is None:
+            return 0.0
+        share, gpus = self.node.network_bytes_per_s, self.node.gpus_per_node
+        reached = max(share, self.gpu.pcie_bytes_per_s)
+        return min(reached, share * gpus / min(gpus, self.gpus_per_node))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +200,8 @@ def cluster(plan: ParallelPlan, gpu: Gpu, node: Node | None = None) -> Cluster:
     - ``shard``: cp and dp together, over which parameters are sharded; with hsdp the inner part of
       it, and ``replicate`` the outer part.
     - ``ep``: the inner part of dp, or of all ranks where tp does not cut experts; ``expert``: the
-      replicas of its experts.
+      replicas of its experts; ``expert_shard``: those of them that share them out,
+      ``expert_replicate``: those that have the same share.
     - ``tables``: ranks that share embedding tables, the inner part of dp; ``table_replicas``: those
       that have the same part of them.
     - ``uvm``, ``ssd``: a rank and its host, or its drive (``itercast.compose.tables.tiers``).
@@ -215,6 +224,9 @@ def cluster(plan: ParallelPlan, gpu: Gpu, node: Node | None = None) -> Cluster:
     inner["replicate"] = plan.tp * plan.shards
     size["replicate"] = plan.cp * plan.dp // plan.shards
     inner["expert"], size["expert"] = inner["ep"] * plan.ep, plan.expert_replicas
+    inner["expert_shard"], size["expert_shard"] = inner["expert"], expert_shards(plan)
+    inner["expert_replicate"] = inner["expert"] * expert_shards(plan)
+    size["expert_replicate"] = plan.expert_replicas // expert_shards(plan)
     groups = {
         axis: Group(size=n, per_node=max(1, min(n, per_node // inner[axis])))
         for axis, n in size.items()

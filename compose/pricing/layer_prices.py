@@ -32,7 +32,7 @@ from itercast.compose.pricing.host import (
 )
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import AssumedTime, Priceable, PricedOp
-from itercast.compose.pricing.rank_graph import RankGraph, rank_graph, until_read
+from itercast.compose.pricing.rank_graph import RankGraph, casts_experts, rank_graph, until_read
 from itercast.compose.pricing.recompute import Recomputed, recomputed
 from itercast.compose.pricing.sharded_tables import slowest_rank
 from itercast.compose.pricing.work import Work, fold, side_by_side_us
@@ -69,6 +69,16 @@ class PricedLayer:
     def numbered(self) -> bool:
         """Whether it is one of a list of modules: those FSDP shards and checkpoints wrap."""
         return self.layer.name not in ("first", "last")
+
+    @cached_property
+    def without_experts(self) -> PricedLayer:
+        """The layer with the parameters alone that ep does not spread, and their copies."""
+        kept = [i for i, p in enumerate(self.layer.parameters) if not p.spread]
+        copies = (self.accumulate, self.into_bucket, self.out_of_bucket)
+        accumulate, into, out = (tuple(one[i] for i in kept) for one in copies)
+        return replace(
+            self, layer=self.layer.dense, accumulate=accumulate, into_bucket=into, out_of_bucket=out
+        )
 
     def fold(self, ops: Sequence[PricedOp]) -> Work:
         """Sum up ops, given in launch order, to their time on the host and on the compute lane."""
@@ -166,7 +176,8 @@ def price_model(
     axes = ("tp", "cp", "ep", *(("dp",) if plan.cut else ()))
     groups = tuple(where.groups[axis] for axis in axes)
     pairs = plan.microbatches if plan.ep_overlap else 1
-    key = ("priced model", plan.expert_tp, plan.parts("prices"), pairs, groups, where.node, book)
+    ways = (plan.expert_tp, casts_experts(plan, book.stack), pairs)
+    key = ("priced model", *ways, plan.parts("prices"), groups, where.node, book)
     return once_of(capture)(key, partial(_price_graph, capture, plan, book, where))
 
 
@@ -182,7 +193,7 @@ def prefetch_steps(
     done = set[tuple[object, ...]]()
     for capture, plan, where in asked:
         with suppress(ValueError):
-            graph = rank_graph(capture, plan, book.gpu)
+            graph = rank_graph(capture, plan, book.gpu, book.stack)
             graphs[id(graph)] = graph
             key = (id(graph), *(where.groups[axis] for axis in ("tp", "cp", "ep")))
             if key not in done:
@@ -203,7 +214,7 @@ def _prefetch(graphs: Sequence[RankGraph], book: PriceBook) -> None:
 def _price_graph(
     capture: StepCapture, plan: ParallelPlan, book: PriceBook, where: Cluster
 ) -> PricedModel:
-    graph = rank_graph(capture, plan, book.gpu)
+    graph = rank_graph(capture, plan, book.gpu, book.stack)
     _prefetch([graph], book)
     ops = _price_calls(graph, plan, book, where)
     steps = {name: n for name, n in graph.capture.host.items() if name.endswith("_step")}
@@ -344,7 +355,7 @@ def _price_layer(
     forward, backward = ([ops[i] for i in range(*span)] for span in spans)
     how = Recomputed(saved_bytes=layer.saved_bytes)
     if plan.recompute and layer.name not in ("first", "last"):
-        how = recomputed(layer, graph, ops, plan, book)
+        how = recomputed(layer, graph.capture, ops, plan, book)
         moved = tuple(
             replace(p, ready_after=p.ready_after + len(how.ops)) if p.ready_after >= 0 else p
             for p in layer.parameters

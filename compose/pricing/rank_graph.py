@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import takewhile
 
@@ -16,7 +16,7 @@ from itercast.compose.graph.cuda_variants import (
     with_cuda_variants,
     with_whole_networks,
 )
-from itercast.compose.graph.identity_cache import Once, once_of
+from itercast.compose.graph.identity_cache import once_of
 from itercast.compose.graph.launch_modes import as_launched
 from itercast.compose.graph.layers import Layer, split_layers
 from itercast.compose.graph.lifetimes import input_bytes, update_bytes
@@ -24,6 +24,7 @@ from itercast.compose.graph.product_roles import LINEAR_PRODUCTS
 from itercast.compose.graph.rewrite import COLLECTIVE
 from itercast.compose.parallel.cp import context_parallel
 from itercast.compose.parallel.ep import expert_parallel
+from itercast.compose.parallel.expert_precision import experts_in_half
 from itercast.compose.parallel.halo import cut_graph
 from itercast.compose.parallel.tp import tensor_parallel
 from itercast.compose.pricing.collectives import Message
@@ -31,6 +32,7 @@ from itercast.compose.pricing.gradient_copies import buffers, gradient_copies
 from itercast.compose.pricing.optimizer import MatrixUpdate, matrix_updates
 from itercast.compose.pricing.priced_op import Priceable, priceable, touched_bytes
 from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.hardware.stack import USUAL, stack_of_row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,6 @@ class RankGraph:
     update_share: float
     matrix_bytes: int
     tied: tuple[ParamSpec, ...]
-    once: Once = field(default_factory=Once, compare=False)  # results of plans that share it
 
     @cached_property
     def priced(self) -> tuple[int, ...]:
@@ -96,17 +97,26 @@ class RankGraph:
         return sum(self.wanted[i].matmul_s(self.gpu) for i in range(*span) if i in self.wanted)
 
 
-def rank_graph(capture: StepCapture, plan: ParallelPlan, gpu: Gpu) -> RankGraph:
+def casts_experts(plan: ParallelPlan, stack: str) -> bool:
+    """Whether mixed precision casts experts: that of FSDP and of some software, not autocast."""
+    return plan.amp and (plan.zero > 0 or stack_of_row(stack).casts_experts)
+
+
+def rank_graph(capture: StepCapture, plan: ParallelPlan, gpu: Gpu, stack: str = USUAL) -> RankGraph:
     """Rewrite a captured micro-batch for a rank of the plan: expert, context, tensor parallel."""
     if plan.amp and gpu.kind == "cpu":
         raise ValueError(f"plan {str(plan)!r}: amp is a GPU's autocast; a CPU casts other ops")
     parts = plan.dp if plan.cut else 1  # of a graph
     ranks = plan.world_size if gpu.kind == "cpu" else 1
-    key = ("rank graph", plan.expert_tp, parts, *plan.parts("ops"), gpu, ranks)
-    return once_of(capture)(key, partial(_rank_graph, capture, plan, gpu, ranks))
+    cast = casts_experts(plan, stack)
+    key = ("rank graph", plan.expert_tp, parts, cast, *plan.parts("ops"), gpu, ranks)
+    return once_of(capture)(key, partial(_rank_graph, capture, plan, gpu, ranks, cast))
 
 
-def _rank_graph(capture: StepCapture, plan: ParallelPlan, gpu: Gpu, ranks: int) -> RankGraph:
+def _rank_graph(
+    capture: StepCapture, plan: ParallelPlan, gpu: Gpu, ranks: int, cast: bool
+) -> RankGraph:
+    capture = experts_in_half(capture) if cast else capture
     trained = sum(p.nbytes for p in capture.parameters if p.ready_after >= 0 and not p.matrix)
     capture = cut_graph(capture if gpu.kind == "cpu" else with_whole_networks(capture), plan)
     capture = context_parallel(expert_parallel(capture, plan), plan)

@@ -37,7 +37,6 @@ from itercast.capture.base.assumptions import assumed
 from itercast.capture.opcall import ITEMSIZE_BYTES, OpCall, TensorSpec
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.graph.codecs import Codec
-from itercast.compose.graph.layers import is_expert
 from itercast.compose.pricing.collectives import Cluster, Message
 from itercast.compose.pricing.layer_prices import PricedLayer
 
@@ -77,18 +76,18 @@ class Strategy:
     outer: bool = False  # an optimizer's step follows each average
     codec: Codec | None = None  # of gradients
     cyclic: bool = False  # replicas are staggered (``cyclic``)
-    experts: bool = False  # experts have replicas of their own
+    expert_replicas: int = 1  # ranks that have the same experts, where ep spreads them
     offload: str = ""  # optimizer, activations
 
 
 def strategy(plan: ParallelPlan) -> Strategy:
     """Returns how the replicas of a plan are kept equal: DDP, ZeRO, gossip..."""
     replicas = Strategy() if plan.dp * plan.cp == 1 else _replicas(plan)
-    experts = plan.ep > 1
+    alike = plan.expert_replicas if plan.ep > 1 else 1
     codec = Codec.of(plan.compress)
     if codec is not None and not codec.summable:
         replicas = replace(replicas, reduce=("all_to_all", "all_gather"))
-    return replace(replicas, codec=codec, experts=experts, offload=plan.offload)
+    return replace(replicas, codec=codec, expert_replicas=alike, offload=plan.offload)
 
 
 def _replicas(plan: ParallelPlan) -> Strategy:
@@ -215,7 +214,8 @@ def fill_buckets(gradients: Iterable[tuple[K, int, T]]) -> list[tuple[K, list[T]
 def layer_buckets(
     layers: Sequence[PricedLayer], how: Strategy, starts: Sequence[int] = ()
 ) -> list[LayerBucket]:
-    """Buckets of a rank's layers in the order in which they fill; experts have their own.
+    """Buckets of a rank's layers in the order in which they fill; experts have their own, or none
+    where no other rank has them.
 
     So have the virtual stages that begin at the layers ``starts``: each is a module of its own.
     """
@@ -253,8 +253,8 @@ def _ready_gradients(
         order = sorted(range(len(parameters)), key=keys.__getitem__)
         for at in order:
             p = parameters[at]
-            if p.ready_after >= 0:
-                axis = "expert" if how.experts and is_expert(p) else "shard"
+            if p.ready_after >= 0 and not (p.spread and how.expert_replicas == 1):
+                axis = "expert" if p.spread else "shard"
                 key = (p.dtype, axis, bisect_right(starts, instance))
                 yield key, p.nbytes, _Gradient(instance, at, p.ready_after, p.nbytes)
 

@@ -7,17 +7,18 @@
   frozen parameters are whole on every rank.
 
 Numbered layers are sharded one by one, the rest of the model as one, the root, which is gathered
-before forward and kept. With hsdp each scattered share is all-reduced among the groups of ranks
-that shard (HSDP). On a GPU a gather runs one layer ahead and a scatter behind, on the comm
-lane; on a CPU there are no streams and torch waits for each where it is.
+before forward and kept. Experts that ep spreads are sharded apart, among the ranks that have the
+same ones, as torchtitan and Megatron-LM do. With hsdp each scattered share is all-reduced among the
+groups of ranks that shard (HSDP). On a GPU a gather runs one layer ahead and a scatter behind, on
+the comm lane; on a CPU there are no streams and torch waits for each where it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 
 from itercast.capture.base.assumptions import assumed
+from itercast.compose.parallel.ep import expert_shards, shards_of
 from itercast.compose.pricing.collectives import Message, price_messages
 from itercast.compose.pricing.host import python_op
 from itercast.compose.pricing.layer_prices import PricedLayer
@@ -30,13 +31,14 @@ FORWARD_SHARE: float = assumed(__file__, "forward_share")
 def sharded_forward(program: RankTasks, *, gather: bool) -> None:
     """Add the forward of one micro-batch; ``gather``: parameters are sharded at its start."""
     layers = program.rank.layers
-    root = sum(sharded_bytes(x, program) for x in layers if not x.numbered)
-    sizes = {root} | {sharded_bytes(x, program) for x in layers if x.numbered}
+    root = sharded_bytes([x for x in layers if not x.numbered], program)
+    each = [sharded_bytes([x], program) for x in {id(x): x for x in layers if x.numbered}.values()]
+    sizes = sorted({(on, n) for one in (root, *each) for on, n in one.items()})
     kinds = ("all_gather", "reduce_scatter")
-    messages = [_message(program, kind, n) for kind in kinds for n in sorted(sizes) if n]
+    messages = [_message(program, kind, on, n) for kind in kinds for on, n in sizes]
     price_messages(messages, program.rank.book, program.rank.where)  # one call of the pricer
     if root and gather:
-        program.lanes.wait([_send(program, "all_gather", root)])
+        program.lanes.wait(_send(program, "all_gather", root))
     markers: list[tuple[int, ...]] = [program.lanes.done]
     for k, x in enumerate(layers):
         copies = _gathered(program, x, markers[max(0, k - 1)]) if gather else Work()
@@ -59,26 +61,39 @@ def sharded_backward(program: RankTasks, *, scatter: bool, later: bool) -> None:
         work = work.then(hooks(program, x, 1 - FORWARD_SHARE))
         work = work.then(x.later_work if later and not how.every_micro else x.backward_work)
         if scatter and x.numbered:
-            program.copies += x.trained_only(x.into_bucket)
-            work = work.then(x.into_work)
+            own = _sharded(program, x)
+            program.copies += own.trained_only(own.into_bucket)
+            work = work.then(own.into_work)
         program.lanes.work(work, x.layer.name)
         markers.append(program.lanes.done)
         if scatter and x.numbered and x.layer.trained_bytes:
-            last += _reduce(program, sharded_bytes(x, program, trained=True))
+            last += _reduce(program, [x])
             _wait_on_cpu(program, last)
-    root = sum(sharded_bytes(x, program, trained=True) for x in layers if not x.numbered)
-    if scatter and root:
-        last += _reduce(program, root)
+    if scatter:
+        last += _reduce(program, [x for x in layers if not x.numbered])
     program.lanes.wait(last)
 
 
-def sharded_bytes(x: PricedLayer, program: RankTasks, *, trained: bool = False) -> int:
-    """Bytes of a layer's parameters that are sharded over replicas, and so gathered before use.
+def sharded_bytes(
+    layers: Sequence[PricedLayer], program: RankTasks, *, trained: bool = False
+) -> dict[str, int]:
+    """By axis the bytes of layers' parameters that its ranks share out, and so gather before use.
 
     ``trained``: of their gradients.
     """
-    ranks, only = program.rank.plan.shards, trained or program.how.frozen_whole
-    return x.layer.padded_bytes(ranks, trained=only)
+    plan, only = program.rank.plan, trained or program.how.frozen_whole
+    dense = sum(x.layer.dense.padded_bytes(plan.shards, trained=only) for x in layers)
+    found = {"shard": dense}
+    if expert_shards(plan) > 1:
+        ranks = expert_shards(plan)
+        experts = (x.layer.experts.padded_bytes(ranks, trained=only) for x in layers)
+        found["expert_shard"] = sum(experts)
+    return {axis: n for axis, n in found.items() if n}
+
+
+def _sharded(program: RankTasks, x: PricedLayer) -> PricedLayer:
+    """A layer with those parameters that ranks share out."""
+    return x if expert_shards(program.rank.plan) > 1 else x.without_experts
 
 
 def hooks(program: RankTasks, x: PricedLayer, share: float, times: int = 1) -> Work:
@@ -97,42 +112,42 @@ def hooks(program: RankTasks, x: PricedLayer, share: float, times: int = 1) -> W
 
 def _gathered(program: RankTasks, x: PricedLayer, after: tuple[int, ...]) -> Work:
     """Gather parameters, one layer ahead of compute; returns the copies out of the message."""
-    nbytes = sharded_bytes(x, program)
+    nbytes, own = sharded_bytes([x], program), _sharded(program, x)
     if not x.numbered or not nbytes:
         return Work()
     on_cpu = program.lanes.on_cpu
-    sent = _send(program, "all_gather", nbytes, None if on_cpu else after)
-    program.lanes.wait([sent])
+    program.lanes.wait(_send(program, "all_gather", nbytes, None if on_cpu else after))
     if program.how.frozen_whole:
-        program.copies += x.trained_only(x.out_of_bucket)
-        return x.trained_out_work
-    program.copies += x.replicated_only(x.out_of_bucket)
-    return x.out_work
+        program.copies += own.trained_only(own.out_of_bucket)
+        return own.trained_out_work
+    program.copies += own.replicated_only(own.out_of_bucket)
+    return own.out_work
 
 
-def _reduce(program: RankTasks, nbytes: int) -> list[int]:
-    """Scatter gradients within a group that shards, and add up shares among the groups.
+def _reduce(program: RankTasks, layers: Sequence[PricedLayer]) -> list[int]:
+    """Scatter gradients within the groups that shard, and add up shares among these groups.
 
     Under local SGD groups do not add up gradients.
     """
-    plan = program.rank.plan
-    sent = [_send(program, "reduce_scatter", nbytes)]
-    if plan.shards < plan.dp * plan.cp and not program.how.every:
-        share = program.price([_share(program, nbytes)])[0]
-        sent.append(program.lanes.send(share, after=tuple(sent)))
-    return sent
+    sent = _send(program, "reduce_scatter", sharded_bytes(layers, program, trained=True))
+    shares = [] if program.how.every else summed_shares(layers, program)
+    scattered = tuple(sent) or None
+    return sent + [program.lanes.send(op, after=scattered) for op in program.price(shares)]
 
 
-def averaged_shards(program: RankTasks) -> Message:
-    """The average of a rank's shards among the groups, under local SGD."""
-    size = sum(sharded_bytes(x, program, trained=True) for x in program.rank.layers)
-    return _share(program, size)
-
-
-def _share(program: RankTasks, nbytes: int) -> Message:
-    """The sum of a rank's share of so many bytes among the groups."""
-    own_bytes = max(1, nbytes // program.rank.plan.shards)
-    return replace(_message(program, "all_reduce", own_bytes), axis="replicate")
+def summed_shares(layers: Sequence[PricedLayer], program: RankTasks) -> list[Message]:
+    """The sums of a rank's shares of gradients, or averages of parameters, among the groups."""
+    plan, sums = program.rank.plan, list[Message]()
+    beyond = {"replicate": plan.dp * plan.cp // plan.shards}
+    beyond["expert_replicate"] = plan.expert_replicas // expert_shards(plan)
+    for axis, groups in beyond.items():
+        spread = axis == "expert_replicate"
+        ranks = shards_of(plan, spread=spread)
+        parts = (x.layer.experts if spread else x.layer.dense for x in layers)
+        nbytes = sum(part.padded_bytes(ranks, trained=True) for part in parts)
+        if nbytes and groups > 1:
+            sums.append(_message(program, "all_reduce", axis, max(1, nbytes // ranks)))
+    return sums
 
 
 def _wait_on_cpu(program: RankTasks, sent: Sequence[int]) -> None:
@@ -140,11 +155,18 @@ def _wait_on_cpu(program: RankTasks, sent: Sequence[int]) -> None:
         program.lanes.wait(sent[-1:])
 
 
-def _send(program: RankTasks, kind: str, nbytes: int, after: tuple[int, ...] | None = None) -> int:
-    return program.lanes.send(program.price([_message(program, kind, nbytes)])[0], after=after)
+def _send(
+    program: RankTasks,
+    kind: str,
+    nbytes: Mapping[str, int],
+    after: tuple[int, ...] | None = None,
+) -> list[int]:
+    """Send so many bytes along each axis."""
+    messages = [_message(program, kind, axis, n) for axis, n in nbytes.items()]
+    return [program.lanes.send(op, after=after) for op in program.price(messages)]
 
 
-def _message(program: RankTasks, kind: str, nbytes: int) -> Message:
+def _message(program: RankTasks, kind: str, axis: str, nbytes: int) -> Message:
     layers = program.rank.layers
     dtype = next((p.dtype for x in layers for p in x.layer.trained), "fp32")
-    return Message(kind=kind, axis="shard", message_bytes=nbytes, dtype=dtype)
+    return Message(kind=kind, axis=axis, message_bytes=nbytes, dtype=dtype)

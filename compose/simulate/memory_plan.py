@@ -9,6 +9,8 @@ from types import MappingProxyType
 
 from itercast.capture.opcall import ITEMSIZE_BYTES
 from itercast.capture.plan import ParallelPlan
+from itercast.compose.graph.layers import Layer
+from itercast.compose.parallel.ep import expert_shards, shards_of
 from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.compose.pricing.optimizer import OUTER_COPIES, STATE_COPIES
 from itercast.compose.simulate.data_parallel import Strategy, strategy
@@ -24,38 +26,72 @@ class Sizes:
     """Bytes of a rank's layers; plans that give a rank the same layers share them.
 
     ``layers`` are in forward order; ``runs``: the same, each with how often it is there in a row;
-    ``matrices``: bytes of parameters that Muon updates; ``by_dtype``: bytes of trained ones.
+    ``dense``: trained parameters that ep does not spread, ``experts``: those that it does.
     """
 
     layers: tuple[PricedLayer, ...]
     runs: tuple[Run, ...]
     parameters: int
-    trained: int
-    matrices: int
-    by_dtype: Mapping[str, int]
+    dense: Trained
+    experts: Trained
 
     @classmethod
     def of(cls, runs: Sequence[Run]) -> Sizes:
         """Sizes of these layers."""
-        by_dtype = Counter[str]()
-        for x, n in runs:
-            for p in x.layer.trained:
-                by_dtype[p.dtype] += p.nbytes * n
         return cls(
             layers=tuple(x for x, n in runs for _ in range(n)),
             runs=tuple(runs),
             parameters=sum(x.layer.parameter_bytes * n for x, n in runs),
-            trained=sum(x.layer.trained_bytes * n for x, n in runs),
-            matrices=sum(p.nbytes * n for x, n in runs for p in x.layer.trained if p.matrix),
-            by_dtype=by_dtype,
+            dense=Trained.of([(x.layer.dense, n) for x, n in runs]),
+            experts=Trained.of([(x.layer.experts, n) for x, n in runs]),
         )
 
-    def held(self, held: Mapping[str, Held], copies: int) -> tuple[int, int]:
-        """Bytes of gradients, and of the optimizer's state of so many ``copies`` of parameters.
+    @property
+    def trained(self) -> int:
+        """Bytes of parameters with a gradient."""
+        return self.dense.nbytes + self.experts.nbytes
+
+    def held_by_rank(
+        self, plan: ParallelPlan, optimizer: str, held: Mapping[str, Held]
+    ) -> tuple[int, int]:
+        """Bytes of gradients and of the optimizer's state that one rank of a plan keeps."""
+        how, gradients, state = strategy(plan), 0, 0
+        for part, spread in ((self.dense, False), (self.experts, True)):
+            shards, (summed, kept) = shards_of(plan, spread=spread), part.held(held, optimizer)
+            gradients += summed // (shards if how.share_gradients else 1)
+            state += kept // (shards if how.share_update else 1)
+        return gradients, state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """Bytes of parameters with a gradient by dtype; ``matrices``: of those that Muon updates."""
+
+    by_dtype: Mapping[str, int]
+    matrices: int
+
+    @classmethod
+    def of(cls, layers: Sequence[tuple[Layer, int]]) -> Trained:
+        """Those of these layers, each so often."""
+        by_dtype = Counter[str]()
+        for layer, n in layers:
+            for p in layer.trained:
+                by_dtype[p.dtype] += p.nbytes * n
+        matrices = sum(p.nbytes * n for layer, n in layers for p in layer.trained if p.matrix)
+        return cls(by_dtype=by_dtype, matrices=matrices)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(self.by_dtype.values())
+
+    def held(self, held: Mapping[str, Held], optimizer: str) -> tuple[int, int]:
+        """Bytes of gradients, and of the state of an optimizer.
 
         Without an entry in ``held`` for their dtype both are in that dtype.
         """
-        gradients, kept = 0, copies * self.trained - (self.matrices if copies else 0)
+        copies = STATE_COPIES[optimizer]
+        gradients, kept = 0, copies * self.nbytes - (self.matrices if copies else 0)
         for dtype, nbytes in self.by_dtype.items():
             one, size = held.get(dtype), ITEMSIZE_BYTES[dtype]
             gradients += nbytes * one.gradient // size if one else nbytes
@@ -82,15 +118,17 @@ def rank_memory(
     then gradients are summed in a buffer from which they are sent, and zero=1 shards the optimizer
     alone. Not counted: the allocator's rounding, workspaces, the CUDA context.
     """
-    how, n, buffered = strategy(plan), plan.shards, not held.keys().isdisjoint(sizes.by_dtype)
+    how, dtypes = strategy(plan), {*sizes.dense.by_dtype, *sizes.experts.by_dtype}
+    buffered = not held.keys().isdisjoint(dtypes)
     how = replace(how, buckets=False, by_layer=how.by_layer and plan.zero > 1) if buffered else how
-    summed, state = sizes.held(held, STATE_COPIES[optimizer])
-    trained, (sharded, shards) = sizes.trained, _sharded(sizes, how, n)
-    state //= n if how.share_update else 1
+    kept, state = sizes.held_by_rank(plan, optimizer, held)
+    trained, (sharded, shards), n = sizes.trained, _sharded(sizes, plan, how), plan.shards
     outer = OUTER_COPIES * trained // (n if how.by_layer else 1) if how.outer else 0
     fetched = state if how.offload == "optimizer" else 0  # for the update alone
-    kept = summed // (n if how.share_gradients else 1)
-    by_element = (trained - sizes.matrices) / (n if how.share_update else 1)
+    by_element = sum(
+        (part.nbytes - part.matrices) / (shards_of(plan, spread=spread) if how.share_update else 1)
+        for part, spread in ((sizes.dense, False), (sizes.experts, True))
+    )
     made = max(round(update_share * by_element), matrix_bytes) + fetched
     packed = trained if how.every and not how.by_layer else 0  # to be averaged after the update
     before = kept if buffered or plan.microbatches > 1 else None
@@ -101,18 +139,27 @@ def rank_memory(
         "gradients": gradients,
         "optimizer": state - fetched + outer,
         "activations": activations,
-        "buckets": trained if how.buckets else 0,
+        "buckets": _bucketed(sizes, how),
         "temporary": temporary,
     }
 
 
-def _sharded(sizes: Sizes, how: Strategy, n: int) -> tuple[int, int]:
+def _bucketed(sizes: Sizes, how: Strategy) -> int:
+    """Bytes of a second copy of gradients: experts that no other rank has are in no bucket."""
+    if not how.buckets:
+        return 0
+    return sizes.dense.nbytes + (sizes.experts.nbytes if how.expert_replicas > 1 else 0)
+
+
+def _sharded(sizes: Sizes, plan: ParallelPlan, how: Strategy) -> tuple[int, int]:
     """Bytes of the parameters that ranks shard, and of one rank's shards; layers are padded."""
     sharded = shards = 0
     for x, count in sizes.runs if how.by_layer else ():
-        of = x.layer.trained if how.frozen_whole else x.layer.replicated
-        sharded += sum(p.nbytes for p in of) * count
-        shards += x.layer.padded_bytes(n, trained=how.frozen_whole) // n * count
+        for layer, spread in ((x.layer.dense, False), (x.layer.experts, True)):
+            of = layer.trained if how.frozen_whole else layer.replicated
+            n = shards_of(plan, spread=spread)
+            sharded += sum(p.nbytes for p in of) * count
+            shards += layer.padded_bytes(n, trained=how.frozen_whole) // n * count
     return sharded, shards
 
 
@@ -176,14 +223,23 @@ class _Units:
     """
 
     def __init__(self, runs: Sequence[Run], plan: ParallelPlan, how: Strategy) -> None:
-        self.ranks, self.how = plan.shards, how
+        self.plan, self.how = plan, how
         self.root = sum(self._whole(x) * n for x, n in runs if not x.numbered)
         self.open = self.sent = self.waiting = self.of_root = 0
 
     def _whole(self, x: PricedLayer) -> int:
-        if not self.how.by_layer:
-            return 0
-        return x.layer.padded_bytes(self.ranks, trained=self.how.frozen_whole)
+        return self._gathered(x, trained=self.how.frozen_whole) if self.how.by_layer else 0
+
+    def _gathered(self, x: PricedLayer, *, trained: bool) -> int:
+        """Bytes of what ranks shard of a layer, as gathered; experts that one rank has are whole.
+
+        ``trained``: of gradients before they are scattered.
+        """
+        plan = self.plan
+        nbytes = x.layer.dense.padded_bytes(plan.shards, trained=trained)
+        if expert_shards(plan) > 1:
+            nbytes += x.layer.experts.padded_bytes(expert_shards(plan), trained=trained)
+        return nbytes
 
     def _is_late(self, x: PricedLayer) -> bool:
         return not x.numbered or x.layer.from_inputs
@@ -205,7 +261,7 @@ class _Units:
         """Bytes while a layer's gradients and their copy to send are there."""
         if not self.how.by_layer:
             return 0
-        gradients = x.layer.padded_bytes(self.ranks, trained=True)
+        gradients = self._gathered(x, trained=True)
         if self._is_late(x):
             self.waiting += gradients * n
             self.of_root += 0 if x.numbered else gradients * n
@@ -222,7 +278,10 @@ class _Units:
             return 0 if later else x.layer.trained_bytes
         if (later and self.how.share_gradients) or self._is_late(x):
             return 0
-        share = x.layer.padded_bytes(self.ranks, trained=True) // self.ranks
+        plan = self.plan
+        share = x.layer.dense.padded_bytes(plan.shards, trained=True) // plan.shards
+        experts = x.layer.experts.padded_bytes(expert_shards(plan), trained=True)
+        share += experts // expert_shards(plan)
         return share - x.layer.trained_bytes * later
 
     def at_the_end(self) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.opcall import ITEMSIZE_BYTES, ParamSpec
+from itercast.compose.parallel.ep import shards_of
 from itercast.compose.pricing.collectives import Message, price_messages
 from itercast.compose.pricing.gradient_copies import buffer_copies
 from itercast.compose.pricing.host import host_cost
@@ -24,11 +26,11 @@ from itercast.compose.pricing.priced_op import UNMODELLED, PricedOp, priceable
 from itercast.compose.pricing.work import Step, Work, fold
 from itercast.compose.simulate.data_parallel import LayerBucket, layer_buckets
 from itercast.compose.simulate.fsdp import (
-    averaged_shards,
     hooks,
     sharded_backward,
     sharded_bytes,
     sharded_forward,
+    summed_shares,
 )
 from itercast.compose.simulate.rank import Rank, RankTasks
 from itercast.microbench.hardware.spec import Gpu
@@ -179,7 +181,8 @@ class RankProgram(RankTasks):
         for at, p in enumerate(x.layer.parameters):
             if start <= p.ready_after < stop:
                 added = [x.accumulate[at]] if later else []
-                added += [x.into_bucket[at]] * self.how.copies_in
+                alone = p.spread and self.how.expert_replicas == 1
+                added += [] if alone else [x.into_bucket[at]] * self.how.copies_in
                 self.copies += added
                 ready.setdefault(p.ready_after, []).extend(added)
         ops: list[PricedOp] = []
@@ -237,11 +240,10 @@ class RankProgram(RankTasks):
             self.lanes.wait(self.averaged)
             for bucket in self.filled:
                 self._copy_bucket(bucket, into=False)
-        replicas = rank.plan.shards if self.how.share_update else 1
         trained = [p for x in rank.layers for p in x.layer.trained]
         tensors = max(1, len(trained))
         others = [p for p in trained if not p.matrix]
-        numel = sum(p.nbytes // ITEMSIZE_BYTES[p.dtype] for p in others) // replicas
+        numel = self._own(others, lambda of: sum(p.nbytes // ITEMSIZE_BYTES[p.dtype] for p in of))
         wanted = scaled_update(rank.model.graph.optimizer, max(1, numel), max(1, len(others)))
         if self.how.fused_update:
             if len(others) < len(trained):
@@ -249,7 +251,7 @@ class RankProgram(RankTasks):
             wanted = fused_update(wanted)
         ops = rank.book.price(wanted) if others else []
         self.updates += ops
-        state = state_bytes(optimizer, trained) // replicas
+        state = self._own(trained, partial(state_bytes, optimizer))
         offloaded = self.how.offload == "optimizer" and state
         if offloaded:
             self.lanes.wait([self.lanes.send(self._copy(state, "h2d"), "h2d")])
@@ -266,10 +268,20 @@ class RankProgram(RankTasks):
             self.lanes.wait([self.lanes.send(self._copy(state, "d2h"), "d2h")])
         kinds = [b.message(k, self.how) for b in self.filled for k in self.how.after_update]
         if self.how.by_layer and not self.how.every_micro and rank.plan.pp > 1:
-            size = sum(sharded_bytes(x, self) for x in rank.layers)
-            kinds.append(Message(kind="all_gather", axis="shard", message_bytes=size))
+            gathered = sharded_bytes(rank.layers, self).items()
+            kinds += [Message(kind="all_gather", axis=on, message_bytes=n) for on, n in gathered]
         self.lanes.wait([self.lanes.send(m) for m in self.price(kinds)])
         self._average_copies(optimizer)
+
+    def _own(
+        self, parameters: Sequence[ParamSpec], count: Callable[[Sequence[ParamSpec]], int]
+    ) -> int:
+        """This rank's part of what ``count`` counts of parameters, where updates are shared out."""
+        plan, total = self.rank.plan, 0
+        for spread in (False, True):
+            ranks = shards_of(plan, spread=spread) if self.how.share_update else 1
+            total += count([p for p in parameters if p.spread == spread]) // ranks
+        return total
 
     def _update_matrices(self, matrices: Sequence[ParamSpec]) -> None:
         """Add Muon's updates, each rank's share (``itercast.compose.pricing.optimizer``).
@@ -314,7 +326,7 @@ class RankProgram(RankTasks):
         )
         messages = [b.message("all_reduce", self.how) for b in filled]
         if every and self.how.by_layer:
-            messages.append(averaged_shards(self))
+            messages += summed_shares(self.rank.layers, self)
         messages += self._averaged_tables(optimizer)
         if self.how.outer:
             self._over_parameters(BEFORE_AVERAGE, "outer optimizer", self.how.every)

@@ -168,7 +168,8 @@ class StageRuns:
 
 def stage_facts(rank: Rank) -> tuple[object, ...]:
     """What changes a stage's run, apart from its layers."""
-    groups = (rank.where.groups[axis] for axis in ("shard", "replicate", "expert"))
+    axes = ("shard", "replicate", "expert", "expert_shard", "expert_replicate")
+    groups = (rank.where.groups[axis] for axis in axes)
     shared = (rank.contention, rank.ranks_per_core, rank.where.node, rank.where.crossings)
     plan = rank.plan
     return (plan.microbatches > 1, plan.virtual > 1, rank.strategy, *groups, *shared)

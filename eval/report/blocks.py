@@ -16,15 +16,11 @@ from itercast.microbench.store import Facts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Head and rows of text; ``wide`` columns hold words and are left-aligned.
-
-    Without a ``caption`` it has the section's title.
-    """
+    """Head and rows of text; ``wide`` columns hold words and are left-aligned."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     wide: Sequence[int] = (0,)
-    caption: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +37,11 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """A headline number, its unit, what to compare it with; ``off``: a warning is about it."""
+    """A headline number with its unit and what to compare it with."""
 
     label: str
     value: str
     beside: str
-    off: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

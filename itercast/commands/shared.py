@@ -223,6 +223,8 @@ def forecast_table(case: str, found: Forecast, spread: Spread | None = None) -> 
             table.add_row("in equal shares", f"{even_us * ms:.2f} ms")
     if found.lengths:
         table.add_row("lengths", lengths_line(found.lengths))
+    for note in found.notes:
+        table.add_row("note", note)
     for family, time_us in sorted(found.by_family_us.items(), key=lambda kv: -kv[1]):
         table.add_row(f"  {family}", f"{time_us * ms:.2f} ms")
     return table

@@ -57,6 +57,7 @@ class Stack:
     ``recomputes``: how much of a layer runs again under full recomputation, NEEDED or WHOLE.
     ``released``: the date of a release, YYYY-MM-DD. ``waits``: whether its host waits for each
     message of a pipeline that is not interleaved. ``held``: what it holds of a parameter, by dtype.
+    ``casts_experts``: under mixed precision products of experts are in half precision.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Stack:
     released: str = ""
     waits: bool = False
     held: Mapping[str, Held] = field(default_factory=dict)
+    casts_experts: bool = False
 
     def attention_on(self, gpu: Gpu) -> str:
         """The attention kernel that it takes on a GPU in 16 bit."""

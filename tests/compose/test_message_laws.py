@@ -12,12 +12,19 @@ from law_case import CUT, KIB, SPREAD, WIDTH, Bare, model, node_of, outcome, ran
 from plan_case import GPU, Flat
 
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.pricing.collectives import Message, cluster, price_messages
+from itercast.compose.pricing.collectives import (
+    Message,
+    cluster,
+    formula_us,
+    price_messages,
+)
+from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.simulate.rank_program import RankProgram
 from itercast.compose.simulate.stage_rank import memory, stage_messages, stages_of
-from itercast.microbench.hardware.node import load_node
+from itercast.microbench.hardware.node import Node, load_node, node_names
 from itercast.microbench.hardware.spec import Gpu, load_gpu
+from itercast.microbench.ops.step.alpha_beta import LINK_SHARE
 
 
 def sent(rank: Rank) -> dict[str, int]:
@@ -248,6 +255,46 @@ def test_two_gpus_of_a_mesh_share_one_link_of_each() -> None:
     found = [w.link_bytes_per_s(w.groups["dp"].per_node) for w in where]
     assert found == pytest.approx([150e9, 450e9])
     assert node_of().link_rate(2) == 100e9  # a switch gives any pair the whole rate
+
+
+def test_ranks_share_the_network_of_their_node() -> None:
+    """A p3.16xlarge has 25 Gb/s, 3.125e9 bytes/s, for those of its eight GPUs that have a rank.
+
+    The sum of ResNet-50's 102 MB of gradients over two nodes of one rank each takes 102e6 / 3.125e9
+    = 32.6 ms at that rate. A GPU of a DGX A100 reaches its eight cards of 25e9 over PCIe of 31.5e9.
+    """
+    p3, dgx = load_node("p3-16xlarge"), load_node("dgx-a100")
+
+    def rate(node: Node, text: str) -> float:
+        return cluster(ParallelPlan.parse(text), load_gpu(node.gpu), node).network_bytes_per_s
+
+    spread = [f"dp={n},node=n,nodes=2" for n in (2, 4)]
+    assert [rate(p3, text) for text in (*spread, "dp=16", "tp=8,dp=2")] == [
+        3.125e9,
+        3.125e9 / 2,
+        3.125e9 / 8,
+        3.125e9 / 8,
+    ]
+    assert [rate(dgx, t) for t in (spread[0], "dp=16")] == [31.5e9, 25e9]
+    where = cluster(ParallelPlan.parse(spread[0]), load_gpu(p3.gpu), p3)
+    sum_of = Message(kind="all_reduce", axis="shard", message_bytes=102_000_000)
+    us = formula_us(sum_of, where.groups["shard"], where) * LINK_SHARE["network"]
+    assert us == pytest.approx(32_640, rel=0.02)
+
+
+@pytest.mark.parametrize("name", node_names())
+def test_ranks_that_are_not_there_slow_no_message(name: str) -> None:
+    """One rank of a group on each of 16 nodes, beside 7, 3, 1 or no other ranks of a node."""
+    node = load_node(name)
+    gpu, book = load_gpu(node.gpu), PriceBook(Bare(), load_gpu(node.gpu), 1)
+    beside = [tp for tp in (8, 4, 2, 1) if tp <= node.gpus_per_node]
+    for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"):
+        for nbytes in (2**10, 2**20, 2**28):
+            message, times = Message(kind=kind, axis="shard", message_bytes=nbytes), list[float]()
+            for tp in beside:
+                where = cluster(ParallelPlan.parse(f"tp={tp},dp=16,node=n,nodes=16"), gpu, node)
+                times.append(price_messages([message], book, where)[0].duration_us)
+            assert times == sorted(times, reverse=True)
 
 
 BETTER = [

@@ -15,11 +15,14 @@ from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture
 from itercast.compose.graph.product_roles import DTYPE_CAST, alias_weight_casts
 from itercast.compose.graph.rewrite import COLLECTIVE
+from itercast.compose.notes import WIDE_EXPERTS, notes
 from itercast.compose.parallel.ep import expert_parallel, expert_weights
+from itercast.compose.parallel.expert_precision import experts_in_half
 from itercast.compose.parallel.narrow import CAST
 from itercast.compose.pricing.fallbacks import fallback_parts
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import priceable
+from itercast.compose.pricing.rank_graph import rank_graph
 from itercast.microbench.ops.matrix.gemm import GROUPED, Gemm, from_grouped
 
 TOKENS, WIDTH, HIDDEN, EXPERTS = 64, 16, 32, 4
@@ -105,6 +108,75 @@ def test_experts_are_in_fp8_but_not_routers() -> None:
     assert {t.dtype for c in routed for t in c.args} == {"bf16"}
     casts = [c for c in found.calls if c.op == CAST]
     assert [c.phase for c in casts] == ["forward"] * 4 + ["backward"] * 4
+
+
+class Mixed(Net):
+    """The same, with fp32 in and out of the experts, as after a norm."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).float()
+        for router, block in zip(self.routers, self.blocks, strict=True):
+            x = x * router(x).float().sum(1, keepdim=True) + block(x)
+        return x
+
+
+def mixed() -> StepCapture:
+    """The step of ``Mixed`` under autocast to bf16, captured as it runs."""
+    make = lambda: (Mixed(), torch.randn(TOKENS, WIDTH), lambda y: y.square().mean())  # noqa: E731
+    return capture(make, dtype="bf16", amp=True)
+
+
+def test_autocast_leaves_experts_in_fp32_and_says_so() -> None:
+    """FSDP's mixed precision and Megatron-LM cast them: of products alone the dtype changes."""
+    found = mixed()
+    assert {p.dtype for p in grouped(found)} == {"fp32"}
+    cast = experts_in_half(found)
+    assert [replace(p, dtype="fp32") for p in grouped(cast)] == grouped(found)
+    assert {p.dtype for p in grouped(cast)} == {"bf16"}
+    assert experts_in_half(step()) == step()  # weights in bf16: nothing to cast
+
+    gpu = replace(GPU, peak_flops_per_s={"fp32": 1e12, "bf16": 1e12})
+
+    def in_half(text: str, stack: str) -> bool:
+        graph = rank_graph(found, ParallelPlan.parse(text), gpu, stack)
+        return {p.dtype for p in grouped(graph.capture)} == {"bf16"}
+
+    assert not in_half("amp", "torch-2.11") and not in_half("dp=8,amp", "torch-2.11")
+    assert in_half("dp=8,zero=1,amp", "torch-2.11") and in_half("dp=8,amp", "megatron-core")
+    said = {
+        text: list(notes(found, ParallelPlan.parse(text), "torch-2.11"))
+        for text in ("amp", "dp=8,zero=3,amp", "")
+    }
+    assert said == {"amp": [WIDE_EXPERTS], "dp=8,zero=3,amp": [], "": []}
+
+
+def _back_casts(found: StepCapture) -> int:
+    """Gradients of tokens that autocast itself casts back to fp32."""
+    casts = [c for c in found.calls if c.op == DTYPE_CAST and c.phase == "backward"]
+    return sum(c.args[0].shape == (TOKENS, WIDTH) and c.outputs[0].dtype == "fp32" for c in casts)
+
+
+def test_casts_of_experts_are_counted_by_hand() -> None:
+    """Two layers of two weights each: inputs and weights are cast once, gradients of weights back.
+
+    The sum's gradient is cast once for both products of ``down``; between the products all is half.
+    """
+    found, cast = mixed(), experts_in_half(mixed())
+    casts = [
+        [c for c in m.calls if c.op == DTYPE_CAST and len(c.args[0].shape) == 3]
+        for m in (found, cast)
+    ]
+    assert [len(c) for c in casts] == [0, 2 * 2 * 2]
+    relu = [c for c in cast.calls if c.op == "aten.relu.default"]
+    assert {t.dtype for c in relu for t in (*c.tensors(), *c.outputs)} == {"bf16"}
+    assert [p.shape for p in cast.parameters] == [p.shape for p in found.parameters]
+    written = {t.storage: t.dtype for c in cast.calls if c.phase == "backward" for t in c.outputs}
+    read = [c for c in cast.calls if c.phase == "optimizer"]
+    gradients = {t.storage for c in read for t in c.tensors()} & written.keys()
+    assert gradients and {written[s] for s in gradients} == {"fp32"}
+    inputs = [c for c in cast.calls if c.op == DTYPE_CAST and c.args[0].shape == (TOKENS, WIDTH)]
+    back = [c.outputs[0].dtype for c in inputs if c.phase == "backward"]
+    assert back.count("fp32") - _back_casts(found) == 2  # gradients of the experts' inputs
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,21 @@
+"""What a reader should know about how a step was forecast, in one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from itercast.capture.opcall import StepCapture
+from itercast.capture.plan import ParallelPlan
+from itercast.compose.parallel.expert_precision import wide_experts
+from itercast.compose.pricing.rank_graph import casts_experts
+
+WIDE_EXPERTS = (
+    "experts run in fp32 under autocast, which casts no grouped products; "
+    "FSDP's mixed precision (zero=) and --stack megatron-core cast them"
+)
+
+
+def notes(step: StepCapture, plan: ParallelPlan, stack: str) -> Iterator[str]:
+    """Yields notes on a captured step under a plan."""
+    if plan.amp and not casts_experts(plan, stack) and wide_experts(step):
+        yield WIDE_EXPERTS

@@ -1,0 +1,110 @@
+"""Grouped products of experts in half precision, where the software casts what autocast does not.
+
+``torch._grouped_mm`` is no op of autocast's lists (torch 2.13, aten/src/ATen/autocast_mode.h), so
+that under plain autocast experts stay in fp32. FSDP's mixed precision casts all parameters of a
+module and its inputs; Megatron-LM and NeMo hold weights in half precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from itercast.capture.opcall import OpCall, StepCapture, TensorSpec
+from itercast.compose.graph.product_roles import DTYPE_CAST, LINEAR_PRODUCTS
+from itercast.compose.graph.rewrite import StepBuilder, fresh_storages, with_tensors
+from itercast.microbench.ops.matrix.gemm import GROUPED
+
+WIDE = "fp32"
+HALF = ("bf16", "fp16")
+
+
+def wide_experts(capture: StepCapture) -> bool:
+    """Whether experts run in fp32 beside linear layers in half precision."""
+    return _half_dtype(capture) != "" and any(
+        c.op == GROUPED and c.args[0].dtype == WIDE for c in capture.calls
+    )
+
+
+def experts_in_half(capture: StepCapture) -> StepCapture:
+    """The step with its experts' products in the dtype of its linear layers.
+
+    Weights and inputs in fp32 are cast once. What is computed from half precision alone is in half
+    precision, too, as PyTorch promotes dtypes; gradients of what was cast are cast back.
+    """
+    if not wide_experts(capture):
+        return capture
+    return _Narrowed(capture).step()
+
+
+def _half_dtype(capture: StepCapture) -> str:
+    """The dtype that autocast casts linear layers to; empty where it casts none."""
+    casts = {t.storage for c in capture.calls if c.op == DTYPE_CAST for t in c.outputs}
+    factors = (c.args[-1] for c in capture.calls if c.op in LINEAR_PRODUCTS)
+    return next((t.dtype for t in factors if t.dtype in HALF and t.storage in casts), "")
+
+
+class _Narrowed:
+    """Casts and narrowed tensors of a step while it is rewritten."""
+
+    def __init__(self, capture: StepCapture) -> None:
+        self.capture, self.dtype = capture, _half_dtype(capture)
+        self.made, self.fresh = StepBuilder(capture), fresh_storages(capture)
+        self.shapes = {p.shape for p in capture.parameters if len(p.shape) == 3}
+        self.cast: dict[int, int] = {}  # storage -> that of its copy in half precision
+        self.after_cast: set[int] = set()  # weights whose inputs are cast: so are these gradients
+        self.narrow: set[int] = set()  # storages that are in half precision now
+
+    def step(self) -> StepCapture:
+        """The rewritten step."""
+        for i, call in enumerate(self.capture.calls):
+            wide = call.op == GROUPED and WIDE in {t.dtype for t in call.args[:2]}
+            for one in self._product(call) if wide else (self._promoted(call),):
+                self.made.calls.append(one)
+            self.made.done(i)
+        return self.made.step()
+
+    def _half(self, t: TensorSpec) -> TensorSpec:
+        return replace(t, dtype=self.dtype)
+
+    def _product(self, call: OpCall) -> Sequence[OpCall]:
+        """The product in half precision after the casts that it needs."""
+        calls, change = list[OpCall](), dict[TensorSpec, TensorSpec]()
+        for t in call.args[:2]:
+            if t.dtype == WIDE and t.storage not in self.narrow | self.cast.keys():
+                self.cast[t.storage] = next(self.fresh)
+                whole = t if t.contiguous else _as_stored(t)
+                copy = self._half(replace(whole, storage=self.cast[t.storage]))
+                calls.append(replace(call, op=DTYPE_CAST, args=(whole,), outputs=(copy,)))
+            change[t] = self._half(replace(t, storage=self.cast.get(t.storage, t.storage)))
+        a, b, result = *call.args[:2], call.outputs[0]
+        if call.phase != "backward" and a.storage in self.cast:
+            self.after_cast.add(b.storage)
+        weight_gradient = call.phase == "backward" and result.shape in self.shapes
+        if weight_gradient or (call.phase == "backward" and b.storage in self.after_cast):
+            gradient = self._half(replace(result, storage=next(self.fresh)))
+            calls.append(replace(with_tensors(call, change), outputs=(gradient,)))
+            back = OpCall(op=DTYPE_CAST, args=(gradient,), outputs=(result,), phase=call.phase)
+            return [*calls, back]
+        self.narrow.add(result.storage)
+        return [*calls, with_tensors(call, change | {result: self._half(result)})]
+
+    def _promoted(self, call: OpCall) -> OpCall:
+        """A call that reads what is narrow now; its results are narrow where no input is wide."""
+        tensors = call.tensors()
+        if self.narrow.isdisjoint(t.storage for t in tensors):
+            self.narrow.difference_update(t.storage for t in call.outputs)
+            return call
+        change = {t: self._half(t) for t in tensors if t.storage in self.narrow}
+        wide = any(t.dtype == WIDE and t.storage not in self.narrow for t in tensors)
+        if not wide and call.op != DTYPE_CAST:
+            made = [t for t in call.outputs if t.dtype == WIDE]
+            self.narrow.update(t.storage for t in made)
+            change |= {t: self._half(t) for t in made}
+        return with_tensors(call, change)
+
+
+def _as_stored(t: TensorSpec) -> TensorSpec:
+    """The tensor in the order in which it lies in memory."""
+    order = sorted(range(len(t.shape)), key=lambda d: -t.stride[d])
+    return replace(t, shape=tuple(t.shape[d] for d in order), stride=())
