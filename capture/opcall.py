@@ -217,7 +217,9 @@ class StepCapture:
     ``inputs``: the tensors of the batch that the step is given, dense ones. ``lengths``: of its
     sequences, where they are unlike (``itercast.compose.lengths.Lengths.facts``). ``networks``:
     recurrent networks, forward and backward in turn, that a GPU runs as one call each: arguments of
-    ``itercast.microbench.ops.matrix.recurrent.CALL``.
+    ``itercast.microbench.ops.matrix.recurrent.CALL``. ``synchronised``: the host waits for the
+    device at the end of each step, as where steps are timed one by one; else steps follow each
+    other back to back, and the host launches the next one while the device is busy.
     """
 
     calls: tuple[OpCall, ...]
@@ -231,3 +233,4 @@ class StepCapture:
     inputs: tuple[TensorSpec, ...] = ()
     lengths: Mapping[str, float] = field(default_factory=dict)
     networks: tuple[Mapping[str, Any], ...] = ()
+    synchronised: bool = False

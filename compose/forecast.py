@@ -149,7 +149,14 @@ def timeline(
 def rank_of(step: StepCapture, plan: ParallelPlan, book: PriceBook, where: Cluster) -> Rank:
     """Prices a step for a rank that holds all layers, as if the plan had one pipeline stage."""
     model = price_model(step, plan, book, where)
-    return Rank(plan=plan, layers=model.each_layer, model=model, book=book, where=where)
+    return Rank(
+        plan=plan,
+        layers=model.each_layer,
+        model=model,
+        book=book,
+        where=where,
+        synchronised=step.synchronised,
+    )
 
 
 def report(

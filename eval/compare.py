@@ -29,10 +29,11 @@ from itercast.compose.target import Target, find_target, forecast_step
 from itercast.eval.iteration_parts import parts_us
 from itercast.eval.progress import progress_bar
 from itercast.eval.ranking import ranking_lines
-from itercast.eval.results import CaseResult, grouped, in_words, records
+from itercast.eval.results import CaseResult, in_words, records, totals
 from itercast.learners.bundle import Bundle
 from itercast.learners.features.machine_speed import iterations_at_reference_us
 from itercast.microbench.hardware.stack import asked_stack
+from itercast.microbench.iterations.engines import SYNCHRONISED
 from itercast.microbench.ops import find_family
 from itercast.microbench.store import Facts, Row, read_rows
 
@@ -50,9 +51,10 @@ OPTIONAL |= {
     "amp": False,
     "stack": "",
     "lora": 0,
+    "timing": SYNCHRONISED,  # as ``collect`` timed all steps before rows said so; importers say it
 }
 ASKED = ["gpu", "case", "batch", "seq", "plan", "mode", "loss", "optimizer", "dtype", "attn"]
-ASKED += ["amp", "engine", "memory_format", "attention_kernel", "stack", "lora"]
+ASKED += ["amp", "engine", "memory_format", "attention_kernel", "stack", "lora", "timing"]
 FAR = 3.0  # no assumption: over the median of normal differences, two standard deviations
 SETTINGS = ("mode", "optimizer", "loss", "dtype", "attn", "amp")
 console = Console()
@@ -223,15 +225,16 @@ def _host_us(row: Facts) -> float | None:
 def step_of(asked: Facts, plan: ParallelPlan) -> StepCapture:
     """Capture the step that a measured row describes.
 
-    Its model, sizes and settings, the engine that launches it, its memory format and its attention
-    kernel.
+    Its model, sizes and settings, the engine that launches it, its memory format, its attention
+    kernel, and whether steps were synchronised one by one when they were timed.
     """
     model = model_of(asked)
     size = micro_size(model, plan, int(asked["batch"]), int(asked["seq"]))
     options = {n: asked[n] for n in SETTINGS if n in asked} | {"lora": int(asked.get("lora", 0))}
     step = with_engine(capture(model, **size, **options), str(asked.get("engine", "eager")))
     step = with_memory_format(step, str(asked.get("memory_format", "")))
-    return with_attention_kernel(step, str(asked.get("attention_kernel", "")))
+    step = with_attention_kernel(step, str(asked.get("attention_kernel", "")))
+    return replace(step, synchronised=asked.get("timing") == SYNCHRONISED)
 
 
 def model_of(asked: Facts) -> str | Path:
@@ -274,6 +277,6 @@ def results_table(results: Sequence[CaseResult]) -> Table:
         table.add_column(head, justify="right", no_wrap=True)
     for r in results:
         table.add_row(r.case, r.plan, *r.cells)
-    lines = [f"{name}: {in_words(group)}" for name, group in grouped(results).items()]
+    lines = [f"{name}: {in_words(group)}" for name, group in totals(results).items()]
     table.caption = "\n".join([*lines, *ranking_lines(results)])
     return table

@@ -9,12 +9,24 @@ import numpy as np
 import pandas as pd
 from rich.table import Table
 
+from itercast.capture.plan import ParallelPlan
 from itercast.learners.train import errors
 from itercast.microbench.store import Row
 
 COVERAGE = "coverage_pct"  # share of measured iterations that their 80 % intervals cover
 ITERATIONS = "whole iterations"  # a line of tables by op family
 RETEST = "noise_floor_pct"  # median difference of two measurements of the same
+ONE_PROCESS = "one process"
+KINDS = (  # of plans, as ``kind_of`` tells them apart
+    ONE_PROCESS,
+    "one process with a plan",
+    "DDP",
+    "ZeRO and FSDP",
+    "tensor parallel",
+    "context parallel",
+    "pipeline",
+    "several axes",
+)
 COLUMNS = {  # of error tables
     "median": "median_ape_pct",
     "mean": "mape_pct",
@@ -87,12 +99,32 @@ def records(rows: pd.DataFrame) -> list[Row]:
 
 
 def grouped(results: Sequence[CaseResult]) -> dict[str, list[CaseResult]]:
-    """Results by group: "one process" and "under a plan"; empty groups are left out."""
-    groups = {
-        "one process": [r for r in results if not r.plan],
-        "under a plan": [r for r in results if r.plan],
-    }
+    """Results by kind of plan, in the order of KINDS; empty groups are left out."""
+    groups: dict[str, list[CaseResult]] = {name: [] for name in KINDS}
+    for r in results:
+        groups[kind_of(r.plan)].append(r)
     return {name: group for name, group in groups.items() if group}
+
+
+def kind_of(plan: str) -> str:
+    """The kind of a plan, one of KINDS: which ways of splitting a step it uses."""
+    if not plan:
+        return ONE_PROCESS
+    parsed = ParallelPlan.parse(plan)
+    replicas = "ZeRO and FSDP" if parsed.zero else "DDP"
+    axes = {"dp": replicas, "tp": "tensor parallel", "pp": "pipeline", "cp": "context parallel"}
+    used = [kind for axis, kind in axes.items() if getattr(parsed, axis) > 1]
+    if not used:
+        return "one process with a plan"
+    return used[0] if len(used) == 1 else "several axes"
+
+
+def totals(results: Sequence[CaseResult]) -> dict[str, list[CaseResult]]:
+    """The groups, and all plans together where there are several kinds of them."""
+    groups = grouped(results)
+    plans = [r for r in results if r.plan]
+    more = len(groups) - (ONE_PROCESS in groups) > 1
+    return {**groups, **({"all plans": plans} if more else {})}
 
 
 def in_words(results: Sequence[CaseResult]) -> str:

@@ -14,6 +14,7 @@ import pytest
 
 FLAGS = "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking"
 FLAGS += " disable-component-update disable-sync"
+AXE = Path(__file__).parents[1] / "node_modules" / "axe-core" / "axe.min.js"
 OWN_HOSTS = {"127.0.0.1", "localhost"}
 OF_NETWORKS = {"http", "https", "ws", "wss"}  # others are files, data, and the browser's own pages
 
@@ -44,6 +45,23 @@ def shown_as(driver: Any, *, width: int = 1280, height: int = 900, dark: bool = 
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+
+
+def serious_findings(driver: Any) -> list[str]:
+    """What axe-core finds serious or critical on the open page: rule and element.
+
+    Skips the test where axe-core is not installed.
+    """
+    if not AXE.is_file():
+        pytest.skip("no axe-core: npm install --no-save axe-core")
+    driver.execute_script(AXE.read_text())
+    asked = "axe.run().then((found) => arguments[0](found.violations))"
+    return [
+        f"{rule['id']}: {node['html']}"
+        for rule in driver.execute_async_script(asked)
+        if rule["impact"] in ("serious", "critical")
+        for node in rule["nodes"]
+    ]
 
 
 def console_errors(driver: Any) -> list[str]:

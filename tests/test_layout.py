@@ -19,7 +19,7 @@ ROOMS = {  # "." are the package's own files; each may import those before it
         ("learners", "features models transfer ."),
         ("compose", "graph tables parallel pricing simulate . feed clusters programs sharding"
                     " explain schedulers"),
-        ("eval", "tracking . report drift public recommenders ablation"),
+        ("eval", "tracking . errors report drift public recommenders ablation"),
         ("itercast", ". commands"),
     )
 }  # fmt: skip

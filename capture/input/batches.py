@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.multiprocessing as multiprocessing
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
@@ -25,6 +27,7 @@ from itercast.capture.input.timers import (
 from itercast.capture.recorder.facts import is_small_integer
 from itercast.capture.recorder.fake import fake_tensor
 
+CONTEXT = "_DataLoader__multiprocessing_context"
 MOST_PLACES = 1000  # of a list or dict that are searched for tensors without data
 
 
@@ -46,7 +49,7 @@ class TakenBatches:
         self.samples: list[int] = []
 
     def note(self, loader: Any, took_us: float, batch: Any) -> None:
-        """Note a batch that an iterator over a loader gave after so much of this process's time."""
+        """Note a batch that a loader gave after so much of this process's time."""
         samples, self.nbytes = batch_size(batch)
         self.samples.append(samples)
         self.took_us.append(took_us)
@@ -59,11 +62,11 @@ class TakenBatches:
         took_us = self.took_us[1:] or self.took_us
         if self.loader is None or not made or not self.samples:
             return None
-        workers = self.loader._num_workers
+        workers = self.loader.num_workers
         return InputLane(
             loader=name,
             workers=workers,
-            prefetch=getattr(self.loader, "_prefetch_factor", None) or 1,
+            prefetch=self.loader.prefetch_factor or 1,
             batch_samples=self.samples[-1],
             batch_bytes=self.nbytes,
             cores=cores(),
@@ -117,6 +120,23 @@ def _with_data(value: Any) -> Any:
 
 
 @contextmanager
+def _one_worker(loader: Any) -> Iterator[None]:
+    """Let a loader with workers make an iterator with one, which is timed and stands for all.
+
+    It is forked, as timers and the end of this process need it.
+    """
+    values: dict[str, Any] = {"pin_memory": False}
+    if loader.num_workers:
+        values |= {"num_workers": 1, "timeout": 0, CONTEXT: multiprocessing.get_context("fork")}
+    before = {name: vars(loader)[name] for name in values}
+    vars(loader).update(values)
+    try:
+        yield
+    finally:
+        vars(loader).update(before)
+
+
+@contextmanager
 def real_batches(taken: TakenBatches) -> Iterator[None]:
     """Let DataLoaders load real data inside the context, although all else is fake.
 
@@ -133,25 +153,28 @@ def real_batches(taken: TakenBatches) -> Iterator[None]:
             made = as_tensor(source, *args, **kwargs)
         return _faked(made)
 
-    take, make = dataloader._BaseDataLoaderIter.__next__, dataloader.DataLoader.__iter__
+    take, make = dataloader._BaseDataLoaderIter.__next__, dataloader.DataLoader._get_iterator
+    loaders: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of iterators
 
-    def taking(loader: Any) -> Any:
+    def taking(iterator: Any) -> Any:
         with _for_real():
             start_ns = time.thread_time_ns()  # of no other thread, such as a progress bar's
-            batch = take(loader)
+            batch = take(iterator)
             took_us = (time.thread_time_ns() - start_ns) * 1e-3
-        taken.note(loader, took_us, batch)
+        taken.note(loaders[iterator], took_us, batch)
         return tree_map(_faked, batch)
 
     def making(loader: Any) -> Any:
-        with _for_real():
+        with _for_real(), _one_worker(loader):
             _fill(loader.dataset, set())
-            return make(loader)
+            made = make(loader)
+        loaders[made] = loader
+        return made
 
     with (
         timed_batches(taken.log.note),
         patch.object(torch, "asarray", of_storage),
         patch.object(dataloader._BaseDataLoaderIter, "__next__", taking),
-        patch.object(dataloader.DataLoader, "__iter__", making),
+        patch.object(dataloader.DataLoader, "_get_iterator", making),
     ):
         yield

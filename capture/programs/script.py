@@ -204,12 +204,11 @@ def _nothing_outside(script: Script) -> Iterator[None]:
         if own._popen is not None:
             join(own, timeout)
 
-    spawn, spawns = multiprocessing.util.spawnv_passfds, refuse("spawns processes")
     with (
         patch.object(os, "fork", of_workers(os.fork, refuse("forks"))),
         patch.multiple(os, **others),
         patch.object(subprocess.Popen, "__init__", not_found),
-        patch.object(multiprocessing.util, "spawnv_passfds", of_workers(spawn, spawns)),
+        patch.object(multiprocessing.util, "spawnv_passfds", refuse("spawns processes")),
         patch.dict(os.environ, OFFLINE),
         patch.object(socket.socket, "connect", local("connect", refuse("opens a connection"))),
         patch.object(socket.socket, "bind", local("bind", refuse("opens a socket"))),

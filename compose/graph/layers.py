@@ -86,8 +86,19 @@ class Layer:
         where they are fewer than ranks, the next one is cut, as torchtitan does. ``trained``: only
         of those with a gradient.
         """
-        rows = [(p, _cut_length(p, ranks)) for p in (self.trained if trained else self.replicated)]
-        return sum(p.nbytes // n * (-(-n // ranks) * ranks) for p, n in rows if n)
+        padded = 0
+        for nbytes, first, second in self._trained_rows if trained else self._replicated_rows:
+            n = second if second and first < ranks else first
+            padded += nbytes // n * (-(-n // ranks) * ranks) if n else 0
+        return padded
+
+    @cached_property
+    def _trained_rows(self) -> list[tuple[int, int, int]]:
+        return _rows(self.trained)
+
+    @cached_property
+    def _replicated_rows(self) -> list[tuple[int, int, int]]:
+        return _rows(self.replicated)
 
     @cached_property
     def trained_numel(self) -> int:
@@ -100,10 +111,9 @@ def is_expert(parameter: ParamSpec) -> bool:
     return len(parameter.shape) == 3 and bool(layer_key(parameter.name))
 
 
-def _cut_length(parameter: ParamSpec, ranks: int) -> int:
-    """Length of the dimension that FSDP cuts."""
-    shape = parameter.shape or (1,)
-    return shape[1] if is_expert(parameter) and shape[0] < ranks else shape[0]
+def _rows(parameters: Sequence[ParamSpec]) -> list[tuple[int, int, int]]:
+    """Bytes and length of each parameter; of experts also their second dimension, else 0."""
+    return [(p.nbytes, (p.shape or (1,))[0], p.shape[1] if is_expert(p) else 0) for p in parameters]
 
 
 @dataclass(frozen=True, slots=True)

@@ -355,7 +355,7 @@ def _price_layer(
     forward, backward = ([ops[i] for i in range(*span)] for span in spans)
     how = Recomputed(saved_bytes=layer.saved_bytes)
     if plan.recompute and layer.name not in ("first", "last"):
-        how = recomputed(layer, graph.capture, ops, plan, book)
+        how = recomputed(layer, graph, ops, plan, book)
         moved = tuple(
             replace(p, ready_after=p.ready_after + len(how.ops)) if p.ready_after >= 0 else p
             for p in layer.parameters

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import takewhile
 
@@ -16,7 +16,7 @@ from itercast.compose.graph.cuda_variants import (
     with_cuda_variants,
     with_whole_networks,
 )
-from itercast.compose.graph.identity_cache import once_of
+from itercast.compose.graph.identity_cache import Once, once_of
 from itercast.compose.graph.launch_modes import as_launched
 from itercast.compose.graph.layers import Layer, split_layers
 from itercast.compose.graph.lifetimes import input_bytes, update_bytes
@@ -59,6 +59,7 @@ class RankGraph:
     update_share: float
     matrix_bytes: int
     tied: tuple[ParamSpec, ...]
+    once: Once = field(default_factory=Once, compare=False)  # results of plans that share it
 
     @cached_property
     def priced(self) -> tuple[int, ...]:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
+import numpy as np
+
 from itercast.capture.opcall import Places, StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.graph.layers import Layer
@@ -15,6 +17,7 @@ from itercast.compose.graph.rewrite import COLLECTIVE
 from itercast.compose.pricing.host import python_op
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import PricedOp
+from itercast.compose.pricing.rank_graph import RankGraph
 from itercast.microbench.hardware.stack import WHOLE, stack_of_row
 
 ATTENTION = ("itercast.sdpa", "aten.bmm.default", "aten._softmax.default", "aten.baddbmm.default")
@@ -54,7 +57,7 @@ NOTHING = Item(calls=(), nbytes=0, needed=0, time_us=0.0)
 
 def recomputed(
     layer: Layer,
-    capture: StepCapture,
+    graph: RankGraph,
     ops: Mapping[int, PricedOp],
     plan: ParallelPlan,
     book: PriceBook,
@@ -65,7 +68,7 @@ def recomputed(
     every second product ("ops"), or as little as the bytes allow ("budget"): then those of a share
     ``plan.recomputed`` of what is saved otherwise.
     """
-    kept = NOTHING
+    kept, capture = NOTHING, graph.capture
     if plan.recompute == "selective":
         span, saved = _attention(layer, capture)
         again_bytes = layer.saved_bytes - saved
@@ -73,7 +76,7 @@ def recomputed(
         span = _whole(layer, capture, book.stack)
         if plan.recompute == "budget":
             room = round(plan.recomputed * layer.saved_bytes) - layer.output_bytes
-            kept = best_kept(_items(layer, span, capture, ops), room)
+            kept = _front(layer, span, graph, ops, book).best(room)
         elif plan.recompute == "ops":
             saves = _saved_ops(span, capture)
             items = (i for i in _items(layer, span, capture, ops) if saves.issuperset(i.calls))
@@ -94,30 +97,74 @@ def recomputed(
     )
 
 
+def _front(
+    layer: Layer,
+    span: Sequence[int],
+    graph: RankGraph,
+    ops: Mapping[int, PricedOp],
+    book: PriceBook,
+) -> Front:
+    """What a layer may save, which plans with all budgets share."""
+
+    def searched() -> Front:
+        items = _items(layer, span, graph.capture, ops)
+        return Front.of(items, layer.saved_bytes - layer.output_bytes)
+
+    return graph.once(("front", layer.forward, book), searched)
+
+
 def _policy(calls: Sequence[int], capture: StepCapture, book: PriceBook) -> PricedOp:
     """Python of a selective policy, which sees every call of a pass, also those of views."""
     views = capture.host.get("view_op", 0) / max(1, len(capture.calls))
     return python_op("selective_op", 1, book, len(calls) * (1 + views))
 
 
-def best_kept(items: Sequence[Item], room: int) -> Item:
-    """The items that save most time within so many bytes, as one: an exact search.
+@dataclass(frozen=True, kw_only=True)
+class Front:
+    """Subsets of items within ``room`` bytes that no other one beats in both bytes and time.
 
-    Of subsets of the items so far only those stay that no other one beats in bytes and time; above
-    ``MAX_FRONT`` of them, the best of equal steps in bytes.
+    ``nbytes`` of these subsets rise. ``chosen``: by item, of each subset that stayed after it,
+    which one before it was, counted on where the item was added. ``thinned``: some were left out.
     """
-    front = [NOTHING]
-    for item in items:
-        more = [_joined(one, item) for one in front if one.nbytes + item.nbytes <= room]
-        best_us, kept = -1.0, list[Item]()
-        for one in sorted([*front, *more], key=lambda i: (i.nbytes, -i.time_us)):
-            if one.time_us > best_us:
-                best_us = one.time_us
-                kept.append(one)
-        while len(kept) > MAX_FRONT:
-            kept = [kept[0], *kept[2::2]]
-        front = kept
-    return front[-1]
+
+    items: Sequence[Item]
+    room: int
+    nbytes: np.ndarray
+    chosen: Sequence[tuple[int, np.ndarray]]
+    thinned: bool
+
+    @classmethod
+    def of(cls, items: Sequence[Item], room: int) -> Front:
+        """An exact search, item by item; of more than ``MAX_FRONT`` subsets every second stays."""
+        nbytes, us, chosen, thinned = np.zeros(1, np.int64), np.zeros(1), [], False
+        for item in items:
+            count = len(nbytes)
+            fit = int(np.searchsorted(nbytes, room - item.nbytes, "right"))
+            nbytes = np.concatenate((nbytes, nbytes[:fit] + item.nbytes))
+            us = np.concatenate((us, us[:fit] + item.time_us))
+            order = np.lexsort((-us, nbytes))
+            most_us = np.maximum.accumulate(us[order])
+            kept = order[np.concatenate(([True], us[order][1:] > most_us[:-1]))]
+            while len(kept) > MAX_FRONT:
+                kept, thinned = np.concatenate((kept[:1], kept[2::2])), True
+            nbytes, us = nbytes[kept], us[kept]
+            chosen.append((count, kept))
+        return cls(items=items, room=room, nbytes=nbytes, chosen=chosen, thinned=thinned)
+
+    def best(self, room: int) -> Item:
+        """The items that save most time within so many bytes, as one."""
+        if self.thinned and room < self.room:
+            return Front.of(self.items, room).best(room)
+        if room < 0:
+            return NOTHING
+        at = int(np.searchsorted(self.nbytes, room, "right")) - 1
+        saved = list[Item]()
+        for item, (count, kept) in zip(reversed(self.items), reversed(self.chosen), strict=True):
+            at = int(kept[at])
+            if at >= count:
+                at -= count
+                saved.append(item)
+        return reduce(_joined, reversed(saved), NOTHING)
 
 
 def _saved_ops(span: Sequence[int], capture: StepCapture) -> set[int]:

@@ -5,25 +5,28 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from threading import Thread
+from tempfile import TemporaryFile
+from typing import IO
 
 from itercast.capture.base.cache_folder import cache_folder
 from itercast.capture.input.lane import InputLane
-from itercast.capture.programs.machine import EmulatedGpu
 from itercast.capture.programs.program import ProgramCapture, read_program
 from itercast.compose.capture_model import CAPTURE, code_digest
 from itercast.compose.pricing.collectives import gpus_per_domain
 from itercast.compose.target import Target
-from itercast.microbench.hardware.spec import COMPUTE_CAPABILITY, Gpu
+from itercast.microbench.hardware.emulated import emulated
+from itercast.microbench.hardware.machine import memory_bytes
+from itercast.microbench.processes.leash import held
+from itercast.microbench.processes.watch import never, session_bytes, watch
 
-MODULE = "itercast.capture.programs.script"
+LEASH, MODULE = "itercast.microbench.processes.leash", "itercast.capture.programs.script"
+MOST_MEMORY = 0.5  # of this machine's, for a script and what it starts
 
 
 def captured_script(
@@ -43,7 +46,7 @@ def captured_script(
         "script": str(script),
         "arguments": list(arguments),
         "steps": steps,
-        "gpu": asdict(_emulated(target.gpu)),
+        "gpu": asdict(emulated(target.gpu)),
         "world_size": world_size,
         "per_node": gpus_per_domain(target.gpu, target.node),
     }
@@ -54,21 +57,10 @@ def captured_script(
         return read_program(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
-    _run([sys.executable, "-m", MODULE, json.dumps(order), str(path)], script, limit_s)
+    _run([MODULE, json.dumps(order), str(path)], script, limit_s)
     if not path.is_file():
         raise ValueError(f"{script.name}: no program was captured, it ended by itself")
     return read_program(path)
-
-
-def _emulated(gpu: Gpu) -> EmulatedGpu:
-    """What the script's ``torch.cuda`` says of the GPU; that of an H100 where it isn't known."""
-    return EmulatedGpu(
-        name=gpu.name,
-        kind=gpu.kind,
-        memory_bytes=int(gpu.hbm_bytes),
-        sm_count=int(gpu.sm_count),
-        compute_capability=COMPUTE_CAPABILITY.get(gpu.architecture, (9, 0)),
-    )
 
 
 def _unchanged(digests: dict[str, str]) -> bool:
@@ -84,27 +76,36 @@ def _digest(path: Path) -> str:
 
 
 def _run(command: Sequence[str], script: Path, limit_s: int) -> None:
-    """Run the capture; kill all that it started when it ends, fails or takes too long."""
-    process = subprocess.Popen(
-        command, stdout=sys.__stderr__, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    Thread(target=_kill_workers, args=(process,), daemon=True).start()
-    try:
-        _, said = process.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        raise ValueError(f"{script.name} made too few steps within {limit_s} s") from None
-    finally:
-        process.kill()
-        process.communicate()  # returns when its workers are gone too
-    if process.returncode:
-        lines = said.strip().splitlines()
-        ours = [line for line in lines if line.startswith("itercast: ")]
-        told = (ours or lines or [f"{script.name} ended with {process.returncode}"])[-1]
-        raise ValueError(told.removeprefix("itercast: "))
+    """Run the capture; all that it started is gone when it ends, fails, takes too long or too much.
+
+    That holds too when this process is killed meanwhile (``leash``).
+    """
+    most = MOST_MEMORY * memory_bytes()
+    with held() as variables, TemporaryFile() as said:
+        process = subprocess.Popen(
+            [sys.executable, "-m", LEASH, *command],
+            env=os.environ | variables,
+            stdout=sys.__stderr__,
+            stderr=said,
+            start_new_session=True,
+        )
+
+        def check_memory() -> None:
+            if (taken := session_bytes(process.pid)) > most:
+                here = f"allowed are {most / 1e9:.1f} GB, {MOST_MEMORY:.0%} of this machine's"
+                raise ValueError(f"{script.name} takes {taken / 1e9:.1f} GB of memory; {here}")
+
+        how = watch(process, check_memory, never, time.monotonic() + limit_s)
+        if how == "late":
+            raise ValueError(f"{script.name} made too few steps within {limit_s} s")
+        if process.returncode:
+            raise ValueError(_reason(said, process.returncode, script))
 
 
-def _kill_workers(process: subprocess.Popen[str]) -> None:
-    """When a script has ended, kill what it started: workers keep its stderr open."""
-    process.wait()
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+def _reason(said: IO[bytes], code: int, script: Path) -> str:
+    """The line in which a capture says why it ended, or the last one that it wrote."""
+    said.seek(0)
+    lines = said.read().decode(errors="replace").strip().splitlines()
+    ours = [line for line in lines if line.startswith("itercast: ")]
+    told = (ours or lines or [f"{script.name} ended with {code}"])[-1]
+    return told.removeprefix("itercast: ")

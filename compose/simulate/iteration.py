@@ -90,12 +90,12 @@ def micro_batches(rank: Rank, optimizer: str) -> tuple[list[tuple[Run, int]], Ru
     Returns the micro-batches before the last as pairs (run, how often it is repeated), and the run
     of the last one, which synchronises gradients and ends with the optimizer. Micro-batches that
     send nothing are not listed: they are part of the last run. Training steps follow each other:
-    where the host waits for no op, it launches the next step while one runs.
+    where the host waits for no op nor for the step's end, it launches the next one meanwhile.
     """
     micro = rank.plan.microbatches
     every = rank.strategy.every_micro
     waits = any(w.stall_us > 0 for x in rank.layers for w in (x.forward_work, x.backward_work))
-    ahead = optimizer != "none" and not waits
+    ahead = optimizer != "none" and not waits and not rank.synchronised
     before, final = list[tuple[Run, int]](), RankProgram(rank, ahead=ahead)
     if micro > 1 and (every or rank.strategy.offload == "activations"):
         before = [(_one_micro_batch(rank, ahead, later=every), micro - 1 if every else 1)]

@@ -120,6 +120,7 @@ class Rank:
 
     ``starts``: the layers at which its virtual stages but the first begin. ``kin``: how
     many ranks are as this one, where those beside it are unlike and simulated, too; else 0.
+    ``synchronised``: see ``StepCapture``.
     """
 
     plan: ParallelPlan
@@ -129,6 +130,7 @@ class Rank:
     book: PriceBook
     where: Cluster
     kin: int = 0
+    synchronised: bool = False
 
     @cached_property
     def contention(self) -> float:

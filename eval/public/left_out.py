@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from itercast.capture.base.assumptions import Assumption, all_assumptions
+from itercast.eval.public.roles import OPS, by_role, summary
 from itercast.eval.results import COVERAGE, LineResult
 from itercast.learners.train import errors
 from itercast.microbench.hardware.host import shipped_hosts
@@ -81,13 +82,24 @@ def compared(
 
 
 def left_out_markdown(results: Sequence[LineResult], entries: Sequence[Assumption]) -> str:
-    """A Markdown table of errors in % with a source left out and with it; biases are signed.
+    """Markdown tables of errors in % with a source left out and with it; biases are signed.
 
-    Of iterations also the share in % that their 80 % intervals cover.
+    Sources of iterations are apart by what they are used for (``roles``), untouched ones first,
+    with a summary each. Of iterations also the share in % that their 80 % intervals cover.
     Then what is still fitted on these sources.
     """
-    if not results:
-        return ""
+    text: list[str] = []
+    for role, mine in by_role(results, LEFT_OUT).items():
+        said = "" if role == OPS else f" {summary(mine, LEFT_OUT)}"
+        text += [f"Sources: {role}.{said}", "", *_table(mine), ""]
+    for source in sorted({r.part for r in results}, key=str.casefold):
+        names = still_fitted(source, entries)
+        text += [f"Still fitted on {source}: {', '.join(names)}", ""] if names else []
+    return "\n".join(text)
+
+
+def _table(results: Sequence[LineResult]) -> list[str]:
+    """Lines of a Markdown table of results."""
     names = [*NAMES, "covered"]
     columns = ["what", "source left out", "rows", *names, *(f"{n} with it" for n in names)]
     text = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
@@ -98,7 +110,4 @@ def left_out_markdown(results: Sequence[LineResult], entries: Sequence[Assumptio
             cells += [f"{scores[s]:{'+' if s == 'bias_pct' else ''}.1f}" for s in STATISTICS]
             cells += [f"{scores[COVERAGE]:.0f}" if COVERAGE in scores else ""]
         text.append("| " + " | ".join(cells) + " |")
-    for source in sorted({r.part for r in results}, key=str.casefold):
-        names = still_fitted(source, entries)
-        text += ["", f"Still fitted on {source}: {', '.join(names)}"] if names else []
-    return "\n".join(text) + "\n"
+    return text

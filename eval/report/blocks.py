@@ -16,11 +16,15 @@ from itercast.microbench.store import Facts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Head and rows of text; ``wide`` columns hold words and are left-aligned."""
+    """Head and rows of text; ``wide`` columns hold words and are left-aligned.
+
+    Without a ``caption`` it has the section's title.
+    """
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     wide: Sequence[int] = (0,)
+    caption: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +41,12 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """A headline number with its unit and what to compare it with."""
+    """A headline number, its unit, what to compare it with; ``off``: a warning is about it."""
 
     label: str
     value: str
     beside: str
+    off: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

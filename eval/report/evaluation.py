@@ -13,8 +13,9 @@ from pathlib import Path
 import pandas as pd
 
 from itercast.capture.base.files import write_atomic
+from itercast.eval.errors.systematic import systematic_errors
 from itercast.eval.ranking import choices, ranking_metrics, rankings
-from itercast.eval.results import CaseResult, grouped, summary
+from itercast.eval.results import CaseResult, summary, totals
 from itercast.microbench.store import Facts
 
 FILE = "evaluation.json"
@@ -39,7 +40,8 @@ class Evaluation:
         facts = {
             "cases": [{**asdict(r), "error_pct": r.error_pct} for r in self.results],
             "summary": summary(self.results),
-            "groups": {name: summary(group) for name, group in grouped(self.results).items()},
+            "groups": {name: summary(group) for name, group in totals(self.results).items()},
+            "warnings": [warned.text for warned in systematic_errors(self.results)],
             "plans": {
                 **ranking_metrics(self.results),
                 "rankings": [asdict(r) for r in rankings(self.results)],

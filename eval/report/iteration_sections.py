@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from itercast.eval.errors.error_parts import error_parts, factors
 from itercast.eval.iteration_parts import PARTS
 from itercast.eval.ranking import ranking_lines
 from itercast.eval.report import charts
 from itercast.eval.report.blocks import Section, Table, number
-from itercast.eval.report.error_parts import error_parts, factors
-from itercast.eval.results import CaseResult, grouped, in_words
+from itercast.eval.results import COLUMNS, COVERAGE, CaseResult, summary, totals
 
 
 def iteration_section(results: Sequence[CaseResult]) -> Section:
     """Predicted against measured iterations."""
-    text = [
-        f"{name.capitalize()}, {len(group)} cases: {in_words(group)}."
-        for name, group in grouped(results).items()
-    ]
     head = ["case", "predicted ms", "80 % interval", "measured ms", "error %", "retest %"]
     rows = []
     for r in results:
@@ -27,16 +23,35 @@ def iteration_section(results: Sequence[CaseResult]) -> Section:
     return Section(
         anchor="iterations",
         title="Predicted against measured iterations",
-        text=[*text, *(f"{line}." for line in ranking_lines(results))],
+        text=[f"{line[0].upper()}{line[1:]}." for line in ranking_lines(results)],
         chart=charts.iterations(results),
         table=Table(head=[*head, "no model %"], rows=rows),
+    )
+
+
+def kind_section(results: Sequence[CaseResult]) -> Section:
+    """Errors of iterations by kind of plan."""
+    rows = []
+    for name, group in totals(results).items():
+        found = summary(group)
+        errors = [number(found.get(key), sign=key == "bias_pct") for key in COLUMNS.values()]
+        rows.append([name, str(len(group)), *errors, number(found[COVERAGE], 0)])
+    return Section(
+        anchor="kinds",
+        title="Error of iterations by kind of plan",
+        text=[
+            "Absolute errors in %; bias is the mean of signed errors, below 0 where forecasts are "
+            "too short. Retest is the median difference of two measurements of one iteration."
+        ],
+        table=Table(head=["kind", "cases", *COLUMNS, "80 % intervals cover %"], rows=rows),
+        folded=False,
     )
 
 
 def waterfall_section(results: Sequence[CaseResult]) -> Section:
     """Which parts of the forecast the error sits in."""
     factor = factors(results)
-    chosen = {"all cases": results, **grouped(results), **{r.label: [r] for r in results}}
+    chosen = {"all cases": results, **totals(results), **{r.label: [r] for r in results}}
     found = [error_parts(some, name, factor) for name, some in chosen.items()]
     whole = found[0]
     total = 100 - sum(whole.forecast.values())

@@ -24,8 +24,9 @@ def render(
     sections: Sequence[Section],
     machine: Mapping[str, str],
     links: Mapping[str, str],
+    warnings: Sequence[str] = (),
 ) -> str:
-    """The page as HTML; ``links``: pages of other devices by name."""
+    """The page as HTML; ``links``: pages of other devices by name; ``warnings``: at the top."""
     pages = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -38,6 +39,7 @@ def render(
     return pages.get_template("page.html").render(
         title=title,
         tiles=tiles,
+        warnings=warnings,
         sections=sections,
         machine=", ".join(f"{k} {v}" for k, v in machine.items()),
         links=links,
@@ -58,4 +60,4 @@ def _unbroken(value: Any) -> Any:
 
 def _code(text: str) -> Markup:
     """Escaped text whose words in backquotes are code."""
-    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text)))
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))

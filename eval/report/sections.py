@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
+from itercast.eval.errors.intervals import LEVELS, at_stated, coverage_pct
+from itercast.eval.errors.systematic import systematic_errors
 from itercast.eval.report import charts
 from itercast.eval.report.blocks import Device, Section, Table, Tile, number
-from itercast.eval.report.intervals import LEVELS, at_stated, coverage_pct
-from itercast.eval.report.iteration_sections import iteration_section, waterfall_section
+from itercast.eval.report.iteration_sections import (
+    iteration_section,
+    kind_section,
+    waterfall_section,
+)
 from itercast.eval.report.op_errors import scores, worst
 from itercast.eval.report.op_sections import (
     condition_section,
@@ -16,7 +21,7 @@ from itercast.eval.report.op_sections import (
     ops_section,
     software_sections,
 )
-from itercast.eval.results import RETEST, CaseResult, grouped, records, summary
+from itercast.eval.results import COVERAGE, RETEST, CaseResult, grouped, records, summary
 
 WORST = 10
 UNSURE_FRAC = 0.1  # of an iteration that no model covers, or that is assumed, is a reason
@@ -27,20 +32,22 @@ RETRAIN = (
 
 def tiles(device: Device) -> list[Tile]:
     """The headline numbers."""
-    found = []
+    found, off = [], {w.group for w in systematic_errors(device.results)}
     for name, group in grouped(device.results).items():
         total = summary(group)
-        beside = f"geometric mean of {len(group)} cases; {retests(total.get('noise_floor_pct'))}"
+        beside = (
+            f"geometric mean of {len(group)} cases, bias {total['bias_pct']:+.0f} %; "
+            f"{retests(total.get(RETEST))}; 80 % intervals cover {total[COVERAGE]:.0f} %"
+        )
         value = f"{total['geomean_ape_pct']:.1f} %"
-        found.append(Tile(label=f"Iterations, {name}", value=value, beside=beside))
+        label = f"Iterations, {name}"
+        found.append(Tile(label=label, value=value, beside=beside, off=name in off))
     if len(device.ops):
         total = scores(device.ops)
         beside = f"median of {len(device.ops)} held-out rows; {retests(total.get(RETEST))}"
+        if covered := _covered(device).get("ops"):
+            beside += f"; 80 % intervals cover {at_stated(covered):.0f} %"
         found.append(Tile(label="Ops", value=f"{total['median_ape_pct']:.1f} %", beside=beside))
-    covered = {name: f"{at_stated(pct):.0f} %" for name, pct in _covered(device).items()}
-    if covered:
-        beside = f"of {' and '.join(covered)} lie in the 80 % intervals"
-        found.append(Tile(label="Intervals", value=" / ".join(covered.values()), beside=beside))
     return found
 
 
@@ -53,7 +60,8 @@ def sections(device: Device) -> list[Section]:
     """All sections, in the order in which they are read."""
     found = []
     if device.results:
-        found += [iteration_section(device.results), waterfall_section(device.results)]
+        makers = (iteration_section, kind_section, waterfall_section)
+        found += [make(device.results) for make in makers]
     if len(device.ops):
         found += [ops_section(device.ops), family_section(device), condition_section(device.ops)]
         found += software_sections(device.ops)
@@ -121,9 +129,9 @@ def worst_section(device: Device) -> Section:
         title="The worst forecasts",
         text=[
             f"The {WORST} worst ops and the {WORST} worst iterations. Out of envelope: a feature "
-            "lies beyond the rows learned from. Sparse neighbourhood: no measured size of this "
-            "kind is near; an octave is a factor of two. Noisy label: the measurement itself "
-            "scatters by half of the error or more."
+            "lies beyond the rows learned from. No similar size: the nearest that was measured is "
+            "more than four times as large or small; a doubling is a factor of two. Noisy "
+            "measurement: it scatters by half of the error or more."
         ],
         table=Table(
             head=["what", "predicted ms", "measured ms", "error %", "reason"],

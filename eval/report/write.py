@@ -10,6 +10,7 @@ import pandas as pd
 
 from itercast.capture.base.files import write_atomic
 from itercast.eval.compare import console, results_table
+from itercast.eval.errors.systematic import systematic_errors
 from itercast.eval.ranking import ranking_metrics
 from itercast.eval.report.blocks import Device
 from itercast.eval.report.evaluation import FILE, Evaluation, machine_of
@@ -43,6 +44,8 @@ def report_comparison(
     from itercast.eval.tracking.logs import log_evaluation
 
     console.print(results_table(results))
+    for warned in systematic_errors(results):
+        console.print(f"[red]warning[/]: {warned.text}", highlight=False)
     Evaluation(
         results=results,
         fit=fit,
@@ -73,7 +76,8 @@ def write_pages(folder: Path, replay: bool = False) -> Path:
     links = {d.name: f"{d.name}/{PAGE}" for d in devices}
     first = {device.name: tiles(device)[0] for device in devices}
     shown = [replace(tile, label=f"{name}: {tile.label}") for name, tile in first.items()]
-    page = render("All devices", shown, [], found.machine, links)
+    warnings = [warned.text for warned in systematic_errors(found.results)]
+    page = render("All devices", shown, [], found.machine, links, warnings)
     write_atomic(folder / PAGE, page.encode())
     return folder / PAGE
 
@@ -102,7 +106,8 @@ def _write(
     path: Path, device: Device, machine: Mapping[str, str], links: Mapping[str, str]
 ) -> Path:
     title = f"How well itercast forecasts {device.name or 'this machine'}"
-    page = render(title, tiles(device), sections(device), machine, links)
+    warnings = [warned.text for warned in systematic_errors(device.results)]
+    page = render(title, tiles(device), sections(device), machine, links, warnings)
     write_atomic(path, page.encode())
     return path
 

@@ -48,6 +48,7 @@ def run(
     with Console(stderr=True).status(f"running {script.name} as rank 0 of {gpus}"):
         program, lane = captured_script(script, arguments or [], target, gpus, steps, limit)
     found, loading_us, advice = forecast_program(program, target), 0.0, ""
+    step_us = found.iteration_us
     if lane is not None:
         from itercast.compose.feed.input import with_input
 
@@ -60,11 +61,11 @@ def run(
 
         write_trace(trace, program_timeline(program, target))
     if as_json:
-        facts = {"loading_us": loading_us, "notes": program.notes}
+        facts = {"step_us": step_us, "loading_us": loading_us, "notes": program.notes}
         facts |= {"optimizer_steps": program.optimizer_steps}
         typer.echo(json.dumps({"case": script.name, **asdict(found), **facts}))
     else:
-        _print(script.name, found, loading_us, advice, program)
+        _print(script.name, found, step_us, loading_us, advice, program)
 
 
 def _workers(found: Forecast, lane: InputLane, target: Target, samples: int) -> str:
@@ -82,15 +83,24 @@ def _workers(found: Forecast, lane: InputLane, target: Target, samples: int) -> 
 
 
 def _print(
-    name: str, found: Forecast, loading_us: float, advice: str, program: ProgramCapture
+    name: str,
+    found: Forecast,
+    step_us: float,
+    loading_us: float,
+    advice: str,
+    program: ProgramCapture,
 ) -> None:
-    """Print a forecast as a table, with the time that a step's batches took to load, and notes."""
+    """Print a forecast as a table: the step alone, the batches it takes, and notes beside it."""
     from itercast.commands.shared import forecast_table
 
     table = forecast_table(name, found)
     if loading_us:
-        waits = f"{found.idle_by_us['input'] * 1e-3:.2f} ms of the iteration wait for it"
-        table.add_row("loading its batches here", f"{loading_us * 1e-3:.2f} ms, {waits}")
+        waits_us = found.idle_by_us["input"]
+        limit = "its input as measured here" if waits_us > 0 else "its step"
+        table.title = f"{table.title}, limited by {limit}"
+        table.add_row("its step alone", f"{step_us * 1e-3:.2f} ms")
+        table.add_row("its batches, in one process here", f"{loading_us * 1e-3:.2f} ms")
+        table.add_row("waits for its batches", f"{waits_us * 1e-3:.2f} ms of the iteration")
         table.add_row("its DataLoader has", advice)
     if program.optimizer_steps > 1:
         each_ms = found.iteration_us / program.optimizer_steps * 1e-3

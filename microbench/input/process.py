@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 
 from itercast.capture.input.lane import InputLane, read_lane
+from itercast.microbench.processes.leash import leash
 from itercast.microbench.processes.watch import log_tail, watch
 
 MODULE = "itercast.microbench.input.measure"
@@ -28,7 +30,11 @@ def measured_lane(loader: str, seconds: float, limit_s: float, what: str = "load
         command = [sys.executable, "-m", "itercast.microbench.processes.leash", MODULE, order]
         with log.open("wb") as out:
             process = subprocess.Popen(
-                [*command, str(result)], stdout=out, stderr=out, start_new_session=True
+                [*command, str(result)],
+                env=os.environ | leash(),
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
             )
         how = watch(process, lambda: _size(alive), lambda: limit_s, time.monotonic() + 10 * limit_s)
         made = _size(alive)

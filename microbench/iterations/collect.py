@@ -53,8 +53,9 @@ def measured_iterations(root: Path, gpu: str) -> set[Iteration]:
     if rows.empty:
         return set()
     rows = rows[(rows["gpu"] == gpu) & (rows["status"] == "ok") & (rows["repeat"] == 0)]
-    names = [f.name for f in fields(Iteration)]
-    return {Iteration(**{n: row[n] for n in names}) for row in rows.to_dict("records")}
+    names = [f.name for f in fields(Iteration) if f.name in rows]
+    stated = rows[names].to_dict("records")  # without what older rows do not say
+    return {Iteration(**{n: v for n, v in row.items() if v == v}) for row in stated}
 
 
 def collect_iterations(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -12,7 +13,14 @@ from typing import Any
 from itercast.capture.base.slow_imports import torch
 from itercast.capture.cases.registry import EvalCase
 from itercast.capture.step import StepSettings, make_step
-from itercast.microbench.iterations.engines import ENGINES, captured_in_graph, on_device
+from itercast.microbench.iterations.engines import (
+    BACK_TO_BACK,
+    ENGINES,
+    SYNCHRONISED,
+    TIMINGS,
+    captured_in_graph,
+    on_device,
+)
 from itercast.microbench.iterations.measured_plan import PlanStep, measurable
 from itercast.microbench.iterations.plan_steps import make_plan_step
 from itercast.microbench.processes.ranks import max_over_ranks, rank0_value
@@ -34,7 +42,9 @@ class Iteration:
     """One training step to measure: a case, its settings and its plan; ``batch`` is per replica.
 
     ``engine``: eager, graph (the whole step in one CUDA graph), compile (torch.compile), or
-    compile+graph (the compiled step in one CUDA graph).
+    compile+graph (the compiled step in one CUDA graph). ``timing``: synchronised (the host waits
+    for the device at the end of each step), or on a GPU back_to_back (it waits after the last one,
+    as a training loop does that reads no result).
     """
 
     case: str
@@ -47,10 +57,12 @@ class Iteration:
     dtype: str = "fp32"
     attn: str = "sdpa"
     engine: str = "eager"
+    timing: str = SYNCHRONISED
 
     def __post_init__(self) -> None:
-        if self.engine not in ENGINES:
-            raise ValueError(f"engine {self.engine!r}: allowed are {', '.join(ENGINES)}")
+        for name, allowed in (("engine", ENGINES), ("timing", TIMINGS)):
+            if (value := getattr(self, name)) not in allowed:
+                raise ValueError(f"{name} {value!r}: allowed are {', '.join(allowed)}")
 
     @property
     def ranks(self) -> int:
@@ -122,6 +134,10 @@ def _prepare(
         step = make_plan_step(case, iteration.plan, *sizes, iteration.settings(), device, on_phase)
     else:
         step = PlanStep(run=_one_process(case, iteration, device, on_phase))
+    if iteration.timing == BACK_TO_BACK:
+        if device != "cuda" or iteration.plan:
+            raise NotImplementedError("steps are timed back to back on one GPU only")
+        return _StepTimer(step, marks, device, False, anchor, watch, one_by_one=False)
     return _StepTimer(step, marks, device, iteration.ranks > 1, anchor, watch)
 
 
@@ -151,9 +167,11 @@ class _StepTimer:
         together: bool,
         anchor: Callable[[], dict[str, float]] | None,
         watch: GpuWatch | None,
+        one_by_one: bool = True,
     ) -> None:
         self.step, self.marks, self.device = step, marks, device
         self.together, self.anchor, self.watch = together, anchor, watch
+        self.one_by_one = one_by_one
         self.phases: dict[str, list[float]] = {}
         self.anchors: list[dict[str, float]] = []
 
@@ -179,6 +197,8 @@ class _StepTimer:
 
     def _times(self, count: int) -> tuple[list[float], Row]:
         """Times of ``count`` steps, and columns with the GPU's clocks and power meanwhile."""
+        if not self.one_by_one:
+            return self._back_to_back(count)
         if self.watch is None:
             return [self.once() for _ in range(count)], {}
         self.watch.begin()
@@ -190,6 +210,23 @@ class _StepTimer:
         if self.together:  # all ranks must run the same number of steps
             self.watch.read()
         return times, self.watch.facts()
+
+    def _back_to_back(self, count: int) -> tuple[list[float], Row]:
+        """Times between the ends of ``count`` steps that the host launches without waiting.
+
+        The GPU is read once, when all are launched and it still runs the last ones.
+        """
+        if self.watch is not None:
+            self.watch.begin()
+        ends = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        for end in ends:
+            self.step.run()
+            end.record()
+        if self.watch is not None:
+            self.watch.read()
+        torch.cuda.synchronize()
+        times = [1e3 * one.elapsed_time(after) for one, after in itertools.pairwise(ends)]
+        return times, self.watch.facts() if self.watch is not None else {}
 
     def _watched(self) -> None:
         """Read the GPU during a step that is not timed; a reading takes a millisecond or more."""

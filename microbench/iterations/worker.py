@@ -13,6 +13,7 @@ from pathlib import Path
 from itercast.capture.base.slow_imports import torch
 from itercast.capture.cases.registry import EvalCase, case
 from itercast.microbench import store
+from itercast.microbench.iterations.engines import SYNCHRONISED
 from itercast.microbench.iterations.measure import Iteration, measure_iteration
 from itercast.microbench.processes.ranks import join_process_group, max_over_ranks
 from itercast.microbench.store import Facts, Row
@@ -26,6 +27,7 @@ RETRY_ABOVE = 2.0  # times the shortest anchor: other processes used the CPU, me
 TRIES = 3
 # Seconds that an iteration takes: building it, 15 to 25 steps; torch.compile takes a minute
 NEEDED_S = {"eager": 4.0, "graph": 5.0, "compile": 60.0, "compile+graph": 60.0}
+ALWAYS_MEANT = (("engine", "eager"), ("timing", SYNCHRONISED))
 ANCHOR_SAMPLES = 20  # before the first case, a tenth of a second apart
 
 
@@ -41,10 +43,10 @@ class IterationOrder(Order):
 def iteration_key(order: IterationOrder, iteration: Iteration) -> str:
     """Returns the key that identifies an iteration's row.
 
-    Engine "eager" is left out of it: older rows have no column ``engine`` and mean the same.
+    What older rows have no column for, and mean nevertheless, is left out of it.
     """
     row = {"family": "iteration", "gpu": order.gpu, "threads": order.threads, "cache": "warm"}
-    point = {k: v for k, v in asdict(iteration).items() if (k, v) != ("engine", "eager")}
+    point = {k: v for k, v in asdict(iteration).items() if (k, v) not in ALWAYS_MEANT}
     return store.point_key({**row, "repeat": order.repeat, "point": point})
 
 

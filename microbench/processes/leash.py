@@ -1,34 +1,109 @@
-"""Runs a module in a process that is killed when its parent ends: ``leash MODULE ARGUMENTS``.
+"""Ends the processes that a process starts when it ends itself, in whatever way.
 
-Workers are in process groups of their own, so that a parent can kill a whole group. After a parent
-that was itself killed they would otherwise run on and occupy the GPU.
+A process holds a pipe. Those that it starts open the pipe's end for reading and ask the kernel for
+SIGKILL when nobody holds the other end any more: however the holder ends, and whatever session or
+process group they are in. What they fork is on a pipe of theirs in turn. On Linux only; elsewhere
+nothing happens.
+
+``python -m itercast.microbench.processes.leash MODULE ARGUMENTS`` runs a module so.
 """
 
 from __future__ import annotations
 
-import ctypes
+import fcntl
 import os
 import runpy
+import select
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-PARENT = "ITERCAST_PARENT"  # variable with the id of the process that starts this one
+PARENT = "ITERCAST_PARENT"  # variable with the path of the parent's pipe
+_held: dict[int, int] = {}  # pipes of this process: the end to read from -> the one to write to
+_opened: list[int] = []  # the parent's pipe
+
+
+@contextmanager
+def held() -> Iterator[dict[str, str]]:
+    """A variable for processes that call ``end_with_parent``: they end with this context.
+
+    The kernel kills them then, and when this process ends inside the context.
+    """
+    end, kept = _pipe()
+    try:
+        yield {PARENT: _path(end)}
+    finally:
+        del _held[end]
+        os.close(kept)
+        os.close(end)
+
+
+@cache
+def leash() -> dict[str, str]:
+    """The variable for processes that end with this one."""
+    return {PARENT: _path(_pipe()[0])}
+
+
+def _pipe() -> tuple[int, int]:
+    end, kept = os.pipe()
+    _held[end] = kept
+    return end, kept
+
+
+def _path(end: int) -> str:
+    return f"/proc/{os.getpid()}/fd/{end}"
 
 
 def end_with_parent() -> None:
-    """Make the kernel kill this process when its parent ends, or has ended; Linux only."""
-    try:
-        prctl = ctypes.CDLL(None).prctl
-    except (OSError, AttributeError, TypeError):
+    """Make the kernel kill this process, and all that it forks, when its parent ends or has ended.
+
+    The parent is the process that set the variable.
+    """
+    path = os.environ.get(PARENT)
+    if path is None or not hasattr(fcntl, "F_SETSIG"):
         return
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if int(os.environ.pop(PARENT, os.getppid())) != os.getppid():
+    _end_with(path)
+    os.register_at_fork(after_in_child=_forked)
+    os.environ |= leash()
+
+
+def _forked() -> None:
+    """Go on a pipe of the process that forked this one, and let go of those that it holds."""
+    (path,) = leash().values()
+    inherited = [*_held.items(), *((end,) for end in _opened)]
+    _held.clear()
+    _opened.clear()
+    for ends in inherited:
+        for end in ends:
+            os.close(end)
+    _end_with(path)
+    leash.cache_clear()
+    os.environ |= leash()
+
+
+def _end_with(path: str) -> None:
+    """Be killed when nobody can write to a pipe any more."""
+    try:
+        end = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:  # the parent is gone
+        os.kill(os.getpid(), signal.SIGKILL)
+        return
+    fcntl.fcntl(end, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(end, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(end, fcntl.F_SETFL, fcntl.fcntl(end, fcntl.F_GETFL) | os.O_ASYNC)
+    _opened.append(end)
+    asked = select.poll()
+    asked.register(end, 0)
+    if asked.poll(0):  # it ended before the kernel knew
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    end_with_parent()
+    from itercast.microbench.processes import leash as imported  # forks find the state of this one
+
+    imported.end_with_parent()
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     # Threads of gloo may abort a rank that is done while Python shuts down.

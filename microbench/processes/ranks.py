@@ -14,8 +14,8 @@ from pathlib import Path
 
 from itercast.capture.base.cores import cores
 from itercast.capture.base.slow_imports import dist, torch
-from itercast.microbench.processes import leash
 from itercast.microbench.processes.lanes import visible_gpus
+from itercast.microbench.processes.leash import leash
 from itercast.microbench.store import Facts
 from itercast.microbench.timing.clock import MIN_US, Timing, other_ops, summarise
 
@@ -53,7 +53,7 @@ def start_ranks(
         where = shlex.split(torchrun) or ["--standalone"]
         launcher += ["torch.distributed.run", *where, f"--nproc-per-node={ranks}"]
         launcher += ["-m", "itercast.microbench.processes.leash"]
-    environment = os.environ | {leash.PARENT: str(os.getpid())} | (QUIET if several else {})
+    environment = os.environ | leash() | (QUIET if several else {})
     if several or order.get("device") == "cuda":
         environment = {"OMP_NUM_THREADS": "1", **environment}
     if order.get("device") == "cuda":

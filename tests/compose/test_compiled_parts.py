@@ -13,9 +13,11 @@ from itercast.compose.graph.launch_modes import fused
 from itercast.compose.programs.price import price_rank
 from itercast.compose.programs.timeline import simulate_program
 from itercast.compose.target import find_target
+from itercast.microbench.hardware.emulated import emulated
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.ops.memory.fused import CALL
 
+H100 = emulated(load_gpu("h100-sxm-80gb"))
 TRAIN = """
 import torch
 from torch import nn
@@ -43,7 +45,7 @@ for _ in range(3):
 def captured(folder: Path, compile_: str) -> StepCapture:
     script = folder / "train.py"
     script.write_text(TRAIN.format(compile=compile_))
-    program = capture_script(Script(path=script), load_gpu("h100-sxm-80gb"), 1, 1, TakenBatches())
+    program = capture_script(Script(path=script), H100, 1, 1, TakenBatches())
     return program.ranks[0]
 
 
@@ -104,7 +106,7 @@ def one(x):
     assert "one(torch" in whole
     (tmp_path / "train.py").write_text(whole.format(compile=how))
     script = Script(path=tmp_path / "train.py")
-    compiled = capture_script(script, load_gpu("h100-sxm-80gb"), 1, 1, TakenBatches()).ranks[0]
+    compiled = capture_script(script, H100, 1, 1, TakenBatches()).ranks[0]
     for event in ("backward", "accumulate_grad", "zero_grad"):
         assert compiled.host[event] == eager.host[event] > 0
     assert compiled.host["module_call"] < eager.host["module_call"]

@@ -64,6 +64,20 @@ def test_a_gpu_waits_no_longer_than_its_host_works() -> None:
         assert (one.host_us > found[""].host_us) == bool(text)
 
 
+def test_a_step_that_is_waited_for_begins_with_an_idle_gpu() -> None:
+    """Back to back the longer of host and GPU sets the pace; one by one the GPU waits for the
+    first launch as well, and never less.
+    """
+    target = find_target("h100-sxm-80gb")
+    for batch, seq in ((1, 16), (64, 1024)):
+        alone = capture("gpt-s", batch=batch, seq=seq)
+        in_a_row = forecast_step(alone, target)
+        waited = forecast_step(replace(alone, synchronised=True), target)
+        assert in_a_row.iteration_us == pytest.approx(max(in_a_row.host_us, in_a_row.compute_us))
+        assert in_a_row.iteration_us < waited.iteration_us
+        assert waited.iteration_us < in_a_row.host_us + in_a_row.compute_us
+
+
 @pytest.mark.parametrize(
     ("replicas", "copies"),
     [

@@ -19,6 +19,7 @@ from report_facts import DEVICE, FIT, OPS, RESULTS
 from typer.testing import CliRunner
 
 from itercast.__main__ import app
+from itercast.eval.errors.systematic import systematic_errors
 from itercast.eval.iteration_parts import PARTS
 from itercast.eval.public.report import write_public_pages
 from itercast.eval.report.blocks import Device
@@ -77,27 +78,60 @@ def test_every_section_is_on_the_page_with_its_numbers() -> None:
     anchors = re.findall(r"<section id=(\w+)>", page)
     assert anchors == re.findall(r'<a href="#(\w+)">', page)
     assert anchors == [
-        *("iterations", "waterfall", "ops", "families", "conditions", "learners"),
+        *("iterations", "kinds", "waterfall", "ops", "families", "conditions", "learners"),
         *("calibration", "worst", "learning"),
     ]
     assert rows_of(page, "iterations")[0][:5] == ["a", "1.10", "0.99 to 1.21", "1.00", "+10.0"]
+    errors = ["10.0", "10.0", "10.0", "10.0", "+0.0", "10.0", "2.0"]  # of +10 and -10 %
+    assert rows_of(page, "kinds")[0] == ["one process", "2", *errors, "50"]
     assert ["gemm", "4", "15.0", "146.0", "3.0", "+55.0"] in rows_of(page, "families")
     assert ["size: up to 4 KiB", "4"] in [row[:2] for row in rows_of(page, "conditions")]
     assert ["80", "33.3", "50.0"] in rows_of(page, "calibration")  # a; +10, -10, +20 %
     assert rows_of(page, "learning")[1] == ["1.00", "200", "10.0", "40.0"]
     told = {t.label: (t.value, t.beside) for t in tiles(DEVICE)}
-    assert told["Iterations, under a plan"][0] == "20.0 %"  # the geometric mean of one
-    assert "retests differ by 2.0 %" in told["Iterations, one process"][1]
-    assert told["Ops"] == ("35.0 %", "median of 6 held-out rows; retests differ by 5.0 %")
+    assert told["Iterations, DDP"][0] == "20.0 %"  # the geometric mean of one
+    assert (
+        "bias +0 %; retests differ by 2.0 %; 80 % intervals cover 50 %"
+        in (told["Iterations, one process"][1])
+    )
+    assert told["Ops"][0] == "35.0 %"
+    assert told["Ops"][1].endswith("retests differ by 5.0 %; 80 % intervals cover 50 %")
     worst = rows_of(page, "worst")
     assert worst[0][0].startswith("gemm mm fp32 m=4") and worst[0][3] == "+200"
     assert worst[0][4].startswith("out of envelope")
     assert len(worst) == 6 + 3
 
 
+def test_what_is_off_by_more_than_chance_is_said_first() -> None:
+    """Before any number, in the tile of its kind, and in the file; else there is no such place."""
+    off = [replace(RESULTS[2], case=f"plan-{i}", predicted_us=1500 + i) for i in range(8)]
+    device = replace(DEVICE, results=[*RESULTS[:2], *off])
+    warnings = [w.text for w in systematic_errors(device.results)]
+    page = render("t", tiles(device), sections(device), {}, {}, warnings)
+    assert page.index("DDP: all 8 forecasts are too short") < page.index("class=tiles")
+    assert re.findall(r'class="tile off"><span>([^<]*)', page) == ["Iterations, DDP"]
+    assert "Off by more than chance" not in page_of(DEVICE)
+
+
+def test_warnings_are_in_the_file_and_on_its_page(tmp_path: Path) -> None:
+    off = [replace(RESULTS[2], case=f"plan-{i}", predicted_us=1500 + i) for i in range(8)]
+    replace(EVALUATION, results=off).save(tmp_path)
+    said = json.loads((tmp_path / "evaluation.json").read_text())["warnings"]
+    assert len(said) == 1 and said[0] in write_pages(tmp_path).read_text().replace("\xa0", " ")
+
+
+def test_words_in_backquotes_are_code_and_tables_have_captions() -> None:
+    page = page_of(Device(name="toy", results=RESULTS))
+    assert "<code>itercast train</code>" in page and "&lt;code&gt;" not in page
+    assert page.count("<caption>") == page.count("<table>") > 2
+    assert page.index('href="#main"') < page.index("<header>")  # the first stop of the tab key
+    assert "<main id=main" in page
+
+
 def test_charts_have_axis_titles_legends_and_all_points() -> None:
     found = figures(page_of(DEVICE))
     assert len(found) == 8
+    assert next(iter(found[0]["figures"])) == "ratio of the two"  # two log axes hide 20 %
     for chart in found:
         for figure in chart["figures"].values():
             x, y = figure["layout"]["xaxis"], figure["layout"]["yaxis"]

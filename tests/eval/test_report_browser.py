@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import browser, console_errors, outside_requests, shown_as
+from browser import browser, console_errors, outside_requests, serious_findings, shown_as
 from report_facts import DEVICE, OPS
 
 from itercast.eval.report.page import render
@@ -121,6 +121,17 @@ def test_dark_mode_has_its_own_colours_and_enough_contrast(driver: Any, page: Pa
             low, light = sorted((luminance(ink), luminance(paper)))
             assert (light + 0.05) / (low + 0.05) >= 4.5
     assert papers[0] > 0.9 and papers[1] < 0.1
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1400, False), (390, True)])
+def test_axe_finds_nothing_serious(driver: Any, page: Path, width: int, dark: bool) -> None:
+    """On a desk and on a phone, with charts drawn and a table open."""
+    opened(driver, page, width=width, dark=dark)
+    assert scrolled(driver) == CHARTS
+    driver.execute_script("document.querySelectorAll('details').forEach((d) => { d.open = true })")
+    assert serious_findings(driver) == []
+    driver.execute_script("document.documentElement.lang = ''")
+    assert serious_findings(driver)  # it would have been found
 
 
 def luminance(colour: str) -> float:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from kill_scripts import kill_once, marked
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typer.testing import CliRunner
@@ -72,6 +76,63 @@ def test_the_table_says_how_many_workers_hide_a_loader(tmp_path: Path) -> None:
     told = " ".join(out.replace("│", " ").split())
     assert code == 0 and (found := re.search(r"has 1 workers; (\d+) hide it, on 12 cores", told))
     assert found.group(1) in "23"
+
+
+MANY_WORKERS = """
+import os, sys, torch
+from pathlib import Path
+class Seen(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4000
+    def __getitem__(self, i):
+        Path(sys.argv[1], str(os.getpid())).touch()
+        return torch.ones(8)
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+options = {"num_workers": 32, "multiprocessing_context": "spawn", "persistent_workers": True}
+for x in torch.utils.data.DataLoader(Seen(), batch_size=2, **options):
+    model(x.cuda()).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_of_many_workers_one_is_started_and_stands_for_all(tmp_path: Path) -> None:
+    """Of 32; the step alone is told beside the iteration."""
+    script, seen = tmp_path / "train.py", tmp_path / "seen"
+    script.write_text(MANY_WORKERS)
+    seen.mkdir()
+    code, out, said = run("--gpu=h100-sxm-80gb", "--json", str(script), str(seen))
+    assert code == 0, said
+    assert len(list(seen.iterdir())) == 1
+    found = json.loads(out)
+    assert 0 < found["step_us"] <= found["iteration_us"] and found["loading_us"] > 0
+
+
+def test_a_script_that_takes_too_much_memory_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("itercast.compose.programs.scripts.MOST_MEMORY", 1e-6)
+    endless = tmp_path / "endless.py"
+    endless.write_text("while True: pass\n")
+    code, _, said = run(str(endless))
+    assert code == 2 and re.search(r"endless.py takes \d+\.\d GB of memory; allowed are", said)
+
+
+@pytest.mark.parametrize(
+    ("how", "sent"),
+    [("sleep", "SIGTERM"), ("workers", "SIGKILL"), ("ranks", "SIGTERM"), ("ranks", "SIGKILL")],
+)
+def test_a_run_that_is_killed_leaves_no_process(how: str, sent: str) -> None:
+    """While its script sleeps, or is busy in workers that ignore SIGTERM in sessions of theirs."""
+    mark = f"{os.getpid()}.{how}.{sent}"
+
+    def all_there() -> None:
+        end = time.monotonic() + 60
+        while len(marked(mark)) < (2 if how == "sleep" else 3) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert len(marked(mark)) >= 2
+
+    assert kill_once(how, signal.Signals[sent], mark, all_there) == []
 
 
 def test_a_changed_script_is_captured_again(own_cache: Path, tmp_path: Path) -> None:

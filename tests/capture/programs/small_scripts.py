@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from itercast.capture.input.batches import TakenBatches
+from itercast.capture.programs.machine import EmulatedGpu
 from itercast.capture.programs.program import ProgramCapture
 from itercast.capture.programs.script import Script, capture_script
-from itercast.microbench.hardware.spec import Gpu, load_gpu
+from itercast.microbench.hardware.emulated import emulated
+from itercast.microbench.hardware.spec import load_gpu
 
-H100 = load_gpu("h100-sxm-80gb")
+H100 = emulated(load_gpu("h100-sxm-80gb"))
 ITEM = "aten._local_scalar_dense.default"  # the host reads a number
 TRAINING = """
 import torch
@@ -22,7 +24,9 @@ for step in range(10):
 """
 
 
-def captured(path: Path, *arguments: str, gpu: Gpu = H100, gpus: int = 64) -> ProgramCapture:
+def captured(
+    path: Path, *arguments: str, gpu: EmulatedGpu = H100, gpus: int = 64
+) -> ProgramCapture:
     return capture_script(Script(path=path, arguments=arguments), gpu, gpus, 8, TakenBatches())
 
 

@@ -58,7 +58,7 @@ open({str(seen)!r}, "w").write(repr((
 )))
 """
     captured(written(tmp_path, look + TRAINING), gpus=4)
-    assert seen.read_text() == repr((True, 4, (9, 0), "0", "4", int(H100.hbm_bytes)))
+    assert seen.read_text() == repr((True, 4, (9, 0), "0", "4", H100.memory_bytes))
 
 
 RECOMPUTED = """

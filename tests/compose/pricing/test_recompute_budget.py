@@ -14,7 +14,7 @@ from itercast.__main__ import app
 from itercast.api import checkpoint, predict
 from itercast.capture.cases.registry import case
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.pricing.recompute import Item, best_kept
+from itercast.compose.pricing.recompute import Front, Item
 
 
 def item(number: int, nbytes: int, time_us: float) -> Item:
@@ -24,9 +24,11 @@ def item(number: int, nbytes: int, time_us: float) -> Item:
 def test_the_most_time_is_saved_within_the_bytes() -> None:
     """5 bytes: 3 + 2 save 7 us; the one of 4 bytes that saves most alone saves 6."""
     items = [item(0, 4, 6.0), item(1, 3, 4.0), item(2, 2, 3.0)]
-    found = best_kept(items, 5)
+    front = Front.of(items, 9)
+    found = front.best(5)
     assert (found.calls, found.nbytes, found.time_us) == ((1, 2), 5, 7.0)
-    assert best_kept(items, 1).calls == best_kept(items, -1).calls == ()
+    assert front.best(1).calls == front.best(-1).calls == ()
+    assert front.best(9).calls == (0, 1, 2)
 
 
 def test_no_other_subset_saves_more() -> None:
@@ -35,10 +37,11 @@ def test_no_other_subset_saves_more() -> None:
     sizes = torch.randint(1, 20, (10,), generator=generator).tolist()
     times = torch.rand(10, generator=generator).tolist()
     subsets = [s for n in range(11) for s in combinations(range(10), n)]
+    front = Front.of([item(i, sizes[i], times[i]) for i in range(10)], 80)
     for room in (7, 30, 80):
         fit = [s for s in subsets if sum(sizes[i] for i in s) <= room]
         best = max(sum(times[i] for i in s) for s in fit)
-        found = best_kept([item(i, sizes[i], times[i]) for i in range(10)], room)
+        found = front.best(room)
         assert found.time_us == pytest.approx(best) and found.nbytes <= room
 
 

@@ -22,6 +22,7 @@ from itercast.eval.public.readers import node_sums_us, read_iterations
 from itercast.eval.public.sources.layers import LAYERS, layer
 from itercast.learners.bundle import SHIPPED
 from itercast.microbench.hardware.host import load_host
+from itercast.microbench.importers.base import About, RowCollector
 
 
 def test_nodes_of_the_layer_count_once_per_layer(tmp_path: Path) -> None:
@@ -66,6 +67,18 @@ def test_a_row_is_forecast_for_the_software_that_it_states() -> None:
     compared = {r.model: r.predicted_us for r in compare_all(rows, SHIPPED)}
     assert compared["gpt-s torch-2.2.1+cu121"] == pytest.approx(step[1])
     assert compared["gpt-s torch-2.11.0+cu130"] == pytest.approx(step[0])
+
+
+def test_rows_are_forecast_as_their_steps_were_timed(tmp_path: Path) -> None:
+    """Our rows without a word were synchronised, published ones were not unless they say so."""
+    asked = {"case": "gpt-s", "gpu": "h100-sxm-80gb", "batch": 2, "seq": 16, "dtype": "bf16"}
+    rows = pd.DataFrame([{**asked, "time_us": 1.0}] * 2)
+    found = stated_rows(rows.assign(plan="", timing=[None, "back_to_back"]))
+    steps = [step_of(row, ParallelPlan()) for row in found.to_dict("records")]
+    assert [step.synchronised for step in steps] == [True, False]
+    published = RowCollector(About(source="x", where="", licence="", conventions=""), tmp_path)
+    published.add("iteration", rows.assign(op="", timer="", stack=""))
+    assert set(published.frames["iteration"][0]["timing"]) == {"back_to_back"}
 
 
 def chosen(rows: pd.DataFrame, text: str, folder: str) -> dict[str, list[int]]:

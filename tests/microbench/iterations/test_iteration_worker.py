@@ -20,8 +20,9 @@ from torch.nn import functional
 from itercast.capture.cases.registry import case
 from itercast.capture.recorder.attention import attention_as, eager_attention
 from itercast.microbench.iterations import worker
-from itercast.microbench.iterations.engines import captured_in_graph
-from itercast.microbench.iterations.measure import Iteration, measure_iteration
+from itercast.microbench.iterations.engines import BACK_TO_BACK, captured_in_graph
+from itercast.microbench.iterations.measure import Iteration, _StepTimer, measure_iteration
+from itercast.microbench.iterations.measured_plan import PlanStep
 from itercast.microbench.iterations.worker import IterationOrder, RetryWhenDisturbed
 from itercast.microbench.ops.memory.fused import Fused, build
 from itercast.microbench.store import read_journal
@@ -97,6 +98,43 @@ def test_steps_that_are_watched_are_not_timed(monkeypatch: pytest.MonkeyPatch) -
     row = measure_iteration(case("mlp-s"), asked, "cpu", repetitions=3, watch=GpuWatch(driver))
     assert row["sm_clock_hz"] == row["sm_clock_hz_min"] == 1e9
     assert row["time_us_p20"] == row["time_us_p80"] == 6 * 0.1e6  # 5 phases
+
+
+def test_steps_back_to_back_are_timed_by_their_ends_on_the_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The GPU takes 5 ms a step, the host launches in no time: 5 ms, and one wait at the end."""
+    done_ms, waits = [0.0], [0]
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at_ms = 0.0
+
+        def record(self) -> None:
+            done_ms[0] += 5.0
+            self.at_ms = done_ms[0]
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.at_ms - self.at_ms
+
+    def synchronize() -> None:
+        waits[0] += 1
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    ran = list[int]()
+    step = PlanStep(run=lambda: ran.append(1))
+    timer = _StepTimer(step, [], "cuda", False, None, None, one_by_one=False)
+    assert timer._times(3) == ([5000.0] * 3, {})
+    assert (len(ran), waits) == (4, [1])  # the first interval begins behind a step, too
+
+
+def test_only_steps_on_one_gpu_are_timed_back_to_back() -> None:
+    asked = Iteration(case="mlp-s", batch=2, timing=BACK_TO_BACK)
+    with pytest.raises(NotImplementedError, match="on one GPU only"):
+        measure_iteration(case("mlp-s"), asked, "cpu")
+    with pytest.raises(ValueError, match="allowed are synchronised, back_to_back"):
+        Iteration(case="mlp-s", batch=2, timing="sometimes")
 
 
 @pytest.mark.parametrize(

@@ -72,15 +72,16 @@ def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
         "Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(60)"
     )
     code = (
-        "import subprocess, sys, time\n"
-        "module = 'itercast.microbench.processes.leash'\n"
-        "subprocess.Popen([sys.executable, '-m', module, 'sleeper', sys.argv[1]],"
+        "import os, subprocess, sys, time\n"
+        "from itercast.microbench.processes.leash import leash\n"
+        "words = ['-m', 'itercast.microbench.processes.leash', 'sleeper', sys.argv[1]]\n"
+        "subprocess.Popen([sys.executable, *words], env=os.environ | leash(),"
         " start_new_session=True)\ntime.sleep(60)"
     )
     path = tmp_path / "pid"
     parent = subprocess.Popen(
         [sys.executable, "-c", code, str(path)],
-        env={**os.environ, "PYTHONPATH": f"{Path.cwd()}:{tmp_path}"},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"},
     )
     end = time.monotonic() + 20
     while not (path.is_file() and path.read_text()) and time.monotonic() < end:
@@ -93,14 +94,68 @@ def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
 
 
 def test_a_worker_whose_parent_ended_before_it_began_ends_too() -> None:
-    """Its variable names the parent; this process is another one."""
+    """Its variable names the pipe of a parent that is gone, or of this process."""
     command = [sys.executable, "-m", leash.__name__, "this"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), leash.PARENT: "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), leash.PARENT: "/proc/1/fd/99999"}
     run = subprocess.run(command, env=environment, capture_output=True, timeout=60)
     assert run.returncode == -signal.SIGKILL and not run.stdout
-    environment[leash.PARENT] = str(os.getpid())
+    environment |= leash.leash()
     run = subprocess.run(command, env=environment, capture_output=True, timeout=60)
     assert run.returncode == 0 and b"Beautiful" in run.stdout
+
+
+FAMILY = """
+import multiprocessing, os, sys, time
+from pathlib import Path
+
+def note(more=()):
+    Path(sys.argv[1], str(os.getpid())).touch()
+    for one in more:
+        one()
+    time.sleep(60)
+
+def fork(*more):
+    if os.fork() == 0:
+        os.setsid()
+        note(more)
+
+def threads():
+    import threading
+    thread = threading.Thread(target=lambda: multiprocessing.Process(target=note).start())
+    thread.start()
+    thread.join()
+
+note([lambda: fork(fork, threads), fork])
+"""
+
+
+def family(folder: Path, variables: dict[str, str]) -> tuple[subprocess.Popen[bytes], list[int]]:
+    """A process on a leash and four more: forks of forks in their own sessions, one of a thread."""
+    folder.mkdir()
+    (folder / "family.py").write_text(FAMILY)
+    there = folder / "pids"
+    there.mkdir()
+    words = ["-m", leash.__name__, "family", str(there)]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{folder}"} | variables
+    first = subprocess.Popen([sys.executable, *words], env=environment, start_new_session=True)
+    end = time.monotonic() + 20
+    while len(list(there.iterdir())) < 5 and time.monotonic() < end:
+        time.sleep(0.05)
+    return first, [int(path.name) for path in there.iterdir()]
+
+
+def test_what_a_worker_forks_ends_with_it_and_with_its_parent(tmp_path: Path) -> None:
+    """Killed at the root, or let go of; a thread that forked and ended does not end its fork."""
+    first, pids = family(tmp_path / "killed", leash.leash())
+    assert len(pids) == 5 and all(map(lives, pids))
+    first.kill()
+    assert all(map(gone, pids))
+    first.wait()
+    with leash.held() as variables:
+        first, pids = family(tmp_path / "left", variables)
+        assert len(pids) == 5 and all(map(lives, pids))
+    assert all(map(gone, pids))
+    first.wait()
 
 
 def test_the_end_of_a_log_is_one_line(tmp_path: Path) -> None:
@@ -115,7 +170,7 @@ def test_a_worker_on_a_gpu_logs_to_a_file_and_lets_go_of_the_profiler(
     (tmp_path / "teller.py").write_text(
         "import os; print(*(os.environ.get(n, '-') for n in ('TEARDOWN_CUPTI', 'OMP_NUM_THREADS')))"
     )
-    monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}:{tmp_path}")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
     for name in ("TEARDOWN_CUPTI", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     for device, said in (("cuda", "1 1"), ("cpu", "- -")):
@@ -130,7 +185,7 @@ def test_a_rank_that_is_done_does_not_fail_while_it_shuts_down(
     """As when a thread of gloo aborts it; an error before that is told."""
     (tmp_path / "aborts.py").write_text("import atexit, os; atexit.register(os.abort); print('x')")
     (tmp_path / "fails.py").write_text("raise SystemExit(3)")
-    monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}:{tmp_path}")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
     for module, ends in (("aborts", [0]), ("fails", [1, 3])):
         log = tmp_path / f"{module}.log"
         assert start_ranks(module, {"device": "cpu"}, 2, log=log).wait() in ends
