@@ -83,6 +83,7 @@ class Search:
     batch: int
     seq: int
     optimizer: str
+    dtype: str = "fp32"
     amp: bool = False
     local: int = 0  # also replicas that average their parameters every so many steps
     refused: dict[str, str] = field(default_factory=dict)  # plan -> the rule it breaks

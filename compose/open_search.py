@@ -9,7 +9,7 @@ from itercast.capture.cases.registry import case
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.candidates import Search
 from itercast.compose.capture_model import capture, optimizer_of
-from itercast.compose.target import Target, find_target
+from itercast.compose.target import Target, find_target, step_dtype
 
 
 def open_search(
@@ -18,7 +18,7 @@ def open_search(
     gpus: int,
     *,
     node: str = "",
-    batch: int | None = None,
+    global_batch: int | None = None,
     seq: int | None = None,
     bundle: Path | None = None,
     host: str = "",
@@ -29,14 +29,16 @@ def open_search(
 ) -> tuple[Search, Target]:
     """Returns a search over plans of a model, and the target of all of them but for its plan.
 
-    ``model`` is the name of a case or the path of a Hugging Face configuration. ``batch`` counts
+    ``model`` is the name of a case or the path of a Hugging Face configuration. ``global_batch``:
     samples of a step over all GPUs; without it and ``seq`` a case has its own batch on each GPU.
     ``local``: steps between averages of plans with local SGD; 0: none are tried.
     ``options`` are others of ``capture``: dtype, amp, channels_last.
     """
-    batch, seq = size_of(model, gpus, batch, seq)
+    samples, seq = size_of(model, gpus, global_batch, seq)
     options["optimizer"] = optimizer or optimizer_of(model)
     target = find_target(gpu, ParallelPlan(dp=gpus, node=node), bundle, host, stack)
+    amp = options.get("amp", False)
+    options["dtype"] = step_dtype(options.get("dtype"), amp, [target.gpu])
 
     def capture_at(samples: int, length: int) -> Any:
         return capture(model, batch=samples, seq=length or None, **options)
@@ -45,20 +47,21 @@ def open_search(
         capture_at=capture_at,
         book=target.book,
         node=target.node,
-        batch=batch,
+        batch=samples,
         seq=seq,
         optimizer=options["optimizer"],
-        amp=options.get("amp", False),
+        dtype=options["dtype"] or "fp32",
+        amp=amp,
         local=local,
     )
     return search, target
 
 
-def size_of(model: Any, gpus: int, batch: int | None, seq: int | None) -> tuple[int, int]:
+def size_of(model: Any, gpus: int, global_batch: int | None, seq: int | None) -> tuple[int, int]:
     """Returns samples per step and tokens per sample, those of a case where none are stated."""
     if isinstance(model, str):
         chosen = case(model)
-        batch, seq = batch or chosen.batch * gpus, seq or chosen.seq
-    if not batch:
-        raise ValueError("--hf-config needs --batch, and --seq for text")
-    return batch, seq or 0
+        global_batch, seq = global_batch or chosen.batch * gpus, seq or chosen.seq
+    if not global_batch:
+        raise ValueError("--hf-config and --model need --batch, and --seq for text")
+    return global_batch, seq or 0

@@ -13,7 +13,7 @@ from itercast.compose.forecast import Forecast
 from itercast.compose.graph.index_streams import with_indices
 from itercast.compose.graph.launch_modes import with_engine
 from itercast.compose.lengths import Lengths, lengths_of, with_lengths
-from itercast.compose.target import Target, find_target, forecast_step
+from itercast.compose.target import Target, find_target, forecast_step, step_dtype
 from itercast.microbench.store import Row
 
 
@@ -48,7 +48,8 @@ def prepare(
     longest of a micro-batch, or ``packed`` into rows of ``seq`` tokens.
 
     ``model`` is anything ``capture`` takes, with its ``options``, or a captured step. ``batch`` and
-    ``seq`` are a replica's; a captured step and a module's inputs are one micro-batch of it.
+    ``seq`` are a replica's; a captured step and a module's inputs are one micro-batch of it. Under
+    a plan with amp ``dtype`` is bf16 unless stated, fp16 on a GPU without bf16.
     """
     parsed, target = ParallelPlan.parse(plan), find_target(gpu, plan, bundle, host, stack)
     if isinstance(model, StepCapture):
@@ -58,7 +59,9 @@ def prepare(
         return with_engine(with_indices(model, indices), engine), target
     size = micro_size(model, parsed, options.pop("batch", None), options.pop("seq", None))
     unlike = _unlike_lengths(size, parsed, lengths, packed)
-    step = capture(model, inputs, loss, **size, **{"amp": parsed.amp, **options})
+    amp = options.pop("amp", parsed.amp)
+    dtype = step_dtype(options.pop("dtype", None), amp, [target.gpu])
+    step = capture(model, inputs, loss, **size, amp=amp, dtype=dtype, **options)
     if unlike:
         step = with_lengths(step, unlike, packed=packed)
     return with_engine(with_indices(step, indices), engine), target

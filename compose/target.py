@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +52,17 @@ def find_stack(name: str, gpu: Gpu) -> str:
         load_stack(name)  # or say which are known
         return name
     return "torch" if gpu.kind == "cpu" else USUAL_STACK
+
+
+def step_dtype(asked: str | None, amp: bool, gpus: Iterable[Gpu]) -> str | None:
+    """The dtype of a step on these GPUs: as asked, or the usual one of mixed precision.
+
+    That is bf16, or fp16 where a GPU has no units for bf16.
+    """
+    if asked or not amp:
+        return asked
+    lacking = any(gpu.kind == "gpu" and "bf16" not in gpu.peak_flops_per_s for gpu in gpus)
+    return "fp16" if lacking else "bf16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from itercast.eval.compare import compare_all, console
 from itercast.eval.results import ITERATIONS, CaseResult, log_errors, summary
+from itercast.eval.tracking.attempt import attempt
 from itercast.eval.tracking.logs import log_evaluation
 from itercast.learners.beyond_memory import usable_rows
 from itercast.learners.bundle import Bundle
@@ -73,7 +74,8 @@ def rank_learners(
     for name, some in found.items():
         if name != BLEND:
             errors_pct = {r.label: r.error_pct for r in some}
-            log_evaluation(f"{out.name} · {name}", device, summary(some), errors_pct, out, name)
+            asked = (f"{out.name} · {name}", device, summary(some), errors_pct, out, name)
+            attempt(log_evaluation, *asked)
 
 
 def family_scores(folder: Path) -> dict[str, Scores]:

@@ -63,7 +63,7 @@ def measure(begin_s: float) -> dict[str, float]:
     pairs = [(forecast_s(1 + n), forecast_s(12_500 - n)) for n in range(2, 9)]
     few_s, many_s = (statistics.median(p) for p in zip(*pairs, strict=True))
     found["growth"] = many_s / few_s
-    asked: Row = {"batch": 1536, "seq": 2048, "dtype": "bf16"}
+    asked: Row = {"global_batch": 1536, "seq": 2048, "dtype": "bf16"}
     search, _ = open_search(MODEL, GPU, 1024, node="dgx-h100", **asked)
     best_plans(search, 512, "time")  # captures and prices are there then
     start = time.process_time()
@@ -99,7 +99,7 @@ def search_s(gpus: int) -> float:
     from itercast.compose.open_search import open_search
     from itercast.compose.search import best_plans
 
-    asked: Row = {"batch": SAMPLES[gpus], "seq": 8192, "dtype": "bf16"}
+    asked: Row = {"global_batch": SAMPLES[gpus], "seq": 8192, "dtype": "bf16"}
     search, _ = open_search(
         SEARCHED, GPU, gpus, node="dgx-h100", bundle=None, optimizer="adamw", **asked
     )

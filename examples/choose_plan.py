@@ -11,7 +11,7 @@ def main() -> None:
         "h100-sxm-80gb",
         gpus=16,
         node="dgx-h100",
-        batch=128,  # samples per step over all GPUs
+        global_batch=128,  # samples per step over all GPUs
         seq=1024,
         dtype="bf16",
     )

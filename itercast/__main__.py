@@ -141,7 +141,7 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train one model per op family, compare it with baselines, and write a bundle."""
-    from itercast.commands.shared import fit, report_table, say_logged
+    from itercast.commands.shared import fit, log_training, report_table
     from itercast.learners.beyond_memory import memory_bytes
     from itercast.microbench.fleet.urls import fetched
 
@@ -156,12 +156,13 @@ def train(
         from itercast.learners.apart import through_ray
 
         more["fit_all"] = through_ray(address, where)
-    report = fit(list(map(fetched, where)), folder, family, trials, into is not None, **more)
+    roots = list(map(fetched, where))
+    report = fit(roots, folder, family, trials, into is not None, **more)
     if as_json:
         typer.echo(json.dumps(report))
     else:
         Console().print(report_table(report))
-    say_logged()
+    log_training(report, folder, roots)
 
 
 @app.command()
@@ -209,7 +210,7 @@ def evaluate(
     """Compare forecasts with measured iterations; measures this CPU unless --measured is given."""
     if learners is not None and bundle is None:
         raise ValueError("--learners needs --bundle, whose models are compared with them")
-    from itercast.commands.shared import iterations, say_logged
+    from itercast.commands.shared import iterations
     from itercast.eval.compare import compare_all, measured_rows
     from itercast.eval.report.write import report_comparison
 
@@ -223,7 +224,6 @@ def evaluate(
         from itercast.eval.learner_ranking import rank_learners
 
         rank_learners(rows, results, bundle, learners, out)
-    say_logged()
 
 
 @app.command()

@@ -16,13 +16,16 @@ import typer
 from itercast.capture.base.slow_imports import without_scikit_learn
 from itercast.capture.cases.external.huggingface import read_config
 from itercast.capture.opcall import NARROW
+from itercast.capture.plan import ParallelPlan
 from itercast.names import completing
 
 if TYPE_CHECKING:  # the command line starts without pandas
     from itercast.capture.opcall import StepCapture
     from itercast.compose.target import Target
+    from itercast.microbench.hardware.spec import Gpu
     from itercast.microbench.store import Row
 
+MOST = 99_999_999  # samples, tokens or GPUs that an option may state
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -35,6 +38,14 @@ def fetched_root(text: str) -> Path:
         return fetched(text)
     except (ValueError, OSError) as exc:
         raise typer.BadParameter(str(exc)) from exc
+
+
+def whole_number(text: str | int) -> int:
+    """Parses an option that counts: samples, tokens, GPUs."""
+    plain = str(text).strip()
+    if not (plain.isascii() and plain.isdecimal() and 1 <= int(plain) <= MOST):
+        raise typer.BadParameter(f"{text!r} is no whole number from 1 to {MOST:,}")
+    return int(plain)
 
 
 def _in_a_folder(path: Path | None) -> Path | None:
@@ -86,7 +97,18 @@ HfConfig = Annotated[
     Path | None,
     typer.Option(help="Hugging Face or timm config.json; needs --batch, and --seq for text"),
 ]
-Seq = Annotated[int | None, typer.Option(min=1, help="sequence length")]
+Gpus = Annotated[int | None, typer.Option(parser=whole_number, metavar="N", help="number of GPUs")]
+Batch = Annotated[
+    int | None,
+    typer.Option(parser=whole_number, metavar="N", help="samples per replica and step"),
+]
+GlobalBatch = Annotated[
+    int | None,
+    typer.Option(
+        parser=whole_number, metavar="N", help="samples per step over all replicas, for --batch"
+    ),
+]
+Seq = Annotated[int | None, typer.Option(parser=whole_number, metavar="N", help="sequence length")]
 Lengths = Annotated[
     str,
     typer.Option(
@@ -97,7 +119,13 @@ Lengths = Annotated[
 Packed = Annotated[
     bool, typer.Option("--packed", help="with --lengths: rows of --seq tokens hold several")
 ]
-Dtype = Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16, fp8, nvfp4 or mxfp4")]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="fp32, tf32, bf16, fp16, fp8, nvfp4 or mxfp4; default: fp32, under amp bf16, or fp16 "
+        "on a GPU without bf16"
+    ),
+]
 ChannelsLast = Annotated[
     bool, typer.Option("--channels-last", help="model and images in torch.channels_last (NHWC)")
 ]
@@ -117,7 +145,9 @@ Stack = Annotated[
 ]
 Optimizer = Annotated[
     str,
-    typer.Option(help="adamw, adamw_fused, sgd, lamb or none; default: the case's own, else adamw"),
+    typer.Option(
+        help="adamw, adamw_fused, sgd, lamb, muon or none; default: the case's own, else adamw"
+    ),
 ]
 Cluster = Annotated[
     Path | None,
@@ -139,6 +169,15 @@ Families = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
+class Usual:
+    """What stands in for options that are not given."""
+
+    batch: int = 0
+    seq: int = 0
+    optimizer: str = "adamw"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Question:
     """Which model, trained how and where: the options that ``predict`` and ``explain`` share."""
 
@@ -147,13 +186,14 @@ class Question:
     model: Model = ""
     gpu: GpuName = "cpu"
     bundle: Bundle = None
-    batch: Annotated[int | None, typer.Option(min=1, help="samples per replica and step")] = None
+    batch: Batch = None
+    global_batch: GlobalBatch = None
     seq: Seq = None
     mode: Annotated[str, typer.Option(help="train or infer")] = "train"
     loss: Annotated[str, typer.Option(help="default, or none: backward starts at the output")] = (
         "default"
     )
-    dtype: Dtype = "fp32"
+    dtype: Dtype = ""
     attn: Annotated[str, typer.Option(help="sdpa or eager")] = "sdpa"
     optimizer: Optimizer = ""
     lora: Annotated[
@@ -185,6 +225,8 @@ class Question:
     def __post_init__(self) -> None:
         if sum(map(bool, (self.case, self.hf_config, self.model))) != 1:
             raise ValueError("a model is one of CASE, --hf-config and --model: give one of them")
+        if self.batch and self.global_batch:
+            raise ValueError("--batch is a replica's, --global-batch that of all: give one of them")
 
     @property
     def name(self) -> str:
@@ -202,23 +244,57 @@ class Question:
     def arguments(self) -> Row:
         """The other arguments of ``itercast.api.predict``."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
-        for name in ("case", "hf_config", "model", "compiled", "cuda_graph"):
+        for name in ("case", "hf_config", "model", "compiled", "cuda_graph", "global_batch"):
             del given[name]
+        given["batch"] = self.replica_batch()
         engines = ["compile"] * self.compiled + ["graph"] * self.cuda_graph
         return {**given, "engine": "+".join(engines) or "eager"}
+
+    def replica_batch(self) -> int | None:
+        """Samples of a replica, as they are asked for or as a share of ``--global-batch``."""
+        if not self.global_batch:
+            return self.batch
+        dp = ParallelPlan.parse(self.plan).dp
+        if self.global_batch % dp:
+            raise ValueError(f"--global-batch {self.global_batch} does not divide by dp={dp}")
+        return self.global_batch // dp
+
+    def samples_over(self, gpus: int) -> int | None:
+        """Samples of a step of a search, whose plans do as much: a batch on each GPU, or stated."""
+        return self.batch * gpus if self.batch else self.global_batch
+
+    def seq_asked(self) -> int:
+        """Tokens of a sample, as they are asked for; else those of the case, 0 without any."""
+        return self.seq or self.of_case.seq
+
+    @property
+    def of_case(self) -> Usual:
+        """Batch, sequence length and optimizer of the case; of other models none, and adamw."""
+        if not self.case:
+            return Usual()
+        from itercast.capture.cases.registry import case  # imports NumPy
+
+        chosen = case(self.case)
+        return Usual(batch=chosen.batch, seq=chosen.seq, optimizer=chosen.optimizer)
+
+    def dtype_on(self, gpus: Sequence[Gpu]) -> str:
+        """The dtype of the step on these GPUs."""
+        from itercast.compose.target import step_dtype
+
+        return step_dtype(self.dtype, ParallelPlan.parse(self.plan).amp, gpus) or "fp32"
 
     def prepared(self, **more: Any) -> tuple[StepCapture, Target]:
         """The captured micro-batch of a rank, and the target.
 
         What the user's own code prints goes to the error output, away from the answer.
         """
-        if self.hf_config is not None and self.batch is None:
+        if self.hf_config is not None and not (self.batch or self.global_batch):
             raise ValueError("--hf-config needs --batch, and --seq for text")
         with prints_aside(), nullcontext() if self.model else without_scikit_learn():
             from itercast.compose.predict import prepare
 
             step, target = prepare(self.asked(), **self.arguments(), **more)
-        warn_of_dtype(self.dtype, target)
+        warn_of_dtype(self.dtype_on([target.gpu]), target)
         return step, target
 
 

@@ -29,6 +29,7 @@ class Job:
     samples: int
     seq: int
     optimizer: str
+    dtype: str
     targets: dict[str, Target] = field(default_factory=dict)  # by name of the group
 
     @property

@@ -20,7 +20,7 @@ from itercast.compose.graph.launch_modes import with_engine
 from itercast.compose.open_search import size_of
 from itercast.compose.simulate.stage_rank import least_us
 from itercast.compose.sizes import CapturesBySize
-from itercast.compose.target import Target, find_target
+from itercast.compose.target import Target, find_target, step_dtype
 
 
 def job_on(
@@ -28,7 +28,7 @@ def job_on(
     path: Path,
     *,
     gpus: int = 0,
-    batch: int | None = None,
+    global_batch: int | None = None,
     seq: int | None = None,
     engine: str = "eager",
     indices: str = "",
@@ -40,12 +40,15 @@ def job_on(
 ) -> Job:
     """A model's training on the cluster of a file; ValueError where its GPUs are unknown.
 
-    ``batch``: samples of a step; without it a case has its own batch on each of ``gpus``. Other
-    options are those of ``itercast.compose.capture_model.capture``.
+    ``global_batch``: samples of a step; without it a case has its own batch on each of ``gpus``.
+    Other options are those of ``itercast.compose.capture_model.capture``.
     """
     file = read_cluster(path)
-    batch, seq = size_of(model, gpus or file.gpus, batch, seq)
+    samples, seq = size_of(model, gpus or file.gpus, global_batch, seq)
     options["optimizer"] = optimizer or optimizer_of(model)
+    targets = _targets(file, bundle, host, stack)
+    kinds = [target.gpu for target in targets.values()]
+    options["dtype"] = step_dtype(options.get("dtype"), options.get("amp", False), kinds)
 
     def capture_at(samples: int, length: int) -> StepCapture:
         step = capture(model, batch=samples, seq=length or None, **options)
@@ -54,10 +57,11 @@ def job_on(
     return Job(
         cluster=file,
         captures=CapturesBySize(capture_at),
-        samples=batch,
+        samples=samples,
         seq=seq,
         optimizer=options["optimizer"],
-        targets=_targets(file, bundle, host, stack),
+        dtype=options["dtype"] or "fp32",
+        targets=targets,
     )
 
 
@@ -82,7 +86,7 @@ def predict_on_cluster(
     """Forecast a step under a plan, split as balances best; ``batch`` of a replica, as a mean."""
     parsed = ParallelPlan.parse(plan)
     samples = batch * parsed.dp if batch else None
-    options |= {"batch": samples, "gpus": parsed.dp, "amp": parsed.amp}
+    options |= {"global_batch": samples, "gpus": parsed.dp, "amp": parsed.amp}
     return forecast_job(job_on(model, path, **options), parsed)
 
 

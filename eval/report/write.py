@@ -41,6 +41,7 @@ def report_comparison(
     """
     if not results:
         raise ValueError("nothing could be forecast")
+    from itercast.eval.tracking.attempt import attempt
     from itercast.eval.tracking.logs import log_evaluation
 
     console.print(results_table(results))
@@ -56,8 +57,10 @@ def report_comparison(
     page = write_pages(out)
     metrics = {**summary(results), **ranking_metrics(results)}
     errors_pct = {r.label: r.error_pct for r in results}
-    log_evaluation(out.name, ", ".join(_device_names(results)), metrics, errors_pct, out)
-    console.print(f"report: {page}   MLflow UI: make ui")
+    console.print(f"report: {page}")
+    where = ", ".join(_device_names(results))
+    if attempt(log_evaluation, out.name, where, metrics, errors_pct, out):
+        console.print("logged to MLflow; `itercast ui` shows it")
 
 
 def write_pages(folder: Path, replay: bool = False) -> Path:

@@ -30,7 +30,7 @@ def bench_public(
     A second table leaves sources out: errors on the rows of each source by forecasts that use
     neither its rows nor assumed numbers that were fitted on it.
     """
-    from itercast.commands.shared import say_logged
+    from itercast.commands.shared import log_last
     from itercast.eval.public.report import line_names, report
     from itercast.eval.tracking.logs import log_bench
     from itercast.learners.bundle import SHIPPED
@@ -39,6 +39,5 @@ def bench_public(
         raise ValueError(f"line {line!r}: no line's name contains it; lines: {line_names()}")
     results, text = report(public, line, leave_out, bundle or SHIPPED, out)
     scores = [(r.line, r.part, name, s) for r in results for name, s in r.scores.items()]
-    log_bench(scores, out)
     typer.echo(text)
-    say_logged()
+    log_last(log_bench, scores, out)

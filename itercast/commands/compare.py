@@ -33,14 +33,20 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Compare two bundles: median errors by op family, and which is better beyond the noise."""
+    from itercast.commands.shared import log_last
     from itercast.eval.bundles import compare_bundles
     from itercast.eval.tracking.logs import log_compared
 
     found = compare_bundles(first, second, data or [])
-    log_compared(first, second, [asdict(one) for one in found])
+    plain = [asdict(one) for one in found]
     if as_json:
-        typer.echo(json.dumps([asdict(one) for one in found]))
-        return
+        typer.echo(json.dumps(plain))
+    else:
+        _print(found, first, second)
+    log_last(log_compared, first, second, plain)
+
+
+def _print(found: list[Comparison], first: Path, second: Path) -> None:
     Console().print(_table(found))
     for number, folder in ((1, first), (2, second)):
         ahead = [one.family for one in found if one.better == number]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from itercast.commands.shared import fit, iterations, report_table, say_logged, sweep
+from itercast.commands.shared import fit, iterations, log_training, report_table, sweep
 from itercast.eval.compare import compare_all, console, measured_rows
 from itercast.eval.report.write import report_comparison
 from itercast.learners.held_out import has_held_out
@@ -27,7 +27,8 @@ def run_demo(budget_s: float) -> None:
         measured += iterations(data, "cpu", (repeat,))
     console.print(f"sweep: {rows} new rows" if rows else f"sweep: reusing {data}")
     console.print(f"iterations: {measured} new rows" if measured else f"iterations: reusing {data}")
-    if rows or not fit_file.is_file() or not has_held_out(bundle):
+    trained = rows or not fit_file.is_file() or not has_held_out(bundle)
+    if trained:
         report = fit([data], bundle, None, TRIALS)
         fit_file.write_text(json.dumps(report))
     else:
@@ -37,4 +38,5 @@ def run_demo(budget_s: float) -> None:
     found = measured_rows(data, None)
     results = compare_all(found, bundle)
     report_comparison(Path("reports/demo"), results, found, report, data, bundle)
-    say_logged()
+    if trained:
+        log_training(report, bundle, [data])

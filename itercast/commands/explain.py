@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from itercast.options import Json, Question, asks, file_to_write, prints_aside
+from itercast.stated import question_facts, say_step
 
 if TYPE_CHECKING:  # the command line starts without pandas
     from itercast.compose.explain.changes import Change
@@ -49,15 +50,16 @@ def explain(
             question.arguments(),
             lambda name: bar.update(task, description=name),
         )
-    name = question.name
+    name, facts = question.name, question_facts(question, step, target)
     title = f"{name} on {found.gpu}, plan {found.plan}: {found.iteration_us / 1e3:.2f} ms"
     if picture is not None:
         _draw(picture, title, parts, gains)
     if as_json:
         lists: dict[str, Sequence[Any]] = {"parts": parts, "ops": ops, "changes": gains}
         plain = {key: [asdict(one) for one in some] for key, some in lists.items()}
-        typer.echo(json.dumps({"case": name, "forecast": asdict(found), **plain}))
+        typer.echo(json.dumps({"case": name, "forecast": asdict(found), **facts, **plain}))
         return
+    say_step(facts)
     console = Console()
     console.print(_parts_table(title, parts))
     assumed = f"{100 * found.assumed_frac:.0f} % of it rests on assumed numbers"

@@ -16,9 +16,11 @@ from rich.console import Console
 from rich.table import Table
 
 from itercast.capture.base.slow_imports import without_scikit_learn
+from itercast.capture.plan import ParallelPlan
 from itercast.options import (
     Cluster,
     GpuName,
+    Gpus,
     Json,
     NodeName,
     Question,
@@ -26,6 +28,7 @@ from itercast.options import (
     prints_aside,
     warn_of_dtype,
 )
+from itercast.stated import command, say, settings, unusual
 
 if TYPE_CHECKING:  # the command line starts without pandas
     from itercast.compose.candidates import Search
@@ -36,6 +39,7 @@ if TYPE_CHECKING:  # the command line starts without pandas
 BAR = 8  # characters of a waterfall
 STEP = ("dtype", "optimizer", "channels_last")  # options of a question that say what a step is
 WHERE = ("seq", "bundle", "host", "stack")
+SIZE = ("batch", "global_batch")
 PARTS: tuple[tuple[str, str, str], ...] = (
     ("compute", "█", "green"),
     ("exposed comm", "▓", "red"),
@@ -45,18 +49,14 @@ PARTS: tuple[tuple[str, str, str], ...] = (
 )
 
 
-@partial(asks, only=("case", "hf_config", "lengths", "packed", *STEP, *WHERE))
+@partial(asks, only=("case", "hf_config", "model", "lengths", "packed", *SIZE, *STEP, *WHERE))
 def plan(
     question: Question,
     gpu: GpuName = "",
-    gpus: Annotated[int | None, typer.Option(min=1, help="number of GPUs")] = None,
+    gpus: Gpus = None,
     cluster: Cluster = None,
     objective: Annotated[str, typer.Option(help="what to minimise: time, cost or memory")] = "time",
     node: NodeName = "",
-    batch: Annotated[
-        int | None,
-        typer.Option(min=1, help="samples per step over all GPUs; default: the case's on each GPU"),
-    ] = None,
     amp: Annotated[
         bool, typer.Option("--amp", help="mixed precision: weights in fp32, autocast to dtype")
     ] = False,
@@ -67,25 +67,37 @@ def plan(
 ) -> None:
     """Search parallel plans; prints the best ten and where time goes; logs to MLflow."""
     begin, unlike = time.perf_counter(), {n: getattr(question, n) for n in ("lengths", "packed")}
-    asked: Row = {name: getattr(question, name) for name in (*STEP, *WHERE)}
-    asked |= {"batch": batch, "amp": amp}
+    asked: Row = {name: getattr(question, name) for name in (*STEP, *WHERE)} | {"amp": amp}
     if cluster is not None:
         alone = not (gpu or gpus or node or any(unlike.values()) or local or objective != "time")
         print_plans(*_on_cluster(question, cluster, asked, begin, alone=alone), as_json)
         return
     if not gpu or gpus is None:
         raise ValueError("plan takes --gpu and --gpus, or --cluster")
-    search, target = _open(question, gpu, gpus, node=node, local=local, **asked)
-    size = {"batch": search.batch, "seq": search.seq}
-    facts = {"case": question.name, "gpu": target.gpu.name, "gpus": gpus, "objective": objective}
-    facts |= {"node": node, "local": local, **asked, **size, "optimizer": search.optimizer}
-    facts |= {"bundle": target.bundle_name}
+    samples, where = question.samples_over(gpus), {"node": node, "local": local}
+    search, target = _open(question, gpu, gpus, global_batch=samples, **where, **asked)
+    facts = {"case": question.name, "gpu": gpu, "gpus": gpus, "objective": objective}
+    facts |= {**where, **unlike, **asked, "stack": target.stack, **_settled(search, target)}
+    facts["command"] = _command(question, facts)
+    facts["unusual"] = unusual(facts, {}, ParallelPlan(dp=gpus, node=node), target.gpu)
     counts, reports = run_search(search, facts)
     if any(unlike.values()):
-        asked |= {**size, "node": node, **unlike}
-        reports = with_lengths(question.asked(), reports, gpu=gpu, **asked)
-    facts |= {**counts, "seconds": time.perf_counter() - begin}
+        sizes = {"batch": search.batch, "seq": search.seq, "node": node, **unlike}
+        reports = with_lengths(question.asked(), reports, gpu=gpu, **{**asked, **sizes})
+    facts |= {"gpu": target.gpu.name, **counts, "seconds": time.perf_counter() - begin}
     print_plans(facts, reports, as_json)
+
+
+def _settled(search: Search, target: Target) -> Row:
+    """The values that stand in for options that were not given."""
+    step = {"global_batch": search.batch, "seq": search.seq, "dtype": search.dtype}
+    return {**step, "optimizer": search.optimizer, "bundle": target.bundle_name}
+
+
+def _command(question: Question, told: Row) -> str:
+    """The command line that repeats a search, with the values of all options."""
+    named = {n: getattr(question, n) for n in ("case", "hf_config", "model")}
+    return command("plan", {n: v for n, v in {**told, **named}.items() if v})
 
 
 def _open(question: Question, gpu: str, gpus: int, **asked: Any) -> tuple[Search, Target]:
@@ -94,7 +106,7 @@ def _open(question: Question, gpu: str, gpus: int, **asked: Any) -> tuple[Search
         from itercast.compose.open_search import open_search
 
         search, target = open_search(question.asked(), gpu, gpus, **asked)
-    warn_of_dtype(question.dtype, target)
+    warn_of_dtype(search.dtype, target)
     return search, target
 
 
@@ -106,16 +118,20 @@ def _on_cluster(
         told = "--gpu, --gpus, --node, --lengths, --packed, --local or --objective"
         raise ValueError(f"--cluster goes without {told}")
     with prints_aside(), without_scikit_learn():
+        from itercast.compose.clusters.file import read_cluster
         from itercast.compose.clusters.search import job_on, plans_on_cluster
 
-        job = job_on(question.asked(), path, **asked)
+        samples = question.samples_over(read_cluster(path).gpus)
+        job = job_on(question.asked(), path, global_batch=samples, **asked)
         found, legal = plans_on_cluster(job, amp=asked["amp"])
     if not found:
         raise ValueError(f"no legal plan of {question.name} on the groups of {path}")
-    facts = {"case": question.name, "gpu": path.stem, "gpus": job.cluster.gpus, "objective": "time"}
-    facts |= {"batch": job.samples, "seq": job.seq, "dtype": asked["dtype"], "amp": asked["amp"]}
-    facts |= {"optimizer": job.optimizer, "considered": legal, "simulated": legal}
-    return {**facts, "bundle": found[0].bundle, "seconds": time.perf_counter() - begin}, found
+    size = {"global_batch": job.samples, "seq": job.seq, "dtype": job.dtype}
+    facts = {**asked, **size, "optimizer": job.optimizer, "bundle": found[0].bundle}
+    facts["command"] = _command(question, {"cluster": path, **facts})
+    facts |= {"case": question.name, "gpu": path.stem, "gpus": job.cluster.gpus, "unusual": []}
+    facts |= {"objective": "time", "considered": legal, "simulated": legal}
+    return {**facts, "seconds": time.perf_counter() - begin}, found
 
 
 def with_lengths(
@@ -149,17 +165,25 @@ def with_lengths(
 
 
 def print_plans(facts: Row, reports: Sequence[Forecast], as_json: bool) -> None:
-    """Log the plans to MLflow and print them as a table or as one JSON object."""
-    from itercast.commands.shared import say_logged
+    """Print the plans as a table or as one JSON object, then log them to MLflow."""
+    from itercast.commands.shared import log_last
     from itercast.eval.tracking.logs import log_plans
 
     plain = [asdict(r) for r in reports]
-    log_plans(facts, plain)
     if as_json:
         typer.echo(json.dumps({**facts, "plans": plain}))
     else:
+        say(search_line(facts), facts["unusual"])
         Console().print(plans_table(facts, reports))
-    say_logged()
+    log_last(log_plans, facts, plain)
+
+
+def search_line(facts: Facts) -> str:
+    """What all plans of a search do in a step, in one line."""
+    samples, gpus = facts["global_batch"], facts["gpus"]
+    tokens = f" x {facts['seq']:,} tokens" if facts["seq"] else ""
+    each = f"{samples / gpus:.4g} a GPU"
+    return f"train: {samples:,} samples{tokens} over all GPUs, {each}; {settings(facts)}"
 
 
 def run_search(search: Search, facts: Facts) -> tuple[dict[str, int], list[Forecast]]:
@@ -194,8 +218,7 @@ def plans_table(facts: Row, reports: Sequence[Forecast]) -> Table:
     """A table of plans, the best first, each with a bar of where the slowest rank's time goes."""
     from itercast.commands.shared import cluster_line
 
-    step = f"{facts['batch']} samples a step in {facts['dtype']}"
-    title = f"{facts['case']} on {facts['gpus']} x {facts['gpu']}, {step}, by {facts['objective']}"
+    title = f"{facts['case']} on {facts['gpus']} x {facts['gpu']}, by {facts['objective']}"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("plan", overflow="fold")
     for head in ("ms", "GB", "MFU %"):

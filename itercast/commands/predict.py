@@ -11,12 +11,14 @@ import typer
 from rich.console import Console
 
 from itercast.options import Cluster, Json, Question, Trace, asks, file_to_write, prints_aside
+from itercast.stated import cluster_facts, question_facts, say_step
 
 if TYPE_CHECKING:  # no command but predict pays for these
     from itercast.capture.opcall import StepCapture
     from itercast.compose.forecast import Forecast
     from itercast.compose.spread import Spread
     from itercast.compose.target import Target
+    from itercast.microbench.store import Row
 
 Explain = Annotated[
     bool,
@@ -53,7 +55,8 @@ def predict(
     if cluster is not None:
         others = (strict, trace, input_file, policy, spread)
         found = _on_cluster(question, cluster, alone=not any(others))
-        _print(question.name, found, None, as_json=as_json, explain=explain_assumptions)
+        facts = cluster_facts(question, found, cluster)
+        _print(question.name, found, facts, None, as_json=as_json, explain=explain_assumptions)
         return
     step, target = question.prepared(whole=trace is not None)  # a timeline shows every op
     from itercast.commands.shared import write_trace
@@ -71,7 +74,8 @@ def predict(
     if policy is not None:
         _write_policy(policy, step, target)
     noisy = _spread_of(found, target) if spread else None
-    _print(question.name, found, noisy, as_json=as_json, explain=explain_assumptions)
+    facts = question_facts(question, step, target)
+    _print(question.name, found, facts, noisy, as_json=as_json, explain=explain_assumptions)
 
 
 def _on_cluster(question: Question, path: Path, *, alone: bool) -> Forecast:
@@ -129,7 +133,7 @@ def _write_policy(path: Path, step: StepCapture, target: Target) -> None:
 
 
 def _print(
-    name: str, found: Forecast, spread: Spread | None, *, as_json: bool, explain: bool
+    name: str, found: Forecast, facts: Row, spread: Spread | None, *, as_json: bool, explain: bool
 ) -> None:
     """Print a forecast as one JSON object or as tables."""
     from itercast.commands.shared import assumption_sources, assumptions_table, forecast_table
@@ -140,8 +144,9 @@ def _print(
         asked: dict[str, object] = {"spread": asdict(spread)} if spread else {}
         if explain:
             asked["assumptions"] = [asdict(part) for part in parts]
-        typer.echo(json.dumps({"case": name, **asdict(found), **asked}))
+        typer.echo(json.dumps({"case": name, **asdict(found), **facts, **asked}))
         return
+    say_step(facts)
     console = Console()
     console.print(forecast_table(name, found, spread))
     if explain:

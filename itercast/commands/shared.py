@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import typer
 from rich.progress import Progress, TaskID
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from itercast.compose.forecast import Forecast
     from itercast.compose.spread import Spread
     from itercast.microbench.store import Facts, Row
+
+P = ParamSpec("P")
 
 
 def sweep(
@@ -106,7 +108,7 @@ def fit(
     into: bool = False,
     **more: Any,
 ) -> Row:
-    """Train a bundle with a progress bar, log it to MLflow; returns the report as plain values.
+    """Train a bundle with a progress bar; returns the report as plain values.
 
     The forecasts of the held-out rows are written into the bundle's folder. ``into``: ``out`` is a
     bundle that keeps its other families. ``more``: of ``itercast.learners.train.train``.
@@ -120,7 +122,6 @@ def fit(
     others = json.loads((out / SCORES).read_text()) if into and (out / SCORES).is_file() else {}
     for root in (root for root in data if not root.is_dir()):
         raise ValueError(f"data {str(root)!r}: no such folder")
-    begin = time.monotonic()
     with progress_bar() as bar:
         task = bar.add_task("train", total=None)
         trained = train(
@@ -136,20 +137,26 @@ def fit(
     report, held_out = trained.to_dict(), trained.held_out()
     save_held_out(out, with_others(held_out, kept[1]) if kept else held_out)
     write_atomic(out / SCORES, json.dumps(others | report).encode())
-    _log_fit(report, out, data, time.monotonic() - begin)
     return report
 
 
-def _log_fit(report: Row, out: Path, data: Sequence[Path], trained_s: float) -> None:
-    """Log a training to MLflow, and say how long that took."""
+def log_training(report: Row, out: Path, data: Sequence[Path]) -> None:
+    """Log a training to MLflow, after its answer, and say how long that took."""
     from itercast.eval.tracking.fits import log_fit
     from itercast.learners.bundle import Bundle
 
     begin, gpus = time.monotonic(), sorted(Bundle.load(out).gpus)
-    log_fit(report, gpus[0] if len(gpus) == 1 else "all", out, data)
-    logged_s = time.monotonic() - begin
-    share = f"{100 * logged_s / trained_s:.0f} % of the training"
-    typer.echo(f"logged to MLflow in {logged_s:.0f} s, {share}; make ui shows it", err=True)
+    if log_last(log_fit, report, gpus[0] if len(gpus) == 1 else "all", out, data):
+        typer.echo(f"logging took {time.monotonic() - begin:.0f} s", err=True)
+
+
+def log_last(write: Callable[P, object], *args: P.args, **options: P.kwargs) -> bool:
+    """Log what a command has answered to MLflow, and say where; one warning if that fails."""
+    from itercast.eval.tracking.attempt import attempt
+
+    if done := attempt(write, *args, **options):
+        say_logged()
+    return done
 
 
 def say_logged() -> None:
@@ -200,7 +207,10 @@ def forecast_table(case: str, found: Forecast, spread: Spread | None = None) -> 
     if spread:
         table.add_row(f"slowest of {spread.ranks} ranks", spread_line(spread))
     if found.samples_per_s:  # a script that has no DataLoader does not say
-        table.add_row("samples per second", f"{found.samples_per_s:.1f}")
+        table.add_row("samples per second", f"{found.samples_per_s:,.1f}")
+    if found.tokens_per_s:
+        table.add_row("tokens per second", f"{found.tokens_per_s:,.0f}")
+    table.add_row("model FLOPs utilisation", f"{100 * found.mfu_frac:.1f} %")
     table.add_row("peak memory", f"{found.memory_bytes / 1e6:.0f} MB")
     if not found.fits:
         room = f"{found.memory_room_bytes / 1e6:.0f} MB are left for tensors"

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,7 +62,7 @@ def test_the_best_plans_are_printed_and_logged(bundle: str, mlflow_store: str) -
 
 
 def test_a_configuration_is_planned(bundle: str, mlflow_store: str, tmp_path: Path) -> None:
-    """Eight samples over two GPUs."""
+    """Eight samples on each of two GPUs."""
     config = {"architectures": ["GPT2LMHeadModel"], "n_embd": 32, "n_head": 2, "n_layer": 2}
     path = tmp_path / "tiny.json"
     path.write_text(json.dumps({**config, "vocab_size": 100, "n_positions": 32}))
@@ -68,7 +71,7 @@ def test_a_configuration_is_planned(bundle: str, mlflow_store: str, tmp_path: Pa
     result = run.invoke(app, [*words, *size])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout.splitlines()[-1])
-    assert (found["case"], found["batch"], found["seq"]) == ("tiny", 8, 32)
+    assert (found["case"], found["global_batch"], found["seq"]) == ("tiny", 16, 32)
     assert any("dp=2" in p["plan"] for p in found["plans"])
 
 
@@ -77,9 +80,9 @@ def test_the_table_fits_80_columns_with_a_line_for_each_plan(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     words = ["plan", "gpt-s", "--gpu", GPU.name, "--gpus", "8", "--bundle", bundle]
-    lines = run.invoke(app, words).stdout.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert "in fp32" in lines[0]
+    above, *lines = run.invoke(app, words).stdout.splitlines()
+    assert max(len(line) for line in lines if not line.startswith("note: ")) <= 80
+    assert "fp32 throughout" in above
     plans = [line.split()[0] for line in lines if line.strip().startswith("dp=")]
     again = json.loads(run.invoke(app, [*words, "--json"]).stdout.splitlines()[-1])["plans"]
     assert plans == [p["plan"] for p in again]
@@ -99,6 +102,26 @@ def test_an_interrupted_search_keeps_what_it_has_found() -> None:
     listed = [b.plan for b in itertools.islice(legal_plans(search_of(), 2, "time"), 3)]
     assert 0 < len(found.best) <= 3 and {s.plan for s in found.best} <= set(listed)
     assert not best_plans(search_of(), 2, "time").stopped
+
+
+@pytest.mark.parametrize("answers", [False, True], ids=["nobody listens", "nobody answers"])
+def test_plans_are_printed_where_mlflow_is_out_of_reach(
+    answers: bool, bundle: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer, then one warning; a server that takes connections and says nothing, too."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        if not answers:
+            server.close()
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+        words = ["plan", "gpt-s", "--gpu", GPU.name, "--gpus", "2", "--bundle", bundle, "--json"]
+        done = subprocess.run(
+            [sys.executable, "-m", "itercast", *words], capture_output=True, text=True
+        )
+    assert done.returncode == 0 and json.loads(done.stdout)["plans"]
+    (warning,) = [line for line in done.stderr.splitlines() if "MLflow" in line]
+    assert warning.startswith(f"not logged to MLflow at http://127.0.0.1:{port}: ")
 
 
 def test_a_cluster_of_unlike_gpus_is_planned(tmp_path: Path, mlflow_store: str) -> None:

@@ -147,6 +147,6 @@ def test_plans_may_leave_groups_out(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(UNLIKE.replace("1e18", "1e6"))
     assert [f.gpus for f in subsets(read_cluster(path))] == [2, 1, 1]
-    best, legal = plans_on_cluster(job_on("gpt-s", path, batch=4, dtype="bf16"), count=2)
+    best, legal = plans_on_cluster(job_on("gpt-s", path, global_batch=4, dtype="bf16"), count=2)
     assert legal > 2
     assert best[0].gpu == "1 x h100-sxm-80gb"

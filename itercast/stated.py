@@ -1,0 +1,168 @@
+"""What a forecast is of: one line above each answer, and all options with ``--json``."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from itercast.capture.base.durations import counted
+from itercast.capture.plan import ParallelPlan
+
+if TYPE_CHECKING:  # the command line starts without pandas
+    from itercast.capture.opcall import StepCapture
+    from itercast.compose.forecast import Forecast
+    from itercast.compose.target import Target
+    from itercast.microbench.hardware.spec import Gpu
+    from itercast.microbench.store import Facts, Row
+    from itercast.options import Question
+
+HALF = ("bf16", "fp16")
+
+
+def question_facts(question: Question, step: StepCapture, target: Target) -> Row:
+    """What ``--json`` says of the question: ``question``, ``command``, ``step``, ``unusual``.
+
+    ``question`` has all options by name, with the values that stand in for those not given;
+    ``command`` is the command line that repeats the forecast with them.
+    """
+    size = sizes(question, step, target.plan)
+    known = {
+        **options(question),
+        "dtype": question.dtype_on([target.gpu]),
+        "optimizer": step.optimizer,
+        "plan": str(target.plan),
+        "bundle": target.bundle_name,
+        "host": "" if target.gpu.kind == "cpu" else target.host.name,
+        "stack": target.stack,
+    }
+    if not question.model:  # the user's function has sizes of its own
+        known |= {"batch": size["batch"], "seq": size["seq"], "global_batch": None}
+    return {**stated(known), "step": size, "unusual": unusual(known, size, target.plan, target.gpu)}
+
+
+def cluster_facts(question: Question, found: Forecast, cluster: Path) -> Row:
+    """The same of a forecast on unlike GPUs, whose replicas have batches of unlike sizes."""
+    from itercast.compose.clusters.file import read_cluster
+    from itercast.microbench.hardware.names import gpu_named
+    from itercast.microbench.hardware.spec import load_gpu
+
+    names = {group.gpu for group in read_cluster(cluster).groups} - {"cpu"}
+    dtype = question.dtype_on([load_gpu(gpu_named(name) or name) for name in names])
+    plan, batch = ParallelPlan.parse(found.plan), question.replica_batch() or question.of_case.batch
+    known = {**options(question), "dtype": dtype, "plan": found.plan, "bundle": found.bundle}
+    known |= {"optimizer": question.optimizer or question.of_case.optimizer, "gpu": ""}
+    known |= {"batch": batch, "seq": question.seq_asked(), "global_batch": None}
+    size = {"batch": batch, "replicas": plan.dp, "global_batch": batch * plan.dp}
+    size |= {"microbatches": plan.microbatches, "seq": question.seq_asked()}
+    return {**stated({**known, "cluster": cluster}), "step": size, "unusual": []}
+
+
+def options(question: Question) -> Row:
+    """All options of a question by name, as they were given."""
+    return {f.name: getattr(question, f.name) for f in fields(question)}
+
+
+def stated(known: Facts) -> Row:
+    """The options that have a value, and the command line that gives them."""
+    asked = {n: str(v) if isinstance(v, Path) else v for n, v in known.items() if v}
+    return {"question": asked, "command": command("predict", asked)}
+
+
+def sizes(question: Question, step: StepCapture, plan: ParallelPlan) -> Row:
+    """Samples of a replica and of all, micro-batches of a replica, tokens of a sample."""
+    batch = step.samples * plan.microbatches
+    seq = question.seq_asked() or round(step.tokens / max(1, step.samples)) * plan.cp
+    return {
+        "batch": batch,
+        "replicas": plan.dp,
+        "global_batch": batch * plan.dp,
+        "microbatches": plan.microbatches,
+        "seq": seq,
+    }
+
+
+def command(name: str, asked: Facts) -> str:
+    """The command line with these options."""
+    words = ["itercast", name, *([str(asked["case"])] if asked.get("case") else [])]
+    for option, value in asked.items():
+        if option != "case":
+            flag = {"compiled": "--compile"}.get(option, f"--{option.replace('_', '-')}")
+            words += [flag] if value is True else [flag, str(value)]
+    return shlex.join(words)
+
+
+def say_step(facts: Facts) -> None:
+    """Print the line of ``step_line``, and below it what is unusual."""
+    say(step_line(facts["question"], facts["step"]), facts["unusual"])
+
+
+def say(line: str, notes: Sequence[str]) -> None:
+    """Print what is forecast, and what of it is unusual."""
+    typer.echo("\n".join([line, *(f"note: {note}" for note in notes)]))
+
+
+def step_line(asked: Facts, size: Mapping[str, int]) -> str:
+    """What is forecast, in one line."""
+    tokens = f" x {size['seq']:,} tokens" if size["seq"] else ""
+    samples = f"{size['batch']:,} samples{tokens} per replica"
+    if size["replicas"] > 1:
+        samples += f", {size['global_batch']:,} in all"
+    if size["microbatches"] > 1:
+        samples += f", in {size['microbatches']} micro-batches"
+    return f"{asked.get('mode', 'train')}: {samples}; {settings(asked)}"
+
+
+def settings(asked: Facts) -> str:
+    """Precision, optimizer, attention, launches and the like of a step."""
+    dtype, trained = asked["dtype"], asked.get("mode", "train") == "train"
+    parts = [f"{dtype} autocast, fp32 weights" if mixed(asked) else f"{dtype} throughout"]
+    parts += [asked["optimizer"]] if trained else []
+    if asked.get("seq") or asked.get("attn") == "eager":
+        parts.append(f"{asked.get('attn', 'sdpa')} attention")
+    names = {"compiled": "torch.compile", "cuda_graph": "one CUDA graph"}
+    launched = [text for name, text in names.items() if asked.get(name)]
+    parts += [" in ".join(launched) or "eager launches"]
+    parts += [f"LoRA of rank {asked['lora']}"] if asked.get("lora") else []
+    parts += ["channels last"] if asked.get("channels_last") else []
+    parts += ["backward from the output"] if trained and asked.get("loss") == "none" else []
+    return ", ".join(parts)
+
+
+def mixed(asked: Facts) -> bool:
+    """Whether a step is of mixed precision."""
+    return bool(asked.get("amp")) or "amp" in str(asked.get("plan", "")).split(",")
+
+
+def unusual(asked: Facts, size: Mapping[str, int], plan: ParallelPlan, gpu: Gpu) -> list[str]:
+    """What of the question differs from how models are usually trained, a line each."""
+    return list(filter(None, (_of_dtype(asked, gpu), *_of_plan(asked, size, plan, gpu))))
+
+
+def _of_dtype(asked: Facts, gpu: Gpu) -> str:
+    """Of fp32 beside tensor cores, and of 16-bit weights."""
+    dtype = asked["dtype"]
+    faster = next((d for d in HALF if gpu.peak(d) > gpu.peak("fp32")), "")
+    if dtype == "fp32" and faster and gpu.kind == "gpu":
+        usual = f"usual is mixed precision (amp) or --dtype {faster}"
+        return f"fp32 leaves the tensor cores idle; {usual}"
+    if dtype in HALF and not mixed(asked) and asked.get("mode", "train") == "train":
+        return f"weights and optimizer state are in {dtype}, too; usual is mixed precision (amp)"
+    return ""
+
+
+def _of_plan(asked: Facts, size: Mapping[str, int], plan: ParallelPlan, gpu: Gpu) -> list[str]:
+    """Of eager attention, nodes that are not named, and pipelines with few micro-batches."""
+    found = []
+    if asked.get("attn") == "eager":
+        found.append("attention is eager; usual is sdpa")
+    if plan.world_size > 1 and not plan.node and gpu.kind == "gpu":
+        found.append("no node is named (node=...), so links and network are assumed")
+    if size.get("microbatches", plan.pp) < plan.pp:
+        few = f"{counted(size['microbatches'], 'micro-batch')} for {plan.pp} stages"
+        found.append(f"{few}: most of the pipeline waits; usual is several per stage (micro=...)")
+    return found

@@ -1,0 +1,136 @@
+"""Answers say what they are of: precision, sizes, what is unusual, and how to ask again."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plan_case import GPU
+from typer.testing import CliRunner
+
+from itercast.__main__ import app
+from itercast.compose.predict import predict
+from itercast.compose.target import step_dtype
+from itercast.learners.bundle import Bundle
+from itercast.microbench.hardware.spec import load_gpu
+
+run = CliRunner()
+ON_H100 = "--gpu h100-sxm-80gb"
+REPEATED = [
+    f"gpt-s {ON_H100}",
+    f"gpt-s {ON_H100} --plan dp=2,zero=1,amp --global-batch 8 --seq 32",
+    "resnet-s --gpu v100-sxm-16gb --plan amp --channels-last --optimizer sgd",
+    "gpt-s --gpu a10 --dtype bf16 --compile --cuda-graph --attn eager --host modal",
+    "gpt-s --mode infer --stack torch-2.2.1+cu121 --gpu a100-sxm-80gb",
+    "gpt-s --gpu a10 --lengths uniform:4:64 --batch 16",
+    "--model sized_model:sized --batch 2 --seq 4 --gpu a10",
+    "mlp-s",
+]
+MINE = """
+import torch
+def sized(batch, seq):
+    net = torch.nn.Embedding(10, 4)
+    return net, torch.zeros(batch, seq, dtype=torch.long), lambda y: y.sum()
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sized_model.py").write_text(MINE)
+    return tmp_path
+
+
+def asked(command: str) -> Any:
+    done = run.invoke(app, [*shlex.split(command.removeprefix("itercast ")), "--json"])
+    assert done.exit_code == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("words", REPEATED)
+def test_a_forecast_can_be_repeated_from_its_json(words: str, here: Path) -> None:
+    """By the command line that it holds, in which no value is left to a default."""
+    first = asked(f"predict {words}")
+    again = asked(first["command"])
+    assert again == first
+    assert {"gpu", "bundle", "mode", "dtype", "optimizer", "plan", "stack"} <= {*first["question"]}
+
+
+def test_mixed_precision_is_bf16_or_what_the_gpu_has(here: Path) -> None:
+    """V100 has tensor cores for fp16 alone; a stated dtype stays."""
+    h100, v100 = load_gpu("h100-sxm-80gb"), load_gpu("v100-sxm-16gb")
+    assert step_dtype("", True, [h100]) == "bf16"
+    assert step_dtype(None, True, [h100, v100]) == "fp16"
+    assert step_dtype("fp16", True, [h100]) == "fp16"
+    assert step_dtype("", False, [h100]) == ""
+    times = [
+        asked(f"predict gpt-s {ON_H100} --plan amp{d}")["iteration_us"]
+        for d in ("", " --dtype bf16")
+    ]
+    assert times[0] == times[1]
+    api = predict("gpt-s", gpu="h100-sxm-80gb", plan="amp")
+    assert api.iteration_us == times[0]
+    refused = run.invoke(app, shlex.split(f"predict gpt-s {ON_H100} --plan amp --dtype fp32"))
+    assert refused.exit_code == 2 and "amp: dtype is bf16 or fp16" in refused.stderr
+
+
+def test_batches_are_a_replicas_or_stated_for_all(here: Path) -> None:
+    """Four samples on each of two replicas are eight in all."""
+    each = asked(f"predict gpt-s {ON_H100} --plan dp=2 --batch 4")
+    whole = asked(f"predict gpt-s {ON_H100} --plan dp=2 --global-batch 8")
+    assert each["iteration_us"] == whole["iteration_us"]
+    sizes = {"batch": 4, "replicas": 2, "global_batch": 8, "microbatches": 1, "seq": 64}
+    assert each["step"] == whole["step"] == sizes
+    for words, message in (
+        ("--plan dp=2 --global-batch 7", "--global-batch 7 does not divide by dp=2"),
+        ("--batch 4 --global-batch 8", "give one of them"),
+    ):
+        done = run.invoke(app, shlex.split(f"predict gpt-s {ON_H100} {words}"))
+        assert done.exit_code == 2 and message in done.stderr
+
+
+def test_a_search_takes_a_batch_of_each_gpu_or_of_all(here: Path, mlflow_store: str) -> None:
+    Bundle(models={}, gpus={GPU.name: GPU}).save(here / "bundle")
+    words = f"plan gpt-s --gpu {GPU.name} --gpus 2 --bundle bundle"
+    found = asked(f"{words} --batch 4")
+    assert found["global_batch"] == 8
+    others = [asked(f"{words} --global-batch 8"), asked(found["command"])]
+    times = [[one["iteration_us"] for one in some["plans"]] for some in (found, *others)]
+    assert times[0] == times[1] == times[2]
+    told = run.invoke(app, shlex.split(words)).stdout.splitlines()[0]
+    assert told.startswith("train: 8 samples x 64 tokens over all GPUs, 4 a GPU; fp32 throughout")
+
+
+@pytest.mark.parametrize(
+    ("words", "lines"),
+    [
+        (
+            f"gpt-s {ON_H100} --plan dp=2,amp,node=dgx-h100",
+            ["train: 4 samples x 64 tokens per replica, 8 in all; bf16 autocast, fp32 weights"],
+        ),
+        (f"gpt-s {ON_H100}", ["train: 4 sam", "note: fp32 leaves the tensor cores idle; usual is"]),
+        (
+            f"gpt-s {ON_H100} --dtype bf16",
+            ["train: ", "note: weights and optimizer state are in b"],
+        ),
+        (f"gpt-s {ON_H100} --dtype bf16 --mode infer", ["infer: 4 samples x 64 tokens"]),
+        (f"gpt-s {ON_H100} --plan amp --attn eager", ["train: ", "note: attention is eager"]),
+        (f"gpt-s {ON_H100} --plan amp,dp=2", ["train: ", "note: no node is named"]),
+        (
+            f"gpt-s {ON_H100} --plan amp,pp=2,micro=1,node=dgx-h100",
+            ["train: ", "note: 1 micro-batch for 2 stages"],
+        ),
+        ("mlp-s", ["train: 64 samples per replica; fp32 throughout, adamw, eager launches"]),
+    ],
+)
+def test_a_line_above_the_answer_says_what_it_is_of(
+    words: str, lines: list[str], here: Path
+) -> None:
+    """And a line for each thing that is unusual."""
+    told = run.invoke(app, ["predict", *shlex.split(words)]).stdout.splitlines()
+    above = told[: next(i for i, line in enumerate(told) if " on " in line and "note" not in line)]
+    assert len(above) == len(lines)
+    assert all(line.startswith(start) for line, start in zip(above, lines, strict=True))
