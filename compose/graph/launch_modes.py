@@ -6,7 +6,7 @@ https://docs.pytorch.org/docs/stable/torch.compiler_cudagraph_trees.html
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from itercast.capture.base.assumptions import assumed
@@ -26,17 +26,29 @@ from itercast.microbench.iterations.engines import ENGINES
 FUSED = "fused"  # kernels of a framework's own, which an eager loop launches one by one
 FUSED_GRAPH = "fused+graph"  # the same in one CUDA graph, with a fused loss
 EAGER_GRAPH = "eager+graph"  # torch.compile(backend="cudagraphs")
+CAPTURED_WHOLE = ("graph", "compile+graph")  # with the optimizer, as ``collect`` measures
 GRAPHED_CALLS = ("compile+graph", EAGER_GRAPH, FUSED_GRAPH)  # a function launches the graph
 STILL_EAGER = ("accumulate_grad", "zero_grad", "backward")  # and the optimizer
 
 COPY = "aten.copy_.default"
 TENSORS_A_LAUNCH = assumed(__file__, "tensors_a_launch")  # by the number of lists
 
+DIVIDED_BY_NUMBERS = "aten._foreach_div_.ScalarList"
+DIVIDED = "aten._foreach_div_.List"
+UPDATED_BY_NUMBERS = "aten._foreach_addcdiv_.ScalarList"
+UPDATED = "aten._foreach_addcdiv_.Scalar"
+POWER = "aten._foreach_pow.ScalarAndTensor"
+# Both powers become lr / (beta1^t - 1) and sqrt(1 - beta2^t), by calls with a number or without.
+OF_FIRST = ("sub_.Scalar", "div_.Scalar", "reciprocal_.default")
+OF_SECOND = ("sub_.Scalar", "neg_.default", "sqrt_.default")
+
+Tensors = tuple[TensorSpec, ...]
+
 
 def with_engine(capture: StepCapture, engine: str) -> StepCapture:
     """Sets how the step is launched: rewrites its host events (Python, autograd) for the engine.
 
-    - graph: the step is one CUDA graph; Python runs nothing but its launch.
+    - graph: the step is one CUDA graph, its Adam capturable; Python runs nothing but its launch.
     - compile: each phase is a compiled function. The host runs its guards and wrapper in place of
       modules, views and autograd nodes; gradients are accumulated and the optimizer runs eagerly.
       ``as_launched`` fuses the ops into kernels later, after the plan has divided them over ranks.
@@ -57,11 +69,55 @@ def with_engine(capture: StepCapture, engine: str) -> StepCapture:
             name: n for name, n in host.items() if name in STILL_EAGER or name.endswith("_step")
         }
         host["compiled_call"] = len(phases)
+    if engine in CAPTURED_WHOLE:
+        capture = with_capturable_adam(capture)
     if "graph" in engine:
         host = dict.fromkeys(host, 0)
     if engine in GRAPHED_CALLS:
         host["graphed_call"] = 1
     return replace(capture, host=host, engine=engine)
+
+
+def with_capturable_adam(capture: StepCapture) -> StepCapture:
+    """The step with bias corrections of a foreach Adam on the device; any other as it is.
+
+    ``capturable=True``, which a CUDA graph needs, keeps the step counters on the device, one number
+    for each tensor. Bias corrections are then lists of tensors, which the update is divided by
+    twice. Source: ``_multi_tensor_adam`` in torch/optim/adam.py. No foreach kernel takes a list of
+    tensors and one of single numbers (``can_use_fast_route`` in
+    aten/src/ATen/native/ForeachUtils.h): each division is a kernel for each tensor.
+    """
+    if not any(c.op == UPDATED_BY_NUMBERS and c.phase == "optimizer" for c in capture.calls):
+        return capture
+    made, fresh = StepBuilder(capture), fresh_storages(capture)
+    first: Tensors = ()
+    for i, call in enumerate(capture.calls):
+        if call.phase == "optimizer" and call.op == DIVIDED_BY_NUMBERS:
+            count = len(call.args[0])
+            first, second = _numbers(count, fresh), _numbers(count, fresh)
+            made.calls += _corrections(call, first, second)
+            call = replace(call, op=DIVIDED, args=(call.args[0], second))
+        elif call.phase == "optimizer" and call.op == UPDATED_BY_NUMBERS:
+            divided = replace(call, op=DIVIDED, args=(call.args[2], first), outputs=())
+            made.calls.append(divided)
+            call = replace(call, op=UPDATED, args=(*call.args[:3], 1.0))
+        made.add(i, call)
+    return made.step()
+
+
+def _numbers(count: int, fresh: Iterator[int]) -> Tensors:
+    """A list of single numbers on the device."""
+    return tuple(
+        TensorSpec(shape=(), dtype="fp32", stride=(), storage=next(fresh)) for _ in range(count)
+    )
+
+
+def _corrections(call: OpCall, first: Tensors, second: Tensors) -> Iterator[OpCall]:
+    """What makes both lists of corrections from the counters, in calls over single numbers."""
+    for made, calls in ((first, OF_FIRST), (second, OF_SECOND)):
+        yield replace(call, op=POWER, args=(0.9, made), outputs=made)
+        for name in calls:
+            yield replace(call, op=f"aten._foreach_{name}", args=(made,), outputs=())
 
 
 def as_launched(capture: StepCapture) -> StepCapture:

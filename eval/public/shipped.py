@@ -53,7 +53,7 @@ SOURCES = {name: made_of(Source, facts, name) for name, facts in FACTS["sources"
 WIDTH = {"fp16": "16 bit"}  # rows in fp16 and bf16 count as one
 MAX_ROWS: Mapping[str, int] = FACTS["max_rows"]
 OWN, OWN_GPUS = str(FACTS["own"]), FACTS["own_gpus"]
-OWN_ROWS = Path(__file__).parents[2] / "datasets/gpu"
+OWN_ROWS = Path(__file__).resolve().parents[2] / "datasets/gpu"
 CPU_TRIALS = 3  # of Optuna per family
 SHOWN = ("median_ape_pct", "mape_pct", "geomean_ape_pct")
 
@@ -86,8 +86,10 @@ def own_rows(name: str) -> pd.DataFrame:
 def train_apart(data: Path, out: Path, names: Sequence[str]) -> Bundle:
     """Train each family on ``data`` and our own rows, into a bundle of its own; join them.
 
-    Families that are there already are not trained again.
+    Families that are there already are not trained again. ValueError where our rows are missing.
     """
+    if not OWN_ROWS.is_dir():
+        raise ValueError(f"{str(OWN_ROWS)!r}: no such folder; train from a checkout")
     for name in names:
         folder = out / name
         if not (folder / "bundle.json").is_file():

@@ -25,6 +25,9 @@ from itercast.microbench.ops.family import (
     differentiated,
     itemsize_bytes,
 )
+from itercast.microbench.ops.matrix.gemm import Gemm
+from itercast.microbench.ops.memory.elementwise import memory_copy
+from itercast.microbench.ops.memory.reduction import Reduction
 from itercast.microbench.ops.sizes import MATMUL_DTYPES, MAX_BATCH, aligned, drawn
 from itercast.microbench.store import Facts, Row
 
@@ -213,25 +216,68 @@ def resize(p: Attention, factor: float, lean: float) -> Attention:
 
 
 def allocated_bytes(p: Attention) -> float:
-    """Three tensors of scores where no fused kernel takes the call.
-
-    That is for grouped queries outside fp16 and bf16 or with a mask.
-    """
-    if p.kv_heads == p.heads or not (p.masked or p.dtype not in ("fp16", "bf16")):
+    """Three tensors of scores where no fused kernel takes the call."""
+    if not is_unfused(p):
         return 0.0
     return 3.0 * p.batch * p.heads * p.q_len * p.kv_len * float(itemsize_bytes(p.dtype))
+
+
+def is_unfused(p: Attention) -> bool:
+    """Whether no fused kernel of a GPU takes the call: grouped queries in 32 bits or with a mask.
+
+    The flash kernels are of 16 bits and take no mask, the memory-efficient ones no grouped queries
+    (``check_batch_size_and_num_heads_dense`` in sdp_utils_cpp.h, sdp_utils.cpp): torch runs
+    ``_scaled_dot_product_attention_math``.
+    """
+    return p.kv_heads != p.heads and (p.masked or p.dtype not in ("fp16", "bf16"))
+
+
+def _unfused(p: Attention) -> list[Part]:
+    """Products and softmax over scores in memory, and the passes over memory between them.
+
+    Keys and values are copied for every head, queries and keys scaled, a mask, causal or given, is
+    added to the scores, and rows without a key are set to 0 (``_safe_softmax``). In backward the
+    gradients of the copies are added up again. Source: torch 2.11, transformers/attention.cpp.
+    """
+    count, item = p.batch * p.heads, float(itemsize_bytes(p.dtype))
+    scores, queries = item * count * p.q_len * p.kv_len, item * count * p.q_len * p.head_dim
+    keys, pairs = item * count * p.kv_len * p.head_dim, float(count * p.q_len * p.kv_len)
+
+    def product(m: int, n: int, k: int, layout: str) -> Part:
+        asked = Gemm(op="bmm", m=m, n=n, k=k, batch=count, layout=layout, dtype=p.dtype)
+        return Part(family="gemm", params=asked)
+
+    q, kv, d = p.q_len, p.kv_len, p.head_dim
+    op = "_softmax" if p.op == "forward" else "_softmax_backward_data"
+    softmax = Reduction(op=op, outer=count * q, size=kv, dtype="fp32")
+    parts = [Part(family="reduction", params=softmax)]
+    copies = keys * (1 + p.kv_heads / p.heads)
+    if p.op == "forward":
+        parts += [product(q, kv, d, "nt"), product(q, d, kv, "nn")]
+        rows = [scores + pairs, pairs, 2 * scores]  # which are all -inf: eq, all, where
+        passes = [2 * queries, 2 * keys, copies, copies, *rows]
+        passes += [2 * scores] if p.causal or p.masked else []
+    else:
+        parts += [product(kv, d, q, "tn"), product(q, kv, d, "nt")]
+        parts += [product(q, d, kv, "nn"), product(kv, d, q, "tn")]
+        passes = [2 * queries, 2 * keys, copies, copies]
+    return [*parts, *map(memory_copy, passes)]
 
 
 AFTER_AMPERE = ("hopper", "blackwell", "blackwell-ultra")
 
 
 def fallback(p: Attention, measured: Measured) -> list[Part]:
-    """Prices a backward as a multiple of the forward where no backward was measured.
+    """Prices what no kernel fuses by its parts, other backwards without rows by the forward.
 
     In 16 bit rows of Hopper and Blackwell say nothing of older GPUs: flash-attention 2 is written
     for Ampere, and reaches a smaller share of the peak of the GPUs after it.
     """
-    if p.op != "backward" or measured.gpu.kind == "cpu":
+    if measured.gpu.kind == "cpu":
+        return []
+    if is_unfused(p):
+        return _unfused(p)
+    if p.op != "backward":
         return []
     told = p.dtype not in ("fp16", "bf16") or measured.gpu.architecture in AFTER_AMPERE
     if (told and measured.seen("attention", "backward", p.dtype)) or measured.measured_here(

@@ -44,6 +44,7 @@ SERVING = ("sglang", "trtllm", "vllm")  # software that AIConfigurator measures
 # no assumption: shares of a sweep
 GPU_DTYPES = {"bf16": 0.45, "fp32": 0.23, "tf32": 0.23, "fp16": 0.03, "fp8": 0.06}
 WHOLE_ROWS = {"grouped_mm": 8, "scaled_mm": 16}  # elements that 16 bytes hold: kernels want those
+MAX_ALIGNED = 128  # bytes: of a cache line
 THIN = 64  # a side of a product up to this stays: one token a sequence, few classes
 
 
@@ -165,6 +166,7 @@ def features(p: Gemm, gpu: Gpu) -> dict[str, Numbers | str]:
         "m_mod_128": p.m % 128,
         "n_mod_128": p.n % 128,
         "m_odd": p.m % 2,
+        **_alignments(p),
     }
     for rows, cols in TILES:
         tiles = p.batch * np.ceil(p.m / rows) * np.ceil(p.n / cols)
@@ -175,6 +177,28 @@ def features(p: Gemm, gpu: Gpu) -> dict[str, Numbers | str]:
     return found
 
 
+def _rows(p: Gemm) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Lengths of the rows of A, B and C in memory: their leading dimensions in BLAS's words."""
+    a_turned, b_turned = (is_any(p.layout, those) for those in (("tn", "tt"), ("nt", "tt")))
+    return np.where(a_turned, p.m, p.k), np.where(b_turned, p.k, p.n), np.asarray(p.n)
+
+
+def _alignments(p: Gemm) -> dict[str, Numbers]:
+    """log2 of the bytes, up to MAX_ALIGNED, to which all rows of A, B and C are aligned.
+
+    A row begins at a multiple of its length, in a batch, too. Kernels differ for rows aligned to 16
+    bytes (what a thread loads at once, and TMA needs), 8, 4 and 2; those of whole cache lines are
+    read by fewer transactions.
+    """
+    found, least = {}, np.asarray(np.log2(MAX_ALIGNED))
+    for name, length in zip("abc", _rows(p), strict=True):
+        nbytes = (length * itemsize_bytes(p.dtype)).astype(np.int64)
+        aligned = np.minimum(nbytes & -nbytes, MAX_ALIGNED)
+        found[f"log_{name}_aligned"] = np.log2(aligned)
+        least = np.minimum(least, found[f"log_{name}_aligned"])
+    return {**found, "log_least_aligned": least}
+
+
 def rate(p: Gemm, gpu: Gpu) -> Numbers:
     """Upper bound in FLOP/s where a row of an operand or of the result has an odd length.
 
@@ -182,9 +206,7 @@ def rate(p: Gemm, gpu: Gpu) -> Numbers:
     before Ampere:
         rate = max(old_peak_frac * peak, old_flops_per_clock * SMs * clock), twice that in 16 bit.
     """
-    transposed = [is_any(p.layout, those) for those in (("tn", "tt"), ("nt", "tt"))]
-    rows = (np.where(transposed[0], p.m, p.k), np.where(transposed[1], p.k, p.n), p.n)
-    odd = np.any([np.asarray(row) % 2 for row in rows], axis=0) & is_any(p.dtype, TENSOR_CORES)
+    odd = np.any([row % 2 for row in _rows(p)], axis=0) & is_any(p.dtype, TENSOR_CORES)
     half = ~np.asarray(is_any(p.dtype, ("tf32",)))
     old = (1 + half) * OLD_FLOPS_PER_CLOCK * gpu.sm_count * gpu.clock_hz
     old = np.maximum(old, np.where(half, gpu.peak("fp16"), gpu.peak("tf32")) * OLD_PEAK_FRAC)

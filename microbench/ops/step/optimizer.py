@@ -16,7 +16,9 @@ from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
+    Measured,
     Numbers,
+    Part,
     Tensor,
     Values,
     Workload,
@@ -24,19 +26,22 @@ from itercast.microbench.ops.family import (
     log_uniform,
     repeated,
 )
+from itercast.microbench.ops.memory.elementwise import Elementwise
 
 FACTS = facts_of(__file__)
 ONE, TWO, FUSED, ADAMW = (
     tuple[str, ...](FACTS[name].split()) for name in ("one", "two", "fused", "adamw")
 )
 ROOT, NORM, SGD = "_foreach_sqrt", "_foreach_norm", "_foreach_add_list"
-SAME_AS: Mapping[str, str] = FACTS["same_as"]
+SAME_AS: Mapping[str, str] = FACTS["same_as"] | FACTS["counted_as"]
 OPERANDS: dict[str, int] = FACTS["operands"]
 FLOPS: dict[str, int] = FACTS["flops"]
 # Rows of whole steps, without and with decay of weights; no call is one.
 STEPS = {"foreach_adam": ADAMW[1:], "foreach_adamw": ADAMW}
 OPERANDS |= {step: sum(OPERANDS.get(c, 2) for c in calls) for step, calls in STEPS.items()}
 FLOPS |= {step: 2 * len(calls) for step, calls in STEPS.items()}
+EACH = "_foreach_div_each"  # no kernel takes such lists: a division for each tensor
+ALIGNED = 4  # elements that a kernel reads at once
 COUNTERS = ("_foreach_add_", "_foreach_div_")  # also over lists of step counters
 # Lists of at most so many elements per tensor hold step counters, not parameters.
 STEP_COUNTERS: int = assumed(__file__, "step_counter_elements")
@@ -47,12 +52,17 @@ class OptimizerOp:
     """One foreach or fused call over ``tensors`` tensors of ``numel`` elements together.
 
     ``zero_frac``: share of zeros under a square root (rows of tables that no batch touched).
+    ``aligned_frac``: share of the elements that are in tensors whose length is a multiple of 4.
+    Kernels read four elements at once in those alone (``is_aligned`` and kILP in
+    aten/src/ATen/native/cuda/ForeachFunctors.cuh); in 16 bits they take up to twice as long for
+    others.
     """
 
     op: str
     tensors: int
     numel: int
     zero_frac: float = 0.0
+    aligned_frac: float = 1.0
     dtype: str = "fp32"
 
 
@@ -73,19 +83,14 @@ def sweep() -> Iterator[OptimizerOp]:
 
 
 def build(p: OptimizerOp, device: str) -> Workload:
-    """Builds lists of random tensors, half of them small, as biases are.
+    """Builds lists of random tensors, half of them small, as biases are (``lengths``).
 
     Repeated calls keep values in range.
     """
 
     def tensors() -> list[Tensor]:
-        large = max(1, (p.tensors + 1) // 2)
-        small = max(1, min(256, p.numel // p.tensors // 2))
-        each = max(1, (p.numel - small * (p.tensors - large)) // large)
-        sizes = [each] * large + [small] * (p.tensors - large)
-        sizes[0] += max(0, p.numel - sum(sizes))
         dtype = torch_dtype(p.dtype)
-        return [repeated(torch.rand, (n,), device).add_(0.5).to(dtype) for n in sizes]
+        return [repeated(torch.rand, (n,), device).add_(0.5).to(dtype) for n in lengths(p)]
 
     if p.op in FUSED:
         return Workload(run=_fused(p.op, tensors), through_aten=False)
@@ -110,6 +115,23 @@ def build(p: OptimizerOp, device: str) -> Workload:
         "_foreach_add_list": lambda: torch._foreach_add_(xs, ys, alpha=1e-8),
     }
     return Workload(run=runs[p.op], through_aten=False)
+
+
+def lengths(p: OptimizerOp) -> list[int]:
+    """Lengths of the tensors that ``build`` makes: about ``numel`` elements together.
+
+    Half of them are long; those that hold ``1 - aligned_frac`` of the elements are of odd length,
+    all others multiples of 4 where that leaves out few elements.
+    """
+    long = max(1, (p.tensors + 1) // 2)
+    short = max(1, min(256, p.numel // p.tensors // 2))
+    each = max(1, (p.numel - short * (p.tensors - long)) // long)
+    short, each = (n - n % ALIGNED if n > 16 * ALIGNED else n for n in (short, each))
+    odd = min(long - 1, round((1 - p.aligned_frac) * long)) if each > 16 * ALIGNED else 0
+    sizes = [each] * (long - odd) + [each + (-1) ** i for i in range(odd)]
+    sizes += [short] * (p.tensors - long)
+    sizes[0] += p.numel - sum(sizes)
+    return sizes
 
 
 def _fused(op: str, tensors: Callable[[], list[Tensor]]) -> Callable[[], object]:
@@ -159,6 +181,7 @@ def features(p: OptimizerOp, gpu: Gpu) -> dict[str, Numbers | str]:
         "log_numel": np.log2(p.numel),
         "log_each": np.log2(p.numel / p.tensors),
         "zero_frac": p.zero_frac,
+        "aligned_frac": p.aligned_frac,
     }
 
 
@@ -166,7 +189,8 @@ def from_call(call: OpCall) -> OptimizerOp | None:
     """Describe a foreach or fused optimizer call by the tensors of its first list.
 
     Overloads and options with a cost of their own are told by further lists: add.List from
-    add.Scalar, momentum by the third list of fused SGD, amsgrad by the fifth of fused Adam.
+    add.Scalar, momentum by the third list of fused SGD, amsgrad by the fifth of fused Adam; EACH
+    by a second list of single numbers on the device, as a capturable Adam divides by.
     """
     lists = [a for a in call.args if isinstance(a, tuple) and a and isinstance(a[0], TensorSpec)]
     if not lists:
@@ -174,6 +198,8 @@ def from_call(call: OpCall) -> OptimizerOp | None:
     _, op, overload = call.op.split(".")
     op = SAME_AS.get(op, op)
     op = "_foreach_add_list" if op == "_foreach_add_" and overload == "List" else op
+    if op == "_foreach_div_" and len(lists) > 1 and lists[1][0].shape != lists[0][0].shape:
+        op = EACH
     if op == "_fused_sgd_" and call.args[2]:
         op = "_fused_sgd_momentum"
     if op in ("_fused_adam_", "_fused_adamw_") and op in call.op and call.args[4]:
@@ -181,12 +207,17 @@ def from_call(call: OpCall) -> OptimizerOp | None:
     numel = max(1, sum(t.numel for t in lists[0]))
     zeros = sum(t.zero_frac * t.numel for t in lists[0]) / numel
     return OptimizerOp(
-        op=op, tensors=len(lists[0]), numel=numel, zero_frac=zeros, dtype=lists[0][0].dtype
+        op=op,
+        tensors=len(lists[0]),
+        numel=numel,
+        zero_frac=zeros,
+        aligned_frac=sum(t.numel for t in lists[0] if t.numel % ALIGNED == 0) / numel,
+        dtype=lists[0][0].dtype,
     )
 
 
-NAMES = (*ONE, NORM, *(n for n in TWO if not n.endswith("list")))
-OVERLOADS = ("default", "Scalar", "ScalarList", "List", "Tensor")
+NAMES = (*ONE, NORM, *(n for n in TWO if not n.endswith("list")), *FACTS["counted_as"])
+OVERLOADS = ("default", "Scalar", "ScalarList", "List", "Tensor", "ScalarAndTensor")
 
 
 def gpu_points(rng: np.random.Generator) -> Iterator[OptimizerOp]:
@@ -198,8 +229,10 @@ def gpu_points(rng: np.random.Generator) -> Iterator[OptimizerOp]:
         ops = [(0.7, str(rng.choice(ADAMW))), (0.15, SGD), (0.15, str(rng.choice(FUSED)))]
         op = ops[int(rng.choice(len(ops), p=[share for share, _ in ops]))][1]
         tensors = log_uniform(rng, 40, 640) if rng.random() < 0.8 else log_uniform(rng, 1, 40)
-        each = 1 if op in COUNTERS and rng.random() < 0.1 else log_uniform(rng, 10_000, 4_000_000)
-        yield OptimizerOp(op=op, tensors=tensors, numel=tensors * each)
+        counters = op in COUNTERS and rng.random() < 0.1
+        each = 1 if counters else ALIGNED * log_uniform(rng, 2_500, 1_000_000)
+        aligned = 0.0 if counters else 1.0 if rng.random() < 0.8 else round(rng.random(), 2)
+        yield OptimizerOp(op=op, tensors=tensors, numel=tensors * each, aligned_frac=aligned)
 
 
 def gpu_variant(p: OptimizerOp, rng: np.random.Generator) -> OptimizerOp:
@@ -225,6 +258,15 @@ def of_rank(p: OptimizerOp, numel: int, tensors: int, largest: int) -> Optimizer
     return replace(p, numel=max(tensors, tensors if counters else numel), tensors=tensors)
 
 
+def fallback(p: OptimizerOp, measured: Measured) -> list[Part]:
+    """Prices the divisions of each tensor by a number of its own one by one."""
+    if p.op != EACH:
+        return []
+    numel = max(1, p.numel // p.tensors)
+    one = Elementwise(op="div", numel=numel, inner=numel, form="scalar", dtype=p.dtype)
+    return [Part(family="elementwise", params=one, times=p.tensors)]
+
+
 def as_fused(calls: Sequence[OptimizerOp]) -> OptimizerOp:
     """Replaces these foreach calls by a fused step: Adam if there are more than three, else SGD."""
     most = max(calls, key=lambda p: p.numel)
@@ -239,9 +281,10 @@ FAMILY = Family(
     flops=flops,
     bytes_moved=bytes_moved,
     features=features,
+    fallback=fallback,
     answers={
         **{f"aten.{n}.{o}": from_call for n in NAMES for o in OVERLOADS},
-        **{f"itercast.{n}.default": from_call for n in SAME_AS},
+        **{f"itercast.{n}.default": from_call for n in FACTS["same_as"]},
         **{f"aten.{n}.{o}": from_call for n in FUSED[:3] for o in ("default", "tensor_lr")},
     },
     weight=1.5,

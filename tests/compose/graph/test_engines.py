@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 from plan_case import tensor
 
 from itercast.capture.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.compose.capture_model import capture
 from itercast.compose.graph.launch_modes import as_launched, launches, with_engine
 from itercast.compose.pricing.fallbacks import MeasuredRows
 from itercast.microbench.hardware.spec import load_gpu
@@ -194,6 +196,29 @@ def test_tensors_of_another_size_begin_another_kernel() -> None:
     large = call("relu.default", [tensor(2, 8)], tensor(3, 8))
     found = as_launched(with_engine(StepCapture(calls=(small, small, large)), "compile"))
     assert [c.kwargs["ops"] for c in found.calls] == [2, 1]
+
+
+def test_an_adam_that_is_captured_divides_each_tensor_by_a_number_of_its_own() -> None:
+    """8 calls over counters, then two lists of divisions instead of numbers."""
+    eager = capture("mlp-s", optimizer="adamw")
+    graphs = [with_engine(eager, engine) for engine in ("graph", "compile+graph")]
+    for found in graphs:
+        names = Counter(c.op.split(".", 1)[1] for c in found.calls if c.phase == "optimizer")
+        assert names["_foreach_div_.List"] == 2 and names["_foreach_pow.ScalarAndTensor"] == 2
+        assert "_foreach_div_.ScalarList" not in names
+        counters = [c for c in found.calls if c.phase == "optimizer" and _is_counters(c)]
+        assert len(counters) == 1 + 8  # the first adds a step
+        corrected = [c for c in found.calls if c.op == "aten._foreach_div_.List"]
+        assert all(len(c.args[0]) == len(c.args[1]) for c in corrected)
+        assert {t.shape for c in corrected for t in c.args[1]} == {()}
+    for engine in ("eager", "compile", "eager+graph"):
+        assert with_engine(eager, engine).calls == eager.calls
+    sgd = capture("mlp-s", optimizer="sgd")
+    assert with_engine(sgd, "graph").calls == sgd.calls
+
+
+def _is_counters(call: OpCall) -> bool:
+    return {t.shape for t in call.args[0 if isinstance(call.args[0], tuple) else 1]} == {()}
 
 
 def test_a_foreach_call_is_launched_in_pieces() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,3 +144,40 @@ def test_small_products_are_not_throttled_and_large_ones_take_their_flops_at_the
     us = priced(large, rows, "torch-2.11", h100).duration_us
     assert us == pytest.approx(2 * 8192**3 / sustained_flops_per_s(h100, "bf16") * 1e6)
     assert us < priced(large, rows, "torch-2.11", replace(h100, power_w=500.0)).duration_us
+
+
+def test_grouped_queries_in_32_bits_are_products_over_scores_in_memory() -> None:
+    """4 heads share 2 keys: 16 x 32 scores each, on a GPU as torch's math kernel has them.
+
+    Forward two products, backward four; keys and values are copied for each head.
+    """
+    call = Attention(
+        op="forward",
+        batch=1,
+        heads=4,
+        kv_heads=2,
+        q_len=16,
+        kv_len=32,
+        head_dim=8,
+        causal=True,
+        dtype="tf32",
+    )
+    assert ATTENTION.fallback is not None
+    rows: Any = SimpleNamespace(gpu=HOPPER, seen=lambda *_: True, measured_here=lambda *_: True)
+    parts = ATTENTION.fallback(call, rows)
+    products = [p.params for p in parts if p.family == "gemm"]
+    assert [(p.batch, p.m, p.n, p.k, p.layout) for p in products] == [
+        (4, 16, 32, 8, "nt"),
+        (4, 16, 8, 32, "nn"),
+    ]
+    (softmax,) = [p.params for p in parts if p.family == "reduction"]
+    assert (softmax.outer, softmax.size) == (4 * 16, 32)
+    scores = 4 * 16 * 32 * 4
+    passes = sorted(8 * p.params.numel for p in parts if p.family == "elementwise")
+    keys = 4 * 32 * 8 * 4
+    small = [scores // 4, 2 * 4 * 16 * 8 * 4, 2 * keys, 1.5 * keys, 1.5 * keys]
+    assert passes == sorted([*small, scores + scores // 4, 2 * scores, 2 * scores])
+    backward = ATTENTION.fallback(replace(call, op="backward"), rows)
+    assert sum(p.family == "gemm" for p in backward) == 4
+    for fused in (replace(call, kv_heads=4), replace(call, dtype="bf16")):
+        assert ATTENTION.fallback(fused, rows) == []

@@ -62,7 +62,19 @@ def call(op: str, *args: Any, outputs: tuple[Any, ...] = (), **kwargs: Any) -> O
         ),
         (
             call("aten._foreach_add_.List", (spec(3), spec(5)), (spec(3), spec(5))),
-            OptimizerOp(op="_foreach_add_list", tensors=2, numel=8),
+            OptimizerOp(op="_foreach_add_list", tensors=2, numel=8, aligned_frac=0.0),
+        ),
+        (  # 6 elements of 10 are in a tensor of which four are not read at once
+            call("aten._foreach_mul_.Scalar", (spec(6), spec(4)), 0.9),
+            OptimizerOp(op="_foreach_mul_", tensors=2, numel=10, aligned_frac=0.4),
+        ),
+        (
+            call("aten._foreach_div_.List", (spec(8), spec(4)), (spec(8), spec(4))),
+            OptimizerOp(op="_foreach_div_", tensors=2, numel=12),
+        ),
+        (
+            call("aten._foreach_div_.List", (spec(8), spec(4)), (spec(), spec())),
+            OptimizerOp(op="_foreach_div_each", tensors=2, numel=12),
         ),
     ],
 )
@@ -155,7 +167,7 @@ def test_a_fused_step_is_read(op: str) -> None:
     for p in parameters:
         p.grad = torch.ones_like(p)
     found = [p for p in described(step.step) if "fused" in getattr(p, "op", "")]
-    assert found == [OptimizerOp(op=op, tensors=2, numel=8)]
+    assert found == [OptimizerOp(op=op, tensors=2, numel=8, aligned_frac=0.0)]
     assert bytes_moved(found[0]) == operands * 8 * 4
 
 

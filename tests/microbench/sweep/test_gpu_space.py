@@ -32,7 +32,7 @@ from itercast.microbench.ops.memory.random import DROPOUT, RandomOp
 from itercast.microbench.ops.memory.reduction import Reduction
 from itercast.microbench.ops.sizes import aligned
 from itercast.microbench.ops.step.host import EVENTS, FSDP, OPTIMIZERS, SHARDED, WRAPPERS
-from itercast.microbench.ops.step.optimizer import ADAMW, FUSED, SGD, OptimizerOp
+from itercast.microbench.ops.step.optimizer import ADAMW, FUSED, SGD, OptimizerOp, lengths
 from itercast.microbench.store import write_part
 from itercast.microbench.sweep.captured_points import (
     points_of_rows,
@@ -149,6 +149,7 @@ def test_updates_are_those_of_adamw_and_sgd() -> None:
     assert {p.op for p in updates} == {*ADAMW, SGD, *FUSED}
     assert {p.zero_frac for p in updates} == {0.0}
     assert np.mean([p.tensors >= 40 for p in updates]) > 0.7
+    assert 0.7 < np.mean([p.aligned_frac == 1.0 for p in updates]) < 0.9
     root = OptimizerOp(op="_foreach_sqrt", tensors=50, numel=50_000_000, zero_frac=0.7)
     (found,) = on_gpu("optimizer", iter([root]), H100, 0, captured=True)
     assert found == replace(root, zero_frac=0.0, dtype=found.dtype)
@@ -162,6 +163,14 @@ def test_adamw_squares_gradients_that_it_reads_once() -> None:
         cells = [c.cell_contents for c in build(p, device).run.__closure__ or ()]
         tensors = {id(t) for c in cells if isinstance(c, list) for t in c if torch.is_tensor(t)}
         assert len(tensors) == 2 * 2
+
+
+def test_tensors_are_as_aligned_as_a_point_says() -> None:
+    """Half of 8 tensors are long; three of these four hold three quarters of their elements."""
+    p = OptimizerOp(op="_foreach_mul_", tensors=8, numel=4_800)
+    assert lengths(p) == [944] * 4 + [256] * 4
+    assert lengths(replace(p, aligned_frac=0.25)) == [943, 945, 943, 945, *[256] * 4]
+    assert lengths(replace(p, tensors=1, numel=7)) == [7]  # too few to leave any out
 
 
 def test_what_a_gpu_never_calls_is_left_out_or_exchanged() -> None:
