@@ -9,7 +9,7 @@ from itertools import cycle, islice
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.input.lane import Batches, InputLane
 from itercast.compose.forecast import Forecast
-from itercast.compose.simulate.rank_program import host_copy_us
+from itercast.compose.simulate.rank import host_copy_us
 from itercast.compose.simulate.timeline import Task, simulate
 from itercast.compose.target import Target
 from itercast.microbench.hardware.node import USUAL_CORES_PER_GPU, USUAL_GPUS_PER_NODE

@@ -44,6 +44,7 @@ def sharded_forward(program: RankTasks, *, gather: bool) -> None:
         copies = _gathered(program, x, markers[max(0, k - 1)]) if gather else Work()
         python = hooks(program, x, FORWARD_SHARE)
         program.lanes.work(python.then(copies).then(x.forward_work), x.layer.name)
+        program.to_host(x)
         markers.append(program.lanes.done)
 
 
@@ -57,6 +58,7 @@ def sharded_backward(program: RankTasks, *, scatter: bool, later: bool) -> None:
     markers: list[tuple[int, ...]] = [program.lanes.done]
     last: list[int] = []
     for k, x in enumerate(layers):
+        program.from_host(x, markers[max(0, k - 1)])
         work = _gathered(program, x, markers[max(0, k - 1)]) if how.regather else Work()
         work = work.then(hooks(program, x, 1 - FORWARD_SHARE))
         work = work.then(x.later_work if later and not how.every_micro else x.backward_work)

@@ -7,10 +7,11 @@ tasks as messages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from itercast.capture.base.assumptions import assumed
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.pricing.collectives import (
     Cluster,
@@ -20,13 +21,22 @@ from itercast.compose.pricing.collectives import (
 )
 from itercast.compose.pricing.layer_prices import PricedLayer, PricedModel
 from itercast.compose.pricing.price_book import PriceBook
-from itercast.compose.pricing.priced_op import PricedOp
+from itercast.compose.pricing.priced_op import UNMODELLED, PricedOp
 from itercast.compose.pricing.work import Step, Work
 from itercast.compose.simulate.data_parallel import LayerBucket, Strategy, strategy
 from itercast.compose.simulate.timeline import Span, Task, simulate_shared
+from itercast.microbench.hardware.spec import Gpu
 
+OFFLOAD_FRAC: Mapping[str, float] = assumed(__file__, "offload_frac")  # of the peak rate
 SHARED = {"compute": "rank", "comm": "rank"}  # lanes that slow each other
 LATENCY = "latency"  # lane of messages' latency, which slows nothing
+
+
+def host_copy_us(nbytes: float, gpu: Gpu) -> float:
+    """Time of a copy between a GPU and its host over PCIe; within memory where it has none."""
+    pcie_bytes_per_s = gpu.pcie_bytes_per_s * OFFLOAD_FRAC["pcie"]
+    rate = pcie_bytes_per_s or gpu.hbm_bytes_per_s * OFFLOAD_FRAC["memory"]
+    return nbytes / rate * 1e6
 
 
 @dataclass
@@ -186,6 +196,7 @@ class RankTasks:
         self.copies: list[PricedOp] = []
         self.updates: list[PricedOp] = []
         self.filled: list[LayerBucket] = []
+        self.copied: list[int] = []  # to the host
         self.averaged: list[int] = []  # messages of parameters that the optimizer waits for
 
     def run(self) -> Run:
@@ -199,6 +210,33 @@ class RankTasks:
             updates=tuple(self.updates),
             copies=tuple(self.copies),
         )
+
+    def host_copy(self, nbytes: float, lane: str) -> PricedOp:
+        """A copy between GPU and host, on a lane of its own."""
+        copy = PricedOp(
+            op=lane,
+            family=UNMODELLED,
+            phase="comm",
+            duration_us=host_copy_us(nbytes, self.rank.book.gpu),
+            flops=0.0,
+            assumed=(("rank.offload_frac", 1.0),),
+        )
+        self.sent.append(copy)
+        return copy
+
+    def to_host(self, x: PricedLayer) -> None:
+        """Copy what a layer saves to the host, beside the next layer's forward.
+
+        The one after that waits for it: what two layers save is on the GPU at a time.
+        """
+        if self.how.offload == "activations":
+            self.lanes.wait(self.copied[-1:])
+            self.copied.append(self.lanes.send(self.host_copy(x.saved_bytes, "d2h"), "d2h"))
+
+    def from_host(self, x: PricedLayer, after: tuple[int, ...]) -> None:
+        """Copy what a layer saved back before its backward, once the tasks ``after`` are done."""
+        if self.how.offload == "activations":
+            self.lanes.wait([self.lanes.send(self.host_copy(x.saved_bytes, "h2d"), "h2d", after)])
 
     def price(self, messages: Sequence[Message], every: float = 1) -> list[PricedOp]:
         """Messages with durations, a step's mean where they are sent every so many steps.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from itercast.capture.base.assumptions import assumed
 from itercast.capture.opcall import ITEMSIZE_BYTES, ParamSpec
 from itercast.compose.parallel.ep import shards_of
 from itercast.compose.pricing.collectives import Message, price_messages
@@ -22,7 +21,7 @@ from itercast.compose.pricing.optimizer import (
     scaled_update,
     state_bytes,
 )
-from itercast.compose.pricing.priced_op import UNMODELLED, PricedOp, priceable
+from itercast.compose.pricing.priced_op import PricedOp, priceable
 from itercast.compose.pricing.work import Step, Work, fold
 from itercast.compose.simulate.data_parallel import LayerBucket, layer_buckets
 from itercast.compose.simulate.fsdp import (
@@ -33,17 +32,7 @@ from itercast.compose.simulate.fsdp import (
     summed_shares,
 )
 from itercast.compose.simulate.rank import Rank, RankTasks
-from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.step.optimizer import NORM
-
-OFFLOAD_FRAC: Mapping[str, float] = assumed(__file__, "offload_frac")  # of the peak rate
-
-
-def host_copy_us(nbytes: float, gpu: Gpu) -> float:
-    """Time of a copy between a GPU and its host over PCIe; within memory where it has none."""
-    pcie_bytes_per_s = gpu.pcie_bytes_per_s * OFFLOAD_FRAC["pcie"]
-    rate = pcie_bytes_per_s or gpu.hbm_bytes_per_s * OFFLOAD_FRAC["memory"]
-    return nbytes / rate * 1e6
 
 
 class RankProgram(RankTasks):
@@ -77,7 +66,7 @@ class RankProgram(RankTasks):
         elif self.how.offload == "activations":
             for x in self.rank.layers:
                 self.lanes.work(x.forward_work, f"forward {x.layer.name}")
-                self.lanes.send(self._copy(x.saved_bytes, "d2h"), "d2h")
+                self.to_host(x)
         else:
             total = Work()
             for x in self.rank.layers:
@@ -126,9 +115,8 @@ class RankProgram(RankTasks):
         for i in range(len(layers) - 1, -1, -1):
             if self.how.offload == "activations":  # fetched one layer ahead
                 self.lanes.work(waiting, "backward")
-                fetched = self.lanes.send(self._copy(layers[i].saved_bytes, "h2d"), "h2d", marker)
+                self.from_host(layers[i], marker)
                 waiting, marker = Work(), self.lanes.done
-                self.lanes.wait([fetched])
             if filled:
                 waiting = self._layer_backward(i, due.get(i, []), waiting, reduced, later=later)
             else:
@@ -211,20 +199,6 @@ class RankProgram(RankTasks):
             work = work.then(layers[i].fold(ops))
         self.lanes.work(work.over(every), "into bucket" if into else "out of bucket")
 
-    def _copy(self, nbytes: float, lane: str) -> PricedOp:
-        """A copy between GPU and host, on a lane of its own."""
-        us = host_copy_us(nbytes, self.rank.book.gpu)
-        copy = PricedOp(
-            op=lane,
-            family=UNMODELLED,
-            phase="comm",
-            duration_us=us,
-            flops=0.0,
-            assumed=(("rank_program.offload_frac", 1.0),),
-        )
-        self.sent.append(copy)
-        return copy
-
     def reduce_tied(self, nbytes: int) -> None:
         """Add the all_reduce of a tied weight's gradient between first and last stage."""
         pipeline = self.rank.where.groups["pp"]
@@ -254,7 +228,7 @@ class RankProgram(RankTasks):
         state = self._own(trained, partial(state_bytes, optimizer))
         offloaded = self.how.offload == "optimizer" and state
         if offloaded:
-            self.lanes.wait([self.lanes.send(self._copy(state, "h2d"), "h2d")])
+            self.lanes.wait([self.lanes.send(self.host_copy(state, "h2d"), "h2d")])
         if trained:
             python_us = (
                 rank.model.optimizer_host_us * tensors / max(1, rank.model.optimizer_tensors)
@@ -265,7 +239,7 @@ class RankProgram(RankTasks):
             self.lanes.work(_update_work(ops, rank, python_us), "optimizer")
             self._update_matrices([p for p in trained if p.matrix])
         if offloaded:
-            self.lanes.wait([self.lanes.send(self._copy(state, "d2h"), "d2h")])
+            self.lanes.wait([self.lanes.send(self.host_copy(state, "d2h"), "d2h")])
         kinds = [b.message(k, self.how) for b in self.filled for k in self.how.after_update]
         if self.how.by_layer and not self.how.every_micro and rank.plan.pp > 1:
             gathered = sharded_bytes(rank.layers, self).items()

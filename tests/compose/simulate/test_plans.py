@@ -61,7 +61,7 @@ def test_all_is_assumed_without_models_and_nothing_with_all(
     assert forecast_for(gpt, text, gpu, Bare).assumed_frac == pytest.approx(1)
     found = forecast_for(gpt, text, gpu)
     expected = {
-        "rank_program.offload_frac": bool(plan.offload),
+        "rank.offload_frac": bool(plan.offload),
         "price_book.roofline_overhead_us": plan.tp > 1,
         "alpha_beta.network_bytes_per_s": gpu is GPU and plan.world_size > 8,  # two nodes
     }
