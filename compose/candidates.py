@@ -22,7 +22,8 @@ from functools import cached_property
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.opcall import StepCapture
-from itercast.capture.plan import GREEDY, ParallelPlan, micro_batch
+from itercast.capture.plan import ParallelPlan, micro_batch
+from itercast.capture.plan_keys import GREEDY
 from itercast.compose.forecast import Forecast, forecast, rank_of
 from itercast.compose.graph.layers import split_layers
 from itercast.compose.graph.product_roles import alias_weight_casts

@@ -7,7 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
 
-from itercast.capture.plan import V_SHAPED, ParallelPlan
+from itercast.capture.plan import ParallelPlan
+from itercast.capture.plan_keys import V_SHAPED
 from itercast.compose.candidates import OBJECTIVES, Scored, Search, candidate_plans
 from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.simulate.rank import Rank

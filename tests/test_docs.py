@@ -173,9 +173,10 @@ def load(name: str, folder: Path) -> ModuleType:
     return module
 
 
-def test_the_op_shown_is_the_one_that_the_example_package_adds() -> None:
+@pytest.mark.parametrize("file", ["fft.py", "bucket.py"])
+def test_what_is_shown_is_what_the_example_package_adds(file: str) -> None:
     """``tests/test_own_package.py`` installs and uses it."""
-    name = "examples/own-package/itercast_fft/fft.py"
+    name = f"examples/own-package/itercast_fft/{file}"
     assert examples()[name] == (ROOT / name).read_text()
 
 

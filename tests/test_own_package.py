@@ -55,13 +55,28 @@ def test_an_installed_package_adds_a_family_and_a_gpu(
     )
 
 
+def test_an_installed_package_adds_a_plan_key(installed: dict[str, str], tmp_path: Path) -> None:
+    """Smaller buckets are sent earlier and more often: another time, the same memory."""
+    found = []
+    for plan in ("dp=8", "dp=8,bucket=1"):
+        words = ["predict", "gpt-m", "--gpu", "a10", "--json", "--plan", plan]
+        done = run(installed, tmp_path, "itercast", *words)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout))
+    assert [one["plan"] for one in found] == ["dp=8", "dp=8,bucket=1"]
+    assert found[0]["comm_us"] < found[1]["comm_us"]
+    assert found[0]["memory_bytes"] == found[1]["memory_bytes"]
+    refused = run(installed, tmp_path, "itercast", *words[:-1], "bucket=1")
+    assert refused.returncode == 2 and "bucket=1 needs dp > 1" in refused.stderr
+
+
 @pytest.mark.slow
 def test_all_tests_of_families_pass_for_the_added_one(installed: dict[str, str]) -> None:
     """Those of every file that loops over families, and the package's own."""
     files = [
         p for p in sorted((ROOT / "tests").rglob("test_*.py")) if "families()" in p.read_text()
     ]
-    words = ["-q", "-p", "no:cacheprovider", "-k", "fft", "-o", "addopts="]
+    words = ["-q", "-p", "no:cacheprovider", "-k", "fft or own-package", "-o", "addopts="]
     done = run(installed, ROOT, "pytest", *words, str(PACKAGE / "tests"), *map(str, files))
     assert done.returncode == 0, done.stdout[-3000:]
     assert "[fft]" not in done.stdout and int(done.stdout.split(" passed")[0].split()[-1]) >= 8

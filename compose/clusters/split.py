@@ -11,25 +11,30 @@ from typing import TypeVar
 
 import numpy as np
 
-from itercast.capture.plan import V_SHAPED, ParallelPlan, micro_batch
+from itercast.capture.plan import ParallelPlan, micro_batch
+from itercast.capture.plan_keys import V_SHAPED
 from itercast.compose.clusters.job import Job, replicas, report_job, stages
 from itercast.compose.forecast import Forecast
 from itercast.compose.simulate.iteration import Outcome, evaluate_stages, quick_us
 from itercast.compose.simulate.stages import balanced
 from itercast.compose.simulate.unlike import evaluate_replicas
 
-# Keys of plans that need equal replicas, or groups of ranks across them.
-EQUAL = ("cp", "ep", "hsdp", "cdp", "gossip", "local", "shard", "tables", "cut", "node", "nodes")
+# Keys of plans that act on one rank, or on replicas that all send the same messages.
+ALLOWED = (
+    *("dp", "tp", "sp", "tp_overlap", "pp", "amp", "zero", "micro", "accumulate"),
+    *("first", "last", "layers", "schedule", "virtual", "recompute", "recomputed", "offload"),
+    *("compress", "compress_tp", "compress_pp", "coconet"),
+)
 T = TypeVar("T")
 
 
 def forecast_job(job: Job, plan: ParallelPlan) -> Forecast:
     """Forecast a step with the split of its batch (pp=1) or of its layers that is fastest."""
     file = job.cluster
-    text, unequal = f"plan {str(plan)!r}", [key for key in EQUAL if key in plan.stated]
+    text, unequal = f"plan {str(plan)!r}", [key for key in plan.stated if key not in ALLOWED]
     if unequal or plan.schedule in V_SHAPED:
-        wrong = ", ".join(unequal) or plan.schedule
-        raise ValueError(f"{text}: {wrong} needs equal GPUs; a cluster takes dp, tp and pp")
+        wrong, known = ", ".join(unequal) or plan.schedule, ", ".join(ALLOWED)
+        raise ValueError(f"{text}: {wrong} needs equal GPUs; allowed on a cluster: {known}")
     if plan.world_size != file.gpus:
         raise ValueError(f"{text} has {plan.world_size} ranks, {file.path} {file.gpus} GPUs")
     each = plan.tp if plan.pp == 1 else plan.tp * plan.dp

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.opcall import ITEMSIZE_BYTES, OpCall, StepCapture, TensorSpec
-from itercast.capture.plan import DCT, QUANTISED, ParallelPlan
+from itercast.capture.plan import ParallelPlan
+from itercast.capture.plan_keys import DCT, QUANTISED
 from itercast.compose.graph.rewrite import COLLECTIVE, StepBuilder, fresh_storages
 from itercast.microbench.ops.memory.fused import CALL
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from itercast.capture.base.assumptions import assumed
-from itercast.capture.plan import GREEDY, ParallelPlan
+from itercast.capture.plan import ParallelPlan
+from itercast.capture.plan_keys import GREEDY
 from itercast.microbench.hardware.spec import Gpu
 
 VISIBLE_FRAC: float = assumed(__file__, "visible_frac")

@@ -9,6 +9,7 @@ from itertools import takewhile
 
 from itercast.capture.opcall import NARROW, OpCall, ParamSpec, StepCapture, TensorSpec
 from itercast.capture.plan import ParallelPlan
+from itercast.capture.plan_keys import added_keys
 from itercast.compose.graph.cache_reuse import cold_fractions
 from itercast.compose.graph.codecs import compressed
 from itercast.compose.graph.cuda_variants import (
@@ -124,6 +125,8 @@ def _rank_graph(
     capture = tensor_parallel(capture, plan, summed=gpu.kind != "cpu")
     capture = as_launched(capture if gpu.kind == "cpu" else with_byte_masks(capture))
     capture = compressed(capture, plan)
+    for name, value in plan.more:
+        capture = added_keys()[name].step(capture, plan, value)
     for dtype in sorted(_narrow(capture) - set(gpu.peak_flops_per_s)):
         units = sorted(gpu.peak_flops_per_s)
         raise ValueError(f"gpu {gpu.name!r}: no units for dtype {dtype!r}; it has {units}")

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from itercast.capture.opcall import StepCapture
-from itercast.capture.plan import GREEDY, ParallelPlan
+from itercast.capture.plan import ParallelPlan
+from itercast.capture.plan_keys import GREEDY
 from itercast.compose.graph.identity_cache import cached_by_identity
 from itercast.compose.parallel.batched_tables import BatchedStep, as_stored, batched_calls
 from itercast.compose.parallel.device_memory import table_room_bytes

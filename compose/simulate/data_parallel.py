@@ -36,6 +36,7 @@ from typing import TypeVar
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.opcall import ITEMSIZE_BYTES, OpCall, TensorSpec
 from itercast.capture.plan import ParallelPlan
+from itercast.capture.plan_keys import added_keys
 from itercast.compose.graph.codecs import Codec
 from itercast.compose.pricing.collectives import Cluster, Message
 from itercast.compose.pricing.layer_prices import PricedLayer
@@ -78,6 +79,7 @@ class Strategy:
     cyclic: bool = False  # replicas are staggered (``cyclic``)
     expert_replicas: int = 1  # ranks that have the same experts, where ep spreads them
     offload: str = ""  # optimizer, activations
+    bucket_bytes: int = 0  # of DDP; 0: 25 MiB, the first of a dtype 1 MiB
 
 
 def strategy(plan: ParallelPlan) -> Strategy:
@@ -87,7 +89,10 @@ def strategy(plan: ParallelPlan) -> Strategy:
     codec = Codec.of(plan.compress)
     if codec is not None and not codec.summable:
         replicas = replace(replicas, reduce=("all_to_all", "all_gather"))
-    return replace(replicas, codec=codec, expert_replicas=alike, offload=plan.offload)
+    replicas = replace(replicas, codec=codec, expert_replicas=alike, offload=plan.offload)
+    for name, value in plan.more:
+        replicas = added_keys()[name].replicas(replicas, value)
+    return replicas
 
 
 def _replicas(plan: ParallelPlan) -> Strategy:
@@ -191,12 +196,14 @@ class LayerBucket:
         return [near, *far, replace(near, kind="all_gather")]
 
 
-def fill_buckets(gradients: Iterable[tuple[K, int, T]]) -> list[tuple[K, list[T]]]:
+def fill_buckets(
+    gradients: Iterable[tuple[K, int, T]], bucket_bytes: int = 0
+) -> list[tuple[K, list[T]]]:
     """Buckets of gradients as DDP fills them, in the order in which they close.
 
     ``gradients`` are (key, bytes, gradient) as they become ready; a bucket holds one key, at least
-    the dtype. It closes with the gradient that reaches its limit: 1 MiB for the first of a key,
-    then 25 MiB. What stays open closes last.
+    the dtype. It closes with the gradient that reaches its limit: ``bucket_bytes``, else 1 MiB for
+    the first of a key, then 25 MiB. What stays open closes last.
     """
     open_: dict[K, list[T]] = {}
     filled_bytes: dict[K, int] = {}
@@ -205,9 +212,9 @@ def fill_buckets(gradients: Iterable[tuple[K, int, T]]) -> list[tuple[K, list[T]
     for key, nbytes, gradient in gradients:
         open_.setdefault(key, []).append(gradient)
         filled_bytes[key] = filled_bytes.get(key, 0) + nbytes
-        if filled_bytes[key] >= limit_bytes.get(key, FIRST_BUCKET_BYTES):
+        if filled_bytes[key] >= limit_bytes.get(key, bucket_bytes or FIRST_BUCKET_BYTES):
             closed.append((key, open_.pop(key)))
-            filled_bytes[key], limit_bytes[key] = 0, BUCKET_BYTES
+            filled_bytes[key], limit_bytes[key] = 0, bucket_bytes or BUCKET_BYTES
     return [*closed, *open_.items()]
 
 
@@ -219,7 +226,7 @@ def layer_buckets(
 
     So have the virtual stages that begin at the layers ``starts``: each is a module of its own.
     """
-    closed = fill_buckets(_ready_gradients(layers, how, starts))
+    closed = fill_buckets(_ready_gradients(layers, how, starts), how.bucket_bytes)
     buckets = [_layer_bucket(dtype, axis, members) for (dtype, axis, _), members in closed]
     return sorted(buckets, key=lambda b: (-b.instance, b.offset))
 

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from itercast.capture.opcall import ITEMSIZE_BYTES
 from itercast.capture.plan import ParallelPlan
+from itercast.capture.plan_keys import added_keys
 from itercast.compose.graph.layers import Layer
 from itercast.compose.parallel.ep import expert_shards, shards_of
 from itercast.compose.pricing.layer_prices import PricedLayer
@@ -134,7 +135,7 @@ def rank_memory(
     before = kept if buffered or plan.microbatches > 1 else None
     moments = (kept, 0, max(made, packed)), *_moments(sizes, plan, how, round(others), before)
     gradients, activations, temporary = max(moments, key=sum)
-    return {
+    found = {
         "parameters": sizes.parameters - sharded + shards,
         "gradients": gradients,
         "optimizer": state - fetched + outer,
@@ -142,6 +143,9 @@ def rank_memory(
         "buckets": _bucketed(sizes, how),
         "temporary": temporary,
     }
+    for name, value in plan.more:
+        found = added_keys()[name].memory(found, plan, value)
+    return found
 
 
 def _bucketed(sizes: Sizes, how: Strategy) -> int:

@@ -25,7 +25,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from itercast.capture.plan import V_SHAPED
+from itercast.capture.plan_keys import V_SHAPED
 from itercast.compose.simulate.timeline import DeadlockError
 
 # F, B (to the inputs where backward is cut in two), W (to the weights) or A (all of backward);

@@ -10,7 +10,8 @@ from typing import TypeVar
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.opcall import ITEMSIZE_BYTES, TensorSpec
-from itercast.capture.plan import V_SHAPED, ParallelPlan
+from itercast.capture.plan import ParallelPlan
+from itercast.capture.plan_keys import V_SHAPED
 from itercast.compose.graph.codecs import Codec
 from itercast.compose.pricing.collectives import Message, price_messages
 from itercast.compose.pricing.host import python_op

@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
-from itercast.capture.plan import V_SHAPED, ParallelPlan
+from itercast.capture.plan import ParallelPlan
+from itercast.capture.plan_keys import V_SHAPED
 from itercast.capture.step import StepSettings, make_optimizer
 from itercast.microbench.iterations.measured_plan import OnPhase
 

@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 from plan_case import GPU, Flat, capture_at, experts_at
 
+from itercast.capture.base import extensions
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
+from itercast.capture.plan_keys import PlanKey, integer
 from itercast.compose.capture_model import CAPTURE, capture, code_digest, code_files
 from itercast.compose.forecast import rank_of
+from itercast.compose.graph.rewrite import StepBuilder
 from itercast.compose.pricing.collectives import cluster
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.simulate.iteration import evaluate
@@ -88,7 +91,8 @@ def test_plans_share_no_result_that_differs(step: StepCapture, variants: dict[st
 def test_every_key_is_varied() -> None:
     """A key that someone adds is in one of the plans above, or the law does not hold it."""
     found = [p for variants in (VARIANTS, MIXTURE) for p in plans(variants)]
-    values = {f.name: {getattr(p, f.name) for p in found} for f in fields(ParallelPlan)}
+    own = [f.name for f in fields(ParallelPlan) if f.name != "more"]
+    values = {name: {getattr(p, name) for p in found} for name in own}
     assert {name for name, held in values.items() if len(held) < 2} == ELSEWHERE
 
 
@@ -104,6 +108,29 @@ def test_a_key_that_says_nothing_changes_everything() -> None:
     for part in ("ops", "prices", "stages"):
         assert 4 not in WiderPlan(dp=4).parts(part)
         assert 4 in WiderPlan(bucket=4).parts(part)
+
+
+def test_a_key_that_a_package_adds_changes_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that runs forward's first op n times more and keeps n bytes; caches know it apart."""
+
+    def again(step: StepCapture, plan: ParallelPlan, n: int) -> StepCapture:
+        made, at = StepBuilder(step), [c.phase for c in step.calls].index("forward")
+        for i, call in enumerate(step.calls):
+            made.calls += [call] * (n if i == at else 0)
+            made.add(i, call)
+        return made.step()
+
+    def held(found: dict[str, int], plan: ParallelPlan, n: int) -> dict[str, int]:
+        return found | {"buckets": found["buckets"] + n}
+
+    key = PlanKey(name="more", read=integer(1, 9), changes="ops prices", step=again, memory=held)
+    monkeypatch.setattr(extensions, "_added", lambda group: {"more": (key, "a test")})
+    step, book = replace(capture_at(8, 64)), PriceBook(Flat(), DEVICE, 0)
+    texts = ("dp=2", "dp=2,more=1", "dp=2,more=2")
+    found = [forecast(step, ParallelPlan.parse(text), book) for text in texts]
+    times = [one["iteration_us"] for one in found]
+    assert times == sorted(set(times))
+    assert [one["memory"]["buckets"] - found[0]["memory"]["buckets"] for one in found] == [0, 1, 2]
 
 
 LLAMA = {

@@ -1,4 +1,4 @@
-"""An op family and a GPU that itercast finds by the entry points in pyproject.toml."""
+"""An op family, a GPU and a plan key that itercast finds by the entry points in pyproject.toml."""
 
 from pathlib import Path
 

@@ -45,7 +45,7 @@ def on(tmp_path: Path, text: str, plan: str, case: str = "gpt-s", batch: int = 8
         (ALIKE.replace("b: {gpu: h100-sxm-80gb", "b: {gpu: cpu"), "GPUs and CPUs"),
         ("groups: [h100]", "groups maps names to a gpu and a count"),
         ("gpus: 8", "unknown keys ['gpus']"),
-        ("dp=2,gossip=ring", "gossip needs equal GPUs"),
+        ("dp=2,gossip=ring", "gossip needs equal GPUs; allowed on a cluster: dp, tp, sp"),
         ("tp=2", "a replica has 2 GPUs of one kind; group 'a' has 1"),
     ],
 )

@@ -67,6 +67,7 @@ BAD = {
     "dp=2,coconet=fuse": "coconet starts with split",
     "dp=2,coconet=split,fuse": "fuse needs reorder",
     "dp=2,zero=1,coconet=split": "coconet rewrites DDP",
+    "dp=2,cdp=1,compress=0.5": "compress acts on all_reduce: no cdp",
     "dp=8,hsdp=4": "hsdp=4 needs zero",
     "dp=8,zero=3,hsdp=3": "hsdp is from 2 and divides dp",
     "first=2": "first and last need pp > 1",

@@ -80,6 +80,13 @@ def test_buckets_close_with_the_gradient_that_fills_them() -> None:
     assert found == [("fp32", ["e", "d"]), ("fp32", ["c", "b", "a"]), ("fp32", ["z"])]
 
 
+def test_all_buckets_have_a_stated_size() -> None:
+    """Of 2 MiB: 0.5 + 2 pass it, the next 0.5 + 20 too."""
+    ready = [("e", 0.5), ("d", 2), ("c", 0.5), ("b", 20), ("a", 1)]
+    found = fill_buckets((("fp32", int(mib * MIB), name) for name, mib in ready), 2 * MIB)
+    assert [names for _, names in found] == [["e", "d"], ["c", "b"], ["a"]]
+
+
 def test_a_bucket_holds_one_dtype() -> None:
     ready = [("a", "fp32"), ("b", "bf16"), ("c", "fp32")]
     found = fill_buckets((dtype, MIB // 2, name) for name, dtype in ready)
