@@ -32,6 +32,8 @@ from itercast.eval.ranking import ranking_lines
 from itercast.eval.results import CaseResult, in_words, records, totals
 from itercast.learners.bundle import Bundle
 from itercast.learners.features.machine_speed import iterations_at_reference_us
+from itercast.learners.models.compared import BLEND
+from itercast.learners.train import digest_of
 from itercast.microbench.hardware.stack import asked_stack
 from itercast.microbench.iterations.engines import SYNCHRONISED
 from itercast.microbench.ops import find_family
@@ -262,6 +264,20 @@ def _at_reference_us(
         {**calls, "host": sum(step.host.values())},
         {name: model.sensitivity for name, model in bundle.models.items()},
     )
+
+
+def compared_facts(
+    rows: pd.DataFrame, data: Path | None, bundle: Path | None, source: str, learner: str = BLEND
+) -> dict[str, str]:
+    """What a comparison of measured rows says of itself in MLflow."""
+    return {
+        "bundle": str(bundle or "shipped"),
+        "data": str(data or ""),
+        "digest": digest_of(rows),
+        "stack": ", ".join(sorted(set(rows["stack"].astype(str)))),
+        "learner": learner,
+        "source": source,
+    }
 
 
 def results_table(results: Sequence[CaseResult]) -> Table:

@@ -15,10 +15,11 @@ import pandas as pd
 from rich import box
 from rich.table import Table
 
-from itercast.eval.compare import compare_all, console
-from itercast.eval.results import ITERATIONS, CaseResult, log_errors, summary
+from itercast.eval.compare import compare_all, compared_facts, console
+from itercast.eval.results import ITERATIONS, CaseResult, log_errors, logged_groups
 from itercast.eval.tracking.attempt import attempt
 from itercast.eval.tracking.logs import log_evaluation
+from itercast.eval.tracking.store import now_ms
 from itercast.learners.beyond_memory import usable_rows
 from itercast.learners.bundle import Bundle
 from itercast.learners.compare import learner_models
@@ -65,17 +66,18 @@ def rank_learners(
     ``results``: measured iterations ``rows`` as the bundle in ``folder`` forecasts them.
     """
     found = {BLEND: list(results)}
+    begin_ms: dict[str, int] = {}
     for name, bundle in learner_bundles(Bundle.load(folder), data).items():
+        begin_ms[name] = now_ms()
         found[name] = compare_all(rows, folder, bundle)
     scores = {**family_scores(folder), ITERATIONS: iteration_scores(found)}
     lines = [(family, (), some) for family, some in scores.items()]
     console.print(learner_table("unseen shapes and whole iterations", lines))
-    device = ", ".join(sorted(set(rows["gpu"])))
     for name, some in found.items():
         if name != BLEND:
-            errors_pct = {r.label: r.error_pct for r in some}
-            asked = (f"{out.name} · {name}", device, summary(some), errors_pct, out, name)
-            attempt(log_evaluation, *asked)
+            facts = compared_facts(rows, data, folder, "itercast evaluate --learners", name)
+            title, groups = f"{out.name} · {name}", logged_groups(some)
+            attempt(log_evaluation, title, groups, facts, {}, out, begin_ms[name])
 
 
 def family_scores(folder: Path) -> dict[str, Scores]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 import pandas as pd
 from rich.table import Table
 
 from itercast.capture.plan import ParallelPlan
+from itercast.eval.tracking.logs import Group
 from itercast.learners.train import errors
 from itercast.microbench.store import Row
 
@@ -26,6 +28,10 @@ KINDS = (  # of plans, as ``kind_of`` tells them apart
     "context parallel",
     "pipeline",
     "several axes",
+)
+LOGGED = (  # of a case, in MLflow
+    *("case", "plan", "predicted_us", "predicted_us_p10", "predicted_us_p90", "measured_us"),
+    *("error_pct", "retest_ape_pct", "unmodelled_frac", "assumed_frac"),
 )
 COLUMNS = {  # of error tables
     "median": "median_ape_pct",
@@ -161,6 +167,21 @@ def summary(results: Sequence[CaseResult]) -> dict[str, float]:
         COVERAGE: 100 * float(np.mean([r.covered for r in results])),
         **({RETEST: float(np.median(twice))} if twice else {}),
     }
+
+
+def logged_groups(
+    results: Sequence[CaseResult], warnings: Mapping[tuple[str, str], str] = MappingProxyType({})
+) -> list[Group]:
+    """Results by GPU and kind of plan as MLflow keeps them; ``warnings`` by GPU and kind."""
+    found = []
+    for gpu in sorted({r.gpu for r in results}):
+        for kind, group in grouped([r for r in results if r.gpu == gpu]).items():
+            cases = pd.DataFrame([{n: getattr(r, n) for n in LOGGED} for r in group])
+            said = warnings.get((gpu, kind), "")
+            found.append(
+                Group(kind=kind, gpu=gpu, metrics=summary(group), cases=cases, warning=said)
+            )
+    return found
 
 
 def error_table(title: str, scored: Mapping[str, Mapping[str, float]]) -> Table:

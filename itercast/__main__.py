@@ -213,13 +213,15 @@ def evaluate(
     from itercast.commands.shared import iterations
     from itercast.eval.compare import compare_all, measured_rows
     from itercast.eval.report.write import report_comparison
+    from itercast.eval.tracking.store import now_ms
 
-    root = measured or Path("runs/measured")
+    begin_ms, root = now_ms(), measured or Path("runs/measured")
     if measured is None:
         iterations(root, "cpu", (0, 1), case)
     rows = measured_rows(root, case)
     results = compare_all(rows, bundle)
-    report_comparison(out, results, rows, {}, root, bundle)
+    said = "itercast evaluate"
+    report_comparison(out, results, rows, {}, root, bundle, source=said, begin_ms=begin_ms)
     if learners is not None and bundle is not None:
         from itercast.eval.learner_ranking import rank_learners
 

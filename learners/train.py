@@ -55,7 +55,9 @@ class FamilyReport:
     """Scores of one family: errors on held-out shapes, interval coverage, noise floor.
 
     ``learner``: the one that prices the family, with its ``parameters``; ``learners``: errors of
-    each, and its ``rank``, which learners that differ by less than the noise share. ``held_out``:
+    each, and its ``rank``, which learners that differ by less than the noise share;
+    ``learner_seconds``: of those that were timed apart; ``shapes``: how many were held out.
+    ``held_out``:
     the forecasts that were scored (``itercast.learners.held_out``). ``in_memory``: how many of the
     rows all learners but trees know; ``trials``: of hyperparameters, see ``trees.Tuned``.
     """
@@ -68,6 +70,8 @@ class FamilyReport:
     retest_ape_pct: float | None
     coverage_pct: float
     learners: Mapping[str, Mapping[str, float]]
+    learner_seconds: Mapping[str, float] = field(default_factory=dict)
+    shapes: int = 0
     trials: Sequence[Facts] = ()
     held_out: pd.DataFrame = field(default_factory=pd.DataFrame, repr=False, compare=False)
 
@@ -129,10 +133,10 @@ def train_family(
     tuned = trees.tune(train, asked.trials, asked.storage, f"{family.name}-{digest}")
     learned = learn(prepared, known, tuned.options)
     retest = retest_ape_pct(rows, family, speed)
-    guesses = {BLEND: learned.predict_us(held)}
+    guesses, took_s = {BLEND: learned.predict_us(held)}, {BLEND: time.monotonic() - begin}
     chosen, offsets = BLEND, learned.crossed.offsets
     if asked.compare:
-        guesses |= held_out_us(learned, known, held, tuned.options)
+        guesses |= held_out_us(learned, known, held, tuned.options, took_s)
         chosen, offsets = _chosen(learned, known, retest)
     else:
         guesses |= simplest_us(train, prepared.table.take(held))
@@ -146,6 +150,8 @@ def train_family(
         retest_ape_pct=retest,
         coverage_pct=coverage_pct,
         learners=scored,
+        learner_seconds=took_s,
+        shapes=len(np.unique(prepared.table.group[held])),
         held_out=held_out_forecasts(learned, rows, family, known, held, guesses[chosen], offsets),
         trials=tuned.trials,
     )

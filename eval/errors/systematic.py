@@ -32,6 +32,7 @@ class Warned:
     """
 
     group: str
+    gpu: str
     bias_pct: float
     coverage_pct: float
     text: str
@@ -54,7 +55,9 @@ def systematic_errors(results: Sequence[CaseResult]) -> list[Warned]:
                 text = f"{of[0].upper()}{of[1:]}: {said}. {cause}"
                 covered = 100 * float(np.mean([r.covered for r in group]))
                 bias_pct = float(np.median(errors))
-                found.append(Warned(group=name, bias_pct=bias_pct, coverage_pct=covered, text=text))
+                found.append(
+                    Warned(group=name, gpu=gpu, bias_pct=bias_pct, coverage_pct=covered, text=text)
+                )
     return found
 
 

@@ -9,15 +9,16 @@ from pathlib import Path
 import pandas as pd
 
 from itercast.capture.base.files import write_atomic
-from itercast.eval.compare import console, results_table
+from itercast.eval.compare import compared_facts, console, results_table
 from itercast.eval.errors.systematic import systematic_errors
 from itercast.eval.ranking import ranking_metrics
 from itercast.eval.report.blocks import Device
 from itercast.eval.report.evaluation import FILE, Evaluation, machine_of
+from itercast.eval.report.op_sections import condition_section, ops_section
 from itercast.eval.report.page import render
-from itercast.eval.report.sections import sections, tiles
+from itercast.eval.report.sections import sections, tiles, worst_section
 from itercast.eval.report.sweeps import SweepFacts, sweep_facts
-from itercast.eval.results import CaseResult, summary
+from itercast.eval.results import CaseResult, logged_groups
 from itercast.learners.held_out import load_held_out
 from itercast.microbench.ops import families
 from itercast.microbench.store import Facts
@@ -33,11 +34,15 @@ def report_comparison(
     fit: Facts,
     data: Path | None = None,
     bundle: Path | None = None,
+    *,
+    source: str,
+    begin_ms: int,
 ) -> None:
     """Print the table, write the report to ``out``, and log both to MLflow.
 
     ``fit``: scores of the op models, empty where none was trained; ``data`` and ``bundle``: the
-    dataset they learned from and where they are.
+    dataset they learned from and where they are. ``source``: the command that compared, from
+    ``begin_ms`` on.
     """
     if not results:
         raise ValueError("nothing could be forecast")
@@ -45,7 +50,8 @@ def report_comparison(
     from itercast.eval.tracking.logs import log_evaluation
 
     console.print(results_table(results))
-    for warned in systematic_errors(results):
+    warnings = systematic_errors(results)
+    for warned in warnings:
         console.print(f"[red]warning[/]: {warned.text}", highlight=False)
     Evaluation(
         results=results,
@@ -55,11 +61,11 @@ def report_comparison(
         bundle=str(bundle or ""),
     ).save(out)
     page = write_pages(out)
-    metrics = {**summary(results), **ranking_metrics(results)}
-    errors_pct = {r.label: r.error_pct for r in results}
+    groups = logged_groups(results, {(w.gpu, w.group): w.text for w in warnings})
+    facts = compared_facts(rows, data, bundle, source)
     console.print(f"report: {page}")
-    where = ", ".join(_device_names(results))
-    if attempt(log_evaluation, out.name, where, metrics, errors_pct, out):
+    asked = (out.name, groups, facts, ranking_metrics(results), out, begin_ms)
+    if attempt(log_evaluation, *asked):
         console.print("logged to MLflow; `itercast ui` shows it")
 
 
@@ -83,6 +89,17 @@ def write_pages(folder: Path, replay: bool = False) -> Path:
     page = render("All devices", shown, [], found.machine, links, warnings)
     write_atomic(folder / PAGE, page.encode())
     return folder / PAGE
+
+
+def family_page(held_out: pd.DataFrame) -> str:
+    """The page of one family's held-out forecasts: predicted over measured, groups, the worst."""
+    if held_out.empty:
+        return render("No forecasts of held-out rows", [], [], {}, {})
+    name = ", ".join(sorted(set(held_out["family"])))
+    device = Device(name=name, ops=held_out.reset_index(drop=True))
+    drawn = [ops_section(device.ops), condition_section(device.ops)]
+    title = f"How well held-out ops of {name} are forecast"
+    return render(title, tiles(device), [*drawn, worst_section(device)], {}, {})
 
 
 def _device_names(results: Sequence[CaseResult]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import DatasetInput
 
+PAGE = "held_out.html"  # artifact of the run that prices a family
 SHOWN_DIGITS = 2  # after the point of a logged metric
 
 
@@ -42,12 +43,19 @@ class Training:
         return f"{self.bundle} {when}"
 
 
-def log_fit(report: Facts, device: str, bundle: Path, data: Sequence[Path] = ()) -> None:
+def log_fit(
+    report: Facts,
+    device: str,
+    bundle: Path,
+    data: Sequence[Path] = (),
+    page: Callable[[pd.DataFrame], str] | None = None,
+) -> None:
     """Log a training to experiment ops/<device>: a run per family and learner.
 
     ``report``: scores by family (``TrainReport.to_dict``). What prices a family in the bundle is
     registered as model ``<device>.<family>``; ``itercast.eval.tracking.registry`` says when it
     becomes the champion. Runs of earlier trainings of these families lose the tag ``newest``.
+    ``page``: draws the held-out forecasts of a family, an artifact of the run that prices it.
     """
     client, time_ms = store.connect(), store.now_ms()
     training = Training(report=report, device=device, bundle=bundle, data=data, time_ms=time_ms)
@@ -59,34 +67,36 @@ def log_fit(report: Facts, device: str, bundle: Path, data: Sequence[Path] = ())
         entry, mine = report[family], held_out[held_out["family"] == family]
         digest = whole.models[family].facts["digest"]
         inputs = datasets(training, family, entry, digest, mine)
-        before = no_longer_newest(client, place, family)
+        no_longer_newest(client, place, family)
         for learner in entry["learners"]:
-            run = log_learner(client, place, training, family, learner, inputs, before)
+            run = log_learner(client, place, training, family, learner, inputs)
             if learner == BLEND:
                 log_trials(client, place, run.run_id, family, entry.get("trials", ()))
             if learner == entry["learner"]:
+                if page:
+                    client.log_text(run.run_id, page(mine), PAGE)
                 registry.offer(client, run, device, family, whole, mine)
 
 
-def no_longer_newest(client: MlflowClient, experiment: str, family: str) -> dict[str, float]:
-    """Take the tag ``newest`` off the family's runs; their median errors in % by learner."""
-    found = {}
+def no_longer_newest(client: MlflowClient, experiment: str, family: str) -> None:
+    """Take the tag ``newest`` off the family's runs."""
     where = f"{store.NEWEST} and tags.family = '{family}'"
     for run in client.search_runs([experiment], where):
         client.delete_tag(run.info.run_id, "newest")
-        found[run.data.tags["learner"]] = run.data.metrics["median_ape_pct"]
-    return found
 
 
-def _tags(training: Training, *, prices: bool) -> dict[str, str]:
-    """Tags of a training's runs; that of the learner which ``prices`` the family has one more."""
+def _tags(training: Training, entry: Facts, learner: str) -> dict[str, str]:
+    """Tags of a training's runs; that of the learner which prices the family has two more."""
+    own = {}
+    if learner == entry["learner"]:
+        own = {"prices": "yes", "coverage_pct": f"{entry.get('coverage_pct') or 0:.0f}"}
     return {
         "training": training.name,
         "bundle": str(training.bundle),
         "newest": "yes",
         "mlflow.source.name": "itercast train",
         "mlflow.source.git.commit": commit(),
-        **({"prices": "yes"} if prices else {}),
+        **own,
     }
 
 
@@ -97,18 +107,18 @@ def log_learner(
     family: str,
     learner: str,
     inputs: Sequence[DatasetInput],
-    before: Mapping[str, float],
 ) -> registry.LoggedRun:
     """Log one learner's run and model; its metrics name the held-out rows as their dataset.
 
-    ``inputs``: what ``datasets`` returned; ``before``: median errors of the training before.
+    ``inputs``: what ``datasets`` returned. The run lasts as long as the learner took.
     """
     from mlflow.entities import LoggedModelOutput, Metric, Param
 
     entry, end_ms = training.report[family], training.time_ms
     facts = {"family": family, "learner": learner, "device": training.device}
-    tags = {**facts, **_tags(training, prices=learner == entry["learner"])}
-    start_ms = end_ms - round(1000 * entry["seconds"])
+    tags = {**facts, **_tags(training, entry, learner)}
+    took_s = entry.get("learner_seconds", {}).get(learner, entry["seconds"])
+    start_ms = end_ms - max(1, round(1000 * took_s))
     run = client.create_run(experiment, start_ms, tags, run_name=f"{family} · {learner}")
     run_id = run.info.run_id
     model = client.create_logged_model(
@@ -117,7 +127,7 @@ def log_learner(
     test = inputs[-1].dataset
     metrics = [
         Metric(key, value, end_ms, 0, model.model_id, test.name, test.digest, run_id)
-        for key, value in shown_metrics(learner, entry, before).items()
+        for key, value in shown_metrics(learner, entry).items()
     ]
     own = entry["parameters"] if learner in (BLEND, PHYSICS) else {}
     params = [Param(key, str(value)) for key, value in {**facts, **own}.items()]
@@ -144,16 +154,11 @@ def log_trials(
         store.log_run(client, experiment, f"{family} · trial {number}", tags, metrics, params)
 
 
-def shown_metrics(learner: str, entry: Facts, before: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of a run: errors in %, rank, rows, noise floor, change of the median error."""
-    scores = entry["learners"][learner]
-    found = {**scores, "rows": entry["rows"], "family_seconds": entry["seconds"]}
+def shown_metrics(learner: str, entry: Facts) -> dict[str, float]:
+    """The metrics of a run: errors in %, rank, rows, held-out shapes, noise floor; of all alike."""
+    found = {**entry["learners"][learner], "rows": entry["rows"], "shapes": entry.get("shapes", 0)}
     if entry.get("retest_ape_pct") is not None:
         found["retest_ape_pct"] = entry["retest_ape_pct"]
-    if learner == entry["learner"] and entry.get("coverage_pct") is not None:
-        found["coverage_pct"] = entry["coverage_pct"]
-    if learner in before:
-        found["change_pct"] = scores["median_ape_pct"] - before[learner]
     return {name: round(float(value), SHOWN_DIGITS) for name, value in found.items()}
 
 

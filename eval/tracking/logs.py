@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pandas as pd
+
 from itercast.eval.tracking import store
 from itercast.microbench.store import Facts
+from itercast.microbench.sweep.cards import commit
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities import DatasetInput
 
 ITERATIONS = "iterations"
+REPORT = "report"  # the run of a comparison that has its page
 RANKS = ((1, "1st"), (2, "2nd"))  # of two compared bundles
 
 
@@ -24,29 +31,75 @@ def iterations_experiment(client: MlflowClient) -> str:
     return store.experiment(client, ITERATIONS, note)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Compared iterations of one kind of plan on one GPU: their errors, and a row per case.
+
+    ``warning``: what is off by more than chance, in words.
+    """
+
+    kind: str
+    gpu: str
+    metrics: Mapping[str, float]
+    cases: pd.DataFrame
+    warning: str = ""
+
+
 def log_evaluation(
     name: str,
-    device: str,
-    metrics: Mapping[str, float],
-    errors_pct: Mapping[str, float],
+    groups: Sequence[Group],
+    facts: Mapping[str, str],
+    plans: Mapping[str, float],
     folder: Path,
-    learner: str = "blend",
+    begin_ms: int,
 ) -> None:
-    """Log a comparison to experiment iterations as one run, with its folder as artifacts.
+    """Log a comparison to experiment iterations: a run per group, and one with the report.
 
-    ``errors_pct``: the signed error of each case.
+    ``facts``: bundle, data, digest of the measured rows, stack, learner, source. ``plans``: how
+    well plans are ranked. Runs of earlier comparisons of these groups lose the tag ``newest``.
     """
     client = store.connect()
     place = iterations_experiment(client)
-    cases = {
-        re.sub(r"[^A-Za-z0-9_. -]", "", f"error_pct.{label}"): value
-        for label, value in errors_pct.items()
-    }
-    tags = {"device": device, "learner": learner}
-    run = store.log_run(client, place, name, tags, {**metrics, **cases})
-    client.log_artifacts(run, str(folder))
-    latest = f"[Report of the latest comparison](#/experiments/{place}/runs/{run}/artifacts)"
+    source = {"mlflow.source.name": facts["source"], "mlflow.source.git.commit": commit()}
+    about = {n: v for n, v in facts.items() if n != "source"}
+    whole = {**source, "learner": facts["learner"], "kind": REPORT}
+    report = store.log_run(client, place, f"{name} · {REPORT}", whole, plans, about, begin_ms)
+    client.log_artifacts(report, str(folder))
+    link = f"[report](#/experiments/{place}/runs/{report}/artifacts?{store.TRAINING_VIEW})"
+    inputs = [_measured_rows(facts, sum(len(group.cases) for group in groups))]
+    for group in groups:
+        own = {"kind": group.kind, "gpu": group.gpu, "learner": facts["learner"]}
+        _no_longer_newest(client, place, own)
+        tags = {**source, **own, "newest": "yes", "report": report, "warning": group.warning}
+        tags[store.NOTE] = f"{group.warning} The {link} has all groups.".strip()
+        params = {**about, **own, "cases": len(group.cases)}
+        title = f"{name} · {group.kind} · {group.gpu}"
+        run = store.log_run(client, place, title, tags, group.metrics, params, begin_ms)
+        client.log_inputs(run, inputs)
+        client.log_table(run, group.cases, "cases.json")
+    latest = f"Latest comparison: {link}"
     client.set_experiment_tag(place, store.NOTE, store.note(ITERATIONS, latest=latest))
+
+
+def _no_longer_newest(client: MlflowClient, place: str, own: Mapping[str, str]) -> None:
+    """Take the tag ``newest`` off the runs with these tags."""
+    where = " and ".join([store.NEWEST, *(f"tags.{k} = '{v}'" for k, v in own.items())])
+    for run in client.search_runs([place], where):
+        client.delete_tag(run.info.run_id, "newest")
+
+
+def _measured_rows(facts: Mapping[str, str], rows: int) -> DatasetInput:
+    """MLflow's dataset input of the measured iterations."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    found = Dataset(
+        name="measured-iterations",
+        digest=facts["digest"],
+        source_type="local",
+        source=json.dumps({"uri": facts["data"]}),
+        profile=json.dumps({"num_rows": rows}),
+    )
+    return DatasetInput(found, [InputTag("mlflow.data.context", "validation")])
 
 
 def log_bench(scores: Sequence[tuple[str, str, str, Mapping[str, float]]], folder: Path) -> None:

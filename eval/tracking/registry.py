@@ -34,6 +34,9 @@ LOADER = "itercast.eval.tracking.champion"
 PINNED = ("mlflow", "xgboost-cpu", "numpy", "scipy", "pandas", "pyarrow", "pyyaml", "torch")
 TYPES = {"int": "long", "float": "double", "bool": "boolean", "str": "string"}
 FEWEST = 20  # common rows; with fewer two models are not compared
+FIRST, BETTER, WORSE = "first", "better", "worse"
+SAME, TOO_FEW = "no difference beyond the noise", "too few rows"
+WORDS = (FIRST, BETTER, WORSE, SAME, TOO_FEW)  # of verdicts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +49,34 @@ class LoggedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Whether a model becomes the champion, and why, in words."""
+    """Whether a new model is better than the champion, on ``points`` that both held out.
 
-    promote: bool
-    reason: str
+    ``word`` is one of WORDS. ``pct``: median errors in % of the new model and of the champion;
+    ``gain_pct``: interval (95 %) of the champion's minus the new one's.
+    """
+
+    word: str
+    points: int = 0
+    pct: tuple[float, float] = (0.0, 0.0)
+    gain_pct: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def promote(self) -> bool:
+        """Whether the new model becomes the champion."""
+        return self.word in (FIRST, BETTER)
+
+    @property
+    def reason(self) -> str:
+        """The verdict in words, with what it rests on."""
+        if self.word == FIRST:
+            return "the first model of this device and family"
+        if self.word == TOO_FEW:
+            return f"only {self.points} rows held out by both, {FEWEST} are needed to compare"
+        (new, old), (low, high) = self.pct, self.gain_pct
+        return (
+            f"{self.word}: median error {new:.2f} %, champion {old:.2f} %, on {self.points} rows "
+            f"held out by both; champion minus this one {low:+.2f} to {high:+.2f} (95 %)"
+        )
 
 
 def judge(new: pd.DataFrame, old: pd.DataFrame | None) -> Verdict:
@@ -58,22 +85,21 @@ def judge(new: pd.DataFrame, old: pd.DataFrame | None) -> Verdict:
     ``itercast.learners.models.noise`` says what the noise of their difference is.
     """
     if old is None:
-        return Verdict(promote=True, reason="the first model of this device and family")
+        return Verdict(word=FIRST)
     errors = log_errors(new).to_frame("new").join(log_errors(old).rename("old"), how="inner")
     if len(errors) < FEWEST:
-        reason = f"only {len(errors)} validation rows in common with the champion, {FEWEST} needed"
-        return Verdict(promote=False, reason=reason)
+        return Verdict(word=TOO_FEW, points=len(errors))
     both = medians(
         {name: errors[name].to_numpy() for name in ("new", "old")},
         np.arange(len(errors)),
         float(new["retest_pct"].median()) if "retest_pct" in new else 0.0,
     )
-    low, high = both.interval_pct("new", "old")
-    gain, better = both.pct["old"] - both.pct["new"], both.better("new", "old")
-    text = f"median error {both.pct['new']:.2f} % on {len(errors)} validation rows, champion "
-    text += f"{both.pct['old']:.2f} %: better by {gain:.2f} ({low:.2f} to {high:.2f}), "
+    word = BETTER if both.better("new", "old") else WORSE if both.better("old", "new") else SAME
     return Verdict(
-        promote=better, reason=text + ("more than noise" if better else "no more than noise")
+        word=word,
+        points=len(errors),
+        pct=(both.pct["new"], both.pct["old"]),
+        gain_pct=both.interval_pct("new", "old"),
     )
 
 
@@ -92,6 +118,7 @@ def offer(
     if not client.search_registered_models(f"name = '{name}'"):
         text = f"Times of op family {family} on {device}; `champion` is the one to load."
         client.create_registered_model(name, description=text)
+    before = champion_of(client, name)
     tags = {"device": device, "family": family, "champion_reason": verdict.reason}
     made = client.create_model_version(
         name,
@@ -101,7 +128,13 @@ def offer(
         description=verdict.reason,
         model_id=run.model_id,
     )
-    client.set_tag(run.run_id, "champion_reason", verdict.reason)
+    found = {"verdict": verdict.word, "champion_reason": verdict.reason, "version": made.version}
+    if before:
+        found |= {"champion_version": before.version}
+    if verdict.points >= FEWEST:
+        found |= {"champion_pct": f"{verdict.pct[1]:.2f}"}
+    for key, value in found.items():
+        client.set_tag(run.run_id, key, str(value))
     if verdict.promote:
         client.set_registered_model_alias(name, ALIAS, made.version)
         client.set_tag(run.run_id, "champion", f"yes: version {made.version}")
@@ -112,16 +145,23 @@ def champion_held_out(client: MlflowClient, name: str) -> pd.DataFrame | None:
     import mlflow
     from mlflow.models import Model
 
-    found = client.search_registered_models(f"name = '{name}'")
-    if not found or ALIAS not in found[0].aliases:
+    champion = champion_of(client, name)
+    if champion is None:
         return None
-    champion = client.get_model_version(name, found[0].aliases[ALIAS])
     with tempfile.TemporaryDirectory() as folder:
         model = model_of(champion)
         bundle = Model.load(f"models:/{model}").flavors["python_function"]["data"]
         source = f"{client.get_logged_model(model).artifact_location}/{bundle}/{FILE}"
         path = mlflow.artifacts.download_artifacts(artifact_uri=source, dst_path=folder)
         return load_held_out(Path(path).parent)
+
+
+def champion_of(client: MlflowClient, name: str) -> ModelVersion | None:
+    """The version of a registered model that is its champion; None where there is none."""
+    found = client.search_registered_models(f"name = '{name}'")
+    if not found or ALIAS not in found[0].aliases:
+        return None
+    return client.get_model_version(name, found[0].aliases[ALIAS])
 
 
 def model_of(registered: ModelVersion) -> str:

@@ -18,41 +18,67 @@ from typing import TYPE_CHECKING
 
 from itercast.eval.tracking import store
 from itercast.eval.tracking.logs import ITERATIONS
+from itercast.learners.models.compared import BLEND
+from itercast.learners.models.noise import FEWEST
 
 if TYPE_CHECKING:
-    from mlflow.entities import Run
+    from mlflow.entities import Experiment, Run
 
 HOST = "127.0.0.1"
 TEMPLATE = Path(__file__).with_name("start_page.html")
+PRICING = "tags.prices = 'yes'"  # runs of learners that price, or priced, a family
+OURS = f"{store.NEWEST} and tags.learner = '{BLEND}'"  # comparisons of what ships
+BAD_PCT = 50.0  # intervals of 80 % that cover less are shown in red
+MOST = 5000  # runs of an experiment that are looked at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
     """The newest scores of one family: runs of the learners that share rank 1, then the others.
 
-    ``prices``: the learner that forecasts use.
+    ``prices``: the run of the learner that forecasts use, if any. ``history``: its median errors in
+    % over all trainings, the newest last.
     """
 
     family: str
     first: Sequence[Run]
     others: Sequence[Run]
-    prices: str
+    prices: Run | None
+    history: Sequence[float] = ()
+
+    @property
+    def few(self) -> bool:
+        """Whether no difference of learners counts, for want of held-out shapes."""
+        return 0 < self.first[0].data.metrics.get("shapes", 0) < FEWEST
 
     @property
     def ids(self) -> list[str]:
         """Of all runs, the best first."""
         return [run.info.run_id for run in (*self.first, *self.others)]
 
+    @property
+    def curve(self) -> list[tuple[float, float]]:
+        """The history as points of a line in an SVG of 100 x 24, whose lower edge is 0 %."""
+        top, steps = max(self.history, default=0.0) or 1.0, max(1, len(self.history) - 1)
+        return [(2 + 96 * i / steps, 22 - 20 * pct / top) for i, pct in enumerate(self.history)]
 
-def lines(runs: Sequence[Run]) -> list[Line]:
-    """A line per family. Of learners of equal rank, the one that prices it comes first."""
+
+def lines(runs: Sequence[Run], before: Sequence[Run] = ()) -> list[Line]:
+    """A line per family of the newest runs. Of learners of equal rank, the pricing one comes first.
+
+    ``before``: all runs that price a family, the oldest first.
+    """
     families: dict[str, list[Run]] = {}
     for run in runs:
         families.setdefault(run.data.tags["family"], []).append(run)
-    return [_line(family, families[family]) for family in sorted(families)]
+    history: dict[str, list[float]] = {}
+    for run in before:
+        family, metrics = run.data.tags["family"], run.data.metrics
+        history.setdefault(family, []).append(metrics["median_ape_pct"])
+    return [_line(name, families[name], history.get(name, [])) for name in sorted(families)]
 
 
-def _line(family: str, runs: Sequence[Run]) -> Line:
+def _line(family: str, runs: Sequence[Run], history: Sequence[float]) -> Line:
     def place(run: Run) -> tuple[float, bool, float]:
         metrics = run.data.metrics
         return metrics["rank"], "prices" not in run.data.tags, metrics["median_ape_pct"]
@@ -62,25 +88,32 @@ def _line(family: str, runs: Sequence[Run]) -> Line:
         family=family,
         first=[run for run in order if run.data.metrics["rank"] == 1],
         others=[run for run in order if run.data.metrics["rank"] > 1],
-        prices=next((r.data.tags["learner"] for r in order if "prices" in r.data.tags), ""),
+        prices=next((run for run in order if "prices" in run.data.tags), None),
+        history=history,
     )
 
 
 def page() -> str:
-    """The first page: a table per device, and links to MLflow's pages."""
+    """The first page: accuracy of iterations, a table of op families per device, links."""
     from flask import render_template_string
 
     client = store.connect()
     found = client.search_experiments(order_by=["last_update_time DESC"])
+
+    def runs(one: Experiment, where: str, order: str) -> Sequence[Run]:
+        place = [one.experiment_id]
+        return list(client.search_runs(place, where, max_results=MOST, order_by=[order]))
+
+    by_time, by_kind = "attributes.start_time ASC", "tags.kind ASC"
     devices = [
-        (one, lines(client.search_runs([one.experiment_id], store.NEWEST, max_results=5000)))
+        (one, lines(runs(one, store.NEWEST, by_time), runs(one, PRICING, by_time)))
         for one in found
         if one.name.startswith("ops/")
     ]
+    kinds = [(one, runs(one, OURS, by_kind)) for one in found if one.name == ITERATIONS]
     others = [one for one in found if not one.name.startswith("ops/")]
-    latest = [one.tags.get(store.NOTE, "") for one in others if one.name == ITERATIONS]
-    facts = {"devices": devices, "others": others, "latest": latest}
-    return render_template_string(TEMPLATE.read_text(), **facts)
+    facts = {"devices": devices, "others": others, "kinds": kinds, "view": store.TRAINING_VIEW}
+    return render_template_string(TEMPLATE.read_text(), **facts, bad_pct=BAD_PCT, fewest=FEWEST)
 
 
 def create_app() -> object:

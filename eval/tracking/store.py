@@ -6,6 +6,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
 DEFAULT_URI = "sqlite:///mlflow.db"
 NOTE = "mlflow.note.content"  # an experiment's description, in Markdown
 PARENT = "mlflow.parentRunId"  # tag of a run below another
+ARTIFACTS = "mlartifacts"  # folder beside a SQLite store
 NOTES = Path(__file__).with_name("notes")
+TRAINING_VIEW = "workflowType=machine_learning"  # MLflow opens its pages for apps without it
 NEWEST = "tags.newest = 'yes'"  # runs of the newest training of each family
 
 
@@ -90,11 +93,26 @@ def experiment(client: MlflowClient, name: str, note: str) -> str:
     """
     known = client.get_experiment_by_name(name)
     if known is None:
-        place = None if is_server(tracking_uri()) else Path("mlartifacts").resolve().as_uri()
-        return str(client.create_experiment(name, artifact_location=place, tags={NOTE: note}))
+        place = None if is_server(tracking_uri()) else Path(ARTIFACTS).resolve().as_uri()
+        made = str(client.create_experiment(name, artifact_location=place, tags={NOTE: note}))
+        _place_beside(made)
+        return made
     if note:
         client.set_experiment_tag(known.experiment_id, NOTE, note)
     return str(known.experiment_id)
+
+
+def _place_beside(experiment: str) -> None:
+    """Keep the place of an experiment's artifacts relative to a SQLite file of this folder.
+
+    So that both survive when the folder is moved; MLflow itself only writes absolute places.
+    """
+    file = Path(tracking_uri().removeprefix("sqlite:///"))
+    if not tracking_uri().startswith("sqlite:///") or file.resolve().parent != Path.cwd():
+        return
+    with closing(sqlite3.connect(file)) as database, database:
+        asked = "UPDATE experiments SET artifact_location = ? WHERE experiment_id = ?"
+        database.execute(asked, (ARTIFACTS, int(experiment)))
 
 
 def note(name: str, **facts: str) -> str:
@@ -107,7 +125,7 @@ def addresses(uri: str) -> list[str]:
     """Name and address, on the server ``uri``, of every experiment of learners."""
     found = connect().search_experiments(order_by=["last_update_time DESC"])
     return [
-        f"{one.name}: {uri}/#/experiments/{one.experiment_id}/runs"
+        f"{one.name}: {uri}/#/experiments/{one.experiment_id}/runs?{TRAINING_VIEW}"
         for one in found
         if one.name.startswith("ops/")
     ]

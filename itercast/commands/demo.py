@@ -8,6 +8,7 @@ from pathlib import Path
 from itercast.commands.shared import fit, iterations, log_training, report_table, sweep
 from itercast.eval.compare import compare_all, console, measured_rows
 from itercast.eval.report.write import report_comparison
+from itercast.eval.tracking.store import now_ms
 from itercast.learners.held_out import has_held_out
 
 RUN = Path("runs/demo")
@@ -36,7 +37,9 @@ def run_demo(budget_s: float) -> None:
         console.print(f"train: reusing {bundle}")
     console.print(report_table(report))
     found = measured_rows(data, None)
+    begin_ms = now_ms()
     results = compare_all(found, bundle)
-    report_comparison(Path("reports/demo"), results, found, report, data, bundle)
+    out, said = Path("reports/demo"), "itercast demo"
+    report_comparison(out, results, found, report, data, bundle, source=said, begin_ms=begin_ms)
     if trained:
         log_training(report, bundle, [data])

@@ -114,6 +114,7 @@ def fit(
     bundle that keeps its other families. ``more``: of ``itercast.learners.train.train``.
     """
     from itercast.capture.base.files import write_atomic
+    from itercast.eval.tracking.open_run import open_run
     from itercast.learners.bundle import Bundle
     from itercast.learners.held_out import load_held_out, save_held_out, with_others
     from itercast.learners.train import SCORES, train
@@ -122,18 +123,26 @@ def fit(
     others = json.loads((out / SCORES).read_text()) if into and (out / SCORES).is_file() else {}
     for root in (root for root in data if not root.is_dir()):
         raise ValueError(f"data {str(root)!r}: no such folder")
-    with progress_bar() as bar:
-        task = bar.add_task("train", total=None)
+    asked = {"data": ", ".join(map(str, data)), "trials": trials}
+    with progress_bar() as bar, open_run("trainings", str(out), asked, "itercast train") as run:
+        task, begun = bar.add_task("train", total=None), list[str]()
+
+        def told(name: str) -> None:
+            bar.update(task, description=f"train {name}")
+            run.progress("families", len(begun))
+            begun.append(name)
+
         trained = train(
             data,
             out,
             families,
             trials,
-            on_progress=lambda name: bar.update(task, description=f"train {name}"),
+            on_progress=told,
             compare=True,
             into=kept[0] if kept else None,
             **more,
         )
+        run.progress("families", len(trained.families))
     report, held_out = trained.to_dict(), trained.held_out()
     save_held_out(out, with_others(held_out, kept[1]) if kept else held_out)
     write_atomic(out / SCORES, json.dumps(others | report).encode())
@@ -142,11 +151,13 @@ def fit(
 
 def log_training(report: Row, out: Path, data: Sequence[Path]) -> None:
     """Log a training to MLflow, after its answer, and say how long that took."""
+    from itercast.eval.report.write import family_page
     from itercast.eval.tracking.fits import log_fit
     from itercast.learners.bundle import Bundle
 
     begin, gpus = time.monotonic(), sorted(Bundle.load(out).gpus)
-    if log_last(log_fit, report, gpus[0] if len(gpus) == 1 else "all", out, data):
+    device = gpus[0] if len(gpus) == 1 else "all"
+    if log_last(log_fit, report, device, out, data, family_page):
         typer.echo(f"logging took {time.monotonic() - begin:.0f} s", err=True)
 
 

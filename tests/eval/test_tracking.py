@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,13 +13,16 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
+from report_facts import RESULTS
 from toy_products import products
 
+from itercast.eval.report.write import family_page
+from itercast.eval.results import logged_groups
 from itercast.eval.tracking.fits import log_fit
 from itercast.eval.tracking.logs import log_evaluation
 from itercast.eval.tracking.registry import PINNED, judge
 from itercast.eval.tracking.start_page import lines
-from itercast.eval.tracking.store import NEWEST
+from itercast.eval.tracking.store import NEWEST, NOTE, now_ms
 from itercast.learners.features.table import shape_places
 from itercast.learners.held_out import load_held_out
 from itercast.learners.models.compared import NAMES
@@ -27,7 +31,6 @@ from itercast.learners.train import SCORES
 from itercast.microbench.ops.matrix import gemm
 
 TRIALS = 2
-ERRORS = {"mape_pct": 5.0, "median_ape_pct": 4.0, "p90_ape_pct": 9.0, "bias_pct": 0.5}
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +60,7 @@ def log(trained: tuple[Path, dict[str, Any]], folder: Path, patch: pytest.Monkey
 
     root, report = trained
     patch.setenv("ITERCAST_CACHE", str(root / ".cache"))
-    log_fit(report, "toy", root / "bundle", [root])
+    log_fit(report, "toy", root / "bundle", [root], family_page)
     return MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
 
 
@@ -73,9 +76,11 @@ def test_every_learner_is_a_run_with_parameters_duration_and_commit(
     found = runs_of(logged, "ops/toy", "metrics.rank > 0")
     assert {run.data.tags["learner"] for run in found} == set(NAMES)
     assert not any("mlflow.parentRunId" in run.data.tags for run in found)
-    seconds = trained[1]["gemm"]["seconds"]
+    seconds = trained[1]["gemm"]["learner_seconds"]
+    assert set(seconds) == set(NAMES)
     for run in found:
-        assert run.info.end_time - run.info.start_time == round(1000 * seconds) > 0
+        took_ms = max(1, round(1000 * seconds[run.data.tags["learner"]]))
+        assert run.info.end_time - run.info.start_time == took_ms
         assert {"family", "learner", "device"} <= set(run.data.params)
         assert len(run.data.tags["mlflow.source.git.commit"]) == 40
     (blend,) = (run for run in found if run.data.tags["learner"] == "blend")
@@ -90,18 +95,22 @@ def test_a_second_training_takes_the_place_of_the_first(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The same bundle again: no change, each learner newest once, and the champion stays."""
+    """The same bundle again: each learner is newest once, and the champion stays."""
     log(trained, tmp_path, monkeypatch)
     logged = log(trained, tmp_path, monkeypatch)
     newest = runs_of(logged, "ops/toy", NEWEST)
     assert sorted(run.data.tags["learner"] for run in newest) == sorted(NAMES)
-    assert {run.data.metrics["change_pct"] for run in newest} == {0.0}
+    metrics = [set(run.data.metrics) for run in newest]
+    assert all(one == metrics[0] for one in metrics)  # what MLflow compares, all have
     versions = logged.search_model_versions("name = 'toy.gemm'")
     assert len(versions) == 2
     assert logged.get_model_version_by_alias("toy.gemm", "champion").version == 1
     reasons = {str(v.version): v.tags["champion_reason"] for v in versions}
     assert reasons["1"] == "the first model of this device and family"
-    assert "no more than noise" in reasons["2"]
+    assert reasons["2"].startswith("no difference beyond the noise: median error")
+    (own,) = (run.data.tags for run in newest if "verdict" in run.data.tags)
+    assert own["champion_version"] == "1" and own["champion_reason"] == reasons["2"]
+    assert float(own["champion_pct"]) > 0
 
 
 def run(family: str, learner: str, rank: int, error: float, **tags: str) -> Any:
@@ -124,7 +133,8 @@ def test_the_first_page_has_a_line_per_family_the_best_first() -> None:
     ]
     gemm_line, norm_line = lines(runs)
     names = [r.data.tags["learner"] for r in (*gemm_line.first, *gemm_line.others)]
-    assert (gemm_line.family, names, gemm_line.prices) == ("gemm", ["b", "c", "a"], "a")
+    assert (gemm_line.family, names) == ("gemm", ["b", "c", "a"])
+    assert gemm_line.prices is not None and gemm_line.prices.data.tags["learner"] == "a"
     assert [r.data.tags["learner"] for r in norm_line.first] == ["a", "b"]
     assert norm_line.ids == ["norm-a", "norm-b"]
 
@@ -172,15 +182,54 @@ def test_trials_are_child_runs(logged: Any) -> None:
     assert {"eta", "max_depth"} <= set(trials[0].data.params)
 
 
-def test_a_comparison_is_a_run_with_its_report(logged: Any, tmp_path: Path) -> None:
+def test_a_comparison_is_a_run_per_group_and_its_report(logged: Any, tmp_path: Path) -> None:
+    """Each with its errors, parameters, dataset, duration, warning and a row per case."""
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "report.html").write_text("a page")
-    log_evaluation("demo", "toy", ERRORS, {"gpt dp=2": -3.0}, tmp_path / "demo")
-    (run,) = runs_of(logged, "iterations")
-    assert run.data.metrics["error_pct.gpt dp2"] == -3.0
-    assert [f.path for f in logged.list_artifacts(run.info.run_id)] == ["report.html"]
-    note = logged.get_experiment_by_name("iterations").tags["mlflow.note.content"]
-    assert f"/runs/{run.info.run_id}/artifacts)" in note
+    facts = {"bundle": "b", "data": "d", "digest": "0123", "stack": "torch", "learner": "blend"}
+    groups = logged_groups(RESULTS, {("toy", "DDP"): "too short"})
+    for _ in range(2):
+        begin_ms = now_ms() - 5000
+        asked = ("demo", groups, {**facts, "source": "itercast evaluate"}, {"kendall_tau": 0.5})
+        log_evaluation(*asked, tmp_path / "demo", begin_ms)
+    every = runs_of(logged, "iterations")
+    assert len(every) == 2 * 3 and len(runs_of(logged, "iterations", NEWEST)) == 2
+    by_kind = {run.data.tags["kind"]: run for run in runs_of(logged, "iterations", NEWEST)}
+    ddp, report = by_kind["DDP"], logged.get_run(by_kind["DDP"].data.tags["report"])
+    assert ddp.data.metrics["geomean_ape_pct"] == pytest.approx(20)
+    assert by_kind["one process"].data.metrics["coverage_pct"] == 50
+    assert ddp.data.params | {"bundle": "b", "gpu": "toy", "cases": "1"} == ddp.data.params
+    assert ddp.data.tags["warning"] == "too short" and "too short" in ddp.data.tags[NOTE]
+    assert ddp.data.tags["mlflow.source.name"] == "itercast evaluate"
+    assert ddp.info.end_time - ddp.info.start_time >= 5000
+    (given,) = ddp.inputs.dataset_inputs
+    assert given.dataset.digest == "0123"
+    path = logged.download_artifacts(ddp.info.run_id, "cases.json", str(tmp_path))
+    table = json.loads(Path(path).read_text())
+    assert dict(zip(table["columns"], table["data"][0], strict=True))["error_pct"] == -20
+    assert [f.path for f in logged.list_artifacts(report.info.run_id)] == ["report.html"]
+    note = logged.get_experiment_by_name("iterations").tags[NOTE]
+    assert f"/runs/{report.info.run_id}/artifacts?workflowType=machine_learning)" in note
+
+
+def test_the_family_that_prices_has_a_page_of_its_forecasts(logged: Any) -> None:
+    (run,) = runs_of(logged, "ops/toy", "tags.prices = 'yes'")
+    assert [f.path for f in logged.list_artifacts(run.info.run_id)] == ["held_out.html"]
+    assert all(
+        not logged.list_artifacts(other.info.run_id)
+        for other in runs_of(logged, "ops/toy", "metrics.rank > 0")
+        if other.info.run_id != run.info.run_id
+    )
+
+
+def test_artifacts_survive_a_moved_folder(logged: Any, tmp_path: Path) -> None:
+    """A store in the working folder names them by a relative place."""
+    place = logged.get_experiment_by_name("ops/toy").artifact_location
+    assert place == "mlartifacts"
+    moved = tmp_path / "moved"
+    shutil.copytree(Path.cwd(), moved)
+    (run,) = runs_of(logged, "ops/toy", "tags.prices = 'yes'")
+    assert (moved / run.info.artifact_uri / "held_out.html").is_file()
 
 
 def forecasts(errors_pct: np.ndarray) -> pd.DataFrame:
@@ -199,7 +248,10 @@ def test_a_champion_is_replaced_only_by_more_than_the_noise() -> None:
     assert not judge(forecasts(errors * 0.999 * np.tile([1.05, 0.95], 50)), old).promote
     assert not judge(forecasts(errors * 2), old).promote
     few = judge(forecasts(errors[:10] / 2), old)
-    assert not few.promote and "only 10 validation rows in common" in few.reason
+    assert not few.promote and few.reason.startswith("only 10 rows held out by both, 20")
+    worse, same = (judge(forecasts(e), old) for e in (errors * 2, errors))
+    assert (worse.word, same.word) == ("worse", "no difference beyond the noise")
+    assert "on 100 rows held out by both" in worse.reason and worse.gain_pct[1] < 0
 
 
 def test_a_shape_stays_held_out_when_rows_are_added() -> None:

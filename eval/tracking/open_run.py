@@ -1,0 +1,82 @@
+"""A run that MLflow shows while a command works, and that ends as FINISHED, FAILED or KILLED."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from itercast.eval.tracking import store
+from itercast.eval.tracking.attempt import attempt
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+HOST, PROCESS = "host", "process"  # tags of where an open run's command works
+
+
+@dataclass(slots=True)
+class OpenRun:
+    """A run in progress; ``run_id`` is empty where it could not be logged, then nothing more is."""
+
+    run_id: str = ""
+
+    def progress(self, name: str, value: float) -> None:
+        """Log a number that grows while the command works."""
+        if self.run_id and not attempt(self._metric, name, value):
+            self.run_id = ""
+
+    def _metric(self, name: str, value: float) -> None:
+        store.connect().log_metric(self.run_id, name, value, store.now_ms())
+
+    def _begin(self, experiment: str, name: str, params: Mapping[str, object], source: str) -> None:
+        client = store.connect()
+        place = store.experiment(client, experiment, store.note(experiment))
+        end_left(client, place)
+        tags = {"mlflow.source.name": source, HOST: socket.gethostname(), PROCESS: str(os.getpid())}
+        self.run_id = client.create_run(place, tags=tags, run_name=name).info.run_id
+        for key, value in params.items():
+            client.log_param(self.run_id, key, value)
+
+    def _end(self, state: str) -> None:
+        store.connect().set_terminated(self.run_id, state)
+
+
+@contextmanager
+def open_run(
+    experiment: str, name: str, params: Mapping[str, object], source: str
+) -> Iterator[OpenRun]:
+    """A run while the context lasts: FAILED where it raises, KILLED where it is interrupted."""
+    run, state = OpenRun(), "FAILED"
+    attempt(run._begin, experiment, name, params, source)
+    try:
+        yield run
+        state = "FINISHED"
+    except (KeyboardInterrupt, SystemExit):
+        state = "KILLED"
+        raise
+    finally:
+        if run.run_id:
+            attempt(run._end, state)
+
+
+def end_left(client: MlflowClient, experiment: str) -> None:
+    """End, as KILLED, runs whose command on this machine is gone and could not end them."""
+    asked = f"attributes.status = 'RUNNING' and tags.{HOST} = '{socket.gethostname()}'"
+    for run in client.search_runs([experiment], asked):
+        if not _alive(int(run.data.tags[PROCESS])):
+            client.set_terminated(run.info.run_id, "KILLED")
+
+
+def _alive(process: int) -> bool:
+    """Whether a process of this machine exists."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True

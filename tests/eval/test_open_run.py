@@ -1,0 +1,69 @@
+"""Runs that exist while a command works, in a real SQLite store: how each of them ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from itercast.eval.tracking import store
+from itercast.eval.tracking.open_run import open_run
+
+KILLED = """
+import os
+from itercast.eval.tracking.open_run import open_run
+with open_run("trainings", "lost", {}, "itercast train"):
+    os.kill(os.getpid(), 9)
+"""
+
+
+def runs() -> dict[str, Any]:
+    """All runs of trainings by name."""
+    client = store.connect()
+    place = client.get_experiment_by_name("trainings")
+    assert place is not None
+    return {run.info.run_name: run for run in client.search_runs([place.experiment_id])}
+
+
+def test_a_run_is_there_from_the_first_second(mlflow_store: str) -> None:
+    with open_run("trainings", "mine", {"trials": 3}, "itercast train") as run:
+        run.progress("families", 2)
+        found = runs()["mine"]
+        assert found.info.status == "RUNNING" and found.data.params == {"trials": "3"}
+        assert found.data.metrics == {"families": 2.0}
+    assert runs()["mine"].info.status == "FINISHED"
+
+
+@pytest.mark.parametrize(
+    ("raised", "ends"), [(ValueError, "FAILED"), (KeyboardInterrupt, "KILLED")]
+)
+def test_a_run_ends_as_its_command_does(
+    mlflow_store: str, raised: type[BaseException], ends: str
+) -> None:
+    with pytest.raises(raised), open_run("trainings", "mine", {}, "itercast train"):
+        raise raised
+    assert runs()["mine"].info.status == ends
+
+
+def test_a_run_whose_command_is_gone_is_ended_by_the_next(mlflow_store: str) -> None:
+    """As after a loss of power; that of a living command stays."""
+    subprocess.run([sys.executable, "-c", KILLED], check=False)
+    assert runs()["lost"].info.status == "RUNNING"
+    with open_run("trainings", "first", {}, ""), open_run("trainings", "second", {}, ""):
+        assert {n: r.info.status for n, r in runs().items()} == {
+            "lost": "KILLED",
+            "first": "RUNNING",
+            "second": "RUNNING",
+        }
+
+
+def test_without_a_store_the_command_works(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning, and no further attempts."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    with open_run("trainings", "mine", {}, "itercast train") as run:
+        run.progress("families", 1)
+    assert len(caplog.records) == 1 and "not logged to MLflow" in caplog.text
