@@ -45,16 +45,16 @@ bench-public: setup ## errors on other people's measurements beside baselines (P
 	$(CLI) bench-public $(PUBLIC)
 
 ablate: setup ## what each rule and assumed number buys on other people's measurements (PUBLIC=folder SAMPLE=1)
-	$(PY) -m itercast.eval.ablation $(PUBLIC) --sample $(or $(SAMPLE),1)
+	$(PY) -m itercast.extras.published.ablation $(PUBLIC) --sample $(or $(SAMPLE),1)
 
 shipped: setup ## rebuild the GPU bundle from public measurements, compare (PUBLIC=folder REPLACE=yes; an hour)
-	$(PY) -m itercast.eval.public.shipped $(PUBLIC) $(if $(REPLACE),--replace)
+	$(PY) -m itercast.extras.published.fits.shipped $(PUBLIC) $(if $(REPLACE),--replace)
 
 shipped-cpu: setup ## rebuild the CPU bundle from datasets/, compare (REPLACE=yes; 4 minutes)
-	$(PY) -m itercast.eval.public.shipped --cpu $(if $(REPLACE),--replace)
+	$(PY) -m itercast.extras.published.fits.shipped --cpu $(if $(REPLACE),--replace)
 
 dlrm: setup ## recommendation models: lookups, iterations and choice of a sharding on this CPU (15 minutes)
-	$(PY) -m itercast.eval.recommenders
+	$(PY) -m itercast.extras.recommenders
 
 fleet-demo: setup ## two unlike machines on this CPU as a fleet, one killed on the way; trained apart and together (5 minutes)
 	$(PY) -m itercast.microbench.fleet.demo
@@ -73,6 +73,7 @@ bench-speed: setup ## how fast predict and price answer (BUNDLE=learners/shipped
 
 bench-scale: setup ## how forecasts and plan searches of thousands of GPUs scale
 	$(PY) -m itercast.eval.scale
+	$(PY) -m itercast.extras.recommenders.scale
 
 ui: setup ## the MLflow UI
 	$(CLI) ui

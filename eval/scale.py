@@ -9,8 +9,6 @@ import resource
 import statistics
 import time
 
-import numpy as np
-
 from itercast.capture.base.slow_imports import without_scikit_learn
 from itercast.eval.processes import in_new_process
 from itercast.eval.progress import run_program
@@ -21,7 +19,6 @@ GPU = "h100-sxm-80gb"
 MODEL = "gpt3-175b"
 SEARCHED = "llama-8b"
 SAMPLES = {64: 512, 1024: 2048}  # of 8,192 tokens in a step of the searched model, by GPUs
-TABLES, SHARDINGS, TOGETHER = 64, 1000, 10  # forecast so many at once
 FIGURES = (  # target, and name in what ``measure`` and ``search_s`` return
     ("GPT-3 175B on 16,384 H100, capture and imports included, s", "<= 10", "first_s"),
     ("  of this CPU time, s", "", "first_cpu_s"),
@@ -32,7 +29,6 @@ FIGURES = (  # target, and name in what ``measure`` and ``search_s`` return
     ("plan search of GPT-3 175B on 1,024 GPUs, plans per CPU second", ">= 195", "plans_per_s"),
     ("plan search of Llama-3 8B on 64 GPUs, CPU seconds", "<= 12", "search_64"),
     ("plan search of Llama-3 8B on 1,024 GPUs, CPU seconds", "<= 20", "search_1024"),
-    (f"{SHARDINGS:,} shardings of {TABLES} tables, s", "<= 20", "shardings_s"),
 )
 
 
@@ -73,27 +69,6 @@ def measure(begin_s: float) -> dict[str, float]:
     return found
 
 
-def shardings_s() -> float:
-    """Seconds that forecasts of SHARDINGS shardings of many tables take, once ops are priced."""
-    from itercast.compose.sharding.forecast import Forecaster
-    from itercast.compose.sharding.propose import random_sharding
-    from itercast.compose.target import find_target
-    from itercast.learners.bundle import SHIPPED_CPU
-    from itercast.microbench.iterations.sharded_model import RankingModel, Table
-
-    rng = np.random.default_rng(0)
-    tables = (
-        Table(name=f"t{i}", rows=1000 * (i + 1), dim=16, pooling=20 + i % 40) for i in range(TABLES)
-    )
-    model = RankingModel(batch=256, tables=tuple(tables), bottom=(128, 64), top=(128, 64))
-    forecaster = Forecaster(model, find_target("cpu", "dp=2", SHIPPED_CPU), 2)
-    forecaster.forecast(random_sharding(rng, model, 2))
-    start = time.perf_counter()
-    for _ in range(SHARDINGS // TOGETHER):
-        forecaster.forecasts([random_sharding(rng, model, 2) for _ in range(TOGETHER)])
-    return time.perf_counter() - start
-
-
 def search_s(gpus: int) -> float:
     """CPU seconds of a plan search in this fresh process, without imports."""
     from itercast.compose.open_search import open_search
@@ -113,7 +88,6 @@ def main() -> None:
     with fresh_folder():
         found = in_new_process(measure, time.time())
         found |= {f"search_{gpus}": in_new_process(search_s, gpus) for gpus in SAMPLES}
-        found["shardings_s"] = in_new_process(shardings_s)
     print_table("scale", [(what, target, f"{found[key]:.2f}") for what, target, key in FIGURES])
 
 

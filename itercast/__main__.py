@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -12,23 +13,20 @@ import typer
 from rich.console import Console
 
 from itercast.capture.base.durations import seconds
+from itercast.capture.base.extensions import with_added
 from itercast.capture.base.slow_imports import without_scikit_learn
-from itercast.commands.bench_public import bench_public
 from itercast.commands.calibrate import calibrate
 from itercast.commands.check import check
 from itercast.commands.compare import compare
 from itercast.commands.explain import explain
-from itercast.commands.feed.input import input_lane
-from itercast.commands.feed.rollouts import rl
 from itercast.commands.import_rows import import_rows
+from itercast.commands.input import input_lane
 from itercast.commands.measure.fleet import fleet
 from itercast.commands.measure.gpu_report import gpu_report
 from itercast.commands.plan import plan
 from itercast.commands.predict import predict
 from itercast.commands.run import run
-from itercast.commands.schedulers.replay import replay
-from itercast.commands.schedulers.throughput import throughput
-from itercast.commands.shard import shard
+from itercast.commands.throughput import throughput
 from itercast.errors import OneLineGroup
 from itercast.names import KINDS, kinds, listing
 from itercast.options import Bundle, Families, Hardware, Json, fetched_root
@@ -61,10 +59,12 @@ def options(
 
 
 for command in (
-    *(calibrate, bench_public, gpu_report, shard, throughput, replay, check, compare, fleet),
-    *(predict, explain, plan, rl),
+    *(calibrate, gpu_report, throughput, check, compare, fleet),
+    *(predict, explain, plan),
 ):
     app.command()(command)
+for name, command in with_added("commands", {}, Callable).items():  # of our extras, too
+    app.command(name=name)(command)
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
     run
 )

@@ -20,7 +20,7 @@ from itercast.capture.base.assumptions import (
 )
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("capture", "microbench", "learners", "compose", "eval", "itercast")
+PACKAGES = ("capture", "microbench", "learners", "compose", "eval", "itercast", "extras")
 FORECASTING = ("compose", "learners", *(f"microbench/{x}" for x in ("ops", "capture", "hardware")))
 HYPERPARAMETERS = "learners/models"  # data decide what they do
 MARK = "# no assumption:"

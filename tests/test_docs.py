@@ -32,7 +32,7 @@ from itercast.microbench.hardware.spec import Gpu
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-PACKAGES = ("capture", "microbench", "learners", "compose", "eval", "itercast")
+PACKAGES = ("capture", "microbench", "learners", "compose", "eval", "itercast", "extras")
 FOLDERS = (*PACKAGES, "tests", "docs", "examples", "datasets")
 COMMANDS = typer.main.get_command(app)
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
@@ -181,7 +181,7 @@ def test_what_is_shown_is_what_the_example_package_adds(file: str) -> None:
 
 
 def test_the_importer_shown_counts_what_it_leaves_out(tmp_path: Path) -> None:
-    mylab = load("eval/public/sources/mylab.py", tmp_path)
+    mylab = load("extras/published/sources/mylab.py", tmp_path)
     (tmp_path / "h100.csv").write_text("M,N,K,ms\n128,128,128,0.02\n5,x,2,0.1\n")
     found = mylab.read(tmp_path)
     assert found.rows["gemm"]["time_us"].tolist() == [20.0]

@@ -11,7 +11,7 @@ from itercast.capture.base.assumptions import Assumption, all_assumptions
 from itercast.compose.forecast import Forecast
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("capture", "microbench", "learners", "compose")
+PACKAGES = ("capture", "microbench", "learners", "compose", "extras")
 FALLBACK = Assumption(  # several numbers of a family's file
     module="",
     name="",

@@ -34,8 +34,8 @@ def import_rows(
     as_json: Json = False,
 ) -> None:
     """Convert published measurements into dataset rows; prints how many were left out, and why."""
-    from itercast.eval.public.readers import read_source
     from itercast.microbench.fleet.urls import written
+    from itercast.microbench.importers.sources import read_source
     from itercast.microbench.importers.write import write
 
     hints, own = given(gpu, nodes, gpus_per_node, node)

@@ -94,7 +94,7 @@ def _on_cluster(question: Question, path: Path, *, alone: bool) -> Forecast:
 def _with_input(found: Forecast, path: Path, step: StepCapture, target: Target) -> Forecast:
     """The forecast with the DataLoader of a file."""
     from itercast.capture.input.lane import read_lane
-    from itercast.compose.feed.input import with_input
+    from itercast.compose.input_pipeline import with_input
 
     return with_input(found, read_lane(path), target, step.samples * target.plan.microbatches)
 

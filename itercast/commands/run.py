@@ -50,7 +50,7 @@ def run(
     found, loading_us, advice = forecast_program(program, target), 0.0, ""
     step_us = found.iteration_us
     if lane is not None:
-        from itercast.compose.feed.input import with_input
+        from itercast.compose.input_pipeline import with_input
 
         made = lane.worker if lane.workers else lane.alone
         loading_us = made.mean_us * program.samples / lane.batch_samples
@@ -70,7 +70,7 @@ def run(
 
 def _workers(found: Forecast, lane: InputLane, target: Target, samples: int) -> str:
     """How many workers a loader has, and how many hide it from the step."""
-    from itercast.compose.feed.input import consumer, cores_of_a_rank, fewest_workers
+    from itercast.compose.input_pipeline import consumer, cores_of_a_rank, fewest_workers
 
     own = f"{lane.workers} workers"
     if not lane.workers:

@@ -6,8 +6,10 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
+from itercast.capture.base.extensions import with_added
 from itercast.microbench.importers import nccl_tests
 from itercast.microbench.importers.base import Hints, Imported, Unreadable, read_text
 from itercast.microbench.importers.mapped import reader
@@ -18,8 +20,20 @@ Reader = Callable[..., Imported] | Path  # reads a path, with or without hints; 
 OWN: Mapping[str, Reader] = {"nccl-tests": nccl_tests.read, "kineto": kineto.read}
 
 
-def read_by(readers: Mapping[str, Reader], source: str, path: Path, hints: Hints) -> Imported:
+@cache
+def importers() -> Mapping[str, Reader]:
+    """All importers by name: our own, and those that packages add, one by one or as tables.
+
+    Entry points of ``itercast.importer_tables`` are mappings from names to importers.
+    """
+    tables: Mapping[str, Mapping[str, Reader]] = with_added("importer_tables", {}, Mapping)
+    known = {**OWN, **{name: one for table in tables.values() for name, one in table.items()}}
+    return with_added("importers", known, (Path, Callable))
+
+
+def read_source(source: str, path: Path, hints: Hints) -> Imported:
     """Import a source; ValueError for an unknown source, a missing path or a wrong folder."""
+    readers = importers()
     if source not in readers:
         raise ValueError(f"unknown source {source!r}; known: {sorted(readers)}")
     if not path.exists():

@@ -26,12 +26,12 @@ import numpy as np
 import pandas as pd
 
 from itercast.capture.plan import ParallelPlan
-from itercast.eval.public.readers import SOURCES, read_source
 from itercast.learners.bundle import FACTS, SHIPPED_CPU, Bundle
 from itercast.learners.score_file import read_file, write_forecasts
 from itercast.microbench.hardware.node import load_node
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.importers.base import Hints
+from itercast.microbench.importers.sources import importers, read_source
 
 ROOT = Path(__file__).parents[2]
 KEPT = Path("runs/hostile")
@@ -154,7 +154,7 @@ def few_lines() -> list[Sample]:
 def published(public: Path) -> list[Sample]:
     """The first small files of every source, in their places."""
     found = []
-    for source in SOURCES:
+    for source in sorted(importers()):
         files = [p for p in sorted((public / source).rglob("*")) if p.is_file()]
         small = [p for p in files if p.stat().st_size < MAX_SAMPLE * 10][:40]
         for path in small:

@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
-from itercast.compose.feed.input import LATE, Consumer, fed
+from itercast.compose.input_pipeline import LATE, Consumer, fed
 from itercast.microbench.input.measure import measure_lane
 
 SECONDS = 5.0  # to measure a loader

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from itercast.capture.cases.registry import case
-from itercast.compose.feed.rollouts import loop_time, make_loop
 from itercast.compose.predict import prepare
+from itercast.extras.rl.rollouts import loop_time, make_loop
 from itercast.microbench.input.environment import measure_environment
 from itercast.microbench.timing.clock import keep_freed_memory
 

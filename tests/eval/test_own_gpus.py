@@ -10,7 +10,7 @@ import pytest
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import Priceable
 from itercast.eval.compare import compare_all, measured_rows
-from itercast.eval.public.shipped import own_rows
+from itercast.extras.published.fits.shipped import own_rows
 from itercast.learners.bundle import SHIPPED, Bundle
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.ops import families

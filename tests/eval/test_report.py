@@ -21,13 +21,13 @@ from typer.testing import CliRunner
 from itercast.__main__ import app
 from itercast.eval.errors.systematic import systematic_errors
 from itercast.eval.iteration_parts import PARTS
-from itercast.eval.public.report import write_public_pages
 from itercast.eval.report.blocks import Device
 from itercast.eval.report.evaluation import Evaluation
 from itercast.eval.report.page import render
 from itercast.eval.report.sections import sections, tiles
 from itercast.eval.report.sweeps import sweep_facts
 from itercast.eval.report.write import rewrite, write_pages
+from itercast.extras.published.report import write_public_pages
 from itercast.learners.held_out import save_held_out
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.matrix import gemm

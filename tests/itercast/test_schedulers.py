@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from itercast.__main__ import app
 from itercast.api import predict
-from itercast.compose.schedulers.throughput import spread
+from itercast.compose.throughput import spread
 from itercast.learners.bundle import Bundle
 
 run = CliRunner()

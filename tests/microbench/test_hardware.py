@@ -292,7 +292,7 @@ def test_the_usual_host_rests_on_no_source_that_is_left_out() -> None:
     """Hosts that ship say what they were fitted on."""
     known = [load_host(name) for name in host_names()]
     assert len(known) >= 6 and all(h.sources for h in known)
-    commands = ("python -m itercast.eval.public.hosts", "itercast calibrate")
+    commands = ("python -m itercast.extras.published.fits.hosts", "itercast calibrate")
     assert all(h.source.startswith(commands) for h in known)
     with leaving_out("KernelBench"):
         left = load_host()

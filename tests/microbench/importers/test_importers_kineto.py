@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from itercast.eval.public.readers import read_source
+from itercast.extras.published.readers import read_source
 from itercast.microbench.importers.base import Hints, Imported
 from itercast.microbench.importers.traces.kineto_ops import ATTENTION, describe
 from itercast.microbench.importers.traces.kineto_tree import parse

@@ -11,7 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from itercast.__main__ import app
-from itercast.eval.public.readers import read_source
+from itercast.extras.published.readers import read_source
 from itercast.microbench.hardware.node import load_node
 from itercast.microbench.importers.base import Hints, Imported
 from itercast.microbench.importers.nccl_text import version

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from itercast.eval.public.readers import MAPPINGS
+from itercast.extras.published.readers import MAPPINGS
 from itercast.microbench.importers.base import Imported
 from itercast.microbench.importers.mapped import reader
 from itercast.microbench.importers.mapped.conversions import ARITHMETIC, Cells, Place, known

@@ -1,1 +1,0 @@
-"""Stages of an iteration that feed each other: input, rollouts, learners."""

@@ -1,1 +1,0 @@
-"""Forecasts for cluster schedulers: a table of throughputs, and a replay of jobs with it."""

@@ -1,0 +1,43 @@
+"""The command ``itercast bench-public``: errors on published measurements beside baselines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def bench_public(
+    public: Annotated[Path, typer.Argument(help="folder of published measurements, by source")],
+    out: Annotated[Path, typer.Option(file_okay=False, help="report folder")] = Path(
+        "reports/bench-public"
+    ),
+    line: Annotated[str, typer.Option(help="only results whose name contains this text")] = "",
+    leave_out: Annotated[
+        str,
+        typer.Option(
+            metavar="SOURCE",
+            help="only errors on this source's rows, with the source left out and with it",
+        ),
+    ] = "",
+    bundle: Annotated[
+        Path | None, typer.Option(help="bundle that forecasts iterations; default: the shipped one")
+    ] = None,
+) -> None:
+    """Judge forecasts by published measurements, beside baselines; logs to MLflow.
+
+    A second table leaves sources out: errors on the rows of each source by forecasts that use
+    neither its rows nor assumed numbers that were fitted on it.
+    """
+    from itercast.commands.shared import log_last
+    from itercast.eval.tracking.logs import log_bench
+    from itercast.extras.published.report import line_names, report
+    from itercast.learners.bundle import SHIPPED
+
+    if not any(line in name for name in line_names()):
+        raise ValueError(f"line {line!r}: no line's name contains it; lines: {line_names()}")
+    results, text = report(public, line, leave_out, bundle or SHIPPED, out)
+    scores = [(r.line, r.part, name, s) for r in results for name, s in r.scores.items()]
+    typer.echo(text)
+    log_last(log_bench, scores, out)

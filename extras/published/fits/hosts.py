@@ -1,0 +1,103 @@
+"""Fits hosts to published rows: `python -m itercast.extras.published.fits.hosts PUBLIC [FOLDER]`.
+
+Prints each host's slowdown, and errors under the usual host with the row's source left out; writes
+host files where a folder is given. Also prints the ratios of assumption host.call_launches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import pandas as pd
+import typer
+from rich.console import Console
+
+from itercast.capture.base.yaml_text import facts_of, made_of
+from itercast.compose.host_fit import MeasuredStep, fit_host
+from itercast.eval.progress import run_program
+from itercast.extras.published.lines import selected
+from itercast.extras.published.models import measured_steps
+from itercast.extras.published.readers import read_iterations
+from itercast.learners.bundle import SHIPPED
+from itercast.microbench.hardware.host import REFERENCE, HostMachine, host_yaml, usual_host
+
+ROWS = 40  # of a source that has many
+COMMAND = "python -m itercast.extras.published.fits.hosts PUBLIC"
+POINTWISE = "add mul add_ mul_ sub div gelu relu clamp_min silu neg threshold_backward pow rsqrt"
+FACTS = facts_of(__file__)
+console = Console()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSource:
+    """A host of published rows: their source, the machine, its GPUs, and which rows they are.
+
+    ``rows``: an expression (``itercast.extras.published.lines.selected``).
+    """
+
+    source: str
+    cpu: str
+    rows: str
+    gpus: str
+
+
+HOSTS = {name: made_of(HostSource, host, f"host {name}") for name, host in FACTS["hosts"].items()}
+
+
+def read_rows(public: Path, source: HostSource) -> list[MeasuredStep]:
+    """The rows of a host, at most ROWS of them; ValueError where their folder is missing."""
+    table = read_iterations(public, source.source)
+    if table is None:
+        raise ValueError(f"{str(public)!r} has no folder {source.source}")
+    mine = table[selected(table, source.rows)].sort_values(["plan", "time_us"])
+    return measured_steps(mine.iloc[:: max(1, len(mine) // ROWS)], SHIPPED)
+
+
+def call_launches(public: Path) -> dict[str, float]:
+    """Host time of a call over that of a pointwise op in the same trace, the median of traces."""
+    files = sorted((public / "kineto-traces").glob("ops_*.csv.gz"))
+    table = pd.concat([pd.read_csv(file) for file in files])
+    table = table[(table["host_us_median"] > 0) & (table["kernels"] >= 1)]
+    table["op"] = table["op"].str.removeprefix("aten::")
+    found: dict[str, list[float]] = {name: [] for name in FACTS["calls"]}
+    for _, trace in table.groupby("trace"):
+        usual_us = trace.loc[trace["op"].isin(POINTWISE.split()), "host_us_median"].median()
+        by_op = trace.groupby("op")["host_us_median"].median() / usual_us
+        for name, ops in FACTS["calls"].items():
+            found[name] += [float(by_op[op]) for op in ops if op in by_op]
+    return {name: round(float(np.median(ratios)), 1) for name, ratios in found.items()}
+
+
+def main(
+    public: Annotated[Path, typer.Argument(help="folder of published measurements")],
+    out: Annotated[Path | None, typer.Argument(help="folder for host files")] = None,
+) -> None:
+    """Fit every host, print errors before and after, and write host files to a folder."""
+    console.print(f"host time of a call over a pointwise one: {call_launches(public)}")
+    rows, hosts = dict[str, list[MeasuredStep]](), dict[str, HostMachine]()
+    for name, source in HOSTS.items():
+        rows[name] = read_rows(public, source)
+        what = f"{COMMAND}, {len(rows[name])} rows of {source.source}; launches as slow as events"
+        facts = {"source": what, "cpu": source.cpu, "fitted_on": source.source}
+        hosts[name] = replace(fit_host(name, rows[name], **facts), gpus=source.gpus)
+        if out is not None:
+            (out / f"{name}.yaml").write_text(host_yaml(hosts[name]))
+    for name, source in HOSTS.items():
+        console.print(f"{name}: {len(rows[name])} rows of {source.source}, median error and bias")
+        usual = usual_host([h for h in hosts.values() if source.source not in h.sources])
+        for kind, host in {
+            "reference": REFERENCE,
+            "left out": usual,
+            "fitted": hosts[name],
+        }.items():
+            pct = 100 * np.expm1([row.log_error(host) for row in rows[name]])
+            median, bias = np.median(np.abs(pct)), np.median(pct)
+            slow = f"{kind}, slowdown {host.slowdown:.2f}"
+            console.print(f"  {slow}: {median:.0f} %, {bias:+.0f} %")
+
+
+if __name__ == "__main__":
+    run_program(main)

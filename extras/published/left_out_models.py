@@ -1,0 +1,139 @@
+"""Errors on each source's published iterations, by forecasts that use nothing of that source."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from itercast.capture.base.assumptions import leaving_out
+from itercast.eval.processes import processes
+from itercast.eval.results import LineResult
+from itercast.extras.published.fits.shipped import MAX_ROWS, OWN, SOURCES
+from itercast.extras.published.left_out import assumptions, compared, fitted_sources
+from itercast.extras.published.left_out_ops import KNOWN_ROWS, PUBLISHER, read_ops, source_in
+from itercast.extras.published.lines import ModelLine, Rows
+from itercast.extras.published.models import (
+    ASSUMED,
+    INTERVAL,
+    MEASURED,
+    Answer,
+    ForecastLine,
+    add_forecasts,
+    coverage,
+    judged,
+    with_fitted_hosts,
+)
+from itercast.extras.published.readers import gpus_of
+from itercast.learners.beyond_memory import subsample_evenly
+from itercast.learners.bundle import Bundle
+from itercast.learners.family_model import FamilyModel, prepare
+from itercast.learners.intervals import quick_model_with_intervals
+from itercast.learners.models.trees import default_options
+from itercast.learners.train import widen_unseen_offsets
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.importers.base import positive
+from itercast.microbench.ops import families
+
+TRAINED_ON = {source_in(folder) for folder in SOURCES} | {OWN}  # sources of the shipped bundle
+TEACHERS = {  # of these, those whose rows of a family it was trained on
+    family: {OWN, *(source_in(f) for f, x in SOURCES.items() if family in (x.families or MAX_ROWS))}
+    for family in MAX_ROWS
+}
+ROWS = 96  # of a line and source that are forecast anew, at most
+ROW = "row"  # number of a row among those of its line and source
+
+
+def run_models_left_out(
+    public: Path, lines: Sequence[ForecastLine], bundle: Path
+) -> Iterator[LineResult]:
+    """Errors of each line on each of its sources' rows, without the source and with it.
+
+    Of a line and source at most ROWS rows are judged, drawn at random. Of a source that nothing was
+    fitted on both errors are the same. Where the shipped bundle holds rows of
+    a source, forecasts without it are those of a bundle that is trained quickly on at most
+    KNOWN_ROWS rows of a family, of the other sources. A line that calibrates its forecasts on some
+    of its models does so with the source alone.
+    """
+    fitted = fitted_sources(assumptions()) | TRAINED_ON
+    for source in sorted({str(s) for x in lines for s in x.rows["source"].unique()}):
+        mine = [(x.line, _rows_of(x, source)) for x in lines]
+        mine = [(line, rows) for line, rows in mine if len(rows)]
+        start = time.monotonic()
+        again = [(line, sampled(line, rows)) for line, rows in mine]
+        if source.casefold() in fitted:
+            again = forecasts_without(source, again, public, bundle)
+        seconds = (time.monotonic() - start) / max(len(mine), 1)
+        for (line, rows), (_, without) in zip(mine, again, strict=True):
+            with_it = judged(line, rows)
+            without = without.set_index(ROW)
+            with_it = with_it[with_it[ROW].isin(without.index)]
+            if len(with_it):
+                measured = with_it[MEASURED[line.part]].to_numpy(dtype=float)
+                without = without.loc[with_it[ROW]].assign(**{MEASURED[line.part]: measured})
+                one, other = without[line.part].to_numpy(), with_it[line.part].to_numpy()
+                covered = (coverage(line, without), coverage(line, with_it))
+                yield compared(_name(line), source, measured, one, other, seconds, covered)
+
+
+def _name(line: ModelLine) -> str:
+    return line.name if line.part == "step" else f"{line.name}, {line.part}"
+
+
+def _rows_of(found: ForecastLine, source: str) -> Rows:
+    """Rows of a line that a source measured, numbered."""
+    good = (found.rows["source"] == source) & (positive(found.rows[MEASURED[found.line.part]]) > 0)
+    rows: Rows = found.rows[good].reset_index(drop=True)
+    return rows.assign(**{ROW: np.arange(len(rows))})
+
+
+def sampled(line: ModelLine, rows: Rows, most: int = ROWS) -> Rows:
+    """At most ``most`` of the rows, drawn at random, and all that fit hosts, in their order."""
+    fits = line.fits(rows)
+    others = np.flatnonzero(~fits)
+    drawn = others[np.random.default_rng(0).permutation(len(others))[:most]]
+    return rows[fits | np.isin(np.arange(len(rows)), drawn)].reset_index(drop=True)
+
+
+def forecasts_without(
+    source: str, lines: Sequence[tuple[ModelLine, Rows]], public: Path, bundle: Path
+) -> list[tuple[ModelLine, Rows]]:
+    """The rows of each line with new forecasts, of processes that leave a source out."""
+    known: dict[object, Answer] = {}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        leaving_out(source),
+        processes() as pool,
+    ):
+        if source.casefold() in TRAINED_ON:
+            bundle = pool.submit(train_without, source, public, Path(folder) / "bundle").result()
+        again = [(x, with_fitted_hosts(x, rows, bundle, pool, Path(folder))) for x, rows in lines]
+        return [(x, add_forecasts(without_forecasts(r), bundle, known, pool)) for x, r in again]
+
+
+def without_forecasts(rows: Rows) -> Rows:
+    """The rows without the columns that ``add_forecasts`` adds."""
+    return rows.drop(columns=[*MEASURED, *INTERVAL, ASSUMED], errors="ignore")
+
+
+def train_without(source: str, public: Path, folder: Path) -> Path:
+    """Train a bundle quickly on the rows that the shipped one was trained on, but a source's.
+
+    Returns its folder.
+    """
+    models: dict[str, FamilyModel] = {}
+    gpus: dict[str, Gpu] = {}
+    for name, table in read_ops(public).items():
+        others = TEACHERS.get(name, set()) - {source.casefold()}
+        rows = table[table[PUBLISHER].isin(others)].reset_index(drop=True)
+        if len(rows):
+            own = gpus_of(rows)
+            some = subsample_evenly(rows, KNOWN_ROWS).reset_index(drop=True)
+            prepared = prepare(some, families()[name], own)
+            models[name] = quick_model_with_intervals(prepared, default_options(prepared.table))
+            gpus |= own
+    Bundle(models=widen_unseen_offsets(models), gpus=gpus, anchors={}).save(folder)
+    return folder

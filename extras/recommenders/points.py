@@ -1,0 +1,98 @@
+"""Points that recommenders' iterations consist of: lookups and updates, dense parts, messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from itercast.compose.tables.placement import Placement
+from itercast.microbench.ops import families, find_family
+from itercast.microbench.ops.family import Point, log_uniform
+from itercast.microbench.ops.lookup import embedding_bag, sparse_update
+from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
+from itercast.microbench.ops.lookup.random_streams import with_random_stream
+from itercast.microbench.ops.lookup.sparse_update import SparseUpdate
+from itercast.microbench.ops.step.collective import Collective
+from itercast.microbench.ops.step.host import EVENTS, OPTIMIZERS, REPEATED
+from itercast.microbench.store import Row
+
+MOST_POINTS = 4000  # of a family; more than any sweep measures
+HOST_EVENTS = (*EVENTS, *OPTIMIZERS, REPEATED)  # of no parallel wrapper
+MODELS = 24  # dense parts that are captured
+DENSE_POINTS = 80  # of a family, so that most of a sweep's time is left for lookups
+MOST_LOOKUPS = 2**16
+MOST_ELEMENTS = 2**22
+MOST_TABLES = 32  # looked up or updated one after the other
+MOST_TABLE_ELEMENTS = 2**25  # of all of them
+
+
+def lookup_points() -> dict[str, list[Point]]:
+    """Embedding bags and sparse updates of tables as in ``itercast.extras.recommenders.tasks``."""
+    rng = np.random.default_rng(0)
+    drawn: dict[str, list[Point]] = {"embedding_bag": [], "sparse_update": []}
+    for sizes in islice(_tables(rng), MOST_POINTS):
+        op = str(rng.choice(embedding_bag.OPS))
+        drawn["embedding_bag"].append(with_random_stream(rng, EmbeddingBag(op=op, **sizes)))
+        op, sizes = str(rng.choice(sparse_update.OPS)), {**sizes}
+        del sizes["bags"]
+        drawn["sparse_update"].append(with_random_stream(rng, SparseUpdate(op=op, **sizes)))
+    return drawn
+
+
+def _tables(rng: np.random.Generator) -> Iterator[Row]:
+    """Sizes of tables and of their lookups in a batch; two of three follow others like them."""
+    while True:
+        tables = log_uniform(rng, 2, MOST_TABLES) if rng.random() < 2 / 3 else 1
+        bags, pooling = log_uniform(rng, 16, 1024), log_uniform(rng, 1, 80)
+        sizes: Row = {
+            "rows": round(10 ** rng.uniform(2.0, 5.4)),
+            "dim": int(rng.choice([8, 16, 32, 64])),
+            "bags": bags,
+            "lookups": bags * pooling,
+            "tables": tables,
+        }
+        gathered = tables * sizes["lookups"] * sizes["dim"]
+        held = tables * sizes["rows"] * sizes["dim"]
+        small = sizes["lookups"] <= MOST_LOOKUPS and gathered <= MOST_ELEMENTS
+        if small and held <= MOST_TABLE_ELEMENTS:
+            yield sizes
+
+
+def dense_points() -> dict[str, list[Point]]:
+    """Points by family of the ops in perceptrons of random DLRMs, and copies of all sizes."""
+    from itercast.compose.parallel.tables import rank_step  # torch is slow to import
+    from itercast.extras.recommenders.sharding.step import dlrm_step, tables_of
+    from itercast.extras.recommenders.tasks import any_configuration, heavy_task
+
+    rng = np.random.default_rng(0)
+    points: dict[str, dict[Any, None]] = {}
+    for number in range(MODELS):
+        model = any_configuration(rng) if number % 2 else heavy_task(rng)
+        wide = tuple(8 * log_uniform(rng, 4, 40) for _ in range(2))
+        model = replace(model, batch=log_uniform(rng, 24, 320), bottom=wide, top=wide)
+        model = replace(model, optimizer="sgd" if number % 3 else "adam")
+        step, elsewhere = dlrm_step(model), (Placement("table_wise", (1,)),) * len(model.tables)
+        for call in rank_step(step, tables_of(step, model), elsewhere, 0, 2, 2, on_cpu=True).calls:
+            family, params = find_family(call)
+            if family is not None:
+                points.setdefault(family.name, {})[params] = None
+    copies = (p for p in families()["elementwise"].sweep() if p.op in ("copy_", "clone"))
+    points["elementwise"] = dict.fromkeys([*islice(copies, 100), *points.get("elementwise", ())])
+    points["host"] = dict.fromkeys(p for p in families()["host"].sweep() if p.op in HOST_EVENTS)
+    return {
+        name: [list(some)[i] for i in rng.permutation(len(some))[:DENSE_POINTS]]
+        for name, some in points.items()
+    }
+
+
+def message_points() -> dict[str, list[Point]]:
+    """Messages of 256 bytes to 16 MiB: all_to_all of vectors, all_reduce of gradients."""
+    rng = np.random.default_rng(0)
+    ops = rng.choice(["all_to_all", "all_reduce"], size=MOST_POINTS, p=[0.6, 0.4])
+    sizes = [64 * log_uniform(rng, 4, 2**18) for _ in ops]
+    messages = [Collective(op=str(op), message_bytes=n) for op, n in zip(ops, sizes, strict=True)]
+    return {"collective": messages}

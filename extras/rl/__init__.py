@@ -1,0 +1,1 @@
+"""Reinforcement learning: rollouts of environments and a learner."""

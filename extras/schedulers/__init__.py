@@ -1,0 +1,1 @@
+"""Replays of jobs on a cluster, by forecast throughputs."""

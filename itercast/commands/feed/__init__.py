@@ -1,1 +1,0 @@
-"""Commands about stages that feed a training step: its input, its rollouts."""

@@ -1,0 +1,143 @@
+"""``itercast input``: measures a DataLoader, and says whether a step waits for its batches."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from itercast.capture.base.durations import seconds
+from itercast.options import Cores, Json, Question, asks, file_to_write
+
+if TYPE_CHECKING:
+    from itercast.capture.input.lane import InputLane
+    from itercast.compose.input_pipeline import Consumer, Fed
+
+MS = 1e-3
+
+
+@asks
+def input_lane(
+    question: Question | None,
+    loader: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:LOADER|FILE",
+            help="a DataLoader, a function that returns one, or a file that --out wrote",
+        ),
+    ],
+    step: Annotated[str, typer.Option(help="a step's time, instead of a forecast: 20ms, 1s")] = "",
+    workers: Annotated[
+        int | None, typer.Option(min=0, help="workers to forecast; default: the loader's own")
+    ] = None,
+    cores: Cores = None,
+    budget: Annotated[str, typer.Option(help="time to measure for")] = "40s",
+    limit: Annotated[int, typer.Option(min=1, help="seconds that a batch may take")] = 60,
+    out: Annotated[Path | None, file_to_write("file that `predict --input` reads")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure a DataLoader stage by stage; say whether a forecast step waits for its batches."""
+    from itercast.capture.input.lane import read_lane, write_lane
+
+    if step and question is not None:
+        raise ValueError("a step is --step or a forecast model: give one of them")
+    step_us = 1e6 * seconds(step, "step") if step else 0.0
+    if loader.endswith(".json"):
+        lane = read_lane(Path(loader))
+    else:
+        from itercast.microbench.input.process import measured_lane
+
+        with Console(stderr=True).status(f"measuring {loader}"):
+            lane = measured_lane(loader, seconds(budget), limit)
+    lane = replace(lane, workers=lane.workers if workers is None else workers)
+    if out is not None:
+        write_lane(lane, out)
+    who, taker, share = _consumer(question, step_us, lane, cores or 0)
+    _print(lane, who, taker, share, as_json=as_json)
+
+
+def _consumer(
+    question: Question | None, step_us: float, lane: InputLane, cores: int
+) -> tuple[str, Consumer | None, float]:
+    """What takes the batches, in words and as a step, and its cores; None where nothing does."""
+    from itercast.compose.input_pipeline import Consumer, consumer, cores_of_a_rank
+
+    if question is None:
+        known = Consumer(host_us=step_us) if step_us else None
+        return f"a step of {step_us * MS:.1f} ms", known, cores or lane.cores
+    captured, target = question.prepared()
+    from itercast.compose.target import forecast_step
+
+    found = forecast_step(captured, target)
+    samples = captured.samples * target.plan.microbatches
+    step = consumer(found, lane, target, samples)
+    name = f"{question.name} on {found.gpu}"
+    return name, step, cores_of_a_rank(lane, target, found.world_size, cores)
+
+
+def _print(
+    lane: InputLane, who: str, step: Consumer | None, cores: float, *, as_json: bool
+) -> None:
+    from itercast.compose.input_pipeline import fed, fewest_workers
+
+    own = fed(lane, step, lane.workers, cores) if step else None
+    best = fewest_workers(lane, step, cores) if step else None
+    if as_json:
+        typer.echo(json.dumps(_plain(lane, own, best)))
+        return
+    console = Console()
+    console.print(_lane_table(lane, cores))
+    if own and best:
+        console.print(_step_table(who, own, best))
+
+
+def _plain(lane: InputLane, own: Fed | None, best: Fed | None) -> dict[str, object]:
+    """One JSON object: the lane without its single batches, the verdict, the best workers."""
+    facts = asdict(lane)
+    for name in ("alone", "worker"):
+        times = getattr(lane, name)
+        facts[name] = {"wall_us": times.mean_us, "cpu_us": times.mean_cpu_us}
+    told = {
+        name: {**asdict(one), "input_bound": one.input_bound}
+        for name, one in (("own", own), ("fewest", best))
+        if one is not None
+    }
+    return {**facts, **told}
+
+
+def _lane_table(lane: InputLane, cores: float) -> Table:
+    """The stages of a batch, and what the loader yields with several numbers of workers."""
+    from itercast.compose.input_pipeline import Consumer, fed
+
+    table = Table(title=f"{lane.loader}: batches of {lane.batch_samples}", show_header=False)
+    for name, us in lane.stages_us.items():
+        table.add_row(name, f"{us * MS:.2f} ms")
+    table.add_row("bytes of a batch", f"{lane.batch_bytes / 1e6:.1f} MB")
+    counts = sorted({0, 1, 2, 4, 8, lane.workers})
+    for workers in counts:
+        if not (lane.worker if workers else lane.alone).wall_us:
+            continue
+        found = fed(lane, Consumer(), workers, cores)
+        rate = lane.batch_samples / found.iteration_us * 1e6
+        own = " (its own)" if workers == lane.workers else ""
+        table.add_row(f"{workers} workers{own}", f"{rate:.0f} samples/s, limited by {found.stage}")
+    return table
+
+
+def _step_table(who: str, own: Fed, best: Fed) -> Table:
+    """The verdict, and the number of workers that a step takes."""
+    table = Table(title=who, show_header=False)
+    table.add_row("step alone", f"{own.alone_us * MS:.2f} ms")
+    late = f"[red]input bound[/], by {own.stage}" if own.input_bound else "not input bound"
+    table.add_row(f"with {own.workers} workers", f"{own.iteration_us * MS:.2f} ms, {late}")
+    if own.burst:
+        table.add_row("full queues last", f"{own.burst:.1f} iterations")
+    table.add_row("cores in use", f"{own.cores_used:.1f}")
+    rest = "" if not best.input_bound else f", still limited by {best.stage}"
+    table.add_row("it takes", f"{best.workers} workers: {best.iteration_us * MS:.2f} ms{rest}")
+    return table

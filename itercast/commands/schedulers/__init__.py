@@ -1,1 +1,0 @@
-"""Commands that forecast for cluster schedulers."""

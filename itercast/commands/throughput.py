@@ -1,0 +1,136 @@
+"""The command ``itercast throughput``: one model on many GPUs, as a table for schedulers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from itercast.microbench.store import Row
+from itercast.options import Json, Question, asks, prints_aside
+
+if TYPE_CHECKING:  # the command line starts without pandas
+    from itercast.compose.throughput import Cell
+
+Prices = Annotated[
+    Path | None, typer.Option(help="YAML file of GPU names and USD per hour of one GPU")
+]
+
+
+@asks
+def throughput(
+    question: Question,
+    gpu: Annotated[str, typer.Option(help="GPU names or YAML files, separated by commas")],
+    gpus: Annotated[str, typer.Option(help="numbers of GPUs, e.g. 1,2,4,8")],
+    batch: Annotated[str, typer.Option(help="samples of a replica, e.g. 8,16")] = "",
+    plan: Annotated[str, typer.Option(help='plan without dp, e.g. "tp=2,zero=1"')] = "",
+    node: Annotated[
+        str, typer.Option(help="nodes, separated by commas, each for the GPU that it holds")
+    ] = "",
+    prices: Prices = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(file_okay=False, help="folder to write: throughput.csv, gavel.json and sia/"),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Forecast a model on several GPUs, numbers of them and batches: a scheduler's table."""
+    names, counts = words("gpu", gpu), whole_numbers("gpus", gpus)
+    batches = whole_numbers("batch", batch) if batch else [None]
+    from itercast.compose.throughput import throughput_table
+    from itercast.eval.progress import progress_bar
+
+    asked = question.arguments()
+    for mine in ("gpu", "batch", "plan"):
+        del asked[mine]
+    asked |= {"pattern": plan, "nodes": words("node", node) if node else [], "prices": prices}
+    with progress_bar() as bar, prints_aside():
+        task = bar.add_task("cells", total=None)
+        asked["on_cell"] = lambda c: bar.update(task, description=f"{c.gpus} x {c.gpu}")
+        cells = throughput_table(question.asked(), names, counts, batches, **asked)
+    if out is not None:
+        _write(out, question.name, cells)
+    rows = [{"case": question.name, **cell.row()} for cell in cells]
+    if as_json:
+        typer.echo(json.dumps({"case": question.name, "cells": rows}))
+        return
+    Console().print(_table(question.name, rows))
+
+
+def words(option: str, text: str) -> list[str]:
+    """The parts of a text between commas, each once; ValueError names an option without any."""
+    found = dict.fromkeys(part.strip() for part in text.split(",") if part.strip())
+    if not found:
+        raise ValueError(f"--{option} is a list separated by commas, got {text!r}")
+    return list(found)
+
+
+def whole_numbers(option: str, text: str) -> list[int]:
+    """Positive integers separated by commas, each once; ValueError names the option."""
+    parts = words(option, text)
+    for part in parts:
+        if not (part.isascii() and part.isdecimal() and 0 < int(part) < 10**8):
+            rule = f"--{option} takes positive integers below 10^8 like 1,2,4"
+            raise ValueError(f"{rule}, got {part!r}")
+    return [int(part) for part in parts]
+
+
+def _write(folder: Path, name: str, cells: Sequence[Cell]) -> None:
+    """Write the table as CSV, and in the forms that Gavel and Sia read."""
+    from itercast.capture.base.files import write_atomic
+    from itercast.compose.throughput import gavel_table, sia_rows
+
+    files = {folder / "throughput.csv": [{"case": name, **cell.row()} for cell in cells]}
+    for gpu, file, row in sia_rows(cells):
+        files.setdefault(folder / "sia" / gpu / name / file, []).append(row)
+    for path, rows in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, _csv(rows).encode())
+    table = json.dumps(gavel_table(name, cells), indent=1)
+    write_atomic(folder / "gavel.json", table.encode())
+
+
+def _csv(rows: Sequence[Row]) -> str:
+    from csv import DictWriter
+
+    text = StringIO()
+    writer = DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _table(name: str, rows: Sequence[Row]) -> Table:
+    table = Table(title=f"{name}: forecast throughput", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for head in ("GPUs", "plan"):
+        table.add_column(head, overflow="fold")
+    for head in ("batch", "ms", "samples/s", "GB", "J/sample", "USD/1M"):
+        table.add_column(head, justify="right", no_wrap=True)
+    notes = ["energy: all GPUs at their power limit; USD: of a million samples"]
+    for row in rows:
+        place = (f"{row['gpus']} x {row['gpu']}", row["plan"], str(row["batch"] or ""))
+        if row["status"] == "unsupported":
+            table.add_row(*place, *["-"] * 5)
+            notes.append(row["reason"])
+            continue
+        joule, usd = row["energy_j_per_sample"], row["usd_per_sample"]
+        memory = f"{row['memory_bytes'] / 1e9:.1f}"
+        table.add_row(
+            *place,
+            f"{row['iteration_us'] / 1e3:.1f}",
+            f"{row['samples_per_s']:.1f}",
+            memory if row["status"] == "ok" else f"[red]{memory}![/]",
+            "-" if joule is None else f"{joule:.3g}",
+            "-" if usd is None else f"{1e6 * usd:.3g}",
+        )
+    if any(row["status"] == "oom" for row in rows):
+        notes.append("!: more than a GPU has left for tensors")
+    table.caption = "\n".join(dict.fromkeys(notes))
+    return table

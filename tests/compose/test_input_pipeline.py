@@ -1,0 +1,133 @@
+"""A loop that a DataLoader feeds: workers, cores, queues, and a forecast that waits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+from public_data import PUBLIC, needs_public
+
+from itercast.capture.input.lane import Batches, InputLane
+from itercast.compose.input_pipeline import Consumer, cores_of_a_rank, fed, fewest_workers
+from itercast.compose.target import find_target
+
+
+def lane(wall: float, cpu: float = 0.0, workers: int = 2, **facts: float) -> InputLane:
+    """A loader whose batches all take ``wall`` us, ``cpu`` of them computing."""
+    times = Batches(wall_us=(wall,), cpu_us=(cpu,))
+    known = {"prefetch": 2, "batch_samples": 8, "batch_bytes": 0, "cores": 4, **facts}
+    return InputLane(loader="toy", workers=workers, alone=times, worker=times, **known)  # type: ignore[arg-type]
+
+
+SLOWED, WORKING = lane(10, 4, crowd=2, crowding=1.5), Consumer(device_us=10, host_us=3)
+LOOPS = [  # a loader, what consumes it, workers, cores; us of a step, and the stage that decides
+    (lane(10), Consumer(), 2, 4, 5, "workers"),  # two workers of 10 us a batch: one every 5
+    (lane(10), Consumer(host_us=8), 2, 4, 8, "step"),  # which a step of 8 us hides
+    (lane(10), Consumer(host_us=8), 1, 4, 10, "workers"),
+    (lane(10), Consumer(host_us=8, batches=2), 2, 4, 10, "workers"),  # two batches a step
+    (lane(1000), Consumer(), 1000, 4, 1, "workers"),
+    # without workers the host loads while the GPU works: |4 load|3 launch| beside |====10====|
+    (lane(4), WORKING, 0, 4, 10, "step"),
+    (lane(9), WORKING, 0, 4, 12, "loading"),
+    (lane(4), Consumer(host_us=10), 0, 4, 14, "loading"),  # a host that waits for its step
+    # 8 us of computing a batch on 2 cores: 4 us, however many workers; waiting is free
+    (lane(8, 8), Consumer(), 8, 2, 4, "cores"),
+    (lane(8, 0), Consumer(), 8, 2, 1, "workers"),
+    (lane(8, 8), Consumer(host_us=6), 8, 2, 7, "cores"),  # a step takes them too: (8 + 6) / 2
+    # two workers measured at 1.5 times the computing of one: (10 + 0.5 * 4) / 2
+    (SLOWED, Consumer(), 2, 8, 6, "workers"),
+    (SLOWED, Consumer(), 1, 8, 10, "workers"),
+    (lane(1, receive_us=3), Consumer(host_us=4), 8, 8, 7, "receiving"),  # the host's work
+]
+
+
+@pytest.mark.parametrize(("loader", "step", "workers", "cores", "us", "stage"), LOOPS)
+def test_loops_by_hand(
+    loader: InputLane, step: Consumer, workers: int, cores: int, us: float, stage: str
+) -> None:
+    found = fed(loader, step, workers, cores)
+    assert found.iteration_us == pytest.approx(us)
+    assert found.stage == stage if stage != "step" else not found.input_bound
+
+
+def test_ranks_share_the_cores_of_the_node_that_is_forecast() -> None:
+    """A DGX H100 has 112 cores for 8 GPUs, a host of none that is named 12 a GPU, this CPU 4."""
+    loader = lane(10)
+    dgx = find_target("h100-sxm-80gb", "node=dgx-h100")
+    assert cores_of_a_rank(loader, dgx, 64) == 14 and cores_of_a_rank(loader, dgx, 2) == 56
+    assert cores_of_a_rank(loader, dgx, 64, cores=8) == 1
+    assert cores_of_a_rank(loader, find_target("h100-sxm-80gb", ""), 64) == 12
+    assert cores_of_a_rank(loader, find_target("cpu", ""), 2) == 2
+
+
+def test_a_queue_of_two_batches_lets_a_slow_batch_pass() -> None:
+    """One worker, batches of 1 and 9 us in turn, a step of 6 us: queued batches hide the 9."""
+    deep = replace(lane(1), worker=Batches(wall_us=(1.0, 9.0), cpu_us=(0.0, 0.0)))
+    shallow = replace(deep, prefetch=1)
+    assert fed(deep, Consumer(host_us=6), 1, 2).iteration_us == pytest.approx(6)
+    # without a queue the worker waits while the step runs: 6 + (9 - 6) every other batch
+    assert fed(shallow, Consumer(host_us=6), 1, 2).iteration_us == pytest.approx(7.5)
+
+
+def test_full_queues_last_for_a_burst() -> None:
+    """4 batches queued, steps of 4 us, batches every 5: 4 / (1 - 4/5) iterations at 4 us."""
+    found = fed(lane(10), Consumer(host_us=4), 2, 4)
+    assert found.input_bound and found.burst == pytest.approx(20, rel=0.01)
+
+
+def test_the_fewest_workers_that_hide_the_loader() -> None:
+    assert fewest_workers(lane(10), Consumer(host_us=4), 8).workers == 3  # 10 / 3 < 4
+    assert fewest_workers(lane(10), Consumer(device_us=12, host_us=1), 8).workers == 0
+    best = fewest_workers(lane(10, 10), Consumer(host_us=1), 2)  # (10 + 1) / 2 at best
+    assert best.input_bound and best.workers == 2 and best.iteration_us == pytest.approx(5.5)
+
+
+def test_wrong_workers_are_named() -> None:
+    with pytest.raises(ValueError, match="workers 1025; allowed are 0 to 1024"):
+        fed(lane(1000), Consumer(), 1025, 4)
+    with pytest.raises(ValueError, match="measured without workers only"):
+        fed(replace(lane(1, workers=0), worker=Batches()), Consumer(), 2, 2)
+    with pytest.raises(ValueError, match="measured without workers only"):
+        fed(replace(lane(1, workers=0), worker=Batches()), Consumer(), 2, 2)
+
+
+BATCH = 32
+
+
+def rate(image_us: float, receive_us: float, workers: int) -> float:
+    """Images per second with workers that take ``image_us`` for an image and its sending."""
+    times = Batches(wall_us=(BATCH * image_us,), cpu_us=(BATCH * image_us,))
+    lane = InputLane(
+        loader="jpeg",
+        workers=workers,
+        prefetch=2,
+        batch_samples=BATCH,
+        batch_bytes=0,
+        cores=16,
+        worker=times,
+        receive_us=BATCH * receive_us,
+    )
+    return BATCH / fed(lane, Consumer(), workers, 16).iteration_us * 1e6
+
+
+@needs_public("imread-benchmark")
+def test_decoders_on_five_cpus_by_workers() -> None:
+    """55 decoders of JPEG: the rate in one process is known; sending an image takes what the other
+    CPUs' median says. Receiving is a CPU's own: taken from Pillow on it, never from the decoder.
+    """
+    table = pd.read_csv(PUBLIC / "imread-benchmark/decode.csv")
+    table = table[(table["kind"] == "dataloader") & ~table["cpu"].str.contains("Apple")]
+    rates = table.pivot_table(index=["cpu", "library"], columns="workers", values="ips_mean")
+    send_us = 2e6 / rates[2] - 1e6 / rates[0]
+    receive_us = 1e6 / rates[[4, 8]].max(axis=1)
+    errors: dict[int, list[float]] = {2: [], 4: [], 8: []}
+    for (cpu, library), known in rates.iterrows():  # type: ignore[misc]
+        others = send_us.index.get_level_values(0) != cpu
+        image_us = 1e6 / known[0] + send_us[others].median()
+        for workers, found in errors.items():
+            if library != "pillow":
+                forecast = rate(image_us, receive_us[cpu, "pillow"], workers)
+                found.append(abs(forecast / known[workers] - 1))
+    means = {workers: sum(found) / len(found) for workers, found in errors.items()}
+    assert len(errors[2]) == 50 and max(means.values()) < 0.08, means

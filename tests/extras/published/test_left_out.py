@@ -1,0 +1,249 @@
+"""Leave one source out: what is left out of what, by sources made up by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from typer.testing import CliRunner
+
+from itercast.__main__ import app
+from itercast.capture.base.assumptions import Assumption
+from itercast.eval.results import LineResult
+from itercast.extras.published.fits.shipped import OWN
+from itercast.extras.published.left_out import (
+    check_source,
+    compared,
+    fitted_sources,
+    left_out_markdown,
+    still_fitted,
+)
+from itercast.extras.published.left_out_models import (
+    ROW,
+    TEACHERS,
+    run_models_left_out,
+    sampled,
+    without_forecasts,
+)
+from itercast.extras.published.left_out_ops import (
+    NAME,
+    PUBLISHER,
+    op_sources,
+    read_ops,
+    run_left_out,
+    splits,
+)
+from itercast.extras.published.lines import ModelLine
+from itercast.extras.published.models import ForecastLine
+from itercast.extras.published.report import line_names, report
+from itercast.learners.bundle import SHIPPED
+from itercast.microbench.hardware.spec import load_gpu
+
+
+def entry(name: str, without: object, *sources: str) -> Assumption:
+    return Assumption(
+        module="host",
+        name=name,
+        value=4.0,
+        unit="us",
+        source="a test",
+        holds="here",
+        fitted_on=sources,
+        without=without,
+    )
+
+
+SIZES = range(2048, 8193, 512)
+
+
+def two_sources(public: Path) -> Path:
+    """Products in fp8 on an H100: DeepGEMM's reach 0.6 of the peak, PipeWeave's 0.3."""
+    peak, shapes = load_gpu("h100-sxm-80gb").peak("fp8"), list(product(SIZES, SIZES))
+    rate = f"{0.6 * peak / 1e12:.3f} TFLOPS,Normal GEMMs,,,NVIDIA H100 80GB HBM3\n"
+    theirs = "".join(f"{m},{n},4096,{rate}" for m, n in shapes)
+    others = "".join(
+        f"{m},{n},4096,{2e6 * m * n * 4096 / 0.3 / peak:.3f},H100\n" for m, n in shapes
+    )
+    for place, text in (
+        ("deepgemm/gemm.csv", f"M,N,K,Computation,table,#Groups,M per group,gpu\n{theirs}"),
+        ("pipeweave/dataset/gemm_fp8_test.csv", f"M,N,K,avg_duration,hardware\n{others}"),
+    ):
+        (public / place).parent.mkdir(parents=True)
+        (public / place).write_text(text)
+    return public
+
+
+def test_an_assumption_that_keeps_its_value_is_named() -> None:
+    known = [entry("a", 1.0, "Timm"), entry("b", None, "timm"), entry("c", None), entry("d", 0.0)]
+    assert still_fitted("timm", known) == ["host.b"]
+    assert still_fitted("vidur", known) == []
+    assert {"timm", "kernelbench"} <= fitted_sources(known)  # hosts were fitted on KernelBench
+
+
+def test_errors_without_stand_beside_those_with() -> None:
+    """Forecasts of 15 and 12 us for 10 us: 50 and 20 % too slow; what stays fitted is said."""
+    covered = ({"coverage_pct": 50.0}, {"coverage_pct": 100.0})
+    times_us = (np.full(2, 10.0), np.full(2, 15.0), np.full(2, 12.0))
+    result = compared("x", "timm", *times_us, 1.0, covered)
+    text = left_out_markdown([result], [entry("b", None, "timm"), entry("a", 1.0, "timm")])
+    assert "| x | timm | 2 | 50.0 | 50.0 | +50.0 | 50.0 | 50.0 | 50 | 20.0 | 20.0 | +20.0 |" in text
+    assert "| 20.0 | 20.0 | 100 |" in text
+    assert text.endswith("\nStill fitted on timm: host.b\n")
+
+
+def test_an_unknown_source_is_refused_with_the_known_ones() -> None:
+    check_source("", ["timm"])
+    check_source("Timm", ["timm", "vidur"])
+    with pytest.raises(ValueError, match=r"unknown source 'tim'.*\['timm', 'vidur'\]"):
+        check_source("tim", ["vidur", "timm"])
+
+
+@pytest.fixture
+def no_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if we had measured nothing ourselves."""
+    monkeypatch.setattr(
+        "itercast.extras.published.left_out_ops.own_rows", lambda name: pd.DataFrame()
+    )
+
+
+@pytest.mark.usefixtures("no_own_rows")
+def test_held_shapes_are_on_no_other_side(tmp_path: Path) -> None:
+    """Without the source no row of it is known; with it those of other shapes."""
+    rows = read_ops(two_sources(tmp_path))
+    assert op_sources(tmp_path) == ["deepgemm", "pipeweave"]
+    found = {split.source: split for split in splits(rows)}
+    assert list(found) == ["deepgemm", "pipeweave"]
+    for name, split in found.items():
+        assert set(split.held[PUBLISHER]) == {name}
+        assert name not in set(split.others[PUBLISHER])
+        own = split.all_rows[split.all_rows[PUBLISHER] == name]
+        shapes = [set(zip(t["m"], t["n"], strict=True)) for t in (own, split.held)]
+        assert len(own) + len(split.held) == 169
+        assert not shapes[0] & shapes[1]
+    assert [s.source for s in splits(rows, source="DeepGEMM")] == ["deepgemm"]
+    assert not list(splits(rows, only="conv"))
+
+
+@pytest.mark.usefixtures("no_own_rows")
+def test_nothing_is_learned_from_fewer_than_thirty_rows(tmp_path: Path) -> None:
+    """DeepGEMM is not forecast by 29 rows of PipeWeave, but these are by DeepGEMM's."""
+    rows = read_ops(two_sources(tmp_path))["gemm"]
+    theirs = rows[rows[PUBLISHER] == "pipeweave"]
+    for count, sources in ((29, ["pipeweave"]), (30, ["deepgemm", "pipeweave"])):
+        few = pd.concat([rows[rows[PUBLISHER] == "deepgemm"], theirs.head(count)])
+        assert [s.source for s in splits({"gemm": few})] == sources
+
+
+def test_what_is_known_is_written_before_the_rest_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> Iterator[LineResult]:
+        yield compared("gemm", "deepgemm", np.ones(1), np.ones(1), np.ones(1), 0.0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("itercast.extras.published.report.run_left_out", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        report(two_sources(tmp_path), "gemm, source", "", SHIPPED, tmp_path / "out")
+    assert "| gemm | deepgemm | 1 |" in (tmp_path / "out" / "bench-public.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_own_rows")
+def test_a_source_left_out_is_forecast_by_the_others(tmp_path: Path) -> None:
+    """At half the other's rate DeepGEMM's products look twice as slow as they are."""
+    (result,) = run_left_out(two_sources(tmp_path), NAME.format("gemm"), "deepgemm")
+    assert (result.line, result.part, result.rows) == ("gemm, source left out", "deepgemm", 34)
+    without, with_it = (result.scores[name]["bias_pct"] for name in ("left out", "itercast"))
+    assert without == pytest.approx(100, abs=15)
+    assert with_it == pytest.approx(0, abs=15)
+
+
+def line(**changed: object) -> ModelLine:
+    facts = {"name": "x", "known_best": "", "targets": {"mape_pct": 5.0}}
+    return ModelLine(**{**facts, **changed})  # type: ignore[arg-type]
+
+
+def iterations(source: str) -> pd.DataFrame:
+    """A row that names its attention kernel; made up, measured in half of the forecast time."""
+    row = {"gpu": "a100-sxm-80gb", "case": "gpt2-small", "batch": 8, "seq": 1024, "dtype": "bf16"}
+    row |= {"plan": "", "mode": "train", "loss": "default", "optimizer": "adamw", "attn": "sdpa"}
+    row |= {"amp": False, "engine": "graph", "memory_format": "", "stack": "torch-2.0"}
+    row |= {"attention_kernel": "triton", "step": 2e6, "backward": 0.0, "memory": 0.0}
+    row |= {"step_p10": 1e6, "step_p90": 3e6}
+    return pd.DataFrame([{**row, "time_us": 1e6, "source": source, "nodes": np.nan}])
+
+
+def test_a_source_that_nothing_was_fitted_on_has_the_same_errors(tmp_path: Path) -> None:
+    found = ForecastLine(line=line(), rows=iterations("somebody"), seconds=1.0)
+    (result,) = run_models_left_out(tmp_path, [found], SHIPPED)
+    assert result.part == "somebody"
+    assert result.scores["left out"] == result.scores["itercast"]
+    assert result.scores["itercast"]["bias_pct"] == pytest.approx(100)
+
+
+@pytest.mark.slow
+def test_forecasts_of_a_fitted_source_are_made_anew_without_it(tmp_path: Path) -> None:
+    """Products of 50,257 words run at half an H100's peak without Lambda's rows, else a quarter."""
+    rows = iterations("lambda-deeplearning-benchmark").assign(gpu="h100-sxm-80gb")
+    found = ForecastLine(line=line(), rows=rows, seconds=1.0)
+    (left,) = run_models_left_out(tmp_path, [found], SHIPPED)
+    assert left.scores["itercast"]["bias_pct"] == pytest.approx(100)
+    usual = ForecastLine(line=line(), rows=with_forecast(rows), seconds=1.0)
+    (again,) = run_models_left_out(tmp_path, [usual], SHIPPED)
+    without, with_it = (again.scores[name]["bias_pct"] for name in ("left out", "itercast"))
+    assert without < with_it
+    assert {again.scores[name]["coverage_pct"] for name in ("left out", "itercast")} <= {0, 50, 100}
+
+
+def with_forecast(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows with the forecasts of this process, which leaves nothing out."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from itercast.extras.published.models import add_forecasts
+
+    with ThreadPoolExecutor(1) as pool:
+        plain = without_forecasts(rows)
+        return add_forecasts(plain, SHIPPED, {}, pool)  # type: ignore[arg-type]
+
+
+def test_a_source_teaches_the_families_that_ship_alone() -> None:
+    """Traces teach attention in the shipped bundle: their few products teach no bundle either."""
+    assert "kineto-traces" in TEACHERS["attention"] - TEACHERS["gemm"]
+    assert TEACHERS["gemm"] == {OWN, "neusight", "aiconfigurator", "vidur", "nccl-tests"}
+
+
+def test_at_most_so_many_rows_are_forecast_anew() -> None:
+    """Rows that fit a host are in it whatever their number: here the even ones."""
+    rows = pd.DataFrame({ROW: np.arange(500)})
+    many = sampled(line(), rows)
+    assert len(many) == 96
+    assert many[ROW].is_monotonic_increasing
+    assert len(sampled(line(), many.head(3))) == 3
+    fitting = sampled(line(fits_hosts=f"{ROW} % 2 == 0"), rows)
+    assert (fitting[ROW] % 2 == 0).sum() == 250 and len(fitting) == 250 + 96
+
+
+@pytest.mark.slow
+def test_the_command_prints_one_source_alone(tmp_path: Path) -> None:
+    """A wrong name is answered with the sources in the folder."""
+    public, out = two_sources(tmp_path), tmp_path / "out"
+    assert "gemm, source left out" in line_names()
+    name = ["bench-public", str(public), "--out", str(out), "--line", "gemm, source"]
+    wrong = CliRunner().invoke(app, [*name, "--leave-out", "deepgem"])
+    assert wrong.exit_code == 2
+    assert "unknown source 'deepgem'" in wrong.output.replace("\n", " ")
+    done = CliRunner().invoke(app, [*name, "--leave-out", "deepgemm"])
+    assert done.exit_code == 0
+    text = (out / "bench-public.md").read_text()
+    assert text.count("| deepgemm | 34 |") == 1
+    assert "pipeweave" not in text
+
+
+def test_our_own_look_ups_have_a_publisher_and_a_number_of_source_rows(tmp_path: Path) -> None:
+    """Their parameter ``source`` is a number of rows."""
+    index = read_ops(two_sources(tmp_path))["index"]
+    assert set(index[PUBLISHER]) == {OWN} and index["source"].min() >= 1
