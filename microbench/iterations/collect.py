@@ -54,10 +54,8 @@ def measured_iterations(root: Path, gpu: str) -> set[Iteration]:
         return set()
     rows = rows[(rows["gpu"] == gpu) & (rows["status"] == "ok") & (rows["repeat"] == 0)]
     names = [f.name for f in fields(Iteration) if f.name in rows]
-    stated: list[dict[str, Any]] = rows[names].to_dict(
-        "records"
-    )  # without what older rows do not say
-    return {Iteration(**{n: v for n, v in row.items() if v == v}) for row in stated}
+    stated = rows[names].to_dict("records")  # without what older rows do not say
+    return {Iteration(**{str(n): v for n, v in row.items() if v == v}) for row in stated}
 
 
 def collect_iterations(
