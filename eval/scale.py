@@ -39,9 +39,9 @@ def measure(begin_s: float) -> dict[str, float]:
     ``begin_s`` is ``time.time()`` before the imports.
     """
     from itercast.compose.capture_model import capture
-    from itercast.compose.open_search import open_search
+    from itercast.compose.plan_search.open_search import open_search
+    from itercast.compose.plan_search.search import best_plans
     from itercast.compose.predict import predict
-    from itercast.compose.search import best_plans
 
     step = capture(MODEL, batch=1, dtype="bf16")
     predict(step, gpu=GPU, plan="dp=128,tp=8,pp=16,micro=16")
@@ -71,8 +71,8 @@ def measure(begin_s: float) -> dict[str, float]:
 
 def search_s(gpus: int) -> float:
     """CPU seconds of a plan search in this fresh process, without imports."""
-    from itercast.compose.open_search import open_search
-    from itercast.compose.search import best_plans
+    from itercast.compose.plan_search.open_search import open_search
+    from itercast.compose.plan_search.search import best_plans
 
     asked: Row = {"global_batch": SAMPLES[gpus], "seq": 8192, "dtype": "bf16"}
     search, _ = open_search(

@@ -1,7 +1,7 @@
 """The best ways to train GPT-2 XL on 16 H100: every legal plan is forecast, none is run."""
 
-from itercast.compose.open_search import open_search
-from itercast.compose.search import best_plans
+from itercast.compose.plan_search.open_search import open_search
+from itercast.compose.plan_search.search import best_plans
 
 
 def main() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pandas as pd
 
 from itercast.capture.opcall import OpCall, StepCapture, TensorSpec
-from itercast.compose.candidates import Search
 from itercast.compose.capture_model import capture
 from itercast.compose.forecast import Forecast
+from itercast.compose.plan_search.candidates import Search
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops import find_family

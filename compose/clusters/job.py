@@ -10,10 +10,10 @@ from itercast.capture.plan import ParallelPlan
 from itercast.compose.clusters.file import ClusterFile, GpuGroup
 from itercast.compose.forecast import Forecast, rank_of, report
 from itercast.compose.parallel.device_memory import room_bytes
+from itercast.compose.plan_search.sizes import CapturesBySize
 from itercast.compose.pricing.collectives import Crossing, cluster
 from itercast.compose.simulate.iteration import Outcome
 from itercast.compose.simulate.rank import Rank
-from itercast.compose.sizes import CapturesBySize
 from itercast.compose.target import Target
 
 REDUCED = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")

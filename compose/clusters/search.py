@@ -9,7 +9,6 @@ from typing import Any
 
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.candidates import Search, candidate_plans
 from itercast.compose.capture_model import capture, optimizer_of
 from itercast.compose.clusters.file import ClusterFile, read_cluster, subsets
 from itercast.compose.clusters.job import Job
@@ -17,9 +16,10 @@ from itercast.compose.clusters.split import forecast_job
 from itercast.compose.forecast import Forecast
 from itercast.compose.graph.index_streams import with_indices
 from itercast.compose.graph.launch_modes import with_engine
-from itercast.compose.open_search import size_of
+from itercast.compose.plan_search.candidates import Search, candidate_plans
+from itercast.compose.plan_search.open_search import size_of
+from itercast.compose.plan_search.sizes import CapturesBySize
 from itercast.compose.simulate.stage_rank import least_us
-from itercast.compose.sizes import CapturesBySize
 from itercast.compose.target import Target, find_target, step_dtype
 
 

@@ -31,8 +31,8 @@ from itercast.options import (
 from itercast.stated import command, say, settings, unusual
 
 if TYPE_CHECKING:  # the command line starts without pandas
-    from itercast.compose.candidates import Search
     from itercast.compose.forecast import Forecast
+    from itercast.compose.plan_search.candidates import Search
     from itercast.compose.target import Target
     from itercast.microbench.store import Facts, Row
 
@@ -103,7 +103,7 @@ def _command(question: Question, told: Row) -> str:
 def _open(question: Question, gpu: str, gpus: int, **asked: Any) -> tuple[Search, Target]:
     """The search, and the target of its plans."""
     with prints_aside(), without_scikit_learn():
-        from itercast.compose.open_search import open_search
+        from itercast.compose.plan_search.open_search import open_search
 
         search, target = open_search(question.asked(), gpu, gpus, **asked)
     warn_of_dtype(search.dtype, target)
@@ -191,7 +191,7 @@ def run_search(search: Search, facts: Facts) -> tuple[dict[str, int], list[Forec
 
     ValueError where no plan is legal.
     """
-    from itercast.compose.search import best_plans
+    from itercast.compose.plan_search.search import best_plans
     from itercast.eval.progress import progress_bar
 
     gpus, objective = facts["gpus"], facts["objective"]

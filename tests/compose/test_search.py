@@ -10,9 +10,9 @@ from plan_case import GPU, capture_at, experts_at, search_of
 
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.candidates import Search, candidate_plans
 from itercast.compose.capture_model import capture
-from itercast.compose.search import (
+from itercast.compose.plan_search.candidates import Search, candidate_plans
+from itercast.compose.plan_search.search import (
     _bounded,
     best_plans,
     legal_plans,

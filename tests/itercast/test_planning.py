@@ -14,7 +14,7 @@ from plan_case import GPU, search_of
 from typer.testing import CliRunner
 
 from itercast.__main__ import app
-from itercast.compose.search import best_plans, legal_plans
+from itercast.compose.plan_search.search import best_plans, legal_plans
 from itercast.learners.bundle import Bundle
 
 run = CliRunner()

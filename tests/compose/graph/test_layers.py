@@ -10,10 +10,10 @@ from itercast.capture.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 from itercast.capture.step import StepSettings
 from itercast.compose.capture_model import capture_case
 from itercast.compose.graph.layers import Layer, split_layers
+from itercast.compose.plan_search.sizes import CaptureAt, CapturesBySize
 from itercast.compose.pricing.work import Step, Work, fold
 from itercast.compose.simulate.rank import Lanes
 from itercast.compose.simulate.timeline import simulate
-from itercast.compose.sizes import CaptureAt, CapturesBySize
 
 
 def test_a_block_starts_after_the_residual_sum(gpt: StepCapture) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 from itercast.capture.cases.registry import case
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.candidates import Search
 from itercast.compose.capture_model import capture, optimizer_of
+from itercast.compose.plan_search.candidates import Search
 from itercast.compose.target import Target, find_target, step_dtype
 
 

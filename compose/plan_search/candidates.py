@@ -29,6 +29,7 @@ from itercast.compose.graph.layers import split_layers
 from itercast.compose.graph.product_roles import alias_weight_casts
 from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.parallel.ep import expert_weights
+from itercast.compose.plan_search.sizes import CapturesBySize
 from itercast.compose.pricing.collectives import cluster, gpus_per_domain
 from itercast.compose.pricing.layer_prices import prefetch_steps
 from itercast.compose.pricing.optimizer import STATE_COPIES
@@ -36,7 +37,6 @@ from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.simulate.iteration import quick_us
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.simulate.stage_rank import chunks_of, memory
-from itercast.compose.sizes import CapturesBySize
 from itercast.compose.tables.captured import captured_tables
 from itercast.microbench.hardware.node import Node
 

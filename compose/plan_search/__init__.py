@@ -1,0 +1,1 @@
+"""Searches parallel plans for the fastest or cheapest one that fits."""
