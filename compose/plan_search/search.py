@@ -7,13 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
 
-<<<<<<< HEAD:compose/plan_search/search.py
 from itercast.capture.plan import ParallelPlan
 from itercast.capture.plan_keys import V_SHAPED
-from itercast.compose.plan_search.candidates import OBJECTIVES, Scored, Search, candidate_plans
-=======
-from itercast.capture.plan import V_SHAPED, ParallelPlan
->>>>>>> cf411893 (The search of plans has a room of its own):compose/plan_search/search.py
 from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.plan_search.candidates import OBJECTIVES, Scored, Search, candidate_plans
 from itercast.compose.simulate.rank import Rank
