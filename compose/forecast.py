@@ -16,7 +16,8 @@ from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.pricing.collectives import Cluster, cluster
 from itercast.compose.pricing.layer_prices import price_model
 from itercast.compose.pricing.price_book import PriceBook
-from itercast.compose.simulate.iteration import Outcome, evaluate
+from itercast.compose.simulate.breakdown import Outcome
+from itercast.compose.simulate.iteration import evaluate
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.simulate.timeline import Span, Task
 from itercast.microbench.hardware.node import Node

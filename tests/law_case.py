@@ -16,7 +16,8 @@ from itercast.compose.capture_model import capture
 from itercast.compose.forecast import Forecast, forecast, rank_of
 from itercast.compose.pricing.collectives import cluster
 from itercast.compose.pricing.price_book import PriceBook
-from itercast.compose.simulate.iteration import Outcome, evaluate
+from itercast.compose.simulate.breakdown import Outcome
+from itercast.compose.simulate.iteration import evaluate
 from itercast.compose.simulate.rank import Rank, Run
 from itercast.compose.simulate.rank_program import RankProgram
 from itercast.microbench.hardware.node import Node

@@ -12,7 +12,7 @@ from itercast.compose.forecast import Forecast, rank_of, report
 from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.plan_search.sizes import CapturesBySize
 from itercast.compose.pricing.collectives import Crossing, cluster
-from itercast.compose.simulate.iteration import Outcome
+from itercast.compose.simulate.breakdown import Outcome
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.target import Target
 

@@ -15,7 +15,8 @@ from itercast.capture.plan import ParallelPlan, micro_batch
 from itercast.capture.plan_keys import V_SHAPED
 from itercast.compose.clusters.job import Job, replicas, report_job, stages
 from itercast.compose.forecast import Forecast
-from itercast.compose.simulate.iteration import Outcome, evaluate_stages, quick_us
+from itercast.compose.simulate.breakdown import Outcome
+from itercast.compose.simulate.iteration import evaluate_stages, quick_us
 from itercast.compose.simulate.stages import balanced
 from itercast.compose.simulate.unlike import evaluate_replicas
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 from itercast.capture.base.durations import counted
 from itercast.capture.plan import ParallelPlan
@@ -14,8 +15,13 @@ from itercast.compose.pricing.host import PYTHON
 from itercast.compose.pricing.price_book import PriceBook, price_book
 from itercast.compose.programs.price import PricedRank, cluster_of, price_rank
 from itercast.compose.programs.timeline import COMPUTE, LAUNCH, simulate_program
-from itercast.compose.simulate.breakdown import Tally, assumed_us, covered_us
-from itercast.compose.simulate.iteration import Outcome
+from itercast.compose.simulate.breakdown import (
+    Outcome,
+    Tally,
+    broken_down,
+    covered_us,
+    time_on_lanes,
+)
 from itercast.compose.simulate.timeline import Span, Task
 from itercast.compose.target import Target
 
@@ -96,27 +102,17 @@ def _outcome(
     spans: Sequence[Span],
 ) -> Outcome:
     """A rank's step, broken down; its two steps count half each."""
-    tally = _tally(priced, book)
-    busy = _spans(rank, tasks, spans)
     computing = _spans(rank, tasks, spans, (COMPUTE,))
-    busy_us = min(iteration_us, covered_us(busy) / 2)
-    compute_us = min(covered_us(computing) / 2, busy_us)
-    exposed_us, idle_us = busy_us - compute_us, iteration_us - busy_us
-    gap_us = idle_us if len(program.ranks) == 1 else 0.0  # else it may wait for other ranks
-    return Outcome(
-        iteration_us=iteration_us,
-        compute_us=compute_us,
-        exposed_comm_us=exposed_us,
-        comm_us=covered_us([s for s in busy if s not in computing]) / 2,
-        host_gap_us=gap_us,
-        bubble_us=0.0,
-        waiting_us=idle_us - gap_us,
+    sending = [s for s in _spans(rank, tasks, spans) if s not in computing]
+    both = time_on_lanes(2 * iteration_us, computing, sending)
+    return broken_down(
+        both.plus(both, -1 / 2),
+        _tally(priced, book),
         memory={"tensors": max(program.peak_bytes.values())},
-        tally=tally,
-        assumed_by_us=assumed_us(tally, compute_us, exposed_us, gap_us),
         matmul_s=priced.matmul_s,
         tasks=tuple(tasks),
         spans=tuple(spans),
+        host_gap_us=inf if len(program.ranks) == 1 else 0.0,  # else it may wait for other ranks
     )
 
 

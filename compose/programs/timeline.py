@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from itercast.capture.opcall import OpCall
 from itercast.capture.programs.program import (
@@ -22,41 +22,10 @@ from itercast.compose.pricing.priced_op import PricedOp
 from itercast.compose.pricing.work import Step, fold
 from itercast.compose.programs.price import PricedRank
 from itercast.compose.simulate.rank import LATENCY, Lanes
-from itercast.compose.simulate.timeline import Span, Task, simulate_shared
+from itercast.compose.simulate.timeline import JointTasks, Span, Task
 
 SHARED = ("compute", "stream")  # lanes of a rank that slow each other
 COMPUTE, LAUNCH = "compute", "launch "  # how names of tasks begin but for those of collectives
-
-
-@dataclass
-class Tasks:
-    """The tasks of all ranks, and by lane the order in which it runs them."""
-
-    tasks: list[Task] = field(default_factory=list)
-    programs: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-    joint: dict[Hashable, int] = field(default_factory=dict)
-
-    def add(self, lanes: tuple[str, ...], us: float, after: tuple[int, ...], name: str) -> int:
-        """Add a task at the end of its lanes."""
-        self.tasks.append(Task(lanes, us, after, name))
-        return self._queue(len(self.tasks) - 1, lanes)
-
-    def join(
-        self, key: Hashable, lanes: tuple[str, ...], us: float, after: tuple[int, ...], name: str
-    ) -> int:
-        """Add a task that ranks run together, or take part in it where another rank added it."""
-        if key not in self.joint:
-            self.joint[key] = self.add(lanes, us, after, name)
-            return self.joint[key]
-        at = self.joint[key]
-        old = self.tasks[at]
-        self.tasks[at] = Task((*old.lanes, *lanes), old.duration_us, (*old.after, *after), old.name)
-        return self._queue(at, lanes)
-
-    def _queue(self, task: int, lanes: tuple[str, ...]) -> int:
-        for lane in lanes:
-            self.programs[lane].append(task)
-        return task
 
 
 class RankLanes(Lanes):
@@ -66,7 +35,7 @@ class RankLanes(Lanes):
     """
 
     def __init__(
-        self, rank: int, priced: PricedRank, tasks: Tasks, slowdown: float, each_op: bool
+        self, rank: int, priced: PricedRank, tasks: JointTasks, slowdown: float, each_op: bool
     ) -> None:
         super().__init__(priced.on_cpu, slowdown, tasks=tasks.tasks)
         self.rank, self.priced, self.shared, self.each_op = rank, priced, tasks, each_op
@@ -131,10 +100,10 @@ class RankLanes(Lanes):
         if op.latency_us:  # it slows nothing; the copy waits for that of all ranks
             lanes = (f"{self.rank} latency {self.stream}",)
             latency_us = min(op.latency_us, op.duration_us)
-            begun = self.shared.join((LATENCY, once), lanes, latency_us, after, facts["kind"])
+            begun = self.shared.add(lanes, latency_us, after, facts["kind"], (LATENCY, once))
             after, copied_us = (begun,), op.duration_us - latency_us
         lanes = (f"{self.rank} {self.lane}",)
-        self.done = (self.shared.join(once, lanes, copied_us, after, facts["kind"]),)
+        self.done = (self.shared.add(lanes, copied_us, after, facts["kind"], once),)
 
     def _key(self, call: OpCall) -> Hashable:
         """Equal for the launches of all ranks that take part in a collective or message."""
@@ -183,7 +152,7 @@ def _shared_cores(tasks: Sequence[Task], spans: Sequence[Span], cores_frac: floa
 def _simulated(
     ranks: Mapping[int, PricedRank], contention: float, slowdown: float, each_op: bool = False
 ) -> tuple[list[Task], list[Span], list[float]]:
-    tasks = Tasks()
+    tasks = JointTasks()
     lanes = [RankLanes(rank, priced, tasks, slowdown, each_op) for rank, priced in ranks.items()]
     counts = []
     for number in range(2):
@@ -192,6 +161,6 @@ def _simulated(
         counts.append(len(tasks.tasks))
     named = [lane.split() for lane in tasks.programs]
     shared = {" ".join(words): words[0] for words in named if words[1] in SHARED}
-    spans = simulate_shared(tasks.tasks, shared, contention, tasks.programs)
+    spans = tasks.simulate(shared, contention)
     ends = [max((s.end_us for s in spans[:n]), default=0.0) for n in counts]
     return tasks.tasks, spans, ends

@@ -1,14 +1,15 @@
-"""Splits a simulated rank program's time: by family, by lane, by assumption."""
+"""Breaks an iteration down, whoever wrote its launches: by family, by lane, by assumption."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from itercast.compose.pricing.host import PYTHON
 from itercast.compose.pricing.priced_op import UNMODELLED, AssumedTime, PricedOp
 from itercast.compose.simulate.rank import LATENCY, Run
-from itercast.compose.simulate.timeline import Span
+from itercast.compose.simulate.timeline import Span, Task
 
 
 @dataclass
@@ -87,7 +88,7 @@ class Shares:
     exposed_us: float
     comm_us: float
 
-    def plus(self, other: Shares, times: int) -> Shares:
+    def plus(self, other: Shares, times: float) -> Shares:
         """This run followed by another one ``times`` times."""
         return Shares(
             self.end_us + times * other.end_us,
@@ -99,8 +100,97 @@ class Shares:
 
 def shares(run: Run) -> Shares:
     """Split a run's time; collectives that block compute count as exposed."""
-    lane_us = covered_us(lane_spans(run, "compute"))
     sent = lane_spans(run, LATENCY, "comm", "h2d", "d2h")
-    exposed_us = covered_us([*lane_spans(run, "compute"), *sent]) - lane_us + run.blocking_us
-    comm_us = covered_us(sent) + run.blocking_us
-    return Shares(run.end_us, lane_us - run.blocking_us, exposed_us, comm_us)
+    found = time_on_lanes(run.end_us, lane_spans(run, "compute"), sent)
+    blocking = Shares(0.0, -run.blocking_us, run.blocking_us, run.blocking_us)
+    return found.plus(blocking, 1)
+
+
+def time_on_lanes(end_us: float, computing: Sequence[Span], sending: Sequence[Span]) -> Shares:
+    """How the time to ``end_us`` is spent by a rank that computes and sends at these times."""
+    compute_us = covered_us(computing)
+    exposed_us = covered_us([*computing, *sending]) - compute_us
+    return Shares(end_us, compute_us, exposed_us, covered_us(sending))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """An iteration on the slowest rank; iteration = compute + exposed_comm + idle.
+
+    idle = host gaps + pipeline bubble + waiting for slower stages. ``matmul_s``: the rank's matrix
+    products at peak. ``assumed_by_us``: what of the iteration rests on each assumption (see
+    ``Forecast``). ``tasks`` show the last micro-batch and the optimizer. Where ranks are unlike,
+    ``slowest`` and ``fullest`` are the numbers of the stage or kind that times and memory are of.
+    """
+
+    iteration_us: float
+    compute_us: float
+    exposed_comm_us: float
+    comm_us: float
+    host_gap_us: float
+    bubble_us: float
+    waiting_us: float
+    memory: dict[str, int]
+    tally: Tally
+    assumed_by_us: dict[str, float]
+    matmul_s: float
+    tasks: tuple[Task, ...]
+    spans: tuple[Span, ...]
+    slowest: int = 0
+    fullest: int = 0
+
+    @property
+    def idle_us(self) -> float:
+        """Time in which the compute lane neither computes nor waits for a message."""
+        return max(0.0, self.iteration_us - self.compute_us - self.exposed_comm_us)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Peak of the fullest rank."""
+        return sum(self.memory.values())
+
+
+def broken_down(
+    lanes: Shares,
+    tally: Tally,
+    *,
+    memory: dict[str, int],
+    matmul_s: float,
+    tasks: tuple[Task, ...],
+    spans: tuple[Span, ...],
+    host_gap_us: float = inf,
+    bubble_us: float = 0.0,
+    slowest: int = 0,
+    fullest: int = 0,
+) -> Outcome:
+    """The outcome of a rank that spends an iteration of ``lanes.end_us`` like this.
+
+    Of its idle time ``host_gap_us`` at most are gaps in which the host launches, ``bubble_us`` of
+    the rest at most a pipeline's bubble; what is left it waits for other ranks. Of bubble and
+    waiting each assumption has its share of the rest.
+    """
+    end_us = lanes.end_us
+    compute_us = min(lanes.compute_us, end_us)
+    exposed_us = min(lanes.exposed_us, end_us - compute_us)
+    idle_us = max(0.0, end_us - compute_us - exposed_us)
+    gaps_us = min(idle_us, host_gap_us)
+    bubble_us = min(bubble_us, idle_us - gaps_us)
+    by_name_us = assumed_us(tally, compute_us, exposed_us, gaps_us)
+    scale = end_us / max(1e-9, compute_us + exposed_us + gaps_us)
+    return Outcome(
+        iteration_us=end_us,
+        compute_us=compute_us,
+        exposed_comm_us=exposed_us,
+        comm_us=lanes.comm_us,
+        host_gap_us=gaps_us,
+        bubble_us=bubble_us,
+        waiting_us=max(0.0, idle_us - bubble_us - gaps_us),
+        memory=memory,
+        tally=tally,
+        assumed_by_us={name: scale * us for name, us in by_name_us.items()},
+        matmul_s=matmul_s,
+        tasks=tasks,
+        spans=spans,
+        slowest=slowest,
+        fullest=fullest,
+    )

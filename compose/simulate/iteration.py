@@ -13,7 +13,7 @@ from itercast.compose.pricing.collectives import price_messages
 from itercast.compose.pricing.host import python_op
 from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.compose.pricing.priced_op import PricedOp
-from itercast.compose.simulate.breakdown import Shares, Tally, assumed_us, shares
+from itercast.compose.simulate.breakdown import Outcome, Shares, Tally, broken_down, shares
 from itercast.compose.simulate.cyclic import send_to_next_replica, slot_message, steady_us
 from itercast.compose.simulate.pipeline import (
     StageTimes,
@@ -35,46 +35,8 @@ from itercast.compose.simulate.stage_rank import (
     stages_of,
 )
 from itercast.compose.simulate.stages import Chunk
-from itercast.compose.simulate.timeline import Span, Task
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """A plan's iteration on the slowest rank; iteration = compute + exposed_comm + idle.
-
-    idle = host gaps + pipeline bubble + waiting for slower stages. ``matmul_s``: the rank's matrix
-    products at peak. ``assumed_by_us``: what of the iteration rests on each assumption (see
-    ``Forecast``). ``tasks`` show the last micro-batch and the optimizer. Where ranks are unlike,
-    ``slowest`` and ``fullest`` are the numbers of the stage or kind that times and memory are of.
-    """
-
-    iteration_us: float
-    compute_us: float
-    exposed_comm_us: float
-    comm_us: float
-    host_gap_us: float
-    bubble_us: float
-    waiting_us: float
-    memory: dict[str, int]
-    tally: Tally
-    assumed_by_us: dict[str, float]
-    matmul_s: float
-    tasks: tuple[Task, ...]
-    spans: tuple[Span, ...]
-    slowest: int = 0
-    fullest: int = 0
-
-    @property
-    def idle_us(self) -> float:
-        """Time in which the compute lane neither computes nor waits for a message."""
-        return max(0.0, self.iteration_us - self.compute_us - self.exposed_comm_us)
-
-    @property
-    def memory_bytes(self) -> int:
-        """Peak of the fullest rank."""
-        return sum(self.memory.values())
 
 
 def evaluate(rank: Rank, optimizer: str) -> Outcome:
@@ -125,18 +87,10 @@ def outcome(rank: Rank, before: Sequence[tuple[Run, int]], run: Run, optimizer: 
     _tally_layers(tally, rank.layers, micro, _accumulations(rank))
     _tally_run(tally, run)
     tally.add([rank.model.host], micro)
-    idle_us = max(0.0, lanes.end_us - lanes.compute_us - lanes.exposed_us)
-    return Outcome(
-        iteration_us=lanes.end_us,
-        compute_us=lanes.compute_us,
-        exposed_comm_us=lanes.exposed_us,
-        comm_us=lanes.comm_us,
-        host_gap_us=idle_us,
-        bubble_us=0.0,
-        waiting_us=0.0,
+    return broken_down(
+        lanes,
+        tally,
         memory=memory(rank, optimizer),
-        tally=tally,
-        assumed_by_us=assumed_us(tally, lanes.compute_us, lanes.exposed_us, idle_us),
         matmul_s=micro * sum(x.matmul_s for x in rank.layers),
         tasks=run.tasks,
         spans=run.spans,
@@ -308,33 +262,22 @@ def evaluate_stages(ranks: Sequence[Rank], optimizer: str) -> Outcome:
     slowest = max(range(pp), key=lambda r: (loads[r], totals[r]))
     stage, (tail, _) = pipeline.stages[slowest], pipeline.tails[slowest]
     lanes = pipeline.shares_of(slowest)
-    compute_us = lanes.compute_us
     sends_us, bubble_us = pipeline.schedule_us(slowest)
-    exposed_us = min(lanes.exposed_us + sends_us, max(0.0, iteration_us - compute_us))
-    idle_us = max(0.0, iteration_us - compute_us - exposed_us)
-    gaps_us = min(idle_us, max(0.0, lanes.end_us - compute_us - lanes.exposed_us))
-    bubble_us = min(bubble_us, idle_us - gaps_us)
-    tally = _stage_tally(pipeline, slowest)
+    exposed_us = min(lanes.exposed_us + sends_us, max(0.0, iteration_us - lanes.compute_us))
+    comm_us = exposed_us + max(0.0, lanes.comm_us - lanes.exposed_us)
     by_stage = _each(ranks, lambda r: stage_memory(r, optimizer))
     least_left = fullest(ranks, by_stage)
-    assumed_by_us = assumed_us(tally, compute_us, exposed_us, gaps_us)
-    scale = iteration_us / max(1e-9, compute_us + exposed_us + gaps_us)  # bubble and waiting alike
-    return Outcome(
-        iteration_us=iteration_us,
-        compute_us=compute_us,
-        exposed_comm_us=exposed_us,
-        comm_us=exposed_us + max(0.0, lanes.comm_us - lanes.exposed_us),
-        host_gap_us=gaps_us,
-        bubble_us=bubble_us,
-        waiting_us=max(0.0, idle_us - bubble_us - gaps_us),
+    return broken_down(
+        Shares(iteration_us, lanes.compute_us, exposed_us, comm_us),
+        _stage_tally(pipeline, slowest),
         memory=by_stage[least_left],
-        slowest=slowest,
-        fullest=least_left,
-        tally=tally,
-        assumed_by_us={name: scale * us for name, us in assumed_by_us.items()},
         matmul_s=micro * sum(x.matmul_s for x in stage.layers),
         tasks=tail.tasks,
         spans=tail.spans,
+        host_gap_us=max(0.0, lanes.end_us - lanes.compute_us - lanes.exposed_us),
+        bubble_us=bubble_us,
+        slowest=slowest,
+        fullest=least_left,
     )
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +173,48 @@ def _at_shared_speed(
                 left[i] -= step / slow[i]
     progress.check()
     return [spans[i] for i in range(len(tasks))]
+
+
+@dataclass
+class JointTasks:
+    """Tasks of several ranks as they are added, and by lane the order in which it runs them."""
+
+    tasks: list[Task] = field(default_factory=list)
+    programs: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    joint: dict[Hashable, int] = field(default_factory=dict)
+
+    def add(
+        self,
+        lanes: tuple[str, ...],
+        us: float,
+        after: tuple[int, ...],
+        name: str,
+        once: Hashable = None,
+    ) -> int:
+        """Add a task at the end of its lanes; of one that ranks run together ``once`` is the key.
+
+        The rank that comes to it first adds it, others take part in it; it takes as long as on the
+        slowest of them.
+        """
+        if once is None or once not in self.joint:
+            at = len(self.tasks)
+            self.tasks.append(Task(lanes, us, after, name))
+            if once is not None:
+                self.joint[once] = at
+        else:
+            at = self.joint[once]
+            old = self.tasks[at]
+            longest_us = max(old.duration_us, us)
+            self.tasks[at] = Task((*old.lanes, *lanes), longest_us, (*old.after, *after), old.name)
+        for lane in lanes:
+            self.programs[lane].append(at)
+        return at
+
+    def simulate(
+        self, shared: Mapping[str, str], contention: float | Mapping[str, float]
+    ) -> list[Span]:
+        """When each task runs (``simulate_shared``)."""
+        return simulate_shared(self.tasks, shared, contention, self.programs)
 
 
 def trace_json(tasks: Sequence[Task], spans: Sequence[Span], rank: int = 0) -> dict[str, object]:

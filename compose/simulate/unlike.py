@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 
-from itercast.compose.simulate.iteration import Outcome, fullest, micro_batches, outcome
+from itercast.compose.simulate.breakdown import Outcome, Shares, broken_down
+from itercast.compose.simulate.iteration import fullest, micro_batches, outcome
 from itercast.compose.simulate.rank import LATENCY, SHARED, Rank, Run
-from itercast.compose.simulate.timeline import Task, simulate_shared
+from itercast.compose.simulate.timeline import JointTasks, Task
 
 CORES = "cores"  # the device of all ranks on a CPU
 
@@ -35,12 +37,14 @@ def evaluate_replicas(ranks: Sequence[Rank], optimizer: str, crowding: float = 1
     slowest = max(range(len(ranks)), key=lambda i: found[i].compute_us)
     least_left = fullest(ranks, [one.memory for one in found])
     mine, gaps_us = found[slowest], min(found[slowest].host_gap_us, alone[slowest].host_gap_us)
-    return replace(
-        mine,
-        iteration_us=end_us,
-        host_gap_us=gaps_us,
-        waiting_us=max(0.0, end_us - mine.compute_us - mine.exposed_comm_us - gaps_us),
+    return broken_down(
+        Shares(end_us, mine.compute_us, mine.exposed_comm_us, mine.comm_us),
+        mine.tally,
         memory=found[least_left].memory,
+        matmul_s=mine.matmul_s,
+        tasks=mine.tasks,
+        spans=mine.spans,
+        host_gap_us=gaps_us,
         slowest=slowest,
         fullest=least_left,
     )
@@ -53,53 +57,28 @@ def together(runs: Sequence[Run], contention: Sequence[float], crowding: float) 
     takes as long as on the slowest. ``contention`` of messages and compute by rank; ``crowding``:
     slowdown of ranks that share a CPU's cores while two or more of them compute.
     """
-    parts = [list(_parts(run.tasks)) for run in runs]
-    if len({len(part) for part in parts}) > 1:
-        counts = ", ".join(str(len(part) - 1) for part in parts)
-        raise ValueError(f"ranks of one job send equally many messages, these {counts}")
-    tasks = list[Task]()
-    number: list[dict[int, int]] = [{} for _ in runs]  # by rank, of its tasks among all
-    for turn in zip(*parts, strict=True):
-        for r, (own, _) in enumerate(turn):
-            for i in own:
-                number[r][i] = len(tasks)
-                tasks.append(_renamed(runs[r].tasks[i], r, number[r]))
-        messages = [(r, i) for r, (_, i) in enumerate(turn) if i is not None]
-        for r, i in messages:
-            number[r][i] = len(tasks)
-        if messages:
-            mine = [_renamed(runs[r].tasks[i], r, number[r]) for r, i in messages]
-            tasks.append(
-                Task(
-                    tuple(lane for task in mine for lane in task.lanes),
-                    max(task.duration_us for task in mine),
-                    tuple({j for task in mine for j in task.after}),
-                    mine[0].name,
-                )
-            )
+    counts = [sum(map(_is_message, run.tasks)) for run in runs]
+    if len(set(counts)) > 1:
+        told = ", ".join(map(str, counts))
+        raise ValueError(f"ranks of one job send equally many messages, these {told}")
+    joint, number = JointTasks(), [list[int]() for _ in runs]  # by rank, of its tasks among all
+    for r, run in enumerate(runs):
+        sent = count()
+        for task in run.tasks:
+            lanes = [f"{r} {lane}" for lane in task.lanes]
+            lanes += [f"{r} {CORES}"] * ("compute" in task.lanes)
+            once = next(sent) if _is_message(task) else None
+            after = tuple(number[r][j] for j in task.after)
+            number[r].append(joint.add(tuple(lanes), task.duration_us, after, task.name, once))
     shared = {f"{r} {lane}": str(r) for r in range(len(runs)) for lane in SHARED}
     factors = {str(r): factor for r, factor in enumerate(contention)}
     shared |= {f"{r} {CORES}": CORES for r in range(len(runs))}
-    spans = simulate_shared(tasks, shared, factors | {CORES: crowding})
+    spans = joint.simulate(shared, factors | {CORES: crowding})
     return [
-        replace(run, spans=tuple(spans[number[r][i]] for i in range(len(run.tasks))))
-        for r, run in enumerate(runs)
+        replace(run, spans=tuple(spans[i] for i in own))
+        for run, own in zip(runs, number, strict=True)
     ]
 
 
-def _parts(tasks: Sequence[Task]) -> Iterator[tuple[list[int], int | None]]:
-    """Numbers of the tasks up to each message, and of the message; None after the last."""
-    own = list[int]()
-    for i, task in enumerate(tasks):
-        if task.lanes[0] in (LATENCY, "comm"):
-            yield own, i
-            own = []
-        else:
-            own.append(i)
-    yield own, None
-
-
-def _renamed(task: Task, rank: int, number: dict[int, int]) -> Task:
-    lanes = [f"{rank} {lane}" for lane in task.lanes]
-    lanes += [f"{rank} {CORES}"] * ("compute" in task.lanes)
-    return replace(task, lanes=tuple(lanes), after=tuple(number[i] for i in task.after))
+def _is_message(task: Task) -> bool:
+    return task.lanes[0] in (LATENCY, "comm")
