@@ -31,5 +31,8 @@ def one_line_error(exc: BaseException) -> str:
 
 
 def first_line(exc: BaseException) -> str:
-    """An error's class and first line."""
-    return f"{type(exc).__name__}: {next(iter(str(exc).strip().splitlines()), '')}"
+    """An error's class and first line, and those of the errors that it was raised from."""
+    told = f"{type(exc).__name__}: {next(iter(str(exc).strip().splitlines()), '')}"
+    if exc.__cause__ is None or str(exc.__cause__) in told:
+        return told
+    return f"{told}, because of {first_line(exc.__cause__)}"

@@ -6,104 +6,47 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
 
+from itercast.capture.programs.asked import Asked, EmulatedGpu
+from itercast.capture.programs.devices import GeneratorOnCpu, stay, tensors_on_gpus
+from itercast.capture.programs.log import ProgramLog
 from itercast.capture.recorder.autocast import autocast_as_on_cuda
 
-BF16_FROM = 8  # major compute capability of the first GPUs with bf16: Ampere
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmulatedGpu:
-    """What programs can ask of a GPU that is not there; ``kind`` is "gpu" or "cpu"."""
-
-    name: str
-    kind: str
-    memory_bytes: int
-    sm_count: int
-    compute_capability: tuple[int, int]
+PAGE_BYTES = 2**21  # by which torch's allocator takes memory from the driver
+NCCL = (2, 29, 7)  # of torch 2.13's wheels for CUDA 13
 
 
 @contextmanager
-def gpus_that_are_not_there(gpu: EmulatedGpu, per_node: int, local_rank: int) -> Iterator[None]:
+def gpus_that_are_not_there(
+    gpu: EmulatedGpu | Asked, per_node: int, local_rank: int, log: ProgramLog
+) -> Iterator[None]:
     """Let programs find ``per_node`` such GPUs in ``torch.cuda`` inside the context.
 
-    Tensors that they put on a GPU are on the CPU; autocast, foreach optimizers and gradient scalers
-    do as they do on GPUs.
+    So do ``torch.accelerator`` and the parts of ``torch._C`` that a CPU's build lacks. Tensors that
+    programs put on a GPU are on the CPU; autocast, foreach optimizers and gradient scalers do as
+    they do on GPUs. Memory in use is that of the log's tensors.
     """
+    asked = _cuda(gpu, per_node, local_rank) | _memory(gpu, log)
     with ExitStack() as stack:
+        stack.enter_context(patch.multiple(torch.cuda, create=True, **asked))
         stack.enter_context(
-            patch.multiple(torch.cuda, create=True, **_cuda(gpu, per_node, local_rank))
+            patch.multiple(torch.accelerator, create=True, **_accelerator(asked, local_rank))
         )
+        stack.enter_context(patch.multiple(torch._C, create=True, **_only_in_cuda_builds()))
         stack.enter_context(patch.object(torch.version, "cuda", "13.0"))
-        stack.enter_context(patch.object(torch, "Generator", GeneratorOnCpu))
-        for owner in (torch.Tensor, torch.nn.Module):
-            stack.enter_context(patch.object(owner, "cuda", _stay))
-        on_gpu: dict[str, Any] = {
-            "is_cuda": property(lambda tensor: isinstance(tensor, FakeTensor))
-        }
-        stack.enter_context(patch.multiple(torch.Tensor, create=True, pin_memory=_stay, **on_gpu))
-        stack.enter_context(patch.object(torch.nn.RNNBase, "flatten_parameters", _stay))
-        stack.enter_context(patch.object(torch._C._nn, "_parse_to", _parse_to))
+        stack.enter_context(patch.object(torch.nn.RNNBase, "flatten_parameters", stay))
         stack.enter_context(_optimizers_as_on_gpus())
         for place in (torch, torch.amp, torch.cuda.amp):
             stack.enter_context(patch.object(place, "autocast", AutocastAsOnGpus))
         stack.enter_context(_collectives_as_on_gpus())
-        stack.enter_context(OnCpu())
+        stack.enter_context(tensors_on_gpus(local_rank))
         yield
-
-
-def _parse_to(*args: Any, **kwargs: Any) -> Any:
-    """What ``Module.to`` makes of its arguments; the number of a GPU is a device."""
-    args = tuple("cpu" if isinstance(value, int) else value for value in args[:1]) + args[1:]
-    if isinstance(kwargs.get("device"), int):
-        kwargs["device"] = "cpu"
-    return PARSE_TO(*args, **kwargs)
-
-
-class GeneratorOnCpu(torch.Generator):
-    """A generator of random numbers on the CPU, whichever device is asked for."""
-
-    def __new__(cls, device: Any = None) -> GeneratorOnCpu:
-        """As ``torch.Generator``."""
-        return super().__new__(cls)
-
-
-def _stay(self: Any, *args: Any, **kwargs: Any) -> Any:
-    return self
-
-
-class OnCpu(TorchFunctionMode):
-    """Takes every CUDA device that torch is given as the CPU."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.device:  # a program may look at the name of its device
-            return func("cuda", *args) if isinstance(args[0], int) else func(*args, **kwargs)
-        if isinstance(kwargs.get("device"), int):
-            kwargs["device"] = "cpu"
-        if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], int):
-            args = (args[0], "cpu", *args[2:])
-        kwargs = {name: _on_cpu(value) for name, value in kwargs.items()}
-        return func(*map(_on_cpu, args), **kwargs)
-
-
-def _on_cpu(value: Any) -> Any:
-    if isinstance(value, torch.device) and value.type == "cuda":
-        return torch.device("cpu")
-    if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):
-        return "cpu"
-    return value
 
 
 SILENT = (
@@ -112,48 +55,102 @@ SILENT = (
     *("manual_seed_all", "set_per_process_memory_fraction", "_lazy_init", "set_rng_state"),
     *("seed", "seed_all", "set_rng_state_all", "_sleep", "memory_snapshot"),
 )
-PARSE_TO = torch._C._nn._parse_to
-ZERO = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+ALIKE = (  # in torch.cuda and torch.accelerator
+    *("is_available", "device_count", "empty_cache", "memory_allocated", "max_memory_allocated"),
+    *("memory_reserved", "max_memory_reserved", "memory_stats", "reset_peak_memory_stats"),
+    "reset_accumulated_memory_stats",
+)
 
 
-def _cuda(gpu: EmulatedGpu, per_node: int, local_rank: int) -> dict[str, Any]:
+def _cuda(gpu: EmulatedGpu | Asked, per_node: int, local_rank: int) -> dict[str, Any]:
     """What programs ask ``torch.cuda``, by name."""
-    major, minor = gpu.compute_capability
     answers: dict[str, Any] = {
         "is_available": True,
         "is_initialized": True,
         "device_count": per_node,
         "current_device": local_rank,
-        "get_device_name": f"NVIDIA {gpu.name}",
-        "get_device_capability": (major, minor),
-        "get_device_properties": _properties(gpu),
-        "get_arch_list": [f"sm_{major}{minor}"],
-        "is_bf16_supported": major >= BF16_FROM,
-        "mem_get_info": (gpu.memory_bytes, gpu.memory_bytes),
-        "memory_stats": Counter(),
         "memory_summary": "",
         "get_rng_state_all": [],
         "utilization": 0,
-        **dict.fromkeys(ZERO, 0),
         **dict.fromkeys(SILENT),
     }
     found: dict[str, Any] = {name: _answering(value) for name, value in answers.items()}
+    found["get_device_name"] = lambda *args: f"NVIDIA {gpu.name}"
+    found["get_device_capability"] = lambda *args: gpu.compute_capability
+    found["get_device_properties"] = lambda *args: Properties(gpu)
+    found["get_arch_list"] = lambda: ["sm_{}{}".format(*gpu.compute_capability)]
+    found["is_bf16_supported"] = lambda *args: gpu.has_bf16
     found["device"] = found["device_of"] = nullcontext
     found["get_rng_state"] = lambda *args, **kwargs: torch.get_rng_state()
+    found["default_generators"] = tuple(GeneratorOnCpu(f"cuda:{n}") for n in range(per_node))
     return found
 
 
-def _properties(gpu: EmulatedGpu) -> SimpleNamespace:
-    return SimpleNamespace(
-        name=gpu.name,
-        total_memory=gpu.memory_bytes,
-        multi_processor_count=gpu.sm_count,
-        major=gpu.compute_capability[0],
-        minor=gpu.compute_capability[1],
-        warp_size=32,
-        gcnArchName="",
-        uuid="",
-    )
+def _memory(gpu: EmulatedGpu | Asked, log: ProgramLog) -> dict[str, Any]:
+    """What ``torch.cuda`` says of memory: that of the program's tensors, and pages for them."""
+
+    def pages(nbytes: int) -> int:
+        return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+    def stats(*args: Any) -> Counter[str]:
+        found = Counter[str]()
+        for name, share in (("allocated", int), ("reserved", pages), ("active", int)):
+            for when, nbytes in (("current", log.live_bytes), ("peak", log.peak_bytes)):
+                found[f"{name}_bytes.all.{when}"] = share(nbytes)
+        return found
+
+    return {
+        "memory_allocated": lambda *args: log.live_bytes,
+        "max_memory_allocated": lambda *args: log.peak_bytes,
+        "memory_reserved": lambda *args: pages(log.live_bytes),
+        "max_memory_reserved": lambda *args: pages(log.peak_bytes),
+        "memory_stats": stats,
+        "mem_get_info": lambda *args: (
+            max(0, gpu.memory_bytes - pages(log.live_bytes)),
+            gpu.memory_bytes,
+        ),
+    }
+
+
+def _accelerator(cuda: dict[str, Any], local_rank: int) -> dict[str, Any]:
+    """What programs ask ``torch.accelerator``, given what they find in ``torch.cuda``."""
+    index, gpu = _answering(local_rank), torch.device("cuda")
+    return {
+        **{name: cuda[name] for name in ALIKE},
+        "current_accelerator": lambda check_available=False: gpu,
+        "current_device_index": index,
+        "current_device_idx": index,
+        "set_device_index": cuda["set_device"],
+        "set_device_idx": cuda["set_device"],
+        "device_index": nullcontext,
+        "get_memory_info": cuda["mem_get_info"],
+    }
+
+
+def _only_in_cuda_builds() -> dict[str, Any]:
+    """Functions of ``torch._C`` that libraries call, by name."""
+    major, minor, patched = NCCL
+    return {
+        "_get_accelerator": lambda *args: torch.device("cuda"),
+        "_nccl_version": lambda: major << 32 | minor << 16 | patched,
+        "_nccl_version_suffix": lambda: b"",
+        "_cuda_getCurrentRawStream": lambda device: 0,
+    }
+
+
+class Properties:
+    """As those of a device in ``torch.cuda``."""
+
+    warp_size = 32
+    gcnArchName = uuid = ""  # torch's name
+    name = property(lambda self: self.gpu.name)
+    total_memory = property(lambda self: self.gpu.memory_bytes)
+    multi_processor_count = property(lambda self: self.gpu.sm_count)
+    major = property(lambda self: self.gpu.compute_capability[0])
+    minor = property(lambda self: self.gpu.compute_capability[1])
+
+    def __init__(self, gpu: EmulatedGpu | Asked) -> None:
+        self.gpu = gpu
 
 
 def _answering(value: Any) -> Callable[..., Any]:
@@ -261,7 +258,7 @@ def _collectives_as_on_gpus() -> Iterator[None]:
     }
     with (
         patch.object(Ddp, "__init__", making),
-        patch.object(Ddp, "_passing_sync_batchnorm_handle", _stay),
+        patch.object(Ddp, "_passing_sync_batchnorm_handle", stay),
         patch.object(torch.nn.SyncBatchNorm, "forward", _sync_batch_norm),
         patch.object(fsdp, "_get_compute_device", _answering(torch.device("cpu"))),
         patch.multiple(dist, **there),

@@ -6,14 +6,15 @@ text ORDER names, and writes what it launched in one step to the file RESULT.
 
 from __future__ import annotations
 
-import hashlib
 import json
+import linecache
 import multiprocessing.util
 import os
 import runpy
 import socket
 import subprocess
 import sys
+import sysconfig
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,16 +32,27 @@ from torch.utils.data import dataloader
 from itercast.capture.base.files import write_atomic
 from itercast.capture.base.user_errors import first_line
 from itercast.capture.input.batches import TakenBatches, real_batches
+from itercast.capture.programs.asked import Asked, EmulatedGpu
 from itercast.capture.programs.capture import capture_ranks, runs_of_steps
 from itercast.capture.programs.log import ProgramLog
-from itercast.capture.programs.machine import EmulatedGpu, gpus_that_are_not_there
-from itercast.capture.programs.program import ProgramCapture, write_program
-from itercast.capture.programs.steps import KINDS, EnoughSteps, Lines, Steps, told
+from itercast.capture.programs.machine import gpus_that_are_not_there
+from itercast.capture.programs.program import COLLECTIVE, ProgramCapture, write_program
+from itercast.capture.programs.steps import KINDS, EnoughSteps, Lines, Steps
 
 DATA = dataloader.__file__  # starts workers, which fork
-OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false"}
+ENVIRONMENT = {  # nothing is sent or logged elsewhere, and nothing happens in other threads
+    "HF_HUB_OFFLINE": "1",
+    "WANDB_MODE": "disabled",
+    "DISABLE_MLFLOW_INTEGRATION": "TRUE",  # ours may be the reason that it is installed
+    "COMET_MODE": "disabled",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_DEACTIVATE_ASYNC_LOAD": "1",
+}
 PROGRAMS = ("system", "posix_spawn", "posix_spawnp", "forkpty", "execv", "execve")
-PACKAGES = str(Path(torch.__file__).parents[1])  # site-packages
+PACKAGES = sysconfig.get_path("purelib")
+STDLIB = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+INSTALLED = (PACKAGES, str(Path(torch.__file__).parents[1]), sys.prefix, sys.base_prefix)
+OURS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}")
 
 
 class RefusedError(ValueError):
@@ -64,9 +76,17 @@ class Script:
         """Whether a file lies in that folder and not in an environment inside it."""
         return _lies_beside(self.path, file)
 
-    def lines(self, frames: Iterable[traceback.FrameSummary]) -> Lines:
-        """The lines of the user's own code among calls."""
-        return tuple((f.filename, f.lineno or 0) for f in frames if self.owns(f.filename))
+    def told(self, lines: Lines) -> str:
+        """The innermost line of the user's own among some, and of a library's below it."""
+        own = [line for line in lines if self.owns(line[0])][-1:]
+        below = [line for line in lines[-1:] if line not in own]
+        words = [
+            f"{name if self.owns(file) else _short(file)}:{number}: "
+            f"{linecache.getline(file, number).strip()}"
+            for file, number in (*own, *below)
+            for name in (Path(file).name,)
+        ]
+        return f" ({'; '.join(words)})" if words else ""
 
     def __post_init__(self) -> None:
         if self.steps < 2:
@@ -76,7 +96,11 @@ class Script:
 
 
 def capture_script(
-    script: Script, gpu: EmulatedGpu, world_size: int, per_node: int, taken: TakenBatches
+    script: Script,
+    gpu: EmulatedGpu | Asked,
+    world_size: int,
+    per_node: int,
+    taken: TakenBatches,
 ) -> ProgramCapture:
     """Capture a step of a script, mostly from one step of its optimizer to the next (``Steps``).
 
@@ -90,8 +114,8 @@ def capture_script(
                 del sys.modules[name]
         with ExitStack() as stack:
             if gpu.kind != "cpu":
-                machine = gpus_that_are_not_there(gpu, min(per_node, world_size), rank % per_node)
-                stack.enter_context(machine)
+                there = min(per_node, world_size)
+                stack.enter_context(gpus_that_are_not_there(gpu, there, rank % per_node, log))
             stack.enter_context(_nothing_outside(script))
             stack.enter_context(real_batches(taken))
             steps = _run_until(script, log, taken)
@@ -101,6 +125,9 @@ def capture_script(
             notes[f"{guess}{_place(frames, script)}"] = None
 
     captured = capture_ranks(run, world_size)
+    calls = (call for rank in captured.ranks.values() for call in rank.calls)
+    if world_size > 1 and not any(call.op == COLLECTIVE for call in calls):
+        notes[f"{world_size} ranks, no message seen: each makes a step of its own"] = None
     return replace(
         captured,
         samples=sum(taken.samples),
@@ -111,7 +138,7 @@ def capture_script(
 
 def _run_until(script: Script, log: ProgramLog, taken: TakenBatches) -> Steps:
     """Run the script until it has made enough steps; the log is that of the last one."""
-    steps = Steps(script.steps, log, taken, lambda: script.lines(traceback.extract_stack()))
+    steps = Steps(script.steps, log, taken, _running_lines, script.told)
     argv = [str(script.path), *script.arguments]
     try:
         with (
@@ -145,8 +172,28 @@ def _too_few(done: int, script: Script, how: str) -> str:
 
 
 def _place(frames: Iterable[traceback.FrameSummary], script: Script) -> str:
-    """The last line of the user's own code among calls, in brackets; or nothing."""
-    return told(script.lines(frames))
+    """Where calls are, in brackets: as ``Script.told``; or nothing."""
+    return script.told(
+        tuple((f.filename, f.lineno or 0) for f in frames if _outside_torch(f.filename))
+    )
+
+
+def _running_lines() -> Lines:
+    """The lines that run now, outside torch and Python's own library."""
+    frames = ((f.f_code.co_filename, number) for f, number in traceback.walk_stack(None))
+    return tuple(line for line in frames if _outside_torch(line[0]))[::-1]
+
+
+@cache
+def _outside_torch(file: str) -> bool:
+    """Whether a file is neither of torch, nor of Python's library, nor ours."""
+    library = file.startswith(STDLIB) and not file.startswith(PACKAGES)
+    return not (library or file.startswith(("<", *OURS)))
+
+
+def _short(file: str) -> str:
+    """The path of a package's file, from the package on."""
+    return str(Path(file).relative_to(PACKAGES)) if file.startswith(PACKAGES) else Path(file).name
 
 
 @contextmanager
@@ -209,7 +256,7 @@ def _nothing_outside(script: Script) -> Iterator[None]:
         patch.multiple(os, **others),
         patch.object(subprocess.Popen, "__init__", not_found),
         patch.object(multiprocessing.util, "spawnv_passfds", refuse("spawns processes")),
-        patch.dict(os.environ, OFFLINE),
+        patch.dict(os.environ, ENVIRONMENT),
         patch.object(socket.socket, "connect", local("connect", refuse("opens a connection"))),
         patch.object(socket.socket, "bind", local("bind", refuse("opens a socket"))),
         patch.multiple(mp, spawn=spawned, start_processes=spawned),
@@ -220,26 +267,27 @@ def _nothing_outside(script: Script) -> Iterator[None]:
 
 
 def main(order: str, result: str) -> int:
-    """Capture the script of an order into a file; one line on stderr and 2 where it cannot be."""
-    asked = json.loads(order)
-    taken = TakenBatches()
+    """Capture the script of an order into a file; one line on stderr and 2 where it cannot be.
+
+    Beside it a file says what the script asked of this machine.
+    """
+    given = json.loads(order)
+    taken, asked = TakenBatches(), Asked(EmulatedGpu(**given["gpu"]))
     try:
         script = Script(
-            path=Path(asked["script"]), arguments=asked["arguments"], steps=asked["steps"]
+            path=Path(given["script"]), arguments=given["arguments"], steps=given["steps"]
         )
-        captured = capture_script(
-            script, EmulatedGpu(**asked["gpu"]), asked["world_size"], asked["per_node"], taken
-        )
+        with asked.noted():
+            captured = capture_script(script, asked, given["world_size"], given["per_node"], taken)
     except ValueError as exc:
         print(f"itercast: {str(exc).splitlines()[0]}", file=sys.__stderr__)
         return 2
     write_program(captured, Path(result), taken.lane(script.path.name))
-    own = [_file(module) for module in list(sys.modules.values())]
-    files = {script.path.resolve(), *(Path(f).resolve() for f in own if f)}
-    users = [f for f in files if f.suffix == ".py" and f.is_file() and not _installed(f)]
-    read = {str(f): f.read_bytes() for f in users}
-    digests = {name: hashlib.sha256(content).hexdigest() for name, content in read.items()}
-    write_atomic(Path(result).with_suffix(".files"), json.dumps(digests).encode())
+    loaded = [m for name, m in sys.modules.items() if not name.startswith("itercast")]
+    own = {str(Path(file).resolve()) for file in map(_file, loaded) if file}
+    ours = (*OURS, str(Path(__file__).resolve().parents[2] / "capture"), str(Path(result).parent))
+    found = asked.answers({str(script.path.resolve()), *own}, (*INSTALLED, *ours))
+    write_atomic(Path(result).with_suffix(".asked"), json.dumps(found).encode())
     return 0
 
 
@@ -257,7 +305,7 @@ def _file(module: Any) -> str:
 
 def _installed(path: Path) -> bool:
     """Whether a file belongs to Python or a package, not to the user."""
-    return str(path).startswith((PACKAGES, sys.prefix, sys.base_prefix))
+    return str(path).startswith(INSTALLED)
 
 
 if __name__ == "__main__":

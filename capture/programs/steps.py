@@ -8,7 +8,6 @@ import linecache
 from collections import Counter
 from collections.abc import Callable, Container, Hashable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -23,7 +22,7 @@ KINDS = ("forward", "backward", "warm-up", "optimizer")
 PATIENCE = 4  # times the forwards asked for, until a script without an optimizer makes none
 LONGEST = 20  # times the steps asked for, within which what an iteration runs once comes again
 
-Lines = tuple[tuple[str, int], ...]  # files and lines of the user's calls, the innermost last
+Lines = tuple[tuple[str, int], ...]  # files and lines of calls outside torch, the innermost last
 Place = tuple[int, Lines]  # what ended, where
 
 
@@ -55,9 +54,15 @@ class Steps:
     """
 
     def __init__(
-        self, wanted: int, log: ProgramLog, taken: TakenBatches, lines: Callable[[], Lines]
+        self,
+        wanted: int,
+        log: ProgramLog,
+        taken: TakenBatches,
+        lines: Callable[[], Lines],
+        told: Callable[[Lines], str],
     ) -> None:
-        self.wanted, self.log, self.taken, self.lines = wanted, log, taken, lines
+        self.wanted, self.log, self.taken = wanted, log, taken
+        self.lines, self.told = lines, told
         self.kind, self.ends = 0, Counter[Hashable]()
         self.ended, self.kept = list[Step](), list[Step]()
         self.places, self.stepped, self.trained = set[Place](), Counter[int](), set[int]()
@@ -112,7 +117,7 @@ class Steps:
         kind = KINDS[self.kind]
         if self.done == self.wanted:
             self.kept = self.ended[-1:]
-            note = f"a step is taken to be from one {kind} to the next{told(lines)}"
+            note = f"a step is taken to be from one {kind} to the next{self.told(lines)}"
             self.notes = [] if kind == "optimizer" else [note]
         if self.kept and kind == "optimizer":
             self.enough = self._is_whole(lines)
@@ -136,7 +141,7 @@ class Steps:
         if len(steps) < LONGEST * self.wanted:
             return False
         if len(last) == 1:
-            self.notes = [f"what came once in {len(steps)} steps is left out{told(rarest[1])}"]
+            self.notes = [f"what came once in {len(steps)} steps is left out{self.told(rarest[1])}"]
         return True
 
     def _awaits_optimizers(self) -> bool:
@@ -152,14 +157,6 @@ class Steps:
         log.calls = [call for step in self.kept for call in step.calls]
         log.host, log.peak_bytes = dict(host), max(step.peak_bytes for step in self.kept)
         self.taken.samples = [n for step in self.kept for n in step.samples]
-
-
-def told(lines: Lines) -> str:
-    """The innermost of some lines, in brackets."""
-    if not lines:
-        return ""
-    file, number = lines[-1]
-    return f" ({Path(file).name}:{number}: {linecache.getline(file, number).strip()})"
 
 
 def _optimizers(older: Container[Optimizer]) -> list[Optimizer]:

@@ -7,6 +7,7 @@ launched on, and where one stream waits for another.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -65,8 +66,13 @@ class Streams:
             "CUDAGraph": self.graph_class,
             "graph": captured_graph,
             "graph_pool_handle": lambda: (0, 0),
-            "is_current_stream_capturing": lambda: self.log.after_graph is not None,
+            "is_current_stream_capturing": lambda: self.current.is_capturing(),
         }
+
+    def of_accelerator(self) -> dict[str, Any]:
+        """Those of ``torch.accelerator``."""
+        names = ("current_stream", "set_stream", "synchronize")
+        return {name: self.namespace()[name] for name in names}
 
 
 class Stream:
@@ -100,6 +106,10 @@ class Stream:
         """Whether all is done; a program that asks is told so."""
         return True
 
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph takes what is launched."""
+        return self.streams.log.after_graph is not None
+
     def __enter__(self) -> Stream:
         self._outer = self.streams.current
         self.streams.select(self)
@@ -110,18 +120,19 @@ class Stream:
 
 
 class Event:
-    """A point of a stream, as ``torch.cuda.Event``; its times are zero."""
+    """A point of a stream, as ``torch.cuda.Event``; its times are those of this process."""
 
     streams: Streams
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.point: int | None = None
-        self.stream = 0
+        self.stream = self.recorded_ns = 0
 
     def record(self, stream: Stream | None = None) -> None:
         """Take the point that a stream has reached, by default the current one."""
         at = stream or self.streams.current
         self.stream, self.point = at.number, self.streams.log.record(at.number)
+        self.recorded_ns = time.perf_counter_ns()
 
     def wait(self, stream: Stream | None = None) -> None:
         """Let a stream, by default the current one, wait for the point; none was taken: go on."""
@@ -139,8 +150,8 @@ class Event:
         return True
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds between two events: nothing runs, so none."""
-        return 0.0
+        """Milliseconds between two events in this process: more than none, though nothing runs."""
+        return (end.recorded_ns - self.recorded_ns) * 1e-6
 
 
 class Graph:
@@ -195,10 +206,12 @@ def captured_graph(graph: Graph, *args: Any, **kwargs: Any) -> Iterator[None]:
 
 @contextmanager
 def recorded_streams(log: ProgramLog) -> Iterator[Streams]:
-    """Put recording streams into ``torch.cuda`` and ``torch.cpu`` inside the context."""
+    """Put recording streams into torch, ``torch.cuda`` and ``torch.cpu`` inside the context."""
     streams = Streams(log)
     with (
+        patch.multiple(torch, Stream=streams.stream_class, Event=streams.event_class),
         patch.multiple(torch.cpu, create=True, **streams.namespace()),
         patch.multiple(torch.cuda, create=True, **streams.namespace()),
+        patch.multiple(torch.accelerator, create=True, **streams.of_accelerator()),
     ):
         yield streams

@@ -29,15 +29,25 @@ APPLY = torch.nn.Module._apply
 def _apply(module: torch.nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> Argument:
     """Replace ``Module._apply`` (to, half, ...): convert in place, where torch's fails on fakes.
 
-    Modules on the meta device, and those with distributed tensors, are left to torch.
+    Parameters on the meta device are replaced, tied ones by one. Modules with distributed tensors
+    are left to torch.
     """
-    if any(p.is_meta or type(p.data) is not FakeTensor for p in module.parameters()):
+    if any(type(p.data) is not FakeTensor for p in module.parameters()):
         return APPLY(module, fn, recurse)
+    new: dict[int, torch.nn.Parameter] = {}
     for owner in module.modules() if recurse else [module]:
-        for parameter in owner.parameters(recurse=False):
+        for name, parameter in owner._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) in new:
+                owner._parameters[name] = new[id(parameter)]
+                continue
             with torch.no_grad():
                 converted = _on_cpu(fn(parameter))
-            if converted is not parameter:
+            if parameter.is_meta:
+                made = torch.nn.Parameter(converted, parameter.requires_grad)
+                owner._parameters[name] = new[id(parameter)] = made
+            elif converted is not parameter:
                 parameter.data = converted
         for name, buffer in owner._buffers.items():
             if buffer is not None:
@@ -46,7 +56,7 @@ def _apply(module: torch.nn.Module, fn: Callable[[Any], Any], recurse: bool = Tr
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:
-    if tensor.device.type != "cpu":
+    if tensor.device.type not in ("cpu", "meta"):
         raise ValueError(f"a capture is made on the CPU: do not move the model to {tensor.device}")
     return tensor
 

@@ -9,13 +9,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import distributions
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO
 
 from itercast.capture.base.cache_folder import cache_folder
 from itercast.capture.input.lane import InputLane
+from itercast.capture.programs.asked import Answers
 from itercast.capture.programs.program import ProgramCapture, read_program
 from itercast.compose.capture_model import CAPTURE, code_digest
 from itercast.compose.pricing.collectives import gpus_per_domain
@@ -26,7 +29,17 @@ from itercast.microbench.processes.leash import held
 from itercast.microbench.processes.watch import never, session_bytes, watch
 
 LEASH, MODULE = "itercast.microbench.processes.leash", "itercast.capture.programs.script"
+OURS = "itercast: "  # begins our lines among the script's
 MOST_MEMORY = 0.5  # of this machine's, for a script and what it starts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedScript:
+    """What a script launches in a step, its DataLoader's lane, and whether both were kept."""
+
+    program: ProgramCapture
+    lane: InputLane | None
+    kept: bool
 
 
 def captured_script(
@@ -36,43 +49,64 @@ def captured_script(
     world_size: int,
     steps: int,
     limit_s: int,
-) -> tuple[ProgramCapture, InputLane | None]:
-    """What a script launches in a step, and its DataLoader's lane; kept by all files it read.
+    anew: bool = False,
+) -> CapturedScript:
+    """Capture a step of a script, or read the one that is kept, unless ``anew``.
 
-    Its output goes to stderr. ValueError in one line where it cannot be captured, or not in
-    ``limit_s`` seconds; all processes that it started are gone then.
+    One is kept for as long as the script would find the same answers: files, folders, variables and
+    the GPU's facts, as far as it asked for them. Its output goes to stderr. ValueError in one line
+    where it cannot be captured, or not in ``limit_s`` seconds; all processes that it started are
+    gone then.
     """
+    gpu = emulated(target.gpu)
     order = {
         "script": str(script),
         "arguments": list(arguments),
         "steps": steps,
-        "gpu": asdict(emulated(target.gpu)),
         "world_size": world_size,
-        "per_node": gpus_per_domain(target.gpu, target.node),
+        "per_node": min(world_size, gpus_per_domain(target.gpu, target.node)),
     }
-    key = repr((order, os.getcwd(), code_digest(CAPTURE)))
-    path = cache_folder("programs") / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json.gz"
-    known = path.with_suffix(".files")
-    if known.is_file() and path.is_file() and _unchanged(json.loads(known.read_text())):
-        return read_program(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    _run([MODULE, json.dumps(order), str(path)], script, limit_s)
-    if not path.is_file():
-        raise ValueError(f"{script.name}: no program was captured, it ended by itself")
-    return read_program(path)
-
-
-def _unchanged(digests: dict[str, str]) -> bool:
-    """Whether files still have the contents that they had."""
-    return all(_digest(Path(name)) == digest for name, digest in digests.items())
-
-
-def _digest(path: Path) -> str:
+    key = _digest((order, gpu.kind, os.getcwd(), code_digest(CAPTURE), *_code(), *_packages()))
+    folder = cache_folder("programs")
+    for path in () if anew else sorted(folder.glob(f"{key}-*.json.gz")):
+        known = path.with_suffix(".asked")
+        if known.is_file() and Answers(**json.loads(known.read_text())).hold(gpu):
+            program, lane = read_program(path)
+            return CapturedScript(program=program, lane=lane, kept=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f".{key}-{os.getpid()}.json.gz"
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError:
-        return ""
+        _run([MODULE, json.dumps(order | {"gpu": asdict(gpu)}), str(path)], script, limit_s)
+        if not path.is_file():
+            raise ValueError(f"{script.name}: no program was captured, it ended by itself")
+        program, lane = read_program(path)
+        _keep(path, folder / f"{key}-{_digest(path.with_suffix('.asked').read_text())}.json.gz")
+    finally:
+        for one in (path, path.with_suffix(".asked")):
+            one.unlink(missing_ok=True)
+    return CapturedScript(program=program, lane=lane, kept=False)
+
+
+def _keep(path: Path, name: Path) -> None:
+    """Give a capture and what it asked their names, the latter last."""
+    path.replace(name)
+    path.with_suffix(".asked").replace(name.with_suffix(".asked"))
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+
+
+def _code() -> list[bytes]:
+    """Our code that runs scripts."""
+    files = (path for room in ("programs", "input") for path in (CAPTURE / room).glob("*.py"))
+    return [path.read_bytes() for path in sorted(files)]
+
+
+@cache
+def _packages() -> list[str]:
+    """Names and versions of all packages that are installed."""
+    return sorted({f"{one.name} {one.version}" for one in distributions()})
 
 
 def _run(command: Sequence[str], script: Path, limit_s: int) -> None:
@@ -103,9 +137,15 @@ def _run(command: Sequence[str], script: Path, limit_s: int) -> None:
 
 
 def _reason(said: IO[bytes], code: int, script: Path) -> str:
-    """The line in which a capture says why it ended, or the last one that it wrote."""
+    """The line in which a capture says why it ended, or the last one that the script wrote.
+
+    Both where the script ended by itself: argparse, for one, says why.
+    """
     said.seek(0)
-    lines = said.read().decode(errors="replace").strip().splitlines()
-    ours = [line for line in lines if line.startswith("itercast: ")]
-    told = (ours or lines or [f"{script.name} ended with {code}"])[-1]
-    return told.removeprefix("itercast: ")
+    lines = [line for line in said.read().decode(errors="replace").splitlines() if line.strip()]
+    ours = [line.removeprefix(OURS) for line in lines if line.startswith(OURS)]
+    others = [line.strip() for line in lines if not line.startswith(OURS)]
+    if not ours:
+        return (others or [f"{script.name} ended with {code}"])[-1]
+    by_itself = f"{script.name} exits" in ours[-1] and others
+    return f"{ours[-1]}: {others[-1]}" if by_itself else ours[-1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,6 +28,7 @@ def run(
     node: NodeName = "",
     steps: Annotated[int, typer.Option(min=2, help="steps to run; the last is forecast")] = 3,
     limit: Annotated[int, typer.Option(min=1, help="seconds that the script may take")] = 600,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="capture it anew")] = False,
     bundle: Bundle = None,
     host: Host = "",
     stack: Stack = "",
@@ -46,7 +47,8 @@ def run(
 
     target = find_target(gpu, f"node={node}" if node else "", bundle, host, stack)
     with Console(stderr=True).status(f"running {script.name} as rank 0 of {gpus}"):
-        program, lane = captured_script(script, arguments or [], target, gpus, steps, limit)
+        captured = captured_script(script, arguments or [], target, gpus, steps, limit, no_cache)
+    program, lane = captured.program, captured.lane
     found, loading_us, advice = forecast_program(program, target), 0.0, ""
     step_us = found.iteration_us
     if lane is not None:
@@ -62,9 +64,11 @@ def run(
         write_trace(trace, program_timeline(program, target))
     if as_json:
         facts = {"step_us": step_us, "loading_us": loading_us, "notes": program.notes}
-        facts |= {"optimizer_steps": program.optimizer_steps}
+        facts |= {"optimizer_steps": program.optimizer_steps, "from_cache": captured.kept}
         typer.echo(json.dumps({"case": script.name, **asdict(found), **facts}))
     else:
+        kept = ("read from the cache; --no-cache captures it anew",) * captured.kept
+        program = replace(program, notes=(*program.notes, *kept))
         _print(script.name, found, step_us, loading_us, advice, program)
 
 

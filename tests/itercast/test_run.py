@@ -145,6 +145,57 @@ def test_a_changed_script_is_captured_again(own_cache: Path, tmp_path: Path) -> 
     assert json.loads(run(*small)[1])["memory_bytes"] > first["memory_bytes"]
 
 
+READS = """
+import json, os, sys, torch
+width = json.load(open(sys.argv[1]))["width"] * int(os.environ.get("TIMES", "1"))
+if len(sys.argv) > 2:
+    torch.cuda.get_device_name()
+model = torch.nn.Linear(width, width).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+for i in range(3):
+    model(torch.randn(4, width, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_capture_holds_while_the_script_would_find_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files and variables that it read, and facts of its GPU; not what it did not ask."""
+    script, settings = tmp_path / "train.py", tmp_path / "settings.json"
+    script.write_text(READS)
+
+    def found(*words: str, gpu: str = "h100-sxm-80gb") -> tuple[bool, float]:
+        told = json.loads(run(f"--gpu={gpu}", "--json", *words)[1])
+        return told["from_cache"], told["memory_bytes"]
+
+    settings.write_text('{"width": 256}')
+    asked = (str(script), str(settings))
+    first = found(*asked)[1]
+    assert found(*asked) == (True, first) and found(*asked, gpu="a100-sxm-80gb") == (True, first)
+    monkeypatch.setenv("NOBODY_READS_IT", "1")
+    assert found(*asked)[0] and not found("--no-cache", *asked)[0]
+    monkeypatch.setenv("TIMES", "2")
+    kept, twice = found(*asked)
+    assert not kept and twice > 2 * first
+    monkeypatch.delenv("TIMES")
+    assert found(*asked) == (True, first)
+    settings.write_text('{"width": 512}')
+    assert found(*asked) == (False, twice)
+    assert not found(*asked, "name")[0] and found(*asked, "name")[0]
+    assert not found(*asked, "name", gpu="a100-sxm-80gb")[0]
+
+
+def test_a_script_that_exits_says_what_it_wrote_last(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import argparse\np = argparse.ArgumentParser()\n")
+    with script.open("a") as more:
+        more.write("p.add_argument('--width', required=True)\np.parse_args()")
+    code, _, said = run(str(script))
+    assert code == 2 and "exits with 2 after 0 steps" in said
+    assert said.strip().endswith("error: the following arguments are required: --width")
+
+
 def test_a_script_without_steps_is_given_up(tmp_path: Path) -> None:
     endless = tmp_path / "endless.py"
     endless.write_text("while True: pass\n")

@@ -1,0 +1,116 @@
+"""What a script asks of the machine it runs on: its capture holds while the answers stay."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+SMALL_BYTES = 2**20  # up to which a file's content counts; of larger ones size and time do
+READ = {"open": 0, "os.listdir": 0, "os.scandir": 0}  # audited events -> the path among arguments
+SYSTEM = ("/proc/", "/sys/", "/dev/", "/etc/", "/usr/")
+WRITES = os.O_WRONLY | os.O_RDWR
+BF16_FROM = 8  # major compute capability of the first GPUs with bf16: Ampere
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmulatedGpu:
+    """What programs can ask of a GPU that is not there; ``kind`` is "gpu" or "cpu"."""
+
+    name: str
+    kind: str
+    memory_bytes: int
+    sm_count: int
+    compute_capability: tuple[int, int]
+
+    @property
+    def has_bf16(self) -> bool:
+        """Whether its tensor cores take bf16."""
+        return self.compute_capability[0] >= BF16_FROM
+
+
+@dataclass(slots=True)
+class Answers:
+    """Digests of files and variables by name, and facts about the GPU, as a script found them."""
+
+    files: dict[str, str] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)
+    gpu: dict[str, Any] = field(default_factory=dict)
+
+    def hold(self, gpu: EmulatedGpu) -> bool:
+        """Whether a script would find the same now, on such a GPU."""
+        return (
+            all(_digest(Path(name)) == known for name, known in self.files.items())
+            and all(_variable(os.environ, name) == known for name, known in self.variables.items())
+            and all(_plain(getattr(gpu, name)) == known for name, known in self.gpu.items())
+        )
+
+
+class Asked:
+    """Notes what a script asks: a GPU's facts as attributes of this, all else inside ``noted``."""
+
+    def __init__(self, gpu: EmulatedGpu) -> None:
+        self._gpu, self._answers = gpu, Answers()
+        self._files, self._before = set[str](), dict(os.environ)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._gpu, name)
+        self._answers.gpu[name] = _plain(value)
+        return value
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note the files and folders that are read, and variables, from here on."""
+        get, files, variables = os._Environ.__getitem__, self._files, self._answers.variables
+        before = self._before
+
+        def audit(event: str, arguments: tuple[Any, ...]) -> None:
+            path = arguments[READ[event]] if event in READ else None
+            if isinstance(path, str | bytes | os.PathLike) and not (
+                event == "open" and (arguments[2] or 0) & WRITES
+            ):
+                files.add(os.path.abspath(os.fsdecode(path)))
+
+        def reading(environment: Any, name: str) -> Any:
+            if sys._getframe(1).f_code.co_name not in ("copy", "popitem"):  # which read all
+                variables[name] = _variable(before, name)
+            return get(environment, name)
+
+        sys.addaudithook(audit)
+        with patch.object(os._Environ, "__getitem__", reading):
+            yield
+
+    def answers(self, more: set[str], installed: tuple[str, ...]) -> dict[str, Any]:
+        """The answers as plain values; files of ``more`` too, without those of packages."""
+        skipped = (*SYSTEM, *installed)
+        there = {name for name in more if Path(name).is_file()}
+        names = (name for name in self._files | there if not name.startswith(skipped))
+        self._answers.files = {name: _digest(Path(name)) for name in sorted(names)}
+        return asdict(self._answers)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _variable(variables: Any, name: str) -> str:
+    """A digest of a variable's value, which may be a secret; empty for none."""
+    value = variables.get(name)
+    return "" if value is None else hashlib.sha256(value.encode()).hexdigest()[:16]
+
+
+def _digest(path: Path) -> str:
+    """A digest of a file's content, or of a large one's and a folder's size and time."""
+    try:
+        facts = path.stat()
+        if path.is_dir() or facts.st_size > SMALL_BYTES:
+            return f"{facts.st_size} bytes at {facts.st_mtime_ns}"
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except (OSError, ValueError):
+        return ""

@@ -1,0 +1,171 @@
+"""What scripts find in torch on GPUs that are not there, each a few lines."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from small_scripts import captured, written
+
+from itercast.capture.programs.program import COLLECTIVE
+
+STEPS = """
+for step in range(3):
+    model(x.float()).sum().backward()
+    optimizer.step()
+"""
+MODEL = """
+import torch
+model = torch.nn.Linear(8, 8).cuda()
+x = torch.arange(32).view(4, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+"""
+ACCELERATOR = """
+gpu = torch.accelerator.current_accelerator()
+assert torch.accelerator.is_available() and gpu.type == "cuda"
+assert torch.accelerator.device_count() == 4 and torch.accelerator.current_device_index() == 0
+with torch.accelerator.device_index(0):
+    torch.accelerator.synchronize()
+stream, event = torch.Stream(device=gpu), torch.Event(enable_timing=True)
+with stream:
+    event.record()
+torch.accelerator.current_stream().wait_stream(stream)
+assert torch.accelerator.memory_allocated() >= 4 * 72
+assert torch.get_device_module().__name__ == "torch.cuda"
+model.to(gpu)
+"""
+DEVICES = """
+cuda0 = torch.device("cuda", 0)
+y = torch.randn(3)
+for tensor in (model.weight, x, x.float(), torch.arange(3).to(0), y.to("cuda"), y.to(cuda0)):
+    assert tensor.device == cuda0 and tensor.is_cuda and not tensor.is_cpu, tensor
+    assert tensor.get_device() == 0 and torch.zeros(2, device=tensor.device).device == cuda0
+generator = torch.Generator(device=x.device)
+assert generator.device == cuda0
+torch.randn(3, generator=generator, device="cuda")
+with torch.autocast(x.device.type, dtype=torch.bfloat16):
+    assert (x.float() @ x.T.float()).dtype == torch.bfloat16
+with torch.device("meta"):
+    assert torch.nn.Linear(2, 2).weight.device.type == "meta"
+"""
+ONLY_IN_CUDA_BUILDS = """
+assert torch.cuda.nccl.version() >= (2, 20)
+assert len(torch.cuda.default_generators) == 4
+assert torch._C._cuda_getCurrentRawStream(0) == 0
+assert torch.cuda.memory_stats()["allocated_bytes.all.current"] >= 4 * 72
+assert torch.cuda.memory_reserved() % 2**21 == 0 < torch.cuda.memory_reserved()
+free, total = torch.cuda.mem_get_info()
+assert free == total - torch.cuda.memory_reserved()
+begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+begin.record()
+model(x.float())
+end.record()
+assert begin.elapsed_time(end) > 0
+"""
+
+
+@pytest.mark.parametrize("text", [ACCELERATOR, DEVICES, ONLY_IN_CUDA_BUILDS])
+def test_torch_answers_as_on_gpus(tmp_path: Path, text: str) -> None:
+    program = captured(written(tmp_path, MODEL + text + STEPS), gpus=4)
+    assert program.notes == ("4 ranks, no message seen: each makes a step of its own",)
+
+
+ON_META = """
+import torch
+from torch import nn
+with torch.device("meta"):
+    model = nn.Sequential(nn.Embedding(9, 8), nn.BatchNorm1d(8), nn.Linear(8, 9, bias=False))
+    model[2].weight = model[0].weight
+model.to(torch.bfloat16)
+{make}
+assert not any(p.is_meta for p in [*model.parameters(), *model.buffers()])
+optimizer = torch.optim.SGD(model.parameters())
+for step in range(3):
+    model(torch.arange(4).cuda()).sum().backward()
+    optimizer.step()
+"""
+ASSIGNED = """
+whole = {k: torch.empty(v.shape, device="cuda") for k, v in model.state_dict().items()}
+model.load_state_dict(whole, assign=True)
+model[2].weight = model[0].weight
+"""
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype"), [("model.to_empty(device='cuda')", "bf16"), (ASSIGNED, "fp32")]
+)
+def test_a_model_that_was_built_on_meta(tmp_path: Path, make: str, dtype: str) -> None:
+    """A tied matrix of 9 x 8 and the norm's two vectors: three parameters are trained."""
+    calls = captured(written(tmp_path, ON_META.format(make=make)), gpus=1).ranks[0].calls
+    (step,) = (c for c in calls if c.op == "aten._foreach_add_.List")
+    assert [(t.shape, t.dtype) for t in step.args[0]] == [
+        (shape, dtype) for shape in ((9, 8), (8,), (8,))
+    ]
+
+
+MESH = """
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("dp", "tp"))
+store = torch.distributed.TCPStore("localhost", 29511, 16, False)
+store.set("mine", "1")
+model = torch.nn.Linear(64, 64, bias=False, device="cuda")
+fully_shard(model, mesh=mesh["dp"])
+optimizer = torch.optim.SGD(model.parameters())
+for step in range(3):
+    model(torch.randn(4, 64, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_mesh_makes_the_process_group(tmp_path: Path) -> None:
+    """No socket is opened for it; the two ranks of "dp" gather 64 x 64 weights."""
+    calls = captured(written(tmp_path, MESH), gpus=16).ranks[0].calls
+    sent = [c.kwargs for c in calls if c.op == COLLECTIVE]
+    gathers = [(s["ranks"], s["bytes"]) for s in sent if s["kind"] == "all_gather"]
+    assert set(gathers) == {((0, 8), 4 * 64 * 64)}
+
+
+LIBRARY = """
+import torch
+def train(model, critic, x):
+    optimizer = torch.optim.SGD(model.parameters())
+    for iteration in range(9):
+        with torch.no_grad():
+            for t in range(5):
+                critic(x)
+        for epoch in range(6):
+            model(x).sum().backward()
+            optimizer.step()
+def fail():
+    raise RuntimeError("no") from ValueError("this is why")
+"""
+USES_IT = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+import library
+model, critic = torch.nn.Linear(8, 8).cuda(), torch.nn.Linear(8, 8).cuda()
+library.{what}
+"""
+
+
+def test_loops_and_errors_inside_a_library_are_seen(tmp_path: Path) -> None:
+    """Five forwards of the critic, then six steps of 3 products less the input's gradient."""
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "packages/library.py").write_text(LIBRARY)
+    train = "train(model, critic, torch.randn(4, 8).cuda())"
+    script = written(tmp_path / "scripts", USES_IT.format(what=train))
+    program = captured(script, str(tmp_path / "packages"), gpus=1)
+    ops = Counter(c.op for c in program.ranks[0].calls)
+    assert ops["aten.addmm.default"] == 5 + 6 and ops["aten.mm.default"] == 6
+    assert program.optimizer_steps == 6
+    script = written(tmp_path / "scripts", USES_IT.format(what="fail()"))
+    told = (
+        r"RuntimeError: no, because of ValueError: this is why "
+        r"\(train.py:6: library.fail\(\); library.py:13: raise RuntimeError"
+    )
+    with pytest.raises(ValueError, match=told):
+        captured(script, str(tmp_path / "packages"), gpus=1)
