@@ -78,7 +78,7 @@ def _groups_that_send_nothing(world_size: int, rank: int) -> Iterator[None]:
 
     def own_store(*args: Any, **kwargs: Any) -> Any:
         """What this rank sets; nobody sets more, so that it waits for nothing."""
-        store = dist.HashStore()
+        store: Any = torch._C._distributed_c10d.HashStore()
         store.set_timeout(timedelta(milliseconds=1))
         return store
 

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,7 @@ def capture_script(
 
 def _run_until(script: Script, log: ProgramLog, taken: TakenBatches) -> Steps:
     """Run the script until it has made enough steps; the log is that of the last one."""
-    steps = Steps(script.steps, log, taken, _running_lines, script.told)
+    steps = Steps(script.steps, log, taken, partial(_running_lines, script), script.told)
     argv = [str(script.path), *script.arguments]
     try:
         with (
@@ -178,10 +178,15 @@ def _place(frames: Iterable[traceback.FrameSummary], script: Script) -> str:
     )
 
 
-def _running_lines() -> Lines:
-    """The lines that run now, outside torch and Python's own library."""
-    frames = ((f.f_code.co_filename, number) for f, number in traceback.walk_stack(None))
-    return tuple(line for line in frames if _outside_torch(line[0]))[::-1]
+def _running_lines(script: Script) -> Lines:
+    """The script's line that runs now, and those below it outside torch and Python's library."""
+    lines, path = list[tuple[str, int]](), str(script.path)
+    for frame, number in traceback.walk_stack(None):
+        if _outside_torch(file := frame.f_code.co_filename):
+            lines.append((file, number))
+        if file == path and frame.f_code.co_name == "<module>":
+            break
+    return tuple(lines[::-1])
 
 
 @cache
