@@ -30,12 +30,12 @@ from torch.utils._pytree import tree_leaves
 
 from itercast.capture.opcall import StepCapture
 from itercast.capture.programs.fake_ranks import one_rank_of
+from itercast.capture.programs.gpus.streams import recorded_streams
 from itercast.capture.programs.log import ProgramLog, ShardedAttention
 from itercast.capture.programs.objects import AwaitedError, Mailbox, objects_through
 from itercast.capture.programs.packed import packed_sequences
 from itercast.capture.programs.program import COLLECTIVE, ProgramCapture
 from itercast.capture.programs.reducer import reached
-from itercast.capture.programs.streams import recorded_streams
 from itercast.capture.recorder.fake_patches import (
     behave_like_real_tensors,
     modes_in_backward,

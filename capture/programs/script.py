@@ -32,10 +32,10 @@ from torch.utils.data import dataloader
 from itercast.capture.base.files import write_atomic
 from itercast.capture.base.user_errors import first_line
 from itercast.capture.input.batches import TakenBatches, real_batches
-from itercast.capture.programs.asked import Asked, EmulatedGpu
 from itercast.capture.programs.capture import capture_ranks, runs_of_steps
+from itercast.capture.programs.gpus.asked import Asked, EmulatedGpu
+from itercast.capture.programs.gpus.machine import gpus_that_are_not_there
 from itercast.capture.programs.log import ProgramLog
-from itercast.capture.programs.machine import gpus_that_are_not_there
 from itercast.capture.programs.program import COLLECTIVE, ProgramCapture, write_program
 from itercast.capture.programs.steps import KINDS, EnoughSteps, Lines, Steps
 

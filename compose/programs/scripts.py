@@ -18,7 +18,7 @@ from typing import IO
 
 from itercast.capture.base.cache_folder import cache_folder
 from itercast.capture.input.lane import InputLane
-from itercast.capture.programs.asked import Answers
+from itercast.capture.programs.gpus.asked import Answers
 from itercast.capture.programs.program import ProgramCapture, read_program
 from itercast.compose.capture_model import CAPTURE, code_digest
 from itercast.compose.pricing.collectives import gpus_per_domain
@@ -99,7 +99,7 @@ def _digest(value: object) -> str:
 
 def _code() -> list[bytes]:
     """Our code that runs scripts."""
-    files = (path for room in ("programs", "input") for path in (CAPTURE / room).glob("*.py"))
+    files = (path for room in ("programs", "input") for path in (CAPTURE / room).rglob("*.py"))
     return [path.read_bytes() for path in sorted(files)]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itercast.capture.programs.asked import EmulatedGpu
+from itercast.capture.programs.gpus.asked import EmulatedGpu
 from itercast.microbench.hardware.spec import COMPUTE_CAPABILITY, Gpu
 
 

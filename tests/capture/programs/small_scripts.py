@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from itercast.capture.input.batches import TakenBatches
-from itercast.capture.programs.machine import EmulatedGpu
+from itercast.capture.programs.gpus.machine import EmulatedGpu
 from itercast.capture.programs.program import ProgramCapture
 from itercast.capture.programs.script import Script, capture_script
 from itercast.microbench.hardware.emulated import emulated

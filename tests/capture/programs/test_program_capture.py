@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from itercast.capture.opcall import OpCall
 from itercast.capture.programs.capture import capture_program
+from itercast.capture.programs.gpus.streams import recorded_streams
 from itercast.capture.programs.log import ProgramLog
 from itercast.capture.programs.program import (
     COLLECTIVE,
@@ -32,7 +33,6 @@ from itercast.capture.programs.program import (
     WAIT,
     ProgramCapture,
 )
-from itercast.capture.programs.streams import recorded_streams
 
 Step = Callable[[], Any]
 

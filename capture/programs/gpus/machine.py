@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
-from itercast.capture.programs.asked import Asked, EmulatedGpu
-from itercast.capture.programs.devices import GeneratorOnCpu, stay, tensors_on_gpus
+from itercast.capture.programs.gpus.asked import Asked, EmulatedGpu
+from itercast.capture.programs.gpus.devices import GeneratorOnCpu, stay, tensors_on_gpus
 from itercast.capture.programs.log import ProgramLog
 from itercast.capture.recorder.autocast import autocast_as_on_cuda
 

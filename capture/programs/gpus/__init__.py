@@ -1,0 +1,1 @@
+"""GPUs that are not there, as programs find them: what they answer, tensors, streams."""
