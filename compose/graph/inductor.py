@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from itercast.capture.opcall import OpCall, StepCapture, TensorSpec
 from itercast.compose.graph.rewrite import StepBuilder
 from itercast.microbench.ops import find_family
+from itercast.microbench.ops.memory.elementwise_names import ALLOCATIONS, SAME_AS
 from itercast.microbench.ops.memory.fused import CALL
 
 COMPILED_PHASES = ("forward", "loss", "backward")
@@ -37,7 +38,7 @@ def inductor_kernels(
 
     Ops of a captured program are fused within one call of a compiled function.
     """
-    capture = _with_norm_gradients_apart(capture)
+    capture = _with_norm_gradients_apart(without_allocations(capture))
     calls = capture.calls
     fusible = [(is_fusible(c) or _is_load(c)) and not apart(c) for c in calls]
     uses = _Uses(calls, fusible)
@@ -58,6 +59,20 @@ def inductor_kernels(
         else:
             made.add(index, call)
     flush()
+    return made.step()
+
+
+def without_allocations(capture: StepCapture) -> StepCapture:
+    """The step without calls that launch nothing: empty tensors, and views that are no aten views.
+
+    In a kernel they would be tensors to read and write.
+    """
+    made = StepBuilder(capture)
+    for i, call in enumerate(capture.calls):
+        if SAME_AS.get(_name(call), _name(call)) in ALLOCATIONS:
+            made.done(i)
+        else:
+            made.add(i, call)
     return made.step()
 
 
@@ -84,7 +99,7 @@ def _place(call: OpCall) -> tuple[str, int, int]:
 
 
 def _name(call: OpCall) -> str:
-    return call.op.split(".")[1]
+    return call.op.split(".")[1] if "." in call.op else call.op
 
 
 def _is_pointwise(call: OpCall) -> bool:

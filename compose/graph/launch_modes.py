@@ -18,6 +18,7 @@ from itercast.compose.graph.inductor import (
     is_fusible,
     kernel_call,
     size_of,
+    without_allocations,
 )
 from itercast.compose.graph.lifetimes import last_uses
 from itercast.compose.graph.rewrite import StepBuilder, fresh_storages
@@ -28,6 +29,7 @@ FUSED_GRAPH = "fused+graph"  # the same in one CUDA graph, with a fused loss
 EAGER_GRAPH = "eager+graph"  # torch.compile(backend="cudagraphs")
 CAPTURED_WHOLE = ("graph", "compile+graph")  # with the optimizer, as ``collect`` measures
 GRAPHED_CALLS = ("compile+graph", EAGER_GRAPH, FUSED_GRAPH)  # a function launches the graph
+UNFUSED = ("eager", "graph", EAGER_GRAPH)
 STILL_EAGER = ("accumulate_grad", "zero_grad", "backward")  # and the optimizer
 
 COPY = "aten.copy_.default"
@@ -175,6 +177,7 @@ def fused(
     that it does not make itself, and writes those used after it and the step's results. Calls for
     which ``apart`` is true are kernels of their own.
     """
+    capture = without_allocations(capture)
     made, run, last_use = StepBuilder(capture), list[int](), last_uses(capture.calls)
 
     def flush() -> None:

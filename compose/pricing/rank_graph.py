@@ -18,7 +18,7 @@ from itercast.compose.graph.cuda_variants import (
     with_whole_networks,
 )
 from itercast.compose.graph.identity_cache import Once, once_of
-from itercast.compose.graph.launch_modes import as_launched
+from itercast.compose.graph.launch_modes import UNFUSED, as_launched
 from itercast.compose.graph.layers import Layer, split_layers
 from itercast.compose.graph.lifetimes import input_bytes, update_bytes
 from itercast.compose.graph.product_roles import LINEAR_PRODUCTS
@@ -45,7 +45,8 @@ class RankGraph:
     dtype; ``input_bytes``: what forward reads beside parameters; ``update_share``: temporary bytes
     of the optimizer's step over bytes of gradients; ``optimizer``: its calls, but those of Muon's
     ``matrices``, by storage, of which one has ``matrix_bytes`` of temporaries; ``tied``: weights of
-    the first layer that the last one uses too.
+    the first layer that the last one uses too; ``unfused``: the calls before they are fused into
+    kernels.
     """
 
     capture: StepCapture
@@ -60,6 +61,7 @@ class RankGraph:
     update_share: float
     matrix_bytes: int
     tied: tuple[ParamSpec, ...]
+    unfused: StepCapture
     once: Once = field(default_factory=Once, compare=False)  # results of plans that share it
 
     @cached_property
@@ -78,6 +80,25 @@ class RankGraph:
             numbers |= more
             sent += [i for i in more if calls[i].op == COLLECTIVE]
         return tuple(sorted(numbers))
+
+    @cached_property
+    def _apart(self) -> tuple[StepCapture, dict[str, Layer]]:
+        """The calls before fusion as a GPU runs them, and the layers that they make, by name."""
+        if self.unfused.engine in UNFUSED:
+            return self.capture, {x.name: x for x in self.layers}
+        calls = self.unfused if self.gpu.kind == "cpu" else with_cuda_variants(self.unfused)
+        return calls, {x.name: x for x in split_layers(calls)}
+
+    def before_fusion(self, layer: Layer) -> tuple[StepCapture, Layer]:
+        """Calls before they are fused into kernels, and a layer or one equal to it among them.
+
+        A kernel may compute what lies on both sides of a boundary between layers: what crosses it,
+        and what a checkpoint there saves, is told by the calls.
+        """
+        calls, layers = self._apart
+        names = [x.name for x in self.layers]
+        known = (n for n in reversed(names[: names.index(layer.name) + 1]) if n in layers)
+        return calls, layers[next(known)]
 
     @cached_property
     def messages(self) -> dict[int, Message]:
@@ -123,8 +144,8 @@ def _rank_graph(
     capture = cut_graph(capture if gpu.kind == "cpu" else with_whole_networks(capture), plan)
     capture = context_parallel(expert_parallel(capture, plan), plan)
     capture = tensor_parallel(capture, plan, summed=gpu.kind != "cpu")
-    capture = as_launched(capture if gpu.kind == "cpu" else with_byte_masks(capture))
-    capture = compressed(capture, plan)
+    unfused = capture if gpu.kind == "cpu" else with_byte_masks(capture)
+    capture = compressed(as_launched(unfused), plan)
     for name, value in plan.more:
         capture = added_keys()[name].step(capture, plan, value)
     for dtype in sorted(_narrow(capture) - set(gpu.peak_flops_per_s)):
@@ -150,6 +171,7 @@ def _rank_graph(
         update_share=update_bytes(capture, update) / max(1, trained),  # calls of all ranks
         matrix_bytes=update_bytes(capture, apart),
         tied=_tied(capture, layers),
+        unfused=unfused,
     )
 
 

@@ -69,20 +69,21 @@ def recomputed(
     ``plan.recomputed`` of what is saved otherwise.
     """
     kept, capture = NOTHING, graph.capture
+    saved = boundary = graph.before_fusion(layer)[1].output_bytes
     if plan.recompute == "selective":
         span, saved = _attention(layer, capture)
         again_bytes = layer.saved_bytes - saved
     else:
         span = _whole(layer, capture, book.stack)
         if plan.recompute == "budget":
-            room = round(plan.recomputed * layer.saved_bytes) - layer.output_bytes
+            room = round(plan.recomputed * layer.saved_bytes) - boundary
             kept = _front(layer, span, graph, ops, book).best(room)
         elif plan.recompute == "ops":
             saves = _saved_ops(span, capture)
             items = (i for i in _items(layer, span, capture, ops) if saves.issuperset(i.calls))
-            kept = reduce(_joined, items, kept)
-        saved = layer.output_bytes + kept.nbytes
-        again_bytes = max(0, layer.saved_bytes - layer.output_bytes - kept.needed)
+            kept = replace(reduce(_joined, items, kept), **_kept_bytes(*graph.before_fusion(layer)))
+        saved = boundary + kept.nbytes
+        again_bytes = max(0, layer.saved_bytes - boundary - kept.needed)
     again = [replace(ops[i], leads=0.0) for i in span if i not in kept.calls]
     if again:
         again.insert(0, python_op("checkpoint_layer", _saved(layer, capture), book))
@@ -108,7 +109,7 @@ def _front(
 
     def searched() -> Front:
         items = _items(layer, span, graph.capture, ops)
-        return Front.of(items, layer.saved_bytes - layer.output_bytes)
+        return Front.of(items, layer.saved_bytes - graph.before_fusion(layer)[1].output_bytes)
 
     return graph.once(("front", layer.forward, book), searched)
 
@@ -177,6 +178,16 @@ def _saved_ops(span: Sequence[int], capture: StepCapture) -> set[int]:
     products = [i for i in span if calls[i].op in LINEAR_PRODUCTS]
     wide = [i for i in products if all(t.dtype != "fp8" for t in calls[i].tensors())]
     return {*wide[::2], *(i for i in span if calls[i].op == ATTENTION[0])}
+
+
+def _kept_bytes(capture: StepCapture, layer: Layer) -> dict[str, int]:
+    """Bytes that ``_saved_ops`` keep beside a layer's output, and those that backward needs."""
+    a, b = layer.forward
+    later = {t.storage for c in capture.calls[b:] if c.phase == "forward" for t in c.tensors()}
+    read = {t.storage for c in capture.calls[slice(*layer.backward)] for t in c.tensors()}
+    saved = [capture.calls[i] for i in _saved_ops(range(a, b), capture)]
+    made = {t.storage: t.nbytes for c in saved for t in c.outputs if t.storage not in later}
+    return {"nbytes": sum(made.values()), "needed": sum(made[s] for s in made if s in read)}
 
 
 def _joined(one: Item, other: Item) -> Item:

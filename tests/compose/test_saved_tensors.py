@@ -1,0 +1,85 @@
+"""What recomputation keeps is the policy's, whether kernels are fused or not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from law_case import rank_for
+from plan_case import GPU
+
+from itercast.capture.opcall import StepCapture
+from itercast.compose.capture_model import capture
+from itercast.compose.graph.launch_modes import with_engine
+from itercast.compose.pricing.layer_prices import PricedLayer
+
+HALVES = replace(GPU, peak_flops_per_s={"fp32": 1e12, "bf16": 1e12}, l2_bytes=1e6)
+TOKENS, WIDTH, HIDDEN, HEADS, KEYS = 32, 64, 128, 8, 2
+LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "vocab_size": 192}
+LLAMA |= {"hidden_size": WIDTH, "num_hidden_layers": 4, "num_attention_heads": HEADS}
+LLAMA |= {"num_key_value_heads": KEYS, "intermediate_size": HIDDEN}
+
+
+@cache
+def step(name: str, amp: bool, folder: Path) -> StepCapture:
+    """A step of a small Llama, or of a case."""
+    if name != "llama":
+        return capture(name, dtype="bf16", amp=amp)
+    file = folder / "llama.json"
+    file.write_text(json.dumps(LLAMA))
+    return capture(file, batch=2, seq=TOKENS // 2, dtype="bf16", amp=amp)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where configurations are written."""
+    return tmp_path_factory.mktemp("configs")
+
+
+def blocks(found: StepCapture, engine: str, text: str) -> list[PricedLayer]:
+    """The numbered layers of a rank."""
+    layers = rank_for(with_engine(found, engine), text.strip(","), HALVES).layers
+    return [x for x in layers if x.numbered]
+
+
+@pytest.mark.parametrize("engine", ["compile", "compile+graph", "fused"])
+@pytest.mark.parametrize("policy", ["full", "ops"])
+@pytest.mark.parametrize("plan", ["", "tp=2", "tp=2,sp", "dp=8,zero=3"])
+@pytest.mark.parametrize(("name", "amp"), [("llama", False), ("llama", True), ("gpt-s", True),
+                                           ("llama-s", False), ("moe-s", False)])  # fmt: skip
+def test_fused_kernels_save_what_the_policy_saves(
+    name: str, amp: bool, plan: str, policy: str, engine: str, folder: Path
+) -> None:
+    """Layer by layer as many bytes as eagerly."""
+    text = f"{plan}{',amp' * amp},recompute={policy}"
+    found = step(name, amp, folder)
+    eager, fused = ([x.saved_bytes for x in blocks(found, e, text)] for e in ("eager", engine))
+    assert fused == eager
+
+
+@pytest.mark.parametrize("engine", ["eager", "compile"])
+def test_saved_bytes_of_a_llama_block_counted_by_hand(engine: str, folder: Path) -> None:
+    """bf16, 32 tokens: a checkpoint saves a block's input, 32 * 64 * 2 = 4,096 bytes.
+
+    Selective recomputation of ops saves attention, 4,096, and every second product: queries and the
+    output of the MLP, of 64 columns, values of 2 heads of 8, and the gate's 128.
+    """
+    found = step("llama", False, folder)
+    (middle,) = {x.saved_bytes for x in blocks(found, engine, "recompute=full")[1:-1]}
+    assert middle == TOKENS * WIDTH * 2 == 4_096
+    (kept,) = {x.saved_bytes for x in blocks(found, engine, "recompute=ops")[1:-1]}
+    sdpa, queries, values, gate, out = 4_096, 4_096, 32 * 16 * 2, 32 * HIDDEN * 2, 4_096
+    assert kept == 4_096 + sdpa + queries + values + gate + out
+
+
+def test_a_view_is_no_kernel(folder: Path) -> None:
+    """Forward's products give (tokens, columns), viewed as (batch, length, columns) for nothing."""
+    found = rank_for(with_engine(step("llama", False, folder), "compile"), "", HALVES)
+    calls = [c for c in found.model.graph.capture.calls if c.phase == "forward"]
+    made = {t.storage for c in calls if c.op == "aten.mm.default" for t in c.outputs}
+    fused = [c for c in calls if c.op == "itercast.fused"]
+    assert not any(t.storage in made for c in fused for t in c.outputs)
