@@ -219,7 +219,8 @@ class StepCapture:
     recurrent networks, forward and backward in turn, that a GPU runs as one call each: arguments of
     ``itercast.microbench.ops.matrix.recurrent.CALL``. ``synchronised``: the host waits for the
     device at the end of each step, as where steps are timed one by one; else steps follow each
-    other back to back, and the host launches the next one while the device is busy.
+    other back to back, and the host launches the next one while the device is busy. ``remarks``:
+    what was left out or differs from what was asked, a line each.
     """
 
     calls: tuple[OpCall, ...]
@@ -234,3 +235,4 @@ class StepCapture:
     lengths: Mapping[str, float] = field(default_factory=dict)
     networks: tuple[Mapping[str, Any], ...] = ()
     synchronised: bool = False
+    remarks: tuple[str, ...] = ()

@@ -35,6 +35,8 @@ class ParallelPlan(PlanFields):
     def parse(cls, text: str) -> ParallelPlan:
         """Reads a plan such as ``dp=8,zero=3``; ValueError names the wrong part and the rule."""
         values, added = dict[str, Any](), dict[str, Hashable]()
+        if text.strip() and not text.replace(",", "").strip():
+            raise ValueError(f"plan {text!r}: no key; a plan is like dp=8,zero=3")
         joined = re.sub(rf",\s*(?=(?:{'|'.join(TRANSFORMS)})\b)", "+", text)  # to coconet=...
         for part in filter(None, (p.strip() for p in joined.split(","))):
             key, given, value = (s.strip() for s in part.partition("="))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from itercast.capture.base.cache_folder import cache_folder
+from itercast.capture.base.remarks import remarks
 from itercast.capture.cases.external.huggingface import hf_case
 from itercast.capture.cases.registry import EvalCase, case
 from itercast.capture.opcall import NARROW, StepCapture
@@ -66,21 +67,22 @@ def _captured(
         return model
 
     try:
-        captured = capture_step(
-            build,
-            lambda: chosen.inputs(batch, seq),
-            chosen.loss,
-            settings,
-            samples=batch,
-            tokens=batch * seq,
-        )
+        with remarks() as said:
+            captured = capture_step(
+                build,
+                lambda: chosen.inputs(batch, seq),
+                chosen.loss,
+                settings,
+                samples=batch,
+                tokens=batch * seq,
+            )
     except (Exception, SystemExit) as exc:
         if is_own_error(exc):
             raise
         if shallow:  # a model that indexes its layers cannot be shortened
             return _captured(chosen, settings, batch, seq, shallow=False)
         raise ValueError(f"{chosen.name} fails without data: {one_line_error(exc)}") from exc
-    return replace(captured, repeats=repeats)
+    return replace(captured, repeats=repeats, remarks=tuple(said))
 
 
 def code_files(folder: Path) -> list[Path]:

@@ -17,5 +17,6 @@ WIDE_EXPERTS = (
 
 def notes(step: StepCapture, plan: ParallelPlan, stack: str) -> Iterator[str]:
     """Yields notes on a captured step under a plan."""
+    yield from step.remarks
     if plan.amp and not casts_experts(plan, stack) and wide_experts(step):
         yield WIDE_EXPERTS

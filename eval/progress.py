@@ -3,17 +3,47 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
+from typing import Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress, TaskID
+
+LINE_EVERY_S = 10.0
+
+
+class PlainLines(Progress):
+    """Progress where no terminal shows a bar: a line now and then, on stderr."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console=console, disable=True)
+        self.began_s = self.told_s = time.monotonic()
+
+    def update(self, task_id: TaskID, *args: Any, **fields: Any) -> None:
+        """Note how far a task is."""
+        super().update(task_id, *args, **fields)
+        self._tell(task_id)
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        """Note that a task is further."""
+        super().advance(task_id, advance)
+        self._tell(task_id)
+
+    def _tell(self, task_id: TaskID) -> None:
+        now_s, task = time.monotonic(), self.tasks[task_id]
+        if now_s < self.told_s + LINE_EVERY_S:
+            return
+        self.told_s = now_s
+        share = f" {100 * task.completed / task.total:.0f} %" if task.total else ""
+        print(f"{task.description}{share} ({now_s - self.began_s:.0f} s)", file=sys.stderr)
 
 
 def progress_bar() -> Progress:
-    """A progress bar on stderr, so that --json on stdout stays clean; on terminals only."""
+    """A progress bar on stderr, so that --json on stdout stays clean; lines off a terminal."""
     console = Console(stderr=True)
-    return Progress(console=console, disable=not console.is_terminal)
+    return Progress(console=console) if console.is_terminal else PlainLines(console)
 
 
 def run_program(main: Callable[..., None]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -27,9 +29,9 @@ from itercast.commands.plan import plan
 from itercast.commands.predict import predict
 from itercast.commands.run import run
 from itercast.commands.throughput import throughput
-from itercast.errors import OneLineGroup
+from itercast.errors import OneLineGroup, when_stopped
 from itercast.names import KINDS, kinds, listing
-from itercast.options import Bundle, Families, Hardware, Json, fetched_root
+from itercast.options import Bundle, Families, Hardware, Json, fetched_root, prints_aside
 
 app = typer.Typer(
     cls=OneLineGroup,
@@ -58,23 +60,6 @@ def options(
     """Forecast how long a training iteration takes."""
 
 
-for command in (
-    *(calibrate, gpu_report, throughput, check, compare, fleet),
-    *(predict, explain, plan),
-):
-    app.command()(command)
-for name, command in with_added("commands", {}, Callable).items():  # of our extras, too
-    app.command(name=name)(command)
-app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
-    run
-)
-
-
-app.command(name="import")(import_rows)
-app.command(name="input")(input_lane)
-
-
-@app.command()
 def collect(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     family: Families = None,
@@ -97,6 +82,7 @@ def collect(
     devices: Annotated[
         str, typer.Option(help="GPUs of this node to use, one worker each: all, or a number")
     ] = "1",
+    as_json: Json = False,
 ) -> None:
     """Measure ops on this machine into a dataset; continues an interrupted sweep."""
     from itercast.commands.shared import sweep
@@ -105,10 +91,13 @@ def collect(
 
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device {device!r}: allowed are cpu and cuda")
+    if Path(out).is_file():
+        raise ValueError(f"out {out!r} is a file; rows go into a folder")
     gpus = gpu_count(devices, device)
-    with written(out) as root:
+    kept = f"what was measured is in {out}; the same command goes on"
+    with when_stopped(kept), written(out) as root:
         rows = sweep(root, device, family, seconds(budget), seed, torchrun, points, gpus)
-    typer.echo(f"{rows} new rows in {out}")
+    typer.echo(json.dumps({"rows": rows, "out": out}) if as_json else f"{rows} new rows in {out}")
 
 
 Memory = Annotated[
@@ -120,7 +109,6 @@ Memory = Annotated[
 ]
 
 
-@app.command()
 def train(
     out: Annotated[Path | None, typer.Option(file_okay=False, help="bundle to write")] = None,
     into: Annotated[
@@ -165,15 +153,15 @@ def train(
     log_training(report, folder, roots)
 
 
-@app.command()
 def price(
     rows: Annotated[Path, typer.Argument(help="Parquet file of ops, as in a dataset")],
-    out: Annotated[Path, typer.Option(help="Parquet file to write")],
+    out: Annotated[Path, typer.Option(help="Parquet file to write", dir_okay=False)],
     bundle: Bundle = None,
     hardware: Hardware = None,
     among: Annotated[
         str, typer.Option(help="stacks, as the rows name them: write the fastest one of each row")
     ] = "",
+    as_json: Json = False,
 ) -> None:
     """Forecast the time of every op in a Parquet file; write its rows with their forecasts."""
     with without_scikit_learn():
@@ -186,12 +174,12 @@ def price(
         gpu = load_gpu(str(hardware))
         gpus = {gpu.name: gpu}
     asked = read_file(rows)
-    known = find_bundle(str(asked["gpu"].iloc[0]) if len(asked) else "cpu", bundle)[1]
+    folder, known = find_bundle(str(asked["gpu"].iloc[0]), bundle)
     write_forecasts(asked, known, out, gpus, tuple(filter(None, among.split(","))))
-    typer.echo(f"priced {rows} into {out}")
+    told = {"rows": len(asked), "bundle": str(folder), "out": str(out)}
+    typer.echo(json.dumps(told) if as_json else f"priced {len(asked)} rows of {rows} into {out}")
 
 
-@app.command()
 def evaluate(
     case: Annotated[list[str] | None, typer.Option(help="only this case; repeatable")] = None,
     measured: Annotated[
@@ -206,6 +194,7 @@ def evaluate(
         Path | None,
         typer.Option(help="dataset root: also rank other learners, trained on it; needs --bundle"),
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Compare forecasts with measured iterations; measures this CPU unless --measured is given."""
     if learners is not None and bundle is None:
@@ -213,22 +202,28 @@ def evaluate(
     from itercast.commands.shared import iterations
     from itercast.eval.compare import compare_all, measured_rows
     from itercast.eval.report.write import report_comparison
+    from itercast.eval.results import summary
     from itercast.eval.tracking.store import now_ms
 
     begin_ms, root = now_ms(), measured or Path("runs/measured")
     if measured is None:
-        iterations(root, "cpu", (0, 1), case)
-    rows = measured_rows(root, case)
-    results = compare_all(rows, bundle)
-    said = "itercast evaluate"
-    report_comparison(out, results, rows, {}, root, bundle, source=said, begin_ms=begin_ms)
-    if learners is not None and bundle is not None:
-        from itercast.eval.learner_ranking import rank_learners
+        with when_stopped(f"what was measured is in {root}; the same command goes on"):
+            iterations(root, "cpu", (0, 1), case)
+    with prints_aside() if as_json else nullcontext():
+        rows = measured_rows(root, case)
+        results = compare_all(rows, bundle)
+        report_comparison(
+            out, results, rows, {}, root, bundle, source="itercast evaluate", begin_ms=begin_ms
+        )
+        if learners is not None and bundle is not None:
+            from itercast.eval.learner_ranking import rank_learners
 
-        rank_learners(rows, results, bundle, learners, out)
+            rank_learners(rows, results, bundle, learners, out)
+    if as_json:
+        cases = [{**asdict(one), "error_pct": one.error_pct} for one in results]
+        typer.echo(json.dumps({**summary(results), "out": str(out), "cases": cases}))
 
 
-@app.command()
 def report(
     reports: Annotated[Path, typer.Option(help="folder that holds the report folders")] = Path(
         "reports"
@@ -244,7 +239,6 @@ def report(
         typer.echo(page)
 
 
-@app.command()
 def demo(
     budget: Annotated[str, typer.Option(help="time for the sweep")] = "220s",
 ) -> None:
@@ -254,16 +248,15 @@ def demo(
     run_demo(seconds(budget))
 
 
-@app.command(name="list")
 def list_names(
     what: Annotated[str, typer.Argument(help=", ".join(KINDS), autocompletion=kinds)] = "",
+    as_json: Json = False,
 ) -> None:
     """List names of one kind, one per line; without a kind, the kinds."""
-    for name in listing(what) if what else KINDS:
-        typer.echo(name)
+    names = listing(what) if what else list(KINDS)
+    typer.echo(json.dumps(names) if as_json else "\n".join(names))
 
 
-@app.command()
 def ui(
     port: Annotated[int, typer.Option(min=1, max=65535, help="port on this machine")] = 5000,
 ) -> None:
@@ -277,6 +270,24 @@ def ui(
         typer.echo(f"MLflow UI: http://{HOST}:{port}  (Ctrl-C ends it)")
         raise typer.Exit(run_server(port))
 
+
+GROUPS = {  # in the order in which a newcomer needs them
+    "Forecast": (predict, run, plan, explain, input_lane, throughput, price),
+    "Measure": (demo, collect, import_rows, fleet),
+    "Learn": (train, calibrate),
+    "Judge": (evaluate, check, compare, gpu_report),
+    "Look": (report, ui, list_names),
+}
+NAMED = {input_lane: "input", import_rows: "import", list_names: "list"}  # words of Python
+OF_A_SCRIPT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+
+for group, commands in GROUPS.items():
+    for command in commands:
+        context = OF_A_SCRIPT if command is run else {}
+        name = NAMED.get(command)
+        app.command(name=name, rich_help_panel=group, context_settings=context)(command)
+for added, command in with_added("commands", {}, Callable).items():  # of our extras, too
+    app.command(name=added, rich_help_panel="Extras")(command)
 
 if __name__ == "__main__":
     app()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import typer
@@ -15,6 +17,13 @@ def _given(exc: Exception) -> str:
     """The value of an option that typer's checks (by pydantic) refuse and do not name."""
     checks: Any = getattr(exc.__cause__, "errors", None)
     return f", got {checks()[0]['input']!r}" if checks else ""
+
+
+def _told(exc: ValueError | OSError) -> str:
+    """The first line of an error; of a file that cannot be used its name and the reason."""
+    if isinstance(exc, OSError) and exc.filename and exc.strerror:
+        return f"{str(exc.filename)!r}: {exc.strerror}"
+    return str(exc).splitlines()[0] if str(exc) else repr(exc)
 
 
 class OneLineGroup(TyperGroup):
@@ -31,8 +40,17 @@ class OneLineGroup(TyperGroup):
                 typer.echo(f"itercast: {told}{_given(exc)}", err=True)
             sys.exit(2)
         except (ValueError, OSError) as exc:
-            typer.echo(f"itercast: {str(exc).splitlines()[0] if str(exc) else repr(exc)}", err=True)
+            typer.echo(f"itercast: {_told(exc)}", err=True)
             sys.exit(2)
-        except typer.Abort:
-            typer.echo("itercast: stopped", err=True)
+        except typer.Abort as exc:
+            typer.echo("; ".join(["itercast: stopped", *filter(None, [str(exc)])]), err=True)
             sys.exit(1)
+
+
+@contextmanager
+def when_stopped(kept: str) -> Iterator[None]:
+    """Say what was kept where Ctrl-C ends what runs inside."""
+    try:
+        yield
+    except (KeyboardInterrupt, typer.Abort):
+        raise typer.Abort(kept) from None

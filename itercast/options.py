@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, fields
@@ -17,6 +18,7 @@ from itercast.capture.base.slow_imports import without_scikit_learn
 from itercast.capture.cases.external.huggingface import read_config
 from itercast.capture.opcall import NARROW
 from itercast.capture.plan import ParallelPlan
+from itercast.capture.step import ALLOWED
 from itercast.names import completing
 
 if TYPE_CHECKING:  # the command line starts without pandas
@@ -40,6 +42,11 @@ def fetched_root(text: str) -> Path:
         raise typer.BadParameter(str(exc)) from exc
 
 
+def each_named(values: list[str] | None) -> list[str] | None:
+    """The names of an option that is repeated, or that takes several between commas."""
+    return [name.strip() for value in values for name in value.split(",")] if values else None
+
+
 def whole_number(text: str | int) -> int:
     """Parses an option that counts: samples, tokens, GPUs."""
     plain = str(text).strip()
@@ -51,6 +58,13 @@ def whole_number(text: str | int) -> int:
 def _in_a_folder(path: Path | None) -> Path | None:
     if path is not None and not path.parent.is_dir():
         raise typer.BadParameter(f"{str(path)!r}: no such folder")
+    if path is not None:  # said now, not after the work
+        try:
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
+        except OSError as exc:
+            told = f"{str(path)!r}: nothing can be written there ({exc.strerror})"
+            raise typer.BadParameter(told) from None
     return path
 
 
@@ -162,7 +176,8 @@ Families = Annotated[
     list[str] | None,
     typer.Option(
         "--family",
-        help="only this op family; repeatable",
+        help="only these op families: a,b, or repeated",
+        callback=each_named,
         autocompletion=completing("families"),
     ),
 ]
@@ -227,6 +242,8 @@ class Question:
             raise ValueError("a model is one of CASE, --hf-config and --model: give one of them")
         if self.batch and self.global_batch:
             raise ValueError("--batch is a replica's, --global-batch that of all: give one of them")
+        if self.dtype and self.dtype not in (known := (*ALLOWED["dtype"], *NARROW)):
+            raise ValueError(f"dtype {self.dtype!r}: allowed are {', '.join(known)}")
 
     @property
     def name(self) -> str:
@@ -294,8 +311,17 @@ class Question:
             from itercast.compose.predict import prepare
 
             step, target = prepare(self.asked(), **self.arguments(), **more)
+        self._check_seq(step, target.plan)
         warn_of_dtype(self.dtype_on([target.gpu]), target)
         return step, target
+
+    def _check_seq(self, step: StepCapture, plan: ParallelPlan) -> None:
+        """ValueError for a length that no input of the model has."""
+        if self.seq and not (self.model or self.lengths):
+            length, takes_one = self.seq // plan.cp, not self.case or self.of_case.seq
+            if not takes_one or not any(length in x.shape[1:] for x in step.inputs):
+                told = f"no input of {self.name} has that length; it takes no sequence"
+                raise ValueError(f"--seq {self.seq}: {told}")
 
 
 @contextmanager

@@ -19,17 +19,8 @@ import pandas as pd
 from itercast.learners.beyond_memory import usable_rows
 from itercast.learners.bundle import Bundle
 from itercast.learners.features.machine_speed import Anchors, undisturbed
-from itercast.learners.held_out import load_held_out, save_held_out
-from itercast.learners.train import (
-    SCORES,
-    Asked,
-    FamilyReport,
-    FitAll,
-    Fits,
-    Told,
-    TrainReport,
-    fit_in_turn,
-)
+from itercast.learners.train import Asked, FamilyReport, FitAll, Fits, Told, fit_in_turn
+from itercast.learners.unfinished import read_family, write_family
 from itercast.microbench.fleet.driver import connected
 from itercast.microbench.fleet.urls import fetched
 from itercast.microbench.store import Row
@@ -90,10 +81,7 @@ def _fitted(plain: Row) -> bytes:
     ((_, report, bundle),) = fit_in_turn({name: rows}, anchors, asked)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "bundle"
-        bundle.save(folder)
-        save_held_out(folder, report.held_out)
-        scores = TrainReport(families={name: report}).to_dict()
-        (folder / SCORES).write_text(json.dumps(scores[name]))
+        write_family(folder, name, report, bundle)
         return Path(shutil.make_archive(f"{place}/packed", "zip", folder)).read_bytes()
 
 
@@ -103,7 +91,4 @@ def _unpacked(name: str, found: bytes) -> tuple[FamilyReport, Bundle]:
         raise ValueError(f"{name}: {json.loads(found)['error']}")
     with tempfile.TemporaryDirectory() as place, zipfile.ZipFile(io.BytesIO(found)) as packed:
         packed.extractall(place)
-        folder = Path(place)
-        scores = json.loads((folder / SCORES).read_text())
-        report = FamilyReport(**scores, held_out=load_held_out(folder))
-        return report, Bundle.load(folder)
+        return read_family(Path(place))

@@ -170,7 +170,9 @@ def check_digests(folder: Path, facts: Facts) -> None:
     if stated is None:
         return
     found = digests(folder, facts)
-    other = sorted(name for name in {*stated, *found} if stated.get(name) != found.get(name))
+    if lacking := sorted(stated.keys() - found.keys()):
+        raise ValueError(f"its file {lacking[0]} is missing")
+    other = sorted(name for name in found if stated.get(name) != found[name])
     if other:
         raise ValueError(f"{other[0]} is not the file that was written, by its digest")
 

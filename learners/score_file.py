@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 
+from itercast.capture.base import close_names
 from itercast.capture.base.files import write_atomic
 from itercast.learners.bundle import COLUMNS, Bundle
 from itercast.microbench.hardware.spec import Gpu, gpu_names, load_gpu
+from itercast.microbench.ops import families
 
 
 def read_file(path: Path) -> pd.DataFrame:
@@ -25,7 +28,20 @@ def read_file(path: Path) -> pd.DataFrame:
     missing = [c for c in ("family", "gpu") if c not in rows]
     if missing:
         raise ValueError(f"rows {str(path)!r}: the column {missing[0]!r} is missing")
+    if not len(rows):
+        raise ValueError(f"rows {str(path)!r}: it holds no row")
     return rows
+
+
+def check_parameters(name: str, rows: pd.DataFrame) -> None:
+    """ValueError where rows of a family lack a parameter that has no default."""
+    family = families().get(name)
+    for f in fields(family.params) if family is not None else ():
+        if f.default is MISSING:
+            lacking = rows[f.name].isna() if f.name in rows else pd.Series(True, rows.index)
+            if lacking.any():
+                where = f"{lacking.sum()} of {len(rows)} rows"
+                raise ValueError(f"rows of family {name}: {f.name} is missing in {where}")
 
 
 def write_forecasts(
@@ -45,12 +61,13 @@ def write_forecasts(
     files, own = {*gpu_names()} - {"cpu"}, {**bundle.gpus, **(gpus or {})}
     unseen = {str(name) for name in rows["gpu"].unique()} - own.keys()
     if unknown := sorted(unseen - files):
-        known = sorted(files | own.keys())
-        raise ValueError(f"unknown gpu {unknown[0]!r}; known: {known}")
+        raise close_names.unknown("gpu", unknown[0], sorted(files | own.keys()))
     gpus = {**{name: load_gpu(name) for name in unseen}, **(gpus or {})}
 
     def price(rows: pd.DataFrame) -> pd.DataFrame:
         families = rows.groupby("family", sort=False)
+        for name, part in families:
+            check_parameters(str(name), part)
         parts = [bundle.price(str(name), part, gpus) for name, part in families]
         return pd.concat(parts).sort_index() if parts else pd.DataFrame(columns=COLUMNS)
 

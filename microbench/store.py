@@ -208,7 +208,12 @@ def row_count(roots: Sequence[Path], family: str) -> int:
 
 
 def _parts(roots: Sequence[Path], family: str) -> list[Path]:
-    return [p for root in roots for p in sorted(Path(root).glob(f"{family}/*/*/part-*.parquet"))]
+    every = [p for root in roots for p in sorted(Path(root).glob(f"{family}/**/*.parquet"))]
+    for path in every:
+        if not (path.name.startswith("part-") and path.parents[2].name == family):
+            named = f"{family}/GPU/SOURCE/part-NAME.parquet"
+            raise ValueError(f"{str(path)!r} would be ignored: parts are called {named}")
+    return every
 
 
 @contextmanager

@@ -11,6 +11,8 @@ def unknown(kind: str, name: str, known: Sequence[str]) -> ValueError:
 
     ``kind`` is a word whose plural ``itercast list`` knows: case, gpu.
     """
-    like = [k for k in known if name in k] or get_close_matches(name, known, cutoff=0.0)
+    lower = name.lower().replace("_", "-").strip()
+    like = [k for k in known if lower and lower in k]
+    like = like or get_close_matches(lower, known, cutoff=0.0)
     rest = f"; all {len(known)}: itercast list {kind}s" if len(known) > len(like) else ""
     return ValueError(f"unknown {kind} {name!r}; known: {', '.join(like)}{rest}")

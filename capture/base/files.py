@@ -10,8 +10,13 @@ def write_atomic(path: Path, data: bytes) -> None:
     """Replace a file at once: readers see the old content or the new, never a part of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as exc:  # such as a full disk; nobody knows the temporary name
+        raise OSError(exc.errno, exc.strerror, str(path)) from exc
+    finally:
+        temporary.unlink(missing_ok=True)

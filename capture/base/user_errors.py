@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import traceback
 from pathlib import Path
@@ -20,7 +21,8 @@ def is_own_error(exc: BaseException) -> bool:
 def source_line(exc: BaseException) -> str:
     """The last file and line that is neither ours nor torch's, in brackets; or nothing."""
     frames = traceback.extract_tb(exc.__traceback__)
-    ours = (f"{Path(torch.__file__).parent}{os.sep}", str(OUR_CODE), "<frozen importlib")
+    own = f"{Path(torch.__file__).parent}{os.sep}", str(OUR_CODE)
+    ours = (*own, "<frozen importlib", f"{Path(importlib.__file__).parent}{os.sep}")
     users = [f for f in frames if not f.filename.startswith(ours)]
     return f" ({Path(users[-1].filename).name}:{users[-1].lineno})" if users else ""
 

@@ -48,7 +48,9 @@ def partition(layers: Sequence[PricedLayer], plan: ParallelPlan) -> list[Chunk]:
     if chunks == 1:
         return [Chunk(runs=tuple(runs))]
     if chunks > total:
-        raise ValueError(f"plan {str(plan)!r}: {chunks} stages, the model has {total} layers")
+        others = f", {total} parts with what comes before and after" if 0 < numbered < total else ""
+        counted = f"the model has {numbered or total} layers{others}"
+        raise ValueError(f"plan {str(plan)!r}: {chunks} stages, {counted}")
     if _are_equal(layers):
         sizes = _sizes(plan, numbered if chunks <= numbered else total)
         ends = _count_cuts(runs, sizes, whole=chunks > numbered)

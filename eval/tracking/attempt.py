@@ -15,11 +15,12 @@ P = ParamSpec("P")
 log = logging.getLogger(__name__)
 REACHED_S = 3.0  # that a server may take to accept a connection
 PORTS = {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306}
+warned: set[str] = set()  # stores of which this process has said so
 SHORT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
 
 
 def attempt(write: Callable[P, object], *args: P.args, **options: P.kwargs) -> bool:
-    """Whether ``write`` logged its arguments to MLflow; one warning says why it did not."""
+    """Whether ``write`` logged its arguments to MLflow; one warning a store says why not."""
     for name, value in SHORT.items():
         os.environ.setdefault(name, value)
     try:
@@ -27,7 +28,9 @@ def attempt(write: Callable[P, object], *args: P.args, **options: P.kwargs) -> b
         write(*args, **options)
     except Exception as exc:  # whatever MLflow, its database or the network raises
         told = " ".join(str(exc).split())[:160] or type(exc).__name__
-        log.warning("not logged to MLflow at %s: %s", tracking_uri(), told)
+        if (uri := tracking_uri()) not in warned:
+            log.warning("not logged to MLflow at %s: %s", uri, told)
+            warned.add(uri)
         return False
     return True
 

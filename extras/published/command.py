@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from itercast.options import Json
 
 
 def bench_public(
@@ -24,6 +27,7 @@ def bench_public(
     bundle: Annotated[
         Path | None, typer.Option(help="bundle that forecasts iterations; default: the shipped one")
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Judge forecasts by published measurements, beside baselines; logs to MLflow.
 
@@ -39,5 +43,9 @@ def bench_public(
         raise ValueError(f"line {line!r}: no line's name contains it; lines: {line_names()}")
     results, text = report(public, line, leave_out, bundle or SHIPPED, out)
     scores = [(r.line, r.part, name, s) for r in results for name, s in r.scores.items()]
-    typer.echo(text)
+    if as_json:
+        lines = [dict(zip(("line", "part", "learner", "errors"), s, strict=True)) for s in scores]
+        typer.echo(json.dumps(lines))
+    else:
+        typer.echo(text)
     log_last(log_bench, scores, out)

@@ -69,6 +69,8 @@ def read_rates(paths: Sequence[Path]) -> Rates:
             if not isinstance(table, dict):
                 raise ValueError("expected an object: steps/s by GPU and by job")
             for gpu, jobs in table.items():
+                if not isinstance(jobs, dict):
+                    raise ValueError(f"{gpu}: expected an object: steps/s by job")
                 for key, alone in jobs.items():
                     job = JOB.fullmatch(key)
                     if job is None:

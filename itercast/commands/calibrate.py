@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from itercast.options import Bundle, Hardware
+from itercast.options import Bundle, Hardware, Json
 
 if TYPE_CHECKING:  # the command line starts without pandas
     import pandas as pd
+
+    from itercast.microbench.store import Row
 
 
 def calibrate(
@@ -28,6 +31,7 @@ def calibrate(
             help="host file to write, fitted to rows of family host or to small iterations"
         ),
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Correct a bundle for one GPU by 4 to 16 measured rows of each family, or fit a host file."""
     from itercast.learners.calibrate import read_few
@@ -35,25 +39,38 @@ def calibrate(
     if out is None and host is None:
         raise ValueError("calibrate writes a bundle (--out), a host file (--host), or both")
     few = read_few(rows)
+    told: Row = {"rows": len(few)}
     if host is not None:
-        _write_host(host, few, bundle)
+        told |= _write_host(host, few, bundle)
     if out is not None:
-        _write_bundle(out, few, bundle, hardware)
+        told |= _write_bundle(out, few, bundle, hardware)
+    if as_json:
+        typer.echo(json.dumps(told))
+        return
+    if host is not None:
+        event = f"slowdown {told['slowdown']:g}, {told['launch_us']:g} us a launch"
+        typer.echo(f"host {told['host']}: {event}; {host}")
+    if out is not None:
+        typer.echo(f"calibrated {told['bundle']} with {len(few)} rows into {out}")
 
 
-def _write_bundle(out: Path, few: pd.DataFrame, bundle: Path | None, hardware: Path | None) -> None:
+def _write_bundle(out: Path, few: pd.DataFrame, bundle: Path | None, hardware: Path | None) -> Row:
+    """Write the corrected bundle; returns of which bundle it was made."""
     from itercast.learners.calibrate import calibrate as pull
     from itercast.learners.known_bundles import find_bundle
+    from itercast.learners.score_file import check_parameters
     from itercast.microbench.hardware.spec import load_gpu
 
+    for name, rows in few.groupby("family"):
+        check_parameters(str(name), rows)
     own = [load_gpu(str(hardware))] if hardware is not None else []
     folder, found = find_bundle(str(few["gpu"].iloc[0]) if len(few) else "cpu", bundle)
     pull(found, few, {gpu.name: gpu for gpu in own}).save(out)
-    typer.echo(f"calibrated {folder} with {len(few)} rows into {out}")
+    return {"bundle": str(folder), "out": str(out)}
 
 
-def _write_host(path: Path, few: pd.DataFrame, bundle: Path | None) -> None:
-    """Write a host file: fitted to timed Python events where there are any, else to iterations."""
+def _write_host(path: Path, few: pd.DataFrame, bundle: Path | None) -> Row:
+    """Fit a host to timed Python events, else to iterations; write it, return its numbers."""
     from itercast.capture.base.files import write_atomic
     from itercast.compose.host_fit import fit_host
     from itercast.eval.compare import measured_steps
@@ -66,4 +83,4 @@ def _write_host(path: Path, few: pd.DataFrame, bundle: Path | None) -> None:
     if found is None:
         found = fit_host(name, measured_steps(few, bundle), source=source)
     write_atomic(path, host_yaml(found).encode())
-    typer.echo(f"host {name}: slowdown {found.slowdown:g}, {found.launch_us:g} us a launch; {path}")
+    return {"host": name, "slowdown": found.slowdown, "launch_us": found.launch_us}

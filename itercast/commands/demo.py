@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from itercast.commands.shared import fit, iterations, log_training, report_table, sweep
+from itercast.errors import when_stopped
 from itercast.eval.compare import compare_all, console, measured_rows
 from itercast.eval.report.write import report_comparison
 from itercast.eval.tracking.store import now_ms
@@ -23,9 +24,10 @@ def run_demo(budget_s: float) -> None:
     """
     data, bundle, fit_file = RUN / "datasets", RUN / "bundle", RUN / "fit.json"
     rows = measured = 0
-    for repeat in (0, 1):
-        rows += sweep(data, "cpu", None, budget_s * (repeat + 1) / 2, 0)
-        measured += iterations(data, "cpu", (repeat,))
+    with when_stopped(f"what was measured is in {data}; `itercast demo` goes on"):
+        for repeat in (0, 1):
+            rows += sweep(data, "cpu", None, budget_s * (repeat + 1) / 2, 0)
+            measured += iterations(data, "cpu", (repeat,))
     console.print(f"sweep: {rows} new rows" if rows else f"sweep: reusing {data}")
     console.print(f"iterations: {measured} new rows" if measured else f"iterations: reusing {data}")
     trained = rows or not fit_file.is_file() or not has_held_out(bundle)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from itercast.microbench.store import Facts, Row
 from itercast.options import Json
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the command line starts without pandas
     from itercast.microbench.hardware.spec import Gpu
     from itercast.microbench.importers.base import Hints
+    from itercast.microbench.store import Facts, Row
 
 
 def import_rows(

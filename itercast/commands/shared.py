@@ -14,6 +14,7 @@ import typer
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
+from itercast.errors import when_stopped
 from itercast.eval.progress import progress_bar
 from itercast.microbench.hardware.machine import cpu_name
 
@@ -117,14 +118,18 @@ def fit(
     from itercast.eval.tracking.open_run import open_run
     from itercast.learners.bundle import Bundle
     from itercast.learners.held_out import load_held_out, save_held_out, with_others
-    from itercast.learners.train import SCORES, train
+    from itercast.learners.train import SCORES, fit_in_turn, train
+    from itercast.learners.unfinished import forget, resumed
 
     kept = (Bundle.load(out), load_held_out(out)) if into else None
     others = json.loads((out / SCORES).read_text()) if into and (out / SCORES).is_file() else {}
     for root in (root for root in data if not root.is_dir()):
         raise ValueError(f"data {str(root)!r}: no such folder")
     asked = {"data": ", ".join(map(str, data)), "trials": trials}
-    with progress_bar() as bar, open_run("trainings", str(out), asked, "itercast train") as run:
+    more["fit_all"] = resumed(out, more.get("fit_all", fit_in_turn))
+    stopped = f"what is trained so far is kept beside {out}; the same command goes on"
+    opened = open_run("trainings", str(out), asked, "itercast train")
+    with when_stopped(stopped), progress_bar() as bar, opened as run:
         task, begun = bar.add_task("train", total=None), list[str]()
 
         def told(name: str) -> None:
@@ -146,6 +151,7 @@ def fit(
     report, held_out = trained.to_dict(), trained.held_out()
     save_held_out(out, with_others(held_out, kept[1]) if kept else held_out)
     write_atomic(out / SCORES, json.dumps(others | report).encode())
+    forget(out)
     return report
 
 

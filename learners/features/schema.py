@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+from itercast.capture.base.durations import counted
 from itercast.microbench.ops.family import Family
 
 STATUSES = ["ok", "oom", "unsupported", "error", "throttled"]
@@ -40,5 +41,7 @@ def _one_line(exc: Any) -> str:
     if isinstance(cases, pd.DataFrame) and len(cases) and exc.check is not None:
         value = cases["failure_case"].tolist()[0]
         column = getattr(exc.schema, "name", None) or "column"
+        if exc.check == "not_nullable":
+            return f"{column} has no number (NaN) in {counted(len(cases), 'row')}"
         return f"{column} {value!r}: allowed is {getattr(exc.check, 'error', exc.check)}"
     return " ".join(str(exc).split())[:200]

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from scipy.linalg import solve
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.slow_imports import torch
@@ -242,6 +241,8 @@ def fit_process(
     Four steps of iterative reweighting; without ``kernel`` one is learned first. Far from all rows
     the forecast is the roofline where the kernel has curves, else their median ratio to it.
     """
+    from scipy.linalg import solve  # lazy: 0.3 s, and pricing does without
+
     kernel = kernel or learn_kernel(x, log_ratio, length_scales, merge_distance)
     inputs = kernel.saturated(x[:, list(length_scales)])
     at, value, count = merge_points(inputs, log_ratio, merge_distance)

@@ -17,7 +17,18 @@ from itercast.capture.base.yaml_text import made_of, read_mapping
 HERE = Path(__file__).parent
 NAMES = "names.yaml"  # not of a GPU: how others write names
 NEEDED = ("sm_count", "peak_flops_per_s", "hbm_bytes_per_s")  # in every file
-SLOWEST, FASTEST = 1e9, 1e18  # rates of files outside these are in another unit
+UNITS = {  # of the keys of a file, with the least and the most; others are in another unit
+    "hbm_bytes_per_s": ("bytes per second", 1e9, 1e15),
+    "peak_flops_per_s": ("flops per second", 1e9, 1e18),
+    "full_rate_flops_per_s": ("flops per second", 1e9, 1e18),
+    "achieved_flops_per_s": ("flops per second", 1e9, 1e18),
+    "hbm_bytes": ("bytes", 1e8, 1e14),
+    "l2_bytes": ("bytes", 1e4, 1e12),
+    "clock_hz": ("Hz", 1e8, 1e11),
+    "link_bytes_per_s": ("bytes per second", 1e8, 1e14),
+    "pcie_bytes_per_s": ("bytes per second", 1e8, 1e14),
+    "power_w": ("W", 1.0, 1e5),
+}
 BRIDGE = 2  # GPUs that an NVLink bridge joins
 UNSTATED = assumed(__file__, "unstated")
 COMPUTE_CAPABILITY = {  # by architecture: https://developer.nvidia.com/cuda-gpus
@@ -115,13 +126,25 @@ def load_gpu(name_or_path: str) -> Gpu:
     if missing := [key for key in NEEDED if key not in values]:
         raise ValueError(f"{path}: missing keys {missing}")
     gpu = made_of(Gpu, {"name": path.stem, **values}, str(path))
-    rates = {"hbm_bytes_per_s": gpu.hbm_bytes_per_s, "peak_flops_per_s": gpu.peak("fp32")}
-    for key, rate in rates.items():
-        if not SLOWEST <= rate <= FASTEST:
-            unit = key.partition("_")[2].replace("_per_s", " per second")
-            allowed = f"allowed are {SLOWEST:g} to {FASTEST:g}"
-            raise ValueError(f"{path}: {key} is in {unit}: {allowed}, got {rate:g}")
+    _check_units(path, gpu)
     return gpu
+
+
+def _check_units(path: Path, gpu: Gpu) -> None:
+    """ValueError for a number that is in another unit, or that no GPU has."""
+    for key, (unit, low, high) in UNITS.items():
+        value = getattr(gpu, key)
+        for number in value.values() if isinstance(value, Mapping) else (value,):
+            unstated = number == 0 and key not in NEEDED
+            if not (unstated or low <= number <= high):
+                allowed = f"allowed are {low:g} to {high:g}"
+                raise ValueError(f"{path}: {key} is in {unit}: {allowed}, got {number:g}")
+    for dtype, rate in gpu.achieved_flops_per_s.items():
+        if rate > 1.1 * max(gpu.full_rate(dtype), gpu.peak(dtype)):
+            peak = f"the peak of {dtype} is {gpu.peak(dtype):g}"
+            raise ValueError(f"{path}: achieved_flops_per_s: {peak}, got {rate:g}")
+    if 0 < gpu.contention < 1:
+        raise ValueError(f"{path}: contention is 1 or more, or 0 (unknown), got {gpu.contention:g}")
 
 
 def gpu_names() -> list[str]:

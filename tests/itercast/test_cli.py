@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+import typer
 from plan_case import GPU
 from typer.testing import CliRunner
 
-from itercast.__main__ import app
+from itercast.__main__ import GROUPS, app
 from itercast.capture.cases.registry import case
+from itercast.eval.progress import LINE_EVERY_S, progress_bar
 from itercast.learners.bundle import SHIPPED_CPU, Bundle
 
 SEQ = case("gpt-s").seq
@@ -180,3 +186,57 @@ def test_lists() -> None:
         ("nodes", "dgx-h100"),
     ):
         assert name in CliRunner().invoke(app, ["list", *what.split()]).output.split()
+
+
+WITHOUT_JSON = {  # they serve, or write pages, or print the tables of a campaign
+    *("ui", "report", "demo", "fleet", "gpu-report"),
+}
+
+
+def test_commands_come_in_groups_and_report_as_json() -> None:
+    """In the order in which a newcomer needs them."""
+    known: Any = typer.main.get_command(app)
+    groups = [command.rich_help_panel for command in known.commands.values()]
+    assert list(dict.fromkeys(groups)) == [*GROUPS, "Extras"]
+    assert next(iter(known.commands)) == "predict"
+    without = {
+        name
+        for name, command in known.commands.items()
+        if not any("--json" in option.opts for option in command.params)
+    }
+    assert without == WITHOUT_JSON
+    assert json.loads(CliRunner().invoke(app, ["list", "nodes", "--json"]).stdout)
+
+
+def test_several_families_are_named_at_once(tmp_path: Path) -> None:
+    words = ["train", "--out", str(tmp_path / "b"), "--data", str(tmp_path), "--family"]
+    for names in (["gemm,gems"], ["gemm", "--family", "gems"]):
+        assert "unknown family 'gems'" in CliRunner().invoke(app, [*words, *names]).stderr
+
+
+def test_the_help_imports_nothing_slow() -> None:
+    code = "import sys; sys.argv[1:] = ['--help']\n"
+    code += "from itercast.start import main\ntry: main()\nfinally: print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert not set(done.stdout.split()) & {"torch", "pandas", "numpy", "xgboost", "scipy", "mlflow"}
+
+
+def test_ctrl_c_while_it_imports_is_one_line() -> None:
+    """Raised by the first import of the command line, as the signal does."""
+    code = "import sys, builtins; real = builtins.__import__\n"
+    code += "def stop(name, *rest):\n    if name == 'typer': raise KeyboardInterrupt\n"
+    code += "    return real(name, *rest)\n"
+    code += "builtins.__import__ = stop\nfrom itercast.start import main\nmain()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "itercast: stopped\n")
+
+
+def test_progress_is_told_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line now and then: none in the first ten seconds."""
+    with progress_bar() as bar:
+        task = bar.add_task("train", total=4)
+        bar.update(task, description="train gemm", completed=1)
+        assert not capsys.readouterr().err
+        bar.told_s -= LINE_EVERY_S  # type: ignore[attr-defined]
+        bar.update(task, description="train conv", completed=2)
+    assert capsys.readouterr().err == "train conv 50 % (0 s)\n"

@@ -9,12 +9,12 @@ a spectrogram, unless the model takes one length only. The decoder of an encoder
 from __future__ import annotations
 
 import inspect
-import logging
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.remarks import remark
 from itercast.capture.base.slow_imports import torch
 
 PER_SAMPLE = (
@@ -30,7 +30,6 @@ PATCH_LAYOUT = (
 SAMPLES_PER_LABEL = assumed(__file__, "samples_per_label")
 FRAMES_PER_LABEL = assumed(__file__, "frames_per_label")
 IMAGE_SIZE = assumed(__file__, "image_size")
-log = logging.getLogger(__name__)
 
 
 def make_inputs(
@@ -92,7 +91,7 @@ def _needs_patch_layout(accepted: Any, config: Any, kind: str) -> bool:
     unknown = [name for name in accepted if name.startswith(PATCH_LAYOUT)]
     unknown += ["image_sizes"] if hasattr(config, "image_grid_pinpoints") else []
     if unknown:
-        log.warning("%s: captured without images, whose %s is not known", kind, unknown[0])
+        remark(f"{kind} is forecast without images, on tokens alone: no {unknown[0]} is known")
     return bool(unknown)
 
 

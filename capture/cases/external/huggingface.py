@@ -7,23 +7,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+from itercast.capture.base.remarks import remark
 from itercast.capture.base.slow_imports import torch
 from itercast.capture.cases.evalcase import EvalCase
 from itercast.capture.cases.external.hf_inputs import make_inputs
 
+COUNTS = (  # settings that are 1 or more in every model that has them
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size"),
+    *("intermediate_size", "vocab_size", "max_position_embeddings", "num_layers", "num_heads"),
+)
 # Settings of a configuration file that are ignored: code to run, dtypes, caches, attention.
 DROPPED = (
     *("auto_map", "dtype", "torch_dtype", "quantization_config", "_name_or_path", "use_cache"),
     *("attn_implementation", "_attn_implementation"),
 )
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,8 @@ def read_config(path: Path) -> HfConfig:
     try:
         data = path.read_bytes()
         values = json.loads(data)
+    except FileNotFoundError:
+        raise ValueError(f"hf-config {str(path)!r}: no such file") from None
     except (OSError, ValueError) as exc:
         raise ValueError(f"hf-config {str(path)!r}: not a readable JSON file ({exc})") from exc
     values = values if isinstance(values, dict) else {}
@@ -149,34 +154,43 @@ def _config(read: HfConfig) -> Any:
     """The configuration as an object of transformers; ValueError for values it refuses."""
     kind = _model_class(read).config_class
     values, text = read.values, read.values.get("text_config")
+    _check_counts(read.path, values, getattr(kind, "attribute_map", {}))
     if isinstance(text, dict) and "text_config" not in getattr(kind, "sub_configs", {}):
         values = _kept(text)  # the language model of one for text and images
     try:
         return kind.from_dict(dict(values))
     except Exception as exc:  # transformers checks values in many ways
-        first = (str(exc).splitlines() or [type(exc).__name__])[0]
-        raise ValueError(f"hf-config {str(read.path)!r}: {first}") from exc
+        told = " ".join(str(exc).split())[:200] or type(exc).__name__
+        raise ValueError(f"hf-config {str(read.path)!r}: {told}") from exc
+
+
+def _check_counts(path: Path, values: dict[str, Any], other_names: Mapping[str, str]) -> None:
+    """ValueError for a layer, head or width that is stated as less than one, in parts as well."""
+    names = {*COUNTS, *(other_names.get(name, name) for name in COUNTS)}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            _check_counts(path, value, other_names)
+        elif name in names and isinstance(value, int | float) and value < 1:
+            raise ValueError(f"hf-config {str(path)!r}: {name} is 1 or more, got {value}")
+    heads, groups = values.get("num_attention_heads"), values.get("num_key_value_heads")
+    if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
+        rule = f"num_key_value_heads divides the {heads} num_attention_heads"
+        raise ValueError(f"hf-config {str(path)!r}: {rule}, got {groups}")
 
 
 def build(read: HfConfig, attn: str) -> Any:
     """Build the model with random weights in torch's default dtype.
 
     With ``attn`` sdpa transformers chooses: parts without SDPA, such as backbones of detectors, run
-    eager attention. A warning is logged if the whole model does.
+    eager attention. A remark is made if the whole model does.
     """
     kind, config = _model_class(read), _config(read)
     config.use_cache = False
     if attn == "eager":
         config._attn_implementation = attn
     elif hasattr(config, "num_attention_heads") and not getattr(kind, "_supports_sdpa", False):
-        say_eager(read.architecture)
+        remark(f"{read.architecture} has no sdpa attention in transformers: it is eager")
     return _built(kind, config)
-
-
-@cache
-def say_eager(architecture: str) -> None:
-    """Log once in a process, not at each batch size that is captured."""
-    log.warning("%s has no sdpa attention in transformers: captured eager", architecture)
 
 
 def _built(kind: Any, config: Any) -> Any:

@@ -42,8 +42,9 @@ class UserModel:
 def load_function(name: str) -> Callable[..., Any]:
     """Import ``module:function``; modules in the working directory are found too."""
     module, colon, function = name.partition(":")
-    if not (module and colon and function):
-        raise ValueError(f"model {name!r}: expected module:function")
+    if not (module and colon and function) or "/" in module or module.endswith(".py"):
+        form = "MODULE:FUNCTION, such as train:model for train.py"
+        raise ValueError(f"model {name!r}: expected {form}")
     here = str(Path.cwd())
     sys.path[:0] = [] if here in sys.path else [here]
     try:
@@ -70,8 +71,10 @@ def call_function(function: Callable[..., Any], batch: int | None, seq: int | No
     result = function(**given)
     parts = result if isinstance(result, tuple) else (result,)
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], torch.nn.Module):
+        name = getattr(function, "__name__", type(function).__name__)
         kinds = ", ".join(type(p).__name__ for p in parts)
-        raise ValueError(f"expected a module, (module, inputs) or (module, inputs, loss): {kinds}")
+        allowed = "a torch module, (module, inputs) or (module, inputs, loss)"
+        raise ValueError(f"model: {name} returns {allowed}, got {kinds}")
     return UserModel(**dict(zip(("module", "inputs", "loss"), parts, strict=False)))
 
 

@@ -1,0 +1,93 @@
+"""Families that a training has finished, as files: kept until the whole bundle is written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import pandas as pd
+
+from itercast.learners.bundle import Bundle
+from itercast.learners.features.machine_speed import Anchors
+from itercast.learners.held_out import load_held_out, save_held_out
+from itercast.learners.train import (
+    SCORES,
+    Asked,
+    FamilyReport,
+    FitAll,
+    Fits,
+    Told,
+    TrainReport,
+    digest_of,
+    fit_in_turn,
+)
+
+HERE = Path(__file__).parent
+CODE = (HERE, HERE.parent / "microbench/ops")  # that decides what is learned from rows
+
+
+def unfinished(out: Path) -> Path:
+    """The folder of the families that a training of the bundle ``out`` has finished."""
+    return out.absolute().with_name(f".{out.name}.families")
+
+
+def resumed(out: Path, fit_all: FitAll = fit_in_turn) -> FitAll:
+    """Trains only families that an earlier training of ``out`` did not finish on the same rows."""
+    place = unfinished(out)
+
+    def fit(
+        tables: Mapping[str, pd.DataFrame], anchors: Anchors, asked: Asked, told: Told | None
+    ) -> Fits:
+        folders = {name: place / name / _key(rows, anchors, asked) for name, rows in tables.items()}
+        done = {name: folder for name, folder in folders.items() if folder.is_dir()}
+        if told and done:
+            told(f"{len(done)} families of an earlier run are read")
+        for name, folder in done.items():
+            yield name, *read_family(folder)
+        left = {name: rows for name, rows in tables.items() if name not in done}
+        for name, report, bundle in fit_all(left, anchors, asked, told) if left else ():
+            fresh = place / f".{name}.{os.getpid()}"
+            write_family(fresh, name, report, bundle)
+            folders[name].parent.mkdir(parents=True, exist_ok=True)
+            os.replace(fresh, folders[name])
+            yield name, report, bundle
+
+    return fit
+
+
+def _key(rows: pd.DataFrame, anchors: Anchors, asked: Asked) -> str:
+    """Digest of all that a family's model depends on: rows, options, code."""
+    options = (asked.trials, asked.memory, asked.storage, asked.compare, sorted(anchors.items()))
+    text = repr((digest_of(rows), options, _code_digest()))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@cache
+def _code_digest() -> str:
+    every = [path for folder in CODE for path in sorted(folder.rglob("*"))]
+    files = [path for path in every if path.suffix in (".py", ".yaml")]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
+def forget(out: Path) -> None:
+    """Remove the families of a training whose bundle is written."""
+    shutil.rmtree(unfinished(out), ignore_errors=True)
+
+
+def write_family(folder: Path, name: str, report: FamilyReport, bundle: Bundle) -> None:
+    """Write a bundle of one family, with its held-out forecasts and its scores."""
+    bundle.save(folder)
+    save_held_out(folder, report.held_out)
+    scores = TrainReport(families={name: report}).to_dict()
+    (folder / SCORES).write_text(json.dumps(scores[name]))
+
+
+def read_family(folder: Path) -> tuple[FamilyReport, Bundle]:
+    """The report and the bundle of a family that ``write_family`` wrote."""
+    scores = json.loads((folder / SCORES).read_text())
+    return FamilyReport(**scores, held_out=load_held_out(folder)), Bundle.load(folder)
