@@ -115,16 +115,24 @@ class Cluster:
 
     @property
     def network_bytes_per_s(self) -> float:
-        """A rank's share of the network between nodes, which the ranks of a node share.
+        """A rank's share of the network between nodes."""
+        return self.network_share(self.gpus_per_node)
+
+    def network_share(self, senders: int) -> float:
+        """Bytes/s of one of so many ranks of a node that send to other nodes at a time.
 
         Where they are fewer than its GPUs, each has more of the NICs, up to what PCIe carries.
         """
-        return NETWORK_BYTES_PER_S if self.network_assumed else self._stated_network
+        if self.network_assumed or self.node is None:
+            return NETWORK_BYTES_PER_S
+        share, gpus = self.node.network_bytes_per_s, self.node.gpus_per_node
+        reached = max(share, self.gpu.pcie_bytes_per_s)
+        return min(reached, share * gpus / min(gpus, senders))
 
     @property
     def network_assumed(self) -> bool:
         """Whether no node file states the network's rate."""
-        return self._stated_network == 0
+        return self.node is None or self.node.network_bytes_per_s == 0
 
     @property
     def network(self) -> str:
@@ -138,14 +146,6 @@ class Cluster:
             assumed_word = " (assumed: no node states it)" if self.network_assumed else ""
             told += f", {self.network_bytes_per_s / 1e9:g} GB/s network beyond{assumed_word}"
         return f"{self.node.name if self.node else 'no node named'}: a GPU has {told}"
-
-    @property
-    def _stated_network(self) -> float:
-        if self.node is None:
-            return 0.0
-        share, gpus = self.node.network_bytes_per_s, self.node.gpus_per_node
-        reached = max(share, self.gpu.pcie_bytes_per_s)
-        return min(reached, share * gpus / min(gpus, self.gpus_per_node))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,17 +260,23 @@ def formula_us(message: Message, group: Group, where: Cluster) -> float:
     """Time of a collective by latency and rate (``itercast.microbench.ops.step.alpha_beta``)."""
     if group.size == 1:
         return 0.0
-    return float(floor_us(message.among(**_crossed(group, where)), where.gpu))
+    return float(floor_us(message.among(**_crossed(message, group, where)), where.gpu))
 
 
-def _crossed(group: Group, where: Cluster) -> dict[str, Any]:
-    """Describes the links that a group's messages cross, by the fields of ``Collective``."""
+def _crossed(message: Message, group: Group, where: Cluster) -> dict[str, Any]:
+    """Describes the links that a group's message crosses, by the fields of ``Collective``.
+
+    From neighbour to neighbour one rank of a group sends to the next node, in place of all.
+    """
     far = group.size > group.per_node
+    senders = where.gpus_per_node
+    if message.kind == "send_recv":
+        senders = max(1, senders // group.per_node)
     return {
         "world_size": group.size,
         "ranks_per_node": where.gpus_per_node if where.gpu.kind == "cpu" else group.per_node,
         "link": "" if far else where.link(group.size),
-        "network_bytes_per_s": where.network_bytes_per_s if far else 0.0,
+        "network_bytes_per_s": where.network_share(senders) if far else 0.0,
         "link_bytes_per_s": where.link_bytes_per_s(group.per_node) if where.node else 0.0,
     }
 
@@ -376,7 +382,9 @@ def _largest_known(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> di
 def _rows(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> pd.DataFrame:
     facts: Row = {"gpu": where.gpu.name, "threads": book.threads, "cache": "warm"}
     facts["node"] = where.node.name if where.node else where.gpu.name
-    return pd.DataFrame([asdict(m.among(**_crossed(g, where))) for m, g in asked]).assign(**facts)
+    return pd.DataFrame([asdict(m.among(**_crossed(m, g, where))) for m, g in asked]).assign(
+        **facts
+    )
 
 
 def _priced(message: Message, family: str, us: float, shares: AssumedShares = ()) -> PricedOp:

@@ -81,7 +81,8 @@ def recomputed(
         elif plan.recompute == "ops":
             saves = _saved_ops(span, capture)
             items = (i for i in _items(layer, span, capture, ops) if saves.issuperset(i.calls))
-            kept = replace(reduce(_joined, items, kept), **_kept_bytes(*graph.before_fusion(layer)))
+            nbytes, needed = _kept_bytes(*graph.before_fusion(layer))
+            kept = replace(reduce(_joined, items, kept), nbytes=nbytes, needed=needed)
         saved = boundary + kept.nbytes
         again_bytes = max(0, layer.saved_bytes - boundary - kept.needed)
     again = [replace(ops[i], leads=0.0) for i in span if i not in kept.calls]
@@ -180,14 +181,14 @@ def _saved_ops(span: Sequence[int], capture: StepCapture) -> set[int]:
     return {*wide[::2], *(i for i in span if calls[i].op == ATTENTION[0])}
 
 
-def _kept_bytes(capture: StepCapture, layer: Layer) -> dict[str, int]:
+def _kept_bytes(capture: StepCapture, layer: Layer) -> tuple[int, int]:
     """Bytes that ``_saved_ops`` keep beside a layer's output, and those that backward needs."""
     a, b = layer.forward
     later = {t.storage for c in capture.calls[b:] if c.phase == "forward" for t in c.tensors()}
     read = {t.storage for c in capture.calls[slice(*layer.backward)] for t in c.tensors()}
     saved = [capture.calls[i] for i in _saved_ops(range(a, b), capture)]
     made = {t.storage: t.nbytes for c in saved for t in c.outputs if t.storage not in later}
-    return {"nbytes": sum(made.values()), "needed": sum(made[s] for s in made if s in read)}
+    return sum(made.values()), sum(made[s] for s in made if s in read)
 
 
 def _joined(one: Item, other: Item) -> Item:

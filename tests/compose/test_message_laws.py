@@ -282,6 +282,22 @@ def test_ranks_share_the_network_of_their_node() -> None:
     assert us == pytest.approx(32_640, rel=0.02)
 
 
+def test_one_rank_of_a_ring_sends_to_the_next_node() -> None:
+    """Cyclic data parallelism over two nodes of eight on one network of 3.125e9 bytes/s.
+
+    ResNet-50's 102 MB in 32 slots of 1/16 each: 32 * 6.375 MB / 3.125e9 = 65.3 ms of messages; as
+    one of eight that send at a time each would take eight times as long.
+    """
+    node = load_node("p3-16xlarge")
+    where = cluster(ParallelPlan.parse("dp=16,cdp=1,node=n"), load_gpu(node.gpu), node)
+    slot = Message(kind="send_recv", axis="dp", message_bytes=102_000_000 // 16)
+    us = formula_us(slot, where.groups["dp"], where) * LINK_SHARE["network"]
+    assert 32 * us == pytest.approx(65_280, rel=0.03)
+    stages = replace(slot, axis="inter_node")  # of a pipeline: all eight send
+    far = formula_us(stages, where.groups["inter_node"], where)
+    assert far == pytest.approx(8 * us / LINK_SHARE["network"], rel=0.05)
+
+
 @pytest.mark.parametrize("name", node_names())
 def test_ranks_that_are_not_there_slow_no_message(name: str) -> None:
     """One rank of a group on each of 16 nodes, beside 7, 3, 1 or no other ranks of a node."""
