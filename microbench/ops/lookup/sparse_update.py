@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.slow_imports import torch
 from itercast.capture.opcall import OpCall, torch_dtype
 from itercast.microbench.hardware.spec import Gpu
@@ -53,6 +54,8 @@ MAX_ELEMENTS = 2**22  # of a gradient; one thread adds its rows
 MAX_TABLE = 2**24
 GPU_LIMITS = {"lookups": 2**23, "dim": 1024}
 LEARNING_RATE = 1e-3
+RANKS = 4096  # of rows, by how often they are looked up, that are summed one by one
+COALESCE: Mapping[str, float] = assumed(__file__, "coalesce")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,9 +182,12 @@ def resize(p: SparseUpdate, factor: float, lean: float) -> SparseUpdate:
 def fallback(p: SparseUpdate, measured: Measured) -> list[Part]:
     """Rows added to the table one by one, and copies, where no rows of a CPU show this optimizer.
 
-    On a GPU the time depends on which rows: it is that of ``cached_bytes``.
+    On a GPU SGD's time depends on which rows: it is that of ``cached_bytes``. Optimizers that sum
+    rows first take bytes and kernels (``_coalesced``): measured rows of these are few.
     """
-    if measured.gpu.kind != "cpu" or measured.seen("sparse_update", p.op, p.dtype):
+    if measured.gpu.kind != "cpu":
+        return _coalesced(p) if is_any(p.op, COALESCED) else []
+    if measured.seen("sparse_update", p.op, p.dtype):
         return []
     add = IndexOp(
         op="index_add_", outer=1, size=p.lookups, inner=p.dim, source=p.rows, dtype=p.dtype
@@ -191,6 +197,29 @@ def fallback(p: SparseUpdate, measured: Measured) -> list[Part]:
         touched = float(unique_rows(p)) * p.dim * float(itemsize_bytes(p.dtype))
         parts.append(memory_copy(PASSES[p.op] * touched))
     return parts
+
+
+def _coalesced(p: SparseUpdate) -> list[Part]:
+    """Passes over gradients and touched rows, a sort of row numbers, and small kernels.
+
+    Equal rows are added one after the other, each column by one thread, which waits for memory as
+    often as the hottest row is looked up.
+    """
+    nbytes = float(bytes_moved(p)) + COALESCE["sort_bytes"] * p.lookups
+    kernels = COALESCE["kernels"] + COALESCE["kernels_an_equal_row"] * _hottest(p)
+    return [memory_copy(nbytes), replace(memory_copy(1.0), times=kernels)]
+
+
+def _hottest(p: SparseUpdate) -> float:
+    """Lookups of the row that is looked up most: the mean, or 1 / sum of ranks ** -skew of all."""
+    mean = p.lookups / max(1.0, float(unique_rows(p)))
+    ranks = np.arange(1, min(p.rows, RANKS) + 1, dtype=float)
+    total = float((ranks**-p.skew).sum())
+    if p.rows > RANKS:  # the sum over colder rows as an integral
+        power = 1 - p.skew
+        beyond = np.log(p.rows / RANKS) if not power else (p.rows**power - RANKS**power) / power
+        total += float(beyond)
+    return max(mean, p.lookups / total)
 
 
 def from_call(call: OpCall) -> SparseUpdate:
