@@ -29,6 +29,7 @@ TEMPLATE = Path(__file__).with_name("start_page.html")
 PRICING = "tags.prices = 'yes'"  # runs of learners that price, or priced, a family
 OURS = f"{store.NEWEST} and tags.learner = '{BLEND}'"  # comparisons of what ships
 BAD_PCT = 50.0  # intervals of 80 % that cover less are shown in red
+EXPERIMENTS = sorted(path.stem for path in store.NOTES.glob("*.md"))  # and those of ops
 MOST = 5000  # runs of an experiment that are looked at
 
 
@@ -111,7 +112,7 @@ def page() -> str:
         if one.name.startswith("ops/")
     ]
     kinds = [(one, runs(one, OURS, by_kind)) for one in found if one.name == ITERATIONS]
-    others = [one for one in found if not one.name.startswith("ops/")]
+    others = [one for one in found if one.name in EXPERIMENTS]
     facts = {"devices": devices, "others": others, "kinds": kinds, "view": store.TRAINING_VIEW}
     return render_template_string(TEMPLATE.read_text(), **facts, bad_pct=BAD_PCT, fewest=FEWEST)
 
