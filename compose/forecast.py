@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import exp
 from typing import Any
@@ -13,13 +13,14 @@ from itercast.capture.plan import ParallelPlan
 from itercast.compose.graph.identity_cache import Once
 from itercast.compose.notes import notes
 from itercast.compose.parallel.device_memory import room_bytes
+from itercast.compose.plan_trace import plan_trace
 from itercast.compose.pricing.collectives import Cluster, cluster
 from itercast.compose.pricing.layer_prices import price_model
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.simulate.breakdown import Outcome
 from itercast.compose.simulate.iteration import evaluate
 from itercast.compose.simulate.rank import Rank
-from itercast.compose.simulate.timeline import Span, Task
+from itercast.compose.simulate.trace import Trace
 from itercast.microbench.hardware.node import Node
 from itercast.microbench.hardware.stack import USUAL
 
@@ -132,19 +133,21 @@ def forecast(
     return replace(found, lengths=lengths, notes=said)
 
 
-def timeline(
+def trace(
     step: StepCapture, plan: ParallelPlan, book: PriceBook, node: Node | None = None
-) -> tuple[Sequence[Task], Sequence[Span]]:
-    """Simulates the step that ``forecast`` reports and returns its tasks and when each of them ran.
+) -> Trace:
+    """The trace of the step that ``forecast`` reports, op by op."""
+    return plan_trace(shown_rank(step, plan, book, node), step.optimizer)
 
-    Every op is a task. Micro-batches without messages of their own are one task all together; of a
-    pipeline only the last micro-batch and the optimizer's step are shown.
-    """
+
+def shown_rank(
+    step: StepCapture, plan: ParallelPlan, book: PriceBook, node: Node | None = None
+) -> Rank:
+    """The rank that ``forecast`` simulates, with a task for every op."""
     rank = rank_of(step, plan, book, cluster(plan, book.gpu, node))
     layers = tuple(replace(x, shown=True) for x in rank.model.layers)
     model = replace(rank.model, layers=layers, once=Once())
-    outcome = evaluate(replace(rank, model=model, layers=model.each_layer), step.optimizer)
-    return outcome.tasks, outcome.spans
+    return replace(rank, model=model, layers=model.each_layer)
 
 
 def rank_of(step: StepCapture, plan: ParallelPlan, book: PriceBook, where: Cluster) -> Rank:

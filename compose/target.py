@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.forecast import Forecast, forecast, timeline
+from itercast.compose.forecast import Forecast, forecast, trace
 from itercast.compose.pricing.collectives import cluster
 from itercast.compose.pricing.layer_prices import PricedModel, price_model
 from itercast.compose.pricing.price_book import PriceBook, price_book
-from itercast.compose.simulate.timeline import Span, Task
+from itercast.compose.simulate.trace import Trace
 from itercast.learners.bundle import Bundle
 from itercast.learners.known_bundles import find_bundle, find_gpu
 from itercast.microbench.hardware.host import REFERENCE, USUAL, HostMachine, load_host
@@ -121,9 +121,9 @@ def forecast_step(step: StepCapture, target: Target) -> Forecast:
     return forecast(step, target.plan, target.book, target.node, target.bundle_name)
 
 
-def timeline_of(step: StepCapture, target: Target) -> tuple[Sequence[Task], Sequence[Span]]:
-    """Tasks and spans of the slowest rank."""
-    return timeline(step, target.plan, target.book, target.node)
+def trace_of(step: StepCapture, target: Target) -> Trace:
+    """The trace of an iteration of a captured step: all ranks, stages and micro-batches."""
+    return trace(step, target.plan, target.book, target.node)
 
 
 def checkpoint_policy(step: StepCapture, target: Target) -> list[Row]:

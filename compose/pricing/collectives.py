@@ -389,5 +389,11 @@ def _rows(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> pd.DataFram
 
 def _priced(message: Message, family: str, us: float, shares: AssumedShares = ()) -> PricedOp:
     return PricedOp(
-        op=message.kind, family=family, phase="comm", duration_us=us, flops=0.0, assumed=shares
+        op=message.kind,
+        family=family,
+        phase="comm",
+        duration_us=us,
+        flops=0.0,
+        assumed=shares,
+        nbytes=message.message_bytes,
     )

@@ -59,7 +59,7 @@ class PricedOp:
     time of its call over that of a pointwise op; it launches ``kernels`` kernels of equal length.
     ``assumed``: shares of ``duration_us`` that rest on assumptions, by their names. ``leads``: the
     share of the step's host time that comes before it, where a CUDA graph launches all ops.
-    ``waits``: the host waits for its end.
+    ``waits``: the host waits for its end. ``nbytes``: of a message or copy.
     """
 
     op: str
@@ -73,6 +73,7 @@ class PricedOp:
     assumed: AssumedShares = ()
     leads: float = 0.0
     waits: bool = False
+    nbytes: float = 0.0
 
     def over(self, n: float) -> PricedOp:
         """Its mean over n steps, of which one has it."""

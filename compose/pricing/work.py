@@ -83,7 +83,7 @@ class Step:
 
     ``comm``: it is a collective that compute waits for. ``kernels``: it is launched in so many
     equal parts, each of which starts as soon as it is launched. ``waits``: the host waits for its
-    end.
+    end. ``phase`` and ``nbytes`` are those of its ``PricedOp``.
     """
 
     us: float
@@ -92,6 +92,8 @@ class Step:
     kernels: int = 1
     name: str = ""
     waits: bool = False
+    phase: str = ""
+    nbytes: float = 0.0
 
 
 def fold(steps: Sequence[Step], on_cpu: bool, *, shown: bool = False) -> Work:

@@ -23,6 +23,7 @@ from itercast.compose.simulate.breakdown import (
     time_on_lanes,
 )
 from itercast.compose.simulate.timeline import Span, Task
+from itercast.compose.simulate.trace import Trace, program_trace
 from itercast.compose.target import Target
 
 
@@ -48,13 +49,12 @@ def forecast_program(program: ProgramCapture, target: Target) -> Forecast:
     )
 
 
-def program_timeline(
-    program: ProgramCapture, target: Target
-) -> tuple[Sequence[Task], Sequence[Span]]:
-    """The ops and messages of two steps of all captured ranks, and when each of them ran."""
+def trace_of_program(program: ProgramCapture, target: Target) -> Trace:
+    """The trace of the ops and messages of two steps of all captured ranks."""
     ranks, book, cores_frac = _priced(program, target)
     contention = default_contention(book.gpu)
-    return simulate_program(ranks, contention, cores_frac, each_op=True)[:2]
+    tasks, spans, _ = simulate_program(ranks, contention, cores_frac, each_op=True)
+    return program_trace(tasks, spans, program.peak_bytes)
 
 
 def _per_node(program: ProgramCapture, target: Target) -> int:

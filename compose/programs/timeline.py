@@ -25,6 +25,7 @@ from itercast.compose.simulate.rank import LATENCY, Lanes
 from itercast.compose.simulate.timeline import JointTasks, Span, Task
 
 SHARED = ("compute", "stream")  # lanes of a rank that slow each other
+COMM = "comm"  # phase of collectives
 COMPUTE, LAUNCH = "compute", "launch "  # how names of tasks begin but for those of collectives
 
 
@@ -72,8 +73,16 @@ class RankLanes(Lanes):
         self.done, self.waits = self.others.get(stream, ((), ()))
         self.stream, self.lane = stream, f"stream {stream}" if stream else "compute"
 
-    def _add(self, lane: str, us: float, after: tuple[int, ...], name: str) -> int:
-        return self.shared.add((f"{self.rank} {lane}",), us, after, name)
+    def _add(
+        self,
+        lane: str,
+        us: float,
+        after: tuple[int, ...],
+        name: str,
+        phase: str = "",
+        nbytes: float = 0.0,
+    ) -> int:
+        return self.shared.add((f"{self.rank} {lane}",), us, after, name, phase, nbytes)
 
     def _launch(self, op: PricedOp, graphed: bool) -> None:
         step = replace(self.priced.launches.step(op), waits=False)
@@ -103,7 +112,8 @@ class RankLanes(Lanes):
             begun = self.shared.add(lanes, latency_us, after, facts["kind"], (LATENCY, once))
             after, copied_us = (begun,), op.duration_us - latency_us
         lanes = (f"{self.rank} {self.lane}",)
-        self.done = (self.shared.add(lanes, copied_us, after, facts["kind"], once),)
+        kind, nbytes = facts["kind"], facts["bytes"]
+        self.done = (self.shared.add(lanes, copied_us, after, kind, once, COMM, nbytes),)
 
     def _key(self, call: OpCall) -> Hashable:
         """Equal for the launches of all ranks that take part in a collective or message."""

@@ -152,7 +152,7 @@ def _cyclic(rank: Rank, alone: Shares, op: PricedOp) -> Shares:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Pipeline:
+class Pipeline:
     """A plan's stages with their times.
 
     ``ranks`` by stage: all layers, priced on the stage's device. ``tails`` by rank: the run from
@@ -220,7 +220,7 @@ def _each(ranks: Sequence[Rank], of: Callable[[Rank], Sequence[T]]) -> list[T]:
     return [found[id(rank)][i] for i, rank in enumerate(ranks)]
 
 
-def _pipeline(ranks: Sequence[Rank], optimizer: str) -> _Pipeline:
+def pipeline_of(ranks: Sequence[Rank], optimizer: str) -> Pipeline:
     plan = ranks[0].plan
     pieces = range(plan.pp * plan.virtual)
     owners = [ranks[rank_of_chunk(plan.schedule, plan.pp, c)] for c in pieces]
@@ -229,7 +229,7 @@ def _pipeline(ranks: Sequence[Rank], optimizer: str) -> _Pipeline:
         x.model.once(("stage runs", chunk.key, stage_facts(x)), partial(stage_runs, x, chunk))
         for x, chunk in zip(owners, chunks, strict=True)
     ]
-    return _Pipeline(
+    return Pipeline(
         ranks=ranks,
         chunks=chunks,
         sends=sends,
@@ -247,7 +247,7 @@ def quick_us(rank: Rank, optimizer: str) -> float:
         if rank.strategy.cyclic:
             return _cyclic(rank, shares(run), _slot_message(rank)).end_us
         return run.end_us + sum(one.end_us * times for one, times in before)
-    return max(_pipeline([rank] * rank.plan.pp, optimizer).totals_us())
+    return max(pipeline_of([rank] * rank.plan.pp, optimizer).totals_us())
 
 
 def evaluate_stages(ranks: Sequence[Rank], optimizer: str) -> Outcome:
@@ -255,7 +255,7 @@ def evaluate_stages(ranks: Sequence[Rank], optimizer: str) -> Outcome:
 
     Of each stage the rank that holds all layers, priced on the stage's device.
     """
-    pipeline = _pipeline(ranks, optimizer)
+    pipeline = pipeline_of(ranks, optimizer)
     micro, pp = pipeline.plan.microbatches, pipeline.plan.pp
     totals, loads = pipeline.totals_us(), pipeline.loads_us()
     iteration_us = max(totals)
@@ -288,7 +288,7 @@ def fullest(ranks: Sequence[Rank], memories: Sequence[Mapping[str, int]]) -> int
     return left.index(min(left))
 
 
-def _stage_tally(pipeline: _Pipeline, stage: int) -> Tally:
+def _stage_tally(pipeline: Pipeline, stage: int) -> Tally:
     """Sum up the time of one pipeline rank: layers, messages, host, synchronisation, optimizer.
 
     The model's own host time is divided equally among the stages; it is not part of the times by op

@@ -19,14 +19,14 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
 
 from itercast.capture.plan_keys import V_SHAPED
-from itercast.compose.simulate.timeline import DeadlockError
+from itercast.compose.simulate.timeline import DeadlockError, Task
 
 # F, B (to the inputs where backward is cut in two), W (to the weights) or A (all of backward);
 # micro-batch; chunk of the rank.
@@ -301,3 +301,51 @@ def finish_us(
         ends[a:b] = end
         arrives[a:b] = np.maximum(end, arrives[behind[a:b]]) + sending[a:b]
     return tuple(float(t) for t in ends[order.last])
+
+
+def action_tasks(
+    schedule: str, chunks: Sequence[StageTimes], stages: int, micro: int
+) -> tuple[list[Task], dict[str, list[int]], list[tuple[int, int, int, int]]]:
+    """What ``finish_us`` times, as tasks on a lane per rank and per link, to show each of them.
+
+    Also the order of each lane, and of each message the numbers of its task, of the action before
+    it, of the one that waits for it, and the boundary of chunks that it crosses.
+    """
+    tasks, lanes, number = list[Task](), dict[str, list[int]](), dict[tuple[str, int, int], int]()
+    cut, count = schedule in CUT_BACKWARD, len(chunks)
+    done: list[tuple[str, int, int]] = []
+    for r in range(stages):
+        mine = chunks_of_rank(schedule, stages, r, count)
+        for kind, i, v in program(schedule, stages, r, micro, count // stages):
+            us = _action_us(kind, i, chunks[mine[v]], cut)
+            at = ("B" if kind == "A" else kind, i, mine[v])
+            number[at] = len(tasks)
+            lanes.setdefault(f"{r}", []).append(len(tasks))
+            tasks.append(Task((f"{r}",), us))
+            done.append((kind, i, mine[v]))
+    sends = []
+    for n, (kind, i, c) in enumerate(done):
+        source = _source(kind, i, c, count)
+        if source is None:
+            continue
+        before = number[source]
+        if source[2] == c:
+            tasks[n] = replace(tasks[n], after=(before,))
+            continue
+        link = min(source[2], c)
+        sends.append((len(tasks), before, n, link))
+        tasks[n] = replace(tasks[n], after=(len(tasks),))
+        tasks.append(Task((f"chunk {source[2]} to {c}",), chunks[link].send_us, (before,)))
+    for send in sorted(sends, key=lambda send: send[1]):
+        lanes.setdefault(tasks[send[0]].lanes[0], []).append(send[0])
+    return tasks, lanes, sends
+
+
+def _action_us(kind: str, micro: int, chunk: StageTimes, cut: bool) -> float:
+    """Time of an action; the first micro-batch's backward adds its gradients to no others."""
+    if kind == "F":
+        return chunk.forward_us
+    if kind == "W":
+        return chunk.weight_us
+    late_us = chunk.weight_us if cut and kind == "B" else 0.0
+    return chunk.backward_us - late_us - (0.0 if micro else chunk.accumulate_us)

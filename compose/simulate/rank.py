@@ -59,8 +59,16 @@ class Lanes:
     host: tuple[int, ...] = ()
     comm_us: float = 0.0  # collectives within the compute lane
 
-    def _add(self, lane: str, us: float, after: tuple[int, ...], name: str) -> int:
-        self.tasks.append(Task((lane,), us, after, name))
+    def _add(
+        self,
+        lane: str,
+        us: float,
+        after: tuple[int, ...],
+        name: str,
+        phase: str = "",
+        nbytes: float = 0.0,
+    ) -> int:
+        self.tasks.append(Task((lane,), us, after, name, phase, nbytes))
         return len(self.tasks) - 1
 
     def _ready(self) -> tuple[int, ...]:
@@ -107,7 +115,7 @@ class Lanes:
             else:
                 self.host = (self._add("host", launch_us, self.host, f"launch {op.name}"),)
                 after += () if self.ahead else self.host
-            self.done = (self._add(self.lane, us, after, op.name),)
+            self.done = (self._add(self.lane, us, after, op.name, op.phase, op.nbytes),)
         if op.waits and not self.on_cpu:
             self.host, self.ahead = self.host + self.done, False
 
@@ -116,8 +124,8 @@ class Lanes:
         after = self.done if after is None else after
         latency_us = min(op.latency_us, op.duration_us)  # a part of a message may be shorter
         if latency_us:
-            after = (self._add(LATENCY, latency_us, after, op.op),)
-        return self._add(lane, op.duration_us - latency_us, after, op.op)
+            after = (self._add(LATENCY, latency_us, after, op.op, op.phase),)
+        return self._add(lane, op.duration_us - latency_us, after, op.op, op.phase, op.nbytes)
 
     def wait(self, tasks: Iterable[int]) -> None:
         """Let the next compute task wait for these."""
@@ -220,6 +228,7 @@ class RankTasks:
             duration_us=host_copy_us(nbytes, self.rank.book.gpu),
             flops=0.0,
             assumed=(("rank.offload_frac", 1.0),),
+            nbytes=nbytes,
         )
         self.sent.append(copy)
         return copy

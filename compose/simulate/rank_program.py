@@ -49,7 +49,10 @@ class RankProgram(RankTasks):
             first = x.backward_work.then(first)
             later = x.later_work.then(later)
         each = forward.then(first).then(forward.then(later).times(micro - 1))
-        self.lanes.work(replace(each, steps=()), f"{micro} micro-batches")
+        steps = (
+            forward.steps + first.steps + (forward.steps + later.steps) * (micro - 1)
+        )  # if shown
+        self.lanes.work(replace(each, steps=steps), f"{micro} micro-batches")
 
     def forward(self, *, last: bool = True) -> None:
         """Add the forward of one micro-batch; ``last``: the last one of a step without a pipeline.

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Work that occupies all its lanes at once, after the tasks whose numbers ``after`` lists."""
+    """Work that occupies all its lanes at once, after the tasks whose numbers ``after`` lists.
+
+    ``phase`` of the step and ``nbytes`` of a message or copy are for traces.
+    """
 
     lanes: tuple[str, ...]
     duration_us: float
     after: tuple[int, ...] = ()
     name: str = ""
+    phase: str = ""
+    nbytes: float = 0.0
 
     def check(self, number: int) -> None:
         """Raise ValueError where the task cannot run."""
@@ -190,6 +195,8 @@ class JointTasks:
         after: tuple[int, ...],
         name: str,
         once: Hashable = None,
+        phase: str = "",
+        nbytes: float = 0.0,
     ) -> int:
         """Add a task at the end of its lanes; of one that ranks run together ``once`` is the key.
 
@@ -198,14 +205,15 @@ class JointTasks:
         """
         if once is None or once not in self.joint:
             at = len(self.tasks)
-            self.tasks.append(Task(lanes, us, after, name))
+            self.tasks.append(Task(lanes, us, after, name, phase, nbytes))
             if once is not None:
                 self.joint[once] = at
         else:
             at = self.joint[once]
             old = self.tasks[at]
             longest_us = max(old.duration_us, us)
-            self.tasks[at] = Task((*old.lanes, *lanes), longest_us, (*old.after, *after), old.name)
+            both, all_after = (*old.lanes, *lanes), (*old.after, *after)
+            self.tasks[at] = replace(old, lanes=both, duration_us=longest_us, after=all_after)
         for lane in lanes:
             self.programs[lane].append(at)
         return at
@@ -215,20 +223,3 @@ class JointTasks:
     ) -> list[Span]:
         """When each task runs (``simulate_shared``)."""
         return simulate_shared(self.tasks, shared, contention, self.programs)
-
-
-def trace_json(tasks: Sequence[Task], spans: Sequence[Span], rank: int = 0) -> dict[str, object]:
-    """Chrome trace (Perfetto opens it): one complete event per task and lane, times in us."""
-    events = [
-        {
-            "name": task.name or f"task {i}",
-            "ph": "X",
-            "ts": span.start_us,
-            "dur": span.duration_us,
-            "pid": rank,
-            "tid": lane,
-        }
-        for i, (task, span) in enumerate(zip(tasks, spans, strict=True))
-        for lane in task.lanes
-    ]
-    return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -60,7 +60,7 @@ def predict(
         return
     step, target = question.prepared(whole=trace is not None)  # a timeline shows every op
     from itercast.commands.shared import write_trace
-    from itercast.compose.target import forecast_step, timeline_of
+    from itercast.compose.target import forecast_step, trace_of
 
     found = forecast_step(step, target)
     if target.plan.dp > 1 and not target.plan.cut:
@@ -70,7 +70,7 @@ def predict(
     if strict and found.unmodelled_frac > 0:
         raise typer.Exit(_not_modelled(found, step, target))
     if trace is not None:
-        write_trace(trace, timeline_of(step, target))
+        write_trace(trace, trace_of(step, target))
     if policy is not None:
         _write_policy(policy, step, target)
     noisy = _spread_of(found, target) if spread else None

@@ -41,7 +41,7 @@ def run(
     the script, its own arguments after it.
     """
     with without_scikit_learn():
-        from itercast.compose.programs.forecast import forecast_program, program_timeline
+        from itercast.compose.programs.forecast import forecast_program, trace_of_program
         from itercast.compose.programs.scripts import captured_script
         from itercast.compose.target import find_target
 
@@ -61,7 +61,7 @@ def run(
     if trace is not None:
         from itercast.commands.shared import write_trace
 
-        write_trace(trace, program_timeline(program, target))
+        write_trace(trace, trace_of_program(program, target))
     if as_json:
         facts = {"step_us": step_us, "loading_us": loading_us, "notes": program.notes}
         facts |= {"optimizer_steps": program.optimizer_steps, "from_cache": captured.kept}

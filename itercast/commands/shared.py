@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import time
@@ -21,6 +22,7 @@ from itercast.microbench.hardware.machine import cpu_name
 if TYPE_CHECKING:
     from itercast.compose.explain.assumptions import AssumedPart
     from itercast.compose.forecast import Forecast
+    from itercast.compose.simulate.trace import Trace
     from itercast.compose.spread import Spread
     from itercast.microbench.store import Facts, Row
 
@@ -183,12 +185,12 @@ def say_logged() -> None:
     typer.echo(f"logged to MLflow at {tracking_uri()}; `itercast ui` shows it", err=True)
 
 
-def write_trace(path: Path, timeline: Any) -> None:
-    """Write the timeline of a rank as a Chrome trace."""
+def write_trace(path: Path, trace: Trace) -> None:
+    """Write a Chrome trace, compressed where the file's name ends in .gz."""
     from itercast.capture.base.files import write_atomic
-    from itercast.compose.simulate.timeline import trace_json
 
-    write_atomic(path, json.dumps(trace_json(*timeline)).encode())
+    text = json.dumps(trace.to_json(), separators=(",", ":")).encode()
+    write_atomic(path, gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
 
 
 def report_table(report: Row) -> Table:

@@ -93,7 +93,7 @@ def shown(driver: Any, url: str, *words: str) -> str:
 
 
 def test_the_start_page_answers_without_a_click(driver: Any, address: str) -> None:
-    """Iterations by kind of plan; a line per family with champion and history; nothing elsewhere."""
+    """Iterations by kind; a line per family with champion and history; nothing elsewhere."""
     text = shown(driver, address, "gemm", "norm", "nearest 9.9 %")
     assert text.count("norm") == text.count("gemm") == 1
     assert "roofline" not in text  # the third best is not named
@@ -103,7 +103,7 @@ def test_the_start_page_answers_without_a_click(driver: Any, address: str) -> No
         assert part in text
     assert all(url.startswith(address) for url in requests(driver))
     (curve,) = driver.find_elements("css selector", "svg")  # of norm, trained twice
-    assert curve.get_attribute("aria-label") == "median errors of 2 trainings in %: 4.2 4.2"
+    assert curve.get_attribute("aria-label") == "median errors of 2 trainings in %: 4.2, 4.2"
     red = [found.text for found in driver.find_elements("css selector", "td.bad")]
     assert red == ["0 %", "33 %", "33 %"]  # one DDP case outside; PRICES of both families
     links = driver.find_elements("css selector", "a[href*='mlflow#/']")

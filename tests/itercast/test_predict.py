@@ -115,7 +115,7 @@ def test_a_trace_has_every_op_and_strict_names_what_has_no_model(
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     names = [e["name"] for e in events]
     assert names.count("aten.addmm.default") == 3  # forward of three layers
-    assert all(e["ph"] == "X" and e["dur"] >= 0 for e in events)
+    assert {e["ph"] for e in events} == {"X", "M", "C"}  # no flows: a CPU has no launches
     refused = asked(folder, *words, "--strict", rc=1)
     assert "has no learned model: " in refused
     assert "aten.relu.default" in refused

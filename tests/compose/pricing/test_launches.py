@@ -12,11 +12,12 @@ from unseen_ops import GPU, MODELS, learned
 
 from itercast.capture.opcall import OpCall, ParamSpec, StepCapture
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.forecast import forecast, timeline
+from itercast.compose.forecast import forecast, shown_rank
 from itercast.compose.graph.launch_modes import with_engine
 from itercast.compose.pricing.host import host_cost, launch_costs
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import priceable
+from itercast.compose.simulate.iteration import micro_batches
 from itercast.learners.features.host_calls import KERNEL_SHARE, HostCall
 from itercast.microbench.hardware.host import HostMachine
 
@@ -76,7 +77,7 @@ def iteration_us(step: StepCapture, pricer: Any = None) -> tuple[float, float]:
     """Folded, and with a task for each kernel."""
     book = PriceBook(pricer or Short(), GPU, 0)
     folded = forecast(step, ParallelPlan(), book)
-    _, spans = timeline(step, ParallelPlan(), book)
+    spans = micro_batches(shown_rank(step, ParallelPlan(), book), step.optimizer)[1].spans
     return folded.iteration_us, max(span.end_us for span in spans)
 
 

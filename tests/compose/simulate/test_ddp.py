@@ -13,7 +13,7 @@ from plan_case import Fixed, tensor
 
 from itercast.capture.opcall import OpCall, ParamSpec, StepCapture
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.forecast import forecast, timeline
+from itercast.compose.forecast import forecast, shown_rank
 from itercast.compose.pricing.collectives import (
     EMPTY_BYTES,
     Message,
@@ -23,6 +23,7 @@ from itercast.compose.pricing.collectives import (
 )
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.simulate.data_parallel import fill_buckets
+from itercast.compose.simulate.iteration import micro_batches
 from itercast.compose.simulate.timeline import Span, Task, simulate
 from itercast.microbench.hardware.node import load_node
 from itercast.microbench.hardware.spec import Gpu, load_gpu
@@ -96,8 +97,9 @@ def test_a_bucket_holds_one_dtype() -> None:
 def tasks_of(step: StepCapture) -> tuple[list[Task], list[Span]]:
     """Every op of a step under DDP on two ranks of a CPU."""
     step = replace(step, optimizer="adamw")
-    tasks, spans = timeline(step, ParallelPlan(dp=2), PriceBook(Known(), CPU, 1))
-    return list(tasks), list(spans)
+    rank = shown_rank(step, ParallelPlan(dp=2), PriceBook(Known(), CPU, 1))
+    run = micro_batches(rank, step.optimizer)[1]
+    return list(run.tasks), list(run.spans)
 
 
 def test_reduces_overlap_backward_and_the_optimizer_waits() -> None:

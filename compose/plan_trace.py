@@ -1,0 +1,161 @@
+"""The trace of an iteration under a plan: all stages, all micro-batches, all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from itercast.capture.plan import ParallelPlan
+from itercast.compose.simulate.iteration import Pipeline, micro_batches, pipeline_of
+from itercast.compose.simulate.pipeline import action_tasks, program
+from itercast.compose.simulate.rank import Rank, Run
+from itercast.compose.simulate.stage_rank import memory, stage_memory
+from itercast.compose.simulate.timeline import Span, simulate
+from itercast.compose.simulate.trace import MOST_EVENTS, THREADS, Part, Trace
+
+WORDS = {"F": "forward", "B": "backward", "W": "weight gradients", "A": "backward"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sent:
+    """A message between stages: from which action's end it goes, and when the other can start."""
+
+    stage: int
+    to: int
+    lane: str
+    span: Span
+    nbytes: float
+    name: str
+
+
+def plan_trace(rank: Rank, optimizer: str) -> Trace:
+    """The trace of an iteration of ``rank``'s plan, whose layers show each op.
+
+    Ranks of a stage do the same at the same time: each is a process, or the first of each stage
+    where there would be more than MOST_EVENTS.
+    """
+    plan, trace = rank.plan, Trace()
+    if plan.pp > 1:
+        pipeline = pipeline_of([rank] * plan.pp, optimizer)
+        parts, schedule, sent = _stages(pipeline)
+        held: Sequence[Mapping[str, float]] = stage_memory(rank, optimizer)
+    else:
+        parts, schedule, sent = [_micro_batches(rank, optimizer)], [[]], []
+        held = [memory(rank, optimizer)]
+    events = sum(2 * len(part.tasks) for mine in parts for part in mine)
+    alike = plan.world_size // plan.pp
+    shown = alike if events * alike <= MOST_EVENTS else 1
+    for stage, (mine, slices, bytes_) in enumerate(zip(parts, schedule, held, strict=True)):
+        for i in range(shown):
+            number = stage * alike + i
+            links = sorted({one.lane for one in sent if one.stage == stage})
+            trace.process(number, _name(plan, stage, i, alike, shown), [*_lanes(mine), *links])
+            for name, span, micro in slices:
+                trace.slice(number, "schedule", name, span, name, micro_batch=micro)
+            for part in mine:
+                trace.part(number, part)
+            trace.memory(number, mine, bytes_)
+    for one in sent:
+        for i in range(shown):
+            source, target = (s * alike + i for s in (one.stage, one.to))
+            trace.slice(source, one.lane, one.name, one.span, "comm", bytes=one.nbytes)
+            ends = (source, one.lane, one.span.start_us), (target, "schedule", one.span.end_us)
+            trace.flow("stages", *ends)
+    if [plan.dp > 1, plan.tp > 1, plan.cp > 1].count(True) == 1 and shown > 1:
+        _between_ranks(trace, parts, shown)
+    return trace
+
+
+def _name(plan: ParallelPlan, stage: int, i: int, alike: int, shown: int) -> str:
+    """A rank's name, with its stage and how many do as it does."""
+    where = f", stage {stage}" if plan.pp > 1 else ""
+    others = f", as {alike - 1} others" if shown < alike else ""
+    return f"rank {stage * alike + i}{where}{others}"
+
+
+def _lanes(parts: Sequence[Part]) -> list[str]:
+    """The lanes that a rank uses, in order, with the schedule that its parts have."""
+    used = {task.lanes[0] for part in parts for task in part.tasks} | {"schedule"}
+    return [lane for lane in THREADS if lane in used]
+
+
+def _micro_batches(rank: Rank, optimizer: str) -> list[Part]:
+    """The runs of a rank without a pipeline, one after the other."""
+    before, final = micro_batches(rank, optimizer)
+    runs = [run for run, times in before for _ in range(times)]
+    parts, start_us = [], 0.0
+    for run in (*runs, final):
+        parts.append(Part(tasks=run.tasks, spans=run.spans, start_us=start_us))
+        start_us += run.end_us
+    return parts
+
+
+Slices = list[tuple[str, Span, int]]
+
+
+def _stages(found: Pipeline) -> tuple[list[list[Part]], list[Slices], list[_Sent]]:
+    """By stage its runs and its schedule, and the messages between stages."""
+    plan = found.plan
+    tasks, programs, sends = action_tasks(plan.schedule, found.times, plan.pp, plan.microbatches)
+    spans = simulate(tasks, programs)
+    parts: list[list[Part]] = []
+    schedule: list[Slices] = []
+    for r, end_us in enumerate(found.finish_us(found.times)):
+        mine, slices = list[Part](), Slices()
+        actions = program(plan.schedule, plan.pp, r, plan.microbatches, plan.virtual)
+        for (kind, micro, v), at in zip(actions, programs[f"{r}"], strict=True):
+            chunk = found.chunks_of(r)[v]
+            slices.append((WORDS[kind], spans[at], micro))
+            run = found.runs[chunk].forward if kind == "F" else found.runs[chunk].backward
+            if kind != "W":
+                mine.append(_stretched(run, spans[at], micro))
+        mine += _tail(found, r, end_us)
+        parts.append(mine)
+        schedule.append(slices)
+    sent = [
+        _Sent(
+            stage=int(tasks[of].lanes[0]),
+            to=int(tasks[to].lanes[0]),
+            lane=tasks[at].lanes[0],
+            span=spans[at],
+            nbytes=sum(op.nbytes for op in found.sends[link]),
+            name=found.sends[link][0].op,
+        )
+        for at, of, to, link in sends
+        if found.sends[link]
+    ]
+    return parts, schedule, sent
+
+
+def _stretched(run: Run, span: Span, micro: int) -> Part:
+    """A run in the time that the schedule gives it: without what it leaves out, it is shorter."""
+    stretch = span.duration_us / run.end_us if run.end_us else 1.0
+    start_us = span.start_us
+    return Part(tasks=run.tasks, spans=run.spans, start_us=start_us, stretch=stretch, micro=micro)
+
+
+def _tail(found: Pipeline, r: int, end_us: float) -> Iterator[Part]:
+    """What a rank does after its last backward, and the messages that overlap that one."""
+    tail, alone = found.tails[r]
+    each = found.ranks[r].strategy.every_micro
+    yield Part(
+        tasks=tail.tasks,
+        spans=tail.spans,
+        start_us=end_us - alone.end_us,
+        since_us=end_us,
+        messages=not each,
+    )
+
+
+def _between_ranks(trace: Trace, parts: Sequence[Sequence[Part]], shown: int) -> None:
+    """The arrows between ranks that take part in the same message."""
+    for stage, mine in enumerate(parts):
+        for part in mine:
+            for i, task in enumerate(part.tasks):
+                span = part.placed(i)
+                if task.phase != "comm" or span is None or task.lanes[0] not in ("comm", "compute"):
+                    continue
+                lane, at = task.lanes[0], span.start_us
+                for k in range(shown - 1):
+                    one, other = (stage * shown + k + d for d in (0, 1))
+                    trace.flow(task.name, (one, lane, at), (other, lane, at))
