@@ -13,14 +13,14 @@ from itercast.capture.plan import ParallelPlan
 from itercast.compose.graph.identity_cache import Once
 from itercast.compose.notes import notes
 from itercast.compose.parallel.device_memory import room_bytes
-from itercast.compose.plan_trace import plan_trace
 from itercast.compose.pricing.collectives import Cluster, cluster
 from itercast.compose.pricing.layer_prices import price_model
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.simulate.breakdown import Outcome
 from itercast.compose.simulate.iteration import evaluate
 from itercast.compose.simulate.rank import Rank
-from itercast.compose.simulate.trace import Trace
+from itercast.compose.trace.events import Trace
+from itercast.compose.trace.plan import plan_trace
 from itercast.microbench.hardware.node import Node
 from itercast.microbench.hardware.stack import USUAL
 

@@ -12,7 +12,7 @@ from itercast.compose.forecast import Forecast, forecast, trace
 from itercast.compose.pricing.collectives import cluster
 from itercast.compose.pricing.layer_prices import PricedModel, price_model
 from itercast.compose.pricing.price_book import PriceBook, price_book
-from itercast.compose.simulate.trace import Trace
+from itercast.compose.trace.events import Trace
 from itercast.learners.bundle import Bundle
 from itercast.learners.known_bundles import find_bundle, find_gpu
 from itercast.microbench.hardware.host import REFERENCE, USUAL, HostMachine, load_host

@@ -17,7 +17,7 @@ ROOMS = {  # "." are the package's own files; each may import those before it
         ("microbench", "hardware . ops timing processes input sweep iterations fleet campaign"
                        " importers"),
         ("learners", "features models transfer ."),
-        ("compose", "graph tables parallel pricing simulate . plan_search clusters programs"
+        ("compose", "graph tables parallel pricing simulate trace . plan_search clusters programs"
                     " explain"),
         ("eval", "tracking . errors report drift"),
         ("itercast", ". commands"),

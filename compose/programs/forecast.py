@@ -23,8 +23,8 @@ from itercast.compose.simulate.breakdown import (
     time_on_lanes,
 )
 from itercast.compose.simulate.timeline import Span, Task
-from itercast.compose.simulate.trace import Trace, program_trace
 from itercast.compose.target import Target
+from itercast.compose.trace.events import Trace, program_trace
 
 
 def forecast_program(program: ProgramCapture, target: Target) -> Forecast:

@@ -82,7 +82,8 @@ class RankLanes(Lanes):
         phase: str = "",
         nbytes: float = 0.0,
     ) -> int:
-        return self.shared.add((f"{self.rank} {lane}",), us, after, name, phase, nbytes)
+        lanes = (f"{self.rank} {lane}",)
+        return self.shared.add(lanes, us, after, name, phase=phase, nbytes=nbytes)
 
     def _launch(self, op: PricedOp, graphed: bool) -> None:
         step = replace(self.priced.launches.step(op), waits=False)

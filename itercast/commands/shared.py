@@ -22,8 +22,8 @@ from itercast.microbench.hardware.machine import cpu_name
 if TYPE_CHECKING:
     from itercast.compose.explain.assumptions import AssumedPart
     from itercast.compose.forecast import Forecast
-    from itercast.compose.simulate.trace import Trace
     from itercast.compose.spread import Spread
+    from itercast.compose.trace.events import Trace
     from itercast.microbench.store import Facts, Row
 
 P = ParamSpec("P")

@@ -12,9 +12,9 @@ from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.forecast import Forecast, forecast, trace
 from itercast.compose.pricing.price_book import PriceBook
-from itercast.compose.simulate import trace as traces
 from itercast.compose.simulate.pipeline import StageTimes, action_tasks, finish_us
 from itercast.compose.simulate.timeline import simulate
+from itercast.compose.trace import events as traces
 
 PLANS = (
     *("", "accumulate=4", "dp=2", "dp=4,zero=3,accumulate=2", "dp=2,tp=2", "tp=2,recompute=full"),
@@ -114,7 +114,7 @@ def test_messages_have_their_sizes(step: StepCapture) -> None:
 def test_many_equal_ranks_are_one_process(
     step: StepCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("itercast.compose.plan_trace.MOST_EVENTS", 10)
+    monkeypatch.setattr("itercast.compose.trace.plan.MOST_EVENTS", 10)
     events, _ = traced(step, "dp=4,pp=2,micro=4")
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {0: "rank 0, stage 0, as 3 others", 4: "rank 4, stage 1, as 3 others"}

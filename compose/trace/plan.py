@@ -11,7 +11,7 @@ from itercast.compose.simulate.pipeline import action_tasks, program
 from itercast.compose.simulate.rank import Rank, Run
 from itercast.compose.simulate.stage_rank import memory, stage_memory
 from itercast.compose.simulate.timeline import Span, simulate
-from itercast.compose.simulate.trace import MOST_EVENTS, THREADS, Part, Trace
+from itercast.compose.trace.events import MOST_EVENTS, THREADS, Part, Trace
 
 WORDS = {"F": "forward", "B": "backward", "W": "weight gradients", "A": "backward"}
 

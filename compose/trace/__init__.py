@@ -1,0 +1,1 @@
+"""Traces of simulated iterations for Perfetto."""
