@@ -12,6 +12,8 @@ from itercast.capture.opcall import layer_key
 
 Inputs = dict[str, Any]  # by argument name of the model's forward: tensors, seldom flags
 Loss = Callable[[Any, Inputs], "torch.Tensor"]  # of the model's output
+# How steps follow each other when they are timed.
+SYNCHRONISED, BACK_TO_BACK = TIMINGS = ("synchronised", "back_to_back")
 ALLOWED = {
     "mode": ("train", "infer"),
     "optimizer": ("adamw", "adamw_fused", "sgd", "lamb", "muon", "none"),

@@ -19,6 +19,7 @@ from itercast.capture.base.files import write_atomic
 from itercast.capture.cases.registry import case_names
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
+from itercast.capture.step import SYNCHRONISED
 from itercast.compose.capture_model import capture, micro_size
 from itercast.compose.forecast import Forecast
 from itercast.compose.graph.attention_kernels import with_attention_kernel
@@ -35,7 +36,6 @@ from itercast.learners.features.machine_speed import iterations_at_reference_us
 from itercast.learners.models.compared import BLEND
 from itercast.learners.train import digest_of
 from itercast.microbench.hardware.stack import asked_stack
-from itercast.microbench.iterations.engines import SYNCHRONISED
 from itercast.microbench.ops import find_family
 from itercast.microbench.store import Facts, Row, read_rows
 

@@ -14,8 +14,8 @@ ROOMS = {  # "." are the package's own files; each may import those before it
     package: tuple("" if room == "." else room for room in rooms.split())
     for package, rooms in (
         ("capture", "base . recorder input programs cases"),
-        ("microbench", "hardware . ops timing processes input sweep iterations fleet campaign"
-                       " importers"),
+        ("microbench", "hardware . ops timing processes importers input sweep iterations fleet"
+                       " campaign"),
         ("learners", "features models transfer ."),
         ("compose", "graph tables parallel pricing simulate trace . plan_search clusters programs"
                     " explain"),

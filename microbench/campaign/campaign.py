@@ -26,7 +26,7 @@ from itercast.capture.base.durations import seconds
 from itercast.microbench import store
 from itercast.microbench.campaign import smoke
 from itercast.microbench.campaign.archive import pack, unpack
-from itercast.microbench.campaign.prepare import UNSEEN, prepare, use_prepared
+from itercast.microbench.campaign.prepare import PREPARED_POINTS, prepare, use_prepared
 from itercast.microbench.campaign.stages import PLANS, Run, Stage, chosen_stages
 from itercast.microbench.campaign.summary import summary
 from itercast.microbench.fleet.urls import fetched_file
@@ -158,7 +158,8 @@ def arguments() -> argparse.Namespace:
         "--plan",
         choices=tuple(PLANS),
         default="first",
-        help="first: ops and iterations (default); unseen: points of another GPU, iterations",
+        help="first: ops and iterations (default); second: hosts, points of real models, ops in "
+        "steps, copies; unseen: points of another GPU, iterations",
     )
     parser.add_argument(
         "--part", default="", help="stages of the plan, separated by commas; default: all"
@@ -197,8 +198,8 @@ def campaign(args: argparse.Namespace) -> int:
     began_s = time.monotonic()
     stages = chosen_stages(args.plan, [p for p in args.part.split(",") if p])
     points = args.points
-    if args.plan == "unseen" and points is None:
-        points = args.prepared / UNSEEN
+    if args.plan in PREPARED_POINTS and points is None:
+        points = args.prepared / PREPARED_POINTS[args.plan]
     if points is not None:
         log.info("%d points in %s", check_points(points), points)
     devices = gpu_count(args.devices, "cuda")
@@ -250,7 +251,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     try:
         if args.prepare:
-            prepare(args.prepared, args.seed, args.start)
+            prepare(args.prepared, args.seed, args.start, args.plan)
             return
         raise SystemExit(campaign(args))
     except (ValueError, FileNotFoundError) as exc:

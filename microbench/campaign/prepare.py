@@ -11,22 +11,37 @@ from pathlib import Path
 from itercast.capture.base.files import write_atomic
 from itercast.microbench import store
 from itercast.microbench.campaign.archive import unpack
+from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.sweep.captured_points import (
     check_points,
     points_file,
     points_path,
     write_measured_points,
+    write_points,
 )
 from itercast.microbench.sweep.cards import COMMIT, commit
+from itercast.microbench.sweep.catalogue import catalogue, points_of_models
 
 log = logging.getLogger("itercast.campaign")
 UNSEEN = "points-unseen.json"
+PREPARED_POINTS = {"unseen": UNSEEN, "second": "points-second.json"}  # by plan
+SIZED_FOR = "h100-sxm-80gb"  # whose time decides how often a call is drawn
 COMMIT_FILE = "commit.txt"
 
 
-def prepare(folder: Path, seed: int, archive: Path | None) -> None:
-    """Write what a campaign needs: points of captured models, git commit, points of an archive."""
+def prepare(folder: Path, seed: int, archive: Path | None, plan: str = "") -> None:
+    """Write what a campaign needs: points of captured models, git commit, points of an archive.
+
+    Of plan ``second`` the points of the catalogue's models, at the roofline of GPU SIZED_FOR.
+    """
     write_atomic(folder / COMMIT_FILE, commit().encode())
+    if plan == "second":
+        known = [model for model in catalogue() if not model.held_out]
+        points = points_of_models(load_gpu(SIZED_FOR), seed, known)
+        write_points(folder / PREPARED_POINTS[plan], points)
+        sizes = ", ".join(f"{len(some)} of {name}" for name, some in points.items())
+        log.info("points of %d models: %s", len(known), sizes)
+        return
     path = points_file(folder, "cuda", seed)
     log.info("%d points of captured models: %s", check_points(path), path)
     if archive is None:

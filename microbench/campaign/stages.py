@@ -5,65 +5,24 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 from itercast.capture.base.yaml_text import made_of
+from itercast.microbench.campaign import second as again
 from itercast.microbench.campaign import smoke
+from itercast.microbench.campaign.run import Run
 from itercast.microbench.campaign.summary import summary
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.iterations.collect import collect_iterations, measured_iterations
 from itercast.microbench.iterations.gpu_list import FIRST, gpu_iterations
 from itercast.microbench.ops import families
 from itercast.microbench.sweep.cards import card_facts
-from itercast.microbench.sweep.collect import collect_for
 from itercast.microbench.sweep.orders import known_families
 
 log = logging.getLogger("itercast.campaign")
 RETEST_EVERY = 10  # iterations
 SMOKE_ITERATION_FRAC = 0.3  # of the smoke stage
 RETEST_FRAC = 0.3  # of stage second, for iterations
-
-
-@dataclass(slots=True, kw_only=True)
-class Run:
-    """What all stages share: the folder of rows, a file of points, ``notes`` for the summary."""
-
-    root: Path
-    seed: int
-    points: Path | None
-    devices: int = 1  # GPUs that share the work
-    notes: list[str] = field(default_factory=list)
-    on_progress: Callable[[], None] = lambda: None
-
-    def note(self, line: str) -> None:
-        """Log a line, and repeat it in the summary at the end."""
-        log.info("%s", line)
-        self.notes.append(line)
-
-    def progress(self, *_: object) -> None:
-        """Report progress to ``on_progress``; sweeps call this a few times a second."""
-        self.on_progress()
-
-    def sweep(
-        self,
-        names: Sequence[str] | None,
-        budget_s: float,
-        grace_s: float,
-        wanted: Path | None = None,
-    ) -> int:
-        """Sweep families on the GPU for ``budget_s`` of wall time; returns the new rows' number."""
-        return collect_for(
-            self.root,
-            "cuda",
-            names,
-            budget_s,
-            self.seed,
-            self.progress,
-            wanted,
-            grace_s,
-            self.devices,
-        )
 
 
 def smoke_test(run: Run, budget_s: float, grace_s: float) -> int:
@@ -146,6 +105,17 @@ PLANS: dict[str, tuple[Stage, ...]] = {
         Stage(name="ops", seconds=540, measure=ops),
         Stage(name="iterations", seconds=300, measure=iterations),
         Stage(name="second", seconds=240, measure=second),
+    ),
+    # What the first one left open, in three runs of at most ten minutes.
+    "second": (
+        Stage(name="hosts", seconds=360, measure=again.hosts),
+        Stage(name="products", seconds=240, measure=again.products),
+        Stage(name="attention", seconds=300, measure=again.attention),
+        Stage(name="optimizers", seconds=180, measure=again.optimizers),
+        Stage(name="held_out", seconds=120, measure=again.held_out),
+        Stage(name="convolutions", seconds=240, measure=again.convolutions),
+        Stage(name="traces", seconds=240, measure=again.traces),
+        Stage(name="transfers", seconds=120, measure=again.transfers),
     ),
     # For a GPU that is forecast from others: points measured there, and iterations to compare.
     "unseen": (

@@ -19,8 +19,8 @@ import pandas as pd
 import yaml
 
 from itercast.capture.base.yaml_text import load_yaml
+from itercast.capture.step import BACK_TO_BACK
 from itercast.microbench.hardware.node import Node
-from itercast.microbench.iterations.engines import BACK_TO_BACK
 from itercast.microbench.store import Row
 
 MAX_BYTES = 2**30  # of one file, unpacked

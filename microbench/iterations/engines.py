@@ -9,8 +9,6 @@ from itercast.capture.base.slow_imports import torch
 from itercast.capture.opcall import torch_dtype
 
 ENGINES = ("eager", "graph", "compile", "compile+graph")
-# How steps follow each other when they are timed.
-SYNCHRONISED, BACK_TO_BACK = TIMINGS = ("synchronised", "back_to_back")
 
 
 @contextmanager

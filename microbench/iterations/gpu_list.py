@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from itercast.capture.base.files import write_atomic
 from itercast.capture.base.yaml_text import facts_of
 from itercast.capture.cases.registry import case
+from itercast.capture.step import TIMINGS
 from itercast.microbench.iterations.measure import Iteration
+from itercast.microbench.store import Row
 
 FACTS = facts_of(__file__)
 FIRST: list[tuple[str, int, str, str]] = FACTS["first"]
@@ -26,13 +33,30 @@ def gpu_iterations() -> list[Iteration]:
     return [*first, *rest, *(_iteration(*one) for one in FACTS["last"])]
 
 
-def _iteration(name: str, batch: int, dtype: str, engine: str) -> Iteration:
-    chosen, optimizer = case(name), "sgd" if name in DLRM else "adamw"
-    return Iteration(
-        case=name,
-        batch=batch or chosen.batch,
-        seq=chosen.seq,
-        dtype=dtype,
-        optimizer=optimizer,
-        engine=engine,
-    )
+def iterations_of(stage: str) -> list[Iteration]:
+    """The iterations of a stage of the second campaign, each in all timings that it states."""
+    facts = FACTS["second"][stage]
+    timings = TIMINGS if facts.get("both") else TIMINGS[:1]
+    listed = [_iteration(*one) for one in facts["iterations"]]
+    return [replace(one, timing=timing) for one in listed for timing in timings]
+
+
+def write_configurations(root: Path) -> None:
+    """Write the configurations of Hugging Face that iterations name under the root."""
+    for name, facts in FACTS["configurations"].items():
+        write_atomic(root / _config(name), json.dumps(facts["config"]).encode())
+
+
+def _config(name: str) -> str:
+    """Path of a configuration below a root, which is the case of its iterations."""
+    return f"configurations/{name}/config.json"
+
+
+def _iteration(name: str, batch: int, dtype: str, engine: str, optimizer: str = "") -> Iteration:
+    usual = "sgd" if name in DLRM else "adamw"
+    how: Row = {"dtype": dtype, "engine": engine, "optimizer": optimizer or usual}
+    if name in FACTS["configurations"]:
+        seq = FACTS["configurations"][name]["seq"]
+        return Iteration(case=_config(name), batch=batch, seq=seq, **how)
+    chosen = case(name)
+    return Iteration(case=name, batch=batch or chosen.batch, seq=chosen.seq, **how)

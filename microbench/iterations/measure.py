@@ -12,15 +12,8 @@ from typing import Any
 
 from itercast.capture.base.slow_imports import torch
 from itercast.capture.cases.registry import EvalCase
-from itercast.capture.step import StepSettings, make_step
-from itercast.microbench.iterations.engines import (
-    BACK_TO_BACK,
-    ENGINES,
-    SYNCHRONISED,
-    TIMINGS,
-    captured_in_graph,
-    on_device,
-)
+from itercast.capture.step import BACK_TO_BACK, SYNCHRONISED, TIMINGS, StepSettings, make_step
+from itercast.microbench.iterations.engines import ENGINES, captured_in_graph, on_device
 from itercast.microbench.iterations.measured_plan import PlanStep, measurable
 from itercast.microbench.iterations.plan_steps import make_plan_step
 from itercast.microbench.processes.ranks import max_over_ranks, rank0_value
@@ -139,6 +132,13 @@ def _prepare(
             raise NotImplementedError("steps are timed back to back on one GPU only")
         return _StepTimer(step, marks, device, False, anchor, watch, one_by_one=False)
     return _StepTimer(step, marks, device, iteration.ranks > 1, anchor, watch)
+
+
+def prepared_step(case: EvalCase, iteration: Iteration, device: str) -> Callable[[], None]:
+    """The step of one process as a function to run; ValueError for a plan."""
+    if iteration.plan:
+        raise ValueError(f"plan {iteration.plan!r}: steps of one process are profiled only")
+    return _one_process(case, iteration, device, lambda phase: None)
 
 
 def _one_process(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import os
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -12,8 +13,9 @@ from pathlib import Path
 
 from itercast.capture.base.slow_imports import torch
 from itercast.capture.cases.registry import EvalCase, case
+from itercast.capture.step import SYNCHRONISED
 from itercast.microbench import store
-from itercast.microbench.iterations.engines import SYNCHRONISED
+from itercast.microbench.iterations.in_step import IN_STEP, measure_in_step, op_rows
 from itercast.microbench.iterations.measure import Iteration, measure_iteration
 from itercast.microbench.processes.ranks import join_process_group, max_over_ranks
 from itercast.microbench.store import Facts, Row
@@ -38,6 +40,13 @@ class IterationOrder(Order):
     repeat: int
     iterations: tuple[Iteration, ...]
     budget_s: float = math.inf  # no iteration is begun that would exceed it
+    in_step: bool = False  # each op of profiled steps is a row, too
+    cores: int = 0  # that the process is pinned to; 0: as the machine schedules it
+
+    @property
+    def family(self) -> str:
+        """The family of iterations' rows; profiled ones, which take longer, have their own."""
+        return IN_STEP if self.in_step else "iteration"
 
 
 def iteration_key(order: IterationOrder, iteration: Iteration) -> str:
@@ -45,7 +54,7 @@ def iteration_key(order: IterationOrder, iteration: Iteration) -> str:
 
     What older rows have no column for, and mean nevertheless, is left out of it.
     """
-    row = {"family": "iteration", "gpu": order.gpu, "threads": order.threads, "cache": "warm"}
+    row = {"family": order.family, "gpu": order.gpu, "threads": order.threads, "cache": "warm"}
     point = {k: v for k, v in asdict(iteration).items() if (k, v) not in ALWAYS_MEANT}
     return store.point_key({**row, "repeat": order.repeat, "point": point})
 
@@ -54,7 +63,7 @@ def iteration_row(order: IterationOrder, iteration: Iteration, measured: Facts) 
     """The dataset row of an iteration; ``measured`` has its status, times and more."""
     return make_row(
         order,
-        family="iteration",
+        family=order.family,
         params=asdict(iteration),
         repeat=order.repeat,
         key=iteration_key(order, iteration),
@@ -71,6 +80,8 @@ def run(order: IterationOrder) -> None:
     """
     torch.set_num_threads(max(1, order.threads))
     torch.manual_seed(0)
+    if order.cores:
+        pin(order.cores, order.lane)
     rank = 0
     if order.device == "cpu":
         keep_freed_memory()
@@ -78,13 +89,18 @@ def run(order: IterationOrder) -> None:
         rank, _ = join_process_group(order.device)
     cpu = RetryWhenDisturbed(order.ranks > 1) if order.device == "cpu" else None
     journal = store.Journal(Path(order.root), order.run_id) if rank == 0 else None
+    ops = store.Journal(Path(order.root), f"{order.run_id}-ops") if order.in_step else None
     gpu = SingleGpu() if order.device == "cuda" else None
     end_s = (order.begin_s or time.monotonic()) + order.budget_s
     for iteration in order.iterations:
         if gpu and time.monotonic() + NEEDED_S[iteration.engine] > end_s:
             break
-        chosen, begin_s = case(iteration.case), time.monotonic()
-        if cpu:
+        config, begin_s = config_of(order, iteration), time.monotonic()
+        chosen = case_of(config, iteration)
+        if ops is not None:
+            measured, rows = measure_in_step(chosen, iteration, order.device)
+            ops.append(op_rows(order, order.repeat, iteration, rows))
+        elif cpu:
             measured = cpu.measure(chosen, iteration)
         else:
             watch = gpu.watch if gpu else None
@@ -92,12 +108,36 @@ def run(order: IterationOrder) -> None:
         if gpu:
             measured = gpu.after(iteration, measured)
         if journal is not None:
-            cost = {"cost_s": time.monotonic() - begin_s} if gpu else {}
+            cost: Row = {"cost_s": time.monotonic() - begin_s, "cores": order.cores} if gpu else {}
+            cost |= {"hf_config": config.read_text()} if config else {}
             journal.append([iteration_row(order, iteration, measured | cost)])
         if gpu and gpu.broken:
             raise SystemExit(EXIT_BROKEN)
     if order.ranks > 1:
         torch.distributed.destroy_process_group()
+
+
+def config_of(order: IterationOrder, iteration: Iteration) -> Path | None:
+    """The file below the root that describes the iteration's model; None for a case's name."""
+    path = Path(order.root) / iteration.case
+    return path if path.suffix == ".json" else None
+
+
+def case_of(config: Path | None, iteration: Iteration) -> EvalCase:
+    """The iteration's case: by its name, or from a configuration of Hugging Face."""
+    if config is None:
+        return case(iteration.case)
+    from itercast.capture.cases.external.huggingface import hf_case  # needs transformers
+
+    return hf_case(config, mode=iteration.mode, loss=iteration.loss, attn=iteration.attn)
+
+
+def pin(cores: int, lane: int) -> None:
+    """Pin this process to so many of its cores, other ones for each lane, where a system can."""
+    if hasattr(os, "sched_setaffinity"):
+        mine = sorted(os.sched_getaffinity(0))
+        begin = lane * cores % max(1, len(mine) - cores + 1)
+        os.sched_setaffinity(0, mine[begin : begin + cores])
 
 
 class RetryWhenDisturbed:

@@ -251,13 +251,13 @@ def points_of_rows(root: Path, gpu: str) -> dict[str, list[Point]]:
         if family.ranks > 1 or rows.empty:
             continue
         rows = rows[(rows["gpu"] == gpu) & (rows["status"] == "ok")]
-        points = dict.fromkeys(_point_of_row(family, row) for row in rows.to_dict("records"))
+        points = dict.fromkeys(point_of_row(family, row) for row in rows.to_dict("records"))
         if points:
             found[name] = by_turns(list(points), seed=0)
     return found
 
 
-def _point_of_row(family: Family, row: Mapping[Hashable, Any]) -> Point:
+def point_of_row(family: Family, row: Mapping[Hashable, Any]) -> Point:
     """The parameters in a row; missing columns and NaN leave a parameter at its default.
 
     In columns with empty cells pandas has read integers and booleans as floats.

@@ -165,15 +165,31 @@ def make_points_small(module: Any) -> None:
 
 def make_iterations_few(module: Any) -> None:
     """Two of tiny models, and a graph, which fails here."""
+    from itercast.capture.step import TIMINGS
     from itercast.microbench.iterations.measure import Iteration
 
     tiny = {"case": "mlp-s", "dtype": "fp32", "optimizer": "sgd"}
     listed = [Iteration(batch=n, **tiny) for n in (2, 4)]
     module.gpu_iterations = lambda: [*listed, Iteration(batch=2, engine="graph", **tiny)]
+    module.iterations_of = lambda stage: [
+        Iteration(batch=2, timing=timing, **tiny)
+        for timing in (TIMINGS if stage == "hosts" else TIMINGS[:1])
+    ]
 
 
 def make_timing_short(module: Any) -> None:
     module.GPU_TIME_S = (0.05, 0.1)
+
+
+def time_ops_on_the_host(module: Any) -> None:
+    """There are no kernels in a trace."""
+    profiled = module._profiled
+    module._profiled = lambda step, device: profiled(step, "cpu")
+    module.join = lambda trace, owns: (module.host_times(trace, owns), 0)
+
+
+def make_products_short(module: Any) -> None:
+    module.FACTS = {**module.FACTS, "seconds": 0.02, "mib": [1], "beside": 64}
 
 
 AFTER_IMPORT: dict[str, Callable[[Any], None]] = {
@@ -186,6 +202,8 @@ AFTER_IMPORT: dict[str, Callable[[Any], None]] = {
     "itercast.microbench.sweep.gpu_space": make_points_small,
     "itercast.microbench.iterations.gpu_list": make_iterations_few,
     "itercast.microbench.iterations.measure": make_timing_short,
+    "itercast.microbench.iterations.in_step": time_ops_on_the_host,
+    "itercast.microbench.campaign.steady": make_products_short,
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,19 @@ def _op_rows(collector: RowCollector, trace: Trace) -> dict[str, list[Row]]:
     """Rows by family, one per parameters: the median over calls."""
     per_call, orphans = join(trace, answered)
     collector.drop("kernel without an op", orphans)
+    rows, unknown = rows_of_calls(trace, per_call)
+    for reason, count in unknown.items():
+        collector.drop(reason, count)
+    return {name: [{"timer": "device", **row} for row in some] for name, some in rows.items()}
+
+
+def rows_of_calls(
+    trace: Trace, per_call: Mapping[int, float]
+) -> tuple[dict[str, list[Row]], Counter[str]]:
+    """Rows by family of timed calls, one per parameters, and why others have none.
+
+    ``per_call``: us by the index of an op in the trace; a row has their median.
+    """
     times: dict[Any, list[float]] = defaultdict(list)
     unknown: Counter[str] = Counter()
     for at, time_us in per_call.items():
@@ -88,12 +102,10 @@ def _op_rows(collector: RowCollector, trace: Trace) -> dict[str, list[Row]]:
             unknown[f"{reason}: {op.name[:60]}"] += 1
         else:
             times[found].append(time_us)
-    for reason, count in unknown.items():
-        collector.drop(reason, count)
     rows: dict[str, list[Row]] = defaultdict(list)
     for (family, point), samples in times.items():
-        rows[family].append({"timer": "device", **_spread(samples), **asdict(point)})
-    return rows
+        rows[family].append({**asdict(point), **_spread(samples)})
+    return rows, unknown
 
 
 def _spread(samples: list[float]) -> Row:

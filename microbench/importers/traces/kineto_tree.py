@@ -117,6 +117,16 @@ def join(trace: Trace, owns: Callable[[str], bool]) -> tuple[dict[int, float], i
     return dict(total), orphans
 
 
+def host_times(trace: Trace, owns: Callable[[str], bool]) -> dict[int, float]:
+    """Time on the host, by index, of each outermost op for which ``owns`` is true."""
+    owner = _owners(trace, owns)
+    return {
+        at: op.duration_us
+        for at, op in enumerate(trace.ops)
+        if owner[at] == at and owns(op.name) and op.duration_us > 0
+    }
+
+
 def _nested(spans: list[tuple[int, Span]]) -> list[tuple[int, int]]:
     """(index of a span, index of the span around it or -1), by thread and start."""
     found = []

@@ -20,6 +20,8 @@ from itercast.microbench import store
 from itercast.microbench.campaign import campaign
 from itercast.microbench.campaign.archive import unpack
 from itercast.microbench.ops import families
+from itercast.microbench.ops.matrix.gemm import Gemm
+from itercast.microbench.ops.step.optimizer import OptimizerOp
 from itercast.microbench.sweep.captured_points import (
     points_path,
     write_measured_points,
@@ -27,6 +29,7 @@ from itercast.microbench.sweep.captured_points import (
 )
 
 ROOT = Path(__file__).parents[3]
+WHOLE_S = 600.0  # of a plan's run, which ends when all is measured
 
 
 @pytest.fixture
@@ -72,9 +75,9 @@ def all_rows(root: Path) -> pd.DataFrame:
     return pd.concat(found, ignore_index=True)
 
 
-def finished(run: subprocess.Popen[str]) -> str:
+def finished(run: subprocess.Popen[str], within_s: float = 150) -> str:
     """What it said."""
-    said = run.communicate(timeout=150)[0]
+    said = run.communicate(timeout=within_s)[0]
     assert run.returncode == 0, said
     return said
 
@@ -150,6 +153,46 @@ def test_the_same_points_on_another_gpu(tmp_path: Path, prepared: Path) -> None:
     assert set(rows["family"]) == {"gemm", "iteration"}
     assert set(rows.loc[rows["family"] == "gemm", "m"]) == {8, 16, 24}
     assert (tmp_path / "a.tar.gz").is_file()
+
+
+@pytest.mark.slow
+def test_the_second_campaign_in_two_runs(tmp_path: Path, prepared: Path) -> None:
+    """Hosts in three rounds; products alone and sustained; ops in steps, then alone; copies."""
+    small: dict[str, list[Any]] = {
+        "gemm": [Gemm(m=n, n=8, k=8) for n in (8, 16)],
+        "optimizer": [OptimizerOp(op="_foreach_mul_", tensors=2, numel=64)],
+    }
+    write_points(prepared / "points-second.json", small)
+    one, plan = tmp_path / "one.tar.gz", ("--plan", "second", "--budget", "10m")
+    line = (*plan, "--part", "hosts,products", "--archive", one)
+    said = finished(start(tmp_path / "a", prepared, *line), WHOLE_S)
+    unpack(one, tmp_path / "home")
+    steps = store.read_rows([tmp_path / "home"], "iteration")
+    assert steps.groupby("repeat")["timing"].apply(sorted).to_dict() == {
+        repeat: ["back_to_back", "synchronised"] for repeat in range(3)
+    }, said
+    assert (steps["status"] == "ok").all() and (steps["cores"] > 0).all()
+    assert steps["run_id"].nunique() == 3  # a process for each round
+    held = store.read_rows([tmp_path / "home"], "sustained")
+    assert sorted(held["m"]) == [8, 16] and (held["status"] == "ok").all(), held["reason"]
+    assert sorted(store.read_rows([tmp_path / "home"], "gemm")["m"].unique()) == [8, 16]
+
+    more = ("--part", "optimizers,traces,transfers", "--from", one)
+    said = finished(start(tmp_path / "b", prepared, *plan, *more), WHOLE_S)
+    root = tmp_path / "b"
+    inside = store.read_rows([root], "in_step_ops")
+    assert inside[inside["of"] == "gemm"]["calls"].sum() == 8, said  # 3 forward, 5 backward
+    assert set(inside["timer"]) == {"in_step"}
+    alone = store.read_rows([root], "gemm")
+    keys = ["op", "m", "n", "k", "layout"]
+    assert set(inside[inside["of"] == "gemm"][keys].itertuples(index=False)) <= set(
+        alone[keys].itertuples(index=False)
+    )
+    copies = store.read_rows([root], "transfer")
+    assert {"h2d", "d2h", "d2d", "all_reduce"} <= set(copies["op"])
+    assert (copies[copies["op"] == "d2d"]["status"] == "ok").all()
+    said = finished(start(root, prepared, *plan, "--part", "hosts"), WHOLE_S)
+    assert len(store.read_rows([root], "iteration")) == 6, said  # nothing again
 
 
 @pytest.mark.parametrize(

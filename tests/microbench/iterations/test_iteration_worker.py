@@ -19,8 +19,9 @@ from torch.nn import functional
 
 from itercast.capture.cases.registry import case
 from itercast.capture.recorder.attention import attention_as, eager_attention
+from itercast.capture.step import BACK_TO_BACK
 from itercast.microbench.iterations import worker
-from itercast.microbench.iterations.engines import BACK_TO_BACK, captured_in_graph
+from itercast.microbench.iterations.engines import captured_in_graph
 from itercast.microbench.iterations.measure import Iteration, _StepTimer, measure_iteration
 from itercast.microbench.iterations.measured_plan import PlanStep
 from itercast.microbench.iterations.worker import IterationOrder, RetryWhenDisturbed

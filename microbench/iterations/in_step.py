@@ -1,0 +1,96 @@
+"""Measures ops inside training steps: each op of profiled steps as a row, by torch.profiler.
+
+The importer of Kineto traces reads the trace, so that traces of users give the same rows.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from itercast.capture.base.slow_imports import torch
+from itercast.capture.cases.registry import EvalCase
+from itercast.microbench import store
+from itercast.microbench.importers.traces.kineto import rows_of_calls
+from itercast.microbench.importers.traces.kineto_ops import answered, describe
+from itercast.microbench.importers.traces.kineto_tree import host_times, join, parse
+from itercast.microbench.iterations.measure import Iteration, prepared_step
+from itercast.microbench.ops import families
+from itercast.microbench.store import Row
+from itercast.microbench.sweep.rows import Order, failure, make_row
+
+IN_STEP, OPS = "in_step", "in_step_ops"  # families of profiled iterations and of their ops
+STEPS = 3
+WARMUP = 3
+
+
+def measure_in_step(
+    case: EvalCase, iteration: Iteration, device: str
+) -> tuple[Row, Mapping[str, list[Row]]]:
+    """Profile steps of an iteration; returns the columns of its row, and its ops' rows by family.
+
+    Of an op on a GPU the time of its kernels, on a CPU that on the host. ``time_us`` is the sum of
+    a step's ops, ``known_frac`` the share of it that families describe.
+    """
+    from itercast.capture.recorder.attention import attention_as  # needs torch
+
+    try:
+        with attention_as(iteration.attn):
+            step = prepared_step(case, iteration, device)
+            for _ in range(WARMUP):
+                step()
+            trace = parse(_profiled(step, device))
+    except Exception as exc:  # any failure becomes a row, as where an engine is not supported
+        return failure(exc), {}
+    per_call = join(trace, answered)[0] if device == "cuda" else host_times(trace, answered)
+    rows, _ = rows_of_calls(trace, per_call)
+    known = [at for at in per_call if describe(trace.ops[at].name, trace.ops[at].args)]
+    total_us = sum(per_call.values())
+    share = sum(per_call[at] for at in known) / total_us if total_us else 0.0
+    measured = {"time_us": total_us / STEPS, "samples": STEPS, "known_frac": share}
+    return {"status": "ok", **measured}, rows
+
+
+def _profiled(step: Callable[[], None], device: str) -> str:
+    """The Chrome trace of STEPS steps, with the shapes of ops."""
+    from torch import profiler
+
+    kinds = [profiler.ProfilerActivity.CPU]
+    kinds += [profiler.ProfilerActivity.CUDA] if device == "cuda" else []
+    with profiler.profile(activities=kinds, record_shapes=True) as session:
+        for _ in range(STEPS):
+            step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        session.export_chrome_trace(str(path))
+        return path.read_text()
+
+
+def op_rows(
+    order: Order, repeat: int, iteration: Iteration, rows: Mapping[str, list[Row]]
+) -> Iterator[Row]:
+    """Rows of ops with the iteration that they were part of, and how often a step calls them.
+
+    They are a family of their own, and ``of`` is that of the op: no model of ops that run alone
+    learns from them.
+    """
+    where = {f"in_{name}": value for name, value in asdict(iteration).items()}
+    for family, some in rows.items():
+        names = [f.name for f in fields(families()[family].params)]
+        for row in some:
+            params = {name: row[name] for name in names}
+            key = {"family": OPS, "gpu": order.gpu, "threads": order.threads, "cache": IN_STEP}
+            point = {"of": family, **params, **where}
+            yield make_row(
+                order,
+                family=OPS,
+                params={"of": family, **params},
+                repeat=repeat,
+                key=store.point_key({**key, "repeat": repeat, "point": point}),
+                timer=IN_STEP,
+                measured={**row, **where, "status": "ok", "calls": row["samples"] / STEPS},
+            )

@@ -1,0 +1,97 @@
+"""The catalogue of models: what their steps call, which points are drawn, what is held out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from itercast.capture.cases.kinds import make_case
+from itercast.microbench.hardware.spec import load_gpu
+from itercast.microbench.ops.matrix.attention import Attention
+from itercast.microbench.ops.matrix.gemm import Gemm
+from itercast.microbench.ops.step.optimizer import OptimizerOp
+from itercast.microbench.sweep.catalogue import (
+    FACTS,
+    Model,
+    catalogue,
+    drawn_points,
+    points_of_models,
+    shares,
+    step_us,
+    steps,
+)
+
+H100 = load_gpu("h100-sxm-80gb")
+SMALL: dict[str, Any] = {
+    "width": 64,
+    "layers": 5,
+    "heads": 4,
+    "kv_heads": 2,
+    "hidden": 96,
+    "vocab": 128,
+}
+
+
+def small(name: str = "a small one") -> Model:
+    return Model(name=name, kind="llama", sizes=SMALL, runs=((2, 16),))
+
+
+def test_equal_layers_count_as_often_as_there_are_layers() -> None:
+    """Five layers: as those of the whole model, its parameters all in one list."""
+    found = small().calls(2, 16, "bf16")
+    attention = {p.op: n for (_, p), n in found.items() if isinstance(p, Attention)}
+    assert attention == {"forward": 5, "backward": 5}
+    down = Gemm(op="mm", m=32, n=64, k=96, layout="nt", dtype="bf16")
+    assert found["gemm", down] == 5
+    with torch.device("meta"):
+        whole = make_case("whole", "llama", batch=2, seq=16, **SMALL).build()
+    sizes = [p.numel() for p in whole.parameters()]
+    updates = [p for _, p in found if isinstance(p, OptimizerOp) and p.numel > p.tensors]
+    assert {(p.tensors, p.numel) for p in updates} == {(len(sizes), sum(sizes))}
+
+
+def test_calls_are_drawn_by_their_time_and_a_quarter_lies_around_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of two products the one that takes nearly all of the time is drawn where one is."""
+    large, tiny = (Gemm(m=n, n=n, k=n, dtype="bf16") for n in (4096, 4080))
+    us = {("gemm", large): 1e6, ("gemm", tiny): 1e-3}
+    monkeypatch.setitem(FACTS, "counts", {"gemm": 1, "norm": 4})
+    monkeypatch.setitem(FACTS, "around_frac", 0.0)
+    assert [drawn_points(us, H100, seed) for seed in range(9)] == [{"gemm": [large]}] * 9
+    monkeypatch.setitem(FACTS, "counts", {"gemm": 200})
+    monkeypatch.setitem(FACTS, "around_frac", 0.25)
+    near = [p for p in drawn_points(us, H100, 0)["gemm"] if p not in (large, tiny)]
+    assert 40 <= len(near) <= 50
+    odd = np.mean([any(side % 8 for side in (p.m, p.n, p.k)) for p in near])
+    assert 0.1 < odd < 0.6
+
+
+def test_whole_models_are_held_out_and_named_once() -> None:
+    listed = catalogue()
+    names = Counter(model.name for model in listed)
+    assert len(listed) > 140 and set(names.values()) == {1}
+    held = [model for model in listed if model.held_out]
+    assert 0.1 < len(held) / len(listed) < 0.3
+    assert len({model.kind for model in held}) >= 5
+    asked = [*steps(listed, 0)]
+    assert {model.name for model, *_ in asked} == set(names)
+    assert {dtype for *_, dtype in asked} == {"bf16", "tf32", "fp32"}
+    assert asked == [*steps(listed, 0)]
+
+
+def test_a_model_that_fails_leaves_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    broken = Model(name="broken", kind="llama", sizes={**SMALL, "heads": 5}, runs=((2, 16),))
+    found = points_of_models(H100, 0, [broken, small()])
+    assert "broken" in caplog.text
+    assert found.keys() >= {"gemm", "attention", "optimizer"}
+
+
+def test_shares_of_a_step_add_up() -> None:
+    found = shares(step_us(small().calls(2, 16, "bf16"), H100))
+    assert sum(found.values()) == pytest.approx(1)
+    assert {"gemm", "attention", "optimizer", "elementwise"} <= found.keys()
