@@ -27,6 +27,15 @@ def source_line(exc: BaseException) -> str:
     return f" ({Path(users[-1].filename).name}:{users[-1].lineno})" if users else ""
 
 
+def user_line() -> tuple[str, int]:
+    """The innermost file and line that runs now and is neither ours nor torch's."""
+    ours = (f"{Path(torch.__file__).parent}{os.sep}", str(OUR_CODE), "<")
+    for frame, line in traceback.walk_stack(None):
+        if not frame.f_code.co_filename.startswith(ours):
+            return frame.f_code.co_filename, line
+    return "", 0
+
+
 def one_line_error(exc: BaseException) -> str:
     """An error's class and first line, with the file and line of the user's code it came from."""
     return f"{first_line(exc)}{source_line(exc)}"

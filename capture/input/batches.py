@@ -22,6 +22,7 @@ from itercast.capture.input.timers import (
     batch_size,
     own_times,
     timed_batches,
+    with_tensors,
     worker_times,
 )
 from itercast.capture.recorder.facts import is_small_integer
@@ -162,7 +163,7 @@ def real_batches(taken: TakenBatches) -> Iterator[None]:
             batch = take(iterator)
             took_us = (time.thread_time_ns() - start_ns) * 1e-3
         taken.note(loaders[iterator], took_us, batch)
-        return tree_map(_faked, batch)
+        return with_tensors(_faked, batch)
 
     def making(loader: Any) -> Any:
         with _for_real(), _one_worker(loader):

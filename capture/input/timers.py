@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import multiprocessing
@@ -10,13 +11,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_map
 from torch.utils.data import dataloader, get_worker_info
 from torch.utils.data._utils import fetch as fetchers
 
@@ -28,6 +31,7 @@ DECODERS = {  # module and functions, by the module whose import shows that a da
     "cv2": ("cv2", ("imread", "imdecode")),
     "torchvision.io": ("torchvision.io", ("decode_image", "decode_jpeg", "read_image")),
 }
+HOLDERS = (torch.Tensor, list, tuple, dict)  # attributes of a batch that is an object
 TRANSFORMS = ("transform", "target_transform", "transforms")  # attributes, as torchvision has them
 INNER = ("dataset", "datasets")  # of Subset and ConcatDataset
 
@@ -119,10 +123,42 @@ def own_times(batches: Sequence[BatchTime], more_us: float = 0.0) -> Batches:
 
 def batch_size(batch: Any) -> tuple[int, int]:
     """Samples and bytes of a batch; samples are the length of its first tensor or list."""
-    tensors = [t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)]
+    tensors = list(_tensors(batch))
     lengths = [t.shape[0] for t in tensors if t.dim()]
     samples = lengths[0] if lengths else len(batch) if hasattr(batch, "__len__") else 1
     return max(1, samples), sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors of a batch, in order."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    with_tensors(note, value)
+    return found
+
+
+def with_tensors(make: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """A batch with its tensors replaced.
+
+    Objects that hold tensors are opened as dicts are: ``UserDict``, which tokenizers make, and
+    those of any class with attributes.
+    """
+    if isinstance(value, torch.Tensor):
+        return make(value)
+    if isinstance(value, list | tuple | dict) or not hasattr(value, "__dict__"):
+        inside = partial(with_tensors, make)
+        known = isinstance(value, list | tuple | dict)
+        return tree_map(inside, value, is_leaf=lambda x: x is not value) if known else value
+    held = {k: v for k, v in vars(value).items() if isinstance(v, HOLDERS)}
+    if isinstance(value, type | ModuleType) or not held:
+        return value
+    opened = copy.copy(value)
+    vars(opened).update((name, with_tensors(make, inner)) for name, inner in held.items())
+    return opened
 
 
 class BatchLog:

@@ -13,6 +13,9 @@ from itercast.capture.opcall import Args, Argument, Kwargs
 
 KNOWN_LIMIT = 2**24  # elements of the largest tensor whose values are computed: 0.1 s each
 
+FILLED_LIMIT = 2**20  # elements of one that the program filled with a number
+AND, OR = ("bitwise_and", "logical_and", "mul"), ("bitwise_or", "logical_or")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
@@ -115,3 +118,30 @@ def _compared_uniform(name: str, top: float, other: Argument) -> Fact | None:
         below = min(1.0, float(other) / top)
         shares |= {"le": below, "lt": below, "gt": 1 - below, "ge": 1 - below}
     return Fact(mean=shares[name]) if name in shares else None
+
+
+def filled(name: str, args: Args, output: Argument) -> Tensor | None:
+    """The values of integers or a mask that the program filled with a number; else None."""
+    kind = name.removesuffix("_like").removeprefix("new_")
+    number = {"zeros": 0, "zero_": 0, "ones": 1}.get(kind)
+    if kind in ("full", "fill_"):
+        number = args[-1]
+    small = isinstance(output, torch.Tensor) and output.numel() <= FILLED_LIMIT
+    if not isinstance(number, int) or not small or not is_small_integer(output):
+        return None
+    return torch.full(output.shape, number, dtype=output.dtype)
+
+
+def absorbed(name: str, facts: Sequence[Fact | None], output: Argument) -> Tensor | None:
+    """The values of what is nothing AND anything, or all OR anything; else None."""
+    kind = name.removesuffix("_")
+    if kind not in (*AND, *OR) or not isinstance(output, torch.Tensor):
+        return None
+    for fact in facts:
+        if fact is None or fact.values is None or not is_small_integer(fact.values):
+            continue
+        if kind in AND and not fact.values.any():
+            return torch.zeros(output.shape, dtype=output.dtype)
+        if kind in OR and output.dtype == torch.bool and fact.values.all():
+            return torch.ones(output.shape, dtype=output.dtype)
+    return None

@@ -13,6 +13,7 @@ differ from all before them, repeats are one, and so is a number that is read.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import ceil, inf, prod
@@ -28,12 +29,15 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.user_errors import user_line
 from itercast.capture.opcall import Args, Argument, Kwargs
 from itercast.capture.recorder.facts import (
     KNOWN_LIMIT,
     Fact,
+    absorbed,
     evenly_spread,
     fact_of_comparison,
+    filled,
     flatten_lists,
     index_axis,
     is_mask,
@@ -45,6 +49,8 @@ from itercast.capture.recorder.sparse import makes_or_takes_sparse, run_with_spa
 from itercast.capture.step import Inputs
 
 TRUE_SHARE: float = assumed(__file__, "true_share")
+TURNS_AFTER = int(assumed(__file__, "turns_after"))
+TURNED = f"a number that nobody knows turned after a line had read it {TURNS_AFTER} times"
 GUESS = f"of data that nobody knows {100 * TRUE_SHARE:.0f} % is true in a mask, or distinct"
 ONES = ("ones", "ones_like", "new_ones")
 INDEX_OUTPUT = {"argmax": 0, "argmin": 0, "topk": 1, "sort": 1, "max": 1, "min": 1}
@@ -65,6 +71,7 @@ class Routing:
     def __init__(self, guesses: dict[str, StackSummary] | None = None) -> None:
         self.facts: Any = WeakIdKeyDictionary()
         self.guesses = guesses
+        self.reads = Counter[tuple[str, int]]()  # of guesses, by the user's line
 
     def note_inputs(self, inputs: Inputs) -> None:
         """Note that integer inputs without values are tokens, of which no number is known."""
@@ -81,7 +88,7 @@ class Routing:
         if name in ("item", "_local_scalar_dense") and known is not None:
             number = self._scalar(args[0], known)
             if number is not None:
-                return number
+                return self._turned(number) if known.guessed else number
         shaped = torch.Tag.dynamic_output_shape in func.tags
         if shaped and self._known_by_value(args):
             return self._compute_values(func, args, kwargs)
@@ -104,7 +111,7 @@ class Routing:
         except DataDependentOutputException:
             if self.guesses is None:
                 raise
-            return self._guessed_number(name, args[0])
+            return self._turned(self._guessed_number(name, args[0]))
         self._note_output(func, args, kwargs, output, known)
         return output
 
@@ -119,6 +126,20 @@ class Routing:
         if name == "equal" or tensor.dtype == torch.bool:
             return self._guesses()
         return 1.0 if tensor.is_floating_point() else 1
+
+    def _turned(self, number: Argument) -> Argument:
+        """A guess that the host reads; its opposite when the same line has read it too often.
+
+        So that loops end whose condition nobody knows.
+        """
+        if self.guesses is None:
+            return number
+        place = user_line()
+        self.reads[place] += 1
+        if self.reads[place] % TURNS_AFTER:
+            return number
+        self.guesses.setdefault(TURNED, extract_stack())
+        return not number
 
     def _made_up(self, name: str, args: Args, kwargs: Kwargs) -> Args:
         """Arguments with values: repeats are one, counted numbers spread, of others some differ."""
@@ -145,6 +166,8 @@ class Routing:
     ) -> None:
         """Keep what follows from an op for its output; ``known`` is about its first argument."""
         name = func._schema.name.removeprefix("aten::")
+        if self.guesses is not None and self._note_certain(name, args, output):
+            return
         if name in ONES:
             self.facts[output] = Fact(mean=1.0)
         elif name == "rand":
@@ -166,6 +189,16 @@ class Routing:
         if self.guesses is not None and unknown and output.dtype == torch.bool:
             equal = name == "eq" and not output.dim()  # a number is not another one
             self.facts[output] = Fact(mean=0.0 if equal else TRUE_SHARE, guessed=True)
+
+    def _note_certain(self, name: str, args: Args, output: Argument) -> bool:
+        """Note integers and masks that the program filled itself, whatever the others are."""
+        with _disable_current_modes():
+            values = filled(name, args, output)
+            if values is None:
+                values = absorbed(name, [self._fact(a) for a in args], output)
+        if values is not None:
+            self.facts[output] = Fact(values=values, mean=1.0 if name in ONES else None)
+        return values is not None
 
     def _note_guessed(self, output: Argument) -> None:
         """Note that what is known of results follows from a guess."""

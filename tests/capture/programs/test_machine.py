@@ -169,3 +169,79 @@ def test_loops_and_errors_inside_a_library_are_seen(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match=told):
         captured(script, str(tmp_path / "packages"), gpus=1)
+
+
+GENERATES = """
+import torch
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+for step in range(3):
+    x = torch.randn(4, 8, device="cuda")
+    unfinished = torch.ones(4, dtype=torch.long, device="cuda")
+    n = 0
+    while True:
+        with torch.no_grad():
+            x = model(x)
+        n += 1
+        ended = (x.argmax(-1) == 3) | torch.full((4,), n >= 8, device="cuda")
+        unfinished = unfinished & ~ended
+        if unfinished.max() == 0:
+            break
+    model(x).sum().backward()
+    optimizer.step()
+"""
+WAITS = """
+import torch
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+x = torch.randn(4, 8, device="cuda")
+for step in range(3):
+    error = x.abs().max()
+    while error.item() > 1e-3:
+        error = error / 2
+    model(x).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_loops_that_end_by_a_flag_in_a_tensor_end(tmp_path: Path) -> None:
+    """Text of eight tokens at most, of which any may be the last; then a step's own product.
+
+    A number that nobody knows turns at last, and the line that reads it is named.
+    """
+    ops = Counter(c.op for c in captured(written(tmp_path, GENERATES), gpus=1).ranks[0].calls)
+    assert ops["aten.addmm.default"] == 8 + 1
+    (note,) = captured(written(tmp_path, WAITS), gpus=1).notes
+    assert "turned after a line had read it 1000 times (train.py:8: while error.item()" in note
+
+
+BATCHES = """
+import torch
+from collections import UserDict
+from dataclasses import dataclass
+@dataclass
+class Batch:
+    tokens: torch.Tensor
+    more: dict
+def collate(rows):
+    tokens = torch.stack(rows)
+    if KIND == "dict":
+        return UserDict(input_ids=tokens, mask=tokens > 0)
+    return Batch(tokens, {"y": tokens})
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+loader = torch.utils.data.DataLoader(torch.randn(60, 8), batch_size=5, collate_fn=collate)
+batches = loader._get_iterator()
+for batch in batches:
+    x = batch["input_ids"] if KIND == "dict" else batch.more["y"]
+    assert x.is_cuda
+    model(x).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("kind", ["dict", "own"])
+def test_batches_that_are_objects_are_opened(tmp_path: Path, kind: str) -> None:
+    """As a tokenizer's, or of a class of the user's: five samples of eight numbers, made fake."""
+    program = captured(written(tmp_path, BATCHES.replace("KIND", repr(kind))), gpus=1)
+    assert program.samples == 5
