@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from itercast.capture.opcall import OpCall
 from itercast.capture.programs.collectives import CollectiveCall, collective_of, is_collective
+from itercast.capture.programs.gpus.devices import GpuMemory
 from itercast.capture.programs.packed import attend_nested
 from itercast.capture.programs.program import (
     COLLECTIVE,
@@ -57,6 +58,7 @@ class ProgramLog(OpLog):
         super().__init__(Routing(self.guesses))
         self.after_graph: list[Callable[[], None]] | None = None  # while a CUDA graph is captured
         self.ended: Callable[[str, Any], None] = lambda kind, owner: None  # told what may be a step
+        self.gpu_memory = GpuMemory()
         self.points = count()
         self.live_bytes = self.peak_bytes = 0
         self._group_streams: dict[Any, int] = {}
@@ -159,6 +161,12 @@ class ProgramLog(OpLog):
         self.calls.append(OpCall(op=op, args=(point,), phase=self.phase, stream=stream))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = self._dispatched(func, types, args, kwargs)
+        if output is not NotImplemented and func.namespace != "prim":
+            self.gpu_memory.follow(args, output)
+        return output
+
+    def _dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
             own_event = (
                 self.phase == "optimizer" or self._compiled.number() or NestedTensor in types

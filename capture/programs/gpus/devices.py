@@ -1,8 +1,9 @@
-"""Tensors that say they are on a GPU, while they are fake, or small, and on the CPU."""
+"""Tensors that say they are on a GPU, while they are on the CPU and mostly fake."""
 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,55 +13,94 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils.weak import WeakIdKeyDictionary
 
 OURS = ("torch", "itercast")  # packages whose code finds tensors on the CPU, where they are
 PARSE_TO = torch._C._nn._parse_to
 AS_IT_IS = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 
 
+class GpuMemory:
+    """Which storages a program has put on its GPU; in truth all are on the CPU."""
+
+    def __init__(self) -> None:
+        self._keys = set[int]()
+
+    def add(self, tensor: Any) -> None:
+        """Put the memory behind a tensor there; the parts of a distributed one too."""
+        for part in _parts(tensor):
+            memory = part.untyped_storage()
+            if memory._cdata not in self._keys:
+                self._keys.add(memory._cdata)
+                weakref.finalize(memory, self._keys.discard, memory._cdata)
+
+    def holds(self, tensor: Any) -> bool:
+        """Whether a tensor was put there, or computed from one that was."""
+        parts = _parts(tensor)
+        return bool(parts) and parts[0].untyped_storage()._cdata in self._keys
+
+    def follow(self, args: Any, output: Any) -> None:
+        """Put there what an op computed, if one of its arguments is there."""
+        if self._keys and any(map(self.holds, _tensors(args))):
+            for tensor in _tensors(output):
+                self.add(tensor)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """Tensors among an op's arguments or results, in lists too."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for v in value for t in _tensors(v)] if isinstance(value, list | tuple) else []
+
+
+def _parts(tensor: Any) -> list[torch.Tensor]:
+    """The tensors with memory that a tensor consists of; none for one on the meta device."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return [part for name in names for part in _parts(getattr(tensor, name))]
+    unknown = tensor.is_meta or tensor.layout != torch.strided
+    return [] if unknown else [tensor]
+
+
 @contextmanager
-def tensors_on_gpus(local_rank: int) -> Iterator[None]:
-    """Let programs find their tensors on this rank's GPU inside the context.
+def tensors_on_gpus(local_rank: int, memory: GpuMemory) -> Iterator[None]:
+    """Let programs find the tensors that they put on a GPU, and what follows, on ``cuda:N``.
 
-    Wherever they are put, fake tensors read ``cuda:N``, and so do those with data (small integers)
-    that were moved to a GPU. Torch itself finds all of them on the CPU.
+    Torch itself finds all of them on the CPU.
     """
-    moved: Any = WeakIdKeyDictionary()
     gpu = torch.device("cuda", local_rank)
-
-    def is_on_gpu(tensor: Any) -> bool:
-        if isinstance(tensor, FakeTensor):
-            return not tensor.is_meta
-        return tensor in moved or is_traceable_wrapper_subclass(tensor)
 
     def read(place: Callable[[Any], torch.device]) -> property:
         def device(tensor: Any) -> torch.device:
             caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
-            return place(tensor) if caller in OURS or not is_on_gpu(tensor) else gpu
+            return place(tensor) if caller in OURS or not memory.holds(tensor) else gpu
 
         return property(device)
 
     def to_gpu(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        moved[tensor] = True
+        memory.add(tensor)
         return tensor
+
+    def all_to_gpu(module: Any, *args: Any, **kwargs: Any) -> Any:
+        for tensor in (*module.parameters(), *module.buffers()):
+            memory.add(tensor)
+        return module
 
     own: Any = vars(FakeTensor)["device"]
     answers: dict[str, Any] = {
         "device": read(AS_IT_IS),
-        "is_cuda": property(is_on_gpu),
-        "is_cpu": property(lambda tensor: not is_on_gpu(tensor)),
-        "get_device": lambda tensor: local_rank if is_on_gpu(tensor) else -1,
+        "is_cuda": property(memory.holds),
+        "is_cpu": property(lambda tensor: not (tensor.is_meta or memory.holds(tensor))),
+        "get_device": lambda tensor: local_rank if memory.holds(tensor) else -1,
         "cuda": to_gpu,
         "pin_memory": stay,
     }
     with ExitStack() as stack:
         stack.enter_context(patch.multiple(torch.Tensor, create=True, **answers))
         stack.enter_context(patch.object(FakeTensor, "device", read(own.__get__)))
-        stack.enter_context(patch.object(torch.nn.Module, "cuda", stay))
+        stack.enter_context(patch.object(torch.nn.Module, "cuda", all_to_gpu))
         stack.enter_context(patch.object(torch, "Generator", GeneratorOnCpu))
         stack.enter_context(patch.object(torch._C._nn, "_parse_to", _parse_to))
-        stack.enter_context(OnCpu(to_gpu))
+        stack.enter_context(OnCpu(memory))
         yield
 
 
@@ -71,9 +111,9 @@ def stay(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _parse_to(*args: Any, **kwargs: Any) -> Any:
     """What ``Module.to`` makes of its arguments; the number of a GPU is a device."""
-    args = tuple("cpu" if isinstance(value, int) else value for value in args[:1]) + args[1:]
+    args = tuple(f"cuda:{value}" if type(value) is int else value for value in args[:1]) + args[1:]
     if isinstance(kwargs.get("device"), int):
-        kwargs["device"] = "cpu"
+        kwargs["device"] = f"cuda:{kwargs['device']}"
     return PARSE_TO(*args, **kwargs)
 
 
@@ -90,11 +130,11 @@ class GeneratorOnCpu(torch.Generator):
 
 
 class OnCpu(TorchFunctionMode):
-    """Takes every CUDA device that torch is given as the CPU; ``moved`` is told what went there."""
+    """Takes every CUDA device that torch is given as the CPU, and notes what was put there."""
 
-    def __init__(self, moved: Callable[[Any], object]) -> None:
+    def __init__(self, memory: GpuMemory) -> None:
         super().__init__()
-        self.moved = moved
+        self.memory = memory
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -102,14 +142,16 @@ class OnCpu(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is torch.device:  # a program may look at the name of its device
             return func("cuda", *args) if isinstance(args[0], int) else func(*args, **kwargs)
+        if getattr(func, "__name__", "") == "_parse_to":  # of Module.to, which then asks Tensor.to
+            return func(*args, **kwargs)
         if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], int):
             args = (args[0], f"cuda:{args[1]}", *args[2:])
         if isinstance(kwargs.get("device"), int):
             kwargs["device"] = f"cuda:{kwargs['device']}"
         values = (*args, *kwargs.values())
         made = func(*map(_on_cpu, args), **{name: _on_cpu(v) for name, v in kwargs.items()})
-        if type(made) is torch.Tensor and any(_on_cpu(value) is not value for value in values):
-            self.moved(made)
+        if isinstance(made, torch.Tensor) and any(_on_cpu(v) is not v for v in values):
+            self.memory.add(made)
         return made
 
 

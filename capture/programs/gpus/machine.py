@@ -45,7 +45,7 @@ def gpus_that_are_not_there(
         for place in (torch, torch.amp, torch.cuda.amp):
             stack.enter_context(patch.object(place, "autocast", AutocastAsOnGpus))
         stack.enter_context(_collectives_as_on_gpus())
-        stack.enter_context(tensors_on_gpus(local_rank))
+        stack.enter_context(tensors_on_gpus(local_rank, log.gpu_memory))
         yield
 
 

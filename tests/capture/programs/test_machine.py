@@ -37,10 +37,19 @@ model.to(gpu)
 """
 DEVICES = """
 cuda0 = torch.device("cuda", 0)
-y = torch.randn(3)
-for tensor in (model.weight, x, x.float(), torch.arange(3).to(0), y.to("cuda"), y.to(cuda0)):
+y, z = torch.randn(3), torch.randn(3)
+for tensor in (model.weight, x, x.float(), torch.arange(3).to(0), y.to("cuda"), z.to(cuda0)):
     assert tensor.device == cuda0 and tensor.is_cuda and not tensor.is_cpu, tensor
     assert tensor.get_device() == 0 and torch.zeros(2, device=tensor.device).device == cuda0
+for where in (0, "cuda", cuda0):
+    assert torch.nn.Linear(2, 2).to(where).weight.is_cuda
+    assert torch.nn.Linear(2, 2).to(device=where, dtype=torch.bfloat16).bias.is_cuda
+on_cpu = torch.randn(3)
+assert on_cpu.device.type == "cpu" and not on_cpu.is_cuda and (on_cpu + 1).is_cpu
+assert torch.tensor([]).device == torch.get_default_device()
+(model(x.float()) * torch.tensor(2.0)).sum().backward()
+assert model.weight.grad.is_cuda and model.to(torch.bfloat16).weight.device == cuda0
+model.float()
 generator = torch.Generator(device=x.device)
 assert generator.device == cuda0
 torch.randn(3, generator=generator, device="cuda")
@@ -234,8 +243,8 @@ loader = torch.utils.data.DataLoader(torch.randn(60, 8), batch_size=5, collate_f
 batches = loader._get_iterator()
 for batch in batches:
     x = batch["input_ids"] if KIND == "dict" else batch.more["y"]
-    assert x.is_cuda
-    model(x).sum().backward()
+    assert type(x).__name__ == "FakeTensor"
+    model(x.cuda()).sum().backward()
     optimizer.step()
 """
 
