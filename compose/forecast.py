@@ -12,7 +12,7 @@ from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.graph.identity_cache import Once
 from itercast.compose.notes import notes
-from itercast.compose.parallel.device_memory import room_bytes
+from itercast.compose.parallel.device_memory import room_bytes, verdict
 from itercast.compose.pricing.collectives import Cluster, cluster
 from itercast.compose.pricing.layer_prices import price_model
 from itercast.compose.pricing.price_book import PriceBook
@@ -45,7 +45,8 @@ class Forecast:
     ``idle_by_us`` splits idle time into host gaps, pipeline bubble and waiting for other stages.
     ``host_us``: all work of the rank's host in a step, whether or not the device waits for it.
     ``memory_room_bytes``: memory for tensors, without that of CUDA's context, NCCL and torch's
-    allocator; ``fits``: the peak memory is within it. ``host``: the GPU's host, empty on a CPU.
+    allocator; ``fits``: the peak memory is within it; ``memory_verdict``: the same as far as the
+    memory model's error lets it be told. ``host``: the GPU's host, empty on a CPU.
     ``energy_j``: of all GPUs in the iteration at their power limit, an upper bound; 0 where the
     limit is not stated. ``stack``: the software that is forecast. ``network``: the node, links and
     network that messages are priced by; empty for one rank and on a CPU. ``lengths``: of sequences
@@ -90,6 +91,7 @@ class Forecast:
     world_size: int = 1
     memory_room_bytes: int = 0
     fits: bool = True
+    memory_verdict: str = ""
     host: str = ""
     stack: str = USUAL
     network: str = ""
@@ -199,6 +201,7 @@ def report(
         world_size=world_size,
         memory_room_bytes=room,
         fits=found.memory_bytes <= room,
+        memory_verdict=verdict(found.memory_bytes, room),
         host="" if book.gpu.kind == "cpu" else book.host.name,
         stack=book.stack,
         network=network,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from itercast.capture.opcall import StepCapture
@@ -13,10 +14,19 @@ WIDE_EXPERTS = (
     "experts run in fp32 under autocast, which casts no grouped products; "
     "FSDP's mixed precision (zero=) and --stack megatron-core cast them"
 )
+# Layers that transformers runs by kernels of other packages on GPUs, if installed, else op by op.
+SLOW_PATHS = re.compile(r"Mamba\w*Mixer|GatedDeltaNet|Rwkv\w*Attention")
+SLOW_PATH = (
+    "{} as plain torch ops, transformers' slow path; "
+    "fused kernels (mamba-ssm, flash-linear-attention) are faster and keep far less memory"
+)
 
 
 def notes(step: StepCapture, plan: ParallelPlan, stack: str) -> Iterator[str]:
     """Yields notes on a captured step under a plan."""
     yield from step.remarks
+    slow = {c.module for c in step.calls if SLOW_PATHS.search(c.module)}
+    if slow:
+        yield SLOW_PATH.format(", ".join(sorted(slow)))
     if plan.amp and not casts_experts(plan, stack) and wide_experts(step):
         yield WIDE_EXPERTS

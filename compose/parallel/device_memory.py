@@ -7,6 +7,7 @@ from itercast.capture.plan import ParallelPlan
 from itercast.capture.plan_keys import GREEDY
 from itercast.microbench.hardware.spec import Gpu
 
+MEMORY_ERROR: float = assumed(__file__, "memory_error")
 VISIBLE_FRAC: float = assumed(__file__, "visible_frac")
 CONTEXT_BYTES: float = assumed(__file__, "context_bytes")
 NCCL_BYTES: dict[str, float] = assumed(__file__, "nccl_bytes")
@@ -25,6 +26,16 @@ def room_bytes(gpu: Gpu, plan: ParallelPlan) -> int:
     pairs = (plan.ep > 1) + bool(plan.shard)
     taken = CONTEXT_BYTES + communicators * NCCL_BYTES["rings"] + pairs * NCCL_BYTES["pairs"]
     return max(0, int((VISIBLE_FRAC * gpu.hbm_bytes - taken) / RESERVED_OVER_ALLOCATED))
+
+
+def verdict(memory_bytes: float, room: float) -> str:
+    """Whether so many bytes of tensors fit, as far as the memory model can tell."""
+    low, high = (memory_bytes * (1 + sign * MEMORY_ERROR) for sign in (-1, 1))
+    if high <= room:
+        return "fits"
+    if low > room:
+        return "does not fit"
+    return f"too close: {low / 1e9:.0f} to {high / 1e9:.0f} of {room / 1e9:.0f} GB"
 
 
 def table_room_bytes(gpu: Gpu, ranks: int) -> int:

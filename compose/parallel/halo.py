@@ -39,6 +39,7 @@ def cut_of(
 
     ``source`` and ``target`` are the vertices of each edge. The halo is that of the largest.
     """
+    source, target = np.asarray(source), np.asarray(target)  # of torch, too
     own = ceil(vertices / ranks)
     crossing = source // own != target // own
     read = np.unique((target[crossing] // own) * vertices + source[crossing])

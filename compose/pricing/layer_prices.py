@@ -33,7 +33,7 @@ from itercast.compose.pricing.host import (
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import AssumedTime, Priceable, PricedOp
 from itercast.compose.pricing.rank_graph import RankGraph, casts_experts, rank_graph, until_read
-from itercast.compose.pricing.recompute import Recomputed, recomputed
+from itercast.compose.pricing.recompute import ATTENTION, Recomputed, recomputed
 from itercast.compose.pricing.sharded_tables import slowest_rank
 from itercast.compose.pricing.work import Work, fold, side_by_side_us
 from itercast.compose.tables.tiers import with_frozen_tables_in
@@ -215,6 +215,8 @@ def _price_graph(
     capture: StepCapture, plan: ParallelPlan, book: PriceBook, where: Cluster
 ) -> PricedModel:
     graph = rank_graph(capture, plan, book.gpu, book.stack)
+    if plan.recompute == "selective" and not any(c.op in ATTENTION for c in graph.capture.calls):
+        raise ValueError(f"plan {str(plan)!r}: selective recomputes attention, the model has none")
     _prefetch([graph], book)
     ops = _price_calls(graph, plan, book, where)
     steps = {name: n for name, n in graph.capture.host.items() if name.endswith("_step")}

@@ -234,6 +234,8 @@ def forecast_table(case: str, found: Forecast, spread: Spread | None = None) -> 
     if not found.fits:
         room = f"{found.memory_room_bytes / 1e6:.0f} MB are left for tensors"
         table.add_row("[red]does not fit[/]", room)
+    if found.memory_verdict.startswith("too close"):
+        table.add_row("[yellow]memory[/]", f"{found.memory_verdict} (the model's error)")
     table.add_row("not covered by a model", f"{100 * found.unmodelled_frac:.1f} % of the time")
     table.add_row("rests on assumed numbers", f"{100 * found.assumed_frac:.1f} % of the iteration")
     table.add_row("bundle", found.bundle)
