@@ -11,6 +11,7 @@ from dataclasses import replace
 from math import ceil, exp
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from itercast.capture.opcall import Argument, OpCall, StepCapture, TensorSpec
 from itercast.capture.plan import ParallelPlan
@@ -32,17 +33,15 @@ def cut_graph(capture: StepCapture, plan: ParallelPlan) -> StepCapture:
     return _Part(capture, plan, *max(graphs)).step()
 
 
-def cut_of(
-    source: np.ndarray, target: np.ndarray, vertices: int, ranks: int
-) -> tuple[float, float]:
+def cut_of(source: ArrayLike, target: ArrayLike, vertices: int, ranks: int) -> tuple[float, float]:
     """(cut, halo) of a plan whose ranks have equal blocks of the vertices, and the edges to them.
 
     ``source`` and ``target`` are the vertices of each edge. The halo is that of the largest.
     """
-    source, target = np.asarray(source), np.asarray(target)  # of torch, too
     own = ceil(vertices / ranks)
-    crossing = source // own != target // own
-    read = np.unique((target[crossing] // own) * vertices + source[crossing])
+    starts, ends = np.asarray(source), np.asarray(target)
+    crossing = starts // own != ends // own
+    read = np.unique((ends[crossing] // own) * vertices + starts[crossing])
     halo = np.bincount(read // vertices, minlength=1)
     return float(crossing.mean()), float(halo.max() / own)
 

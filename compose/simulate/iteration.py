@@ -304,7 +304,8 @@ def _stage_tally(pipeline: Pipeline, stage: int) -> Tally:
         _tally_run(tally, pipeline.runs[chunk].backward, micro)
         for boundary in (chunk - 1, chunk):
             if 0 <= boundary < len(pipeline.chunks) - 1:
-                tally.add(pipeline.sends[boundary], 2 * micro)  # forth and back
+                ways = 1 if pipeline.runs[boundary].detached else 2  # forth and back
+                tally.add(pipeline.sends[boundary], ways * micro)
         schedule = python_op("pipeline_micro", 1, rank.book)
         tally.host.add(micro * schedule.duration_us, schedule.assumed)
     host = rank.model.host

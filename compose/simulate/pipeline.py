@@ -42,6 +42,7 @@ class StageTimes:
     ``accumulate_us``: the part of backward that adds gradients to those of earlier micro-batches,
     which the first one leaves out. ``weight_us``: weight gradients, the part of backward that
     zero-bubble schedules may do later. ``send_us``: a message to the next stage, or back from it.
+    ``detached``: no gradient comes back from the next stage.
     """
 
     forward_us: float
@@ -49,6 +50,7 @@ class StageTimes:
     accumulate_us: float = 0.0
     weight_us: float = 0.0
     send_us: float = 0.0
+    detached: bool = False
 
     def busy_us(self, micro: int) -> float:
         """Time of forward and backward of all micro-batches."""
@@ -196,8 +198,13 @@ class _Timing:
 
 
 @lru_cache(maxsize=256)
-def _order(schedule: str, stages: int, micro: int, virtual: int) -> _Timing:
-    """Sort the ranks' programs with a worklist; DeadlockError names what each rank is stuck at."""
+def _order(
+    schedule: str, stages: int, micro: int, virtual: int, detached: frozenset[int]
+) -> _Timing:
+    """Sort the ranks' programs with a worklist; DeadlockError names what each rank is stuck at.
+
+    To chunks that are ``detached`` no gradient comes back.
+    """
     programs = [program(schedule, stages, r, micro, virtual) for r in range(stages)]
     count = stages * virtual
     level: dict[tuple[str, int, int], int] = {}
@@ -210,7 +217,7 @@ def _order(schedule: str, stages: int, micro: int, virtual: int) -> _Timing:
         while position[r] < len(programs[r]):
             kind, i, v = programs[r][position[r]]
             c = mine[v]
-            source = _source(kind, i, c, count)
+            source = _source(kind, i, c, count, detached)
             if source is not None and source not in level:
                 break
             depth[r] = 1 + max(depth[r], level[source] if source is not None else 0)
@@ -224,21 +231,24 @@ def _order(schedule: str, stages: int, micro: int, virtual: int) -> _Timing:
         heads = ", ".join(f"rank {r}: {programs[r][position[r]]}" for r in stuck)
         raise DeadlockError(f"stages wait for each other; next actions: {heads}")
     ranks = [rank_of_chunk(schedule, stages, c) for c in range(count)]
-    return _sorted(rows, ranks)
+    return _sorted(rows, ranks, detached)
 
 
-def _source(kind: str, i: int, c: int, count: int) -> tuple[str, int, int] | None:
+def _source(
+    kind: str, i: int, c: int, count: int, detached: frozenset[int]
+) -> tuple[str, int, int] | None:
     """The action that an action waits for: of the chunk before (F) or after (B) it."""
     if kind == "F":
         return ("F", i, c - 1) if c else None
     if kind in "BA":
-        return ("B", i, c + 1) if c + 1 < count else ("F", i, c)
+        return ("B", i, c + 1) if c + 1 < count and c not in detached else ("F", i, c)
     return None
 
 
 def _sorted(
     rows: Sequence[tuple[int, tuple[str, int, int], tuple[str, int, int] | None]],
     ranks: Sequence[int],
+    detached: frozenset[int],
 ) -> _Timing:
     """The arrays of actions of chunks that are on these ``ranks``."""
     count = len(ranks)
@@ -254,7 +264,7 @@ def _sorted(
         if n > 1 and depth != ordered[n - 2][0]:
             edges.append(n)
         sends, back = 3 * count, kind in "BA"  # nothing
-        if (kind == "F" and c + 1 < count) or (back and c):
+        if (kind == "F" and c + 1 < count) or (back and c and c - 1 not in detached):
             sends = c if kind == "F" else c - 1
         same_chunk = source is not None and source[2] == c
         values = (
@@ -282,7 +292,7 @@ def finish_us(
 
     An exact longest path over the ranks' programs and one link per boundary and direction.
     """
-    order = _order(schedule, stages, micro, len(chunks) // stages)
+    order = _order(schedule, stages, micro, len(chunks) // stages, _detached(chunks))
     late = [c.weight_us if schedule in CUT_BACKWARD else 0.0 for c in chunks]
     takes = [c.forward_us for c in chunks]
     backward = [c.backward_us - w for c, w in zip(chunks, late, strict=True)]
@@ -301,6 +311,10 @@ def finish_us(
         ends[a:b] = end
         arrives[a:b] = np.maximum(end, arrives[behind[a:b]]) + sending[a:b]
     return tuple(float(t) for t in ends[order.last])
+
+
+def _detached(chunks: Sequence[StageTimes]) -> frozenset[int]:
+    return frozenset(c for c, chunk in enumerate(chunks) if chunk.detached)
 
 
 def action_tasks(
@@ -325,7 +339,7 @@ def action_tasks(
             done.append((kind, i, mine[v]))
     sends = []
     for n, (kind, i, c) in enumerate(done):
-        source = _source(kind, i, c, count)
+        source = _source(kind, i, c, count, _detached(chunks))
         if source is None:
             continue
         before = number[source]

@@ -148,13 +148,15 @@ def _loads_us(rank: Rank) -> tuple[list[float], list[float]]:
 class StageRuns:
     """Forward and backward of one chunk of layers, of any micro-batch but the first and the last.
 
-    ``accumulate_us``: what the first one's backward leaves out.
+    ``accumulate_us``: what the first one's backward leaves out. ``detached``: no gradient comes
+    back from the next chunk.
     """
 
     forward: Run
     backward: Run
     accumulate_us: float
     weight_us: float
+    detached: bool
 
     def times(self, sends: Sequence[PricedOp]) -> StageTimes:
         """Its times, with the messages to the next chunk."""
@@ -164,6 +166,7 @@ class StageRuns:
             accumulate_us=self.accumulate_us,
             weight_us=self.weight_us,
             send_us=sum(op.duration_us for op in sends),
+            detached=self.detached,
         )
 
 
@@ -235,6 +238,7 @@ def stage_runs(rank: Rank, chunk: Chunk) -> StageRuns:
         backward=run,
         accumulate_us=max(0.0, run.end_us - first.run().end_us),
         weight_us=sum(x.weight_us * n for x, n in chunk.runs),
+        detached=chunk.is_detached(rank.model.graph.capture),
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 
+from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.pricing.layer_prices import PricedLayer, PricedModel
 
@@ -30,6 +31,14 @@ class Chunk:
     def output_bytes(self) -> int:
         """Bytes of activations sent to the next chunk."""
         return self.runs[-1][0].layer.output_bytes
+
+    def is_detached(self, capture: StepCapture) -> bool:
+        """Whether its backward reads nothing but numbers that later layers' backward makes."""
+        start, end = self.runs[-1][0].layer.backward
+        later = [c for c in capture.calls[:start] if c.phase == "backward"]
+        made = {t.storage for c in later for t in c.outputs if t.numel > 1}
+        read = {t.storage for c in capture.calls[start:end] for t in c.tensors()}
+        return bool(later) and made.isdisjoint(read)
 
 
 def partition(layers: Sequence[PricedLayer], plan: ParallelPlan) -> list[Chunk]:

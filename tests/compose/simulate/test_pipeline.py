@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
+import torch
+from law_case import rank_for
+from torch import nn
 
+from itercast.compose.capture_model import capture
 from itercast.compose.simulate.pipeline import (
     CUT_BACKWARD,
     StageTimes,
@@ -15,6 +20,7 @@ from itercast.compose.simulate.pipeline import (
     program,
     rank_of_chunk,
 )
+from itercast.compose.simulate.stage_rank import chunks_of
 from itercast.compose.simulate.timeline import Task, simulate
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 3), ("zb", 1), ("zbv", 2), ("dualpipev", 2)]
@@ -132,3 +138,41 @@ def test_micro_batches_in_flight() -> None:
     assert in_flight("1f1b", 4, 0, 2) == (2,)
     assert in_flight("gpipe", 4, 0, 8) == (8,)
     assert sum(in_flight("interleaved", 4, 0, 8, 2)) == 2 * 3 + 4 + 1  # warm-up and one more
+
+
+class Segments(nn.Module):
+    """Four layers, each with a loss of its own on what the one before gives, detached or not."""
+
+    def __init__(self, *, detached: bool) -> None:
+        super().__init__()
+        self.detached = detached
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        losses = []
+        for block in self.blocks:
+            x = block(x).relu()
+            losses.append(x.square().sum())
+            x = x.detach() if self.detached else x
+        return torch.stack(losses).sum()
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_segments_with_losses_of_their_own_wait_for_no_gradient(detached: bool) -> None:
+    found = capture(Segments(detached=detached), torch.zeros(64, 64), batch=64)
+    chunks = chunks_of(rank_for(found, "pp=4,micro=8"))
+    told = [c.is_detached(found) for c in chunks[:-1]]
+    assert told == [detached] * 3
+
+
+def test_a_detached_stage_runs_backward_after_its_own_forward() -> None:
+    """Two stages, two micro-batches of a forward of 1 and a backward of 2, messages of 1.
+
+    Attached, 1F1B: the first stage's B0 starts at 6 = F0 1, message 2, F0 3, B0 5, message 6, and
+    ends at 8; its second waits for the other's B1 at 8 and its message: 9 to 11. Detached it runs
+    F0 F1 B0 B1 without a wait: 1 + 1 + 2 + 2 = 6; the second starts at 2 and ends at 2 + 2 * 3 = 8.
+    """
+    attached = [StageTimes(forward_us=1, backward_us=2, send_us=1) for _ in range(2)]
+    assert finish_us("1f1b", attached, 2, 2) == pytest.approx((11, 8))
+    alone = [replace(attached[0], detached=True), attached[1]]
+    assert finish_us("1f1b", alone, 2, 2) == pytest.approx((6, 8))
