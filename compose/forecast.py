@@ -11,12 +11,13 @@ from itercast.capture.base.assumptions import assumed
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.graph.identity_cache import Once
+from itercast.compose.machines.typical import typical
 from itercast.compose.notes import notes
 from itercast.compose.parallel.device_memory import room_bytes, verdict
 from itercast.compose.pricing.collectives import Cluster, cluster
 from itercast.compose.pricing.layer_prices import price_model
 from itercast.compose.pricing.price_book import PriceBook
-from itercast.compose.simulate.breakdown import Outcome
+from itercast.compose.simulate.breakdown import Outcome, parts_frac
 from itercast.compose.simulate.iteration import evaluate
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.trace.events import Trace
@@ -24,7 +25,7 @@ from itercast.compose.trace.plan import plan_trace
 from itercast.microbench.hardware.node import Node
 from itercast.microbench.hardware.stack import USUAL
 
-HALF_WIDTH: Mapping[str, float] = assumed(__file__, "half_width")
+HALF_WIDTH: float = assumed(__file__, "half_width")  # of steps on a CPU
 # Facts of a simulated iteration that a forecast states as they are.
 SIMULATED: tuple[str, ...] = (
     "iteration_us",
@@ -41,7 +42,9 @@ SIMULATED += ("assumed_by_us",)
 class Forecast:
     """What ``predict --json`` reports of the slowest rank; iteration = compute + exposed + idle.
 
-    The 80 % interval is from iteration / e**h to iteration * e**h, with h of ``HALF_WIDTH``.
+    The 80 % interval is from iteration / e**h to iteration * e**h: on a CPU h is ``HALF_WIDTH``, on
+    GPUs that of a machine of which as much is known as of this one (``itercast.compose.machines``),
+    by ``parts_frac``, the share of the iteration that each of a machine's factors scales.
     ``idle_by_us`` splits idle time into host gaps, pipeline bubble and waiting for other stages.
     ``host_us``: all work of the rank's host in a step, whether or not the device waits for it.
     ``memory_room_bytes``: memory for tensors, without that of CUDA's context, NCCL and torch's
@@ -98,6 +101,7 @@ class Forecast:
     lengths: dict[str, float] = field(default_factory=dict)
     cluster: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    parts_frac: dict[str, float] = field(default_factory=dict)
 
 
 def forecast(
@@ -178,7 +182,9 @@ def report(
     tokens: int,
 ) -> Forecast:
     """Turns a simulated iteration into a forecast; samples and tokens are those of all ranks."""
-    wide = exp(HALF_WIDTH["cpu" if book.gpu.kind == "cpu" else "gpu"])
+    lanes = (found.compute_us, found.exposed_comm_us, found.host_gap_us)
+    parts = parts_frac(found.tally, *lanes)
+    wide = exp(_half_width(parts, book))
     per_s = 1e6 / found.iteration_us if found.iteration_us else 0.0
     idle = {"host": found.host_gap_us, "bubble": found.bubble_us, "waiting": found.waiting_us}
     return Forecast(
@@ -205,4 +211,12 @@ def report(
         host="" if book.gpu.kind == "cpu" else book.host.name,
         stack=book.stack,
         network=network,
+        parts_frac=parts,
     )
+
+
+def _half_width(parts: Mapping[str, float], book: PriceBook) -> float:
+    """Half width of the 80 % interval in log time, by the step's parts and its machine."""
+    if book.gpu.kind == "cpu":
+        return HALF_WIDTH
+    return (book.known or typical()).half_width(tuple(parts.values()), book.model)

@@ -13,6 +13,7 @@ from itercast.compose.forecast import Forecast
 from itercast.compose.graph.index_streams import with_indices
 from itercast.compose.graph.launch_modes import with_engine
 from itercast.compose.lengths import Lengths, lengths_of, with_lengths
+from itercast.compose.machines.file import KnownMachine
 from itercast.compose.target import Target, find_target, forecast_step, step_dtype
 from itercast.microbench.store import Row
 
@@ -36,6 +37,7 @@ def prepare(
     indices: str = "",
     lengths: str = "",
     packed: bool = False,
+    machine: KnownMachine | None = None,
     **options: Any,
 ) -> tuple[StepCapture, Target]:
     """The captured micro-batch of a step on ``gpu`` under ``plan``, and the target of its forecast.
@@ -45,13 +47,15 @@ def prepare(
     how embedding bags look rows up: uniform, zipf:EXPONENT, or a file of real lookups
     (``itercast.microbench.ops.lookup.index_streams``). ``lengths`` says how long sequences are, up
     to ``seq``: a file or a distribution (``itercast.compose.lengths``); they are padded to the
-    longest of a micro-batch, or ``packed`` into rows of ``seq`` tokens.
+    longest of a micro-batch, or ``packed`` into rows of ``seq`` tokens. ``machine``: what measured
+    steps told of the machine; a typical one where it is None.
 
     ``model`` is anything ``capture`` takes, with its ``options``, or a captured step. ``batch`` and
     ``seq`` are a replica's; a captured step and a module's inputs are one micro-batch of it. Under
     a plan with amp ``dtype`` is bf16 unless stated, fp16 on a GPU without bf16.
     """
-    parsed, target = ParallelPlan.parse(plan), find_target(gpu, plan, bundle, host, stack)
+    parsed = ParallelPlan.parse(plan)
+    target = find_target(gpu, plan, bundle, host, stack, machine, model_name(model))
     if isinstance(model, StepCapture):
         _check_captured(
             parsed, inputs is not None or loss != "default" or options or lengths or packed
@@ -65,6 +69,13 @@ def prepare(
     if unlike:
         step = with_lengths(step, unlike, packed=packed)
     return with_engine(with_indices(step, indices), engine), target
+
+
+def model_name(model: Any) -> str:
+    """By which name machine files know a model: a case, a configuration's path, a function."""
+    if isinstance(model, Path):
+        return str(model.resolve())
+    return model if isinstance(model, str) else getattr(model, "__name__", type(model).__name__)
 
 
 def _check_captured(plan: ParallelPlan, more: object) -> None:

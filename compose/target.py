@@ -8,7 +8,15 @@ from pathlib import Path
 
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
+<<<<<<< HEAD
 from itercast.compose.forecast import Forecast, forecast, trace
+=======
+from itercast.compose.forecast import Forecast, forecast, timeline
+from itercast.compose.machines.factors import NONE, Factors
+from itercast.compose.machines.file import KnownMachine
+from itercast.compose.machines.state import Machine
+from itercast.compose.machines.typical import typical
+>>>>>>> 5dbd5589 (Intervals of GPUs are those of a machine that nobody measured; measured steps (--anchor, --machine) make them one's own)
 from itercast.compose.pricing.collectives import cluster
 from itercast.compose.pricing.layer_prices import PricedModel, price_model
 from itercast.compose.pricing.price_book import PriceBook, price_book
@@ -69,7 +77,9 @@ def step_dtype(asked: str | None, amp: bool, gpus: Iterable[Gpu]) -> str | None:
 class Target:
     """The bundle, device, plan, node, host and software that a forecast is for.
 
-    ``threads``: CPU threads of each rank; 0 on a GPU.
+    ``threads``: CPU threads of each rank; 0 on a GPU. ``known``: what measured steps told of the
+    machine; a typical one where it is None. ``model``: the name of the model, which may be slower
+    or faster on it than others.
     """
 
     bundle: Bundle
@@ -80,11 +90,22 @@ class Target:
     node: Node | None
     host: HostMachine = REFERENCE
     stack: str = USUAL_STACK
+    known: Machine | None = None
+    model: str = ""
+
+    @property
+    def machine(self) -> Factors:
+        """The factors of what it runs on: of the machine that is known, else of a typical one."""
+        if self.gpu.kind == "cpu":
+            return NONE
+        return (self.known or typical()).factors(self.model)
 
     @property
     def book(self) -> PriceBook:
         """The prices of ops on it, shared by all plans."""
-        return price_book(self.bundle, self.gpu, self.threads, self.stack, self.host)
+        return price_book(self.bundle, self.gpu, self.threads, self.stack, self.host).on(
+            self.machine, self.known, self.model
+        )
 
     def priced(self, step: StepCapture) -> PricedModel:
         """The step's layers with prices, on a rank of the plan."""
@@ -98,12 +119,19 @@ def find_target(
     bundle: Path | None = None,
     host: str = "",
     stack: str = "",
+    machine: KnownMachine | None = None,
+    model: str = "",
 ) -> Target:
-    """The target by the names of its device, plan, bundle, host and software."""
+    """The target by the names of its device, plan, bundle, host and software.
+
+    ``machine``: what measured steps told of it, also of the model of this name.
+    """
     parsed = ParallelPlan.parse(plan) if isinstance(plan, str) else plan
     gpu = gpu_named(gpu) or gpu
     folder, found = find_bundle(gpu, bundle)
     device = find_gpu(gpu, found)
+    if machine is not None and machine.gpu != device.name:
+        raise ValueError(f"machine of {machine.gpu} (--machine, --anchor), not of {device.name}")
     return Target(
         bundle=found,
         bundle_name=str(folder),
@@ -113,6 +141,8 @@ def find_target(
         node=find_node(parsed, device),
         host=find_host(host, device),
         stack=find_stack(stack, device),
+        known=machine.machine if machine else None,
+        model=model,
     )
 
 

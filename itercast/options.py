@@ -23,6 +23,7 @@ from itercast.names import completing
 
 if TYPE_CHECKING:  # the command line starts without pandas
     from itercast.capture.opcall import StepCapture
+    from itercast.compose.machines.file import KnownMachine
     from itercast.compose.target import Target
     from itercast.microbench.hardware.spec import Gpu
     from itercast.microbench.store import Row
@@ -170,6 +171,17 @@ Cluster = Annotated[
 Cores = Annotated[
     int | None, typer.Option(min=1, help="CPU cores of the host; default: as its node's file")
 ]
+Machine = Annotated[
+    Path | None,
+    typer.Option(
+        help="machine file of the GPUs, as `itercast calibrate --iterations` writes it; default: "
+        "a typical machine"
+    ),
+]
+Anchor = Annotated[
+    Path | None,
+    typer.Option(help="measured steps of the machine: a YAML list, or rows of `itercast collect`"),
+]
 Trace = Annotated[Path | None, file_to_write("timeline to write, for Perfetto or chrome://tracing")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 Families = Annotated[
@@ -236,6 +248,8 @@ class Question:
 
     lengths: Lengths = ""
     packed: Packed = False
+    machine: Machine = None
+    anchor: Anchor = None
 
     def __post_init__(self) -> None:
         if sum(map(bool, (self.case, self.hf_config, self.model))) != 1:
@@ -263,9 +277,19 @@ class Question:
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         for name in ("case", "hf_config", "model", "compiled", "cuda_graph", "global_batch"):
             del given[name]
+        given["machine"] = self.known_machine()
+        del given["anchor"]
         given["batch"] = self.replica_batch()
         engines = ["compile"] * self.compiled + ["graph"] * self.cuda_graph
         return {**given, "engine": "+".join(engines) or "eager"}
+
+    def known_machine(self) -> KnownMachine | None:
+        """What the machine file and the measured steps tell of the machine; None without either."""
+        if not (self.machine or self.anchor):
+            return None
+        from itercast.anchors import known_machine  # imports NumPy
+
+        return known_machine(self.machine, self.anchor, Question)
 
     def replica_batch(self) -> int | None:
         """Samples of a replica, as they are asked for or as a share of ``--global-batch``."""

@@ -31,6 +31,7 @@ def forecast_of(**facts: Any) -> Forecast:
     zeros = dict.fromkeys(Forecast.__dataclass_fields__, 0.0)
     text = dict.fromkeys(("gpu", "plan", "bundle", "host", "stack", "network"), "")
     tables = ("by_family_us", "idle_by_us", "assumed_by_us", "memory_by_bytes", "lengths")
+    tables += ("parts_frac",)
     return Forecast(**{**zeros, **text, **{name: {} for name in tables}, "notes": (), **facts})
 
 

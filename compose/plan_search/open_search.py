@@ -8,7 +8,9 @@ from typing import Any
 from itercast.capture.cases.registry import case
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture, optimizer_of
+from itercast.compose.machines.file import KnownMachine
 from itercast.compose.plan_search.candidates import Search
+from itercast.compose.predict import model_name
 from itercast.compose.target import Target, find_target, step_dtype
 
 
@@ -25,18 +27,21 @@ def open_search(
     stack: str = "",
     optimizer: str = "",
     local: int = 0,
+    machine: KnownMachine | None = None,
     **options: Any,
 ) -> tuple[Search, Target]:
     """Returns a search over plans of a model, and the target of all of them but for its plan.
 
     ``model`` is the name of a case or the path of a Hugging Face configuration. ``global_batch``:
     samples of a step over all GPUs; without it and ``seq`` a case has its own batch on each GPU.
-    ``local``: steps between averages of plans with local SGD; 0: none are tried.
+    ``local``: steps between averages of plans with local SGD; 0: none are tried. ``machine``: what
+    measured steps told of the machine.
     ``options`` are others of ``capture``: dtype, amp, channels_last.
     """
     samples, seq = size_of(model, gpus, global_batch, seq)
     options["optimizer"] = optimizer or optimizer_of(model)
-    target = find_target(gpu, ParallelPlan(dp=gpus, node=node), bundle, host, stack)
+    plan = ParallelPlan(dp=gpus, node=node)
+    target = find_target(gpu, plan, bundle, host, stack, machine, model_name(model))
     amp = options.get("amp", False)
     options["dtype"] = step_dtype(options.get("dtype"), amp, [target.gpu])
 

@@ -60,7 +60,7 @@ def host_cost(counts: Mapping[str, int], book: PriceBook) -> PricedOp:
         times = 1 if event in EVENTS_OVER_TENSORS else counts[event]
         row = rows[point][0] if rows else None
         one_us, shares = _event_us(event, point.tensors, row, book)
-        by_assumption.add(times * one_us, shares)
+        by_assumption.add(times * one_us * book.machine.host, shares)
     return host_work(by_assumption)
 
 

@@ -12,6 +12,8 @@ import pandas as pd
 from itercast.capture.base.assumptions import assumed
 from itercast.compose.graph.attention_kernels import SIXTEEN_BIT, kernel_ratio
 from itercast.compose.graph.identity_cache import Once, cached_by_identity
+from itercast.compose.machines.factors import NONE, Factors
+from itercast.compose.machines.state import Machine
 from itercast.compose.pricing.fallbacks import fallback_parts
 from itercast.compose.pricing.power_limit import throttled_us
 from itercast.compose.pricing.priced_op import UNMODELLED, Priceable, PricedOp
@@ -40,7 +42,7 @@ class PriceBook:
     Ranks on a CPU share its cores, so that a plan decides the threads of a rank: ops are priced for
     all those numbers of threads in one call, and ``by_threads`` holds a book for each. ``stack`` is
     the software that is forecast; where models know several it decides whose rows count. ``host``
-    is the machine that runs Python.
+    is the machine that runs Python; ``machine`` has the factors of ops, messages and host (``on``).
     """
 
     def __init__(
@@ -53,7 +55,9 @@ class PriceBook:
         host: HostMachine = REFERENCE,
     ) -> None:
         self.pricer, self.gpu, self.threads, self.stack = pricer, gpu, threads, stack
-        self.host = host
+        self.host, self.machine = host, NONE
+        self.known: Machine | None = None
+        self.model = ""
         self.models: Mapping[str, FamilyModel | None] = {
             name: model
             for name, model in pricer.models.items()
@@ -63,6 +67,23 @@ class PriceBook:
         self.by_threads.setdefault(threads, {})
         self.sent: dict[Any, PricedOp] = {}  # collectives by message, group and place
         self.once = Once()  # ops and what they consist of, host times of calls and wrappers
+
+    def on(self, machine: Factors, known: Machine | None = None, model: str = "") -> PriceBook:
+        """The same prices by the factors of a machine; models are asked once for all machines.
+
+        ``known``: what is known of the machine, of which intervals are, for the model of this name.
+        """
+        if (machine, known, model) == (self.machine, self.known, self.model):
+            return self
+        return self.once(
+            ("machine", machine, known, model), lambda: self._on(machine, known, model)
+        )
+
+    def _on(self, machine: Factors, known: Machine | None, model: str) -> PriceBook:
+        facts = (self.gpu, self.threads, self.by_threads, self.stack, self.host)
+        book = PriceBook(self.pricer, *facts)
+        book.machine, book.known, book.model, book.sent = machine, known, model, self.sent
+        return book
 
     @property
     def host_is_named(self) -> bool:
@@ -189,6 +210,7 @@ class PriceBook:
             other_us = other_us if known else us
         if w.family is not None and w.family.matmul:
             us = throttled_us(self.gpu, w.params.dtype, us, flops)
+        us *= self.machine.of_op(product=w.family is not None and w.family.matmul)
         shares = w.assumed_shares(len(parts), min(1.0, other_us / us) if us > 0 else 0.0)
         return PricedOp(
             op=w.op,

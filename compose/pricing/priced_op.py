@@ -59,7 +59,11 @@ class PricedOp:
     time of its call over that of a pointwise op; it launches ``kernels`` kernels of equal length.
     ``assumed``: shares of ``duration_us`` that rest on assumptions, by their names. ``leads``: the
     share of the step's host time that comes before it, where a CUDA graph launches all ops.
+<<<<<<< HEAD
     ``waits``: the host waits for its end. ``nbytes``: of a message or copy.
+=======
+    ``waits``: the host waits for its end. ``nodes``: among how many a message is sent.
+>>>>>>> 5dbd5589 (Intervals of GPUs are those of a machine that nobody measured; measured steps (--anchor, --machine) make them one's own)
     """
 
     op: str
@@ -73,7 +77,11 @@ class PricedOp:
     assumed: AssumedShares = ()
     leads: float = 0.0
     waits: bool = False
+<<<<<<< HEAD
     nbytes: float = 0.0
+=======
+    nodes: int = 1
+>>>>>>> 5dbd5589 (Intervals of GPUs are those of a machine that nobody measured; measured steps (--anchor, --machine) make them one's own)
 
     def over(self, n: float) -> PricedOp:
         """Its mean over n steps, of which one has it."""

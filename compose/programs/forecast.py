@@ -70,7 +70,9 @@ def _priced(
     """The captured ranks with prices, and the share of a CPU's cores that one of them takes."""
     gpu, world = target.gpu, program.world_size
     threads = max(1, gpu.sm_count // world) if gpu.kind == "cpu" else 0
-    book = price_book(target.bundle, gpu, threads, target.stack, target.host)
+    book = price_book(target.bundle, gpu, threads, target.stack, target.host).on(
+        target.machine, target.known, target.model
+    )
     per_node = _per_node(program, target)
     ranks = {r: price_rank(s, book, target.node, per_node) for r, s in program.ranks.items()}
     return ranks, book, world * threads / gpu.sm_count / len(ranks)

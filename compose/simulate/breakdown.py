@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, log2
 
+from itercast.compose.machines.factors import NAMES
 from itercast.compose.pricing.host import PYTHON
 from itercast.compose.pricing.priced_op import UNMODELLED, AssumedTime, PricedOp
 from itercast.compose.simulate.rank import LATENCY, Run
 from itercast.compose.simulate.timeline import Span, Task
+from itercast.microbench.ops import families
 
 
 @dataclass
@@ -17,7 +19,8 @@ class Tally:
     """Sums the times of a rank's ops by family, and the assumptions they rest on.
 
     ``us``: time by family; host work is among it on a CPU alone, where it is on the compute lane.
-    ``compute``, ``comm`` and ``host`` are sums by lane.
+    ``compute``, ``comm`` and ``host`` are sums by lane. ``far_us``: messages between nodes;
+    ``doublings_us``: these, times how often their two nodes were doubled.
     """
 
     on_cpu: bool
@@ -25,6 +28,8 @@ class Tally:
     compute: AssumedTime = field(default_factory=AssumedTime)
     comm: AssumedTime = field(default_factory=AssumedTime)
     host: AssumedTime = field(default_factory=AssumedTime)
+    far_us: float = 0.0
+    doublings_us: float = 0.0
 
     def add(self, ops: Iterable[PricedOp], times: float = 1.0) -> None:
         """Add ops, messages and host work that run ``times`` times."""
@@ -33,6 +38,9 @@ class Tally:
                 self.us[op.family] = self.us.get(op.family, 0.0) + times * op.duration_us
             lane = {"comm": self.comm, PYTHON: self.host}.get(op.phase, self.compute)
             lane.add(times * op.duration_us, op.assumed)
+            if op.nodes > 1:
+                self.far_us += times * op.duration_us
+                self.doublings_us += times * op.duration_us * log2(op.nodes / 2)
 
     @property
     def unmodelled_frac(self) -> float:
@@ -59,6 +67,35 @@ def assumed_us(
         for name, share in lane.shares:
             by_name_us[name] = by_name_us.get(name, 0.0) + share * time_us
     return {name: us for name, us in sorted(by_name_us.items(), key=lambda kv: -kv[1]) if us > 0}
+
+
+def parts_frac(
+    tally: Tally, compute_us: float, exposed_comm_us: float, host_gap_us: float
+) -> dict[str, float]:
+    """The derivative of a step's log time by the log of each factor of its machine, by ``NAMES``.
+
+    Of what the step spends in kernels, in messages that no compute hides and in waiting for the
+    host, each factor has the share that it scales; these add up to 1. A pipeline's bubble and
+    waiting for slower stages grow with them. ``ranks``: network time by the doublings of nodes.
+    """
+    product_us = sum(us for name, us in tally.us.items() if _is_product(name))
+    busy_us = compute_us + exposed_comm_us + host_gap_us or 1.0
+    compute, sent = compute_us / busy_us, exposed_comm_us / busy_us
+    products = compute * min(1.0, product_us / (tally.compute.total_us or 1.0))
+    network = sent * tally.far_us / (tally.comm.total_us or 1.0)
+    parts = {
+        "products": products,
+        "memory": compute - products,
+        "links": sent - network,
+        "network": network,
+        "host": host_gap_us / busy_us,
+        "ranks": sent * tally.doublings_us / (tally.comm.total_us or 1.0),
+    }
+    return {name: parts[name] for name in NAMES}
+
+
+def _is_product(family: str) -> bool:
+    return family in families() and families()[family].matmul
 
 
 def lane_spans(run: Run, *lanes: str) -> list[Span]:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # the command line starts without pandas
 BAR = 8  # characters of a waterfall
 STEP = ("dtype", "optimizer", "channels_last")  # options of a question that say what a step is
 WHERE = ("seq", "bundle", "host", "stack")
+MACHINE = ("machine", "anchor")
 SIZE = ("batch", "global_batch")
 PARTS: tuple[tuple[str, str, str], ...] = (
     ("compute", "█", "green"),
@@ -49,7 +50,10 @@ PARTS: tuple[tuple[str, str, str], ...] = (
 )
 
 
-@partial(asks, only=("case", "hf_config", "model", "lengths", "packed", *SIZE, *STEP, *WHERE))
+@partial(
+    asks,
+    only=("case", "hf_config", "model", "lengths", "packed", *SIZE, *STEP, *WHERE, *MACHINE),
+)
 def plan(
     question: Question,
     gpu: GpuName = "",
@@ -70,12 +74,14 @@ def plan(
     asked: Row = {name: getattr(question, name) for name in (*STEP, *WHERE)} | {"amp": amp}
     if cluster is not None:
         alone = not (gpu or gpus or node or any(unlike.values()) or local or objective != "time")
+        alone = alone and not (question.machine or question.anchor)
         print_plans(*_on_cluster(question, cluster, asked, begin, alone=alone), as_json)
         return
     if not gpu or gpus is None:
         raise ValueError("plan takes --gpu and --gpus, or --cluster")
     samples, where = question.samples_over(gpus), {"node": node, "local": local}
-    search, target = _open(question, gpu, gpus, global_batch=samples, **where, **asked)
+    known = {"machine": question.known_machine()}
+    search, target = _open(question, gpu, gpus, global_batch=samples, **where, **asked, **known)
     facts = {"case": question.name, "gpu": gpu, "gpus": gpus, "objective": objective}
     facts |= {**where, **unlike, **asked, "stack": target.stack, **_settled(search, target)}
     facts["command"] = _command(question, facts)
@@ -83,7 +89,7 @@ def plan(
     counts, reports = run_search(search, facts)
     if any(unlike.values()):
         sizes = {"batch": search.batch, "seq": search.seq, "node": node, **unlike}
-        reports = with_lengths(question.asked(), reports, gpu=gpu, **{**asked, **sizes})
+        reports = with_lengths(question.asked(), reports, gpu=gpu, **{**asked, **sizes, **known})
     facts |= {"gpu": target.gpu.name, **counts, "seconds": time.perf_counter() - begin}
     print_plans(facts, reports, as_json)
 
@@ -96,7 +102,7 @@ def _settled(search: Search, target: Target) -> Row:
 
 def _command(question: Question, told: Row) -> str:
     """The command line that repeats a search, with the values of all options."""
-    named = {n: getattr(question, n) for n in ("case", "hf_config", "model")}
+    named = {n: getattr(question, n) for n in ("case", "hf_config", "model", *MACHINE)}
     return command("plan", {n: v for n, v in {**told, **named}.items() if v})
 
 

@@ -74,16 +74,28 @@ def predict(
     if policy is not None:
         _write_policy(policy, step, target)
     noisy = _spread_of(found, target) if spread else None
-    facts = question_facts(question, step, target)
+    facts = question_facts(question, step, target) | _machine_facts(step, target)
     _print(question.name, found, facts, noisy, as_json=as_json, explain=explain_assumptions)
+
+
+def _machine_facts(step: StepCapture, target: Target) -> Row:
+    """What measured steps told of the machine, in words, and which one would tell most."""
+    if target.known is None:
+        return {}
+    from itercast.compose.anchors import in_words, next_run
+
+    advice = next_run(step, target)
+    return {"machine": [*in_words(target.known, target.gpu.name), *([advice] if advice else [])]}
 
 
 def _on_cluster(question: Question, path: Path, *, alone: bool) -> Forecast:
     """The forecast on unlike GPUs."""
     asked = question.arguments()
-    gpu, lengths, packed = (asked.pop(name) for name in ("gpu", "lengths", "packed"))
-    if gpu != "cpu" or lengths or packed or not alone:
-        options = "--gpu, --lengths, --packed, --strict, --trace, --input, --policy or --spread"
+    names = ("gpu", "lengths", "packed", "machine")
+    gpu, lengths, packed, machine = (asked.pop(name) for name in names)
+    if gpu != "cpu" or lengths or packed or machine or not alone:
+        options = "--gpu, --lengths, --packed, --machine, --anchor, --strict, --trace, --input, "
+        options += "--policy or --spread"
         raise ValueError(f"--cluster goes without {options}")
     with prints_aside():
         from itercast.compose.clusters.search import predict_on_cluster
@@ -147,6 +159,8 @@ def _print(
         typer.echo(json.dumps({"case": name, **asdict(found), **facts, **asked}))
         return
     say_step(facts)
+    for line in facts.get("machine", ()):
+        typer.echo(line)
     console = Console()
     console.print(forecast_table(name, found, spread))
     if explain:

@@ -11,7 +11,18 @@ import typer
 from rich.console import Console
 
 from itercast.capture.base.slow_imports import without_scikit_learn
-from itercast.options import Bundle, GpuName, Host, Json, NodeName, Stack, Trace
+from itercast.options import (
+    Anchor,
+    Bundle,
+    GpuName,
+    Host,
+    Json,
+    Machine,
+    NodeName,
+    Question,
+    Stack,
+    Trace,
+)
 
 if TYPE_CHECKING:
     from itercast.capture.input.lane import InputLane
@@ -32,6 +43,8 @@ def run(
     bundle: Bundle = None,
     host: Host = "",
     stack: Stack = "",
+    machine: Machine = None,
+    anchor: Anchor = None,
     trace: Trace = None,
     as_json: Json = False,
 ) -> None:
@@ -41,11 +54,17 @@ def run(
     the script, its own arguments after it.
     """
     with without_scikit_learn():
+<<<<<<< HEAD
         from itercast.compose.programs.forecast import forecast_program, trace_of_program
+=======
+        from itercast.anchors import known_machine
+        from itercast.compose.programs.forecast import forecast_program, program_timeline
+>>>>>>> 5dbd5589 (Intervals of GPUs are those of a machine that nobody measured; measured steps (--anchor, --machine) make them one's own)
         from itercast.compose.programs.scripts import captured_script
         from itercast.compose.target import find_target
 
-    target = find_target(gpu, f"node={node}" if node else "", bundle, host, stack)
+    plan, known = f"node={node}" if node else "", known_machine(machine, anchor, Question)
+    target = find_target(gpu, plan, bundle, host, stack, known, script.name)
     with Console(stderr=True).status(f"running {script.name} as rank 0 of {gpus}"):
         captured = captured_script(script, arguments or [], target, gpus, steps, limit, no_cache)
     program, lane = captured.program, captured.lane

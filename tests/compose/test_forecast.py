@@ -43,7 +43,7 @@ def test_host_events_add_to_ops_on_a_cpu() -> None:
     assert found.iteration_us == pytest.approx(10 + 2 * 3.0 + 2.0)
     assert found.iteration_us == found.compute_us + found.exposed_comm_us + found.idle_us
     assert found.unmodelled_frac == 0
-    factor = exp(HALF_WIDTH["cpu"])  # of the 80 % interval, alike for all iterations on a CPU
+    factor = exp(HALF_WIDTH)  # of the 80 % interval, alike for all iterations on a CPU
     assert found.iteration_us_p10 == pytest.approx(18 / factor)
     assert found.iteration_us_p90 == pytest.approx(18 * factor)
 

@@ -74,7 +74,9 @@ class Forecaster:
         threads = max(1, gpu.sm_count // world_size) if gpu.kind == "cpu" else 0
         self.model, self.world_size = model, world_size
         self.target = replace(target, plan=plan, threads=threads)
-        self.book = price_book(target.bundle, gpu, threads, target.stack, target.host)
+        self.book = price_book(target.bundle, gpu, threads, target.stack, target.host).on(
+            target.machine, target.known, target.model
+        )
         self.where = cluster(plan, gpu, target.node)
         self.room_bytes = table_room_bytes(gpu, world_size)
         self.per_node = self.where.groups["tables"].per_node

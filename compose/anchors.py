@@ -1,0 +1,161 @@
+"""A user's measured steps (anchors): what they tell of the machine, what to measure next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import exp, log
+
+from itercast.capture.opcall import StepCapture
+from itercast.capture.plan import ParallelPlan
+from itercast.compose.forecast import forecast
+from itercast.compose.host_fit import MeasuredStep
+from itercast.compose.machines.factors import NAMES, Factors
+from itercast.compose.machines.file import KnownMachine
+from itercast.compose.machines.state import Anchor, Machine
+from itercast.compose.machines.typical import typical
+from itercast.compose.target import Target, forecast_step
+
+RAISED = 0.25  # no assumption: by which log factors are raised for a finite difference
+ABSURD = 4.0  # no assumption: deviations of a new machine beyond which a step is not believed
+WORDS = {
+    "products": "products",
+    "memory": "other kernels",
+    "links": "messages within a node",
+    "network": "messages between nodes",
+    "host": "the host",
+    "ranks": "messages at twice the nodes",
+}
+UNKNOWN = 0.95  # no assumption: a factor is unknown whose interval is this wide of a new machine's
+
+
+def sensitivity(step: StepCapture, target: Target) -> tuple[float, ...]:
+    """Derivative of the log forecast by the log of each factor, in the order of ``NAMES``.
+
+    By finite differences, so that messages and host work count that a slower machine no longer
+    hides.
+    """
+    logs, base = target.machine.logs, forecast_step(step, target)
+    found = []
+    for at, name in enumerate(NAMES):
+        if base.comm_us == 0 and name in ("links", "network", "ranks"):
+            found.append(0.0)
+            continue
+        raised = [x + RAISED * (at == i) for i, x in enumerate(logs)]
+        book = target.book.on(Factors.of_logs(raised), target.known, target.model)
+        slower = forecast(step, target.plan, book, target.node)
+        found.append(log(slower.iteration_us / base.iteration_us) / RAISED)
+    return tuple(found)
+
+
+def told(steps: Sequence[MeasuredStep], known: KnownMachine | None = None) -> KnownMachine:
+    """What is known of a machine after measured steps; ValueError for a step not to be believed."""
+    if not steps:
+        raise ValueError("an anchor file has no measured steps")
+    gpus = sorted({s.target.gpu.name for s in steps} | ({known.gpu} if known else set()))
+    if len(gpus) > 1 or steps[0].target.gpu.kind == "cpu":
+        raise ValueError(f"anchors are of GPUs of one kind, got {', '.join(gpus)}")
+    machine, anchors = (known.machine, known.anchors) if known else (typical(), ())
+    for one in steps:
+        machine = machine.told([anchor_of(one)])
+        anchors += (f"{one.label}: {one.time_us / 1e3:.6g} ms",)
+    return KnownMachine(gpu=gpus[0], machine=machine, anchors=anchors)
+
+
+def anchor_of(one: MeasuredStep) -> Anchor:
+    """A measured step beside its forecast; ValueError where it must be of another configuration."""
+    target = replace(one.target, known=None, model="")
+    ratio = log(one.time_us / forecast_step(one.step, target).iteration_us)
+    j = sensitivity(one.step, target)
+    limit = ABSURD * typical().log_deviation(j, one.target.model)
+    if abs(ratio) > limit:
+        raise ValueError(
+            f"anchor {one.label!r}: {one.time_us / 1e3:.4g} ms is {exp(ratio):.2g} times the "
+            f"forecast, between {exp(-limit):.2g} and {exp(limit):.2g} are believed: another "
+            f"configuration than stated? Likeliest: {misreading(one, target, ratio)}"
+        )
+    return Anchor(model=one.target.model, sensitivity=j, log_ratio=ratio)
+
+
+def misreading(one: MeasuredStep, target: Target, ratio: float) -> str:
+    """What of a step's statement, if it were otherwise, explains its log ratio best."""
+    plan = target.plan
+    tried = {
+        "time in seconds, not milliseconds": ratio + log(1e3),
+        "time in microseconds, not milliseconds": ratio - log(1e3),
+    }
+    if plan.microbatches > 1:
+        tried["the time of one micro-batch, not of the step"] = ratio + log(plan.microbatches)
+    if plan.dp > 1:
+        tried["a batch of all replicas, not of each"] = ratio + log(plan.dp)
+    tried |= dict(_other_plans(one, target))
+    tried |= {
+        "a dtype of half the rate": ratio - log(2),
+        "a dtype of twice the rate": ratio + log(2),
+        "a dtype of a sixteenth of the rate": ratio - log(16),
+        "accumulation over 8 micro-batches": ratio - log(8),
+    }
+    return min(tried, key=lambda words: abs(tried[words]))
+
+
+def _other_plans(one: MeasuredStep, target: Target) -> Iterator[tuple[str, float]]:
+    """The log ratio with recomputation, or without that of the plan."""
+    other = "" if target.plan.recompute else "full"
+    try:
+        plan = replace(target.plan, recompute=other, recomputed=1.0)
+        found = forecast_step(one.step, replace(target, plan=plan))
+    except ValueError:  # a rule forbids it
+        return
+    words = "recomputation" if other else "no recomputation"
+    yield words, log(one.time_us / found.iteration_us)
+
+
+def in_words(machine: Machine, gpu: str) -> list[str]:
+    """One line for each factor: how much slower or faster than a typical machine, and how sure."""
+    lines = []
+    for at, name in enumerate(NAMES):
+        spread, left = machine.typical.spread[at], machine.covariance[at][at] ** 0.5
+        if left > UNKNOWN * spread:
+            lines.append(f"{WORDS[name]}: unknown")
+            continue
+        time, low, high = machine.interval(name)
+        rates = f"{1 / time:.2f} ({1 / high:.2f} to {1 / low:.2f})"
+        lines.append(f"{WORDS[name]}: {rates} of the rate of a typical {gpu}")
+    return lines
+
+
+def next_run(step: StepCapture, target: Target) -> str:
+    """The cheaper run of the same micro-batch that would narrow the forecast's interval most."""
+    machine = target.known or typical()
+    asked = tuple(forecast_step(step, target).parts_frac.values())
+    now = machine.half_width(asked, target.model)
+    widths: dict[str, float] = {}
+    for plan in _cheaper(target):
+        try:
+            parts = forecast_step(step, replace(target, plan=plan)).parts_frac
+        except ValueError:  # it does not run on so few
+            continue
+        told_by = Anchor(model=target.model, sensitivity=tuple(parts.values()), log_ratio=0.0)
+        widths[str(plan) or "one GPU"] = machine.told([told_by]).half_width(asked, target.model)
+    if not widths:
+        return ""
+    best = min(widths, key=lambda name: widths[name])
+    return (
+        f"measure next: plan {best}; the 80 % interval, now within {_percent(now)}, "
+        f"would be within {_percent(widths[best])}"
+    )
+
+
+def _percent(half_width: float) -> str:
+    return f"{100 * (1 - exp(-half_width)):.0f} % below and {100 * (exp(half_width) - 1):.0f} above"
+
+
+def _cheaper(target: Target) -> Iterator[ParallelPlan]:
+    """The plan on fewer replicas: as few as possible, a node, two nodes; none of a plan on one."""
+    plan, each = target.plan, target.plan.world_size // target.plan.dp
+    node = target.node.gpus_per_node if target.node else 8
+    for gpus in sorted({each, node, 2 * node}):
+        replicas = gpus // each
+        if gpus % each == 0 and 1 <= replicas < plan.dp and replicas % plan.ep == 0:
+            kept = {"zero": 0} if replicas == 1 else {}
+            yield replace(plan, dp=replicas, **kept)

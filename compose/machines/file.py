@@ -1,0 +1,72 @@
+"""Machine files: what measured steps told of a machine, as YAML that every forecast takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from itercast.capture.base.yaml_text import read_mapping
+from itercast.compose.machines.factors import NAMES
+from itercast.compose.machines.state import Machine
+from itercast.compose.machines.typical import spread_of, stated
+
+KEYS = ("gpu", "anchors", "models", "mean", "covariance", "typical")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownMachine:
+    """What measured steps told of a machine with such GPUs; ``anchors``: these steps in words."""
+
+    gpu: str
+    machine: Machine
+    anchors: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        """The machine file."""
+        facts = {
+            "gpu": self.gpu,
+            "anchors": list(self.anchors),
+            "models": list(self.machine.models),
+            "mean": list(self.machine.mean),
+            "covariance": [list(row) for row in self.machine.covariance],
+            "typical": stated(self.machine.typical),
+        }
+        head = "# Written by itercast calibrate --iterations. Mean and covariance of log factors: "
+        return f"{head}{', '.join(NAMES)}, then of models.\n" + yaml.safe_dump(facts)
+
+
+def read_machine(path: Path) -> KnownMachine:
+    """Read a machine file; ValueError names what is wrong with it."""
+    facts = read_mapping(path, "machine file")
+    if set(facts) != set(KEYS):
+        raise ValueError(f"machine file {str(path)!r}: keys are {KEYS}, got {sorted(facts)}")
+    try:
+        return _made(facts)
+    except (ValueError, TypeError, KeyError) as exc:
+        raise ValueError(f"machine file {str(path)!r}: {type(exc).__name__} {exc}") from None
+
+
+def _made(facts: Mapping[str, Any]) -> KnownMachine:
+    models, mean = tuple(map(str, facts["models"])), np.array(facts["mean"], dtype=float)
+    covariance = np.array(facts["covariance"], dtype=float)
+    size = len(NAMES) + len(models)
+    if mean.shape != (size,) or covariance.shape != (size, size):
+        raise ValueError(f"mean and covariance are of {size} numbers, factors and models")
+    if not (np.isfinite(mean).all() and np.isfinite(covariance).all()):
+        raise ValueError("mean and covariance are finite numbers")
+    if np.linalg.eigvalsh(covariance).min() < -1e-9 or not np.allclose(covariance, covariance.T):
+        raise ValueError("covariance is none: it has a negative variance, or is not symmetric")
+    machine = Machine(
+        typical=spread_of(facts["typical"]),
+        mean=tuple(mean.tolist()),
+        covariance=tuple(map(tuple, covariance.tolist())),
+        models=models,
+    )
+    return KnownMachine(
+        gpu=str(facts["gpu"]), machine=machine, anchors=tuple(map(str, facts["anchors"]))
+    )

@@ -1,0 +1,135 @@
+"""What is known of a machine: a normal distribution of the logs of its factors.
+
+Between machines log factors differ with a mean and a spread, fitted over sources of measured
+steps (typical.yaml). A measured step of time t tells of the factors x of its machine:
+
+    log(t / t0) = J . (x - x0) + model + row
+
+with t0 the forecast on the typical machine x0 and J, the anchor's sensitivity, the derivative of
+the log forecast by the log factors. ``model`` is one number for each model on a machine: how much
+longer all of its parts take. ``row`` differs from step to step. All are normal, so the posterior is
+normal, and each anchor narrows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import exp, sqrt
+
+import numpy as np
+
+from itercast.compose.machines.factors import NAMES, Factors
+
+EVERYWHERE = np.array([name != "ranks" for name in NAMES], dtype=float)  # a model's share of each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """How machines differ: means and standard deviations of log factors, in the order of ``NAMES``.
+
+    ``model``: standard deviation between models on one machine; ``row``: between steps of a model.
+    ``deviates``: half width of an 80 % interval in standard deviations.
+    """
+
+    mean: tuple[float, ...]
+    spread: tuple[float, ...]
+    model: float
+    row: float
+    deviates: float = 1.2816  # no assumption: of a normal distribution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Anchor:
+    """A measured step beside its forecast on the typical machine.
+
+    ``log_ratio``: log(measured / forecast); ``sensitivity``: J, in the order of ``NAMES``.
+    """
+
+    model: str
+    sensitivity: tuple[float, ...]
+    log_ratio: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """A normal distribution of log factors and of the models measured on the machine, jointly.
+
+    ``mean`` and ``covariance``: first of log factors in the order of ``NAMES``, then of ``models``.
+    """
+
+    typical: Spread
+    mean: tuple[float, ...]
+    covariance: tuple[tuple[float, ...], ...]
+    models: tuple[str, ...] = ()
+
+    @classmethod
+    def new(cls, typical: Spread) -> Machine:
+        """A machine of which nothing is known."""
+        covariance = np.diag(np.square(typical.spread))
+        return cls(typical=typical, mean=typical.mean, covariance=_rows(covariance))
+
+    def factors(self, model: str = "") -> Factors:
+        """The expected factors, for a model with how much longer it takes on this machine."""
+        logs = np.array(self.mean[: len(NAMES)])
+        if model in self.models:
+            logs = logs + self.mean[len(NAMES) + self.models.index(model)] * EVERYWHERE
+        return Factors.of_logs(logs.tolist())
+
+    def log_deviation(self, sensitivity: Sequence[float], model: str = "") -> float:
+        """Standard deviation of the log of a measured step, by its sensitivity to the factors."""
+        known = self._with(model)
+        j = known._direction(sensitivity, model)
+        return sqrt(float(j @ np.array(known.covariance) @ j) + self.typical.row**2)
+
+    def half_width(self, sensitivity: Sequence[float], model: str = "") -> float:
+        """Half width of the 80 % interval of a step, in log time."""
+        return self.typical.deviates * self.log_deviation(sensitivity, model)
+
+    def told(self, anchors: Sequence[Anchor]) -> Machine:
+        """The machine after measured steps, whose forecasts are those of the typical machine."""
+        known = self
+        for anchor in anchors:
+            known = known._with(anchor.model)._told_one(anchor)
+        return known
+
+    def _with(self, model: str) -> Machine:
+        """The same machine with a place for a model of which nothing was measured."""
+        if model in self.models:
+            return self
+        size = len(self.mean)
+        covariance = np.zeros((size + 1, size + 1))
+        covariance[:size, :size] = self.covariance
+        covariance[size, size] = self.typical.model**2
+        return replace(
+            self,
+            mean=(*self.mean, 0.0),
+            covariance=_rows(covariance),
+            models=(*self.models, model),
+        )
+
+    def _direction(self, sensitivity: Sequence[float], model: str) -> np.ndarray:
+        own = [float(name == model) for name in self.models]
+        return np.array([*sensitivity, *own])
+
+    def _told_one(self, anchor: Anchor) -> Machine:
+        """Update by one anchor (a Kalman filter's step)."""
+        j = self._direction(anchor.sensitivity, anchor.model)
+        mean, covariance = np.array(self.mean), np.array(self.covariance)
+        typical = np.zeros(len(mean))
+        typical[: len(NAMES)] = self.typical.mean
+        gain = covariance @ j / (j @ covariance @ j + self.typical.row**2)
+        mean = mean + gain * (anchor.log_ratio - j @ (mean - typical))
+        narrowed = covariance - np.outer(gain, j @ covariance)
+        return replace(self, mean=tuple(mean.tolist()), covariance=_rows(narrowed))
+
+    def interval(self, name: str) -> tuple[float, float, float]:
+        """A factor over that of a typical machine: expected, and bounds of its 80 % interval."""
+        at = NAMES.index(name)
+        log = self.mean[at] - self.typical.mean[at]
+        wide = self.typical.deviates * sqrt(max(0.0, self.covariance[at][at]))
+        return exp(log), exp(log - wide), exp(log + wide)
+
+
+def _rows(matrix: np.ndarray) -> tuple[tuple[float, ...], ...]:
+    return tuple(map(tuple, matrix.tolist()))

@@ -1,0 +1,41 @@
+"""How machines differ: means and spreads of their factors, fitted over sources."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from itercast.capture.base.assumptions import LEAVE_OUT
+from itercast.capture.base.yaml_text import facts_of
+from itercast.compose.machines.factors import NAMES
+from itercast.compose.machines.state import Machine, Spread
+
+REST = ("model", "row", "deviates")
+
+
+@cache
+def typical() -> Machine:
+    """A machine with GPUs of which nothing is known.
+
+    In a process that leaves a source out, by the fit over all others
+    (``itercast.capture.base.assumptions.leaving_out``).
+    """
+    facts = facts_of(__file__)
+    left_out = os.environ.get(LEAVE_OUT, "").casefold()
+    return Machine.new(spread_of(facts["without"].get(left_out, facts["all"])))
+
+
+def spread_of(facts: Mapping[str, Any]) -> Spread:
+    """Means and spreads as the file states them: of each factor [mean, spread] of its log."""
+    mean, spread = zip(*(facts[name] for name in NAMES), strict=True)
+    return Spread(mean=mean, spread=spread, **{name: facts[name] for name in REST})
+
+
+def stated(spread: Spread) -> dict[str, Any]:
+    """Means and spreads in the form of the file."""
+    pairs = zip(NAMES, spread.mean, spread.spread, strict=True)
+    return {name: [mean, wide] for name, mean, wide in pairs} | {
+        name: getattr(spread, name) for name in REST
+    }

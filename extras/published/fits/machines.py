@@ -1,0 +1,221 @@
+"""How machines differ: `python -m itercast.extras.published.fits.machines PUBLIC PARTS`.
+
+Measured steps of each published source are forecast without the source, as the machine is priced,
+with the derivative of the forecast by each factor (written to PARTS/SOURCE.parquet, read from there
+where it is). Factors are fitted on sources that find causes (roles.yaml), each left out in turn;
+those that judge are forecast by the fit over all of these. Forecasts with factors and anchors are
+to first order.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import pandas as pd
+import typer
+import yaml
+
+from itercast.capture.base.assumptions import leaving_out
+from itercast.compose.anchors import sensitivity
+from itercast.compose.machines.state import Machine, Spread
+from itercast.compose.machines.typical import stated
+from itercast.compose.target import forecast_step
+from itercast.eval.processes import processes
+from itercast.eval.progress import run_program
+from itercast.eval.results import records
+from itercast.extras.published.fits.machine_fit import (
+    SENSITIVITY,
+    calibrated,
+    deviates,
+    fit,
+    left_out,
+    with_anchors,
+)
+from itercast.extras.published.models import captured_step, read_lines, row_target, timed_us
+from itercast.extras.published.roles import FEW_PCT, ROLES, role_of
+from itercast.learners.bundle import SHIPPED
+from itercast.learners.train import errors
+from itercast.microbench.importers.base import positive
+from itercast.microbench.store import Facts, Row
+
+TYPICAL = Path(__file__).parents[3] / "compose/machines/typical.yaml"
+OF_MACHINE, OF_SOURCE = 20, 40  # steps that are drawn, at most
+LIMIT_S, SLOW_S = 150, 25  # of a forecast; a slower one has its parts as derivative
+# Single modules, and a source whose rows teach the shipped models: no steps of a machine's own.
+NOT_STEPS = ("kernelbench", "liger-kernel", "llmservingsim", "neusight", "timm")
+KEY = ["source", "machine", "case", "batch", "plan", "dtype", "engine", "time_us"]
+
+
+def steps_of(public: Path) -> pd.DataFrame:
+    """Measured steps of all lines about iterations, each once, some of each machine and source."""
+    parts = [
+        rows[positive(rows["time_us"]) > 0]
+        for line, rows in read_lines(public, "")
+        if line.part == "step" and not (line.calibrated or line.fits_hosts)
+    ]
+    found = pd.concat(parts, ignore_index=True)
+    found = found[~found["source"].isin(NOT_STEPS)]
+    found["machine"] = [_machine(row) for row in records(found)]
+    found = found.drop_duplicates(KEY).sample(frac=1, random_state=0)
+    found = found[found.groupby("machine").cumcount() < OF_MACHINE]
+    return found[found.groupby("source").cumcount() < OF_SOURCE].reset_index(drop=True)
+
+
+def _machine(row: Facts) -> str:
+    """A name for the machine of a row: what its source calls it, and its GPU."""
+    own = [row.get(name) for name in ("machine", "system")]
+    called = next((name for name in own if isinstance(name, str) and name), "")
+    return f"{row['source']} {called} {row['gpu']}"
+
+
+def derivatives(row: Facts) -> Row:
+    """log(measured / forecast) of a step as priced, and ``SENSITIVITY``; or why there is none."""
+    given = {name: value for name, value in row.items() if value == value and value is not None}
+    signal.signal(signal.SIGALRM, partial(_stop))
+    signal.alarm(LIMIT_S)
+    start = time.monotonic()
+    try:
+        target = replace(row_target(given, SHIPPED), known=Machine.new(AS_PRICED))
+        step = captured_step(given, target.plan)
+        found = forecast_step(step, target)
+        slow = time.monotonic() - start > SLOW_S
+        j = tuple(found.parts_frac.values()) if slow else sensitivity(step, target)
+    except ValueError as exc:
+        return {"reason": str(exc)[:120]}
+    finally:
+        signal.alarm(0)
+    ratio = float(np.log(float(given["time_us"]) / timed_us(given, found)))
+    return {"log_ratio": ratio, **dict(zip(SENSITIVITY, j, strict=True))}
+
+
+AS_PRICED = Spread(mean=(0.0,) * 6, spread=(1.0,) * 6, model=1.0, row=1.0)
+
+
+def _stop(*_: Any) -> None:
+    raise ValueError(f"forecast takes longer than {LIMIT_S} s")
+
+
+def parts_of(public: Path, folder: Path) -> pd.DataFrame:
+    """All steps with their derivatives; sources whose file is in the folder are read from it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    asked = steps_of(public)
+    for source in sorted(asked["source"].unique()):
+        path, mine = folder / f"{source}.parquet", asked[asked["source"] == source]
+        if path.is_file():
+            continue
+        with leaving_out(source), processes(1) as pool:
+            found = pd.DataFrame(pool.map(derivatives, mine.to_dict("records")))
+        facts = mine[["source", "machine"]].reset_index(drop=True)
+        facts["model"] = mine["case"].astype(str).to_numpy()
+        pd.concat([facts, found], axis=1).to_parquet(path)
+    found = pd.concat([pd.read_parquet(path) for path in sorted(folder.glob("*.parquet"))])
+    return found[found["log_ratio"].notna()].reset_index(drop=True)
+
+
+def judged(steps: pd.DataFrame, spreads: Mapping[str, Spread], count: int) -> pd.DataFrame:
+    """Errors in % by source: as priced (count -1), or of machines after ``count`` anchors."""
+    lines = {}
+    for source, mine in steps.groupby("source"):
+        found = with_anchors(mine, spreads[str(source)], max(count, 0))
+        if not len(found):
+            continue
+        log = mine["log_ratio"] if count < 0 else found["log_ratio"]
+        measured = np.exp(log.to_numpy(dtype=float))
+        scores = errors(np.ones(len(measured)), measured)
+        names = ("mape_pct", "median_ape_pct", "p90_ape_pct", "worst_ape_pct", "bias_pct")
+        line = {name.removesuffix("_ape_pct").removesuffix("_pct"): scores[name] for name in names}
+        if count >= 0:
+            inside = found["log_ratio"].abs() <= found["half_width"]
+            line |= {"covered": 100 * inside.mean(), "half": found["half_width"].median()}
+        lines[source] = {"steps": len(mine), **line}
+    return pd.DataFrame.from_dict(lines, orient="index")
+
+
+def tables(steps: pd.DataFrame, spreads: Mapping[str, Spread], titles: Sequence[str]) -> str:
+    """Errors by role and source: as priced, of a typical machine, with one and three anchors."""
+    text = []
+    for count, title in zip((-1, 0, 1, 3), titles, strict=True):
+        found = judged(steps, spreads, count)
+        found.insert(0, "role", [role_of(source) for source in found.index])
+        for role in ROLES:
+            mine = found[found["role"] == role].drop(columns="role")
+            if len(mine):
+                text += [f"\n{title}; {role}:", mine.round(2).to_string(), _summary(mine)]
+    return "\n".join(text)
+
+
+def _summary(lines: pd.DataFrame) -> str:
+    mean, bias = lines["mape"].mean(), lines["bias"].mean()
+    told = f"mean of {len(lines)} sources {mean:.1f} %, bias {bias:+.1f}"
+    if "covered" not in lines:
+        return told
+    few = int((lines["covered"] < FEW_PCT).sum())
+    return f"{told}, covered {lines['covered'].mean():.0f} %, less than {FEW_PCT:.0f} % of {few}"
+
+
+def typical_text(known: pd.DataFrame, whole: Spread, without: Mapping[str, Spread]) -> str:
+    """The file of typical machines."""
+    counts = known.groupby("source").size()
+    head = [
+        "# How machines with GPUs differ: [mean, spread] of the log of each factor (Factors),",
+        "# spread of models on a machine and of steps of a model, half width of intervals in",
+        "# deviations.",
+        f"# source: python -m itercast.extras.published.fits.machines, {len(known)} steps of "
+        f"{known['machine'].nunique()} machines:",
+        "# " + ", ".join(f"{source} {n}" for source, n in counts.items()),
+    ]
+    entries = {source.casefold(): _rounded(one) for source, one in without.items()}
+    body = yaml.safe_dump(
+        {"all": _rounded(whole), "without": entries},
+        sort_keys=False,
+        default_flow_style=None,
+        width=150,
+    )
+    return "\n".join([*head, body])
+
+
+def _rounded(spread: Spread) -> Row:
+    facts = stated(spread).items()
+    return {k: [round(x, 3) for x in v] if isinstance(v, list) else round(v, 3) for k, v in facts}
+
+
+def main(
+    public: Annotated[Path, typer.Argument(help="folder of published measurements")],
+    parts: Annotated[Path, typer.Argument(help="folder of derivatives, written where missing")],
+    write: Annotated[bool, typer.Option(help="write compose/machines/typical.yaml")] = False,
+) -> None:
+    """Fit how machines differ, print errors by source, without and with anchors."""
+    steps = parts_of(public, parts)
+    known = steps[steps["source"].isin(ROLES["finds causes"])]
+    fits = {means: left_out(known, means=means) for means in (True, False)}
+    error = {m: judged(known, found, 0)["mape"].mean() for m, found in fits.items()}
+    for means, title in ((True, "means fitted"), (False, "as priced")):
+        print(f"typical machine, {title}: {error[means]:.1f} % on sources left out")
+    means = min(error, key=lambda m: error[m])
+    whole, without = fit(known, means=means), fits[means]
+    wide = deviates(known, without)
+    whole, without = calibrated(whole, wide), {s: calibrated(x, wide) for s, x in without.items()}
+    spreads = {str(s): without.get(str(s), whole) for s in steps["source"].unique()}
+    titles = ("as priced", "typical machine", "one anchor", "three anchors")
+    print(tables(steps, spreads, titles))
+    first = fit(known, means=True)
+    print(
+        tables(
+            steps, {s: fits[True].get(s, first) for s in spreads}, [f"means, {t}" for t in titles]
+        )
+    )
+    text = typical_text(known, whole, without)
+    print(text)
+    if write:
+        TYPICAL.write_text(text)
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,88 @@
+"""Reads measured steps of a user's machine: a YAML list, or rows of ``itercast collect``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from inspect import signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the command line starts without pandas
+    from itercast.compose.host_fit import MeasuredStep
+    from itercast.compose.machines.file import KnownMachine
+
+TIMES = ("step_ms", "samples_per_s", "tokens_per_s", "mfu_pct")  # of a step, or of all GPUs
+
+
+def known_machine(
+    machine: Path | None, anchor: Path | None, ask: Callable[..., Any]
+) -> KnownMachine | None:
+    """What a machine file and measured steps tell of a machine; None without either.
+
+    ``ask``: the class of questions (``itercast.options.Question``), whose options a step states.
+    """
+    from itercast.compose.anchors import told
+    from itercast.compose.machines.file import read_machine
+
+    known = read_machine(machine) if machine else None
+    return told(measured_steps(anchor, ask), known) if anchor else known
+
+
+def measured_steps(
+    path: Path, ask: Callable[..., Any], bundle: Path | None = None
+) -> list[MeasuredStep]:
+    """The measured steps of a file; ValueError says what is wrong in which of them."""
+    if path.suffix == ".parquet":
+        from itercast.eval import compare
+        from itercast.learners.calibrate import read_few
+
+        return compare.measured_steps(read_few([path]), bundle)
+    from itercast.capture.base.yaml_text import load_yaml
+
+    try:
+        found = load_yaml(path.read_text())
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ValueError(f"anchor {str(path)!r}: {type(exc).__name__}") from None
+    entries = found if isinstance(found, list) else [found]
+    return [_step(one, f"{path.name}, step {n}", ask) for n, one in enumerate(entries, start=1)]
+
+
+def _step(entry: Any, where: str, ask: Callable[..., Any]) -> MeasuredStep:
+    """One measured step: options of ``itercast predict``, and its time."""
+    from itercast.compose.host_fit import MeasuredStep
+
+    known = set(signature(ask).parameters) - {"machine", "anchor"}
+    if not isinstance(entry, Mapping) or set(entry) - known - set(TIMES):
+        strange = sorted(set(entry) - known - set(TIMES)) if isinstance(entry, Mapping) else entry
+        raise ValueError(
+            f"anchor {where}: {strange!r}; known: options of predict, and {', '.join(TIMES)}"
+        )
+    times = {name: entry[name] for name in TIMES if name in entry}
+    if len(times) != 1 or not _positive(*times.values()):
+        raise ValueError(f"anchor {where}: one positive number of {', '.join(TIMES)}, got {times}")
+    asked = {name: value for name, value in entry.items() if name not in TIMES}
+    if "hf_config" in asked:
+        asked["hf_config"] = Path(str(asked["hf_config"]))
+    step, target = ask(**asked).prepared()
+    label = " ".join(str(asked[n]) for n in ("case", "hf_config", "model", "plan") if n in asked)
+    ((name, value),) = times.items()
+    draft = MeasuredStep(label=label, time_us=1.0, step=step, target=target)
+    return MeasuredStep(
+        label=label, time_us=_time_us(name, float(value), draft), step=step, target=target
+    )
+
+
+def _positive(value: Any, *_: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e15
+
+
+def _time_us(name: str, value: float, one: MeasuredStep) -> float:
+    """The step's time from what was stated; rates are of all GPUs together."""
+    if name == "step_ms":
+        return value * 1e3
+    from itercast.compose.target import forecast_step
+
+    found = forecast_step(one.step, one.target)
+    rates = {"samples_per_s": found.samples_per_s, "tokens_per_s": found.tokens_per_s}
+    rates["mfu_pct"] = 100 * found.mfu_frac
+    return found.iteration_us * rates[name] / value

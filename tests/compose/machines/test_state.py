@@ -1,0 +1,96 @@
+"""What measured steps tell of a machine: arithmetic by hand, and laws of normal distributions."""
+
+from __future__ import annotations
+
+from math import log, sqrt
+
+import numpy as np
+import pytest
+
+from itercast.compose.machines.factors import NAMES
+from itercast.compose.machines.state import Anchor, Machine, Spread
+
+TYPICAL = Spread(
+    mean=(0.1, 0.0, 0.0, 0.2, 0.0, 0.0),
+    spread=(0.3, 0.2, 0.2, 0.4, 0.3, 0.1),
+    model=0.1,
+    row=0.05,
+)
+ALONE = (0.7, 0.3, 0.0, 0.0, 0.0, 0.0)  # a step of one GPU: products and memory
+FAR = (0.4, 0.1, 0.0, 0.5, 0.0, 0.5)  # of many: half of it in messages over the network
+
+
+def test_one_anchor_by_hand() -> None:
+    """All in products: a ratio of e**0.2 by variances 0.09, 0.01 (model) and 0.0025 (row)."""
+    anchor = Anchor(model="a", sensitivity=(1.0, 0, 0, 0, 0, 0), log_ratio=0.2)
+    known = Machine.new(TYPICAL).told([anchor])
+    total = 0.09 + 0.01 + 0.0025
+    assert log(known.factors().products) == pytest.approx(0.1 + 0.2 * 0.09 / total)
+    assert log(known.factors("a").products) == pytest.approx(0.1 + 0.2 * 0.10 / total)
+    assert log(known.factors("a").ranks) == 0.0  # a model takes longer, whatever the ranks
+    assert known.covariance[0][0] == pytest.approx(0.09 - 0.09**2 / total)
+
+
+def test_an_interval_of_a_new_machine_by_hand() -> None:
+    sigma = sqrt(0.49 * 0.09 + 0.09 * 0.04 + 0.1**2 + 0.05**2)
+    assert Machine.new(TYPICAL).half_width(ALONE, "a") == pytest.approx(1.2816 * sigma)
+
+
+def test_an_anchor_as_long_as_forecast_moves_nothing() -> None:
+    new = Machine.new(TYPICAL)
+    known = new.told([Anchor(model="a", sensitivity=FAR, log_ratio=0.0)])
+    assert known.factors("a").logs == pytest.approx(new.factors("a").logs)
+
+
+def test_a_step_of_one_gpu_says_nothing_of_the_network() -> None:
+    new = Machine.new(TYPICAL)
+    known = new.told([Anchor(model="a", sensitivity=ALONE, log_ratio=0.4)])
+    at = NAMES.index("network")
+    assert known.mean[at] == new.mean[at]
+    assert known.covariance[at][at] == new.covariance[at][at]
+    assert known.interval("network") == new.interval("network")
+
+
+def test_more_anchors_never_widen_an_interval() -> None:
+    draw = np.random.default_rng(0)
+    known = Machine.new(TYPICAL)
+    asked = [(tuple(draw.dirichlet(np.ones(6)).tolist()), model) for model in "abcx"]
+    widths = [known.half_width(*one) for one in asked]
+    for at in range(12):
+        j = tuple(draw.dirichlet(np.ones(6)).tolist())
+        ratio = float(draw.normal(0, 0.5))
+        known = known.told([Anchor(model="abc"[at % 3], sensitivity=j, log_ratio=ratio)])
+        narrower = [known.half_width(*one) for one in asked]
+        assert all(a <= b + 1e-12 for a, b in zip(narrower, widths, strict=True))
+        widths = narrower
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_two_machines_of_known_factors_are_recovered(seed: int) -> None:
+    """Forty drawn steps each: every factor within four deviations of what it was drawn with."""
+    draw = np.random.default_rng(seed)
+    for _ in range(2):
+        truth = draw.normal(TYPICAL.mean, TYPICAL.spread)
+        effects = draw.normal(0, TYPICAL.model, 5)
+        anchors = []
+        for at in range(40):
+            j = draw.dirichlet(np.ones(6))
+            noise = draw.normal(0, TYPICAL.row)
+            ratio = float(j @ (truth - TYPICAL.mean) + effects[at % 5] + noise)
+            sensitivity = tuple(j.tolist())
+            anchors.append(Anchor(model=str(at % 5), sensitivity=sensitivity, log_ratio=ratio))
+        known = Machine.new(TYPICAL).told(anchors)
+        off = np.abs(np.array(known.mean[:6]) - truth)
+        deviation = np.sqrt(np.diag(np.array(known.covariance))[:6])
+        assert (off < 4 * deviation).all()
+        assert (deviation < TYPICAL.spread).all()
+
+
+def test_the_order_of_anchors_does_not_matter() -> None:
+    anchors = [
+        Anchor(model="a", sensitivity=ALONE, log_ratio=0.3),
+        Anchor(model="b", sensitivity=FAR, log_ratio=-0.1),
+    ]
+    one, other = Machine.new(TYPICAL).told(anchors), Machine.new(TYPICAL).told(anchors[::-1])
+    assert one.factors().logs == pytest.approx(other.factors().logs)
+    assert one.half_width(FAR, "a") == pytest.approx(other.half_width(FAR, "a"))

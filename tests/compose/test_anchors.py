@@ -1,0 +1,162 @@
+"""A user's measured steps: what they change of forecasts, and which are not believed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from itercast.__main__ import app
+from itercast.compose.anchors import anchor_of, in_words, next_run, sensitivity, told
+from itercast.compose.host_fit import MeasuredStep
+from itercast.compose.machines.factors import NAMES, Factors
+from itercast.compose.machines.file import read_machine
+from itercast.compose.machines.typical import typical
+from itercast.compose.predict import prepare
+from itercast.compose.target import Target, forecast_step
+
+GPU = "a100-sxm-80gb"
+
+
+def measured(plan: str, times: float, batch: int = 64) -> MeasuredStep:
+    """A step of a perceptron that takes ``times`` as long as its forecast."""
+    step, target = prepare("mlp-l", gpu=GPU, plan=plan, batch=batch, dtype="bf16")
+    us = times * forecast_step(step, target).iteration_us
+    return MeasuredStep(label=f"mlp-l {plan}", time_us=us, step=step, target=target)
+
+
+@pytest.fixture(scope="module")
+def alone() -> MeasuredStep:
+    return measured("", 1.2)
+
+
+@pytest.fixture(scope="module")
+def far() -> MeasuredStep:
+    return measured("dp=16", 1.0)
+
+
+def test_a_step_as_long_as_forecast_changes_no_forecast(far: MeasuredStep) -> None:
+    known = told([far])
+    assert known.machine.factors("mlp-l").logs == pytest.approx(typical().factors().logs)
+    after = replace(far.target, known=known.machine)
+    assert forecast_step(far.step, after).iteration_us == pytest.approx(far.time_us)
+
+
+def on(target: Target, machine: Factors) -> Target:
+    """The target on a machine whose factors are known for sure."""
+    mean = (*machine.logs,)
+    return replace(target, known=replace(typical(), mean=mean), model="")
+
+
+def test_a_network_factor_does_not_move_a_forecast_of_one_gpu(
+    alone: MeasuredStep, far: MeasuredStep
+) -> None:
+    slow = Factors(network=3.0)
+    for one, same in ((alone, True), (far, False)):
+        plain, other = (on(one.target, x) for x in (Factors(), slow))
+        us = [forecast_step(one.step, target).iteration_us for target in (plain, other)]
+        assert (us[0] == us[1]) == same
+
+
+def test_a_step_of_one_gpu_tells_of_kernels_and_host_alone(alone: MeasuredStep) -> None:
+    j = dict(zip(NAMES, sensitivity(alone.step, alone.target), strict=True))
+    assert j["links"] == j["network"] == j["ranks"] == 0
+    assert sum(j.values()) == pytest.approx(1, abs=0.05)
+    lines = in_words(told([alone]).machine, GPU)
+    assert "messages between nodes: unknown" in lines
+    assert "messages within a node: unknown" in lines
+
+
+def test_a_slow_machine_s_forecasts_are_longer_and_surer(alone: MeasuredStep) -> None:
+    before = forecast_step(alone.step, alone.target)
+    after = forecast_step(alone.step, replace(alone.target, known=told([alone]).machine))
+    assert before.iteration_us < after.iteration_us <= 1.01 * alone.time_us
+
+    def wide(one: object) -> float:
+        return one.iteration_us_p90 / one.iteration_us_p10  # type: ignore[attr-defined, no-any-return]
+
+    assert wide(after) < wide(before)
+
+
+@pytest.mark.parametrize(
+    ("plan", "times", "words"),
+    [
+        ("", 1e-3, "time in seconds, not milliseconds"),
+        ("", 1e3, "time in microseconds, not milliseconds"),
+        ("accumulate=16", 1 / 16, "the time of one micro-batch, not of the step"),
+        ("dp=32", 1 / 32, "a batch of all replicas, not of each"),
+    ],
+)
+def test_an_absurd_step_is_refused_with_the_likeliest_misreading(
+    plan: str, times: float, words: str
+) -> None:
+    with pytest.raises(ValueError, match=f"another configuration than stated.*{words}"):
+        anchor_of(measured(plan, times, batch=1024))
+
+
+def test_a_cheaper_run_is_advised(far: MeasuredStep) -> None:
+    assert next_run(far.step, far.target).startswith("measure next: plan ")
+
+
+def test_a_machine_file_is_written_read_and_used(tmp_path: Path) -> None:
+    entry = {"case": "mlp-l", "gpu": GPU, "batch": 64, "dtype": "bf16"}
+    steps, machine = tmp_path / "steps.yaml", tmp_path / "machine.yaml"
+    ms = measured("", 1.2).time_us / 1e3
+    steps.write_text(yaml.safe_dump([{**entry, "step_ms": ms}]))
+    run = CliRunner().invoke(app, ["calibrate", str(steps), "--iterations", str(machine)])
+    assert run.exit_code == 0, run.output
+    assert "messages between nodes: unknown" in run.output
+    known = read_machine(machine)
+    assert known.gpu == GPU
+    assert known.machine.models == ("mlp-l",)
+    asked = ["predict", "mlp-l", "--gpu", GPU, "--batch", "64", "--dtype", "bf16", "--json"]
+    by_option = (("--machine", machine), ("--anchor", steps))
+    runs = [CliRunner().invoke(app, [*asked, option, str(file)]) for option, file in by_option]
+    one, other = (json.loads(run.output.splitlines()[-1]) for run in runs)
+    for name in ("iteration_us", "iteration_us_p90", "machine"):
+        assert one[name] == other[name]
+    assert one["iteration_us"] > ms * 1e3 / 1.2  # slower than on a typical machine
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("- {case: mlp-l, gpu: a100-sxm-80gb}", "one positive number of step_ms"),
+        ("- {case: mlp-l, step_ms: -1}", "one positive number of step_ms"),
+        ("- {case: mlp-l, stepms: 3}", r"\['stepms'\]; known: options of predict"),
+        ("- 3", "3; known: options of predict"),
+        ("[]", "no measured steps"),
+    ],
+)
+def test_a_wrong_anchor_file_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "steps.yaml"
+    path.write_text(text)
+    from itercast.anchors import known_machine
+    from itercast.options import Question
+
+    with pytest.raises(ValueError, match=words):
+        known_machine(None, path, Question)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("mean", [0.0], "are of 6 numbers"),
+        ("covariance", [[-1.0 * (a == b) for a in range(6)] for b in range(6)], "negative"),
+        ("gpus", "x", "keys are"),
+    ],
+)
+def test_a_wrong_machine_file_is_refused(
+    tmp_path: Path, key: str, value: object, words: str
+) -> None:
+    from itercast.compose.machines.file import KnownMachine
+
+    facts = yaml.safe_load(KnownMachine(gpu=GPU, machine=typical()).text())
+    path = tmp_path / "machine.yaml"
+    path.write_text(yaml.safe_dump({**facts, key: value}))
+    with pytest.raises(ValueError, match=words):
+        read_machine(path)
