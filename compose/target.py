@@ -8,15 +8,11 @@ from pathlib import Path
 
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
-<<<<<<< HEAD
 from itercast.compose.forecast import Forecast, forecast, trace
-=======
-from itercast.compose.forecast import Forecast, forecast, timeline
 from itercast.compose.machines.factors import NONE, Factors
 from itercast.compose.machines.file import KnownMachine
 from itercast.compose.machines.state import Machine
 from itercast.compose.machines.typical import typical
->>>>>>> 5dbd5589 (Intervals of GPUs are those of a machine that nobody measured; measured steps (--anchor, --machine) make them one's own)
 from itercast.compose.pricing.collectives import cluster
 from itercast.compose.pricing.layer_prices import PricedModel, price_model
 from itercast.compose.pricing.price_book import PriceBook, price_book

@@ -17,13 +17,8 @@ ROOMS = {  # "." are the package's own files; each may import those before it
         ("microbench", "hardware . ops timing processes importers input sweep iterations fleet"
                        " campaign"),
         ("learners", "features models transfer ."),
-<<<<<<< HEAD
-        ("compose", "graph tables parallel pricing simulate trace . plan_search clusters programs"
-                    " explain"),
-=======
-        ("compose", "graph tables machines parallel pricing simulate . plan_search clusters"
+        ("compose", "graph tables machines parallel pricing simulate trace . plan_search clusters"
                     " programs explain"),
->>>>>>> 5dbd5589 (Intervals of GPUs are those of a machine that nobody measured; measured steps (--anchor, --machine) make them one's own)
         ("eval", "tracking . errors report drift"),
         ("itercast", ". commands"),
         ("extras", ". published recommenders rl schedulers"),

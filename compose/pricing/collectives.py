@@ -20,7 +20,6 @@ import pandas as pd
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.durations import counted
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.machines.factors import Factors
 from itercast.compose.parallel.ep import expert_shards
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import UNMODELLED, AssumedShares, PricedOp
@@ -286,26 +285,15 @@ Sent = tuple[Message, Group]
 
 
 def price_messages(messages: Sequence[Message], book: PriceBook, where: Cluster) -> list[PricedOp]:
-    """Prices each message as if no other were sent, by the factors of the book's machine.
-
-    Books of several machines share what messages take without factors, by message and group.
-    """
+    """Prices each message as if no other were sent; the book keeps prices without factors."""
     asked = [(m, where.groups[m.axis]) for m in messages]
     prefetch_messages(asked, book, where)
-    sent = [_on(book.machine, group, book.sent[m, group, *where.place]) for m, group in asked]
+    pairs = [(book.sent[m, group, *where.place], group) for m, group in asked]
+    sent = [op.among(group.size, group.per_node, book.machine) for op, group in pairs]
     for link in where.crossings:
         pairs = zip(asked, sent, strict=True)
         sent = [link.crossed(m, group.size, op) for (m, group), op in pairs]
     return sent
-
-
-def _on(machine: Factors, group: Group, op: PricedOp) -> PricedOp:
-    """A message as long as it takes on a machine."""
-    factor = machine.of_message(group.size, group.per_node)
-    nodes = -(-group.size // group.per_node)
-    if factor == nodes == 1:
-        return op
-    return replace(op, duration_us=factor * op.duration_us, nodes=nodes)
 
 
 def prefetch_messages(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> None:

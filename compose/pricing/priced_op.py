@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from itercast.capture.opcall import BLOCK_SCALED, OpCall
+from itercast.compose.machines.factors import Factors
 from itercast.microbench.hardware.host import call_launches
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops import find_family
@@ -59,11 +60,8 @@ class PricedOp:
     time of its call over that of a pointwise op; it launches ``kernels`` kernels of equal length.
     ``assumed``: shares of ``duration_us`` that rest on assumptions, by their names. ``leads``: the
     share of the step's host time that comes before it, where a CUDA graph launches all ops.
-<<<<<<< HEAD
-    ``waits``: the host waits for its end. ``nbytes``: of a message or copy.
-=======
-    ``waits``: the host waits for its end. ``nodes``: among how many a message is sent.
->>>>>>> 5dbd5589 (Intervals of GPUs are those of a machine that nobody measured; measured steps (--anchor, --machine) make them one's own)
+    ``waits``: the host waits for its end. ``nbytes``: of a message or copy. ``nodes``: among how
+    many a message is sent.
     """
 
     op: str
@@ -77,17 +75,21 @@ class PricedOp:
     assumed: AssumedShares = ()
     leads: float = 0.0
     waits: bool = False
-<<<<<<< HEAD
     nbytes: float = 0.0
-=======
     nodes: int = 1
->>>>>>> 5dbd5589 (Intervals of GPUs are those of a machine that nobody measured; measured steps (--anchor, --machine) make them one's own)
 
     def over(self, n: float) -> PricedOp:
         """Its mean over n steps, of which one has it."""
         if n == 1:
             return self
         return replace(self, duration_us=self.duration_us / n, latency_us=self.latency_us / n)
+
+    def among(self, size: int, per_node: int, machine: Factors) -> PricedOp:
+        """A message as long as it takes among these ranks of a machine."""
+        factor, nodes = machine.of_message(size, per_node), -(-size // per_node)
+        if factor == nodes == 1:
+            return self
+        return replace(self, duration_us=factor * self.duration_us, nodes=nodes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,11 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-<<<<<<< HEAD
-from itercast.options import Bundle, Hardware, Json
-=======
-from itercast.options import Bundle, Hardware, Question
->>>>>>> 5dbd5589 (Intervals of GPUs are those of a machine that nobody measured; measured steps (--anchor, --machine) make them one's own)
+from itercast.options import Bundle, Hardware, Json, Question
 
 if TYPE_CHECKING:  # the command line starts without pandas
     import pandas as pd
@@ -39,14 +35,11 @@ def calibrate(
             help="host file to write, fitted to rows of family host or to small iterations"
         ),
     ] = None,
-<<<<<<< HEAD
-    as_json: Json = False,
-=======
     iterations: Annotated[
         Path | None,
         typer.Option(dir_okay=False, help="machine file to write, of what measured steps tell"),
     ] = None,
->>>>>>> 5dbd5589 (Intervals of GPUs are those of a machine that nobody measured; measured steps (--anchor, --machine) make them one's own)
+    as_json: Json = False,
 ) -> None:
     """Correct a bundle for one GPU by 4 to 16 measured rows of each family, or fit a host file."""
     if out is None and host is None and iterations is None:
@@ -54,7 +47,7 @@ def calibrate(
             "calibrate writes a bundle (--out), a host (--host) or a machine file (--iterations)"
         )
     if iterations is not None:
-        _write_machine(iterations, rows, bundle)
+        _write_machine(iterations, rows, bundle, as_json=as_json)
     if out is None and host is None:
         return
     from itercast.learners.calibrate import read_few
@@ -75,11 +68,7 @@ def calibrate(
         typer.echo(f"calibrated {told['bundle']} with {len(few)} rows into {out}")
 
 
-<<<<<<< HEAD
-def _write_bundle(out: Path, few: pd.DataFrame, bundle: Path | None, hardware: Path | None) -> Row:
-    """Write the corrected bundle; returns of which bundle it was made."""
-=======
-def _write_machine(path: Path, rows: list[Path], bundle: Path | None) -> None:
+def _write_machine(path: Path, rows: list[Path], bundle: Path | None, *, as_json: bool) -> None:
     """Write what measured steps tell of their machine, and print it in words."""
     from itercast.anchors import measured_steps
     from itercast.capture.base.files import write_atomic
@@ -87,14 +76,18 @@ def _write_machine(path: Path, rows: list[Path], bundle: Path | None) -> None:
 
     known = told([one for file in rows for one in measured_steps(file, Question, bundle)])
     write_atomic(path, known.text().encode())
-    for line in in_words(known.machine, known.gpu):
+    lines = in_words(known.machine, known.gpu)
+    if as_json:
+        typer.echo(json.dumps({"machine": lines, "gpu": known.gpu, "steps": list(known.anchors)}))
+        return
+    for line in lines:
         typer.echo(line)
     steps = len(known.anchors)
     typer.echo(f"{steps} measured steps; itercast predict ... --machine {path}")
 
 
-def _write_bundle(out: Path, few: pd.DataFrame, bundle: Path | None, hardware: Path | None) -> None:
->>>>>>> 5dbd5589 (Intervals of GPUs are those of a machine that nobody measured; measured steps (--anchor, --machine) make them one's own)
+def _write_bundle(out: Path, few: pd.DataFrame, bundle: Path | None, hardware: Path | None) -> Row:
+    """Write the corrected bundle; returns of which bundle it was made."""
     from itercast.learners.calibrate import calibrate as pull
     from itercast.learners.known_bundles import find_bundle
     from itercast.learners.score_file import check_parameters

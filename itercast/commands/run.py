@@ -54,12 +54,8 @@ def run(
     the script, its own arguments after it.
     """
     with without_scikit_learn():
-<<<<<<< HEAD
-        from itercast.compose.programs.forecast import forecast_program, trace_of_program
-=======
         from itercast.anchors import known_machine
-        from itercast.compose.programs.forecast import forecast_program, program_timeline
->>>>>>> 5dbd5589 (Intervals of GPUs are those of a machine that nobody measured; measured steps (--anchor, --machine) make them one's own)
+        from itercast.compose.programs.forecast import forecast_program, trace_of_program
         from itercast.compose.programs.scripts import captured_script
         from itercast.compose.target import find_target
 
