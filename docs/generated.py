@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+SHIM = "https://unpkg.com/iframe-worker/shim"  # of the theme's plugin ``offline``
 KINDS = {"int": "N", "float": "N", "Path": "PATH"}
 INTRODUCTION = """# Commands
 
@@ -23,6 +24,18 @@ def on_files(files: Any, config: Any) -> Any:
     for name, text in (("commands.md", commands()), ("changelog.md", changelog())):
         files.append(File.generated(config, name, content=text))
     return files
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Take the script by which pages from disk search from beside the pages, not from a host."""
+    from mkdocs.utils import get_relative_url
+
+    return output.replace(SHIM, get_relative_url("iframe-worker.js", page.url))
+
+
+def on_post_template(output_content: str, template_name: str, config: Any) -> str:
+    """The same of the page for addresses that do not exist."""
+    return output_content.replace(SHIM, "iframe-worker.js")
 
 
 def changelog() -> str:

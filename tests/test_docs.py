@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import re
 import runpy
 import shlex
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
@@ -21,6 +23,7 @@ import click
 import pytest
 import typer
 import yaml
+from browser import browser
 from typer.testing import CliRunner
 
 from itercast.__main__ import app
@@ -217,15 +220,39 @@ def test_versions_agree() -> None:
     assert shown.exit_code == 0 and re.fullmatch(r"itercast \d+\.\d+\.\d+\n", shown.output)
 
 
-@pytest.mark.slow
-def test_the_site_loads_nothing_from_other_hosts(tmp_path: Path) -> None:
-    """Where the extra ``docs`` is installed; a diagram in mermaid would load its library."""
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site, where the extra ``docs`` is installed; else the folder in ITERCAST_SITE."""
+    if built := os.environ.get("ITERCAST_SITE"):
+        return Path(built)
     pytest.importorskip("mkdocs")
-    command = [sys.executable, "-m", "mkdocs", "build", "-q", "-d", str(tmp_path)]
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "-q", "-d", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True)
-    for page in tmp_path.rglob("*.html"):
+    return folder
+
+
+@pytest.mark.slow
+def test_the_site_loads_nothing_from_other_hosts(site: Path) -> None:
+    """A diagram in mermaid would load its library."""
+    for page in site.rglob("*.html"):
         text = page.read_text()
         loaded = re.findall(
             r'<(?:script|img|iframe|link)\b[^>]*(?:src|href)="(https?:[^"]*)"', text
         )
         assert not loaded and 'class="mermaid"' not in text, (page, loaded)
+
+
+@pytest.mark.slow
+def test_pages_opened_from_disk_are_searched(site: Path, tmp_path: Path) -> None:
+    """A word of the how-tos finds them, in a real browser, without a server."""
+    with browser(tmp_path) as driver:
+        driver.get((site / "index.html").as_uri())
+        typed = "const box = document.querySelector('.md-search__input');"
+        typed += "box.focus(); box.value = arguments[0]; box.dispatchEvent(new Event('keyup'))"
+        driver.execute_script(typed, "Which GPU")
+        found = "return [...document.querySelectorAll('.md-search-result__link')].map(a => a.href)"
+        end = time.monotonic() + 20
+        while not (links := driver.execute_script(found)) and time.monotonic() < end:
+            time.sleep(0.2)
+    assert any("howto.html" in link for link in links)
