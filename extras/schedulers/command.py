@@ -24,17 +24,13 @@ def replay(
     as_json: Json = False,
 ) -> None:
     """Replay jobs on a cluster, first come first served and by forecast throughputs."""
-    from itercast.extras.schedulers.replay import (
-        POLICIES,
-        read_cluster,
-        read_rates,
-        read_trace,
-    )
+    from itercast.extras.schedulers.jobs import read_cluster, read_rates, read_trace
+    from itercast.extras.schedulers.replay import NAMES
     from itercast.extras.schedulers.replay import replay as run
 
     cluster = read_cluster(gpus)
     jobs = read_trace(trace, read_rates(throughputs), cluster)
-    found = [run(jobs, cluster, name) for name in POLICIES]
+    found = [run(jobs, cluster, name) for name in NAMES]
     if as_json:
         typer.echo(json.dumps([asdict(one) for one in found]))
         return
