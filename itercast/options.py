@@ -56,7 +56,8 @@ def whole_number(text: str | int) -> int:
     return int(plain)
 
 
-def _in_a_folder(path: Path | None) -> Path | None:
+def in_a_folder(path: Path | None) -> Path | None:
+    """Parses an option that names a file to write: its folder has to exist."""
     if path is not None and not path.parent.is_dir():
         raise typer.BadParameter(f"{str(path)!r}: no such folder")
     if path is not None:  # said now, not after the work
@@ -71,7 +72,7 @@ def _in_a_folder(path: Path | None) -> Path | None:
 
 def file_to_write(text: str) -> Any:
     """An option whose value is a file to write, in a folder that exists."""
-    return typer.Option(help=text, dir_okay=False, callback=_in_a_folder)
+    return typer.Option(help=text, dir_okay=False, callback=in_a_folder)
 
 
 Case = Annotated[

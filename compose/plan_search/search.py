@@ -11,6 +11,7 @@ from itercast.capture.plan import ParallelPlan
 from itercast.capture.plan_keys import V_SHAPED
 from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.plan_search.candidates import OBJECTIVES, Scored, Search, candidate_plans
+from itercast.compose.plan_search.simplest import simplest
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.simulate.stage_rank import least_us, mean_us, memory
 from itercast.compose.simulate.stages import uneven
@@ -20,13 +21,17 @@ from itercast.compose.simulate.stages import uneven
 class SearchResult:
     """The best plans; ``considered`` counts legal plans, ``simulated`` those of them simulated.
 
-    ``stopped``: the search was interrupted before it had seen all plans.
+    ``stopped``: the search was interrupted before it had seen all plans. ``simplest``: the one with
+    the fewest keys that may be as good as the best (``simplest``), if any was found. ``tried``: all
+    that were simulated.
     """
 
     best: list[Scored]
     considered: int
     simulated: int
     stopped: bool = False
+    simplest: Scored | None = None
+    tried: Sequence[Scored] = ()
 
 
 def legal_plans(search: Search, gpus: int, objective: str) -> Iterator[Scored]:
@@ -128,7 +133,7 @@ def best_plans(
     waiting: list[Scored] = []
     leader: Scored | None = None  # of the plans listed so far
     best: list[Scored] = []
-    simulated, stopped = 0, False
+    tried, stopped = list[Scored](), False
     for further in (False, True):
         fresh: list[Scored] = []
         limit = best[-1].score(objective) if len(best) == count else inf
@@ -149,12 +154,23 @@ def best_plans(
             for bounded in sorted(fresh, key=lambda b: b.score(objective)):
                 if len(best) == count and bounded.score(objective) >= best[-1].score(objective):
                     break
-                simulated += 1
-                best.append(search.simulated(bounded.rank))
+                tried.append(search.simulated(bounded.rank))
+                best.append(tried[-1])
                 best = sorted(best, key=lambda s: s.score(objective))[:count]
                 on_plan(len(waiting), best[0].plan)
         except KeyboardInterrupt:
             stopped = True
         if stopped:
             break
-    return SearchResult(best=best, considered=len(waiting), simulated=simulated, stopped=stopped)
+    plainest = None
+    if best and not stopped:
+        plainest, more = simplest(search, best[0], waiting, objective)
+        tried += more
+    return SearchResult(
+        best=best,
+        considered=len(waiting),
+        simulated=len(tried),
+        stopped=stopped,
+        simplest=plainest,
+        tried=tried,
+    )

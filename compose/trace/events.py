@@ -65,6 +65,7 @@ class Trace:
 
     events: list[Event] = field(default_factory=list)
     flows: int = 0
+    counted: list[tuple[int, float, float]] = field(default_factory=list)  # rank, us, bytes held
 
     def process(self, rank: int, name: str, lanes: Sequence[str]) -> None:
         """Name a rank and its threads."""
@@ -96,6 +97,7 @@ class Trace:
 
     def count(self, rank: int, us: float, held: Mapping[str, float]) -> None:
         """Add a point of the memory's counter, in bytes by purpose."""
+        self.counted.append((rank, us, sum(held.values())))
         at = {"ph": "C", "name": "memory, bytes", "pid": rank, "ts": round(us, 3)}
         self.events.append({**at, "args": {name: round(n) for name, n in held.items()}})
 
@@ -142,6 +144,14 @@ class Trace:
         self.count(rank, 0.0, {**rest, "activations": 0.0})
         for us, x in curve:
             self.count(rank, us, {**rest, "activations": saved * x / peak})
+
+    def held(self) -> dict[str, list[tuple[float, float]]]:
+        """By rank's name the memory's counter: times in us and bytes."""
+        names = {e["pid"]: f"rank {e['pid']}" for e in self.events if e["name"] == "process_name"}
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in names.values()}
+        for one in self.counted:
+            found[f"rank {one[0]}"].append(one[1:])
+        return found
 
     def to_json(self) -> dict[str, object]:
         """The file's content."""

@@ -43,7 +43,7 @@ function draw(id) {
     hoverlabel: { bgcolor: colours.card, bordercolor: colours.muted, font: { color: colours.ink }, align: "left" },
     hovermode: "closest",
     dragmode: false,
-    barmode: "overlay",
+    barmode: figure.layout.barmode || "overlay",
     height: chart.height_px,
   };
   return Plotly.react(element, figure.data, layout, { displayModeBar: false, responsive: true });

@@ -25,6 +25,7 @@ from itercast.options import (
     NodeName,
     Question,
     asks,
+    in_a_folder,
     prints_aside,
     warn_of_dtype,
 )
@@ -33,9 +34,11 @@ from itercast.stated import command, say, settings, unusual
 if TYPE_CHECKING:  # the command line starts without pandas
     from itercast.compose.forecast import Forecast
     from itercast.compose.plan_search.candidates import Search
+    from itercast.compose.plan_search.search import SearchResult
     from itercast.compose.target import Target
     from itercast.microbench.store import Facts, Row
 
+MOST_REPORTS = 100  # of plans tried, the best ones have all numbers on a page
 BAR = 8  # characters of a waterfall
 STEP = ("dtype", "optimizer", "channels_last")  # options of a question that say what a step is
 WHERE = ("seq", "bundle", "host", "stack")
@@ -67,6 +70,15 @@ def plan(
     local: Annotated[
         int, typer.Option(min=0, help="also try local SGD that averages every so many steps")
     ] = 0,
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            "--report",
+            help="HTML page to write: time against memory and cost of all plans tried, and more",
+            dir_okay=False,
+            callback=in_a_folder,
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Search parallel plans; prints the best ten and where time goes; logs to MLflow."""
@@ -86,7 +98,7 @@ def plan(
     facts |= {**where, **unlike, **asked, "stack": target.stack, **_settled(search, target)}
     facts["command"] = _command(question, facts)
     facts["unusual"] = unusual(facts, {}, ParallelPlan(dp=gpus, node=node), target.gpu)
-    counts, reports = run_search(search, facts)
+    counts, reports = run_search(search, facts, page)
     if any(unlike.values()):
         sizes = {"batch": search.batch, "seq": search.seq, "node": node, **unlike}
         reports = with_lengths(question.asked(), reports, gpu=gpu, **{**asked, **sizes, **known})
@@ -192,7 +204,9 @@ def search_line(facts: Facts) -> str:
     return f"train: {samples:,} samples{tokens} over all GPUs, {each}; {settings(facts)}"
 
 
-def run_search(search: Search, facts: Facts) -> tuple[dict[str, int], list[Forecast]]:
+def run_search(
+    search: Search, facts: Facts, page: Path | None = None
+) -> tuple[Row, list[Forecast]]:
     """Run the search that ``facts`` describe; how many plans it considered, and the best ones.
 
     ValueError where no plan is legal.
@@ -216,8 +230,36 @@ def run_search(search: Search, facts: Facts) -> tuple[dict[str, int], list[Forec
     if not found.best:
         rule = next(iter(search.refused.values()), "no degrees multiply to that many GPUs")
         raise ValueError(f"no legal plan of {facts['case']} for {gpus} GPUs: {rule}")
-    reports = [search.report(s.plan, facts["bundle"]) for s in found.best]
-    return {"considered": found.considered, "simulated": found.simulated}, reports
+    shown = list(found.best)
+    if found.simplest and found.simplest.plan not in [s.plan for s in shown]:
+        shown.append(found.simplest)
+    reports = [search.report(s.plan, facts["bundle"]) for s in shown]
+    told: Row = {"considered": found.considered, "simulated": found.simulated}
+    told |= {"simplest": str(found.simplest.plan) if found.simplest else ""}
+    if page is not None:
+        _write_page(page, search, found, facts, reports)
+    return told, reports
+
+
+def _write_page(
+    path: Path, search: Search, found: SearchResult, facts: Facts, reports: Sequence[Forecast]
+) -> None:
+    """Write the page of a search."""
+    from itercast.capture.base.files import write_atomic
+    from itercast.eval.report.plan_page import plan_page
+
+    known = {r.plan: r for r in reports}
+    order = sorted(found.tried, key=lambda s: s.score(facts["objective"]))
+    for scored in order[:MOST_REPORTS]:
+        if str(scored.plan) not in known:
+            known[str(scored.plan)] = search.report(scored.plan, facts["bundle"])
+    best = found.best[0].plan
+    simple = found.simplest.plan if found.simplest else best
+    held = {str(plan): search.trace(plan).held() for plan in dict.fromkeys((best, simple))}
+    tried = [(str(s.plan), s.iteration_us, s.memory_bytes, s.fits) for s in found.tried]
+    text = plan_page(facts, tried, known, [str(s.plan) for s in found.best], str(simple), held)
+    write_atomic(path, text.encode())
+    typer.echo(f"page of the search: {path}", err=True)
 
 
 def plans_table(facts: Row, reports: Sequence[Forecast]) -> Table:
@@ -235,7 +277,9 @@ def plans_table(facts: Row, reports: Sequence[Forecast]) -> Table:
         rows = bool(r.cluster) and "rows" in r.cluster["groups"][0]
         split = f": {cluster_line(r.cluster)}" if rows else ""
         table.add_row(
-            r.plan.partition(",node=")[0] + split,
+            r.plan.partition(",node=")[0]
+            + split
+            + (" *" if r.plan == facts.get("simplest") else ""),
             f"{r.iteration_us / 1e3:.1f}",
             memory if r.fits else f"[red]{memory}![/]",
             f"{100 * r.mfu_frac:.1f}",
@@ -255,6 +299,11 @@ def _caption(facts: Row, reports: Sequence[Forecast]) -> list[str]:
     guessed = max(r.unmodelled_frac for r in reports)
     lines = [
         legend,
+        *(
+            ["*: the simplest plan that may be as good as the best"]
+            if facts.get("simplest")
+            else []
+        ),
         f"{facts['considered']} plans considered, {facts['simulated']} simulated in "
         f"{facts['seconds']:.1f} s",
         f"up to {100 * guessed:.0f} % of the time has no learned model",

@@ -61,6 +61,25 @@ def test_the_best_plans_are_printed_and_logged(bundle: str, mlflow_store: str) -
     assert logged == {p["plan"] for p in found["plans"]}
 
 
+def test_a_page_shows_all_plans_tried_and_the_simplest_is_marked(
+    bundle: str, mlflow_store: str, tmp_path: Path
+) -> None:
+    page = tmp_path / "plans.html"
+    words = ["plan", "gpt-s", "--gpu", GPU.name, "--gpus", "4", "--bundle", bundle]
+    result = run.invoke(app, [*words, "--report", str(page)])
+    assert result.exit_code == 0, result.output
+    assert " *" in result.stdout and "the simplest plan that may be as good" in result.stdout
+    text = page.read_text()
+    for part in ("All plans tried", "Where the time of the best plans goes", "Memory over a step"):
+        assert part in text
+    again = run.invoke(app, [*words, "--json"])
+    found = json.loads(again.stdout.splitlines()[-1])
+    assert found["simplest"] in [p["plan"] for p in found["plans"]]
+    assert f'<td class=words data-head="plan">{found["simplest"]}</td>' in text
+    refused = run.invoke(app, [*words, "--report", str(tmp_path / "no" / "x.html")])
+    assert refused.exit_code == 2
+
+
 def test_a_configuration_is_planned(bundle: str, mlflow_store: str, tmp_path: Path) -> None:
     """Eight samples on each of two GPUs."""
     config = {"architectures": ["GPT2LMHeadModel"], "n_embd": 32, "n_head": 2, "n_layer": 2}

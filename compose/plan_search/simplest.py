@@ -1,0 +1,44 @@
+"""The simplest plan that may be as good as the best one, as far as forecasts can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from math import exp
+
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.plan import ParallelPlan
+from itercast.compose.plan_search.candidates import Scored, Search
+
+PLANS_APART: float = assumed(__file__, "plans_apart")
+GIVEN = ("node", "amp", "nodes")  # keys that a search does not choose
+
+
+def keys(plan: ParallelPlan) -> int:
+    """How many keys a plan has, of those that one chooses."""
+    parts = str(plan).split(",")
+    return sum(part.partition("=")[0] not in GIVEN and part != "dp=1" for part in parts)
+
+
+def simplest(
+    search: Search, best: Scored, listed: Sequence[Scored], objective: str
+) -> tuple[Scored, list[Scored]]:
+    """The plan with the fewest keys whose time or cost is the best one's within PLANS_APART.
+
+    Of equally simple ones the best. ``listed``: all legal plans with bounds of their times. Also
+    returns the plans that were simulated to find it. It fits in memory, as the best one does.
+    """
+    limit = best.score(objective) * (exp(PLANS_APART) if objective != "memory" else 1.0)
+    near = [b for b in listed if b.score(objective) <= limit and keys(b.plan) < keys(best.plan)]
+    tried: list[Scored] = []
+    for _, alike in groupby(sorted(near, key=lambda b: keys(b.plan)), lambda b: keys(b.plan)):
+        found: Scored | None = None
+        for bounded in sorted(alike, key=lambda b: b.score(objective)):
+            if found is not None and bounded.score(objective) >= found.score(objective):
+                break
+            tried.append(search.simulated(bounded.rank))
+            if tried[-1].score(objective) <= limit:
+                found = min(found or tried[-1], tried[-1], key=lambda s: s.score(objective))
+        if found is not None:
+            return found, tried
+    return best, tried

@@ -1,0 +1,195 @@
+"""The page of a plan search: all plans tried, the memory of the chosen one, time by part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from textwrap import wrap
+
+from itercast.compose.forecast import Forecast
+from itercast.eval.report import charts
+from itercast.eval.report.blocks import Section, Table, Tile, number
+from itercast.eval.report.charts import Chart, Figure, Trace
+from itercast.eval.report.page import render
+from itercast.microbench.store import Facts
+
+Tried = tuple[str, float, int, bool]  # plan, time in us, bytes of memory, whether it fits
+Held = Mapping[str, Sequence[tuple[float, float]]]  # by rank, times in us and bytes
+PARTS = ("compute", "exposed communication", "bubble", "host gaps", "waiting")
+LABEL_WIDTH = 20  # characters of a line of a plan beside its bar
+MOST_RANKS = 8  # lines of a memory chart
+MOST_POINTS = 400  # of a line
+
+
+def plan_page(
+    facts: Facts,
+    tried: Sequence[Tried],
+    reports: Mapping[str, Forecast],
+    best: Sequence[str],
+    simple: str,
+    held: Mapping[str, Held],
+) -> str:
+    """The page as HTML.
+
+    ``facts``: what was searched. ``reports`` by plan, of the best of those tried; ``best``: the
+    best ones in order; ``simple``: the simplest one that may be as good. ``held``: memory over a
+    step of the first and of the simplest plan.
+    """
+    title = f"Plans of {facts['case']} on {facts['gpus']} x {facts['gpu']}"
+    sections = [
+        _tried(facts, tried, reports, best, simple),
+        _parts([reports[plan] for plan in dict.fromkeys([*best, simple])], simple),
+        _memory(reports, held),
+    ]
+    tiles = [_tile("Best", reports[best[0]], facts)]
+    if simple != best[0]:
+        tiles.append(_tile("Simplest that may be as good", reports[simple], facts))
+    about = {name: str(facts[name]) for name in ("global_batch", "seq", "dtype", "optimizer")}
+    return render(title, tiles, sections, {k.replace("_", " "): v for k, v in about.items()}, {})
+
+
+def _short(plan: str) -> str:
+    """A plan without its node, which all have."""
+    return plan.partition(",node=")[0] or "one process"
+
+
+def _tile(label: str, r: Forecast, facts: Facts) -> Tile:
+    """A plan with its time, memory and utilisation."""
+    memory = f"{r.memory_bytes / 1e9:.1f} of {r.memory_room_bytes / 1e9:.1f} GB"
+    beside = f"{_short(r.plan)}; {memory}; MFU {100 * r.mfu_frac:.0f} %"
+    return Tile(label=label, value=f"{r.iteration_us / 1e3:.1f} ms", beside=beside, off=not r.fits)
+
+
+def _times_us(r: Forecast) -> tuple[float, ...]:
+    """Times of the slowest rank by PARTS."""
+    idle = (r.idle_by_us.get(name, 0.0) for name in ("bubble", "host", "waiting"))
+    return (r.compute_us, r.exposed_comm_us, *idle)
+
+
+def _hover(plan: str, us: float, nbytes: int, r: Forecast | None) -> str:
+    """What hovering over a plan shows."""
+    lines = [f"<b>{_short(plan)}</b>", f"{us / 1e3:.4g} ms, {nbytes / 1e9:.3g} GB"]
+    if r is not None:
+        lines[1] += f", MFU {100 * r.mfu_frac:.1f} %"
+        pairs = zip(PARTS, _times_us(r), strict=True)
+        lines += [f"{name} {us / 1e3:.3g} ms" for name, us in pairs if us > 0]
+    return "<br>".join(lines)
+
+
+def _tried(
+    facts: Facts,
+    tried: Sequence[Tried],
+    reports: Mapping[str, Forecast],
+    best: Sequence[str],
+    simple: str,
+) -> Section:
+    """Time against memory, and against GPU time, of all plans that were simulated."""
+    groups: dict[str, list[Tried]] = {
+        name: [] for name in ("best", "simplest that may be as good", "others", "too much memory")
+    }
+    for one in {one[0]: one for one in tried}.values():
+        plan, _, _, fits = one
+        name = "best" if plan == best[0] else "others" if fits else "too much memory"
+        name = "simplest that may be as good" if plan == simple != best[0] else name
+        groups[name].append(one)
+    ranks = {plan: r.world_size for plan, r in reports.items()}
+    samples, gpus = int(facts["global_batch"]), int(facts["gpus"])
+
+    def cost(one: Tried) -> float:
+        return ranks.get(one[0], gpus) * one[1] / 1e6 / samples
+
+    ways = {
+        "time against memory": (lambda one: one[2] / 1e9, "memory of the fullest GPU, GB"),
+        "time against cost": (cost, "GPU seconds a sample"),
+    }
+    figures: dict[str, Figure] = {}
+    for way, (across, axis) in ways.items():
+        traces = []
+        for n, (name, some) in enumerate(groups.items()):
+            size = 14 if n < 2 else 7
+            x = charts.short([across(p) for p in some])
+            y = charts.short([p[1] / 1e3 for p in some])
+            trace = charts.dots_of(n, name, x, y, "%{text}", size)
+            trace["text"] = [_hover(p[0], p[1], p[2], reports.get(p[0])) for p in some]
+            traces.append(trace)
+        y_axis = {"title": {"text": "iteration, ms"}, "type": "log"}
+        figures[way] = charts.figure(traces, {"title": {"text": axis}}, y_axis)
+    rows = [
+        [_short(p), *map(number, (us / 1e3, nbytes / 1e9)), "yes" if fits else "no"]
+        for p, us, nbytes, fits in sorted(set(tried), key=lambda one: (not one[3], one[1]))
+    ]
+    text = (
+        "Plans that the search simulated; of the others a lower bound of the time was too long. "
+        "The simplest plan that may be as good has the fewest keys of those whose time is longer "
+        "than the best by no more than forecasts of two plans of a model are usually off."
+    )
+    return Section(
+        anchor="tried",
+        title="All plans tried",
+        text=[text],
+        chart=Chart(figures=figures, height_px=460),
+        table=Table(head=["plan", "ms", "GB", "fits"], rows=rows),
+    )
+
+
+def _parts(reports: Sequence[Forecast], simple: str) -> Section:
+    """Where the slowest rank's time goes, as stacked bars."""
+    names = [_short(r.plan) + (" *" if r.plan == simple else "") for r in reports]
+    labels = ["<br>".join(wrap(name.replace(",", ", "), LABEL_WIDTH)) for name in names]
+    traces: list[Trace] = []
+    for n, part in enumerate(PARTS):
+        bar: Trace = {"type": "bar", "orientation": "h", "name": part, "y": labels}
+        bar |= {"marker": {"color": charts.COLOURS[n]}, "hovertemplate": f"{part} %{{x}} ms"}
+        traces.append({**bar, "x": charts.short([_times_us(r)[n] / 1e3 for r in reports])})
+    figure = charts.figure(traces, {"title": {"text": "ms"}}, charts.NAMED_ROWS)
+    figure = {**figure, "layout": {**figure["layout"], "barmode": "stack"}}  # type: ignore[dict-item]
+    rows = [
+        [
+            name,
+            *(number(us / 1e3) for us in (r.iteration_us, *_times_us(r))),
+            number(r.memory_bytes / 1e9),
+            number(100 * r.mfu_frac),
+        ]
+        for name, r in zip(names, reports, strict=True)
+    ]
+    return Section(
+        anchor="parts",
+        title="Where the time of the best plans goes",
+        text=["Of the slowest rank; the parts add up to the iteration. * marks the simplest plan."],
+        chart=Chart(
+            figures={"": figure}, height_px=charts.FRAME_PX + 2 * charts.ROW_PX * len(reports)
+        ),
+        table=Table(head=["plan", "ms", *PARTS, "GB", "MFU %"], rows=rows),
+    )
+
+
+def _memory(reports: Mapping[str, Forecast], held: Mapping[str, Held]) -> Section:
+    """Memory over a step, by rank, of the best and the simplest plan."""
+    figures = {_short(plan): _curves(ranks) for plan, ranks in held.items()}
+    shown = {name: n for plan in held for name, n in reports[plan].memory_by_bytes.items()}
+    rows = [
+        [name, *(number(reports[p].memory_by_bytes.get(name, 0) / 1e9, 2) for p in held)]
+        for name in shown
+    ]
+    return Section(
+        anchor="memory",
+        title="Memory over a step",
+        text=[
+            "Activations grow with the time of forwards and go with that of backwards; their peak "
+            "is the forecast's. All else is held throughout. Ranks that do the same share a line."
+        ],
+        chart=Chart(figures=figures),
+        table=Table(head=["purpose, GB", *map(_short, held)], rows=rows),
+    )
+
+
+def _curves(ranks: Held) -> Figure:
+    """A line per rank whose memory differs, at most MOST_RANKS."""
+    distinct = {tuple(curve): name for name, curve in reversed(list(ranks.items())) if curve}
+    traces = []
+    for n, (curve, name) in enumerate(list(reversed(distinct.items()))[:MOST_RANKS]):
+        some = curve[:: max(1, len(curve) // MOST_POINTS)]
+        x, y = charts.short([us / 1e3 for us, _ in some]), charts.short([b / 1e9 for _, b in some])
+        line = charts.curve_of(n, name, x, y, f"{name}<br>%{{x}} ms<br>%{{y}} GB")
+        traces.append({**line, "mode": "lines"})
+    x_axis, y_axis = ({"title": {"text": text}} for text in ("ms of the step", "GB"))
+    return charts.figure(traces, x_axis, {**y_axis, "rangemode": "tozero"})

@@ -1,0 +1,68 @@
+"""The page of a plan search in a real browser, on a desk and on a phone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import browser, console_errors, outside_requests, serious_findings, shown_as
+from plan_case import search_of
+
+from itercast.compose.plan_search.search import best_plans
+from itercast.eval.report.plan_page import plan_page
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a small GPT's plans on four GPUs."""
+    search = search_of()
+    found = best_plans(search, 4, "time", count=5)
+    assert found.simplest is not None
+    best, simple = (str(s.plan) for s in (found.best[0], found.simplest))
+    reports = {str(s.plan): search.report(s.plan, "") for s in (*found.best, found.simplest)}
+    tried = [(str(s.plan), s.iteration_us, s.memory_bytes, s.fits) for s in found.tried]
+    held = {plan: search.trace(reports_plan).held() for plan, reports_plan in _plans(found).items()}
+    facts = {"case": "gpt-s", "gpu": "toy-gpu", "gpus": 4, "global_batch": 8, "seq": 64}
+    facts |= {"dtype": "fp32", "optimizer": "adamw"}
+    path = tmp_path_factory.mktemp("page") / "plans.html"
+    order = [str(s.plan) for s in found.best]
+    path.write_text(plan_page(facts, tried, reports, order, simple, held))
+    assert best in path.read_text()
+    return path
+
+
+def _plans(found: Any) -> dict[str, Any]:
+    return {str(s.plan): s.plan for s in (found.best[0], found.simplest)}
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with browser(tmp_path_factory.mktemp("profile")) as found:
+        yield found
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1400, False), (390, True)])
+def test_all_plans_are_points_and_nothing_serious_is_found(
+    driver: Any, page: Path, width: int, dark: bool
+) -> None:
+    shown_as(driver, width=width, height=3000, dark=dark)
+    driver.get(page.as_uri())
+    end = time.monotonic() + 60
+    drawn = "return document.querySelectorAll('.chart:has(.main-svg)').length"
+    while driver.execute_script(drawn) < 3:
+        assert time.monotonic() < end, console_errors(driver)
+        time.sleep(0.1)
+    rows = driver.execute_script(
+        "return document.querySelectorAll('#tried tbody tr, #tried tr').length"
+    )
+    points = driver.execute_script("return document.querySelectorAll('#tried .point').length")
+    assert points == rows - 1 > 3  # a row is the head
+    assert driver.execute_script("return document.querySelectorAll('#memory .lines').length")
+    bars = driver.execute_script("return document.querySelectorAll('#parts .bars .point').length")
+    assert bars >= 2 * 5
+    assert driver.execute_script("return document.documentElement.scrollWidth") <= width
+    assert serious_findings(driver) == []
+    assert console_errors(driver) == [] and outside_requests(driver) == []
