@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
 
@@ -32,6 +33,7 @@ def cold_share(gpu: Gpu, ranks: int = 1) -> Callable[[float, float], float]:
     pairs = sorted((float(mib) * MIB, share) for mib, share in gpu.cold_share.items())
     sizes, shares = np.log([s for s, _ in pairs]), [share for _, share in pairs]
 
+    @cache
     def lost(distance: float) -> float:
         if not pairs:
             return 1.0 - float(held_share(distance, gpu))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 
 from itercast.capture.opcall import ITEMSIZE_BYTES
 from itercast.capture.plan import ParallelPlan
 from itercast.capture.plan_keys import added_keys
+from itercast.compose.graph.identity_cache import Once
 from itercast.compose.graph.layers import Layer
 from itercast.compose.parallel.ep import expert_shards, shards_of
 from itercast.compose.pricing.layer_prices import PricedLayer
@@ -20,6 +22,7 @@ from itercast.microbench.hardware.stack import Held
 PRECISE_BYTES = 4  # of fp32
 Run = tuple[PricedLayer, int]
 Moment = tuple[int, int, int]
+Ranks = tuple[int, int]  # that share out a parameter: dense ones, experts that ep spreads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +38,7 @@ class Sizes:
     parameters: int
     dense: Trained
     experts: Trained
+    once: Once = field(default_factory=Once, compare=False)  # results of plans that share them
 
     @classmethod
     def of(cls, runs: Sequence[Run]) -> Sizes:
@@ -123,7 +127,8 @@ def rank_memory(
     buffered = not held.keys().isdisjoint(dtypes)
     how = replace(how, buckets=False, by_layer=how.by_layer and plan.zero > 1) if buffered else how
     kept, state = sizes.held_by_rank(plan, optimizer, held)
-    trained, (sharded, shards), n = sizes.trained, _sharded(sizes, plan, how), plan.shards
+    trained, n, ranks = sizes.trained, plan.shards, (plan.shards, expert_shards(plan))
+    sharded, shards = sizes.once(("sharded", ranks, how), partial(_sharded, sizes, ranks, how))
     outer = OUTER_COPIES * trained // (n if how.by_layer else 1) if how.outer else 0
     fetched = state if how.offload == "optimizer" else 0  # for the update alone
     by_element = sum(
@@ -133,8 +138,8 @@ def rank_memory(
     made = max(round(update_share * by_element), matrix_bytes) + fetched
     packed = trained if how.every and not how.by_layer else 0  # to be averaged after the update
     before = kept if buffered or plan.microbatches > 1 else None
-    moments = (kept, 0, max(made, packed)), *_moments(sizes, plan, how, round(others), before)
-    gradients, activations, temporary = max(moments, key=sum)
+    within = _fullest(sizes, ranks, how, round(others), before)
+    gradients, activations, temporary = max((kept, 0, max(made, packed)), within, key=sum)
     found = {
         "parameters": sizes.parameters - sharded + shards,
         "gradients": gradients,
@@ -155,32 +160,39 @@ def _bucketed(sizes: Sizes, how: Strategy) -> int:
     return sizes.dense.nbytes + (sizes.experts.nbytes if how.expert_replicas > 1 else 0)
 
 
-def _sharded(sizes: Sizes, plan: ParallelPlan, how: Strategy) -> tuple[int, int]:
+def _sharded(sizes: Sizes, ranks: Ranks, how: Strategy) -> tuple[int, int]:
     """Bytes of the parameters that ranks shard, and of one rank's shards; layers are padded."""
     sharded = shards = 0
     for x, count in sizes.runs if how.by_layer else ():
-        for layer, spread in ((x.layer.dense, False), (x.layer.experts, True)):
+        for layer, n in zip((x.layer.dense, x.layer.experts), ranks, strict=True):
             of = layer.trained if how.frozen_whole else layer.replicated
-            n = shards_of(plan, spread=spread)
             sharded += sum(p.nbytes for p in of) * count
             shards += layer.padded_bytes(n, trained=how.frozen_whole) // n * count
     return sharded, shards
 
 
-def _moments(
-    sizes: Sizes, plan: ParallelPlan, how: Strategy, others: int, kept: int | None
-) -> Iterator[Moment]:
+def _fullest(sizes: Sizes, ranks: Ranks, how: Strategy, others: int, kept: int | None) -> Moment:
+    """The moment of a micro-batch with most bytes; those of ``others`` are there in all of it.
+
+    ``kept``: bytes of gradients that are there before it; None: they are made in it.
+    """
+    key = ("fullest", ranks, how, kept)
+    found = sizes.once(key, lambda: max(_moments(sizes, ranks, how, kept), key=sum))
+    gradients, activations, temporary = found
+    return gradients, activations + (0 if how.offload == "activations" else others), temporary
+
+
+def _moments(sizes: Sizes, ranks: Ranks, how: Strategy, kept: int | None) -> Iterator[Moment]:
     """(gradients, activations, temporary) bytes where their sum may be most in a micro-batch.
 
     Of equal layers in a row the first and the last are enough: all changes in proportion.
-    ``kept``: bytes of gradients that are there before it; None: they are made in it.
     """
     later, made = kept is not None, kept or 0
     offloaded = how.offload == "activations"  # all but those of two layers are in host memory
     saved = sorted(x.saved_bytes for x, n in sizes.runs for _ in range(min(n, 2)))
-    level = sum(saved[-2:]) if offloaded else others
+    level = sum(saved[-2:]) if offloaded else 0
     runs = [part for run in sizes.runs for part in _parts(run)]
-    units = _Units(runs, plan, how)
+    units = _Units(runs, ranks, how)
     for x, n in runs:
         ahead, gathered = units.in_forward(x, n)
         yield made, level, max(ahead, gathered + x.layer.within_forward.peak)
@@ -226,8 +238,8 @@ class _Units:
       has passed it: it waits for the end, as the root does.
     """
 
-    def __init__(self, runs: Sequence[Run], plan: ParallelPlan, how: Strategy) -> None:
-        self.plan, self.how = plan, how
+    def __init__(self, runs: Sequence[Run], ranks: Ranks, how: Strategy) -> None:
+        (self.ranks, self.expert_ranks), self.how = ranks, how
         self.root = sum(self._whole(x) * n for x, n in runs if not x.numbered)
         self.open = self.sent = self.waiting = self.of_root = 0
 
@@ -239,10 +251,9 @@ class _Units:
 
         ``trained``: of gradients before they are scattered.
         """
-        plan = self.plan
-        nbytes = x.layer.dense.padded_bytes(plan.shards, trained=trained)
-        if expert_shards(plan) > 1:
-            nbytes += x.layer.experts.padded_bytes(expert_shards(plan), trained=trained)
+        nbytes = x.layer.dense.padded_bytes(self.ranks, trained=trained)
+        if self.expert_ranks > 1:
+            nbytes += x.layer.experts.padded_bytes(self.expert_ranks, trained=trained)
         return nbytes
 
     def _is_late(self, x: PricedLayer) -> bool:
@@ -282,10 +293,9 @@ class _Units:
             return 0 if later else x.layer.trained_bytes
         if (later and self.how.share_gradients) or self._is_late(x):
             return 0
-        plan = self.plan
-        share = x.layer.dense.padded_bytes(plan.shards, trained=True) // plan.shards
-        experts = x.layer.experts.padded_bytes(expert_shards(plan), trained=True)
-        share += experts // expert_shards(plan)
+        share = x.layer.dense.padded_bytes(self.ranks, trained=True) // self.ranks
+        experts = x.layer.experts.padded_bytes(self.expert_ranks, trained=True)
+        share += experts // self.expert_ranks
         return share - x.layer.trained_bytes * later
 
     def at_the_end(self) -> int:

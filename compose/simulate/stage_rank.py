@@ -75,7 +75,10 @@ def _held(rank: Rank) -> list[Held]:
         return Sizes.of([run for c in chunks for run in c.runs]), saved
 
     def held() -> list[Held]:
-        return [sizes(chunks) for chunks in _dealt(rank.plan, chunks_of(rank))]
+        dealt = _dealt(rank.plan, chunks_of(rank))
+        keys = [("sizes", *(c.key for c in chunks)) for chunks in dealt]  # stages may be equal
+        pairs = zip(keys, dealt, strict=True)
+        return [rank.model.once(key, partial(sizes, chunks)) for key, chunks in pairs]
 
     return rank.model.once(("held", *_layout(rank.plan)), held)
 
