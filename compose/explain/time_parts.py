@@ -88,7 +88,7 @@ def hot_ops(step: StepCapture, target: Target, limit: int) -> list[HotOp]:
     for layer in model.layers:
         spans = (layer.layer.forward, layer.layer.backward)
         for i in (i for a, b in spans for i in range(a, b)):
-            if one := model.graph.wanted.get(i):
+            if one := model.graph.asked.ops.get(i):
                 key = (one.op, one.phase, one.params, one.kernel, one.bytes_moved, one.cold)
                 calls[key] += layer.layer.count * target.plan.microbatches
                 wanted[key] = one

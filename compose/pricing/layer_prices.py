@@ -20,7 +20,6 @@ from itercast.compose.pricing.collectives import (
     Message,
     default_contention,
     prefetch_messages,
-    price_messages,
 )
 from itercast.compose.pricing.gradient_copies import ADDED
 from itercast.compose.pricing.host import (
@@ -31,8 +30,14 @@ from itercast.compose.pricing.host import (
     led_by_graph,
 )
 from itercast.compose.pricing.price_book import PriceBook
-from itercast.compose.pricing.priced_op import AssumedTime, Priceable, PricedOp
-from itercast.compose.pricing.rank_graph import RankGraph, casts_experts, rank_graph, until_read
+from itercast.compose.pricing.priced_op import AssumedTime, PricedOp
+from itercast.compose.pricing.rank_graph import (
+    LayerCopies,
+    RankGraph,
+    casts_experts,
+    rank_graph,
+    until_read,
+)
 from itercast.compose.pricing.recompute import ATTENTION, Recomputed, recomputed
 from itercast.compose.pricing.sharded_tables import slowest_rank
 from itercast.compose.pricing.work import Work, fold, side_by_side_us
@@ -198,17 +203,11 @@ def prefetch_steps(
             key = (id(graph), *(where.groups[axis] for axis in ("tp", "cp", "ep")))
             if key not in done:
                 done.add(key)
-                sent = graph.messages.values()
+                sent = graph.asked.messages.values()
                 messages |= {(m, where.groups[m.axis]): where for m in sent}
-    _prefetch(list(graphs.values()), book)
+    book.prefetch([op for graph in graphs.values() for op in graph.to_price()])
     for where in list(messages.values())[:1]:  # all are of one GPU and node
         prefetch_messages(list(messages), book, where)
-
-
-def _prefetch(graphs: Sequence[RankGraph], book: PriceBook) -> None:
-    """Price the ops of rank graphs in one call of the pricer for each family."""
-    copies = (w for g in graphs for kinds in g.copies for one in kinds for w in one)
-    book.prefetch([*(w for g in graphs for w in g.wanted.values()), *copies])
 
 
 def _price_graph(
@@ -217,7 +216,6 @@ def _price_graph(
     graph = rank_graph(capture, plan, book.gpu, book.stack)
     if plan.recompute == "selective" and not any(c.op in ATTENTION for c in graph.capture.calls):
         raise ValueError(f"plan {str(plan)!r}: selective recomputes attention, the model has none")
-    _prefetch([graph], book)
     ops = _price_calls(graph, plan, book, where)
     steps = {name: n for name, n in graph.capture.host.items() if name.endswith("_step")}
     others = {name: n for name, n in graph.capture.host.items() if name not in steps}
@@ -246,7 +244,7 @@ def _price_layers(
     kept, passed = replace(plan, recompute="", recomputed=1.0), 0
     share = 1.0 if plan.recompute == "budget" else plan.recomputed
     leader, led = led_by_graph(graph.layers, ops, costs)
-    for layer, added in zip(graph.layers, graph.copies, strict=True):
+    for layer, added in zip(graph.layers, graph.prices(book)[1], strict=True):
         if layer is leader:
             one, how = replace(layer, count=1), plan if share == 1 else kept
             yield _price_layer(one, graph, led, added, how, book, costs)
@@ -288,12 +286,10 @@ def _host_time(graph: RankGraph, ops: Ops, costs: Launches, optimizer: PricedOp)
 
 def _price_calls(graph: RankGraph, plan: ParallelPlan, book: PriceBook, where: Cluster) -> Ops:
     """Calls and collectives with durations; of overlapped collectives the exposed time only."""
-    messages = price_messages(list(graph.messages.values()), book, where)
-    ops = dict(zip(graph.messages, messages, strict=True))
-    ops |= dict(zip(graph.wanted, book.price(list(graph.wanted.values())), strict=True))
+    ops = graph.asked.sent(book, where) | graph.prices(book)[0]
     calls = graph.capture.calls
     beside_us = _beside_experts(graph, ops, plan) if plan.ep_overlap else {}
-    for i in graph.messages:
+    for i in graph.asked.messages:
         us = beside_us[i] if i in beside_us else _beside_us(i, calls, ops, plan)
         both = side_by_side_us(us, ops[i].duration_us, default_contention(book.gpu))
         ops[i] = replace(ops[i], duration_us=both - us)
@@ -306,12 +302,12 @@ def _beside_experts(graph: RankGraph, ops: Ops, plan: ParallelPlan) -> dict[int,
     A layer's compute, forward and backward, is divided among its messages; nothing runs beside
     those of the first micro-batch.
     """
-    found: dict[int, float] = {}
+    found, messages = dict[int, float](), graph.asked.messages
     share = 1 - 1 / plan.microbatches
     for layer in graph.layers:
         numbers = [*range(*layer.forward), *range(*layer.backward)]
-        sent = [i for i in numbers if i in graph.messages and graph.messages[i].axis == "ep"]
-        compute_us = sum(ops[i].duration_us for i in numbers if i not in graph.messages)
+        sent = [i for i in numbers if i in messages and messages[i].axis == "ep"]
+        compute_us = sum(ops[i].duration_us for i in numbers if i not in messages)
         found |= {i: share * compute_us / len(sent) for i in sent}
     return found
 
@@ -348,7 +344,7 @@ def _price_layer(
     layer: Layer,
     graph: RankGraph,
     ops: Ops,
-    copies: Sequence[Sequence[Priceable]],
+    copies: LayerCopies,
     plan: ParallelPlan,
     book: PriceBook,
     costs: Launches,
@@ -363,14 +359,14 @@ def _price_layer(
             for p in layer.parameters
         )
         layer = replace(layer, parameters=moved)
-    accumulate, into, out = (book.price(one) for one in copies)
+    accumulate, into, out = copies
     return PricedLayer(
         layer=layer,
         forward=(*how.forward, *forward),
         backward=(*how.ops, *backward),
-        accumulate=tuple(accumulate),
-        into_bucket=tuple(into),
-        out_of_bucket=tuple(out),
+        accumulate=accumulate,
+        into_bucket=into,
+        out_of_bucket=out,
         launches=costs,
         on_cpu=book.gpu.kind == "cpu",
         saved_bytes=how.saved_bytes,

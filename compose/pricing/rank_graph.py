@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from itercast.capture.opcall import NARROW, OpCall, ParamSpec, StepCapture, TensorSpec
 from itercast.capture.plan import ParallelPlan
@@ -28,12 +28,78 @@ from itercast.compose.parallel.ep import expert_parallel
 from itercast.compose.parallel.expert_precision import experts_in_half
 from itercast.compose.parallel.halo import cut_graph
 from itercast.compose.parallel.tp import tensor_parallel
-from itercast.compose.pricing.collectives import Message
+from itercast.compose.pricing.collectives import Cluster, Message, price_messages
 from itercast.compose.pricing.gradient_copies import buffers, gradient_copies
 from itercast.compose.pricing.optimizer import MatrixUpdate, matrix_updates
-from itercast.compose.pricing.priced_op import Priceable, priceable, touched_bytes
+from itercast.compose.pricing.price_book import PriceBook
+from itercast.compose.pricing.priced_op import Priceable, PricedOp, priceable, touched_bytes
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.hardware.stack import USUAL, stack_of_row
+
+# Collectives that no family measures, as those that move the same bytes the same way.
+SAME_AS: Mapping[str, str] = {
+    "send": "send_recv",
+    "recv": "send_recv",
+    "reduce": "broadcast",
+    "gather": "all_gather",
+    "scatter": "broadcast",
+    "barrier": "all_reduce",
+}
+LayerCopies = tuple[tuple[PricedOp, ...], ...]  # by kind (``gradient_copies``), by parameter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedCalls:
+    """Calls of one rank to price, by their number, whoever made them: a plan or a program."""
+
+    ops: Mapping[int, Priceable]
+    messages: Mapping[int, Message]
+
+    @classmethod
+    def of(
+        cls, calls: Sequence[OpCall], cold: Sequence[float], numbers: Iterable[int]
+    ) -> AskedCalls:
+        """The calls with these numbers; ``cold``: the share of each one's bytes in no cache."""
+        chosen = {i: calls[i] for i in numbers}
+        sent = {i: call for i, call in chosen.items() if call.op == COLLECTIVE}
+        return cls(
+            ops={i: priceable(call, cold[i]) for i, call in chosen.items() if i not in sent},
+            messages={i: message_of(call) for i, call in sent.items()},
+        )
+
+    def sent(self, book: PriceBook, where: Cluster) -> dict[int, PricedOp]:
+        """Times of the messages by number of the call, each as if no other were sent."""
+        return dict(
+            zip(
+                self.messages,
+                price_messages(list(self.messages.values()), book, where),
+                strict=True,
+            )
+        )
+
+
+def message_of(call: OpCall) -> Message:
+    """The message of a collective call: of a plan along an axis, of a program among its ranks."""
+    t, facts = call.args[0], call.kwargs
+    stated = "bytes" in facts  # by a program
+    return Message(
+        kind=SAME_AS.get(facts["kind"], facts["kind"]),
+        axis=axis_among(ranks_of(call)) if stated else facts["axis"],
+        message_bytes=max(1, facts["bytes"]) if stated else round(t.nbytes * facts["scale"]),
+        dtype=t.dtype,
+        routed=facts.get("routed", (0, 0)),
+    )
+
+
+def ranks_of(call: OpCall) -> tuple[int, ...]:
+    """The ranks of a program's collective, or the two of its message."""
+    facts = call.kwargs
+    return (facts["rank"], facts["peer"]) if facts["peer"] >= 0 else tuple(facts["ranks"])
+
+
+def axis_among(ranks: tuple[int, ...]) -> str:
+    """The name of the axis along which these ranks of a program lie."""
+    return ",".join(map(str, ranks))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,23 +167,28 @@ class RankGraph:
         return calls, layers[next(known)]
 
     @cached_property
-    def messages(self) -> dict[int, Message]:
-        """The collectives among the priced calls, by number of the call."""
-        calls = self.capture.calls
-        return {i: _message(calls[i]) for i in self.priced if calls[i].op == COLLECTIVE}
+    def asked(self) -> AskedCalls:
+        """The calls whose times are asked for, as ops and messages."""
+        return AskedCalls.of(self.capture.calls, self.cold, self.priced)
 
-    @cached_property
-    def wanted(self) -> dict[int, Priceable]:
-        """The ops to price, by number of the call."""
-        return self.ops(i for i in self.priced if i not in self.messages)
+    def prices(self, book: PriceBook) -> tuple[dict[int, PricedOp], list[LayerCopies]]:
+        """Times of the ops by number of the call, and of each layer's copies."""
+        return self.once(("prices", book), partial(self._prices, book))
 
-    def ops(self, numbers: Iterable[int]) -> dict[int, Priceable]:
-        """The calls with these numbers as ops to price."""
-        return {i: priceable(self.capture.calls[i], self.cold[i]) for i in numbers}
+    def to_price(self) -> list[Priceable]:
+        """The ops, and then the copies."""
+        copies = (op for kinds in self.copies for one in kinds for op in one)
+        return [*self.asked.ops.values(), *copies]
+
+    def _prices(self, book: PriceBook) -> tuple[dict[int, PricedOp], list[LayerCopies]]:
+        found = iter(book.price(self.to_price()))
+        ops = {i: next(found) for i in self.asked.ops}
+        return ops, [tuple(tuple(islice(found, len(one))) for one in x) for x in self.copies]
 
     def matmul_s(self, span: tuple[int, int]) -> float:
         """Seconds of the matrix products of a range of calls at the GPU's peak."""
-        return sum(self.wanted[i].matmul_s(self.gpu) for i in range(*span) if i in self.wanted)
+        ops = self.asked.ops
+        return sum(ops[i].matmul_s(self.gpu) for i in range(*span) if i in ops)
 
 
 def casts_experts(plan: ParallelPlan, stack: str) -> bool:
@@ -190,17 +261,6 @@ def until_read(i: int, calls: Sequence[OpCall]) -> Iterator[int]:
         if other or received & {t.storage for t in calls[at].tensors()}:
             return
         yield at
-
-
-def _message(call: OpCall) -> Message:
-    t, facts = call.args[0], call.kwargs
-    return Message(
-        kind=facts["kind"],
-        axis=facts["axis"],
-        message_bytes=round(t.nbytes * facts["scale"]),
-        dtype=t.dtype,
-        routed=facts["routed"],
-    )
 
 
 def _tied(capture: StepCapture, layers: Sequence[Layer]) -> tuple[ParamSpec, ...]:

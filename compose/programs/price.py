@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from itercast.capture.base.assumptions import assumed
@@ -12,25 +12,18 @@ from itercast.capture.programs.program import COLLECTIVE, HOST, MARKS
 from itercast.compose.graph.cache_reuse import cold_fractions
 from itercast.compose.graph.cuda_variants import with_cuda_variants, with_whole_networks
 from itercast.compose.graph.inductor import inductor_kernels
-from itercast.compose.pricing.collectives import Cluster, Group, Message, price_messages
+from itercast.compose.pricing.collectives import Cluster, Group
 from itercast.compose.pricing.host import Launches, launch_costs, python_op
 from itercast.compose.pricing.price_book import PriceBook
-from itercast.compose.pricing.priced_op import PricedOp, priceable
+from itercast.compose.pricing.priced_op import PricedOp
+from itercast.compose.pricing.rank_graph import AskedCalls, axis_among, ranks_of
 from itercast.compose.simulate.fsdp import FORWARD_SHARE
 from itercast.compose.simulate.stage_rank import SCHEDULE_SHARE
 from itercast.microbench.hardware.node import Node
 from itercast.microbench.hardware.spec import Gpu
 
 DISPATCH_SHARE: float = assumed(__file__, "dispatch_share")
-# Collectives that no family measures, as those that move the same bytes the same way.
-SAME_AS: Mapping[str, str] = {
-    "send": "send_recv",
-    "recv": "send_recv",
-    "reduce": "broadcast",
-    "gather": "all_gather",
-    "scatter": "broadcast",
-    "barrier": "all_reduce",
-}
+UNPRICED = (HOST, *MARKS)  # Python of wrappers, and what takes no time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,21 +48,19 @@ def price_rank(step: StepCapture, book: PriceBook, node: Node | None, per_node: 
     )
     step = step if on_cpu else _with_launches(with_cuda_variants(step))
     calls, cold = step.calls, cold_fractions(step, book.gpu, per_node if on_cpu else 1)
-    sent = [i for i, c in enumerate(calls) if c.op == COLLECTIVE]
-    computed = [i for i, c in enumerate(calls) if c.op not in (COLLECTIVE, HOST, *MARKS)]
-    priced = dict(
-        zip(sent, _collectives([calls[i] for i in sent], book, node, per_node), strict=True)
-    )
+    asked = AskedCalls.of(calls, cold, (i for i, c in enumerate(calls) if c.op not in UNPRICED))
+    among = [ranks_of(call) for call in calls if call.op == COLLECTIVE]
+    ranks = {axis_among(group): group for group in among}
+    priced = asked.sent(book, cluster_of(ranks, book.gpu, node, per_node))
+    priced |= dict(zip(asked.ops, book.price(list(asked.ops.values())), strict=True))
     priced |= {i: _python(c, book) for i, c in enumerate(calls) if c.op == HOST}
-    wanted = [priceable(calls[i], cold[i]) for i in computed]
-    priced |= dict(zip(computed, book.price(wanted), strict=True))
-    launched = StepCapture(calls=tuple(calls[i] for i in computed if not calls[i].graphed))
+    launched = StepCapture(calls=tuple(calls[i] for i in asked.ops if not calls[i].graphed))
     return PricedRank(
         calls=calls,
         ops=tuple(priced.get(i) for i in range(len(calls))),
         launches=launch_costs(launched, step.host, book),
         on_cpu=on_cpu,
-        matmul_s=sum(w.matmul_s(book.gpu) for w in wanted),
+        matmul_s=sum(op.matmul_s(book.gpu) for op in asked.ops.values()),
     )
 
 
@@ -95,34 +86,6 @@ def _python(call: OpCall, book: PriceBook) -> PricedOp:
     elif event == "pipeline_micro":
         share = 1 - SCHEDULE_SHARE if backward else SCHEDULE_SHARE
     return python_op(event, tensors, book, share)
-
-
-def _collectives(
-    calls: Sequence[OpCall], book: PriceBook, node: Node | None, per_node: int
-) -> list[PricedOp]:
-    """Collectives with durations; equal groups of ranks share a price."""
-    ranks = {_axis(call): _ranks(call) for call in calls}
-    where = cluster_of(ranks, book.gpu, node, per_node)
-    messages = [
-        Message(
-            kind=SAME_AS.get(call.kwargs["kind"], call.kwargs["kind"]),
-            axis=_axis(call),
-            message_bytes=max(1, call.kwargs["bytes"]),
-            dtype=call.args[0].dtype,
-        )
-        for call in calls
-    ]
-    return price_messages(messages, book, where)
-
-
-def _ranks(call: OpCall) -> tuple[int, ...]:
-    """The ranks of a collective, or the two of a message."""
-    facts = call.kwargs
-    return (facts["rank"], facts["peer"]) if facts["peer"] >= 0 else tuple(facts["ranks"])
-
-
-def _axis(call: OpCall) -> str:
-    return ",".join(map(str, _ranks(call)))
 
 
 def cluster_of(
