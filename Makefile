@@ -102,6 +102,7 @@ lint: setup ## ruff and mypy
 endurance: setup ## kill fleets and their sweeps for 10 minutes; read 100,000 hostile files (PUBLIC=folder; an hour)
 	$(PY) tests/endurance/kill_fleet.py
 	$(PY) tests/endurance/kill_scripts.py
+	$(PY) tests/endurance/nccl_logs.py
 	PYTHONPATH=. $(PY) tests/endurance/hostile.py $(if $(wildcard $(PUBLIC)),--public $(PUBLIC))
 
 forecasts: setup ## compare 300 forecasts with those recorded, after code was moved or rewritten (1 minute)

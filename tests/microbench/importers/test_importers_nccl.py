@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from nccl_logs import wrong_rows
 from typer.testing import CliRunner
 
 from itercast.__main__ import app
@@ -32,7 +33,7 @@ LOG = """\
 #   (B) (elements)                   (us) (GB/s) (GB/s)          (us) (GB/s) (GB/s)
       0      0  float    sum    -1   0.10   0.00   0.00      0   0.10   0.00   0.00      0
    1024    256  float    sum    -1   30.5   0.03   0.05      0   29.5   0.03   0.05    N/A
-   2048    512  float    sum    -1   31.5   0.06   0.09      3   1.5e+2  0.06   0.09      0
+   2048    512  float    sum    -1   31.5   0.06   0.09      3   1.5e+2  0.01   0.02      0
 # Out of bounds values : 0 OK
 """
 HEAD = LOG.splitlines()[10]
@@ -59,7 +60,13 @@ EXPECTED = [
 ]
 
 
-@pytest.mark.parametrize("prefix", ["", "0: ", "[1,0]<stdout>:", "[0]: "])
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        *("", "0: ", "[1,0]<stdout>:", "[0]: ", "[0] ", "2026-11-26T08:00:01.123Z "),
+        *("[pod/mpi-0/worker] ", "mpi-0 | ", "12 ", "Nov 26 08:00:01 host[123]: "),
+    ],
+)
 def test_text_with_and_without_a_launchers_prefix(tmp_path: Path, prefix: str) -> None:
     """Two hosts with two ranks each, by the log's own rank lines; an empty message is counted."""
     text = "".join(prefix + line for line in LOG.splitlines(keepends=True))
@@ -121,14 +128,56 @@ def test_json_says_the_same_as_text(tmp_path: Path) -> None:
     assert {name: row[name] for name in expected} == expected
 
 
+def gathered(log: str) -> str:
+    """The log of an all_reduce as that of an all_gather, whose bus rates are half as high."""
+    log = log.replace("all_reduce", "all_gather").replace("sum ", "none")
+    return log.replace("0.05 ", "0.02 ").replace("0.09 ", "0.05 ")
+
+
 def test_several_runs_in_one_log_keep_their_collective(tmp_path: Path) -> None:
-    second = LOG.replace("all_reduce", "all_gather").replace("30.5", "99.0")
+    second = gathered(LOG).replace("30.5   0.03", "99.0   0.01")
     rows = imported(tmp_path, LOG + second).rows["collective"]
     found = rows[~rows["in_place"] & (rows["message_bytes"] == 1024)]
     assert dict(zip(found["op"], found["time_us"], strict=True)) == {
         "all_reduce": 30.5,
         "all_gather": 99.0,
     }
+
+
+COMMANDS = ("srun ./all_reduce_perf -b 1K", "srun ./all_gather_perf -b 1K")
+TABLE = LOG[LOG.index("#  size") :]
+
+
+def test_a_command_after_rows_begins_a_run(tmp_path: Path) -> None:
+    """Without "Collective test starting", as older versions print; and a head without any name."""
+    text = f"{COMMANDS[0]}\n{TABLE}{COMMANDS[1]}\n{gathered(TABLE)}"
+    rows = imported(tmp_path, text, HERE).rows["collective"]
+    assert rows["op"].value_counts().to_dict() == {"all_reduce": 4, "all_gather": 4}
+    (tmp_path / "glued").mkdir()
+    glued = imported(tmp_path / "glued", f"{COMMANDS[0]}\n{TABLE}{TABLE}", HERE)
+    assert len(glued.rows["collective"]) == 4
+    assert glued.dropped["collective is not stated: pass it, or write a sources.yaml"] == 4
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        LOG.replace("1024    256", "24    256"),  # the line's begin is lost
+        LOG.replace("30.5 ", "0.5 "),
+        LOG.replace("#  Rank  1", "#"),  # one of the ranks is lost
+        f"{COMMANDS[1]}\n{LOG}",  # two collectives before one table
+    ],
+)
+def test_lines_and_headers_that_do_not_fit_are_not_stored(tmp_path: Path, text: str) -> None:
+    found = imported(tmp_path, text)
+    assert found.dropped["line of an unknown layout"] >= 1
+    stored = times(found) if found.rows else []
+    assert set(stored) <= set(EXPECTED) and len(stored) <= 2
+
+
+def test_glued_prefixed_and_cut_logs_store_nothing_wrong() -> None:
+    """Two hundred here; `python tests/endurance/nccl_logs.py` reads 10,000."""
+    assert wrong_rows(200, seed=0) == 0
 
 
 @pytest.mark.parametrize(
