@@ -50,7 +50,8 @@ class Group:
 
 def groups_of(steps: pd.DataFrame) -> list[Group]:
     """The steps by machine; columns source, machine, model, log_ratio and ``SENSITIVITY``."""
-    machines, found = steps.groupby("source")["machine"].nunique(), []
+    counted = steps.groupby("source")["machine"].nunique()
+    machines, found = {str(source): int(n) for source, n in counted.items()}, []
     for (source, _), mine in steps.groupby(["source", "machine"]):
         code = pd.factorize(mine["model"])[0]
         found.append(
@@ -58,7 +59,7 @@ def groups_of(steps: pd.DataFrame) -> list[Group]:
                 y=mine["log_ratio"].to_numpy(dtype=float),
                 j=mine[SENSITIVITY].to_numpy(dtype=float),
                 same=(code[:, None] == code[None, :]).astype(float),
-                weight=min(1.0, MACHINES / machines[source]),
+                weight=min(1.0, MACHINES / machines[str(source)]),
             )
         )
     return found
@@ -117,12 +118,10 @@ def deviates(steps: pd.DataFrame, without: dict[str, Spread]) -> float:
     """How many deviations wide intervals cover ``COVERED``: mean over sources, each left out."""
     found = pd.concat(with_anchors(mine, without[str(s)], 0) for s, mine in steps.groupby("source"))
     wide = found["log_ratio"].abs() / found["half_width"] * next(iter(without.values())).deviates
-    covered = (
-        wide.groupby(found["source"]).agg(lambda x, d=d: (x <= d).mean()).mean() for d in TRIED
-    )
-    return float(
-        next((d for d, share in zip(TRIED, covered, strict=True) if share >= COVERED), TRIED[-1])
-    )
+    for tried in TRIED:
+        if (wide <= tried).groupby(found["source"]).mean().mean() >= COVERED:
+            return float(tried)
+    return float(TRIED[-1])
 
 
 def with_anchors(steps: pd.DataFrame, typical: Spread, count: int) -> pd.DataFrame:
