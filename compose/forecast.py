@@ -12,7 +12,7 @@ from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.graph.identity_cache import Once
 from itercast.compose.machines.typical import typical
-from itercast.compose.notes import notes
+from itercast.compose.notes import notes, without_effect
 from itercast.compose.parallel.device_memory import room_bytes, verdict
 from itercast.compose.pricing.collectives import Cluster, cluster
 from itercast.compose.pricing.layer_prices import price_model
@@ -135,7 +135,7 @@ def forecast(
         samples=step.samples * replicas,
         tokens=tokens,
     )
-    said = tuple(notes(step, plan, book.stack))
+    said = (*notes(step, plan, book.stack), *without_effect(plan, rank.where))
     return replace(found, lengths=lengths, notes=said)
 
 

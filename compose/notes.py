@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.parallel.expert_precision import wide_experts
+from itercast.compose.pricing.collectives import Cluster
 from itercast.compose.pricing.rank_graph import casts_experts
 
 WIDE_EXPERTS = (
@@ -30,3 +31,16 @@ def notes(step: StepCapture, plan: ParallelPlan, stack: str) -> Iterator[str]:
         yield SLOW_PATH.format(", ".join(sorted(slow)))
     if plan.amp and not casts_experts(plan, stack) and wide_experts(step):
         yield WIDE_EXPERTS
+
+
+def without_effect(plan: ParallelPlan, where: Cluster) -> Iterator[str]:
+    """Yields a note for each key of a plan that is forecast as if it were not there."""
+    alone, experts = plan.microbatches == 1, where.groups["ep"]
+    if plan.zero == 2 and alone:
+        yield "zero=2 is forecast as zero=1: both scatter the gradients of one micro-batch once"
+    if plan.cdp == 2:
+        yield "cdp=2 is forecast as cdp=1: both send the same, with gradients of other steps"
+    if plan.ep_overlap and alone:
+        yield "ep_overlap changes nothing: one micro-batch has no other to run beside"
+    if plan.ep_once and experts.size <= experts.per_node:
+        yield "ep_once changes nothing: all experts of a token are on its node"

@@ -18,6 +18,7 @@ from itercast.capture.plan_keys import PlanKey, integer
 from itercast.compose.capture_model import CAPTURE, capture, code_digest, code_files
 from itercast.compose.forecast import rank_of
 from itercast.compose.graph.rewrite import StepBuilder
+from itercast.compose.notes import without_effect
 from itercast.compose.pricing.collectives import cluster
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.simulate.iteration import evaluate
@@ -108,6 +109,28 @@ def test_a_key_that_says_nothing_changes_everything() -> None:
     for part in ("ops", "prices", "stages"):
         assert 4 not in WiderPlan(dp=4).parts(part)
         assert 4 in WiderPlan(bucket=4).parts(part)
+
+
+@pytest.mark.parametrize(
+    ("step", "text", "without", "with_effect"),
+    [
+        (capture_at(8, 64), "dp=4,zero=2", "dp=4,zero=1", "dp=4,zero=2,accumulate=2"),
+        (capture_at(8, 64), "dp=4,cdp=2", "dp=4,cdp=1", ""),
+        (experts_at(8, 64), "dp=4,ep=2,ep_overlap", "dp=4,ep=2", "dp=4,ep=2,ep_overlap,micro=2"),
+        (experts_at(8, 64), "dp=4,ep=2,ep_once", "dp=4,ep=2", "dp=16,ep=16,ep_once"),
+    ],
+)
+def test_a_key_without_effect_is_noted(
+    step: StepCapture, text: str, without: str, with_effect: str
+) -> None:
+    """The forecast is that of the plan without it; where it changes something nothing is noted."""
+    book = PriceBook(Flat(), DEVICE, 0)
+    plan, other = ParallelPlan.parse(text), ParallelPlan.parse(without)
+    assert forecast(step, plan, book) == forecast(step, other, book)
+    assert len(list(without_effect(plan, cluster(plan, DEVICE)))) == 1
+    for also in (without, with_effect):
+        silent = ParallelPlan.parse(also)
+        assert not list(without_effect(silent, cluster(silent, DEVICE)))
 
 
 def test_a_key_that_a_package_adds_changes_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
