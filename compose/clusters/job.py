@@ -17,6 +17,7 @@ from itercast.compose.simulate.rank import Rank
 from itercast.compose.target import Target
 
 REDUCED = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
+NEIGHBOURS = ("shard", "intra_node", "inter_node")  # of gossip, a ring of all replicas
 BOUNDARY = ("intra_node", "inter_node")  # axes of messages between stages
 
 
@@ -73,6 +74,7 @@ def replicas(job: Job, plan: ParallelPlan, split: Sequence[int]) -> list[Rank]:
     groups = job.cluster.groups
     ring = [(g, groups[(i + 1) % len(groups)]) for i, g in enumerate(groups)]
     crossed = crossings(job, ring, REDUCED, ("shard",), plan.tp)
+    crossed += crossings(job, ring, ("send_recv",), NEIGHBOURS, plan.tp) if plan.gossip else []
     pairs = zip(groups, split, strict=True)
     return [replace(job.rank(g, plan, n, *crossed), kin=g.count) for g, n in pairs]
 

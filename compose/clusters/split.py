@@ -24,7 +24,7 @@ from itercast.compose.simulate.unlike import evaluate_replicas
 ALLOWED = (
     *("dp", "tp", "sp", "tp_overlap", "pp", "amp", "zero", "micro", "accumulate"),
     *("first", "last", "layers", "schedule", "virtual", "recompute", "recomputed", "offload"),
-    *("compress", "compress_tp", "compress_pp", "coconet"),
+    *("compress", "compress_tp", "compress_pp", "coconet", "local", "outer", "gossip", "sends"),
 )
 T = TypeVar("T")
 
@@ -36,6 +36,8 @@ def forecast_job(job: Job, plan: ParallelPlan) -> Forecast:
     if unequal or plan.schedule in V_SHAPED:
         wrong, known = ", ".join(unequal) or plan.schedule, ", ".join(ALLOWED)
         raise ValueError(f"{text}: {wrong} needs equal GPUs; allowed on a cluster: {known}")
+    if plan.gossip not in ("", "ring"):
+        raise ValueError(f"{text}: gossip is a ring on unlike GPUs, in the order of their groups")
     if plan.world_size != file.gpus:
         raise ValueError(f"{text} has {plan.world_size} ranks, {file.path} {file.gpus} GPUs")
     each = plan.tp if plan.pp == 1 else plan.tp * plan.dp

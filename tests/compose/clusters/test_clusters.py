@@ -45,7 +45,8 @@ def on(tmp_path: Path, text: str, plan: str, case: str = "gpt-s", batch: int = 8
         (ALIKE.replace("b: {gpu: h100-sxm-80gb", "b: {gpu: cpu"), "GPUs and CPUs"),
         ("groups: [h100]", "groups maps names to a gpu and a count"),
         ("gpus: 8", "unknown keys ['gpus']"),
-        ("dp=2,gossip=ring", "gossip needs equal GPUs; allowed on a cluster: dp, tp, sp"),
+        ("dp=2,cdp=1", "cdp needs equal GPUs; allowed on a cluster: dp, tp, sp"),
+        ("dp=2,gossip=exp2", "gossip is a ring on unlike GPUs"),
         ("tp=2", "a replica has 2 GPUs of one kind; group 'a' has 1"),
     ],
 )
@@ -150,3 +151,29 @@ def test_plans_may_leave_groups_out(tmp_path: Path) -> None:
     best, legal = plans_on_cluster(job_on("gpt-s", path, global_batch=4, dtype="bf16"), count=2)
     assert legal > 2
     assert best[0].gpu == "1 x h100-sxm-80gb"
+
+
+SLOW_LINK = UNLIKE.replace("1e18", "1e7")
+
+
+def test_unlike_devices_that_step_alone_average_every_so_many(tmp_path: Path) -> None:
+    """A step has 1 / K of the average of parameters over the slow link: base + C / K.
+
+    C is what 2 (n - 1) / n of the bytes of two ranks take: those of parameters at 1e7 bytes/s.
+    """
+    times = {k: on(tmp_path, SLOW_LINK, f"dp=2,local={k}").iteration_us for k in (1, 2, 4)}
+    halves, quarters = times[1] - times[2], times[2] - times[4]
+    assert halves == pytest.approx(2 * quarters, rel=0.02)
+    found = on(tmp_path, SLOW_LINK, "dp=2,local=1")
+    nbytes = found.memory_by_bytes["parameters"]
+    assert 2 * halves == pytest.approx(nbytes / 1e7 * 1e6, rel=0.1)
+    every = on(tmp_path, SLOW_LINK, "dp=2").iteration_us
+    assert times[4] < times[2] < every
+
+
+def test_gossip_in_a_ring_crosses_the_slow_link(tmp_path: Path) -> None:
+    """Parameters go to both neighbours, which are one here, beside forward and backward."""
+    fast, slow = (on(tmp_path, text, "dp=2,gossip=ring") for text in (UNLIKE, SLOW_LINK))
+    nbytes = fast.memory_by_bytes["parameters"]
+    assert slow.comm_us == pytest.approx(2 * nbytes / 1e7 * 1e6, rel=0.15)
+    assert slow.iteration_us > fast.iteration_us
