@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from itercast.capture.base.slow_imports import without_scikit_learn
 from itercast.options import (
     Anchor,
     Bundle,
-    GpuName,
     Host,
     Json,
     Machine,
@@ -26,16 +28,29 @@ from itercast.options import (
 
 if TYPE_CHECKING:
     from itercast.capture.input.lane import InputLane
-    from itercast.capture.programs.program import ProgramCapture
     from itercast.compose.forecast import Forecast
+    from itercast.compose.programs.scripts import CapturedScript
     from itercast.compose.target import Target
+
+    Order = tuple[Path, Sequence[str], Target, int, int, int, bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecasted:
+    """A script's forecast, with its input where it has a DataLoader; ``step_us``: without it."""
+
+    found: Forecast
+    step_us: float
+    loading_us: float
+    advice: str
+    captured: CapturedScript
 
 
 def run(
     script: Annotated[Path, typer.Argument(help="a training script as torchrun takes it")],
     arguments: Annotated[list[str] | None, typer.Argument(help="its own arguments")] = None,
-    gpu: GpuName = "cpu",
-    gpus: Annotated[int, typer.Option(min=1, help="number of GPUs, one process each")] = 1,
+    gpu: Annotated[str, typer.Option(help="GPU, or several: a,b")] = "cpu",
+    gpus: Annotated[str, typer.Option(help="number of GPUs, or several: 8,16")] = "1",
     node: NodeName = "",
     steps: Annotated[int, typer.Option(min=2, help="steps to run; the last is forecast")] = 3,
     limit: Annotated[int, typer.Option(min=1, help="seconds that the script may take")] = 600,
@@ -51,18 +66,51 @@ def run(
     """Forecast a step of an unchanged training script on GPUs that need not exist.
 
     The script runs as rank 0 of all ranks, on tensors without data. Options of itercast come before
-    the script, its own arguments after it.
+    the script, its own arguments after it. Several GPUs or numbers of them make a table.
     """
     with without_scikit_learn():
         from itercast.anchors import known_machine
-        from itercast.compose.programs.forecast import forecast_program, trace_of_program
-        from itercast.compose.programs.scripts import captured_script
         from itercast.compose.target import find_target
 
     plan, known = f"node={node}" if node else "", known_machine(machine, anchor, Question)
-    target = find_target(gpu, plan, bundle, host, stack, known, script.name)
-    with Console(stderr=True).status(f"running {script.name} as rank 0 of {gpus}"):
-        captured = captured_script(script, arguments or [], target, gpus, steps, limit, no_cache)
+    pairs = list(product(gpu.split(","), _counts(gpus)))
+    if trace is not None and len(pairs) > 1:
+        raise ValueError("trace: of one GPU and one number of GPUs")
+    rows = []
+    for name, count in pairs:
+        target = find_target(name, plan, bundle, host, stack, known, script.name)
+        order = (script, arguments or [], target, count, steps, limit, no_cache)
+        try:
+            rows.append(_forecast(order, trace))
+        except ValueError as exc:
+            if len(pairs) == 1:
+                raise
+            rows.append(str(exc))
+    if as_json:
+        plain = [r if isinstance(r, str) else _facts(script.name, r) for r in rows]
+        typer.echo(json.dumps(plain if len(pairs) > 1 else plain[0]))
+    elif len(pairs) > 1:
+        Console().print(_compared(script.name, pairs, rows))
+    else:
+        (one,) = (r for r in rows if not isinstance(r, str))
+        _print(script.name, one)
+
+
+def _counts(text: str) -> list[int]:
+    """Numbers of GPUs among commas; ValueError for others."""
+    if not all(word.isdecimal() and int(word) for word in text.split(",")):
+        raise ValueError(f"gpus {text!r}: allowed are numbers of at least 1, as 8 or 8,16")
+    return [int(word) for word in text.split(",")]
+
+
+def _forecast(order: Order, trace: Path | None) -> Forecasted:
+    """Capture a script, or read its capture, and forecast it with its input."""
+    from itercast.compose.programs.forecast import forecast_program, trace_of_program
+    from itercast.compose.programs.scripts import captured_script
+
+    script, _, target, count, *_ = order
+    with Console(stderr=True).status(f"running {script.name} as rank 0 of {count}"):
+        captured = captured_script(*order)
     program, lane = captured.program, captured.lane
     found, loading_us, advice = forecast_program(program, target), 0.0, ""
     step_us = found.iteration_us
@@ -77,14 +125,48 @@ def run(
         from itercast.commands.shared import write_trace
 
         write_trace(trace, trace_of_program(program, target))
-    if as_json:
-        facts = {"step_us": step_us, "loading_us": loading_us, "notes": program.notes}
-        facts |= {"optimizer_steps": program.optimizer_steps, "from_cache": captured.kept}
-        typer.echo(json.dumps({"case": script.name, **asdict(found), **facts}))
-    else:
-        kept = ("read from the cache; --no-cache captures it anew",) * captured.kept
-        program = replace(program, notes=(*program.notes, *kept))
-        _print(script.name, found, step_us, loading_us, advice, program)
+    return Forecasted(
+        found=found, step_us=step_us, loading_us=loading_us, advice=advice, captured=captured
+    )
+
+
+def _facts(name: str, one: Forecasted) -> dict[str, Any]:
+    """A forecast as plain values."""
+    program = one.captured.program
+    facts = {"step_us": one.step_us, "loading_us": one.loading_us, "notes": program.notes}
+    facts |= {"optimizer_steps": program.optimizer_steps, "from_cache": one.captured.kept}
+    return {"case": name, **asdict(one.found), **facts}
+
+
+def _compared(
+    name: str, pairs: Sequence[tuple[str, int]], rows: Sequence[Forecasted | str]
+) -> Table:
+    """A row for each GPU and number of them: a step, its rate, what it uses, and notes below."""
+    table = Table(title=name)
+    heads = ("GPUs", "step ms", "with input", "samples/s", "MFU %", "memory GB", "fits")
+    table.add_column("GPU", no_wrap=True)
+    for head in heads:
+        table.add_column(head, justify="right")
+    notes = dict[str, None]()
+    for (gpu, count), one in zip(pairs, rows, strict=True):
+        if isinstance(one, str):
+            table.add_row(gpu, str(count), *["-"] * (len(heads) - 1))
+            notes[f"{count} x {gpu}: {one}"] = None
+            continue
+        found = one.found
+        notes.update(dict.fromkeys(one.captured.program.notes))
+        table.add_row(
+            gpu,
+            str(count),
+            f"{one.step_us * 1e-3:.2f}",
+            f"{found.iteration_us * 1e-3:.2f}",
+            f"{found.samples_per_s:.1f}" if found.samples_per_s else "-",
+            f"{100 * found.mfu_frac:.1f}",
+            f"{found.memory_bytes / 1e9:.1f} of {found.memory_room_bytes / 1e9:.1f}",
+            "yes" if found.fits else "no",
+        )
+    table.caption = "\n".join(notes) or None
+    return table
 
 
 def _workers(found: Forecast, lane: InputLane, target: Target, samples: int) -> str:
@@ -101,29 +183,28 @@ def _workers(found: Forecast, lane: InputLane, target: Target, samples: int) -> 
     return f"{own}; {best.workers} hide it, on {cores:.0f} cores"
 
 
-def _print(
-    name: str,
-    found: Forecast,
-    step_us: float,
-    loading_us: float,
-    advice: str,
-    program: ProgramCapture,
-) -> None:
+def _print(name: str, one: Forecasted) -> None:
     """Print a forecast as a table: the step alone, the batches it takes, and notes beside it."""
     from itercast.commands.shared import forecast_table
 
+    found, program = one.found, one.captured.program
     table = forecast_table(name, found)
-    if loading_us:
+    table.add_row("fits", "yes" if found.fits else "no")
+    if found.mfu_frac:
+        table.add_row("model flops utilization", f"{100 * found.mfu_frac:.1f} %")
+    if one.loading_us:
         waits_us = found.idle_by_us["input"]
         limit = "its input as measured here" if waits_us > 0 else "its step"
         table.title = f"{table.title}, limited by {limit}"
-        table.add_row("its step alone", f"{step_us * 1e-3:.2f} ms")
-        table.add_row("its batches, in one process here", f"{loading_us * 1e-3:.2f} ms")
+        table.add_row("its step alone", f"{one.step_us * 1e-3:.2f} ms")
+        table.add_row("its batches, in one process here", f"{one.loading_us * 1e-3:.2f} ms")
         table.add_row("waits for its batches", f"{waits_us * 1e-3:.2f} ms of the iteration")
-        table.add_row("its DataLoader has", advice)
+        table.add_row("its DataLoader has", one.advice)
     if program.optimizer_steps > 1:
         each_ms = found.iteration_us / program.optimizer_steps * 1e-3
         table.add_row("its optimizer steps", f"{program.optimizer_steps}, {each_ms:.2f} ms each")
     for note in program.notes:
         table.add_row("note", note)
+    if one.captured.kept:
+        table.add_row("note", "read from the cache; --no-cache captures it anew")
     Console().print(table)

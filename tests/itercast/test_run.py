@@ -186,6 +186,24 @@ def test_a_capture_holds_while_the_script_would_find_the_same(
     assert not found(*asked, "name", gpu="a100-sxm-80gb")[0]
 
 
+def test_several_gpus_and_numbers_of_them_make_a_table(tmp_path: Path) -> None:
+    """Twice as many ranks take twice as many samples; an unknown GPU is refused as ever."""
+    asked = ("--gpu=h100-sxm-80gb,a100-sxm-80gb", "--gpus=2,4")
+    code, out, _ = run(*asked, "--json", str(EXAMPLE), *SMALL)
+    rows = json.loads(out)
+    assert code == 0 and [(r["gpu"], r["world_size"]) for r in rows] == [
+        (gpu, count) for gpu in ("h100-sxm-80gb", "a100-sxm-80gb") for count in (2, 4)
+    ]
+    assert all(
+        r["samples_per_s"] == pytest.approx(r["world_size"] * 8 / r["iteration_us"] * 1e6)
+        for r in rows
+    )
+    code, out, _ = run(*asked, str(EXAMPLE), *SMALL)
+    assert code == 0 and len(re.findall(r"(?:h100|a100)-sxm-80gb .*yes", out)) == 4
+    code, _, said = run("--gpus=2,none", str(EXAMPLE))
+    assert code == 2 and "gpus '2,none': allowed are numbers of at least 1" in said
+
+
 def test_a_script_that_exits_says_what_it_wrote_last(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import argparse\np = argparse.ArgumentParser()\n")
