@@ -14,6 +14,7 @@ from rich.table import Table
 
 from itercast.capture.base.durations import counted, seconds
 from itercast.options import Cores, Json, Question, asks, file_to_write
+from itercast.stated import question_facts, say_step
 
 if TYPE_CHECKING:
     from itercast.capture.input.lane import InputLane
@@ -59,6 +60,7 @@ def rl(
         write_lane(lane, out)
     acting, target = replace(question, batch=envs, mode="infer").prepared()
     captures = acting, question.prepared()[0]
+    facts = question_facts(question, captures[1], target)
     sizes = {"envs": envs, "workers": workers, "horizon": horizon, "epochs": epochs}
     own, other = (
         make_loop(captures, target, lane, cores=cores or 0, apart=apart, **sizes)
@@ -67,8 +69,9 @@ def rl(
     found = [loop_time(lane, own), loop_time(lane, other), *best_workers(lane, own)]
     steps = envs * horizon * target.plan.dp
     if as_json:
-        typer.echo(json.dumps({"steps": steps, "loops": list(map(asdict, found))}))
+        typer.echo(json.dumps({**facts, "steps": steps, "loops": list(map(asdict, found))}))
     else:
+        say_step(facts)
         Console().print(_table(question.name, steps, found))
 
 

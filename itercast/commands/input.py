@@ -13,10 +13,12 @@ from rich.table import Table
 
 from itercast.capture.base.durations import seconds
 from itercast.options import Cores, Json, Question, asks, file_to_write
+from itercast.stated import question_facts, say_step
 
 if TYPE_CHECKING:
     from itercast.capture.input.lane import InputLane
     from itercast.compose.input_pipeline import Consumer, Fed
+    from itercast.microbench.store import Row
 
 MS = 1e-3
 
@@ -57,19 +59,24 @@ def input_lane(
     lane = replace(lane, workers=lane.workers if workers is None else workers)
     if out is not None:
         write_lane(lane, out)
-    who, taker, share = _consumer(question, step_us, lane, cores or 0)
-    _print(lane, who, taker, share, as_json=as_json)
+    who, taker, share, facts = _consumer(question, step_us, lane, cores or 0)
+    if facts and not as_json:
+        say_step(facts)
+    _print(lane, who, taker, share, facts, as_json=as_json)
 
 
 def _consumer(
     question: Question | None, step_us: float, lane: InputLane, cores: int
-) -> tuple[str, Consumer | None, float]:
-    """What takes the batches, in words and as a step, and its cores; None where nothing does."""
+) -> tuple[str, Consumer | None, float, Row]:
+    """What takes the batches, in words and as a step, its cores, and what was forecast of it.
+
+    No consumer where nothing takes them.
+    """
     from itercast.compose.input_pipeline import Consumer, consumer, cores_of_a_rank
 
     if question is None:
         known = Consumer(host_us=step_us) if step_us else None
-        return f"a step of {step_us * MS:.1f} ms", known, cores or lane.cores
+        return f"a step of {step_us * MS:.1f} ms", known, cores or lane.cores, {}
     captured, target = question.prepared()
     from itercast.compose.target import forecast_step
 
@@ -77,18 +84,19 @@ def _consumer(
     samples = captured.samples * target.plan.microbatches
     step = consumer(found, lane, target, samples)
     name = f"{question.name} on {found.gpu}"
-    return name, step, cores_of_a_rank(lane, target, found.world_size, cores)
+    facts = question_facts(question, captured, target)
+    return name, step, cores_of_a_rank(lane, target, found.world_size, cores), facts
 
 
 def _print(
-    lane: InputLane, who: str, step: Consumer | None, cores: float, *, as_json: bool
+    lane: InputLane, who: str, step: Consumer | None, cores: float, facts: Row, *, as_json: bool
 ) -> None:
     from itercast.compose.input_pipeline import fed, fewest_workers
 
     own = fed(lane, step, lane.workers, cores) if step else None
     best = fewest_workers(lane, step, cores) if step else None
     if as_json:
-        typer.echo(json.dumps(_plain(lane, own, best)))
+        typer.echo(json.dumps({**facts, **_plain(lane, own, best)}))
         return
     console = Console()
     console.print(_lane_table(lane, cores))

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from itercast.options import Json, Question, asks, prints_aside
+from itercast.stated import options, say, settings
 
 if TYPE_CHECKING:  # the command line starts without pandas
     from itercast.compose.throughput import Cell
@@ -47,6 +48,8 @@ def throughput(
     from itercast.compose.throughput import throughput_table
     from itercast.eval.progress import progress_bar
 
+    if question.global_batch:
+        raise ValueError("--global-batch: the GPUs vary here, give --batch, that of a replica")
     asked = question.arguments()
     for mine in ("gpu", "batch", "plan"):
         del asked[mine]
@@ -61,7 +64,24 @@ def throughput(
     if as_json:
         typer.echo(json.dumps({"case": question.name, "cells": rows}))
         return
+    say(_step(question, plan, names), [])
     Console().print(_table(question.name, rows))
+
+
+def _step(question: Question, plan: str, names: Sequence[str]) -> str:
+    """What all cells are of, in one line; under amp GPUs may have dtypes of their own."""
+    from itercast.compose.target import step_dtype
+    from itercast.microbench.hardware.names import gpu_named
+    from itercast.microbench.hardware.spec import load_gpu
+
+    gpus = [load_gpu(gpu_named(name) or name) for name in names if name != "cpu"]
+    amp = "amp" in plan.split(",")
+    dtypes = {step_dtype(question.dtype, amp, [gpu]) or "fp32" for gpu in gpus} or {"fp32"}
+    known = {**options(question), "plan": plan, "dtype": " or ".join(sorted(dtypes))}
+    known["optimizer"] = question.optimizer or question.of_case.optimizer
+    known["seq"] = question.seq_asked()
+    tokens = f" of {known['seq']:,} tokens" if known["seq"] else ""
+    return f"{question.mode}: samples{tokens}, batch is a replica's; {settings(known)}"
 
 
 def words(option: str, text: str) -> list[str]:

@@ -134,3 +134,24 @@ def test_a_line_above_the_answer_says_what_it_is_of(
     above = told[: next(i for i, line in enumerate(told) if " on " in line and "note" not in line)]
     assert len(above) == len(lines)
     assert all(line.startswith(start) for line, start in zip(above, lines, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            "throughput gpt-s --gpu v100-sxm-16gb,a10 --gpus 1 --plan amp",
+            "train: samples of 64 tokens, batch is a replica's; bf16 or fp16 autocast, fp32",
+        ),
+        ("explain mlp-s --gpu a10 --plan amp", "train: 64 samples per replica; bf16 autocast"),
+        ("rl 3ms ppo-vector --gpu a10 --plan amp", "train: 64 samples per replica; bf16 autocast"),
+    ],
+)
+def test_other_answers_begin_with_it(words: str, line: str, here: Path) -> None:
+    done = run.invoke(app, shlex.split(words))
+    assert done.stdout.startswith(line), done.output
+
+
+def test_tables_of_many_gpus_take_the_batch_of_a_replica(here: Path) -> None:
+    done = run.invoke(app, shlex.split("throughput gpt-s --gpu a10 --gpus 1 --global-batch 8"))
+    assert done.exit_code == 2 and "give --batch, that of a replica" in done.stderr
