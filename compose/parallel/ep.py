@@ -83,14 +83,16 @@ def _local_call(call: OpCall, plan: ParallelPlan, weights: Mapping[int, ParamSpe
     In C = A @ B tokens are the rows of A and C where B is a weight; in a weight's gradient they are
     the summed dimension: columns of A and rows of B.
     """
-    if call.op == DTYPE_CAST and call.args[0].storage in weights:
+    shapes = {p.shape for p in weights.values()}
+    gradient = call.phase == "backward" and call.outputs and call.outputs[0].shape in shapes
+    if call.op == DTYPE_CAST and (call.args[0].storage in weights or gradient):
         return with_tensors(call, {t: _share(t, None, plan) for t in (call.args[0], *call.outputs)})
     if call.op not in EXPERT_PRODUCTS or len(call.outputs) != 1:
         return call
     dims: tuple[int | None, ...]  # dimension of tokens in A, B, C
     if call.args[1].storage in weights:
         dims = (-2, None, -2)
-    elif call.phase == "backward" and call.outputs[0].shape in {p.shape for p in weights.values()}:
+    elif gradient:
         dims = (-1, -2, None)
     else:
         return call

@@ -99,6 +99,20 @@ def test_a_rank_casts_its_own_experts_only() -> None:
     assert cast[0] == 4 * cast[1] > 0
 
 
+def test_gradients_of_own_experts_alone_are_cast_back() -> None:
+    """Under autocast with ep=2 a rank casts half of the stacks' gradients, as of the stacks."""
+    cast = experts_in_half(mixed())
+    sizes = [
+        sum(
+            c.outputs[0].numel
+            for c in m.calls
+            if c.op == DTYPE_CAST and len(c.args[0].shape) == 3 and c.phase == "backward"
+        )
+        for m in (cast, expert_parallel(cast, ParallelPlan(dp=2, ep=2)))
+    ]
+    assert sizes[0] == 2 * sizes[1] == 4 * EXPERTS * WIDTH * HIDDEN
+
+
 def test_experts_are_in_fp8_but_not_routers() -> None:
     """Inputs of a grouped product are cast once and used again for its gradients."""
     found = step("fp8")
