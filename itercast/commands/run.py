@@ -76,7 +76,7 @@ def run(
     pairs = list(product(gpu.split(","), _counts(gpus)))
     if trace is not None and len(pairs) > 1:
         raise ValueError("trace: of one GPU and one number of GPUs")
-    rows = []
+    rows = list[Forecasted | str]()
     for name, count in pairs:
         target = find_target(name, plan, bundle, host, stack, known, script.name)
         order = (script, arguments or [], target, count, steps, limit, no_cache)

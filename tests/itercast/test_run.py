@@ -150,6 +150,7 @@ import json, os, sys, torch
 width = json.load(open(sys.argv[1]))["width"] * int(os.environ.get("TIMES", "1"))
 if len(sys.argv) > 2:
     torch.cuda.get_device_name()
+    assert torch.cuda.get_device_capability() >= (8, 0)
 model = torch.nn.Linear(width, width).cuda()
 optimizer = torch.optim.SGD(model.parameters())
 for i in range(3):

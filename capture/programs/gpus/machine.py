@@ -76,7 +76,7 @@ def _cuda(gpu: EmulatedGpu | Asked, per_node: int, local_rank: int) -> dict[str,
     }
     found: dict[str, Any] = {name: _answering(value) for name, value in answers.items()}
     found["get_device_name"] = lambda *args: f"NVIDIA {gpu.name}"
-    found["get_device_capability"] = lambda *args: gpu.compute_capability
+    found["get_device_capability"] = lambda *args: tuple(gpu.compute_capability)
     found["get_device_properties"] = lambda *args: Properties(gpu)
     found["get_arch_list"] = lambda: ["sm_{}{}".format(*gpu.compute_capability)]
     found["is_bf16_supported"] = lambda *args: gpu.has_bf16
