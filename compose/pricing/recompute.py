@@ -150,7 +150,7 @@ class Front:
             while len(kept) > MAX_FRONT:
                 kept, thinned = np.concatenate((kept[:1], kept[2::2])), True
             nbytes, us = nbytes[kept], us[kept]
-            chosen.append((count, kept))
+            chosen.append((count, kept.astype(np.int16)))  # below 2 * MAX_FRONT; many are kept
         return cls(items=items, room=room, nbytes=nbytes, chosen=chosen, thinned=thinned)
 
     def best(self, room: int) -> Item:
