@@ -157,5 +157,4 @@ def _cheaper(target: Target) -> Iterator[ParallelPlan]:
     for gpus in sorted({each, node, 2 * node}):
         replicas = gpus // each
         if gpus % each == 0 and 1 <= replicas < plan.dp and replicas % plan.ep == 0:
-            kept = {"zero": 0} if replicas == 1 else {}
-            yield replace(plan, dp=replicas, **kept)
+            yield replace(plan, dp=replicas, zero=plan.zero if replicas > 1 else 0)

@@ -124,7 +124,7 @@ class Cluster:
         Where they are fewer than its GPUs, each has more of the NICs, up to what PCIe carries.
         """
         if self.network_assumed or self.node is None:
-            return NETWORK_BYTES_PER_S
+            return float(NETWORK_BYTES_PER_S)
         share, gpus = self.node.network_bytes_per_s, self.node.gpus_per_node
         reached = max(share, self.gpu.pcie_bytes_per_s)
         return min(reached, share * gpus / min(gpus, senders))
@@ -291,8 +291,8 @@ def price_messages(messages: Sequence[Message], book: PriceBook, where: Cluster)
     pairs = [(book.sent[m, group, *where.place], group) for m, group in asked]
     sent = [op.among(group.size, group.per_node, book.machine) for op, group in pairs]
     for link in where.crossings:
-        pairs = zip(asked, sent, strict=True)
-        sent = [link.crossed(m, group.size, op) for (m, group), op in pairs]
+        both = zip(asked, sent, strict=True)
+        sent = [link.crossed(m, group.size, op) for (m, group), op in both]
     return sent
 
 

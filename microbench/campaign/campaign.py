@@ -27,7 +27,8 @@ from itercast.microbench import store
 from itercast.microbench.campaign import smoke
 from itercast.microbench.campaign.archive import pack, unpack
 from itercast.microbench.campaign.prepare import PREPARED_POINTS, prepare, use_prepared
-from itercast.microbench.campaign.stages import PLANS, Run, Stage, chosen_stages
+from itercast.microbench.campaign.run import Run
+from itercast.microbench.campaign.stages import PLANS, Stage, chosen_stages
 from itercast.microbench.campaign.summary import summary
 from itercast.microbench.fleet.urls import fetched_file
 from itercast.microbench.processes.lanes import gpu_count

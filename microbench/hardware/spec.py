@@ -29,6 +29,7 @@ UNITS = {  # of the keys of a file, with the least and the most; others are in a
     "pcie_bytes_per_s": ("bytes per second", 1e8, 1e14),
     "power_w": ("W", 1.0, 1e5),
 }
+MOST_OVER_PEAK = 1.1  # no assumption: clocks above the rated one reach so much
 BRIDGE = 2  # GPUs that an NVLink bridge joins
 UNSTATED = assumed(__file__, "unstated")
 COMPUTE_CAPABILITY = {  # by architecture: https://developer.nvidia.com/cuda-gpus
@@ -140,7 +141,7 @@ def _check_units(path: Path, gpu: Gpu) -> None:
                 allowed = f"allowed are {low:g} to {high:g}"
                 raise ValueError(f"{path}: {key} is in {unit}: {allowed}, got {number:g}")
     for dtype, rate in gpu.achieved_flops_per_s.items():
-        if rate > 1.1 * max(gpu.full_rate(dtype), gpu.peak(dtype)):
+        if rate > MOST_OVER_PEAK * max(gpu.full_rate(dtype), gpu.peak(dtype)):
             peak = f"the peak of {dtype} is {gpu.peak(dtype):g}"
             raise ValueError(f"{path}: achieved_flops_per_s: {peak}, got {rate:g}")
     if 0 < gpu.contention < 1:

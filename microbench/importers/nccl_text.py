@@ -140,9 +140,9 @@ def _check(log: Log) -> None:
 def _is_whole(log: Log) -> bool:
     """Whether a table has an average and all the sizes that its header states."""
     sizes = sorted({row[1] for row in log.rows})
-    steps = {b - a for a, b in pairwise(sizes)}, {b / a for a, b in pairwise(sizes)}
+    sums, ratios = {b - a for a, b in pairwise(sizes)}, {b / a for a, b in pairwise(sizes)}
     ends = (sizes[0], sizes[-1]) if sizes else ()
-    return log.average is not None and ends == log.span and 1 in map(len, steps)
+    return log.average is not None and ends == log.span and 1 in (len(sums), len(ratios))
 
 
 def _factor_fits(log: Log) -> bool:

@@ -65,7 +65,8 @@ def steps_of(public: Path) -> pd.DataFrame:
     found["machine"] = [_machine(row) for row in records(found)]
     found = found.drop_duplicates(KEY).sample(frac=1, random_state=0)
     found = found[found.groupby("machine").cumcount() < OF_MACHINE]
-    return found[found.groupby("source").cumcount() < OF_SOURCE].reset_index(drop=True)
+    kept: pd.DataFrame = found[found.groupby("source").cumcount() < OF_SOURCE]
+    return kept.reset_index(drop=True)
 
 
 def _machine(row: Facts) -> str:

@@ -19,9 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from itercast.capture import reuse
 from itercast.microbench.hardware.spec import Gpu, gpu_names, load_gpu
 from itercast.microbench.ops.family import Part, Workload
-from itercast.microbench.ops.lookup import embedding_bag, reuse, sparse_update
+from itercast.microbench.ops.lookup import embedding_bag, sparse_update
 from itercast.microbench.ops.lookup.embedding_bag import (
     EmbeddingBag,
     bytes_moved,
