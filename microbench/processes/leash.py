@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
-PARENT = "ITERCAST_PARENT"  # variable with the path of the parent's pipe
+PARENT = "ITERCAST_PARENT"  # variable with the path of the parent's pipe and its inode
 _held: dict[int, int] = {}  # pipes of this process: the end to read from -> the one to write to
 _opened: list[int] = []  # the parent's pipe
 
@@ -53,7 +53,8 @@ def _pipe() -> tuple[int, int]:
 
 
 def _path(end: int) -> str:
-    return f"/proc/{os.getpid()}/fd/{end}"
+    """Where others open a pipe, and its inode: the number of a closed one may name another file."""
+    return f"/proc/{os.getpid()}/fd/{end}:{os.fstat(end).st_ino}"
 
 
 def end_with_parent() -> None:
@@ -85,9 +86,12 @@ def _forked() -> None:
 
 def _end_with(path: str) -> None:
     """Be killed when nobody can write to a pipe any more."""
+    name, _, inode = path.rpartition(":")
     try:
-        end = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:  # the parent is gone
+        end = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        end = -1
+    if end < 0 or os.fstat(end).st_ino != int(inode):  # the parent is gone, or its context ended
         os.kill(os.getpid(), signal.SIGKILL)
         return
     fcntl.fcntl(end, fcntl.F_SETOWN, os.getpid())

@@ -94,11 +94,14 @@ def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
 
 
 def test_a_worker_whose_parent_ended_before_it_began_ends_too() -> None:
-    """Its variable names the pipe of a parent that is gone, or of this process."""
+    """Its variable names no pipe, another file under the number of a closed one, or a pipe."""
     command = [sys.executable, "-m", leash.__name__, "this"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), leash.PARENT: "/proc/1/fd/99999"}
-    run = subprocess.run(command, env=environment, capture_output=True, timeout=60)
-    assert run.returncode == -signal.SIGKILL and not run.stdout
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with Path(__file__).open() as other:
+        for gone_pipe in ("/proc/1/fd/99999:1", f"/proc/{os.getpid()}/fd/{other.fileno()}:1"):
+            environment[leash.PARENT] = gone_pipe
+            run = subprocess.run(command, env=environment, capture_output=True, timeout=60)
+            assert run.returncode == -signal.SIGKILL and not run.stdout
     environment |= leash.leash()
     run = subprocess.run(command, env=environment, capture_output=True, timeout=60)
     assert run.returncode == 0 and b"Beautiful" in run.stdout
