@@ -1,0 +1,47 @@
+"""How well forecasts tell plans of one model apart: pairs of measured plans on as many ranks.
+
+``python -m itercast.eval.errors.plan_pairs evaluation.json`` reads what ``itercast evaluate`` wrote
+beside its report.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from math import log
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from itercast.eval.progress import run_program
+
+ALIKE = ("gpu", "model", "ranks", "samples")  # of both iterations of a pair
+SHARE = 0.8  # of the pairs
+
+
+def differences(cases: Sequence[Mapping[str, Any]]) -> list[float]:
+    """abs(log(measured a / b) - log(forecast a / b)) of each pair of plans of one model."""
+    pairs = (
+        (a, b)
+        for a, b in combinations(cases, 2)
+        if all(a[name] == b[name] for name in ALIKE) and a["plan"] != b["plan"]
+    )
+    return [
+        abs(log(a["measured_us"] / b["measured_us"]) - log(a["predicted_us"] / b["predicted_us"]))
+        for a, b in pairs
+    ]
+
+
+def main(evaluation: Annotated[Path, typer.Argument(exists=True, dir_okay=False)]) -> None:
+    """Print the number of pairs, and what most of them differ by at most."""
+    found = differences(json.loads(evaluation.read_text())["cases"])
+    if not found:
+        raise ValueError(f"{str(evaluation)!r}: no two plans of one model on as many ranks")
+    typer.echo(f"{len(found)} pairs; {SHARE:.0%} differ by {np.quantile(found, SHARE):.3f} at most")
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,19 @@
+"""How well forecasts tell plans apart, counted by hand."""
+
+from __future__ import annotations
+
+from math import log
+
+import pytest
+
+from itercast.eval.errors.plan_pairs import differences
+
+
+def test_pairs_are_plans_of_one_model_on_as_many_ranks() -> None:
+    """Measured 2 : 1, forecast 1 : 1 is log 2; another model and another number of ranks pair not."""
+    first = {"gpu": "cpu", "model": "a", "ranks": 2, "samples": 8, "plan": "dp=2"}
+    first |= {"measured_us": 20.0, "predicted_us": 10.0}
+    second = first | {"plan": "tp=2", "measured_us": 10.0}
+    others = [second | {"model": "b"}, second | {"ranks": 4}, first]
+    assert differences([first, second]) == [pytest.approx(log(2))]
+    assert differences([first, *others]) == []
