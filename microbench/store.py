@@ -208,7 +208,13 @@ def row_count(roots: Sequence[Path], family: str) -> int:
 
 
 def _parts(roots: Sequence[Path], family: str) -> list[Path]:
-    every = [p for root in roots for p in sorted(Path(root).glob(f"{family}/**/*.parquet"))]
+    places = ("*/*/*", "*/*", "*")  # of parts; those that lie elsewhere are not read
+    every = [
+        path
+        for root in roots
+        for place in places
+        for path in sorted(Path(root).glob(f"{family}/{place}.parquet"))
+    ]
     for path in every:
         if not (path.name.startswith("part-") and path.parents[2].name == family):
             named = f"{family}/GPU/SOURCE/part-NAME.parquet"

@@ -166,7 +166,13 @@ PLANS += ["dp=4,local=4,accumulate=2", "dp=2,local=2,pp=2,micro=4"]
 PLANS += ["dp=2,coconet=split,reorder,fuse,overlap:4", "dp=2,compress=0.5,accumulate=2"]
 CUT = ["tp=2", "tp=2,sp,dp=2,zero=1", "cp=2,dp=2", "tp=2,pp=2,micro=4", "tp=2,sp,pp=2,micro=4"]
 CUT += ["tp=2,sp,tp_overlap,accumulate=2"]
-CASES = [(m, p) for m in ("gpt", "frozen", "images") for p in PLANS]
+NO_ATTENTION = ("frozen", "images")
+CASES = [
+    (m, p)
+    for m in ("gpt", *NO_ATTENTION)
+    for p in PLANS
+    if m not in NO_ATTENTION or "selective" not in p
+]
 CASES += [("gpt", p) for p in CUT] + [("moe", "dp=4,ep=2"), ("moe", "dp=4,ep=4,accumulate=2")]
 
 

@@ -24,7 +24,7 @@ from itercast.capture.programs.capture import capture_program
 from itercast.capture.programs.program import COLLECTIVE
 from itercast.compose.capture_model import capture, micro_size
 from itercast.compose.pricing.priced_op import PricedOp
-from itercast.compose.simulate.iteration import _pipeline, micro_batches
+from itercast.compose.simulate.iteration import micro_batches, pipeline_of
 from itercast.compose.simulate.memory_plan import Sizes, rank_memory
 from itercast.compose.simulate.pipeline import chunks_of_rank
 from itercast.compose.simulate.rank import Rank
@@ -77,7 +77,7 @@ class Planned:
             self.ranks = {0: (self.rank, sent)}
             return
         pipe, pp, micro = (
-            _pipeline([self.rank] * self.plan.pp, "adamw"),
+            pipeline_of([self.rank] * self.plan.pp, "adamw"),
             self.plan.pp,
             self.plan.microbatches,
         )

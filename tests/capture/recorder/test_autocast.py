@@ -102,7 +102,7 @@ def test_a_plan_says_amp() -> None:
     assert 1.05 < mixed.iteration_us / half.iteration_us < 2
     assert mixed.memory_bytes > half.memory_bytes + 124e6 * (4 - 2) * 4 * 0.9  # Adam's two, w, dw
     with pytest.raises(ValueError, match="amp: dtype is bf16 or fp16, got 'fp32'"):
-        predict("gpt2-small", gpu="a100-sxm-80gb", plan="amp")
+        predict("gpt2-small", gpu="a100-sxm-80gb", plan="amp", dtype="fp32")
     with pytest.raises(ValueError, match="a CPU casts other ops"):
         predict("gpt-s", gpu="cpu", plan="amp", dtype="bf16", bundle=SHIPPED_CPU)
     with pytest.raises(ValueError, match="captured with amp=True"):

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from itercast.api import capture
+from itercast.capture.base.remarks import remarks
 from itercast.capture.cases.external.hf_inputs import make_inputs
 from itercast.capture.opcall import StepCapture
 
@@ -88,11 +89,12 @@ def test_pixtral_is_told_the_size_of_each_picture() -> None:
     [("image_grid_thw", {}), ("image_sizes", {"image_grid_pinpoints": [[336, 336]]})],
 )
 def test_pictures_in_pieces_are_left_out_with_a_warning(
-    layout: str, stated: dict[str, Any], caplog: pytest.LogCaptureFixture
+    layout: str, stated: dict[str, Any]
 ) -> None:
     kind = model("Pieces", "input_ids", "pixel_values", layout)
-    assert list(make_inputs(kind, settings(**stated), 2, 8, labels=False)) == ["input_ids"]
-    assert f"Pieces: captured without images, whose {layout} is not known" in caplog.text
+    with remarks() as told:
+        assert list(make_inputs(kind, settings(**stated), 2, 8, labels=False)) == ["input_ids"]
+    assert told == [f"Pieces is forecast without images, on tokens alone: no {layout} is known"]
 
 
 def test_what_a_model_takes_otherwise_is_named() -> None:

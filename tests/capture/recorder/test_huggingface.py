@@ -12,7 +12,8 @@ from public_data import PUBLIC, needs_public
 pytest.importorskip("transformers")
 
 from itercast.api import capture as capture_any
-from itercast.capture.cases.external.huggingface import hf_case, say_eager
+from itercast.capture.base.remarks import remarks
+from itercast.capture.cases.external.huggingface import hf_case
 from itercast.capture.opcall import StepCapture
 from itercast.capture.recorder.log import capture_step
 from itercast.capture.step import StepSettings
@@ -168,16 +169,16 @@ def test_attention_is_fused_or_written_out(tmp_path: Path) -> None:
 
 
 def test_attention_that_cannot_be_fused_is_told_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
 ) -> None:
     """Transformers has no SDPA for DeBERTa v2; a ConvNeXt has no attention at all."""
-    say_eager.cache_clear()
     for architecture in ("DebertaV2ForMaskedLM", "ConvNextForImageClassification"):
         path = config(tmp_path, architecture)
-        for _ in range(2):
-            hf_case(path, mode="infer", loss="default", attn="sdpa").build()
-    told = [r.getMessage() for r in caplog.records if "captured eager" in r.getMessage()]
-    assert told == ["DebertaV2ForMaskedLM has no sdpa attention in transformers: captured eager"]
+        with remarks() as told:
+            for _ in range(2):
+                hf_case(path, mode="infer", loss="default", attn="sdpa").build()
+        said = f"{architecture} has no sdpa attention in transformers: it is eager"
+        assert told == [said] * (architecture == "DebertaV2ForMaskedLM")
 
 
 def test_encoders_add_a_mask_to_every_score(tmp_path: Path) -> None:

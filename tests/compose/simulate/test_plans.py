@@ -272,7 +272,7 @@ def test_embedding_and_head_are_layers_where_stages_need_them(gpt: StepCapture) 
 
 
 def test_bad_plans_of_a_model_name_the_rule(gpt: StepCapture) -> None:
-    with pytest.raises(ValueError, match="5 stages, the model has 4 layers"):
+    with pytest.raises(ValueError, match="5 stages, the model has 2 layers, 4 parts"):
         forecast_for(gpt, "pp=5")
     with pytest.raises(ValueError, match="6 samples do not divide by 4 micro-batches"):
         micro_batch(ParallelPlan(pp=4), 6, 64)

@@ -28,7 +28,7 @@ from itercast.extras.published.models import captured_step
 from itercast.learners.bundle import SHIPPED
 from itercast.microbench.store import Facts
 
-ROOT = Path(ablate.__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 NUMBER = Assumption(
     module="m", name="n", value=2, unit="-", source="-", holds="-", checked_on=("Seen",), without=1
 )

@@ -150,7 +150,8 @@ def test_a_command_writes_a_url_and_another_reads_it(bucket: str, tmp_path: Path
     """Two rows of an nccl-tests log are imported to the bucket; training says they are too few."""
     log = tmp_path / "all_reduce.log"
     log.write_text(
-        "# nThread 1 nGpus 2 minBytes 8 maxBytes 8\n"
+        "# nThread 1 nGpus 2 minBytes 1048576 maxBytes 2097152 step: 2(factor)"
+        " warmup iters: 5 iters: 20\n"
         "#  Rank  0 Group  0 Pid 1 on node device  0 [0x07] NVIDIA H100 80GB HBM3\n"
         "#  Rank  1 Group  0 Pid 2 on node device  1 [0x0f] NVIDIA H100 80GB HBM3\n"
         "#       size count type redop root time algbw busbw #wrong time algbw busbw #wrong\n"

@@ -31,7 +31,7 @@ from itercast.microbench.store import read_rows
         ("dp=2,tp=2", "allowed: dp beside tp with zero"),
         ("dp=2,gossip=ring", "plan 'dp=2,gossip=ring' cannot be measured; allowed: known keys"),
         ("pp=2,dp=2,zero=2", "allowed: pp without zero"),
-        ("dp=2,cdp=1,compress=0.5", "allowed: compress with DDP only"),
+        ("dp=2,cdp=1,compress=0.5", "compress acts on all_reduce: no cdp"),
         ("dp=4,hsdp=2,zero=2,local=4", "allowed: local with dp alone"),
     ],
 )
