@@ -4,7 +4,7 @@ BUDGET ?= 5m
 OUT ?= datasets
 PYTHON ?= python3
 
-.PHONY: help setup demo collect campaign train learners evaluate others bench-public ablate shipped shipped-cpu bench-speed bench-scale dlrm fleet-demo programs predict check ui report test test-slow docs lint endurance forecasts clean
+.PHONY: help setup demo collect campaign train learners evaluate others bench-public ablate shipped shipped-cpu bench-speed bench-scale dlrm fleet-demo programs predict check ui report test test-slow test-pages docs lint endurance forecasts clean
 PUBLIC ?= ../shared/public-data
 
 help: ## list the targets
@@ -85,10 +85,13 @@ report: setup ## write the report pages anew, with learning curves (a few minute
 PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PY) -m pytest -n logical --maxprocesses 4 --dist worksteal
 
 test: setup ## run the tests but for the slow ones (4 minutes on 2 cores)
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not pages"
 
 test-slow: setup ## run the slow tests: whole GPU campaigns on a stand-in, real plans and sweeps, learners on published rows (4 minutes)
 	$(PYTEST) -m slow
+
+test-pages: setup ## run the long commands that README and the docs show (4 minutes)
+	$(PYTEST) -m pages tests/test_code_blocks.py
 
 docs: .venv/.docs ## build the documentation: reports/docs/index.html
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build -q -d reports/docs && echo reports/docs/index.html

@@ -137,7 +137,7 @@ def test_every_block_is_text_or_is_run_or_says_why_not() -> None:
 
 
 def marked(block: Block) -> Any:
-    slow = (pytest.mark.slow,) if any(map(SLOW.search, run_here(block))) else ()
+    slow = (pytest.mark.pages,) if any(map(SLOW.search, run_here(block))) else ()
     return pytest.param(block, id=f"{block.page}: {run_here(block)[0][:60]}", marks=slow)
 
 
