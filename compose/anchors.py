@@ -156,5 +156,10 @@ def _cheaper(target: Target) -> Iterator[ParallelPlan]:
     node = target.node.gpus_per_node if target.node else 8
     for gpus in sorted({each, node, 2 * node}):
         replicas = gpus // each
-        if gpus % each == 0 and 1 <= replicas < plan.dp and replicas % plan.ep == 0:
-            yield replace(plan, dp=replicas, zero=plan.zero if replicas > 1 else 0)
+        if gpus % each or not 1 <= replicas < plan.dp:
+            continue
+        try:
+            fewer = replace(plan, dp=replicas, zero=plan.zero if replicas > 1 else 0)
+        except ValueError:  # a key of the plan needs more replicas
+            continue
+        yield fewer

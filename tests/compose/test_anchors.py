@@ -102,6 +102,12 @@ def test_a_cheaper_run_is_advised(far: MeasuredStep) -> None:
     assert next_run(far.step, far.target).startswith("measure next: plan ")
 
 
+def test_advice_leaves_out_plans_that_need_more_replicas() -> None:
+    """hsdp=8 needs zero, which one replica has not: of 32 replicas a node or two are advised."""
+    one = measured("dp=32,hsdp=8,zero=3,node=dgx-a100", 1.0)
+    assert "hsdp=8" in next_run(one.step, one.target)
+
+
 def test_a_machine_file_is_written_read_and_used(tmp_path: Path) -> None:
     entry = {"case": "mlp-l", "gpu": GPU, "batch": 64, "dtype": "bf16"}
     steps, machine = tmp_path / "steps.yaml", tmp_path / "machine.yaml"
