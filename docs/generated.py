@@ -30,12 +30,12 @@ def on_post_page(output: str, page: Any, config: Any) -> str:
     """Take the script by which pages from disk search from beside the pages, not from a host."""
     from mkdocs.utils import get_relative_url
 
-    return output.replace(SHIM, get_relative_url("iframe-worker.js", page.url))
+    return output.replace(SHIM, get_relative_url("search-from-disk.js", page.url))
 
 
 def on_post_template(output_content: str, template_name: str, config: Any) -> str:
     """The same of the page for addresses that do not exist."""
-    return output_content.replace(SHIM, "iframe-worker.js")
+    return output_content.replace(SHIM, "search-from-disk.js")
 
 
 def changelog() -> str:
