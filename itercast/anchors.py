@@ -37,12 +37,9 @@ def measured_steps(
         from itercast.learners.calibrate import read_few
 
         return compare.measured_steps(read_few([path]), bundle)
-    from itercast.capture.base.yaml_text import load_yaml
+    from itercast.capture.base.yaml_text import read_values
 
-    try:
-        found = load_yaml(path.read_text())
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ValueError(f"anchor {str(path)!r}: {type(exc).__name__}") from None
+    found = read_values(path, "anchor file")
     entries = found if isinstance(found, list) else [found]
     return [_step(one, f"{path.name}, step {n}", ask) for n, one in enumerate(entries, start=1)]
 

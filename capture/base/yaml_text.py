@@ -65,15 +65,20 @@ def facts_of(file: str) -> dict[str, Any]:
     return facts
 
 
-def read_mapping(path: Path, what: str) -> dict[str, Any]:
-    """The mapping in a YAML file; ValueError, which says ``what`` it should be, for all else."""
+def read_values(path: Path, what: str) -> Any:
+    """The values in a YAML file; ValueError, which says ``what`` it should be, if unreadable."""
     try:
-        values = load_yaml(path.read_text())
+        return load_yaml(path.read_text())
     except FileNotFoundError:
         raise ValueError(f"{what} {str(path)!r}: no such file") from None
     except (OSError, yaml.YAMLError, UnicodeDecodeError, RecursionError) as exc:
         reason = " ".join(str(exc).split())[:200] or type(exc).__name__
         raise ValueError(f"{path}: not a readable {what} ({reason})") from exc
+
+
+def read_mapping(path: Path, what: str) -> dict[str, Any]:
+    """The mapping in a YAML file; ValueError, which says ``what`` it should be, for all else."""
+    values = read_values(path, what)
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected a mapping, a {what}")
     return values

@@ -136,6 +136,7 @@ def test_a_machine_file_is_written_read_and_used(tmp_path: Path) -> None:
         ("- {case: mlp-l, stepms: 3}", r"\['stepms'\]; known: options of predict"),
         ("- 3", "3; known: options of predict"),
         ("[]", "no measured steps"),
+        ("a: [", "not a readable anchor file"),
     ],
 )
 def test_a_wrong_anchor_file_is_refused(tmp_path: Path, text: str, words: str) -> None:
