@@ -126,7 +126,11 @@ def kind_of(plan: str) -> str:
 
 
 def totals(results: Sequence[CaseResult]) -> dict[str, list[CaseResult]]:
-    """The groups, and all plans together where there are several kinds of them."""
+    """The groups, and all plans together where there are several kinds of them; of each GPU."""
+    gpus = sorted({r.gpu for r in results})
+    if len(gpus) > 1:
+        each = {gpu: totals([r for r in results if r.gpu == gpu]) for gpu in gpus}
+        return {f"{name} on {gpu}": group for gpu in gpus for name, group in each[gpu].items()}
     groups = grouped(results)
     plans = [r for r in results if r.plan]
     more = len(groups) - (ONE_PROCESS in groups) > 1
@@ -145,7 +149,8 @@ def in_words(results: Sequence[CaseResult]) -> str:
     return (
         f"geometric mean error {total['geomean_ape_pct']:.1f} %, median "
         f"{total['median_ape_pct']:.1f} %, mean {total['mape_pct']:.1f} %, p90 "
-        f"{total['p90_ape_pct']:.1f} %, worst {total['worst_ape_pct']:.1f} %; {noise}; "
+        f"{total['p90_ape_pct']:.1f} %, worst {total['worst_ape_pct']:.1f} %, bias "
+        f"{total['bias_pct']:+.1f}; {noise}; "
         f"80 % intervals cover {total[COVERAGE]:.0f} %"
     )
 

@@ -47,6 +47,17 @@ def test_all_plans_are_summed_up_where_there_are_several_kinds() -> None:
     assert "all plans" not in totals([*cases(GOOD), *cases(GOOD, "dp=2")])
 
 
+def test_each_gpu_is_summed_up_on_its_own() -> None:
+    """README states an error for each; pooled, the one with more cases would speak for both."""
+    twin = [replace(one, gpu="twin") for one in cases(GOOD)]
+    (gpu,) = {one.gpu for one in cases(GOOD)}
+    found = totals([*cases(GOOD), *twin])
+    assert {name: len(group) for name, group in found.items()} == {
+        f"{ONE_PROCESS} on {gpu}": 8,
+        f"{ONE_PROCESS} on twin": 8,
+    }
+
+
 def test_good_forecasts_are_not_warned_of() -> None:
     """Errors of both signs inside their intervals; five of one sign happen by chance (1 in 16)."""
     assert systematic_errors(cases(GOOD)) == []
