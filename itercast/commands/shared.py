@@ -114,23 +114,27 @@ def fit(
     """Train a bundle with a progress bar; returns the report as plain values.
 
     The forecasts of the held-out rows are written into the bundle's folder. ``into``: ``out`` is a
-    bundle that keeps its other families. ``more``: of ``itercast.learners.train.train``.
+    bundle that keeps its other families. ``more``: ``fit_all`` of
+    ``itercast.learners.train.train``, and fields of its ``Asked``.
     """
     from itercast.capture.base.files import write_atomic
     from itercast.eval.tracking.open_run import open_run
+    from itercast.learners.beyond_memory import usable_rows
     from itercast.learners.bundle import Bundle
     from itercast.learners.held_out import load_held_out, save_held_out, with_others
-    from itercast.learners.train import SCORES, fit_in_turn, train
+    from itercast.learners.train import SCORES, Asked, fit_in_turn, train_tables
     from itercast.learners.unfinished import forget, resumed
 
     kept = (Bundle.load(out), load_held_out(out)) if into else None
     others = json.loads((out / SCORES).read_text()) if into and (out / SCORES).is_file() else {}
     for root in (root for root in data if not root.is_dir()):
         raise ValueError(f"data {str(root)!r}: no such folder")
-    asked = {"data": ", ".join(map(str, data)), "trials": trials}
-    more["fit_all"] = resumed(out, more.get("fit_all", fit_in_turn))
+    fit_all = resumed(out, more.pop("fit_all", fit_in_turn))
+    asked = Asked(roots=data, trials=trials, compare=True, **more)
+    tables = usable_rows(data, families, asked.memory)  # bad rows are refused before a run is open
+    facts = {"data": ", ".join(map(str, data)), "trials": trials}
     stopped = f"what is trained so far is kept beside {out}; the same command goes on"
-    opened = open_run("trainings", str(out), asked, "itercast train")
+    opened = open_run("trainings", str(out), facts, "itercast train")
     with when_stopped(stopped), progress_bar() as bar, opened as run:
         task, begun = bar.add_task("train", total=None), list[str]()
 
@@ -139,16 +143,7 @@ def fit(
             run.progress("families", len(begun))
             begun.append(name)
 
-        trained = train(
-            data,
-            out,
-            families,
-            trials,
-            on_progress=told,
-            compare=True,
-            into=kept[0] if kept else None,
-            **more,
-        )
+        trained = train_tables(tables, asked, out, told, kept[0] if kept else None, fit_all)
         run.progress("families", len(trained.families))
     report, held_out = trained.to_dict(), trained.held_out()
     save_held_out(out, with_others(held_out, kept[1]) if kept else held_out)
