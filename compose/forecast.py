@@ -4,20 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import exp
+from math import exp, sqrt
 from typing import Any
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.graph.identity_cache import Once
+from itercast.compose.machines.factors import NAMES
 from itercast.compose.machines.typical import typical
 from itercast.compose.notes import notes, without_effect
 from itercast.compose.parallel.device_memory import room_bytes, verdict
 from itercast.compose.pricing.collectives import Cluster, cluster
 from itercast.compose.pricing.layer_prices import price_model
 from itercast.compose.pricing.price_book import PriceBook
-from itercast.compose.simulate.breakdown import Outcome, parts_frac
+from itercast.compose.pricing.priced_op import UNMODELLED
+from itercast.compose.simulate.breakdown import (
+    Outcome,
+    families_frac,
+    is_product,
+    parts_frac,
+)
 from itercast.compose.simulate.iteration import evaluate
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.trace.events import Trace
@@ -26,6 +33,7 @@ from itercast.microbench.hardware.node import Node
 from itercast.microbench.hardware.stack import USUAL
 
 HALF_WIDTH: float = assumed(__file__, "half_width")  # of steps on a CPU
+OF_KERNELS = ((True, "products"), (False, "memory"))  # a machine's factor of products, of others
 # Facts of a simulated iteration that a forecast states as they are.
 SIMULATED: tuple[str, ...] = (
     "iteration_us",
@@ -44,7 +52,8 @@ class Forecast:
 
     The 80 % interval is from iteration / e**h to iteration * e**h: on a CPU h is ``HALF_WIDTH``, on
     GPUs that of a machine of which as much is known as of this one (``itercast.compose.machines``),
-    by ``parts_frac``, the share of the iteration that each of a machine's factors scales.
+    by ``parts_frac``, the share of the iteration that each of a machine's factors scales, wider by
+    the share of families whose models err by more than machines differ.
     ``idle_by_us`` splits idle time into host gaps, pipeline bubble and waiting for other stages.
     ``host_us``: all work of the rank's host in a step, whether or not the device waits for it.
     ``memory_room_bytes``: memory for tensors, without that of CUDA's context, NCCL and torch's
@@ -184,7 +193,7 @@ def report(
     """Turns a simulated iteration into a forecast; samples and tokens are those of all ranks."""
     lanes = (found.compute_us, found.exposed_comm_us, found.host_gap_us)
     parts = parts_frac(found.tally, *lanes)
-    wide = exp(_half_width(parts, book))
+    wide = exp(_half_width(parts, families_frac(found.tally, *lanes), book))
     per_s = 1e6 / found.iteration_us if found.iteration_us else 0.0
     idle = {"host": found.host_gap_us, "bubble": found.bubble_us, "waiting": found.waiting_us}
     return Forecast(
@@ -215,8 +224,29 @@ def report(
     )
 
 
-def _half_width(parts: Mapping[str, float], book: PriceBook) -> float:
-    """Half width of the 80 % interval in log time, by the step's parts and its machine."""
+def _half_width(parts: Mapping[str, float], shares: Mapping[str, float], book: PriceBook) -> float:
+    """Half width of the 80 % interval in log time, by the step's parts and its machine.
+
+    Machines differ by their factors. Families whose own error is larger than their factor's spread
+    add, each by its share of the step, what it is larger by, as independent errors add up; not for
+    a model of which steps on this machine were measured, which tell of its ops.
+    """
     if book.gpu.kind == "cpu":
         return HALF_WIDTH
-    return (book.known or typical()).half_width(tuple(parts.values()), book.model)
+    known = book.known or typical()
+    wide = known.half_width(tuple(parts.values()), book.model)
+    if book.model and book.model in known.models:
+        return wide
+    spread = dict(zip(NAMES, known.typical.spread, strict=True))
+    usual = {product: known.typical.deviates * spread[name] for product, name in OF_KERNELS}
+    beyond = [
+        share**2 * max(0.0, _error_of(name, book) ** 2 - usual[is_product(name)] ** 2)
+        for name, share in shares.items()
+    ]
+    return sqrt(wide**2 + sum(beyond))
+
+
+def _error_of(family: str, book: PriceBook) -> float:
+    """Half width of the interval of a family's ops; without a model that of the worst known one."""
+    errors = {name: model.half_width for name, model in book.models.items() if model is not None}
+    return errors.get(family, max(errors.values(), default=0.0) if family == UNMODELLED else 0.0)

@@ -180,6 +180,11 @@ class FamilyModel:
             shares[stack] = shares.get(stack, 0.0) + weight
         return shares
 
+    @property
+    def half_width(self) -> float:
+        """Half width in log time of the 80 % interval of an op, by errors on held-out shapes."""
+        return (self.offsets[1] - self.offsets[0]) / 2
+
     def covers_kind(self, gpu: Gpu) -> bool:
         """Whether the rows are of devices of this kind: a CPU's times say nothing of a GPU's."""
         kinds = {source.kind for source in self.source_gpus.gpus.values()}

@@ -13,6 +13,8 @@ from itercast.compose.simulate.rank import LATENCY, Run
 from itercast.compose.simulate.timeline import Span, Task
 from itercast.microbench.ops import families
 
+MESSAGES = "collective"  # the family of messages
+
 
 @dataclass
 class Tally:
@@ -78,7 +80,7 @@ def parts_frac(
     host, each factor has the share that it scales; these add up to 1. A pipeline's bubble and
     waiting for slower stages grow with them. ``ranks``: network time by the doublings of nodes.
     """
-    product_us = sum(us for name, us in tally.us.items() if _is_product(name))
+    product_us = sum(us for name, us in tally.us.items() if is_product(name))
     busy_us = compute_us + exposed_comm_us + host_gap_us or 1.0
     compute, sent = compute_us / busy_us, exposed_comm_us / busy_us
     products = compute * min(1.0, product_us / (tally.compute.total_us or 1.0))
@@ -94,7 +96,17 @@ def parts_frac(
     return {name: parts[name] for name in NAMES}
 
 
-def _is_product(family: str) -> bool:
+def families_frac(
+    tally: Tally, compute_us: float, exposed_comm_us: float, host_gap_us: float
+) -> dict[str, float]:
+    """The share of a step on GPUs that each family's kernels take, as ``parts_frac``."""
+    busy_us = compute_us + exposed_comm_us + host_gap_us or 1.0
+    share = compute_us / busy_us / (tally.compute.total_us or 1.0)
+    return {name: min(1.0, share * us) for name, us in tally.us.items() if name != MESSAGES}
+
+
+def is_product(family: str) -> bool:
+    """Whether a family's ops are matrix products, to which a machine's factor of these applies."""
     return family in families() and families()[family].matmul
 
 

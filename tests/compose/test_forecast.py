@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import exp
+from math import exp, log
 from typing import Any
 
 import pandas as pd
 import pytest
-from plan_case import Fixed, tensor
+from plan_case import GPU, Fixed, tensor
 
 from itercast.capture.opcall import OpCall, StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.forecast import HALF_WIDTH, forecast
+from itercast.compose.machines.typical import typical
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import priceable
 from itercast.microbench.hardware.spec import Gpu
@@ -54,3 +55,34 @@ def test_an_op_without_a_family_is_priced_by_its_bytes_and_counted() -> None:
     (found,) = PriceBook(Products(), replace(CPU, hbm_bytes_per_s=1e9), 2).price([priceable(call)])
     assert found.family == "unmodelled"
     assert found.duration_us == pytest.approx(2.016)
+
+
+class Known:
+    """A model whose forecasts are within a factor of e**half_width, 8 times in 10."""
+
+    def __init__(self, half_width: float) -> None:
+        self.half_width = half_width
+
+    def covers_kind(self, gpu: Gpu) -> bool:
+        return True
+
+    def host_call(self, gpu: str, op: str) -> None:
+        return None
+
+
+@pytest.mark.parametrize("half_width", (0.1, 0.8))
+def test_the_interval_widens_by_the_share_of_a_badly_known_family(half_width: float) -> None:
+    """An error of 0.1 is less than machines' products differ by, 0.8 is more by what adds up."""
+
+    class Learned(Products):
+        models: Mapping[str, Any] = {"gemm": Known(half_width)}
+
+    found = forecast(
+        StepCapture(calls=(product(0, 1, 2),)), ParallelPlan(), PriceBook(Learned(), GPU, 0)
+    )
+    share, machine = found.parts_frac["products"], typical()
+    usual = machine.typical.deviates * machine.typical.spread[0]
+    wide = machine.half_width(tuple(found.parts_frac.values())) ** 2
+    wide += share**2 * max(0.0, half_width**2 - usual**2)
+    assert 0 < share < 1
+    assert log(found.iteration_us_p90 / found.iteration_us) == pytest.approx(wide**0.5)
