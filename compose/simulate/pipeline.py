@@ -19,14 +19,14 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
 
 from itercast.capture.plan_keys import V_SHAPED
-from itercast.compose.simulate.timeline import DeadlockError, Task
+from itercast.compose.simulate.timeline import DeadlockError, Span
 
 # F, B (to the inputs where backward is cut in two), W (to the weights) or A (all of backward);
 # micro-batch; chunk of the rank.
@@ -181,13 +181,15 @@ def in_flight(
 class _Timing:
     """All actions of a pipeline sorted so that each waits only for earlier ones; 0 is the start.
 
-    By action, as indices: its time (``takes``) among the times of all chunks, which are those of
+    ``actions`` have the numbers of their chunks in the model; the others are by action, as
+    indices, from 1 on: its time (``takes``) among the times of all chunks, which are those of
     forward, weight gradients, backward to the inputs, all of backward, and the first of each
     backward; its message's time (``sends``); the action before it on its rank (``before``); the
     action whose message it waits for (``waits``); the action whose message goes over the same link
     just before its own (``behind``).
     """
 
+    actions: tuple[Action, ...]
     takes: np.ndarray
     sends: np.ndarray
     before: np.ndarray
@@ -282,7 +284,8 @@ def _sorted(
     edges.append(len(ordered) + 1)
     takes, sends_, before, waits, behind = (np.array(c) for c in columns)
     levels = tuple(pairwise(edges))
-    return _Timing(takes, sends_, before, waits, behind, levels, np.array(rank_last))
+    actions = tuple(action for _, action, _ in ordered)
+    return _Timing(actions, takes, sends_, before, waits, behind, levels, np.array(rank_last))
 
 
 def finish_us(
@@ -293,6 +296,14 @@ def finish_us(
     An exact longest path over the ranks' programs and one link per boundary and direction.
     """
     order = _order(schedule, stages, micro, len(chunks) // stages, _detached(chunks))
+    _, _, ends, _ = _times(order, schedule, chunks)
+    return tuple(float(t) for t in ends[order.last])
+
+
+def _times(
+    order: _Timing, schedule: str, chunks: Sequence[StageTimes]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """By action how long it and its message take, when it ends and when its message arrives."""
     late = [c.weight_us if schedule in CUT_BACKWARD else 0.0 for c in chunks]
     takes = [c.forward_us for c in chunks]
     backward = [c.backward_us - w for c, w in zip(chunks, late, strict=True)]
@@ -310,56 +321,27 @@ def finish_us(
         end = np.maximum(ends[before[a:b]], arrives[waits[a:b]]) + took[a:b]
         ends[a:b] = end
         arrives[a:b] = np.maximum(end, arrives[behind[a:b]]) + sending[a:b]
-    return tuple(float(t) for t in ends[order.last])
+    return took, sending, ends, arrives
+
+
+def action_spans(
+    schedule: str, chunks: Sequence[StageTimes], stages: int, micro: int
+) -> tuple[list[tuple[Action, Span]], list[tuple[int, int, Span]]]:
+    """When each action runs that ``finish_us`` times, with the number of its chunk in the model.
+
+    Those of a rank are in its order. Also the messages: from which chunk, to which one, when.
+    """
+    order = _order(schedule, stages, micro, len(chunks) // stages, _detached(chunks))
+    took, sending, ends, arrives = (t.tolist() for t in _times(order, schedule, chunks))
+    actions, messages = list[tuple[Action, Span]](), list[tuple[int, int, Span]]()
+    for n, action in enumerate(order.actions, start=1):
+        kind, _, c = action
+        actions.append((action, Span(ends[n] - took[n], ends[n])))
+        if order.sends[n] < len(chunks):
+            to = c + 1 if kind == "F" else c - 1
+            messages.append((c, to, Span(arrives[n] - sending[n], arrives[n])))
+    return actions, messages
 
 
 def _detached(chunks: Sequence[StageTimes]) -> frozenset[int]:
     return frozenset(c for c, chunk in enumerate(chunks) if chunk.detached)
-
-
-def action_tasks(
-    schedule: str, chunks: Sequence[StageTimes], stages: int, micro: int
-) -> tuple[list[Task], dict[str, list[int]], list[tuple[int, int, int, int]]]:
-    """What ``finish_us`` times, as tasks on a lane per rank and per link, to show each of them.
-
-    Also the order of each lane, and of each message the numbers of its task, of the action before
-    it, of the one that waits for it, and the boundary of chunks that it crosses.
-    """
-    tasks, lanes, number = list[Task](), dict[str, list[int]](), dict[tuple[str, int, int], int]()
-    cut, count = schedule in CUT_BACKWARD, len(chunks)
-    done: list[tuple[str, int, int]] = []
-    for r in range(stages):
-        mine = chunks_of_rank(schedule, stages, r, count)
-        for kind, i, v in program(schedule, stages, r, micro, count // stages):
-            us = _action_us(kind, i, chunks[mine[v]], cut)
-            at = ("B" if kind == "A" else kind, i, mine[v])
-            number[at] = len(tasks)
-            lanes.setdefault(f"{r}", []).append(len(tasks))
-            tasks.append(Task((f"{r}",), us))
-            done.append((kind, i, mine[v]))
-    sends = []
-    for n, (kind, i, c) in enumerate(done):
-        source = _source(kind, i, c, count, _detached(chunks))
-        if source is None:
-            continue
-        before = number[source]
-        if source[2] == c:
-            tasks[n] = replace(tasks[n], after=(before,))
-            continue
-        link = min(source[2], c)
-        sends.append((len(tasks), before, n, link))
-        tasks[n] = replace(tasks[n], after=(len(tasks),))
-        tasks.append(Task((f"chunk {source[2]} to {c}",), chunks[link].send_us, (before,)))
-    for send in sorted(sends, key=lambda send: send[1]):
-        lanes.setdefault(tasks[send[0]].lanes[0], []).append(send[0])
-    return tasks, lanes, sends
-
-
-def _action_us(kind: str, micro: int, chunk: StageTimes, cut: bool) -> float:
-    """Time of an action; the first micro-batch's backward adds its gradients to no others."""
-    if kind == "F":
-        return chunk.forward_us
-    if kind == "W":
-        return chunk.weight_us
-    late_us = chunk.weight_us if cut and kind == "B" else 0.0
-    return chunk.backward_us - late_us - (0.0 if micro else chunk.accumulate_us)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.simulate.iteration import Pipeline, micro_batches, pipeline_of
-from itercast.compose.simulate.pipeline import action_tasks, program
+from itercast.compose.simulate.pipeline import action_spans, rank_of_chunk
 from itercast.compose.simulate.rank import Rank, Run
 from itercast.compose.simulate.stage_rank import memory, stage_memory
-from itercast.compose.simulate.timeline import Span, simulate
-from itercast.compose.trace.events import MOST_EVENTS, THREADS, Part, Trace
+from itercast.compose.simulate.timeline import Span
+from itercast.compose.trace.events import CHUNK, MOST_EVENTS, THREADS, Part, Trace
 
 WORDS = {"F": "forward", "B": "backward", "W": "weight gradients", "A": "backward"}
 
@@ -96,33 +96,28 @@ Slices = list[tuple[str, Span, int]]
 def _stages(found: Pipeline) -> tuple[list[list[Part]], list[Slices], list[_Sent]]:
     """By stage its runs and its schedule, and the messages between stages."""
     plan = found.plan
-    tasks, programs, sends = action_tasks(plan.schedule, found.times, plan.pp, plan.microbatches)
-    spans = simulate(tasks, programs)
-    parts: list[list[Part]] = []
-    schedule: list[Slices] = []
+    actions, messages = action_spans(plan.schedule, found.times, plan.pp, plan.microbatches)
+    parts: list[list[Part]] = [[] for _ in range(plan.pp)]
+    schedule: list[Slices] = [[] for _ in range(plan.pp)]
+    for (kind, micro, c), span in actions:
+        r = rank_of_chunk(plan.schedule, plan.pp, c)
+        schedule[r].append((WORDS[kind], span, micro))
+        run = found.runs[c].forward if kind == "F" else found.runs[c].backward
+        if kind != "W":
+            parts[r].append(_stretched(run, span, micro))
     for r, end_us in enumerate(found.finish_us(found.times)):
-        mine, slices = list[Part](), Slices()
-        actions = program(plan.schedule, plan.pp, r, plan.microbatches, plan.virtual)
-        for (kind, micro, v), at in zip(actions, programs[f"{r}"], strict=True):
-            chunk = found.chunks_of(r)[v]
-            slices.append((WORDS[kind], spans[at], micro))
-            run = found.runs[chunk].forward if kind == "F" else found.runs[chunk].backward
-            if kind != "W":
-                mine.append(_stretched(run, spans[at], micro))
-        mine += _tail(found, r, end_us)
-        parts.append(mine)
-        schedule.append(slices)
+        parts[r] += _tail(found, r, end_us)
     sent = [
         _Sent(
-            stage=int(tasks[of].lanes[0]),
-            to=int(tasks[to].lanes[0]),
-            lane=tasks[at].lanes[0],
-            span=spans[at],
-            nbytes=sum(op.nbytes for op in found.sends[link]),
-            name=found.sends[link][0].op,
+            stage=rank_of_chunk(plan.schedule, plan.pp, a),
+            to=rank_of_chunk(plan.schedule, plan.pp, b),
+            lane=f"{CHUNK} {a} to {b}",
+            span=span,
+            nbytes=sum(op.nbytes for op in ops),
+            name=ops[0].op,
         )
-        for at, of, to, link in sends
-        if found.sends[link]
+        for a, b, span in messages
+        if (ops := found.sends[min(a, b)])
     ]
     return parts, schedule, sent
 

@@ -12,8 +12,6 @@ from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.forecast import Forecast, forecast, trace
 from itercast.compose.pricing.price_book import PriceBook
-from itercast.compose.simulate.pipeline import StageTimes, action_tasks, finish_us
-from itercast.compose.simulate.timeline import simulate
 from itercast.compose.trace import events as traces
 
 PLANS = (
@@ -118,18 +116,3 @@ def test_many_equal_ranks_are_one_process(
     events, _ = traced(step, "dp=4,pp=2,micro=4")
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {0: "rank 0, stage 0, as 3 others", 4: "rank 4, stage 1, as 3 others"}
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb", "interleaved", "zbv", "dualpipev"])
-def test_actions_end_as_the_exact_longest_path_does(schedule: str) -> None:
-    virtual = {"interleaved": 2, "zbv": 2, "dualpipev": 2}.get(schedule, 1)
-    chunks = [
-        StageTimes(
-            forward_us=10 + c, backward_us=20 + c, accumulate_us=2, weight_us=9, send_us=3 + c
-        )
-        for c in range(3 * virtual)
-    ]
-    tasks, lanes, _ = action_tasks(schedule, chunks, 3, 6)
-    spans = simulate(tasks, lanes)
-    ends = [spans[lanes[f"{r}"][-1]].end_us for r in range(3)]
-    assert ends == pytest.approx(finish_us(schedule, chunks, 3, 6))

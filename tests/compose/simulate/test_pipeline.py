@@ -14,6 +14,7 @@ from itercast.compose.capture_model import capture
 from itercast.compose.simulate.pipeline import (
     CUT_BACKWARD,
     StageTimes,
+    action_spans,
     chunks_of_rank,
     finish_us,
     in_flight,
@@ -21,7 +22,7 @@ from itercast.compose.simulate.pipeline import (
     rank_of_chunk,
 )
 from itercast.compose.simulate.stage_rank import chunks_of
-from itercast.compose.simulate.timeline import Task, simulate
+from itercast.compose.simulate.timeline import Span, Task, simulate
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 3), ("zb", 1), ("zbv", 2), ("dualpipev", 2)]
 
@@ -81,6 +82,25 @@ def test_the_longest_path_is_what_the_simulation_finds(
     spans = simulate(tasks, programs)
     ends = [max(spans[i].end_us for i in programs[f"rank {r}"]) for r in range(stages)]
     assert finish_us(schedule, chunks, stages, micro) == pytest.approx(ends)
+    actions, messages = action_spans(schedule, chunks, stages, micro)
+    for r in range(stages):
+        own = [s for (*_, c), s in actions if rank_of_chunk(schedule, stages, c) == r]
+        theirs = [spans[i] for i in programs[f"rank {r}"]]
+        assert times(own) == pytest.approx(times(theirs))
+    sent = sorted(s.end_us for *_, s in messages)
+    links = [s.end_us for t, s in zip(tasks, spans, strict=True) if is_sent(t, len(chunks))]
+    assert sent == pytest.approx(sorted(links))
+
+
+def times(spans: list[Span]) -> list[float]:
+    """Starts and ends in us."""
+    return [us for s in spans for us in (s.start_us, s.end_us)]
+
+
+def is_sent(task: Task, chunks: int) -> bool:
+    """Whether a task is a message between two chunks."""
+    (lane,) = task.lanes
+    return lane.startswith("link") and lane not in (f"link {chunks - 1}", "link back 0")
 
 
 @pytest.mark.parametrize(("stages", "micro"), [(2, 2), (4, 8), (8, 64), (4, 2)])
