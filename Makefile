@@ -4,7 +4,7 @@ BUDGET ?= 5m
 OUT ?= datasets
 PYTHON ?= python3
 
-.PHONY: help setup demo collect campaign train learners evaluate others bench-public ablate shipped shipped-cpu bench-speed bench-scale dlrm fleet-demo programs predict check ui report test test-slow test-pages docs lint endurance forecasts clean
+.PHONY: help setup demo collect campaign train evaluate others bench-public ablate shipped shipped-cpu bench-speed bench-scale dlrm fleet-demo programs predict check ui report test test-slow test-pages docs lint endurance forecasts clean
 PUBLIC ?= ../shared/public-data
 
 help: ## list the targets
@@ -30,9 +30,6 @@ campaign: ## everything on a GPU box, resumable (PART=smoke,ops BUDGET=9m PLAN=u
 
 train: setup ## train one model per op family on datasets/
 	$(CLI) train --data datasets --out bundles/local
-
-learners: setup ## after a demo: eight learners ranked per op family and on whole iterations
-	$(CLI) evaluate --measured runs/demo/datasets --bundle runs/demo/bundle --learners runs/demo/datasets --out reports/learners
 
 evaluate: setup ## predicted against measured iterations
 	$(CLI) evaluate

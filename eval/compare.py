@@ -267,7 +267,7 @@ def _at_reference_us(
 
 
 def compared_facts(
-    rows: pd.DataFrame, data: Path | None, bundle: Path | None, source: str, learner: str = BLEND
+    rows: pd.DataFrame, data: Path | None, bundle: Path | None, source: str
 ) -> dict[str, str]:
     """What a comparison of measured rows says of itself in MLflow."""
     return {
@@ -275,7 +275,7 @@ def compared_facts(
         "data": str(data or ""),
         "digest": digest_of(rows),
         "stack": ", ".join(sorted(set(rows["stack"].astype(str)))),
-        "learner": learner,
+        "learner": BLEND,
         "source": source,
     }
 

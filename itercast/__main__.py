@@ -191,15 +191,9 @@ def evaluate(
     out: Annotated[Path, typer.Option(file_okay=False, help="report folder")] = Path(
         "reports/evaluate"
     ),
-    learners: Annotated[
-        Path | None,
-        typer.Option(help="dataset root: also rank other learners, trained on it; needs --bundle"),
-    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compare forecasts with measured iterations; measures this CPU unless --measured is given."""
-    if learners is not None and bundle is None:
-        raise ValueError("--learners needs --bundle, whose models are compared with them")
     from itercast.commands.shared import iterations
     from itercast.eval.compare import compare_all, measured_rows
     from itercast.eval.report.write import report_comparison
@@ -216,10 +210,6 @@ def evaluate(
         report_comparison(
             out, results, rows, {}, root, bundle, source="itercast evaluate", begin_ms=begin_ms
         )
-        if learners is not None and bundle is not None:
-            from itercast.eval.learner_ranking import rank_learners
-
-            rank_learners(rows, results, bundle, learners, out)
     if as_json:
         cases = [{**asdict(one), "error_pct": one.error_pct} for one in results]
         typer.echo(json.dumps({**summary(results), "out": str(out), "cases": cases}))

@@ -12,7 +12,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field, fields, replace
+from dataclasses import asdict, astuple, dataclass, field, fields
 from pathlib import Path
 from zipfile import BadZipFile
 
@@ -27,7 +27,6 @@ from itercast.learners.features.host_calls import HostCall
 from itercast.learners.features.machine_speed import Anchors
 from itercast.learners.features.table import Encoder, feature_table
 from itercast.learners.machine import Machine
-from itercast.learners.models.compared import OWN, Fitted
 from itercast.learners.models.ensemble import Ensemble, Smooth
 from itercast.learners.models.gaussian_process import GaussianProcess
 from itercast.learners.models.mlp import Network
@@ -117,8 +116,6 @@ class Bundle:
             if model.ensemble.trees is not None:
                 save_trees(model.ensemble.trees, fresh, name)
             save_smooth(model.ensemble, fresh / f"{name}.npz")
-            if (learner := fitted(model)) is not None:
-                np.savez_compressed(fresh / f"{name}.learner.npz", **learner.arrays)  # type: ignore[arg-type]
         facts: Row = {
             "schema_version": SCHEMA_VERSION,
             "gpus": {n: g.to_dict() for n, g in self.gpus.items()},
@@ -179,7 +176,6 @@ def check_digests(folder: Path, facts: Facts) -> None:
 
 def family_facts(name: str, model: FamilyModel) -> Row:
     """What bundle.json holds of one family."""
-    learner = fitted(model)
     return {
         "features": model.encoder.names,
         "vocabulary": model.encoder.vocabulary,
@@ -201,23 +197,7 @@ def family_facts(name: str, model: FamilyModel) -> Row:
         "envelope": model.envelope,
         "sensitivity": model.sensitivity,
         "facts": model.facts,
-        **({"learner": {"name": learner.name}} if learner else {}),
     }
-
-
-def fitted(model: FamilyModel) -> Fitted | None:
-    """The model's learner, if any; TypeError for one of another package, which no bundle holds."""
-    if model.learner is not None and not isinstance(model.learner, Fitted):
-        raise TypeError("only learners of itercast can be saved in a bundle")
-    return model.learner
-
-
-def load_learner(path: Path, name: str) -> Fitted:
-    """A learner whose arrays are in a .npz file."""
-    if name not in OWN:
-        raise KeyError(f"learner {name!r}")
-    with np.load(path, allow_pickle=False) as file:
-        return Fitted(name=name, arrays=dict(file))
 
 
 def save_smooth(ensemble: Ensemble, path: Path) -> None:
@@ -310,14 +290,17 @@ def _pair(values: Sequence[float]) -> tuple[float, float]:
 
 
 def load_model(folder: Path, name: str, facts: Facts, gpus: Mapping[str, Gpu]) -> FamilyModel:
-    """Read one family's model; ValueError for an unknown family."""
+    """Read one family's model; ValueError for an unknown family or learner."""
     if name not in families():
         raise ValueError(f"unknown family {name!r}; known: {sorted(families())}")
+    if "learner" in facts:
+        learner = facts["learner"]["name"]
+        raise ValueError(f"learner {learner!r} of {name}: only the blend prices now; train again")
     encoder = Encoder(list(facts["features"]), dict(facts["vocabulary"]))
     columns = len(encoder.places(encoder.names))
     trees = load_trees(folder, name, facts["trees"], columns)
     own = {n: gpus[n] for n in {**facts["stacks"], **facts["measured"]}}
-    model = FamilyModel(
+    return FamilyModel(
         ensemble=load_smooth(folder / f"{name}.npz", trees, float(facts["share"])),
         encoder=encoder,
         source_gpus=SourceGpus(encoder=encoder, measured=facts["measured"], gpus=own),
@@ -344,7 +327,3 @@ def load_model(folder: Path, name: str, facts: Facts, gpus: Mapping[str, Gpu]) -
             for gpu, (kind, at, value) in facts["calibrations"].items()
         },
     )
-    if facts.get("learner"):
-        learner = load_learner(folder / f"{name}.learner.npz", facts["learner"]["name"])
-        return replace(model, learner=learner)
-    return model

@@ -23,7 +23,6 @@ from itercast.learners.features.table import (
     shape_groups,
     usual_stacks,
 )
-from itercast.learners.models.compared import Inputs, Predict, tile_waves
 from itercast.learners.models.ensemble import CrossFit, Ensemble, cross_fit, fit_quick, refit
 from itercast.learners.models.kernels import stated_kernel
 from itercast.learners.models.quantiles import Pieces
@@ -64,8 +63,7 @@ class FamilyModel:
     ``stacks``: the usual software by GPU. ``launch``: host launch in us by GPU, contained in times
     taken from the host. ``sensitivity``: see itercast.learners.features.machine_speed. ``facts``:
     digest and number of training rows, errors, ops by dtype. ``host_calls``: host time of a call by
-    GPU and op. ``calibrations`` by GPU. ``learner``: prices in place of the ensemble where the GPU
-    and the op were measured, but on calibrated GPUs.
+    GPU and op. ``calibrations`` by GPU.
     """
 
     ensemble: Ensemble
@@ -80,7 +78,6 @@ class FamilyModel:
     launch: Mapping[str, float] = field(default_factory=dict)
     host_calls: Mapping[str, Mapping[str, HostCall]] = field(default_factory=dict)
     calibrations: Mapping[str, Calibration] = field(default_factory=dict)
-    learner: Predict | None = None
 
     def predict(self, rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> Forecasts:
         """Forecast rows in dataset form, in their order."""
@@ -92,11 +89,6 @@ class FamilyModel:
         if unseen.any():
             known = np.where(unseen, in_envelope(table, self.envelope, self.encoder), inside)
         low, high = offsets_of_rows(self.offsets, self.unseen_offsets, unseen, known)
-        if self.learner is not None:
-            waves = tile_waves(query.rows, table, gpus)
-            asked = Inputs(x=self.encoder.encode(table), roofline_us=roofline, waves=waves)
-            calibrated = np.isin(query.rows["gpu"].to_numpy(dtype=str), list(self.calibrations))
-            guess = np.where(unseen | calibrated, guess, self.learner(asked))
         if self.calibrations:
             kind, at = coordinates(query.rows, family)
             for gpu, calibration in self.calibrations.items():

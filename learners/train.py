@@ -20,7 +20,7 @@ from itercast.learners.beyond_memory import (
     usable_rows,
 )
 from itercast.learners.bundle import Bundle
-from itercast.learners.compare import held_out_us, learner_model, out_of_fold_log_errors
+from itercast.learners.compare import held_out_us
 from itercast.learners.family_model import FamilyModel, Learned, fit_model, learn, prepare
 from itercast.learners.features.host_calls import learn_host_calls
 from itercast.learners.features.machine_speed import (
@@ -35,7 +35,7 @@ from itercast.learners.held_out import held_out_forecasts
 from itercast.learners.intervals import MIN_GPUS, unseen_offsets
 from itercast.learners.machine import machines_of
 from itercast.learners.models import trees
-from itercast.learners.models.compared import BLEND, LEARNERS, Inputs
+from itercast.learners.models.compared import BLEND
 from itercast.learners.models.noise import medians
 from itercast.learners.models.training_table import Table, frozen_split
 from itercast.learners.transfer.offsets import Offsets
@@ -46,7 +46,6 @@ from itercast.microbench.store import Facts, Row, read_hardware
 
 UNSEEN_GPU_OFFSETS = assumed(__file__, "unseen_gpu_offsets")
 TEST_SHARE = 0.15  # no assumption: of the shape groups; held out to score learners
-SIMPLEST = ("roofline", "linear", "nearest")  # of the compared learners
 SCORES = "scores.json"  # in a bundle's folder: its ``TrainReport`` as plain values
 
 
@@ -54,17 +53,15 @@ SCORES = "scores.json"  # in a bundle's folder: its ``TrainReport`` as plain val
 class FamilyReport:
     """Scores of one family: errors on held-out shapes, interval coverage, noise floor.
 
-    ``learner``: the one that prices the family, with its ``parameters``; ``learners``: errors of
-    each, and its ``rank``, which learners that differ by less than the noise share;
-    ``learner_seconds``: of those that were timed apart; ``shapes``: how many were held out.
-    ``held_out``:
-    the forecasts that were scored (``itercast.learners.held_out``). ``in_memory``: how many of the
+    ``parameters``: of the blend, which prices the family; ``learners``: errors of each, and its
+    ``rank``, which learners that differ by less than the noise share; ``learner_seconds``: of
+    those that were timed apart; ``shapes``: how many were held out. ``held_out``: the blend's
+    forecasts that were scored (``itercast.learners.held_out``). ``in_memory``: how many of the
     rows all learners but trees know; ``trials``: of hyperparameters, see ``trees.Tuned``.
     """
 
     rows: int
     in_memory: int
-    learner: str
     parameters: Facts
     seconds: float
     retest_ape_pct: float | None
@@ -134,17 +131,12 @@ def train_family(
     learned = learn(prepared, known, tuned.options)
     retest = retest_ape_pct(rows, family, speed)
     guesses, took_s = {BLEND: learned.predict_us(held)}, {BLEND: time.monotonic() - begin}
-    chosen, offsets = BLEND, learned.crossed.offsets
-    if asked.compare:
-        guesses |= held_out_us(learned, known, held, tuned.options, took_s)
-        chosen, offsets = _chosen(learned, known, retest)
-    else:
-        guesses |= simplest_us(train, prepared.table.take(held))
-    scored, coverage_pct = _scores(guesses, prepared.table.take(held), retest, chosen, offsets)
+    guesses |= held_out_us(learned, known, held, tuned.options, took_s)
+    offsets = learned.crossed.offsets
+    scored, coverage_pct = _scores(guesses, prepared.table.take(held), retest, offsets)
     report = FamilyReport(
         rows=prepared.beyond.every.count if prepared.beyond else len(rows),
         in_memory=len(rows),
-        learner=chosen,
         parameters={"share_of_smooth_model": learned.crossed.share, **tuned.options},
         seconds=time.monotonic() - begin,
         retest_ape_pct=retest,
@@ -152,18 +144,15 @@ def train_family(
         learners=scored,
         learner_seconds=took_s,
         shapes=len(np.unique(prepared.table.group[held])),
-        held_out=held_out_forecasts(learned, rows, family, known, held, guesses[chosen], offsets),
+        held_out=held_out_forecasts(learned, rows, family, known, held, guesses[BLEND], offsets),
         trials=tuned.trials,
     )
-    model = replace(
+    return report, replace(
         _of_all_rows(learned, known, tuned.options),
         sensitivity=speed.sensitivity,
         facts=_facts(report, rows, digest),
         host_calls=learn_host_calls(rows, family, gpus),
     )
-    if chosen != BLEND:
-        model = replace(learner_model(model, prepared, chosen), offsets=offsets)
-    return report, model
 
 
 def _of_all_rows(learned: Learned, known: np.ndarray, options: trees.Options) -> FamilyModel:
@@ -181,28 +170,15 @@ def _scores(
     guesses: Mapping[str, np.ndarray],
     test: Table,
     retest_ape_pct: float | None,
-    chosen: str,
     offsets: Offsets,
 ) -> tuple[dict[str, dict[str, float]], float]:
-    """Errors and rank of each learner on held-out rows, and the coverage of the chosen one in %."""
+    """Errors and rank of each learner on held-out rows, and the coverage of the blend in %."""
     log_errors = {name: np.log(test.time_us / us) for name, us in guesses.items()}
     ranks = medians(log_errors, test.group, retest_ape_pct).ranks()
-    (low, high), error = offsets, log_errors[chosen]
+    (low, high), error = offsets, log_errors[BLEND]
     covered = np.mean((error >= low) & (error <= high))
     scored = {n: {**errors(us, test.time_us), "rank": ranks[n]} for n, us in guesses.items()}
     return scored, float(covered * 100)
-
-
-def _chosen(
-    learned: Learned, known: np.ndarray, retest_ape_pct: float | None
-) -> tuple[str, Offsets]:
-    """The learner whose errors in cross-validation are smaller than the blend's beyond the noise.
-
-    The blend where there is none. With 10 and 90 % quantiles of its log error.
-    """
-    tried = out_of_fold_log_errors(learned, known)
-    best = medians(tried, learned.prepared.table.group[known], retest_ape_pct).best(BLEND)
-    return best, replace(learned.crossed, residual=tried[best]).offsets
 
 
 def _facts(report: FamilyReport, rows: pd.DataFrame, digest: str) -> Row:
@@ -210,19 +186,10 @@ def _facts(report: FamilyReport, rows: pd.DataFrame, digest: str) -> Row:
     return {
         "digest": digest,
         "rows": report.rows,
-        "learner": report.learner,
-        "errors": dict(report.learners[report.learner]),
+        "errors": dict(report.learners[BLEND]),
         "retest_ape_pct": report.retest_ape_pct,
         "ops": ops_by_dtype(rows),
     }
-
-
-def simplest_us(train: Table, test: Table) -> dict[str, np.ndarray]:
-    """Forecasts in us of the held-out rows by the simplest learners, by name."""
-    rows, asked = (
-        Inputs(x=t.x, roofline_us=t.roofline_us, waves=t.roofline_us) for t in (train, test)
-    )
-    return {name: LEARNERS[name](rows, train.time_us)(asked) for name in SIMPLEST}
 
 
 def digest_of(rows: pd.DataFrame) -> str:
@@ -247,16 +214,13 @@ class Asked:
     """How families are trained.
 
     ``trials`` of hyperparameters are tried first, in the database ``storage``; ``memory``: bytes
-    that a family may take. ``compare`` scores all of ``itercast.learners.models.compared``, not
-    only the three simplest, and lets the learner price the family whose out-of-fold errors are the
-    smallest by more than the noise; otherwise the blend does.
+    that a family may take.
     """
 
     roots: Sequence[Path]
     trials: int = 0
     memory: int | None = None
     storage: str | None = None
-    compare: bool = False
 
 
 Told = Callable[[str], None]  # gets the name of a family that is trained
@@ -284,18 +248,17 @@ def train(
     memory: int | None = None,
     on_progress: Told | None = None,
     storage: str | None = None,
-    compare: bool = False,
     into: Bundle | None = None,
     fit_all: FitAll = fit_in_turn,
 ) -> TrainReport:
     """Train the families that have rows and save the bundle; ValueError where there are none.
 
-    ``trials`` to ``compare``: see ``Asked``; without ``memory`` all rows are in memory, and trials
+    ``trials`` to ``storage``: see ``Asked``; without ``memory`` all rows are in memory, and trials
     that are in ``storage`` already are not run again. ``into``: a bundle whose other
     families are saved too; times are then corrected to the speed that its families refer to.
     ``fit_all``: here, or on several machines (``itercast.learners.apart``).
     """
-    asked = Asked(roots=roots, trials=trials, memory=memory, storage=storage, compare=compare)
+    asked = Asked(roots=roots, trials=trials, memory=memory, storage=storage)
     tables = usable_rows(roots, names, memory)
     return train_tables(tables, asked, out, on_progress, into, fit_all)
 

@@ -62,7 +62,7 @@ def resumed(out: Path, fit_all: FitAll = fit_in_turn) -> FitAll:
 
 def _key(rows: pd.DataFrame, anchors: Anchors, asked: Asked) -> str:
     """Digest of all that a family's model depends on: rows, options, code."""
-    options = (asked.trials, asked.memory, asked.storage, asked.compare, sorted(anchors.items()))
+    options = (asked.trials, asked.memory, asked.storage, sorted(anchors.items()))
     text = repr((digest_of(rows), options, _code_digest()))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

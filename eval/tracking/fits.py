@@ -72,7 +72,6 @@ def log_fit(
             run = log_learner(client, place, training, family, learner, inputs)
             if learner == BLEND:
                 log_trials(client, place, run.run_id, family, entry.get("trials", ()))
-            if learner == entry["learner"]:
                 if page:
                     client.log_text(run.run_id, page(mine), PAGE)
                 registry.offer(client, run, device, family, whole, mine)
@@ -86,9 +85,9 @@ def no_longer_newest(client: MlflowClient, experiment: str, family: str) -> None
 
 
 def _tags(training: Training, entry: Facts, learner: str) -> dict[str, str]:
-    """Tags of a training's runs; that of the learner which prices the family has two more."""
+    """Tags of a training's runs; that of the blend, which prices the family, has two more."""
     own = {}
-    if learner == entry["learner"]:
+    if learner == BLEND:
         own = {"prices": "yes", "coverage_pct": f"{entry.get('coverage_pct') or 0:.0f}"}
     return {
         "training": training.name,

@@ -82,7 +82,7 @@ class OpLine:
     metric: str = "mape_pct"
     targets: Mapping[str, float] = field(default_factory=dict)
     known_best: str = "none published"
-    baselines: Sequence[str] = ("roofline", "nearest", "tile-mlp")
+    baselines: Sequence[str] = ("roofline", "nearest")
     few: Sequence[int] = ()
     fewest: int = 0
 

@@ -29,7 +29,7 @@ TOLD = ("batch", "seq", "mode", "dtype", "engine")  # settings that tell rows of
 HEADING = "Errors in % on a source's rows, with the source and all that was fitted on it left out:"
 
 
-BASELINES = ("roofline", "alpha_beta", "interpolation", "nearest", "tile-mlp", "nodes summed")
+BASELINES = ("roofline", "alpha_beta", "interpolation", "nearest", "nodes summed")
 CALIBRATED = ("4 rows", "8 rows", "16 rows")  # itercast calibrated by rows of the held-out GPU
 LEARNERS = ("itercast", "stated rate", *CALIBRATED, *BASELINES, *RANKERS)
 AT_LEAST = ("kendall_tau", *SOFTWARE[:3])  # metrics whose targets are lower bounds

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from itercast.options import Json, Question, asks, file_to_write, prints_aside
+from itercast.options import Json, Question, asks, prints_aside
 from itercast.stated import question_facts, say_step
 
 if TYPE_CHECKING:  # the command line starts without pandas
@@ -21,20 +20,14 @@ if TYPE_CHECKING:  # the command line starts without pandas
 
 BAR = 20  # characters of the longest bar
 OPS = 10  # listed
-PICTURES = (".png", ".svg", ".pdf")
 
 
 @asks
 def explain(
     question: Question,
-    picture: Annotated[
-        Path | None, file_to_write("picture of both tables to write: .png, .svg or .pdf")
-    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show where an iteration's time goes and which change (software, plan, GPU) gains most."""
-    if picture is not None and picture.suffix not in PICTURES:
-        raise ValueError(f"--picture {str(picture)!r}: allowed endings are {', '.join(PICTURES)}")
     step, target = question.prepared()  # imports what is slow
     from itercast.compose.explain.changes import changes
     from itercast.compose.explain.time_parts import hot_ops, time_parts
@@ -52,8 +45,6 @@ def explain(
         )
     name, facts = question.name, question_facts(question, step, target)
     title = f"{name} on {found.gpu}, plan {found.plan}: {found.iteration_us / 1e3:.2f} ms"
-    if picture is not None:
-        _draw(picture, title, parts, gains)
     if as_json:
         lists: dict[str, Sequence[Any]] = {"parts": parts, "ops": ops, "changes": gains}
         plain = {key: [asdict(one) for one in some] for key, some in lists.items()}
@@ -104,14 +95,3 @@ def _changes_table(gains: Sequence[Change]) -> Table:
         gain = f"{100 * one.gain_frac:+.0f}"
         table.add_row(one.name, one.kind, f"{one.iteration_us / 1e3:.2f}", gain, fits)
     return table
-
-
-def _draw(path: Path, title: str, parts: Sequence[TimePart], gains: Sequence[Change]) -> None:
-    from io import BytesIO
-
-    from itercast.capture.base.files import write_atomic
-    from itercast.eval.report.explanation import explanation
-
-    data = BytesIO()
-    explanation(title, parts, gains).savefig(data, format=path.suffix.removeprefix("."), dpi=130)
-    write_atomic(path, data.getvalue())

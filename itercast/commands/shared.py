@@ -130,7 +130,7 @@ def fit(
     for root in (root for root in data if not root.is_dir()):
         raise ValueError(f"data {str(root)!r}: no such folder")
     fit_all = resumed(out, more.pop("fit_all", fit_in_turn))
-    asked = Asked(roots=data, trials=trials, compare=True, **more)
+    asked = Asked(roots=data, trials=trials, **more)
     tables = usable_rows(data, families, asked.memory)  # bad rows are refused before a run is open
     facts = {"data": ", ".join(map(str, data)), "trials": trials}
     stopped = f"what is trained so far is kept beside {out}; the same command goes on"

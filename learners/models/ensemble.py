@@ -105,15 +105,13 @@ def process_settings(table: Table) -> ProcessSettings | None:
 class CrossFit:
     """What cross-validation found: boosting rounds, weight of the smooth model, residuals.
 
-    ``residual`` is log(measured / predicted) of each row out of fold, ``trees_residual`` that of
-    the trees alone. ``rounds`` is None where there are no trees, ``process`` where there is no
-    Gaussian process.
+    ``residual`` is log(measured / predicted) of each row out of fold. ``rounds`` is None where
+    there are no trees, ``process`` where there is no Gaussian process.
     """
 
     rounds: Rounds | None
     share: float
     residual: Array
-    trees_residual: Array | None
     process: ProcessSettings | None
 
     @property
@@ -171,7 +169,6 @@ def cross_fit(train: Table, options: Options) -> CrossFit:
         share=shares[best],
         process=settings,
         residual=train.log_ratio - guesses[best],
-        trees_residual=None if alone else train.log_ratio - by_trees,
     )
 
 

@@ -48,11 +48,6 @@ class Medians:
         """By forecaster, 1 + how many others are better beyond the noise."""
         return {one: 1 + sum(self.better(o, one) for o in self.pct) for one in self.pct}
 
-    def best(self, default: str) -> str:
-        """The smallest of those better than the default beyond the noise, else the default."""
-        ahead = [name for name in self.pct if self.better(name, default)]
-        return min(ahead, key=lambda name: self.pct[name], default=default)
-
 
 def medians(
     log_errors: Mapping[str, Array], shape: Array, retest_ape_pct: float | None = None

@@ -1,4 +1,4 @@
-"""Reports of training: models of one GPU's own rows, learners by family and on iterations."""
+"""Reports of training: models of one GPU's own rows, learners by family."""
 
 from __future__ import annotations
 
@@ -9,26 +9,14 @@ import pytest
 import yaml
 from report_facts import case
 from rich.console import Console
-from toy_products import TOY, write_products
+from toy_products import write_products
 from typer.testing import CliRunner
 
 from itercast.__main__ import app
 from itercast.capture.base.files import write_atomic
-from itercast.capture.opcall import StepCapture
-from itercast.capture.plan import ParallelPlan
-from itercast.compose.forecast import forecast
-from itercast.compose.pricing.price_book import PriceBook
 from itercast.eval.gpu_report import iteration_errors, only_gpu
-from itercast.eval.learner_ranking import (
-    cell,
-    family_scores,
-    iteration_scores,
-    learner_bundles,
-    learner_table,
-)
+from itercast.eval.learner_ranking import cell, learner_table
 from itercast.eval.results import error_table
-from itercast.learners.bundle import Bundle
-from itercast.learners.models.compared import NAMES
 from itercast.microbench.store import read_rows, write_part
 
 DATASETS = Path(__file__).parents[2] / "datasets"
@@ -122,29 +110,3 @@ def test_learners_that_tie_within_the_noise_are_all_bold() -> None:
     ]
     table = learner_table("x", [(name, ("9",), some) for name, some in SCORES.items()], ("rows",))
     assert [c.header for c in table.columns] == ["family", "rows", "blend", "near-\nest", "linear"]
-
-
-def test_iterations_rank_learners_beyond_the_noise() -> None:
-    """Off by 10 %, by 9 or 11 in turn, and by 50: the first two tie."""
-    off = {"blend": [1.1, 1.1], "linear": [1.09, 1.11], "nearest": [1.5, 1.5]}
-    found = {
-        name: [case(str(i), 100 * pair[i % 2], 100) for i in range(20)]
-        for name, pair in off.items()
-    }
-    ranks = {name: s["rank"] for name, s in iteration_scores(found).items()}
-    assert ranks == {"blend": 1, "linear": 1, "nearest": 3}
-
-
-def test_iterations_are_composed_of_each_learners_prices(learned: Path, gpt: StepCapture) -> None:
-    """A training leaves its scores in the bundle; every learner forecasts another iteration."""
-    assert set(family_scores(learned / "bundle")["gemm"]) == set(NAMES)
-    bundle = Bundle.load(learned / "bundle")
-    others = learner_bundles(bundle, learned)
-    assert {*others, "blend"} == set(NAMES)
-    plan = ParallelPlan.parse("")
-    found = {}
-    for name, one in {"blend": bundle, **others}.items():
-        got = forecast(gpt, plan, PriceBook(one, TOY, 0))
-        found[name] = got.by_family_us["gemm"]
-    assert all(us > 0 for us in found.values())
-    assert len({round(us, 3) for us in found.values()}) == len(NAMES)

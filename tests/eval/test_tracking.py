@@ -86,7 +86,7 @@ def test_every_learner_is_a_run_with_parameters_duration_and_commit(
     (blend,) = (run for run in found if run.data.tags["learner"] == "blend")
     assert {"max_depth", "eta", "share_of_smooth_model"} <= set(blend.data.params)
     (prices,) = (run for run in found if "prices" in run.data.tags)
-    assert prices.data.tags["learner"] == trained[1]["gemm"]["learner"]
+    assert prices.data.tags["learner"] == "blend"
 
 
 def test_a_second_training_takes_the_place_of_the_first(
