@@ -79,7 +79,7 @@ report: setup ## write the report pages anew, with learning curves (a few minute
 	@test -f reports/demo/evaluation.json || $(CLI) demo
 	$(CLI) report
 
-PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PY) -m pytest -n logical --maxprocesses 4 --dist worksteal
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PY) -m pytest -n logical --maxprocesses 4 --dist worksteal
 
 test: setup ## run the tests but for the slow ones (4 minutes on 2 cores)
 	$(PYTEST) -m "not slow and not pages"

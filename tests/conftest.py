@@ -9,11 +9,13 @@ import random
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import typer.testing
 from plan_case import capture_at
 from toy_products import write_products
 
@@ -84,6 +86,14 @@ def cpu_measured_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cards, "measure_cpu", measured)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def command_line_built_once() -> Iterator[None]:
+    """Typer would build all commands anew for every call that a test makes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.testing, "_get_command", cache(typer.main.get_command))
         yield
 
 

@@ -12,10 +12,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
+from plan_case import GPU as toy
 from typer.testing import CliRunner
 
 from itercast.__main__ import app
-from itercast.learners.bundle import SHIPPED_CPU
+from itercast.learners.bundle import SHIPPED_CPU, Bundle
 
 ROOT = Path(__file__).parents[2]
 LISTED: Any = yaml.safe_load(Path(__file__).with_name("odd_inputs.yaml").read_text())
@@ -38,6 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, change in LISTED["gpus"].items():
         (made / name).write_text(yaml.safe_dump({**yaml.safe_load(GPU.read_text()), **change}))
     (made / "locked").write_text("a file, where a folder is needed")
+    (made / "data").mkdir()
     _write_rows(made)
     _write_bundles(made)
     return made
@@ -62,7 +64,9 @@ def _write_rows(made: Path) -> None:
 
 
 def _write_bundles(made: Path) -> None:
-    """A bundle without one of its files, and one with a file that was cut."""
+    """One that ships, without one of its files, with a file that was cut; one without families."""
+    Bundle(models={}, gpus={toy.name: toy}).save(made / "bundle")
+    (made / "shipped").symlink_to(SHIPPED_CPU)
     for name in ("missing", "spoiled"):
         shutil.copytree(SHIPPED_CPU, made / name)
     (made / "missing/gemm.ubj.gz").unlink()
