@@ -35,7 +35,8 @@ MAX_DIGIT = 9  # replicas on a node, which Sia writes as one digit
 class Cell:
     """One model on so many of a GPU; without a forecast where a rule forbids the plan (``reason``).
 
-    ``batch`` is that of a replica. ``usd_per_hour``: price of one GPU; None where none is given.
+    ``batch`` is that of a replica: what was asked for, else the model's own, None without a
+    forecast. ``usd_per_hour``: price of one GPU; None where none is given.
     """
 
     gpu: str
@@ -152,7 +153,9 @@ def _cell(model: Any, gpu: str, pattern: str, facts: Row, asked: Facts) -> Cell:
         found = predict(model, gpu=gpu, plan=plan, batch=facts["batch"], **asked)
     except ValueError as exc:
         return Cell(plan=pattern, reason=str(exc), **facts)
-    return Cell(plan=plan, forecast=found, **facts)
+    samples = found.samples_per_s * found.iteration_us * 1e-6
+    replica = facts["batch"] or round(samples / ParallelPlan.parse(plan).dp)
+    return Cell(plan=plan, forecast=found, **{**facts, "batch": replica})
 
 
 def job_type(name: str, batch: int) -> str:
@@ -165,17 +168,12 @@ def gavel_table(name: str, cells: Sequence[Cell]) -> dict[str, dict[str, dict[st
     table: dict[str, dict[str, dict[str, float]]] = {}
     for cell in cells:
         found = cell.forecast
-        if found is None:
+        if found is None or cell.batch is None:
             continue
-        key = str((job_type(name, replica_batch(cell)), cell.gpus))
+        key = str((job_type(name, cell.batch), cell.gpus))
         rate = 1e6 / found.iteration_us if found.fits else 0.0
         table.setdefault(cell.gpu, {})[key] = {"null": rate}
     return table
-
-
-def replica_batch(cell: Cell) -> int:
-    """Samples of a replica and step, also where the model's own batch was taken."""
-    return cell.batch or round(cell.samples / ParallelPlan.parse(cell.plan).dp)
 
 
 def sia_rows(cells: Sequence[Cell]) -> Iterator[tuple[str, str, Row]]:
@@ -192,7 +190,7 @@ def sia_rows(cells: Sequence[Cell]) -> Iterator[tuple[str, str, Row]]:
         base, more = divmod(cell.gpus, nodes)
         replicas = sorted([base] * (nodes - more) + [base + 1] * more)
         times = {
-            "local_bsz": replica_batch(cell),
+            "local_bsz": cell.batch,
             "step_time": found.iteration_us * 1e-6,
             "sync_time": found.exposed_comm_us * 1e-6,
         }

@@ -48,11 +48,10 @@ def question_facts(question: Question, step: StepCapture, target: Target) -> Row
 def cluster_facts(question: Question, found: Forecast, cluster: Path) -> Row:
     """The same of a forecast on unlike GPUs, whose replicas have batches of unlike sizes."""
     from itercast.compose.clusters.file import read_cluster
-    from itercast.microbench.hardware.names import gpu_named
-    from itercast.microbench.hardware.spec import load_gpu
+    from itercast.compose.target import find_target
 
     names = {group.gpu for group in read_cluster(cluster).groups} - {"cpu"}
-    dtype = question.dtype_on([load_gpu(gpu_named(name) or name) for name in names])
+    dtype = question.dtype_on([find_target(name, "", question.bundle).gpu for name in names])
     plan, batch = ParallelPlan.parse(found.plan), question.replica_batch() or question.of_case.batch
     known = {**options(question), "dtype": dtype, "plan": found.plan, "bundle": found.bundle}
     known |= {"optimizer": question.optimizer or question.of_case.optimizer, "gpu": ""}
@@ -67,10 +66,10 @@ def options(question: Question) -> Row:
     return {f.name: getattr(question, f.name) for f in fields(question)}
 
 
-def stated(known: Facts) -> Row:
-    """The options that have a value, and the command line that gives them."""
+def stated(known: Facts, name: str = "predict") -> Row:
+    """The options that have a value, and the command line that gives them to a command."""
     asked = {n: str(v) if isinstance(v, Path) else v for n, v in known.items() if v}
-    return {"question": asked, "command": command("predict", asked)}
+    return {"question": asked, "command": command(name, asked)}
 
 
 def sizes(question: Question, step: StepCapture, plan: ParallelPlan) -> Row:

@@ -15,6 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from itercast.capture.base.durations import counted
 from itercast.capture.base.slow_imports import without_scikit_learn
 from itercast.capture.plan import ParallelPlan
 from itercast.options import (
@@ -221,7 +222,9 @@ def run_search(
             search,
             gpus,
             objective,
-            on_plan=lambda n, best: bar.update(task, description=f"{n} plans, best {best}"),
+            on_plan=lambda n, best: bar.update(
+                task, description=f"{counted(n, 'plan')}, best {best}"
+            ),
         )
     if found.stopped and not found.best:
         raise typer.Abort

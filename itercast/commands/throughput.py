@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from itercast.options import Json, Question, asks, prints_aside
-from itercast.stated import options, say, settings
+from itercast.stated import options, say, settings, stated
 
 if TYPE_CHECKING:  # the command line starts without pandas
     from itercast.compose.throughput import Cell
@@ -61,27 +61,29 @@ def throughput(
     if out is not None:
         _write(out, question.name, cells)
     rows = [{"case": question.name, **cell.row()} for cell in cells]
+    known = {**_known(question, plan, names), "gpu": gpu, "gpus": gpus, "batch": batch}
+    known |= {"node": node, "prices": prices}
     if as_json:
-        typer.echo(json.dumps({"case": question.name, "cells": rows}))
+        known["dtype"] = known["dtype"] if " or " not in known["dtype"] else question.dtype
+        facts = stated(known, "throughput")
+        typer.echo(json.dumps({"case": question.name, **facts, "cells": rows}))
         return
-    say(_step(question, plan, names), [])
+    tokens = f" of {known['seq']:,} tokens" if known["seq"] else ""
+    step = f"{question.mode}: samples{tokens}, batch is a replica's; {settings(known)}"
+    say(step, [])
     Console().print(_table(question.name, rows))
 
 
-def _step(question: Question, plan: str, names: Sequence[str]) -> str:
-    """What all cells are of, in one line; under amp GPUs may have dtypes of their own."""
-    from itercast.compose.target import step_dtype
-    from itercast.microbench.hardware.names import gpu_named
-    from itercast.microbench.hardware.spec import load_gpu
+def _known(question: Question, plan: str, names: Sequence[str]) -> Row:
+    """The options that all cells share; under amp GPUs may have dtypes of their own."""
+    from itercast.compose.target import find_target, step_dtype
 
-    gpus = [load_gpu(gpu_named(name) or name) for name in names if name != "cpu"]
+    gpus = [find_target(name, "", question.bundle).gpu for name in names if name != "cpu"]
     amp = "amp" in plan.split(",")
     dtypes = {step_dtype(question.dtype, amp, [gpu]) or "fp32" for gpu in gpus} or {"fp32"}
     known = {**options(question), "plan": plan, "dtype": " or ".join(sorted(dtypes))}
     known["optimizer"] = question.optimizer or question.of_case.optimizer
-    known["seq"] = question.seq_asked()
-    tokens = f" of {known['seq']:,} tokens" if known["seq"] else ""
-    return f"{question.mode}: samples{tokens}, batch is a replica's; {settings(known)}"
+    return {**known, "seq": question.seq_asked()}
 
 
 def words(option: str, text: str) -> list[str]:

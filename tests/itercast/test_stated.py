@@ -152,6 +152,14 @@ def test_other_answers_begin_with_it(words: str, line: str, here: Path) -> None:
     assert done.stdout.startswith(line), done.output
 
 
+def test_a_table_of_throughput_says_the_command_that_repeats_it(here: Path) -> None:
+    words = "throughput gpt-s --gpu v100-sxm-16gb,a10 --gpus 1,2 --plan amp --json"
+    first = json.loads(run.invoke(app, shlex.split(words)).stdout)
+    again = json.loads(run.invoke(app, [*shlex.split(first["command"])[1:], "--json"]).stdout)
+    assert again == first and first["question"]["seq"] == 64
+    assert [cell["batch"] for cell in first["cells"]] == [4] * 4  # the case's own
+
+
 def test_tables_of_many_gpus_take_the_batch_of_a_replica(here: Path) -> None:
     done = run.invoke(app, shlex.split("throughput gpt-s --gpu a10 --gpus 1 --global-batch 8"))
     assert done.exit_code == 2 and "give --batch, that of a replica" in done.stderr
