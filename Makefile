@@ -57,7 +57,7 @@ fleet-demo: setup ## two unlike machines on this CPU as a fleet, one killed on t
 	$(PY) -m itercast.microbench.fleet.demo
 
 programs: setup ## captured programs and plans against measured iterations of several processes (3 minutes)
-	$(PY) -m itercast.eval.programs
+	$(PY) -m itercast.extras.benchmarks.programs
 
 predict: setup ## forecast one case (CASE=gpt2-small GPU=cpu)
 	$(CLI) predict $(or $(CASE),gpt2-small) --gpu $(or $(GPU),cpu)
@@ -66,10 +66,10 @@ check: setup ## does the bundle still fit this machine? a minute, exit code 1 if
 	$(CLI) check --device $(or $(DEVICE),cpu) $(if $(BUNDLE),--bundle $(BUNDLE))
 
 bench-speed: setup ## how fast predict and price answer (BUNDLE=learners/shipped-cpu)
-	$(PY) -m itercast.eval.speed $(or $(BUNDLE),learners/shipped-cpu)
+	$(PY) -m itercast.extras.benchmarks.speed $(or $(BUNDLE),learners/shipped-cpu)
 
 bench-scale: setup ## how forecasts and plan searches of thousands of GPUs scale
-	$(PY) -m itercast.eval.scale
+	$(PY) -m itercast.extras.benchmarks.scale
 	$(PY) -m itercast.extras.recommenders.scale
 
 ui: setup ## the MLflow UI

@@ -4,8 +4,8 @@ The name of an entry point is the name of what it adds. Its group says what that
 
 - ``itercast.families``: a ``Family``; ``itercast.cases``: an ``EvalCase``.
 - ``itercast.commands``: a function that typer runs as ``itercast NAME``.
-- ``itercast.importers``: a function ``read(path)`` or ``read(path, hints)``, or the ``Path`` of a
-  mapping; ``itercast.importer_tables``: a dict of such by name.
+- ``itercast.importers``: a function ``read(path)`` or ``read(path, hints)``;
+  ``itercast.importer_tables``: a dict of such by name.
 - ``itercast.learners``: a ``Fit`` of ``itercast.learners.models.compared``.
 - ``itercast.plan_keys``: a ``PlanKey`` of ``itercast.capture.plan_keys``.
 - ``itercast.gpus``, ``itercast.nodes``, ``itercast.stacks``: the ``Path`` of a YAML file.

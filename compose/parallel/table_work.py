@@ -1,6 +1,6 @@
 """What sharded embedding tables add to a rank's step: lookups, updates, copies and messages.
 
-Copies around messages are those of ``itercast.microbench.iterations.sharded_dlrm``, on a CPU with
+Copies around messages are those of ``itercast.extras.recommenders.sharded_dlrm``, on a CPU with
 its ops of one element per sample.
 """
 

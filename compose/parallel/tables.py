@@ -13,7 +13,7 @@ The rank's step:
 
 Messages are as large as the most that any rank sends or receives, by which an uneven all_to_all
 takes its time (arXiv 2404.12674). Copies around them are those of
-``itercast.microbench.iterations.sharded_dlrm``, on a CPU with its ops of one element per sample.
+``itercast.extras.recommenders.sharded_dlrm``, on a CPU with its ops of one element per sample.
 Tables that stay data-parallel are left as they are.
 """
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from itercast.capture.base.assumptions import leaving_out
-from itercast.eval.processes import processes
 from itercast.eval.results import LineResult
+from itercast.extras.processes import processes
 from itercast.extras.published.fits.shipped import MAX_ROWS, OWN, SOURCES
 from itercast.extras.published.left_out import assumptions, compared, fitted_sources
 from itercast.extras.published.left_out_ops import KNOWN_ROWS, PUBLISHER, read_ops, source_in

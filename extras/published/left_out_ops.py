@@ -12,8 +12,8 @@ import numpy as np
 import pandas as pd
 
 from itercast.capture.base.assumptions import leaving_out
-from itercast.eval.processes import processes
 from itercast.eval.results import LineResult
+from itercast.extras.processes import processes
 from itercast.extras.published.fits.shipped import MAX_ROWS, OWN, own_rows
 from itercast.extras.published.left_out import compared
 from itercast.extras.published.lines import FOLDS, Rows

@@ -25,9 +25,9 @@ from itercast.compose.host_fit import MeasuredStep, fit_host
 from itercast.compose.target import Target, find_target
 from itercast.eval.compare import ASKED, console, step_of
 from itercast.eval.iteration_parts import PARTS, parts_us
-from itercast.eval.processes import processes
 from itercast.eval.progress import progress_bar
 from itercast.eval.results import COVERAGE, LineResult, records
+from itercast.extras.processes import processes
 from itercast.extras.published.lines import ModelLine, Rows, model_lines
 from itercast.extras.published.readers import node_sums_us, read_iterations
 from itercast.learners.train import errors

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from itercast.eval.compare import console, stated_rows
+from itercast.extras.published.mapped.reader import importer
 from itercast.extras.published.sources import iterations, op_tables
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.importers.base import Hints
@@ -19,7 +20,7 @@ MAPPINGS = Path(__file__).parent / "sources/mappings"
 PUBLISHED: Mapping[str, Reader] = {
     "iterations": iterations.read,
     "kineto-traces": op_tables.read,
-    **{path.stem: path for path in sorted(MAPPINGS.glob("*.yaml"))},
+    **{path.stem: importer(path) for path in sorted(MAPPINGS.glob("*.yaml"))},
 }
 LABELS = Path("scripts/asplos/label")
 LAYER = r"(?:^|_)(?:layer|h|layers)_0|\.(?:layer|h|layers)\.0"  # as transformers names blocks

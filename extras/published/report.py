@@ -10,11 +10,11 @@ from pathlib import Path
 from itercast.capture.base.files import write_atomic
 from itercast.capture.plan import ParallelPlan
 from itercast.eval.iteration_parts import PARTS
-from itercast.eval.processes import processes
 from itercast.eval.ranking import SOFTWARE
 from itercast.eval.report.evaluation import Evaluation
 from itercast.eval.report.write import write_pages
 from itercast.eval.results import COVERAGE, CaseResult, LineResult, records
+from itercast.extras.processes import processes
 from itercast.extras.published.baselines import RANKERS
 from itercast.extras.published.benchmark import read_folders, run_line
 from itercast.extras.published.left_out import assumptions, check_source, left_out_markdown

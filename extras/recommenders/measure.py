@@ -73,7 +73,7 @@ def _run(
         progress(count)
         return count
 
-    worker = "itercast.microbench.iterations.sharding_worker"
+    worker = "itercast.extras.recommenders.sharding_worker"
     process = start_ranks(worker, {"order": str(order_file)}, ranks, log=log)
     ended = watch(process, done, never, time.monotonic() + LIMIT_S)
     if done() < wanted:

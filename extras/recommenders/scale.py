@@ -9,9 +9,9 @@ import time
 
 import numpy as np
 
-from itercast.eval.processes import in_new_process
 from itercast.eval.progress import run_program
-from itercast.eval.speed import fresh_folder, print_table
+from itercast.extras.benchmarks.speed import fresh_folder, print_table
+from itercast.extras.processes import in_new_process
 
 TABLES, SHARDINGS, TOGETHER = 64, 1000, 10  # forecast so many at once
 

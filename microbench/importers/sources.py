@@ -12,11 +12,9 @@ from pathlib import Path
 from itercast.capture.base.extensions import with_added
 from itercast.microbench.importers import nccl_tests
 from itercast.microbench.importers.base import Hints, Imported, Unreadable, read_text
-from itercast.microbench.importers.mapped import reader
-from itercast.microbench.importers.mapped.source import load
 from itercast.microbench.importers.traces import kineto
 
-Reader = Callable[..., Imported] | Path  # reads a path, with or without hints; or a mapping
+Reader = Callable[..., Imported]  # reads a path, with or without hints
 OWN: Mapping[str, Reader] = {"nccl-tests": nccl_tests.read, "kineto": kineto.read}
 
 
@@ -28,7 +26,7 @@ def importers() -> Mapping[str, Reader]:
     """
     tables: Mapping[str, Mapping[str, Reader]] = with_added("importer_tables", {}, Mapping)
     known = {**OWN, **{name: one for table in tables.values() for name, one in table.items()}}
-    return with_added("importers", known, (Path, Callable))
+    return with_added("importers", known, Callable)
 
 
 def read_source(source: str, path: Path, hints: Hints) -> Imported:
@@ -39,10 +37,7 @@ def read_source(source: str, path: Path, hints: Hints) -> Imported:
     if not path.exists():
         raise ValueError(f"{str(path)!r}: no such file or folder")
     read = readers[source]
-    if isinstance(read, Path):
-        found = reader.read(load(read), path)
-    else:
-        found = read(*(path, hints)[: len(inspect.signature(read).parameters)])
+    found = read(*(path, hints)[: len(inspect.signature(read).parameters)])
     return replace(found, commit=commit_of(path))
 
 

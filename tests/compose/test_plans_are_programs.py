@@ -28,7 +28,7 @@ from itercast.compose.simulate.iteration import micro_batches, pipeline_of
 from itercast.compose.simulate.memory_plan import Sizes, rank_memory
 from itercast.compose.simulate.pipeline import chunks_of_rank
 from itercast.compose.simulate.rank import Rank
-from itercast.eval.programs import captured
+from itercast.extras.benchmarks.programs import captured
 from itercast.microbench.iterations.collect import iteration_of
 from itercast.microbench.ops import find_family
 

@@ -14,7 +14,6 @@ from rich.console import Console
 from itercast.capture.cases.registry import case as named
 from itercast.capture.programs.program import HOST
 from itercast.eval.compare import quiet_rounds, results_table
-from itercast.eval.programs import PROGRAMS, captured, scores
 from itercast.eval.ranking import (
     choices,
     ranking_lines,
@@ -23,6 +22,7 @@ from itercast.eval.ranking import (
     software_metrics,
 )
 from itercast.eval.results import CaseResult, in_words, summary
+from itercast.extras.benchmarks.programs import PROGRAMS, captured, scores
 from itercast.microbench.iterations.collect import iteration_of
 
 

@@ -28,9 +28,9 @@ from itercast.capture.base.assumptions import Assumption, leaving_out
 from itercast.capture.base.switches import RULES, start_with, switching_off
 from itercast.capture.opcall import StepCapture
 from itercast.compose.target import forecast_step
-from itercast.eval.processes import WORKERS, in_new_process
 from itercast.eval.progress import progress_bar
 from itercast.eval.results import records
+from itercast.extras.processes import WORKERS, in_new_process
 from itercast.extras.published.left_out import assumptions, fitted_sources
 from itercast.extras.published.left_out_models import TRAINED_ON, sampled, train_without
 from itercast.extras.published.models import captured_step, read_lines, row_target, timed_us

@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 
 from itercast.__main__ import app
 from itercast.capture.plan import ParallelPlan
-from itercast.extras.published.readers import PUBLISHED
+from itercast.extras.published.mapped.source import load
+from itercast.extras.published.readers import MAPPINGS
 from itercast.learners.features.table import columns
 from itercast.microbench.importers.base import MAX_REASONS, Hints, Imported
-from itercast.microbench.importers.mapped.source import load
 from itercast.microbench.importers.sources import read_source
 from itercast.microbench.ops import families
 from itercast.microbench.store import read_rows
@@ -37,9 +37,7 @@ PLACES = {
     "kineto-traces": "ops_x.csv",
 }
 PLACES |= {
-    name: load(path).tables[0].files[0].replace("*", "x")
-    for name, path in PUBLISHED.items()
-    if isinstance(path, Path)
+    path.stem: load(path).tables[0].files[0].replace("*", "x") for path in MAPPINGS.glob("*.yaml")
 }
 # The readers in Python, and mappings of each form of file.
 READERS = ("nccl-tests", "kineto", "iterations", "kineto-traces", "neusight", "aiconfigurator")

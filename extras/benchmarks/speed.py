@@ -1,5 +1,6 @@
-"""Measure how fast ``predict`` and ``price`` answer here: `python -m itercast.eval.speed [BUNDLE]`.
+"""Measure how fast ``predict`` and ``price`` answer here.
 
+`python -m itercast.extras.benchmarks.speed [BUNDLE]` runs it.
 The bundle must be one trained on a CPU; the default is the CPU bundle that ships.
 """
 
@@ -22,8 +23,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from itercast.eval.processes import in_new_process
 from itercast.eval.progress import run_program
+from itercast.extras.processes import in_new_process
 from itercast.learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
 from itercast.microbench.ops import families
 
@@ -49,7 +50,7 @@ def second_plan_s(bundle: Path) -> tuple[float, float]:
 @contextmanager
 def fresh_folder() -> Iterator[None]:
     """Processes start in an empty folder, without captures of an earlier run."""
-    root = str(Path(__file__).parent.parent)
+    root = str(Path(__file__).parents[3])
     with tempfile.TemporaryDirectory() as folder, chdir(folder):
         os.environ |= {"PYTHONPATH": root, "OMP_WAIT_POLICY": "passive"}
         os.environ["ITERCAST_CACHE"] = str(Path(folder) / "cache")

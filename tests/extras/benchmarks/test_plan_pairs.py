@@ -6,7 +6,7 @@ from math import log
 
 import pytest
 
-from itercast.eval.errors.plan_pairs import differences
+from itercast.extras.benchmarks.plan_pairs import differences
 
 
 def test_pairs_are_plans_of_one_model_on_as_many_ranks() -> None:

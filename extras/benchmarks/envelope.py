@@ -1,7 +1,8 @@
 """How much of the time of models that nobody swept lies inside what was measured, by op family.
 
-``python -m itercast.eval.errors.envelope`` captures a step of each held-out model of the catalogue
-(``itercast.microbench.sweep.catalogue``) and asks a bundle which of its calls are in its envelope.
+``python -m itercast.extras.benchmarks.envelope`` captures a step of each held-out model of the
+catalogue (``itercast.microbench.sweep.catalogue``) and asks a bundle which of its calls are in its
+envelope.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,21 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from itercast.extras.published.mapped.conversions import Cells, Place
+from itercast.extras.published.mapped.source import CLOSED, Rule, Skip, Source, Table, load
+from itercast.extras.published.mapped.tables import columns_in, read_table, titles_in
 from itercast.microbench.importers.base import MAX_SIZE, Imported, RowCollector, positive, refuse
-from itercast.microbench.importers.mapped.conversions import Cells, Place
-from itercast.microbench.importers.mapped.source import CLOSED, Rule, Skip, Source, Table
-from itercast.microbench.importers.mapped.tables import columns_in, read_table, titles_in
 from itercast.microbench.ops import families
 from itercast.microbench.store import Row
 
 TABLES = (".csv", ".csv.gz", ".parquet")
 TEXT = "problem_source"  # column whose text has several lines
 ITERATION_SIZES = ("batch", "seq", "world_size", "ranks_per_node", "lora", "rows", "cols")
+
+
+def importer(mapping: Path) -> Callable[[Path], Imported]:
+    """An importer of the tables that the YAML file ``mapping`` describes, read when it is run."""
+    return lambda path: read(load(mapping), path)
 
 
 def read(source: Source, path: Path) -> Imported:

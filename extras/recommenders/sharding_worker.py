@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from itercast.capture.base.yaml_text import made_of
-from itercast.microbench.iterations.sharded_dlrm import ShardedStep
+from itercast.extras.recommenders.sharded_dlrm import ShardedStep
 from itercast.microbench.iterations.sharded_model import ShardedModel
 from itercast.microbench.processes.ranks import join_process_group, max_over_ranks
 from itercast.microbench.store import Row

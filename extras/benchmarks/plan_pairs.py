@@ -1,7 +1,7 @@
 """How well forecasts tell plans of one model apart: pairs of measured plans on as many ranks.
 
-``python -m itercast.eval.errors.plan_pairs evaluation.json`` reads what ``itercast evaluate`` wrote
-beside its report.
+``python -m itercast.extras.benchmarks.plan_pairs evaluation.json`` reads what ``itercast evaluate``
+wrote beside its report.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Measure how long forecasts and plan searches for thousands of GPUs take, on one core.
 
-`python -m itercast.eval.scale` runs it.
+`python -m itercast.extras.benchmarks.scale` runs it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import statistics
 import time
 
 from itercast.capture.base.slow_imports import without_scikit_learn
-from itercast.eval.processes import in_new_process
 from itercast.eval.progress import run_program
-from itercast.eval.speed import fresh_folder, print_table
+from itercast.extras.benchmarks.speed import fresh_folder, print_table
+from itercast.extras.processes import in_new_process
 from itercast.microbench.store import Row
 
 GPU = "h100-sxm-80gb"

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from itercast.capture.base.yaml_text import made_of
-from itercast.microbench.iterations.sharded_dlrm import ShardedStep, draw_lookups
+from itercast.extras.recommenders.sharded_dlrm import ShardedStep, draw_lookups
 from itercast.microbench.iterations.sharded_model import ShardedModel
 
 

@@ -1,5 +1,6 @@
-"""Forecast programs beside the clock: ``python -m itercast.eval.programs [ROOT] [--measure]``.
+"""Forecast programs beside the clock.
 
+``python -m itercast.extras.benchmarks.programs [ROOT] [--measure]`` runs it.
 A program is what torch runs under a plan: DDP, FSDP2, HSDP, DTensor, pipelines, and messages sent
 by hand (cdp). Each is captured as it is and forecast, beside the forecast of the plan in words.
 ROOT holds measured iterations; ``--measure`` measures ``PROGRAMS`` into it, twice, on this CPU.

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from itercast.eval.errors.envelope import inside
+from itercast.extras.benchmarks.envelope import inside
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.ops.matrix.gemm import Gemm
 from itercast.microbench.ops.memory.norm import Norm

@@ -1,4 +1,4 @@
-"""What `python -m itercast.eval.memory` and `.speed` measure."""
+"""What `python -m itercast.extras.benchmarks.memory` and `.speed` measure."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from itercast.eval.speed import timed_s
+from itercast.extras.benchmarks.speed import timed_s
 
 CODE = """
 import sys
-from itercast.eval.memory import PLANS, captured_bytes, forecast_bytes, tracked_bytes
+from itercast.extras.benchmarks.memory import PLANS, captured_bytes, forecast_bytes, tracked_bytes
 from itercast.capture.cases.registry import case
 names, peaks = sys.argv[1].split(), (captured_bytes, forecast_bytes)
 for name in names:
@@ -35,7 +35,7 @@ def test_memory_is_what_torchs_trackers_see(names: str) -> None:
 
     Not under DDP: the trackers do not see its buckets.
     """
-    words, root = [sys.executable, "-c", CODE, names], Path(__file__).parents[2]
+    words, root = [sys.executable, "-c", CODE, names], Path(__file__).parents[3]
     done = subprocess.run(words, cwd=root, check=True, capture_output=True, text=True)
     errors = [float(number) for number in done.stdout.split()]
     assert len(errors) in (12, 24) and max(map(abs, errors)) < 3, errors
@@ -51,7 +51,7 @@ def test_a_process_that_fails_is_one_line_with_its_last_words() -> None:
 
 
 def test_a_bundle_that_is_not_there_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "itercast.eval.speed", str(tmp_path / "none")]
+    words = [sys.executable, "-m", "itercast.extras.benchmarks.speed", str(tmp_path / "none")]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1 and "no readable bundle.json" in done.stderr

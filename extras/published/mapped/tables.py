@@ -17,6 +17,7 @@ import yaml
 from pandas.api.types import is_numeric_dtype
 
 from itercast.capture.base.yaml_text import load_yaml
+from itercast.extras.published.mapped.source import JSON, Table
 from itercast.microbench.importers.base import (
     RowCollector,
     Unreadable,
@@ -24,7 +25,6 @@ from itercast.microbench.importers.base import (
     read_json,
     read_text,
 )
-from itercast.microbench.importers.mapped.source import JSON, Table
 from itercast.microbench.store import Row
 
 MAX_HEADER = 2**16  # characters that the names of columns may take

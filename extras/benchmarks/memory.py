@@ -1,6 +1,6 @@
 """Compare peak memory of forecasts and of captured programs with torch's memory trackers.
 
-`python -m itercast.eval.memory [CASE]...` runs it.
+`python -m itercast.extras.benchmarks.memory [CASE]...` runs it.
 
 MemTracker (FSDPMemTracker for ZeRO) records the third step on a CPU, after two warm-up steps. FSDP2
 runs as rank 0 of two in torch's fake process group, which sends nothing. The trackers do not see
@@ -28,8 +28,8 @@ from itercast.capture.programs.capture import capture_program
 from itercast.capture.recorder.log import capture_step
 from itercast.capture.step import StepSettings, make_optimizer
 from itercast.compose.target import Target, checkpoint_policy, forecast_step
-from itercast.eval.processes import in_new_process
 from itercast.eval.progress import run_program
+from itercast.extras.processes import in_new_process
 from itercast.learners.bundle import Bundle
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.iterations.plan_steps import (

@@ -1,0 +1,1 @@
+"""Commands behind figures of the documentation: speed, memory, scale, programs, pairs of plans."""
