@@ -54,7 +54,7 @@ dlrm: setup ## recommendation models: lookups, iterations and choice of a shardi
 	$(PY) -m itercast.extras.recommenders
 
 fleet-demo: setup ## two unlike machines on this CPU as a fleet, one killed on the way; trained apart and together (5 minutes)
-	$(PY) -m itercast.microbench.fleet.demo
+	$(PY) -m itercast.extras.fleet.demo
 
 programs: setup ## captured programs and plans against measured iterations of several processes (3 minutes)
 	$(PY) -m itercast.extras.benchmarks.programs

@@ -24,8 +24,6 @@ from itercast.commands.explain import explain
 from itercast.commands.explore import explore
 from itercast.commands.import_rows import import_rows
 from itercast.commands.input import input_lane
-from itercast.commands.measure.fleet import fleet
-from itercast.commands.measure.gpu_report import gpu_report
 from itercast.commands.plan import plan
 from itercast.commands.predict import predict
 from itercast.commands.run import run
@@ -87,8 +85,8 @@ def collect(
 ) -> None:
     """Measure ops on this machine into a dataset; continues an interrupted sweep."""
     from itercast.commands.shared import sweep
-    from itercast.microbench.fleet.urls import written
     from itercast.microbench.processes.lanes import gpu_count
+    from itercast.microbench.urls import written
 
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device {device!r}: allowed are cpu and cuda")
@@ -132,7 +130,7 @@ def train(
     """Train one model per op family, compare it with baselines, and write a bundle."""
     from itercast.commands.shared import fit, log_training, report_table
     from itercast.learners.beyond_memory import memory_bytes
-    from itercast.microbench.fleet.urls import fetched
+    from itercast.microbench.urls import fetched
 
     folder = into or out
     if folder is None or (into and out):
@@ -142,9 +140,7 @@ def train(
     where, at_once = data or ["datasets"], os.cpu_count() or 1 if address else 1
     more: dict[str, object] = {"memory": memory_bytes(memory, at_once), "storage": storage}
     if address:
-        from itercast.learners.apart import through_ray
-
-        more["fit_all"] = through_ray(address, where)
+        more["fit_all"] = with_added("trainers", {}, Callable)["ray"](address, where)
     roots = list(map(fetched, where))
     report = fit(roots, folder, family, trials, into is not None, **more)
     if as_json:
@@ -264,9 +260,9 @@ def ui(
 
 GROUPS = {  # in the order in which a newcomer needs them
     "Forecast": (predict, run, plan, explain, input_lane, throughput, price),
-    "Measure": (demo, collect, import_rows, fleet),
+    "Measure": (demo, collect, import_rows),
     "Learn": (train, calibrate),
-    "Judge": (evaluate, check, compare, gpu_report),
+    "Judge": (evaluate, check, compare),
     "Look": (explore, report, ui, list_names),
 }
 NAMED = {input_lane: "input", import_rows: "import", list_names: "list"}  # words of Python

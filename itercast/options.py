@@ -35,7 +35,7 @@ R = TypeVar("R")
 
 def fetched_root(text: str) -> Path:
     """Parses an option that names a dataset root: the folder, or a local copy of the URL."""
-    from itercast.microbench.fleet.urls import fetched
+    from itercast.microbench.urls import fetched
 
     try:
         return fetched(text)

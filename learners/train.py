@@ -256,7 +256,7 @@ def train(
     ``trials`` to ``storage``: see ``Asked``; without ``memory`` all rows are in memory, and trials
     that are in ``storage`` already are not run again. ``into``: a bundle whose other
     families are saved too; times are then corrected to the speed that its families refer to.
-    ``fit_all``: here, or on several machines (``itercast.learners.apart``).
+    ``fit_all``: here, or on several machines (entry point ``itercast.trainers``).
     """
     asked = Asked(roots=roots, trials=trials, memory=memory, storage=storage)
     tables = usable_rows(roots, names, memory)

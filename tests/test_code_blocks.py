@@ -33,7 +33,7 @@ NOT_RUN = {  # patterns of commands, and why no test runs them here
     r"^python3 -m itercast\.microbench\.campaign|gpu-report|datasets-gpu|bundles/h100": "a GPU",
     r"torchtitan/": "torchtitan is not installed",
     r"s3://|postgresql://": "a bucket and a database that nobody has",
-    r"^itercast fleet (?!plan.yaml --dry-run)": "a Ray cluster; tests/microbench/fleet starts one",
+    r"^itercast fleet (?!plan.yaml --dry-run)": "a Ray cluster; tests/extras/fleet starts one",
     r"bench-public": "published measurements, which are not in this repository",
     r"^itercast (collect|check|evaluate|demo|ui|import)": "minutes, a server, logs; own tests",
     r"^itercast (train|compare|price|calibrate)": "a minute; tests of their own run them",

@@ -14,14 +14,14 @@ ROOMS = {  # "." are the package's own files; each may import those before it
     package: tuple("" if room == "." else room for room in rooms.split())
     for package, rooms in (
         ("capture", "base . recorder input programs cases"),
-        ("microbench", "hardware . ops timing processes importers input sweep iterations fleet"
+        ("microbench", "hardware . ops timing processes importers input sweep iterations"
                        " campaign"),
         ("learners", "features models transfer ."),
         ("compose", "graph tables machines parallel pricing simulate trace . plan_search clusters"
                     " programs explain"),
         ("eval", "tracking . errors report drift"),
         ("itercast", ". commands"),
-        ("extras", ". benchmarks published recommenders rl schedulers"),
+        ("extras", ". benchmarks fleet published recommenders rl schedulers"),
     )
 }  # fmt: skip
 FILES_IN_A_ROOM = 14

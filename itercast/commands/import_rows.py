@@ -34,9 +34,9 @@ def import_rows(
     as_json: Json = False,
 ) -> None:
     """Convert published measurements into dataset rows; prints how many were left out, and why."""
-    from itercast.microbench.fleet.urls import written
     from itercast.microbench.importers.sources import read_source
     from itercast.microbench.importers.write import write
+    from itercast.microbench.urls import written
 
     hints, own = given(gpu, nodes, gpus_per_node, node)
     imported = read_source(source, path, hints)

@@ -30,11 +30,11 @@ from itercast.microbench.campaign.prepare import PREPARED_POINTS, prepare, use_p
 from itercast.microbench.campaign.run import Run
 from itercast.microbench.campaign.stages import PLANS, Stage, chosen_stages
 from itercast.microbench.campaign.summary import summary
-from itercast.microbench.fleet.urls import fetched_file
 from itercast.microbench.processes.lanes import gpu_count
 from itercast.microbench.sweep.captured_points import check_points
 from itercast.microbench.sweep.cards import card_facts
 from itercast.microbench.sweep.collect import GRACE_S
+from itercast.microbench.urls import fetched_file
 
 log = logging.getLogger("itercast.campaign")
 PREPARED = Path("runs/campaign")  # written by --prepare, read by runs

@@ -23,10 +23,10 @@ from pathlib import Path
 import pandas as pd
 
 from itercast.capture.base.durations import seconds
+from itercast.extras.fleet.chunks import deal, simulate
+from itercast.extras.fleet.driver import results
+from itercast.extras.fleet.plan import load_plan
 from itercast.microbench import store
-from itercast.microbench.fleet.chunks import deal, simulate
-from itercast.microbench.fleet.driver import results
-from itercast.microbench.fleet.plan import load_plan
 from itercast.microbench.store import Row
 from itercast.microbench.sweep.captured_points import points_of_rows, write_points
 

@@ -48,7 +48,7 @@ VICTIMS = {
     "command": "itercast fleet",
     "node": "raylet/raylet",
     "task": "ray::run_chunk",
-    "chunk": "itercast.microbench.fleet.chunk",
+    "chunk": "itercast.extras.fleet.chunk",
     "sweep": "itercast.microbench.sweep.worker",
 }
 MEASURING = ("chunk", "sweep")  # victims that must not survive the command

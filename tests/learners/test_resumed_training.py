@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from itercast.learners.apart import ZIP, fitted, through_ray
+from itercast.extras.fleet.training import ZIP, fitted, through_ray
 from itercast.learners.beyond_memory import usable_rows
 from itercast.learners.bundle import Bundle
 from itercast.learners.models import trees

@@ -17,7 +17,7 @@ from clockwork import order
 from rich.console import Console
 
 from itercast.capture.base.files import write_atomic
-from itercast.eval.gpu_report import machines_table
+from itercast.extras.benchmarks.gpu_report import machines_table
 from itercast.microbench import store
 from itercast.microbench.campaign.archive import pack, unpack
 from itercast.microbench.processes.lanes import LaneStopped, gpu_count, run_lanes

@@ -24,12 +24,11 @@ from typer.testing import CliRunner
 
 from itercast.__main__ import app
 from itercast.capture.base.yaml_text import load_yaml
-from itercast.microbench import store
+from itercast.microbench import store, urls
 from itercast.microbench.campaign.archive import pack, unpack
-from itercast.microbench.fleet import urls
-from itercast.microbench.fleet.urls import Root, fetched, fetched_file, send_cards, sent, written
+from itercast.microbench.urls import Root, fetched, fetched_file, send_cards, sent, written
 
-DATASETS = Path(__file__).parents[3] / "datasets"
+DATASETS = Path(__file__).parents[2] / "datasets"
 pytest.importorskip("s3fs", reason="pip install 'itercast[fleet]'")
 pytest.importorskip("moto.server", reason="pip install 'moto[server]'")
 

@@ -14,8 +14,8 @@ from rich.table import Table
 from itercast.capture.base.durations import counted
 
 if TYPE_CHECKING:
-    from itercast.microbench.fleet.chunks import Chunk, Cost, Plain
-    from itercast.microbench.fleet.plan import FleetPlan
+    from itercast.extras.fleet.chunks import Chunk, Cost, Plain
+    from itercast.extras.fleet.plan import FleetPlan
 
 
 def fleet(
@@ -34,10 +34,10 @@ def fleet(
     ] = False,
 ) -> None:
     """Measure ops and iterations on many machines through Ray; continues an interrupted run."""
-    from itercast.microbench.fleet.chunks import deal, simulate
-    from itercast.microbench.fleet.driver import left_of, results, with_ray
-    from itercast.microbench.fleet.plan import load_plan
-    from itercast.microbench.fleet.urls import Root
+    from itercast.extras.fleet.chunks import deal, simulate
+    from itercast.extras.fleet.driver import left_of, results, with_ray
+    from itercast.extras.fleet.plan import load_plan
+    from itercast.microbench.urls import Root
 
     asked = words[1:] if words[0] == "status" else words
     if len(asked) != 1:
@@ -64,8 +64,8 @@ def start(plan: FleetPlan, chunks: Sequence[Chunk], left: Sequence[Chunk], addre
     """Measure the chunks that are left, with a progress bar and runs in MLflow."""
     from itercast.commands.shared import say_logged
     from itercast.eval.progress import progress_bar
-    from itercast.eval.tracking.fleet import FleetRuns, end_killed
-    from itercast.microbench.fleet.driver import run_fleet, write_cards
+    from itercast.extras.fleet.driver import run_fleet, write_cards
+    from itercast.extras.fleet.runs import FleetRuns, end_killed
 
     end_killed(plan.root)
     done = len(chunks) - len(left)

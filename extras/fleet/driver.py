@@ -18,12 +18,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from itercast.microbench.fleet.chunk import DONE, LATE, REFUSED, THROTTLED, ChunkOrder
-from itercast.microbench.fleet.chunks import HOST, TOGETHER, Chunk, Plain, gpus_of
-from itercast.microbench.fleet.plan import FleetPlan, Machines
-from itercast.microbench.fleet.task import begun_chunks, over_nodes, run_chunk
-from itercast.microbench.fleet.urls import OF_ROOT, Root, send_cards
+from itercast.extras.fleet.chunk import DONE, LATE, REFUSED, THROTTLED, ChunkOrder
+from itercast.extras.fleet.chunks import HOST, TOGETHER, Chunk, Plain, gpus_of
+from itercast.extras.fleet.plan import FleetPlan, Machines
+from itercast.extras.fleet.task import begun_chunks, over_nodes, run_chunk
 from itercast.microbench.store import Row
+from itercast.microbench.urls import OF_ROOT, Root, send_cards
 
 log = logging.getLogger(__name__)
 LOCAL = "local"  # address: a cluster of this machine alone, started and ended with the plan

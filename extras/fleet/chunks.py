@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 from itercast.capture.base.cache_folder import cache_folder
 from itercast.capture.cases.registry import case
-from itercast.microbench.fleet.plan import FleetPlan, Machines
+from itercast.extras.fleet.plan import FleetPlan, Machines
 from itercast.microbench.iterations.collect import iteration_of
 from itercast.microbench.ops import families
 from itercast.microbench.store import Row

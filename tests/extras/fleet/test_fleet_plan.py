@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from itercast.__main__ import app
 from itercast.capture.base.files import write_atomic
 from itercast.capture.base.yaml_text import load_yaml
-from itercast.microbench.fleet import demo
-from itercast.microbench.fleet.chunks import HOST, START_S, TOGETHER, deal, simulate
-from itercast.microbench.fleet.driver import task_options
-from itercast.microbench.fleet.plan import load_plan
+from itercast.extras.fleet import demo
+from itercast.extras.fleet.chunks import HOST, START_S, TOGETHER, deal, simulate
+from itercast.extras.fleet.driver import task_options
+from itercast.extras.fleet.plan import load_plan
 
 PLAN = """
 root: {folder}/rows

@@ -14,10 +14,10 @@ import pytest
 
 from itercast.capture.base.files import write_atomic
 from itercast.capture.base.yaml_text import load_yaml
+from itercast.extras.fleet.chunk import ChunkOrder, measure, own_cores
+from itercast.extras.fleet.chunks import Chunk
+from itercast.extras.fleet.driver import write_cards
 from itercast.microbench import store
-from itercast.microbench.fleet.chunk import ChunkOrder, measure, own_cores
-from itercast.microbench.fleet.chunks import Chunk
-from itercast.microbench.fleet.driver import write_cards
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def test_a_chunk_that_another_attempt_finished_is_left(tmp_path: Path) -> None:
 
 def test_chunks_on_one_machine_have_cores_of_their_own() -> None:
     """Another process holds the first core; without it both would measure on that."""
-    words = "from itercast.microbench.fleet.chunk import own_cores; print(own_cores(1)); input()"
+    words = "from itercast.extras.fleet.chunk import own_cores; print(own_cores(1)); input()"
     with subprocess.Popen([sys.executable, "-c", words], stdin=-1, stdout=-1, text=True) as other:
         assert other.stdout and other.stdin
         theirs = json.loads(other.stdout.readline())

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from itercast.microbench.fleet.driver import with_ray
+from itercast.extras.fleet.driver import with_ray
 
 RUN = Path("runs/fleet-demo").absolute()
 CORES = {"one": 1, "two": 2}

@@ -82,7 +82,7 @@ def test_a_plan_that_was_killed_is_measured_once(
     assert done.returncode == 0, done.stderr
     assert re.search(r"(1 chunk|2 chunks) done", done.stdout)
     used = (tmp_path / "used").read_text()
-    assert "itercast.microbench.fleet.chunk" in used and "itercast.microbench.sweep.worker" in used
+    assert "itercast.extras.fleet.chunk" in used and "itercast.microbench.sweep.worker" in used
     both = [store.read_rows([tmp_path / "rows"], name) for name in ("norm", "elementwise")]
     keys, rows = [key for one in both for key in one["key"]], both[1]
     assert seen and seen <= set(keys) and len(keys) == len(set(keys))

@@ -1,6 +1,6 @@
 """Measures one chunk on its machine and sends its parts: a process that a Ray task starts.
 
-    python -m itercast.microbench.fleet.chunk ORDER.json
+    python -m itercast.extras.fleet.chunk ORDER.json
 
 The sweep is that of ``itercast collect``, in a folder of the chunk's own. Its journal survives the
 death of this process, so that another one on this machine goes on with it. At the end the chunk is
@@ -27,9 +27,8 @@ import pandas as pd
 
 from itercast.capture.base.files import write_atomic
 from itercast.capture.base.yaml_text import made_of
+from itercast.extras.fleet.chunks import ITERATIONS, Chunk, Plain
 from itercast.microbench import store
-from itercast.microbench.fleet.chunks import ITERATIONS, Chunk, Plain
-from itercast.microbench.fleet.urls import PROBE, Root
 from itercast.microbench.iterations.collect import collect_iterations
 from itercast.microbench.iterations.measure import Iteration
 from itercast.microbench.store import Row
@@ -38,6 +37,7 @@ from itercast.microbench.sweep.cards import card_facts, cuda_gpu
 from itercast.microbench.sweep.collect import collect
 from itercast.microbench.sweep.rows import machine
 from itercast.microbench.timing.nvml import Nvml
+from itercast.microbench.urls import PROBE, Root
 
 CLOSE_S = 6.0  # before the deadline, for the end of the sweep and the upload
 WAIT_S = 0.2  # between looks for free cores

@@ -1,0 +1,1 @@
+"""A fleet: measures many machines through Ray, trains op families on many."""

@@ -1,1 +1,0 @@
-"""Commands about measured machines: fleets of them, single GPUs compared."""

@@ -1,1 +1,0 @@
-"""A fleet: measures many machines through Ray, with dataset roots at URLs."""
