@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from itercast.extras.graphs.sparse import Sparse
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.ops import families
 from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
@@ -19,7 +20,6 @@ from itercast.microbench.ops.matrix.conv import Conv
 from itercast.microbench.ops.matrix.experts import Experts
 from itercast.microbench.ops.matrix.gemm import Gemm
 from itercast.microbench.ops.matrix.recurrent import Recurrent
-from itercast.microbench.ops.matrix.sparse import Sparse
 from itercast.microbench.ops.memory.elementwise import Elementwise
 from itercast.microbench.ops.memory.norm import Norm
 from itercast.microbench.ops.memory.pooling import Pooling

@@ -18,11 +18,7 @@ from itercast.capture.opcall import OpCall, TensorSpec
 from itercast.compose.pricing.fallbacks import fallback_parts
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import UNMODELLED, PricedOp, priceable
-from itercast.microbench.hardware.spec import gpu_names, load_gpu
-from itercast.microbench.ops import families, find_family
-from itercast.microbench.ops.lookup.index_calls import IndexOp
-from itercast.microbench.ops.lookup.random_streams import HIT_COST, HOLDS_ROWS
-from itercast.microbench.ops.matrix.sparse import (
+from itercast.extras.graphs.sparse import (
     FAMILY,
     Sparse,
     _matrix,
@@ -31,6 +27,10 @@ from itercast.microbench.ops.matrix.sparse import (
     longest_row,
     resize,
 )
+from itercast.microbench.hardware.spec import gpu_names, load_gpu
+from itercast.microbench.ops import families, find_family
+from itercast.microbench.ops.lookup.index_calls import IndexOp
+from itercast.microbench.ops.lookup.random_streams import HIT_COST, HOLDS_ROWS
 from itercast.microbench.ops.memory.elementwise import memory_copy
 
 NODES, EDGES = 40, 160

@@ -1,0 +1,1 @@
+"""Products with sparse matrices, as graph networks multiply by them."""
