@@ -50,7 +50,11 @@ def kill_once(
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    wait()
+    try:
+        wait()
+    except BaseException:
+        process.kill()
+        raise
     started = [pid for pid in marked(mark) if pid != process.pid]
     with suppress(ProcessLookupError):
         os.kill(random.choice(started) if others and started else process.pid, sent)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from plan_case import GPU, search_of
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from itercast.__main__ import app
 from itercast.compose.plan_search.search import best_plans, legal_plans
@@ -26,58 +26,56 @@ def bundle(tmp_path: Path) -> str:
     return str(tmp_path / "bundle")
 
 
-def test_mixed_precision_is_part_of_every_plan(bundle: str, mlflow_store: str) -> None:
-    """Weights in fp32 take more memory than bf16 ones under the same plan."""
-    words = ["plan", "gpt-s", "--gpu", GPU.name, "--gpus", "2", "--bundle", bundle, "--json"]
-    words += ["--dtype", "bf16"]
-    found = {}
-    for more in ([], ["--amp"]):
-        result = run.invoke(app, [*words, *more])
-        assert result.exit_code == 0, result.output
-        plans = json.loads(result.stdout.splitlines()[-1])["plans"]
-        found[bool(more)] = {p["plan"].replace(",amp", ""): p["memory_bytes"] for p in plans}
-        assert all((",amp" in p["plan"]) is bool(more) for p in plans)
-    both = found[True].keys() & found[False].keys()
-    assert both and all(found[True][p] > found[False][p] for p in both)
+def asked(bundle: str, gpus: int, *more: str) -> Result:
+    """What `plan` answers for a small GPT."""
+    words = ["plan", "gpt-s", "--gpu", GPU.name, "--gpus", str(gpus), "--bundle", bundle]
+    result = run.invoke(app, [*words, *more])
+    assert result.exit_code == 0, result.output
+    return result
 
 
 def test_the_best_plans_are_printed_and_logged(bundle: str, mlflow_store: str) -> None:
+    """Mixed precision is part of every plan: its weights in fp32 take more memory than bf16."""
     from mlflow.tracking import MlflowClient
 
-    words = ["plan", "gpt-s", "--gpu", GPU.name, "--gpus", "2", "--bundle", bundle, "--json"]
-    result = run.invoke(app, words)
-    assert result.exit_code == 0, result.output
+    result = asked(bundle, 2, "--json", "--dtype", "bf16")
     assert result.stderr.splitlines()[-1].startswith("logged to MLflow at sqlite:///")
     assert "INFO" not in result.stderr
-    found = json.loads(result.stdout.splitlines()[-1])
-    times = [p["iteration_us"] for p in found["plans"]]
+    plans = json.loads(result.stdout.splitlines()[-1])["plans"]
+    times = [p["iteration_us"] for p in plans]
     assert 1 < len(times) <= 10 and times == sorted(times)
-    assert {p["world_size"] for p in found["plans"]} == {2}
+    assert {p["world_size"] for p in plans} == {2}
     client = MlflowClient(mlflow_store)
     experiment = client.get_experiment_by_name("plans")
     assert experiment is not None
     runs = client.search_runs([experiment.experiment_id])
     logged = {r.data.params["plan"] for r in runs if "plan" in r.data.params}
-    assert logged == {p["plan"] for p in found["plans"]}
+    assert logged == {p["plan"] for p in plans}
+    bytes_of = {p["plan"]: p["memory_bytes"] for p in plans}
+    mixed = asked(bundle, 2, "--json", "--dtype", "bf16", "--amp").stdout.splitlines()[-1]
+    more = {p["plan"]: p["memory_bytes"] for p in json.loads(mixed)["plans"]}
+    both = [(bytes_of[p], more[f"{p},amp"]) for p in bytes_of if f"{p},amp" in more]
+    assert both and all("amp" in p for p in more) and all(one < other for one, other in both)
 
 
 def test_a_page_shows_all_plans_tried_and_the_simplest_is_marked(
-    bundle: str, mlflow_store: str, tmp_path: Path
+    bundle: str, mlflow_store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The table fits 80 columns, with a line for each plan."""
+    monkeypatch.setenv("COLUMNS", "80")
     page = tmp_path / "plans.html"
-    words = ["plan", "gpt-s", "--gpu", GPU.name, "--gpus", "4", "--bundle", bundle]
-    result = run.invoke(app, [*words, "--report", str(page)])
-    assert result.exit_code == 0, result.output
-    assert " *" in result.stdout and "the simplest plan that may be as good" in result.stdout
+    told = asked(bundle, 4, "--report", str(page)).stdout
+    above, *lines = told.splitlines()
+    assert max(len(line) for line in lines if not line.startswith("note: ")) <= 80
+    assert "fp32 throughout" in above
+    assert " *" in told and "the simplest plan that may be as good" in told
     text = page.read_text()
     for part in ("All plans tried", "Where the time of the best plans goes", "Memory over a step"):
         assert part in text
-    again = run.invoke(app, [*words, "--json"])
-    found = json.loads(again.stdout.splitlines()[-1])
-    assert found["simplest"] in [p["plan"] for p in found["plans"]]
+    found = json.loads(asked(bundle, 4, "--json").stdout.splitlines()[-1])
+    plans = [line.split()[0] for line in lines if line.strip().startswith("dp=")]
+    assert plans == [p["plan"] for p in found["plans"]] and found["simplest"] in plans
     assert f'<td class=words data-head="plan">{found["simplest"]}</td>' in text
-    refused = run.invoke(app, [*words, "--report", str(tmp_path / "no" / "x.html")])
-    assert refused.exit_code == 2
 
 
 def test_a_configuration_is_planned(bundle: str, mlflow_store: str, tmp_path: Path) -> None:
@@ -92,19 +90,6 @@ def test_a_configuration_is_planned(bundle: str, mlflow_store: str, tmp_path: Pa
     found = json.loads(result.stdout.splitlines()[-1])
     assert (found["case"], found["global_batch"], found["seq"]) == ("tiny", 16, 32)
     assert any("dp=2" in p["plan"] for p in found["plans"])
-
-
-def test_the_table_fits_80_columns_with_a_line_for_each_plan(
-    bundle: str, mlflow_store: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    words = ["plan", "gpt-s", "--gpu", GPU.name, "--gpus", "8", "--bundle", bundle]
-    above, *lines = run.invoke(app, words).stdout.splitlines()
-    assert max(len(line) for line in lines if not line.startswith("note: ")) <= 80
-    assert "fp32 throughout" in above
-    plans = [line.split()[0] for line in lines if line.strip().startswith("dp=")]
-    again = json.loads(run.invoke(app, [*words, "--json"]).stdout.splitlines()[-1])["plans"]
-    assert plans == [p["plan"] for p in again]
 
 
 def test_an_interrupted_search_keeps_what_it_has_found() -> None:
@@ -123,15 +108,12 @@ def test_an_interrupted_search_keeps_what_it_has_found() -> None:
     assert not best_plans(search_of(), 2, "time").stopped
 
 
-@pytest.mark.parametrize("answers", [False, True], ids=["nobody listens", "nobody answers"])
 def test_plans_are_printed_where_mlflow_is_out_of_reach(
-    answers: bool, bundle: str, monkeypatch: pytest.MonkeyPatch
+    bundle: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answer, then one warning; a server that takes connections and says nothing, too."""
+    """The answer, then one warning, of a server that takes connections and says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        if not answers:
-            server.close()
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
         monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
         words = ["plan", "gpt-s", "--gpu", GPU.name, "--gpus", "2", "--bundle", bundle, "--json"]

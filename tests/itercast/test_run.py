@@ -69,13 +69,12 @@ for x in torch.utils.data.DataLoader(Slow(), batch_size=2, num_workers=1):
 
 
 def test_the_table_says_how_many_workers_hide_a_loader(tmp_path: Path) -> None:
-    """Batches of 20 ms, two products of 275 GFLOP at 67 TFLOP/s: 8 to 17 ms, two or three."""
+    """How many depends on what a batch takes here: tests/compose/test_input_pipeline.py counts."""
     script = tmp_path / "train.py"
     script.write_text(IN_WORKERS)
     code, out, _ = run("--gpu=h100-sxm-80gb", str(script))
     told = " ".join(out.replace("│", " ").split())
-    assert code == 0 and (found := re.search(r"has 1 workers; (\d+) hide it, on 12 cores", told))
-    assert found.group(1) in "23"
+    assert code == 0 and re.search(r"has 1 workers; (\d+ hide it, on 12 cores|more do not)", told)
 
 
 MANY_WORKERS = """
@@ -120,29 +119,19 @@ def test_a_script_that_takes_too_much_memory_is_given_up(
 
 @pytest.mark.parametrize(
     ("how", "sent"),
-    [("sleep", "SIGTERM"), ("workers", "SIGKILL"), ("ranks", "SIGTERM"), ("ranks", "SIGKILL")],
+    [("workers", "SIGKILL"), ("ranks", "SIGTERM")],
 )
 def test_a_run_that_is_killed_leaves_no_process(how: str, sent: str) -> None:
-    """While its script sleeps, or is busy in workers that ignore SIGTERM in sessions of theirs."""
+    """While its script is busy in workers that ignore SIGTERM in sessions of theirs."""
     mark = f"{os.getpid()}.{how}.{sent}"
 
     def all_there() -> None:
         end = time.monotonic() + 60
-        while len(marked(mark)) < (2 if how == "sleep" else 3) and time.monotonic() < end:
+        while len(marked(mark)) < 3 and time.monotonic() < end:
             time.sleep(0.1)
         assert len(marked(mark)) >= 2
 
     assert kill_once(how, signal.Signals[sent], mark, all_there) == []
-
-
-def test_a_changed_script_is_captured_again(own_cache: Path, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    text = EXAMPLE.read_text()
-    script.write_text(text)
-    small = ("--gpus=2", "--json", str(script), *SMALL)
-    first = json.loads(run(*small)[1])
-    script.write_text(text.replace("4 * width", "8 * width"))
-    assert json.loads(run(*small)[1])["memory_bytes"] > first["memory_bytes"]
 
 
 READS = """
@@ -162,7 +151,7 @@ for i in range(3):
 def test_a_capture_holds_while_the_script_would_find_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files and variables that it read, and facts of its GPU; not what it did not ask."""
+    """Its text, files and variables that it read, facts of its GPU; not what it did not ask."""
     script, settings = tmp_path / "train.py", tmp_path / "settings.json"
     script.write_text(READS)
 
@@ -183,24 +172,23 @@ def test_a_capture_holds_while_the_script_would_find_the_same(
     assert found(*asked) == (True, first)
     settings.write_text('{"width": 512}')
     assert found(*asked) == (False, twice)
+    script.write_text(READS.replace("(4, width", "(8, width"))
+    assert not found(*asked)[0]
     assert not found(*asked, "name")[0] and found(*asked, "name")[0]
     assert not found(*asked, "name", gpu="a100-sxm-80gb")[0]
 
 
 def test_several_gpus_and_numbers_of_them_make_a_table(tmp_path: Path) -> None:
     """Twice as many ranks take twice as many samples; an unknown GPU is refused as ever."""
-    asked = ("--gpu=h100-sxm-80gb,a100-sxm-80gb", "--gpus=2,4")
-    code, out, _ = run(*asked, "--json", str(EXAMPLE), *SMALL)
+    code, out, _ = run("--gpu=a100-sxm-80gb", "--gpus=2,4", "--json", str(EXAMPLE), *SMALL)
     rows = json.loads(out)
-    assert code == 0 and [(r["gpu"], r["world_size"]) for r in rows] == [
-        (gpu, count) for gpu in ("h100-sxm-80gb", "a100-sxm-80gb") for count in (2, 4)
-    ]
+    assert code == 0 and [r["world_size"] for r in rows] == [2, 4]
     assert all(
         r["samples_per_s"] == pytest.approx(r["world_size"] * 8 / r["iteration_us"] * 1e6)
         for r in rows
     )
-    code, out, _ = run(*asked, str(EXAMPLE), *SMALL)
-    assert code == 0 and len(re.findall(r"(?:h100|a100)-sxm-80gb .*yes", out)) == 4
+    code, out, _ = run("--gpu=h100-sxm-80gb,a100-sxm-80gb", "--gpus=2", str(EXAMPLE), *SMALL)
+    assert code == 0 and re.findall(r"(h100|a100)-sxm-80gb .*yes", out) == ["h100", "a100"]
     code, _, said = run("--gpus=2,none", str(EXAMPLE))
     assert code == 2 and "gpus '2,none': allowed are numbers of at least 1" in said
 
@@ -217,9 +205,9 @@ def test_a_script_that_exits_says_what_it_wrote_last(tmp_path: Path) -> None:
 
 def test_a_script_without_steps_is_given_up(tmp_path: Path) -> None:
     endless = tmp_path / "endless.py"
-    endless.write_text("while True: pass\n")
-    code, _, said = run("--limit=4", str(endless))
-    assert code == 2 and said.endswith("itercast: endless.py made too few steps within 4 s\n")
+    endless.write_text("import time; time.sleep(900)\n")
+    code, _, said = run("--limit=2", str(endless))
+    assert code == 2 and said.endswith("itercast: endless.py made too few steps within 2 s\n")
 
 
 def test_modules_are_found_beside_the_script_alone(
