@@ -29,7 +29,7 @@ def notes(step: StepCapture, plan: ParallelPlan, stack: str) -> Iterator[str]:
     slow = {c.module for c in step.calls if SLOW_PATHS.search(c.module)}
     if slow:
         yield SLOW_PATH.format(", ".join(sorted(slow)))
-    if plan.amp and not casts_experts(plan, stack) and wide_experts(step):
+    if plan.amp and wide_experts(step) and not casts_experts(step, plan, stack):
         yield WIDE_EXPERTS
 
 

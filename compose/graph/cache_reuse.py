@@ -86,15 +86,19 @@ def cold_fractions(capture: StepCapture, gpu: Gpu, ranks: int = 1) -> list[float
     touched: dict[int, float] = {}  # storage -> clock of its last use
     clock = 0.0  # bytes touched so far
     result: list[float] = []
+    touching = [
+        {t.storage: t.nbytes for t in (*call.tensors(), *call.outputs) if t.nbytes}
+        for call in capture.calls
+    ]
     for lap in range(2):
-        for number, call in enumerate(capture.calls):
-            tensors = {t.storage: t.nbytes for t in (*call.tensors(), *call.outputs) if t.nbytes}
+        for number, tensors in enumerate(touching):
             cold, total = 0.0, float(sum(tensors.values()))
             middle = clock + total / 2 if gpu.kind == "cpu" else clock
             for storage, nbytes in tensors.items():
                 if made.get(storage) == number:
                     touched[storage] = allocator.allocate(nbytes)
-                cold += nbytes * share(middle - touched.get(storage, -float("inf")), total)
+                if lap == 1:
+                    cold += nbytes * share(middle - touched.get(storage, -float("inf")), total)
             if lap == 1:
                 result.append(cold / total if total else 0.0)
             clock += total

@@ -42,11 +42,8 @@ def alias_weight_casts(capture: StepCapture) -> StepCapture:
         return capture
 
     def aliased(call: OpCall) -> OpCall:
-        tensors = {*call.tensors(), *call.outputs}
-        change = {
-            t: replace(t, storage=weight_of[t.storage]) for t in tensors if t.storage in weight_of
-        }
-        return with_tensors(call, change) if change else call
+        copies = [t for t in (*call.tensors(), *call.outputs) if t.storage in weight_of]
+        return with_tensors(call, {t: replace(t, storage=weight_of[t.storage]) for t in copies})
 
     return replace(capture, calls=tuple(map(aliased, capture.calls)))
 

@@ -69,13 +69,21 @@ class StepBuilder:
 
 def with_shape(t: TensorSpec, shape: tuple[int, ...]) -> TensorSpec:
     """The tensor in another shape, with its dimensions in the same order in memory."""
-    if t.contiguous:
-        return replace(t, shape=shape, stride=())
-    stride, step = list(t.stride), 1
-    for dim in sorted(range(len(shape)), key=lambda d: (t.stride[d], -d)):
+    if shape == t.shape and not t.stride:
+        return t
+    stride, step = [] if t.contiguous else list(t.stride), 1
+    for dim in sorted(range(len(stride)), key=lambda d: (t.stride[d], -d)):
         stride[dim] = step if t.stride[dim] else 0
         step *= shape[dim] if t.stride[dim] else 1
-    return replace(t, shape=shape, stride=tuple(stride))
+    return TensorSpec(
+        shape=shape,
+        dtype=t.dtype,
+        stride=tuple(stride),
+        storage=t.storage,
+        zero_frac=t.zero_frac,
+        layout=t.layout,
+        nnz=t.nnz,
+    )
 
 
 def shard(t: TensorSpec, dim: int, parts: int) -> TensorSpec:
@@ -95,6 +103,8 @@ def map_tensors(value: Argument, change: Mapping[TensorSpec, TensorSpec]) -> Arg
 
 def with_tensors(call: OpCall, change: Mapping[TensorSpec, TensorSpec]) -> OpCall:
     """The call with inputs and outputs replaced by ``change``; other tensors stay."""
+    if not change:
+        return call
     return replace(
         call, args=map_tensors(call.args, change), outputs=map_tensors(call.outputs, change)
     )

@@ -13,32 +13,38 @@ from functools import partial
 
 from itercast.capture.opcall import Argument, OpCall, StepCapture, TensorSpec
 from itercast.capture.plan import ParallelPlan
+from itercast.compose.graph.identity_cache import cached_by_identity
 from itercast.compose.graph.rewrite import StepBuilder, collective
+
+ATTENTION = ("itercast.sdpa", "itercast.sdpa_backward")
 
 
 def context_parallel(capture: StepCapture, plan: ParallelPlan) -> StepCapture:
     """Returns one rank's step; ValueError where the step has no attention."""
     if plan.cp == 1:
         return capture
+    if not any(call.op in ATTENTION for call in capture.calls):
+        raise ValueError(f"plan {str(plan)!r}: cp splits attention, and the model has none")
+    return _with_ring(capture, plan.cp)
+
+
+@cached_by_identity
+def _with_ring(capture: StepCapture, cp: int) -> StepCapture:
     made = StepBuilder(capture)
-    has_attention = False
     for i, call in enumerate(capture.calls):
-        if call.op not in ("itercast.sdpa", "itercast.sdpa_backward"):
+        if call.op not in ATTENTION:
             made.add(i, call)
             continue
-        has_attention = True
         remote = _remote_block(call)
         keys, values = call.args[-2], call.args[-1]
         pair, backward = 1 + values.numel / keys.numel, call.op != "itercast.sdpa"
         send = partial(collective, "send_recv", "cp", keys, call.phase)
-        for _ in range(plan.cp - 1):
+        for _ in range(cp - 1):
             made.calls.append(send(overlaps_next=True, scale=2 * pair if backward else pair))
             made.calls.append(remote)
         made.add(i, call)
         if backward:  # the sums of gradients return to the rank of their keys
             made.calls.append(send(scale=pair))
-    if not has_attention:
-        raise ValueError(f"plan {str(plan)!r}: cp splits attention, and the model has none")
     return made.step()
 
 

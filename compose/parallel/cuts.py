@@ -34,9 +34,10 @@ class Cut:
         """The tensor's dimensions inside the cut, outermost first, with their length in it."""
         found = []
         for dim, (n, step) in enumerate(zip(t.shape, strides(t), strict=True)):
-            low, high = self._range(n, step)
-            if n > 1 and step > 0 and high > low:
-                found.append((step, dim, high // low))
+            if n > 1 and 0 < step < self.end:
+                low, high = self._range(n, step)
+                if high > low:
+                    found.append((step, dim, high // low))
         return [(dim, length) for _, dim, length in sorted(found, reverse=True)]
 
     def moved(self, t: TensorSpec, dim: int, out: TensorSpec, out_dim: int) -> Cut:

@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from itercast.capture.opcall import Argument, OpCall, ParamSpec, StepCapture, TensorSpec
 from itercast.capture.plan import ParallelPlan
+from itercast.compose.graph.identity_cache import cached_by_identity
 from itercast.compose.graph.product_roles import (
     EXPERT_PRODUCTS,
     LINEAR_PRODUCTS,
@@ -60,7 +61,7 @@ class _TensorParallel:
     def __init__(self, capture: StepCapture, plan: ParallelPlan, summed: bool) -> None:
         self.capture, self.plan, self.tp, self.summed = capture, plan, plan.tp, summed
         self.copy_of = weight_copies(capture)
-        self.roles = weight_roles(alias_weight_casts(capture), experts=plan.expert_tp > 1)
+        self.roles = dict(_roles(capture, plan.expert_tp > 1))
         self.roles |= {s: self.roles[w] for s, w in self.copy_of.items() if w in self.roles}
         if not self.roles:
             raise ValueError(
@@ -323,6 +324,11 @@ class _TensorParallel:
     def _heads_error(self, heads: int) -> ValueError:
         text = f"tp={self.tp} does not divide {heads} heads"
         return ValueError(f"plan {str(self.plan)!r}: {text}")
+
+
+@cached_by_identity
+def _roles(capture: StepCapture, experts: bool) -> dict[int, str]:
+    return weight_roles(alias_weight_casts(capture), experts=experts)
 
 
 def _whole_parameter(p: ParamSpec) -> TensorSpec:

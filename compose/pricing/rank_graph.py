@@ -25,7 +25,7 @@ from itercast.compose.graph.product_roles import LINEAR_PRODUCTS
 from itercast.compose.graph.rewrite import COLLECTIVE
 from itercast.compose.parallel.cp import context_parallel
 from itercast.compose.parallel.ep import expert_parallel
-from itercast.compose.parallel.expert_precision import experts_in_half
+from itercast.compose.parallel.expert_precision import experts_in_half, wide_experts
 from itercast.compose.parallel.halo import cut_graph
 from itercast.compose.parallel.tp import tensor_parallel
 from itercast.compose.pricing.collectives import Cluster, Message, price_messages
@@ -191,9 +191,10 @@ class RankGraph:
         return sum(ops[i].matmul_s(self.gpu) for i in range(*span) if i in ops)
 
 
-def casts_experts(plan: ParallelPlan, stack: str) -> bool:
+def casts_experts(capture: StepCapture, plan: ParallelPlan, stack: str) -> bool:
     """Whether mixed precision casts experts: that of FSDP and of some software, not autocast."""
-    return plan.amp and (plan.zero > 0 or stack_of_row(stack).casts_experts)
+    casts = plan.amp and (plan.zero > 0 or stack_of_row(stack).casts_experts)
+    return casts and once_of(capture)("wide experts", partial(wide_experts, capture))
 
 
 def rank_graph(capture: StepCapture, plan: ParallelPlan, gpu: Gpu, stack: str = USUAL) -> RankGraph:
@@ -202,7 +203,7 @@ def rank_graph(capture: StepCapture, plan: ParallelPlan, gpu: Gpu, stack: str = 
         raise ValueError(f"plan {str(plan)!r}: amp is a GPU's autocast; a CPU casts other ops")
     parts = plan.dp if plan.cut else 1  # of a graph
     ranks = plan.world_size if gpu.kind == "cpu" else 1
-    cast = casts_experts(plan, stack)
+    cast = casts_experts(capture, plan, stack)
     key = ("rank graph", plan.expert_tp, parts, cast, *plan.parts("ops"), gpu, ranks)
     return once_of(capture)(key, partial(_rank_graph, capture, plan, gpu, ranks, cast))
 

@@ -31,6 +31,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TypeVar
 
 from itercast.capture.base.assumptions import assumed
@@ -82,6 +83,7 @@ class Strategy:
     bucket_bytes: int = 0  # of DDP; 0: 25 MiB, the first of a dtype 1 MiB
 
 
+@lru_cache(maxsize=4096)
 def strategy(plan: ParallelPlan) -> Strategy:
     """Returns how the replicas of a plan are kept equal: DDP, ZeRO, gossip..."""
     replicas = Strategy() if plan.dp * plan.cp == 1 else _replicas(plan)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -90,23 +90,36 @@ def _dealt(plan: ParallelPlan, chunks: Sequence[T]) -> list[list[T]]:
 
 
 def memory(rank: Rank, optimizer: str) -> dict[str, int]:
-    """Peak memory of the fullest rank, by purpose."""
-    fullest = max(stage_memory(rank, optimizer), key=lambda m: sum(m.values()))
+    """Peak memory of the fullest rank, by purpose: of ranks with equal layers one is enough."""
+    most = dict[int, tuple[Sizes, int]]()
+    for sizes, others in _in_flight(rank):
+        if id(sizes) not in most or most[id(sizes)][1] < others:
+            most[id(sizes)] = (sizes, others)
+    by_rank = (_memory(rank, optimizer, *held) for held in most.values())
+    fullest = max(by_rank, key=lambda m: sum(m.values()))
     return {name: n + rank.model.added_bytes.get(name, 0) for name, n in fullest.items()}
 
 
 def stage_memory(rank: Rank, optimizer: str) -> list[dict[str, int]]:
     """Peak memory of each rank of a pipeline, by purpose; of one where there is none."""
-    plan, graph = rank.plan, rank.model.graph
-    by_rank = []
+    return [_memory(rank, optimizer, *held) for held in _in_flight(rank)]
+
+
+def _in_flight(rank: Rank) -> Iterator[tuple[Sizes, int]]:
+    """By rank of a pipeline the sizes of its layers, and bytes of other micro-batches' results."""
+    plan = rank.plan
     for r, (sizes, saved) in enumerate(_held(rank)):
         held = in_flight(plan.schedule, plan.pp, r, plan.microbatches, plan.virtual)
         others = sum((n - 1) * nbytes for n, nbytes in zip(held, saved, strict=True))
-        update = (graph.update_share, max(0, others), graph.matrix_bytes)
-        found = rank_memory(sizes, plan, optimizer, *update, stack_of_row(rank.book.stack).held)
-        found["activations"] += graph.input_bytes
-        by_rank.append(found)
-    return by_rank
+        yield sizes, max(0, others)
+
+
+def _memory(rank: Rank, optimizer: str, sizes: Sizes, others: int) -> dict[str, int]:
+    graph, held = rank.model.graph, stack_of_row(rank.book.stack).held
+    update = (graph.update_share, others, graph.matrix_bytes)
+    found = rank_memory(sizes, rank.plan, optimizer, *update, held)
+    found["activations"] += graph.input_bytes
+    return found
 
 
 def least_us(rank: Rank) -> float:

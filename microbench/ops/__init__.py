@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Hashable
 from functools import cache
 
 from itercast.capture.base.extensions import with_added
-from itercast.capture.opcall import OpCall
+from itercast.capture.opcall import Argument, OpCall, TensorSpec
 from itercast.microbench.ops.family import Family, Point
 
 MAX_FOUND = 2**16
-_found: dict[int, tuple[OpCall, Family | None, Point]] = {}  # by identity: calls never change
+FEW_TENSORS = 8  # of a call that others may be like; calls on lists of tensors have more
+Found = tuple[Family | None, Point]
+_found: dict[int, tuple[OpCall, Found]] = {}  # by identity: calls never change
+_alike: dict[Hashable, Found] = {}  # by what calls are like
 
 
 @cache
@@ -47,17 +51,40 @@ def family_of(params: Point) -> Family | None:
     return _by_params().get(type(params))
 
 
-def find_family(call: OpCall) -> tuple[Family | None, Point]:
-    """The family that describes a call, and the call's parameters; (None, None) where none does."""
+def find_family(call: OpCall) -> Found:
+    """The family that describes a call, and the call's parameters; (None, None) where none does.
+
+    Neither depends on where in memory the call's tensors lie.
+    """
     known = _found.get(id(call))
     if known is None or known[0] is not call:
-        if len(_found) >= MAX_FOUND:
+        if max(len(_found), len(_alike)) >= MAX_FOUND:
             _found.clear()
-        known = _found[id(call)] = (call, *_find(call))
-    return known[1], known[2]
+            _alike.clear()
+        few = len(call.tensors()) <= FEW_TENSORS
+        known = _found[id(call)] = (call, _find_alike(call) if few else _find(call))
+    return known[1]
 
 
-def _find(call: OpCall) -> tuple[Family | None, Point]:
+def _find_alike(call: OpCall) -> Found:
+    """The answer for a call, kept for others that differ in the places of their tensors alone."""
+    values = (call.args, tuple(call.kwargs.items()), call.outputs)
+    key = (call.op, _without_places(values))
+    try:
+        if key not in _alike:
+            _alike[key] = _find(call)
+    except TypeError:  # an argument that cannot be hashed
+        return _find(call)
+    return _alike[key]
+
+
+def _without_places(value: Argument) -> Argument:
+    if isinstance(value, TensorSpec):
+        return value.shape, value.dtype, value.stride, value.zero_frac, value.layout, value.nnz
+    return tuple(map(_without_places, value)) if isinstance(value, tuple) else value
+
+
+def _find(call: OpCall) -> Found:
     layouts = {t.layout for t in call.tensors() if t.layout} or {""}
     for family in _answering().get(call.op, ()):
         if not layouts.issubset(family.layouts):
