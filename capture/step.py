@@ -146,6 +146,7 @@ def make_step(
             output = model(**inputs)
             on_phase("loss")
             loss = loss_fn(output, inputs) if settings.loss == "default" else first_float(output)
+        del output  # as torchtitan, Megatron and the Trainer do: what backward reads is kept
         seed = None if settings.loss == "default" else torch.ones_like(loss)
         on_phase("backward")
         loss.backward(seed)

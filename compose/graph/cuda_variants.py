@@ -6,6 +6,7 @@
   so that the casts around it vanish (aten/src/ATen/native/SoftMax.cpp, ``half_to_float``).
 - Recurrent networks, step by step on a CPU, are one call of cuDNN forward and one backward
   (aten/src/ATen/native/cudnn/RNN.cpp).
+- Attention without a fused kernel leaves its weights for backward (``_with_weights``).
 - Allocations launch no kernel.
 - Images are NHWC where the step says ``channels_last``.
 """
@@ -18,11 +19,13 @@ from itertools import pairwise
 from math import prod
 
 from itercast.capture.opcall import Argument, OpCall, StepCapture, TensorSpec
+from itercast.compose.graph.attention_kernels import SDPA_OPS, SIXTEEN_BIT
 from itercast.compose.graph.identity_cache import cached_by_identity
 from itercast.compose.graph.rewrite import StepBuilder, fresh_storages, with_tensors
 from itercast.microbench.ops.matrix.recurrent import CALL, Recurrent, saved_numel
 from itercast.microbench.ops.memory.elementwise_names import ALLOCATIONS, SAME_AS
 
+SDPA = SDPA_OPS[0]
 DROPOUT_DRAW = ("bernoulli_", "div_")
 SOFTMAX = ("_softmax", "_log_softmax")
 SOFTMAX_BACKWARD = ("_softmax_backward_data", "_log_softmax_backward_data")
@@ -108,6 +111,7 @@ def with_cuda_variants(capture: StepCapture) -> StepCapture:
     Where the call that completes a parameter's gradient (``ready_after``) is removed, the last call
     kept before it takes its place.
     """
+    capture = _with_weights(capture)
     masks = {c.args[0].storage for c in capture.calls if _name(c) == "bernoulli_"}
     made, fused = StepBuilder(capture), _fused_casts(capture.calls)
     for i, call in enumerate(capture.calls):
@@ -119,6 +123,43 @@ def with_cuda_variants(capture: StepCapture) -> StepCapture:
 def _name(call: OpCall) -> str:
     """The name of an aten op without namespace and overload; "" for other ops."""
     return call.op.split(".")[1] if call.op.startswith("aten.") else ""
+
+
+def _with_weights(capture: StepCapture) -> StepCapture:
+    """The step with what attention without a fused kernel leaves for its backward.
+
+    Where keys have fewer heads than queries the kernel for fp32 and masks, memory-efficient, does
+    not run, nor flash attention on either. What does keeps the weights of all pairs, scaled queries
+    and keys, and values, with as many heads as the queries; they are one tensor here. Source:
+    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, attention.cpp (_math).
+    """
+    fresh, kept, calls = fresh_storages(capture), dict[tuple[int, ...], TensorSpec](), []
+    for call in capture.calls:
+        if _is_unfused(call):
+            forward = call.op == SDPA
+            q, k, v = qkv = call.args[:3] if forward else call.args[1:4]
+            heads, pairs = prod(q.shape[:-2]), q.shape[-2] * k.shape[-2]
+            sizes = q.shape[-2] * q.shape[-1] + k.shape[-2] * (k.shape[-1] + v.shape[-1])
+            left = TensorSpec(shape=(heads * (pairs + sizes),), dtype=q.dtype, storage=next(fresh))
+            left = kept.setdefault(tuple(t.storage for t in qkv), left)
+            if forward:
+                call = replace(call, outputs=(*call.outputs, left))
+            else:  # the gradients of weights and of what they are made from are there meanwhile
+                made = TensorSpec(shape=(2 * heads * pairs,), dtype=q.dtype, storage=next(fresh))
+                unread = (replace(t, storage=-1) for t in qkv)
+                args = (call.args[0], *unread, *call.args[4:], left)
+                call = replace(call, args=args, outputs=(*call.outputs, made))
+        calls.append(call)
+    return replace(capture, calls=tuple(calls)) if kept else capture
+
+
+def _is_unfused(call: OpCall) -> bool:
+    """Whether no fused kernel computes an attention of this kind: it has grouped queries."""
+    if call.op not in SDPA_OPS:
+        return False
+    q, k = call.args[:2] if call.op == SDPA else call.args[1:3]
+    grouped = len(q.shape) > 3 and q.shape[-3] != k.shape[-3]
+    return grouped and (q.dtype not in SIXTEEN_BIT or bool(call.kwargs.get("masked")))
 
 
 def _fused_casts(calls: Sequence[OpCall]) -> set[int]:

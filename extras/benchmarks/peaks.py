@@ -1,0 +1,79 @@
+"""Compares forecast with measured peak memory: `python -m itercast.extras.benchmarks.peaks ROOT`.
+
+ROOT holds measured iterations of GPUs, with what torch's allocator had handed out at most.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import pandas as pd
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from itercast.capture.opcall import StepCapture
+from itercast.compose.graph.lifetimes import last_uses
+from itercast.compose.target import find_target, forecast_step
+from itercast.eval.compare import measured_rows, step_of
+from itercast.eval.progress import progress_bar, run_program
+from itercast.eval.results import records
+from itercast.microbench.hardware.stack import asked_stack
+
+LEAST_BYTES = (0.0, 10e9)  # peaks of the rows in a line of the table
+SHARES = (0.5, 0.8, 0.9, 1.0)
+
+
+def held_bytes(step: StepCapture) -> int:
+    """Bytes of a model's outputs that backward does not read.
+
+    A loop that keeps its output has them too, as measured steps did.
+    """
+    last, phases = last_uses(step.calls), [c.phase for c in step.calls]
+    made = {t.storage: t.nbytes for c in step.calls if c.phase == "forward" for t in c.outputs}
+    return sum(n for s, n in made.items() if phases[last[s]] == "loss")
+
+
+def compared(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows that state a peak, with the forecast one and its error in %."""
+    rows = rows[rows["peak_memory_bytes"].notna()]
+    forecasts = []
+    with progress_bar() as bar:
+        for row in bar.track(records(rows), description="forecast"):
+            stack = asked_stack(row["stack"])
+            target = find_target(str(row["gpu"]), str(row["plan"]), None, stack=stack)
+            step = step_of(row, target.plan)
+            forecasts.append(forecast_step(step, target).memory_bytes + held_bytes(step))
+    errors = 100 * (np.array(forecasts) / rows["peak_memory_bytes"] - 1)
+    return rows.assign(forecast_bytes=forecasts, error_pct=errors)
+
+
+def errors_table(found: pd.DataFrame) -> Table:
+    """Errors by size of the measured peak: bias, and what shares of all stay below."""
+    shares = [f"{100 * share:.0f} % within" for share in SHARES]
+    table = Table("peak of at least", "steps", "bias %", *shares)
+    for least in LEAST_BYTES:
+        errors = found["error_pct"][found["peak_memory_bytes"] >= least]
+        within = errors.abs().quantile(list(SHARES))
+        cells = [f"{x:.1f}" for x in (errors.mean(), *within)]
+        table.add_row(f"{least / 1e9:.0f} GB", str(len(errors)), *cells)
+    return table
+
+
+def main(root: Annotated[Path, typer.Argument(help="folder of measured iterations")]) -> None:
+    """Print errors of forecast peak memory, and the rows that are furthest off."""
+    found = compared(measured_rows(root, None))
+    console = Console()
+    console.print(errors_table(found))
+    worst = Table("case", "batch", "dtype", "gpu", "measured GB", "forecast GB", "error %")
+    for row in records(found.sort_values("error_pct", key=abs, ascending=False).head(10)):
+        names = [str(row[name]) for name in ("case", "batch", "dtype", "gpu")]
+        sizes = [f"{row[name] / 1e9:.2f}" for name in ("peak_memory_bytes", "forecast_bytes")]
+        worst.add_row(*names, *sizes, f"{row['error_pct']:+.1f}")
+    console.print(worst)
+
+
+if __name__ == "__main__":
+    run_program(main)
