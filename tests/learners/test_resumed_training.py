@@ -115,7 +115,7 @@ def test_a_task_returns_a_bundle_or_one_line(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ray_trains_what_this_process_trains(tmp_path: Path) -> None:
     """Two families on a cluster of this machine: all forecasts and scores equal."""
-    names, rows = ["random", "attention"], usable_rows([DATASETS], ["random", "attention"])
+    names, rows = ["random", "pooling"], usable_rows([DATASETS], ["random", "pooling"])
     here = train([DATASETS], tmp_path / "here", names)
     apart = through_ray("local", [str(DATASETS)])
     there = train([DATASETS], tmp_path / "there", names, fit_all=apart)

@@ -27,7 +27,12 @@ from itercast.microbench.ops.matrix.recurrent import CALL, Recurrent
 from itercast.microbench.ops.step.collective import OPS
 
 pytestmark = needs_public()
-READ = [name for name in sorted(importers()) if name != "kineto"]  # traces, which nobody published
+LARGE = ("neusight", "aiconfigurator", "aiconfigurator-more", "miopen", "vidur")
+READ = [
+    pytest.param(name, marks=pytest.mark.slow if name in LARGE else ())
+    for name in sorted(importers())
+    if name != "kineto"  # traces, which nobody published
+]
 
 
 @cache

@@ -91,8 +91,9 @@ def test_the_model_s_optimizer_is_measured() -> None:
     assert measurable(adam, 2).optimizer == "adam" and measurable(one, 2).optimizer == "sgd"
 
 
-def test_all_parts_of_an_iteration_have_points() -> None:
+def test_all_parts_of_an_iteration_have_points(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lookups with streams of all kinds, copies, products, host events and messages."""
+    monkeypatch.setattr("itercast.extras.recommenders.points.MODELS", 2)
     lookups = lookup_points()
     assert {p.op for p in lookups["embedding_bag"][:200]} == set(embedding_bag.OPS)
     kinds = {(p.skew > 0, p.repeats > 0, p.reuse != "") for p in lookups["sparse_update"][:200]}

@@ -191,8 +191,6 @@ def test_the_second_campaign_in_two_runs(tmp_path: Path, prepared: Path) -> None
     copies = store.read_rows([root], "transfer")
     assert {"h2d", "d2h", "d2d", "all_reduce"} <= set(copies["op"])
     assert (copies[copies["op"] == "d2d"]["status"] == "ok").all()
-    said = finished(start(root, prepared, *plan, "--part", "hosts"), WHOLE_S)
-    assert len(store.read_rows([root], "iteration")) == 6, said  # nothing again
 
 
 @pytest.mark.parametrize(

@@ -133,17 +133,13 @@ def test_collectives_are_swept_by_two_and_by_four_ranks_and_by_pairs_of_four(
     tmp_path: Path,
 ) -> None:
     without_captures(tmp_path, "collective")
-    assert collect(tmp_path, "cpu", ["collective"], 45.0) > 6
+    assert collect(tmp_path, "cpu", ["collective"], 30.0) > 6
     rows = store.read_rows([tmp_path], "collective")
     assert set(rows["status"]) == {"ok"}
     groups = set(zip(rows["world_size"], rows["ranks_per_node"], strict=True))
     assert groups == {(2, 2), (4, 4), (2, 4)}
     assert set(rows["op"]) <= set(OPS)
     assert len(set(rows["op"])) >= 3
-    rows = rows[rows["ranks_per_node"] == 2]
-    large = rows[rows["message_bytes"] > 2**22]["time_us"]
-    small = rows[rows["message_bytes"] < 2**14]["time_us"]
-    assert large.median() > 2 * small.median()
 
 
 def test_a_killed_sweep_resumes_and_repeats_nothing(tmp_path: Path) -> None:
