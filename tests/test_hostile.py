@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from endurance.hostile import SHARES, Sample, failures, read_one
+from endurance.hostile import SHARES, Sample, failures, read_one, samples
 
 
-@pytest.mark.parametrize("kind", SHARES)
-def test_mutated_files_are_answered_in_one_line(kind: str) -> None:
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[Sample]]:
+    return samples(None, tmp_path_factory.mktemp("whole") / "bundle")
+
+
+@pytest.mark.parametrize("kind", sorted({*SHARES} - {"bundles"}))
+def test_mutated_files_are_answered_in_one_line(
+    kind: str, known: Mapping[str, list[Sample]], tmp_path: Path
+) -> None:
+    files = known[kind]
+    for number in range(40):
+        sample, seed = files[number % len(files)], (number, *kind.encode())
+        assert read_one(sample, seed, tmp_path / str(number)) == "", (number, sample.place)
+
+
+def test_mutated_bundles_are_answered_in_one_line() -> None:
     """In a process of their own: a crash is one of the failures."""
-    assert failures(kind, 0, 40, None) == []
+    assert failures("bundles", 0, 40, None) == []
 
 
 def test_a_traceback_is_a_failure_and_an_answer_is_none(tmp_path: Path) -> None:

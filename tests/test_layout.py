@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ FILES_IN_A_ROOM = 14
 LINES_OF_A_FILE = 400
 
 
+@cache
 def modules() -> dict[str, Path]:
     """Every module of the packages by its dotted name, without the common ``itercast.``."""
     found = {}
@@ -44,6 +46,7 @@ def without_prefix(name: str) -> str:
     return rest if rest.split(".")[0] in PACKAGES else name
 
 
+@cache
 def imported(path: Path) -> set[str]:
     """Dotted names of all that a file imports, wherever in it, functions as well as modules."""
     found: set[str] = set()

