@@ -21,7 +21,6 @@ from itercast.commands.calibrate import calibrate
 from itercast.commands.check import check
 from itercast.commands.compare import compare
 from itercast.commands.explain import explain
-from itercast.commands.explore import explore
 from itercast.commands.import_rows import import_rows
 from itercast.commands.input import input_lane
 from itercast.commands.plan import plan
@@ -263,7 +262,7 @@ GROUPS = {  # in the order in which a newcomer needs them
     "Measure": (demo, collect, import_rows),
     "Learn": (train, calibrate),
     "Judge": (evaluate, check, compare),
-    "Look": (explore, report, ui, list_names),
+    "Look": (report, ui, list_names),
 }
 NAMED = {input_lane: "input", import_rows: "import", list_names: "list"}  # words of Python
 OF_A_SCRIPT = {"ignore_unknown_options": True, "allow_interspersed_args": False}

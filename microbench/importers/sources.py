@@ -1,4 +1,4 @@
-"""The importers of files that users have themselves, and how an importer is run."""
+"""All importers by name, and how an importer is run."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from functools import cache
 from pathlib import Path
 
 from itercast.capture.base.extensions import with_added
-from itercast.microbench.importers import nccl_tests
 from itercast.microbench.importers.base import Hints, Imported, Unreadable, read_text
 from itercast.microbench.importers.traces import kineto
 
 Reader = Callable[..., Imported]  # reads a path, with or without hints
-OWN: Mapping[str, Reader] = {"nccl-tests": nccl_tests.read, "kineto": kineto.read}
+OWN: Mapping[str, Reader] = {"kineto": kineto.read}
 
 
 @cache

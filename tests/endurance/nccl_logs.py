@@ -12,7 +12,7 @@ import argparse
 import random
 import sys
 
-from itercast.microbench.importers.nccl_text import parse_text
+from itercast.extras.nccl.nccl_text import parse_text
 
 OPS = {  # bus rate over rate, by ranks; reduction; whether a row counts the elements of one rank
     "all_reduce": (lambda n: 2 * (n - 1) / n, "sum", False),

@@ -24,7 +24,7 @@ ASKED = {"case": "gpt-s", "gpu": "h100-sxm-80gb", "batch": "8", "plan": "dp=8,am
 def address() -> Iterator[str]:
     """The address of ``itercast explore``."""
     port = free_port()
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     command = [sys.executable, "-m", "itercast", "explore", "--port", str(port)]
     server = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
     try:

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from itercast.capture.base.yaml_text import facts_of
+from itercast.extras.nccl.nccl_text import Log, parse_json, parse_text
 from itercast.microbench.hardware.names import gpu_named
 from itercast.microbench.hardware.node import Node, load_node, node_named
 from itercast.microbench.hardware.spec import gpu_names, load_gpu
@@ -27,7 +28,6 @@ from itercast.microbench.importers.base import (
     text_of,
     whole,
 )
-from itercast.microbench.importers.nccl_text import Log, parse_json, parse_text
 from itercast.microbench.store import Facts, Row
 
 FACTS = facts_of(__file__)

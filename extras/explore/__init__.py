@@ -1,0 +1,1 @@
+"""A page with sliders that forecasts as they move."""

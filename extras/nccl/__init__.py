@@ -1,0 +1,1 @@
+"""Imports logs of nccl-tests: text of its programs, and their JSON."""
