@@ -2,7 +2,8 @@
 
 The name of an entry point is the name of what it adds. Its group says what that is:
 
-- ``itercast.families``: a ``Family``; ``itercast.cases``: an ``EvalCase``.
+- ``itercast.families``: a ``Family``; ``itercast.cases``: an ``EvalCase``;
+  ``itercast.case_files``: the ``Path`` of a file in the form of ``capture/cases/cases.yaml``.
 - ``itercast.commands``: a function that typer runs as ``itercast NAME``.
 - ``itercast.importers``: a function ``read(path)`` or ``read(path, hints)``;
   ``itercast.importer_tables``: a dict of such by name.

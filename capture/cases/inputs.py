@@ -98,44 +98,6 @@ def click_loss(logits: Tensor, inputs: Inputs) -> Tensor:
     return F.binary_cross_entropy_with_logits(logits, inputs["clicked"])
 
 
-def rankings(batch: int, seq: int, sizes: Sizes) -> Inputs:
-    """``pooling`` lookups per sample and table, by default one."""
-    rows = sizes["rows"]
-    pairs = list(zip(rows, sizes.get("pooling", (1,) * len(rows)), strict=True))
-    return {
-        "dense": torch.randn(batch, sizes["features"]),
-        "indices": torch.cat([torch.randint(0, n, (batch * k,)) for n, k in pairs]),
-        "offsets": torch.stack([torch.arange(0, batch * k, k) for _, k in pairs]),
-    }
-
-
-def ranking_loss(logits: Tensor, inputs: Inputs) -> Tensor:
-    """A click where the first dense feature is positive."""
-    clicked = (inputs["dense"][:, 0] > 0).to(logits.dtype)
-    return F.binary_cross_entropy_with_logits(logits, clicked)
-
-
-def own_item_loss(scores: Tensor, inputs: Inputs) -> Tensor:
-    """Users took their own item: the others of the batch are the wrong ones."""
-    own = torch.arange(len(scores), device=scores.device)
-    return F.cross_entropy(scores, own)
-
-
-def histories(batch: int, seq: int, sizes: Sizes) -> Inputs:
-    """Histories of items, and candidates for each next one, the right one first."""
-    candidates = (batch, seq, 1 + sizes["negatives"])
-    return {
-        "history": torch.randint(0, sizes["items"], (batch, seq)),
-        "candidates": torch.randint(0, sizes["items"], candidates),
-    }
-
-
-def first_loss(logits: Tensor, inputs: Inputs) -> Tensor:
-    """Cross-entropy, the first candidate being the right one."""
-    first = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-    return F.cross_entropy(logits, first)
-
-
 def sampled_vertices(batch: int, sizes: Sizes) -> list[int]:
     """Vertices whose values each layer makes, from the batch to those whose features are read.
 

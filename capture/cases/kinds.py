@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from itercast.capture.base.extensions import with_added
 from itercast.capture.base.slow_imports import torch
 from itercast.capture.base.yaml_text import OwnLoader
 from itercast.capture.cases.evalcase import EvalCase
@@ -26,9 +27,10 @@ Sizes = Mapping[str, Any]  # of a case: numbers, tuples of numbers, flags, by na
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A kind of model: ``model`` is its module and class below this folder.
+    """A kind of model: ``model`` is its module and class, below this folder or named in full.
 
-    ``inputs`` are stated in the file or, as ``loss``, a function of ``inputs.py``. The class is
+    ``inputs`` are stated in the file or, as ``loss``, a function of ``inputs.py`` or one named in
+    full. The class is
     built with a case's sizes, but those ``beside``, which only the inputs need; ``fixed`` are sizes
     of all models of this kind. ``with_seq``: the class takes the length of sequences too.
     """
@@ -43,9 +45,13 @@ class Kind:
 
 @cache
 def stated() -> dict[str, dict[str, Any]]:
-    """What ``cases.yaml`` states: kinds, inputs, and cases by group, each by name."""
-    found: dict[str, dict[str, Any]] = yaml.load(FILE.read_text(), OwnLoader)
-    return {section: facts for section, facts in found.items() if section != LISTS}
+    """What ``cases.yaml`` and such files of packages state: kinds, inputs, cases by group."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in (FILE, *with_added("case_files", {}, Path).values()):
+        for section, facts in yaml.load(path.read_text(), OwnLoader).items():
+            if section != LISTS:
+                found[section] = {**found.get(section, {}), **facts}
+    return found
 
 
 def make_case(
@@ -63,20 +69,19 @@ def make_case(
     taken = {"seq": seq} if chosen.with_seq else {}
 
     def build() -> torch.nn.Module:
-        module, _, model = chosen.model.rpartition(".")
         own = {size: value for size, value in sizes.items() if size not in chosen.beside}
-        return _of(module, model)(**chosen.fixed, **own, **taken)
+        return _of(chosen.model)(**chosen.fixed, **own, **taken)
 
     def inputs(batch: int, seq: int) -> Inputs:
         if shapes := stated()[INPUTS].get(chosen.inputs):
-            return _of("inputs", "drawn")(batch, seq, sizes, shapes)
-        return _of("inputs", chosen.inputs)(batch, seq, sizes)
+            return _of("drawn")(batch, seq, sizes, shapes)
+        return _of(chosen.inputs)(batch, seq, sizes)
 
     return EvalCase(
         name=name,
         build=build,
         inputs=inputs,
-        loss=lambda output, inputs: _of("inputs", chosen.loss)(output, inputs),
+        loss=lambda output, inputs: _of(chosen.loss)(output, inputs),
         batch=batch,
         seq=seq,
         measured=measured,
@@ -84,6 +89,9 @@ def make_case(
     )
 
 
-def _of(module: str, name: str) -> Callable[..., Any]:
-    """A class or function of a module below this folder, which needs torch."""
-    return getattr(importlib.import_module(f"{__package__}.{module}"), name)
+def _of(named: str) -> Callable[..., Any]:
+    """A class or function, which needs torch: of ``inputs``, of ``models``, or named in full."""
+    module, _, name = named.rpartition(".")
+    own = not module or module.startswith("models.")
+    where = f"{__package__}.{module or 'inputs'}" if own else module
+    return getattr(importlib.import_module(where), name)

@@ -15,13 +15,13 @@ from itercast.capture.cases.inputs import sampled_vertices, token_loss
 from itercast.capture.cases.models.detection import Ssd, detection_loss
 from itercast.capture.cases.models.transformer_xl import TransformerXL, by_distance
 from itercast.capture.cases.models.unet import UNet
-from itercast.capture.cases.recommenders.ranking import CrossNetwork, DeepFm
-from itercast.capture.cases.recommenders.sequences import Hstu
 from itercast.capture.cases.registry import case, case_names, cases_of
 from itercast.capture.opcall import TensorSpec
 from itercast.capture.recorder.log import capture_step
 from itercast.capture.step import StepSettings, make_step
 from itercast.compose.predict import predict
+from itercast.extras.recommenders.models.ranking import CrossNetwork, DeepFm
+from itercast.extras.recommenders.models.sequences import Hstu
 from itercast.microbench.iterations.collect import iteration_of
 from itercast.microbench.iterations.gpu_list import DLRM
 from itercast.microbench.iterations.measure import PHASES, measure_iteration

@@ -1,1 +1,0 @@
-"""Recommendation models with embedding tables, and cases of them."""
