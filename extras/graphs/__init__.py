@@ -1,1 +1,1 @@
-"""Products with sparse matrices, as graph networks multiply by them."""
+"""Graph networks: products with sparse matrices, GraphSAGE over sampled neighbours."""

@@ -11,15 +11,16 @@ import pytest
 import torch
 from clockwork import ticking
 
-from itercast.capture.cases.inputs import sampled_vertices, token_loss
-from itercast.capture.cases.models.detection import Ssd, detection_loss
-from itercast.capture.cases.models.transformer_xl import TransformerXL, by_distance
+from itercast.capture.cases.inputs import token_loss
 from itercast.capture.cases.models.unet import UNet
 from itercast.capture.cases.registry import case, case_names, cases_of
 from itercast.capture.opcall import TensorSpec
 from itercast.capture.recorder.log import capture_step
 from itercast.capture.step import StepSettings, make_step
 from itercast.compose.predict import predict
+from itercast.extras.graphs.sampled import sampled_vertices
+from itercast.extras.published.examples.detection import Ssd, detection_loss
+from itercast.extras.published.examples.transformer_xl import TransformerXL, by_distance
 from itercast.extras.recommenders.models.ranking import CrossNetwork, DeepFm
 from itercast.extras.recommenders.models.sequences import Hstu
 from itercast.microbench.iterations.collect import iteration_of

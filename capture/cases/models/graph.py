@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
-
 import torch
 from torch import nn
 
@@ -79,34 +76,3 @@ class GraphNet(nn.Module):
             x = layer(x, source, target, weight)
         total = x.new_zeros(len(labels), x.shape[1]).index_add(0, graph, x)
         return self.head(total * (len(labels) / len(nodes)))
-
-
-class SampledSage(nn.Module):
-    """GraphSAGE with mean over sampled neighbours (arXiv:1706.02216).
-
-    Features of all vertices are a table that is not trained.
-    """
-
-    def __init__(
-        self, vertices: int, features: int, width: int, classes: int, fanout: Sequence[int]
-    ) -> None:
-        super().__init__()
-        self.features = nn.Embedding(vertices, features)
-        self.features.weight.requires_grad = False
-        widths = [features, *[width] * (len(fanout) - 1), classes]
-        pairs = list(pairwise(widths))
-        self.own = nn.ModuleList(nn.Linear(*pair) for pair in pairs)
-        self.neighbours = nn.ModuleList(nn.Linear(*pair, bias=False) for pair in pairs)
-
-    def forward(
-        self, vertices: torch.Tensor, blocks: Sequence[torch.Tensor], labels: torch.Tensor
-    ) -> torch.Tensor:
-        """Numbers of distinct ``vertices`` to (batch, classes); labels are not used.
-
-        A block is a sparse matrix that takes the mean over each vertex's sampled neighbours.
-        """
-        x: torch.Tensor = self.features(vertices)
-        for i, block in enumerate(blocks):
-            x = self.own[i](x[: len(block)]) + self.neighbours[i](torch.sparse.mm(block, x))
-            x = torch.relu(x) if i + 1 < len(blocks) else x
-        return x

@@ -8,11 +8,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from itercast.capture.cases.kinds import Sizes
 from itercast.capture.cases.models.vision import Residual, convolution
+from itercast.capture.step import Inputs
 
 BOXES = (4, 6, 6, 6, 4, 4)  # boxes per pixel of each feature map
 INNER, OUTER = (256, 256, 128, 128, 128), (1024, 512, 512, 256, 256, 256)
 HALVED = 3  # added maps with stride 2; the others have no padding
+RARE = 0.01  # no assumption: share of an image's default boxes that hold an object, drawn at random
 
 
 class Ssd(nn.Module):
@@ -86,3 +89,16 @@ def detection_loss(
     worst = order.argsort(1) < (3 * count).clamp(max=labels.shape[1])[:, None]
     total = distance + (wrong * (objects.float() + worst.float())).sum(1)
     return (total * (count > 0) / count.clamp(min=1)).mean()
+
+
+def boxes(batch: int, seq: int, sizes: Sizes) -> Inputs:
+    """Images with the ``places`` of default boxes, of which 1 % hold an object."""
+    places, image = (batch, sizes["places"]), sizes["image"]
+    labels = torch.randint(1, sizes["classes"], places) * (torch.rand(places) < RARE)
+    images = torch.randn(batch, 3, image, image)
+    return {"images": images, "boxes": torch.randn(batch, 4, sizes["places"]), "labels": labels}
+
+
+def ssd_loss(output: tuple[torch.Tensor, torch.Tensor], inputs: Inputs) -> torch.Tensor:
+    """Loss of boxes and classes."""
+    return detection_loss(output, inputs["boxes"], inputs["labels"])

@@ -6,6 +6,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from itercast.capture.cases.inputs import token_loss
+from itercast.capture.step import Inputs
+
 
 class Layer(nn.Module):
     """Post-norm transformer layer with relative attention and a ReLU feed-forward network."""
@@ -112,3 +115,8 @@ class TransformerXL(nn.Module):
         x = F.dropout(x, self.dropout, self.training)
         logits = F.linear(x.flatten(0, 1), self.tokens.weight, self.bias)
         return logits, torch.stack(states)
+
+
+def first_token_loss(output: tuple[torch.Tensor, torch.Tensor], inputs: Inputs) -> torch.Tensor:
+    """``token_loss`` of the first output."""
+    return token_loss(output[0], inputs)

@@ -1,0 +1,77 @@
+"""GraphSAGE over sampled neighbours, and the graphs that it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from itercast.capture.cases.kinds import Sizes
+from itercast.capture.reuse import expected_reuse
+from itercast.capture.step import Inputs
+
+
+class SampledSage(nn.Module):
+    """GraphSAGE with mean over sampled neighbours (arXiv:1706.02216).
+
+    Features of all vertices are a table that is not trained.
+    """
+
+    def __init__(
+        self, vertices: int, features: int, width: int, classes: int, fanout: Sequence[int]
+    ) -> None:
+        super().__init__()
+        self.features = nn.Embedding(vertices, features)
+        self.features.weight.requires_grad = False
+        widths = [features, *[width] * (len(fanout) - 1), classes]
+        pairs = list(pairwise(widths))
+        self.own = nn.ModuleList(nn.Linear(*pair) for pair in pairs)
+        self.neighbours = nn.ModuleList(nn.Linear(*pair, bias=False) for pair in pairs)
+
+    def forward(
+        self, vertices: torch.Tensor, blocks: Sequence[torch.Tensor], labels: torch.Tensor
+    ) -> torch.Tensor:
+        """Numbers of distinct ``vertices`` to (batch, classes); labels are not used.
+
+        A block is a sparse matrix that takes the mean over each vertex's sampled neighbours.
+        """
+        x: torch.Tensor = self.features(vertices)
+        for i, block in enumerate(blocks):
+            x = self.own[i](x[: len(block)]) + self.neighbours[i](torch.sparse.mm(block, x))
+            x = torch.relu(x) if i + 1 < len(blocks) else x
+        return x
+
+
+def sampled_vertices(batch: int, sizes: Sizes) -> list[int]:
+    """Vertices whose values each layer makes, from the batch to those whose features are read.
+
+    For each vertex of a layer ``fanout`` neighbours are drawn, or as many as it has on average.
+    Expected are the distinct ones of all that are drawn, with the Zipf exponent ``skew``.
+    """
+    found, drawn = [batch], 0
+    for fanout in sizes["fanout"]:
+        drawn += found[-1] * min(fanout, sizes["degree"])
+        distinct = float(expected_reuse(sizes["vertices"], drawn, sizes["skew"], 0.0)[0])
+        found.append(min(sizes["vertices"], batch + round(distinct)))
+    return found
+
+
+def sampled_graph(batch: int, seq: int, sizes: Sizes) -> Inputs:
+    """Blocks of a sampled graph, that of the features first; neighbours are drawn at random."""
+    vertices = sampled_vertices(batch, sizes)
+    blocks = []
+    for fanout, to, of in zip(sizes["fanout"], vertices[:-1], vertices[1:], strict=True):
+        drawn = min(fanout, sizes["degree"])
+        starts, values = (
+            torch.arange(0, to * drawn + 1, drawn),
+            torch.full((to * drawn,), 1 / drawn),
+        )
+        source = torch.randint(0, of, (to * drawn,))
+        blocks.append(torch.sparse_csr_tensor(starts, source, values, (to, of)))
+    return {
+        "vertices": torch.randint(0, sizes["vertices"], vertices[-1:]),
+        "blocks": blocks[::-1],
+        "labels": torch.randint(0, sizes["classes"], (batch,)),
+    }
