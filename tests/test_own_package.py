@@ -12,6 +12,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from itercast.capture.base import extensions
+
 ADDED = "rtx-6000-ada"  # the GPU of the example
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "examples/own-package"
@@ -78,6 +80,14 @@ def test_all_tests_of_families_pass_for_the_added_one(installed: dict[str, str])
     done = run(installed, ROOT, "pytest", *words, str(PACKAGE / "tests"), *map(str, files))
     assert done.returncode == 0, done.stdout[-3000:]
     assert "[fft]" not in done.stdout and int(done.stdout.split(" passed")[0].split()[-1]) >= 8
+
+
+def test_a_checkout_that_is_not_installed_has_its_extras(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU machine to which the repository was copied."""
+    monkeypatch.setattr(extensions, "entry_points", lambda group: [])
+    found = extensions._added.__wrapped__("case_files")
+    assert found.keys() >= {"example_cases", "policy_cases"}
+    assert extensions._added.__wrapped__("nothing") == {}
 
 
 @pytest.mark.slow

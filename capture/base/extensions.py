@@ -16,6 +16,7 @@ The name of an entry point is the name of what it adds. Its group says what that
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -23,6 +24,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+OWN = "itercast"
+CHECKOUT = Path(__file__).resolve().parents[2] / "pyproject.toml"  # absent where it is installed
 
 
 def with_added(group: str, own: Mapping[str, T], kind: Any = Path) -> dict[str, T]:
@@ -47,13 +50,32 @@ def with_added(group: str, own: Mapping[str, T], kind: Any = Path) -> dict[str, 
 def _added(group: str) -> dict[str, tuple[Any, str]]:
     """What packages add to a group, and where each comes from, by name."""
     found: dict[str, tuple[Any, str]] = {}
-    for point in sorted(entry_points(group=f"itercast.{group}"), key=lambda point: point.value):
-        package = point.dist.name if point.dist else "?"
+    for point in sorted(_points(f"itercast.{group}"), key=lambda point: point.value):
+        package = point.dist.name if point.dist else OWN
         where = f"entry point {point.name!r} of itercast.{group} in package {package!r}"
         if point.name in found:
             raise ValueError(f"{where}: added twice, also by {found[point.name][1]}")
         found[point.name] = (_loaded(point, where), where)
     return found
+
+
+def _points(group: str) -> list[EntryPoint]:
+    """Entry points of a group; of a checkout, installed or not, those that its file states."""
+    found = list(entry_points(group=group))
+    if not CHECKOUT.is_file():
+        return found
+    others = [point for point in found if point.dist is None or point.dist.name != OWN]
+    stated = _stated().get(group, {})
+    return [*others, *(EntryPoint(name, value, group) for name, value in stated.items())]
+
+
+@cache
+def _stated() -> dict[str, dict[str, str]]:
+    """The entry points that the checkout's file states, by group."""
+    stated: dict[str, dict[str, str]] = tomllib.loads(CHECKOUT.read_text())["project"][
+        "entry-points"
+    ]
+    return stated
 
 
 def _loaded(point: EntryPoint, where: str) -> Any:
