@@ -12,7 +12,6 @@ import torch
 from clockwork import ticking
 
 from itercast.capture.cases.inputs import token_loss
-from itercast.capture.cases.models.unet import UNet
 from itercast.capture.cases.registry import case, case_names, cases_of
 from itercast.capture.opcall import TensorSpec
 from itercast.capture.recorder.log import capture_step
@@ -24,7 +23,6 @@ from itercast.extras.published.examples.transformer_xl import TransformerXL, by_
 from itercast.extras.recommenders.models.ranking import CrossNetwork, DeepFm
 from itercast.extras.recommenders.models.sequences import Hstu
 from itercast.microbench.iterations.collect import iteration_of
-from itercast.microbench.iterations.gpu_list import DLRM
 from itercast.microbench.iterations.measure import PHASES, measure_iteration
 
 MEASURED = [n for n in case_names() if case(n).measured]
@@ -95,11 +93,6 @@ def test_a_measured_case_runs_and_its_capture_equals_its_run(name: str) -> None:
         fake, real = ([call[:2] for call in some] for some in (fake, real))
         assert [op for op, _ in fake].count("aten.mkldnn_rnn_layer.default") == 2
     assert fake == real
-
-
-@pytest.mark.parametrize("kind", ["vit", "resnet", "gru", "dlrm", "moe", "gnn"])
-def test_every_kind_of_model_is_measured_in_three_sizes(kind: str) -> None:
-    assert {f"{kind}-{size}" for size in "sml"} <= set(MEASURED)
 
 
 @pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
@@ -193,17 +186,6 @@ def test_recommenders_are_forecast_alone_and_with_sharded_tables(name: str) -> N
             predict(name, optimizer="adamw", **small)
 
 
-def test_random_dlrms_are_as_in_the_paper() -> None:
-    """arXiv:2404.12674: 36 to 66 tables, batches of 512 to 4096, half of the tasks heavy."""
-    for name in DLRM:
-        chosen = case(name)
-        given = chosen.inputs(4, 0)
-        assert 36 <= len(given["indices"]) <= 66
-        assert 512 <= chosen.batch <= 4096
-        heavy = given["indices"].shape[1] // 4 >= 20
-        assert heavy == bool(int(name[-2:]) % 2)
-
-
 UGACHE = {  # distinct vertices of a step: bytes of features over those of a row (run logs, SOSP'23)
     "sage-papers": 540_121_498 / 512,
     "sage-friendster": 1_213_328_261 / 1024,
@@ -263,11 +245,6 @@ def test_a_detection_s_loss_by_hand() -> None:
     torch.testing.assert_close(found, torch.tensor(1.5 + 4 * math.log(2)))
     nothing = (torch.zeros(1, 4, 6), torch.zeros(1, 2, 6))
     assert detection_loss(nothing, torch.zeros(1, 4, 6), torch.zeros_like(labels)) == 0
-
-
-def test_a_unet_keeps_its_size() -> None:
-    model = UNet(width=4, depth=2, classes=3)
-    assert model(torch.randn(2, 3, 16, 16)).shape == (2, 3, 16, 16)
 
 
 def test_transformer_xl_attends_by_distance_and_remembers() -> None:

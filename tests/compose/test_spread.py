@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from math import exp, log, sqrt
+from math import exp, sqrt
 from pathlib import Path
 from statistics import NormalDist
 
@@ -69,11 +69,6 @@ def test_one_rank_takes_its_forecast() -> None:
 def test_ranks_without_noise_take_exactly_the_forecast(ranks: int) -> None:
     found = spread(ranks, 0.0)
     assert times(found) == [100.0] * 4 and set(found.mean_us_by_ranks.values()) == {100.0}
-
-
-def test_the_assumed_noise_of_gpus_is_what_was_published() -> None:
-    """The slowest of 64,000 is 9 % over the median, if it is as slow as its own median."""
-    assert SIGMA["gpu"] * slowest_deviate(0.5, 64_000) == pytest.approx(log(1.09), abs=0.002)
 
 
 def test_the_assumed_noise_of_cpus_is_that_of_measured_iterations_of_one_process() -> None:

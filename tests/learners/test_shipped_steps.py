@@ -102,23 +102,3 @@ def test_launches_are_measured_by_themselves_or_from_calls_of_ops() -> None:
 def test_rows_of_other_families_are_no_host() -> None:
     products = pd.DataFrame([{"family": "gemm", "gpu": "a10", "op": "mm", "time_us": 9.0}])
     assert host_of_events(products, "mine", "by hand") is None
-
-
-def test_an_mi325x_beats_an_mi300x_by_no_more_than_its_memory() -> None:
-    """The same chip: ops of a layer of Llama 8B, 4,096 tokens, together 0.99 to 6.0 / 5.3 times."""
-    shapes = [(14336, 4096), (4096, 14336), (6144, 4096), (4096, 4096)]
-    layer = {
-        "gemm": [{"op": "mm", "m": 4096, "n": n, "k": k, "layout": "nt"} for n, k in shapes],
-        "norm": [{"op": "rms", "rows": 4096, "cols": 4096}],
-        "elementwise": [{"op": "silu", "numel": 4096 * 14336, "inner": 4096 * 14336}],
-        "attention": [
-            {"op": "forward", "batch": 1, "heads": 32, "kv_heads": 8, "head_dim": 128}
-            | {"q_len": 4096, "kv_len": 4096, "causal": True}
-        ],
-    }
-
-    def layer_us(gpu: str) -> float:
-        asked = {name: [call | {"dtype": "bf16"} for call in layer[name]] for name in layer}
-        return sum(forecast_us(name, gpu, calls).sum() for name, calls in asked.items())
-
-    assert 0.99 <= layer_us("mi300x") / layer_us("mi325x") <= 6.0 / 5.3

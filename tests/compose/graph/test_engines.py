@@ -11,13 +11,8 @@ from plan_case import tensor
 from itercast.capture.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 from itercast.compose.capture_model import capture
 from itercast.compose.graph.launch_modes import as_launched, launches, with_engine
-from itercast.compose.pricing.fallbacks import MeasuredRows
-from itercast.microbench.hardware.spec import load_gpu
-from itercast.microbench.hardware.stack import USUAL
 from itercast.microbench.ops import find_family
-from itercast.microbench.ops.family import Part
-from itercast.microbench.ops.memory.elementwise import memory_copy
-from itercast.microbench.ops.memory.fused import Fused, fallback
+from itercast.microbench.ops.memory.fused import Fused
 
 
 def call(op: str, inputs: list[TensorSpec], output: TensorSpec, phase: str = "forward") -> OpCall:
@@ -113,22 +108,6 @@ def test_a_row_is_read_again_where_its_outputs_await_all_of_it() -> None:
     assert beside.again_bytes == 0
 
 
-def test_rows_that_the_cache_still_holds_are_not_read_from_memory_again() -> None:
-    """4 blocks on each of 108 SMs: rows of 97 KB are 41.9 MB, as much as 40 MiB of L2 hold."""
-    gpu = load_gpu("a100-sxm-80gb")
-    rows = MeasuredRows(models={}, gpu=gpu, channels_last=False, stack=USUAL)
-    assert (gpu.sm_count, gpu.l2_bytes) == (108, 40 * 2**20)
-
-    def moved(read: int, row: int) -> Part:
-        p = Fused(ops=1, numel=1, read_bytes=read, written_bytes=8, again_bytes=read, row_bytes=row)
-        (part,) = fallback(p, rows)
-        return replace(part, checked=False)
-
-    assert moved(10**9, 97_000) == memory_copy(10**9 + 8)
-    assert moved(10**9, 98_000) == memory_copy(2 * 10**9 + 8)
-    assert moved(39 * 10**6, 10**6) == memory_copy(39 * 10**6 + 8)  # all of it fits
-
-
 def kernels(*calls: OpCall) -> list[tuple[int, int, int]]:
     """Number of ops, bytes read and bytes written of each kernel that torch.compile makes."""
     found = as_launched(with_engine(StepCapture(calls=calls), "compile")).calls
@@ -179,16 +158,6 @@ def test_weights_gradients_of_a_norm_read_both_tensors_again() -> None:
         phase="backward",
     )
     assert kernels(grads) == [(1, 2 * 128 + 2 * 16 + 32, 128), (1, 2 * 128 + 2 * 16 + 32, 2 * 32)]
-
-
-def test_what_threads_add_up_is_read_in_another_order_by_another_kernel() -> None:
-    """cumsum of x from the right: flip is a load of the scan, but not of its result."""
-    x, a, b, c = (tensor(n, 4, 8) for n in range(4))
-    flips = [
-        OpCall(op="aten.flip.default", args=(t, (1,)), outputs=(u,)) for t, u in ((x, a), (b, c))
-    ]
-    scan = OpCall(op="aten.cumsum.default", args=(a, 1), outputs=(b,))
-    assert kernels(flips[0], scan, flips[1]) == [(2, 128, 128), (1, 128, 128)]
 
 
 def test_tensors_of_another_size_begin_another_kernel() -> None:
@@ -324,22 +293,6 @@ def test_megatrons_cross_entropy_passes_over_the_logits_ten_times() -> None:
     assert found.parameters[0].ready_after == 8
     wide = [t for c in found.calls[:8] for t in (*c.tensors(), *c.outputs) if t.nbytes == 128]
     assert {t.storage for t in wide} == {0}  # each pass overwrites the one before
-
-
-def test_half_precision_logits_are_cast_to_fp32_and_their_gradient_back() -> None:
-    found = as_launched(with_engine(loss_step("bf16"), "fused"))
-    assert names(found)[1:3] == ["_to_copy", "amax"] and names(found)[-3:-1] == ["mul", "_to_copy"]
-    dtypes = [c.outputs[0].dtype for c in found.calls if c.op == "aten._to_copy.default"]
-    assert dtypes == ["fp32", "bf16"]
-
-
-def test_tensor_parallel_logits_take_one_product_backward_too() -> None:
-    """Of the forward calls that tensor parallelism puts there the last one is a quotient, too."""
-    found = as_launched(with_engine(loss_step(cut=True), "fused"))
-    chain = ["amax", "sub", "exp", "sum", "div"]
-    assert names(found) == ["mm", *chain, "nll_loss_forward", "mul", "mm"]
-    wide = [t for c in found.calls[:8] for t in (*c.tensors(), *c.outputs) if t.nbytes == 128]
-    assert {t.storage for t in wide} == {0}
 
 
 def test_an_unknown_engine_is_named() -> None:

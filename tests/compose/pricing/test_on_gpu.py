@@ -21,15 +21,12 @@ from itercast.compose.graph.cuda_variants import (
     with_memory_format,
     with_whole_networks,
 )
-from itercast.compose.pricing.fallbacks import fallback_parts
 from itercast.compose.pricing.optimizer import scaled_update
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import priceable
 from itercast.microbench.ops.matrix.recurrent import CALL as NETWORK
 from itercast.microbench.ops.matrix.recurrent import Recurrent, saved_numel
-from itercast.microbench.ops.memory.elementwise import Elementwise, memory_copy
 from itercast.microbench.ops.memory.fused import CALL
-from itercast.microbench.ops.memory.reduction import Reduction
 
 
 def tensor(storage: int, dtype: str = "fp32", shape: tuple[int, ...] = (4, 8)) -> TensorSpec:
@@ -134,44 +131,6 @@ def test_without_a_model_an_optimizer_passes_over_what_a_rank_holds() -> None:
         update = scaled_update([priceable(captured)], numel, tensors=1)
         (priced,) = PriceBook(ByElement(), GPU, 0).price(update)
         assert priced.duration_us == 2 * numel * 4 / 8
-
-
-def test_a_softmax_casts_its_own_input_and_gradient() -> None:
-    """Of half precision; a cast that something else reads stays."""
-    calls = (
-        call("_to_copy.default", tensor(0, "fp16"), out=1),
-        call("_softmax.default", tensor(1), out=2),
-        call("_to_copy.default", tensor(0, "fp16"), out=3),
-        call("exp.default", tensor(3), out=4),
-        call("_softmax_backward_data.default", tensor(4), tensor(2), out=5, phase="backward"),
-        replace(call("_to_copy.default", tensor(5), out=6), outputs=(tensor(6, "fp16"),)),
-    )
-    found = with_cuda_variants(StepCapture(calls=calls))
-    names = [c.op.split(".")[1] for c in found.calls]
-    assert names == ["_softmax", "_to_copy", "exp", "_softmax_backward_data"]
-
-
-def test_softmax_backward_multiplies_gradient_and_output_first() -> None:
-    back = Reduction(op="_softmax_backward_data", outer=6, size=8)
-    itself, product = fallback_parts(back, MODELS, False, GPU)
-    assert itself.params is back
-    assert product.params == Elementwise(op="mul", numel=48, inner=48, tensors=2)
-    seen = {**MODELS, "reduction": learned("_softmax", "_softmax_backward_data")}
-    assert fallback_parts(back, seen, False, GPU) == []
-    assert fallback_parts(Reduction(op="_softmax", outer=6, size=8), MODELS, False, GPU) == []
-
-
-def test_a_softmax_backward_of_rows_too_long_for_a_block_takes_as_long_as_its_forward() -> None:
-    """48 KiB are 12,288 numbers of fp32, 24,576 of bf16; the gradient of the classes is zeros."""
-    row = Reduction(op="_log_softmax_backward_data", outer=6, size=12289)
-    (part,) = fallback_parts(row, MODELS, False, GPU)
-    assert (part.params, part.checked) == (replace(row, op="_log_softmax"), True)
-    assert fallback_parts(replace(row, size=12288), MODELS, False, GPU) == []
-    assert fallback_parts(replace(row, dtype="bf16"), MODELS, False, GPU) == []
-    itself, _ = fallback_parts(replace(row, op="_softmax_backward_data"), MODELS, False, GPU)
-    assert itself.params.op == "_softmax"
-    (zeros,) = fallback_parts(replace(row, op="nll_loss_backward"), MODELS, False, GPU)
-    assert replace(zeros, checked=False) == memory_copy(6 * 8 + 6 * 12289 * 4)
 
 
 def test_an_op_without_a_model_costs_a_copy_of_its_bytes_and_stays_unmodelled() -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,24 +89,6 @@ def test_attention_takes_as_long_as_its_kernel(
     assert found.assumed == (assumed if us > 10 or us < 10 else ())
 
 
-def test_a_backward_pass_without_rows_is_a_multiple_of_the_forward_pass() -> None:
-    """3 times; flash 2 is 1.75 times as long; compute is 2.5 of 4.5 times 4.096 us.
-
-    That was checked on kernels which take no mask: with one it is assumed.
-    """
-    back = replace(CALL, op="backward")
-    rows = Rows("vllm-0.24.0")
-    found = priced(back, rows, "torch-2.11")
-    assert (found.duration_us, found.assumed) == (pytest.approx(30), ())
-    masked = priced(replace(back, masked=True), rows, "torch-2.11")
-    assert masked.assumed == (("fallbacks.attention", 1.0),)
-    share = 2.5 / (2.5 + 2)
-    old_us = priced(back, rows, "torch-2.2").duration_us
-    assert old_us == pytest.approx(30 * (1 + share * (1.75 - 1)))
-    shown = Rows("vllm-0.24.0", HOPPER, "forward", "backward")
-    assert priced(back, shown, "torch-2.11").duration_us == pytest.approx(10)
-
-
 def test_a_published_kernel_is_taken_by_its_first_word() -> None:
     x = TensorSpec(shape=(1, 8, 1000, 128), dtype="bf16", storage=1)
     step = StepCapture(calls=(OpCall(op="itercast.sdpa", args=(x, x, x), outputs=(x,)),))
@@ -129,13 +110,6 @@ def test_the_sustained_rate_follows_the_power_limit() -> None:
     assert sustained_flops_per_s(a100, "bf16") == pytest.approx(215e12 * 1.6 ** (1 / 3), rel=1e-3)
 
 
-def test_no_sustained_rate_without_power_limit_or_reference() -> None:
-    no_limit = replace(load_gpu("h100-sxm-80gb"), power_w=0.0)
-    other_chip = load_gpu("a40")  # half the tensor cores per SM of the A100's
-    for gpu in (no_limit, other_chip, load_gpu("v100-sxm-32gb"), HOPPER):
-        assert sustained_flops_per_s(gpu, "bf16") == float("inf")
-
-
 def test_small_products_are_not_throttled_and_large_ones_take_their_flops_at_the_rate() -> None:
     h100 = load_gpu("h100-sxm-80gb")
     rows = Rows("torch-2.11.0", h100)
@@ -144,40 +118,3 @@ def test_small_products_are_not_throttled_and_large_ones_take_their_flops_at_the
     us = priced(large, rows, "torch-2.11", h100).duration_us
     assert us == pytest.approx(2 * 8192**3 / sustained_flops_per_s(h100, "bf16") * 1e6)
     assert us < priced(large, rows, "torch-2.11", replace(h100, power_w=500.0)).duration_us
-
-
-def test_grouped_queries_in_32_bits_are_products_over_scores_in_memory() -> None:
-    """4 heads share 2 keys: 16 x 32 scores each, on a GPU as torch's math kernel has them.
-
-    Forward two products, backward four; keys and values are copied for each head.
-    """
-    call = Attention(
-        op="forward",
-        batch=1,
-        heads=4,
-        kv_heads=2,
-        q_len=16,
-        kv_len=32,
-        head_dim=8,
-        causal=True,
-        dtype="tf32",
-    )
-    assert ATTENTION.fallback is not None
-    rows: Any = SimpleNamespace(gpu=HOPPER, seen=lambda *_: True, measured_here=lambda *_: True)
-    parts = ATTENTION.fallback(call, rows)
-    products = [p.params for p in parts if p.family == "gemm"]
-    assert [(p.batch, p.m, p.n, p.k, p.layout) for p in products] == [
-        (4, 16, 32, 8, "nt"),
-        (4, 16, 8, 32, "nn"),
-    ]
-    (softmax,) = [p.params for p in parts if p.family == "reduction"]
-    assert (softmax.outer, softmax.size) == (4 * 16, 32)
-    scores = 4 * 16 * 32 * 4
-    passes = sorted(8 * p.params.numel for p in parts if p.family == "elementwise")
-    keys = 4 * 32 * 8 * 4
-    small = [scores // 4, 2 * 4 * 16 * 8 * 4, 2 * keys, 1.5 * keys, 1.5 * keys]
-    assert passes == sorted([*small, scores + scores // 4, 2 * scores, 2 * scores])
-    backward = ATTENTION.fallback(replace(call, op="backward"), rows)
-    assert sum(p.family == "gemm" for p in backward) == 4
-    for fused in (replace(call, kv_heads=4), replace(call, dtype="bf16")):
-        assert ATTENTION.fallback(fused, rows) == []

@@ -18,7 +18,6 @@ from itercast.compose.pricing.collectives import (
     EMPTY_BYTES,
     Message,
     cluster,
-    formula_us,
     price_messages,
 )
 from itercast.compose.pricing.price_book import PriceBook
@@ -166,16 +165,6 @@ def test_a_gpu_with_long_kernels_waits_for_no_launch_of_a_step_in_a_loop() -> No
 
 def reduce_of(nbytes: int) -> Message:
     return Message(kind="all_reduce", axis="dp", message_bytes=nbytes)
-
-
-def test_all_reduce_without_a_model_is_by_latency_and_rate() -> None:
-    """A ring of four by ll128: 14 us, six steps of 1.9 us, 3/2 * 1e6 B at 0.8 * 0.92e11 B/s."""
-    where, us = cluster(ParallelPlan(dp=4), GPU), 14 + 6 * 1.9 + 1.5e6 / (0.8 * 0.92 * 1e5)
-    assert formula_us(reduce_of(10**6), where.groups["dp"], where) == pytest.approx(us)
-    bare = Known()
-    bare.models = {"gemm": None, "host": None}
-    (found,) = price_messages([reduce_of(10**6)], PriceBook(bare, GPU, 0), where)
-    assert (found.family, found.duration_us) == ("unmodelled", pytest.approx(us))
 
 
 def test_a_forecast_says_by_which_network() -> None:

@@ -11,14 +11,12 @@ from law_case import CUT, KIB, Bare, forecast_for, rank_for, run_of
 from law_case import PLANS as LAWS
 from plan_case import CPU, GPU, Flat
 
-from itercast.api import predict
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan, micro_batch
 from itercast.compose.pricing import host
 from itercast.compose.pricing.collectives import (
     Message,
     cluster,
-    default_contention,
     formula_us,
     price_messages,
 )
@@ -168,17 +166,6 @@ def test_a_host_that_is_ahead_delays_nothing_unless_it_takes_longer() -> None:
     assert [end_us(9.0, ahead=ahead) for ahead in (False, True)] == [23.0, 18.0]
 
 
-def test_megatron_s_host_waits_in_pipelines_that_are_not_interleaved() -> None:
-    def gap_us(stack: str, schedule: str) -> float:
-        plan = f"pp=2,micro=4,schedule={schedule}"
-        found = predict("gpt2-small", gpu="h100-sxm-80gb", plan=plan, batch=256, stack=stack)
-        return found.idle_by_us["host"] / found.iteration_us
-
-    gaps = {s: gap_us(s, "1f1b") for s in ("nemo", "torch-2.11")}
-    assert gaps["torch-2.11"] < 0.3 * gaps["nemo"]
-    assert gap_us("nemo", "interleaved:2") < 0.3 * gaps["nemo"]
-
-
 def test_recomputation_of_ops_saves_attention_and_every_second_product(gpt: StepCapture) -> None:
     """Of a GPT's qkv, projection, c_fc and c_proj; the other products are made again."""
     blocks = [x for x in rank_for(gpt, "recompute=ops", CPU).layers if x.numbered]
@@ -302,8 +289,3 @@ def test_cost_does_not_grow_with_replicas(gpt: StepCapture) -> None:
 
     few, many = cost(2), cost(25_000)
     assert few[0] == many[0] and few[1] >= many[1]  # of so small shards some are equal
-
-
-def test_contention_is_two_on_a_cpu_and_one_on_a_gpu_unless_measured() -> None:
-    measured = replace(GPU, contention=1.3)
-    assert [default_contention(gpu) for gpu in (CPU, GPU, measured)] == [2.0, 1.0, 1.3]

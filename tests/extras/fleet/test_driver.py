@@ -23,12 +23,12 @@ COMMAND = (sys.executable, "-m", "itercast", "fleet")
 PLAN = """
 root: rows
 points: captured.json
-chunk: 7s
+chunk: 12s
 machines:
   one:
     gpu: cpu
     count: 2
-    minutes: 0.22
+    minutes: 0.4
     families: [norm, elementwise]
     python: {folder}/venv/bin/python
 """

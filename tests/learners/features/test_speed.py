@@ -10,7 +10,6 @@ from itercast.learners.bundle import SHIPPED, Bundle
 from itercast.learners.calibrate import calibrate
 from itercast.learners.features.host_calls import (
     COLD_POINTWISE,
-    KERNEL_SHARE,
     HostCall,
     host_call,
     learn_host_calls,
@@ -143,16 +142,6 @@ def test_products_of_a_kind_not_measured_in_their_dtype_are_those_that_were() ->
     assert as_measured(rows, GEMM, {}) is rows
 
 
-def test_linear_layers_of_the_bundle_that_ships_take_as_long_as_plain_products() -> None:
-    """AIConfigurator measured plain ones, and in fp8 scaled ones: a B200 knew no others."""
-    facts = {"family": "gemm", "gpu": "b200-sxm", "dtype": "bf16", "layout": "nt", "batch": 1}
-    rows = pd.DataFrame(
-        [{**facts, "op": op, "m": 4096, "n": 1024, "k": 1024} for op in GEMM.op_aliases]
-    )
-    us = Bundle.load(SHIPPED).price("gemm", rows)["predicted_us"]
-    assert us.tolist() == pytest.approx([us[0]] * len(us))
-
-
 def test_a_calibration_corrects_all_op_aliases() -> None:
     """Linear layers in bf16 stand as plain products: measured twice as slow, both are."""
     shipped = Bundle.load(SHIPPED)
@@ -222,25 +211,6 @@ def test_calls_of_an_op_are_told_apart_by_the_kernels_they_launch() -> None:
         "backward": 20.0,
         "backward, unsorted": 4.0,
     }
-
-
-def test_lists_of_tensors_cost_by_tensor() -> None:
-    """5 calls of 2 us, and a quarter for each tensor; an op of some operands is on no list."""
-    tensors = [1, 10, 50, 200]
-    listed = called("_foreach_mul_", [10 + 0.5 * n for n in tensors], tensors=tensors)
-    found = learn_host_calls(listed, ELEMENTWISE, GPUS)["one"]["_foreach_mul_"]
-    assert (found.fixed, found.per_tensor) == (pytest.approx(5), pytest.approx(0.25))
-    assert found.launches(100) == pytest.approx(30 + KERNEL_SHARE * (1 - 30))
-    operands = called("where", [5.0, 6.0, 7.0], tensors=[2, 3, 3])
-    assert learn_host_calls(operands, ELEMENTWISE, GPUS)["one"]["where"].fixed == 3.0
-
-
-def test_a_line_begins_and_rises_above_zero() -> None:
-    shrinking = called("_foreach_neg", [9.0, 8.0, 7.0, 6.0], tensors=[1, 10, 50, 200])
-    assert learn_host_calls(shrinking, ELEMENTWISE, GPUS)["one"]["_foreach_neg"].fixed == 3.75
-    steep = called("_foreach_neg", [1.0, 10.0, 60.0, 250.0], tensors=[1, 10, 50, 200])
-    found = learn_host_calls(steep, ELEMENTWISE, GPUS)["one"]["_foreach_neg"]
-    assert min(found.fixed, found.per_tensor) >= 0
 
 
 def test_a_gpu_that_was_not_swept_takes_the_median_of_those_that_were() -> None:

@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from itercast.learners.family_model import learn_quickly, prepare
-from itercast.learners.features.table import feature_table, origins
+from itercast.learners.family_model import prepare
+from itercast.learners.features.table import origins
 from itercast.learners.models.ensemble import cross_fit, refit
 from itercast.learners.models.gaussian_process import GaussianProcess, fit_process
 from itercast.learners.models.interpolate import interpolated
@@ -153,61 +153,6 @@ def test_a_forecast_is_the_sum_over_all_points() -> None:
     z = found.kernel.saturated(table.x[:, found.columns])
     whole = found.centre + found.kernel(z, found.at) @ found.weight
     assert found.predict_rows(z) == pytest.approx(whole, abs=1e-3)
-
-
-def test_far_beyond_the_sizes_measured_a_curve_is_level() -> None:
-    """Rows up to 64 MiB tell of 512 MiB: twice the bytes take twice as long."""
-    rows = curve("h100-sxm-80gb", "all_gather", 6.0, 350e9)
-    gpus = {"h100-sxm-80gb": load_gpu("h100-sxm-80gb")}
-    known = (rows["message_bytes"] <= 2**26).to_numpy()
-    found, table = fitted(rows, known, gpus)
-    guess = table.roofline_us * np.exp(found.predict(table.x))
-    assert guess[-1] / guess[-2] == pytest.approx(2, rel=0.02)
-    assert left_out_pct(rows, known, gpus).max() < 4
-
-
-def test_networks_and_vidurs_kernels_tell_nothing_of_others() -> None:
-    """Covariances of rows within a node, of two nodes and of Vidur are 0 but among their like."""
-    rows = curve("a100-sxm-80gb", "all_reduce", 6.0, 200e9)
-    across = rows.assign(world_size=16, ranks_per_node=8, node="aws-p4d")
-    parts = [rows, across, rows.assign(stack="vidur")]
-    prepared = prepare(
-        pd.concat(parts, ignore_index=True),
-        families()["collective"],
-        {"a100-sxm-80gb": load_gpu("a100-sxm-80gb")},
-    )
-    stated = prepared.table.stated_kernel
-    assert stated is not None
-    z = stated.kernel.saturated(prepared.table.x[:, list(stated.columns)])
-    which = np.repeat(np.arange(3), len(rows))
-    apart = which[:, None] != which
-    assert stated.kernel(z, z)[apart].max() < 1e-6 < stated.kernel(z, z)[~apart].max()
-
-
-@pytest.mark.parametrize(
-    ("measured", "asked", "least", "most"),
-    [
-        ("nvlink", "nvlink", 1.9, 2.1),
-        ("nvlink", "bridged", 1.1, 1.8),  # another kind of link: nearer to the formula
-        ("pcie", "pcie", 1.9, 2.1),
-        ("pcie", "bridged", 0.999, 1.001),  # PCIe has terms of its own
-    ],
-)
-def test_what_rings_over_one_link_say_of_another(
-    measured: str, asked: str, least: float, most: float
-) -> None:
-    """All rings that were measured take twice the formula of their link."""
-    family, sizes = families()["collective"], 2 ** np.arange(12, 29)
-    gpus = {name: load_gpu(name) for name in ("a100-pcie-80gb", "h100-nvl")}
-    one = pd.DataFrame({"message_bytes": sizes, "dtype": "fp16", "stack": "nccl", "link": measured})
-    one = one.assign(op="all_reduce", world_size=4, ranks_per_node=4)
-    rows = pd.concat([one.assign(gpu=name) for name in gpus], ignore_index=True)
-    formula = feature_table(rows, family, gpus)[1]
-    prepared = prepare(rows.assign(time_us=2 * formula), family, gpus)
-    model = learn_quickly(prepared, np.arange(len(rows)), default_options(prepared.table))
-    rows = rows.assign(link=asked)
-    found = model.predict(rows, family, gpus).time_us / feature_table(rows, family, gpus)[1]
-    assert least < float(np.median(found)) < most
 
 
 def test_far_from_all_rows_the_roofline_is_the_forecast() -> None:

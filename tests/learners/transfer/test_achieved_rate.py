@@ -10,13 +10,13 @@ import pytest
 
 from itercast.capture.base.switches import switching_off
 from itercast.learners.bundle import SHIPPED, Bundle
-from itercast.learners.features.table import Encoder, columns
+from itercast.learners.features.table import Encoder
 from itercast.learners.known_bundles import find_gpu
 from itercast.learners.transfer.achieved_rate import correction
 from itercast.learners.transfer.query_rows import QueryRows
 from itercast.learners.transfer.source_gpus import SourceGpus
 from itercast.microbench.hardware.spec import Gpu, load_gpu
-from itercast.microbench.ops.matrix.gemm import FAMILY, LARGE, rate
+from itercast.microbench.ops.matrix.gemm import FAMILY, LARGE
 
 SHIPS = Bundle.load(SHIPPED)
 NEW = Gpu(
@@ -118,79 +118,7 @@ def test_what_was_measured_in_half_is_not_corrected(dtype: str, op: str, same: b
     assert (slowed("a40", dtype, op) == 1) is same
 
 
-def test_a_dtype_new_to_a_known_gpu_reaches_its_rate_too() -> None:
-    us = forecast_us(load_gpu("a40"), "fp32")
-    assert 2e6 * LARGE**3 / us == pytest.approx(23.0e12, rel=0.1)
-
-
-def test_tf32_takes_twice_the_time_of_half_precision_on_the_same_tensor_cores() -> None:
-    """Half the rate and twice the bytes; an A100 is measured in bf16 alone, in no TF32.
-
-    Its times in TF32 come from an H100's, which reaches 377 TFLOP/s against 736 in fp16.
-    """
-    shapes = [
-        ("mm", 8192, 8192, 8192, 1),
-        ("addmm", 65536, 768, 3072, 1),
-        ("bmm", 384, 384, 64, 999),
-    ]
-    in_half, in_tf32 = (
-        SHIPS.price(
-            "gemm",
-            pd.DataFrame(shapes, columns=["op", "m", "n", "k", "batch"]).assign(
-                gpu="a100-sxm-80gb", layout="nt", dtype=dtype, family="gemm"
-            ),
-        )
-        for dtype in ("fp16", "tf32")
-    )
-    ratio = in_tf32["predicted_us"] / in_half["predicted_us"]
-    assert ratio.to_numpy() == pytest.approx(np.full(3, 2.0), rel=0.12)
-    assert in_half["in_envelope"].iloc[0]
-
-
-def test_what_slows_bf16_slows_fp8_as_much() -> None:
-    """An L4 of 72 W reaches 57 of 121 TFLOP/s in bf16; of fp8 nothing is published."""
-    in_bf16, in_fp8 = slowed("l4", "bf16"), slowed("l4", "fp8", "scaled_mm")
-    assert in_fp8 == pytest.approx(in_bf16, rel=0.01) and in_bf16 > 1.2
-
-
-def test_single_precision_of_a_gpu_measured_in_half_comes_from_others() -> None:
-    """Linear layers of a B200 are nearly as fast as its square products, thin batched ones not."""
-    rows = products("b200-sxm", "fp32", 4096)
-    linear = rows.assign(op="addmm", n=1024, k=1024, layout="nt")
-    batched = rows.assign(op="bmm", m=512, n=512, k=64, batch=128, layout="nt")
-    query = pd.concat([rows, linear, batched], ignore_index=True)
-    us = SHIPS.price("gemm", query)["predicted_us"]
-    rate = 2e6 * query["m"] * query["n"] * query["k"] * query["batch"] / us
-    assert 0.8 < rate[1] / rate[0] < 1.1 and 0.5 < rate[2] / rate[0] < 0.8
-
-
 def test_the_bundle_that_ships_knows_gpus_as_the_files_do() -> None:
     """A fact corrected in a file alone would be priced by the old one; peaks may be added."""
     for name in SHIPS.gpus:
         assert find_gpu(name, SHIPS) == load_gpu(name)
-
-
-def test_odd_rows_leave_products_to_older_kernels() -> None:
-    """512 FLOP per SM and clock in TF32, twice that in half precision; rows as memory has them."""
-    a100, h100 = load_gpu("a100-sxm-80gb"), load_gpu("h100-sxm-80gb")
-    rows = products(a100.name, "bf16", *[64] * 6).assign(n=64, k=64)
-    sizes = [("nn", 63, 64, 64), ("nn", 64, 64, 63), ("nt", 64, 63, 64), ("tn", 63, 64, 64)]
-    sizes += [("nt", 64, 64, 63), ("tn", 64, 64, 63)]
-    rows[["layout", "m", "n", "k"]] = sizes
-    old = 1024 * 108 * 1.41e9  # half of an A100's peak
-    found = rate(columns(rows, FAMILY), a100)
-    np.testing.assert_allclose(found, [np.inf, old, old, old, old, np.inf])
-    in_tf32 = columns(rows.assign(dtype="tf32"), FAMILY)
-    assert rate(in_tf32, a100)[1] == old / 2
-    assert np.isinf(rate(columns(rows.assign(dtype="fp32"), FAMILY), a100)).all()
-    assert np.isinf(rate(in_tf32, replace(a100, vendor="amd"))).all()
-    assert rate(in_tf32, h100)[1] == 512 * 132 * 1.98e9
-    assert rate(in_tf32, replace(h100, sm_count=1))[1] == 494.7e12 / 4
-
-
-def test_the_bundle_that_ships_knows_what_an_odd_vocabulary_costs() -> None:
-    """Half the speed on an A100 (of 312 TFLOP/s at the peak), none lost on an RTX 3090."""
-    for gpu, low, high in (("a100-sxm-80gb", 1.8, 2.1), ("rtx-3090", 0.9, 1.1)):
-        both = pd.concat([products(gpu, "bf16", LARGE).assign(n=n) for n in (50257, 50264)])
-        odd, even = SHIPS.price("gemm", both, {gpu: load_gpu(gpu)})["predicted_us"]
-        assert low < odd / even < high

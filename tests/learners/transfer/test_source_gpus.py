@@ -12,10 +12,10 @@ import pytest
 
 from itercast.learners.features.table import Encoder, feature_table, origins
 from itercast.learners.transfer.query_rows import QueryRows, RowGroup, measured_in
-from itercast.learners.transfer.source_gpus import SourceGpus, _moved_us, _vector_rate
-from itercast.microbench.hardware.spec import Gpu, load_gpu
+from itercast.learners.transfer.source_gpus import SourceGpus, _moved_us
+from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import Family
-from itercast.microbench.ops.matrix import conv, gemm
+from itercast.microbench.ops.matrix import gemm
 from itercast.microbench.ops.memory import norm
 
 
@@ -77,59 +77,6 @@ def test_what_exceeds_the_roofline_moves_with_the_rate_of_sms() -> None:
     assert moved_us(1.0, 1.0) == moved_us(1.0, 0.5) == 0.5
 
 
-def test_lanes_that_integers_need_do_not_count() -> None:
-    """64 of an SM since Turing; an A100 has no more, an H100 twice as many; a P4 shares all."""
-    sms = {name: load_gpu(name) for name in ("a100-sxm-80gb", "h100-sxm-80gb", "p4")}
-    rates = {name: _vector_rate(found) / 1e12 for name, found in sms.items()}
-    assert rates["a100-sxm-80gb"] == pytest.approx(19.5, rel=0.01)
-    assert rates["h100-sxm-80gb"] == pytest.approx(66.9 / 2, rel=0.01)
-    assert rates["p4"] == sms["p4"].peak("fp32") / 1e12
-
-
-def test_convolutions_do_not_move_with_tensor_cores() -> None:
-    """An H100's tensor cores are 7.9 times a V100's; its lanes 2.1 times, and so is the rest."""
-    found = {name: load_gpu(name) for name in ("h100-sxm-80gb", "v100-sxm-16gb")}
-    asked = query(("v100-sxm-16gb", "fp16", ""), ops=["forward"], gpus=found)
-    sources = SourceGpus(encoder=Encoder([], {}), measured={}, gpus=found)
-    (slower,) = sources._slower(replace(asked, family=conv.FAMILY), "h100-sxm-80gb")
-    assert slower == pytest.approx(33.4 / 15.7, rel=0.01)
-    assert sources._slower(asked, "h100-sxm-80gb") == [1.0]  # products go by their tiles
-
-
-def test_an_octave_of_bandwidth_or_peak_is_a_quarter_as_another_architecture_is() -> None:
-    rows = (("twin", "fp32", "a"), ("slow", "fp32", "a"))
-    near = {("twin", "a"): pytest.approx(0.8), ("slow", "a"): pytest.approx(0.2)}
-    assert shares(source_gpus(*rows), "fp32", "a") == near
-    doubled = GPUS | {"slow": gpu("slow", peak=2e13)}
-    assert shares(source_gpus(*rows, gpus=doubled), "fp32", "a") == near
-    other = GPUS | {"slow": gpu("slow", architecture="other")}
-    assert shares(source_gpus(*rows, gpus=other), "fp32", "a") == near
-
-
-def test_a_vendor_with_two_architectures_is_forecast_from_its_own() -> None:
-    """Of two like GPUs as near each has half; of another vendor none, even of that op alone."""
-    a, b = (gpu("twin", architecture=name) for name in ("first", "second"))
-    theirs = replace(gpu("slow", architecture="third"), vendor="amd")
-    gpus = GPUS | {"twin": a, "one": b, "slow": theirs}
-    rows = (("twin", "fp32", "a"), ("one", "fp32", "a"), ("slow", "fp32", "a"))
-    half = {("twin", "a"): pytest.approx(0.5), ("one", "a"): pytest.approx(0.5)}
-    found = source_gpus(*rows, gpus=gpus)
-    assert shares(found, "fp32", "a") == half
-    alone = source_gpus(*rows, ops=("mm", "mm", "bmm"), gpus=gpus)
-    assert alone.covers(theirs, "bmm", "fp32") and not alone.covers(gpus["new"], "bmm", "fp32")
-    alike = source_gpus(*rows, gpus=gpus | {"one": replace(b, architecture="first")})
-    assert ("slow", "a") in shares(alike, "fp32", "a")  # one architecture is not enough
-
-
-def test_other_software_counts_for_three_octaves() -> None:
-    found = source_gpus(("twin", "fp32", "b"), ("slow", "fp32", "a"))  # 3 octaves off, and 1
-    assert shares(found, "fp32", "a") == {
-        ("twin", "b"): pytest.approx(1 / 17),
-        ("slow", "a"): pytest.approx(16 / 17),
-    }
-    assert shares(found, "fp32", "")["twin", "b"] == pytest.approx(0.8)  # none stated: none other
-
-
 def test_wanted_software_is_lent_where_it_is_and_makes_nobody_farther() -> None:
     rows = [("twin", "fp32", stack) for stack in ("vllm-1", "vllm-1", "torch-2.9", "torch-2.11")]
     found = source_gpus(*rows, ("slow", "fp32", "vllm-1"))
@@ -160,16 +107,6 @@ def test_a_cpu_is_no_source_of_a_gpu() -> None:
     gpus = GPUS | {"twin": replace(gpu("twin"), kind="cpu")}
     found = source_gpus(("twin", "fp32", "a"), ("slow", "fp32", "b"), gpus=gpus)
     assert shares(found, "fp32", "") == {("slow", "b"): 1.0}
-
-
-def test_far_gpus_are_no_sources() -> None:
-    """Three octaves are 1/64 of a twin; of four twins three are enough."""
-    gpus = GPUS | {"far": gpu("far", bandwidth=8e12)}
-    found = source_gpus(("twin", "fp32", "a"), ("far", "fp32", "a"), gpus=gpus)
-    assert shares(found, "fp32", "a") == {("twin", "a"): 1.0}
-    twins = {name: gpu(name) for name in (f"twin{i}" for i in range(4))}
-    found = source_gpus(*((name, "fp32", "a") for name in twins), gpus=GPUS | twins)
-    assert list(shares(found, "fp32", "a").values()) == pytest.approx([1 / 3] * 3)
 
 
 def test_unseen_rows_are_of_a_new_gpu_or_of_a_dtype_that_only_others_have() -> None:

@@ -20,9 +20,8 @@ from itercast.microbench.campaign.smoke import ImplausibleRows, check
 from itercast.microbench.campaign.stages import PLANS, Run, Stage, chosen_stages
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.iterations import collect as rounds
-from itercast.microbench.iterations.gpu_list import DLRM, FIRST, gpu_iterations
 from itercast.microbench.iterations.measure import Iteration, measure_iteration
-from itercast.microbench.iterations.worker import IterationOrder, iteration_key, iteration_row
+from itercast.microbench.iterations.worker import IterationOrder, iteration_row
 from itercast.microbench.ops.matrix.gemm import Gemm
 from itercast.microbench.ops.memory.elementwise import Elementwise
 from itercast.microbench.store import Journal, read_rows, write_part
@@ -39,18 +38,6 @@ HEAVY = (
     "psutil",
     "transformers",
 )
-
-
-def test_the_campaign_measures_every_kind_of_iteration() -> None:
-    wanted = gpu_iterations()
-    assert len(wanted) == len(set(wanted)) >= 60
-    assert set(DLRM) <= {w.case for w in wanted}
-    assert {w.dtype for w in wanted} == {"fp32", "tf32", "bf16"}
-    assert {w.engine for w in wanted} >= {"eager", "graph", "compile"}
-    first = wanted[: len(FIRST)]
-    kinds = {w.case.split("-")[0] for w in first}
-    assert {"gpt2", "bert", "llama", "vit", "resnet", "dlrm", "switch", "unet"} <= kinds
-    assert {w.dtype for w in first} == {"fp32", "tf32", "bf16"}
 
 
 class Toys:
@@ -199,18 +186,6 @@ def test_an_iteration_that_hangs_is_a_row_and_one_cut_by_the_clock_is_not(
     assert [len(g) for g in given] == [3, 1]
     rows = read_rows([tmp_path], "iteration").set_index("batch")
     assert rows["status"].to_dict() == {1: "ok", 2: "error"}
-
-
-def test_an_eager_iteration_has_the_key_it_had_before_engines() -> None:
-    """So that a resumed dataset repeats nothing."""
-    order = IterationOrder(
-        root="", run_id="", device="cpu", gpu="x", threads=2, ranks=1, repeat=0, iterations=()
-    )
-    asked = Iteration(case="mlp-s", batch=64)
-    assert iteration_key(order, asked) == "eb0470c32c6046f7"
-    graph = Iteration(case="mlp-s", batch=64, engine="graph")
-    row = Iteration(case="mlp-s", batch=64, timing="back_to_back")
-    assert len({iteration_key(order, one) for one in (asked, graph, row)}) == 3
 
 
 def test_an_iteration_in_bf16_is_stored_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,27 +22,21 @@ from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.iterations.gpu_list import gpu_iterations
 from itercast.microbench.ops import families, find_family
 from itercast.microbench.ops.family import itemsize_bytes
-from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
 from itercast.microbench.ops.matrix.attention import Attention
 from itercast.microbench.ops.matrix.gemm import Gemm
 from itercast.microbench.ops.memory import norm
 from itercast.microbench.ops.memory.elementwise import Elementwise
 from itercast.microbench.ops.memory.norm import Norm
 from itercast.microbench.ops.memory.random import DROPOUT, RandomOp
-from itercast.microbench.ops.memory.reduction import Reduction
-from itercast.microbench.ops.sizes import aligned
-from itercast.microbench.ops.step.host import EVENTS, FSDP, OPTIMIZERS, SHARDED, WRAPPERS
-from itercast.microbench.ops.step.optimizer import ADAMW, FUSED, SGD, OptimizerOp, lengths
 from itercast.microbench.store import write_part
 from itercast.microbench.sweep.captured_points import (
     points_of_rows,
     read_points,
     write_measured_points,
-    write_points,
 )
 from itercast.microbench.sweep.gpu_space import fits, grid, limits_us, on_gpu, roofline_us
 from itercast.microbench.sweep.rows import failure_status
-from itercast.microbench.sweep.scheduler import Sweep, space
+from itercast.microbench.sweep.scheduler import Sweep
 
 H100 = load_gpu("h100-sxm-80gb")
 A100 = load_gpu("a100-sxm-80gb")
@@ -50,10 +44,6 @@ TINY = ("host",)  # its points have no work on the GPU at all
 SWEPT_ALONE = [n for n, f in families().items() if f.ranks == 1 and not f.on_demand]
 DENSE = sorted(set(SWEPT_ALONE) - set(TINY))
 SWEPT = 400
-
-
-def grown(name: str, p: Any, factor: float, lean: float) -> Any:
-    return families()[name].gpu_sweep.resize(p, factor, lean)
 
 
 @cache
@@ -132,85 +122,12 @@ def test_products_by_expert_are_in_bf16_on_gpus_that_run_them_as_one() -> None:
         families()["gemm"].build(Gemm(op="grouped_mm", m=8, n=8, k=8, batch=2), "cuda")
 
 
-def test_bags_are_those_of_dlrms() -> None:
-    bags: list[EmbeddingBag] = swept("embedding_bag")
-    assert np.mean([p.dtype == "fp32" and p.mode == "sum" for p in bags]) >= 0.7
-    assert {p.op for p in bags} == {"forward", "backward"}
-    for p in bags:
-        assert 512 <= p.bags <= 8192 and 1 <= p.lookups / p.bags <= 128
-        assert 1000 <= p.rows <= 2e7 and 16 <= p.dim <= 256
-    kinds = {(p.skew > 0, p.repeats > 0) for p in bags}
-    assert kinds == {(False, False), (True, False), (True, True)}
-
-
-def test_updates_are_those_of_adamw_and_sgd() -> None:
-    """Over as many tensors as models have, no roots of zeros, no operation that none calls."""
-    updates: list[OptimizerOp] = swept("optimizer")
-    assert {p.op for p in updates} == {*ADAMW, SGD, *FUSED}
-    assert {p.zero_frac for p in updates} == {0.0}
-    assert np.mean([p.tensors >= 40 for p in updates]) > 0.7
-    assert 0.7 < np.mean([p.aligned_frac == 1.0 for p in updates]) < 0.9
-    root = OptimizerOp(op="_foreach_sqrt", tensors=50, numel=50_000_000, zero_frac=0.7)
-    (found,) = on_gpu("optimizer", iter([root]), H100, 0, captured=True)
-    assert found == replace(root, zero_frac=0.0, dtype=found.dtype)
-
-
-def test_adamw_squares_gradients_that_it_reads_once() -> None:
-    """addcmul(v, g, g): the second g is in the cache, so both are the same tensors."""
-    build = families()["optimizer"].build
-    p = OptimizerOp(op="_foreach_addcmul_", tensors=2, numel=64)
-    for device in ("meta", "cpu"):
-        cells = [c.cell_contents for c in build(p, device).run.__closure__ or ()]
-        tensors = {id(t) for c in cells if isinstance(c, list) for t in c if torch.is_tensor(t)}
-        assert len(tensors) == 2 * 2
-
-
-def test_tensors_are_as_aligned_as_a_point_says() -> None:
-    """Half of 8 tensors are long; three of these four hold three quarters of their elements."""
-    p = OptimizerOp(op="_foreach_mul_", tensors=8, numel=4_800)
-    assert lengths(p) == [944] * 4 + [256] * 4
-    assert lengths(replace(p, aligned_frac=0.25)) == [943, 945, 943, 945, *[256] * 4]
-    assert lengths(replace(p, tensors=1, numel=7)) == [7]  # too few to leave any out
-
-
 def test_what_a_gpu_never_calls_is_left_out_or_exchanged() -> None:
     """Allocations launch nothing; a mask drawn by a CPU's dropout is part of its kernel there."""
     assert not [p for p in swept("elementwise") if p.op == "empty_like"]
     drawn = RandomOp(op="bernoulli_", size=10_000_000)
     (found,) = on_gpu("random", iter([drawn]), H100, 0, captured=True)
     assert found.op in DROPOUT and found.size == drawn.size
-
-
-def test_captured_points_keep_their_size_unless_it_is_too_small_or_too_large() -> None:
-    """Rows of 768 in bf16: 2 * 2 B a number, so 10 us are 22,000 rows; small ones get more rows."""
-    plain = Norm(op="layer", rows=22_000, cols=768, dtype="bf16")
-    small, large = replace(plain, rows=16), replace(plain, rows=10**7)
-    found = list(on_gpu("norm", iter([plain, *[small] * 40, large]), H100, 0, captured=True))
-    assert found[0] == plain
-    assert found.count(small) <= 0.15 * len(found)
-    others_us = rooflines_us("norm", [p for p in found if p != small])
-    assert len(others_us) > 30 and others_us.min() > 2.7
-    assert found[-1].rows < large.rows
-
-
-def test_a_product_grows_on_all_sides_and_stays_as_aligned_as_it_was() -> None:
-    """64 times the flops are 4 times each side; one token, or 40 classes, stay."""
-    square = grown("gemm", Gemm(m=128, n=384, k=100), 64.0, 0.5)
-    assert (square.m, square.n, square.k) == (512, 1536, 400)
-    decoding = grown("gemm", Gemm(m=1, n=1024, k=1024), 16.0, 0.5)
-    assert (decoding.m, decoding.n, decoding.k) == (1, 4096, 4096)
-    assert [aligned(w, 50257) % 2 for w in (1000, 1001.5, 7.2)] == [1, 1, 1]
-    assert aligned(1000, 64) == 1024 and aligned(1000, 8) == 1000
-
-
-def test_other_points_grow_along_batches_first() -> None:
-    sizes: dict[str, Any] = {"batch": 2, "heads": 8, "kv_heads": 8, "q_len": 256, "kv_len": 256}
-    heads = Attention(op="forward", head_dim=64, causal=True, **sizes)
-    assert grown("attention", heads, 4.0, 1.0) == replace(heads, batch=8)
-    rows = Norm(op="layer", rows=64, cols=768)
-    assert grown("norm", rows, 4.0, 1.0) == replace(rows, rows=256)
-    softmax = Reduction(op="_softmax", outer=64, size=1000)
-    assert grown("reduction", softmax, 4.0, 1.0) == replace(softmax, outer=256)
 
 
 def test_fused_points_keep_whole_inputs_and_results() -> None:
@@ -233,31 +150,6 @@ def test_points_of_any_size_build_and_run(name: str, monkeypatch: pytest.MonkeyP
         except (NotImplementedError, RuntimeError) as exc:  # kernels that only GPUs have
             half = p.dtype in ("fp16", "bf16")
             assert half and failure_status(exc) == "unsupported", (p, exc)
-
-
-def test_one_gpu_s_host_has_launches_and_events_first_and_no_wrappers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def ops(gpus: int) -> list[str]:
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-        return [p.op for p in on_gpu("host", grid("host", 0), H100, 0)]
-
-    alone, among = ops(1), ops(2)
-    first = alone.index(OPTIMIZERS[0])
-    assert Counter(alone[:first]) == {"launch": 16, **dict.fromkeys(EVENTS, 8)}
-    assert set(alone[first:]) == set(OPTIMIZERS)
-    assert among[: len(alone)] == alone
-    assert set(among[len(alone) :]) == {*WRAPPERS, *SHARDED} > set(FSDP)
-
-
-def test_two_of_three_points_are_captured_and_small_ones_few_among_them(tmp_path: Path) -> None:
-    """400 captured norms of 64 KB (0.02 us) and the family's own, mixed for a GPU."""
-    path = tmp_path / "points.json"
-    called = [Norm(op="layer", rows=16 + n, cols=512) for n in range(400)]
-    write_points(path, {"norm": called})
-    found = list(islice(space("norm", path, H100, 0), 300))
-    assert np.mean(rooflines_us("norm", found) < 3) <= 0.15
-    assert sum(p.op == "layer" for p in found) > 200
 
 
 def test_a_batch_norm_on_a_gpu_is_what_a_module_calls() -> None:
