@@ -9,7 +9,7 @@ from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.parallel.expert_precision import wide_experts
 from itercast.compose.pricing.collectives import Cluster
-from itercast.compose.pricing.rank_graph import casts_experts
+from itercast.compose.pricing.rank_graph import casts
 
 WIDE_EXPERTS = (
     "experts run in fp32 under autocast, which casts no grouped products; "
@@ -29,7 +29,7 @@ def notes(step: StepCapture, plan: ParallelPlan, stack: str) -> Iterator[str]:
     slow = {c.module for c in step.calls if SLOW_PATHS.search(c.module)}
     if slow:
         yield SLOW_PATH.format(", ".join(sorted(slow)))
-    if plan.amp and wide_experts(step) and not casts_experts(step, plan, stack):
+    if plan.amp and wide_experts(step) and not casts(step, plan, stack):
         yield WIDE_EXPERTS
 
 

@@ -1,8 +1,9 @@
-"""Grouped products of experts in half precision, where the software casts what autocast does not.
+"""Mixed precision that casts more than autocast does: experts, or a whole module.
 
 ``torch._grouped_mm`` is no op of autocast's lists (torch 2.13, aten/src/ATen/autocast_mode.h), so
 that under plain autocast experts stay in fp32. FSDP's mixed precision casts all parameters of a
-module and its inputs; Megatron-LM and NeMo hold weights in half precision.
+module and its inputs, once they are gathered, so that all of a step but the optimizer is in half
+precision; Megatron-LM and NeMo hold weights in half precision.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ HALF = ("bf16", "fp16")
 
 def wide_experts(capture: StepCapture) -> bool:
     """Whether experts run in fp32 beside linear layers in half precision."""
-    return _half_dtype(capture) != "" and any(
+    return half_dtype(capture) != "" and any(
         c.op == GROUPED and c.args[0].dtype == WIDE for c in capture.calls
     )
 
@@ -37,7 +38,36 @@ def experts_in_half(capture: StepCapture) -> StepCapture:
     return _Narrowed(capture).step()
 
 
-def _half_dtype(capture: StepCapture) -> str:
+def module_in_half(capture: StepCapture) -> StepCapture:
+    """The step with forward and backward in the dtype of its linear layers, as FSDP2 runs it.
+
+    Parameters are those that a rank gathers; casts between the two dtypes are gone. The optimizer
+    is in fp32, as the shards are. Left out: casts that a module makes itself.
+    Source: torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype).
+    """
+    half, made = half_dtype(capture), StepBuilder(capture)
+    same: dict[int, int] = {}  # storage of a copy in the other dtype -> that of what it copies
+    for i, call in enumerate(capture.calls):
+        update = call.phase in ("optimizer", "zero_grad")
+        tensors = {t for t in (*call.tensors(), *call.outputs)}
+        change = {
+            t: replace(
+                t,
+                storage=same.get(t.storage, t.storage),
+                dtype=half if t.dtype == WIDE and not update else t.dtype,
+            )
+            for t in tensors
+        }
+        if call.op == DTYPE_CAST and {call.args[0].dtype, call.outputs[0].dtype} == {WIDE, half}:
+            same[call.outputs[0].storage] = change[call.args[0]].storage
+        else:
+            made.calls.append(with_tensors(call, change))
+        made.done(i)
+    wide = (replace(p, dtype=half) if p.dtype == WIDE else p for p in capture.parameters)
+    return made.step(tuple(wide))
+
+
+def half_dtype(capture: StepCapture) -> str:
     """The dtype that autocast casts linear layers to; empty where it casts none."""
     casts = {t.storage for c in capture.calls if c.op == DTYPE_CAST for t in c.outputs}
     factors = (c.args[-1] for c in capture.calls if c.op in LINEAR_PRODUCTS)
@@ -48,7 +78,7 @@ class _Narrowed:
     """Casts and narrowed tensors of a step while it is rewritten."""
 
     def __init__(self, capture: StepCapture) -> None:
-        self.capture, self.dtype = capture, _half_dtype(capture)
+        self.capture, self.dtype = capture, half_dtype(capture)
         self.made, self.fresh = StepBuilder(capture), fresh_storages(capture)
         self.shapes = {p.shape for p in capture.parameters if len(p.shape) == 3}
         self.cast: dict[int, int] = {}  # storage -> that of its copy in half precision

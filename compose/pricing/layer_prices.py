@@ -34,7 +34,7 @@ from itercast.compose.pricing.priced_op import AssumedTime, PricedOp
 from itercast.compose.pricing.rank_graph import (
     LayerCopies,
     RankGraph,
-    casts_experts,
+    casts,
     rank_graph,
     until_read,
 )
@@ -181,7 +181,7 @@ def price_model(
     axes = ("tp", "cp", "ep", *(("dp",) if plan.cut else ()))
     groups = tuple(where.groups[axis] for axis in axes)
     pairs = plan.microbatches if plan.ep_overlap else 1
-    ways = (plan.expert_tp, casts_experts(capture, plan, book.stack), pairs)
+    ways = (plan.expert_tp, casts(capture, plan, book.stack), pairs)
     key = ("priced model", *ways, plan.parts("prices"), groups, where.node, book)
     return once_of(capture)(key, partial(_price_graph, capture, plan, book, where))
 

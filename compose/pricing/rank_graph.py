@@ -25,7 +25,12 @@ from itercast.compose.graph.product_roles import LINEAR_PRODUCTS
 from itercast.compose.graph.rewrite import COLLECTIVE
 from itercast.compose.parallel.cp import context_parallel
 from itercast.compose.parallel.ep import expert_parallel
-from itercast.compose.parallel.expert_precision import experts_in_half, wide_experts
+from itercast.compose.parallel.expert_precision import (
+    experts_in_half,
+    half_dtype,
+    module_in_half,
+    wide_experts,
+)
 from itercast.compose.parallel.halo import cut_graph
 from itercast.compose.parallel.tp import tensor_parallel
 from itercast.compose.pricing.collectives import Cluster, Message, price_messages
@@ -191,10 +196,19 @@ class RankGraph:
         return sum(ops[i].matmul_s(self.gpu) for i in range(*span) if i in ops)
 
 
-def casts_experts(capture: StepCapture, plan: ParallelPlan, stack: str) -> bool:
-    """Whether mixed precision casts experts: that of FSDP and of some software, not autocast."""
-    casts = plan.amp and (plan.zero > 0 or stack_of_row(stack).casts_experts)
-    return casts and once_of(capture)("wide experts", partial(wide_experts, capture))
+IN_HALF = {"module": module_in_half, "experts": experts_in_half}
+
+
+def casts(capture: StepCapture, plan: ParallelPlan, stack: str) -> str:
+    """What mixed precision casts that autocast does not: with FSDP a module, some software experts.
+
+    Empty where it is autocast's alone, or casts nothing.
+    """
+    if plan.amp and plan.zero:
+        return "module" if once_of(capture)("half", partial(half_dtype, capture)) else ""
+    wide = plan.amp and stack_of_row(stack).casts_experts
+    wide = wide and once_of(capture)("wide experts", partial(wide_experts, capture))
+    return "experts" if wide else ""
 
 
 def rank_graph(capture: StepCapture, plan: ParallelPlan, gpu: Gpu, stack: str = USUAL) -> RankGraph:
@@ -203,15 +217,15 @@ def rank_graph(capture: StepCapture, plan: ParallelPlan, gpu: Gpu, stack: str = 
         raise ValueError(f"plan {str(plan)!r}: amp is a GPU's autocast; a CPU casts other ops")
     parts = plan.dp if plan.cut else 1  # of a graph
     ranks = plan.world_size if gpu.kind == "cpu" else 1
-    cast = casts_experts(capture, plan, stack)
+    cast = casts(capture, plan, stack)
     key = ("rank graph", plan.expert_tp, parts, cast, *plan.parts("ops"), gpu, ranks)
     return once_of(capture)(key, partial(_rank_graph, capture, plan, gpu, ranks, cast))
 
 
 def _rank_graph(
-    capture: StepCapture, plan: ParallelPlan, gpu: Gpu, ranks: int, cast: bool
+    capture: StepCapture, plan: ParallelPlan, gpu: Gpu, ranks: int, cast: str
 ) -> RankGraph:
-    capture = experts_in_half(capture) if cast else capture
+    capture = IN_HALF[cast](capture) if cast else capture
     trained = sum(p.nbytes for p in capture.parameters if p.ready_after >= 0 and not p.matrix)
     capture = cut_graph(capture if gpu.kind == "cpu" else with_whole_networks(capture), plan)
     capture = context_parallel(expert_parallel(capture, plan), plan)

@@ -10,7 +10,9 @@ Numbered layers are sharded one by one, the rest of the model as one, the root, 
 before forward and kept. Experts that ep spreads are sharded apart, among the ranks that have the
 same ones, as torchtitan and Megatron-LM do. With hsdp each scattered share is all-reduced among the
 groups of ranks that shard (HSDP). On a GPU a gather runs one layer ahead and a scatter behind, on
-the comm lane; on a CPU there are no streams and torch waits for each where it is.
+the comm lane; on a CPU there are no streams and torch waits for each where it is. With amp
+parameters are gathered in half precision and gradients reduced in fp32, as FSDP2's tutorial and
+torchtitan do (param_dtype bf16, reduce_dtype fp32), unless the software reduces them as they are.
 """
 
 from __future__ import annotations
@@ -18,13 +20,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from itercast.capture.base.assumptions import assumed
+from itercast.capture.opcall import ITEMSIZE_BYTES
 from itercast.compose.parallel.ep import expert_shards, shards_of
 from itercast.compose.pricing.collectives import Message, price_messages
 from itercast.compose.pricing.host import python_op
 from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.compose.pricing.work import Work
 from itercast.compose.simulate.rank import RankTasks
+from itercast.microbench.hardware.stack import stack_of_row
 
+PRECISE = "fp32"
 FORWARD_SHARE: float = assumed(__file__, "forward_share")
 
 
@@ -170,5 +175,8 @@ def _send(
 
 def _message(program: RankTasks, kind: str, axis: str, nbytes: int) -> Message:
     layers = program.rank.layers
-    dtype = next((p.dtype for x in layers for p in x.layer.trained), "fp32")
+    dtype = next((p.dtype for x in layers for p in x.layer.trained), PRECISE)
+    plan, size = program.rank.plan, ITEMSIZE_BYTES[dtype]
+    if kind != "all_gather" and plan.amp and not stack_of_row(program.rank.book.stack).reduces_half:
+        dtype, nbytes = PRECISE, nbytes * ITEMSIZE_BYTES[PRECISE] // size
     return Message(kind=kind, axis=axis, message_bytes=nbytes, dtype=dtype)

@@ -20,6 +20,8 @@ from itercast.compose.simulate.data_parallel import Strategy, strategy
 from itercast.microbench.hardware.stack import Held
 
 PRECISE_BYTES = 4  # of fp32
+# Under FSDP2's mixed precision shards of parameters and gradients are in fp32.
+IN_FP32 = {dtype: Held(gradient=PRECISE_BYTES, copies=2) for dtype in ("bf16", "fp16")}
 Run = tuple[PricedLayer, int]
 Moment = tuple[int, int, int]
 Ranks = tuple[int, int]  # that share out a parameter: dense ones, experts that ep spreads
@@ -125,6 +127,7 @@ def rank_memory(
     """
     how, dtypes = strategy(plan), {*sizes.dense.by_dtype, *sizes.experts.by_dtype}
     buffered = not held.keys().isdisjoint(dtypes)
+    held = IN_FP32 if plan.amp and plan.zero and not buffered else held
     how = replace(how, buckets=False, by_layer=how.by_layer and plan.zero > 1) if buffered else how
     kept, state = sizes.held_by_rank(plan, optimizer, held)
     trained, n, ranks = sizes.trained, plan.shards, (plan.shards, expert_shards(plan))

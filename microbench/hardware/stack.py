@@ -58,6 +58,7 @@ class Stack:
     ``released``: the date of a release, YYYY-MM-DD. ``waits``: whether its host waits for each
     message of a pipeline that is not interleaved. ``held``: what it holds of a parameter, by dtype.
     ``casts_experts``: under mixed precision products of experts are in half precision.
+    ``reduces_half``: under mixed precision shards of gradients are reduced in half precision.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Stack:
     waits: bool = False
     held: Mapping[str, Held] = field(default_factory=dict)
     casts_experts: bool = False
+    reduces_half: bool = False
 
     def attention_on(self, gpu: Gpu) -> str:
         """The attention kernel that it takes on a GPU in 16 bit."""

@@ -12,6 +12,7 @@ from law_case import CUT, KIB, SPREAD, WIDTH, Bare, model, node_of, outcome, ran
 from plan_case import GPU, Flat
 
 from itercast.capture.plan import ParallelPlan
+from itercast.compose.capture_model import capture
 from itercast.compose.pricing.collectives import (
     Message,
     cluster,
@@ -61,6 +62,34 @@ def test_replicas_send_the_bytes_counted_by_hand(micro: int) -> None:
     assert found[2] == {"all_gather": micro * once, "reduce_scatter": micro * 4 * adapter}
     twice = once + 4 * (16_640 + adapter)
     assert found[3] == {"all_gather": micro * twice, "reduce_scatter": micro * 4 * adapter}
+
+
+@pytest.mark.parametrize("plan", ["dp=8", "dp=8,zero=1", "dp=8,zero=3", "dp=8,hsdp=4,zero=2"])
+def test_mixed_precision_gathers_in_half_and_reduces_in_fp32(plan: str) -> None:
+    """As FSDP2 with param_dtype bf16 and reduce_dtype fp32, and DDP under autocast.
+
+    Shards, their gradients and states take what they do in fp32: 16 bytes a parameter, with the
+    layers' results in bf16. DeepSpeed reduces in bf16, too.
+    """
+    precise, half = (capture("gpt-s", batch=4, seq=64, dtype=d) for d in ("fp32", "bf16"))
+    mixed = capture("gpt-s", batch=4, seq=64, dtype="bf16", amp=True)
+    wanted, found = sent(rank_for(precise, plan)), sent(rank_for(mixed, f"{plan},amp"))
+    if "zero" not in plan:
+        assert found == wanted
+        return
+    wanted["all_gather"] //= 2
+    assert found == wanted
+    rank, bare = rank_for(mixed, f"{plan},amp"), rank_for(half, plan)
+    deepspeed = replace(rank, book=PriceBook(Flat(), GPU, 0, stack="deepspeed"))
+    assert (
+        sent(deepspeed)
+        == sent(bare)
+        == {kind: n // 2 for kind, n in sent(rank_for(precise, plan)).items()}
+    )
+    kept = ("parameters", "optimizer") + ("gradients",) * ("zero=1" not in plan)
+    bytes_ = [memory(x, "adamw") for x in (rank_for(precise, plan), rank)]
+    assert sum(bytes_[1][k] for k in kept) == sum(bytes_[0][k] for k in kept)
+    assert bytes_[1]["activations"] == pytest.approx(memory(bare, "adamw")["activations"], rel=0.02)
 
 
 @pytest.mark.parametrize("micro", [1, 3])
