@@ -9,14 +9,12 @@ from pathlib import Path
 from statistics import NormalDist
 
 import numpy as np
-import pandas as pd
 import pytest
 from plan_case import GPU, forecast_of
-from public_data import PUBLIC, needs_public
 from typer.testing import CliRunner
 
 from itercast.__main__ import app
-from itercast.compose.spread import SIGMA, Spread, mean_slowdown, slowest_deviate, step_spread
+from itercast.compose.spread import SIGMA, Spread, mean_slowdown, step_spread
 from itercast.learners.bundle import Bundle
 from itercast.microbench.store import read_rows
 
@@ -77,14 +75,6 @@ def test_the_assumed_noise_of_cpus_is_that_of_measured_iterations_of_one_process
     alone = rows[~rows["plan"].str.contains(r"\b[dtpc]p=")]
     sigmas = np.log(alone["time_us_p80"] / alone["time_us_p20"]) / 1.6832
     assert len(sigmas) == 84 and sigmas.median() == pytest.approx(SIGMA["cpu"], rel=0.01)
-
-
-@needs_public("megatron-lm")
-def test_steps_of_eight_measured_gpus_spread_as_much_as_forecast() -> None:
-    """The middle 60 % of steps, as a share of the step, where ranks do all of it themselves."""
-    runs = pd.read_csv(PUBLIC / "megatron-lm" / "golden_runs.csv.gz").query("n >= 20")
-    high, low = (SIGMA["gpu"] * slowest_deviate(share, 8) for share in (0.8, 0.2))
-    assert np.log(runs["p80_s"] / runs["p20_s"]).median() == pytest.approx(high - low, rel=0.05)
 
 
 def test_predict_reports_the_spread_over_all_ranks_of_a_plan(tmp_path: Path) -> None:

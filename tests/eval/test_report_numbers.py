@@ -13,11 +13,8 @@ from report_facts import FIT, OPS, case, op
 from itercast.eval.errors.error_parts import error_parts, factors
 from itercast.eval.errors.intervals import LEVELS, at_stated, coverage_pct
 from itercast.eval.iteration_parts import PARTS, parts_us
-from itercast.eval.report.charts import marked
-from itercast.eval.report.evaluation import machine_of
 from itercast.eval.report.op_errors import by_condition, by_family, kinds, reason, sizes, worst
 from itercast.eval.report.sections import case_reason
-from itercast.learners.models.compared import NAMES
 
 FORECAST = forecast_of(
     iteration_us=100.0,
@@ -142,16 +139,3 @@ def test_a_waterfall_ends_at_the_measured_time() -> None:
     whole = sum(one.forecast.values()) + sum(one.correction.values()) + one.unexplained
     assert whole == pytest.approx(100)
     assert one.forecast["kernels"] == pytest.approx(50 * (60 / 130 + 90 / 90))
-
-
-def test_the_day_of_a_comparison_is_not_taken_for_that_of_the_measurements() -> None:
-    """Rows name their device and software; day, Python and cores are those of the comparison."""
-    found = machine_of(pd.DataFrame({"gpu": ["b", "a", "a"], "stack": "torch-2.13.0"}))
-    assert list(found) == ["measured on", "stack", "compared"]
-    assert (found["measured on"], found["stack"]) == ("a, b", "torch-2.13.0")
-
-
-def test_every_learner_has_a_colour_and_a_shape_of_its_own() -> None:
-    styles = [marked(number) for number in range(len(NAMES))]
-    assert len({style["color"] for style in styles}) == len(NAMES)
-    assert len({style["symbol"] for style in styles}) == len(NAMES)

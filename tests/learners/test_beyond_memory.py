@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -18,10 +17,7 @@ from itercast.__main__ import app
 from itercast.learners import beyond_memory
 from itercast.learners.beyond_memory import (
     BYTES_PER_ROW,
-    memory_bytes,
-    sample_evenly,
     scratch_folder,
-    subsample_evenly,
     usable_rows,
 )
 from itercast.learners.bundle import Bundle
@@ -53,16 +49,6 @@ def small_batches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Batches of 64 rows: four of each part."""
     monkeypatch.setattr(row_batches, "__defaults__", (64,))
     monkeypatch.setenv("ITERCAST_CACHE", str(tmp_path / "cache"))
-
-
-def test_a_sample_is_even_over_kinds_and_drawn_once(root: Path) -> None:
-    """Of 90 products and 10 batched ones, 20 of memory's rows are 10 of each; never one twice."""
-    rows = pd.DataFrame({"op": ["mm"] * 90 + ["bmm"] * 10, "gpu": "toy", "n": range(100)})
-    batches = [rows[:30], rows[30:70], rows[70:]]
-    found = sample_evenly(batches, memory=4 * 20 * BYTES_PER_ROW)
-    assert found["op"].value_counts().to_dict() == {"mm": 10, "bmm": 10}
-    assert found["n"].is_unique
-    assert subsample_evenly(rows, 20)["op"].value_counts().to_dict() == {"mm": 10, "bmm": 10}
 
 
 def all_rows(root: Path, folder: Path) -> tuple[Beyond, pd.DataFrame, np.ndarray]:
@@ -125,15 +111,6 @@ def test_folders_of_killed_trainings_are_removed(tmp_path: Path) -> None:
     with scratch_folder() as first, scratch_folder() as second:
         assert first.is_dir() and second.is_dir()
         assert not killed.exists()
-
-
-def test_sizes_by_hand() -> None:
-    assert memory_bytes("4GiB") == 4 * 2**30
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert 0 < memory_bytes(None, 2) <= whole / 4
-    for text in ("4", "4GB", "1MiB", "-4GiB", "nanGiB"):
-        with pytest.raises(ValueError, match=r"memory '.*': expected 1GiB or more"):
-            memory_bytes(text)
 
 
 def torn(root: Path, copy: Path) -> Iterator[Path]:

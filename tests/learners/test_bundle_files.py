@@ -14,7 +14,7 @@ import xgboost as xgb
 
 from itercast.learners.bundle import FACTS, SHIPPED, SHIPPED_CPU, Bundle, digests
 from itercast.learners.known_bundles import find_bundle
-from itercast.learners.models.tree_files import PER_NODE, read_trees, without_statistics
+from itercast.learners.models.tree_files import PER_NODE, read_trees
 
 FLIPS = 200
 FEATURES = 2
@@ -144,21 +144,6 @@ def test_a_small_file_that_unpacks_without_end_is_refused(tmp_path: Path) -> Non
     assert "cut off" in one_line(lambda: read_trees(path, FEATURES))
     path.write_bytes(gzip.compress(b"[[$l#L" * 10**5))
     assert "no trees of XGBoost" in one_line(lambda: read_trees(path, FEATURES))
-
-
-def test_trees_are_kept_without_what_training_left_in_them() -> None:
-    """Half of the packed file is gains, weights and derivatives of nodes; forecasts use none."""
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(400, FEATURES))
-    data = xgb.DMatrix(x, x[:, 0] * x[:, 1] + rng.normal(size=400))
-    whole = xgb.train({"max_depth": 6, "nthread": 1}, data, num_boost_round=20)
-    raw = bytes(whole.save_raw("ubj"))
-    slim = without_statistics(raw)
-    assert len(slim) == len(raw)
-    assert len(gzip.compress(slim)) < 0.6 * len(gzip.compress(raw))
-    kept = xgb.Booster({"nthread": 1})
-    kept.load_model(bytearray(slim))
-    assert np.array_equal(kept.predict(data), whole.predict(data))
 
 
 def test_a_name_leads_to_the_bundle_that_knows_it(

@@ -12,10 +12,7 @@ from itercast.learners.beyond_memory import usable_rows
 from itercast.learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
 from itercast.learners.family_model import learn, prepare
 from itercast.learners.held_out import (
-    has_held_out,
     held_out_forecasts,
-    load_held_out,
-    save_held_out,
 )
 from itercast.learners.intervals import log_error, quick_model_with_intervals
 from itercast.learners.models.trees import default_options
@@ -117,24 +114,3 @@ def test_noise_is_stated_where_it_was_measured(found: pd.DataFrame) -> None:
     assert found["retest_pct"].tolist()[:2] == pytest.approx([50.0, 50.0])
     assert np.isnan(found["retest_pct"][2])
     assert found["spread_pct"][0] == pytest.approx(40.0)
-
-
-def test_what_lies_beyond_the_rows_learned_from_is_named(found: pd.DataFrame) -> None:
-    assert found["outside"].tolist()[:2] == ["", ""]
-    assert found["outside"][2]
-
-
-def test_the_nearest_neighbour_is_that_of_the_same_kind(found: pd.DataFrame) -> None:
-    """576 lies between 512 and 640: log2(641 / 577) away in each of m, n, k; no other is "nt"."""
-    nearest = np.sqrt(3) * min(np.log2(641 / 577), np.log2(577 / 513))
-    assert found["neighbour_log2"][0] == pytest.approx(nearest, rel=1e-5)
-    assert np.isinf(found["neighbour_log2"][2])
-
-
-def test_they_are_kept_beside_the_bundle(found: pd.DataFrame, tmp_path: Path) -> None:
-    assert load_held_out(tmp_path).empty and not has_held_out(tmp_path)
-    save_held_out(tmp_path, found)
-    pd.testing.assert_frame_equal(load_held_out(tmp_path), found)
-    assert not has_held_out(tmp_path)  # without a bundle
-    (tmp_path / "bundle.json").write_text("{}")
-    assert has_held_out(tmp_path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -15,23 +14,17 @@ from torch import nn
 from unseen_ops import GPU, MODELS, learned
 
 from itercast.capture.opcall import OpCall, TensorSpec
-from itercast.compose.pricing.fallbacks import fallback_parts
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import UNMODELLED, PricedOp, priceable
 from itercast.extras.graphs.sparse import (
     FAMILY,
     Sparse,
-    _matrix,
     bytes_moved,
     cached_bytes,
-    longest_row,
-    resize,
 )
 from itercast.microbench.hardware.spec import gpu_names, load_gpu
 from itercast.microbench.ops import families, find_family
-from itercast.microbench.ops.lookup.index_calls import IndexOp
 from itercast.microbench.ops.lookup.random_streams import HIT_COST, HOLDS_ROWS
-from itercast.microbench.ops.memory.elementwise import memory_copy
 
 NODES, EDGES = 40, 160
 
@@ -83,13 +76,6 @@ def test_rows_of_the_dense_matrix_are_read_again_where_no_cache_holds_them() -> 
     assert again == pytest.approx((441 + 49 * HIT_COST) * 128, rel=1e-3)
 
 
-def test_narrow_rows_of_the_dense_matrix_share_lines_of_the_cache() -> None:
-    """160 numbers are 10 lines of 64 bytes: 500 values miss 10 times; 10 lines were 640 bytes."""
-    p = Sparse(rows=7, cols=160, nnz=500, width=1)
-    again = cached_bytes(p, replace(GPU, l2_bytes=640 / HOLDS_ROWS)) - bytes_moved(p)
-    assert again == pytest.approx((10 + 490 * HIT_COST) * 64 - 160 * 4, rel=1e-3)
-
-
 @pytest.mark.parametrize("op", ["spmm", "sddmm"])
 def test_more_values_or_columns_are_never_faster_on_any_gpu(op: str) -> None:
     """Nor is any product below the lower bound, a matrix that is read a little included."""
@@ -104,15 +90,6 @@ def test_more_values_or_columns_are_never_faster_on_any_gpu(op: str) -> None:
                 moved = np.array([cached_bytes(q, gpu) for q in grown], dtype=float)
                 assert (np.diff(moved) > -1e-9 * moved[1:]).all()
                 assert (moved >= [bytes_moved(q) for q in grown]).all()
-
-
-def test_the_longest_row_follows_the_power_law() -> None:
-    """Equal rows hold nnz / rows; with exponent 1 the first of 8 holds about 1 / H of nnz."""
-    assert longest_row(Sparse(rows=8, cols=99, nnz=80, width=1)) == pytest.approx(10)
-    skewed = longest_row(Sparse(rows=8, cols=99, nnz=80, width=1, skew=1.0))
-    harmonic = sum(1 / r for r in range(1, 9))
-    assert skewed == pytest.approx(80 / harmonic, rel=0.05)
-    assert longest_row(Sparse(rows=8, cols=20, nnz=80, width=1, skew=1.0)) == 20  # a full row
 
 
 @pytest.mark.parametrize("layout", ["csr", "csc", "coo"])
@@ -131,12 +108,6 @@ def test_a_built_sampled_product_keeps_the_pattern() -> None:
     result: Any = run()
     assert result.layout == torch.sparse_csr and result.values().numel() == 90
     assert described(run) == [p]
-
-
-def test_built_values_have_places_of_their_own() -> None:
-    """Half of all places, of which a skewed draw names many twice."""
-    p = Sparse(rows=10, cols=12, nnz=60, width=1, layout="coo", skew=1.2)
-    assert _matrix(p, "cpu").indices().unique(dim=1).shape == (2, 60)
 
 
 def test_a_dense_matrix_times_a_sparse_one_is_the_transposed_product() -> None:
@@ -199,26 +170,3 @@ def test_a_graph_network_is_priced_by_the_family_s_model() -> None:
     ops = priced(sparse=learned("spmm"))
     assert [(op.family, op.duration_us) for op in ops] == [("sparse", 10.0)] * 4
     assert {op.family for op in priced(index=learned("index_select"))} == {UNMODELLED}
-
-
-def test_the_fallback_of_a_cpu_gathers_a_row_for_each_value() -> None:
-    """From an ``index_select`` where the family has a model, else as bytes."""
-    p = Sparse(rows=30, cols=20, nnz=90, width=8)
-    assert fallback_parts(p, MODELS, False, GPU) == []
-    cpu = replace(GPU, kind="cpu")
-    rest = memory_copy(bytes_moved(p))
-    assert fallback_parts(p, MODELS, False, cpu) == [memory_copy(90 * 8 * 4), rest]
-    gather, copied = fallback_parts(p, {**MODELS, "index": learned("index_select")}, False, cpu)
-    assert gather.params == IndexOp(op="index_select", outer=1, size=90, inner=8, source=20)
-    assert copied == rest
-    assert fallback_parts(p, {**MODELS, "sparse": learned("spmm")}, False, cpu) == []
-
-
-def test_sweeps_have_even_and_skewed_rows_in_all_layouts() -> None:
-    """Larger points have rows of the same length."""
-    points = list(islice(FAMILY.sweep(), 300))
-    swept = {("spmm", "csr"), ("spmm", "csc"), ("spmm", "coo"), ("sddmm", "csr")}
-    assert {(p.op, p.layout) for p in points} == swept
-    assert 0.3 < sum(p.skew > 0 for p in points) / len(points) < 0.7
-    larger = resize(Sparse(rows=100, cols=200, nnz=500, width=8), 16.0, 1.0)
-    assert (larger.rows, larger.cols, larger.nnz, larger.width) == (1600, 3200, 8000, 8)

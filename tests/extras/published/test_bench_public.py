@@ -67,22 +67,6 @@ def test_a_site_is_left_out_on_every_gpu_and_stack() -> None:
     assert not held[0] & (known[0] | known[1])
 
 
-def test_of_a_tail_only_sizes_above_16_mib_are_left_out() -> None:
-    split = next(named("16 MiB").splits(curve("a")))
-    assert set(curve("a")["message_bytes"][split.held]) == {2.0**25, 2.0**26, 2.0**27}
-    assert (split.known == ~split.held).all()
-
-
-def test_all_runs_of_a_cluster_go_at_once() -> None:
-    rows = pd.DataFrame(
-        {"gpu": "a", "node": "", "network_bytes_per_s": nic, "link": "network"}
-        | {"source": "nccl-tests", "op": op, "message_bytes": 2.0**24, "run_id": run}
-        for nic, run, op in ((1.0, "r1", "all_reduce"), (1.0, "r2", "all_gather"))
-    )
-    (split,) = named("cluster").splits(rows)
-    assert (split.part, split.held.tolist()) == ("all", [True, True])
-
-
 def test_baselines_along_a_curve() -> None:
     rows = curve("a").iloc[::2].reset_index(drop=True)
     known, asked = np.arange(0, len(rows), 2), np.arange(1, len(rows) - 1, 2)
@@ -175,17 +159,6 @@ def test_a_dtype_left_out_is_lent_by_who_was_measured_in_it() -> None:
     assert all("stated rate" in scores for scores in results.values())  # priced as what ships
     assert results["h100-sxm-80gb"]["itercast"]["bias_pct"] == pytest.approx(100, abs=30)
     assert results["b200-sxm"]["itercast"]["bias_pct"] == pytest.approx(-50, abs=10)
-
-
-def test_what_large_products_reach_is_told_to_one_column_only() -> None:
-    """789 of an H100's 989.4 TFLOP/s, 1700 of a B200's 2250: by 5.5 % less of its peak."""
-    line = next(x for x in op_lines() if x.name == "GEMM bf16, GPU left out")
-    half = products().query("dtype == 'bf16' and m * n * k >= 2**36")
-    told = {}
-    for result in run_line(replace(line, baselines=(), few=()), half):
-        ours, stated = (result.scores[name]["bias_pct"] for name in ("itercast", "stated rate"))
-        told[result.part] = stated - ours
-    assert told == pytest.approx({"b200-sxm": 5.5, "h100-sxm-80gb": -5.2}, abs=1.5)
 
 
 @pytest.mark.slow

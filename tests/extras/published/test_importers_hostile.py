@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -168,26 +168,6 @@ def test_pipes_folders_and_links_to_nowhere_are_not_opened(tmp_path: Path) -> No
     assert found.dropped == {"file unreadable: not a regular file": 2}
 
 
-CHANGES: dict[str, Callable[[pd.DataFrame], pd.DataFrame]] = {
-    "lists": lambda table: table.assign(m=[[1, 2]]),
-    "texts": lambda table: table.astype(str).assign(latency="fast"),
-    "dates": lambda table: table.assign(latency=pd.Timestamp("2024-01-01")),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_parquet_columns_of_other_kinds_give_no_rows(tmp_path: Path, change: str) -> None:
-    good = pd.DataFrame([{"framework": "VLLM", "version": "1", "latency": 0.25}])
-    good = good.assign(gemm_dtype="bfloat16", m=3, n=5, k=7)
-    path = put(tmp_path / "systems/data/h100_sxm/gemm/vllm/1/gemm_perf.parquet", b"")
-    CHANGES[change](good).to_parquet(path)
-    other = path.with_name("gemm_perf.csv")
-    good.to_csv(other, index=False)
-    found = read_source("aiconfigurator", tmp_path, Hints())
-    assert list(found.rows["gemm"]["time_us"]) == [250.0]
-    assert sum(found.dropped.values()) == 1
-
-
 BOMB = "- &a0 [x]\n" + "".join(f"- &a{i + 1} [{f'*a{i},' * 9}]\n" for i in range(20))
 ODD_YAML = {
     "tags": "- !!bool x\n",
@@ -210,29 +190,6 @@ def test_an_odd_sources_yaml_states_nothing(tmp_path: Path, text: str) -> None:
     rows = read_source("nccl-tests", tmp_path, hints).rows["collective"]
     assert list(rows["time_us"]) == [30.5, 29.5]
     assert set(rows["world_size"]) == {8}
-
-
-@pytest.mark.parametrize(
-    "args",
-    [
-        {"Input Dims": [[-4, 8], [8, 16]], "Input type": ["float", "float"]},
-        {"Input Dims": [[10**30, 8], [8, 16]], "Input type": ["float", "float"]},
-        {"Input Dims": [["x", 8], [8, 16]], "Input type": ["float", "float"]},
-        {"Input Dims": "none", "Input type": 3},
-        {"Input Dims": [[4, 8]], "Input type": ["float", "float"]},
-        {},
-    ],
-)
-def test_impossible_shapes_of_a_trace_are_counted(tmp_path: Path, args: dict[str, object]) -> None:
-    common = {"ph": "X", "pid": 1, "tid": 1, "ts": 1, "dur": 5}
-    ids = {"External id": 3, "correlation": 1}
-    events = [{**common, "cat": "cpu_op", "name": "aten::mm", "args": ids | args}]
-    events += [{**common, "cat": "kernel", "name": "k", "args": ids}]
-    found = {"deviceProperties": [{"name": "Tesla T4"}], "traceEvents": events}
-    put(tmp_path / "trace.json", json.dumps(found))
-    dropped = read_source("kineto", tmp_path, Hints()).dropped
-    assert list(dropped.values()) == [1]
-    assert all(reason.startswith("op ") for reason in dropped)
 
 
 ROWS_OF_LN = "OPName,Latency,Device,Torch Version,CUDNN Version,Kernel Name,CUDA Version"
@@ -274,22 +231,6 @@ def test_labels_of_neusight_are_iterations_that_can_be_built(tmp_path: Path) -> 
         "unknown gpu: 'Sharp_Calculator'": 1,
         "batch is not a positive whole number": 1,
         "no readable file '../../data/DLmodel_configs/other.json'": 1,
-    }
-
-
-def test_tables_of_aiconfigurator_without_a_family_are_counted(tmp_path: Path) -> None:
-    """Attention with a window, which no parameter says, and a file of other ops."""
-    data = tmp_path / "systems/data/h100_sxm"
-    common = {"framework": "VLLM", "version": "0.24.0", "latency": 0.25}
-    heads = {"batch_size": 2, "isl": 16, "num_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
-    heads |= {"attn_dtype": "bfloat16", "step": 0, "window_size": 128}
-    for name, own in (("attention/vllm/2/context_attention", heads), ("moe/vllm/1/moe", {})):
-        path = data / f"{name}_perf.parquet"
-        path.parent.mkdir(parents=True)
-        pd.DataFrame([{**common, **own}]).to_parquet(path)
-    assert read_source("aiconfigurator", tmp_path, Hints()).dropped == {
-        "attention with a sliding window: no such parameter in the family": 1,
-        "file not imported: tables of other ops": 1,
     }
 
 

@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 from itercast.__main__ import app
 from itercast.capture.base.assumptions import Assumption
 from itercast.eval.results import LineResult
-from itercast.extras.published.fits.shipped import OWN
 from itercast.extras.published.left_out import (
     check_source,
     compared,
@@ -23,10 +22,7 @@ from itercast.extras.published.left_out import (
     still_fitted,
 )
 from itercast.extras.published.left_out_models import (
-    ROW,
-    TEACHERS,
     run_models_left_out,
-    sampled,
     without_forecasts,
 )
 from itercast.extras.published.left_out_ops import (
@@ -210,23 +206,6 @@ def with_forecast(rows: pd.DataFrame) -> pd.DataFrame:
         return add_forecasts(plain, SHIPPED, {}, pool)  # type: ignore[arg-type]
 
 
-def test_a_source_teaches_the_families_that_ship_alone() -> None:
-    """Traces teach attention in the shipped bundle: their few products teach no bundle either."""
-    assert "kineto-traces" in TEACHERS["attention"] - TEACHERS["gemm"]
-    assert TEACHERS["gemm"] == {OWN, "neusight", "aiconfigurator", "vidur", "nccl-tests"}
-
-
-def test_at_most_so_many_rows_are_forecast_anew() -> None:
-    """Rows that fit a host are in it whatever their number: here the even ones."""
-    rows = pd.DataFrame({ROW: np.arange(500)})
-    many = sampled(line(), rows)
-    assert len(many) == 96
-    assert many[ROW].is_monotonic_increasing
-    assert len(sampled(line(), many.head(3))) == 3
-    fitting = sampled(line(fits_hosts=f"{ROW} % 2 == 0"), rows)
-    assert (fitting[ROW] % 2 == 0).sum() == 250 and len(fitting) == 250 + 96
-
-
 @pytest.mark.slow
 def test_the_command_prints_one_source_alone(tmp_path: Path) -> None:
     """A wrong name is answered with the sources in the folder."""
@@ -241,9 +220,3 @@ def test_the_command_prints_one_source_alone(tmp_path: Path) -> None:
     text = (out / "bench-public.md").read_text()
     assert text.count("| deepgemm | 34 |") == 1
     assert "pipeweave" not in text
-
-
-def test_our_own_look_ups_have_a_publisher_and_a_number_of_source_rows(tmp_path: Path) -> None:
-    """Their parameter ``source`` is a number of rows."""
-    index = read_ops(two_sources(tmp_path))["index"]
-    assert set(index[PUBLISHER]) == {OWN} and index["source"].min() >= 1

@@ -18,7 +18,7 @@ from itercast.extras.published.fits.shipped import (
     rebuild,
     replace_bundle,
 )
-from itercast.learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
+from itercast.learners.bundle import SHIPPED, Bundle
 
 WHOLE = Bundle.load(SHIPPED)
 
@@ -86,12 +86,3 @@ def test_the_card_says_what_is_measured_and_what_is_assumed() -> None:
     _, _, measured, assumed, _ = (x.strip() for x in line.split("|"))
     assert measured == "gb200" and "ampere" in assumed and "hopper" not in assumed
     assert table.splitlines()[-1].startswith("| sparse |")
-
-
-def test_families_at_two_speeds_of_a_machine_are_not_joined() -> None:
-    """Their forecasts would be of two machines."""
-    shipped = Bundle.load(SHIPPED_CPU)
-    slower = {key: (2 * first, second) for key, (first, second) in shipped.anchors.items()}
-    assert joined([shipped, shipped]).anchors == shipped.anchors
-    with pytest.raises(ValueError, match="refer to two speeds"):
-        joined([shipped, replace(shipped, anchors=slower)])

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import xgboost as xgb
 
 from itercast.learners.bundle import (
     SHIPPED,
@@ -73,11 +72,6 @@ def test_own_trees_answer_for_their_gpu_alone(table: Table) -> None:
     assert found[400:] == pytest.approx(trees.common.inplace_predict(table.x[400:]))
 
 
-def test_a_small_table_has_one_set_of_trees(table: Table) -> None:
-    """Below OWN_TABLE rows no GPU has its own."""
-    assert not trees_of(table.take(np.arange(150))).own
-
-
 def test_trees_are_saved_and_loaded(table: Table, tmp_path: Path) -> None:
     """The same answers from files, with common trees and without; no file but the family's."""
     for some in (table, table.take(np.arange(400))):
@@ -137,17 +131,6 @@ def pieces(folder: Path, memory_bytes: float) -> Pieces:
     return Pieces(pieces=found, columns=4, origin=(2, 3), memory_bytes=memory_bytes, folder=folder)
 
 
-def test_bins_are_quantiles_counted_by_hand(tmp_path: Path) -> None:
-    """Values 0 to 3 in two files: cuts between them, as if all were in one array."""
-    values = np.array([[0.0, 0.0], [1.0, 0.0], [2.0, 0.0], [3.0, 0.0]], dtype=np.float32)
-    for n in range(2):
-        np.save(tmp_path / f"{n}.npy", values[2 * n : 2 * n + 2])
-    found = [Piece(path=tmp_path / f"{n}.npy", rows=2, gpu=-1, held=False) for n in range(2)]
-    rows = Pieces(pieces=found, columns=1, origin=(), memory_bytes=1e9, folder=tmp_path)
-    cuts = quantile_matrix(rows).get_quantile_cut()[1]
-    assert cuts[1:4].tolist() == [1.0, 2.0, 3.0]
-
-
 @pytest.mark.parametrize("memory_bytes", [1e9, 0.0])
 def test_files_and_pages_teach_what_memory_teaches(tmp_path: Path, memory_bytes: float) -> None:
     """The same quantiles, and trees that forecast the same, common ones and a GPU's own."""
@@ -163,14 +146,6 @@ def test_files_and_pages_teach_what_memory_teaches(tmp_path: Path, memory_bytes:
     np.testing.assert_allclose(guess, in_memory.log_ratio(rows.x), atol=1e-4)
     assert np.abs(guess - rows.log_ratio)[rows.x[:, 2] > 0].mean() < 0.1
     assert not list(tmp_path.glob("pages*"))  # XGBoost's own files are gone
-
-
-def test_a_matrix_of_quantiles_equals_that_of_values() -> None:
-    """Trees of a plain DMatrix, to which no quantiles were given, are the same to the last bit."""
-    rows, options = two_gpus(), {"max_depth": 6, "nthread": 1, "subsample": 0.8, "seed": 0}
-    plain = xgb.train(options, xgb.DMatrix(rows.x, rows.log_ratio), 20)
-    ours = xgb.train(options, quantile_matrix(rows), 20)
-    assert plain.save_raw("json") == ours.save_raw("json")
 
 
 def test_held_out_rows_are_left_out_and_origins_are_hidden(tmp_path: Path) -> None:

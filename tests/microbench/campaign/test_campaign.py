@@ -17,7 +17,7 @@ from itercast.capture.base.files import write_atomic
 from itercast.capture.cases.registry import case
 from itercast.microbench.campaign import campaign
 from itercast.microbench.campaign.smoke import ImplausibleRows, check
-from itercast.microbench.campaign.stages import PLANS, Run, Stage, chosen_stages
+from itercast.microbench.campaign.stages import Run, Stage
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.iterations import collect as rounds
 from itercast.microbench.iterations.measure import Iteration, measure_iteration
@@ -112,15 +112,6 @@ def test_an_archive_is_written_while_a_stage_runs(
     toys.now_s += 2
     toys.campaign.progress()
     assert toys.campaign.archive.exists()
-
-
-def test_plans_fill_the_commands_of_a_lent_half_hour() -> None:
-    """Two of ten minutes on the first GPU, one of seven on another; names are a plan's own."""
-    seconds = {s.name: s.seconds for s in PLANS["first"]}
-    assert seconds["smoke"] + seconds["ops"] == 600
-    assert seconds["iterations"] + seconds["second"] <= 600
-    assert sum(s.seconds for s in PLANS["unseen"]) == 420
-    assert [s.name for s in chosen_stages("first", ["second", "ops"])] == ["ops", "second"]
 
 
 def fake_process(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from itercast.microbench.hardware.spec import Gpu
@@ -45,30 +44,3 @@ def test_experts_take_longer_with_more_tokens_and_more_experts(skew: float) -> N
     assert used == sorted(used) and used[0] == pytest.approx(4, rel=0.1)
     few = [experts.used(layer(tokens=n)) for n in (1, 2, 8, 64)]
     assert few == sorted(few) and few[0] == 2 and few[-1] == pytest.approx(4)
-
-
-def test_time_of_experts_kernel_by_kernel() -> None:
-    """8 pairs in 4 tiles of 16 rows; bytes and flops of the product down, by hand."""
-    fast = Gpu(name="fast", sm_count=4, peak_flops_per_s={"fp32": 1e6}, hbm_bytes_per_s=1e30)
-    tiles = 3.75  # each expert gets a token with a chance of 15 / 16
-    flops_us = 2 * tiles * 16 * 8 * 16
-    assert experts.floor_us(layer(op="down"), fast) == pytest.approx(flops_us + experts.KERNEL_US)
-    slow = Gpu(name="slow", sm_count=4, peak_flops_per_s={"fp32": 1e30}, hbm_bytes_per_s=1e6)
-    moved = 4 * (3.75 * 8 * 16 + 8 * 16 + 8 * 8)  # weights, pairs in, pairs out
-    assert experts.floor_us(layer(op="down"), slow) == pytest.approx(moved + experts.KERNEL_US)
-    whole = experts.floor_us(layer(), slow)
-    assert whole > experts.floor_us(layer(op="gate_up"), slow) + moved
-    with pytest.raises(NotImplementedError, match="imported"):
-        experts.build(layer(), "cpu")
-
-
-def test_features_are_shares_of_the_time_and_of_tiles() -> None:
-    """Widths twice as large move the shares and the waves, not the tokens of an expert."""
-    found = experts.features(layer(skew=1.2), TOY)
-    assert found["skew"] == 1.2
-    named = ("weights", "tokens", "inner", "products")
-    assert sum(2 ** float(found[f"log_{n}_frac"]) for n in named) == pytest.approx(1)
-    even, wide = (experts.features(layer(inner=n), TOY) for n in (64, 128))
-    assert even["log_each"] == wide["log_each"] == pytest.approx(np.log2(8 / 3.75))
-    assert 2.0 ** even["log_fill_16x64"] == pytest.approx(3.75 * 16 / 8)  # four tiles, eight pairs
-    assert wide["log_waves_16x64"] == even["log_waves_16x64"] + 1

@@ -7,7 +7,6 @@ import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,15 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from itercast.capture import reuse
 from itercast.microbench.hardware.spec import Gpu, gpu_names, load_gpu
-from itercast.microbench.ops.family import Part, Workload
+from itercast.microbench.ops.family import Workload
 from itercast.microbench.ops.lookup import embedding_bag, sparse_update
 from itercast.microbench.ops.lookup.embedding_bag import (
     EmbeddingBag,
     bytes_moved,
     cached_bytes,
-    features,
 )
-from itercast.microbench.ops.lookup.index_calls import IndexOp
 from itercast.microbench.ops.lookup.index_streams import parse_indices
 from itercast.microbench.ops.lookup.random_streams import (
     HIT_COST,
@@ -42,7 +39,6 @@ from itercast.microbench.ops.lookup.random_streams import (
 from itercast.microbench.ops.lookup.sparse_update import SparseUpdate
 
 TOY = Gpu(name="toy", sm_count=4, peak_flops_per_s={"fp32": 1e12}, l2_bytes=64 * 100)
-H100 = load_gpu("h100-sxm-80gb")
 # 6 lookups of 4 columns in a table of 10 rows, which touch 3 rows 1, 2 and 3 times
 STREAM: dict[str, Any] = {"rows": 10, "dim": 4, "lookups": 6, "unique": 3}
 STREAM |= {"reuse": "0.3333 0.3333 0.3333"}
@@ -138,21 +134,6 @@ def test_a_drawn_stream_has_its_histogram(text: str) -> None:
     assert reuse.histogram(counts) == pytest.approx(shares, abs=0.05)
 
 
-def test_features_know_the_stated_stream() -> None:
-    """16 lookups of 10 rows, of which a cache of 100 lines of 64 bytes holds all."""
-    stated = {"op": "forward", "rows": 50, "dim": 4, "bags": 4, "lookups": 16, "dtype": "fp32"}
-    p = EmbeddingBag(**stated, unique=10, reuse="0.8 0 0.2")  # type: ignore[arg-type]
-    found = features(p, TOY)
-    assert found["log_reuse"] == pytest.approx(np.log2(1.6))
-    assert found["unique_frac"] == pytest.approx(0.2)
-    assert found["rows_to_1"] == pytest.approx(0.8) and found["rows_to_4"] == pytest.approx(1.0)
-    assert found["hit_frac"] == pytest.approx(6 / 16)
-    update = sparse_update.features(replace(UPDATE, tables=4), H100)
-    assert (update["op"], update["log_tables"]) == ("sgd", 2)
-    assert update["log_unique"] == pytest.approx(np.log2(3))
-    assert update["log_reuse"] == pytest.approx(1)
-
-
 @contextmanager
 def calls_of(workload: Workload) -> Iterator[list[str]]:
     """Names of the ops that one run calls."""
@@ -208,50 +189,6 @@ def test_a_timed_sparse_backward_is_autograd_s() -> None:
     bag = torch.randn(12, 4, requires_grad=True)
     F.embedding_bag(torch.tensor([1, 1]), bag, torch.tensor([0]), sparse=True).sum().backward()
     assert bag.grad is not None and bag.grad._nnz() == 2
-
-
-def test_sweeps_have_all_ops_and_streams() -> None:
-    """Streams are uniform, Zipf, as a trace, by histogram."""
-    updates = list(islice(sparse_update.sweep(), 300))
-    assert {p.op for p in updates} == set(sparse_update.OPS)
-    assert len({(p.skew > 0, p.repeats > 0, p.reuse != "") for p in updates}) == 4
-    assert {p.dim for p in updates} >= set(sparse_update.USUAL_DIMS)
-
-
-class Seen:
-    """What a fallback may ask: a CPU whose rows show some ops."""
-
-    gpu = Gpu(name="toy", kind="cpu", peak_flops_per_s={"fp32": 1e12})
-    channels_last = False
-
-    def __init__(self, *ops: str) -> None:
-        self.ops = ops
-
-    def has_model(self, family: str) -> bool:
-        return True
-
-    def seen(self, family: str, op: str, dtype: str) -> bool:
-        return op in self.ops
-
-    measured_here = seen
-
-    def software_shares(self, family: str, op: str, dtype: str) -> dict[str, float]:
-        return {}
-
-
-def test_what_no_rows_show_is_additions_copies_and_gathers() -> None:
-    """index_add_, and for Adagrad nine passes over the touched rows; a backward is a gather."""
-    add = IndexOp(op="index_add_", outer=1, size=6, inner=4, source=10)
-    assert sparse_update.fallback(UPDATE, Seen()) == [Part(family="index", params=add)]
-    assert sparse_update.fallback(UPDATE, Seen("sgd")) == []
-    first, second = sparse_update.fallback(replace(UPDATE, op="adagrad"), Seen("sgd"))
-    assert first == Part(family="index", params=add)
-    assert second.params.numel > 0 and second.family == "elementwise"
-    p = EmbeddingBag(op="sparse_backward", **SIZES)
-    gather = IndexOp(op="index_select", outer=1, size=6, inner=4, source=2)
-    assert embedding_bag.fallback(p, Seen()) == [Part(family="index", params=gather)]
-    assert embedding_bag.fallback(p, Seen("sparse_backward")) == []
-    assert embedding_bag.fallback(replace(p, op="backward"), Seen()) == []
 
 
 GOOD = {"table": "users", "indices": [3, 3, 3, 1, 0], "offsets": [0, 2, 2, 5]}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,8 @@ from itercast.microbench.ops.step.optimizer import OptimizerOp
 from itercast.microbench.sweep.catalogue import (
     FACTS,
     Model,
-    catalogue,
     drawn_points,
     points_of_models,
-    shares,
-    step_us,
-    steps,
 )
 
 H100 = load_gpu("h100-sxm-80gb")
@@ -71,27 +66,8 @@ def test_calls_are_drawn_by_their_time_and_a_quarter_lies_around_them(
     assert 0.1 < odd < 0.6
 
 
-def test_whole_models_are_held_out_and_named_once() -> None:
-    listed = catalogue()
-    names = Counter(model.name for model in listed)
-    assert len(listed) > 140 and set(names.values()) == {1}
-    held = [model for model in listed if model.held_out]
-    assert 0.1 < len(held) / len(listed) < 0.3
-    assert len({model.kind for model in held}) >= 5
-    asked = [*steps(listed, 0)]
-    assert {model.name for model, *_ in asked} == set(names)
-    assert {dtype for *_, dtype in asked} == {"bf16", "tf32", "fp32"}
-    assert asked == [*steps(listed, 0)]
-
-
 def test_a_model_that_fails_leaves_the_others(caplog: pytest.LogCaptureFixture) -> None:
     broken = Model(name="broken", kind="llama", sizes={**SMALL, "heads": 5}, runs=((2, 16),))
     found = points_of_models(H100, 0, [broken, small()])
     assert "broken" in caplog.text
     assert found.keys() >= {"gemm", "attention", "optimizer"}
-
-
-def test_shares_of_a_step_add_up() -> None:
-    found = shares(step_us(small().calls(2, 16, "bf16"), H100))
-    assert sum(found.values()) == pytest.approx(1)
-    assert {"gemm", "attention", "optimizer", "elementwise"} <= found.keys()

@@ -30,10 +30,8 @@ from itercast.compose.target import find_target
 from itercast.extras.recommenders.sharding.forecast import Forecaster
 from itercast.extras.recommenders.sharding.propose import (
     choose,
-    greedy_by,
     improve,
     random_sharding,
-    table_costs,
     torchrec_us,
 )
 from itercast.extras.recommenders.sharding.tables import model_from
@@ -182,25 +180,6 @@ def test_placements_that_do_not_fit_are_refused(place: Placement, said: str) -> 
         check_sharding((place,), model(1).tables, 4, 2)
 
 
-def test_greedy_balances_messages_over_a_slow_network() -> None:
-    """Lookups of one row a sample are cheap; over a network the vectors they send are not.
-
-    Two nodes of eight H100 and 16 equal tables: one table a rank.
-    """
-    two_nodes = Forecaster(
-        model(16, dim=128), find_target("h100-sxm-80gb", "dp=16,node=dgx-h100"), 16
-    )
-    inside = Forecaster(model(16, dim=128), find_target("h100-sxm-80gb", "dp=8,node=dgx-h100"), 8)
-    cost = {name: table_costs(c)["forecast"] for name, c in (("far", two_nodes), ("near", inside))}
-    table = two_nodes.model.tables[0]
-    far_us = 2e6 * 15 * two_nodes.model.batch * table.row_bytes / 50e9
-    near_us = 2e6 * 7 * inside.model.batch * table.row_bytes / 450e9
-    assert cost["far"](table) > far_us > near_us
-    assert cost["near"](inside.model.tables[0]) > near_us
-    found = greedy_by(cost["far"], two_nodes)
-    assert sorted(p.ranks[0] for p in found) == list(range(16))
-
-
 def forecaster_of(wanted: RankingModel, gpu: str, ranks: int) -> Forecaster:
     return Forecaster(wanted, find_target(gpu, f"dp={ranks}"), ranks)
 
@@ -225,15 +204,6 @@ def test_the_search_only_gets_better_and_its_shardings_are_legal() -> None:
     found = improve(start, forecaster)
     check_sharding(found.sharding, forecaster.model.tables, 16, forecaster.per_node)
     assert forecaster.per_node == 8 and found.iteration_us < start.iteration_us
-
-
-def test_the_search_finds_room_in_memory() -> None:
-    """Four tables of 38 GB, all on one GPU of 80 GB; two a GPU fit."""
-    small = model(4, dim=32)
-    huge = replace(small, tables=tuple(replace(t, rows=300_000_000) for t in small.tables))
-    forecaster = forecaster_of(huge, "h100-sxm-80gb", 4)
-    crowded = forecaster.forecast(tuple(Placement("table_wise", (0,)) for _ in range(4)))
-    assert not crowded.fits and improve(crowded, forecaster).fits
 
 
 def ranking_model(step: StepCapture) -> RankingModel:
