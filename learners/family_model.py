@@ -83,7 +83,7 @@ class FamilyModel:
         """Forecast rows in dataset form, in their order."""
         query, table, roofline = self._query(rows, family, gpus)
         guess = self._corrected_us(query, table, roofline)
-        unseen = self.source_gpus.unseen(query) | query.lent
+        unseen = self.source_gpus.unseen(query) | query.stood_in
         inside = self._inside(query, table)
         known = inside
         if unseen.any():
@@ -131,7 +131,7 @@ class FamilyModel:
 
     def _inside(self, query: QueryRows, table: Features) -> np.ndarray:
         inside = in_envelope(table, self.envelope, self.encoder)
-        return np.asarray(inside & ~self.source_gpus.unseen_gpu_or_op(query) & ~query.lent)
+        return np.asarray(inside & ~self.source_gpus.unseen_gpu_or_op(query) & ~query.stood_in)
 
     def as_measured(self, rows: pd.DataFrame, family: Family) -> pd.DataFrame:
         """The rows, with ops that were not measured in their dtype replaced by aliases that were.
@@ -207,13 +207,13 @@ class FamilyModel:
     ) -> tuple[QueryRows, Features, np.ndarray]:
         """The rows with measured ops, their features and origins, and the roofline in us.
 
-        Features are those of the dtype whose measured rows are asked (``SourceGpus.as_lent``), the
-        roofline is that of the rows' own.
+        Features are those of the dtype whose measured rows are asked
+        (``SourceGpus.with_stand_in_dtypes``), the roofline is that of the rows' own.
         """
-        lent = self.source_gpus.as_lent(rows, gpus)
-        known = self.as_measured(lent, family)
+        stand_in = self.source_gpus.with_stand_in_dtypes(rows, gpus)
+        known = self.as_measured(stand_in, family)
         table, roofline = feature_table(known, family, gpus, self.launch)
-        if lent is not rows:
+        if stand_in is not rows:
             rows = known.assign(dtype=rows["dtype"])
             _, roofline = feature_table(rows, family, gpus, self.launch)
         else:

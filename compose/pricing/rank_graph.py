@@ -31,7 +31,7 @@ from itercast.compose.parallel.expert_precision import (
     module_in_half,
     wide_experts,
 )
-from itercast.compose.parallel.halo import cut_graph
+from itercast.compose.parallel.neighbour_exchange import cut_graph
 from itercast.compose.parallel.tp import tensor_parallel
 from itercast.compose.pricing.collectives import Cluster, Message, price_messages
 from itercast.compose.pricing.gradient_copies import buffers, gradient_copies

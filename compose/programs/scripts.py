@@ -25,10 +25,10 @@ from itercast.compose.pricing.collectives import gpus_per_domain
 from itercast.compose.target import Target
 from itercast.microbench.hardware.emulated import emulated
 from itercast.microbench.hardware.machine import memory_bytes
-from itercast.microbench.processes.leash import held
+from itercast.microbench.processes.child_processes import START, held
 from itercast.microbench.processes.watch import never, session_bytes, watch
 
-LEASH, MODULE = "itercast.microbench.processes.leash", "itercast.capture.programs.script"
+MODULE = "itercast.capture.programs.script"
 OURS = "itercast: "  # begins our lines among the script's
 MOST_MEMORY = 0.5  # of this machine's, for a script and what it starts
 
@@ -112,12 +112,12 @@ def _packages() -> list[str]:
 def _run(command: Sequence[str], script: Path, limit_s: int) -> None:
     """Run the capture; all that it started is gone when it ends, fails, takes too long or too much.
 
-    That holds too when this process is killed meanwhile (``leash``).
+    That holds too when this process is killed meanwhile (``child_processes``).
     """
     most = MOST_MEMORY * memory_bytes()
     with held() as variables, TemporaryFile() as said:
         process = subprocess.Popen(
-            [sys.executable, "-m", LEASH, *command],
+            [sys.executable, "-m", START, *command],
             env=os.environ | variables,
             stdout=sys.__stderr__,
             stderr=said,

@@ -14,7 +14,7 @@ from typing import Any
 
 from itercast.capture.base.cache_folder import cache_folder
 from itercast.extras.fleet.chunks import Plain
-from itercast.microbench.processes.leash import leash
+from itercast.microbench.processes.child_processes import START, ended_with_this
 from itercast.microbench.processes.watch import end_group, log_tail
 from itercast.microbench.store import Facts
 
@@ -31,9 +31,9 @@ def run_chunk(order: bytes) -> bytes:
     result, printed = path.with_suffix(".result"), path.with_suffix(".log")
     result.unlink(missing_ok=True)
     path.write_text(json.dumps({**plain, "work": str(work)}))
-    words = ["-m", "itercast.microbench.processes.leash", "itercast.extras.fleet.chunk"]
+    words = ["-m", START, "itercast.extras.fleet.chunk"]
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}  # Ray sets it
-    environment |= leash()
+    environment |= ended_with_this()
     with printed.open("wb") as output:
         process = subprocess.Popen(
             [python, *words, str(path)],

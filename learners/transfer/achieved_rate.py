@@ -50,7 +50,7 @@ def correction(query: QueryRows, source_gpus: SourceGpus, price: Price) -> np.nd
     it is corrected. ``price`` forecasts rows in us without this correction.
     """
     factors, family = np.ones(len(query.gpu)), query.family
-    unmeasured = source_gpus.unseen_dtype(query) | query.lent
+    unmeasured = source_gpus.unseen_dtype(query) | query.stood_in
     if not is_on("achieved_rate") or family.large is None or not unmeasured.any():
         return factors
     where = np.flatnonzero(unmeasured)
@@ -80,7 +80,7 @@ def _large_op_factor(
     one.
     """
     family, equal = query.family, EQUAL_SPEED_DTYPE.get(dtype, dtype)
-    asked = source_gpus.lent_dtype(gpu, equal)
+    asked = source_gpus.stand_in_dtype(gpu, equal)
     group, theirs = RowGroup(gpu=gpu.name, dtype=asked), dtype if asked == equal else asked
     weights = {
         name: weight

@@ -22,6 +22,6 @@ def offsets_of_rows(
     for own, other, wider in zip(seen, unseen, (min, max), strict=True):
         outside = OUTSIDE_WIDENING * own
         known = np.where(inside, own, outside)
-        lent = np.where(inside, other, wider(other, outside))
-        both.append(np.where(on_unseen, lent, known).astype(float))
+        widened = np.where(inside, other, wider(other, outside))
+        both.append(np.where(on_unseen, widened, known).astype(float))
     return both[0], both[1]

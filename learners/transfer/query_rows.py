@@ -41,7 +41,7 @@ class QueryRows:
     """Rows to forecast, with GPU, dtype, op and software of each (see RowGroup).
 
     ``dtype`` is the one whose measured rows are asked, which need not be that of ``rows``:
-    equally fast ones count as one, and see ``SourceGpus.as_lent``.
+    equally fast ones count as one, and see ``SourceGpus.with_stand_in_dtypes``.
     ``gpus`` is hardware by name, ``launch`` the host launch in us by GPU
     (``features.table.learn_launch_us``).
     """
@@ -98,7 +98,7 @@ class QueryRows:
         )
 
     @property
-    def lent(self) -> np.ndarray:
+    def stood_in(self) -> np.ndarray:
         """Mask of rows that are forecast by rows of another dtype, whose peak rate differs."""
         if "dtype" not in self.rows:
             return np.zeros(len(self.rows), dtype=bool)

@@ -95,21 +95,21 @@ class SourceGpus:
             return {name: same_kind[name] for name in own}
         return same_kind
 
-    def lent_dtype(self, gpu: Gpu, dtype: str) -> str:
+    def stand_in_dtype(self, gpu: Gpu, dtype: str) -> str:
         """The dtype whose rows stand in for this one where no GPU has rows of it, else this dtype.
 
         TF32 runs on the tensor cores of fp16, with the same tiles at half the rate. A GPU that
         states no rate of the dtype has no such cores, and no other dtype stands in.
         """
-        lent = str(SAME_KERNELS_DTYPE.get(dtype, dtype))
+        stand_in = str(SAME_KERNELS_DTYPE.get(dtype, dtype))
         measured = {d for by_dtype in self._of_same_kind(gpu).values() for d in by_dtype}
-        known = dtype in measured or lent not in measured
-        return dtype if known or dtype not in gpu.peak_flops_per_s else lent
+        known = dtype in measured or stand_in not in measured
+        return dtype if known or dtype not in gpu.peak_flops_per_s else stand_in
 
-    def as_lent(self, rows: pd.DataFrame, gpus: Mapping[str, Gpu]) -> pd.DataFrame:
+    def with_stand_in_dtypes(self, rows: pd.DataFrame, gpus: Mapping[str, Gpu]) -> pd.DataFrame:
         """Replaces dtypes that no GPU has rows of by those that stand in for them.
 
-        See ``lent_dtype``: rows of fp16, for example, forecast TF32.
+        See ``stand_in_dtype``: rows of fp16, for example, forecast TF32.
         """
         if not self.measured or "dtype" not in rows:
             return rows
@@ -119,15 +119,15 @@ class SourceGpus:
             return rows
         keys = pd.MultiIndex.from_arrays([rows["gpu"].to_numpy(dtype=object)[where], dtype[where]])
         codes, distinct = pd.factorize(keys)
-        lent = [self.lent_dtype(gpus[name], own) for name, own in distinct]
-        dtype[where] = np.array(lent, dtype=object)[codes]
+        stand_in = [self.stand_in_dtype(gpus[name], own) for name, own in distinct]
+        dtype[where] = np.array(stand_in, dtype=object)[codes]
         return rows.assign(dtype=dtype)
 
     def unseen(self, query: QueryRows) -> np.ndarray:
         """Mask of rows to forecast from other GPUs (source GPUs).
 
         Their GPU has no training rows; or none of their dtype or op, while other GPUs have. A
-        dtype is seen in rows that it is lent.
+        dtype is seen in rows that stand in for it.
         """
         if not self.measured:
             seen = self.encoder.vocabulary.get("gpu", [])
@@ -303,11 +303,11 @@ class SourceGpus:
         Families whose tiles are counted keep the features of the rows' own GPU, but the GPU's name.
         Where ``_is_by_roofline``, rooflines are those of the rows' own GPU.
         """
-        family, lent = query.family, query.lent
+        family, stand_in = query.family, query.stood_in
         rows = query.rows
-        if lent.any():
+        if stand_in.any():
             own = rows["dtype"].to_numpy(dtype=object)
-            rows = rows.assign(dtype=np.where(lent, query.dtype, own))
+            rows = rows.assign(dtype=np.where(stand_in, query.dtype, own))
         rows = self.with_measured_ops(rows, family, gpu)
         if not family.tiled:
             rows = rows.assign(gpu=gpu, stack=stack)

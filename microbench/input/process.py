@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from itercast.capture.input.lane import InputLane, read_lane
-from itercast.microbench.processes.leash import leash
+from itercast.microbench.processes.child_processes import START, ended_with_this
 from itercast.microbench.processes.watch import log_tail, watch
 
 MODULE = "itercast.microbench.input.measure"
@@ -27,11 +27,11 @@ def measured_lane(loader: str, seconds: float, limit_s: float, what: str = "load
     with tempfile.TemporaryDirectory() as folder:
         result, log = Path(folder) / "lane.json", Path(folder) / "log"
         alive = Path(f"{result}.alive")
-        command = [sys.executable, "-m", "itercast.microbench.processes.leash", MODULE, order]
+        command = [sys.executable, "-m", START, MODULE, order]
         with log.open("wb") as out:
             process = subprocess.Popen(
                 [*command, str(result)],
-                env=os.environ | leash(),
+                env=os.environ | ended_with_this(),
                 stdout=out,
                 stderr=out,
                 start_new_session=True,

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from itercast.capture.base.cores import cores
 from itercast.capture.base.slow_imports import dist, torch
+from itercast.microbench.processes.child_processes import START, ended_with_this
 from itercast.microbench.processes.lanes import visible_gpus
-from itercast.microbench.processes.leash import leash
 from itercast.microbench.store import Facts
 from itercast.microbench.timing.clock import MIN_US, Timing, other_ops, summarise
 
@@ -47,13 +47,13 @@ def start_ranks(
     process leads a process group and is killed when this process ends; ``log`` gets its output.
     One of several lanes sees the GPU of its number only.
     """
-    launcher = [sys.executable, "-m", "itercast.microbench.processes.leash"]
+    launcher = [sys.executable, "-m", START]
     several = ranks > 1 or bool(torchrun)
     if several:
         where = shlex.split(torchrun) or ["--standalone"]
         launcher += ["torch.distributed.run", *where, f"--nproc-per-node={ranks}"]
-        launcher += ["-m", "itercast.microbench.processes.leash"]
-    environment = os.environ | leash() | (QUIET if several else {})
+        launcher += ["-m", START]
+    environment = os.environ | ended_with_this() | (QUIET if several else {})
     if several or order.get("device") == "cuda":
         environment = {"OMP_NUM_THREADS": "1", **environment}
     if order.get("device") == "cuda":

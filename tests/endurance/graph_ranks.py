@@ -23,7 +23,7 @@ from torch import nn
 
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture
-from itercast.compose.parallel.halo import cut_graph, cut_of
+from itercast.compose.parallel.neighbour_exchange import cut_graph, cut_of
 from itercast.compose.predict import predict
 from itercast.microbench.ops import families, find_family
 from itercast.microbench.processes.ranks import join_process_group, max_over_ranks, start_ranks

@@ -185,9 +185,9 @@ def test_tf32_takes_rows_of_the_tensor_cores_it_runs_on() -> None:
     half = source_gpus(("twin", "fp32", "a"), ("one", "fp16", "a"), gpus=gpus)
     own = source_gpus(("twin", "tf32", "a"), ("one", "fp16", "a"), gpus=gpus)
     fp32 = source_gpus(("twin", "fp32", "a"), gpus=gpus)
-    assert half.lent_dtype(cores, "tf32") == "fp16"
-    assert half.lent_dtype(GPUS["new"], "tf32") == "tf32"  # states no rate of its own
-    assert [found.lent_dtype(cores, "tf32") for found in (own, fp32)] == ["tf32", "tf32"]
-    assert half.lent_dtype(cores, "fp32") == "fp32"
+    assert half.stand_in_dtype(cores, "tf32") == "fp16"
+    assert half.stand_in_dtype(GPUS["new"], "tf32") == "tf32"  # states no rate of its own
+    assert [found.stand_in_dtype(cores, "tf32") for found in (own, fp32)] == ["tf32", "tf32"]
+    assert half.stand_in_dtype(cores, "fp32") == "fp32"
     rows = pd.DataFrame({"gpu": ["one", "twin", "one"], "dtype": ["tf32", "tf32", "fp32"]})
-    assert half.as_lent(rows, gpus)["dtype"].tolist() == ["fp16", "tf32", "fp32"]
+    assert half.with_stand_in_dtypes(rows, gpus)["dtype"].tolist() == ["fp16", "tf32", "fp32"]

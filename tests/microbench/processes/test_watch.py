@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from itercast.microbench.processes import leash
+from itercast.microbench.processes import child_processes
 from itercast.microbench.processes.ranks import start_ranks
 from itercast.microbench.processes.watch import log_tail, never, watch
 
@@ -73,9 +73,9 @@ def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
     )
     code = (
         "import os, subprocess, sys, time\n"
-        "from itercast.microbench.processes.leash import leash\n"
-        "words = ['-m', 'itercast.microbench.processes.leash', 'sleeper', sys.argv[1]]\n"
-        "subprocess.Popen([sys.executable, *words], env=os.environ | leash(),"
+        "from itercast.microbench.processes.child_processes import ended_with_this\n"
+        "words = ['-m', 'itercast.microbench.processes.child_processes', 'sleeper', sys.argv[1]]\n"
+        "subprocess.Popen([sys.executable, *words], env=os.environ | ended_with_this(),"
         " start_new_session=True)\ntime.sleep(60)"
     )
     path = tmp_path / "pid"
@@ -95,14 +95,14 @@ def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
 
 def test_a_worker_whose_parent_ended_before_it_began_ends_too() -> None:
     """Its variable names no pipe, another file under the number of a closed one, or a pipe."""
-    command = [sys.executable, "-m", leash.__name__, "this"]
+    command = [sys.executable, "-m", child_processes.__name__, "this"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with Path(__file__).open() as other:
         for gone_pipe in ("/proc/1/fd/99999:1", f"/proc/{os.getpid()}/fd/{other.fileno()}:1"):
-            environment[leash.PARENT] = gone_pipe
+            environment[child_processes.PARENT] = gone_pipe
             run = subprocess.run(command, env=environment, capture_output=True, timeout=60)
             assert run.returncode == -signal.SIGKILL and not run.stdout
-    environment |= leash.leash()
+    environment |= child_processes.ended_with_this()
     run = subprocess.run(command, env=environment, capture_output=True, timeout=60)
     assert run.returncode == 0 and b"Beautiful" in run.stdout
 
@@ -133,12 +133,12 @@ note([lambda: fork(fork, threads), fork])
 
 
 def family(folder: Path, variables: dict[str, str]) -> tuple[subprocess.Popen[bytes], list[int]]:
-    """A process on a leash and four more: forks of forks in their own sessions, one of a thread."""
+    """A process that ends with this one, and four more: forks of forks in other sessions."""
     folder.mkdir()
     (folder / "family.py").write_text(FAMILY)
     there = folder / "pids"
     there.mkdir()
-    words = ["-m", leash.__name__, "family", str(there)]
+    words = ["-m", child_processes.__name__, "family", str(there)]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{folder}"} | variables
     first = subprocess.Popen([sys.executable, *words], env=environment, start_new_session=True)
     end = time.monotonic() + 20
@@ -149,12 +149,12 @@ def family(folder: Path, variables: dict[str, str]) -> tuple[subprocess.Popen[by
 
 def test_what_a_worker_forks_ends_with_it_and_with_its_parent(tmp_path: Path) -> None:
     """Killed at the root, or let go of; a thread that forked and ended does not end its fork."""
-    first, pids = family(tmp_path / "killed", leash.leash())
+    first, pids = family(tmp_path / "killed", child_processes.ended_with_this())
     assert len(pids) == 5 and all(map(lives, pids))
     first.kill()
     assert all(map(gone, pids))
     first.wait()
-    with leash.held() as variables:
+    with child_processes.held() as variables:
         first, pids = family(tmp_path / "left", variables)
         assert len(pids) == 5 and all(map(lives, pids))
     assert all(map(gone, pids))

@@ -14,7 +14,7 @@ from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture
 from itercast.compose.graph.rewrite import COLLECTIVE
-from itercast.compose.parallel.halo import cut_graph, cut_of
+from itercast.compose.parallel.neighbour_exchange import cut_graph, cut_of
 from itercast.compose.predict import predict
 from itercast.microbench.ops import find_family
 

@@ -5,7 +5,7 @@ SIGKILL when nobody holds the other end any more: however the holder ends, and w
 process group they are in. What they fork is on a pipe of theirs in turn. On Linux only; elsewhere
 nothing happens.
 
-``python -m itercast.microbench.processes.leash MODULE ARGUMENTS`` runs a module so.
+``python -m itercast.microbench.processes.child_processes MODULE ARGUMENTS`` runs a module so.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
+START = "itercast.microbench.processes.child_processes"  # this module, which runs others
 PARENT = "ITERCAST_PARENT"  # variable with the path of the parent's pipe and its inode
 _held: dict[int, int] = {}  # pipes of this process: the end to read from -> the one to write to
 _opened: list[int] = []  # the parent's pipe
@@ -41,7 +42,7 @@ def held() -> Iterator[dict[str, str]]:
 
 
 @cache
-def leash() -> dict[str, str]:
+def ended_with_this() -> dict[str, str]:
     """The variable for processes that end with this one."""
     return {PARENT: _path(_pipe()[0])}
 
@@ -67,12 +68,12 @@ def end_with_parent() -> None:
         return
     _end_with(path)
     os.register_at_fork(after_in_child=_forked)
-    os.environ |= leash()
+    os.environ |= ended_with_this()
 
 
 def _forked() -> None:
     """Go on a pipe of the process that forked this one, and let go of those that it holds."""
-    (path,) = leash().values()
+    (path,) = ended_with_this().values()
     inherited = [*_held.items(), *((end,) for end in _opened)]
     _held.clear()
     _opened.clear()
@@ -80,8 +81,8 @@ def _forked() -> None:
         for end in ends:
             os.close(end)
     _end_with(path)
-    leash.cache_clear()
-    os.environ |= leash()
+    ended_with_this.cache_clear()
+    os.environ |= ended_with_this()
 
 
 def _end_with(path: str) -> None:
@@ -105,7 +106,8 @@ def _end_with(path: str) -> None:
 
 
 if __name__ == "__main__":
-    from itercast.microbench.processes import leash as imported  # forks find the state of this one
+    # forks find the state of the imported module
+    from itercast.microbench.processes import child_processes as imported
 
     imported.end_with_parent()
     del sys.argv[0]
