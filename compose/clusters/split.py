@@ -16,9 +16,8 @@ from itercast.capture.plan_keys import V_SHAPED
 from itercast.compose.clusters.job import Job, replicas, report_job, stages
 from itercast.compose.forecast import Forecast
 from itercast.compose.simulate.breakdown import Outcome
-from itercast.compose.simulate.iteration import evaluate_stages, quick_us
+from itercast.compose.simulate.iteration import evaluate_ranks, quick_us
 from itercast.compose.simulate.stages import balanced
-from itercast.compose.simulate.unlike import evaluate_replicas
 
 # Keys of plans that act on one rank, or on replicas that all send the same messages.
 ALLOWED = (
@@ -136,12 +135,12 @@ def _descend(start: T, others: Callable[[T], Iterator[T]], cost: Callable[[T], f
 def _side_by_side(job: Job, plan: ParallelPlan, split: Sequence[int]) -> Outcome:
     ranks = replicas(job, plan, split)
     if job.joined:
-        return evaluate_replicas(ranks, job.optimizer)
+        return evaluate_ranks(ranks, job.optimizer)
     cores = ranks[0].book.gpu.sm_count
     asked = [rank.kin * rank.book.threads / cores for rank in ranks]
     # a loop over threads ends with its slowest one: that on the core that has most threads
     crowding = max(1.0, ceil(sum(asked)) / max(1.0, *asked))
-    return evaluate_replicas(ranks, job.optimizer, crowding)
+    return evaluate_ranks(ranks, job.optimizer, crowding)
 
 
 def _split_layers(job: Job, plan: ParallelPlan) -> Forecast:
@@ -154,7 +153,7 @@ def _split_layers(job: Job, plan: ParallelPlan) -> Forecast:
 
     @cache
     def simulated(split: ParallelPlan) -> Outcome:
-        return evaluate_stages(stages(job, split, groups, rows), job.optimizer)
+        return evaluate_ranks(stages(job, split, groups, rows), job.optimizer)
 
     def others(split: ParallelPlan) -> Iterator[ParallelPlan]:
         sizes = [int(n) for n in split.layers.split("+")]

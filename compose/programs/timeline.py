@@ -7,7 +7,7 @@ Ranks that were not captured do what one that was captured does, at the same tim
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
 
 from itercast.capture.opcall import OpCall
@@ -21,12 +21,11 @@ from itercast.capture.programs.program import (
 from itercast.compose.pricing.priced_op import PricedOp
 from itercast.compose.pricing.work import Step, fold
 from itercast.compose.programs.price import PricedRank
-from itercast.compose.simulate.rank import LATENCY, Lanes
-from itercast.compose.simulate.timeline import JointTasks, Span, Task
+from itercast.compose.simulate.breakdown import computing_spans
+from itercast.compose.simulate.rank import LATENCY, Lanes, Run
+from itercast.compose.simulate.timeline import side_by_side
 
-SHARED = ("compute", "stream")  # lanes of a rank that slow each other
 COMM = "comm"  # phase of collectives
-COMPUTE, LAUNCH = "compute", "launch "  # how names of tasks begin but for those of collectives
 
 
 class RankLanes(Lanes):
@@ -35,11 +34,9 @@ class RankLanes(Lanes):
     ``lane``, ``done`` and ``waits`` are those of one ``stream``, ``others`` has those of others.
     """
 
-    def __init__(
-        self, rank: int, priced: PricedRank, tasks: JointTasks, slowdown: float, each_op: bool
-    ) -> None:
-        super().__init__(priced.on_cpu, slowdown, tasks=tasks.tasks)
-        self.rank, self.priced, self.shared, self.each_op = rank, priced, tasks, each_op
+    def __init__(self, rank: int, priced: PricedRank, slowdown: float, each_op: bool) -> None:
+        super().__init__(priced.on_cpu, slowdown)
+        self.rank, self.priced, self.each_op = rank, priced, each_op
         self.stream, self.others = 0, dict[int, tuple[tuple[int, ...], tuple[int, ...]]]()
         self.points: dict[Hashable, tuple[int, ...]] = {}
         self.open: list[Step] = []
@@ -73,18 +70,6 @@ class RankLanes(Lanes):
         self.done, self.waits = self.others.get(stream, ((), ()))
         self.stream, self.lane = stream, f"stream {stream}" if stream else "compute"
 
-    def _add(
-        self,
-        lane: str,
-        us: float,
-        after: tuple[int, ...],
-        name: str,
-        phase: str = "",
-        nbytes: float = 0.0,
-    ) -> int:
-        lanes = (f"{self.rank} {lane}",)
-        return self.shared.add(lanes, us, after, name, phase=phase, nbytes=nbytes)
-
     def _launch(self, op: PricedOp, graphed: bool) -> None:
         step = replace(self.priced.launches.step(op), waits=False)
         self.open.append(replace(step, launch_us=0.0) if graphed else step)
@@ -99,22 +84,15 @@ class RankLanes(Lanes):
             for step in steps:
                 self._op(step)
         else:
-            self.work(fold(steps, self.on_cpu), COMPUTE)
+            self.work(fold(steps, self.on_cpu), "compute")
 
     def _collective(self, call: OpCall, op: PricedOp) -> None:
-        facts = call.kwargs
         after, self.waits = self.done + self.waits + self.host, ()
         key = self._key(call)
         self.counts[key] += 1
-        once, copied_us = (key, self.counts[key]), op.duration_us
-        if op.latency_us:  # it slows nothing; the copy waits for that of all ranks
-            lanes = (f"{self.rank} latency {self.stream}",)
-            latency_us = min(op.latency_us, op.duration_us)
-            begun = self.shared.add(lanes, latency_us, after, facts["kind"], (LATENCY, once))
-            after, copied_us = (begun,), op.duration_us - latency_us
-        lanes = (f"{self.rank} {self.lane}",)
-        kind, nbytes = facts["kind"], facts["bytes"]
-        self.done = (self.shared.add(lanes, copied_us, after, kind, once, COMM, nbytes),)
+        named = replace(op, op=call.kwargs["kind"], phase=COMM, nbytes=call.kwargs["bytes"])
+        late = f"{LATENCY} {self.stream}"
+        self.done = (self._message(named, self.lane, late, after, (key, self.counts[key])),)
 
     def _key(self, call: OpCall) -> Hashable:
         """Equal for the launches of all ranks that take part in a collective or message."""
@@ -130,8 +108,8 @@ def simulate_program(
     contention: float,
     cores_frac: float = 0.0,
     each_op: bool = False,
-) -> tuple[list[Task], list[Span], list[float]]:
-    """Two steps in a row: their tasks and spans, and when each of them ends, in us.
+) -> tuple[dict[int, Run], float]:
+    """Two steps in a row, by rank, and the time of the second, from the first one's end, in us.
 
     ``cores_frac``: the share of a CPU's cores that a captured rank takes while it computes, with
     those that do as it does. Where all together take more than there are, compute is slower: by
@@ -140,15 +118,15 @@ def simulate_program(
     """
     found, slowdown = _simulated(ranks, contention, 1.0), 1.0
     if cores_frac * len(ranks) > 1:
-        slowdown = _shared_cores(*found[:2], cores_frac)
+        slowdown = _shared_cores(found[0].values(), cores_frac)
     if slowdown == 1 and not each_op:
         return found
     return _simulated(ranks, contention, slowdown, each_op)
 
 
-def _shared_cores(tasks: Sequence[Task], spans: Sequence[Span], cores_frac: float) -> float:
+def _shared_cores(runs: Iterable[Run], cores_frac: float) -> float:
     """Mean of the shares of cores that ranks ask for, at least 1, while any of them computes."""
-    computing = [s for t, s in zip(tasks, spans, strict=True) if t.name == COMPUTE]
+    computing = [span for run in runs for span in computing_spans(run)]
     changes = [(s.start_us, 1) for s in computing] + [(s.end_us, -1) for s in computing]
     total_us = asked_us = before_us = 0.0
     ranks = 0
@@ -162,16 +140,17 @@ def _shared_cores(tasks: Sequence[Task], spans: Sequence[Span], cores_frac: floa
 
 def _simulated(
     ranks: Mapping[int, PricedRank], contention: float, slowdown: float, each_op: bool = False
-) -> tuple[list[Task], list[Span], list[float]]:
-    tasks = JointTasks()
-    lanes = [RankLanes(rank, priced, tasks, slowdown, each_op) for rank, priced in ranks.items()]
-    counts = []
-    for number in range(2):
-        for one in lanes:
-            one.step(number)
-        counts.append(len(tasks.tasks))
-    named = [lane.split() for lane in tasks.programs]
-    shared = {" ".join(words): words[0] for words in named if words[1] in SHARED}
-    spans = tasks.simulate(shared, contention)
-    ends = [max((s.end_us for s in spans[:n]), default=0.0) for n in counts]
-    return tasks.tasks, spans, ends
+) -> tuple[dict[int, Run], float]:
+    lanes = [RankLanes(rank, priced, slowdown, each_op) for rank, priced in ranks.items()]
+    for one in lanes:
+        one.step(0)
+    firsts = [len(one.tasks) for one in lanes]
+    for one in lanes:
+        one.step(1)
+    spans = side_by_side([one.tasks for one in lanes], [contention] * len(lanes))
+    ends = [s.end_us for own, n in zip(spans, firsts, strict=True) for s in own[:n]]
+    runs = {
+        one.rank: Run(tasks=tuple(one.tasks), spans=own)
+        for one, own in zip(lanes, spans, strict=True)
+    }
+    return runs, max(run.end_us for run in runs.values()) - max(ends, default=0.0)

@@ -8,6 +8,7 @@ from math import inf, log2
 
 from itercast.compose.machines.factors import NAMES
 from itercast.compose.pricing.host import PYTHON
+from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.compose.pricing.priced_op import UNMODELLED, AssumedTime, PricedOp
 from itercast.compose.simulate.rank import LATENCY, Run
 from itercast.compose.simulate.timeline import Span, Task
@@ -49,6 +50,18 @@ class Tally:
         """Share of the time of all ops that no learned model priced."""
         total = sum(self.us.values())
         return self.us.get(UNMODELLED, 0.0) / total if total else 0.0
+
+
+def tally_layers(
+    tally: Tally, layers: Sequence[PricedLayer], micro: int, accumulations: int
+) -> None:
+    """Add the ops of layers in ``micro`` micro-batches, and so many sums of their gradients."""
+    counted: dict[int, tuple[PricedLayer, int]] = {}
+    for x in layers:
+        counted[id(x)] = (x, counted.get(id(x), (x, 0))[1] + 1)
+    for x, n in counted.values():
+        tally.add([*x.forward, *x.backward], n * micro)
+        tally.add(x.trained_only(x.accumulate), n * accumulations)
 
 
 def assumed_us(
@@ -110,9 +123,17 @@ def is_product(family: str) -> bool:
     return family in families() and families()[family].matmul
 
 
-def lane_spans(run: Run, *lanes: str) -> list[Span]:
-    """Spans of the tasks on some lanes."""
-    return [s for t, s in zip(run.tasks, run.spans, strict=True) if t.lanes[0] in lanes]
+def computing_spans(run: Run) -> list[Span]:
+    """When a run computes, whichever stream of a program does."""
+    return [s for t, s in zip(run.tasks, run.spans, strict=True) if _lane(t) == "compute"]
+
+
+def _lane(task: Task) -> str:
+    """What a task occupies: compute, messages and copies (comm), or another lane."""
+    lane = task.lanes[0].split()[0]
+    if lane in (LATENCY, "comm", "h2d", "d2h") or task.once is not None:
+        return "comm"
+    return "compute" if lane == "stream" else lane
 
 
 def covered_us(spans: Sequence[Span]) -> float:
@@ -146,20 +167,28 @@ class Shares:
             self.comm_us + times * other.comm_us,
         )
 
+    @property
+    def idle_us(self) -> float:
+        """Neither computing nor waiting for messages."""
+        return max(0.0, self.end_us - self.compute_us - self.exposed_us)
+
 
 def shares(run: Run) -> Shares:
     """Split a run's time; collectives that block compute count as exposed."""
-    sent = lane_spans(run, LATENCY, "comm", "h2d", "d2h")
-    found = time_on_lanes(run.end_us, lane_spans(run, "compute"), sent)
-    blocking = Shares(0.0, -run.blocking_us, run.blocking_us, run.blocking_us)
-    return found.plus(blocking, 1)
-
-
-def time_on_lanes(end_us: float, computing: Sequence[Span], sending: Sequence[Span]) -> Shares:
-    """How the time to ``end_us`` is spent by a rank that computes and sends at these times."""
+    computing, late_us = computing_spans(run), run.blocking_us
+    sending = [s for t, s in zip(run.tasks, run.spans, strict=True) if _lane(t) == "comm"]
     compute_us = covered_us(computing)
     exposed_us = covered_us([*computing, *sending]) - compute_us
-    return Shares(end_us, compute_us, exposed_us, covered_us(sending))
+    comm_us = covered_us(sending) + late_us
+    return Shares(run.end_us, compute_us - late_us, exposed_us + late_us, comm_us)
+
+
+def added_up(runs: Sequence[tuple[Run, float]]) -> Shares:
+    """Split the time of runs, each with how often it is repeated."""
+    total = Shares(0.0, 0.0, 0.0, 0.0)
+    for run, times in runs:
+        total = total.plus(shares(run), times)
+    return total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,11 +231,10 @@ class Outcome:
 def broken_down(
     lanes: Shares,
     tally: Tally,
+    shown: Run,
     *,
     memory: dict[str, int],
     matmul_s: float,
-    tasks: tuple[Task, ...],
-    spans: tuple[Span, ...],
     host_gap_us: float = inf,
     bubble_us: float = 0.0,
     slowest: int = 0,
@@ -216,7 +244,7 @@ def broken_down(
 
     Of its idle time ``host_gap_us`` at most are gaps in which the host launches, ``bubble_us`` of
     the rest at most a pipeline's bubble; what is left it waits for other ranks. Of bubble and
-    waiting each assumption has its share of the rest.
+    waiting each assumption has its share of the rest. ``shown``: see ``Outcome.tasks``.
     """
     end_us = lanes.end_us
     compute_us = min(lanes.compute_us, end_us)
@@ -238,8 +266,8 @@ def broken_down(
         tally=tally,
         assumed_by_us={name: scale * us for name, us in by_name_us.items()},
         matmul_s=matmul_s,
-        tasks=tasks,
-        spans=spans,
+        tasks=shown.tasks,
+        spans=shown.spans,
         slowest=slowest,
         fullest=fullest,
     )

@@ -10,15 +10,19 @@ at N; a single replica's peak is the same.
 
 from __future__ import annotations
 
-from itercast.compose.pricing.collectives import Message
+from itercast.compose.pricing.collectives import Message, price_messages
+from itercast.compose.pricing.priced_op import PricedOp
 from itercast.compose.pricing.work import side_by_side_us
-from itercast.compose.simulate.rank import RankTasks
+from itercast.compose.simulate.breakdown import Shares
+from itercast.compose.simulate.rank import Rank, RankTasks
 
 
-def slot_message(parameter_bytes: int, replicas: int, dtype: str) -> Message:
+def slot_message(rank: Rank) -> PricedOp:
     """The message from one replica to the next in a slot."""
-    size = max(1, parameter_bytes // replicas)
-    return Message(kind="send_recv", axis="dp", message_bytes=size, dtype=dtype)
+    size = sum(x.layer.trained_bytes for x in rank.layers) // rank.plan.dp
+    dtype = next((p.dtype for x in rank.layers for p in x.layer.parameters), "fp32")
+    message = Message(kind="send_recv", axis="dp", message_bytes=max(1, size), dtype=dtype)
+    return price_messages([message], rank.book, rank.where)[0]
 
 
 def steady_us(
@@ -39,3 +43,16 @@ def send_to_next_replica(program: RankTasks) -> None:
         ops = [*x.into_bucket, *x.accumulate, *x.out_of_bucket]
         program.copies += ops
         program.lanes.work(x.fold(ops), f"send {x.layer.name}")
+
+
+def staggered(rank: Rank, alone: Shares, op: PricedOp) -> Shares:
+    """Times of a step of cyclic data parallelism, from those of a replica ``alone``.
+
+    A step has 2 dp slots of time; in each a message ``op`` runs beside the slot's compute.
+    """
+    n = rank.plan.dp
+    end_us = steady_us(alone.end_us, op.duration_us, n, rank.contention, op.latency_us)
+    comm_us, copied_us = 2 * n * op.duration_us, 2 * n * (op.duration_us - op.latency_us)
+    slowed_us = alone.compute_us + (rank.contention - 1) * min(alone.end_us, copied_us)
+    slowed_us = min(end_us, slowed_us)
+    return Shares(end_us, slowed_us, max(0.0, end_us - max(slowed_us, alone.end_us)), comm_us)

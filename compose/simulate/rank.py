@@ -7,7 +7,7 @@ tasks as messages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -24,11 +24,10 @@ from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import UNMODELLED, PricedOp
 from itercast.compose.pricing.work import Step, Work
 from itercast.compose.simulate.data_parallel import LayerBucket, Strategy, strategy
-from itercast.compose.simulate.timeline import Span, Task, simulate_shared
+from itercast.compose.simulate.timeline import SHARED, Span, Task, simulate_shared
 from itercast.microbench.hardware.spec import Gpu
 
 OFFLOAD_FRAC: Mapping[str, float] = assumed(__file__, "offload_frac")  # of the peak rate
-SHARED = {"compute": "rank", "comm": "rank"}  # lanes that slow each other
 LATENCY = "latency"  # lane of messages' latency, which slows nothing
 
 
@@ -58,6 +57,7 @@ class Lanes:
     waits: tuple[int, ...] = ()
     host: tuple[int, ...] = ()
     comm_us: float = 0.0  # collectives within the compute lane
+    messages: int = 0  # so far, from and to other ranks
 
     def _add(
         self,
@@ -67,8 +67,9 @@ class Lanes:
         name: str,
         phase: str = "",
         nbytes: float = 0.0,
+        once: Hashable = None,
     ) -> int:
-        self.tasks.append(Task((lane,), us, after, name, phase, nbytes))
+        self.tasks.append(Task((lane,), us, after, name, phase, nbytes, once))
         return len(self.tasks) - 1
 
     def _ready(self) -> tuple[int, ...]:
@@ -120,12 +121,25 @@ class Lanes:
             self.host, self.ahead = self.host + self.done, False
 
     def send(self, op: PricedOp, lane: str = "comm", after: tuple[int, ...] | None = None) -> int:
-        """Add a message that starts once all compute so far (or ``after``) is done."""
-        after = self.done if after is None else after
+        """Add a message that starts once all compute so far (or ``after``) is done.
+
+        Ranks that do the same send as many: message k of one is message k of all.
+        """
+        once: Hashable = None
+        if lane == "comm":
+            self.messages += 1
+            once = self.messages
+        return self._message(op, lane, LATENCY, self.done if after is None else after, once)
+
+    def _message(
+        self, op: PricedOp, lane: str, waits: str, after: tuple[int, ...], once: Hashable
+    ) -> int:
+        """Add a message after its latency on the lane ``waits``, which slows nothing."""
         latency_us = min(op.latency_us, op.duration_us)  # a part of a message may be shorter
         if latency_us:
-            after = (self._add(LATENCY, latency_us, after, op.op, op.phase),)
-        return self._add(lane, op.duration_us - latency_us, after, op.op, op.phase, op.nbytes)
+            both = None if once is None else (LATENCY, once)
+            after = (self._add(waits, latency_us, after, op.op, op.phase, once=both),)
+        return self._add(lane, op.duration_us - latency_us, after, op.op, op.phase, op.nbytes, once)
 
     def wait(self, tasks: Iterable[int]) -> None:
         """Let the next compute task wait for these."""
@@ -179,11 +193,14 @@ class Rank:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A simulated rank program: its tasks, their spans, and the ops added to the layers' own."""
+    """A simulated rank program: its tasks, their spans, and the ops added to the layers' own.
+
+    ``blocking_us``: of compute tasks the part that waits for collectives.
+    """
 
     tasks: tuple[Task, ...]
     spans: tuple[Span, ...]
-    blocking_us: float
+    blocking_us: float = 0.0
     sent: tuple[PricedOp, ...] = ()
     updates: tuple[PricedOp, ...] = ()
     copies: tuple[PricedOp, ...] = ()
@@ -192,6 +209,11 @@ class Run:
     def end_us(self) -> float:
         """When the last task ends."""
         return max((s.end_us for s in self.spans), default=0.0)
+
+    @property
+    def added(self) -> tuple[PricedOp, ...]:
+        """The ops that are not those of layers."""
+        return (*self.sent, *self.copies, *self.updates)
 
 
 class RankTasks:
@@ -209,7 +231,8 @@ class RankTasks:
 
     def run(self) -> Run:
         """Simulate the program."""
-        spans = simulate_shared(self.lanes.tasks, SHARED, self.rank.contention)
+        lanes = dict.fromkeys(SHARED, "rank")
+        spans = simulate_shared(self.lanes.tasks, lanes, self.rank.contention)
         return Run(
             tasks=tuple(self.lanes.tasks),
             spans=tuple(spans),

@@ -1,8 +1,8 @@
-"""A plan's stages as ranks: layers, memory, runs, messages, and a lower bound of their time."""
+"""A pipeline's stages as ranks: layers, memory, runs, messages, and a lower bound of their time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -16,12 +16,14 @@ from itercast.compose.graph.codecs import Codec
 from itercast.compose.pricing.collectives import Message, price_messages
 from itercast.compose.pricing.host import python_op
 from itercast.compose.pricing.priced_op import PricedOp, priceable
+from itercast.compose.simulate.breakdown import Shares, added_up
 from itercast.compose.simulate.data_parallel import reductions
 from itercast.compose.simulate.memory_plan import Sizes, rank_memory
 from itercast.compose.simulate.pipeline import (
     CUT_BACKWARD,
     StageTimes,
     chunks_of_rank,
+    finish_us,
     in_flight,
     rank_of_chunk,
 )
@@ -95,9 +97,8 @@ def memory(rank: Rank, optimizer: str) -> dict[str, int]:
     for sizes, others in _in_flight(rank):
         if id(sizes) not in most or most[id(sizes)][1] < others:
             most[id(sizes)] = (sizes, others)
-    by_rank = (_memory(rank, optimizer, *held) for held in most.values())
-    fullest = max(by_rank, key=lambda m: sum(m.values()))
-    return {name: n + rank.model.added_bytes.get(name, 0) for name, n in fullest.items()}
+    each = (_memory(rank, optimizer, *held) for held in most.values())
+    return max(each, key=lambda m: sum(m.values()))
 
 
 def stage_memory(rank: Rank, optimizer: str) -> list[dict[str, int]]:
@@ -119,7 +120,7 @@ def _memory(rank: Rank, optimizer: str, sizes: Sizes, others: int) -> dict[str, 
     update = (graph.update_share, others, graph.matrix_bytes)
     found = rank_memory(sizes, rank.plan, optimizer, *update, held)
     found["activations"] += graph.input_bytes
-    return found
+    return {name: n + rank.model.added_bytes.get(name, 0) for name, n in found.items()}
 
 
 def least_us(rank: Rank) -> float:
@@ -255,6 +256,112 @@ def stage_runs(rank: Rank, chunk: Chunk) -> StageRuns:
         accumulate_us=max(0.0, run.end_us - first.run().end_us),
         weight_us=sum(x.weight_us * n for x, n in chunk.runs),
         detached=chunk.is_detached(rank.model.graph.capture),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """A plan's stages with their times.
+
+    ``ranks`` by stage: all layers, priced on the stage's device; ``stages``: those with its own
+    layers. ``tails`` by rank: the run from its last backward to the end of the iteration, and that
+    backward without synchronisation and optimizer. ``sends``: the messages after each chunk.
+    """
+
+    ranks: Sequence[Rank]
+    sends: Sequence[Sequence[PricedOp]]
+    runs: Sequence[StageRuns]
+    times: Sequence[StageTimes]
+    stages: Sequence[Rank]
+    tails: Sequence[tuple[Run, Run]]
+
+    @property
+    def plan(self) -> ParallelPlan:
+        """The plan of all ranks."""
+        return self.ranks[0].plan
+
+    def finish_us(self, times: Sequence[StageTimes]) -> tuple[float, ...]:
+        """When each rank's last backward ends."""
+        plan = self.plan
+        return finish_us(plan.schedule, times, plan.pp, plan.microbatches)
+
+    def totals_us(self) -> list[float]:
+        """When each rank's step ends."""
+        ends = self.finish_us(self.times)
+        pairs = zip(ends, self.tails, strict=True)
+        return [end_us + tail.end_us - alone.end_us for end_us, (tail, alone) in pairs]
+
+    def loads_us(self) -> list[float]:
+        """Time of each rank's forwards and backwards."""
+        pp, micro = self.plan.pp, self.plan.microbatches
+        return [sum(self.times[c].busy_us(micro) for c in self.chunks_of(r)) for r in range(pp)]
+
+    def chunks_of(self, r: int) -> list[int]:
+        """The chunks of a rank."""
+        plan = self.plan
+        return chunks_of_rank(plan.schedule, plan.pp, r, len(self.runs))
+
+    def runs_of(self, r: int) -> list[tuple[Run, int]]:
+        """All that a rank runs, each with how often it is repeated; the last one ends the step."""
+        micro, (tail, alone) = self.plan.microbatches, self.tails[r]
+        pairs = ((self.runs[c].forward, self.runs[c].backward) for c in self.chunks_of(r))
+        return [*((run, micro) for both in pairs for run in both), (alone, -1), (tail, 1)]
+
+    def lanes_of(self, r: int) -> Shares:
+        """A rank's time on its lanes: all micro-batches, synchronisation and optimizer."""
+        left_out_us = sum(self.runs[c].accumulate_us for c in self.chunks_of(r))
+        return added_up(self.runs_of(r)).plus(Shares(left_out_us, left_out_us, 0.0, 0.0), -1)
+
+    alone = lanes_of  # a stage's runs are simulated by themselves
+
+    def others_of(self, r: int) -> list[tuple[PricedOp, float]]:
+        """What else takes a rank's time: messages between stages, and the host, each so often.
+
+        The model's own host time is divided equally among the stages.
+        """
+        rank, micro = self.ranks[r], self.plan.microbatches
+        found = [(rank.model.host, micro / self.plan.pp)]
+        for chunk in self.chunks_of(r):
+            for boundary in (chunk - 1, chunk):
+                if 0 <= boundary < len(self.runs) - 1:
+                    ways = 1 if self.runs[boundary].detached else 2  # forth and back
+                    found += [(op, ways * micro) for op in self.sends[boundary]]
+            found.append((python_op("pipeline_micro", 1, rank.book), micro))
+        return found
+
+    def schedule_us(self, slowest: int) -> tuple[float, float]:
+        """Time that messages between stages add, and the bubble if all stages were the slowest."""
+        unsent = [replace(t, send_us=0.0) for t in self.times]
+        sends_us = max(0.0, max(self.finish_us(self.times)) - max(self.finish_us(unsent)))
+        own = self.chunks_of(slowest)
+        equal = [unsent[own[c // self.plan.pp]] for c in range(len(unsent))]
+        bubble_us = max(0.0, max(self.finish_us(equal)) - self.loads_us()[slowest])
+        return sends_us, bubble_us
+
+
+def by_rank(ranks: Sequence[Rank], of: Callable[[Rank], Sequence[T]]) -> list[T]:
+    """Of each rank its own one of what ``of`` lists for all; once for ranks that are the same."""
+    found = {id(rank): of(rank) for rank in {id(r): r for r in ranks}.values()}
+    return [found[id(rank)][i % len(found[id(rank)])] for i, rank in enumerate(ranks)]
+
+
+def pipeline_of(ranks: Sequence[Rank], optimizer: str) -> Pipeline:
+    """The pipeline of these ranks, one of each stage, which holds all layers."""
+    plan = ranks[0].plan
+    pieces = range(plan.pp * plan.virtual)
+    owners = [ranks[rank_of_chunk(plan.schedule, plan.pp, c)] for c in pieces]
+    chunks, sends = by_rank(owners, chunks_of), [*by_rank(owners[:-1], stage_messages), ()]
+    runs = [
+        x.model.once(("stage runs", chunk.key, stage_facts(x)), partial(stage_runs, x, chunk))
+        for x, chunk in zip(owners, chunks, strict=True)
+    ]
+    return Pipeline(
+        ranks=ranks,
+        sends=sends,
+        runs=runs,
+        times=[x.times(sent) for x, sent in zip(runs, sends, strict=True)],
+        stages=by_rank(ranks, stages_of),
+        tails=by_rank(ranks, lambda r: stage_tails(r, stages_of(r), optimizer)),
     )
 
 

@@ -1,17 +1,21 @@
-"""Simulates tasks on lanes: an exact longest path, or with lanes that slow each other."""
+"""Simulates tasks on lanes, of one rank or of several, which may slow each other."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+
+SHARED = ("compute", "comm", "stream")  # lanes of a rank that slow each other, by their first word
+CORES = "cores"  # the device of all ranks on a CPU
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
     """Work that occupies all its lanes at once, after the tasks whose numbers ``after`` lists.
 
-    ``phase`` of the step and ``nbytes`` of a message or copy are for traces.
+    ``phase`` of the step and ``nbytes`` of a message or copy are for traces. Ranks run a task
+    together that has the same ``once`` on each of them.
     """
 
     lanes: tuple[str, ...]
@@ -20,6 +24,16 @@ class Task:
     name: str = ""
     phase: str = ""
     nbytes: float = 0.0
+    once: Hashable = None
+
+    def joined(self, lanes: tuple[str, ...], us: float, after: tuple[int, ...]) -> Task:
+        """The task with another rank's part in it; it takes as long as on the slowest."""
+        return replace(
+            self,
+            lanes=(*self.lanes, *lanes),
+            duration_us=max(self.duration_us, us),
+            after=(*self.after, *after),
+        )
 
     def check(self, number: int) -> None:
         """Raise ValueError where the task cannot run."""
@@ -180,46 +194,35 @@ def _at_shared_speed(
     return [spans[i] for i in range(len(tasks))]
 
 
-@dataclass
-class JointTasks:
-    """Tasks of several ranks as they are added, and by lane the order in which it runs them."""
+def side_by_side(
+    ranks: Sequence[Sequence[Task]], contention: Sequence[float], crowding: float = 1.0
+) -> list[tuple[Span, ...]]:
+    """When each rank's tasks run; tasks with equal ``once`` are one, which starts with the last.
 
-    tasks: list[Task] = field(default_factory=list)
-    programs: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-    joint: dict[Hashable, int] = field(default_factory=dict)
-
-    def add(
-        self,
-        lanes: tuple[str, ...],
-        us: float,
-        after: tuple[int, ...],
-        name: str,
-        once: Hashable = None,
-        phase: str = "",
-        nbytes: float = 0.0,
-    ) -> int:
-        """Add a task at the end of its lanes; of one that ranks run together ``once`` is the key.
-
-        The rank that comes to it first adds it, others take part in it; it takes as long as on the
-        slowest of them.
-        """
-        if once is None or once not in self.joint:
-            at = len(self.tasks)
-            self.tasks.append(Task(lanes, us, after, name, phase, nbytes))
-            if once is not None:
-                self.joint[once] = at
-        else:
-            at = self.joint[once]
-            old = self.tasks[at]
-            longest_us = max(old.duration_us, us)
-            both, all_after = (*old.lanes, *lanes), (*old.after, *after)
-            self.tasks[at] = replace(old, lanes=both, duration_us=longest_us, after=all_after)
-        for lane in lanes:
-            self.programs[lane].append(at)
-        return at
-
-    def simulate(
-        self, shared: Mapping[str, str], contention: float | Mapping[str, float]
-    ) -> list[Span]:
-        """When each task runs (``simulate_shared``)."""
-        return simulate_shared(self.tasks, shared, contention, self.programs)
+    It takes as long as on the slowest. ``contention`` by rank: of its lanes that are ``SHARED``;
+    ``crowding``: slowdown of ranks that share a CPU's cores while two or more of them compute.
+    """
+    joint, number = list[Task](), [list[int]() for _ in ranks]  # by rank, of its tasks among all
+    programs: dict[str, list[int]] = defaultdict(list)
+    known: dict[Hashable, int] = {}
+    for r, tasks in enumerate(ranks):
+        for task in tasks:
+            lanes = tuple(f"{r} {lane}" for lane in task.lanes)
+            lanes += (f"{r} {CORES}",) * (crowding > 1 and "compute" in task.lanes)
+            after = tuple(number[r][j] for j in task.after)
+            at = len(joint) if task.once is None else known.setdefault(task.once, len(joint))
+            if at < len(joint):
+                joint[at] = joint[at].joined(lanes, task.duration_us, after)
+            else:
+                joint.append(replace(task, lanes=lanes, after=after))
+            number[r].append(at)
+            for lane in lanes:
+                programs[lane].append(at)
+    shared = {f"{r} {CORES}": CORES for r in range(len(ranks))} if crowding > 1 else {}
+    for lane in programs:
+        rank, name = lane.split()[:2]
+        if name in SHARED:
+            shared[lane] = rank
+    factors = {str(r): factor for r, factor in enumerate(contention)} | {CORES: crowding}
+    spans = simulate_shared(joint, shared, factors, programs)
+    return [tuple(spans[at] for at in own) for own in number]

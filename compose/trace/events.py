@@ -7,10 +7,10 @@ from a launch to its kernel, from compute to the messages that wait for it, and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
+from itercast.compose.simulate.rank import Run
 from itercast.compose.simulate.timeline import Span, Task
 
 THREADS = {  # lanes, in the order in which a process shows them
@@ -110,16 +110,15 @@ class Trace:
             size = {"bytes": task.nbytes or None, "micro_batch": part.micro}
             self.slice(rank, lane, task.name, span, task.phase, **size)
             if lane == "host":
-                self._launches(rank, part, i, span)
+                self.launches(rank, part, i, span)
             elif lane == "comm":
                 self._message(rank, part, i, span)
 
-    def _launches(self, rank: int, part: Part, i: int, span: Span) -> None:
+    def launches(self, rank: int, part: Part, i: int, span: Span) -> None:
         """The arrow from a launch to the kernel that follows it in the list of tasks."""
         if i + 1 < len(part.tasks) and part.tasks[i].name == LAUNCH + part.tasks[i + 1].name:
-            kernel = part.placed(i + 1)
+            kernel, (lane,) = part.placed(i + 1), part.tasks[i + 1].lanes
             if kernel is not None:
-                lane = part.tasks[i + 1].lanes[0]
                 self.flow("launch", (rank, "host", span.start_us), (rank, lane, kernel.start_us))
 
     def _message(self, rank: int, part: Part, i: int, span: Span) -> None:
@@ -186,26 +185,22 @@ def thread(lane: str) -> int:
     return len(NUMBERS) + 2 * int(words[-1]) + (words[0] == "latency")
 
 
-def program_trace(
-    tasks: Sequence[Task], spans: Sequence[Span], peak_bytes: Mapping[int, int]
-) -> Trace:
-    """The trace of captured ranks, whose tasks are on lanes ``RANK LANE``; arrows join ranks."""
-    trace, lanes = Trace(), dict[int, dict[str, None]]()
-    for i, (task, span) in enumerate(zip(tasks, spans, strict=True)):
-        places = [(int(rank), lane) for rank, _, lane in (x.partition(" ") for x in task.lanes)]
-        places = [(rank, lane) for rank, lane in places if not lane.startswith("path")]
-        for rank, lane in places:
-            lanes.setdefault(rank, {})[lane] = None
+def program_trace(runs: Mapping[int, Run], peak_bytes: Mapping[int, int]) -> Trace:
+    """The trace of captured ranks; arrows join the ranks of a message."""
+    trace, first = Trace(), dict[Hashable, tuple[int, str, float]]()
+    for rank, run in runs.items():
+        part, lanes = Part(tasks=run.tasks, spans=run.spans), dict[str, None]()
+        for i, task in enumerate(run.tasks):
+            lane, span = task.lanes[0], run.spans[i]
+            if lane.startswith("path"):
+                continue
+            lanes[lane] = None
             trace.slice(rank, lane, task.name, span, task.phase, bytes=task.nbytes or None)
-        for one, other in pairwise(places):
-            trace.flow(task.name, (*one, span.start_us), (*other, span.start_us))
-        follower = tasks[i + 1] if i + 1 < len(tasks) else None
-        if follower and places and task.name == LAUNCH + follower.name:
-            there, _, lane = follower.lanes[0].partition(" ")
-            to = (int(there), lane, spans[i + 1].start_us)
-            trace.flow("launch", (*places[0], span.start_us), to)
-    for rank, mine in lanes.items():
-        trace.process(rank, f"rank {rank}", list(mine))
+            at = (rank, lane, span.start_us)
+            if first.setdefault(task.once, at) != at and task.once is not None:
+                trace.flow(task.name, first[task.once], at)
+            trace.launches(rank, part, i, span)
+        trace.process(rank, f"rank {rank}", list(lanes))
         if rank in peak_bytes:
             trace.count(rank, 0.0, {"peak": peak_bytes[rank]})
     return trace

@@ -24,10 +24,10 @@ from itercast.capture.programs.capture import capture_program
 from itercast.capture.programs.program import COLLECTIVE
 from itercast.compose.capture_model import capture, micro_size
 from itercast.compose.pricing.priced_op import PricedOp
-from itercast.compose.simulate.iteration import micro_batches, pipeline_of
+from itercast.compose.simulate.iteration import micro_batches
 from itercast.compose.simulate.memory_plan import Sizes, rank_memory
-from itercast.compose.simulate.pipeline import chunks_of_rank
-from itercast.compose.simulate.rank import Rank
+from itercast.compose.simulate.rank import Rank, Run
+from itercast.compose.simulate.stage_rank import pipeline_of
 from itercast.extras.benchmarks.programs import captured
 from itercast.microbench.iterations.collect import iteration_of
 from itercast.microbench.ops import find_family
@@ -73,23 +73,16 @@ class Planned:
         self.rank = rank_for(step, text, CPU)
         if self.plan.pp == 1:
             before, last = micro_batches(self.rank, "adamw")
-            sent = counted(op for run, n in [*before, (last, 1)] for op in n * run.sent)
-            self.ranks = {0: (self.rank, sent)}
+            self.ranks = {0: (self.rank, sent_in([*before, (last, 1)]))}
             return
-        pipe, pp, micro = (
-            pipeline_of([self.rank] * self.plan.pp, "adamw"),
-            self.plan.pp,
-            self.plan.microbatches,
-        )
+        pipe = pipeline_of([self.rank] * self.plan.pp, "adamw")
         self.ranks = {}
-        for r, (tail, alone) in enumerate(pipe.tails):
-            sent = counted(tail.sent)
-            sent.subtract(counted(alone.sent))
-            for chunk in chunks_of_rank(self.plan.schedule, pp, r, len(pipe.chunks)):
-                own = (*pipe.runs[chunk].forward.sent, *pipe.runs[chunk].backward.sent)
-                ways = [2 * pipe.sends[b] for b in (chunk - 1, chunk) if b >= 0]  # forth and back
-                sent += counted(op for way in (own, *ways) for op in micro * tuple(way))
-            self.ranks[r * self.plan.dp * self.plan.tp] = (pipe.stages[r], sent)
+        for r, stage in enumerate(pipe.stages):
+            between = [(op, n) for op, n in pipe.others_of(r) if op.phase == "comm"]
+            sent = sent_in(pipe.runs_of(r)) + counted(
+                op for op, n in between for _ in range(int(n))
+            )
+            self.ranks[r * self.plan.dp * self.plan.tp] = (stage, sent)
 
     def flops(self, number: int) -> float:
         """Flops of a rank's step."""
@@ -118,6 +111,14 @@ class Planned:
 def counted(ops: Iterable[PricedOp]) -> Sent:
     """Kinds and bytes of messages; the test's pricer takes 1 us per KiB."""
     return Counter((op.op, round(1024 * op.duration_us)) for op in ops)
+
+
+def sent_in(runs: Sequence[tuple[Run, int]]) -> Sent:
+    """Kinds and bytes of the messages of runs, each so often."""
+    found = Sent()
+    for run, n in runs:
+        found.update({key: n * each for key, each in counted(run.sent).items()})
+    return found
 
 
 def sent_by(calls: Sequence[OpCall]) -> Sent:

@@ -14,10 +14,8 @@ from itercast.compose.forecast import Forecast
 from itercast.compose.predict import predict
 from itercast.compose.pricing.collectives import Crossing, Message
 from itercast.compose.pricing.priced_op import PricedOp
-from itercast.compose.simulate.rank import Run
 from itercast.compose.simulate.stages import _cost_cuts
-from itercast.compose.simulate.timeline import Span, Task
-from itercast.compose.simulate.unlike import together
+from itercast.compose.simulate.timeline import Span, Task, side_by_side
 
 TWO = "groups: {a: {gpu: h100-sxm-80gb, count: 1}, b: {gpu: h100-sxm-80gb, count: 1}}\n"
 ALIKE = TWO + "links: [{between: [a, b], bytes_per_s: 1e18}]\n"
@@ -58,31 +56,30 @@ def test_wrong_files_and_plans_are_one_line(tmp_path: Path, text: str, told: str
     assert "\n" not in str(failed.value)
 
 
-def run(*durations_us: float) -> Run:
+def rank(*durations_us: float) -> list[Task]:
     """Compute, a message, and the optimizer after it."""
     first, sent, update = durations_us
-    tasks = (
+    return [
         Task(("compute",), first),
-        Task(("comm",), sent, (0,)),
+        Task(("comm",), sent, (0,), once=1),
         Task(("compute",), update, (1,)),
-    )
-    return Run(tasks=tasks, spans=(), blocking_us=0.0)
+    ]
 
 
 def test_a_message_waits_for_the_slowest_rank() -> None:
     #  0 compute |==4==|          |1|
     #  1 compute |===6===|        |=2=|
     #  both comm         |==3==|
-    fast, slow = together([run(4, 3, 1), run(6, 2, 2)], [1.0, 1.0], 1.0)
-    assert fast.spans == (Span(0, 4), Span(6, 9), Span(9, 10))
-    assert slow.spans == (Span(0, 6), Span(6, 9), Span(9, 11))
+    fast, slow = side_by_side([rank(4, 3, 1), rank(6, 2, 2)], [1.0, 1.0])
+    assert fast == (Span(0, 4), Span(6, 9), Span(9, 10))
+    assert slow == (Span(0, 6), Span(6, 9), Span(9, 11))
 
 
 def test_ranks_of_one_cpu_slow_each_other_while_both_compute() -> None:
     """At half speed 4 us take 8, when the other has 2 of 6 left; then 1 us of 2 beside 1 of 2."""
-    fast, slow = together([run(4, 3, 1), run(6, 2, 2)], [1.0, 1.0], 2.0)
-    assert fast.spans == (Span(0, 8), Span(10, 13), Span(13, 15))
-    assert slow.spans == (Span(0, 10), Span(10, 13), Span(13, 16))
+    fast, slow = side_by_side([rank(4, 3, 1), rank(6, 2, 2)], [1.0, 1.0], 2.0)
+    assert fast == (Span(0, 8), Span(10, 13), Span(13, 15))
+    assert slow == (Span(0, 10), Span(10, 13), Span(13, 16))
 
 
 def test_rows_are_dealt_so_that_the_slowest_is_fastest() -> None:
