@@ -25,7 +25,7 @@ collect: setup ## sweep kernels (BUDGET=5m)
 campaign: OUT := runs/gpu
 campaign: BUDGET :=
 campaign: ## everything on a GPU box, resumable (PART=smoke,ops BUDGET=9m PLAN=unseen FROM=archive POINTS=file PYTHON=python3)
-	env -u OUT $(PYTHON) -m itercast.microbench.campaign --out $(OUT) $(if $(BUDGET),--budget $(BUDGET)) $(if $(PLAN),--plan $(PLAN)) \
+	env -u OUT $(PYTHON) -m itercast.extras.campaign --out $(OUT) $(if $(BUDGET),--budget $(BUDGET)) $(if $(PLAN),--plan $(PLAN)) \
 	  $(if $(PART),--part $(PART)) $(if $(FROM),--from $(FROM)) $(if $(POINTS),--points $(POINTS))
 
 train: setup ## train one model per op family on datasets/

@@ -29,8 +29,8 @@ from typer.testing import CliRunner
 from itercast.__main__ import app
 from itercast.capture.base.assumptions import all_assumptions
 from itercast.capture.plan import ParallelPlan
+from itercast.extras.campaign.stages import PLANS
 from itercast.learners.bundle import SCHEMA_VERSION
-from itercast.microbench.campaign.stages import PLANS
 from itercast.microbench.hardware.node import Node
 from itercast.microbench.hardware.spec import Gpu
 

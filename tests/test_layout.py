@@ -22,7 +22,8 @@ ROOMS = {  # "." are the package's own files; each may import those before it
                     " programs explain"),
         ("eval", "tracking . errors report drift"),
         ("itercast", ". commands"),
-        ("extras", ". benchmarks explore fleet graphs nccl published recommenders rl schedulers"),
+        ("extras", ". campaign benchmarks explore fleet graphs nccl published recommenders rl"
+                   " schedulers"),
     )
 }  # fmt: skip
 FILES_IN_A_ROOM = 14

@@ -1,7 +1,7 @@
 """How much of the time of models that nobody swept lies inside what was measured, by op family.
 
 ``python -m itercast.extras.benchmarks.envelope`` captures a step of each held-out model of the
-catalogue (``itercast.microbench.sweep.catalogue``) and asks a bundle which of its calls are in its
+catalogue (``itercast.extras.campaign.catalogue``) and asks a bundle which of its calls are in its
 envelope.
 """
 
@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 from itercast.eval.progress import progress_bar, run_program
+from itercast.extras.campaign.catalogue import catalogue, step_us, steps
 from itercast.learners.bundle import SHIPPED, Bundle
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.ops.family import Point
-from itercast.microbench.sweep.catalogue import catalogue, step_us, steps
 
 CallTimes = Mapping[tuple[str, Point], float]  # us of a step, by family and parameters
 ALL = "all"

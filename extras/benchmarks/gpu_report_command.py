@@ -30,9 +30,9 @@ def gpu_report(
     """Train on the rows of one GPU; print errors on held-out rows of it, and on an unseen GPU."""
     from itercast.eval.results import error_table
     from itercast.extras.benchmarks import gpu_report as tables
+    from itercast.extras.campaign.summary import summary
     from itercast.learners.bundle import Bundle
     from itercast.learners.train import train
-    from itercast.microbench.campaign.summary import summary
     from itercast.microbench.store import read_hardware
 
     console = Console()

@@ -1,5 +1,7 @@
-"""Entry point of ``python3 -m itercast.microbench.campaign``."""
+"""Runs the campaign that the extras add."""
 
-from itercast.microbench.campaign.campaign import main
+from collections.abc import Callable
 
-main()
+from itercast.capture.base.extensions import with_added
+
+with_added("programs", {}, Callable)["campaign"]()

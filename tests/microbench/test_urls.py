@@ -24,8 +24,8 @@ from typer.testing import CliRunner
 
 from itercast.__main__ import app
 from itercast.capture.base.yaml_text import load_yaml
+from itercast.extras.campaign.archive import pack, unpack
 from itercast.microbench import store, urls
-from itercast.microbench.campaign.archive import pack, unpack
 from itercast.microbench.urls import Root, fetched, fetched_file, send_cards, sent, written
 
 DATASETS = Path(__file__).parents[2] / "datasets"
@@ -205,8 +205,8 @@ def test_a_root_that_is_written_keeps_what_could_not_be_sent(
 def test_an_archive_in_pieces_is_fetched(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("itercast.microbench.campaign.archive.LARGEST_BYTES", 800)
-    monkeypatch.setattr("itercast.microbench.campaign.archive.PIECE_BYTES", 700)
+    monkeypatch.setattr("itercast.extras.campaign.archive.LARGEST_BYTES", 800)
+    monkeypatch.setattr("itercast.extras.campaign.archive.PIECE_BYTES", 700)
     for piece in pack(root_of(tmp_path / "a", "one", "a"), tmp_path / "box.tar.gz"):
         Root(bucket).put(piece.name, piece.read_bytes())
     unpack(fetched_file(f"{bucket}/box.tar.gz"), tmp_path / "home")

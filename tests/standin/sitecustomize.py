@@ -1,6 +1,6 @@
 """A rehearsal of GPU runs on a CPU:
 
-    PYTHONPATH=tests/standin python -m itercast.microbench.campaign --budget 60s \\
+    PYTHONPATH=tests/standin python -m itercast.extras.campaign --budget 60s \\
         --out /tmp/rehearsal
 
 On PYTHONPATH this stands in for ``torch.cuda`` in every process: tensors of device "cuda" are made
@@ -203,7 +203,7 @@ AFTER_IMPORT: dict[str, Callable[[Any], None]] = {
     "itercast.microbench.iterations.gpu_list": make_iterations_few,
     "itercast.microbench.iterations.measure": make_timing_short,
     "itercast.microbench.iterations.in_step": time_ops_on_the_host,
-    "itercast.microbench.campaign.steady": make_products_short,
+    "itercast.extras.campaign.steady": make_products_short,
 }
 
 

@@ -18,8 +18,8 @@ from rich.console import Console
 
 from itercast.capture.base.files import write_atomic
 from itercast.extras.benchmarks.gpu_report import machines_table
+from itercast.extras.campaign.archive import pack, unpack
 from itercast.microbench import store
-from itercast.microbench.campaign.archive import pack, unpack
 from itercast.microbench.processes.lanes import LaneStopped, gpu_count, run_lanes
 from itercast.microbench.sweep.orders import phases
 from itercast.microbench.sweep.rows import make_row

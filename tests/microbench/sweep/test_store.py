@@ -13,9 +13,9 @@ import pandas as pd
 import pytest
 
 from itercast.capture.base.files import write_atomic
+from itercast.extras.campaign import archive
+from itercast.extras.campaign.archive import pack, unpack
 from itercast.microbench import store
-from itercast.microbench.campaign import archive
-from itercast.microbench.campaign.archive import pack, unpack
 
 FACTS = {"what": "test", "hardware": {"name": "toy", "peak_flops_per_s": {"fp32": 1e12}}}
 

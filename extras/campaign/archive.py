@@ -1,6 +1,6 @@
 """Packs a folder of measured rows into a tar archive, and unpacks it.
 
-``python -m itercast.microbench.campaign.archive ARCHIVE ROOT`` unpacks an archive; a campaign
+``python -m itercast.extras.campaign.archive ARCHIVE ROOT`` unpacks an archive; a campaign
 writes it. It holds Parquet parts, cards, journals and logs as plain files, and no code.
 """
 
@@ -107,7 +107,7 @@ def _pieces(archive: Path) -> list[Path]:
 
 def main() -> None:
     """Unpack the archive that the command line names; bad input is one line and exit code 2."""
-    parser = argparse.ArgumentParser(prog="python3 -m itercast.microbench.campaign.archive")
+    parser = argparse.ArgumentParser(prog="python3 -m itercast.extras.campaign.archive")
     parser.add_argument("archive", type=Path, help="what a campaign wrote, e.g. runs/gpu.tar.gz")
     parser.add_argument("root", type=Path, help="dataset root to write")
     asked = parser.parse_args()

@@ -16,9 +16,9 @@ import pandas as pd
 import pytest
 
 from itercast.capture.base.files import write_atomic
+from itercast.extras.campaign import campaign
+from itercast.extras.campaign.archive import unpack
 from itercast.microbench import store
-from itercast.microbench.campaign import campaign
-from itercast.microbench.campaign.archive import unpack
 from itercast.microbench.ops import families
 from itercast.microbench.ops.matrix.gemm import Gemm
 from itercast.microbench.ops.step.optimizer import OptimizerOp
@@ -48,7 +48,7 @@ def start(
     command = [
         sys.executable,
         "-m",
-        "itercast.microbench.campaign",
+        "itercast.extras.campaign",
         "--out",
         root,
         "--prepared",

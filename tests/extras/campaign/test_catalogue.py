@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from itercast.capture.cases.kinds import make_case
-from itercast.microbench.hardware.spec import load_gpu
-from itercast.microbench.ops.matrix.attention import Attention
-from itercast.microbench.ops.matrix.gemm import Gemm
-from itercast.microbench.ops.step.optimizer import OptimizerOp
-from itercast.microbench.sweep.catalogue import (
+from itercast.extras.campaign.catalogue import (
     FACTS,
     Model,
     drawn_points,
     points_of_models,
 )
+from itercast.microbench.hardware.spec import load_gpu
+from itercast.microbench.ops.matrix.attention import Attention
+from itercast.microbench.ops.matrix.gemm import Gemm
+from itercast.microbench.ops.step.optimizer import OptimizerOp
 
 H100 = load_gpu("h100-sxm-80gb")
 SMALL: dict[str, Any] = {

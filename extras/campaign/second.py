@@ -8,9 +8,9 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from itercast.extras.campaign.run import Run
+from itercast.extras.campaign.steady import SUSTAINED, TRANSFER, SteadyOrder
 from itercast.microbench import store
-from itercast.microbench.campaign.run import Run
-from itercast.microbench.campaign.steady import SUSTAINED, TRANSFER, SteadyOrder
 from itercast.microbench.iterations.collect import collect_iterations
 from itercast.microbench.iterations.gpu_list import iterations_of, write_configurations
 from itercast.microbench.iterations.in_step import OPS
@@ -129,7 +129,7 @@ def _steady(run: Run, kind: str, budget_s: float, grace_s: float) -> int:
         done=tuple(finished_keys(run.root, (kind,))),
     )
     printed = run.root / "logs" / f"{now}.log"
-    process = start_ranks("itercast.microbench.campaign.steady", asdict(order), 1, log=printed)
+    process = start_ranks("itercast.extras.campaign.steady", asdict(order), 1, log=printed)
     journal = run.root / ".journal" / f"{now}.jsonl"
 
     def progress() -> int:

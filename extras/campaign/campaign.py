@@ -1,8 +1,8 @@
 """Measures ops and training iterations on a GPU machine within a budget; writes one archive.
 
-    python3 -m itercast.microbench.campaign --part smoke,ops --budget 580s
-    python3 -m itercast.microbench.campaign --part iterations,second --budget 540s
-    python3 -m itercast.microbench.campaign --plan unseen --budget 440s
+    python3 -m itercast.extras.campaign --part smoke,ops --budget 580s
+    python3 -m itercast.extras.campaign --part iterations,second --budget 540s
+    python3 -m itercast.extras.campaign --plan unseen --budget 440s
 
 Each run continues from the rows under --out, or from an archive (--from). Capture models and choose
 points before, without a GPU, with --prepare. However a run ends, the archive has all rows measured
@@ -23,13 +23,13 @@ from pathlib import Path
 from types import FrameType
 
 from itercast.capture.base.durations import seconds
+from itercast.extras.campaign import smoke
+from itercast.extras.campaign.archive import pack, unpack
+from itercast.extras.campaign.prepare import PREPARED_POINTS, prepare, use_prepared
+from itercast.extras.campaign.run import Run
+from itercast.extras.campaign.stages import PLANS, Stage, chosen_stages
+from itercast.extras.campaign.summary import summary
 from itercast.microbench import store
-from itercast.microbench.campaign import smoke
-from itercast.microbench.campaign.archive import pack, unpack
-from itercast.microbench.campaign.prepare import PREPARED_POINTS, prepare, use_prepared
-from itercast.microbench.campaign.run import Run
-from itercast.microbench.campaign.stages import PLANS, Stage, chosen_stages
-from itercast.microbench.campaign.summary import summary
 from itercast.microbench.processes.lanes import gpu_count
 from itercast.microbench.sweep.captured_points import check_points
 from itercast.microbench.sweep.cards import card_facts
@@ -151,7 +151,7 @@ def log_to(root: Path) -> None:
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
-        prog="python3 -m itercast.microbench.campaign",
+        prog="python3 -m itercast.extras.campaign",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

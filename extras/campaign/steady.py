@@ -1,6 +1,6 @@
 """A worker that measures what a GPU sustains, and its copies: products for seconds, transfers.
 
-``python -m itercast.microbench.campaign.steady ORDER`` writes a row for each job to a journal.
+``python -m itercast.extras.campaign.steady ORDER`` writes a row for each job to a journal.
 Rows of products are of family ``sustained`` (``of``: gemm), those of copies of family ``transfer``.
 """
 
@@ -208,6 +208,6 @@ def _collective(t: Transfer) -> Callable[[], object]:
 
 
 if __name__ == "__main__":
-    from itercast.microbench.campaign import steady  # the module that others see
+    from itercast.extras.campaign import steady  # the module that others see
 
     steady.run(steady.SteadyOrder(**json.loads(sys.argv[1])))

@@ -15,9 +15,9 @@ import torch
 
 from itercast.capture.base.files import write_atomic
 from itercast.capture.cases.registry import case
-from itercast.microbench.campaign import campaign
-from itercast.microbench.campaign.smoke import ImplausibleRows, check
-from itercast.microbench.campaign.stages import Run, Stage
+from itercast.extras.campaign import campaign
+from itercast.extras.campaign.smoke import ImplausibleRows, check
+from itercast.extras.campaign.stages import Run, Stage
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.iterations import collect as rounds
 from itercast.microbench.iterations.measure import Iteration, measure_iteration

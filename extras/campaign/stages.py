@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from itercast.capture.base.yaml_text import made_of
-from itercast.microbench.campaign import second as again
-from itercast.microbench.campaign import smoke
-from itercast.microbench.campaign.run import Run
-from itercast.microbench.campaign.summary import summary
+from itercast.extras.campaign import second as again
+from itercast.extras.campaign import smoke
+from itercast.extras.campaign.run import Run
+from itercast.extras.campaign.summary import summary
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.iterations.collect import collect_iterations, measured_iterations
 from itercast.microbench.iterations.gpu_list import FIRST, gpu_iterations

@@ -9,8 +9,9 @@ import tempfile
 from pathlib import Path
 
 from itercast.capture.base.files import write_atomic
+from itercast.extras.campaign.archive import unpack
+from itercast.extras.campaign.catalogue import catalogue, points_of_models
 from itercast.microbench import store
-from itercast.microbench.campaign.archive import unpack
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.sweep.captured_points import (
     check_points,
@@ -20,7 +21,6 @@ from itercast.microbench.sweep.captured_points import (
     write_points,
 )
 from itercast.microbench.sweep.cards import COMMIT, commit
-from itercast.microbench.sweep.catalogue import catalogue, points_of_models
 
 log = logging.getLogger("itercast.campaign")
 UNSEEN = "points-unseen.json"
