@@ -40,7 +40,7 @@ def iteration_of(chosen: EvalCase, plan: str = "") -> Iteration:
 def usual_iterations(names: Sequence[str] | None = None) -> list[Iteration]:
     """The iterations that are measured by default: cases in one process, some also under dp=2.
 
-    ``itercast.microbench.iterations.plan_list`` has other plans.
+    ``itercast.extras.benchmarks.plan_list`` has other plans.
     """
     chosen = [case(n) for n in names or case_names()]
     chosen = [c for c in chosen if c.measured or names]

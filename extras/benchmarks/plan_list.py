@@ -1,6 +1,6 @@
 """Measures parallel plans and further optimizers on the CPU.
 
-`python -m itercast.microbench.iterations.plan_list ROOT --ranks 2` runs it.
+`python -m itercast.extras.benchmarks.plan_list ROOT --ranks 2` runs it.
 
 Where a plan has more ranks than the CPU has cores, ranks share cores.
 """
