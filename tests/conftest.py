@@ -45,7 +45,6 @@ def working_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
         patch.setenv("ITERCAST_CACHE", str(folder / "cache"))
-        patch.setenv("HYPOTHESIS_STORAGE_DIRECTORY", str(folder / "hypothesis"))
         os.chdir(folder)
         yield folder
         os.chdir(before)

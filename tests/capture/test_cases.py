@@ -27,7 +27,7 @@ from itercast.microbench.iterations.measure import PHASES, measure_iteration
 
 MEASURED = [n for n in case_names() if case(n).measured]
 SMALL = [n for n in (*MEASURED, *(c.name for c in cases_of("others"))) if n.endswith("-s")]
-RECOMMENDERS = [c.name for c in cases_of("recommenders")]
+SMALL_RECOMMENDERS = [c.name for c in cases_of("recommenders") if c.name.endswith("-s")]
 BOTTOM = 13 * 512 + 512 + 512 * 256 + 256 + 256 * 128 + 128
 OVER = 1024 * 1024 + 1024 + 1024 * 512 + 512 + 512 * 256 + 256 + 256 + 1
 CROSSED = 27 * 128  # dense features and 26 tables
@@ -163,7 +163,7 @@ def test_hstu_does_not_look_ahead() -> None:
     assert not torch.allclose(before[4], after[4])
 
 
-@pytest.mark.parametrize("name", [name for name in RECOMMENDERS if name.endswith("-s")])
+@pytest.mark.parametrize("name", SMALL_RECOMMENDERS)
 def test_small_recommenders_train(name: str) -> None:
     """A step changes the parameters; sizes of the batch are those asked for."""
     chosen = case(name)
@@ -174,7 +174,7 @@ def test_small_recommenders_train(name: str) -> None:
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", RECOMMENDERS)
+@pytest.mark.parametrize("name", [*SMALL_RECOMMENDERS, "dlrm-mlperf", "dlrm-dcnv2"])
 def test_recommenders_are_forecast_alone_and_with_sharded_tables(name: str) -> None:
     """Nothing is allocated: the tables of MLPerf have 105 GB. Adam refuses sparse gradients."""
     small: dict[str, Any] = {"gpu": "h100-sxm-80gb", "batch": 64}

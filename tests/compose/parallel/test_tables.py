@@ -159,16 +159,6 @@ def test_one_table_on_one_rank_by_hand() -> None:
     assert (first.rows, first.dim, first.bags, first.lookups) == (100, 16, 32, 96)
 
 
-def test_vectors_travel_beside_what_needs_none_of_them() -> None:
-    """The bottom layer stands between the exchange and the first call that reads a vector."""
-    part = ranks_of(step(), (Placement("table_wise", (2,)),) * 3)[2]
-    at = [i for i, c in enumerate(part.calls) if c.op == COLLECTIVE]
-    received = {t.storage for t in part.calls[at[2]].outputs}
-    reads = [i for i, c in enumerate(part.calls) if received & {t.storage for t in c.tensors()}]
-    between = [c.op for c in part.calls[at[2] + 1 : reads[0]]]
-    assert len(received) == 4 and "aten.addmm.default" in between
-
-
 def test_shards_look_up_the_rows_of_the_stream(tmp_path: Path) -> None:
     """Forward, gradient and update; a file needs the samples of all ranks."""
     places = (Placement("table_wise", (2,)),) * 3
@@ -302,25 +292,3 @@ def test_models_without_tables_are_refused() -> None:
     plain = capture(nn.Linear(4, 4), (torch.zeros(2, 4),), loss="none")
     with pytest.raises(ValueError, match="the model has none"):
         forecast("dp=4,shard=greedy", plain)
-
-
-def test_on_a_cpu_the_loop_over_tables_costs_host_time() -> None:
-    """Two lookups, two ranks: 10 small ops send each, 21 join each; one is held (4), updated (12).
-
-    Four lookups of all tables, two ranks: two in a row.
-    """
-    found = step()
-    tables = captured_tables(found)
-    places = (
-        Placement("table_wise", (0,)),
-        Placement("table_wise", (1,)),
-        Placement("data_parallel", ()),
-    )
-    one = rank_step(found, tables, places, 0, 2, 2, on_cpu=True)
-    assert one.host["repeated_op"] == 2 * 10 + 1 * 4 + 1 * 12 + 2 * 21
-    assert one.host["backward"] == found.host["backward"] + 1
-    copies = [c.args[0].nbytes for c in one.calls if c.op == "aten.clone.default"]
-    row_numbers, vectors = 8 * 8 * 3, 8 * 16 * 4  # of a table: 8 samples, 3 lookups, 16 columns
-    assert {2 * row_numbers, 2 * vectors, 2 * 2 * vectors} <= set(copies)  # of both ranks or tables
-    streams = [c.kwargs.get("stream", {}) for c in one.calls]
-    assert {x["tables"] for x in streams if "tables" in x} == {2}
