@@ -18,8 +18,8 @@ from itercast.compose.simulate.breakdown import (
     Shares,
     Tally,
     broken_down,
-    computing_spans,
     covered_us,
+    lane_spans,
     shares,
 )
 from itercast.compose.target import Target
@@ -30,7 +30,7 @@ def forecast_program(program: ProgramCapture, target: Target) -> Forecast:
     """The forecast of one step in a steady state: the second of two that follow each other."""
     ranks, book, cores_frac = _priced(program, target)
     runs, iteration_us = simulate_program(ranks, default_contention(book.gpu), cores_frac)
-    slowest = max(ranks, key=lambda r: covered_us(computing_spans(runs[r])))
+    slowest = max(ranks, key=lambda r: covered_us(lane_spans(runs[r])["compute"]))
     both = shares(runs[slowest])  # steps
     outcome = broken_down(
         Shares(iteration_us, both.compute_us / 2, both.exposed_us / 2, both.comm_us / 2),

@@ -21,7 +21,7 @@ from itercast.capture.programs.program import (
 from itercast.compose.pricing.priced_op import PricedOp
 from itercast.compose.pricing.work import Step, fold
 from itercast.compose.programs.price import PricedRank
-from itercast.compose.simulate.breakdown import computing_spans
+from itercast.compose.simulate.breakdown import lane_spans
 from itercast.compose.simulate.rank import LATENCY, Lanes, Run
 from itercast.compose.simulate.timeline import side_by_side
 
@@ -126,7 +126,7 @@ def simulate_program(
 
 def _shared_cores(runs: Iterable[Run], cores_frac: float) -> float:
     """Mean of the shares of cores that ranks ask for, at least 1, while any of them computes."""
-    computing = [span for run in runs for span in computing_spans(run)]
+    computing = [span for run in runs for span in lane_spans(run)["compute"]]
     changes = [(s.start_us, 1) for s in computing] + [(s.end_us, -1) for s in computing]
     total_us = asked_us = before_us = 0.0
     ranks = 0

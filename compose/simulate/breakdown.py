@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, log2
 
@@ -123,17 +124,16 @@ def is_product(family: str) -> bool:
     return family in families() and families()[family].matmul
 
 
-def computing_spans(run: Run) -> list[Span]:
-    """When a run computes, whichever stream of a program does."""
-    return [s for t, s in zip(run.tasks, run.spans, strict=True) if _lane(t) == "compute"]
-
-
-def _lane(task: Task) -> str:
-    """What a task occupies: compute, messages and copies (comm), or another lane."""
-    lane = task.lanes[0].split()[0]
-    if lane in (LATENCY, "comm", "h2d", "d2h") or task.once is not None:
-        return "comm"
-    return "compute" if lane == "stream" else lane
+def lane_spans(run: Run) -> Mapping[str, list[Span]]:
+    """When a run computes, on whichever stream, and when it sends messages or copies ("comm")."""
+    found: dict[str, list[Span]] = defaultdict(list)
+    for task, span in zip(run.tasks, run.spans, strict=True):
+        lane = task.lanes[0].partition(" ")[0]
+        if lane in (LATENCY, "comm", "h2d", "d2h") or task.once is not None:
+            found["comm"].append(span)
+        else:
+            found["compute" if lane == "stream" else lane].append(span)
+    return found
 
 
 def covered_us(spans: Sequence[Span]) -> float:
@@ -175,8 +175,8 @@ class Shares:
 
 def shares(run: Run) -> Shares:
     """Split a run's time; collectives that block compute count as exposed."""
-    computing, late_us = computing_spans(run), run.blocking_us
-    sending = [s for t, s in zip(run.tasks, run.spans, strict=True) if _lane(t) == "comm"]
+    spans, late_us = lane_spans(run), run.blocking_us
+    computing, sending = spans["compute"], spans["comm"]
     compute_us = covered_us(computing)
     exposed_us = covered_us([*computing, *sending]) - compute_us
     comm_us = covered_us(sending) + late_us

@@ -65,11 +65,18 @@ def evaluate_ranks(ranks: Sequence[Rank], optimizer: str, crowding: float = 1.0)
         runs[-1][0],
         memory=memories[least_left],
         matmul_s=plan.microbatches * sum(x.matmul_s for x in layers),
-        host_gap_us=min(lanes.idle_us, found.alone(slowest).idle_us),
+        host_gap_us=_gaps_us(found, slowest, lanes),
         bubble_us=bubble_us,
         slowest=slowest,
         fullest=least_left,
     )
+
+
+def _gaps_us(found: Pipeline | _Replicas, r: int, lanes: Shares) -> float:
+    """Idle time of a rank that is there without the others, too: its host launches."""
+    if isinstance(found, _Replicas) and len(found.stages) > 1:
+        return min(lanes.idle_us, added_up(found.unshared[r]).idle_us)
+    return lanes.idle_us
 
 
 def _simulated(
@@ -160,10 +167,6 @@ class _Replicas:
         """A rank's time on its lanes."""
         rank, lanes = self.stages[r], added_up(self.runs[r])
         return staggered(rank, lanes, slot_message(rank)) if rank.strategy.cyclic else lanes
-
-    def alone(self, r: int) -> Shares:
-        """The same without the others."""
-        return self.lanes_of(r) if self.runs is self.unshared else added_up(self.unshared[r])
 
     def others_of(self, r: int) -> list[tuple[PricedOp, float]]:
         """What else takes a rank's time: the host, messages between slots, each so often."""

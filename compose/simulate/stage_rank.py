@@ -312,8 +312,6 @@ class Pipeline:
         left_out_us = sum(self.runs[c].accumulate_us for c in self.chunks_of(r))
         return added_up(self.runs_of(r)).plus(Shares(left_out_us, left_out_us, 0.0, 0.0), -1)
 
-    alone = lanes_of  # a stage's runs are simulated by themselves
-
     def others_of(self, r: int) -> list[tuple[PricedOp, float]]:
         """What else takes a rank's time: messages between stages, and the host, each so often.
 

@@ -35,6 +35,7 @@ def test_lanes_of_a_rank_add_up_to_its_iteration(name: str, text: str, gpu: Gpu)
     assert sum(idle_us) == pytest.approx(found.idle_us, abs=1e-6) and min(idle_us) >= 0
     assert 0 <= found.exposed_comm_us <= found.comm_us + 1e-6
     assert quick_us(rank_for(name, text, gpu), "adamw") == pytest.approx(found.iteration_us)
+    assert ("host" in found.tally.us) == (gpu is CPU)  # where it is time of the compute lane
 
 
 @pytest.mark.parametrize(("name", "text"), CASES)
@@ -44,6 +45,7 @@ def test_time_by_family_is_the_compute_of_the_rank(name: str, text: str) -> None
     messages = ["collective", *([UNMODELLED] if "offload" in text else [])]  # its copies
     ops_us = sum(us for family, us in found.tally.us.items() if family not in messages)
     assert found.compute_us == pytest.approx(ops_us, rel=1e-9)
+    assert "cdp" not in text or found.tally.us["collective"] > 0
 
 
 def test_a_gpu_waits_no_longer_than_its_host_works() -> None:
