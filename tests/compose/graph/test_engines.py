@@ -10,7 +10,12 @@ from plan_case import tensor
 
 from itercast.capture.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 from itercast.compose.capture_model import capture
-from itercast.compose.graph.launch_modes import as_launched, launches, with_engine
+from itercast.compose.graph.launch_modes import (
+    as_launched,
+    launches,
+    with_engine,
+    with_gates_again,
+)
 from itercast.microbench.ops import find_family
 from itercast.microbench.ops.memory.fused import Fused
 
@@ -312,3 +317,20 @@ def test_long_chains_that_branch_are_followed_once() -> None:
         op="aten.sum.dim_IntList", args=(tensor(100, 4, 8), (0,)), outputs=(tensor(200, 8),)
     )
     assert kernels(*chain, sums) == [(101, 128, 32)]
+
+
+def test_a_framework_s_gated_layer_keeps_three_tensors() -> None:
+    """silu(a) * u: backward reads a where an eager loop reads silu(a); another product's stays."""
+    a, u, gate, product, given = (tensor(n, 4, 8) for n in range(5))
+    calls = (
+        call("silu.default", [a], gate),
+        call("mul.Tensor", [gate, u], product),
+        call("mul.Tensor", [given, gate], tensor(5, 4, 8), "backward"),
+        call("mul.Tensor", [given, u], tensor(6, 4, 8), "backward"),
+        call("silu_backward.default", [tensor(6, 4, 8), a], tensor(7, 4, 8), "backward"),
+    )
+    found = with_gates_again(StepCapture(calls=calls)).calls
+    assert found[2].args == (given, a)
+    assert (*found[:2], *found[3:]) == (*calls[:2], *calls[3:])
+    kept = {t.storage for c in found[2:] for t in c.tensors()} & {0, 1, 2, 3}
+    assert kept == {0, 1}  # and the product, which the next layer's weight gradient reads
