@@ -4,7 +4,7 @@ BUDGET ?= 5m
 OUT ?= datasets
 PYTHON ?= python3
 
-.PHONY: help setup demo collect campaign train evaluate others bench-public ablate shipped shipped-cpu bench-speed bench-scale dlrm fleet-demo programs predict check ui report test test-slow test-pages docs lint endurance forecasts clean
+.PHONY: help setup demo collect campaign train evaluate others bench-public ablate shipped shipped-cpu bench-speed bench-scale dlrm fleet-demo programs predict check ui report test test-slow test-pages docs lint endurance scripts forecasts clean
 PUBLIC ?= ../shared/public-data
 
 help: ## list the targets
@@ -106,6 +106,9 @@ endurance: setup ## kill fleets and their sweeps for 10 minutes; read 100,000 ho
 	$(PY) tests/endurance/kill_scripts.py
 	$(PY) tests/endurance/nccl_logs.py
 	PYTHONPATH=. $(PY) tests/endurance/hostile.py $(if $(wildcard $(PUBLIC)),--public $(PUBLIC))
+
+scripts: setup ## forecast 46 unchanged scripts by strangers, those whose packages .venv has (MIRRORS=folder ONLY=name; an hour)
+	$(PY) tests/endurance/scripts_of_others.py $(if $(MIRRORS),--mirrors $(MIRRORS)) $(if $(ONLY),--only "$(ONLY)")
 
 forecasts: setup ## compare 300 forecasts with those recorded, after code was moved or rewritten (1 minute)
 	$(PY) tests/endurance/forecasts.py

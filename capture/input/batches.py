@@ -155,7 +155,12 @@ def real_batches(taken: TakenBatches) -> Iterator[None]:
         return _faked(made)
 
     take, make = dataloader._BaseDataLoaderIter.__next__, dataloader.DataLoader._get_iterator
+    begin = dataloader._BaseDataLoaderIter.__init__
     loaders: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of iterators
+
+    def beginning(iterator: Any, loader: Any) -> None:
+        begin(iterator, loader)
+        loaders[iterator] = loader
 
     def taking(iterator: Any) -> Any:
         with _for_real():
@@ -168,13 +173,12 @@ def real_batches(taken: TakenBatches) -> Iterator[None]:
     def making(loader: Any) -> Any:
         with _for_real(), _one_worker(loader):
             _fill(loader.dataset, set())
-            made = make(loader)
-        loaders[made] = loader
-        return made
+            return make(loader)
 
     with (
         timed_batches(taken.log.note),
         patch.object(torch, "asarray", of_storage),
+        patch.object(dataloader._BaseDataLoaderIter, "__init__", beginning),
         patch.object(dataloader._BaseDataLoaderIter, "__next__", taking),
         patch.object(dataloader.DataLoader, "_get_iterator", making),
     ):

@@ -33,8 +33,10 @@ from itercast.capture.base.files import write_atomic
 from itercast.capture.base.user_errors import first_line
 from itercast.capture.input.batches import TakenBatches, real_batches
 from itercast.capture.programs.capture import capture_ranks, runs_of_steps
+from itercast.capture.programs.evaluations import Evaluations
 from itercast.capture.programs.gpus.asked import Asked, EmulatedGpu
 from itercast.capture.programs.gpus.machine import gpus_that_are_not_there
+from itercast.capture.programs.kernels import triton_kernels
 from itercast.capture.programs.log import ProgramLog
 from itercast.capture.programs.program import COLLECTIVE, ProgramCapture, write_program
 from itercast.capture.programs.steps import KINDS, EnoughSteps, Lines, Steps
@@ -48,6 +50,7 @@ ENVIRONMENT = {  # nothing is sent or logged elsewhere, and nothing happens in o
     "TOKENIZERS_PARALLELISM": "false",
     "HF_DEACTIVATE_ASYNC_LOAD": "1",
 }
+TOOLS = ("make", "ninja", "ldconfig", "git", "uname")  # that libraries ask or build with
 PROGRAMS = ("system", "posix_spawn", "posix_spawnp", "forkpty", "execv", "execve")
 PACKAGES = sysconfig.get_path("purelib")
 STDLIB = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
@@ -61,9 +64,13 @@ class RefusedError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """A script with its arguments; ``steps`` run, the last one is captured."""
+    """A script with its arguments; ``steps`` run, the last one is captured.
+
+    ``module``: its name where it runs as ``python -m`` runs it, from this folder.
+    """
 
     path: Path
+    module: str = ""
     arguments: Sequence[str] = ()
     steps: int = 3
 
@@ -71,6 +78,11 @@ class Script:
     def folder(self) -> Path:
         """The folder of the script and of the modules that it imports from beside it."""
         return self.path.resolve().parent
+
+    @property
+    def first_on_path(self) -> str:
+        """Where Python looks for modules first."""
+        return os.getcwd() if self.module else str(self.folder)
 
     def owns(self, file: str) -> bool:
         """Whether a file lies in that folder and not in an environment inside it."""
@@ -118,6 +130,7 @@ def capture_script(
                 stack.enter_context(gpus_that_are_not_there(gpu, there, rank % per_node, log))
             stack.enter_context(_nothing_outside(script))
             stack.enter_context(real_batches(taken))
+            stack.enter_context(triton_kernels(log))
             steps = _run_until(script, log, taken)
         notes.update(dict.fromkeys(steps.notes))
         optimizer_steps.append(steps.optimizer_steps)
@@ -138,15 +151,20 @@ def capture_script(
 
 def _run_until(script: Script, log: ProgramLog, taken: TakenBatches) -> Steps:
     """Run the script until it has made enough steps; the log is that of the last one."""
-    steps = Steps(script.steps, log, taken, partial(_running_lines, script), script.told)
+    evaluations = Evaluations(_outside_torch)
+    lines = partial(_running_lines, script)
+    steps = Steps(script.steps, log, taken, lines, script.told, evaluations)
     argv = [str(script.path), *script.arguments]
     try:
         with (
             patch.object(sys, "argv", argv),
-            patch.object(sys, "path", [str(script.folder), *sys.path]),
+            patch.object(sys, "path", [script.first_on_path, *sys.path]),
             runs_of_steps(log),
         ):
-            runpy.run_path(str(script.path), run_name="__main__")
+            if script.module:
+                runpy.run_module(script.module, run_name="__main__")
+            else:
+                runpy.run_path(str(script.path), run_name="__main__")
     except (Exception, SystemExit, EnoughSteps) as exc:
         exits = isinstance(exc, SystemExit) and not exc.code
         ended = steps.kept and (exits or KINDS[steps.kind] == "optimizer")
@@ -233,6 +251,9 @@ def _nothing_outside(script: Script) -> Iterator[None]:
 
     def not_found(own: Any, args: Any, *others: Any, **options: Any) -> None:
         program = args if isinstance(args, str | bytes) else next(iter(args), "")
+        if os.path.basename(program) in TOOLS:
+            popen(own, args, *others, **options)
+            return
         raise FileNotFoundError(f"{program!r}: a forecast starts no other programs")
 
     others: dict[str, Any] = dict.fromkeys(PROGRAMS, refuse("starts another program"))
@@ -240,6 +261,7 @@ def _nothing_outside(script: Script) -> Iterator[None]:
     def spawned(function: Callable[..., Any], args: Any = (), *more: Any, **options: Any) -> None:
         function(int(os.environ["LOCAL_RANK"]), *args)  # as one of the processes that it starts
 
+    popen = subprocess.Popen.__init__
     start, started = BaseProcess.start, Counter[Any]()
 
     def starting(own: Any) -> None:
@@ -280,12 +302,16 @@ def main(order: str, result: str) -> int:
     taken, asked = TakenBatches(), Asked(EmulatedGpu(**given["gpu"]))
     try:
         script = Script(
-            path=Path(given["script"]), arguments=given["arguments"], steps=given["steps"]
+            path=Path(given["script"]),
+            module=given["module"],
+            arguments=given["arguments"],
+            steps=given["steps"],
         )
         with asked.noted():
             captured = capture_script(script, asked, given["world_size"], given["per_node"], taken)
     except ValueError as exc:
-        print(f"itercast: {str(exc).splitlines()[0]}", file=sys.__stderr__)
+        line = (str(exc).splitlines() or [type(exc).__name__])[0]
+        print(f"\nitercast: {line}", file=sys.__stderr__)  # a progress bar may be unfinished
         return 2
     write_program(captured, Path(result), taken.lane(script.path.name))
     loaded = [m for name, m in sys.modules.items() if not name.startswith("itercast")]

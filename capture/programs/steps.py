@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from itercast.capture.input.batches import TakenBatches
 from itercast.capture.opcall import OpCall
+from itercast.capture.programs.evaluations import Evaluations
 from itercast.capture.programs.log import ProgramLog
 
 # What ends a step, from what says least. CUDA graphs are warmed up on a stream of their own.
@@ -60,14 +61,16 @@ class Steps:
         taken: TakenBatches,
         lines: Callable[[], Lines],
         told: Callable[[Lines], str],
+        evaluations: Evaluations,
     ) -> None:
         self.wanted, self.log, self.taken = wanted, log, taken
-        self.lines, self.told = lines, told
+        self.lines, self.told, self.evaluations = lines, told, evaluations
         self.kind, self.ends = 0, Counter[Hashable]()
         self.ended, self.kept = list[Step](), list[Step]()
         self.places, self.stepped, self.trained = set[Place](), Counter[int](), set[int]()
         self.enough, self.notes = False, list[str]()
         self.older = WeakSet(_optimizers(()))  # such as another rank's
+        self.has_optimizer = False
         log.ended = self.end
 
     @property
@@ -80,8 +83,16 @@ class Steps:
         """How often one optimizer steps in the iteration that was kept."""
         return max(sum((step.stepped for step in self.kept), Counter()).values(), default=1)
 
+    def trains_later(self) -> bool:
+        """Whether nothing was trained yet, but an optimizer is there."""
+        if self.kind == 0 and not self.has_optimizer:
+            self.has_optimizer = bool(_optimizers(self.older))
+        return self.kind == 0 and self.has_optimizer
+
     def end(self, kind: str, owner: Any) -> None:
         """Note the end of one of ``KINDS``; owner: the optimizer, or the module."""
+        if kind == "forward":
+            self.evaluations.ran(owner, self.trains_later)
         at = KINDS.index("warm-up" if kind == "optimizer" and self.log.stream else kind)
         self._end(at, owner, self.lines())
 

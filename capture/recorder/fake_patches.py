@@ -23,7 +23,7 @@ from itercast.capture.recorder.fake import fake_tensor
 WARNS = "warn_if_padding_and_no_attention_mask"
 
 
-APPLY = torch.nn.Module._apply
+APPLY, NEW = torch.nn.Module._apply, FakeTensor.__new__
 
 
 def _apply(module: torch.nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> Argument:
@@ -76,6 +76,13 @@ def _deepcopy(tensor: Tensor, memo: dict[int, Tensor]) -> Tensor:
     return memo[id(tensor)]
 
 
+def _new(kind: type[FakeTensor], *args: Any, **kwargs: Any) -> Any:
+    """A parameter where loaders of weights call the class of another one: ``type(p)(data)``."""
+    if len(args) == 1 and isinstance(args[0], Tensor) and kwargs.keys() <= {"requires_grad"}:
+        return torch.nn.Parameter(args[0], **kwargs)
+    return NEW(kind, *args, **kwargs)
+
+
 @contextmanager
 def behave_like_real_tensors() -> Iterator[None]:
     """Let fake tensors be converted in place, copied and formatted inside the context.
@@ -89,6 +96,7 @@ def behave_like_real_tensors() -> Iterator[None]:
     with (
         patch.dict(vars(torch.nn.init), idle),
         patch.object(torch.nn.Module, "_apply", _apply),
+        patch.object(FakeTensor, "__new__", _new),
         patch.object(FakeTensor, "__format__", _format),
         patch.object(FakeTensor, "__deepcopy__", _deepcopy),
         patch.object(torch_log, "disabled", True),

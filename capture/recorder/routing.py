@@ -335,6 +335,8 @@ class Routing:
                 self.facts.pop(tensor, None)
             return
         drawn = any(f is not None and f.drawn for f in map(self._fact, flatten_lists(args)))
+        if kwargs.get("device") is not None:  # on meta it would have no values
+            kwargs = {**kwargs, "device": torch.device("cpu")}
         with _disable_current_modes():
             result = func(*self._with_values(args), **kwargs)
         for tensor, values in zip(flatten_lists([output]), flatten_lists([result]), strict=True):

@@ -15,12 +15,14 @@ from itercast.compose.forecast import Forecast
 from itercast.compose.pricing.priced_op import Priceable
 from itercast.compose.target import Target
 from itercast.learners.features.table import bounds_us, columns
+from itercast.microbench.ops import families
 
 COMPUTE, COMMUNICATION, IDLE = "compute", "communication", "idle"
 IDLE_NAMES: Mapping[str, str] = {
     "host": "GPU waits for the host",
     "bubble": "pipeline bubble",
     "waiting": "waits for other stages",
+    "input": "waits for its batches",
 }
 
 
@@ -57,6 +59,20 @@ def time_parts(found: Forecast) -> list[TimePart]:
         if us > least_us
     ]
     return sorted(parts, key=lambda part: -part.time_us)
+
+
+def limits(found: Forecast) -> dict[str, float]:
+    """Shares of the iteration by what it spends them on, largest first; they add up to 1.
+
+    Products run at the rate of tensor cores; the other ops mostly at that of memory.
+    """
+    shares: dict[str, float] = defaultdict(float)
+    for part in time_parts(found):
+        family = families().get(part.name)
+        work = "products" if family is not None and family.matmul else "memory"
+        named = {COMMUNICATION: "messages", IDLE: part.name, COMPUTE: work}
+        shares[named[part.kind]] += part.iteration_frac
+    return dict(sorted(shares.items(), key=lambda share: -share[1]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

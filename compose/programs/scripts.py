@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
+from importlib.machinery import PathFinder
 from importlib.metadata import distributions
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -44,6 +45,7 @@ class CapturedScript:
 
 def captured_script(
     script: Path,
+    module: str,
     arguments: Sequence[str],
     target: Target,
     world_size: int,
@@ -53,6 +55,7 @@ def captured_script(
 ) -> CapturedScript:
     """Capture a step of a script, or read the one that is kept, unless ``anew``.
 
+    ``module``: its name, if it runs as ``python -m`` runs it; ``script`` is its file then.
     One is kept for as long as the script would find the same answers: files, folders, variables and
     the GPU's facts, as far as it asked for them. Its output goes to stderr. ValueError in one line
     where it cannot be captured, or not in ``limit_s`` seconds; all processes that it started are
@@ -61,6 +64,7 @@ def captured_script(
     gpu = emulated(target.gpu)
     order = {
         "script": str(script),
+        "module": module,
         "arguments": list(arguments),
         "steps": steps,
         "world_size": world_size,
@@ -85,6 +89,17 @@ def captured_script(
         for one in (path, path.with_suffix(".asked")):
             one.unlink(missing_ok=True)
     return CapturedScript(program=program, lane=lane, kept=False)
+
+
+def module_file(name: str) -> Path:
+    """The file that ``python -m name`` runs from this folder; nothing is imported."""
+    folders, file, parts = [os.getcwd(), *sys.path], "", name.split(".")
+    for i in range(len(parts)):
+        spec = PathFinder.find_spec(".".join(parts[: i + 1]), folders)
+        if spec is None:
+            raise ValueError(f"module {name!r}: no such module in this folder or installed")
+        folders, file = list(spec.submodule_search_locations or ()), str(spec.origin)
+    return module_file(f"{name}.__main__") if folders else Path(file)
 
 
 def _keep(path: Path, name: Path) -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from itercast.compose.programs.scripts import CapturedScript
     from itercast.compose.target import Target
 
-    Order = tuple[Path, Sequence[str], Target, int, int, int, bool]
+    Order = tuple[Path, str, Sequence[str], Target, int, int, int, bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +52,9 @@ def run(
     gpu: Annotated[str, typer.Option(help="GPU, or several: a,b")] = "cpu",
     gpus: Annotated[str, typer.Option(help="number of GPUs, or several: 8,16")] = "1",
     node: NodeName = "",
+    module: Annotated[
+        bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as of python -m")
+    ] = False,
     steps: Annotated[int, typer.Option(min=2, help="steps to run; the last is forecast")] = 3,
     limit: Annotated[int, typer.Option(min=1, help="seconds that the script may take")] = 600,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="capture it anew")] = False,
@@ -70,7 +73,10 @@ def run(
     """
     with without_scikit_learn():
         from itercast.anchors import known_machine
+        from itercast.compose.programs.scripts import module_file
         from itercast.compose.target import find_target
+
+    name_of_module, script = (str(script), module_file(str(script))) if module else ("", script)
 
     plan, known = f"node={node}" if node else "", known_machine(machine, anchor, Question)
     pairs = list(product(gpu.split(","), _counts(gpus)))
@@ -79,7 +85,7 @@ def run(
     rows = list[Forecasted | str]()
     for name, count in pairs:
         target = find_target(name, plan, bundle, host, stack, known, script.name)
-        order = (script, arguments or [], target, count, steps, limit, no_cache)
+        order = (script, name_of_module, arguments or [], target, count, steps, limit, no_cache)
         try:
             rows.append(_forecast(order, trace))
         except ValueError as exc:
@@ -108,7 +114,7 @@ def _forecast(order: Order, trace: Path | None) -> Forecasted:
     from itercast.compose.programs.forecast import forecast_program, trace_of_program
     from itercast.compose.programs.scripts import captured_script
 
-    script, _, target, count, *_ = order
+    script, _, _, target, count, *_ = order
     with Console(stderr=True).status(f"running {script.name} as rank 0 of {count}"):
         captured = captured_script(*order)
     program, lane = captured.program, captured.lane
@@ -132,8 +138,11 @@ def _forecast(order: Order, trace: Path | None) -> Forecasted:
 
 def _facts(name: str, one: Forecasted) -> dict[str, Any]:
     """A forecast as plain values."""
+    from itercast.compose.explain.time_parts import limits
+
     program = one.captured.program
     facts = {"step_us": one.step_us, "loading_us": one.loading_us, "notes": program.notes}
+    facts["limits_frac"] = limits(one.found)
     facts |= {"optimizer_steps": program.optimizer_steps, "from_cache": one.captured.kept}
     return {"case": name, **asdict(one.found), **facts}
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kill_scripts import kill_once, marked
+from small_scripts import TRAINING
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typer.testing import CliRunner
@@ -208,6 +209,22 @@ def test_a_script_without_steps_is_given_up(tmp_path: Path) -> None:
     endless.write_text("import time; time.sleep(900)\n")
     code, _, said = run("--limit=2", str(endless))
     assert code == 2 and said.endswith("itercast: endless.py made too few steps within 2 s\n")
+
+
+def test_a_module_runs_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with ``python -m pack.train``; the package is in no path of this process."""
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack/__init__.py").write_text("")
+    (tmp_path / "pack/other.py").write_text(TRAINING)
+    (tmp_path / "pack/train.py").write_text("import pack.other")
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = run("--gpu=h100-sxm-80gb", "--json", "-m", "pack.train")
+    found = json.loads(out)
+    assert code == 0 and sum(found["limits_frac"].values()) == pytest.approx(1)
+    code, _, said = run("-m", "pack.none")
+    assert code == 2 and "module 'pack.none': no such module in this folder" in said
 
 
 def test_modules_are_found_beside_the_script_alone(

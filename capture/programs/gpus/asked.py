@@ -79,7 +79,8 @@ class Asked:
 
         def reading(environment: Any, name: str) -> Any:
             if sys._getframe(1).f_code.co_name not in ("copy", "popitem"):  # which read all
-                variables[name] = _variable(before, name)
+                text = os.fsdecode(name)  # ``os.environb`` asks in bytes
+                variables[text] = _variable(before, text)
             return get(environment, name)
 
         sys.addaudithook(audit)

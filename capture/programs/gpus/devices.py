@@ -56,7 +56,8 @@ def _parts(tensor: Any) -> list[torch.Tensor]:
     """The tensors with memory that a tensor consists of; none for one on the meta device."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        return [part for name in names for part in _parts(getattr(tensor, name))]
+        held = (getattr(tensor, name) for name in names)  # a mesh is one of a DTensor's too
+        return [part for one in held if isinstance(one, torch.Tensor) for part in _parts(one)]
     unknown = tensor.is_meta or tensor.layout != torch.strided
     return [] if unknown else [tensor]
 
@@ -85,6 +86,13 @@ def tensors_on_gpus(local_rank: int, memory: GpuMemory) -> Iterator[None]:
             memory.add(tensor)
         return module
 
+    name_or_cast = torch.Tensor.type
+
+    def of_type(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        made = name_or_cast(tensor, *args, **kwargs)
+        named = isinstance(made, str) and memory.holds(tensor)
+        return f"torch.cuda.{made.rpartition('.')[2]}" if named else made
+
     own: Any = vars(FakeTensor)["device"]
     answers: dict[str, Any] = {
         "device": read(AS_IT_IS),
@@ -93,6 +101,7 @@ def tensors_on_gpus(local_rank: int, memory: GpuMemory) -> Iterator[None]:
         "get_device": lambda tensor: local_rank if memory.holds(tensor) else -1,
         "cuda": to_gpu,
         "pin_memory": stay,
+        "type": of_type,
     }
     with ExitStack() as stack:
         stack.enter_context(patch.multiple(torch.Tensor, create=True, **answers))

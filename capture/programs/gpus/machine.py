@@ -35,6 +35,8 @@ def gpus_that_are_not_there(
     asked = _cuda(gpu, per_node, local_rank) | _memory(gpu, log)
     with ExitStack() as stack:
         stack.enter_context(patch.multiple(torch.cuda, create=True, **asked))
+        random = {name: value for name, value in asked.items() if hasattr(torch.cuda.random, name)}
+        stack.enter_context(patch.multiple(torch.cuda.random, **random))
         stack.enter_context(
             patch.multiple(torch.accelerator, create=True, **_accelerator(asked, local_rank))
         )

@@ -36,6 +36,7 @@ assert torch.get_device_module().__name__ == "torch.cuda"
 model.to(gpu)
 """
 DEVICES = """
+import os
 cuda0 = torch.device("cuda", 0)
 y, z = torch.randn(3), torch.randn(3)
 for tensor in (model.weight, x, x.float(), torch.arange(3).to(0), y.to("cuda"), z.to(cuda0)):
@@ -44,6 +45,8 @@ for tensor in (model.weight, x, x.float(), torch.arange(3).to(0), y.to("cuda"), 
 for where in (0, "cuda", cuda0):
     assert torch.nn.Linear(2, 2).to(where).weight.is_cuda
     assert torch.nn.Linear(2, 2).to(device=where, dtype=torch.bfloat16).bias.is_cuda
+assert x.float().type() == "torch.cuda.FloatTensor" and x.type(torch.half).is_cuda
+assert os.environb[b"RANK"] == b"0"
 on_cpu = torch.randn(3)
 assert on_cpu.device.type == "cpu" and not on_cpu.is_cuda and (on_cpu + 1).is_cpu
 assert torch.tensor([]).device == torch.get_default_device()
@@ -61,6 +64,7 @@ with torch.device("meta"):
 ONLY_IN_CUDA_BUILDS = """
 assert torch.cuda.nccl.version() >= (2, 20)
 assert len(torch.cuda.default_generators) == 4
+torch.cuda.random.set_rng_state(torch.cuda.random.get_rng_state(device=0), device="cuda:0")
 assert torch._C._cuda_getCurrentRawStream(0) == 0
 assert torch.cuda.memory_stats()["allocated_bytes.all.current"] >= 4 * 72
 assert torch.cuda.memory_reserved() % 2**21 == 0 < torch.cuda.memory_reserved()
@@ -84,6 +88,7 @@ ON_META = """
 import torch
 from torch import nn
 with torch.device("meta"):
+    torch.outer(torch.arange(4), torch.arange(4).float())  # places of rotations
     model = nn.Sequential(nn.Embedding(9, 8), nn.BatchNorm1d(8), nn.Linear(8, 9, bias=False))
     model[2].weight = model[0].weight
 model.to(torch.bfloat16)
@@ -101,8 +106,19 @@ model[2].weight = model[0].weight
 """
 
 
+LOADED = """
+for module in (model[0], model[1], model[2]):
+    for name, p in list(module.named_parameters()):
+        made = type(p)(torch.empty(p.shape, device="cuda"), requires_grad=True)
+        module._parameters[name] = made.to("cuda")
+model[1].to_empty(device="cuda")
+model[2].weight = model[0].weight
+"""
+
+
 @pytest.mark.parametrize(
-    ("make", "dtype"), [("model.to_empty(device='cuda')", "bf16"), (ASSIGNED, "fp32")]
+    ("make", "dtype"),
+    [("model.to_empty(device='cuda')", "bf16"), (ASSIGNED, "fp32"), (LOADED, "fp32")],
 )
 def test_a_model_that_was_built_on_meta(tmp_path: Path, make: str, dtype: str) -> None:
     """A tied matrix of 9 x 8 and the norm's two vectors: three parameters are trained."""
@@ -120,8 +136,9 @@ from torch.distributed.fsdp import fully_shard
 mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("dp", "tp"))
 store = torch.distributed.TCPStore("localhost", 29511, 16, False)
 store.set("mine", "1")
-model = torch.nn.Linear(64, 64, bias=False, device="cuda")
+model = torch.nn.Linear(64, 64, bias=False, device="meta")
 fully_shard(model, mesh=mesh["dp"])
+model.to_empty(device="cuda")
 optimizer = torch.optim.SGD(model.parameters())
 for step in range(3):
     model(torch.randn(4, 64, device="cuda")).sum().backward()
@@ -254,3 +271,28 @@ def test_batches_that_are_objects_are_opened(tmp_path: Path, kind: str) -> None:
     """As a tokenizer's, or of a class of the user's: five samples of eight numbers, made fake."""
     program = captured(written(tmp_path, BATCHES.replace("KIND", repr(kind))), gpus=1)
     assert program.samples == 5
+
+
+KERNEL = """
+from triton.runtime.jit import JITFunction
+JITFunction().run(x, model.weight, 3, grid=(4,), warmup=False)
+"""
+
+
+def test_a_kernel_in_triton_is_a_pass_over_its_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads 32 numbers of 8 bytes and 64 of 4. A stub stands in for Triton."""
+    library = tmp_path / "library/triton/runtime"
+    library.mkdir(parents=True)
+    for name, text in (
+        ("jit", "class JITFunction: run = None"),
+        ("autotuner", "class Autotuner: run = None"),
+    ):
+        (library / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path / "library")
+    steps = STEPS.replace("    optimizer", KERNEL.replace("\n", "\n    ") + "\n    optimizer")
+    program = captured(written(tmp_path, MODEL + steps), gpus=1)
+    (call,) = (c for c in program.ranks[0].calls if c.op == "itercast.fused")
+    assert [t.nbytes for t in call.args] == [256, 256] and call.kwargs["numel"] == 64
+    assert "Triton" in program.notes[0]

@@ -75,6 +75,27 @@ def test_forwards_before_training_are_no_steps(tmp_path: Path) -> None:
     assert Counter(c.op for c in program.ranks[0].calls)["aten._foreach_lerp_.Scalar"] == 1
 
 
+EVALUATES_FIRST = """
+@torch.no_grad()
+def evaluate():
+    model.eval()
+    for part in ("one", "other"):
+        losses = torch.zeros(10**9)
+        for i in range(10**9):
+            losses[i] = model(torch.randn(4, 8, device="cuda")).sum().item()
+        print(losses.mean())
+    model.train()
+    return i
+assert evaluate() == 1
+for step"""
+
+
+def test_a_loop_that_evaluates_before_training_runs_twice(tmp_path: Path) -> None:
+    """Else it would run for hours, and a step would be none the wiser."""
+    program = captured(written(tmp_path, TRAINING.replace("for step", EVALUATES_FIRST)), gpus=1)
+    assert not program.notes and ITEM not in {c.op for c in program.ranks[0].calls}
+
+
 WARM_UP = """
 optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
 def step():

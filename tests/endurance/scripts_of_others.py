@@ -1,0 +1,154 @@
+"""Runs ``itercast run`` on unchanged scripts that strangers published, and prints a table.
+
+``python tests/endurance/scripts_of_others.py [--only NAME] [--limit SECONDS]`` takes the list
+``tests/scripts.yaml``: where scripts are (repositories at a commit, installed packages), their
+arguments, and small files that they read, which are made here. Repositories are downloaded by git,
+or taken from ``--mirrors``, a folder of bare clones ``owner+name/repo``. A script whose packages
+are not installed is skipped and counted. Each runs below ``runs/scripts``, with limits on memory
+and time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import sysconfig
+from collections import Counter
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import yaml
+from made_files import make
+
+HERE = Path(__file__).resolve().parents[2]
+LIST = HERE / "tests" / "scripts.yaml"
+MEMORY_KB, LIMIT_S = 12_000_000, 300
+PLAUSIBLE = (0.20, 0.65)  # model FLOPs utilisation of a step that its products fill
+OUTCOMES = {"forecast": "plausible", "odd": "not plausible", "line": "one line", "no": "no answer"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """A script of the list; ``source`` is a repository's name or ``packages``."""
+
+    source: str
+    script: str  # its path there, or -m and a module
+    arguments: str = ""
+    name: str = ""
+    gpu: str = "h100-sxm-80gb"
+    gpus: int = 1
+    folder: str = "."  # in which it runs, in its repository
+    variables: dict[str, str] = field(default_factory=dict)
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+    expected: str = "forecast"  # or words of the one line
+
+
+def checked_out(facts: dict[str, str], folder: Path, mirrors: Path | None) -> None:
+    """Lay a repository's files at its commit into a folder, unless they are there."""
+    if (folder / ".done").is_file():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    owner, name = facts["git"].removesuffix(".git").split("/")[-2:]
+    bare = mirrors / f"{owner}+{name}" / "repo" if mirrors else folder / ".git"
+    git = ["git", f"--git-dir={bare}", f"--work-tree={folder}"]
+    environment = {**os.environ, "GIT_INDEX_FILE": str(folder / ".index")}
+    if not mirrors:
+        subprocess.run(["git", "init", "-q", str(folder)], check=True)
+        fetch = ["fetch", "-q", "--depth=1", facts["git"], facts["commit"]]
+        subprocess.run([*git, *fetch], check=True)
+    subprocess.run([*git, "read-tree", facts["commit"]], env=environment, check=True)
+    lay = [*git, "checkout-index", "--all", "--force"]  # a mirror may lack large files
+    subprocess.run(lay, env=environment, check=False, stderr=subprocess.DEVNULL)
+    (folder / ".done").touch()
+
+
+def command(one: Listed, root: Path, free_s: int) -> list[str]:
+    """``itercast run`` of a script under the limits."""
+    where = root if one.source != "packages" else Path(sysconfig.get_path("purelib"))
+    script = one.script.split() if one.script.startswith("-m") else [str(where / one.script)]
+    options = ["--gpu", one.gpu, "--gpus", str(one.gpus), "--limit", str(free_s), "--json"]
+    run = [sys.executable, "-m", "itercast", "run", *options, *script, *shlex.split(one.arguments)]
+    limits = f"ulimit -v {MEMORY_KB}; exec timeout -k 5 {free_s + 20} {shlex.join(run)}"
+    return ["bash", "-c", limits]
+
+
+def answer(one: Listed, root: Path, limit_s: int = LIMIT_S) -> tuple[str, str]:
+    """The kind of a script's outcome and what was said."""
+    work = root / one.folder
+    work.mkdir(parents=True, exist_ok=True)
+    make(work, one.files)
+    paths = [str(HERE), *(str(work / p) for p in one.variables.get("PYTHONPATH", "").split())]
+    environment = {**os.environ, **one.variables, "PYTHONPATH": os.pathsep.join(paths)}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        command(one, root, limit_s),
+        cwd=work,
+        env=environment,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    (root / f"{one.name}.log").write_text(done.stderr)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["nothing said"])[-1]
+        return ("line" if done.returncode == 2 else "no"), last
+    return judged(json.loads(done.stdout))
+
+
+def judged(found: dict[str, Any]) -> tuple[str, str]:
+    """Whether a forecast is plausible: products fill the step, or it says what else does."""
+    step, mfu = found["iteration_us"], found["mfu_frac"]
+    limit, share = max(found["limits_frac"].items(), key=lambda part: part[1])
+    said = f"{step / 1e3:10.2f} ms  {100 * mfu:5.1f} % of peak  {100 * share:3.0f} % {limit}"
+    low, high = PLAUSIBLE
+    fills = low <= mfu <= high
+    return ("forecast" if fills or (mfu < low and limit != "products") else "odd"), said
+
+
+def missing(one: Listed) -> list[str]:
+    """Packages that a script needs and that are not installed."""
+    lacks = []
+    for package in one.needs:
+        try:
+            version(package)
+        except PackageNotFoundError:
+            lacks.append(package)
+    return lacks
+
+
+def main() -> None:
+    """Print the table and how often each outcome was met."""
+    asked = argparse.ArgumentParser()
+    asked.add_argument("--only", default="")
+    asked.add_argument("--mirrors", type=Path)
+    asked.add_argument("--limit", type=int, default=LIMIT_S, help="seconds for each")
+    given = asked.parse_args()
+    known, outcomes = yaml.safe_load(LIST.read_text()), Counter[str]()
+    for facts in known["scripts"]:
+        one = Listed(**{**facts, "name": facts.get("name") or Path(facts["script"]).stem})
+        if given.only not in one.name:
+            continue
+        if lacks := missing(one):
+            outcomes["skipped"] += 1
+            print(f"{one.name:28} skipped: {', '.join(lacks)} not installed", flush=True)
+            continue
+        root = HERE / "runs" / "scripts" / one.source
+        if one.source != "packages":
+            checked_out(known["sources"][one.source], root, given.mirrors)
+        kind, said = answer(one, root, given.limit)
+        as_listed = kind == "forecast" if one.expected == "forecast" else one.expected in said
+        outcomes[OUTCOMES[kind]] += 1
+        print(f"{one.name:28} {'' if as_listed else 'UNEXPECTED '}{said}", flush=True)
+    print(", ".join(f"{count} {name}" for name, count in outcomes.most_common()))
+
+
+if __name__ == "__main__":
+    main()
