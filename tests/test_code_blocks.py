@@ -39,7 +39,9 @@ NOT_RUN = {  # patterns of commands, and why no test runs them here
     r"^itercast (train|compare|price|calibrate)": "a minute; tests of their own run them",
     r"sage-papers|dlrm-|ppo-atari --gpu.*--envs|jobs.trace": "minutes of capture; own tests",
 }
-SLOW = re.compile(r"^itercast (plan|explain|input|rl|throughput|run|shard)|gpt2-xl|llama-1b")
+SLOW = re.compile(
+    r"^itercast (plan|explain|input|rl|throughput|run|shard)|gpt2-xl|llama-1b|resnet-50|bert-l"
+)
 
 
 @dataclass(frozen=True)

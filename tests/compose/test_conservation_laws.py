@@ -63,12 +63,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 OWN = ("gpt-s", "bert-s", "llama-s", "moe-s")
 MODELS = (*CONFIGS, *OWN)
-EAGER_ONLY = {"GPTJForCausalLM", "BloomForCausalLM", "MptForCausalLM"}  # in transformers
+FUSED = ("GPT2LMHeadModel", "LlamaForCausalLM", "MixtralForCausalLM", "T5ForConditionalGeneration")
+FUSED += OWN
 KINDS = [
     (name, attn, amp)
     for name in MODELS
     for attn, amp in (("sdpa", False), ("eager", True))
-    if attn == "eager" or name not in EAGER_ONLY
+    if attn == "eager" or name in FUSED
 ]
 # Weights that every tensor-parallel rank multiplies with all of its tokens, as in Megatron-LM.
 COPIED_PRODUCTS = {

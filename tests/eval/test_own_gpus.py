@@ -21,6 +21,7 @@ ROWS = Path(__file__).parents[2] / "datasets/gpu"
 CASES = ("gpt2-small", "vit-b", "resnet-50", "unet", "dlrm-r00", "dlrm-r07")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gpu", "most"), [("h100-sxm-80gb", 12.0), ("h200-sxm-141gb", 14.0)])
 def test_measured_iterations_are_forecast(gpu: str, most: float) -> None:
     """Ops of the H100 were measured, none of the H200 was trained on; public rows alone: 34 %."""

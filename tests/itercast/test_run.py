@@ -149,6 +149,7 @@ for i in range(3):
 """
 
 
+@pytest.mark.slow
 def test_a_capture_holds_while_the_script_would_find_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,6 +65,7 @@ def test_price_keeps_rows_and_adds_columns(bundle: Path, data: Path, tmp_path: P
     assert (after["predicted_us_p10"] < after["predicted_us_p90"]).all()
 
 
+@pytest.mark.slow
 def test_the_fastest_software_for_each_row_is_written(data: Path, tmp_path: Path) -> None:
     """Half as long under "narrow" up to 64 columns, else twice as long as under "wide"."""
     rows = pd.read_parquet(next(data.rglob("part-*.parquet"))).iloc[::2]

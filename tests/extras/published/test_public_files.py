@@ -100,6 +100,7 @@ TABLES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", TABLES)
 def test_every_line_is_a_row_or_counted(place: str) -> None:
     name, path, files = place.partition("/")[0], PUBLIC / place, TABLES[place]

@@ -104,6 +104,7 @@ def test_all_parts_of_an_iteration_have_points(monkeypatch: pytest.MonkeyPatch) 
     assert {p.op for p in message_points()["collective"]} == {"all_to_all", "all_reduce"}
 
 
+@pytest.mark.slow
 def test_candidates_are_measured_by_real_ranks(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     model = any_configuration(rng)
