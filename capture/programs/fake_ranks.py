@@ -32,6 +32,15 @@ LAUNCHES = (
     *("reduce_scatter_tensor_coalesced", "broadcast", "reduce", "gather", "scatter"),
     *("alltoall", "alltoall_base", "barrier", "send", "recv", "recv_anysource"),
 )
+# Collectives of several tensors, for which torch has no kernels on fake ones.
+COALESCED = (
+    *("allreduce_coalesced_", "allgather_coalesced_"),
+    *("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_"),
+)
+C10D = torch.library.Library("c10d", "IMPL")
+for op in COALESCED:
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{op}", "Meta"):
+        C10D.impl(op, lambda *args: FakeWork().boxed(), "Meta")
 
 
 @contextmanager

@@ -273,6 +273,28 @@ def test_batches_that_are_objects_are_opened(tmp_path: Path, kind: str) -> None:
     assert program.samples == 5
 
 
+TOGETHER = """
+import torch, torch.distributed as dist
+dist.init_process_group("nccl")
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+for step in range(3):
+    model(torch.randn(4, 8, device="cuda")).sum().backward()
+    with dist.distributed_c10d._coalescing_manager(async_ops=True) as sent:
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+    sent.wait()
+    optimizer.step()
+"""
+
+
+def test_collectives_of_several_tensors_are_one_message(tmp_path: Path) -> None:
+    """The gradients of 8 x 8 weights and 8 biases, as megatron-core sends its buckets."""
+    calls = captured(written(tmp_path, TOGETHER), gpus=4).ranks[0].calls
+    (sent,) = (c.kwargs for c in calls if c.op == COLLECTIVE)
+    assert (sent["kind"], sent["bytes"]) == ("all_reduce", 4 * (64 + 8))
+
+
 KERNEL = """
 from triton.runtime.jit import JITFunction
 JITFunction().run(x, model.weight, 3, grid=(4,), warmup=False)
