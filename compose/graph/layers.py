@@ -86,11 +86,18 @@ class Layer:
         where they are fewer than ranks, the next one is cut, as torchtitan does. ``trained``: only
         of those with a gradient.
         """
-        padded = 0
-        for nbytes, first, second in self._trained_rows if trained else self._replicated_rows:
-            n = second if second and first < ranks else first
-            padded += nbytes // n * (-(-n // ranks) * ranks) if n else 0
-        return padded
+        if (ranks, trained) not in self._padded_bytes:
+            padded = 0
+            for nbytes, first, second in self._trained_rows if trained else self._replicated_rows:
+                n = second if second and first < ranks else first
+                padded += nbytes // n * (-(-n // ranks) * ranks) if n else 0
+            self._padded_bytes[ranks, trained] = padded
+        return self._padded_bytes[ranks, trained]
+
+    @cached_property
+    def _padded_bytes(self) -> dict[tuple[int, bool], int]:
+        """Results of ``padded_bytes``: plans ask for few of them, but often."""
+        return {}
 
     @cached_property
     def _trained_rows(self) -> list[tuple[int, int, int]]:

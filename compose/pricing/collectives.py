@@ -288,7 +288,8 @@ def price_messages(messages: Sequence[Message], book: PriceBook, where: Cluster)
     """Prices each message as if no other were sent; the book keeps prices without factors."""
     asked = [(m, where.groups[m.axis]) for m in messages]
     prefetch_messages(asked, book, where)
-    pairs = [(book.sent[m, group, *where.place], group) for m, group in asked]
+    known = book.sent[where.place]
+    pairs = [(known[one], one[1]) for one in asked]
     sent = [op.among(group.size, group.per_node, book.machine) for op, group in pairs]
     for link in where.crossings:
         both = zip(asked, sent, strict=True)
@@ -298,14 +299,15 @@ def price_messages(messages: Sequence[Message], book: PriceBook, where: Cluster)
 
 def prefetch_messages(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> None:
     """Prices in one call messages among groups of ranks, of which ``where`` says the links."""
-    fresh = [one for one in dict.fromkeys(asked) if (*one, *where.place) not in book.sent]
+    sent = book.sent.setdefault(where.place, {})
+    fresh = [one for one in dict.fromkeys(asked) if one not in sent]
     if not fresh:
         return
     on_cpu = where.gpu.kind == "cpu"
     for message, group in [one for one in fresh if one[0].axis in TIERS]:
         us = tier_us(message.axis, message.kind, message.message_bytes, where.gpu)
         op = _priced(message, UNMODELLED, us, ((RATES[message.axis], 1.0),))
-        book.sent[message, group, *where.place] = op
+        sent[message, group] = op
         fresh.remove((message, group))
     wanted = list(dict.fromkeys([*fresh, *map(_empty, fresh if on_cpu else ())]))
     learned = "collective" in book.models
@@ -315,7 +317,7 @@ def prefetch_messages(asked: Sequence[Sent], book: PriceBook, where: Cluster) ->
         if on_cpu and one[0].message_bytes > EMPTY_BYTES:
             latency_us = min(op.duration_us, found[_empty(one)].duration_us)
             op = replace(op, latency_us=latency_us)
-        book.sent[*one, *where.place] = op
+        sent[one] = op
 
 
 def _empty(one: Sent) -> Sent:

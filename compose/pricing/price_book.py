@@ -65,7 +65,7 @@ class PriceBook:
         }
         self.by_threads: dict[int, Prices] = {} if by_threads is None else by_threads
         self.by_threads.setdefault(threads, {})
-        self.sent: dict[Any, PricedOp] = {}  # collectives by message, group and place
+        self.sent: dict[Any, dict[Any, PricedOp]] = {}  # by place, then by message and group
         self.once = Once()  # ops and what they consist of, host times of calls and wrappers
 
     def on(self, machine: Factors, known: Machine | None = None, model: str = "") -> PriceBook:
