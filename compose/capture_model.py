@@ -32,8 +32,8 @@ def capture_case(
 ) -> StepCapture:
     """Capture one step of a case on fake tensors, or read it from the cache.
 
-    ``shallow``: three layers of every list of equal layers are captured, and how many were left out
-    stands in ``repeats``.
+    ``shallow``: three layers of every list of equal layers are captured, of layers of several kinds
+    that alternate those of two periods, and how many were left out stands in ``repeats``.
     """
     from itercast.capture.recorder.cache import cached
 
@@ -57,13 +57,13 @@ def _captured(
 ) -> StepCapture:
     from itercast.capture.base.user_errors import is_own_error, one_line_error
     from itercast.capture.recorder.log import capture_step
-    from itercast.capture.recorder.truncate import shorten_lists
+    from itercast.capture.recorder.truncate import Shortened, shorten_lists
 
-    repeats: dict[str, int] = {}
+    left = list[Shortened]()
 
     def build() -> Any:
         model = chosen.build()
-        repeats.update(shorten_lists(model) if shallow else {})
+        left.append(shorten_lists(model) if shallow else Shortened())
         return model
 
     try:
@@ -82,7 +82,8 @@ def _captured(
         if shallow:  # a model that indexes its layers cannot be shortened
             return _captured(chosen, settings, batch, seq, shallow=False)
         raise ValueError(f"{chosen.name} fails without data: {one_line_error(exc)}") from exc
-    return replace(captured, repeats=repeats, remarks=tuple(said))
+    repeats, periods = left[-1].repeats, left[-1].periods
+    return replace(captured, repeats=repeats, periods=periods, remarks=tuple(said))
 
 
 def code_files(folder: Path) -> list[Path]:

@@ -1,7 +1,9 @@
-"""Shortens lists of equal layers, so that a deep model is captured by three of each list."""
+"""Shortens lists of layers, so that a deep model is captured by a few of each list."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from itercast.capture.base.slow_imports import torch
@@ -9,23 +11,44 @@ from itercast.capture.base.slow_imports import torch
 KEPT = 3  # the middle one stands for those left out: work beside the first and last is done once
 
 
-def shorten_lists(model: torch.nn.Module) -> dict[str, int]:
-    """Cut every outermost list of equal modules to three; the number removed by the list's name.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortened:
+    """How many modules each list lost, by its name, and every how many their kinds repeat.
+
+    ``periods`` has lists of several kinds alone: two periods of them are left.
+    """
+
+    repeats: dict[str, int] = field(default_factory=dict)
+    periods: dict[str, int] = field(default_factory=dict)
+
+
+def shorten_lists(model: torch.nn.Module) -> Shortened:
+    """Cut every outermost list of equal modules to three, of kinds that alternate to two periods.
 
     Modules are equal if their classes and parameter shapes are. A model that indexes such a list,
     or knows its length, breaks: capture it whole.
     """
-    cut: dict[str, int] = {}
+    found = Shortened()
     for name, module in list(model.named_modules()):
         listed = isinstance(module, torch.nn.ModuleList | torch.nn.Sequential)
         if not listed or len(module) <= KEPT:
             continue
-        inside = any(name.startswith(f"{outer}.") for outer in cut)
-        if inside or _is_tables(module) or len({_shape(child) for child in module}) > 1:
+        inside = any(name.startswith(f"{outer}.") for outer in found.repeats)
+        if inside or _is_tables(module):
             continue
-        cut[name] = len(module) - KEPT
-        del module[KEPT:]
-    return cut
+        period = _period([_shape(child) for child in module])
+        kept = KEPT if period == 1 else 2 * period
+        if len(module) > kept:
+            found.repeats[name] = len(module) - kept
+            found.periods.update({name: period} if period > 1 else {})
+            del module[kept:]
+    return found
+
+
+def _period(kinds: Sequence[object]) -> int:
+    """After how many the kinds start over, the last time in full; else the number of all."""
+    whole = (n for n in range(1, len(kinds)) if len(kinds) % n == 0)
+    return next((n for n in whole if kinds[n:] == kinds[:-n]), len(kinds))
 
 
 def _is_tables(modules: Any) -> bool:

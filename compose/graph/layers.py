@@ -383,17 +383,32 @@ def _signature(layer: Layer, calls: Sequence[OpCall]) -> tuple[object, ...]:
     return shapes, tuple((p.shape, p.dtype) for p in layer.parameters)
 
 
+def _with_periods(layers: Sequence[Layer], capture: StepCapture) -> Sequence[Layer]:
+    """The layers with those left out of lists in which kinds alternate, of which two periods stay.
+
+    Between these comes, as often as it was left out, the second one without the last layer of all,
+    in whose place is that of the first.
+    """
+    for prefix, period in capture.periods.items():
+        own = [i for i, x in enumerate(layers) if x.name.rpartition(".")[0] == prefix]
+        again = [layers[i] for i in (*own[period : 2 * period - 1], own[period - 1])]
+        again *= capture.repeats[prefix] // period
+        layers = [*layers[: own[period]], *again, *layers[own[period] :]]
+    return layers
+
+
 def _folded(layers: Sequence[Layer], capture: StepCapture) -> list[Layer]:
     """Folds equal neighbours, counts layers that the capture left out, drops empty ones.
 
     Left-out layers are as the first captured one of two in their list, the middle one of three.
     """
+    layers = _with_periods(layers, capture)
     folded: list[Layer] = []
     before: tuple[object, ...] = ()
     prefixes = [layer.name.rpartition(".")[0] for layer in layers]
     for i, (layer, prefix) in enumerate(zip(layers, prefixes, strict=True)):
         middle = prefixes[:i].count(prefix) == (prefixes.count(prefix) - 1) // 2
-        more = capture.repeats.get(prefix, 0) if middle else 0
+        more = capture.repeats.get(prefix, 0) if middle and prefix not in capture.periods else 0
         signature = _signature(layer, capture.calls)
         if folded and signature == before:
             folded[-1] = replace(folded[-1], count=folded[-1].count + 1 + more)
