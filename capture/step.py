@@ -116,6 +116,19 @@ def first_float(output: Any) -> torch.Tensor:
     raise ValueError("loss 'none' needs a floating-point tensor in the model's output")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A step of a model: what comes before the optimizer, and the optimizer's update."""
+
+    gradients: Callable[[], None]
+    update: Callable[[], None]
+
+    def __call__(self) -> None:
+        """Run both."""
+        self.gradients()
+        self.update()
+
+
 def make_step(
     model: torch.nn.Module,
     inputs: Inputs,
@@ -124,7 +137,7 @@ def make_step(
     on_phase: Callable[[str], None] = lambda name: None,
     capturable: bool = False,
     precision: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> Callable[[], None]:
+) -> Step:
     """Makes a function without arguments that runs one step of a model.
 
     It calls ``on_phase`` with zero_grad, forward, loss, backward and optimizer as they begin. The
@@ -137,7 +150,7 @@ def make_step(
     matrices = list(hidden_matrices(model).values())
     optimizer = make_optimizer(model.parameters(), settings.optimizer, capturable, matrices)
 
-    def train() -> None:
+    def gradients() -> None:
         on_phase("zero_grad")
         for parameter in model.parameters():
             parameter.grad = None
@@ -150,11 +163,13 @@ def make_step(
         seed = None if settings.loss == "default" else torch.ones_like(loss)
         on_phase("backward")
         loss.backward(seed)
+
+    def update() -> None:
         on_phase("optimizer")
         if optimizer is not None:
             optimizer.step()
 
-    return train
+    return Step(gradients=gradients, update=update)
 
 
 def _inference_step(
@@ -162,7 +177,7 @@ def _inference_step(
     inputs: Inputs,
     on_phase: Callable[[str], None],
     precision: Callable[[], AbstractContextManager[None]],
-) -> Callable[[], None]:
+) -> Step:
     """One forward pass in eval mode without gradients, as a function."""
     model.eval()
 
@@ -171,4 +186,4 @@ def _inference_step(
         with torch.no_grad(), precision():
             model(**inputs)
 
-    return infer
+    return Step(gradients=infer, update=lambda: None)

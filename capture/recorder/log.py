@@ -51,6 +51,7 @@ from itercast.capture.recorder.sparse import (
 from itercast.capture.recorder.watch import (
     MadeBy,
     ModuleTracker,
+    attributes,
     count_host_events,
     default_dtype,
     record_ready_gradients,
@@ -249,8 +250,10 @@ def capture_step(
 ) -> StepCapture:
     """Capture the op calls of one training or inference step of the model that ``build`` makes.
 
-    Runs two steps and captures the second: the first one allocates the optimizer's state.
-    ``fake``: run on fake tensors, without computing; otherwise the step really runs. ``samples``
+    The optimizer's second update is captured: the first one allocates its state. So is all of the
+    second step where the first one changes attributes of modules, such as tables that they keep,
+    and of recurrent networks.
+    ``fake``: run on fake tensors, without computing; otherwise two steps really run. ``samples``
     and ``tokens`` of the batch are only stored with the capture. ValueError for ops whose shapes
     depend on data, except in the routing of experts (``capture.routing``).
     """
@@ -268,9 +271,16 @@ def capture_step(
         step = make_step(model, inputs, loss_fn, settings, set_phase, precision=precision)
         ready = record_ready_gradients(model, log)
         with _logging(log, eager=settings.attn == "eager"):
-            step()
-            log.reset()
-            step()
+            before = attributes(model)
+            step.gradients()
+            calls, host = list(log.calls), dict(log.host)
+            step.update()
+            if fake and not log.networks and attributes(model) == before:
+                log.calls, log.host = calls, host
+                step.update()
+            else:
+                log.reset()
+                step()
     count_host_events(log, settings, sum(p.requires_grad for p in model.parameters()))
     return StepCapture(
         calls=mark_zeros(log.calls),

@@ -12,6 +12,8 @@ import torch
 
 from itercast.capture.step import StepSettings
 
+SIZED = (dict, list, set, tuple)
+
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
@@ -49,6 +51,15 @@ def record_ready_gradients(model: torch.nn.Module, log: Any) -> dict[str, int]:
                 lambda p, name=name: ready.__setitem__(name, len(log.calls) - 1)
             )
     return ready
+
+
+def attributes(model: torch.nn.Module) -> list[tuple[object, ...]]:
+    """What modules and their plain helpers hold, by identity and length: a later step finds it."""
+    held = [(*vars(m).values(), *m.buffers(recurse=False)) for m in model.modules()]
+    plain = (v for values in held for v in values if hasattr(v, "__dict__"))
+    helpers = [v for v in plain if not isinstance(v, torch.Tensor | torch.nn.Module | type)]
+    held += [tuple(vars(v).values()) for v in helpers]
+    return [tuple((id(v), len(v) if isinstance(v, SIZED) else 0) for v in one) for one in held]
 
 
 class MadeBy:
