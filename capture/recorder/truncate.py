@@ -25,6 +25,7 @@ class Shortened:
 def shorten_lists(model: torch.nn.Module) -> Shortened:
     """Cut every outermost list of equal modules to three, of kinds that alternate to two periods.
 
+    A list of lists of several kinds stays whole: parameters do not tell which of them they are of.
     Modules are equal if their classes and parameter shapes are. A model that indexes such a list,
     or knows its length, breaks: capture it whole.
     """
@@ -37,6 +38,8 @@ def shorten_lists(model: torch.nn.Module) -> Shortened:
         if inside or _is_tables(module):
             continue
         period = _period([_shape(child) for child in module])
+        if period > 1 and not all(map(_is_layer, module)):
+            continue
         kept = KEPT if period == 1 else 2 * period
         if len(module) > kept:
             found.repeats[name] = len(module) - kept
@@ -49,6 +52,11 @@ def _period(kinds: Sequence[object]) -> int:
     """After how many the kinds start over, the last time in full; else the number of all."""
     whole = (n for n in range(1, len(kinds)) if len(kinds) % n == 0)
     return next((n for n in whole if kinds[n:] == kinds[:-n]), len(kinds))
+
+
+def _is_layer(module: torch.nn.Module) -> bool:
+    listed = isinstance(module, torch.nn.ModuleList | torch.nn.Sequential)
+    return not listed and next(module.parameters(), None) is not None
 
 
 def _is_tables(modules: Any) -> bool:

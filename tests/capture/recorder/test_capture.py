@@ -46,6 +46,39 @@ class Bags(nn.Module):
         return self.bags(x) * self.words(x[:, 0].contiguous())
 
 
+class Scaled(nn.Module):
+    """Multiplies by a table, which it may keep from the first pass on."""
+
+    def __init__(self, keeps: bool) -> None:
+        super().__init__()
+        self.weight, self.keeps, self.table = nn.Parameter(torch.ones(8)), keeps, torch.ones(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        PASSES.append(1)
+        if self.keeps and len(PASSES) == 1:
+            self.table = torch.cos(x[0])
+        return x * self.weight * self.table
+
+
+PASSES = list[int]()
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_only_a_model_that_keeps_something_runs_a_second_time(keeps: bool) -> None:
+    """The optimizer's state is there in the captured update, what a model keeps in its forward."""
+    PASSES.clear()
+    step = capture_step(
+        lambda: Scaled(keeps),
+        lambda: {"x": torch.zeros(4, 8)},
+        lambda out, _: out.sum(),
+        StepSettings(),
+    )
+    assert len(PASSES) == 1 + keeps
+    ops = [c.op for c in step.calls]
+    assert "aten.cos.default" not in ops
+    assert [op for op in ops if "zeros" in op] == []
+
+
 class Spectrum(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import cycle, islice
+
 import pytest
+import torch
 from plan_case import capture_at, experts_at
+from torch import nn
 
 from itercast.capture.cases.registry import case
 from itercast.capture.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.capture.recorder.log import capture_step
+from itercast.capture.recorder.truncate import Shortened, shorten_lists
 from itercast.capture.step import StepSettings
 from itercast.compose.capture_model import capture_case
 from itercast.compose.graph.layers import Layer, split_layers
@@ -37,6 +44,49 @@ def test_a_deep_model_captured_by_two_layers_is_the_deep_model() -> None:
     ]
     assert facts[0] == facts[1]
     assert facts[0][1][1] == 4
+
+
+class Pair(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, width), nn.Linear(width, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(self.up(x))
+        return y
+
+
+class Alternating(nn.Module):
+    """Eight layers, each second one wide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(map(Pair, islice(cycle((8, 32)), 8)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("shallow", [False, True])
+def test_layers_that_alternate_are_captured_by_two_periods(shallow: bool) -> None:
+    """Weights and biases in fp32 of 8 x 8 + 8 x 8 + 16 numbers, and of 8 x 32 + 32 x 8 + 40."""
+    left = list[Shortened]()
+
+    def build() -> nn.Module:
+        model = Alternating()
+        left.append(shorten_lists(model) if shallow else Shortened())
+        return model
+
+    step = capture_step(
+        build, lambda: {"x": torch.zeros(4, 8)}, lambda out, _: out.sum(), StepSettings()
+    )
+    found = left[0]
+    step = replace(step, repeats=found.repeats, periods=found.periods)
+    assert found == (Shortened(repeats={"blocks": 4}, periods={"blocks": 2}) if shallow else found)
+    numbered = [x for x in split_layers(step) if x.name.startswith("blocks")]
+    assert [x.count * x.parameter_bytes for x in numbered] == [4 * 144, 4 * 552] * 4
 
 
 def test_folded_work_is_the_host_and_the_lane_op_by_op() -> None:
