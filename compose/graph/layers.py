@@ -15,6 +15,7 @@ from itertools import accumulate
 from types import MappingProxyType
 
 from itercast.capture.opcall import ITEMSIZE_BYTES, OpCall, ParamSpec, StepCapture, layer_key
+from itercast.compose.graph.lifetimes import crossing_bytes, node_ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,7 @@ def split_layers(capture: StepCapture) -> list[Layer]:
     forward_cuts = _forward_cuts(capture, starts, lives, edges)
     owners = _owners(capture, names, forward_cuts)
     backward_cuts = _backward_cuts(owners, lives, edges)
-    ends = {i: end for cut in backward_cuts for i, end in _node_ends(calls, cut).items()}
+    ends = {i: end for cut in backward_cuts for i, end in node_ends(calls, cut).items()}
     held = _lives(capture, edges, ends)
     layers = []
     for i, name in enumerate(names):
@@ -251,31 +252,6 @@ def _lives(
     return [_Lifetime(first[s], forward.get(s, -1), last[s], size[s]) for s in first]
 
 
-def _node_ends(calls: Sequence[OpCall], backward: tuple[int, int]) -> dict[int, int]:
-    """Returns, by call of a layer's backward, the last one of its autograd node where it is later.
-
-    Until then it holds all that it has saved. Calls in a row that read one gradient are a node's.
-    """
-    ends: dict[int, int] = {}
-    made = {t.storage for c in calls[slice(*backward)] for t in c.outputs}
-    after: set[int] = set()
-    for i in range(backward[1] - 1, backward[0] - 1, -1):
-        read = made & {t.storage for t in calls[i].tensors()}
-        if read & after:
-            ends[i] = ends.get(i + 1, i + 1)
-        after = read
-    return ends
-
-
-def _crossing(spans: Sequence[tuple[int, int, int]], length: int) -> list[int]:
-    """Returns the bytes alive across the cut before each call, from (first, last, bytes)."""
-    change = [0] * (length + 2)
-    for first, last, nbytes in spans:
-        change[first + 1] += nbytes
-        change[last + 1] -= nbytes
-    return list(accumulate(change))
-
-
 def _forward_cuts(
     capture: StepCapture,
     starts: Sequence[tuple[str, int]],
@@ -285,7 +261,7 @@ def _forward_cuts(
     """Returns the first call of each layer's forward, and the end of the last layer's."""
     storages = {p.storage for p in capture.parameters}
     spans = [(v.first, v.last_forward, v.nbytes) for v in lives if v.last_forward >= 0]
-    crossing = _crossing(spans, len(capture.calls))
+    crossing = crossing_bytes(spans, len(capture.calls))
     cuts = [edges[0]]
     for _, first_use in starts[1:]:
         low = cuts[-1]
@@ -318,7 +294,7 @@ def _backward_cuts(
 ) -> list[tuple[int, int]]:
     """Returns each layer's range of backward calls; layers run backward from the last one."""
     spans = [(v.first, min(v.last, edges[2]), v.nbytes) for v in lives if v.first >= edges[1]]
-    crossing = _crossing(spans, edges[2] + 1)
+    crossing = crossing_bytes(spans, edges[2] + 1)
     ranges = [(edges[2], edges[2])] * len(owners)
     start = edges[1]
     for i in range(len(owners) - 1, 0, -1):

@@ -64,3 +64,28 @@ def update_bytes(capture: StepCapture, calls: Container[int]) -> int:
             change[first] = change.get(first, 0) + nbytes
             change[last + 1] = change.get(last + 1, 0) - nbytes
     return max(accumulate(change[i] for i in sorted(change)), default=0)
+
+
+def node_ends(calls: Sequence[OpCall], backward: tuple[int, int]) -> dict[int, int]:
+    """Returns, by call of a layer's backward, the last one of its autograd node where it is later.
+
+    Until then it holds all that it has saved. Calls in a row that read one gradient are a node's.
+    """
+    ends: dict[int, int] = {}
+    made = {t.storage for c in calls[slice(*backward)] for t in c.outputs}
+    after: set[int] = set()
+    for i in range(backward[1] - 1, backward[0] - 1, -1):
+        read = made & {t.storage for t in calls[i].tensors()}
+        if read & after:
+            ends[i] = ends.get(i + 1, i + 1)
+        after = read
+    return ends
+
+
+def crossing_bytes(spans: Sequence[tuple[int, int, int]], length: int) -> list[int]:
+    """Returns the bytes alive across the cut before each call, from (first, last, bytes)."""
+    change = [0] * (length + 2)
+    for first, last, nbytes in spans:
+        change[first + 1] += nbytes
+        change[last + 1] -= nbytes
+    return list(accumulate(change))

@@ -289,8 +289,7 @@ def price_messages(messages: Sequence[Message], book: PriceBook, where: Cluster)
     asked = [(m, where.groups[m.axis]) for m in messages]
     prefetch_messages(asked, book, where)
     known = book.sent[where.place]
-    pairs = [(known[one], one[1]) for one in asked]
-    sent = [op.among(group.size, group.per_node, book.machine) for op, group in pairs]
+    sent = [known[m, g].among(g.size, g.per_node, book.machine) for m, g in asked]
     for link in where.crossings:
         both = zip(asked, sent, strict=True)
         sent = [link.crossed(m, group.size, op) for (m, group), op in both]
@@ -306,8 +305,7 @@ def prefetch_messages(asked: Sequence[Sent], book: PriceBook, where: Cluster) ->
     on_cpu = where.gpu.kind == "cpu"
     for message, group in [one for one in fresh if one[0].axis in TIERS]:
         us = tier_us(message.axis, message.kind, message.message_bytes, where.gpu)
-        op = _priced(message, UNMODELLED, us, ((RATES[message.axis], 1.0),))
-        sent[message, group] = op
+        sent[message, group] = _priced(message, UNMODELLED, us, ((RATES[message.axis], 1.0),))
         fresh.remove((message, group))
     wanted = list(dict.fromkeys([*fresh, *map(_empty, fresh if on_cpu else ())]))
     learned = "collective" in book.models
