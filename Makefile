@@ -107,7 +107,7 @@ endurance: setup ## kill fleets and their sweeps for 10 minutes; read 100,000 ho
 	$(PY) tests/endurance/nccl_logs.py
 	PYTHONPATH=. $(PY) tests/endurance/hostile.py $(if $(wildcard $(PUBLIC)),--public $(PUBLIC))
 
-scripts: setup ## forecast 46 unchanged scripts by strangers, those whose packages .venv has (MIRRORS=folder ONLY=name; an hour)
+scripts: setup ## forecast 45 unchanged scripts by strangers, those whose packages .venv has (MIRRORS=folder ONLY=name; an hour)
 	$(PY) tests/endurance/scripts_of_others.py $(if $(MIRRORS),--mirrors $(MIRRORS)) $(if $(ONLY),--only "$(ONLY)")
 
 forecasts: setup ## compare 300 forecasts with those recorded, after code was moved or rewritten (1 minute)

@@ -6,7 +6,7 @@ Captures of cases are cached on disk, under a digest of the code and the setting
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -17,7 +17,7 @@ from itercast.capture.base.cache_folder import cache_folder
 from itercast.capture.base.remarks import remarks
 from itercast.capture.cases.external.huggingface import hf_case
 from itercast.capture.cases.registry import EvalCase, case
-from itercast.capture.opcall import NARROW, StepCapture
+from itercast.capture.opcall import NARROW, StepCapture, layer_key
 from itercast.capture.plan import ParallelPlan, micro_batch
 from itercast.capture.step import ALLOWED, StepSettings
 from itercast.compose.parallel.narrow import with_narrow_products
@@ -83,7 +83,17 @@ def _captured(
             return _captured(chosen, settings, batch, seq, shallow=False)
         raise ValueError(f"{chosen.name} fails without data: {one_line_error(exc)}") from exc
     repeats, periods = left[-1].repeats, left[-1].periods
+    if not _all_used(captured, periods):  # a step that skips layers says nothing of those left out
+        return _captured(chosen, settings, batch, seq, shallow=False)
     return replace(captured, repeats=repeats, periods=periods, remarks=tuple(said))
+
+
+def _all_used(captured: StepCapture, periods: Mapping[str, int]) -> bool:
+    """Whether the step uses all layers of the two periods that each of these lists was cut to."""
+    read = {t.storage for c in captured.calls if c.phase == "forward" for t in c.tensors()}
+    used = {layer_key(p.name) for p in captured.parameters if p.storage in read}
+    kept = (f"{name}.{i}" for name, period in periods.items() for i in range(2 * period))
+    return used.issuperset(kept)
 
 
 def code_files(folder: Path) -> list[Path]:

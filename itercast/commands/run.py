@@ -199,8 +199,6 @@ def _print(name: str, one: Forecasted) -> None:
     found, program = one.found, one.captured.program
     table = forecast_table(name, found)
     table.add_row("fits", "yes" if found.fits else "no")
-    if found.mfu_frac:
-        table.add_row("model flops utilization", f"{100 * found.mfu_frac:.1f} %")
     if one.loading_us:
         waits_us = found.idle_by_us["input"]
         limit = "its input as measured here" if waits_us > 0 else "its step"

@@ -89,6 +89,24 @@ def test_layers_that_alternate_are_captured_by_two_periods(shallow: bool) -> Non
     assert [x.count * x.parameter_bytes for x in numbered] == [4 * 144, 4 * 552] * 4
 
 
+class Skipping(Alternating):
+    """The same, of which a step uses the first three layers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in list(self.blocks)[:3]:
+            x = block(x)
+        return x
+
+
+def test_a_step_that_skips_layers_of_alternating_kinds_is_captured_whole() -> None:
+    for model, periods in ((Alternating, {"blocks": 2}), (Skipping, {})):
+        chosen = replace(case("mlp-s"), name=model.__name__, build=model)
+        chosen = replace(chosen, inputs=lambda *_: {"x": torch.zeros(4, 8)})
+        chosen = replace(chosen, loss=lambda out, _: out.sum())
+        step = capture_case(chosen, StepSettings(), 4, 0, shallow=True)
+        assert step.periods == periods
+
+
 def test_folded_work_is_the_host_and_the_lane_op_by_op() -> None:
     #  host    |5|5|5|5|
     #  compute   |=2=|  |==20==|=1=|=1=|      launches at 5, 10, 15, 20
