@@ -14,6 +14,7 @@ setup: .venv/.installed ## create .venv and install everything
 
 .venv/.installed: pyproject.toml constraints.txt
 	python3 -m venv .venv
+	-.venv/bin/pip install -q --disable-pip-version-check -U pip  # a new one resolves several times as fast
 	.venv/bin/pip install -q --disable-pip-version-check --no-compile -c constraints.txt -e '.[hf,dev]'
 	-.venv/bin/python -m compileall -qq -j 0 .venv/lib  # on all cores, pip would take one
 	touch $@

@@ -51,6 +51,7 @@ from itercast.capture.recorder.sparse import (
 from itercast.capture.recorder.watch import (
     MadeBy,
     ModuleTracker,
+    accumulates,
     attributes,
     count_host_events,
     default_dtype,
@@ -252,7 +253,7 @@ def capture_step(
 
     The optimizer's second update is captured: the first one allocates its state. So is all of the
     second step where the first one changes attributes of modules, such as tables that they keep,
-    and of recurrent networks.
+    of recurrent networks, and where inputs have gradients, to which the second one adds.
     ``fake``: run on fake tensors, without computing; otherwise two steps really run. ``samples``
     and ``tokens`` of the batch are only stored with the capture. ValueError for ops whose shapes
     depend on data, except in the routing of experts (``capture.routing``).
@@ -275,7 +276,8 @@ def capture_step(
             step.gradients()
             calls, host = list(log.calls), dict(log.host)
             step.update()
-            if fake and not log.networks and attributes(model) == before:
+            alike = attributes(model) == before and not accumulates(inputs)
+            if fake and not log.networks and alike:
                 log.calls, log.host = calls, host
                 step.update()
             else:

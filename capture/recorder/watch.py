@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from itercast.capture.step import StepSettings
 
@@ -60,6 +61,11 @@ def attributes(model: torch.nn.Module) -> list[tuple[object, ...]]:
     helpers = [v for v in plain if not isinstance(v, torch.Tensor | torch.nn.Module | type)]
     held += [tuple(vars(v).values()) for v in helpers]
     return [tuple((id(v), len(v) if isinstance(v, SIZED) else 0) for v in one) for one in held]
+
+
+def accumulates(inputs: object) -> bool:
+    """Whether some of these inputs have gradients, which no step sets to zero."""
+    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in tree_leaves(inputs))
 
 
 class MadeBy:
