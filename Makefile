@@ -84,10 +84,10 @@ report: setup ## write the report pages anew, with learning curves (a few minute
 
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PY) -m pytest -n logical --maxprocesses 4 --dist worksteal
 
-test: setup ## run the tests but for the slow ones (4 minutes on 2 cores)
+test: setup ## run the tests but for the slow ones (7 minutes on 2 cores)
 	$(PYTEST) -m "not slow and not pages"
 
-test-slow: setup ## run the slow tests: whole GPU campaigns on a stand-in, real plans and sweeps, learners on published rows (4 minutes)
+test-slow: setup ## run the slow tests: whole GPU campaigns on a stand-in, real plans and sweeps, learners on published rows (7 minutes)
 	$(PYTEST) -m slow
 
 test-pages: setup ## run the long commands that README and the docs show (4 minutes)
