@@ -8,7 +8,6 @@ The name of an entry point is the name of what it adds. Its group says what that
 - ``itercast.importers``: a function ``read(path)`` or ``read(path, hints)``;
   ``itercast.importer_tables``: a dict of such by name.
 - ``itercast.learners``: a ``Fit`` of ``itercast.learners.models.compared``.
-- ``itercast.programs``: ``campaign``, which ``python -m itercast.microbench.campaign`` runs.
 - ``itercast.trainers``: ``ray``, which makes a ``FitAll`` of ``itercast.learners.train`` from an
   address and dataset roots: it trains families elsewhere.
 - ``itercast.plan_keys``: a ``PlanKey`` of ``itercast.capture.plan_keys``.

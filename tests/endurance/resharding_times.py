@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-PROGRAMS = Path(__file__).parents[1] / "microbench" / "programs"
+PROGRAMS = Path(__file__).parents[1] / "capture" / "programs"
 sys.path.insert(0, str(PROGRAMS))
 
 from reshardings import LARGE, RANKS, pairs, reshard  # noqa: E402

@@ -132,10 +132,15 @@ def main() -> None:
     asked.add_argument("--limit", type=int, default=LIMIT_S, help="seconds for each")
     given = asked.parse_args()
     known, outcomes = yaml.safe_load(LIST.read_text()), Counter[str]()
-    for facts in known["scripts"]:
-        one = Listed(**{**facts, "name": facts.get("name") or Path(facts["script"]).stem})
-        if given.only not in one.name:
-            continue
+    named = [
+        {**facts, "name": facts.get("name") or Path(facts["script"]).stem}
+        for facts in known["scripts"]
+    ]
+    listed = [one for one in (Listed(**facts) for facts in named) if given.only in one.name]
+    if not listed:
+        names = ", ".join(facts["name"] for facts in named)
+        asked.error(f"--only {given.only!r}: no script has this in its name; they are {names}")
+    for one in listed:
         if lacks := missing(one):
             outcomes["skipped"] += 1
             print(f"{one.name:28} skipped: {', '.join(lacks)} not installed", flush=True)

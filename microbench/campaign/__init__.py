@@ -1,1 +1,0 @@
-"""Another name of `python -m itercast.extras.campaign`."""
