@@ -83,8 +83,10 @@ def _gradient_rules(p: PlanFields) -> Iterator[tuple[bool, str]]:
     yield not 0 < p.sends <= 1, f"gossip's probability is above 0 and up to 1, got {p.sends}"
     yield p.gossip != "" and p.zero > 0, f"gossip={p.gossip} keeps whole replicas: zero=0"
     yield p.cdp > 0 and p.dp == 1, f"cdp={p.cdp} needs dp > 1"
-    alone = p.pp == 1 and p.microbatches == 1 and not p.gossip and p.zero == 0 and p.ep == 1
-    yield p.cdp > 0 and not alone, "cdp staggers whole replicas: no pp, micro, gossip, zero or ep"
+    whole = p.pp * p.microbatches * p.ep * p.cp == 1 and not p.gossip
+    yield p.cdp > 0 and not whole, "cdp staggers whole replicas: no pp, micro, gossip, ep or cp"
+    handed_on = p.zero in (0, 3) and p.hsdp == 0
+    yield p.cdp > 0 and not handed_on, "cdp hands whole stages on: zero=3 without hsdp, or no zero"
     yield bool(p.coconet) and p.dp == 1, "coconet rewrites the gradient all_reduce: dp > 1"
     plain = p.zero == 0 and not p.gossip and p.cdp == 0
     yield bool(p.coconet) and not plain, "coconet rewrites DDP: no zero, gossip or cdp"

@@ -161,7 +161,12 @@ PLANS = [
 ]
 PLANS += [f"pp=2,micro=4,schedule={s}" for s in SCHEDULES]
 PLANS += ["recompute=full", "recompute=selective,accumulate=2", "offload=activations,accumulate=4"]
-PLANS += ["dp=2,offload=activations,accumulate=4", "dp=2,offload=optimizer", "dp=4,cdp=2"]
+PLANS += [
+    "dp=2,offload=activations,accumulate=4",
+    "dp=2,offload=optimizer",
+    "dp=4,cdp=2",
+    "dp=4,cdp=1,zero=3",
+]
 PLANS += ["dp=4,local=4,accumulate=2", "dp=2,local=2,pp=2,micro=4"]
 PLANS += ["dp=2,coconet=split,reorder,fuse,overlap:4", "dp=2,compress=0.5,accumulate=2"]
 CUT = ["tp=2", "tp=2,sp,dp=2,zero=1", "cp=2,dp=2", "tp=2,pp=2,micro=4", "tp=2,sp,pp=2,micro=4"]

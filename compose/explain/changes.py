@@ -127,7 +127,7 @@ def _other_plans(plan: ParallelPlan) -> Iterator[tuple[str, ParallelPlan]]:
         yield "zero-bubble schedule", replace(plan, schedule="zb")
     if plan.pp > 1:
         yield "twice as many micro-batches", replace(plan, micro=2 * plan.microbatches)
-    if plan.zero == 3:
+    if plan.zero == 3 and not plan.cdp:
         yield "ZeRO 2 for 3", replace(plan, zero=2)
 
 

@@ -6,53 +6,76 @@ gradients, additions of those received, copies of weights out of the message. In
 gradient is a step old, in version 2 only those whose weights have not arrived yet; both send the
 same. Memory: over all replicas activations stay at (N+1)/2 of one replica's peak, where DDP peaks
 at N; a single replica's peak is the same.
+
+With zero=3 a rank holds the stages that it is at: of N staggered replicas one is at each of N
+stages in every slot, and two slots later the next one is there. So parameters of a stage go round,
+one copy in forward and one in backward, and the sums of its gradients in backward, all to the next
+replica. A rank sends 2N messages of parameters and N of gradients, of P/N each: 3P, as ZeRO-3 does
+by collectives. It updates the stage that it owns, with 1/N of the optimizer's state. Memory: of
+parameters and of sums a stage in use, one that arrives and one that is sent, 3 P/N each. Messages
+are held flat and used where they arrive.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
 
 from itercast.compose.pricing.collectives import Message, price_messages
 from itercast.compose.pricing.priced_op import PricedOp
 from itercast.compose.pricing.work import side_by_side_us
 from itercast.compose.simulate.breakdown import Shares
+from itercast.compose.simulate.fsdp import reduced_message
 from itercast.compose.simulate.rank import Rank, RankTasks
 
+Slots = Sequence[tuple[Sequence[PricedOp], int]]  # messages of a slot, and how many are alike
 
-def slot_message(rank: Rank) -> PricedOp:
-    """The message from one replica to the next in a slot."""
-    size = sum(x.layer.trained_bytes for x in rank.layers) // rank.plan.dp
+
+def slots_of(rank: Rank) -> Slots:
+    """The messages from one replica to another in each slot of a step."""
+    n, trained = rank.plan.dp, sum(x.layer.trained_bytes for x in rank.layers)
     dtype = next((p.dtype for x in rank.layers for p in x.layer.parameters), "fp32")
-    message = Message(kind="send_recv", axis="dp", message_bytes=max(1, size), dtype=dtype)
-    return price_messages([message], rank.book, rank.where)[0]
+    sums = Message(kind="send_recv", axis="dp", message_bytes=max(1, trained // n), dtype=dtype)
+    if not rank.plan.zero:
+        return [(price_messages([sums], rank.book, rank.where), 2 * n)]
+    held = sum(x.layer.parameter_bytes for x in rank.layers)
+    handed_on = replace(sums, message_bytes=max(1, held // n))
+    sent = price_messages([handed_on, reduced_message(rank, sums)], rank.book, rank.where)
+    return [(sent[:1], n), (sent, n)]
 
 
 def steady_us(
-    compute_us: float, message_us: float, replicas: int, contention: float, latency_us: float = 0.0
+    compute_us: float, message_us: float, slots: int, contention: float, latency_us: float = 0.0
 ) -> float:
-    """Time of a step in steady state: 2N slots, in each compute and message side by side.
+    """Time of ``slots`` slots in steady state, in each compute and messages side by side.
 
-    ``latency_us`` of the message does not slow compute.
+    ``latency_us`` of the messages does not slow compute.
     """
-    slot_us = compute_us / (2 * replicas)
-    both_us = side_by_side_us(slot_us, message_us - latency_us, contention)
-    return 2 * replicas * max(both_us, message_us)
+    both_us = side_by_side_us(compute_us / slots, message_us - latency_us, contention)
+    return slots * max(both_us, message_us)
 
 
 def send_to_next_replica(program: RankTasks) -> None:
     """Add the copies and additions of what replicas send to the next one, by layer."""
     for x in program.rank.layers:
-        ops = [*x.into_bucket, *x.accumulate, *x.out_of_bucket]
+        out = () if program.how.handed_on else x.out_of_bucket
+        ops = [*x.into_bucket, *x.accumulate, *out]
         program.copies += ops
         program.lanes.work(x.fold(ops), f"send {x.layer.name}")
 
 
-def staggered(rank: Rank, alone: Shares, op: PricedOp) -> Shares:
+def staggered(rank: Rank, alone: Shares) -> Shares:
     """Times of a step of cyclic data parallelism, from those of a replica ``alone``.
 
-    A step has 2 dp slots of time; in each a message ``op`` runs beside the slot's compute.
+    A step has 2 dp slots of time; in each its messages run beside the slot's compute.
     """
-    n = rank.plan.dp
-    end_us = steady_us(alone.end_us, op.duration_us, n, rank.contention, op.latency_us)
-    comm_us, copied_us = 2 * n * op.duration_us, 2 * n * (op.duration_us - op.latency_us)
+    end_us = comm_us = copied_us = 0.0
+    for sent, count in slots_of(rank):
+        message_us, latency_us = sum(m.duration_us for m in sent), sum(m.latency_us for m in sent)
+        own_us = alone.end_us * count / (2 * rank.plan.dp)
+        end_us += steady_us(own_us, message_us, count, rank.contention, latency_us)
+        comm_us += count * message_us
+        copied_us += count * (message_us - latency_us)
     slowed_us = alone.compute_us + (rank.contention - 1) * min(alone.end_us, copied_us)
     slowed_us = min(end_us, slowed_us)
     return Shares(end_us, slowed_us, max(0.0, end_us - max(slowed_us, alone.end_us)), comm_us)

@@ -82,6 +82,11 @@ class Strategy:
     offload: str = ""  # optimizer, activations
     bucket_bytes: int = 0  # of DDP; 0: 25 MiB, the first of a dtype 1 MiB
 
+    @property
+    def handed_on(self) -> bool:
+        """Whether staggered replicas hold one stage at a time."""
+        return self.cyclic and self.share_update
+
 
 @lru_cache(maxsize=4096)
 def strategy(plan: ParallelPlan) -> Strategy:
@@ -102,7 +107,8 @@ def _replicas(plan: ParallelPlan) -> Strategy:
     packing = int(codec is not None and codec.kind == "share")
     every = 0 if plan.shard else plan.local  # with shard, of tables
     if plan.cdp:
-        return Strategy(buckets=True, cyclic=True)
+        one = plan.zero == 0
+        return Strategy(buckets=one, cyclic=True, share_update=not one, share_gradients=not one)
     if plan.zero:
         return Strategy(
             by_layer=True,

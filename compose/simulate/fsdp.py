@@ -18,6 +18,7 @@ torchtitan do (param_dtype bf16, reduce_dtype fp32), unless the software reduces
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.opcall import ITEMSIZE_BYTES
@@ -26,7 +27,7 @@ from itercast.compose.pricing.collectives import Message, price_messages
 from itercast.compose.pricing.host import python_op
 from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.compose.pricing.work import Work
-from itercast.compose.simulate.rank import RankTasks
+from itercast.compose.simulate.rank import Rank, RankTasks
 from itercast.microbench.hardware.stack import stack_of_row
 
 PRECISE = "fp32"
@@ -176,7 +177,13 @@ def _send(
 def _message(program: RankTasks, kind: str, axis: str, nbytes: int) -> Message:
     layers = program.rank.layers
     dtype = next((p.dtype for x in layers for p in x.layer.trained), PRECISE)
-    plan, size = program.rank.plan, ITEMSIZE_BYTES[dtype]
-    if kind != "all_gather" and plan.amp and not stack_of_row(program.rank.book.stack).reduces_half:
-        dtype, nbytes = PRECISE, nbytes * ITEMSIZE_BYTES[PRECISE] // size
-    return Message(kind=kind, axis=axis, message_bytes=nbytes, dtype=dtype)
+    message = Message(kind=kind, axis=axis, message_bytes=nbytes, dtype=dtype)
+    return message if kind == "all_gather" else reduced_message(program.rank, message)
+
+
+def reduced_message(rank: Rank, message: Message) -> Message:
+    """A message of gradients, in fp32 with amp unless the software reduces them as they are."""
+    if not rank.plan.amp or stack_of_row(rank.book.stack).reduces_half:
+        return message
+    nbytes = message.message_bytes * ITEMSIZE_BYTES[PRECISE] // ITEMSIZE_BYTES[message.dtype]
+    return replace(message, message_bytes=nbytes, dtype=PRECISE)

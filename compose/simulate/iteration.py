@@ -19,7 +19,7 @@ from itercast.compose.simulate.breakdown import (
     broken_down,
     tally_layers,
 )
-from itercast.compose.simulate.cyclic import send_to_next_replica, slot_message, staggered
+from itercast.compose.simulate.cyclic import send_to_next_replica, slots_of, staggered
 from itercast.compose.simulate.rank import Rank, Run
 from itercast.compose.simulate.rank_program import RankProgram
 from itercast.compose.simulate.stage_rank import Pipeline, by_rank, pipeline_of, stage_memory
@@ -166,13 +166,14 @@ class _Replicas:
     def lanes_of(self, r: int) -> Shares:
         """A rank's time on its lanes."""
         rank, lanes = self.stages[r], added_up(self.runs[r])
-        return staggered(rank, lanes, slot_message(rank)) if rank.strategy.cyclic else lanes
+        return staggered(rank, lanes) if rank.strategy.cyclic else lanes
 
     def others_of(self, r: int) -> list[tuple[PricedOp, float]]:
         """What else takes a rank's time: the host, messages between slots, each so often."""
         rank = self.stages[r]
-        slots = [(slot_message(rank), 2 * rank.plan.dp)] if rank.strategy.cyclic else []
-        return [(rank.model.host, rank.plan.microbatches), *slots]
+        slots = slots_of(rank) if rank.strategy.cyclic else []
+        messages = [(op, count) for sent, count in slots for op in sent]
+        return [(rank.model.host, rank.plan.microbatches), *messages]
 
     def schedule_us(self, r: int) -> tuple[float, float]:
         """Messages and bubble of a pipeline."""

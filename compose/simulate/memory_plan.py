@@ -20,6 +20,7 @@ from itercast.compose.simulate.data_parallel import Strategy, strategy
 from itercast.microbench.hardware.stack import Held
 
 PRECISE_BYTES = 4  # of fp32
+STAGES_HANDED_ON = 3  # that a staggered replica holds: in use, arriving, being sent (``cyclic``)
 # Under FSDP2's mixed precision shards of parameters and gradients are in fp32.
 IN_FP32 = {dtype: Held(gradient=PRECISE_BYTES, copies=2) for dtype in ("bf16", "fp16")}
 Run = tuple[PricedLayer, int]
@@ -130,6 +131,7 @@ def rank_memory(
     held = IN_FP32 if plan.amp and plan.zero and not buffered else held
     how = replace(how, buckets=False, by_layer=how.by_layer and plan.zero > 1) if buffered else how
     kept, state = sizes.held_by_rank(plan, optimizer, held)
+    kept *= min(STAGES_HANDED_ON, plan.shards) if how.handed_on else 1
     trained, n, ranks = sizes.trained, plan.shards, (plan.shards, expert_shards(plan))
     sharded, shards = sizes.once(("sharded", ranks, how), partial(_sharded, sizes, ranks, how))
     outer = OUTER_COPIES * trained // (n if how.by_layer else 1) if how.outer else 0
@@ -140,7 +142,7 @@ def rank_memory(
     )
     made = max(round(update_share * by_element), matrix_bytes) + fetched
     packed = trained if how.every and not how.by_layer else 0  # to be averaged after the update
-    before = kept if buffered or plan.microbatches > 1 else None
+    before = kept if buffered or plan.microbatches > 1 or how.handed_on else None
     within = _fullest(sizes, ranks, how, round(others), before)
     gradients, activations, temporary = max((kept, 0, max(made, packed)), within, key=sum)
     found = {
@@ -165,6 +167,9 @@ def _bucketed(sizes: Sizes, how: Strategy) -> int:
 
 def _sharded(sizes: Sizes, ranks: Ranks, how: Strategy) -> tuple[int, int]:
     """Bytes of the parameters that ranks shard, and of one rank's shards; layers are padded."""
+    if how.handed_on:
+        stages = min(STAGES_HANDED_ON, ranks[0])
+        return sizes.parameters, stages * -(-sizes.parameters // ranks[0])
     sharded = shards = 0
     for x, count in sizes.runs if how.by_layer else ():
         for layer, n in zip((x.layer.dense, x.layer.experts), ranks, strict=True):

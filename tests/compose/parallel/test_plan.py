@@ -58,6 +58,8 @@ BAD = {
     "dp=2,gossip=ring:0": "above 0 and up to 1",
     "dp=2,gossip=ring,zero=1": "keeps whole replicas",
     "dp=2,pp=2,cdp=1": "cdp staggers whole replicas",
+    "dp=2,cp=2,cdp=1": "no pp, micro, gossip, ep or cp",
+    "dp=2,zero=2,cdp=1": "zero=3 without hsdp",
     "tp=2,local=4": "local=4 needs dp > 1",
     "dp=2,outer": "outer is an optimizer of averaged parameters",
     "dp=2,cp=2,local=4": "local steps whole replicas",

@@ -22,9 +22,10 @@ from itercast.compose.pricing.collectives import (
 )
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.work import Step, fold
-from itercast.compose.simulate.cyclic import steady_us
+from itercast.compose.simulate.cyclic import slots_of, steady_us
 from itercast.compose.simulate.data_parallel import LayerBucket, strategy
 from itercast.compose.simulate.rank import Lanes
+from itercast.compose.simulate.stage_rank import memory
 from itercast.compose.simulate.stages import partition
 from itercast.compose.simulate.timeline import simulate
 from itercast.learners.bundle import Bundle
@@ -238,10 +239,35 @@ def test_half_of_a_fp32_gradient_goes_in_fp16() -> None:
 
 
 def test_a_cyclic_slot_is_as_long_as_its_compute_or_its_messages() -> None:
-    assert steady_us(80, 2, 4, 1.0) == 80  # 8 slots of 10 us, a message of 2 in each
-    assert steady_us(80, 40, 4, 1.0) == 8 * 40
-    assert steady_us(80, 2, 4, 2.0) == 8 * 12  # on a CPU the two add up
-    assert steady_us(80, 2, 4, 2.0, latency_us=1) == 8 * 11  # but for the ranks' sleep
+    assert steady_us(80, 2, 8, 1.0) == 80  # 8 slots of 10 us, a message of 2 in each
+    assert steady_us(80, 40, 8, 1.0) == 8 * 40
+    assert steady_us(80, 2, 8, 2.0) == 8 * 12  # on a CPU the two add up
+    assert steady_us(80, 2, 8, 2.0, latency_us=1) == 8 * 11  # but for the ranks' sleep
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_staggered_replicas_hand_stages_on(ranks: int, gpt: StepCapture) -> None:
+    """zero=3 with cdp: 2N messages of P/N bytes of parameters, N of gradients: 3P in all.
+
+    Memory is that of parameters and sums of gradients of three of N stages, and 1/N of Adam's state
+    of two copies; without zero P, 2P with the messages, and 2P.
+    """
+    rank, plain = (rank_for(gpt, f"dp={ranks},cdp=1{zero}") for zero in (",zero=3", ""))
+    whole = sum(x.layer.trained_bytes for x in rank.layers)
+    slots = slots_of(rank)
+    assert [(len(sent), times) for sent, times in slots] == [(1, ranks), (2, ranks)]
+    sent_bytes = sum(op.nbytes * times for sent, times in slots for op in sent)
+    assert sent_bytes == pytest.approx(3 * whole, rel=1e-5)
+    ((once, times),) = slots_of(plain)
+    assert times * once[0].nbytes == pytest.approx(2 * whole, rel=1e-5)
+    held, without = memory(rank, "adamw"), memory(plain, "adamw")
+    stages = min(3, ranks) * whole / ranks
+    assert held["parameters"] == pytest.approx(stages, rel=1e-5)
+    assert held["gradients"] == pytest.approx(stages, rel=1e-5)
+    assert held["optimizer"] == pytest.approx(2 * whole / ranks, rel=1e-5)
+    assert held["buckets"] == 0
+    assert without["parameters"] == without["buckets"] == whole
+    assert held["activations"] <= without["activations"] + whole
 
 
 def test_embedding_and_head_are_layers_where_stages_need_them(gpt: StepCapture) -> None:
