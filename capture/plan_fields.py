@@ -67,6 +67,7 @@ class PlanFields:
     compress_tp: str = key(codec, "", "ops prices")  # of activations between tp ranks
     compress_pp: str = key(codec, "", "")  # between stages
     compress_ep: str = key(codec, "", "ops prices")  # of tokens between experts
+    compress_shard: str = key(codec, "", "")  # of pooled vectors between ranks that have tables
     gossip: str = key(one_of("ring", "exp2"), "", "")  # averages in place of all_reduce
     sends: float = behind("gossip", share, 1.0, "")  # probability that a parameter is sent
     local: int = key(degree, 0, "")  # steps between averages of parameters; 0: no local SGD

@@ -10,7 +10,10 @@ from itercast.capture.plan_keys import DCT, QUANTISED, V_SHAPED, added_keys
 # Keys that plans with cut may have: replicas are alike but for their part of the graph.
 WITH_CUT = ("dp", "zero", "hsdp", "amp", "compress", "tables", "cached", "node", "nodes")
 # Keys that plans with shard may have: they act on what is not a table, or on one rank.
-WITH_SHARD = ("dp", "zero", "hsdp", "ep", "amp", "compress", "local", "tables", "node", "nodes")
+WITH_SHARD = (
+    *("dp", "zero", "hsdp", "ep", "amp", "compress", "local", "compress_shard", "tables"),
+    *("node", "nodes"),
+)
 
 
 def broken_rules(p: PlanFields) -> Iterator[str]:
@@ -75,6 +78,7 @@ def _gradient_rules(p: PlanFields) -> Iterator[tuple[bool, str]]:
     yield p.compress != "" and p.cdp > 0, "compress acts on all_reduce: no cdp"
     for axis, codec in (("tp", p.compress_tp), ("pp", p.compress_pp), ("ep", p.compress_ep)):
         yield codec != "" and getattr(p, axis) == 1, f"compress_{axis} needs {axis} > 1"
+    yield p.compress_shard != "" and (p.shard == "" or p.dp == 1), "compress_shard needs shard"
     others = p.gossip or p.coconet or p.cdp or p.local
     coded = bool(others) and p.compress.startswith((*QUANTISED, DCT))
     rule = "compress by a dtype or dct acts on DDP's buckets: no gossip, local, coconet or cdp"

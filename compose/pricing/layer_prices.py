@@ -167,12 +167,9 @@ def price_model(
     """
     if plan.shard:
         sharded = slowest_rank(capture, plan, book, where)
-        model = price_model(
-            sharded.step,
-            replace(plan, shard="", shard_group=0, local=0, tables="", cached=0.0),
-            book,
-            where,
-        )
+        rest = replace(plan, compress_shard="", local=0, tables="", cached=0.0)
+        rest = replace(rest, shard="", shard_group=0)
+        model = price_model(sharded.step, rest, book, where)
         return replace(model, added_bytes=sharded.added_bytes)
     if plan.tables:
         step, added = with_frozen_tables_in(capture, plan.tables, plan.cached)

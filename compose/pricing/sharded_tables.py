@@ -12,6 +12,7 @@ import numpy as np
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.capture.plan_keys import GREEDY
+from itercast.compose.graph.codecs import Codec, compressed_vectors
 from itercast.compose.graph.identity_cache import cached_by_identity
 from itercast.compose.parallel.batched_tables import BatchedStep, as_stored, batched_calls
 from itercast.compose.parallel.device_memory import table_room_bytes
@@ -58,7 +59,8 @@ def slowest_rank(
     tier = (plan.tables, plan.cached) if plan.tables else None
     per_node, rate = where.groups["tables"].per_node, where.slowest_bytes_per_s("tables")
     try:
-        found = _slowest_rank(capture, text, tier, plan.table_ranks, per_node, rate, book)
+        ranks = plan.table_ranks
+        found = _slowest_rank(capture, text, tier, plan.compress_shard, ranks, per_node, rate, book)
         if plan.table_ranks < plan.dp and found.outside:
             raise ValueError("copies of tables outside HBM are not averaged: shard without a group")
         return found
@@ -79,6 +81,7 @@ def _slowest_rank(
     capture: StepCapture,
     text: str | None,
     tier: tuple[str, float] | None,
+    codec: str,
     ranks: int,
     per_node: int,
     rate: float,
@@ -86,7 +89,8 @@ def _slowest_rank(
 ) -> ShardedRank:
     """The slowest rank under the sharding of a text in torchrec's form; greedy where it is None.
 
-    ``rate``: bytes/s of a rank's slowest link to others; ``tier``: where all tables lie.
+    ``rate``: bytes/s of a rank's slowest link to others; ``tier``: where all tables lie;
+    ``codec``: how vectors travel, which changes no greedy sharding.
     """
     software = table_software(book)
     tables = as_stored(captured_tables(capture), software)
@@ -107,8 +111,9 @@ def _slowest_rank(
     within = [replace(p, cached=1.0) for p in placed]
     weights, whole = (memory_bytes(some, listed, 0.0, ranks, per_node) for some in (placed, within))
     where = (sharding, rank, ranks, per_node)
+    step = rank_step(capture, tables, *where, on_cpu=book.gpu.kind == "cpu", kind=kind)
     return ShardedRank(
-        step=rank_step(capture, tables, *where, on_cpu=book.gpu.kind == "cpu", kind=kind),
+        step=compressed_vectors(step, Codec.of(codec)),
         added_bytes={
             "parameters": max(weights) - whole[rank],
             "optimizer": round(state * max(weights)),

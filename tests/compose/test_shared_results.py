@@ -47,7 +47,17 @@ MIXTURE = {
     "dp=4,tp=2,sp,ep=2": "etp=1; ep=2:1.5",
 }
 # Of these a plan has one value, or others test them: where ranks, tables and parts of graphs are.
-ELSEWHERE = {"shard", "shard_group", "tables", "cached", "cut", "halo", "node", "nodes"}
+ELSEWHERE = {
+    "shard",
+    "shard_group",
+    "compress_shard",
+    "tables",
+    "cached",
+    "cut",
+    "halo",
+    "node",
+    "nodes",
+}
 
 
 def plans(variants: dict[str, str]) -> list[ParallelPlan]:

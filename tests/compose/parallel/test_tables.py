@@ -17,6 +17,7 @@ from torch import nn
 
 from itercast.capture.opcall import StepCapture
 from itercast.compose.capture_model import capture
+from itercast.compose.graph.codecs import VECTORS, Codec, compressed_vectors
 from itercast.compose.graph.index_streams import with_indices
 from itercast.compose.graph.rewrite import COLLECTIVE
 from itercast.compose.parallel.tables import rank_step
@@ -93,6 +94,30 @@ def table_bytes(found: StepCapture) -> int:
 def messages(found: StepCapture) -> list[tuple[str, int]]:
     """Phase and bytes of the exchanges."""
     return [(c.phase, c.args[0].nbytes) for c in found.calls if c.op == COLLECTIVE]
+
+
+@pytest.mark.parametrize("text", ["int8", "dct:0.25"])
+def test_pooled_vectors_travel_as_codes(text: str) -> None:
+    """Two exchanges are encoded and decoded, row numbers are not; each ends where it is read.
+
+    ``int8`` has 8 bits a number and a scale a block, ``dct:0.25`` a quarter of the coefficients.
+    """
+    codec = Codec.of(text)
+    plain = ranks_of(step(), (Placement("table_wise", (0,)),) * 3)[0]
+    coded = compressed_vectors(plain, codec)
+    before, after = messages(plain), messages(coded)
+    assert codec and [n for _, n in before[:2]] == [n for _, n in after[:2]]
+    for (phase, whole), (same, codes) in zip(before[2:], after[2:], strict=True):
+        assert phase == same and codes == pytest.approx(whole * codec.ratio("fp32"), rel=0.02)
+    modules = [c.module for c in coded.calls]
+    exchanges = [i for i, c in enumerate(coded.calls) if c.op == COLLECTIVE][2:]
+    assert [modules[i - 1 : i + 1] for i in exchanges] == [[m, m] for m in VECTORS]
+    bottom = next(i for i, c in enumerate(coded.calls) if c.op == "aten.addmm.default")
+    decoded = max(i for i, m in enumerate(modules) if m == VECTORS[0])
+    assert exchanges[0] < bottom < decoded  # the bottom layer runs beside the exchange
+    pooled = {t.storage for c in plain.calls if c.module == VECTORS[0] for t in c.outputs}
+    reads = [i for i, c in enumerate(coded.calls) if pooled & {t.storage for t in c.tensors()}]
+    assert decoded < min(reads)
 
 
 def test_tables_are_parameters_that_are_only_looked_up() -> None:
