@@ -113,7 +113,7 @@ class ModuleTracker:
 
         self.handles = [
             register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave),
+            register_module_forward_hook(self._leave, always_call=True),  # recomputing stops early
         ]
 
     def __exit__(self, *exc: object) -> None:

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map_only
 
 from itercast.capture.programs.gpus.asked import Asked, EmulatedGpu
 from itercast.capture.programs.gpus.devices import GeneratorOnCpu, stay, tensors_on_gpus
@@ -242,6 +243,14 @@ def _sync_batch_norm(layer: Any, x: Any) -> Any:
     return torch.nn.modules.batchnorm._BatchNorm.forward(layer, x)
 
 
+def _data_parallel(model: Any, *inputs: Any, **options: Any) -> Any:
+    """As ``nn.DataParallel`` on one GPU, which moves inputs there; on several it is refused."""
+    if len(model.device_ids) > 1:
+        raise ValueError("nn.DataParallel runs several GPUs in one process: DDP can be forecast")
+    moved, named = tree_map_only(torch.Tensor, torch.Tensor.cuda, (inputs, options))
+    return model.module(*moved, **named)
+
+
 @contextmanager
 def _collectives_as_on_gpus() -> Iterator[None]:
     """NCCL is there; DDP and FSDP take modules that they find on the CPU as on their GPU."""
@@ -262,6 +271,7 @@ def _collectives_as_on_gpus() -> Iterator[None]:
         patch.object(Ddp, "__init__", making),
         patch.object(Ddp, "_passing_sync_batchnorm_handle", stay),
         patch.object(torch.nn.SyncBatchNorm, "forward", _sync_batch_norm),
+        patch.object(torch.nn.DataParallel, "forward", _data_parallel),
         patch.object(fsdp, "_get_compute_device", _answering(torch.device("cpu"))),
         patch.multiple(dist, **there),
     ):

@@ -80,10 +80,22 @@ assert begin.elapsed_time(end) > 0
 """
 
 
-@pytest.mark.parametrize("text", [ACCELERATOR, DEVICES, ONLY_IN_CUDA_BUILDS])
+DATA_PARALLEL = """
+model = torch.nn.DataParallel(model, device_ids=[0]).cuda()
+assert model(torch.randn(3, 8)).is_cuda
+"""
+
+
+@pytest.mark.parametrize("text", [ACCELERATOR, DEVICES, ONLY_IN_CUDA_BUILDS, DATA_PARALLEL])
 def test_torch_answers_as_on_gpus(tmp_path: Path, text: str) -> None:
     program = captured(written(tmp_path, MODEL + text + STEPS), gpus=4)
     assert program.notes == ("4 ranks, no message seen: each makes a step of its own",)
+
+
+def test_several_gpus_in_one_process_are_refused(tmp_path: Path) -> None:
+    script = written(tmp_path, MODEL + "torch.nn.DataParallel(model)(x.float())")
+    with pytest.raises(ValueError, match=r"DataParallel.*train.py:6: torch.nn.DataParallel"):
+        captured(script, gpus=2)
 
 
 ON_META = """

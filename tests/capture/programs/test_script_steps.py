@@ -65,6 +65,27 @@ def test_a_step_of_a_script_without_an_optimizer(
     assert ops["aten.sub_.Tensor"] == 4 * (text != FORWARD)
 
 
+RECOMPUTED = """
+from pathlib import Path
+from torch.utils.checkpoint import checkpoint
+optimizer = torch.optim.SGD(model.parameters())
+class Recomputing(torch.nn.Module):
+    def forward(self, x):
+        return checkpoint(model, x, use_reentrant=False)
+outer = Recomputing()
+for step in range(10):
+    Path(__file__).with_name("last").write_text(str(step))
+    outer(x).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_forward_after_a_recomputation_that_stopped_early_is_seen(tmp_path: Path) -> None:
+    """Recomputing ends inside the last layer, which saved the last tensor that was missing."""
+    captured(written(tmp_path, MODEL + RECOMPUTED), gpus=1)
+    assert (tmp_path / "last").read_text() == "2"
+
+
 def test_forwards_before_training_are_no_steps(tmp_path: Path) -> None:
     """Ten forwards, then an optimizer is made and steps."""
     before = TRAINING.replace(
