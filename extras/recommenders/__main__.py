@@ -1,46 +1,37 @@
 """Judges forecasts of recommendation models on this CPU: `python -m itercast.extras.recommenders`.
 
 Sweeps what they run, trains, then prints errors of ops on held-out shapes, of random DLRM
-iterations, and how well shardings are chosen in random heavy tasks, under several numbers of
+iterations, and how well shardings are chosen for unequal tables, under several numbers of
 processes. A page has every measured iteration beside its forecast.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
-import numpy as np
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from itercast.eval.progress import progress_bar, run_program
 from itercast.eval.results import error_table
+from itercast.extras.recommenders.choices import RANKS, judge_tasks, processes, with_bar
 from itercast.extras.recommenders.judge import (
     Bench,
-    Choice,
     Judged,
-    choices,
-    correlations,
     error_statistics,
-    judge_choices,
     judge_iterations,
 )
 from itercast.extras.recommenders.page import write_page
 from itercast.extras.recommenders.points import dense_points, lookup_points, message_points
 from itercast.learners.bundle import Bundle
 from itercast.learners.train import train
-from itercast.microbench.processes.ranks import threads_of
 from itercast.microbench.sweep.captured_points import write_points
 from itercast.microbench.sweep.collect import collect
-
-RANKS = [2, 4]
-Found = TypeVar("Found")
 
 
 def main(
@@ -68,11 +59,11 @@ def main(
     if rows or not (bundle / "bundle.json").is_file():
         train([out / "datasets"], bundle)
     first = Bench(ranks=ranks[0], bundle=bundle, out=out)
-    iterations = _with_bar("measure iterations", partial(judge_iterations, first, count))
-    judged = {f"iterations, {_processes(ranks[0])}": iterations}
+    iterations = with_bar("measure iterations", partial(judge_iterations, first, count))
+    judged = {f"iterations, {processes(ranks[0])}": iterations}
     for n in ranks:
-        tasks = _judge_tasks(console, replace(first, ranks=n), count)
-        judged[f"proposed shardings, {_processes(n)}"] = [j for some in tasks for j in some]
+        tasks = judge_tasks(console, replace(first, ranks=n), count)
+        judged[f"proposed shardings, {processes(n)}"] = [j for some in tasks for j in some]
     console.print(error_table("shapes held out, and iterations", scores(bundle, judged)))
     page = write_page(out, judged)
     console.print(f"{(time.monotonic() - begin) / 60:.1f} minutes; every iteration: {page}")
@@ -83,46 +74,6 @@ def scores(bundle: Path, judged: Mapping[str, Sequence[Judged]]) -> dict[str, Ma
     models = Bundle.load(bundle).models
     families = {f"{n} ({m.facts['rows']} rows)": m.facts["errors"] for n, m in models.items()}
     return families | {f"{n} ({len(some)})": error_statistics(some) for n, some in judged.items()}
-
-
-def _judge_tasks(console: Console, bench: Bench, count: int) -> list[list[Judged]]:
-    """Judge the choice of a sharding in ``count`` tasks, and print it."""
-    name = f"measure shardings, {bench.ranks} processes"
-    judged = _with_bar(name, partial(judge_choices, bench, count))
-    console.print(choices_table(choices(judged, bench), bench.ranks))
-    forecast, rounds = correlations(judged)
-    console.print(
-        "correlation of step times within a task: forecast and measured "
-        f"{forecast:.2f}, first and last round {rounds:.2f}"
-    )
-    return judged
-
-
-def _with_bar(name: str, work: Callable[[Callable[[int], None]], Found]) -> Found:
-    """Run ``work`` with a progress bar; it calls its argument with the number of measurements."""
-    with progress_bar() as bar:
-        task = bar.add_task(name, total=None)
-        return work(lambda n: bar.update(task, completed=n, description=f"{name}: {n}"))
-
-
-def _processes(ranks: int) -> str:
-    """How many processes share how many cores."""
-    cores = threads_of(1)
-    shared = f", which share {cores} cores" if ranks > cores else ""
-    return f"{ranks} processes{shared}"
-
-
-def choices_table(methods: Sequence[Choice], ranks: int) -> Table:
-    """How often each method's choice was within 10 % of the fastest or fastest, and its regret."""
-    names = ("within 10 %", "fastest", "mean regret %", "worst regret %")
-    table = Table(
-        "chosen by", *names, title=f"choice among 8 proposals per task, {_processes(ranks)}"
-    )
-    for c in methods:
-        regrets = [f"{100 * x:.1f}" for x in (np.mean(c.regrets), np.max(c.regrets))]
-        counts = [f"{n} of {len(c.regrets)}" for n in (c.successes, c.fastest)]
-        table.add_row(c.name, *counts, *regrets)
-    return table
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from itercast.eval.results import RETEST
 from itercast.extras.recommenders.measure import measure
 from itercast.extras.recommenders.sharding.forecast import Forecaster
 from itercast.extras.recommenders.sharding.propose import (
+    everywhere,
     greedy_by,
     improve,
     random_sharding,
@@ -25,7 +26,7 @@ from itercast.extras.recommenders.tasks import (
     Candidate,
     any_configuration,
     any_sharding,
-    heavy_task,
+    unequal_task,
 )
 from itercast.learners.bundle import Bundle
 from itercast.learners.train import errors
@@ -33,7 +34,9 @@ from itercast.microbench.iterations.sharded_model import RankingModel
 from itercast.microbench.processes.ranks import threads_of
 
 WITHIN = 1.10  # of the fastest measured: the published criterion of a successful choice
+APART = 1.3  # slowest over fastest candidate of a task that can tell ways of choosing apart
 FIRST_ROUND = "measuring once"
+GREEDY_BY = ("size", "rows", "lookups", "torchrec")
 Progress = Callable[[int], None]
 
 
@@ -63,20 +66,31 @@ class Judged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """How good one method's choices are: regrets, measured / fastest - 1, one per task."""
+    """How good one method's choices are, by regret: measured / fastest - 1.
+
+    ``regrets`` has for each task those of all candidates that the method may choose, as likely.
+    """
 
     name: str
-    regrets: tuple[float, ...]
+    regrets: tuple[tuple[float, ...], ...]
 
     @property
-    def successes(self) -> int:
-        """Tasks in which the choice was the fastest, or within 10 % of it."""
-        return sum(r <= WITHIN - 1 for r in self.regrets)
+    def successes(self) -> float:
+        """Expected number of choices that are the fastest, or within 10 % of it."""
+        return self._count(WITHIN - 1)
 
     @property
-    def fastest(self) -> int:
-        """Tasks in which the choice was the fastest of all candidates."""
-        return sum(r <= 0 for r in self.regrets)
+    def fastest(self) -> float:
+        """Expected number of choices that are the fastest of all candidates."""
+        return self._count(0)
+
+    @property
+    def means(self) -> list[float]:
+        """Expected regret of each task."""
+        return [float(np.mean(some)) for some in self.regrets]
+
+    def _count(self, most: float) -> float:
+        return float(sum(np.mean([r <= most for r in some]) for some in self.regrets))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,23 +147,31 @@ def judge_iterations(bench: Bench, count: int, progress: Progress) -> list[Judge
 
 
 def judge_choices(bench: Bench, tasks: int, progress: Progress) -> list[list[Judged]]:
-    """Forecast and measure the shardings that all methods propose for random heavy tasks."""
+    """Forecast and measure the shardings that all methods propose for random unequal tasks."""
     rng = np.random.default_rng(2)
-    by_task = [sharders(bench.forecaster(heavy_task(rng)), rng) for _ in range(tasks)]
+    by_task = [sharders(bench.forecaster(unequal_task(rng)), rng) for _ in range(tasks)]
     every = [c for some in by_task for c in some]
     judged = iter(bench.judge(every, f"choices-{bench.ranks}", len(by_task[0]), progress))
     return [[next(judged) for _ in some] for some in by_task]
 
 
 def sharders(forecaster: Forecaster, rng: np.random.Generator) -> list[Candidate]:
-    """Proposes shardings: at random, by six greedy rules, and by a search on our forecast."""
-    model = forecaster.model
-    proposed = {"random": random_sharding(rng, model, forecaster.world_size)}
-    for name, cost in table_costs(forecaster).items():
-        proposed[f"greedy by {name}"] = greedy_by(cost, forecaster)
+    """Proposes seven shardings: at random, by rows, by four greedy rules, by our search."""
+    model, n = forecaster.model, forecaster.world_size
+    proposed = {"random": random_sharding(rng, model, n)}
+    proposed["all row-wise"] = everywhere(model, "row_wise", n)
+    costs = table_costs(forecaster)
+    for name in GREEDY_BY:
+        proposed[f"greedy by {name}"] = greedy_by(costs[name], forecaster)
     best = min((forecaster.forecast(s) for s in proposed.values()), key=lambda f: f.iteration_us)
     proposed["search"] = improve(best, forecaster).sharding
     return [Candidate(name=n, model=model, sharding=s) for n, s in proposed.items()]
+
+
+def apart(judged: Sequence[Sequence[Judged]]) -> list[Sequence[Judged]]:
+    """The tasks whose slowest candidate takes at least 30 % longer than the fastest."""
+    times_us = ((task, [j.measured_us for j in task]) for task in judged)
+    return [task for task, us in times_us if max(us) >= APART * min(us)]
 
 
 def choices(judged: Sequence[Sequence[Judged]], bench: Bench) -> list[Choice]:
@@ -159,18 +181,18 @@ def choices(judged: Sequence[Sequence[Judged]], bench: Bench) -> list[Choice]:
     be expected to do better than measuring does.
     """
     names = ("itercast", "torchrec's formulas", "random pick", FIRST_ROUND)
-    by_name: dict[str, list[float]] = {name: [] for name in names}
+    by_name: dict[str, list[tuple[float, ...]]] = {name: [] for name in names}
     for task in judged:
         fastest_us = min(j.measured_us for j in task)
         regret = {id(j): j.measured_us / fastest_us - 1 for j in task}
         forecaster = bench.forecaster(task[0].candidate.model)
         ours = min(task, key=lambda j: j.forecast_us)
         theirs = min(task, key=lambda j: _slowest_rank_us(forecaster, j.candidate.sharding))
-        by_name["itercast"].append(regret[id(ours)])
-        by_name["torchrec's formulas"].append(regret[id(theirs)])
-        by_name["random pick"].append(float(np.mean(list(regret.values()))))
+        by_name["itercast"].append((regret[id(ours)],))
+        by_name["torchrec's formulas"].append((regret[id(theirs)],))
+        by_name["random pick"].append(tuple(regret.values()))
         again = min(task, key=lambda j: j.rounds_us[0]).rounds_us[-1]
-        by_name[FIRST_ROUND].append(again / min(j.rounds_us[-1] for j in task) - 1)
+        by_name[FIRST_ROUND].append((again / min(j.rounds_us[-1] for j in task) - 1,))
     return [Choice(name=name, regrets=tuple(regrets)) for name, regrets in by_name.items()]
 
 

@@ -66,12 +66,12 @@ def dense_points() -> dict[str, list[Point]]:
     """Points by family of the ops in perceptrons of random DLRMs, and copies of all sizes."""
     from itercast.compose.parallel.tables import rank_step  # torch is slow to import
     from itercast.extras.recommenders.sharding.step import dlrm_step, tables_of
-    from itercast.extras.recommenders.tasks import any_configuration, heavy_task
+    from itercast.extras.recommenders.tasks import any_configuration, unequal_task
 
     rng = np.random.default_rng(0)
     points: dict[str, dict[Any, None]] = {}
     for number in range(MODELS):
-        model = any_configuration(rng) if number % 2 else heavy_task(rng)
+        model = any_configuration(rng) if number % 2 else unequal_task(rng)
         wide = tuple(8 * log_uniform(rng, 4, 40) for _ in range(2))
         model = replace(model, batch=log_uniform(rng, 24, 320), bottom=wide, top=wide)
         model = replace(model, optimizer="sgd" if number % 3 else "adam")

@@ -13,6 +13,7 @@ from itercast.microbench.iterations.sharded_model import RankingModel, Table
 from itercast.microbench.ops.lookup.index_streams import IndexStream
 
 SKEWS = (0.0, 0.8, 1.05, 1.2)
+TABLES_BYTES = 4 * 10**8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,19 +25,22 @@ class Candidate:
     sharding: Sharding
 
 
-def heavy_task(rng: np.random.Generator) -> RankingModel:
-    """Draws a model of 36 to 66 tables with 20 lookups a sample or more, as in arXiv 2404.12674.
+def unequal_task(rng: np.random.Generator) -> RankingModel:
+    """Draws a model of 8 to 16 tables so unlike that it matters where they are.
 
-    Batch and rows are smaller than there, to fit a CPU: 256 samples a rank, 1,000 to 200,000 rows
-    of 16 or 32 columns.
+    1e3 to 1e7 rows and 1 to 128 lookups a sample, both uniform in the logarithm, of hot or cold
+    rows; one width of 8 to 128 for all tables, which the interaction needs. A table has at most
+    half of what the others leave of ``TABLES_BYTES``: all shardings of a task are in memory at a
+    time. 256 samples a rank; perceptrons are small, so that tables take most of a step.
     """
-    dim = int(rng.choice([16, 32]))
-    return RankingModel(
-        batch=256,
-        tables=tables(rng, int(rng.integers(36, 67)), dim, (20, 60), (3.0, 5.3)),
-        bottom=(128, 64),
-        top=(128, 64),
-    )
+    dim, room, drawn = int(rng.choice([8, 16, 32, 64, 128])), TABLES_BYTES, list[Table]()
+    for i in range(int(rng.integers(8, 17))):
+        rows = min(int(10 ** rng.uniform(3, 7)), max(1000, room // (2 * 4 * dim)))
+        stream = IndexStream(skew=float(rng.choice(SKEWS)))
+        pooling = round(2 ** rng.uniform(0, 7))
+        drawn.append(Table(name=f"t{i}", rows=rows, dim=dim, pooling=pooling, stream=stream))
+        room -= drawn[-1].nbytes
+    return RankingModel(batch=256, tables=tuple(drawn), bottom=(32,), top=(32,))
 
 
 def any_configuration(rng: np.random.Generator) -> RankingModel:

@@ -89,7 +89,7 @@ def proposals(forecaster: Forecaster, seed: int = 0) -> Iterator[Proposal]:
     """Yields the sharding of every rule but the search, which starts from the fastest of these."""
     model, n = forecaster.model, forecaster.world_size
     if n == 1:
-        yield Proposal(name="one rank", sharding=_everywhere(model, "table_wise", 1))
+        yield Proposal(name="one rank", sharding=everywhere(model, "table_wise", 1))
         return
     rng = np.random.default_rng(seed)
     for i in range(RANDOM):
@@ -102,11 +102,12 @@ def proposals(forecaster: Forecaster, seed: int = 0) -> Iterator[Proposal]:
         yield Proposal(name=f"greedy, cut in {parts} columns", sharding=cut)
     even = forecaster.times.greedy(model.state)
     yield Proposal(name="greedy, cut until even", sharding=even)
-    yield Proposal(name="all row-wise", sharding=_everywhere(model, "row_wise", n))
-    yield Proposal(name="all data-parallel", sharding=_everywhere(model, "data_parallel", n))
+    yield Proposal(name="all row-wise", sharding=everywhere(model, "row_wise", n))
+    yield Proposal(name="all data-parallel", sharding=everywhere(model, "data_parallel", n))
 
 
-def _everywhere(model: RankingModel, kind: str, ranks: int) -> Sharding:
+def everywhere(model: RankingModel, kind: str, ranks: int) -> Sharding:
+    """Cuts every table over all ranks, or copies it to them."""
     return tuple(Placement(kind, tuple(range(ranks))) for _ in model.tables)
 
 
