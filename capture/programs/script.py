@@ -58,8 +58,11 @@ INSTALLED = (PACKAGES, str(Path(torch.__file__).parents[1]), sys.prefix, sys.bas
 OURS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}")
 
 
-class RefusedError(ValueError):
-    """Raised where a script does what a forecast cannot follow, with the line that does it."""
+class RefusedError(ValueError, PermissionError):
+    """Raised where a script does what a forecast cannot follow, with the line that does it.
+
+    Libraries that look for a newer version of themselves, or report on use, go on as offline.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,9 +83,21 @@ def _new(kind: type[FakeTensor], *args: Any, **kwargs: Any) -> Any:
     return NEW(kind, *args, **kwargs)
 
 
+def _read(data: Any) -> Any:
+    """Data for a new tensor: numbers in the place of tensors in lists, which the host reads."""
+    if isinstance(data, list | tuple) and any(isinstance(x, Tensor | list | tuple) for x in data):
+        return [x.tolist() if isinstance(x, Tensor) else _read(x) for x in data]
+    return data
+
+
+def _reading(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``torch.tensor``, which finds no numbers in fake tensors."""
+    return lambda data, *args, **kwargs: make(_read(data), *args, **kwargs)
+
+
 @contextmanager
 def behave_like_real_tensors() -> Iterator[None]:
-    """Let fake tensors be converted in place, copied and formatted inside the context.
+    """Let fake tensors be converted in place, copied, listed and formatted inside the context.
 
     Functions of ``torch.nn.init`` do nothing: there is no data, and truncated distributions would
     read theirs. Torch raises its errors without logging them at length.
@@ -95,6 +107,7 @@ def behave_like_real_tensors() -> Iterator[None]:
     torch_log = logging.getLogger("torch._subclasses.fake_tensor")
     with (
         patch.dict(vars(torch.nn.init), idle),
+        patch.multiple(torch, tensor=_reading(torch.tensor), as_tensor=_reading(torch.as_tensor)),
         patch.object(torch.nn.Module, "_apply", _apply),
         patch.object(FakeTensor, "__new__", _new),
         patch.object(FakeTensor, "__format__", _format),

@@ -234,6 +234,11 @@ def test_what_cannot_be_forecast_is_one_line(tmp_path: Path, text: str, message:
         Script(path=tmp_path / "none.py")
 
 
+def test_a_library_that_finds_no_network_goes_on(tmp_path: Path) -> None:
+    ask = "import urllib.request as r\ntry:\n    r.urlopen('http://127.0.0.1:9')\n"
+    captured(written(tmp_path, f"{ask}except OSError:\n    pass\n{TRAINING}"), gpus=1)
+
+
 def test_a_script_that_fails_on_its_way_out_is_captured(tmp_path: Path) -> None:
     """Frameworks clean up after an error; what they do there is no part of the step."""
     indented = TRAINING.replace("\n", "\n    ")
