@@ -15,6 +15,7 @@ from itercast.options import Bundle, GpuName, Json, NodeName
 
 if TYPE_CHECKING:  # the command line starts without pandas
     from itercast.extras.recommenders.sharding.forecast import Forecaster, ShardingForecast
+    from itercast.microbench.store import Row
 
 BAR = 32  # characters of the longest step
 Ranking = Sequence[tuple[str, "ShardingForecast"]]
@@ -42,6 +43,7 @@ def shard(
     from itercast.extras.recommenders.sharding.forecast import Forecaster
     from itercast.extras.recommenders.sharding.propose import choose
     from itercast.extras.recommenders.sharding.tables import read_model
+    from itercast.stated import stated
 
     model = read_model(tables)
     target = find_target(gpu, f"dp={gpus},node={node}" if node else f"dp={gpus}", bundle)
@@ -53,7 +55,9 @@ def shard(
     if out is not None:
         write_atomic(out, plan.encode())
     if as_json:
-        typer.echo(json.dumps(_facts(forecaster, ranking, json.loads(plan))))
+        asked: Row = {"case": tables, "gpu": gpu, "gpus": gpus, "node": node, "sharding": sharding}
+        asked |= {"bundle": target.bundle_name, "seed": seed}
+        typer.echo(json.dumps(stated(asked, "shard") | _facts(forecaster, ranking, plan)))
         return
     console, steps_us = Console(), forecaster.steps_us(fastest.sharding)
     console.print(_ranking_table(forecaster, ranking), _steps_table(name, steps_us))
@@ -71,7 +75,7 @@ def _given(path: Path, model: Any) -> Any:
         raise ValueError(f"sharding {str(path)!r}: {exc}") from None
 
 
-def _facts(forecaster: Forecaster, ranking: Ranking, plan: Any) -> dict[str, Any]:
+def _facts(forecaster: Forecaster, ranking: Ranking, plan: str) -> dict[str, Any]:
     """What ``--json`` prints: all candidates, fastest first, and the fastest one's plan."""
     entries = [
         {
@@ -90,7 +94,7 @@ def _facts(forecaster: Forecaster, ranking: Ranking, plan: Any) -> dict[str, Any
         "bundle": forecaster.target.bundle_name,
         "network": forecaster.where.network,
         "shardings": entries,
-        "plan": plan,
+        "plan": json.loads(plan),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ def test_shardings_are_ranked_and_the_fastest_is_written(tmp_path: Path) -> None
     facts = json.loads(CliRunner().invoke(app, [*words, "--sharding", str(plan), "--json"]).stdout)
     times = {s["name"]: s["iteration_us"] for s in facts["shardings"]}
     assert times["given"] == min(times.values()) and facts["plan"] == kept
+    again = shlex.split(facts["command"])[1:]
+    assert json.loads(CliRunner().invoke(app, [*again, "--json"]).stdout) == facts
 
 
 def lines(tmp_path: Path, *tables: dict[str, Any], more: tuple[str, ...] = ()) -> str:
