@@ -183,6 +183,7 @@ Anchor = Annotated[
     Path | None,
     typer.Option(help="measured steps of the machine: a YAML list, or rows of `itercast collect`"),
 ]
+Prices = Annotated[Path | None, typer.Option(help="YAML file of GPUs and USD per hour of one")]
 Trace = Annotated[Path | None, file_to_write("timeline to write, for Perfetto or chrome://tracing")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 Families = Annotated[

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from itercast.options import (
     Gpus,
     Json,
     NodeName,
+    Prices,
     Question,
     asks,
     in_a_folder,
@@ -71,6 +72,7 @@ def plan(
     local: Annotated[
         int, typer.Option(min=0, help="also try local SGD that averages every so many steps")
     ] = 0,
+    prices: Prices = None,
     page: Annotated[
         Path | None,
         typer.Option(
@@ -88,13 +90,15 @@ def plan(
     if cluster is not None:
         alone = not (gpu or gpus or node or any(unlike.values()) or local or objective != "time")
         alone = alone and not (question.machine or question.anchor)
-        print_plans(*_on_cluster(question, cluster, asked, begin, alone=alone), as_json)
+        print_plans(*_on_cluster(question, cluster, asked, begin, alone=alone), as_json, prices)
         return
     if not gpu or gpus is None:
         raise ValueError("plan takes --gpu and --gpus, or --cluster")
     samples, where = question.samples_over(gpus), {"node": node, "local": local}
     known = {"machine": question.known_machine()}
     search, target = _open(question, gpu, gpus, global_batch=samples, **where, **asked, **known)
+    if prices is not None:
+        _check_price(prices, target)
     facts = {"case": question.name, "gpu": gpu, "gpus": gpus, "objective": objective}
     facts |= {**where, **unlike, **asked, "stack": target.stack, **_settled(search, target)}
     facts["command"] = _command(question, facts)
@@ -104,7 +108,14 @@ def plan(
         sizes = {"batch": search.batch, "seq": search.seq, "node": node, **unlike}
         reports = with_lengths(question.asked(), reports, gpu=gpu, **{**asked, **sizes, **known})
     facts |= {"gpu": target.gpu.name, **counts, "seconds": time.perf_counter() - begin}
-    print_plans(facts, reports, as_json)
+    print_plans(facts, reports, as_json, prices)
+
+
+def _check_price(prices: Path, target: Target) -> None:
+    """ValueError before the search where the file has no price of the GPU."""
+    from itercast.compose.throughput import prices_of
+
+    prices_of(prices, [target.gpu.name])
 
 
 def _settled(search: Search, target: Target) -> Row:
@@ -183,17 +194,21 @@ def with_lengths(
     return sorted(found, key=lambda one: (not one.fits, one.iteration_us))
 
 
-def print_plans(facts: Row, reports: Sequence[Forecast], as_json: bool) -> None:
+def print_plans(
+    facts: Row, reports: Sequence[Forecast], as_json: bool, prices: Path | None = None
+) -> None:
     """Print the plans as a table or as one JSON object, then log them to MLflow."""
     from itercast.commands.shared import log_last
+    from itercast.compose.throughput import bill
     from itercast.eval.tracking.logs import log_plans
 
-    plain = [asdict(r) for r in reports]
+    usd = [{"price": bill(r, prices)} if prices else {} for r in reports]
+    plain = [asdict(r) | price for r, price in zip(reports, usd, strict=True)]
     if as_json:
         typer.echo(json.dumps({**facts, "plans": plain}))
     else:
         say(search_line(facts), facts["unusual"])
-        Console().print(plans_table(facts, reports))
+        Console().print(plans_table(facts, reports, [one.get("price", {}) for one in usd]))
     log_last(log_plans, facts, plain)
 
 
@@ -265,8 +280,13 @@ def _write_page(
     typer.echo(f"page of the search: {path}", err=True)
 
 
-def plans_table(facts: Row, reports: Sequence[Forecast]) -> Table:
-    """A table of plans, the best first, each with a bar of where the slowest rank's time goes."""
+def plans_table(
+    facts: Row, reports: Sequence[Forecast], prices: Sequence[Mapping[str, float]]
+) -> Table:
+    """A table of plans, the best first, each with a bar of where the slowest rank's time goes.
+
+    ``prices``: of each plan, empty without; shown is the last one, of samples or tokens.
+    """
     from itercast.commands.shared import cluster_line
 
     title = f"{facts['case']} on {facts['gpus']} x {facts['gpu']}, by {facts['objective']}"
@@ -275,7 +295,10 @@ def plans_table(facts: Row, reports: Sequence[Forecast]) -> Table:
     for head in ("ms", "GB", "MFU %"):
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("time", no_wrap=True)
-    for r in reports:
+    units = list(prices[0])[-1:]
+    for unit in units:
+        table.add_column("USD per " + unit.split("_", 2)[2].replace("_", " "), justify="right")
+    for r, usd in zip(reports, prices, strict=True):
         memory = f"{r.memory_bytes / 1e9:.1f}"
         rows = bool(r.cluster) and "rows" in r.cluster["groups"][0]
         split = f": {cluster_line(r.cluster)}" if rows else ""
@@ -287,6 +310,7 @@ def plans_table(facts: Row, reports: Sequence[Forecast]) -> Table:
             memory if r.fits else f"[red]{memory}![/]",
             f"{100 * r.mfu_frac:.1f}",
             waterfall(r),
+            *(f"{usd[unit]:.3g}" for unit in units),
         )
     table.caption = "\n".join(_caption(facts, reports))
     return table

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from itercast.options import Cluster, Json, Question, Trace, asks, file_to_write, prints_aside
+from itercast.options import (
+    Cluster,
+    Json,
+    Prices,
+    Question,
+    Trace,
+    asks,
+    file_to_write,
+    prints_aside,
+)
 from itercast.stated import cluster_facts, question_facts, say_step
 
 if TYPE_CHECKING:  # no command but predict pays for these
@@ -45,6 +54,7 @@ def predict(
         typer.Option("--input", help="the step's DataLoader, as `itercast input --out` wrote it"),
     ] = None,
     policy: Policy = None,
+    prices: Prices = None,
     spread: Annotated[
         bool, typer.Option("--spread", help="the step's distribution: its ranks are noisy")
     ] = False,
@@ -55,7 +65,7 @@ def predict(
     if cluster is not None:
         others = (strict, trace, input_file, policy, spread)
         found = _on_cluster(question, cluster, alone=not any(others))
-        facts = cluster_facts(question, found, cluster)
+        facts = cluster_facts(question, found, cluster) | _price(found, prices)
         _print(question.name, found, facts, None, as_json=as_json, explain=explain_assumptions)
         return
     step, target = question.prepared(whole=trace is not None)  # a timeline shows every op
@@ -75,6 +85,7 @@ def predict(
         _write_policy(policy, step, target)
     noisy = _spread_of(found, target) if spread else None
     facts = question_facts(question, step, target) | _machine_facts(step, target)
+    facts |= _price(found, prices)
     _print(question.name, found, facts, noisy, as_json=as_json, explain=explain_assumptions)
 
 
@@ -86,6 +97,15 @@ def _machine_facts(step: StepCapture, target: Target) -> Row:
 
     advice = next_run(step, target)
     return {"machine": [*in_words(target.known, target.gpu.name), *([advice] if advice else [])]}
+
+
+def _price(found: Forecast, prices: Path | None) -> Row:
+    """What a step costs by a file of prices."""
+    if prices is None:
+        return {}
+    from itercast.compose.throughput import bill
+
+    return {"price": bill(found, prices)}
 
 
 def _on_cluster(question: Question, path: Path, *, alone: bool) -> Forecast:
@@ -162,7 +182,10 @@ def _print(
     for line in facts.get("machine", ()):
         typer.echo(line)
     console = Console()
-    console.print(forecast_table(name, found, spread))
+    table = forecast_table(name, found, spread)
+    for unit, usd in facts.get("price", {}).items():
+        table.add_row(unit.replace("usd_per_", "USD per ").replace("_", " "), f"{usd:.4g}")
+    console.print(table)
     if explain:
         console.print(assumptions_table(parts))
         for line in assumption_sources(parts):

@@ -13,16 +13,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from itercast.options import Json, Question, asks, prints_aside
+from itercast.options import Json, Prices, Question, asks, prints_aside
 from itercast.stated import options, say, settings, stated
 
 if TYPE_CHECKING:  # the command line starts without pandas
     from itercast.compose.throughput import Cell
     from itercast.microbench.store import Row
-
-Prices = Annotated[
-    Path | None, typer.Option(help="YAML file of GPU names and USD per hour of one GPU")
-]
 
 
 @asks

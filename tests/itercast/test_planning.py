@@ -34,7 +34,9 @@ def asked(bundle: str, gpus: int, *more: str) -> Result:
     return result
 
 
-def test_the_best_plans_are_printed_and_logged(bundle: str, mlflow_store: str) -> None:
+def test_the_best_plans_are_printed_and_logged(
+    bundle: str, mlflow_store: str, tmp_path: Path
+) -> None:
     """Mixed precision is part of every plan: its weights in fp32 take more memory than bf16."""
     from mlflow.tracking import MlflowClient
 
@@ -52,8 +54,13 @@ def test_the_best_plans_are_printed_and_logged(bundle: str, mlflow_store: str) -
     logged = {r.data.params["plan"] for r in runs if "plan" in r.data.params}
     assert logged == {p["plan"] for p in plans}
     bytes_of = {p["plan"]: p["memory_bytes"] for p in plans}
-    mixed = asked(bundle, 2, "--json", "--dtype", "bf16", "--amp").stdout.splitlines()[-1]
-    more = {p["plan"]: p["memory_bytes"] for p in json.loads(mixed)["plans"]}
+    prices = tmp_path / "prices.yaml"
+    prices.write_text(f"{GPU.name}: 3.6\n")  # 0.001 USD a second
+    words = ["--json", "--dtype", "bf16", "--amp", "--prices", str(prices)]
+    mixed = json.loads(asked(bundle, 2, *words).stdout.splitlines()[-1])["plans"]
+    usd = [p["price"]["usd_per_step"] for p in mixed]
+    assert usd == pytest.approx([2e-3 * p["iteration_us"] / 1e6 for p in mixed])
+    more = {p["plan"]: p["memory_bytes"] for p in mixed}
     both = [(bytes_of[p], more[f"{p},amp"]) for p in bytes_of if f"{p},amp" in more]
     assert both and all("amp" in p for p in more) and all(one < other for one, other in both)
 

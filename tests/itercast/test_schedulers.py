@@ -59,6 +59,29 @@ def test_cells_are_forecasts(bundle: Path, tmp_path: Path) -> None:
     check_files(tmp_path / "out", cells)
 
 
+def test_predict_says_what_a_step_costs(bundle: Path, tmp_path: Path) -> None:
+    """3.6 USD an hour are 0.001 a second of a GPU, 0.002 of two."""
+    prices = tmp_path / "prices.yaml"
+    prices.write_text("toy-gpu: 3.6\n")
+    rest = ["--gpu", "toy-gpu", "--bundle", str(bundle), "--json", "--prices"]
+
+    def answer(*words: str, rc: int = 0) -> Any:
+        done = run.invoke(app, [words[0], "gpt-s", *words[1:]])
+        assert done.exit_code == rc, (done.output, done.stderr)
+        return json.loads(done.stdout) if rc == 0 else done.stderr
+
+    one = answer("predict", *rest, str(prices))
+    second = 1e-3
+    assert one["price"]["usd_per_step"] == pytest.approx(second * one["iteration_us"] / 1e6)
+    tokens = one["price"]["usd_per_billion_tokens"]
+    assert tokens == pytest.approx(1e9 * second / one["tokens_per_s"])
+    two = answer("predict", "--plan", "dp=2", *rest, str(prices))
+    usd = two["price"]["usd_per_million_samples"]
+    assert usd == pytest.approx(1e6 * 2 * second / two["samples_per_s"])
+    prices.write_text("l4: 1\n")
+    assert "no price of 'toy-gpu'; it has l4" in answer("predict", *rest, str(prices), rc=2)
+
+
 def check_files(out: Path, cells: list[dict[str, Any]]) -> None:
     """The same numbers in three forms: CSV, steps/s for Gavel, seconds of a step for Sia."""
     table = list(csv.DictReader((out / "throughput.csv").open()))
