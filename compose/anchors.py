@@ -17,7 +17,7 @@ from itercast.compose.machines.typical import typical
 from itercast.compose.target import Target, forecast_step
 
 RAISED = 0.25  # no assumption: by which log factors are raised for a finite difference
-ABSURD = 4.0  # no assumption: deviations of a new machine beyond which a step is not believed
+ABSURD = 6.5  # no assumption: deviations of a new machine beyond which a step is not believed
 WORDS = {
     "products": "products",
     "memory": "other kernels",

@@ -12,6 +12,7 @@ from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.graph.identity_cache import Once
 from itercast.compose.machines.factors import NAMES
+from itercast.compose.machines.state import DEVIATES
 from itercast.compose.machines.typical import typical
 from itercast.compose.notes import notes, without_effect
 from itercast.compose.parallel.device_memory import room_bytes, verdict
@@ -238,7 +239,7 @@ def _half_width(parts: Mapping[str, float], shares: Mapping[str, float], book: P
     if book.model and book.model in known.models:
         return wide
     spread = dict(zip(NAMES, known.typical.spread, strict=True))
-    usual = {product: known.typical.deviates * spread[name] for product, name in OF_KERNELS}
+    usual = {product: DEVIATES * spread[name] for product, name in OF_KERNELS}
     beyond = [
         share**2 * max(0.0, _error_of(name, book) ** 2 - usual[is_product(name)] ** 2)
         for name, share in shares.items()

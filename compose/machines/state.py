@@ -21,6 +21,7 @@ import numpy as np
 
 from itercast.compose.machines.factors import NAMES, Factors
 
+DEVIATES = 1.2816  # no assumption: half width of an 80 % interval of a normal distribution
 EVERYWHERE = np.array([name != "ranks" for name in NAMES], dtype=float)  # a model's share of each
 
 
@@ -29,14 +30,12 @@ class Spread:
     """How machines differ: means and standard deviations of log factors, in the order of ``NAMES``.
 
     ``model``: standard deviation between models on one machine; ``row``: between steps of a model.
-    ``deviates``: half width of an 80 % interval in standard deviations.
     """
 
     mean: tuple[float, ...]
     spread: tuple[float, ...]
     model: float
     row: float
-    deviates: float = 1.2816  # no assumption: of a normal distribution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +83,7 @@ class Machine:
 
     def half_width(self, sensitivity: Sequence[float], model: str = "") -> float:
         """Half width of the 80 % interval of a step, in log time."""
-        return self.typical.deviates * self.log_deviation(sensitivity, model)
+        return DEVIATES * self.log_deviation(sensitivity, model)
 
     def told(self, anchors: Sequence[Anchor]) -> Machine:
         """The machine after measured steps, whose forecasts are those of the typical machine."""
@@ -127,7 +126,7 @@ class Machine:
         """A factor over that of a typical machine: expected, and bounds of its 80 % interval."""
         at = NAMES.index(name)
         log = self.mean[at] - self.typical.mean[at]
-        wide = self.typical.deviates * sqrt(max(0.0, self.covariance[at][at]))
+        wide = DEVIATES * sqrt(max(0.0, self.covariance[at][at]))
         return exp(log), exp(log - wide), exp(log + wide)
 
 

@@ -12,7 +12,7 @@ from itercast.capture.base.yaml_text import facts_of
 from itercast.compose.machines.factors import NAMES
 from itercast.compose.machines.state import Machine, Spread
 
-REST = ("model", "row", "deviates")
+REST = ("model", "row")
 
 
 @cache

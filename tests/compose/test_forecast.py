@@ -14,6 +14,7 @@ from plan_case import GPU, Fixed, tensor
 from itercast.capture.opcall import OpCall, StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.forecast import HALF_WIDTH, forecast
+from itercast.compose.machines.state import DEVIATES
 from itercast.compose.machines.typical import typical
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import priceable
@@ -81,7 +82,7 @@ def test_the_interval_widens_by_the_share_of_a_badly_known_family(half_width: fl
         StepCapture(calls=(product(0, 1, 2),)), ParallelPlan(), PriceBook(Learned(), GPU, 0)
     )
     share, machine = found.parts_frac["products"], typical()
-    usual = machine.typical.deviates * machine.typical.spread[0]
+    usual = DEVIATES * machine.typical.spread[0]
     wide = machine.half_width(tuple(found.parts_frac.values())) ** 2
     wide += share**2 * max(0.0, half_width**2 - usual**2)
     assert 0 < share < 1

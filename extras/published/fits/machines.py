@@ -2,9 +2,10 @@
 
 Measured steps of each published source are forecast without the source, as the machine is priced,
 with the derivative of the forecast by each factor (written to PARTS/SOURCE.parquet, read from there
-where it is). Factors are fitted on sources that find causes (roles.yaml), each left out in turn;
-those that judge are forecast by the fit over all of these. Forecasts with factors and anchors are
-to first order.
+where it is, so that a run that was stopped goes on; all take 12 minutes). Factors are fitted on
+sources that find causes (roles.yaml), each left out in turn; those that judge are forecast by the
+fit over all of these, and shown with --judge alone. Forecasts with factors and anchors are to first
+order.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from itercast.extras.processes import processes
 from itercast.extras.published.fits.machine_fit import (
     SENSITIVITY,
     calibrated,
-    deviates,
     fit,
     left_out,
+    scaled,
     with_anchors,
 )
 from itercast.extras.published.models import captured_step, read_lines, row_target, timed_us
@@ -50,6 +51,7 @@ OF_MACHINE, OF_SOURCE = 20, 40  # steps that are drawn, at most
 LIMIT_S, SLOW_S = 150, 25  # of a forecast; a slower one has its parts as derivative
 # Single modules, and a source whose rows teach the shipped models: no steps of a machine's own.
 NOT_STEPS = ("kernelbench", "liger-kernel", "llmservingsim", "neusight", "timm")
+OF_STEP = ["source", "machine", "gpu", "plan", "batch", "seq", "dtype", "world_size", "time_us"]
 KEY = ["source", "machine", "case", "batch", "plan", "dtype", "engine", "time_us"]
 
 
@@ -107,13 +109,13 @@ def parts_of(public: Path, folder: Path) -> pd.DataFrame:
     """All steps with their derivatives; sources whose file is in the folder are read from it."""
     folder.mkdir(parents=True, exist_ok=True)
     asked = steps_of(public)
-    for source in sorted(asked["source"].unique()):
+    for source in sorted(asked["source"].unique(), key=lambda name: (role_of(name), name)):
         path, mine = folder / f"{source}.parquet", asked[asked["source"] == source]
         if path.is_file():
             continue
         with leaving_out(source), processes(1) as pool:
             found = pd.DataFrame(pool.map(derivatives, mine.to_dict("records")))
-        facts = mine[["source", "machine"]].reset_index(drop=True)
+        facts = mine[OF_STEP].reset_index(drop=True)
         facts["model"] = mine["case"].astype(str).to_numpy()
         pd.concat([facts, found], axis=1).to_parquet(path)
     found = pd.concat([pd.read_parquet(path) for path in sorted(folder.glob("*.parquet"))])
@@ -166,8 +168,7 @@ def typical_text(known: pd.DataFrame, whole: Spread, without: Mapping[str, Sprea
     counts = known.groupby("source").size()
     head = [
         "# How machines with GPUs differ: [mean, spread] of the log of each factor (Factors),",
-        "# spread of models on a machine and of steps of a model, half width of intervals in",
-        "# deviations.",
+        "# spread of models on a machine and of steps of a model.",
         f"# source: python -m itercast.extras.published.fits.machines, {len(known)} steps of "
         f"{known['machine'].nunique()} machines:",
         "# " + ", ".join(f"{source} {n}" for source, n in counts.items()),
@@ -190,28 +191,19 @@ def _rounded(spread: Spread) -> Row:
 def main(
     public: Annotated[Path, typer.Argument(help="folder of published measurements")],
     parts: Annotated[Path, typer.Argument(help="folder of derivatives, written where missing")],
+    judge: Annotated[bool, typer.Option(help="print sources that judge, too")] = False,
     write: Annotated[bool, typer.Option(help="write compose/machines/typical.yaml")] = False,
 ) -> None:
     """Fit how machines differ, print errors by source, without and with anchors."""
     steps = parts_of(public, parts)
     known = steps[steps["source"].isin(ROLES["finds causes"])]
-    fits = {means: left_out(known, means=means) for means in (True, False)}
-    error = {m: judged(known, found, 0)["mape"].mean() for m, found in fits.items()}
-    for means, title in ((True, "means fitted"), (False, "as priced")):
-        print(f"typical machine, {title}: {error[means]:.1f} % on sources left out")
-    means = min(error, key=lambda m: error[m])
-    whole, without = fit(known, means=means), fits[means]
-    wide = deviates(known, without)
-    whole, without = calibrated(whole, wide), {s: calibrated(x, wide) for s, x in without.items()}
-    spreads = {str(s): without.get(str(s), whole) for s in steps["source"].unique()}
-    titles = ("as priced", "typical machine", "one anchor", "three anchors")
-    print(tables(steps, spreads, titles))
-    first = fit(known, means=True)
-    print(
-        tables(
-            steps, {s: fits[True].get(s, first) for s in spreads}, [f"means, {t}" for t in titles]
-        )
-    )
+    without = left_out(known)
+    found = calibrated(known, without)
+    whole = scaled(fit(known), *found)
+    without = {s: scaled(x, *found) for s, x in without.items()}
+    shown = known if not judge else steps
+    spreads = {str(s): without.get(str(s), whole) for s in shown["source"].unique()}
+    print(tables(shown, spreads, ("as priced", "typical machine", "one anchor", "three anchors")))
     text = typical_text(known, whole, without)
     print(text)
     if write:
