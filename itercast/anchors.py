@@ -11,7 +11,8 @@ if TYPE_CHECKING:  # the command line starts without pandas
     from itercast.compose.host_fit import MeasuredStep
     from itercast.compose.machines.file import KnownMachine
 
-TIMES = ("step_ms", "samples_per_s", "tokens_per_s", "mfu_pct")  # of a step, or of all GPUs
+RATES = ("samples_per_s", "tokens_per_s", "mfu_pct")  # of all GPUs
+TIMES = ("step_ms", "trace", *RATES)  # trace: a file of torch.profiler, whose steps are marked
 
 
 def known_machine(
@@ -55,8 +56,10 @@ def _step(entry: Any, where: str, ask: Callable[..., Any]) -> MeasuredStep:
             f"anchor {where}: {strange!r}; known: options of predict, and {', '.join(TIMES)}"
         )
     times = {name: entry[name] for name in TIMES if name in entry}
-    if len(times) != 1 or not _positive(*times.values()):
-        raise ValueError(f"anchor {where}: one positive number of {', '.join(TIMES)}, got {times}")
+    if len(times) != 1 or not ("trace" in times or _positive(*times.values())):
+        raise ValueError(
+            f"anchor {where}: one of {', '.join(TIMES)}, a positive number or a file, got {times}"
+        )
     asked = {name: value for name, value in entry.items() if name not in TIMES}
     if "hf_config" in asked:
         asked["hf_config"] = Path(str(asked["hf_config"]))
@@ -64,22 +67,24 @@ def _step(entry: Any, where: str, ask: Callable[..., Any]) -> MeasuredStep:
     label = " ".join(str(asked[n]) for n in ("case", "hf_config", "model", "plan") if n in asked)
     ((name, value),) = times.items()
     draft = MeasuredStep(label=label, time_us=1.0, step=step, target=target)
-    return MeasuredStep(
-        label=label, time_us=_time_us(name, float(value), draft), step=step, target=target
-    )
+    return MeasuredStep(label=label, time_us=_time_us(name, value, draft), step=step, target=target)
 
 
 def _positive(value: Any, *_: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e15
 
 
-def _time_us(name: str, value: float, one: MeasuredStep) -> float:
+def _time_us(name: str, value: Any, one: MeasuredStep) -> float:
     """The step's time from what was stated; rates are of all GPUs together."""
     if name == "step_ms":
-        return value * 1e3
+        return float(value) * 1e3
+    if name == "trace":
+        from itercast.microbench.importers.traces.kineto import step_us
+
+        return step_us(Path(str(value)))
     from itercast.compose.target import forecast_step
 
     found = forecast_step(one.step, one.target)
     rates = {"samples_per_s": found.samples_per_s, "tokens_per_s": found.tokens_per_s}
     rates["mfu_pct"] = 100 * found.mfu_frac
-    return found.iteration_us * rates[name] / value
+    return found.iteration_us * rates[name] / float(value)

@@ -131,8 +131,9 @@ def test_a_machine_file_is_written_read_and_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("- {case: mlp-l, gpu: a100-sxm-80gb}", "one positive number of step_ms"),
-        ("- {case: mlp-l, step_ms: -1}", "one positive number of step_ms"),
+        ("- {case: mlp-l, gpu: a100-sxm-80gb}", "one of step_ms"),
+        ("- {case: mlp-l, step_ms: -1}", "one of step_ms"),
+        ("- {case: mlp-l, gpu: a100-sxm-80gb, trace: gone.json}", "gone.json"),
         ("- {case: mlp-l, stepms: 3}", r"\['stepms'\]; known: options of predict"),
         ("- 3", "3; known: options of predict"),
         ("[]", "no measured steps"),
@@ -147,6 +148,27 @@ def test_a_wrong_anchor_file_is_refused(tmp_path: Path, text: str, words: str) -
 
     with pytest.raises(ValueError, match=words):
         known_machine(None, path, Question)
+
+
+def test_a_trace_tells_the_time_of_its_steps(tmp_path: Path) -> None:
+    """Marks of 30, 50 and 40 ms: 40; a trace without marks is refused."""
+    trace, steps = tmp_path / "trace.json", tmp_path / "steps.yaml"
+    marks = [
+        {"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{n}", "ts": at, "dur": dur}
+        | {"pid": 1, "tid": 1}
+        for n, at, dur in ((3, 0, 30e3), (4, 30e3, 50e3), (5, 80e3, 40e3))
+    ]
+    entry = {"case": "mlp-l", "gpu": GPU, "batch": 64, "dtype": "bf16", "trace": str(trace)}
+    steps.write_text(yaml.safe_dump([entry]))
+    from itercast.anchors import measured_steps
+    from itercast.options import Question
+
+    trace.write_text(json.dumps({"traceEvents": marks}))
+    (one,) = measured_steps(steps, Question)
+    assert one.time_us == 40e3
+    trace.write_text(json.dumps({"traceEvents": marks[:0]}))
+    with pytest.raises(ValueError, match="trace"):
+        measured_steps(steps, Question)
 
 
 @pytest.mark.parametrize(

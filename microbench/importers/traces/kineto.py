@@ -68,10 +68,25 @@ def _file(collector: RowCollector, path: Path, hints: Hints) -> None:
     collector.drop("malformed event", trace.malformed)
     for family, rows in _op_rows(collector, trace).items():
         collector.add(family, pd.DataFrame(rows).assign(**common))
-    if steps := [op.duration_us for op in trace.ops if STEP.fullmatch(op.name)]:
+    if steps := _steps_us(trace):
         row = _step_row(trace, steps, path)
         collector.add("iteration", pd.DataFrame([row]).assign(**common))
     return None
+
+
+def step_us(path: Path) -> float:
+    """Median time of a trace's profiler steps in us; ValueError where it is none or has none."""
+    try:
+        steps = _steps_us(parse(read_text(path)))
+    except Unreadable as exc:
+        raise ValueError(f"trace {str(path)!r}: {exc}") from None
+    if not steps:
+        raise ValueError(f"trace {str(path)!r} has no ProfilerStep: call step() of the profiler")
+    return float(np.median(steps))
+
+
+def _steps_us(trace: Trace) -> list[float]:
+    return [op.duration_us for op in trace.ops if STEP.fullmatch(op.name)]
 
 
 def _op_rows(collector: RowCollector, trace: Trace) -> dict[str, list[Row]]:
