@@ -7,24 +7,51 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from itercast.capture.base.cache_folder import cache_folder
-from itercast.capture.base.remarks import remarks
 from itercast.capture.cases.external.huggingface import hf_case
 from itercast.capture.cases.registry import EvalCase, case
-from itercast.capture.opcall import NARROW, StepCapture, layer_key
+from itercast.capture.opcall import NARROW, StepCapture
 from itercast.capture.plan import ParallelPlan, micro_batch
+from itercast.capture.programs.trained.facts import Trained
 from itercast.capture.step import ALLOWED, StepSettings
 from itercast.compose.parallel.narrow import with_narrow_products
 from itercast.microbench.store import Row
 
 DTYPES = (*ALLOWED["dtype"], *NARROW)
 CAPTURE = Path(__file__).parents[1] / "capture"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizedModel:
+    """A model that is captured elsewhere in any batch, with the facts of its own step.
+
+    ``capture_at`` takes settings, samples, tokens of each and whether few layers stand for all.
+    ``engine`` launches its step.
+    """
+
+    name: str
+    facts: Trained
+    engine: str
+    capture_at: Callable[[StepSettings, int, int, bool], StepCapture]
+
+    @property
+    def replica_batch(self) -> int:
+        """Samples of a step of one process."""
+        return self.facts.batch * self.facts.micro
+
+    def settings(self, asked: Mapping[str, Any]) -> Row:
+        """Precision and optimizer of its step: as they are asked for, else its own."""
+        facts, dtype = self.facts, asked.get("dtype")
+        amp = bool(asked.get("amp") or (facts.amp and not dtype))
+        usual = facts.dtype if amp == facts.amp else ("bf16" if amp else "fp32")
+        optimizer = asked.get("optimizer") or facts.optimizer
+        return {"amp": amp, "dtype": dtype or usual, "optimizer": optimizer}
 
 
 def capture_case(
@@ -55,45 +82,18 @@ def _settings(dtype: str, **options: Any) -> StepSettings:
 def _captured(
     chosen: EvalCase, settings: StepSettings, batch: int, seq: int, shallow: bool
 ) -> StepCapture:
-    from itercast.capture.base.user_errors import is_own_error, one_line_error
-    from itercast.capture.recorder.log import capture_step
-    from itercast.capture.recorder.truncate import Shortened, shorten_lists
+    from itercast.capture.recorder.truncate import capture_shortened  # needs torch
 
-    left = list[Shortened]()
-
-    def build() -> Any:
-        model = chosen.build()
-        left.append(shorten_lists(model) if shallow else Shortened())
-        return model
-
-    try:
-        with remarks() as said:
-            captured = capture_step(
-                build,
-                lambda: chosen.inputs(batch, seq),
-                chosen.loss,
-                settings,
-                samples=batch,
-                tokens=batch * seq,
-            )
-    except (Exception, SystemExit) as exc:
-        if is_own_error(exc):
-            raise
-        if shallow:  # a model that indexes its layers cannot be shortened
-            return _captured(chosen, settings, batch, seq, shallow=False)
-        raise ValueError(f"{chosen.name} fails without data: {one_line_error(exc)}") from exc
-    repeats, periods = left[-1].repeats, left[-1].periods
-    if not _all_used(captured, periods):  # a step that skips layers says nothing of those left out
-        return _captured(chosen, settings, batch, seq, shallow=False)
-    return replace(captured, repeats=repeats, periods=periods, remarks=tuple(said))
-
-
-def _all_used(captured: StepCapture, periods: Mapping[str, int]) -> bool:
-    """Whether the step uses all layers of the two periods that each of these lists was cut to."""
-    read = {t.storage for c in captured.calls if c.phase == "forward" for t in c.tensors()}
-    used = {layer_key(p.name) for p in captured.parameters if p.storage in read}
-    kept = (f"{name}.{i}" for name, period in periods.items() for i in range(2 * period))
-    return used.issuperset(kept)
+    return capture_shortened(
+        chosen.name,
+        chosen.build,
+        lambda: chosen.inputs(batch, seq),
+        chosen.loss,
+        settings,
+        samples=batch,
+        tokens=batch * seq,
+        shallow=shallow,
+    )
 
 
 def code_files(folder: Path) -> list[Path]:
@@ -136,16 +136,16 @@ def capture(
 ) -> StepCapture:
     """Capture one step of a model as op calls; nothing is run and no tensor is allocated.
 
-    ``model`` is the name of a case, the Path of a Hugging Face configuration, a torch module, or a
-    function that returns a module, (module, inputs) or (module, inputs, loss) and may take
-    ``batch`` and ``seq``. ``inputs`` is a tensor, a tuple of positional arguments or a dict by
-    name; a transformers model needs none, given ``batch`` and ``seq``. ``loss`` is a function of
-    the output; "default" takes the output's ``loss``, or the output if it is a scalar; "none"
-    starts backward from the output. ``dtype`` None keeps the dtypes of a module and is fp32 for all
-    other models. fp8, nvfp4 and mxfp4 apply to the linear layers of blocks, the rest is in bf16
-    (``itercast.compose.parallel.narrow``). ``amp``: weights stay in fp32, the forward pass runs
-    under CUDA's autocast to ``dtype``. ``channels_last``: the model and its images are turned to
-    that memory format (NHWC) first. Three of many equal layers of published cases and
+    ``model`` is the name of a case, the Path of a Hugging Face configuration, what a script trains,
+    a torch module, or a function that returns a module, (module, inputs) or (module, inputs, loss)
+    and may take ``batch`` and ``seq``. ``inputs`` is a tensor, a tuple of positional arguments or a
+    dict by name; a transformers model needs none, given ``batch`` and ``seq``. ``loss`` is a
+    function of the output; "default" takes the output's ``loss``, or the output if it is a scalar;
+    "none" starts backward from the output. ``dtype`` None keeps the dtypes of a module and is fp32
+    for all other models. fp8, nvfp4 and mxfp4 apply to the linear layers of blocks, the rest is in
+    bf16 (``itercast.compose.parallel.narrow``). ``amp``: weights stay in fp32, the forward pass
+    runs under CUDA's autocast to ``dtype``. ``channels_last``: the model and its images are turned
+    to that memory format (NHWC) first. Three of many equal layers of published cases and
     configurations are captured, unless ``whole``. ``optimizer``: that of ``optimizer_of`` where
     none is named. ``lora``: rank of adapters on a frozen configuration's model.
     """
@@ -155,10 +155,15 @@ def capture(
         "channels_last": channels_last,
         "loss": loss if isinstance(loss, str) else "default",
     }
+    if isinstance(model, SizedModel):
+        dtype = model.settings(options | {"dtype": dtype})["dtype"]
     settings = _settings(dtype or "fp32", **options)
     if lora and not isinstance(model, Path):
         raise ValueError("lora adapts the model of a Hugging Face configuration only")
-    if isinstance(model, str | Path):
+    if isinstance(model, SizedModel):
+        size = (batch or model.facts.batch, seq or model.facts.seq)
+        step = model.capture_at(settings, *size, not whole)
+    elif isinstance(model, str | Path):
         if inputs is not None or not isinstance(loss, str):
             raise ValueError(f"{str(model)!r} brings its own inputs and loss")
         chosen = _case_of(model, settings, lora)
@@ -178,7 +183,9 @@ def _case_of(model: str | Path, how: StepSettings, lora: int) -> EvalCase:
 
 
 def optimizer_of(model: Any) -> str:
-    """The optimizer of a step where none is asked for: a case's own, else adamw."""
+    """The optimizer of a step where none is asked for: a case's or a script's own, else adamw."""
+    if isinstance(model, SizedModel):
+        return model.facts.optimizer
     return case(model).optimizer if isinstance(model, str) else "adamw"
 
 
@@ -209,10 +216,12 @@ def _capture_module(
 def micro_size(model: Any, plan: ParallelPlan, batch: int | None, seq: int | None) -> Row:
     """The batch and sequence length of one micro-batch on one rank.
 
-    ``batch`` is that of a data-parallel replica; None takes a case's own.
+    ``batch`` is that of a data-parallel replica; None takes a case's or a script's own.
     """
     if isinstance(model, str):
         batch, seq = batch or case(model).batch, seq or case(model).seq
+    if isinstance(model, SizedModel):
+        batch, seq = batch or model.replica_batch, seq or model.facts.seq
     if batch is None:
         return {"batch": None, "seq": seq}
     share, length = micro_batch(plan, batch, seq or 0)

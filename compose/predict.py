@@ -8,7 +8,7 @@ from typing import Any
 
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.capture_model import capture, micro_size
+from itercast.compose.capture_model import SizedModel, capture, micro_size
 from itercast.compose.forecast import Forecast
 from itercast.compose.graph.index_streams import with_indices
 from itercast.compose.graph.launch_modes import with_engine
@@ -75,6 +75,8 @@ def model_name(model: Any) -> str:
     """By which name machine files know a model: a case, a configuration's path, a function."""
     if isinstance(model, Path):
         return str(model.resolve())
+    if isinstance(model, SizedModel):
+        return model.name
     return model if isinstance(model, str) else getattr(model, "__name__", type(model).__name__)
 
 

@@ -18,7 +18,7 @@ import sysconfig
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from multiprocessing.process import BaseProcess
@@ -36,10 +36,13 @@ from itercast.capture.programs.capture import capture_ranks, runs_of_steps
 from itercast.capture.programs.evaluations import Evaluations
 from itercast.capture.programs.gpus.asked import Asked, EmulatedGpu
 from itercast.capture.programs.gpus.machine import gpus_that_are_not_there
+from itercast.capture.programs.gpus.streams import recorded_streams
 from itercast.capture.programs.kernels import triton_kernels
 from itercast.capture.programs.log import ProgramLog
 from itercast.capture.programs.program import COLLECTIVE, ProgramCapture, write_program
 from itercast.capture.programs.steps import KINDS, EnoughSteps, Lines, Steps
+from itercast.capture.programs.trained.finder import Finder
+from itercast.capture.programs.trained.serve import TrainedModel, serve
 
 DATA = dataloader.__file__  # starts workers, which fork
 ENVIRONMENT = {  # nothing is sent or logged elsewhere, and nothing happens in other threads
@@ -116,10 +119,12 @@ def capture_script(
     world_size: int,
     per_node: int,
     taken: TakenBatches,
+    finder: Finder | None = None,
 ) -> ProgramCapture:
     """Capture a step of a script, mostly from one step of its optimizer to the next (``Steps``).
 
     ``per_node`` GPUs share a node. RefusedError names the line of the script that cannot run so.
+    A ``finder`` finds the model that it trains.
     """
     notes, optimizer_steps = dict[str, None](), list[int]()
 
@@ -134,7 +139,7 @@ def capture_script(
             stack.enter_context(_nothing_outside(script))
             stack.enter_context(real_batches(taken))
             stack.enter_context(triton_kernels(log))
-            steps = _run_until(script, log, taken)
+            steps = _run_until(script, log, taken, finder)
         notes.update(dict.fromkeys(steps.notes))
         optimizer_steps.append(steps.optimizer_steps)
         for guess, frames in log.guesses.items():
@@ -152,7 +157,9 @@ def capture_script(
     )
 
 
-def _run_until(script: Script, log: ProgramLog, taken: TakenBatches) -> Steps:
+def _run_until(
+    script: Script, log: ProgramLog, taken: TakenBatches, finder: Finder | None
+) -> Steps:
     """Run the script until it has made enough steps; the log is that of the last one."""
     evaluations = Evaluations(_outside_torch)
     lines = partial(_running_lines, script)
@@ -163,6 +170,7 @@ def _run_until(script: Script, log: ProgramLog, taken: TakenBatches) -> Steps:
             patch.object(sys, "argv", argv),
             patch.object(sys, "path", [script.first_on_path, *sys.path]),
             runs_of_steps(log),
+            finder.watching() if finder else nullcontext(),
         ):
             if script.module:
                 runpy.run_module(script.module, run_name="__main__")
@@ -299,9 +307,11 @@ def _nothing_outside(script: Script) -> Iterator[None]:
 def main(order: str, result: str) -> int:
     """Capture the script of an order into a file; one line on stderr and 2 where it cannot be.
 
-    Beside it a file says what the script asked of this machine.
+    Beside it a file says what the script asked of this machine. An order that names a folder to
+    ``serve`` goes on capturing the model that the script trains, as files in that folder ask.
     """
     given = json.loads(order)
+    finder = Finder() if given["serve"] else None
     taken, asked = TakenBatches(), Asked(EmulatedGpu(**given["gpu"]))
     try:
         script = Script(
@@ -311,7 +321,9 @@ def main(order: str, result: str) -> int:
             steps=given["steps"],
         )
         with asked.noted():
-            captured = capture_script(script, asked, given["world_size"], given["per_node"], taken)
+            size = given["world_size"], given["per_node"]
+            captured = capture_script(script, asked, *size, taken, finder)
+            trained = TrainedModel.of(finder, asked.kind != "cpu") if finder else None
     except ValueError as exc:
         line = (str(exc).splitlines() or [type(exc).__name__])[0]
         print(f"\nitercast: {line}", file=sys.__stderr__)  # a progress bar may be unfinished
@@ -322,6 +334,12 @@ def main(order: str, result: str) -> int:
     ours = (*OURS, str(Path(__file__).resolve().parents[2] / "capture"), str(Path(result).parent))
     found = asked.answers({str(script.path.resolve()), *own}, (*INSTALLED, *ours))
     write_atomic(Path(result).with_suffix(".asked"), json.dumps(found).encode())
+    if trained is not None:
+        log = ProgramLog()
+        with recorded_streams(log), ExitStack() as stack:
+            if trained.on_gpu:
+                stack.enter_context(gpus_that_are_not_there(asked, 1, 0, log))
+            serve(trained, Path(given["serve"]))
     return 0
 
 

@@ -245,7 +245,7 @@ def capture_step(
     loss_fn: Loss,
     settings: StepSettings,
     *,
-    fake: bool = True,
+    fake: bool | FakeTensorMode = True,
     samples: int = 1,
     tokens: int = 0,
 ) -> StepCapture:
@@ -254,14 +254,16 @@ def capture_step(
     The optimizer's second update is captured: the first one allocates its state. So is all of the
     second step where the first one changes attributes of modules, such as tables that they keep,
     of recurrent networks, and where inputs have gradients, to which the second one adds.
-    ``fake``: run on fake tensors, without computing; otherwise two steps really run. ``samples``
+    ``fake``: run on fake tensors, without computing, those of a mode where one is given; otherwise
+    two steps really run. ``samples``
     and ``tokens`` of the batch are only stored with the capture. ValueError for ops whose shapes
     depend on data, except in the routing of experts (``capture.routing``).
     """
     log = OpLog(Routing() if fake else None, settings.dtype == "tf32")
     with ExitStack() as stack:
         if fake:
-            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            mode = FakeTensorMode(allow_non_fake_inputs=True) if fake is True else fake
+            stack.enter_context(mode)
             stack.enter_context(behave_like_real_tensors())
         model, inputs = _build(build, make_inputs, settings, fake)
         if log.routing is not None:
@@ -307,7 +309,7 @@ def _build(
     build: Callable[[], torch.nn.Module],
     make_inputs: Callable[[], Inputs],
     settings: StepSettings,
-    fake: bool,
+    fake: bool | FakeTensorMode,
 ) -> tuple[torch.nn.Module, Inputs]:
     """The model and its inputs in the dtype of the settings, all in layouts that are known."""
     made_fake = FakeSparseOps() if fake else nullcontext()

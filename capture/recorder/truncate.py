@@ -1,12 +1,19 @@
-"""Shortens lists of layers, so that a deep model is captured by a few of each list."""
+"""Captures a step of a deep model by a few layers of each list, or whole where that breaks it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from itercast.capture.base.remarks import remarks
 from itercast.capture.base.slow_imports import torch
+from itercast.capture.base.user_errors import is_own_error, one_line_error
+from itercast.capture.opcall import StepCapture, layer_key
+from itercast.capture.recorder.log import capture_step
+from itercast.capture.step import Inputs, Loss, StepSettings
 
 KEPT = 3  # the middle one stands for those left out: work beside the first and last is done once
 
@@ -20,6 +27,55 @@ class Shortened:
 
     repeats: dict[str, int] = field(default_factory=dict)
     periods: dict[str, int] = field(default_factory=dict)
+
+
+def capture_shortened(
+    name: str,
+    build: Callable[[], torch.nn.Module],
+    inputs: Callable[[], Inputs],
+    loss: Loss,
+    settings: StepSettings,
+    *,
+    samples: int,
+    tokens: int,
+    shallow: bool,
+    fake: bool | FakeTensorMode = True,
+) -> StepCapture:
+    """Capture one step of a model as ``capture_step`` does.
+
+    ``shallow``: three layers of every list of equal layers are captured, of layers of several kinds
+    that alternate those of two periods, and how many were left out stands in ``repeats``.
+    """
+    left = list[Shortened]()
+
+    def shortened() -> torch.nn.Module:
+        model = build()
+        left.append(shorten_lists(model) if shallow else Shortened())
+        return model
+
+    size: Any = {"samples": samples, "tokens": tokens, "fake": fake}
+    try:
+        with remarks() as said:
+            captured = capture_step(shortened, inputs, loss, settings, **size)
+    except (Exception, SystemExit) as exc:
+        if is_own_error(exc):
+            raise
+        if not shallow:
+            raise ValueError(f"{name} fails without data: {one_line_error(exc)}") from exc
+    else:
+        repeats, periods = left[-1].repeats, left[-1].periods
+        if _all_used(captured, periods):
+            return replace(captured, repeats=repeats, periods=periods, remarks=tuple(said))
+    # it indexes its layers, or a step that skips some says nothing of those left out
+    return capture_shortened(name, build, inputs, loss, settings, shallow=False, **size)
+
+
+def _all_used(captured: StepCapture, periods: Mapping[str, int]) -> bool:
+    """Whether the step uses all layers of the two periods that each of these lists was cut to."""
+    read = {t.storage for c in captured.calls if c.phase == "forward" for t in c.tensors()}
+    used = {layer_key(p.name) for p in captured.parameters if p.storage in read}
+    kept = (f"{name}.{i}" for name, period in periods.items() for i in range(2 * period))
+    return used.issuperset(kept)
 
 
 def shorten_lists(model: torch.nn.Module) -> Shortened:

@@ -15,6 +15,7 @@ from typing import Any
 
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
+from itercast.compose.capture_model import SizedModel
 from itercast.compose.forecast import Forecast
 from itercast.compose.predict import prepare
 from itercast.compose.target import Target, forecast_step
@@ -83,7 +84,7 @@ def _other_questions(
 ) -> Iterator[tuple[str, str, Row]]:
     """Yields name, kind and ``predict`` arguments of changes of software, plan, batch or GPU."""
     plan, gpu = target.plan, target.gpu
-    is_named = isinstance(model, str | Path)  # else dtype, batch and attention are the module's
+    is_named = isinstance(model, str | Path | SizedModel)  # else a module's dtype and batch stay
     if gpu.kind != "cpu":
         for other in OTHER_GPUS:
             if other != gpu.name and not plan.node:

@@ -38,7 +38,7 @@ def inductor_kernels(
 
     Ops of a captured program are fused within one call of a compiled function.
     """
-    capture = _with_norm_gradients_apart(without_allocations(capture))
+    capture = _with_norm_gradients_apart(without_allocations(capture), apart)
     calls = capture.calls
     fusible = [(is_fusible(c) or _is_load(c)) and not apart(c) for c in calls]
     uses = _Uses(calls, fusible)
@@ -118,12 +118,15 @@ def _is_over_columns(call: OpCall) -> bool:
     return bool(inner > 1 and call.outputs[0].numel < size_of(call) and "nll" not in params.op)
 
 
-def _with_norm_gradients_apart(capture: StepCapture) -> StepCapture:
-    """The step with the gradients of norms' weights as calls of their own."""
+def _with_norm_gradients_apart(
+    capture: StepCapture, apart: Callable[[OpCall], bool]
+) -> StepCapture:
+    """The step with the gradients of norms' weights as calls of their own, where inductor runs."""
     made = StepBuilder(capture)
     for i, call in enumerate(capture.calls):
         weights = tuple(t for t in call.outputs[1:] if t.numel < call.outputs[0].numel)
-        if _name(call) in NORM_GRADIENTS and is_fusible(call) and weights:
+        fused = _name(call) in NORM_GRADIENTS and is_fusible(call) and not apart(call)
+        if fused and weights:
             made.calls.append(replace(call, outputs=call.outputs[:1]))
             call = replace(call, outputs=weights)
         made.add(i, call)

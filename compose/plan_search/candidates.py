@@ -4,8 +4,8 @@ Plans never tried:
 
 - tensor parallelism beyond one link domain (a host, or a rack of GPUs joined by NVLink);
 - plans whose parameters, gradients and optimizer state alone exceed the memory, spread evenly;
-- micro-batches of more than ``LARGEST_MICRO_BATCH`` samples; but a model whose embedding tables are
-  larger than all else takes the whole batch of a replica at once;
+- micro-batches of more than ``LARGEST_MICRO_BATCH`` samples, or a script's own if it is larger;
+  but a model whose embedding tables are larger than all else takes the whole batch at once;
 - embedding tables spread over ranks (``shard``) in other models;
 - context parallelism of sequences shorter than ``LONG_SEQUENCE``;
 - recomputation where the plan fits without, ZeRO stage 2, more than two stages per rank;
@@ -87,6 +87,7 @@ class Search:
     optimizer: str
     dtype: str = "fp32"
     amp: bool = False
+    largest: int = LARGEST_MICRO_BATCH  # samples of a micro-batch
     local: int = 0  # also replicas that average their parameters every so many steps
     refused: dict[str, str] = field(default_factory=dict)  # plan -> the rule it breaks
 
@@ -197,7 +198,7 @@ def _variants(
     ``tables``: the model is mostly embedding tables.
     """
     replica, pp = search.batch // degrees.dp, degrees.pp
-    small = [b for b in _divisors(replica) if b <= LARGEST_MICRO_BATCH]
+    small = [b for b in _divisors(replica) if b <= search.largest]
     sizes = [replica] if tables else small
     for zero, hsdp in _sharding(search, degrees):
         sharded = replace(degrees, zero=zero, hsdp=hsdp)

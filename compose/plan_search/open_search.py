@@ -7,15 +7,16 @@ from typing import Any
 
 from itercast.capture.cases.registry import case
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.capture_model import capture, optimizer_of
+from itercast.compose.capture_model import SizedModel, capture, optimizer_of
+from itercast.compose.graph.launch_modes import with_engine
 from itercast.compose.machines.file import KnownMachine
-from itercast.compose.plan_search.candidates import Search
+from itercast.compose.plan_search.candidates import LARGEST_MICRO_BATCH, Search
 from itercast.compose.predict import model_name
 from itercast.compose.target import Target, find_target, step_dtype
 
 
 def open_search(
-    model: str | Path,
+    model: str | Path | SizedModel,
     gpu: str,
     gpus: int,
     *,
@@ -32,8 +33,9 @@ def open_search(
 ) -> tuple[Search, Target]:
     """Returns a search over plans of a model, and the target of all of them but for its plan.
 
-    ``model`` is the name of a case or the path of a Hugging Face configuration. ``global_batch``:
-    samples of a step over all GPUs; without it and ``seq`` a case has its own batch on each GPU.
+    ``model`` is the name of a case, the path of a Hugging Face configuration or what a script
+    trains. ``global_batch``: samples of a step over all GPUs; without it and ``seq`` a case or a
+    script has its own batch on each GPU.
     ``local``: steps between averages of plans with local SGD; 0: none are tried. ``machine``: what
     measured steps told of the machine.
     ``options`` are others of ``capture``: dtype, amp, channels_last.
@@ -42,11 +44,14 @@ def open_search(
     options["optimizer"] = optimizer or optimizer_of(model)
     plan = ParallelPlan(dp=gpus, node=node)
     target = find_target(gpu, plan, bundle, host, stack, machine, model_name(model))
+    script = model if isinstance(model, SizedModel) else None
+    options |= script.settings(options) if script else {}
     amp = options.get("amp", False)
     options["dtype"] = step_dtype(options.get("dtype"), amp, [target.gpu])
 
     def capture_at(samples: int, length: int) -> Any:
-        return capture(model, batch=samples, seq=length or None, **options)
+        step = capture(model, batch=samples, seq=length or None, **options)
+        return with_engine(step, script.engine) if script else step
 
     search = Search(
         capture_at=capture_at,
@@ -57,16 +62,19 @@ def open_search(
         optimizer=options["optimizer"],
         dtype=options["dtype"] or "fp32",
         amp=amp,
+        largest=max(LARGEST_MICRO_BATCH, script.facts.batch if script else 0),
         local=local,
     )
     return search, target
 
 
 def size_of(model: Any, gpus: int, global_batch: int | None, seq: int | None) -> tuple[int, int]:
-    """Returns samples per step and tokens per sample, those of a case where none are stated."""
+    """Returns samples per step and tokens per sample, a model's own where none are stated."""
     if isinstance(model, str):
         chosen = case(model)
         global_batch, seq = global_batch or chosen.batch * gpus, seq or chosen.seq
+    if isinstance(model, SizedModel):
+        global_batch, seq = global_batch or model.replica_batch * gpus, seq or model.facts.seq
     if not global_batch:
         raise ValueError("--hf-config and --model need --batch, and --seq for text")
     return global_batch, seq or 0

@@ -8,7 +8,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.machinery import PathFinder
@@ -27,9 +28,11 @@ from itercast.compose.target import Target
 from itercast.microbench.hardware.emulated import emulated
 from itercast.microbench.hardware.machine import memory_bytes
 from itercast.microbench.processes.child_processes import START, held
-from itercast.microbench.processes.watch import never, session_bytes, watch
+from itercast.microbench.processes.watch import end_group, session_bytes
+from itercast.microbench.store import Facts
 
 MODULE = "itercast.capture.programs.script"
+POLL_S = 0.1
 OURS = "itercast: "  # begins our lines among the script's
 MOST_MEMORY = 0.5  # of this machine's, for a script and what it starts
 
@@ -43,52 +46,101 @@ class CapturedScript:
     kept: bool
 
 
-def captured_script(
-    script: Path,
-    module: str,
-    arguments: Sequence[str],
-    target: Target,
-    world_size: int,
-    steps: int,
-    limit_s: int,
-    anew: bool = False,
-) -> CapturedScript:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptOrder:
+    """Which script runs how, as rank 0 of so many.
+
+    ``module``: its name, if it runs as ``python -m`` runs it; ``path`` is its file then. ``steps``
+    run, the last one is captured, within ``limit_s`` seconds; ``anew``: also where it was before.
+    """
+
+    path: Path
+    module: str = ""
+    arguments: Sequence[str] = ()
+    target: Target
+    world_size: int = 1
+    steps: int = 3
+    limit_s: int = 600
+    anew: bool = False
+
+    def facts(self, serve: str = "") -> Facts:
+        """What its process is told; ``serve``: see ``itercast.capture.programs.script``."""
+        gpu, node = self.target.gpu, self.target.node
+        return {
+            "script": str(self.path),
+            "module": self.module,
+            "arguments": list(self.arguments),
+            "steps": self.steps,
+            "world_size": self.world_size,
+            "per_node": min(self.world_size, gpus_per_domain(gpu, node)),
+            "serve": serve,
+        }
+
+    def key(self, serve: bool = False) -> str:
+        """A digest of this, and of the code that runs here."""
+        facts = self.facts("serve" if serve else "")
+        code = (code_digest(CAPTURE), *_code(), *_packages())
+        return digest((facts, self.target.gpu.kind, os.getcwd(), *code))
+
+    def kept(self, key: str) -> Path | None:
+        """The capture that is kept under a key, if the script would find the same answers now."""
+        gpu = emulated(self.target.gpu)
+        for path in () if self.anew else sorted(cache_folder("programs").glob(f"{key}-*.json.gz")):
+            known = path.with_suffix(".asked")
+            if known.is_file() and Answers(**json.loads(known.read_text())).hold(gpu):
+                return path
+        return None
+
+    def command(self, result: Path, serve: str = "") -> list[str]:
+        """The words of its process, which writes what it captured to a file."""
+        facts = {**self.facts(serve), "gpu": asdict(emulated(self.target.gpu))}
+        return [MODULE, json.dumps(facts), str(result)]
+
+
+def captured_script(order: ScriptOrder) -> CapturedScript:
     """Capture a step of a script, or read the one that is kept, unless ``anew``.
 
-    ``module``: its name, if it runs as ``python -m`` runs it; ``script`` is its file then.
     One is kept for as long as the script would find the same answers: files, folders, variables and
     the GPU's facts, as far as it asked for them. Its output goes to stderr. ValueError in one line
-    where it cannot be captured, or not in ``limit_s`` seconds; all processes that it started are
-    gone then.
+    where it cannot be captured, or not in time; all processes that it started are gone then.
     """
-    gpu = emulated(target.gpu)
-    order = {
-        "script": str(script),
-        "module": module,
-        "arguments": list(arguments),
-        "steps": steps,
-        "world_size": world_size,
-        "per_node": min(world_size, gpus_per_domain(target.gpu, target.node)),
-    }
-    key = _digest((order, gpu.kind, os.getcwd(), code_digest(CAPTURE), *_code(), *_packages()))
+    key = order.key()
+    path, made = order.kept(key), False
+    if path is None:
+        path, made = _capture(order, key), True
+    program, lane = read_program(path)
+    return CapturedScript(program=program, lane=lane, kept=not made)
+
+
+def _capture(order: ScriptOrder, key: str) -> Path:
+    """Capture a script anew, and keep it under a key."""
+    with fresh_path(key) as path:
+        with ScriptProcess(order, order.command(path)) as process:
+            process.ended()
+        if not path.is_file():
+            raise ValueError(f"{order.path.name}: no program was captured, it ended by itself")
+        return keep(path, key)
+
+
+@contextmanager
+def fresh_path(key: str) -> Iterator[Path]:
+    """Where a capture is written until it is kept; what is left there is removed."""
     folder = cache_folder("programs")
-    for path in () if anew else sorted(folder.glob(f"{key}-*.json.gz")):
-        known = path.with_suffix(".asked")
-        if known.is_file() and Answers(**json.loads(known.read_text())).hold(gpu):
-            program, lane = read_program(path)
-            return CapturedScript(program=program, lane=lane, kept=True)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f".{key}-{os.getpid()}.json.gz"
     try:
-        _run([MODULE, json.dumps(order | {"gpu": asdict(gpu)}), str(path)], script, limit_s)
-        if not path.is_file():
-            raise ValueError(f"{script.name}: no program was captured, it ended by itself")
-        program, lane = read_program(path)
-        _keep(path, folder / f"{key}-{_digest(path.with_suffix('.asked').read_text())}.json.gz")
+        yield path
     finally:
         for one in (path, path.with_suffix(".asked")):
             one.unlink(missing_ok=True)
-    return CapturedScript(program=program, lane=lane, kept=False)
+
+
+def keep(path: Path, key: str) -> Path:
+    """Give a capture and what it asked their names, the latter last; returns the former."""
+    name = path.parent / f"{key}-{digest(path.with_suffix('.asked').read_text())}.json.gz"
+    path.replace(name)
+    path.with_suffix(".asked").replace(name.with_suffix(".asked"))
+    return name
 
 
 def module_file(name: str) -> Path:
@@ -102,13 +154,8 @@ def module_file(name: str) -> Path:
     return module_file(f"{name}.__main__") if folders else Path(file)
 
 
-def _keep(path: Path, name: Path) -> None:
-    """Give a capture and what it asked their names, the latter last."""
-    path.replace(name)
-    path.with_suffix(".asked").replace(name.with_suffix(".asked"))
-
-
-def _digest(value: object) -> str:
+def digest(value: object) -> str:
+    """A short digest of plain values."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
@@ -124,31 +171,55 @@ def _packages() -> list[str]:
     return sorted({f"{one.name} {one.version}" for one in distributions()})
 
 
-def _run(command: Sequence[str], script: Path, limit_s: int) -> None:
-    """Run the capture; all that it started is gone when it ends, fails, takes too long or too much.
+class ScriptProcess:
+    """A process that captures a script; it and all that it started are gone when this closes.
 
     That holds too when this process is killed meanwhile (``child_processes``).
     """
-    most = MOST_MEMORY * memory_bytes()
-    with held() as variables, TemporaryFile() as said:
-        process = subprocess.Popen(
-            [sys.executable, "-m", START, *command],
-            env=os.environ | variables,
-            stdout=sys.__stderr__,
-            stderr=said,
-            start_new_session=True,
-        )
 
-        def check_memory() -> None:
-            if (taken := session_bytes(process.pid)) > most:
+    def __init__(self, order: ScriptOrder, command: Sequence[str]) -> None:
+        self.script, self.limit_s = order.path, order.limit_s
+        self._command, self._stack = command, ExitStack()
+
+    def __enter__(self) -> ScriptProcess:
+        with self._stack as stack:
+            variables = stack.enter_context(held())
+            self._said = stack.enter_context(TemporaryFile())
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", START, *self._command],
+                env=os.environ | variables,
+                stdout=sys.__stderr__,
+                stderr=self._said,
+                start_new_session=True,
+            )
+            stack.callback(end_group, self.process)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def ended(self) -> None:
+        """Wait until it ends; ValueError where it fails, takes too long or too much."""
+        self._wait(lambda: self.process.poll() is not None)
+
+    def written(self, *paths: Path) -> None:
+        """Wait until it has written one of some files; ValueError as for ``ended``, or if none."""
+        self._wait(lambda: any(path.is_file() for path in paths))
+        if not any(path.is_file() for path in paths):
+            raise ValueError(f"{self.script.name} ended by itself")
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        most, end_s = MOST_MEMORY * memory_bytes(), time.monotonic() + self.limit_s
+        while not done() and self.process.poll() is None:
+            time.sleep(POLL_S)
+            if (taken := session_bytes(self.process.pid)) > most:
                 here = f"allowed are {most / 1e9:.1f} GB, {MOST_MEMORY:.0%} of this machine's"
-                raise ValueError(f"{script.name} takes {taken / 1e9:.1f} GB of memory; {here}")
-
-        how = watch(process, check_memory, never, time.monotonic() + limit_s)
-        if how == "late":
-            raise ValueError(f"{script.name} made too few steps within {limit_s} s")
-        if process.returncode:
-            raise ValueError(_reason(said, process.returncode, script))
+                raise ValueError(f"{self.script.name} takes {taken / 1e9:.1f} GB of memory; {here}")
+            if time.monotonic() > end_s:
+                raise ValueError(f"{self.script.name} made too few steps within {self.limit_s} s")
+        if self.process.poll():
+            raise ValueError(_reason(self._said, self.process.returncode, self.script))
 
 
 def _reason(said: IO[bytes], code: int, script: Path) -> str:

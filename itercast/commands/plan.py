@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -18,6 +19,7 @@ from rich.table import Table
 from itercast.capture.base.durations import counted
 from itercast.capture.base.slow_imports import without_scikit_learn
 from itercast.capture.plan import ParallelPlan
+from itercast.commands.script_case import found_lines, searched
 from itercast.options import (
     Cluster,
     GpuName,
@@ -61,6 +63,9 @@ PARTS: tuple[tuple[str, str, str], ...] = (
 )
 def plan(
     question: Question,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="of a script in place of CASE, after --")
+    ] = None,
     gpu: GpuName = "",
     gpus: Gpus = None,
     cluster: Cluster = None,
@@ -84,7 +89,10 @@ def plan(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Search parallel plans; prints the best ten and where time goes; logs to MLflow."""
+    """Search parallel plans; prints the best ten and where time goes; logs to MLflow.
+
+    CASE may be a training script, as of `itercast run`: the plans are of the model that it trains.
+    """
     begin, unlike = time.perf_counter(), {n: getattr(question, n) for n in ("lengths", "packed")}
     asked: Row = {name: getattr(question, name) for name in (*STEP, *WHERE)} | {"amp": amp}
     if cluster is not None:
@@ -94,20 +102,12 @@ def plan(
         return
     if not gpu or gpus is None:
         raise ValueError("plan takes --gpu and --gpus, or --cluster")
-    samples, where = question.samples_over(gpus), {"node": node, "local": local}
-    known = {"machine": question.known_machine()}
-    search, target = _open(question, gpu, gpus, global_batch=samples, **where, **asked, **known)
-    if prices is not None:
-        _check_price(prices, target)
-    facts = {"case": question.name, "gpu": gpu, "gpus": gpus, "objective": objective}
-    facts |= {**where, **unlike, **asked, "stack": target.stack, **_settled(search, target)}
-    facts["command"] = _command(question, facts)
-    facts["unusual"] = unusual(facts, {}, ParallelPlan(dp=gpus, node=node), target.gpu)
-    counts, reports = run_search(search, facts, page)
-    if any(unlike.values()):
-        sizes = {"batch": search.batch, "seq": search.seq, "node": node, **unlike}
-        reports = with_lengths(question.asked(), reports, gpu=gpu, **{**asked, **sizes, **known})
-    facts |= {"gpu": target.gpu.name, **counts, "seconds": time.perf_counter() - begin}
+    facts: Row = {"case": question.name, "gpu": gpu, "gpus": gpus, "objective": objective}
+    facts |= {"node": node, "local": local, **unlike, **asked}
+    with searched(question, gpu, node, arguments or []) as (model, script):
+        facts |= script
+        facts, reports = _found(question, model, facts, page, prices)
+    facts["seconds"] = time.perf_counter() - begin
     print_plans(facts, reports, as_json, prices)
 
 
@@ -116,6 +116,28 @@ def _check_price(prices: Path, target: Target) -> None:
     from itercast.compose.throughput import prices_of
 
     prices_of(prices, [target.gpu.name])
+
+
+def _found(
+    question: Question, model: Any, facts: Row, page: Path | None, prices: Path | None
+) -> tuple[Row, list[Forecast]]:
+    """The best plans of a model, and what was asked and settled."""
+    gpu, gpus, asked = facts["gpu"], facts["gpus"], {n: facts[n] for n in (*STEP, *WHERE, "amp")}
+    samples, where = question.samples_over(gpus), {n: facts[n] for n in ("node", "local")}
+    known = {"machine": question.known_machine()}
+    search, target = _open(model, gpu, gpus, global_batch=samples, **where, **asked, **known)
+    if prices is not None:
+        _check_price(prices, target)
+    facts |= {"amp": search.amp, "stack": target.stack, **_settled(search, target)}
+    facts["command"] = _command(question, facts)
+    plan = ParallelPlan(dp=gpus, node=where["node"])
+    facts["unusual"] = unusual(facts, {}, plan, target.gpu)
+    counts, reports = run_search(search, facts, page)
+    unlike = {name: facts[name] for name in ("lengths", "packed")}
+    if any(unlike.values()):
+        sizes = {"batch": search.batch, "seq": search.seq, "node": where["node"], **unlike}
+        reports = with_lengths(model, reports, gpu=gpu, **{**asked, **sizes, **known})
+    return facts | {"gpu": target.gpu.name, **counts}, reports
 
 
 def _settled(search: Search, target: Target) -> Row:
@@ -127,15 +149,17 @@ def _settled(search: Search, target: Target) -> Row:
 def _command(question: Question, told: Row) -> str:
     """The command line that repeats a search, with the values of all options."""
     named = {n: getattr(question, n) for n in ("case", "hf_config", "model", *MACHINE)}
-    return command("plan", {n: v for n, v in {**told, **named}.items() if v})
+    line = command("plan", {n: v for n, v in {**told, **named}.items() if v and n != "script"})
+    words = told.get("script", {}).get("arguments", [])
+    return shlex.join([*shlex.split(line), *(["--", *words] if words else [])])
 
 
-def _open(question: Question, gpu: str, gpus: int, **asked: Any) -> tuple[Search, Target]:
+def _open(model: Any, gpu: str, gpus: int, **asked: Any) -> tuple[Search, Target]:
     """The search, and the target of its plans."""
     with prints_aside(), without_scikit_learn():
         from itercast.compose.plan_search.open_search import open_search
 
-        search, target = open_search(question.asked(), gpu, gpus, **asked)
+        search, target = open_search(model, gpu, gpus, **asked)
     warn_of_dtype(search.dtype, target)
     return search, target
 
@@ -207,7 +231,8 @@ def print_plans(
     if as_json:
         typer.echo(json.dumps({**facts, "plans": plain}))
     else:
-        say(search_line(facts), facts["unusual"])
+        found = found_lines(facts["script"]) if "script" in facts else []
+        say("\n".join([*found, search_line(facts)]), facts["unusual"])
         Console().print(plans_table(facts, reports, [one.get("price", {}) for one in usd]))
     log_last(log_plans, facts, plain)
 

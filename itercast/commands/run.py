@@ -29,10 +29,9 @@ from itercast.options import (
 if TYPE_CHECKING:
     from itercast.capture.input.lane import InputLane
     from itercast.compose.forecast import Forecast
-    from itercast.compose.programs.scripts import CapturedScript
+    from itercast.compose.programs.scripts import CapturedScript, ScriptOrder
     from itercast.compose.target import Target
-
-    Order = tuple[Path, str, Sequence[str], Target, int, int, int, bool]
+    from itercast.microbench.store import Row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +72,7 @@ def run(
     """
     with without_scikit_learn():
         from itercast.anchors import known_machine
-        from itercast.compose.programs.scripts import module_file
+        from itercast.compose.programs.scripts import ScriptOrder, module_file
         from itercast.compose.target import find_target
 
     name_of_module, script = (str(script), module_file(str(script))) if module else ("", script)
@@ -82,10 +81,12 @@ def run(
     pairs = list(product(gpu.split(","), _counts(gpus)))
     if trace is not None and len(pairs) > 1:
         raise ValueError("trace: of one GPU and one number of GPUs")
+    asked: Row = {"path": script, "module": name_of_module, "arguments": arguments or []}
+    asked |= {"steps": steps, "limit_s": limit, "anew": no_cache}
     rows = list[Forecasted | str]()
     for name, count in pairs:
         target = find_target(name, plan, bundle, host, stack, known, script.name)
-        order = (script, name_of_module, arguments or [], target, count, steps, limit, no_cache)
+        order = ScriptOrder(target=target, world_size=count, **asked)
         try:
             rows.append(_forecast(order, trace))
         except ValueError as exc:
@@ -109,14 +110,14 @@ def _counts(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 
-def _forecast(order: Order, trace: Path | None) -> Forecasted:
+def _forecast(order: ScriptOrder, trace: Path | None) -> Forecasted:
     """Capture a script, or read its capture, and forecast it with its input."""
     from itercast.compose.programs.forecast import forecast_program, trace_of_program
     from itercast.compose.programs.scripts import captured_script
 
-    script, _, _, target, count, *_ = order
-    with Console(stderr=True).status(f"running {script.name} as rank 0 of {count}"):
-        captured = captured_script(*order)
+    target = order.target
+    with Console(stderr=True).status(f"running {order.path.name} as rank 0 of {order.world_size}"):
+        captured = captured_script(order)
     program, lane = captured.program, captured.lane
     found, loading_us, advice = forecast_program(program, target), 0.0, ""
     step_us = found.iteration_us

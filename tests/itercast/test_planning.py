@@ -34,6 +34,41 @@ def asked(bundle: str, gpus: int, *more: str) -> Result:
     return result
 
 
+TRAINING = """
+import sys, torch
+width = int(sys.argv[1])
+model = torch.nn.Sequential(torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width))
+optimizer = torch.optim.AdamW(model.cuda().parameters())
+while True:
+    torch.nn.functional.mse_loss(model(torch.randn(16, width).cuda()), torch.ones(1)).backward()
+    optimizer.step()
+"""
+
+
+def test_the_plans_of_a_script(
+    bundle: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unchanged: 8 processes of it have 16 samples each, and 2 * 4 * 64**2 weights, 5 * 64 biases.
+
+    The second time its process is not started: all captures are kept.
+    """
+    monkeypatch.setenv("ITERCAST_CACHE", str(tmp_path / "cache"))
+    script = tmp_path / "train.py"
+    script.write_text(TRAINING)
+    words = ["plan", str(script), "--gpu", GPU.name, "--gpus", "8", "--bundle", bundle, "--json"]
+    result = run.invoke(app, [*words, "--", "64"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert found["script"]["parameters"] == 8 * 64**2 + 5 * 64 and found["global_batch"] == 8 * 16
+    assert found["plans"][0]["world_size"] == 8 and found["command"].endswith("-- 64")
+    assert found["script"]["model_us"] == pytest.approx(found["script"]["script_us"], rel=0.15)
+    monkeypatch.setattr("subprocess.Popen", None)
+    again = json.loads(run.invoke(app, [*words, "--", "64"]).stdout.splitlines()[-1])
+    assert again["plans"] == found["plans"]
+    refused = run.invoke(app, [*words[:1], "gpt-s", *words[2:], "--", "64"])
+    assert refused.exit_code == 2 and "are of a script, not of gpt-s" in refused.stderr
+
+
 def test_the_best_plans_are_printed_and_logged(
     bundle: str, mlflow_store: str, tmp_path: Path
 ) -> None:

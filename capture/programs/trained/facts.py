@@ -1,0 +1,28 @@
+"""What is told of the model that a script trains, and the files by which its captures are asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FACTS = "trained.json"
+ASKED, ANSWER, REFUSED = ".asked", ".step", ".refused"  # how the names of files end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What is known of the model that a script trains, in plain values.
+
+    ``batch`` samples and ``seq`` tokens of each (0: not of tokens) are those of a micro-batch, of
+    which a step of one process has ``micro``. ``dtype`` is autocast's with ``amp``, else that of
+    its parameters, of which there are so many. ``notes``: what a plan of it leaves out.
+    """
+
+    model: str
+    batch: int
+    seq: int
+    micro: int
+    dtype: str
+    amp: bool
+    optimizer: str
+    parameters: int
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,216 @@
+"""Records how a script makes its loss of a model's output, to make it again in other batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+# Functions whose integers are lengths, which follow the batch; those of others may be axes.
+SHAPED = (
+    *("view", "reshape", "expand", "repeat", "zeros", "ones", "full", "empty", "new_zeros"),
+    *("new_ones", "new_full", "new_empty", "rand", "randn", "arange", "unflatten", "tile"),
+    *("broadcast_to", "narrow", "split", "__getitem__", "__setitem__"),
+)
+WRITES = ("__setitem__", "__set__")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """Samples of a micro-batch, and tokens of each; 0 tokens where the input is not of tokens."""
+
+    batch: int
+    seq: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaled:
+    """Lengths at another size than the script's own: its batch, tokens, and products of both."""
+
+    own: Size
+    wanted: Size
+
+    @property
+    def _tokens(self) -> dict[int, int]:
+        """Tokens of a sample, labels may be one more or fewer."""
+        own, wanted = self.own.seq, self.wanted.seq
+        return {own + d: wanted + d for d in (1, -1, 0)} if own > 2 else {}
+
+    @property
+    def _rows(self) -> dict[int, int]:
+        """Samples, or tokens of all samples."""
+        own, wanted = self.own.batch, self.wanted.batch
+        return {own * a: wanted * b for a, b in self._tokens.items()} | {own: wanted}
+
+    def length(self, value: int) -> int:
+        """A length that a script stated as a number."""
+        return (self._tokens | self._rows).get(value, value) if value > 1 else value
+
+    def shape(self, shape: Sequence[int]) -> list[int]:
+        """The shape of a tensor whose first axis is the batch; others may be tokens."""
+        rows, tokens = self._rows, self._tokens
+        return [*(rows.get(n, n) for n in shape[:1]), *(tokens.get(n, n) for n in shape[1:])]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """A tensor without its memory: ``parameter`` is its name where it is one of the model's."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+    channels_last: bool = False
+    scaled: bool = True
+    parameter: str = ""
+
+    def tensor(self, size: Scaled, dtype: torch.dtype | None) -> torch.Tensor:
+        """A tensor of this form at a size; ``dtype`` is that of floating-point ones."""
+        floats = self.dtype.is_floating_point and dtype is not None
+        made = torch.empty(
+            size.shape(self.shape) if self.scaled else self.shape,
+            dtype=dtype if floats else self.dtype,
+        )
+        if self.channels_last:
+            made = made.contiguous(memory_format=torch.channels_last)
+        return made.requires_grad_(self.requires_grad)
+
+
+def form_of(tensor: torch.Tensor, parameter: str = "") -> Form:
+    """The form of a tensor; parameters of other models are the same in all batches."""
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    return Form(
+        shape=shape,
+        dtype=tensor.dtype,
+        requires_grad=tensor.is_leaf and tensor.requires_grad,
+        channels_last=len(shape) == 4 and stride[1] == 1 and shape[1] > 1,
+        scaled=not isinstance(tensor, torch.nn.Parameter),
+        parameter=parameter,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The tensor of this number on a tape."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Called:
+    """A function of torch that was called; tensors of its arguments are numbers and forms."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    options: Mapping[str, Any]
+    results: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossTape:
+    """The functions that make a loss of the tensors of a model's output, in order."""
+
+    calls: tuple[Called, ...]
+    loss: int
+
+    def play(
+        self, output: Any, parameters: Mapping[str, Any], size: Scaled, dtype: torch.dtype | None
+    ) -> Any:
+        """The loss of an output at another size."""
+        known = dict(enumerate(tensors_of(output)))
+        made: dict[int, torch.Tensor] = {}
+
+        def value(one: Any, lengths: bool) -> Any:
+            if isinstance(one, Result):
+                return known[one.number]
+            if isinstance(one, Form):
+                if one.parameter:
+                    return parameters[one.parameter]
+                return made.setdefault(id(one), one.tensor(size, dtype))
+            if isinstance(one, slice):
+                parts = (one.start, one.stop, one.step)
+                return slice(*(value(part, lengths) for part in parts))
+            return size.length(one) if lengths and type(one) is int else one
+
+        for call in self.calls:
+            name = getattr(call.function, "__name__", "")
+            args = tree_map(lambda one: value(one, name in SHAPED), call.arguments)  # noqa: B023
+            options = tree_map(lambda one: value(one, name in SHAPED), dict(call.options))  # noqa: B023
+            result = call.function(*args, **options)
+            tensors = tensors_of(args[0] if name in WRITES else result)
+            known.update(zip(call.results, tensors, strict=True))
+        return known[self.loss]
+
+
+class LossRecorder(TorchFunctionMode):
+    """Records what is called on a model's output while it is ``on``; no tensor is kept alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on = False
+        self.names: Mapping[int, str] = {}  # of the model's parameters, by their ids
+        self.begin(())
+
+    def begin(self, output: Any) -> None:
+        """Forget all calls, and number the tensors of an output from 0 on."""
+        self.calls: list[Called] = []
+        self._numbers: Any = WeakIdKeyDictionary()
+        self._forms: Any = WeakIdKeyDictionary()
+        self._count = 0
+        self._number(tensors_of(output))
+
+    def tape(self, loss: torch.Tensor) -> LossTape | None:
+        """What led to a loss; None where something did that is no function of torch."""
+        number = self._numbers.get(loss)
+        return None if number is None else LossTape(calls=tuple(self.calls), loss=number)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self.on or func is torch.Tensor.backward:
+            return func(*args, **kwargs)
+        read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        follows = any(t in self._numbers or id(t) in self.names for t in read)
+        asked = tree_map(self._reference, (tuple(args), kwargs)) if follows else ((), {})
+        made = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        tensors = tensors_of(args[0] if name in WRITES else made)
+        if follows and tensors:
+            numbers = self._number(tensors)
+            self.calls.append(
+                Called(function=func, arguments=asked[0], options=asked[1], results=numbers)
+            )
+        return made
+
+    def _number(self, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        for tensor in tensors:
+            self._numbers[tensor] = self._count
+            self._count += 1
+        return tuple(range(self._count - len(tensors), self._count))
+
+    def _reference(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return tuple(value) if isinstance(value, torch.Size) else value
+        if value in self._numbers:
+            return Result(self._numbers[value])
+        if value not in self._forms:
+            self._forms[value] = form_of(value, self.names.get(id(value), ""))
+        return self._forms[value]
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """All tensors in a model's output, in order: of lists, dicts, and objects with fields."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        return [t for one in value.values() for t in tensors_of(one)]
+    if isinstance(value, list | tuple):
+        return [t for one in value for t in tensors_of(one)]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [t for f in fields(value) for t in tensors_of(getattr(value, f.name))]
+    return []

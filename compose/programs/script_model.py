@@ -1,0 +1,94 @@
+"""The model that a user's script trains, as a case: captured in any batch, under any plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from itercast.capture.base.cache_folder import cache_folder
+from itercast.capture.base.files import write_atomic
+from itercast.capture.opcall import StepCapture
+from itercast.capture.programs.program import ProgramCapture, read_program
+from itercast.capture.programs.trained.facts import ANSWER, ASKED, FACTS, REFUSED, Trained
+from itercast.capture.recorder.cache import cached, loads
+from itercast.capture.step import StepSettings
+from itercast.compose.capture_model import SizedModel
+from itercast.compose.programs.scripts import ScriptOrder, ScriptProcess, digest, fresh_path, keep
+
+
+@contextmanager
+def script_model(order: ScriptOrder) -> Iterator[tuple[SizedModel, ProgramCapture]]:
+    """The model that a script trains as one process, and the step that it was found in.
+
+    ValueError in one line where a plan cannot be of it. Its captures are kept as the script's own;
+    one that is not there yet is made in the script's process, which ends with this context.
+    """
+    order = replace(order, world_size=1)
+    key = order.key(serve=True)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory()))
+        captures = _Captures(order, key, folder, stack)
+        path = order.kept(key)
+        if path is None or not path.with_suffix(".trained").is_file():
+            path = captures.start()
+        program, _ = read_program(path)
+        facts = Trained(**json.loads(path.with_suffix(".trained").read_text()))
+        compiled = any(c.compiled for c in program.ranks[0].calls)
+        engines = ["compile"] * compiled + ["graph"] * any(
+            c.graphed for c in program.ranks[0].calls
+        )
+        model = SizedModel(
+            name=order.path.name,
+            facts=facts,
+            engine="+".join(engines) or "eager",
+            capture_at=partial(captures.at, path.name),
+        )
+        yield model, program
+
+
+class _Captures:
+    """Captures of a found model: those that are kept, and others from the script's process."""
+
+    def __init__(self, order: ScriptOrder, key: str, folder: Path, stack: ExitStack) -> None:
+        self.order, self.key, self.folder, self.stack = order, key, folder, stack
+        self.process: ScriptProcess | None = None
+        self.numbers = count()
+
+    def start(self) -> Path:
+        """Run the script until its model is found, and keep what was captured."""
+        with fresh_path(self.key) as path:
+            command = self.order.command(path, str(self.folder))
+            process = self.stack.enter_context(ScriptProcess(self.order, command))
+            process.written(self.folder / FACTS)
+            self.process = process
+            kept = keep(path, self.key)
+        write_atomic(kept.with_suffix(".trained"), (self.folder / FACTS).read_bytes())
+        return kept
+
+    def at(
+        self, name: str, settings: StepSettings, batch: int, seq: int, shallow: bool
+    ) -> StepCapture:
+        """One micro-batch of the script of this capture."""
+        key = digest((name, settings, batch, seq, shallow))
+        make = partial(self._ask, settings, batch, seq, shallow)
+        return cached(key, make, cache_folder("captures"))
+
+    def _ask(self, settings: StepSettings, batch: int, seq: int, shallow: bool) -> StepCapture:
+        if self.process is None:
+            self.start()
+        if self.process is None:
+            raise ValueError(f"{self.order.path.name} did not start")
+        asked = {"settings": asdict(settings), "batch": batch, "seq": seq, "shallow": shallow}
+        path = self.folder / f"{next(self.numbers)}{ASKED}"
+        write_atomic(path, json.dumps(asked).encode())
+        answer, refused = path.with_suffix(ANSWER), path.with_suffix(REFUSED)
+        self.process.written(answer, refused)
+        if refused.is_file():
+            raise ValueError(refused.read_text())
+        return loads(answer.read_bytes())

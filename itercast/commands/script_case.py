@@ -1,0 +1,121 @@
+"""A script as a case of the commands ``plan`` and ``run --plan``: the model that it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from itercast.capture.base.slow_imports import without_scikit_learn
+from itercast.capture.plan import ParallelPlan
+
+if TYPE_CHECKING:
+    from itercast.capture.opcall import StepCapture
+    from itercast.capture.programs.program import ProgramCapture
+    from itercast.compose.capture_model import SizedModel
+    from itercast.compose.programs.scripts import ScriptOrder
+    from itercast.compose.target import Target
+    from itercast.microbench.store import Row
+    from itercast.options import Question
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptCase:
+    """The model that a script trains as one process, and the step that it was found in."""
+
+    model: SizedModel
+    program: ProgramCapture
+    target: Target
+
+    def prepared(self, plan: ParallelPlan, world: int) -> tuple[StepCapture, Target]:
+        """A micro-batch under a plan, and the target, in mixed precision where the script is.
+
+        Its ranks share as many samples as the script has as that many processes, in micro-batches
+        of the script's own size unless the plan states their number.
+        """
+        from itercast.compose.capture_model import capture, micro_size
+        from itercast.compose.graph.launch_modes import with_engine
+
+        facts = self.model.facts
+        how = self.model.settings({"amp": plan.amp})
+        samples = self.model.replica_batch * world
+        if samples % plan.dp:
+            raise ValueError(f"plan {str(plan)!r}: dp does not divide {samples} samples")
+        micro = max(1, samples // plan.dp // facts.batch)
+        if plan.pp > 1 and not plan.micro:
+            plan = replace(plan, micro=micro)
+        elif plan.pp == 1 and plan.accumulate == 1:
+            plan = replace(plan, accumulate=micro)
+        plan = replace(plan, amp=how["amp"])
+        size = micro_size(self.model, plan, samples // plan.dp, facts.seq)
+        step = with_engine(capture(self.model, **size, **how), self.model.engine)
+        return step, replace(self.target, plan=plan)
+
+    def facts(self) -> Row:
+        """What was found, and what its step takes beside that of the script, on one GPU."""
+        from itercast.compose.programs.forecast import forecast_program
+        from itercast.compose.target import forecast_step
+
+        whole_us = forecast_program(self.program, self.target).iteration_us
+        model_us = forecast_step(*self.prepared(ParallelPlan(), 1)).iteration_us
+        found = asdict(self.model.facts)
+        return {**found, "script_us": whole_us, "model_us": model_us, "engine": self.model.engine}
+
+
+@contextmanager
+def script_case(order: ScriptOrder) -> Iterator[ScriptCase]:
+    """Find the model that a script trains; its process ends with this context."""
+    with without_scikit_learn():
+        from itercast.compose.programs.script_model import script_model
+
+    with (
+        Console(stderr=True).status(f"running {order.path.name}") as status,
+        script_model(order) as (
+            model,
+            program,
+        ),
+    ):
+        status.stop()
+        yield ScriptCase(model=model, program=program, target=order.target)
+
+
+@contextmanager
+def searched(
+    question: Question, gpu: str, node: str, arguments: Sequence[str]
+) -> Iterator[tuple[Any, Row]]:
+    """What is searched, and of a script what was found in it; it runs until this context ends."""
+    if not question.case.endswith(".py"):
+        if arguments:
+            raise ValueError(f"arguments {list(arguments)} are of a script, not of {question.name}")
+        yield question.asked(), {}
+        return
+    from itercast.compose.programs.scripts import ScriptOrder
+    from itercast.compose.target import find_target
+
+    if question.lengths:
+        raise ValueError("--lengths go without a script, whose batches are its own")
+    named = (question.bundle, question.host, question.stack, question.known_machine())
+    target = find_target(gpu, f"node={node}" if node else "", *named, question.case)
+    order = ScriptOrder(path=Path(question.case), arguments=arguments, target=target)
+    with script_case(order) as case:
+        yield case.model, {"script": {"arguments": list(arguments), **case.facts()}}
+
+
+def found_lines(facts: Row) -> list[str]:
+    """What a script trains, and how near its model's step comes to its own, a line each."""
+    tokens = f" x {facts['seq']:,} tokens" if facts["seq"] else ""
+    micro = f"{facts['micro']} micro-batches of " if facts["micro"] > 1 else ""
+    dtype = f"{facts['dtype']} autocast" if facts["amp"] else facts["dtype"]
+    size = f"{facts['parameters'] / 1e6:,.1f} M parameters"
+    first = f"found {facts['model']}: {size}, {micro}{facts['batch']:,} samples{tokens} a process"
+    whole_us, model_us = facts["script_us"], facts["model_us"]
+    rest = 100 * (model_us / whole_us - 1) if whole_us else 0.0
+    second = (
+        f"as it is, on one GPU: {whole_us * 1e-3:.2f} ms; its model's step, of which plans are "
+    )
+    second += f"made: {model_us * 1e-3:.2f} ms ({rest:+.1f} %)"
+    return [f"{first}, {dtype}, {facts['optimizer']}", second]

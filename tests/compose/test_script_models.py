@@ -1,0 +1,181 @@
+"""The model that a script trains is found, and its step is the script's own, in any batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from small_scripts import H100, written
+
+from itercast.capture.input.batches import TakenBatches
+from itercast.capture.opcall import StepCapture
+from itercast.capture.plan import ParallelPlan
+from itercast.capture.programs.gpus.machine import gpus_that_are_not_there
+from itercast.capture.programs.gpus.streams import recorded_streams
+from itercast.capture.programs.log import ProgramLog
+from itercast.capture.programs.program import ProgramCapture
+from itercast.capture.programs.script import Script, capture_script
+from itercast.capture.programs.trained.finder import Finder
+from itercast.capture.programs.trained.serve import TrainedModel
+from itercast.capture.step import StepSettings
+from itercast.compose.programs.forecast import forecast_program
+from itercast.compose.target import Target, find_target, forecast_step
+from itercast.learners.bundle import Bundle
+from itercast.microbench.hardware.spec import load_gpu
+
+DECODER = """
+import torch, torch.nn as nn, torch.nn.functional as F
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.RMSNorm(256), nn.Linear(256, 1024), nn.Linear(1024, 256)
+        self.qkv, self.out = nn.Linear(256, 768), nn.Linear(256, 256)
+    def forward(self, x):
+        b, t, d = x.shape
+        parts = self.qkv(self.norm(x)).split(256, 2)
+        q, k, v = (p.view(b, t, 4, 64).transpose(1, 2) for p in parts)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True)
+                         .transpose(1, 2).reshape(b, t, d))
+        return x + self.down(F.silu(self.up(x)))
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(1000, 256), nn.Linear(256, 1000)
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+    def forward(self, ids, *, scale=1.0):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return {"logits": self.head(x) * scale}
+model = Decoder().cuda().bfloat16()
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+while True:
+    ids = torch.randint(0, 1000, (4, 128), device="cuda")
+    logits = model(ids, scale=0.5)["logits"]
+    F.cross_entropy(logits[:, :-1].reshape(4 * 127, 1000), ids[:, 1:].reshape(-1)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+IMAGES = """
+import torch, torch.nn as nn
+class Images(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.patch, self.head = nn.Conv2d(3, 192, 16, 16), nn.Linear(192, 10)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(192, 3, 768, 0.0, batch_first=True) for _ in range(4))
+    def forward(self, x):
+        x = self.patch(x).flatten(2).transpose(1, 2)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+model = Images().cuda()
+optimizer = torch.optim.Adam(model.parameters())
+while True:
+    for micro in range(2):
+        x, y = torch.randn(8, 3, 224, 224).cuda(), torch.zeros(8, dtype=torch.long).cuda()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = nn.CrossEntropyLoss(label_smoothing=0.1)(model(x), y) / 2
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+UNUSUAL = """
+import torch, torch.nn as nn, torch.nn.functional as F
+torch.distributed.init_process_group("nccl")
+net = nn.Sequential(nn.Linear(512, 8192), nn.GELU(), nn.Linear(8192, 512)).cuda()
+model = nn.parallel.DistributedDataParallel(net)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    x, y = torch.randn(4096, 512).cuda(), torch.randn(4096, 512).cuda()
+    alike = F.normalize(model(x)) @ F.normalize(y).t() / 0.07
+    penalty = sum(p.square().sum() for p in net.parameters())
+    (torch.logsumexp(alike, 1).mean() - alike.diagonal().mean() + 1e-4 * penalty).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+SCRIPTS = {"decoder": DECODER, "images": IMAGES, "unusual": UNUSUAL}
+
+
+def found(folder: Path, text: str) -> tuple[TrainedModel, ProgramCapture]:
+    """The model that a script trains, and the step that it was found in."""
+    script, finder = Script(path=written(folder, text), steps=2), Finder()
+    program = capture_script(script, H100, 1, 1, TakenBatches(), finder)
+    return TrainedModel.of(finder, on_gpu=True), program
+
+
+def captured(
+    model: TrainedModel, batch: int = 0, seq: int = 0, *, shallow: bool = False
+) -> StepCapture:
+    """One micro-batch of it as the script trains it, in its own size unless another is given."""
+    log, facts = ProgramLog(), model.facts
+    how = StepSettings(dtype=facts.dtype, amp=facts.amp, optimizer=facts.optimizer)
+    with recorded_streams(log), gpus_that_are_not_there(H100, 1, 0, log):
+        return model.capture(how, batch or facts.batch, seq or facts.seq, shallow=shallow)
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Target:
+    """One GPU, of which no family is known: all is priced by its roofline."""
+    gpu = load_gpu("h100-sxm-80gb")
+    Bundle(models={}, gpus={gpu.name: gpu}).save(tmp_path / "bundle")
+    return find_target(gpu.name, bundle=tmp_path / "bundle")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_plan_of_one_gpu_is_the_script_as_it_is(
+    name: str, tmp_path: Path, target: Target
+) -> None:
+    """Within 3 %: what the script draws at random, and gradients of zero_grad, are beside it."""
+    model, program = found(tmp_path, SCRIPTS[name])
+    plan = ParallelPlan(accumulate=model.facts.micro, amp=model.facts.amp)
+    whole_us = forecast_program(program, target).iteration_us
+    step = captured(model, shallow=True)
+    assert bool(step.repeats) == (name != "unusual")
+    planned = forecast_step(step, replace(target, plan=plan))
+    assert planned.iteration_us == pytest.approx(whole_us, rel=0.03)
+
+
+def products(step: StepCapture) -> Counter[tuple[int, ...]]:
+    """Shapes of the results of matrix products."""
+    ops = ("aten.mm.default", "aten.addmm.default")
+    return Counter(c.outputs[0].shape for c in step.calls if c.op in ops)
+
+
+def test_a_script_is_captured_in_other_batches(tmp_path: Path) -> None:
+    """6 samples of 50 tokens for 4 of 128: rows of a product are 300 for 512, of logits 6 * 49."""
+    model, _ = found(tmp_path, DECODER)
+    assert (model.facts.batch, model.facts.seq, model.facts.optimizer) == (4, 128, "adamw_fused")
+    step = captured(model, 6, 50)
+    assert products(step) == {
+        tuple({512: 300}.get(n, n) for n in shape): count
+        for shape, count in products(captured(model)).items()
+    }
+    (loss,) = (c for c in step.calls if c.op == "aten._log_softmax.default")
+    assert loss.outputs[0].shape == (6 * 49, 1000) and step.tokens == 6 * 50
+
+
+TWO = """
+import torch
+a, b = torch.nn.Linear(8, 8).cuda(), torch.nn.Linear(8, 8).cuda()
+first, second = torch.optim.SGD(a.parameters()), torch.optim.SGD(b.parameters())
+x = torch.randn(4, 8).cuda()
+while True:
+    {}
+"""
+IN_TURN = "a(x).sum().backward(); first.step(); b(x).sum().backward(); second.step()"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (IN_TURN, "trains 2 models in turn"),
+        ("b(a(x)).sum().backward(); first.step(); second.step()", "calls 2 models"),
+        ("(x @ a.weight).sum().backward(); first.step()", "no model found"),
+    ],
+)
+def test_what_no_plan_can_be_of_is_one_line(tmp_path: Path, body: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        found(tmp_path, TWO.format(body))
