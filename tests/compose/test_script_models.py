@@ -92,9 +92,10 @@ while True:
     x, y = torch.randn(4096, 512).cuda(), torch.randn(4096, 512).cuda()
     alike = F.normalize(model(x)) @ F.normalize(y).t() / 0.07
     penalty = sum(p.square().sum() for p in net.parameters())
-    (torch.logsumexp(alike, 1).mean() - alike.diagonal().mean() + 1e-4 * penalty).backward()
-    optimizer.step()
+    loss = torch.logsumexp(alike, 1).mean() - alike.diagonal().mean() + 1e-4 * penalty
     optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
 """
 SCRIPTS = {"decoder": DECODER, "images": IMAGES, "unusual": UNUSUAL}
 

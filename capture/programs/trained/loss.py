@@ -166,7 +166,15 @@ class LossRecorder(TorchFunctionMode):
     def tape(self, loss: torch.Tensor) -> LossTape | None:
         """What led to a loss; None where something did that is no function of torch."""
         number = self._numbers.get(loss)
-        return None if number is None else LossTape(calls=tuple(self.calls), loss=number)
+        if number is None:
+            return None
+        needed, calls = {number}, list[Called]()
+        for call in reversed(self.calls):
+            if needed.intersection(call.results):
+                read = tree_leaves((call.arguments, dict(call.options)))
+                needed |= {one.number for one in read if isinstance(one, Result)}
+                calls.append(call)
+        return LossTape(calls=tuple(calls[::-1]), loss=number)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -175,7 +183,8 @@ class LossRecorder(TorchFunctionMode):
         if not self.on or func is torch.Tensor.backward:
             return func(*args, **kwargs)
         read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        follows = any(t in self._numbers or id(t) in self.names for t in read)
+        own = self.names if torch.is_grad_enabled() else ()
+        follows = any(t in self._numbers or id(t) in own for t in read)
         asked = tree_map(self._reference, (tuple(args), kwargs)) if follows else ((), {})
         made = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
