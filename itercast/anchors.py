@@ -41,7 +41,7 @@ def measured_steps(
     from itercast.capture.base.yaml_text import read_values
 
     found = read_values(path, "anchor file")
-    entries = found if isinstance(found, list) else [found]
+    entries = found if isinstance(found, list) else [] if found is None else [found]
     return [_step(one, f"{path.name}, step {n}", ask) for n, one in enumerate(entries, start=1)]
 
 
@@ -52,9 +52,8 @@ def _step(entry: Any, where: str, ask: Callable[..., Any]) -> MeasuredStep:
     known = set(signature(ask).parameters) - {"machine", "anchor"}
     if not isinstance(entry, Mapping) or set(entry) - known - set(TIMES):
         strange = sorted(set(entry) - known - set(TIMES)) if isinstance(entry, Mapping) else entry
-        raise ValueError(
-            f"anchor {where}: {strange!r}; known: options of predict, and {', '.join(TIMES)}"
-        )
+        given = f"unknown {strange!r}; known: options of predict, and {', '.join(TIMES)}"
+        raise ValueError(f"anchor {where}: {given}")
     times = {name: entry[name] for name in TIMES if name in entry}
     if len(times) != 1 or not ("trace" in times or _positive(*times.values())):
         raise ValueError(

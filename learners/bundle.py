@@ -108,6 +108,7 @@ class Bundle:
 
     def save(self, folder: Path) -> None:
         """Write to a temporary folder and rename it, so that a partial bundle is never visible."""
+        check_out(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
         fresh = folder.with_name(f".{folder.name}.{os.getpid()}")
         shutil.rmtree(fresh, ignore_errors=True)
@@ -150,6 +151,12 @@ class Bundle:
             first = (str(exc).splitlines() or [""])[0] or type(exc).__name__
             raise ValueError(f"bundle {str(folder)!r} cannot be used: {first}") from exc
         return cls(models=models, gpus=gpus, anchors=anchors, machines=machines)
+
+
+def check_out(folder: Path) -> None:
+    """ValueError where a bundle, which replaces its whole folder, would delete other files."""
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / FACTS).is_file():
+        raise ValueError(f"out {str(folder)!r}: holds other files and no bundle; name a new folder")
 
 
 def digests(folder: Path, facts: Facts) -> dict[str, str]:

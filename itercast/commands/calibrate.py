@@ -46,6 +46,10 @@ def calibrate(
         raise ValueError(
             "calibrate writes a bundle (--out), a host (--host) or a machine file (--iterations)"
         )
+    if out is not None:
+        from itercast.learners.bundle import check_out
+
+        check_out(out)
     if iterations is not None:
         _write_machine(iterations, rows, bundle, as_json=as_json)
     if out is None and host is None:

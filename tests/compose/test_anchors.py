@@ -134,7 +134,7 @@ def test_a_machine_file_is_written_read_and_used(tmp_path: Path) -> None:
         ("- {case: mlp-l, gpu: a100-sxm-80gb}", "one of step_ms"),
         ("- {case: mlp-l, step_ms: -1}", "one of step_ms"),
         ("- {case: mlp-l, gpu: a100-sxm-80gb, trace: gone.json}", "gone.json"),
-        ("- {case: mlp-l, stepms: 3}", r"\['stepms'\]; known: options of predict"),
+        ("- {case: mlp-l, stepms: 3}", r"step 1: unknown \['stepms'\]; known: options of predict"),
         ("- 3", "3; known: options of predict"),
         ("[]", "no measured steps"),
         ("a: [", "not a readable anchor file"),
