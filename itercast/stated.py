@@ -160,7 +160,7 @@ def _of_plan(asked: Facts, size: Mapping[str, int], plan: ParallelPlan, gpu: Gpu
     if asked.get("attn") == "eager":
         found.append("attention is eager; usual is sdpa")
     if plan.world_size > 1 and not plan.node and gpu.kind == "gpu":
-        found.append("no node is named (--node, or node=NAME in --plan), so links and network are assumed")
+        found.append("no node is named (--node, --plan node=...): links and network are assumed")
     if size.get("microbatches", plan.pp) < plan.pp:
         few = f"{counted(size['microbatches'], 'micro-batch')} for {plan.pp} stages"
         found.append(f"{few}: most of the pipeline waits; usual is several per stage (micro=...)")
