@@ -76,5 +76,5 @@ def size_of(model: Any, gpus: int, global_batch: int | None, seq: int | None) ->
     if isinstance(model, SizedModel):
         global_batch, seq = global_batch or model.replica_batch * gpus, seq or model.facts.seq
     if not global_batch:
-        raise ValueError("--hf-config and --model need --batch (samples of a GPU), and --seq for text")
+        raise ValueError("--hf-config and --model need --batch, of a GPU, and --seq for text")
     return global_batch, seq or 0
