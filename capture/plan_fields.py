@@ -109,6 +109,11 @@ class PlanFields:
         return self.shard_group or self.dp
 
     @property
+    def cpu_ranks(self) -> int:
+        """Ranks that share a CPU: all, or those of one of the stated nodes."""
+        return -(-self.world_size // max(1, self.nodes))
+
+    @property
     def chunks(self) -> int:
         """Chunks of CoCoNeT's overlap; 1: messages and products do not overlap."""
         return int((re.findall(r"overlap:(\d+)", self.coconet) or [1])[0])

@@ -33,6 +33,8 @@ def find_node(plan: ParallelPlan, gpu: Gpu) -> Node | None:
     if not plan.node:
         return None
     node = load_node(plan.node)
+    if gpu.kind == "cpu" and node.gpu == "cpu":
+        return node
     if node.gpu != gpu.name:
         raise ValueError(f"plan {str(plan)!r}: node {node.name!r} holds {node.gpu}, not {gpu.name}")
     return node
@@ -133,7 +135,7 @@ def find_target(
         bundle_name=str(folder),
         gpu=device,
         plan=parsed,
-        threads=max(1, device.sm_count // parsed.world_size) if device.kind == "cpu" else 0,
+        threads=max(1, device.sm_count // parsed.cpu_ranks) if device.kind == "cpu" else 0,
         node=find_node(parsed, device),
         host=find_host(host, device),
         stack=find_stack(stack, device),

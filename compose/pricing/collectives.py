@@ -21,6 +21,7 @@ from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.durations import counted
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.parallel.ep import expert_shards
+from itercast.compose.parallel.links import Crossing, Group, between_cpus, rate_of_cpu
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import UNMODELLED, AssumedShares, PricedOp
 from itercast.compose.tables.tiers import RATES, TIERS, tier_us
@@ -29,7 +30,6 @@ from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.step.alpha_beta import (
     CPU_COPIES,
     NETWORK_BYTES_PER_S,
-    bytes_moved,
     floor_us,
 )
 from itercast.microbench.ops.step.collective import Collective
@@ -38,40 +38,6 @@ from itercast.microbench.store import Row
 CONTENTION: Mapping[str, float] = assumed(__file__, "contention")  # by kind of device
 LATENCY = "alpha_beta.step_us"  # the assumption that times by formula rest on
 EMPTY_BYTES: int = assumed(__file__, "empty_bytes")  # so few bytes take the latency alone
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """Ranks of one collective; ``per_node`` of them share a node."""
-
-    size: int
-    per_node: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Crossing:
-    """A link between unlike GPUs that messages of these kinds along ``axes`` cross.
-
-    ``bytes_per_s`` of one direction are shared by ``sharers`` equal messages at a time.
-    """
-
-    kinds: tuple[str, ...]
-    axes: tuple[str, ...]
-    bytes_per_s: float
-    latency_us: float
-    sharers: int
-
-    def crossed(self, message: Message, ranks: int, op: PricedOp) -> PricedOp:
-        """A message among so many ranks: no faster than its bytes over the link, and its latency.
-
-        A sum goes over the link and comes back.
-        """
-        if message.axis not in self.axes or message.kind not in self.kinds or ranks == 1:
-            return op
-        crossing = message.among(world_size=ranks, ranks_per_node=1)
-        link_us = self.sharers * float(bytes_moved(crossing)) / self.bytes_per_s * 1e6
-        ways = 2 if message.kind == "all_reduce" else 1
-        return replace(op, duration_us=max(op.duration_us, link_us) + ways * self.latency_us)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +59,10 @@ class Cluster:
         may state other rates, and how many ranks share it.
         """
         return self.node, self.gpus_per_node
+
+    def on_one_cpu(self, group: Group) -> Group:
+        """The ranks of a group on one CPU, which share its memory; on GPUs the whole group."""
+        return replace(group, size=group.per_node) if self.gpu.kind == "cpu" else group
 
     def link(self, ranks: int) -> str:
         """The slowest kind of link among so many GPUs of a node."""
@@ -138,6 +108,8 @@ class Cluster:
     def network(self) -> str:
         """The links and network that messages are priced by; empty where none is sent."""
         world, domain = self.groups["world"].size, self.gpus_per_node
+        if self.gpu.kind == "cpu" and self.node and world > domain:
+            return f"{self.node.name}: {rate_of_cpu(self.node) / 1e9:g} GB/s between CPUs"
         if world == 1 or self.gpu.kind == "cpu":
             return ""
         inside = min(world, domain)
@@ -208,11 +180,13 @@ def cluster(plan: ParallelPlan, gpu: Gpu, node: Node | None = None) -> Cluster:
     - ``intra_node``: two ranks of one node; ``inter_node``: two of different nodes; ``near``: the
       ranks of ``shard`` in one node; ``world``: all.
 
-    A CPU is one node of any number of ranks.
+    A CPU is one node of any number of ranks, or each of ``nodes`` is one.
     """
-    per_node = plan.world_size
+    per_node = plan.cpu_ranks
     if gpu.kind != "cpu":
         per_node = ranks_per_node(plan, gpus_per_domain(gpu, node))
+    elif node is not None:
+        _check_cpus(plan, node)
     inner = {"tp": 1, "cp": plan.tp, "shard": plan.tp, "dp": plan.tp * plan.cp}
     inner |= {"pp": inner["dp"] * plan.dp, "world": 1}
     inner["ep"] = inner["dp"] if plan.expert_tp == plan.tp else 1
@@ -235,7 +209,16 @@ def cluster(plan: ParallelPlan, gpu: Gpu, node: Node | None = None) -> Cluster:
     groups["inter_node"] = Group(size=2, per_node=1)
     groups |= dict.fromkeys(TIERS, Group(size=1, per_node=1))
     groups["near"] = replace(groups["shard"], size=groups["shard"].per_node)
-    return Cluster(gpu=gpu, node=node, gpus_per_node=per_node, groups=groups)
+    far = between_cpus(groups, per_node, node) if gpu.kind == "cpu" and node else ()
+    return Cluster(gpu=gpu, node=node, gpus_per_node=per_node, groups=groups, crossings=tuple(far))
+
+
+def _check_cpus(plan: ParallelPlan, node: Node) -> None:
+    """ValueError where a plan does not say how its ranks lie on CPUs, or a file their network."""
+    ranks_per_node(plan, node.gpus_per_node)
+    if plan.nodes == 0 or plan.pp > 1 or node.network_bytes_per_s == 0:
+        rule = f"nodes=N, no pp, and network_bytes_per_s in the file of {node.name!r}"
+        raise ValueError(f"plan {str(plan)!r}: CPUs as nodes need {rule}")
 
 
 def ranks_per_node(plan: ParallelPlan, gpus_per_node: int) -> int:
@@ -286,13 +269,15 @@ Sent = tuple[Message, Group]
 
 def price_messages(messages: Sequence[Message], book: PriceBook, where: Cluster) -> list[PricedOp]:
     """Prices each message as if no other were sent; the book keeps prices without factors."""
-    asked = [(m, where.groups[m.axis]) for m in messages]
+    asked = [(m, where.on_one_cpu(where.groups[m.axis])) for m in messages]
     prefetch_messages(asked, book, where)
     known = book.sent[where.place]
     sent = [known[m, g].among(g.size, g.per_node, book.machine) for m, g in asked]
     for link in where.crossings:
-        both = zip(asked, sent, strict=True)
-        sent = [link.crossed(m, group.size, op) for (m, group), op in both]
+        for i, message in enumerate(messages):
+            far = message.among(world_size=where.groups[message.axis].size, ranks_per_node=1)
+            us = link.crossed_us(far, message.axis, sent[i].duration_us)
+            sent[i] = replace(sent[i], duration_us=us)
     return sent
 
 

@@ -179,7 +179,8 @@ def price_model(
     groups = tuple(where.groups[axis] for axis in axes)
     pairs = plan.microbatches if plan.ep_overlap else 1
     ways = (plan.expert_tp, casts(capture, plan, book.stack), pairs)
-    key = ("priced model", *ways, plan.parts("prices"), groups, where.node, book)
+    sharers = plan.cpu_ranks if book.gpu.kind == "cpu" else 1
+    key = ("priced model", sharers, *ways, plan.parts("prices"), groups, where.node, book)
     return once_of(capture)(key, partial(_price_graph, capture, plan, book, where))
 
 

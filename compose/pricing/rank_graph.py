@@ -216,7 +216,7 @@ def rank_graph(capture: StepCapture, plan: ParallelPlan, gpu: Gpu, stack: str = 
     if plan.amp and gpu.kind == "cpu":
         raise ValueError(f"plan {str(plan)!r}: amp is a GPU's autocast; a CPU casts other ops")
     parts = plan.dp if plan.cut else 1  # of a graph
-    ranks = plan.world_size if gpu.kind == "cpu" else 1
+    ranks = plan.cpu_ranks if gpu.kind == "cpu" else 1
     cast = casts(capture, plan, stack)
     key = ("rank graph", plan.expert_tp, parts, cast, *plan.parts("ops"), gpu, ranks)
     return once_of(capture)(key, partial(_rank_graph, capture, plan, gpu, ranks, cast))

@@ -181,7 +181,7 @@ class Rank:
             return 1.0
         if self.kin:
             return max(1.0, self.kin * self.book.threads / cores)
-        micro, each = plan.microbatches, plan.world_size // plan.pp * self.book.threads
+        micro, each = plan.microbatches, plan.cpu_ranks // plan.pp * self.book.threads
         slots = micro + plan.pp - 1
         busy = (min(s + 1, plan.pp, micro, slots - s) for s in range(slots))
         return sum(max(1.0, each * n / cores) for n in busy) / slots

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 from law_case import CUT, KIB, SPREAD, WIDTH, Bare, model, node_of, outcome, rank_for, tied_gpt
-from plan_case import GPU, Flat
+from plan_case import CPU, GPU, Flat
 
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture
@@ -27,7 +27,7 @@ from itercast.compose.simulate.stage_rank import memory, stage_messages, stages_
 from itercast.microbench.hardware.node import Node, load_node, node_names
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.hardware.stack import load_stack
-from itercast.microbench.ops.step.alpha_beta import LINK_SHARE
+from itercast.microbench.ops.step.alpha_beta import CPU_STEP_US, LINK_SHARE
 
 
 def sent(rank: Rank) -> dict[str, int]:
@@ -330,6 +330,36 @@ def test_megatron_sends_sums_of_bf16_gradients_in_fp32() -> None:
         assert of_stack(text, "deepspeed")[reduced] == torch[reduced]
         assert megatron.get("all_gather") == torch.get("all_gather")
     assert load_stack("megatron-core").sums_in_fp32 == load_stack("nemo").sums_in_fp32 == ("bf16",)
+
+
+def test_cpus_as_nodes_share_a_network_of_a_file() -> None:
+    """Four ranks on two CPUs of two, which have 2e9 bytes/s between them: 2 of 1e9.
+
+    An all_reduce of 1e9 bytes sends 2 * 3/4 of them in a ring that leaves a CPU once: 750 ms, and
+    2 steps; by two groups of one rank each of either CPU 2 * 1e9 * 2 * 1/2 bytes: 1 s. All that
+    each of two ranks sends of an all_to_all is 3/4 of its buffer: 750 ms.
+    """
+    node = Node(name="n", gpu="cpu", gpus_per_node=2, topology="pcie", network_bytes_per_s=1e9)
+    book = PriceBook(Bare(), CPU, 1)
+
+    def us(kind: str, text: str, nodes: int = 2) -> float:
+        where = cluster(ParallelPlan.parse(f"{text},node=n,nodes={nodes}"), CPU, node)
+        message = Message(kind=kind, axis="shard", message_bytes=10**9)
+        return price_messages([message], book, where)[0].duration_us
+
+    assert us("all_reduce", "dp=4") == pytest.approx(750_000 + 2 * CPU_STEP_US)
+    assert us("all_reduce", "tp=2,dp=2") == pytest.approx(1_000_000 + 2 * CPU_STEP_US)
+    assert us("all_to_all", "dp=4") == pytest.approx(750_000 + CPU_STEP_US)
+    alone = price_messages(
+        [Message(kind="all_reduce", axis="shard", message_bytes=10**9)],
+        book,
+        cluster(ParallelPlan.parse("dp=2"), CPU),
+    )[0]
+    assert us("all_reduce", "dp=2", nodes=1) == alone.duration_us
+    with pytest.raises(ValueError, match="CPUs as nodes need nodes=N, no pp"):
+        cluster(ParallelPlan.parse("pp=2,node=n,nodes=2"), CPU, node)
+    with pytest.raises(ValueError, match="8 ranks do not fit 2 nodes of 2"):
+        us("all_reduce", "dp=8")
 
 
 def test_one_rank_of_a_ring_sends_to_the_next_node() -> None:

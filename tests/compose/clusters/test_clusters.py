@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,11 @@ from itercast.compose.clusters.file import read_cluster, subsets
 from itercast.compose.clusters.search import job_on, plans_on_cluster, predict_on_cluster
 from itercast.compose.clusters.split import _least_maximum
 from itercast.compose.forecast import Forecast
+from itercast.compose.parallel.links import Crossing
 from itercast.compose.predict import predict
-from itercast.compose.pricing.collectives import Crossing, Message
-from itercast.compose.pricing.priced_op import PricedOp
 from itercast.compose.simulate.stages import _cost_cuts
 from itercast.compose.simulate.timeline import Span, Task, side_by_side
+from itercast.microbench.ops.step.collective import Collective
 
 TWO = "groups: {a: {gpu: h100-sxm-80gb, count: 1}, b: {gpu: h100-sxm-80gb, count: 1}}\n"
 ALIKE = TWO + "links: [{between: [a, b], bytes_per_s: 1e18}]\n"
@@ -98,17 +99,15 @@ def test_layers_are_cut_so_that_the_slowest_stage_is_fastest() -> None:
 
 def test_messages_cross_the_link_between_groups() -> None:
     """An all_reduce of 1000 bytes among two sends 1000: 1 ms at 1 MB/s, and 50 us each way."""
-    op = PricedOp(op="", family="", phase="comm", duration_us=10.0, flops=0.0)
     facts = {"kinds": ("all_reduce", "send_recv"), "axes": ("shard",), "latency_us": 50.0}
     link = Crossing(**facts, bytes_per_s=1e6, sharers=1)
     shared = Crossing(**facts, bytes_per_s=1e6, sharers=2)
-    total = Message(kind="all_reduce", axis="shard", message_bytes=1000)
-    assert link.crossed(total, 2, op).duration_us == 1100
-    assert shared.crossed(total, 2, op).duration_us == 2100
-    one = Message(kind="send_recv", axis="shard", message_bytes=1000)
-    assert link.crossed(one, 2, op).duration_us == 1050
-    within = Message(kind="all_reduce", axis="tp", message_bytes=1000)
-    assert link.crossed(within, 2, op) == op
+    total = Collective(op="all_reduce", message_bytes=1000, world_size=2, ranks_per_node=1)
+    assert link.crossed_us(total, "shard", 10.0) == 1100
+    assert shared.crossed_us(total, "shard", 10.0) == 2100
+    one = replace(total, op="send_recv")
+    assert link.crossed_us(one, "shard", 10.0) == 1050
+    assert link.crossed_us(total, "tp", 10.0) == 10.0
 
 
 @pytest.mark.parametrize("plan", ["dp=2,zero=3", "dp=2,accumulate=4", "pp=2,schedule=zb"])
