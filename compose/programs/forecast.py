@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from math import inf
 
 from itercast.capture.base.durations import counted
+from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.capture.programs.program import COLLECTIVE, ProgramCapture
 from itercast.compose.forecast import Forecast, report
@@ -24,6 +26,8 @@ from itercast.compose.simulate.breakdown import (
 )
 from itercast.compose.target import Target
 from itercast.compose.trace.events import Trace, program_trace
+
+LOOKUP = "aten.embedding.default"
 
 
 def forecast_program(program: ProgramCapture, target: Target) -> Forecast:
@@ -51,8 +55,20 @@ def forecast_program(program: ProgramCapture, target: Target) -> Forecast:
         network=cluster_of(everyone, book.gpu, target.node, per_node).network,
         world_size=world,
         samples=world * program.samples,
-        tokens=world * program.tokens,
+        tokens=world * (program.tokens or max(map(_tokens, program.ranks.values()))),
     )
+
+
+def _tokens(rank: StepCapture) -> int:
+    """Tokens of a rank's step: those that its forward looks up in the table asked most, if [B, T].
+
+    0 where it looks none up.
+    """
+    asked = Counter[int]()
+    for call in rank.calls:
+        if call.op == LOOKUP and call.phase == "forward" and len(call.args[1].shape) == 2:
+            asked[call.args[0].storage] += call.args[1].numel
+    return max(asked.values(), default=0)
 
 
 def trace_of_program(program: ProgramCapture, target: Target) -> Trace:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from itercast.commands.script_case import found_lines, of_script, searched
 from itercast.options import Json, Question, asks, prints_aside
 from itercast.stated import question_facts, say_step
 
 if TYPE_CHECKING:  # the command line starts without pandas
     from itercast.compose.explain.changes import Change
     from itercast.compose.explain.time_parts import HotOp, TimePart
+    from itercast.microbench.store import Row
 
 BAR = 20  # characters of the longest bar
 OPS = 10  # listed
@@ -25,10 +27,31 @@ OPS = 10  # listed
 @asks
 def explain(
     question: Question,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="of a script in place of CASE, after --")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show where an iteration's time goes and which change (software, plan, GPU) gains most."""
-    step, target = question.prepared()  # imports what is slow
+    """Show where an iteration's time goes and which change (software, plan, GPU) gains most.
+
+    CASE may be a training script, as of `itercast plan`.
+    """
+    with searched(question, question.gpu, "", arguments or []) as (model, script):
+        _explain(question, model, script, as_json)
+
+
+def _explain(question: Question, model: Any, script: Row, as_json: bool) -> None:
+    """Print the parts of a model's iteration, its longest ops, and what changes would gain."""
+    asked = question.arguments()
+    if script:
+        from itercast.compose.predict import prepare  # imports what is slow
+
+        asked |= of_script(model, asked)
+        step, target = prepare(model, **asked)
+        facts = script
+    else:
+        step, target = question.prepared()
+        facts = question_facts(question, step, target)
     from itercast.compose.explain.changes import changes
     from itercast.compose.explain.time_parts import hot_ops, time_parts
     from itercast.compose.target import forecast_step
@@ -39,18 +62,21 @@ def explain(
     with progress_bar() as bar, prints_aside():
         task = bar.add_task("changes", total=None)
         gains = changes(
-            question.asked(),
-            question.arguments(),
+            model,
+            asked,
             lambda name: bar.update(task, description=name),
         )
-    name, facts = question.name, question_facts(question, step, target)
+    name = question.name
     title = f"{name} on {found.gpu}, plan {found.plan}: {found.iteration_us / 1e3:.2f} ms"
     if as_json:
         lists: dict[str, Sequence[Any]] = {"parts": parts, "ops": ops, "changes": gains}
         plain = {key: [asdict(one) for one in some] for key, some in lists.items()}
         typer.echo(json.dumps({"case": name, "forecast": asdict(found), **facts, **plain}))
         return
-    say_step(facts)
+    if script:
+        typer.echo("\n".join(found_lines(script["script"])))
+    else:
+        say_step(facts)
     console = Console()
     console.print(_parts_table(title, parts))
     assumed = f"{100 * found.assumed_frac:.0f} % of it rests on assumed numbers"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -14,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from itercast.capture.base.slow_imports import without_scikit_learn
+from itercast.capture.programs.program import COLLECTIVE, ProgramCapture
+from itercast.commands.script_case import print_under_plan
 from itercast.options import (
     Anchor,
     Bundle,
@@ -43,6 +47,7 @@ class Forecasted:
     loading_us: float
     advice: str
     captured: CapturedScript
+    order: ScriptOrder
 
 
 def run(
@@ -51,6 +56,9 @@ def run(
     gpu: Annotated[str, typer.Option(help="GPU, or several: a,b")] = "cpu",
     gpus: Annotated[str, typer.Option(help="number of GPUs, or several: 8,16")] = "1",
     node: NodeName = "",
+    plan: Annotated[
+        str, typer.Option(help='what if: the model that it trains under a plan, "dp=8,tp=8,amp"')
+    ] = "",
     module: Annotated[
         bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as of python -m")
     ] = False,
@@ -77,16 +85,19 @@ def run(
 
     name_of_module, script = (str(script), module_file(str(script))) if module else ("", script)
 
-    plan, known = f"node={node}" if node else "", known_machine(machine, anchor, Question)
+    place, known = f"node={node}" if node else "", known_machine(machine, anchor, Question)
     pairs = list(product(gpu.split(","), _counts(gpus)))
-    if trace is not None and len(pairs) > 1:
-        raise ValueError("trace: of one GPU and one number of GPUs")
+    if (trace is not None or plan) and len(pairs) > 1:
+        raise ValueError(f"{'plan' if plan else 'trace'}: of one GPU and one number of GPUs")
     asked: Row = {"path": script, "module": name_of_module, "arguments": arguments or []}
     asked |= {"steps": steps, "limit_s": limit, "anew": no_cache}
     rows = list[Forecasted | str]()
     for name, count in pairs:
-        target = find_target(name, plan, bundle, host, stack, known, script.name)
+        target = find_target(name, place, bundle, host, stack, known, script.name)
         order = ScriptOrder(target=target, world_size=count, **asked)
+        if plan:
+            print_under_plan(order, plan, trace, as_json)
+            return
         try:
             rows.append(_forecast(order, trace))
         except ValueError as exc:
@@ -133,7 +144,12 @@ def _forecast(order: ScriptOrder, trace: Path | None) -> Forecasted:
 
         write_trace(trace, trace_of_program(program, target))
     return Forecasted(
-        found=found, step_us=step_us, loading_us=loading_us, advice=advice, captured=captured
+        found=found,
+        step_us=step_us,
+        loading_us=loading_us,
+        advice=advice,
+        captured=captured,
+        order=order,
     )
 
 
@@ -144,8 +160,29 @@ def _facts(name: str, one: Forecasted) -> dict[str, Any]:
     program = one.captured.program
     facts = {"step_us": one.step_us, "loading_us": one.loading_us, "notes": program.notes}
     facts["limits_frac"] = limits(one.found)
+    facts |= {"sent_bytes": _sent(program), **_asked(one)}
     facts |= {"optimizer_steps": program.optimizer_steps, "from_cache": one.captured.kept}
     return {"case": name, **asdict(one.found), **facts}
+
+
+def _asked(one: Forecasted) -> Row:
+    """What was asked, with the values that stand in for options not given, as ``predict`` says it.
+
+    ``batch``: samples that a rank loads in a step, where a DataLoader says so.
+    """
+    order, found = one.order, one.found
+    options: Row = {"gpu": found.gpu, "gpus": found.world_size, "node": order.target.plan.node}
+    options |= {"bundle": found.bundle, "host": found.host, "stack": found.stack}
+    options |= {"steps": order.steps, "limit": order.limit_s}
+    given = {name: value for name, value in options.items() if value}
+    words = [w for name, value in given.items() for w in (f"--{name}", str(value))]
+    script = ["--module", order.module] if order.module else [str(order.path)]
+    question = {"script": script[-1], "arguments": list(order.arguments), **given}
+    question |= {"batch": one.captured.program.samples}
+    return {
+        "question": question,
+        "command": shlex.join(["itercast", "run", *words, *script, *order.arguments]),
+    }
 
 
 def _compared(
@@ -153,7 +190,7 @@ def _compared(
 ) -> Table:
     """A row for each GPU and number of them: a step, its rate, what it uses, and notes below."""
     table = Table(title=name)
-    heads = ("GPUs", "step ms", "with input", "samples/s", "MFU %", "memory GB", "fits")
+    heads = ("GPUs", "step ms", "with input", "samples/s", "tokens/s", "MFU %", "memory GB", "fits")
     table.add_column("GPU", no_wrap=True)
     for head in heads:
         table.add_column(head, justify="right")
@@ -171,12 +208,22 @@ def _compared(
             f"{one.step_us * 1e-3:.2f}",
             f"{found.iteration_us * 1e-3:.2f}",
             f"{found.samples_per_s:.1f}" if found.samples_per_s else "-",
+            f"{found.tokens_per_s:,.0f}" if found.tokens_per_s else "-",
             f"{100 * found.mfu_frac:.1f}",
             f"{found.memory_bytes / 1e9:.1f} of {found.memory_room_bytes / 1e9:.1f}",
             "yes" if found.fits else "no",
         )
     table.caption = "\n".join(notes) or None
     return table
+
+
+def _sent(program: ProgramCapture) -> dict[str, int]:
+    """Bytes of the messages that the first captured rank takes part in during a step, by kind."""
+    sent = Counter[str]()
+    for call in program.ranks[min(program.ranks)].calls:
+        if call.op == COLLECTIVE:
+            sent[call.kwargs["kind"]] += call.kwargs["bytes"]
+    return dict(sent.most_common())
 
 
 def _workers(found: Forecast, lane: InputLane, target: Target, samples: int) -> str:
@@ -200,6 +247,9 @@ def _print(name: str, one: Forecasted) -> None:
     found, program = one.found, one.captured.program
     table = forecast_table(name, found)
     table.add_row("fits", "yes" if found.fits else "no")
+    if sent := _sent(program):
+        told = ", ".join(f"{kind} of {nbytes / 1e6:,.1f} MB" for kind, nbytes in sent.items())
+        table.add_row("messages of a rank", f"{told}, among {found.world_size} ranks")
     if one.loading_us:
         waits_us = found.idle_by_us["input"]
         limit = "its input as measured here" if waits_us > 0 else "its step"

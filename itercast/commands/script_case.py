@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.console import Console
 
 from itercast.capture.base.slow_imports import without_scikit_learn
@@ -39,6 +41,7 @@ class ScriptCase:
         """
         from itercast.compose.capture_model import capture, micro_size
         from itercast.compose.graph.launch_modes import with_engine
+        from itercast.compose.target import find_node
 
         facts = self.model.facts
         how = self.model.settings({"amp": plan.amp})
@@ -53,7 +56,8 @@ class ScriptCase:
         plan = replace(plan, amp=how["amp"])
         size = micro_size(self.model, plan, samples // plan.dp, facts.seq)
         step = with_engine(capture(self.model, **size, **how), self.model.engine)
-        return step, replace(self.target, plan=plan)
+        node = find_node(plan, self.target.gpu)
+        return step, replace(self.target, plan=plan, node=node)
 
     def facts(self) -> Row:
         """What was found, and what its step takes beside that of the script, on one GPU."""
@@ -81,6 +85,44 @@ def script_case(order: ScriptOrder) -> Iterator[ScriptCase]:
     ):
         status.stop()
         yield ScriptCase(model=model, program=program, target=order.target)
+
+
+def of_script(model: SizedModel, asked: Row) -> Row:
+    """What ``predict`` is asked of a script's model: as it is, but for what is asked for."""
+    plan = ParallelPlan.parse(asked["plan"])
+    how = model.settings({**asked, "amp": plan.amp})
+    plan = replace(plan, amp=how.pop("amp"))
+    if not asked["plan"] and not asked["batch"]:
+        plan = replace(plan, accumulate=model.facts.micro)
+    engine = model.engine if asked["engine"] == "eager" else asked["engine"]
+    return {**how, "plan": str(plan), "engine": engine}
+
+
+def print_under_plan(order: ScriptOrder, text: str, trace: Path | None, as_json: bool) -> None:
+    """Print the forecast of the model that a script trains under a plan; ValueError for another.
+
+    The plan is of as many GPUs as the script is asked for, where that is more than one.
+    """
+    from itercast.commands.shared import forecast_table, write_trace
+    from itercast.compose.target import forecast_step, trace_of
+
+    plan = ParallelPlan.parse(text)
+    if order.world_size not in (1, plan.world_size):
+        raise ValueError(f"plan {text!r} is of {plan.world_size} GPUs, not of {order.world_size}")
+    plan = replace(plan, node=order.target.plan.node or plan.node)
+    with script_case(order) as case:
+        step, target = case.prepared(plan, plan.world_size)
+        found, facts = forecast_step(step, target), case.facts()
+    if trace is not None:
+        write_trace(trace, trace_of(step, target))
+    if as_json:
+        told = {"script": {"arguments": list(order.arguments), **facts}}
+        typer.echo(json.dumps({"case": order.path.name, **asdict(found), **told}))
+        return
+    typer.echo(
+        "\n".join([*found_lines(facts), f"below: not the script, but its model under {found.plan}"])
+    )
+    Console().print(forecast_table(f"the model of {order.path.name}", found))
 
 
 @contextmanager

@@ -132,7 +132,11 @@ def test_a_plan_of_one_gpu_is_the_script_as_it_is(
     """Within 3 %: what the script draws at random, and gradients of zero_grad, are beside it."""
     model, program = found(tmp_path, SCRIPTS[name])
     plan = ParallelPlan(accumulate=model.facts.micro, amp=model.facts.amp)
-    whole_us = forecast_program(program, target).iteration_us
+    whole = forecast_program(program, target)
+    whole_us = whole.iteration_us
+    assert round(whole.tokens_per_s * whole_us * 1e-6) == (4 * 128 if name == "decoder" else 0)
+    many = forecast_program(replace(program, world_size=8), target)  # of which none sends anything
+    assert name == "unusual" or many.iteration_us == whole_us
     step = captured(model, shallow=True)
     assert bool(step.repeats) == (name != "unusual")
     planned = forecast_step(step, replace(target, plan=plan))

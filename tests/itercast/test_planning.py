@@ -65,6 +65,13 @@ def test_the_plans_of_a_script(
     monkeypatch.setattr("subprocess.Popen", None)
     again = json.loads(run.invoke(app, [*words, "--", "64"]).stdout.splitlines()[-1])
     assert again["plans"] == found["plans"]
+    (same,) = (p for p in found["plans"] if p["plan"] == "dp=8")
+    what_if = ["run", *words[2:], "--plan", "dp=8", str(script), "64"]
+    told = json.loads(run.invoke(app, what_if).stdout.splitlines()[-1])
+    assert told["iteration_us"] == same["iteration_us"] and told["script"]["model"] == "Sequential"
+    what_if[what_if.index("8")] = "16"
+    wrong = run.invoke(app, what_if)
+    assert wrong.exit_code == 2 and "plan 'dp=8' is of 8 GPUs, not of 16" in wrong.stderr
     refused = run.invoke(app, [*words[:1], "gpt-s", *words[2:], "--", "64"])
     assert refused.exit_code == 2 and "are of a script, not of gpt-s" in refused.stderr
 

@@ -42,6 +42,9 @@ def test_a_script_on_64_gpus_and_its_trace(own_cache: Path, tmp_path: Path) -> N
     code, out, _ = run(*asked, str(EXAMPLE), *SMALL)
     found = json.loads(out)
     assert code == 0 and found["case"] == "train_gpt.py" and found["world_size"] == 64
+    assert found["command"].endswith(f"--steps 3 --limit 600 {EXAMPLE} {' '.join(SMALL)}")
+    assert found["question"]["batch"] == 8 and found["sent_bytes"]["all_reduce"] > 0
+    assert found["tokens_per_s"] == pytest.approx(16 * found["samples_per_s"])
     parts = found["compute_us"] + found["exposed_comm_us"] + found["idle_us"]
     assert found["iteration_us"] == pytest.approx(parts) and found["loading_us"] > 0
     assert found["samples_per_s"] == pytest.approx(64 * 8 / found["iteration_us"] * 1e6)
