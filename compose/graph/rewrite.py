@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 
-from itercast.capture.opcall import Argument, OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.capture.opcall import Argument, OpCall, ParamSpec, StepCapture, TensorSpec, changed
 
 COLLECTIVE = "itercast.collective"
 
@@ -75,15 +75,7 @@ def with_shape(t: TensorSpec, shape: tuple[int, ...]) -> TensorSpec:
     for dim in sorted(range(len(stride)), key=lambda d: (t.stride[d], -d)):
         stride[dim] = step if t.stride[dim] else 0
         step *= shape[dim] if t.stride[dim] else 1
-    return TensorSpec(
-        shape=shape,
-        dtype=t.dtype,
-        stride=tuple(stride),
-        storage=t.storage,
-        zero_frac=t.zero_frac,
-        layout=t.layout,
-        nnz=t.nnz,
-    )
+    return changed(t, shape=shape, stride=tuple(stride))
 
 
 def shard(t: TensorSpec, dim: int, parts: int) -> TensorSpec:
@@ -105,6 +97,6 @@ def with_tensors(call: OpCall, change: Mapping[TensorSpec, TensorSpec]) -> OpCal
     """The call with inputs and outputs replaced by ``change``; other tensors stay."""
     if not change:
         return call
-    return replace(
+    return changed(
         call, args=map_tensors(call.args, change), outputs=map_tensors(call.outputs, change)
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from itercast.capture.opcall import OpCall, StepCapture, TensorSpec
+from itercast.capture.opcall import OpCall, StepCapture, TensorSpec, changed
 from itercast.compose.graph.product_roles import DTYPE_CAST, LINEAR_PRODUCTS
 from itercast.compose.graph.rewrite import StepBuilder, fresh_storages, with_tensors
 from itercast.microbench.ops.matrix.gemm import GROUPED
@@ -51,7 +51,7 @@ def module_in_half(capture: StepCapture) -> StepCapture:
         update = call.phase in ("optimizer", "zero_grad")
         tensors = {t for t in (*call.tensors(), *call.outputs)}
         change = {
-            t: replace(
+            t: changed(
                 t,
                 storage=same.get(t.storage, t.storage),
                 dtype=half if t.dtype == WIDE and not update else t.dtype,
@@ -106,7 +106,7 @@ class _Narrowed:
                 whole = t if t.contiguous else _as_stored(t)
                 copy = self._half(replace(whole, storage=self.cast[t.storage]))
                 calls.append(replace(call, op=DTYPE_CAST, args=(whole,), outputs=(copy,)))
-            change[t] = self._half(replace(t, storage=self.cast.get(t.storage, t.storage)))
+            change[t] = self._half(changed(t, storage=self.cast.get(t.storage, t.storage)))
         a, b, result = *call.args[:2], call.outputs[0]
         if call.phase != "backward" and a.storage in self.cast:
             self.after_cast.add(b.storage)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from itercast.capture.opcall import Argument, OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.capture.opcall import Argument, OpCall, ParamSpec, StepCapture, TensorSpec, changed
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.graph.identity_cache import cached_by_identity
 from itercast.compose.graph.product_roles import (
@@ -161,7 +161,7 @@ class _TensorParallel:
         rows = -2 if len(t.shape) < 3 else 1
         divides = self.seq > 1 and not t.shape[rows] % self.seq
         self.cuts[t.storage] = cut_along(t, rows, length=self.seq if divides else 0, tokens=True)
-        partial = replace(t, storage=next(self.fresh))
+        partial = changed(t, storage=next(self.fresh))
         self.made.calls[-1] = with_tensors(self.made.calls[-1], {t: partial})
         self._send("reduce_scatter", partial, phase, self._shard(t))
 
@@ -176,10 +176,10 @@ class _TensorParallel:
         key = (t.storage, backward)
         if key not in self.copies:
             self.copies[key] = next(self.fresh)
-            whole = replace(t, storage=self.copies[key])
+            whole = changed(t, storage=self.copies[key])
             again = backward and (t.storage, False) in self.copies
             self._send("all_gather", whole, phase, whole, overlaps=again, part=self._shard(t))
-        return replace(t, storage=self.copies[key])
+        return changed(t, storage=self.copies[key])
 
     def _embedding(self, i: int, call: OpCall) -> None:
         """Cuts a look-up in a table cut by vocabulary, or its gradient; others read all tokens."""

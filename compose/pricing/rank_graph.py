@@ -225,7 +225,8 @@ def rank_graph(capture: StepCapture, plan: ParallelPlan, gpu: Gpu, stack: str = 
 def _rank_graph(
     capture: StepCapture, plan: ParallelPlan, gpu: Gpu, ranks: int, cast: str
 ) -> RankGraph:
-    capture = IN_HALF[cast](capture) if cast else capture
+    if cast:
+        capture = once_of(capture)(("in half", cast), partial(IN_HALF[cast], capture))
     trained = sum(p.nbytes for p in capture.parameters if p.ready_after >= 0 and not p.matrix)
     capture = cut_graph(capture if gpu.kind == "cpu" else with_whole_networks(capture), plan)
     capture = context_parallel(expert_parallel(capture, plan), plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -113,7 +114,10 @@ def test_a_gpu_too_small_for_all_experts_holds_some_of_them() -> None:
 
 
 def test_best_plans_use_all_gpus_but_for_cost(search: Search) -> None:
-    assert {s.plan.world_size for s in best_plans(search, 4, "time").best} == {4}
+    collected = set[bool]()
+    found = best_plans(search, 4, "time", on_plan=lambda n, best: collected.add(gc.isenabled()))
+    assert {s.plan.world_size for s in found.best} == {4}
+    assert collected == {False} and gc.isenabled()  # garbage is collected after a search
     cheap = best_plans(search, 4, "cost").best[0]
     assert cheap.plan.world_size in (1, 2, 4)
     small = best_plans(search, 4, "memory").best

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from plan_case import product_flops
 from torch import nn
 
 from itercast.capture.cases.external.lora import Adapted
-from itercast.capture.opcall import StepCapture
+from itercast.capture.opcall import StepCapture, TensorSpec, changed
 from itercast.capture.plan import ParallelPlan
 from itercast.capture.programs.capture import capture_program
 from itercast.capture.programs.program import COLLECTIVE as SENT
@@ -25,6 +26,15 @@ from itercast.compose.pricing.work import side_by_side_us
 def sent(capture: StepCapture) -> Counter[tuple[str, str]]:
     found = [c for c in capture.calls if c.op == COLLECTIVE]
     return Counter((c.phase, c.kwargs["kind"]) for c in found)
+
+
+def test_a_changed_tensor_keeps_nothing_that_was_computed() -> None:
+    """2 x 3 fp32 elements are 24 bytes, 4 x 3 are 48."""
+    small = TensorSpec(shape=(2, 3), dtype="fp32", storage=7)
+    assert small.nbytes == 24 and {small: 1}[small]
+    large = changed(small, shape=(4, 3))
+    assert large == TensorSpec(shape=(4, 3), dtype="fp32", storage=7)
+    assert large.nbytes == 48 and hash(large) == hash(replace(small, shape=(4, 3)))
 
 
 def test_tensor_parallel_cuts_the_casts_of_weights(gpt: StepCapture) -> None:
