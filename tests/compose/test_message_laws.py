@@ -460,3 +460,19 @@ def test_replicas_hold_what_their_strategy_copies(name: str, zero: int) -> None:
     assert dp * found["parameters"] == pytest.approx(held, abs=dp)
     assert dp * found["optimizer"] == pytest.approx(2 * trained * (1 if zero else dp), abs=dp)
     assert dp * found["gradients"] == pytest.approx(trained * (1 if zero > 1 else dp), abs=dp)
+
+
+def test_a_short_gather_pays_for_every_rank_and_a_short_sum_for_each_doubling() -> None:
+    """64 KiB from 256 to 1,024 ranks: a ring takes a step for each rank, a tree for each doubling.
+
+    So parameters that the optimizer shards over 1,000 ranks are gathered at a cost of their own.
+    """
+    book = PriceBook(Bare(), GPU, 0)
+
+    def us(kind: str, ranks: int) -> float:
+        one = Message(kind=kind, axis="world", message_bytes=2**16, dtype="fp16")
+        (op,) = price_messages([one], book, cluster(ParallelPlan(dp=ranks), GPU, None))
+        return op.duration_us
+
+    for kind, least, most in (("all_gather", 3.5, 4.0), ("all_reduce", 1.0, 1.25)):
+        assert least < us(kind, 1024) / us(kind, 256) < most, kind
