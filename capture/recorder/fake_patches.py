@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 from itercast.capture.opcall import Argument
 from itercast.capture.recorder.attention import flex_as_sdpa
@@ -23,7 +24,7 @@ from itercast.capture.recorder.fake import fake_tensor
 WARNS = "warn_if_padding_and_no_attention_mask"
 
 
-APPLY, NEW = torch.nn.Module._apply, FakeTensor.__new__
+APPLY, NEW, COPY = torch.nn.Module._apply, FakeTensor.__new__, Tensor.__deepcopy__
 
 
 def _apply(module: torch.nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> Argument:
@@ -76,6 +77,12 @@ def _deepcopy(tensor: Tensor, memo: dict[int, Tensor]) -> Tensor:
     return memo[id(tensor)]
 
 
+def _copied(tensor: Tensor, memo: dict[int, Tensor]) -> Any:
+    """As ``Tensor.__deepcopy__``; the copy of one with data, such as a mesh's ranks, has them."""
+    with _disable_current_modes() if type(tensor) is Tensor else nullcontext():
+        return COPY(tensor, memo)
+
+
 def _new(kind: type[FakeTensor], *args: Any, **kwargs: Any) -> Any:
     """A parameter where loaders of weights call the class of another one: ``type(p)(data)``."""
     if len(args) == 1 and isinstance(args[0], Tensor) and kwargs.keys() <= {"requires_grad"}:
@@ -111,6 +118,7 @@ def behave_like_real_tensors() -> Iterator[None]:
         patch.object(torch.nn.Module, "_apply", _apply),
         patch.object(FakeTensor, "__new__", _new),
         patch.object(FakeTensor, "__format__", _format),
+        patch.object(Tensor, "__deepcopy__", _copied),
         patch.object(FakeTensor, "__deepcopy__", _deepcopy),
         patch.object(torch_log, "disabled", True),
     ):

@@ -53,6 +53,7 @@ TURNS_AFTER = int(assumed(__file__, "turns_after"))
 TURNED = f"a number that nobody knows turned after a line had read it {TURNS_AFTER} times"
 GUESS = f"of data that nobody knows {100 * TRUE_SHARE:.0f} % is true in a mask, or distinct"
 ONES = ("ones", "ones_like", "new_ones")
+EMPTY = ("empty_like", "new_empty", "new_empty_strided")  # whose values are not their argument's
 INDEX_OUTPUT = {"argmax": 0, "argmin": 0, "topk": 1, "sort": 1, "max": 1, "min": 1}
 # Ops that move elements or copy them: what is known of the input holds for the output.
 KEEP = {
@@ -177,7 +178,7 @@ class Routing:
                 self.facts[output] = Fact(values=evenly_spread(args, output), drawn=True)
         elif (share := share_passing_finite_check(name, args)) is not None:
             self.facts[output] = Fact(mean=share)
-        elif name == "arange" or self._known_by_value(args):
+        elif name == "arange" or (name not in EMPTY and self._known_by_value(args)):
             self._note_values(func, args, kwargs, output)
         elif known is not None and func._schema.is_mutable:
             self.facts[args[0]] = Fact()  # overwritten by unknown values
@@ -286,7 +287,7 @@ class Routing:
         elif name in ("scatter", "scatter_") and known is None and is_number(args[3], 1):
             axis, index = args[1], args[2]
             self.facts[output] = Fact(mean=index.shape[axis] / first.shape[axis])
-        elif known is not None and name in KEEP:
+        elif known is not None and known.values is None and name in KEEP:
             for tensor in output if isinstance(output, list | tuple) else (output,):
                 self.facts[tensor] = known
         elif known is not None and name == "sum":

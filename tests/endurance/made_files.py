@@ -100,7 +100,7 @@ def _tokenizer(folder: Path, size: int) -> None:
     made.post_processor = processors.ByteLevel()
     names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     names |= {"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=made, model_max_length=1024, **names)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=made, model_max_length=512, **names)
     wrapped.chat_template = TEMPLATE
     wrapped.save_pretrained(folder)
 

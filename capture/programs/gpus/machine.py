@@ -43,6 +43,7 @@ def gpus_that_are_not_there(
         )
         stack.enter_context(patch.multiple(torch._C, create=True, **_only_in_cuda_builds()))
         stack.enter_context(patch.object(torch.version, "cuda", "13.0"))
+        stack.enter_context(patch.object(torch.cuda.nvtx, "_nvtx", Nvtx()))
         stack.enter_context(patch.object(torch.nn.RNNBase, "flatten_parameters", stay))
         stack.enter_context(_optimizers_as_on_gpus())
         for place in (torch, torch.amp, torch.cuda.amp):
@@ -139,6 +140,13 @@ def _only_in_cuda_builds() -> dict[str, Any]:
         "_nccl_version_suffix": lambda: b"",
         "_cuda_getCurrentRawStream": lambda device: 0,
     }
+
+
+class Nvtx:
+    """As ``torch._C._nvtx``, whose ranges name parts of a step for profilers: they are nowhere."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return _answering(0)
 
 
 class Properties:

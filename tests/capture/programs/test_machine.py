@@ -73,6 +73,8 @@ assert torch.cuda.memory_stats()["allocated_bytes.all.current"] >= 4 * 72
 assert torch.cuda.memory_reserved() % 2**21 == 0 < torch.cuda.memory_reserved()
 free, total = torch.cuda.mem_get_info()
 assert free == total - torch.cuda.memory_reserved()
+with torch.cuda.nvtx.range("forward"):
+    assert torch.cuda.nvtx.range_push("layer") == torch.cuda.nvtx.range_pop() == 0
 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 begin.record()
 model(x.float())
@@ -104,6 +106,10 @@ import torch
 from torch import nn
 with torch.device("meta"):
     torch.outer(torch.arange(4), torch.arange(4).float())  # places of rotations
+    places = torch.arange(4).expand(2, -1)
+    torch.use_deterministic_algorithms(True)  # fills empty tensors with the largest number
+    torch.gather(torch.zeros(2, 4, device="cpu").long(), 1, torch.empty_like(places, device="cpu"))
+    torch.use_deterministic_algorithms(False)
     model = nn.Sequential(nn.Embedding(9, 8), nn.BatchNorm1d(8), nn.Linear(8, 9, bias=False))
     model[2].weight = model[0].weight
 model.to(torch.bfloat16)
@@ -145,10 +151,11 @@ def test_a_model_that_was_built_on_meta(tmp_path: Path, make: str, dtype: str) -
 
 
 MESH = """
+import copy
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("dp", "tp"))
+mesh = copy.deepcopy(init_device_mesh("cuda", (2, 8), mesh_dim_names=("dp", "tp")))
 store = torch.distributed.TCPStore("localhost", 29511, 16, False)
 store.set("mine", "1")
 model = torch.nn.Linear(64, 64, bias=False, device="meta")
