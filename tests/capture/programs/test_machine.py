@@ -106,10 +106,6 @@ import torch
 from torch import nn
 with torch.device("meta"):
     torch.outer(torch.arange(4), torch.arange(4).float())  # places of rotations
-    places = torch.arange(4).expand(2, -1)
-    torch.use_deterministic_algorithms(True)  # fills empty tensors with the largest number
-    torch.gather(torch.zeros(2, 4, device="cpu").long(), 1, torch.empty_like(places, device="cpu"))
-    torch.use_deterministic_algorithms(False)
     model = nn.Sequential(nn.Embedding(9, 8), nn.BatchNorm1d(8), nn.Linear(8, 9, bias=False))
     model[2].weight = model[0].weight
 model.to(torch.bfloat16)

@@ -280,6 +280,7 @@ def habit(folder: Path, text: str, gpus: int = 1) -> ProgramCapture:
         ("keep = y[:, 0] > 0; y = y[keep] * 2.5; assert len(y) == keep.sum().item()", (50, 8)),
         ("y = y[(y[:, 0] > 0) & (y[:, 1] > 0)] * 2.5", (25, 8)),
         ("y = torch.masked_select(y, y > 0) * 2.5", (400,)),
+        ("y = y[torch.empty_like(torch.arange(100)) > 5] * 2.5", (50, 8)),
         ("(i,) = torch.where(y[:, 0] > 0); y = y[i] * 2.5", (50, 8)),
         ("k, i = y[:, 0].long().unique(return_inverse=True); y = y[i][k] * 2.5", (50, 8)),
         ("y = y.repeat_interleave((y[:, 0] * 9).long(), 0) * 2.5", (100, 8)),
