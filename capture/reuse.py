@@ -109,6 +109,11 @@ def _missed(
     repeats: np.ndarray,
     cache_rows: np.ndarray,
 ) -> np.ndarray:
+    """Share (n,) of lookups that miss; arguments are columns (n, 1), as of ``expected_hit_frac``.
+
+    The likeliest ``cache_rows`` rows are kept. In bins of ranks, likeliest first (``_drawn``): rows
+    in a bin, one row's chance at a draw, draws, and the chance that a row is drawn at all.
+    """
     width, chance, drawn, seen = _drawn(rows, lookups, skew, repeats)
     kept = np.clip(cache_rows - (np.cumsum(width, axis=-1) - width), 0.0, width)
     missed = (kept * seen + (width - kept) * drawn * chance).sum(axis=-1)

@@ -141,6 +141,10 @@ def lengths_of(
 def _packed(
     known: np.ndarray, rng: np.random.Generator, shape: tuple[int, ...], context: int
 ) -> Lengths:
+    """Rows of ``context`` tokens, filled with sequences whose lengths are drawn from ``known``.
+
+    ``shape``: (steps, replicas, micro-batches, rows of a micro-batch).
+    """
     count, rows = math.prod(shape), shape[-1]
     facts = np.array(_fill(known, rng, count, context), dtype=float)
     tokens, squares, sequences = facts.T.reshape(3, *shape)

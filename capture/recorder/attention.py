@@ -131,6 +131,7 @@ class _LoggedAttention(torch.autograd.Function):
 
 
 def _attention_options(mask: Tensor | None, options: Kwargs) -> Kwargs:
+    """What of a call's options decides its time."""
     return {
         "is_causal": bool(options.get("is_causal", False)),
         "dropout_p": float(options.get("dropout_p", 0.0)),
@@ -140,7 +141,10 @@ def _attention_options(mask: Tensor | None, options: Kwargs) -> Kwargs:
 
 
 class WholeAttention(TorchFunctionMode):
-    """Logs scaled_dot_product_attention as one op, which a CPU would decompose, or as ``eager``."""
+    """Logs scaled_dot_product_attention as one op, where a CPU would run several.
+
+    ``eager``: as products, mask and softmax of their own instead, as models without SDPA run them.
+    """
 
     def __init__(self, log: Any, eager: bool) -> None:
         super().__init__()

@@ -374,9 +374,10 @@ def _with_periods(layers: Sequence[Layer], capture: StepCapture) -> Sequence[Lay
 
 
 def _folded(layers: Sequence[Layer], capture: StepCapture) -> list[Layer]:
-    """Folds equal neighbours, counts layers that the capture left out, drops empty ones.
+    """Folds equal neighbours into one with a count; drops layers without calls and parameters.
 
-    Left-out layers are as the first captured one of two in their list, the middle one of three.
+    Layers that the capture left out of a list are counted to its middle layer, which they equal:
+    the second of three that were captured, the first of two.
     """
     layers = _with_periods(layers, capture)
     folded: list[Layer] = []

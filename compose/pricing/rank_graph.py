@@ -263,7 +263,11 @@ def _rank_graph(
 
 
 def beside(i: int, calls: Sequence[OpCall]) -> list[int]:
-    """Numbers of the calls that may run beside collective ``i`` (``layer_prices``)."""
+    """Numbers of the calls whose times ``layer_prices._beside_us`` may ask for collective ``i``.
+
+    The product before, of which parts are sent while others run; the call after, which overlaps;
+    the products that read what is gathered; or all calls until one reads the result.
+    """
     products = takewhile(lambda at: calls[at].op in LINEAR_PRODUCTS, range(i + 1, len(calls)))
     later = until_read(i, calls) if calls[i].kwargs["until_read"] else ()
     return [n for n in (i - 1, i + 1, *products, *later) if 0 <= n < len(calls)]

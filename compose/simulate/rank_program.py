@@ -168,7 +168,11 @@ class RankProgram(RankTasks):
         return waiting
 
     def _with_copies(self, x: PricedLayer, start: int, stop: int, *, later: bool) -> list[PricedOp]:
-        """Ops of backward from ``start`` to ``stop``, each gradient's copies after it is ready."""
+        """Ops of backward from ``start`` to ``stop``, each gradient's copies after it is ready.
+
+        ``later``: of a micro-batch that is not the step's first, and so adds to the gradients. What
+        expert parallelism spreads and no other rank has is sent nowhere, and fills no bucket.
+        """
         ready: dict[int, list[PricedOp]] = {}
         for at, p in enumerate(x.layer.parameters):
             if start <= p.ready_after < stop:

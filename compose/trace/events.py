@@ -74,8 +74,8 @@ class Trace:
             {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}},
         ]
         for lane in lanes:
-            about = {"ph": "M", "pid": rank, "tid": thread(lane)}
-            name, order = THREADS.get(lane, lane), {"sort_index": thread(lane)}
+            about = {"ph": "M", "pid": rank, "tid": thread_number(lane)}
+            name, order = THREADS.get(lane, lane), {"sort_index": thread_number(lane)}
             self.events.append({**about, "name": "thread_name", "args": {"name": name}})
             self.events.append({**about, "name": "thread_sort_index", "args": order})
 
@@ -84,7 +84,7 @@ class Trace:
     ) -> None:
         """Add work on a thread; ``phase`` is its category."""
         shown = {k: v for k, v in args.items() if v is not None}
-        at = {"pid": rank, "tid": thread(lane), "ts": round(span.start_us, 3)}
+        at = {"pid": rank, "tid": thread_number(lane), "ts": round(span.start_us, 3)}
         how = {"ph": "X", "cat": phase or lane, "dur": round(span.duration_us, 3)}
         self.events.append({"name": name, **how, **at, "args": shown})
 
@@ -92,7 +92,7 @@ class Trace:
         """Add an arrow from rank, lane and time to another one."""
         self.flows += 1
         for kind, (rank, lane, us) in zip(({"ph": "s"}, {"ph": "f", "bp": "e"}), ends, strict=True):
-            at = {"pid": rank, "tid": thread(lane), "ts": round(us, 3)}
+            at = {"pid": rank, "tid": thread_number(lane), "ts": round(us, 3)}
             self.events.append({"name": name, "cat": "flow", "id": self.flows, **kind, **at})
 
     def count(self, rank: int, us: float, held: Mapping[str, float]) -> None:
@@ -175,8 +175,12 @@ def _computed(parts: Sequence[Part]) -> list[tuple[float, float]]:
     return sorted(steps)
 
 
-def thread(lane: str) -> int:
-    """The number of a lane's thread."""
+def thread_number(lane: str) -> int:
+    """The number of the thread that shows a lane, by which a process orders its threads.
+
+    After the fixed lanes come pairs: "chunk A to B" (messages of a pipeline from chunk A, those to
+    later chunks first), or "stream N" and "latency N" of a captured script.
+    """
     if lane in NUMBERS:
         return NUMBERS[lane]
     words = lane.split()

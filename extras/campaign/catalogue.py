@@ -158,8 +158,8 @@ def drawn_points(
 def _near(name: str, listed: Sequence[Point], rng: np.random.Generator) -> Point:
     """A point with up to twice or half the work of one of these, some with an odd size."""
     p = listed[int(rng.integers(len(listed)))]
-    factor, lean = float(np.exp2(rng.uniform(-1, 1))), float(rng.random())
-    p = families()[name].gpu_sweep.resize(p, factor, lean)
+    factor, first_share = float(np.exp2(rng.uniform(-1, 1))), float(rng.random())
+    p = families()[name].gpu_sweep.resize(p, factor, first_share)
     if isinstance(p, OptimizerOp) and rng.random() < FACTS["odd_frac"]:
         return replace(p, aligned_frac=round(float(rng.random()), 2))
     axes = FACTS["axes"].get(name, ())

@@ -246,9 +246,10 @@ def _made(op: str, matrix: TensorSpec, width: int) -> Sparse | None:
 
 
 def fallback(p: Sparse, measured: Measured) -> list[Part]:
-    """On a CPU a gather of a dense row per stored value, and a copy of the lower bound's bytes.
+    """Ops that stand for a product on a CPU where none of its op and dtype was measured.
 
-    On a GPU the time depends on what the last cache holds: it is that of ``cached_bytes``.
+    A gather of a dense row for each stored value, and a copy of ``bytes_moved``. On a GPU none: it
+    is priced by its roofline, which has ``cached_bytes``.
     """
     if measured.gpu.kind != "cpu" or measured.seen("sparse", p.op, p.dtype):
         return []
@@ -270,9 +271,9 @@ def retype(p: Sparse, dtype: str, gpu: Gpu) -> Sparse:
     return p if p.op == "sddmm" or p.layout == "coo" else replace(p, dtype=dtype)
 
 
-def resize(p: Sparse, factor: float, lean: float) -> Sparse:
+def resize(p: Sparse, factor: float, first_share: float) -> Sparse:
     """Grows rows, columns and values, as many a row as before; then the dense width."""
-    step = factor ** (0.5 + lean / 2)
+    step = factor ** (0.5 + first_share / 2)
     step = min(step, max(1.0, MAX_NUMEL / 16 / max(p.rows, p.cols, p.nnz)))
     rows, cols = (max(2, round(side * step)) for side in (p.rows, p.cols))
     nnz = max(1, min(round(p.nnz * step), rows * cols // 2))

@@ -19,6 +19,7 @@ TRIALS = 3
 def run_demo(budget_s: float) -> None:
     """Run all stages; each prints when it reuses the results of an earlier run.
 
+    ``budget_s``: seconds of sweeps in all; a sweep's budget includes what earlier ones spent.
     Sweeps and rounds of iterations alternate: the speed of a shared machine drifts, and ops and
     iterations should be measured at the same mix of speeds.
     """

@@ -41,6 +41,7 @@ def sweep(
 ) -> int:
     """Sweep op families with a progress bar; returns the number of new rows.
 
+    ``budget_s`` includes the seconds that earlier sweeps of this machine into ``out`` took.
     Family ``iteration``, if named, measures two rounds of whole iterations. On a CPU these ignore
     the budget.
     """

@@ -296,7 +296,10 @@ def shape_groups(rows: pd.DataFrame, family: Family) -> np.ndarray:
 
 
 def shape_places(rows: pd.DataFrame, family: Family) -> np.ndarray:
-    """A number from 0 to 1 per shape group, made from its parameters alone, whatever other rows."""
+    """A hash in [0, 1) of each row's shape group, by which a split takes it to train or to test.
+
+    It depends on the group's parameters alone, so that more rows change no earlier split.
+    """
     shapes = _shapes(rows, family)
     numbers = shapes.select_dtypes(["number", "bool"]).columns
     shapes = shapes.astype(dict.fromkeys(numbers, float)).astype(str)
@@ -340,7 +343,7 @@ class Encoder:
         return np.hstack(parts)
 
     def places(self, wanted: list[str]) -> tuple[int, ...]:
-        """Returns the columns of features ``name``, or of a string's value ``name=value``."""
+        """Numbers of the columns of features, each wanted as NAME or, of a string, NAME=VALUE."""
         positions: list[int] = []
         start = 0
         for name in self.names:

@@ -53,6 +53,7 @@ def _config(name: str) -> str:
 
 
 def _iteration(name: str, batch: int, dtype: str, engine: str, optimizer: str = "") -> Iteration:
+    """An iteration of a case or configuration; a ``batch`` of 0 is the case's own."""
     usual = "sgd" if name in DLRM else "adamw"
     how: Row = {"dtype": dtype, "engine": engine, "optimizer": optimizer or usual}
     if name in FACTS["configurations"]:

@@ -107,8 +107,8 @@ class GpuSweep:
     - ``variant(point, rng)`` is the call that a GPU makes in place of a point captured on a CPU;
       None where it launches nothing.
     - ``retype(point, dtype, gpu)`` changes the dtype after that; None where a GPU has no such call.
-    - ``resize(point, factor, lean)`` makes the work ``factor`` times as large: factor**lean along
-      the first axis, the rest along others; ``lean`` is 0..1.
+    - ``resize(point, factor, first_share)`` makes the work ``factor`` times as large:
+      factor**first_share along the first axis (0..1), the rest along others.
     - ``allocated_bytes``: operands that are not all read: embedding tables, classes of a loss.
     - ``slow_frac``: the share of the roofline that its slow kernels achieve; it bounds sizes.
     - ``compute_bound``: the memory's bandwidth does not bound sizes.

@@ -75,14 +75,14 @@ def aligned(wanted: float, old: int) -> int:
     return max(1, unit * round(wanted / unit))
 
 
-def spread(p: P, factor: float, lean: float, limits: Mapping[str, int]) -> P:
-    """The point with ``factor`` times the elements, factor**lean along the first axis.
+def spread(p: P, factor: float, first_share: float, limits: Mapping[str, int]) -> P:
+    """The point with ``factor`` times the elements, factor**first_share along the first axis.
 
     The other axes of ``limits`` take the rest, in their order; none passes its limit."""
     left, changes = factor, {}
     for number, (name, limit) in enumerate(limits.items()):
         old = getattr(p, name)
-        share = lean if number + 1 < len(limits) else 1.0
+        share = first_share if number + 1 < len(limits) else 1.0
         changes[name] = min(max(limit, old), aligned(old * left**share, old))
         left *= old / changes[name]
     same: Point = p
@@ -90,9 +90,9 @@ def spread(p: P, factor: float, lean: float, limits: Mapping[str, int]) -> P:
 
 
 def resize_along(limits: Mapping[str, int]) -> Callable[[Point, float, float], Point]:
-    """Make a family's ``resize(point, factor, lean)``, which changes the amount of work of a point.
+    """Make a family's ``resize(point, factor, first_share)``, which changes a point's work.
 
     ``limits``: the largest value of each axis that may change, by name, first axis first. The first
-    axis grows factor**lean times, the others take the rest (see ``spread``).
+    axis grows factor**first_share times, the others take the rest (see ``spread``).
     """
-    return lambda p, factor, lean: spread(p, factor, lean, limits)
+    return lambda p, factor, first_share: spread(p, factor, first_share, limits)

@@ -142,7 +142,10 @@ def _split(chosen: Sequence[Chosen], suspect: Chosen | None) -> list[list[Chosen
 
 
 class ChunkWorker:
-    """Measures chunks until the budget is spent; SystemExit after a sticky error."""
+    """Measures chunks until the budget is spent; SystemExit after a sticky error (``Broken``).
+
+    ``checked``: kernels that both events and the profiler timed; ``disagreeing`` of them do.
+    """
 
     def __init__(self, sweep: Sweep, device: CudaDevice, journal: store.Journal) -> None:
         order = sweep.order
@@ -246,7 +249,7 @@ class ChunkWorker:
 
 
 def sweep_in_chunks(sweep: Sweep, device: CudaDevice, journal: store.Journal) -> None:
-    """Measure in chunks until the budget is spent; SystemExit after a sticky error.
+    """Measure in chunks until the budget is spent; SystemExit after a sticky error (``Broken``).
 
     Python's garbage collector runs between chunks only, so that it delays no launch.
     """

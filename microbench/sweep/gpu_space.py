@@ -97,7 +97,7 @@ def retyped(family: Family, p: Point, gpu: Gpu, rng: np.random.Generator) -> Poi
 def resized(family: Family, p: Point, gpu: Gpu, rng: np.random.Generator, captured: bool) -> Point:
     """Resizes a point to a roofline drawn log-uniformly, one in ten below 3 us, if it can grow."""
     low, high = limits_us(family, gpu)
-    us, lean = roofline_us(family, p, gpu), float(rng.random())
+    us, first_share = roofline_us(family, p, gpu), float(rng.random())
     wanted_us = float(np.exp(rng.uniform(np.log(low), np.log(high))))
     if rng.random() < SMALL_DRAWN:
         wanted_us = low * 10 ** -float(rng.random())
@@ -108,6 +108,6 @@ def resized(family: Family, p: Point, gpu: Gpu, rng: np.random.Generator, captur
     for _ in range(SIZE_ROUNDS):
         if 1 / SIZE_TOLERANCE < wanted_us / us < SIZE_TOLERANCE:
             break
-        p = family.gpu_sweep.resize(p, wanted_us / us, lean)
+        p = family.gpu_sweep.resize(p, wanted_us / us, first_share)
         us = roofline_us(family, p, gpu)
     return p

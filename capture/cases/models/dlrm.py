@@ -96,9 +96,10 @@ class Dlrm(DenseDlrm):
 
 
 class TablesDlrm(nn.Module):
-    """A DLRM whose other tables are looked up elsewhere: those of ``rows``, by number, are its own.
+    """A DLRM that looks up some tables itself, in ``copies`` that every rank has; others elsewhere.
 
-    ``sizes``: those of ``DenseDlrm``, of all tables. ``dtypes``: of own tables, by default fp32.
+    ``rows``: by number of such a table its rows; ``dtypes``: theirs, by default fp32. ``sizes``:
+    (features, bottom, tables, width, top) of ``DenseDlrm``, where tables are all there are.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ def sweep() -> Iterator[Fft]:
             yield Fft(rows=rows, size=size)
 
 
-def resize(p: Fft, factor: float, lean: float) -> Fft:
+def resize(p: Fft, factor: float, first_share: float) -> Fft:
     """``factor`` times the rows: on a GPU small points of the sweep get more of them."""
     return replace(p, rows=max(1, round(p.rows * factor)))
 

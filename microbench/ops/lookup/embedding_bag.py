@@ -273,11 +273,11 @@ def gpu_points(rng: np.random.Generator) -> Iterator[EmbeddingBag]:
         yield _with_random_bags(rng, p)
 
 
-def resize(p: EmbeddingBag, factor: float, lean: float) -> EmbeddingBag:
+def resize(p: EmbeddingBag, factor: float, first_share: float) -> EmbeddingBag:
     """Bags, then look-ups a bag, then the width; rows of the table with a dense gradient of it."""
     pooling = max(1, round(p.lookups / p.bags))
     least, most = min(GPU_BAGS[0], p.bags), max(GPU_BAGS[1], p.bags)
-    bags = min(most, max(least, round(p.bags * factor**lean)))
+    bags = min(most, max(least, round(p.bags * factor**first_share)))
     left = factor * p.bags / bags
     wanted = min(max(GPU_POOLING, pooling), max(1, round(pooling * left)))
     left *= pooling / wanted

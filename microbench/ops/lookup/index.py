@@ -189,13 +189,13 @@ def features(p: IndexOp, gpu: Gpu) -> dict[str, Numbers | str]:
     }
 
 
-def resize(p: IndexOp, factor: float, lean: float) -> IndexOp:
+def resize(p: IndexOp, factor: float, first_share: float) -> IndexOp:
     """Grows the leading axes where there are any; else indices, the joined or cut axis, or rows."""
     if p.outer > 1:
         return spread(p, factor, 1.0, {"outer": MAX_NUMEL})
     if p.op in INDEXED:
         runs = 16384 if p.inner > 1 else 1
-        return spread(p, factor, 0.5 + lean / 2, {"size": 2**23, "inner": runs})
+        return spread(p, factor, 0.5 + first_share / 2, {"size": 2**23, "inner": runs})
     if p.op in GROUPS["lengthened"]:
         size = max(p.tensors, aligned(p.size * factor, p.size))
         more = p.source - p.size

@@ -171,9 +171,9 @@ def allocated_bytes(p: SparseUpdate) -> float:
     return 3.0 * p.tables * p.rows * p.dim * float(itemsize_bytes(p.dtype))
 
 
-def resize(p: SparseUpdate, factor: float, lean: float) -> SparseUpdate:
+def resize(p: SparseUpdate, factor: float, first_share: float) -> SparseUpdate:
     """Lookups, then the width; touched rows grow with the lookups."""
-    grown = spread(p, factor, lean, GPU_LIMITS)
+    grown = spread(p, factor, first_share, GPU_LIMITS)
     more = grown.lookups / p.lookups
     unique = min(p.rows, grown.lookups, max(1, round(p.unique * more))) if p.unique else 0
     return replace(grown, unique=unique)

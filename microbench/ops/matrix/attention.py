@@ -204,9 +204,9 @@ def gpu_points(rng: np.random.Generator) -> Iterator[Attention]:
         yield _draw(rng, SWEPT["gpu"])
 
 
-def resize(p: Attention, factor: float, lean: float) -> Attention:
+def resize(p: Attention, factor: float, first_share: float) -> Attention:
     """Grows the number of sequences, then their lengths; a single query stays one."""
-    batch = min(max(MAX_BATCH, p.batch), max(1, round(p.batch * factor**lean)))
+    batch = min(max(MAX_BATCH, p.batch), max(1, round(p.batch * factor**first_share)))
     left = factor * p.batch / batch
     if p.q_len == 1:
         return replace(p, batch=batch, kv_len=aligned(p.kv_len * left, p.kv_len))

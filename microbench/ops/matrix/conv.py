@@ -252,9 +252,9 @@ def from_call(call: OpCall) -> Conv | None:
     )
 
 
-def resize(p: Conv, factor: float, lean: float) -> Conv:
+def resize(p: Conv, factor: float, first_share: float) -> Conv:
     """Grows the number of images, then their sides, which stay as large as the kernel."""
-    batch = min(max(MAX_BATCH, p.batch), max(1, round(p.batch * factor ** (0.5 + lean / 2))))
+    batch = min(max(MAX_BATCH, p.batch), max(1, round(p.batch * factor ** (0.5 + first_share / 2))))
     left = factor * p.batch / batch
     flat = p.h == p.kernel_h == 1
     limit = MAX_SIDE // 2 if flat else MAX_PIXELS_A_SIDE

@@ -280,10 +280,10 @@ def retype(p: Gemm, dtype: str, gpu: Gpu) -> Gemm | None:
     return replace(p, dtype=dtype)
 
 
-def resize(p: Gemm, factor: float, lean: float) -> Gemm:
+def resize(p: Gemm, factor: float, first_share: float) -> Gemm:
     """Grows all sides by the same factor; of a batch of products their number first."""
     if p.op == "bmm":
-        batch = min(max(4096, p.batch), max(1, round(p.batch * factor**lean)))
+        batch = min(max(4096, p.batch), max(1, round(p.batch * factor**first_share)))
         factor *= p.batch / batch
         p = replace(p, batch=batch)
     sides = {side: getattr(p, side) for side in "mnk"}

@@ -266,7 +266,7 @@ def _last(t: TensorSpec) -> int:
     return next((n for n in reversed(t.shape) if n > 1), 1)
 
 
-def resize(p: Elementwise, factor: float, lean: float) -> Elementwise:
+def resize(p: Elementwise, factor: float, first_share: float) -> Elementwise:
     """Grows the number of rows, then their length.
 
     Strided points keep a number of rows that is a product of two factors, as they are
@@ -276,7 +276,7 @@ def resize(p: Elementwise, factor: float, lean: float) -> Elementwise:
         numel = min(MAX_NUMEL, aligned(p.numel * factor, p.numel))
         return replace(p, numel=numel, inner=numel)
     old = max(1, p.numel // p.inner)
-    rows = max(2, round(old * factor ** (0.5 + lean / 2)))
+    rows = max(2, round(old * factor ** (0.5 + first_share / 2)))
     if p.form == "strided":
         half = max(2, isqrt(rows))
         rows = half * max(2, rows // half)

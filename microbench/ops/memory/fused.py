@@ -150,7 +150,7 @@ def retype(p: Fused, dtype: str, gpu: Gpu) -> Fused:
     return replace(p, read_bytes=read, written_bytes=written, dtype=dtype)
 
 
-def resize(p: Fused, factor: float, lean: float) -> Fused:
+def resize(p: Fused, factor: float, first_share: float) -> Fused:
     """Grows the number of elements; bytes per element stay."""
     numel = max(1, round(p.numel * factor))
     inputs, results = p.read_bytes // p.numel, p.written_bytes // p.numel

@@ -263,15 +263,15 @@ BATCH = (
 )
 
 
-def resize(p: Norm, factor: float, lean: float) -> Norm:
+def resize(p: Norm, factor: float, first_share: float) -> Norm:
     """Grows layer and RMS norms by rows, then width; batch and group norms by samples first."""
-    lean = 0.5 + lean / 2
+    first_share = 0.5 + first_share / 2
     if p.op.startswith(("layer", "rms")):
-        return spread(p, factor, lean, {"rows": MAX_ROWS, "cols": 16384})
+        return spread(p, factor, first_share, {"rows": MAX_ROWS, "cols": 16384})
     if p.cols == 1:
         found = spread(p, factor, 1.0, {"rows": MAX_SIDE})
     else:
-        found = spread(p, factor, lean, {"rows": MAX_BATCH, "cols": MAX_PIXELS_A_SIDE**2})
+        found = spread(p, factor, first_share, {"rows": MAX_BATCH, "cols": MAX_PIXELS_A_SIDE**2})
     return replace(found, rows=max(2, found.rows)) if found.cols == 1 else found
 
 

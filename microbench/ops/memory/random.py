@@ -144,7 +144,7 @@ def from_multinomial(call: OpCall) -> RandomOp | None:
     )
 
 
-def resize(p: RandomOp, factor: float, lean: float) -> RandomOp:
+def resize(p: RandomOp, factor: float, first_share: float) -> RandomOp:
     """Grows the count of numbers, of multinomial its rows."""
     return spread(p, factor, 1.0, {"rows" if p.op == "multinomial" else "size": MAX_NUMEL})
 

@@ -223,7 +223,7 @@ def from_paired(call: OpCall) -> Reduction:
     return Reduction(op=op, outer=outer, size=size, dtype=x.dtype)
 
 
-def resize(p: Reduction, factor: float, lean: float) -> Reduction:
+def resize(p: Reduction, factor: float, first_share: float) -> Reduction:
     """Grows the rows, then their length; losses that read one class per row grow by rows alone."""
     if p.op in ("nll_loss_forward", "nll_loss2d_forward"):
         return p
@@ -231,7 +231,7 @@ def resize(p: Reduction, factor: float, lean: float) -> Reduction:
         return spread(p, factor, 1.0, {"size": MAX_NUMEL})
     if p.size == 1:
         return spread(p, factor, 1.0, {"outer": MAX_NUMEL})
-    return spread(p, factor, 0.5 + lean / 2, {"outer": MAX_ROWS, "size": MAX_SIDE})
+    return spread(p, factor, 0.5 + first_share / 2, {"outer": MAX_ROWS, "size": MAX_SIDE})
 
 
 def allocated_bytes(p: Reduction) -> float:

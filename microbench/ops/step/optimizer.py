@@ -240,8 +240,11 @@ def gpu_variant(p: OptimizerOp, rng: np.random.Generator) -> OptimizerOp:
     return replace(p, zero_frac=0.0)
 
 
-def resize(p: OptimizerOp, factor: float, lean: float) -> OptimizerOp:
-    """Makes the tensors larger, not more; step counters (one element each) stay as they are."""
+def resize(p: OptimizerOp, factor: float, first_share: float) -> OptimizerOp:
+    """Makes the tensors larger, not more; step counters (one element each) stay as they are.
+
+    There is one axis, so that ``first_share`` decides nothing (``GpuSweep``).
+    """
     if p.numel <= STEP_COUNTERS * p.tensors:
         return p
     return replace(p, numel=max(p.tensors, round(p.numel * factor)))
