@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from itercast.capture.base.garbage import without_garbage_collection
 from itercast.capture.base.user_errors import source_line
 from itercast.capture.base.yaml_text import facts_of
 from itercast.capture.opcall import (
@@ -239,6 +240,7 @@ def _consists_of_others(func: OpOverload) -> bool:
     return not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CPU")
 
 
+@without_garbage_collection()
 def capture_step(
     build: Callable[[], torch.nn.Module],
     make_inputs: Callable[[], Inputs],

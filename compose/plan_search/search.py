@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
 
+from itercast.capture.base.garbage import without_garbage_collection
 from itercast.capture.plan import ParallelPlan
 from itercast.capture.plan_keys import V_SHAPED
 from itercast.compose.parallel.device_memory import room_bytes
@@ -116,21 +116,6 @@ def _others(search: Search, rank: Rank, objective: str) -> Iterator[Scored]:
         if found and found[0].fits:
             yield found[0]
             return
-
-
-@contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Inside the context Python looks for no cycles of objects.
-
-    A search makes millions of objects and hardly any cycle: looking for them took an eighth of it.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @without_garbage_collection()
