@@ -92,11 +92,11 @@ def test_flows_join_slices(step: StepCapture, text: str) -> None:
 def test_all_stages_and_micro_batches_are_there(step: StepCapture) -> None:
     """Four forwards and four backwards on each of two stages, and a message for each, both ways."""
     events, _ = traced(step, "pp=2,micro=4")
-    schedule = [e for e in slices(events) if e["tid"] == traces.thread("schedule")]
+    schedule = [e for e in slices(events) if e["tid"] == traces.thread_number("schedule")]
     counted = Counter((e["pid"], e["name"], e["args"]["micro_batch"]) for e in schedule)
     every = [(r, kind, i) for r in (0, 1) for kind in ("forward", "backward") for i in range(4)]
     assert counted == Counter(every)
-    links = [traces.thread(lane) for lane in ("chunk 0 to 1", "chunk 1 to 0")]
+    links = [traces.thread_number(lane) for lane in ("chunk 0 to 1", "chunk 1 to 0")]
     sent = [e for e in slices(events) if e["tid"] in links]
     assert Counter(e["pid"] for e in sent) == {0: 4, 1: 4}
     assert {e["args"]["bytes"] for e in sent} == {2 * 32 * 96 * 4}  # batch, length, width, fp32
