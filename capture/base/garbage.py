@@ -11,7 +11,7 @@ from contextlib import contextmanager
 def without_garbage_collection() -> Iterator[None]:
     """Inside the context, or the function that it decorates, Python looks for no cycles of objects.
 
-    Looking for them took an eighth of a plan search and a quarter of a long capture.
+    Looking for them took an eighth of a plan search and a fifth of a long capture.
     """
     enabled = gc.isenabled()
     gc.disable()

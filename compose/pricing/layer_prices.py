@@ -14,9 +14,9 @@ from itercast.capture.plan import ParallelPlan
 from itercast.compose.graph.identity_cache import Once, once_of
 from itercast.compose.graph.layers import Layer
 from itercast.compose.graph.product_roles import LINEAR_PRODUCTS
+from itercast.compose.parallel.links import Group
 from itercast.compose.pricing.collectives import (
     Cluster,
-    Group,
     Message,
     default_contention,
     prefetch_messages,
