@@ -1,12 +1,12 @@
 """What is known of a machine: a normal distribution of the logs of its factors.
 
-Between machines log factors differ with a mean and a spread, fitted over sources of measured
-steps (typical.yaml). A measured step of time t tells of the factors x of its machine:
+Between machines log factors x differ by a spread, fitted over sources of measured steps
+(typical.yaml); a typical machine is as priced, x = 0. A measured step of time t tells of its own:
 
-    log(t / t0) = J . (x - x0) + model + row
+    log(t / t0) = J . x + model + row
 
-with t0 the forecast on the typical machine x0 and J, the anchor's sensitivity, the derivative of
-the log forecast by the log factors. ``model`` is one number for each model on a machine: how much
+with t0 the forecast on a typical machine and J, the anchor's sensitivity, the derivative of the
+log forecast by the log factors. ``model`` is one number for each model on a machine: how much
 longer all of its parts take. ``row`` differs from step to step. All are normal, so the posterior is
 normal, and each anchor narrows it.
 """
@@ -27,12 +27,11 @@ EVERYWHERE = np.array([name != "ranks" for name in NAMES], dtype=float)  # a mod
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """How machines differ: means and standard deviations of log factors, in the order of ``NAMES``.
+    """How machines differ: standard deviations of log factors, in the order of ``NAMES``.
 
     ``model``: standard deviation between models on one machine; ``row``: between steps of a model.
     """
 
-    mean: tuple[float, ...]
     spread: tuple[float, ...]
     model: float
     row: float
@@ -66,7 +65,7 @@ class Machine:
     def new(cls, typical: Spread) -> Machine:
         """A machine of which nothing is known."""
         covariance = np.diag(np.square(typical.spread))
-        return cls(typical=typical, mean=typical.mean, covariance=_rows(covariance))
+        return cls(typical=typical, mean=(0.0,) * len(NAMES), covariance=_rows(covariance))
 
     def factors(self, model: str = "") -> Factors:
         """The expected factors, for a model with how much longer it takes on this machine."""
@@ -115,18 +114,15 @@ class Machine:
         """Update by one anchor (a Kalman filter's step)."""
         j = self._direction(anchor.sensitivity, anchor.model)
         mean, covariance = np.array(self.mean), np.array(self.covariance)
-        typical = np.zeros(len(mean))
-        typical[: len(NAMES)] = self.typical.mean
         gain = covariance @ j / (j @ covariance @ j + self.typical.row**2)
-        mean = mean + gain * (anchor.log_ratio - j @ (mean - typical))
+        mean = mean + gain * (anchor.log_ratio - j @ mean)
         narrowed = covariance - np.outer(gain, j @ covariance)
         return replace(self, mean=tuple(mean.tolist()), covariance=_rows(narrowed))
 
     def interval(self, name: str) -> tuple[float, float, float]:
         """A factor over that of a typical machine: expected, and bounds of its 80 % interval."""
         at = NAMES.index(name)
-        log = self.mean[at] - self.typical.mean[at]
-        wide = DEVIATES * sqrt(max(0.0, self.covariance[at][at]))
+        log, wide = self.mean[at], DEVIATES * sqrt(max(0.0, self.covariance[at][at]))
         return exp(log), exp(log - wide), exp(log + wide)
 
 

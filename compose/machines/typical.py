@@ -1,4 +1,4 @@
-"""How machines differ: means and spreads of their factors, fitted over sources."""
+"""How machines differ: spreads of their factors, fitted over sources."""
 
 from __future__ import annotations
 
@@ -28,14 +28,12 @@ def typical() -> Machine:
 
 
 def spread_of(facts: Mapping[str, Any]) -> Spread:
-    """Means and spreads as the file states them: of each factor [mean, spread] of its log."""
-    mean, spread = zip(*(facts[name] for name in NAMES), strict=True)
-    return Spread(mean=mean, spread=spread, **{name: facts[name] for name in REST})
+    """Spreads as the file states them."""
+    spread = tuple(float(facts[name]) for name in NAMES)
+    return Spread(spread=spread, **{name: facts[name] for name in REST})
 
 
 def stated(spread: Spread) -> dict[str, Any]:
-    """Means and spreads in the form of the file."""
-    pairs = zip(NAMES, spread.mean, spread.spread, strict=True)
-    return {name: [mean, wide] for name, mean, wide in pairs} | {
-        name: getattr(spread, name) for name in REST
-    }
+    """Spreads in the form of the file."""
+    factors = dict(zip(NAMES, spread.spread, strict=True))
+    return factors | {name: getattr(spread, name) for name in REST}

@@ -237,12 +237,13 @@ def _workers(found: Forecast, lane: InputLane, target: Target, samples: int) -> 
     best = fewest_workers(lane, consumer(found, lane, target, samples), cores)
     if best.input_bound:
         return f"{own}; more do not hide it: it is limited by {best.stage}"
-    return f"{own}; {best.workers} hide it, on {cores:.0f} cores"
+    return f"{own}; {best.workers} hide it, on a rank's {cores:.0f} cores of its host"
 
 
 def _print(name: str, one: Forecasted) -> None:
     """Print a forecast as a table: the step alone, the batches it takes, and notes beside it."""
     from itercast.commands.shared import forecast_table
+    from itercast.compose.explain.time_parts import IDLE_NAMES, limits
 
     found, program = one.found, one.captured.program
     table = forecast_table(name, found)
@@ -252,7 +253,8 @@ def _print(name: str, one: Forecasted) -> None:
         table.add_row("messages of a rank", f"{told}, among {found.world_size} ranks")
     if one.loading_us:
         waits_us = found.idle_by_us["input"]
-        limit = "its input as measured here" if waits_us > 0 else "its step"
+        most = next(iter(limits(found)))
+        limit = "its input as measured here" if most == IDLE_NAMES["input"] else "its step"
         table.title = f"{table.title}, limited by {limit}"
         table.add_row("its step alone", f"{one.step_us * 1e-3:.2f} ms")
         table.add_row("its batches, in one process here", f"{one.loading_us * 1e-3:.2f} ms")

@@ -148,7 +148,7 @@ def searched(
 
 
 def found_lines(facts: Row) -> list[str]:
-    """What a script trains, and how near its model's step comes to its own, a line each."""
+    """What a script trains, how near its model's step comes to its own, and notes, a line each."""
     tokens = f" x {facts['seq']:,} tokens" if facts["seq"] else ""
     micro = f"{facts['micro']} micro-batches of " if facts["micro"] > 1 else ""
     dtype = f"{facts['dtype']} autocast" if facts["amp"] else facts["dtype"]
@@ -160,4 +160,5 @@ def found_lines(facts: Row) -> list[str]:
         f"as it is, on one GPU: {whole_us * 1e-3:.2f} ms; its model's step, of which plans are "
     )
     second += f"made: {model_us * 1e-3:.2f} ms ({rest:+.1f} %)"
-    return [f"{first}, {dtype}, {facts['optimizer']}", second]
+    notes = (f"note: {note}" for note in facts["notes"])
+    return [f"{first}, {dtype}, {facts['optimizer']}", second, *notes]

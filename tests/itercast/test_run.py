@@ -78,7 +78,13 @@ def test_the_table_says_how_many_workers_hide_a_loader(tmp_path: Path) -> None:
     script.write_text(IN_WORKERS)
     code, out, _ = run("--gpu=h100-sxm-80gb", str(script))
     told = " ".join(out.replace("│", " ").split())
-    assert code == 0 and re.search(r"has 1 workers; (\d+ hide it, on 12 cores|more do not)", told)
+    hidden = r"has 1 workers; (\d+ hide it, on a rank's 12 cores|more do not)"
+    assert code == 0 and re.search(hidden, told)
+    alone, waits = (
+        float(re.findall(rf"{row} ([\d.]+) ms", told)[0]) for row in ("its step alone", "batches")
+    )
+    limit = "input" if waits > alone else "step"
+    assert f"limited by its {limit}" in told or alone / 2 < waits <= alone
 
 
 MANY_WORKERS = """

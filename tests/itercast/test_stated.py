@@ -12,6 +12,7 @@ from plan_case import GPU
 from typer.testing import CliRunner
 
 from itercast.__main__ import app
+from itercast.commands.script_case import found_lines
 from itercast.compose.predict import predict
 from itercast.compose.target import step_dtype
 from itercast.learners.bundle import Bundle
@@ -163,3 +164,12 @@ def test_a_table_of_throughput_says_the_command_that_repeats_it(here: Path) -> N
 def test_tables_of_many_gpus_take_the_batch_of_a_replica(here: Path) -> None:
     done = run.invoke(app, shlex.split("throughput gpt-s --gpu a10 --gpus 1 --global-batch 8"))
     assert done.exit_code == 2 and "give --batch, that of a replica" in done.stderr
+
+
+def test_a_model_found_in_a_script_is_told_with_what_plans_leave_out() -> None:
+    facts = {"model": "Net", "batch": 8, "seq": 0, "micro": 2, "dtype": "fp32", "amp": False}
+    facts |= {"parameters": 2_000_000, "optimizer": "sgd", "script_us": 1000.0, "model_us": 950.0}
+    found, step, note = found_lines({**facts, "notes": ["SGD's momentum is left out"]})
+    assert found == "found Net: 2.0 M parameters, 2 micro-batches of 8 samples a process, fp32, sgd"
+    assert step.endswith("1.00 ms; its model's step, of which plans are made: 0.95 ms (-5.0 %)")
+    assert note == "note: SGD's momentum is left out"

@@ -83,7 +83,7 @@ def fit(steps: pd.DataFrame) -> Spread:
     start = np.r_[np.full(FACTORS, np.log(SPREAD)), np.log([0.1, 0.06])]
     found = minimize(_loss, start, args=(groups_of(steps),), method="L-BFGS-B").x
     *spread, model, row = np.exp(found).tolist()
-    return Spread(mean=(0.0,) * FACTORS, spread=tuple(spread), model=model, row=row)
+    return Spread(spread=tuple(spread), model=model, row=row)
 
 
 def _loss(found: np.ndarray, groups: Sequence[Group]) -> float:

@@ -98,7 +98,7 @@ def derivatives(row: Facts) -> Row:
     return {"log_ratio": ratio, **dict(zip(SENSITIVITY, j, strict=True))}
 
 
-AS_PRICED = Spread(mean=(0.0,) * 6, spread=(1.0,) * 6, model=1.0, row=1.0)
+AS_PRICED = Spread(spread=(1.0,) * 6, model=1.0, row=1.0)
 
 
 def _stop(*_: Any) -> None:
@@ -167,8 +167,8 @@ def typical_text(known: pd.DataFrame, whole: Spread, without: Mapping[str, Sprea
     """The file of typical machines."""
     counts = known.groupby("source").size()
     head = [
-        "# How machines with GPUs differ: [mean, spread] of the log of each factor (Factors),",
-        "# spread of models on a machine and of steps of a model.",
+        "# How machines with GPUs differ: spread of the log of each factor (Factors),",
+        "# of models on a machine and of steps of a model.",
         f"# source: python -m itercast.extras.published.fits.machines, {len(known)} steps of "
         f"{known['machine'].nunique()} machines:",
         "# " + ", ".join(f"{source} {n}" for source, n in counts.items()),
@@ -184,8 +184,7 @@ def typical_text(known: pd.DataFrame, whole: Spread, without: Mapping[str, Sprea
 
 
 def _rounded(spread: Spread) -> Row:
-    facts = stated(spread).items()
-    return {k: [round(x, 3) for x in v] if isinstance(v, list) else round(v, 3) for k, v in facts}
+    return {name: round(value, 3) for name, value in stated(spread).items()}
 
 
 def main(

@@ -43,7 +43,7 @@ def test_the_factor_that_differs_is_found() -> None:
 
 def test_anchors_make_forecasts_of_the_other_steps_better() -> None:
     steps = drawn(12)
-    typical = Spread(mean=(0.0,) * 6, spread=tuple(SPREAD.tolist()), model=0.02, row=0.01)
+    typical = Spread(spread=tuple(SPREAD.tolist()), model=0.02, row=0.01)
     off = [with_anchors(steps, typical, n)["log_ratio"].abs().mean() for n in (0, 1, 3)]
     assert off[0] > off[1] > off[2]
 
@@ -55,7 +55,7 @@ def test_intervals_cover_four_fifths_of_sources() -> None:
     """
     steps = drawn(12).assign(source="all")
     for model, row, least in ((0.02, 0.01, 1.0), (0.008, 0.004, 2.0)):
-        typical = Spread(mean=(0.0,) * 6, spread=tuple(SPREAD.tolist()), model=model, row=row)
+        typical = Spread(spread=tuple(SPREAD.tolist()), model=model, row=row)
         without = {"all": typical}
         wider, scale = calibrated(steps, without)
         assert wider >= least
@@ -66,7 +66,7 @@ def test_intervals_cover_four_fifths_of_sources() -> None:
 
 def test_forecasts_are_those_of_a_machine_with_anchors() -> None:
     steps = drawn(1).iloc[:2]
-    typical = Spread(mean=(0.0,) * 6, spread=tuple(SPREAD.tolist()), model=0.02, row=0.01)
+    typical = Spread(spread=tuple(SPREAD.tolist()), model=0.02, row=0.01)
     (_, told), (_, asked) = steps.iterrows()
     j, other = (tuple(float(row[name]) for name in SENSITIVITY) for row in (told, asked))
     anchor = Anchor(model=told["model"], sensitivity=j, log_ratio=told["log_ratio"])
@@ -80,7 +80,7 @@ def test_forecasts_are_those_of_a_machine_with_anchors() -> None:
 def test_a_step_that_is_not_believed_is_no_anchor() -> None:
     """Ten times as long as forecast: the other step is forecast as without it."""
     steps = drawn(1).iloc[:2].assign(log_ratio=[2.3, 0.0])
-    typical = Spread(mean=(0.0,) * 6, spread=tuple(SPREAD.tolist()), model=0.02, row=0.01)
+    typical = Spread(spread=tuple(SPREAD.tolist()), model=0.02, row=0.01)
     first, other = with_anchors(steps, typical, 1)["log_ratio"]
     assert (first, other) == (0.0, 2.3)
 
@@ -100,7 +100,7 @@ def test_an_anchor_tells_which_plan_is_best() -> None:
         }
         for plan, (time_us, name, forecast_us) in plans.items()
     ]
-    typical = Spread(mean=(0.0,) * 6, spread=(0.3,) * 6, model=0.0, row=0.1)
+    typical = Spread(spread=(0.3,) * 6, model=0.0, row=0.1)
     found = ranked(pd.DataFrame(rows), typical)
     assert (found["tau"], found["tau_anchor"]) == (-1.0, 0.0)
     loss = 100 * ((200 / 8) / (55 / 4) - 1)
