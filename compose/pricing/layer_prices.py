@@ -167,8 +167,9 @@ def price_model(
     """
     if plan.shard:
         sharded = slowest_rank(capture, plan, book, where)
-        rest = replace(plan, compress_shard="", local=0, tables="", cached=0.0)
-        rest = replace(rest, shard="", shard_group=0)
+        rest = replace(
+            plan, shard="", shard_group=0, compress_shard="", local=0, tables="", cached=0.0
+        )
         model = price_model(sharded.step, rest, book, where)
         return replace(model, added_bytes=sharded.added_bytes)
     if plan.tables:
