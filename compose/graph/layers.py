@@ -14,8 +14,15 @@ from functools import cached_property
 from itertools import accumulate
 from types import MappingProxyType
 
-from itercast.capture.opcall import ITEMSIZE_BYTES, OpCall, ParamSpec, StepCapture, layer_key
-from itercast.compose.graph.lifetimes import crossing_bytes, node_ends
+from itercast.capture.opcall import (
+    ITEMSIZE_BYTES,
+    OpCall,
+    ParamSpec,
+    StepCapture,
+    TensorSpec,
+    layer_key,
+)
+from itercast.compose.graph.lifetimes import Lifetime, crossing_bytes, lives_of, node_ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,31 +131,24 @@ def _rows(parameters: Sequence[ParamSpec]) -> list[tuple[int, int, int]]:
     return [(p.nbytes, (p.shape or (1,))[0], p.shape[1] if is_expert(p) else 0) for p in parameters]
 
 
-@dataclass(frozen=True, slots=True)
-class _Lifetime:
-    """Indices of the first call of a storage, its last one in forward and its last; its bytes."""
-
-    first: int
-    last_forward: int
-    last: int
-    nbytes: int
-
-
-def split_layers(capture: StepCapture) -> list[Layer]:
+def split_layers(
+    capture: StepCapture, instead: Mapping[int, TensorSpec] = MappingProxyType({})
+) -> list[Layer]:
     """Returns the step's layers in forward order, equal neighbours folded; at least one.
 
     ``capture.repeats`` counts, by prefix of their names, the layers that the capture left out.
+    ``instead``: what backward holds in place of a forward's result (``lifetimes.read_instead``).
     """
     calls = capture.calls
     edges = _phase_edges(calls)
     starts = _forward_starts(capture, edges)
     names = [name for name, _ in starts]
-    lives = _lives(capture, edges)
+    lives = lives_of(capture, edges)
     forward_cuts = _forward_cuts(capture, starts, lives, edges)
     owners = _owners(capture, names, forward_cuts)
     backward_cuts = _backward_cuts(owners, lives, edges)
     ends = {i: end for cut in backward_cuts for i, end in node_ends(calls, cut).items()}
-    held = _lives(capture, edges, ends)
+    held = lives_of(capture, edges, ends, instead)
     layers = []
     for i, name in enumerate(names):
         forward, backward = forward_cuts[i : i + 2], backward_cuts[i]
@@ -224,38 +224,10 @@ def _forward_starts(capture: StepCapture, edges: tuple[int, int, int]) -> list[t
     return starts
 
 
-def _lives(
-    capture: StepCapture,
-    edges: tuple[int, int, int],
-    ends: Mapping[int, int] = MappingProxyType({}),
-) -> list[_Lifetime]:
-    """Returns the lifetimes of storages made in forward or backward; parameters are left out.
-
-    What call i reads lives to the end of call ``ends[i]``.
-    """
-    skip = {p.storage for p in capture.parameters} | {-1}
-    first: dict[int, int] = {}
-    forward: dict[int, int] = {}
-    last: dict[int, int] = {}
-    size: dict[int, int] = {}
-    for i in range(edges[0], len(capture.calls)):
-        call = capture.calls[i]
-        for t in call.outputs:
-            if t.storage not in skip and i < edges[2]:
-                first.setdefault(t.storage, i)
-                size[t.storage] = max(size.get(t.storage, 0), t.nbytes)
-        for t in (*call.tensors(), *call.outputs):
-            if t.storage in first:
-                last[t.storage] = ends.get(i, i)
-                if i < edges[1]:
-                    forward[t.storage] = i
-    return [_Lifetime(first[s], forward.get(s, -1), last[s], size[s]) for s in first]
-
-
 def _forward_cuts(
     capture: StepCapture,
     starts: Sequence[tuple[str, int]],
-    lives: Sequence[_Lifetime],
+    lives: Sequence[Lifetime],
     edges: tuple[int, int, int],
 ) -> list[int]:
     """Returns the first call of each layer's forward, and the end of the last layer's."""
@@ -290,7 +262,7 @@ def _owners(
 
 
 def _backward_cuts(
-    owners: Sequence[Sequence[ParamSpec]], lives: Sequence[_Lifetime], edges: tuple[int, int, int]
+    owners: Sequence[Sequence[ParamSpec]], lives: Sequence[Lifetime], edges: tuple[int, int, int]
 ) -> list[tuple[int, int]]:
     """Returns each layer's range of backward calls; layers run backward from the last one."""
     spans = [(v.first, min(v.last, edges[2]), v.nbytes) for v in lives if v.first >= edges[1]]
@@ -309,7 +281,7 @@ def _backward_cuts(
     return ranges
 
 
-def _with_bytes(layer: Layer, lives: Sequence[_Lifetime], edges: tuple[int, int, int]) -> Layer:
+def _with_bytes(layer: Layer, lives: Sequence[Lifetime], edges: tuple[int, int, int]) -> Layer:
     """The layer with its bytes, from the lifetimes of what the step makes."""
     (a, b), start = layer.forward, layer.backward[0]
     made = [v for v in lives if a <= v.first < b]

@@ -1,12 +1,160 @@
-"""Lifetimes of the memory that a step allocates, and the optimizer's share of it."""
+"""Lifetimes of the memory that a step allocates, and the optimizer's share of it.
+
+A framework's own kernels save less for backward than a model's separate ops (``read_instead``):
+
+- A copy in a wider dtype is not kept: backward casts again. So a norm in fp32 keeps its input and a
+  number per row (transformer_engine/pytorch/module/rmsnorm.py), a router in fp32 its input in half
+  precision (RouterGatingLinearFunction in megatron/core/transformer/moe/moe_utils.py).
+- What a norm makes before its weight is made again of its input.
+- Experts' results are weighted before their last product: what is weighted is that product's input,
+  which is kept anyway (WeightedSwiGLUFunction in megatron/core/fusions/fused_bias_swiglu.py).
+- Attention keeps contiguous values, not the wider result that also holds parts of the keys
+  (megatron/core/transformer/multi_latent_attention.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from types import MappingProxyType
 
-from itercast.capture.opcall import OpCall, StepCapture
+from itercast.capture.opcall import ITEMSIZE_BYTES, OpCall, StepCapture, TensorSpec
+from itercast.compose.graph.attention_kernels import SDPA_OPS
+from itercast.compose.graph.cross_entropy import over_logits
 from itercast.compose.graph.identity_cache import cached_by_identity
+from itercast.compose.graph.product_roles import DTYPE_CAST, EXPERT_PRODUCTS
+
+PRODUCT = "aten.mul.Tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetime:
+    """Indices of the first call of a storage, its last one in forward and its last; its bytes."""
+
+    first: int
+    last_forward: int
+    last: int
+    nbytes: int
+
+
+def lives_of(
+    capture: StepCapture,
+    edges: tuple[int, int, int],
+    ends: Mapping[int, int] = MappingProxyType({}),
+    instead: Mapping[int, TensorSpec] = MappingProxyType({}),
+) -> list[Lifetime]:
+    """Returns the lifetimes of storages made in forward or backward; parameters are left out.
+
+    What call i reads lives to the end of call ``ends[i]``; ``instead``: see ``_held``.
+    """
+    skip = {p.storage for p in capture.parameters} | {-1}
+    first: dict[int, int] = {}
+    forward: dict[int, int] = {}
+    last: dict[int, int] = {}
+    size: dict[int, int] = {}
+    allocated = set[int]()  # before the call that first writes them, which may write but a part
+    for i in range(edges[0], len(capture.calls)):
+        call = capture.calls[i]
+        read = call.tensors()
+        for t in call.outputs:
+            if t.storage not in skip and i < edges[2]:
+                if first.setdefault(t.storage, i) == i and t.storage in {x.storage for x in read}:
+                    allocated.add(t.storage)
+                size[t.storage] = max(size.get(t.storage, 0), t.nbytes)
+        for t in (*read, *call.outputs):
+            if t.storage in first:
+                last[t.storage] = ends.get(i, i)
+                if i < edges[1]:
+                    forward[t.storage] = i
+                if t.storage in allocated:
+                    size[t.storage] = max(size[t.storage], _own_bytes(t))
+    whole = {s: Lifetime(first[s], forward.get(s, -1), last[s], size[s]) for s in first}
+    return list(_held(whole, instead, skip)) if instead else list(whole.values())
+
+
+def _own_bytes(t: TensorSpec) -> int:
+    """Bytes of the memory that a tensor's elements lie in: those that it repeats count once."""
+    if not t.stride or not t.numel:
+        return t.nbytes
+    reached = 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride, strict=True))
+    return min(t.nbytes, reached * t.nbytes // t.numel)
+
+
+def _held(
+    lives: Mapping[int, Lifetime], instead: Mapping[int, TensorSpec], skip: Container[int]
+) -> Iterator[Lifetime]:
+    """The lifetimes, by storage, where backward holds other tensors ``instead`` of some results.
+
+    A part of the result, or what no call makes, is a copy from the result's last use in forward on.
+    """
+    longer = dict(lives)
+    for storage, kept in instead.items():
+        life = lives.get(storage)
+        if life is None or life.last == life.last_forward:
+            continue
+        longer[storage] = replace(longer[storage], last=life.last_forward)
+        other = longer.get(kept.storage) if kept.storage != storage else None
+        if other:
+            longer[kept.storage] = replace(other, last=max(other.last, life.last))
+        elif kept.storage not in skip:
+            yield Lifetime(life.last_forward, -1, life.last, kept.nbytes)
+    yield from longer.values()
+
+
+def read_instead(capture: StepCapture) -> Mapping[int, TensorSpec]:
+    """By storage of a result of forward: the tensor that backward reads in place of it.
+
+    One in the same storage is a part of the result, which alone is kept.
+    """
+    apart = over_logits(capture)
+    forward = [c for c in capture.calls if c.phase == "forward" and not apart(c)]
+    in_place = (c for c in capture.calls if c.op.split(".")[1].endswith("_"))
+    changed = {t.storage for c in in_place for t in c.outputs}
+    makers: dict[int, OpCall] = {}
+    for call in forward:
+        for t in call.outputs:
+            if t.storage not in changed:
+                makers.setdefault(t.storage, call)
+    found: dict[int, TensorSpec] = {}
+    for call in forward:
+        for storage, kept in _kept(call, makers, found):
+            if storage in makers:
+                found[storage] = kept
+    return found
+
+
+def _kept(
+    call: OpCall, makers: Mapping[int, OpCall], found: Mapping[int, TensorSpec]
+) -> Iterator[tuple[int, TensorSpec]]:
+    """Storages of results, each with what is kept in place of it, as far as a call tells."""
+    if call.op == DTYPE_CAST:
+        source, copy = call.args[0], call.outputs[0]
+        scaled = _scaled(makers.get(source.storage))
+        if ITEMSIZE_BYTES[copy.dtype] > ITEMSIZE_BYTES[source.dtype]:
+            yield copy.storage, source
+        elif scaled and scaled.storage in found:
+            yield copy.storage, found[scaled.storage]
+    elif weighted := _scaled(call):
+        maker = makers.get(weighted.storage)
+        if maker and maker.op in EXPERT_PRODUCTS:
+            yield weighted.storage, maker.args[0]
+    elif call.op == SDPA_OPS[0]:
+        query, key, value = call.args[:3]
+        maker = makers.get(value.storage)
+        part = maker and maker.outputs[0].nbytes > value.nbytes
+        if part and value.storage not in (query.storage, key.storage):
+            yield value.storage, value
+
+
+def _scaled(call: OpCall | None) -> TensorSpec | None:
+    """The tensor whose rows a call multiplies by a number each."""
+    tensors = call.tensors() if call and call.op == PRODUCT else ()
+    if len(tensors) != 2:
+        return None
+    whole, numbers = sorted(tensors, key=lambda t: -t.numel)
+    of_rows = whole.shape[-1:] != numbers.shape[-1:] == (1,)
+    return whole if of_rows and numbers.numel * whole.shape[-1] == whole.numel else None
 
 
 def last_uses(calls: Sequence[OpCall]) -> dict[int, int]:

@@ -18,9 +18,9 @@ from itercast.compose.graph.cuda_variants import (
     with_whole_networks,
 )
 from itercast.compose.graph.identity_cache import Once, once_of
-from itercast.compose.graph.launch_modes import UNFUSED, as_launched
+from itercast.compose.graph.launch_modes import FUSED, FUSED_GRAPH, UNFUSED, as_launched
 from itercast.compose.graph.layers import Layer, split_layers
-from itercast.compose.graph.lifetimes import input_bytes, update_bytes
+from itercast.compose.graph.lifetimes import input_bytes, read_instead, update_bytes
 from itercast.compose.graph.product_roles import LINEAR_PRODUCTS
 from itercast.compose.graph.rewrite import COLLECTIVE
 from itercast.compose.parallel.cp import context_parallel
@@ -239,7 +239,8 @@ def _rank_graph(
         units = sorted(gpu.peak_flops_per_s)
         raise ValueError(f"gpu {gpu.name!r}: no units for dtype {dtype!r}; it has {units}")
     capture = capture if gpu.kind == "cpu" else with_cuda_variants(capture)
-    layers = tuple(split_layers(capture))
+    own = capture.engine in (FUSED, FUSED_GRAPH)  # kernels of a framework's own
+    layers = tuple(split_layers(capture, read_instead(unfused) if own else {}))
     step_bytes = sum(touched_bytes(c) for c in capture.calls if c.op != COLLECTIVE)
     cold = cold_fractions(capture, gpu, ranks)
     matrices = matrix_updates(capture, cold)

@@ -19,6 +19,12 @@ from itercast.compose.pricing.layer_prices import PricedLayer
 
 HALVES = replace(GPU, peak_flops_per_s={"fp32": 1e12, "bf16": 1e12}, l2_bytes=1e6)
 TOKENS, WIDTH, HIDDEN, HEADS, KEYS = 32, 64, 128, 8, 2
+LATENT: dict[str, Any] = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+LATENT |= {"vocab_size": 192, "hidden_size": WIDTH, "num_hidden_layers": 3}
+LATENT |= {"num_attention_heads": HEADS, "num_key_value_heads": HEADS, "v_head_dim": 8}
+LATENT |= {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8}
+LATENT |= {"moe_intermediate_size": 20, "n_routed_experts": 8, "n_shared_experts": 2}
+LATENT |= {"num_experts_per_tok": 3, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 0}
 LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "vocab_size": 192}
 LLAMA |= {"hidden_size": WIDTH, "num_hidden_layers": 4, "num_attention_heads": HEADS}
 LLAMA |= {"num_key_value_heads": KEYS, "intermediate_size": HIDDEN}
@@ -26,11 +32,11 @@ LLAMA |= {"num_key_value_heads": KEYS, "intermediate_size": HIDDEN}
 
 @cache
 def step(name: str, amp: bool, folder: Path) -> StepCapture:
-    """A step of a small Llama, or of a case."""
-    if name != "llama":
+    """A step of a small Llama, of a mixture with latent attention, or of a case."""
+    if name not in ("llama", "latent"):
         return capture(name, dtype="bf16", amp=amp)
-    file = folder / "llama.json"
-    file.write_text(json.dumps(LLAMA))
+    file = folder / f"{name}.json"
+    file.write_text(json.dumps(LLAMA if name == "llama" else LATENT))
     return capture(file, batch=2, seq=TOKENS // 2, dtype="bf16", amp=amp)
 
 
@@ -83,3 +89,28 @@ def test_a_view_is_no_kernel(folder: Path) -> None:
     made = {t.storage for c in calls if c.op == "aten.mm.default" for t in c.outputs}
     fused = [c for c in calls if c.op == "itercast.fused"]
     assert not any(t.storage in made for c in fused for t in c.outputs)
+
+
+def test_saved_bytes_of_latent_attention_and_experts_counted_by_hand(folder: Path) -> None:
+    """bf16, 32 tokens of 64 numbers; 8 heads of 8 + 4 numbers and values of 8, 3 of 8 experts.
+
+    By token. An eager loop keeps a norm's input in fp32 and what its weight multiplies; all that
+    keys and values are projected to; copies in fp32 of the router's input and weight; the gates'
+    activations; the experts' results. A framework's kernels keep a norm's input as it comes.
+    """
+
+    def norm(width: int, *, eager: bool, row: int) -> int:
+        """What is kept of rows of ``row`` numbers, its input, and of the result."""
+        return (4 * width + 4 + 2 * width if eager else 2 * row + 4) + 2 * width
+
+    found = step("latent", False, folder)
+    for engine, eager in (("eager", True), ("fused", False)):
+        norms = 2 * norm(64, eager=eager, row=64) + norm(24, eager=eager, row=24)
+        norms += norm(16, eager=eager, row=16 + 4)  # beside the rotary part of the keys
+        attention = 2 * 8 * (12 + 12 + (8 + 8 if eager else 8) + 8)  # q, k, v, result
+        router = 4 * 8 + (8 + 4) * 3 + 4 + (4 * 64 + 4 * 8 * 64 / TOKENS if eager else 0)
+        order = 3 * (3 * 8 + 4) + 4 * 8 / TOKENS  # of tokens by expert, weights; rows of experts
+        experts = 2 * 3 * (64 + 3 * 20 + (20 + 64 if eager else 0))
+        shared = 2 * 40 * (4 if eager else 3)
+        by_token = norms + attention + router + order + experts + shared
+        assert blocks(found, engine, "")[1].saved_bytes == by_token * TOKENS
