@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.multiprocessing as multiprocessing
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules import module
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
@@ -86,8 +87,12 @@ def _faked(value: Any) -> Any:
 
 @contextmanager
 def _for_real() -> Iterator[None]:
-    """Run without the modes of a capture, those of torch functions included."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
+    """Run without the modes of a capture, those of torch functions included, and its hooks.
+
+    Modules that a dataset calls, such as torchvision's transforms, are no part of a step.
+    """
+    unhooked = patch.multiple(module, _global_forward_hooks={}, _global_forward_pre_hooks={})
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), unhooked:
         yield
 
 

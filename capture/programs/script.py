@@ -11,6 +11,7 @@ import linecache
 import multiprocessing.util
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -207,10 +209,10 @@ def _place(frames: Iterable[traceback.FrameSummary], script: Script) -> str:
     )
 
 
-def _running_lines(script: Script) -> Lines:
+def _running_lines(script: Script, innermost: FrameType | None = None) -> Lines:
     """The script's line that runs now, and those below it outside torch and Python's library."""
     lines, path = list[tuple[str, int]](), str(script.path)
-    for frame, number in traceback.walk_stack(None):
+    for frame, number in traceback.walk_stack(innermost):
         if _outside_torch(file := frame.f_code.co_filename):
             lines.append((file, number))
         if file == path and frame.f_code.co_name == "<module>":
@@ -320,6 +322,7 @@ def main(order: str, result: str) -> int:
             arguments=given["arguments"],
             steps=given["steps"],
         )
+        signal.signal(signal.SIGUSR1, partial(_says_where, script))
         with asked.noted():
             size = given["world_size"], given["per_node"]
             captured = capture_script(script, asked, *size, taken, finder)
@@ -341,6 +344,13 @@ def main(order: str, result: str) -> int:
                 stack.enter_context(gpus_that_are_not_there(asked, 1, 0, log))
             serve(trained, Path(given["serve"]))
     return 0
+
+
+def _says_where(script: Script, signal_number: int, frame: FrameType | None) -> None:
+    """End this process, which takes too long, with the line that runs now on stderr."""
+    line = script.told(_running_lines(script, frame)).strip()
+    print(f"\nitercast: {line}", file=sys.__stderr__, flush=True)
+    os._exit(2)
 
 
 @cache

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.machinery import PathFinder
@@ -32,7 +33,7 @@ from itercast.microbench.processes.watch import end_group, session_bytes
 from itercast.microbench.store import Facts
 
 MODULE = "itercast.capture.programs.script"
-POLL_S = 0.1
+POLL_S, ANSWERS_S = 0.1, 5.0
 OURS = "itercast: "  # begins our lines among the script's
 MOST_MEMORY = 0.5  # of this machine's, for a script and what it starts
 
@@ -217,9 +218,18 @@ class ScriptProcess:
                 here = f"allowed are {most / 1e9:.1f} GB, {MOST_MEMORY:.0%} of this machine's"
                 raise ValueError(f"{self.script.name} takes {taken / 1e9:.1f} GB of memory; {here}")
             if time.monotonic() > end_s:
-                raise ValueError(f"{self.script.name} made too few steps within {self.limit_s} s")
+                late = f"{self.script.name} made too few steps within {self.limit_s} s"
+                raise ValueError(f"{late} {self._line()}".strip())
         if self.process.poll():
             raise ValueError(_reason(self._said, self.process.returncode, self.script))
+
+    def _line(self) -> str:
+        """The line that the script runs, in brackets; nothing where its process says none."""
+        self.process.send_signal(signal.SIGUSR1)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(ANSWERS_S)
+        asked = self.process.poll() == 2
+        return _reason(self._said, 2, self.script) if asked else ""
 
 
 def _reason(said: IO[bytes], code: int, script: Path) -> str:

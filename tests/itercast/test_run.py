@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -214,11 +215,18 @@ def test_a_script_that_exits_says_what_it_wrote_last(tmp_path: Path) -> None:
     assert said.strip().endswith("error: the following arguments are required: --width")
 
 
-def test_a_script_without_steps_is_given_up(tmp_path: Path) -> None:
-    endless = tmp_path / "endless.py"
-    endless.write_text("import time; time.sleep(900)\n")
-    code, _, said = run("--limit=2", str(endless))
-    assert code == 2 and said.endswith("itercast: endless.py made too few steps within 2 s\n")
+def test_a_script_that_takes_too_long_says_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its time is over as soon as it runs."""
+    runs, endless = tmp_path / "runs", tmp_path / "endless.py"
+    line = f"import time, pathlib; pathlib.Path({str(runs)!r}).touch(); time.sleep(900)"
+    endless.write_text(line)
+    clock = SimpleNamespace(sleep=time.sleep, monotonic=lambda: 900.0 * runs.exists())
+    monkeypatch.setattr("itercast.compose.programs.scripts.time", clock)
+    code, _, said = run("--limit=20", str(endless))
+    where = f"(endless.py:1: {line})"
+    assert code == 2 and said.endswith(f"endless.py made too few steps within 20 s {where}\n")
 
 
 def test_a_module_runs_from_the_current_folder(

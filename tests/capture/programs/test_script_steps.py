@@ -225,6 +225,19 @@ for i in range(100):
         critic(x)
     step(loss(), optimizer)
 """
+LOADED = """
+del of_critic
+from torch.utils.data import DataLoader
+class Pictures(list):
+    def __getitem__(self, i):
+        return torch.nn.Identity()(torch.zeros(64))  # as torchvision's transforms, modules
+for epoch in range(9):
+    batches = iter(DataLoader(Pictures(range(80)), batch_size=8))
+    ahead = next(batches)  # once in an epoch
+    for batch in batches:
+        x, ahead = ahead.cuda(), batch
+        step(loss(), optimizer)
+"""
 
 
 @pytest.mark.parametrize(
@@ -236,6 +249,7 @@ for i in range(100):
         (TWO_LINES, 3 * 5, 2, 2 * 4),
         (EVALUATED, 2 + 5, 1, 2 + 4),
         (RARE, 5, 1, 4),
+        (LOADED, 5, 1, 4),
     ],
 )
 def test_an_iteration_of_several_optimizer_steps(
@@ -251,6 +265,7 @@ def test_an_iteration_of_several_optimizer_steps(
     assert program.optimizer_steps == steps
     host = program.ranks[0].host
     assert host["accumulate_grad"] == gradients and host["backward"] <= 2 * steps
+    assert text != LOADED or host["module_call"] == 4  # of the model and its layers, no Identity
     left_out = ["what came once in 60 steps is left out (train.py:18: critic(x))"]
     assert list(program.notes) == (left_out if text == RARE else [])
 
