@@ -33,7 +33,7 @@ from itercast.microbench.processes.watch import end_group, session_bytes
 from itercast.microbench.store import Facts
 
 MODULE = "itercast.capture.programs.script"
-POLL_S, ANSWERS_S = 0.1, 5.0
+POLL_S, ANSWERS_S = 0.1, 5.0  # no assumption: between looks at a file; for a process to end
 OURS = "itercast: "  # begins our lines among the script's
 MOST_MEMORY = 0.5  # of this machine's, for a script and what it starts
 

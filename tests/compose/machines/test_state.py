@@ -69,13 +69,13 @@ def test_two_machines_of_known_factors_are_recovered(seed: int) -> None:
     """Forty drawn steps each: every factor within four deviations of what it was drawn with."""
     draw = np.random.default_rng(seed)
     for _ in range(2):
-        truth = draw.normal(TYPICAL.mean, TYPICAL.spread)
+        truth = draw.normal(0.0, TYPICAL.spread)
         effects = draw.normal(0, TYPICAL.model, 5)
         anchors = []
         for at in range(40):
             j = draw.dirichlet(np.ones(6))
             noise = draw.normal(0, TYPICAL.row)
-            ratio = float(j @ (truth - TYPICAL.mean) + effects[at % 5] + noise)
+            ratio = float(j @ truth + effects[at % 5] + noise)
             sensitivity = tuple(j.tolist())
             anchors.append(Anchor(model=str(at % 5), sensitivity=sensitivity, log_ratio=ratio))
         known = Machine.new(TYPICAL).told(anchors)
