@@ -81,7 +81,6 @@ class Strategy:
     expert_replicas: int = 1  # ranks that have the same experts, where ep spreads them
     offload: str = ""  # optimizer, activations
     bucket_bytes: int = 0  # of DDP; 0: 25 MiB, the first of a dtype 1 MiB
-    fp32_sums: tuple[str, ...] = ()  # dtypes whose gradients the software sends in fp32
 
     @property
     def handed_on(self) -> bool:
@@ -236,9 +235,7 @@ def layer_buckets(
     So have the virtual stages that begin at the layers ``starts``: each is a module of its own.
     """
     closed = fill_buckets(_ready_gradients(layers, how, starts), how.bucket_bytes)
-    of_parameters = how.early or how.every or how.after_update  # not, or not only, of gradients
-    wide = () if of_parameters else how.fp32_sums
-    buckets = [_layer_bucket(dtype, axis, members, wide) for (dtype, axis, _), members in closed]
+    buckets = [_layer_bucket(dtype, axis, members) for (dtype, axis, _), members in closed]
     return sorted(buckets, key=lambda b: (-b.instance, b.offset))
 
 
@@ -277,16 +274,12 @@ def _ready_gradients(
                 yield key, p.nbytes, _Gradient(instance, at, p.ready_after, p.nbytes)
 
 
-def _layer_bucket(
-    dtype: str, axis: str, members: Sequence[_Gradient], wide: Sequence[str]
-) -> LayerBucket:
-    """The bucket of these gradients; those of ``wide`` dtypes are sent in fp32."""
-    sent = "fp32" if dtype in wide else dtype
+def _layer_bucket(dtype: str, axis: str, members: Sequence[_Gradient]) -> LayerBucket:
     return LayerBucket(
         instance=members[-1].instance,
         offset=members[-1].offset,
-        nbytes=sum(g.nbytes for g in members) * ITEMSIZE_BYTES[sent] // ITEMSIZE_BYTES[dtype],
-        dtype=sent,
+        nbytes=sum(g.nbytes for g in members),
+        dtype=dtype,
         axis=axis,
         members=tuple((g.instance, g.parameter) for g in members),
     )

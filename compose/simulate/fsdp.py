@@ -182,12 +182,8 @@ def _message(program: RankTasks, kind: str, axis: str, nbytes: int) -> Message:
 
 
 def reduced_message(rank: Rank, message: Message) -> Message:
-    """A message of gradients: in fp32 where the software sums them so, or with amp unless it
-    reduces them as they are.
-    """
-    software = stack_of_row(rank.book.stack)
-    wide = rank.plan.amp and not software.reduces_half
-    if not wide and message.dtype not in software.sums_in_fp32:
+    """A message of gradients, in fp32 with amp unless the software reduces them as they are."""
+    if not rank.plan.amp or stack_of_row(rank.book.stack).reduces_half:
         return message
     nbytes = message.message_bytes * ITEMSIZE_BYTES[PRECISE] // ITEMSIZE_BYTES[message.dtype]
     return replace(message, message_bytes=nbytes, dtype=PRECISE)

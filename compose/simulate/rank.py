@@ -8,7 +8,7 @@ tasks as messages.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from itercast.capture.base.assumptions import assumed
@@ -26,7 +26,6 @@ from itercast.compose.pricing.work import Step, Work
 from itercast.compose.simulate.data_parallel import LayerBucket, Strategy, strategy
 from itercast.compose.simulate.timeline import SHARED, Span, Task, simulate_shared
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.hardware.stack import stack_of_row
 
 OFFLOAD_FRAC: Mapping[str, float] = assumed(__file__, "offload_frac")  # of the peak rate
 LATENCY = "latency"  # lane of messages' latency, which slows nothing
@@ -189,7 +188,7 @@ class Rank:
     @cached_property
     def strategy(self) -> Strategy:
         """How data parallelism keeps the replicas of this rank equal: DDP, ZeRO..."""
-        return replace(strategy(self.plan), fp32_sums=stack_of_row(self.book.stack).sums_in_fp32)
+        return strategy(self.plan)
 
 
 @dataclass(frozen=True, kw_only=True)

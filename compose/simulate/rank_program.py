@@ -26,7 +26,6 @@ from itercast.compose.pricing.work import Step, Work, fold
 from itercast.compose.simulate.data_parallel import LayerBucket, layer_buckets
 from itercast.compose.simulate.fsdp import (
     hooks,
-    reduced_message,
     sharded_backward,
     sharded_bytes,
     sharded_forward,
@@ -213,7 +212,6 @@ class RankProgram(RankTasks):
         axis = "inter_node" if pipeline.per_node < pipeline.size else "intra_node"
         dtype = self.rank.model.graph.tied[0].dtype
         message = Message(kind="all_reduce", axis=axis, message_bytes=nbytes, dtype=dtype)
-        message = reduced_message(self.rank, message) if dtype in self.how.fp32_sums else message
         self.lanes.wait([self.lanes.send(self.price([message])[0])])
 
     def update(self, optimizer: str) -> None:

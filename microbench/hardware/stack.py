@@ -17,7 +17,6 @@ FILE = Path(__file__).parent / "stacks" / "known.yaml"
 NIGHTLY = re.compile(r"[^- ]+-(20\d\d(?:-\d\d){0,2})(?![\d.])")  # of a date
 NEEDED, WHOLE = "what backward reads", "whole layers"  # see ``Stack.recomputes``
 OTHER = "other"
-FP32_BYTES = 4
 USUAL = "torch-2.11"  # forecast where none is named
 
 
@@ -74,12 +73,6 @@ class Stack:
     held: Mapping[str, Held] = field(default_factory=dict)
     casts_experts: bool = False
     reduces_half: bool = False
-
-    @property
-    def sums_in_fp32(self) -> tuple[str, ...]:
-        """Dtypes of parameters whose gradients are summed, and so sent, in fp32."""
-        wide = tuple(dtype for dtype, held in self.held.items() if held.gradient == FP32_BYTES)
-        return () if self.reduces_half else wide
 
     def attention_on(self, gpu: Gpu) -> str:
         """The attention kernel that it takes on a GPU in 16 bit."""

@@ -13,7 +13,6 @@ from plan_case import CPU, GPU, Flat
 
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture
-from itercast.compose.forecast import rank_of
 from itercast.compose.pricing.collectives import (
     Message,
     cluster,
@@ -26,7 +25,6 @@ from itercast.compose.simulate.rank_program import RankProgram
 from itercast.compose.simulate.stage_rank import memory, stage_messages, stages_of
 from itercast.microbench.hardware.node import Node, load_node, node_names
 from itercast.microbench.hardware.spec import Gpu, load_gpu
-from itercast.microbench.hardware.stack import load_stack
 from itercast.microbench.ops.step.alpha_beta import CPU_STEP_US, LINK_SHARE
 
 
@@ -311,25 +309,6 @@ def test_ranks_share_the_network_of_their_node() -> None:
     sum_of = Message(kind="all_reduce", axis="shard", message_bytes=102_000_000)
     us = formula_us(sum_of, where.groups["shard"], where) * LINK_SHARE["network"]
     assert us == pytest.approx(32_640, rel=0.02)
-
-
-def test_megatron_sends_sums_of_bf16_gradients_in_fp32() -> None:
-    """Twice the bytes of torch's messages of gradients, the same of parameters.
-
-    DeepSpeed sums in fp32 and sends halves; fp16 gradients are summed in fp16.
-    """
-    step = capture("gpt-s", batch=1, seq=8, dtype="bf16")
-
-    def of_stack(text: str, stack: str) -> dict[str, int]:
-        book, plan = PriceBook(Flat(), GPU, 1, stack=stack), ParallelPlan.parse(text)
-        return sent(rank_of(step, plan, book, cluster(plan, GPU)))
-
-    for text, reduced in (("dp=2", "all_reduce"), ("dp=2,zero=1", "reduce_scatter")):
-        torch, megatron = (of_stack(text, stack) for stack in ("torch-2.11", "megatron-core"))
-        assert megatron[reduced] == pytest.approx(2 * torch[reduced], rel=1e-3)
-        assert of_stack(text, "deepspeed")[reduced] == torch[reduced]
-        assert megatron.get("all_gather") == torch.get("all_gather")
-    assert load_stack("megatron-core").sums_in_fp32 == load_stack("nemo").sums_in_fp32 == ("bf16",)
 
 
 def test_cpus_as_nodes_share_a_network_of_a_file() -> None:
