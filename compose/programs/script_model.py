@@ -39,14 +39,12 @@ def script_model(order: ScriptOrder) -> Iterator[tuple[SizedModel, ProgramCaptur
             path = captures.start()
         program, _ = read_program(path)
         facts = Trained(**json.loads(path.with_suffix(".trained").read_text()))
-        compiled = any(c.compiled for c in program.ranks[0].calls)
-        engines = ["compile"] * compiled + ["graph"] * any(
-            c.graphed for c in program.ranks[0].calls
-        )
+        calls = program.ranks[0].calls
+        kinds = {"compile": any(c.compiled for c in calls), "graph": any(c.graphed for c in calls)}
         model = SizedModel(
             name=order.path.name,
             facts=facts,
-            engine="+".join(engines) or "eager",
+            engine="+".join(kind for kind, used in kinds.items() if used) or "eager",
             capture_at=partial(captures.at, path.name),
         )
         yield model, program

@@ -116,7 +116,7 @@ class TrainedModel:
             model.forward = by_name
             yield
         finally:
-            model.__dict__.pop("forward")
+            model.__dict__.pop("forward", None)
             if own is not None:
                 model.forward = own
             for module, parameters, buffers, modules in held:
