@@ -1,7 +1,6 @@
 """Random pairs of placements, and what torch's DTensor really sends for them over gloo.
 
 ``python reshardings.py FILE`` runs them in four processes; the first writes to FILE what each sent.
-``python reshardings.py FILE times`` writes the time of each in us, of a tensor of 4 MB.
 """
 
 from __future__ import annotations
@@ -22,11 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, placement_types
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from itercast.microbench.processes.ranks import time_collective
-
 RANKS, PAIRS, SEED = 4, 30, 29
 SHAPE = (8, 12, 21)  # the last dim is not divided evenly: torch pads it
-LARGE = (64, 96, 169)
 Sent = list[tuple[str, int, list[int]]]  # kind, bytes of the whole buffer, ranks of the group
 
 
@@ -45,9 +41,9 @@ def pairs() -> list[tuple[tuple[int, ...], list[Any], list[Any]]]:
     return found
 
 
-def local_part(mesh: Any, placements: list[Any], shape: tuple[int, ...]) -> torch.Tensor:
+def local_part(mesh: Any, placements: list[Any]) -> torch.Tensor:
     """This rank's part of a tensor."""
-    part = torch.ones(shape)
+    part = torch.ones(SHAPE)
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
             chunks = part.chunk(mesh.size(axis), placement.dim)
@@ -55,15 +51,13 @@ def local_part(mesh: Any, placements: list[Any], shape: tuple[int, ...]) -> torc
     return part.contiguous()
 
 
-def reshard(
-    mesh: Any, before: list[Any], after: list[Any], shape: tuple[int, ...] = SHAPE
-) -> Callable[[], Any]:
+def reshard(mesh: Any, before: list[Any], after: list[Any]) -> Callable[[], Any]:
     """A function that redistributes a tensor of which this rank holds its part."""
-    strides = torch.empty(shape, device="meta").stride()
-    local = local_part(mesh, before, shape)
+    strides = torch.empty(SHAPE, device="meta").stride()
+    local = local_part(mesh, before)
 
     def run() -> Any:
-        whole = DTensor.from_local(local, mesh, before, shape=torch.Size(shape), stride=strides)
+        whole = DTensor.from_local(local, mesh, before, shape=torch.Size(SHAPE), stride=strides)
         return whole.redistribute(placements=after).to_local().sum()
 
     return run
@@ -111,19 +105,11 @@ def named(watch: Watch) -> Iterator[None]:
         yield
 
 
-def run_rank(rank: int, path: Path, timed: bool) -> None:
-    """Join the group and reshard; the first rank writes what all of them sent, or the times."""
+def run_rank(rank: int, path: Path) -> None:
+    """Join the group and reshard; the first rank writes what all of them sent."""
     dist.init_process_group("gloo", init_method=f"file://{path}.group", rank=rank, world_size=RANKS)
     sent: list[Sent] = []
     meshes = {shape: init_device_mesh("cpu", shape) for shape in ((4,), (2, 2))}
-    if timed:
-        torch.set_num_threads(1)
-        runs = [reshard(meshes[mesh], *ends, shape=LARGE) for mesh, *ends in pairs()]
-        times = [time_collective(run, "cpu").time_us for run in runs]
-        if rank == 0:
-            path.write_text(json.dumps(times))
-        dist.destroy_process_group()
-        return
     for shape, before, after in pairs():
         with Watch() as watch, named(watch):
             reshard(meshes[shape], before, after)()
@@ -137,7 +123,7 @@ def run_rank(rank: int, path: Path, timed: bool) -> None:
 
 if __name__ == "__main__":
     own = next((r for r in range(1, RANKS) if os.fork() == 0), 0)
-    run_rank(own, Path(sys.argv[1]), "times" in sys.argv)
+    run_rank(own, Path(sys.argv[1]))
     while own == 0:
         try:
             os.wait()
