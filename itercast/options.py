@@ -138,8 +138,8 @@ Packed = Annotated[
 Dtype = Annotated[
     str,
     typer.Option(
-        help="fp32, tf32, bf16, fp16, fp8, nvfp4 or mxfp4; default: fp32, under amp bf16, or fp16 "
-        "on a GPU without bf16"
+        help="fp32 (without TF32), tf32, bf16, fp16, fp8, nvfp4 or mxfp4; default: fp32, under amp "
+        "bf16, or fp16 on a GPU without bf16"
     ),
 ]
 ChannelsLast = Annotated[

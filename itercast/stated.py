@@ -147,8 +147,10 @@ def _of_dtype(asked: Facts, gpu: Gpu) -> str:
     dtype = asked["dtype"]
     faster = next((d for d in HALF if gpu.peak(d) > gpu.peak("fp32")), "")
     if dtype == "fp32" and faster and gpu.kind == "gpu":
-        usual = f"usual is mixed precision (amp) or --dtype {faster}"
-        return f"fp32 leaves the tensor cores idle; {usual}"
+        idle = "fp32 leaves the tensor cores idle"
+        if "tf32" in gpu.peak_flops_per_s:
+            idle += ", in convolutions, too, which torch runs in TF32 by default (--dtype tf32)"
+        return f"{idle}; usual is mixed precision (amp) or --dtype {faster}"
     if dtype in HALF and not mixed(asked) and asked.get("mode", "train") == "train":
         return f"weights and optimizer state are in {dtype}, too; usual is mixed precision (amp)"
     return ""

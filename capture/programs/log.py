@@ -35,7 +35,7 @@ from itercast.capture.programs.program import (
     WAIT,
 )
 from itercast.capture.recorder.attention import WholeAttention
-from itercast.capture.recorder.log import DTYPES, OpLog
+from itercast.capture.recorder.log import DTYPES, OpLog, in_tf32
 from itercast.capture.recorder.routing import Routing
 from itercast.capture.recorder.watch import MadeBy
 
@@ -55,7 +55,7 @@ class ProgramLog(OpLog):
 
     def __init__(self) -> None:
         self.guesses: dict[str, StackSummary] = {}  # what was guessed of data, where it was first
-        super().__init__(Routing(self.guesses))
+        super().__init__(Routing(self.guesses), in_tf32)
         self.after_graph: list[Callable[[], None]] | None = None  # while a CUDA graph is captured
         self.ended: Callable[[str, Any], None] = lambda kind, owner: None  # told what may be a step
         self.gpu_memory = GpuMemory()

@@ -45,6 +45,7 @@ from itercast.capture.programs.program import COLLECTIVE, ProgramCapture, write_
 from itercast.capture.programs.steps import KINDS, EnoughSteps, Lines, Steps
 from itercast.capture.programs.trained.finder import Finder
 from itercast.capture.programs.trained.serve import TrainedModel, serve
+from itercast.capture.recorder.log import TF32_OPS
 
 DATA = dataloader.__file__  # starts workers, which fork
 ENVIRONMENT = {  # nothing is sent or logged elsewhere, and nothing happens in other threads
@@ -57,6 +58,7 @@ ENVIRONMENT = {  # nothing is sent or logged elsewhere, and nothing happens in o
 }
 TOOLS = ("make", "ninja", "ldconfig", "git", "uname")  # that libraries ask or build with
 PROGRAMS = ("system", "posix_spawn", "posix_spawnp", "forkpty", "execv", "execve")
+TF32_NAMES = {"conv": "convolutions", "matmul": "matrix products"}
 PACKAGES = sysconfig.get_path("purelib")
 STDLIB = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 INSTALLED = (PACKAGES, str(Path(torch.__file__).parents[1]), sys.prefix, sys.base_prefix)
@@ -148,8 +150,11 @@ def capture_script(
             notes[f"{guess}{_place(frames, script)}"] = None
 
     captured = capture_ranks(run, world_size)
-    calls = (call for rank in captured.ranks.values() for call in rank.calls)
-    if world_size > 1 and not any(call.op == COLLECTIVE for call in calls):
+    calls = [call for rank in captured.ranks.values() for call in rank.calls]
+    if rounded := {TF32_OPS[c.op] for c in calls if "tf32" in (t.dtype for t in c.tensors())}:
+        names = " and ".join(TF32_NAMES[kind] for kind in sorted(rounded))
+        notes[f"fp32 {names} run in TF32 where the GPU has it, as torch's flags allow"] = None
+    if world_size > 1 and not COLLECTIVE not in (call.op for call in calls):
         notes[f"{world_size} ranks, no message seen: each makes a step of its own"] = None
     return replace(
         captured,

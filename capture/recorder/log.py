@@ -71,17 +71,24 @@ UNDECLARED_VIEWS, SILENT = (
 CAST = "aten._to_copy.default"
 ITEM = "aten._local_scalar_dense.default"  # the host reads a number
 TF32_DTYPES = {**DTYPES, torch.float32: "tf32"}
-TF32_OPS = frozenset(FACTS["tf32"].split())
+TF32_OPS = {op: kind for kind, ops in FACTS["tf32"].items() for op in ops.split()}
+
+
+def in_tf32(operator: str) -> bool:
+    """Whether torch's flags allow TF32 in matmul, conv or rnn: without any, in the last two."""
+    return str(torch._C._get_fp32_precision_getter("cuda", operator)) == "tf32"
 
 
 class OpLog(TorchDispatchMode):
     """Logs every aten call that reaches the dispatcher below autograd.
 
-    ``routing`` computes the results of ops on fake tensors (``capture.routing``). With ``tf32`` the
-    fp32 operands of matrix products, convolutions and attention are logged as tf32.
+    ``routing`` computes the results of ops on fake tensors (``capture.routing``). ``tf32``: whether
+    fp32 operands of an operator, matmul (products and attention), conv or rnn, are logged as tf32.
     """
 
-    def __init__(self, routing: Routing | None = None, tf32: bool = False) -> None:
+    def __init__(
+        self, routing: Routing | None = None, tf32: Callable[[str], bool] = lambda _: False
+    ) -> None:
         super().__init__()
         self.routing, self.tf32 = routing, tf32
         self.calls: list[OpCall] = []
@@ -152,7 +159,7 @@ class OpLog(TorchDispatchMode):
             known = getattr(torch.ops.aten, op.split(".")[1]).overloads()
             op += "Tensor" if "Tensor" in known else "default"
             kwargs = {k: v for k, v in kwargs.items() if k != "out"}
-        self.names = TF32_DTYPES if self.tf32 and op in TF32_OPS else DTYPES
+        self.names = TF32_DTYPES if op in TF32_OPS and self.tf32(TF32_OPS[op]) else DTYPES
         outputs = tuple(output) if isinstance(output, list | tuple) else (output,)
         sparse = any(map(is_sparse, (*args, *outputs)))
         if sparse:
@@ -175,9 +182,9 @@ class OpLog(TorchDispatchMode):
             )
         )
 
-    def dtype_name(self, dtype: torch.dtype) -> str:
-        """The name of the dtype that matrix products of such operands are logged in."""
-        return (TF32_DTYPES if self.tf32 else DTYPES)[dtype]
+    def recurrent_dtype(self, dtype: torch.dtype) -> str:
+        """The name of the dtype that recurrent networks of such weights are logged in."""
+        return (TF32_DTYPES if self.tf32("rnn") else DTYPES)[dtype]
 
     def _network_pass(self, op: str) -> int:
         """The number of the recurrent network's pass that runs now, 0 for none.
@@ -256,12 +263,14 @@ def capture_step(
     The optimizer's second update is captured: the first one allocates its state. So is all of the
     second step where the first one changes attributes of modules, such as tables that they keep,
     of recurrent networks, and where inputs have gradients, to which the second one adds.
-    ``fake``: run on fake tensors, without computing, those of a mode where one is given; otherwise
-    two steps really run. ``samples``
-    and ``tokens`` of the batch are only stored with the capture. ValueError for ops whose shapes
-    depend on data, except in the routing of experts (``capture.routing``).
+    ``fake``: run on fake tensors, without computing; otherwise two steps really run. Those of a
+    mode that is given are of a program, whose TF32 flags hold; dtype tf32 allows it everywhere.
+    ``samples`` and ``tokens`` of the batch are only stored with the capture. ValueError for ops
+    whose shapes depend on data, except in the routing of experts (``capture.routing``).
     """
-    log = OpLog(Routing() if fake else None, settings.dtype == "tf32")
+    asked, of_program = settings.dtype == "tf32", isinstance(fake, FakeTensorMode)
+    allowed = in_tf32 if of_program and not asked else lambda _: asked
+    log = OpLog(Routing() if fake else None, allowed)
     with ExitStack() as stack:
         if fake:
             mode = FakeTensorMode(allow_non_fake_inputs=True) if fake is True else fake

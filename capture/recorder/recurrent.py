@@ -41,7 +41,9 @@ def _run(log: Any, cell: str, run: Callable[..., Any], x: Tensor, *args: Any) ->
         "hidden": weights[1].shape[0] // GATES[cell],
         "layers": layers,
         "directions": 1 + bidirectional,
-        "dtype": log.dtype_name(torch.get_autocast_dtype("cuda") if mixed else weights[0].dtype),
+        "dtype": log.recurrent_dtype(
+            torch.get_autocast_dtype("cuda") if mixed else weights[0].dtype
+        ),
     }
     log.networks += [{**facts, "op": op} for op in (cell, f"{cell}_backward")]
     with log.network.stretch(len(log.networks) // 2):

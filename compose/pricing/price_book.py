@@ -152,6 +152,7 @@ class PriceBook:
         return self.once(("parts", key), lambda: self._found_parts(w))
 
     def _found_parts(self, w: Priceable) -> list[Part]:
+        w = w.run_by(self.gpu)
         models, on_gpu = self.models, self.gpu.kind != "cpu"
         if found := fallback_parts(w.params, models, w.channels_last, self.gpu, self.stack):
             return found
@@ -198,6 +199,7 @@ class PriceBook:
 
     def _new(self, w: Priceable, parts: Sequence[Part]) -> PricedOp:
         """Prices an op: parts added up, attention's kernel, power limit, host time of its call."""
+        w = w.run_by(self.gpu)
         flops = float(w.family.flops(w.params)) if w.family is not None else 0.0
         ratio, own, call = self._kernel_ratio(w), w.name in self.models, self._call(w)
         known = own or (bool(parts) and all(part.checked for part in parts))

@@ -138,6 +138,15 @@ class Priceable:
         same = part.family == self.name and getattr(part.params, "op", "") == self.kind
         return part.checked or (same and not as_wide)
 
+    def run_by(self, gpu: Gpu) -> Priceable:
+        """The op as a GPU runs it: in fp32 without TF32 units, of which MIOpen knows nothing."""
+        if getattr(self.params, "dtype", "") != "tf32":
+            return self
+        has_it = "tf32" in gpu.peak_flops_per_s and not (
+            gpu.vendor == "amd" and self.name == "conv"
+        )
+        return self if has_it else replace(self, params=replace(self.params, dtype="fp32"))
+
     def bytes_on(self, gpu: Gpu) -> float:
         """Bytes read and written: by the family's formula, else every tensor once."""
         if self.family is None:

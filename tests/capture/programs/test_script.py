@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from small_scripts import H100, ITEM, TRAINING, captured, written
 
 from itercast.capture.input.batches import TakenBatches
@@ -246,6 +248,51 @@ def test_a_script_that_fails_on_its_way_out_is_captured(tmp_path: Path) -> None:
     calls = captured(written(tmp_path, text), gpus=1).ranks[0].calls
     ops = Counter(c.op for c in calls)
     assert ops[ADAMW] == 1 and ops["aten.exp.default"] == 0
+
+
+IMAGES = """
+import torch
+{}
+from torch import nn
+model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2))
+optimizer = torch.optim.SGD(model.parameters())
+for _ in range(4):
+    model(torch.randn(2, 3, 4, 4)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.fixture
+def flags_of_the_test() -> Iterator[None]:
+    """The flags that a script sets end with the test, as with the process of a real one."""
+    kinds = ("conv", "rnn", "matmul")
+    before = [torch._C._get_fp32_precision_getter("cuda", kind) for kind in kinds]
+    yield
+    for kind, precision in zip(kinds, before, strict=True):
+        torch._C._set_fp32_precision_setter("cuda", kind, precision)
+
+
+@pytest.mark.usefixtures("flags_of_the_test")
+@pytest.mark.parametrize(
+    ("flag", "conv", "product"),
+    [
+        ("", "tf32", "fp32"),
+        ("torch.backends.cudnn.allow_tf32 = False", "fp32", "fp32"),
+        ("torch.backends.cudnn.conv.fp32_precision = 'ieee'", "fp32", "fp32"),
+        ("torch.backends.cuda.matmul.allow_tf32 = True", "tf32", "tf32"),
+        ("torch.set_float32_matmul_precision('high')", "tf32", "tf32"),
+    ],
+)
+def test_tf32_is_where_flags_of_torch_allow_it(
+    tmp_path: Path, flag: str, conv: str, product: str
+) -> None:
+    program = captured(written(tmp_path, IMAGES.format(flag)), gpus=1)
+    calls = [c for c in program.ranks[0].calls if c.tensors()]
+    dtypes = {c.op.split(".")[1]: c.tensors()[0].dtype for c in calls}
+    assert dtypes["convolution"] == dtypes["convolution_backward"] == conv
+    assert dtypes["mm"] == dtypes["addmm"] == product and dtypes["_foreach_add_"] == "fp32"
+    told = [note for note in program.notes if "TF32" in note]
+    assert ["products" in note for note in told] == [product == "tf32"] * (conv == "tf32")
 
 
 def test_files_of_programs_are_read_back(tmp_path: Path) -> None:

@@ -113,6 +113,31 @@ class ByElement(OfFew):
         return 1.0 * rows["numel"]
 
 
+@pytest.mark.parametrize(
+    ("vendor", "units", "op", "runs"),
+    [
+        ("nvidia", ["tf32"], "conv", "tf32"),
+        ("nvidia", [], "conv", "fp32"),
+        ("nvidia", [], "mm", "fp32"),
+        ("amd", ["tf32"], "conv", "fp32"),
+        ("amd", ["tf32"], "mm", "tf32"),
+    ],
+)
+def test_tf32_runs_where_the_gpu_has_it(vendor: str, units: list[str], op: str, runs: str) -> None:
+    peaks = dict.fromkeys(["fp32", *units], 1e13)
+    gpu = replace(GPU, name="other", vendor=vendor, peak_flops_per_s=peaks)
+    image, weight = tensor(0, "tf32", (1, 4, 8, 8)), tensor(1, "tf32", (4, 4, 3, 3))
+    options = (None, (1, 1), (0, 0), (1, 1), False, (0, 0), 1)
+    convolution = OpCall(
+        op="aten.convolution.default",
+        args=(image, weight, *options),
+        outputs=(tensor(2, "tf32", (1, 4, 6, 6)),),
+    )
+    product = call("mm.default", tensor(0, "tf32", (8, 8)), tensor(1, "tf32", (8, 8)), out=2)
+    found = priceable(convolution if op == "conv" else product)
+    assert found.params.dtype == "tf32" and found.run_by(gpu).params.dtype == runs
+
+
 def test_without_a_model_a_lookup_moves_the_rows_it_reads_not_the_table() -> None:
     """Three rows of 8 numbers of four bytes read and written, and three indices of eight bytes."""
     index, rows = tensor(1, "int64", (3,)), tensor(2, shape=(3, 8))
