@@ -150,3 +150,11 @@ def mlflow_store(empty_mlflow_store: Path, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     monkeypatch.chdir(tmp_path)
     return uri
+
+
+@pytest.fixture
+def flags_of_the_test() -> Iterator[None]:
+    """The flags that a script sets end with the test, as with the process of a real one."""
+    yield
+    torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cuda.matmul.allow_tf32 = False

@@ -154,7 +154,7 @@ def capture_script(
     if rounded := {TF32_OPS[c.op] for c in calls if "tf32" in (t.dtype for t in c.tensors())}:
         names = " and ".join(TF32_NAMES[kind] for kind in sorted(rounded))
         notes[f"fp32 {names} run in TF32 where the GPU has it, as torch's flags allow"] = None
-    if world_size > 1 and not COLLECTIVE not in (call.op for call in calls):
+    if world_size > 1 and COLLECTIVE not in (call.op for call in calls):
         notes[f"{world_size} ranks, no message seen: each makes a step of its own"] = None
     return replace(
         captured,

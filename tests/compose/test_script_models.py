@@ -84,8 +84,9 @@ while True:
 """
 UNUSUAL = """
 import torch, torch.nn as nn, torch.nn.functional as F
+torch.set_float32_matmul_precision("high")
 torch.distributed.init_process_group("nccl")
-net = nn.Sequential(nn.Linear(512, 8192), nn.GELU(), nn.Linear(8192, 512)).cuda()
+net = nn.Sequential(nn.Linear(512, 32768), nn.GELU(), nn.Linear(32768, 512)).cuda()
 model = nn.parallel.DistributedDataParallel(net)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 while True:
@@ -125,6 +126,7 @@ def target(tmp_path: Path) -> Target:
     return find_target(gpu.name, bundle=tmp_path / "bundle")
 
 
+@pytest.mark.usefixtures("flags_of_the_test")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_plan_of_one_gpu_is_the_script_as_it_is(
     name: str, tmp_path: Path, target: Target

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from small_scripts import H100, ITEM, TRAINING, captured, written
 
 from itercast.capture.input.batches import TakenBatches
@@ -260,16 +258,6 @@ for _ in range(4):
     model(torch.randn(2, 3, 4, 4)).sum().backward()
     optimizer.step()
 """
-
-
-@pytest.fixture
-def flags_of_the_test() -> Iterator[None]:
-    """The flags that a script sets end with the test, as with the process of a real one."""
-    kinds = ("conv", "rnn", "matmul")
-    before = [torch._C._get_fp32_precision_getter("cuda", kind) for kind in kinds]
-    yield
-    for kind, precision in zip(kinds, before, strict=True):
-        torch._C._set_fp32_precision_setter("cuda", kind, precision)
 
 
 @pytest.mark.usefixtures("flags_of_the_test")
