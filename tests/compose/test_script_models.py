@@ -86,7 +86,7 @@ UNUSUAL = """
 import torch, torch.nn as nn, torch.nn.functional as F
 torch.set_float32_matmul_precision("high")
 torch.distributed.init_process_group("nccl")
-net = nn.Sequential(nn.Linear(512, 32768), nn.GELU(), nn.Linear(32768, 512)).cuda()
+net = nn.Sequential(nn.Linear(512, 8192), nn.GELU(), nn.Linear(8192, 512)).cuda()
 model = nn.parallel.DistributedDataParallel(net)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 while True:
@@ -131,7 +131,7 @@ def target(tmp_path: Path) -> Target:
 def test_a_plan_of_one_gpu_is_the_script_as_it_is(
     name: str, tmp_path: Path, target: Target
 ) -> None:
-    """Within 3 %: what the script draws at random, and gradients of zero_grad, are beside it."""
+    """Within 6 %: what the script draws at random, and gradients of zero_grad, are beside it."""
     model, program = found(tmp_path, SCRIPTS[name])
     plan = ParallelPlan(accumulate=model.facts.micro, amp=model.facts.amp)
     whole = forecast_program(program, target)
@@ -142,7 +142,7 @@ def test_a_plan_of_one_gpu_is_the_script_as_it_is(
     step = captured(model, shallow=True)
     assert bool(step.repeats) == (name != "unusual")
     planned = forecast_step(step, replace(target, plan=plan))
-    assert planned.iteration_us == pytest.approx(whole_us, rel=0.03)
+    assert planned.iteration_us == pytest.approx(whole_us, rel=0.06)
 
 
 def products(step: StepCapture) -> Counter[tuple[int, ...]]:
