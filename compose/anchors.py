@@ -8,15 +8,17 @@ from math import exp, log
 
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.forecast import forecast
+from itercast.compose.forecast import Forecast, forecast
 from itercast.compose.host_fit import MeasuredStep
 from itercast.compose.machines.factors import NAMES, Factors
 from itercast.compose.machines.file import KnownMachine
 from itercast.compose.machines.state import Anchor, Machine
 from itercast.compose.machines.typical import typical
+from itercast.compose.parallel.device_memory import MEMORY_ERROR
 from itercast.compose.target import Target, forecast_step
 
 RAISED = 0.25  # no assumption: by which log factors are raised for a finite difference
+OTHER_MEMORY = 5  # no assumption: times a forecast's error beyond which memory is not believed
 ABSURD = 6.5  # no assumption: deviations of a new machine beyond which a step is not believed
 WORDS = {
     "products": "products",
@@ -35,17 +37,30 @@ def sensitivity(step: StepCapture, target: Target) -> tuple[float, ...]:
     By finite differences, so that messages and host work count that a slower machine no longer
     hides.
     """
+    return tuple(map(sum, zip(*_sensitivities(step, target), strict=True)))
+
+
+def _sensitivities(step: StepCapture, target: Target) -> list[tuple[float, ...]]:
+    """What messages that compute waits for add to ``sensitivity``, and what all else adds."""
     logs, base = target.machine.logs, forecast_step(step, target)
     found = []
     for at, name in enumerate(NAMES):
         if base.comm_us == 0 and name in ("links", "network", "ranks"):
-            found.append(0.0)
+            found.append((0.0, 0.0))
             continue
         raised = [x + RAISED * (at == i) for i, x in enumerate(logs)]
         book = target.book.on(Factors.of_logs(raised), target.known, target.model)
         slower = forecast(step, target.plan, book, target.node)
-        found.append(log(slower.iteration_us / base.iteration_us) / RAISED)
-    return tuple(found)
+        change, waiting = _log_changes(base, slower.iteration_us, slower.exposed_comm_us)
+        found.append((waiting / RAISED, (change - waiting) / RAISED))
+    return list(zip(*found, strict=True))
+
+
+def _log_changes(base: Forecast, time_us: float, exposed_us: float) -> tuple[float, float]:
+    """Log of a step's time over its forecast, and the part that its exposed messages add to it."""
+    change, more_us = log(time_us / base.iteration_us), time_us - base.iteration_us
+    mean_us = more_us / change if change else time_us  # the logarithmic mean of both
+    return change, (exposed_us - base.exposed_comm_us) / mean_us
 
 
 def told(steps: Sequence[MeasuredStep], known: KnownMachine | None = None) -> KnownMachine:
@@ -57,24 +72,62 @@ def told(steps: Sequence[MeasuredStep], known: KnownMachine | None = None) -> Kn
         raise ValueError(f"anchors are of GPUs of one kind, got {', '.join(gpus)}")
     machine, anchors = (known.machine, known.anchors) if known else (typical(), ())
     for one in steps:
-        machine = machine.told([anchor_of(one)])
+        machine = machine.told(anchors_of(one))
         anchors += (f"{one.label}: {one.time_us / 1e3:.6g} ms",)
     return KnownMachine(gpu=gpus[0], machine=machine, anchors=anchors)
 
 
-def anchor_of(one: MeasuredStep) -> Anchor:
-    """A measured step beside its forecast; ValueError where it must be of another configuration."""
-    target = replace(one.target, known=None, model="")
-    ratio = log(one.time_us / forecast_step(one.step, target).iteration_us)
-    j = sensitivity(one.step, target)
-    limit = ABSURD * typical().log_deviation(j, one.target.model)
+def anchors_of(one: MeasuredStep) -> list[Anchor]:
+    """A measured step beside its forecast, in two parts where its exposed messages were measured.
+
+    ValueError where it must be of another configuration. A part's share of the step is the mean of
+    its measured and its forecast one, so that both add up to 1.
+    """
+    target, model = replace(one.target, known=None, model=""), one.target.model
+    found = forecast_step(one.step, target)
+    _believe_memory(one, found.memory_bytes)
+    waiting, other = _sensitivities(one.step, target)
+    ratio, more = _log_changes(found, one.time_us, one.exposed_us or 0.0)
+    whole = tuple(map(sum, zip(waiting, other, strict=True)))
+    limit = ABSURD * typical().log_deviation(whole, model)
     if abs(ratio) > limit:
         raise ValueError(
             f"anchor {one.label!r}: {one.time_us / 1e3:.4g} ms is {exp(ratio):.2g} times the "
             f"forecast, between {exp(-limit):.2g} and {exp(limit):.2g} are believed: another "
             f"configuration than stated? Likeliest: {misreading(one, target, ratio)}"
         )
-    return Anchor(model=one.target.model, sensitivity=j, log_ratio=ratio)
+    if one.exposed_us is None:
+        return [Anchor(model=model, sensitivity=whole, log_ratio=ratio)]
+    _believe_exposed(one, found, limit)
+    share = (one.exposed_us / one.time_us + found.exposed_comm_us / found.iteration_us) / 2
+    parts = ((waiting, more, share), (other, ratio - more, 1 - share))
+    return [
+        Anchor(model=model, sensitivity=j, log_ratio=change, share=of)
+        for j, change, of in parts
+        if of
+    ]
+
+
+def _believe_exposed(one: MeasuredStep, found: Forecast, limit: float) -> None:
+    """ValueError for exposed messages that leave a time for all else that cannot be."""
+    exposed_us = one.exposed_us or 0.0
+    left_us, forecast_us = one.time_us - exposed_us, found.iteration_us - found.exposed_comm_us
+    if abs(log(left_us / forecast_us)) > limit:
+        raise ValueError(
+            f"anchor {one.label!r}: without exposed messages {left_us / 1e3:.4g} ms, forecast "
+            f"{forecast_us / 1e3:.4g}: only messages count that compute waits for"
+        )
+
+
+def _believe_memory(one: MeasuredStep, forecast_bytes: float) -> None:
+    """ValueError for a peak of memory, which tells of no time, of another configuration."""
+    peak = one.peak_bytes or forecast_bytes
+    if abs(peak / forecast_bytes - 1) > OTHER_MEMORY * MEMORY_ERROR:
+        raise ValueError(
+            f"anchor {one.label!r}: peak memory of {peak / 1e9:.4g} GB, forecast "
+            f"{forecast_bytes / 1e9:.4g}: another configuration than stated? Likeliest: "
+            "recomputation, batch, dtype or sharding"
+        )
 
 
 def misreading(one: MeasuredStep, target: Target, ratio: float) -> str:

@@ -34,6 +34,8 @@ class MeasuredStep:
     """A measured step: its time, its capture, and where it ran.
 
     ``phases_us``: the host's time of forward, loss and backward, None where it was not measured.
+    ``exposed_us``: the part of the step in which compute waited for messages, ``peak_bytes``: of
+    tensors, as torch's allocator counts them; both None where they were not measured.
     """
 
     label: str
@@ -41,6 +43,8 @@ class MeasuredStep:
     step: StepCapture
     target: Target
     phases_us: float | None = None
+    exposed_us: float | None = None
+    peak_bytes: float | None = None
 
     def log_error(self, host: HostMachine) -> float:
         """log(forecast / measured) on a host."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ if TYPE_CHECKING:  # the command line starts without pandas
 
 RATES = ("samples_per_s", "tokens_per_s", "mfu_pct")  # of all GPUs
 TIMES = ("step_ms", "trace", *RATES)  # trace: a file of torch.profiler, whose steps are marked
+BESIDE = ("exposed_comm_ms", "peak_memory_gb")  # what may be stated beside a step's time
 
 
 def known_machine(
@@ -49,24 +51,36 @@ def _step(entry: Any, where: str, ask: Callable[..., Any]) -> MeasuredStep:
     """One measured step: options of ``itercast predict``, and its time."""
     from itercast.compose.host_fit import MeasuredStep
 
-    known = set(signature(ask).parameters) - {"machine", "anchor"}
-    if not isinstance(entry, Mapping) or set(entry) - known - set(TIMES):
-        strange = sorted(set(entry) - known - set(TIMES)) if isinstance(entry, Mapping) else entry
-        given = f"unknown {strange!r}; known: options of predict, and {', '.join(TIMES)}"
+    stated = (*TIMES, *BESIDE)
+    known = set(signature(ask).parameters) - {"machine", "anchor"} | set(stated)
+    if not isinstance(entry, Mapping) or set(entry) - known:
+        strange = sorted(set(entry) - known) if isinstance(entry, Mapping) else entry
+        given = f"unknown {strange!r}; known: options of predict, and {', '.join(stated)}"
         raise ValueError(f"anchor {where}: {given}")
     times = {name: entry[name] for name in TIMES if name in entry}
     if len(times) != 1 or not ("trace" in times or _positive(*times.values())):
         raise ValueError(
             f"anchor {where}: one of {', '.join(TIMES)}, a positive number or a file, got {times}"
         )
-    asked = {name: value for name, value in entry.items() if name not in TIMES}
+    beside = {name: entry[name] for name in BESIDE if name in entry}
+    if not all(value == 0 or _positive(value) for value in beside.values()):
+        raise ValueError(f"anchor {where}: {', '.join(BESIDE)} are numbers from 0, got {beside}")
+    asked = {name: value for name, value in entry.items() if name not in stated}
     if "hf_config" in asked:
         asked["hf_config"] = Path(str(asked["hf_config"]))
     step, target = ask(**asked).prepared()
     label = " ".join(str(asked[n]) for n in ("case", "hf_config", "model", "plan") if n in asked)
     ((name, value),) = times.items()
     draft = MeasuredStep(label=label, time_us=1.0, step=step, target=target)
-    return MeasuredStep(label=label, time_us=_time_us(name, value, draft), step=step, target=target)
+    time_us, exposed_us = _time_us(name, value, draft), _scaled(beside, "exposed_comm_ms", 1e3)
+    if (exposed_us or 0.0) >= time_us:
+        raise ValueError(f"anchor {where}: exposed_comm_ms is less than the step, got {beside}")
+    peak_bytes = _scaled(beside, "peak_memory_gb", 1e9)
+    return replace(draft, time_us=time_us, exposed_us=exposed_us, peak_bytes=peak_bytes)
+
+
+def _scaled(stated: Mapping[str, Any], name: str, unit: float) -> float | None:
+    return unit * float(stated[name]) if name in stated else None
 
 
 def _positive(value: Any, *_: Any) -> bool:

@@ -3,12 +3,14 @@
 Between machines log factors x differ by a spread, fitted over sources of measured steps
 (typical.yaml); a typical machine is as priced, x = 0. A measured step of time t tells of its own:
 
-    log(t / t0) = J . x + model + row
+    log(t / t0) = J . x + share * model + row
 
 with t0 the forecast on a typical machine and J, the anchor's sensitivity, the derivative of the
 log forecast by the log factors. ``model`` is one number for each model on a machine: how much
 longer all of its parts take. ``row`` differs from step to step. All are normal, so the posterior is
-normal, and each anchor narrows it.
+normal, and each anchor narrows it. ``share`` is 1 for a whole step. A step that was measured in
+parts (messages that compute waits for, the rest) is an anchor for each part, with its share of
+``model`` and of the variance of ``row``, so that the parts together tell what the step tells.
 """
 
 from __future__ import annotations
@@ -39,14 +41,16 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Anchor:
-    """A measured step beside its forecast on the typical machine.
+    """A measured step, or a part of one, beside its forecast on the typical machine.
 
-    ``log_ratio``: log(measured / forecast); ``sensitivity``: J, in the order of ``NAMES``.
+    ``log_ratio``: log(measured / forecast); ``sensitivity``: J, in the order of ``NAMES``. Of a
+    part they are what it adds to those of the step; ``share``: how much of the step it is.
     """
 
     model: str
     sensitivity: tuple[float, ...]
     log_ratio: float
+    share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,15 +110,17 @@ class Machine:
             models=(*self.models, model),
         )
 
-    def _direction(self, sensitivity: Sequence[float], model: str) -> np.ndarray:
-        own = [float(name == model) for name in self.models]
+    def _direction(
+        self, sensitivity: Sequence[float], model: str, share: float = 1.0
+    ) -> np.ndarray:
+        own = [share * (name == model) for name in self.models]
         return np.array([*sensitivity, *own])
 
     def _told_one(self, anchor: Anchor) -> Machine:
         """Update by one anchor (a Kalman filter's step)."""
-        j = self._direction(anchor.sensitivity, anchor.model)
+        j = self._direction(anchor.sensitivity, anchor.model, anchor.share)
         mean, covariance = np.array(self.mean), np.array(self.covariance)
-        gain = covariance @ j / (j @ covariance @ j + self.typical.row**2)
+        gain = covariance @ j / (j @ covariance @ j + anchor.share * self.typical.row**2)
         mean = mean + gain * (anchor.log_ratio - j @ mean)
         narrowed = covariance - np.outer(gain, j @ covariance)
         return replace(self, mean=tuple(mean.tolist()), covariance=_rows(narrowed))

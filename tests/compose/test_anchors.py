@@ -11,7 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from itercast.__main__ import app
-from itercast.compose.anchors import anchor_of, in_words, next_run, sensitivity, told
+from itercast.compose.anchors import anchors_of, in_words, next_run, sensitivity, told
 from itercast.compose.host_fit import MeasuredStep
 from itercast.compose.machines.factors import NAMES, Factors
 from itercast.compose.machines.file import read_machine
@@ -44,6 +44,28 @@ def test_a_step_as_long_as_forecast_changes_no_forecast(far: MeasuredStep) -> No
     assert known.machine.factors("mlp-l").logs == pytest.approx(typical().factors().logs)
     after = replace(far.target, known=known.machine)
     assert forecast_step(far.step, after).iteration_us == pytest.approx(far.time_us)
+
+
+def test_exposed_messages_tell_of_links_and_network(far: MeasuredStep) -> None:
+    """As long as forecast they change no factor, but narrow the network's; longer ones slow it."""
+    found = forecast_step(far.step, far.target)
+    at, exposed_us = NAMES.index("network"), found.exposed_comm_us
+    plain, same = (told([replace(far, exposed_us=us)]).machine for us in (None, exposed_us))
+    assert same.factors("mlp-l").logs == pytest.approx(plain.factors("mlp-l").logs, abs=1e-9)
+    assert same.covariance[at][at] < plain.covariance[at][at]
+    time_us = far.time_us + exposed_us / 2
+    slow = told([replace(far, time_us=time_us, exposed_us=exposed_us * 1.5)]).machine
+    assert slow.mean[at] > 3 * abs(slow.mean[NAMES.index("products")])
+    with pytest.raises(ValueError, match="only messages count that compute waits for"):
+        told([replace(far, exposed_us=0.9 * far.time_us)])
+
+
+def test_memory_of_another_configuration_is_refused(alone: MeasuredStep) -> None:
+    peak = forecast_step(alone.step, alone.target).memory_bytes
+    same, other = (replace(alone, peak_bytes=x * peak) for x in (1.2, 1.3))
+    assert told([same]).machine == told([alone]).machine
+    with pytest.raises(ValueError, match=r"peak memory of .* another configuration than stated"):
+        told([other])
 
 
 def on(target: Target, machine: Factors) -> Target:
@@ -95,7 +117,7 @@ def test_an_absurd_step_is_refused_with_the_likeliest_misreading(
     plan: str, times: float, words: str
 ) -> None:
     with pytest.raises(ValueError, match=f"another configuration than stated.*{words}"):
-        anchor_of(measured(plan, times, batch=1024))
+        anchors_of(measured(plan, times, batch=1024))
 
 
 def test_a_cheaper_run_is_advised(far: MeasuredStep) -> None:
@@ -112,7 +134,8 @@ def test_a_machine_file_is_written_read_and_used(tmp_path: Path) -> None:
     entry = {"case": "mlp-l", "gpu": GPU, "batch": 64, "dtype": "bf16"}
     steps, machine = tmp_path / "steps.yaml", tmp_path / "machine.yaml"
     ms = measured("", 1.2).time_us / 1e3
-    steps.write_text(yaml.safe_dump([{**entry, "step_ms": ms}]))
+    gb = forecast_step(*prepare("mlp-l", gpu=GPU, batch=64, dtype="bf16")).memory_bytes / 1e9
+    steps.write_text(yaml.safe_dump([{**entry, "step_ms": ms, "peak_memory_gb": gb}]))
     run = CliRunner().invoke(app, ["calibrate", str(steps), "--iterations", str(machine)])
     assert run.exit_code == 0, run.output
     assert "messages between nodes: unknown" in run.output
@@ -135,6 +158,8 @@ def test_a_machine_file_is_written_read_and_used(tmp_path: Path) -> None:
         ("- {case: mlp-l, step_ms: -1}", "one of step_ms"),
         ("- {case: mlp-l, gpu: a100-sxm-80gb, trace: gone.json}", "gone.json"),
         ("- {case: mlp-l, stepms: 3}", r"step 1: unknown \['stepms'\]; known: options of predict"),
+        ("- {case: mlp-l, step_ms: 3, peak_memory_gb: x}", "numbers from 0"),
+        ("- {case: mlp-l, gpu: a100-sxm-80gb, step_ms: 3, exposed_comm_ms: 3}", "less than the"),
         ("- 3", "3; known: options of predict"),
         ("[]", "no measured steps"),
         ("a: [", "not a readable anchor file"),
