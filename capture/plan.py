@@ -26,10 +26,14 @@ class ParallelPlan(PlanFields):
             raise ValueError(f"plan {str(self)!r}: {rule}")
 
     def parts(self, changed: str) -> tuple[object, ...]:
-        """The values of all keys that change ``changed``: ops, prices or stages."""
+        """The values of all keys that change ``changed``: ops, prices or stages.
+
+        The whole plan where an added key does, which is told of all of it.
+        """
         kind: Any = type(self)
         own = tuple(getattr(self, name) for name in _changing(kind, changed))
-        return own + tuple(pair for pair in self.more if changed in added_keys()[pair[0]].changes)
+        added = any(changed in added_keys()[name].changes for name, _ in self.more)
+        return (*own, *((self,) if added else ()))
 
     @classmethod
     def parse(cls, text: str) -> ParallelPlan:

@@ -75,8 +75,6 @@ class PlanFields:
     coconet: str = key(transforms, "", "prices")
     shard: str = key(named(f"is {GREEDY} or a JSON file of a sharding"), "", "")
     shard_group: int = behind("shard", integer(2, MOST), 0, "")  # ranks that share tables; 0: all
-    cut: float = key(share, 0.0, "ops prices")  # edges of a graph that join vertices of two ranks
-    halo: float = behind("cut", number("above 0"), 0.0, "ops prices")  # received over own
     tables: str = key(one_of("uvm", "ssd"), "", "")  # where embedding tables lie; "": in HBM
     cached: float = behind("tables", share, 0.0, "")  # of their rows in HBM, the hottest
     node: str = key(named("needs a name or a YAML file"), "", "")

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from itercast.capture.plan_fields import PlanFields
 from itercast.capture.plan_keys import DCT, QUANTISED, V_SHAPED, added_keys
 
-# Keys that plans with cut may have: replicas are alike but for their part of the graph.
-WITH_CUT = ("dp", "zero", "hsdp", "amp", "compress", "tables", "cached", "node", "nodes")
 # Keys that plans with shard may have: they act on what is not a table, or on one rank.
 WITH_SHARD = (
     *("dp", "zero", "hsdp", "ep", "amp", "compress", "local", "compress_shard", "tables"),
@@ -102,13 +100,6 @@ def _gradient_rules(p: PlanFields) -> Iterator[tuple[bool, str]]:
     keys = {*WITH_SHARD, "shard", "shard_group", "imbalance", "micro", "cached"}
     alone = keys.issuperset(p.stated) and p.microbatches == 1
     yield p.shard != "" and not alone, f"shard goes with {', '.join(WITH_SHARD)} alone"
-    yield p.cut > 0 and p.dp == 1, "cut is of a graph among dp ranks: dp > 1"
-    alone = {"cut", "halo", *WITH_CUT}.issuperset(p.stated)
-    yield p.cut > 0 and not alone, f"cut goes with {', '.join(WITH_CUT)} alone"
-    yield (
-        not (0 <= p.cut <= 1 and p.halo >= 0),
-        f"cut is up to 1, a halo above 0: {p.cut}, {p.halo}",
-    )
 
 
 def _local_rules(p: PlanFields) -> Iterator[tuple[bool, str]]:

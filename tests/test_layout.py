@@ -18,7 +18,7 @@ ROOMS = {  # "." are the package's own files; each may import those before it
         ("microbench", "hardware . ops timing processes importers input sweep iterations"
                        " campaign"),
         ("learners", "features models transfer ."),
-        ("compose", "graph tables machines parallel pricing simulate trace . plan_search clusters"
+        ("compose", "graph machines parallel pricing simulate trace . plan_search clusters"
                     " programs explain"),
         ("eval", "tracking . errors report drift"),
         ("itercast", ". commands"),

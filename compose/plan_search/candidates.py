@@ -27,6 +27,7 @@ from itercast.capture.plan_keys import GREEDY
 from itercast.compose.forecast import Forecast, forecast, rank_of, trace
 from itercast.compose.graph.layers import split_layers
 from itercast.compose.graph.product_roles import alias_weight_casts
+from itercast.compose.parallel.captured_tables import captured_tables
 from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.parallel.ep import expert_weights
 from itercast.compose.plan_search.sizes import CapturesBySize
@@ -37,7 +38,6 @@ from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.simulate.iteration import quick_us
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.simulate.stage_rank import chunks_of, memory
-from itercast.compose.tables.captured import captured_tables
 from itercast.compose.trace.events import Trace
 from itercast.microbench.hardware.node import Node
 

@@ -24,7 +24,7 @@ from itercast.compose.parallel.ep import expert_shards
 from itercast.compose.parallel.links import Crossing, Group, between_cpus, rate_of_cpu
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import UNMODELLED, AssumedShares, PricedOp
-from itercast.compose.tables.tiers import RATES, TIERS, tier_us
+from itercast.compose.pricing.tiers import RATES, TIERS, tier_us
 from itercast.microbench.hardware.node import USUAL_GPUS_PER_NODE, Node
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.step.alpha_beta import (
@@ -176,7 +176,7 @@ def cluster(plan: ParallelPlan, gpu: Gpu, node: Node | None = None) -> Cluster:
       ``expert_replicate``: those that have the same share.
     - ``tables``: ranks that share embedding tables, the inner part of dp; ``table_replicas``: those
       that have the same part of them.
-    - ``uvm``, ``ssd``: a rank and its host, or its drive (``itercast.compose.tables.tiers``).
+    - ``uvm``, ``ssd``: a rank and its host, or its drive (``itercast.compose.pricing.tiers``).
     - ``intra_node``: two ranks of one node; ``inter_node``: two of different nodes; ``near``: the
       ranks of ``shard`` in one node; ``world``: all.
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import takewhile
 from math import floor
 
+from itercast.capture.base.extensions import with_added
 from itercast.capture.opcall import OpCall, Places, StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.graph.identity_cache import Once, once_of
@@ -39,11 +40,23 @@ from itercast.compose.pricing.rank_graph import (
     until_read,
 )
 from itercast.compose.pricing.recompute import ATTENTION, Recomputed, recomputed
-from itercast.compose.pricing.sharded_tables import slowest_rank
 from itercast.compose.pricing.work import Work, fold, side_by_side_us
-from itercast.compose.tables.tiers import with_frozen_tables_in
 
 Ops = Mapping[int, PricedOp]  # by number of the call
+# What one rank does of a step whose embedding tables lie on other ranks or outside of the GPU: its
+# step, what is left of the plan, and bytes that a rank holds beside the step's, by purpose.
+TablesElsewhere = Callable[
+    [StepCapture, ParallelPlan, PriceBook, Cluster],
+    tuple[StepCapture, ParallelPlan, Mapping[str, int]],
+]
+
+
+def _tables_elsewhere() -> TablesElsewhere:
+    """The package that knows of such tables, by its entry point."""
+    added = with_added("tables_elsewhere", {}, Callable)
+    if not added:
+        raise ValueError("no installed package spreads embedding tables: shard, tables")
+    return next(iter(added.values()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,19 +178,10 @@ def price_model(
 
     Kept by the parts of the plan and of its placement that change these prices.
     """
-    if plan.shard:
-        sharded = slowest_rank(capture, plan, book, where)
-        rest = replace(
-            plan, shard="", shard_group=0, compress_shard="", local=0, tables="", cached=0.0
-        )
-        model = price_model(sharded.step, rest, book, where)
-        return replace(model, added_bytes=sharded.added_bytes)
-    if plan.tables:
-        step, added = with_frozen_tables_in(capture, plan.tables, plan.cached)
-        model = price_model(step, replace(plan, tables="", cached=0.0), book, where)
-        return replace(model, added_bytes=added)
-    axes = ("tp", "cp", "ep", *(("dp",) if plan.cut else ()))
-    groups = tuple(where.groups[axis] for axis in axes)
+    if plan.shard or plan.tables:
+        step, rest, added_bytes = _tables_elsewhere()(capture, plan, book, where)
+        return replace(price_model(step, rest, book, where), added_bytes=added_bytes)
+    groups = tuple(where.groups[axis] for axis in ("tp", "cp", "ep"))
     pairs = plan.microbatches if plan.ep_overlap else 1
     ways = (plan.expert_tp, casts(capture, plan, book.stack), pairs)
     sharers = plan.cpu_ranks if book.gpu.kind == "cpu" else 1

@@ -31,7 +31,6 @@ from itercast.compose.parallel.expert_precision import (
     module_in_half,
     wide_experts,
 )
-from itercast.compose.parallel.neighbour_exchange import cut_graph
 from itercast.compose.parallel.tp import tensor_parallel
 from itercast.compose.pricing.collectives import Cluster, Message, price_messages
 from itercast.compose.pricing.gradient_copies import buffers, gradient_copies
@@ -215,10 +214,9 @@ def rank_graph(capture: StepCapture, plan: ParallelPlan, gpu: Gpu, stack: str = 
     """Rewrite a captured micro-batch for a rank of the plan: expert, context, tensor parallel."""
     if plan.amp and gpu.kind == "cpu":
         raise ValueError(f"plan {str(plan)!r}: amp is a GPU's autocast; a CPU casts other ops")
-    parts = plan.dp if plan.cut else 1  # of a graph
     ranks = plan.cpu_ranks if gpu.kind == "cpu" else 1
     cast = casts(capture, plan, stack)
-    key = ("rank graph", plan.expert_tp, parts, cast, *plan.parts("ops"), gpu, ranks)
+    key = ("rank graph", plan.expert_tp, cast, *plan.parts("ops"), gpu, ranks)
     return once_of(capture)(key, partial(_rank_graph, capture, plan, gpu, ranks, cast))
 
 
@@ -228,13 +226,13 @@ def _rank_graph(
     if cast:
         capture = once_of(capture)(("in half", cast), partial(IN_HALF[cast], capture))
     trained = sum(p.nbytes for p in capture.parameters if p.ready_after >= 0 and not p.matrix)
-    capture = cut_graph(capture if gpu.kind == "cpu" else with_whole_networks(capture), plan)
+    capture = capture if gpu.kind == "cpu" else with_whole_networks(capture)
+    for name, value in plan.more:
+        capture = added_keys()[name].step(capture, plan, value)
     capture = context_parallel(expert_parallel(capture, plan), plan)
     capture = tensor_parallel(capture, plan, summed=gpu.kind != "cpu")
     unfused = capture if gpu.kind == "cpu" else with_byte_masks(capture)
     capture = compressed(as_launched(unfused), plan)
-    for name, value in plan.more:
-        capture = added_keys()[name].step(capture, plan, value)
     for dtype in sorted(_narrow(capture) - set(gpu.peak_flops_per_s)):
         units = sorted(gpu.peak_flops_per_s)
         raise ValueError(f"gpu {gpu.name!r}: no units for dtype {dtype!r}; it has {units}")

@@ -38,11 +38,11 @@ def shard(
 ) -> None:
     """Rank shardings of embedding tables by forecast iteration time; nothing is run."""
     from itercast.capture.base.files import write_atomic
-    from itercast.compose.tables.placement import to_torchrec
     from itercast.compose.target import find_target
     from itercast.extras.recommenders.sharding.forecast import Forecaster
     from itercast.extras.recommenders.sharding.propose import choose
     from itercast.extras.recommenders.sharding.tables import read_model
+    from itercast.extras.recommenders.tables.placement import to_torchrec
     from itercast.stated import stated
 
     model = read_model(tables)
@@ -67,7 +67,7 @@ def shard(
 
 
 def _given(path: Path, model: Any) -> Any:
-    from itercast.compose.tables.placement import from_torchrec
+    from itercast.extras.recommenders.tables.placement import from_torchrec
 
     try:
         return from_torchrec(path.read_text(), model.tables)

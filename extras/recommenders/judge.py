@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from itercast.compose.tables.placement import Sharding
 from itercast.compose.target import find_target
 from itercast.eval.results import RETEST
 from itercast.extras.recommenders.measure import measure
@@ -22,6 +21,7 @@ from itercast.extras.recommenders.sharding.propose import (
     table_costs,
     torchrec_us,
 )
+from itercast.extras.recommenders.tables.placement import Sharding
 from itercast.extras.recommenders.tasks import (
     Candidate,
     any_configuration,

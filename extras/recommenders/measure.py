@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from itercast.compose.tables.placement import shards
+from itercast.extras.recommenders.tables.placement import shards
 from itercast.extras.recommenders.tasks import Candidate
 from itercast.microbench.iterations.sharded_model import ShardedModel
 from itercast.microbench.processes.ranks import start_ranks, threads_of

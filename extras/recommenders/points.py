@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from itercast.compose.tables.placement import Placement
+from itercast.extras.recommenders.tables.placement import Placement
 from itercast.microbench.ops import families, find_family
 from itercast.microbench.ops.family import Point, log_uniform
 from itercast.microbench.ops.lookup import embedding_bag, sparse_update
@@ -64,8 +64,8 @@ def _tables(rng: np.random.Generator) -> Iterator[Row]:
 
 def dense_points() -> dict[str, list[Point]]:
     """Points by family of the ops in perceptrons of random DLRMs, and copies of all sizes."""
-    from itercast.compose.parallel.tables import rank_step  # torch is slow to import
     from itercast.extras.recommenders.sharding.step import dlrm_step, tables_of
+    from itercast.extras.recommenders.tables.rank_step import rank_step  # torch is slow to import
     from itercast.extras.recommenders.tasks import any_configuration, unequal_task
 
     rng = np.random.default_rng(0)

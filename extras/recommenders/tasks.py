@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from itercast.compose.tables.placement import Placement, Sharding
 from itercast.extras.recommenders.sharding.tables import OPTIMIZERS
+from itercast.extras.recommenders.tables.placement import Placement, Sharding
 from itercast.microbench.iterations.sharded_model import RankingModel, Table
 from itercast.microbench.ops.lookup.index_streams import IndexStream
 

@@ -73,7 +73,7 @@ def predict(
     from itercast.compose.target import forecast_step, trace_of
 
     found = forecast_step(step, target)
-    if target.plan.dp > 1 and not target.plan.cut:
+    if target.plan.dp > 1 and "cut" not in target.plan.stated:
         _say_whole_matrix(step, target.plan.dp)
     if input_file is not None:
         found = _with_input(found, input_file, step, target)

@@ -14,8 +14,8 @@ from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.notes import notes
 from itercast.compose.parallel.device_memory import verdict
-from itercast.compose.parallel.neighbour_exchange import cut_of
 from itercast.compose.simulate.memory_plan import Sizes, rank_memory
+from itercast.extras.graphs.neighbour_exchange import cut_of
 from itercast.microbench.hardware.stack import load_stack
 
 

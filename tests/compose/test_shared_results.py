@@ -53,8 +53,6 @@ ELSEWHERE = {
     "compress_shard",
     "tables",
     "cached",
-    "cut",
-    "halo",
     "node",
     "nodes",
 }

@@ -1,8 +1,8 @@
 """Forecasts one iteration of a DLRM under many shardings of its tables.
 
 The step is captured with its tables, and rewritten for the slowest rank of each sharding as under a
-plan with ``shard`` (``itercast.compose.parallel.tables``). Shardings that are asked for together
-are priced together.
+plan with ``shard`` (``itercast.extras.recommenders.tables.rank_step``). Shardings that are asked
+for together are priced together.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.forecast import rank_of
 from itercast.compose.parallel.device_memory import table_room_bytes
-from itercast.compose.parallel.tables import rank_step
 from itercast.compose.pricing.collectives import cluster
 from itercast.compose.pricing.layer_prices import prefetch_steps
 from itercast.compose.pricing.price_book import price_book
 from itercast.compose.pricing.rank_graph import until_read
-from itercast.compose.pricing.sharded_tables import ShardTimes
 from itercast.compose.simulate.iteration import evaluate, quick_us
 from itercast.compose.simulate.rank import Rank
-from itercast.compose.tables.placement import Sharding, check_sharding, memory_bytes
 from itercast.compose.target import Target
 from itercast.extras.recommenders.sharding.step import dlrm_step, tables_of
+from itercast.extras.recommenders.tables.placement import Sharding, check_sharding, memory_bytes
+from itercast.extras.recommenders.tables.rank_step import rank_step
+from itercast.extras.recommenders.tables.shard_times import ShardTimes
 from itercast.microbench.iterations.sharded_model import RankingModel
 
 # The step of an iteration that each part of ``table_work.PHASES`` belongs to.

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itercast.capture.opcall import StepCapture
 from itercast.compose.capture_model import capture
 from itercast.compose.graph.index_streams import with_index_streams
-from itercast.compose.tables.captured import CapturedTable, captured_tables
+from itercast.compose.parallel.captured_tables import CapturedTable, captured_tables
 from itercast.microbench.iterations.sharded_model import RankingModel, Table
 
 DENSE_OPTIMIZER = {"adagrad": "adamw", "adam": "adamw", "sgd": "sgd"}

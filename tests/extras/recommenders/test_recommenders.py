@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from itercast.compose.tables.placement import Placement
 from itercast.extras.recommenders.judge import (
     Bench,
     Choice,
@@ -19,6 +18,7 @@ from itercast.extras.recommenders.judge import (
 )
 from itercast.extras.recommenders.measure import ROUNDS, measurable, measure
 from itercast.extras.recommenders.points import dense_points, lookup_points, message_points
+from itercast.extras.recommenders.tables.placement import Placement
 from itercast.extras.recommenders.tasks import (
     Candidate,
     any_configuration,

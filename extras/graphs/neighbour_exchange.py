@@ -7,7 +7,8 @@ gradients of the halo return and are added. The rest of the step is that of a ra
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from math import ceil, exp
 
 import numpy as np
@@ -15,6 +16,7 @@ from numpy.typing import ArrayLike
 
 from itercast.capture.opcall import Argument, OpCall, StepCapture, TensorSpec
 from itercast.capture.plan import ParallelPlan
+from itercast.capture.plan_keys import PlanKey, number, share
 from itercast.compose.graph.rewrite import StepBuilder, collective, fresh_storages, with_shape
 
 SELECT = "aten.index_select.default"
@@ -23,14 +25,44 @@ SUMS = tuple(
 )
 
 
-def cut_graph(capture: StepCapture, plan: ParallelPlan) -> StepCapture:
+# Keys that such plans may have: replicas are alike but for their part of the graph.
+BESIDE = ("dp", "zero", "hsdp", "amp", "compress", "tables", "cached", "node", "nodes")
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """``edges``: share of them that join vertices of two ranks; ``halo``: vertices of others that
+    a rank reads, over its own, 0 where they were not counted."""
+
+    edges: float
+    halo: float = 0.0
+
+    def __str__(self) -> str:
+        """The text that a plan has."""
+        return f"{self.edges:g}:{self.halo:g}" if self.halo else f"{self.edges:g}"
+
+
+def read(key: str, text: str) -> Cut:
+    """Read ``SHARE`` or ``SHARE:HALO``."""
+    edges, colon, halo = text.partition(":")
+    return Cut(share(key, edges), number("above 0")(f"{key}:N", halo) if colon else 0.0)
+
+
+def rules(plan: ParallelPlan, cut: Cut) -> Iterator[tuple[bool, str]]:
+    """A graph is cut among plain replicas."""
+    yield plan.dp == 1, "cut is of a graph among dp ranks: dp > 1"
+    alone = {"cut", *BESIDE}.issuperset(plan.stated)
+    yield not alone, f"cut goes with {', '.join(BESIDE)} alone"
+    wrong = not (0 < cut.edges <= 1 and cut.halo >= 0)
+    yield wrong, f"cut is up to 1, a halo above 0: {cut.edges}, {cut.halo}"
+
+
+def cut_graph(capture: StepCapture, plan: ParallelPlan, cut: Cut) -> StepCapture:
     """One rank's step of a full graph; ValueError where the step has no sums over neighbours."""
-    if not plan.cut:
-        return capture
     graphs = [found for c in capture.calls if (found := _graph(c)) is not None]
     if not graphs:
         raise ValueError(f"plan {str(plan)!r}: cut is of a graph, and the model has none")
-    return _Part(capture, plan, *max(graphs)).step()
+    return _Part(capture, plan.dp, cut, *max(graphs)).step()
 
 
 def cut_of(source: ArrayLike, target: ArrayLike, vertices: int, ranks: int) -> tuple[float, float]:
@@ -59,13 +91,15 @@ def _graph(call: OpCall) -> tuple[int, int] | None:
 class _Part:
     """Builds the step of one rank of a graph with so many edges and vertices."""
 
-    def __init__(self, capture: StepCapture, plan: ParallelPlan, edges: int, vertices: int) -> None:
-        self.made, self.ids, self.ranks = StepBuilder(capture), fresh_storages(capture), plan.dp
-        self.edges, self.own = edges, ceil(vertices / plan.dp)
-        self.mine = {vertices: self.own, edges: ceil(edges / plan.dp)}
+    def __init__(
+        self, capture: StepCapture, ranks: int, cut: Cut, edges: int, vertices: int
+    ) -> None:
+        self.made, self.ids, self.ranks = StepBuilder(capture), fresh_storages(capture), ranks
+        self.edges, self.own = edges, ceil(vertices / ranks)
+        self.mine = {vertices: self.own, edges: ceil(edges / ranks)}
         others = max(1, vertices - self.own)  # distinct ones that edges come from, any alike
-        halo = others * (1 - exp(-plan.cut * edges / plan.dp / others))
-        self.halo = max(1, round(min(others, plan.halo * self.own or halo)))
+        halo = others * (1 - exp(-cut.edges * edges / ranks / others))
+        self.halo = max(1, round(min(others, cut.halo * self.own or halo)))
         calls = [c for c in capture.calls if c.phase == "forward"]
         self.targets = {c.args[2].storage for c in calls if c.op in SUMS}
         self.whole: dict[int, TensorSpec] = {}  # own and halo rows of a tensor, by its storage
@@ -159,3 +193,6 @@ class _Part:
         shape = tuple(self.mine.get(n, n) for n in value.shape)
         cut = value if shape == value.shape else with_shape(value, shape)
         return replace(cut, nnz=self.mine.get(cut.nnz, cut.nnz)) if cut.layout else cut
+
+
+KEY = PlanKey(name="cut", read=read, rules=rules, changes="ops prices", step=cut_graph)

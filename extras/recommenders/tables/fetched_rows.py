@@ -8,7 +8,7 @@ cache each lookup reads its row over PCIe.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
 
@@ -17,19 +17,14 @@ from itercast.capture.opcall import ITEMSIZE_BYTES, StepCapture, TensorSpec
 from itercast.capture.reuse import draws_of, rows_outside
 from itercast.compose.graph.identity_cache import cached_by_identity
 from itercast.compose.graph.rewrite import StepBuilder, collective
-from itercast.compose.tables.captured import Lookup, captured_tables
-from itercast.compose.tables.placement import SSD, UVM
+from itercast.compose.parallel.captured_tables import Lookup, captured_tables
+from itercast.compose.pricing.tiers import DRIVE, EVICT, FETCH, SSD, TIERS, tier_us
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.iterations.sharded_model import Shard, Table, state_per_weight
 from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
 from itercast.microbench.store import Row
 
-TIERS = (UVM, SSD)
-RATES = {UVM: "tiers.pcie_frac", SSD: "tiers.drive"}  # assumptions that their times rest on
-FETCH, EVICT = "fetch", "evict"
-PCIE_FRAC: float = assumed(__file__, "pcie_frac")
 REQUEST_BYTES: int = assumed(__file__, "request_bytes")
-DRIVE: Mapping[str, float] = assumed(__file__, "drive")
 
 
 def shard_stream(table: Table, rows: int, samples: int) -> Row:
@@ -83,16 +78,6 @@ def moved_bytes(
                 key = (shard.tier, kind)
                 moved[key] = moved.get(key, 0.0) + rows * nbytes
     return moved
-
-
-def tier_us(tier: str, kind: str, nbytes: float, gpu: Gpu) -> float:
-    """Time in us to stream bytes between a GPU and host memory, or a drive of its own."""
-    if not gpu.pcie_bytes_per_s:
-        raise ValueError(f"gpu {gpu.name!r}: no pcie_bytes_per_s, which tables in {tier} need")
-    rate = PCIE_FRAC * gpu.pcie_bytes_per_s
-    if tier == SSD:
-        rate = min(rate, DRIVE["read_bytes_per_s" if kind == FETCH else "write_bytes_per_s"])
-    return nbytes / rate * 1e6
 
 
 def fetched_us(held: Sequence[tuple[Shard, Lookup]], ranks: int, optimizer: str, gpu: Gpu) -> float:

@@ -15,17 +15,18 @@ from law_case import rank_for
 from plan_case import GPU, product_flops
 from torch import nn
 
+from itercast.capture.base import extensions
 from itercast.capture.opcall import StepCapture
 from itercast.compose.capture_model import capture
 from itercast.compose.graph.codecs import VECTORS, Codec, compressed_vectors
 from itercast.compose.graph.index_streams import with_indices
 from itercast.compose.graph.rewrite import COLLECTIVE
-from itercast.compose.parallel.tables import rank_step
+from itercast.compose.parallel.captured_tables import captured_tables
 from itercast.compose.predict import predict
 from itercast.compose.simulate.iteration import micro_batches
 from itercast.compose.simulate.stage_rank import memory
-from itercast.compose.tables.captured import captured_tables
-from itercast.compose.tables.placement import KINDS, Placement, Sharding
+from itercast.extras.recommenders.tables.placement import KINDS, Placement, Sharding
+from itercast.extras.recommenders.tables.rank_step import rank_step
 from itercast.microbench.ops import find_family
 
 RANKS, PER_NODE = 4, 2
@@ -317,3 +318,11 @@ def test_models_without_tables_are_refused() -> None:
     plain = capture(nn.Linear(4, 4), (torch.zeros(2, 4),), loss="none")
     with pytest.raises(ValueError, match="the model has none"):
         forecast("dp=4,shard=greedy", plain)
+
+
+def test_without_the_package_that_spreads_tables_a_plan_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(extensions, "_added", lambda group: {})
+    with pytest.raises(ValueError, match="no installed package spreads embedding tables"):
+        rank_for(step(), "dp=4,shard=greedy", GPU)

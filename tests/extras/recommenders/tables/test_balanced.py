@@ -7,19 +7,19 @@ import pytest
 
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture
+from itercast.compose.parallel.captured_tables import captured_tables
 from itercast.compose.pricing.collectives import cluster
 from itercast.compose.pricing.price_book import price_book
-from itercast.compose.pricing.sharded_tables import ShardTimes
-from itercast.compose.tables.captured import captured_tables
-from itercast.compose.tables.greedy import Way, balanced, placements
-from itercast.compose.tables.placement import (
+from itercast.compose.target import find_target
+from itercast.extras.recommenders.tables.greedy import Way, balanced, placements
+from itercast.extras.recommenders.tables.placement import (
     Placement,
     Sharding,
     check_sharding,
     memory_bytes,
     shards,
 )
-from itercast.compose.target import find_target
+from itercast.extras.recommenders.tables.shard_times import ShardTimes
 from itercast.microbench.iterations.sharded_model import Table
 
 UNLIMITED = 1e15

@@ -24,7 +24,10 @@ from dataclasses import dataclass, replace
 
 from itercast.capture.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 from itercast.compose.graph.rewrite import StepBuilder, collective, fresh_storages
-from itercast.compose.parallel.table_work import (
+from itercast.compose.parallel.captured_tables import CapturedTable
+from itercast.extras.recommenders.tables.calls_of_tables import OptimizerLists, gradient_calls
+from itercast.extras.recommenders.tables.placement import Sharding
+from itercast.extras.recommenders.tables.table_work import (
     PHASES,
     SPARSE_BACKWARD,
     TableWork,
@@ -33,12 +36,6 @@ from itercast.compose.parallel.table_work import (
     lookup_calls,
     table_work,
 )
-from itercast.compose.tables.captured import (
-    CapturedTable,
-    OptimizerLists,
-    gradient_calls,
-)
-from itercast.compose.tables.placement import Sharding
 from itercast.microbench.ops.step.host import REPEATED
 
 PER_TENSOR = ("zero_grad", "accumulate_grad")  # host events that come once per parameter

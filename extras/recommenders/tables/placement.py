@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.opcall import ITEMSIZE_BYTES
+from itercast.compose.pricing.tiers import SSD, UVM
 from itercast.microbench.iterations.sharded_model import Shard, Table
 from itercast.microbench.store import Row
 
 INDEX_BYTES = 8  # int64 row numbers and lengths of bags
 KINDS = ("data_parallel", "table_wise", "column_wise", "row_wise", "table_row_wise", "grid_shard")
-HBM, UVM, SSD = "hbm", "uvm", "ssd"
+HBM = "hbm"
 # Where a table lies, by torchrec's compute kernel; the usual share of rows in a cache in HBM.
 KERNELS = {"fused": HBM, "dense": HBM, "fused_uvm": UVM, "fused_uvm_caching": UVM, "key_value": SSD}
 LOAD_FACTOR: float = assumed(__file__, "load_factor")

@@ -14,8 +14,8 @@ from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture
 from itercast.compose.graph.rewrite import COLLECTIVE
-from itercast.compose.parallel.neighbour_exchange import cut_graph, cut_of
 from itercast.compose.predict import predict
+from itercast.extras.graphs.neighbour_exchange import cut_graph, cut_of
 from itercast.microbench.ops import find_family
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
@@ -49,7 +49,9 @@ def step(by_edge: bool = False, **options: Any) -> StepCapture:
 
 
 def cut(found: StepCapture, plan: str = CUT) -> StepCapture:
-    return cut_graph(found, ParallelPlan.parse(plan))
+    parsed = ParallelPlan.parse(plan)
+    (pair,) = parsed.more
+    return cut_graph(found, parsed, pair[1])  # type: ignore[arg-type]
 
 
 def messages(found: StepCapture) -> list[tuple[str, int, float]]:

@@ -13,15 +13,15 @@ import numpy as np
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.opcall import OpCall, TensorSpec
-from itercast.compose.tables.captured import BAGS, ROWS, CapturedTable, Lookup
-from itercast.compose.tables.placement import (
+from itercast.compose.parallel.captured_tables import BAGS, ROWS, CapturedTable, Lookup
+from itercast.extras.recommenders.tables.fetched_rows import moved_bytes, shard_stream
+from itercast.extras.recommenders.tables.placement import (
     INDEX_BYTES,
     Sharding,
     length_bytes,
     message_bytes,
     shards,
 )
-from itercast.compose.tables.tiers import moved_bytes, shard_stream
 from itercast.microbench.iterations.sharded_model import Shard
 from itercast.microbench.ops.lookup.embedding_bag import MODES
 from itercast.microbench.store import Row

@@ -8,17 +8,17 @@ import pytest
 
 from itercast.capture.opcall import StepCapture
 from itercast.compose.capture_model import capture
-from itercast.compose.parallel.batched_tables import (
+from itercast.compose.parallel.captured_tables import CapturedTable, Lookup, captured_tables
+from itercast.compose.predict import predict
+from itercast.extras.recommenders.tables.batched_tables import (
     MODULE,
     BatchedStep,
     as_stored,
     batched_calls,
     bytes_of_lookups,
 )
-from itercast.compose.parallel.tables import rank_step
-from itercast.compose.predict import predict
-from itercast.compose.tables.captured import CapturedTable, Lookup, captured_tables
-from itercast.compose.tables.placement import Placement, Sharding
+from itercast.extras.recommenders.tables.placement import Placement, Sharding
+from itercast.extras.recommenders.tables.rank_step import rank_step
 from itercast.microbench.hardware.stack import TableSoftware, load_stack
 from itercast.microbench.iterations.sharded_model import Shard, Table
 

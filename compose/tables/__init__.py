@@ -1,1 +1,0 @@
-"""Embedding tables: those of a captured step, where they are placed, and in which memory."""

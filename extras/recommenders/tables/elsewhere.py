@@ -1,0 +1,129 @@
+"""A rank's step of a plan whose tables are spread over ranks, or lie outside of its GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from itercast.capture.opcall import StepCapture
+from itercast.capture.plan import ParallelPlan
+from itercast.capture.plan_keys import GREEDY
+from itercast.compose.graph.codecs import Codec, compressed_vectors
+from itercast.compose.graph.identity_cache import cached_by_identity
+from itercast.compose.parallel.captured_tables import captured_tables
+from itercast.compose.pricing.collectives import Cluster
+from itercast.compose.pricing.price_book import PriceBook
+from itercast.extras.recommenders.tables.batched_tables import BatchedStep, as_stored
+from itercast.extras.recommenders.tables.fetched_rows import with_frozen_tables_in
+from itercast.extras.recommenders.tables.placement import (
+    Placement,
+    check_sharding,
+    from_torchrec,
+    memory_bytes,
+)
+from itercast.extras.recommenders.tables.rank_step import RankStep, rank_step
+from itercast.extras.recommenders.tables.shard_times import ShardTimes, table_software
+from itercast.microbench.iterations.sharded_model import state_per_weight
+
+
+def tables_elsewhere(
+    capture: StepCapture, plan: ParallelPlan, book: PriceBook, where: Cluster
+) -> tuple[StepCapture, ParallelPlan, Mapping[str, int]]:
+    """One rank's step, what is left of the plan, and bytes that a rank holds beside it.
+
+    The rank is the one that spends most on its shards. Without ``shard`` the frozen tables, which
+    are features of vertices, lie where ``tables`` says.
+    """
+    if not plan.shard:
+        step, added_bytes = with_frozen_tables_in(capture, plan.tables, plan.cached)
+        return step, replace(plan, tables="", cached=0.0), added_bytes
+    sharded = slowest_rank(capture, plan, book, where)
+    spread = {"shard": "", "shard_group": 0, "compress_shard": "", "local": 0}
+    rest = replace(plan, **spread, tables="", cached=0.0)
+    return sharded.step, rest, sharded.added_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedRank:
+    """The step of the rank that spends most on its shards, and what else the fullest one holds."""
+
+    step: StepCapture
+    added_bytes: Mapping[str, int]
+    outside: bool = False  # whether tables lie in other memory than the GPU's
+
+
+def slowest_rank(
+    capture: StepCapture, plan: ParallelPlan, book: PriceBook, where: Cluster
+) -> ShardedRank:
+    """The slowest rank of a plan with ``shard``; ValueError where it does not fit the tables."""
+    text = None if plan.shard == GREEDY else _text(plan)
+    tier = (plan.tables, plan.cached) if plan.tables else None
+    per_node, rate = where.groups["tables"].per_node, where.slowest_bytes_per_s("tables")
+    try:
+        ranks = plan.table_ranks
+        found = _slowest_rank(capture, text, tier, plan.compress_shard, ranks, per_node, rate, book)
+        if plan.table_ranks < plan.dp and found.outside:
+            raise ValueError("copies of tables outside HBM are not averaged: shard without a group")
+        return found
+    except ValueError as exc:
+        raise ValueError(f"plan {str(plan)!r}: {exc}") from None
+
+
+def _text(plan: ParallelPlan) -> str:
+    try:
+        return Path(plan.shard).read_text()
+    except (OSError, UnicodeDecodeError) as exc:
+        reason = " ".join(str(exc).split())[:120]
+        raise ValueError(f"plan {str(plan)!r}: shard is {GREEDY} or a file: {reason}") from None
+
+
+@cached_by_identity
+def _slowest_rank(
+    capture: StepCapture,
+    text: str | None,
+    tier: tuple[str, float] | None,
+    codec: str,
+    ranks: int,
+    per_node: int,
+    rate: float,
+    book: PriceBook,
+) -> ShardedRank:
+    """The slowest rank under the sharding of a text in torchrec's form; greedy where it is None.
+
+    ``rate``: bytes/s of a rank's slowest link to others; ``tier``: where all tables lie;
+    ``codec``: how vectors travel, which changes no greedy sharding.
+    """
+    software = table_software(book)
+    tables = as_stored(captured_tables(capture), software)
+    if not tables:
+        raise ValueError("shard spreads embedding tables, and the model has none")
+    state = state_per_weight(capture.optimizer)
+    times = ShardTimes(tables, capture.optimizer, ranks, per_node, rate, book)
+    every = [t.table for t in tables]
+    sharding = times.greedy(state) if text is None else from_torchrec(text, every)
+    check_sharding(sharding, every, ranks, per_node)
+    if tier is not None:
+        sharding = tuple(_in_tier(p, *tier) for p in sharding)
+    rank = times.slowest(sharding)
+    kind = BatchedStep if software.batched else RankStep
+    pairs = zip(tables, sharding, strict=True)
+    spread = [(t.table, p) for t, p in pairs if kind.batched or p.kind != "data_parallel"]
+    listed, placed = [t for t, _ in spread], [p for _, p in spread]
+    within = [replace(p, cached=1.0) for p in placed]
+    weights, whole = (memory_bytes(some, listed, 0.0, ranks, per_node) for some in (placed, within))
+    where = (sharding, rank, ranks, per_node)
+    step = rank_step(capture, tables, *where, on_cpu=book.gpu.kind == "cpu", kind=kind)
+    return ShardedRank(
+        step=compressed_vectors(step, Codec.of(codec)),
+        added_bytes={
+            "parameters": max(weights) - whole[rank],
+            "optimizer": round(state * max(weights)),
+        },
+        outside=weights != whole,
+    )
+
+
+def _in_tier(place: Placement, tier: str, cached: float) -> Placement:
+    """The placement in a tier of memory; copies stay in the GPU's own."""
+    return place if place.kind == "data_parallel" else replace(place, tier=tier, cached=cached)
