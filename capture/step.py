@@ -16,7 +16,7 @@ Loss = Callable[[Any, Inputs], "torch.Tensor"]  # of the model's output
 SYNCHRONISED, BACK_TO_BACK = TIMINGS = ("synchronised", "back_to_back")
 ALLOWED = {
     "mode": ("train", "infer"),
-    "optimizer": ("adamw", "adamw_fused", "sgd", "lamb", "muon", "none"),
+    "optimizer": ("adamw", "adamw_fused", "sgd", "sgd_momentum", "lamb", "muon", "none"),
     "loss": ("default", "none"),
     "dtype": ("fp32", "tf32", "bf16", "fp16"),
     "attn": ("sdpa", "eager"),
@@ -28,6 +28,7 @@ class StepSettings:
     """What one step does: the command line has options of the same names.
 
     ``amp``: parameters are in fp32, and the forward pass runs under autocast to ``dtype``.
+    ``clip``: gradients are clipped to a norm over all of them before the update.
     ``channels_last``: parameters and inputs of four dimensions lie in memory as NHWC.
     """
 
@@ -38,6 +39,7 @@ class StepSettings:
     attn: str = "sdpa"
     amp: bool = False
     channels_last: bool = False
+    clip: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in ALLOWED.items():
@@ -51,6 +53,11 @@ class StepSettings:
     def stored(self) -> str:
         """The dtype of parameters, gradients and optimizer state."""
         return "fp32" if self.amp else self.dtype
+
+
+def update_event(optimizer: str, kind: str = "step") -> str:
+    """The host event of an optimizer's Python; momentum is one more call of the same loop."""
+    return f"{optimizer.removesuffix('_momentum')}_{kind}"
 
 
 def hidden_matrices(model: torch.nn.Module) -> dict[str, Any]:
@@ -94,8 +101,9 @@ def make_optimizer(
         if not matrices:
             raise ValueError("optimizer 'muon': there are no matrices in numbered layers to update")
         return _Muon(parameters, matrices, capturable=capturable)
-    if name == "sgd":
-        return torch.optim.SGD(parameters, lr=1e-4, foreach=True)
+    if name in ("sgd", "sgd_momentum"):
+        momentum = 0.0 if name == "sgd" else 0.9
+        return torch.optim.SGD(parameters, lr=1e-4, momentum=momentum, foreach=True)
     if name == "lamb":
         from itercast.capture.lamb import Lamb  # lazy, as torch
 
@@ -166,6 +174,8 @@ def make_step(
 
     def update() -> None:
         on_phase("optimizer")
+        if settings.clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         if optimizer is not None:
             optimizer.step()
 

@@ -161,9 +161,7 @@ Stack = Annotated[
 ]
 Optimizer = Annotated[
     str,
-    typer.Option(
-        help="adamw, adamw_fused, sgd, lamb, muon or none; default: the case's own, else adamw"
-    ),
+    typer.Option(help=f"{', '.join(ALLOWED['optimizer'])}; default: the case's own, else adamw"),
 ]
 Cluster = Annotated[
     Path | None,

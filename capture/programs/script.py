@@ -43,6 +43,7 @@ from itercast.capture.programs.kernels import triton_kernels
 from itercast.capture.programs.log import ProgramLog
 from itercast.capture.programs.program import COLLECTIVE, ProgramCapture, write_program
 from itercast.capture.programs.steps import KINDS, EnoughSteps, Lines, Steps
+from itercast.capture.programs.trained.facts import STOPS
 from itercast.capture.programs.trained.finder import Finder
 from itercast.capture.programs.trained.serve import TrainedModel, serve
 from itercast.capture.recorder.log import TF32_OPS
@@ -314,6 +315,8 @@ def _nothing_outside(script: Script) -> Iterator[None]:
 def main(order: str, result: str) -> int:
     """Capture the script of an order into a file; one line on stderr and 2 where it cannot be.
 
+    That is ``STOPS`` where the script itself does not go on.
+
     Beside it a file says what the script asked of this machine. An order that names a folder to
     ``serve`` goes on capturing the model that the script trains, as files in that folder ask.
     """
@@ -335,7 +338,7 @@ def main(order: str, result: str) -> int:
     except ValueError as exc:
         line = (str(exc).splitlines() or [type(exc).__name__])[0]
         print(f"\nitercast: {line}", file=sys.__stderr__)  # a progress bar may be unfinished
-        return 2
+        return STOPS if isinstance(exc, RefusedError) else 2
     write_program(captured, Path(result), taken.lane(script.path.name))
     loaded = [m for name, m in sys.modules.items() if not name.startswith("itercast")]
     own = {str(Path(file).resolve()) for file in map(_file, loaded) if file}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache, partial
+from traceback import StackSummary
 from typing import Any
 
 import torch
@@ -264,13 +265,15 @@ def capture_step(
     second step where the first one changes attributes of modules, such as tables that they keep,
     of recurrent networks, and where inputs have gradients, to which the second one adds.
     ``fake``: run on fake tensors, without computing; otherwise two steps really run. Those of a
-    mode that is given are of a program, whose TF32 flags hold; dtype tf32 allows it everywhere.
+    mode that is given are of a program, whose TF32 flags hold, and of which numbers that nobody
+    knows are guessed; dtype tf32 allows it everywhere.
     ``samples`` and ``tokens`` of the batch are only stored with the capture. ValueError for ops
     whose shapes depend on data, except in the routing of experts (``capture.routing``).
     """
     asked, of_program = settings.dtype == "tf32", isinstance(fake, FakeTensorMode)
     allowed = in_tf32 if of_program and not asked else lambda _: asked
-    log = OpLog(Routing() if fake else None, allowed)
+    guesses = dict[str, StackSummary]() if of_program else None
+    log = OpLog(Routing(guesses) if fake else None, allowed)
     with ExitStack() as stack:
         if fake:
             mode = FakeTensorMode(allow_non_fake_inputs=True) if fake is True else fake

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from itercast.capture.step import StepSettings
+from itercast.capture.step import StepSettings, update_event
 
 SIZED = (dict, list, set, tuple)
 
@@ -37,7 +37,7 @@ def count_host_events(log: Any, settings: StepSettings, parameters: int) -> None
         return
     log.host |= {"zero_grad": parameters, "accumulate_grad": parameters, "backward": 1}
     if settings.optimizer != "none":
-        log.host[f"{settings.optimizer}_step"] = parameters
+        log.host[update_event(settings.optimizer)] = parameters
 
 
 def record_ready_gradients(model: torch.nn.Module, log: Any) -> dict[str, int]:

@@ -24,7 +24,7 @@ from itercast.compose.pricing.priced_op import Priceable, priceable
 from itercast.microbench.ops.step.optimizer import FAMILY, FUSED, OptimizerOp, as_fused, of_rank
 
 # Tensors like the parameter, in its own dtype, that an optimizer keeps.
-STATE_COPIES = {"adamw": 2, "adamw_fused": 2, "lamb": 2, "sgd": 0, "none": 0}
+STATE_COPIES = {"adamw": 2, "adamw_fused": 2, "lamb": 2, "sgd": 0, "sgd_momentum": 1, "none": 0}
 STATE_COPIES["muon"] = 2  # AdamW's; of its matrices the momentum alone
 NORM = "aten.linalg_vector_norm.default"  # the first of Muon's calls that needs a whole matrix
 OUTER_COPIES = 2  # of DiLoCo's: the parameters since the last average, the momentum

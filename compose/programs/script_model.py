@@ -19,23 +19,34 @@ from itercast.capture.programs.trained.facts import ANSWER, ASKED, FACTS, REFUSE
 from itercast.capture.recorder.cache import cached, loads
 from itercast.capture.step import StepSettings
 from itercast.compose.capture_model import SizedModel
-from itercast.compose.programs.scripts import ScriptOrder, ScriptProcess, digest, fresh_path, keep
+from itercast.compose.programs.scripts import (
+    ScriptOrder,
+    ScriptProcess,
+    ScriptStopsError,
+    digest,
+    fresh_path,
+    keep,
+)
 
 
 @contextmanager
 def script_model(order: ScriptOrder) -> Iterator[tuple[SizedModel, ProgramCapture]]:
-    """The model that a script trains as one process, and the step that it was found in.
+    """The model that a script trains, and the step that it was found in.
 
+    The script runs as one process, or, where it does not go on so, as one of its ``world_size``.
     ValueError in one line where a plan cannot be of it. Its captures are kept as the script's own;
     one that is not there yet is made in the script's process, which ends with this context.
     """
-    order = replace(order, world_size=1)
-    key = order.key(serve=True)
+    orders = [order] if order.world_size == 1 else [replace(order, world_size=1), order]
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory()))
-        captures = _Captures(order, key, folder, stack)
-        path = order.kept(key)
-        if path is None or not path.with_suffix(".trained").is_file():
+        each = [_Captures(one, stack) for one in orders]
+        captures = next((one for one in each if one.kept()), each[0])
+        try:
+            path = captures.kept() or captures.start()
+        except ScriptStopsError:
+            if captures is each[-1]:
+                raise
+            captures = each[-1]
             path = captures.start()
         program, _ = read_program(path)
         facts = Trained(**json.loads(path.with_suffix(".trained").read_text()))
@@ -53,10 +64,16 @@ def script_model(order: ScriptOrder) -> Iterator[tuple[SizedModel, ProgramCaptur
 class _Captures:
     """Captures of a found model: those that are kept, and others from the script's process."""
 
-    def __init__(self, order: ScriptOrder, key: str, folder: Path, stack: ExitStack) -> None:
-        self.order, self.key, self.folder, self.stack = order, key, folder, stack
+    def __init__(self, order: ScriptOrder, stack: ExitStack) -> None:
+        self.order, self.key, self.stack = order, order.key(serve=True), stack
+        self.folder = Path(stack.enter_context(TemporaryDirectory()))
         self.process: ScriptProcess | None = None
         self.numbers = count()
+
+    def kept(self) -> Path | None:
+        """The step that the model was found in, if it is known."""
+        path = self.order.kept(self.key)
+        return path if path and path.with_suffix(".trained").is_file() else None
 
     def start(self) -> Path:
         """Run the script until its model is found, and keep what was captured."""

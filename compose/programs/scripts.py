@@ -23,6 +23,7 @@ from itercast.capture.base.cache_folder import cache_folder
 from itercast.capture.input.lane import InputLane
 from itercast.capture.programs.gpus.asked import Answers
 from itercast.capture.programs.program import ProgramCapture, read_program
+from itercast.capture.programs.trained.facts import STOPS
 from itercast.compose.capture_model import CAPTURE, code_digest
 from itercast.compose.pricing.collectives import gpus_per_domain
 from itercast.compose.target import Target
@@ -172,6 +173,10 @@ def _packages() -> list[str]:
     return sorted({f"{one.name} {one.version}" for one in distributions()})
 
 
+class ScriptStopsError(ValueError):
+    """Raised where the script itself does not go on, so that as another rank it may."""
+
+
 class ScriptProcess:
     """A process that captures a script; it and all that it started are gone when this closes.
 
@@ -220,8 +225,9 @@ class ScriptProcess:
             if time.monotonic() > end_s:
                 late = f"{self.script.name} made too few steps within {self.limit_s} s"
                 raise ValueError(f"{late} {self._line()}".strip())
-        if self.process.poll():
-            raise ValueError(_reason(self._said, self.process.returncode, self.script))
+        if code := self.process.poll():
+            kind = ScriptStopsError if code == STOPS else ValueError
+            raise kind(_reason(self._said, self.process.returncode, self.script))
 
     def _line(self) -> str:
         """The line that the script runs, in brackets; nothing where its process says none."""

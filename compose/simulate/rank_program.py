@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from itercast.capture.opcall import ITEMSIZE_BYTES, ParamSpec
+from itercast.capture.step import update_event
 from itercast.compose.parallel.ep import shards_of
 from itercast.compose.pricing.collectives import Message, price_messages
 from itercast.compose.pricing.gradient_copies import buffer_copies
@@ -241,7 +242,7 @@ class RankProgram(RankTasks):
                 rank.model.optimizer_host_us * tensors / max(1, rank.model.optimizer_tensors)
             )
             if self.how.by_layer:
-                event = {f"{optimizer}_dtensor_step": tensors}
+                event = {update_event(optimizer, "dtensor_step"): tensors}
                 python_us += host_cost(event, rank.book).duration_us
             self.lanes.work(_update_work(ops, rank, python_us), "optimizer")
             self._update_matrices([p for p in trained if p.matrix])

@@ -104,7 +104,7 @@ def plan(
         raise ValueError("plan takes --gpu and --gpus, or --cluster")
     facts: Row = {"case": question.name, "gpu": gpu, "gpus": gpus, "objective": objective}
     facts |= {"node": node, "local": local, **unlike, **asked}
-    with searched(question, gpu, node, arguments or []) as (model, script):
+    with searched(question, gpu, node, arguments or [], gpus) as (model, script):
         facts |= script
         facts, reports = _found(question, model, facts, page, prices)
     facts["seconds"] = time.perf_counter() - begin

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptCase:
-    """The model that a script trains as one process, and the step that it was found in."""
+    """The model that a script trains, and the step that it was found in."""
 
     model: SizedModel
     program: ProgramCapture
@@ -67,7 +67,8 @@ class ScriptCase:
         whole_us = forecast_program(self.program, self.target).iteration_us
         model_us = forecast_step(*self.prepared(ParallelPlan(), 1)).iteration_us
         found = asdict(self.model.facts)
-        return {**found, "script_us": whole_us, "model_us": model_us, "engine": self.model.engine}
+        found |= {"script_us": whole_us, "script_gpus": self.program.world_size}
+        return {**found, "model_us": model_us, "engine": self.model.engine}
 
 
 @contextmanager
@@ -110,6 +111,7 @@ def print_under_plan(order: ScriptOrder, text: str, trace: Path | None, as_json:
     if order.world_size not in (1, plan.world_size):
         raise ValueError(f"plan {text!r} is of {plan.world_size} GPUs, not of {order.world_size}")
     plan = replace(plan, node=order.target.plan.node or plan.node)
+    order = replace(order, world_size=plan.world_size)
     with script_case(order) as case:
         step, target = case.prepared(plan, plan.world_size)
         found, facts = forecast_step(step, target), case.facts()
@@ -127,9 +129,12 @@ def print_under_plan(order: ScriptOrder, text: str, trace: Path | None, as_json:
 
 @contextmanager
 def searched(
-    question: Question, gpu: str, node: str, arguments: Sequence[str]
+    question: Question, gpu: str, node: str, arguments: Sequence[str], gpus: int = 8
 ) -> Iterator[tuple[Any, Row]]:
-    """What is searched, and of a script what was found in it; it runs until this context ends."""
+    """What is searched, and of a script what was found in it; it runs until this context ends.
+
+    It runs as one of ``gpus`` processes where it does not go on as one.
+    """
     if not question.case.endswith(".py"):
         if arguments:
             raise ValueError(f"arguments {list(arguments)} are of a script, not of {question.name}")
@@ -142,7 +147,8 @@ def searched(
         raise ValueError("--lengths go without a script, whose batches are its own")
     named = (question.bundle, question.host, question.stack, question.known_machine())
     target = find_target(gpu, f"node={node}" if node else "", *named, question.case)
-    order = ScriptOrder(path=Path(question.case), arguments=arguments, target=target)
+    path = Path(question.case)
+    order = ScriptOrder(path=path, arguments=arguments, target=target, world_size=gpus)
     with script_case(order) as case:
         yield case.model, {"script": {"arguments": list(arguments), **case.facts()}}
 
@@ -154,11 +160,12 @@ def found_lines(facts: Row) -> list[str]:
     dtype = f"{facts['dtype']} autocast" if facts["amp"] else facts["dtype"]
     size = f"{facts['parameters'] / 1e6:,.1f} M parameters"
     first = f"found {facts['model']}: {size}, {micro}{facts['batch']:,} samples{tokens} a process"
-    whole_us, model_us = facts["script_us"], facts["model_us"]
-    rest = 100 * (model_us / whole_us - 1) if whole_us else 0.0
-    second = (
-        f"as it is, on one GPU: {whole_us * 1e-3:.2f} ms; its model's step, of which plans are "
-    )
-    second += f"made: {model_us * 1e-3:.2f} ms ({rest:+.1f} %)"
+    whole_us, model_us, gpus = facts["script_us"], facts["model_us"], facts["script_gpus"]
+    where, alone = ("one GPU", "") if gpus == 1 else (f"{gpus} GPUs", " on one GPU")
+    second = f"as it is, on {where}: {whole_us * 1e-3:.2f} ms; its model's step{alone}, of which "
+    second += f"plans are made: {model_us * 1e-3:.2f} ms"
+    if gpus == 1 and whole_us:
+        second += f" ({100 * (model_us / whole_us - 1):+.1f} %)"
     notes = (f"note: {note}" for note in facts["notes"])
-    return [f"{first}, {dtype}, {facts['optimizer']}", second, *notes]
+    clipped = ", gradients clipped" if facts["clip"] else ""
+    return [f"{first}, {dtype}, {facts['optimizer']}{clipped}", second, *notes]

@@ -98,7 +98,29 @@ while True:
     loss.backward()
     optimizer.step()
 """
-SCRIPTS = {"decoder": DECODER, "images": IMAGES, "unusual": UNUSUAL}
+
+SEVERAL = """
+import torch, torch.nn as nn
+class Sign(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.sign()
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+encoder, decoder = nn.Linear(512, 4096).cuda(), nn.Linear(4096, 512).cuda()
+parameters = [*encoder.parameters(), *decoder.parameters()]
+optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+while True:
+    x, y = torch.randn(64, 512).cuda(), torch.randn(64, 512).cuda()
+    codes = Sign.apply(encoder(x)), Sign.apply(encoder(y))
+    loss = sum((decoder(code) - x).square().mean() for code in codes)
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(parameters, 1.0)
+    optimizer.step()
+"""
+SCRIPTS = {"decoder": DECODER, "images": IMAGES, "unusual": UNUSUAL, "several": SEVERAL}
 
 
 def found(folder: Path, text: str) -> tuple[TrainedModel, ProgramCapture]:
@@ -140,7 +162,7 @@ def test_a_plan_of_one_gpu_is_the_script_as_it_is(
     many = forecast_program(replace(program, world_size=8), target)  # of which none sends anything
     assert name == "unusual" or many.iteration_us == whole_us
     step = captured(model, shallow=True)
-    assert bool(step.repeats) == (name != "unusual")
+    assert bool(step.repeats) == (name in ("decoder", "images"))
     planned = forecast_step(step, replace(target, plan=plan))
     assert planned.iteration_us == pytest.approx(whole_us, rel=0.06)
 
@@ -178,11 +200,54 @@ IN_TURN = "a(x).sum().backward(); first.step(); b(x).sum().backward(); second.st
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (IN_TURN, "trains 2 models in turn"),
-        ("b(a(x)).sum().backward(); first.step(); second.step()", "calls 2 models"),
+        (IN_TURN, "2 steps in turn, of Linear"),
         ("(x @ a.weight).sum().backward(); first.step()", "no model found"),
     ],
 )
 def test_what_no_plan_can_be_of_is_one_line(tmp_path: Path, body: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         found(tmp_path, TWO.format(body))
+
+
+WRAPPED = """
+import torch, torch.nn as nn, torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, MixedPrecision
+from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
+dist.init_process_group("nccl")
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64, bias=False)
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+model = nn.Sequential(Layer(), Layer(), nn.Linear(64, 8)).cuda()
+{}
+optimizer = torch.optim.AdamW(model.parameters())
+while True:
+    loss = model(torch.randn(32, 64).cuda()).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+WRAPS = {
+    "DDP": "model = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)",
+    "FSDP2": "for m in (*model, model): fully_shard(m)",
+    "FSDP": "model[0] = FSDP(model[0]); model[1] = FSDP(model[1]); model = FSDP(model)",
+    "FSDP kept": "model[0] = FSDP(model[0], use_orig_params=True); "
+    "model = torch.compile(FSDP(model, use_orig_params=True))",
+    "FSDP2 bf16": "fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))",
+    "FSDP bf16": "model = FSDP(model, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))",
+}
+
+
+@pytest.mark.parametrize("name", WRAPS)
+def test_the_model_inside_a_wrapper_is_found(name: str, tmp_path: Path) -> None:
+    """Plans are of all its parameters: 2 * 2 * 64 * 256 + 2 * 256 + 8 * 64 + 8, and of no hook."""
+    model, _ = found(tmp_path, WRAPPED.format(WRAPS[name]))
+    half = "bf16" in name
+    assert (model.facts.amp, model.facts.dtype) == (half, "bf16" if half else "fp32")
+    assert (model.facts.model, model.facts.parameters) == ("Sequential", 66568)
+    step = captured(model, 48)
+    results = {(48, 256): 4, (48, 64): 4, (48, 8): 1}
+    assert products(step) == results | {(256, 64): 2, (64, 256): 2, (8, 64): 1}
+    assert not any("c10d" in call.op or "fsdp" in call.op for call in step.calls)

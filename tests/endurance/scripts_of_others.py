@@ -5,7 +5,8 @@
 arguments, and small files that they read, which are made here. Repositories are downloaded by git,
 or taken from ``--mirrors``, a folder of bare clones ``owner+name/repo``. A script whose packages
 are not installed is skipped and counted. Each runs below ``runs/scripts``, with limits on memory
-and time.
+and time. With ``--plan dp=64`` it is the model that a script trains, under a plan: how far its step
+on one GPU is from the script's own, and what it takes under the plan.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ HERE = Path(__file__).resolve().parents[2]
 LIST = HERE / "tests" / "scripts.yaml"
 MEMORY_KB, LIMIT_S = 12_000_000, 300
 PLAUSIBLE = (0.20, 0.65)  # model FLOPs utilisation of a step that its products fill
+NEAR = 0.10  # of the script's step, its model's on one GPU
 OUTCOMES = {"forecast": "plausible", "odd": "not plausible", "line": "one line", "no": "no answer"}
 
 
@@ -69,17 +71,18 @@ def checked_out(facts: dict[str, str], folder: Path, mirrors: Path | None) -> No
     (folder / ".done").touch()
 
 
-def command(one: Listed, root: Path, free_s: int) -> list[str]:
-    """``itercast run`` of a script under the limits."""
+def command(one: Listed, root: Path, free_s: int, plan: str) -> list[str]:
+    """``itercast run`` of a script, or of its model under a plan, under the limits."""
     where = root if one.source != "packages" else Path(sysconfig.get_path("purelib"))
     script = one.script.split() if one.script.startswith("-m") else [str(where / one.script)]
-    options = ["--gpu", one.gpu, "--gpus", str(one.gpus), "--limit", str(free_s), "--json"]
+    size = ["--plan", plan] if plan else ["--gpus", str(one.gpus)]
+    options = ["--gpu", one.gpu, *size, "--limit", str(free_s), "--json"]
     run = [sys.executable, "-m", "itercast", "run", *options, *script, *shlex.split(one.arguments)]
     limits = f"ulimit -v {MEMORY_KB}; exec timeout -k 5 {free_s + 20} {shlex.join(run)}"
     return ["bash", "-c", limits]
 
 
-def answer(one: Listed, root: Path, limit_s: int = LIMIT_S) -> tuple[str, str]:
+def answer(one: Listed, root: Path, limit_s: int = LIMIT_S, plan: str = "") -> tuple[str, str]:
     """The kind of a script's outcome and what was said."""
     work = root / one.folder
     work.mkdir(parents=True, exist_ok=True)
@@ -88,7 +91,7 @@ def answer(one: Listed, root: Path, limit_s: int = LIMIT_S) -> tuple[str, str]:
     environment = {**os.environ, **one.variables, "PYTHONPATH": os.pathsep.join(paths)}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
-        command(one, root, limit_s),
+        command(one, root, limit_s, plan),
         cwd=work,
         env=environment,
         capture_output=True,
@@ -100,7 +103,8 @@ def answer(one: Listed, root: Path, limit_s: int = LIMIT_S) -> tuple[str, str]:
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["nothing said"])[-1]
         return ("line" if done.returncode == 2 else "no"), last
-    return judged(json.loads(done.stdout))
+    found = json.loads(done.stdout)
+    return compared(found) if plan else judged(found)
 
 
 def judged(found: dict[str, Any]) -> tuple[str, str]:
@@ -111,6 +115,22 @@ def judged(found: dict[str, Any]) -> tuple[str, str]:
     low, high = PLAUSIBLE
     fills = low <= mfu <= high
     return ("forecast" if fills or (mfu < low and limit != "products") else "odd"), said
+
+
+def compared(found: dict[str, Any]) -> tuple[str, str]:
+    """Whether a model's step on one GPU is near the script's, and its step under the plan."""
+    facts = found["script"]
+    alone = facts["script_gpus"] == 1
+    rest = facts["model_us"] / facts["script_us"] - 1 if alone else 0.0
+    size = f"{facts['parameters'] / 1e6:.1f} M, {facts['micro']} x {facts['batch']} samples"
+    words = [
+        f"{facts['script_us'] / 1e3:10.2f} ms  {100 * rest:+5.1f} %"
+        + ("" if alone else " of many"),
+        facts["model"],
+        size,
+    ]
+    words += [f"{found['iteration_us'] / 1e3:.2f} ms {found['plan']}", *facts["notes"]]
+    return "forecast" if abs(rest) <= NEAR else "odd", "  ".join(words)
 
 
 def missing(one: Listed) -> list[str]:
@@ -130,6 +150,7 @@ def main() -> None:
     asked.add_argument("--only", default="")
     asked.add_argument("--mirrors", type=Path)
     asked.add_argument("--limit", type=int, default=LIMIT_S, help="seconds for each")
+    asked.add_argument("--plan", default="", help="of the models that they train")
     given = asked.parse_args()
     known, outcomes = yaml.safe_load(LIST.read_text()), Counter[str]()
     named = [
@@ -148,7 +169,7 @@ def main() -> None:
         root = HERE / "runs" / "scripts" / one.source
         if one.source != "packages":
             checked_out(known["sources"][one.source], root, given.mirrors)
-        kind, said = answer(one, root, given.limit)
+        kind, said = answer(one, root, given.limit, given.plan)
         as_listed = kind == "forecast" if one.expected == "forecast" else one.expected in said
         outcomes[OUTCOMES[kind]] += 1
         print(f"{one.name:28} {'' if as_listed else 'UNEXPECTED '}{said}", flush=True)

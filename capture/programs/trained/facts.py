@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+STOPS = 3  # exit code of a process whose script does not go on
 FACTS = "trained.json"
 ASKED, ANSWER, REFUSED = ".asked", ".step", ".refused"  # how the names of files end
 
@@ -14,7 +15,8 @@ class Trained:
 
     ``batch`` samples and ``seq`` tokens of each (0: not of tokens) are those of a micro-batch, of
     which a step of one process has ``micro``. ``dtype`` is autocast's with ``amp``, else that of
-    its parameters, of which there are so many. ``notes``: what a plan of it leaves out.
+    its parameters, of which there are so many. ``clip``: its gradients are clipped to a norm.
+    ``notes``: what a plan of it leaves out.
     """
 
     model: str
@@ -24,5 +26,6 @@ class Trained:
     dtype: str
     amp: bool
     optimizer: str
+    clip: bool
     parameters: int
     notes: tuple[str, ...] = ()

@@ -2,57 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
+from itercast.capture.programs.trained.bare import is_wrapper
 from itercast.capture.programs.trained.facts import Trained
-from itercast.capture.programs.trained.loss import LossRecorder, LossTape, Size, form_of
+from itercast.capture.programs.trained.loss import Form, LossRecorder, LossTape, Size
 from itercast.capture.recorder.log import DTYPES
 
-WRAPPERS = (DistributedDataParallel, DataParallel)
 KNOWN = {"SGD": "sgd", "LAMB": "lamb", "Lamb": "lamb", "Muon": "muon", "AdamW": "adamw"}
 ALIKE = ("Adam", *KNOWN)  # whose update is priced as what it is
 
 
 @dataclass(kw_only=True)
 class Call:
-    """A call of a model in training, its backward, and how many micro-batches a step had so far.
+    """A micro-batch in training up to its backward, and how many a step had so far.
 
-    Tensors of the arguments are forms: none is kept alive.
+    ``wrapped``: what the script calls, wrappers with a model inside, or models.
     """
 
-    model: torch.nn.Module
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
+    wrapped: list[torch.nn.Module] = field(default_factory=list)
     autocast: torch.dtype | None = None
     tape: LossTape | None = None
     micro: int = 0
-    times: int = 1
+    clip: bool = False
     optimizers: list[Any] = field(default_factory=list)
+
+    @property
+    def models(self) -> list[torch.nn.Module]:
+        """The models that its loss is made with."""
+        return self.tape.models if self.tape else []
+
+    @property
+    def name(self) -> str:
+        """Names of their classes."""
+        return " + ".join(type(model).__name__ for model in self.models)
 
 
 class Finder:
-    """Watches a script; the model is the outermost module with parameters that trains.
+    """Watches a script; a model is an outermost module with parameters that trains.
 
-    ``found`` is its last call before a step of an optimizer, by the optimizer.
+    ``found`` is the last micro-batch before a step of an optimizer, by the optimizer.
     """
 
     def __init__(self) -> None:
         self.recorder = LossRecorder()
         self.inside = False
+        self.wrapper: torch.nn.Module | None = None
         self.call: Call | None = None
         self.latest: Call | None = None
         self.found: dict[int, Call] = {}
-        self.micro = self.called = 0
+        self.micro = 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -65,38 +74,64 @@ class Finder:
                 return run(module, *args, **kwargs)
             if not _trains(module):
                 return run(module, *args, **kwargs)
-            return self._run(module, run, args, kwargs)
+            through = self._through if is_wrapper(module) else self._run
+            return through(module, partial(run, module), args, kwargs)
 
         def backwards(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             self._ended(tree_leaves(tensors))
             return backward(tensors, *args, **kwargs)
 
+        def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            return self.recorder.applied(cls.apply, partial(apply, cls), args, kwargs)
+
+        apply = torch.autograd.Function.__dict__["apply"].__func__
+
+        def clips(*args: Any, **kwargs: Any) -> None:
+            if self.latest is not None:
+                self.latest.clip = True
+            clip(*args, **kwargs)
+
+        clip = clip_grad._clip_grads_with_norm_
         hook = register_optimizer_step_post_hook(lambda one, args, kwargs: self._stepped(one))
         try:
             with (
                 patch.object(torch.nn.Module, "_call_impl", called),
                 patch.object(torch.autograd, "backward", backwards),
+                patch.object(clip_grad, "_clip_grads_with_norm_", clips),
+                patch.object(torch.autograd.Function, "apply", classmethod(applied)),
                 self.recorder,
             ):
                 yield
         finally:
             hook.remove()
 
-    def _run(self, module: Any, run: Any, args: Any, kwargs: Any) -> Any:
+    def _run(self, model: Any, run: Any, args: Any, kwargs: Any) -> Any:
         """Run a model as the script calls it, and record what follows its output."""
-        model, recorder = unwrapped(module), self.recorder
-        arguments, options = tree_map(_form, (args, kwargs))
-        self.called += 1
-        self.call = Call(model=model, arguments=arguments, options=options, times=self.called)
+        if self.call is None:
+            self.call = Call()
+            self.recorder.begin()
+        self.call.wrapped.append(model if self.wrapper is None else self.wrapper)
         self._note_autocast()
-        recorder.on, self.inside = False, True
+
+        def alone(*args: Any, **kwargs: Any) -> Any:
+            self.recorder.on, self.inside = False, True
+            try:
+                return run(*args, **kwargs)
+            finally:
+                self.recorder.on, self.inside = True, False
+
+        return self.recorder.called(model, alone, args, kwargs)
+
+    def _through(self, wrapper: Any, run: Any, args: Any, kwargs: Any) -> Any:
+        """Run a wrapper: it returns the model's output, maybe as other tensors of these shapes."""
+        before = self.wrapper
+        self.wrapper = wrapper if before is None else before
         try:
-            output = run(module, *args, **kwargs)
+            output = run(*args, **kwargs)
         finally:
-            self.inside = False
-        recorder.names = {id(p): name for name, p in model.named_parameters()}
-        recorder.begin(output)
-        recorder.on = True
+            self.wrapper = before
+        if self.call is not None:
+            self.recorder.passed(output)
         return output
 
     def _note_autocast(self) -> None:
@@ -112,7 +147,7 @@ class Finder:
         self.call.tape = self.recorder.tape(roots[0])
         self.micro += 1
         self.call.micro = self.micro
-        self.latest, self.call, self.called = self.call, None, 0
+        self.latest, self.call = self.call, None
 
     def _stepped(self, optimizer: Any) -> None:
         """A step ended, or another optimizer's part of it."""
@@ -124,64 +159,58 @@ class Finder:
         self.found[id(self.latest.optimizers[0])] = self.latest
 
     def only(self) -> Call:
-        """The one call that a plan can be of; ValueError in one line where there is none."""
+        """The one micro-batch that plans can be of; ValueError in one line where there is none."""
         calls = list(self.found.values())
-        names = list(dict.fromkeys(type(call.model).__name__ for call in calls))
         if not calls:
             raise ValueError("no model found: no module is called in training before a step")
-        if (models := len({id(call.model) for call in calls})) > 1:
-            raise ValueError(f"it trains {models} models in turn ({', '.join(names)})")
-        call = calls[-1]
-        if call.times > 1:
-            told = "before a backward: a plan is of one model that is called once"
-            raise ValueError(f"it calls {call.times} models, or {names[0]} so often, {told}")
-        if call.tape is None:
-            raise ValueError(f"the loss of {names[0]} is no function of torch of its output alone")
-        if not all(type(p.data) is FakeTensor for p in call.model.parameters()):
-            raise ValueError(f"the parameters of {names[0]} are sharded over ranks already")
-        return call
-
-
-def unwrapped(module: Any) -> Any:
-    """The user's own module inside what torch wraps it in; ValueError for a sharded one."""
-    while True:
-        if isinstance(module, WRAPPERS):
-            module = module.module
-        elif hasattr(module, "_orig_mod"):
-            module = module._orig_mod
-        else:
-            return module
+        if len(calls) > 1:
+            names = " and ".join(dict.fromkeys(call.name for call in calls))
+            raise ValueError(f"it makes {len(calls)} steps in turn, of {names}: plans are of one")
+        if calls[0].tape is None:
+            name = type(calls[0].wrapped[0]).__name__
+            raise ValueError(f"the loss is no function of torch of what {name} returns")
+        return calls[0]
 
 
 def facts_of(call: Call) -> Trained:
     """What is known of a call, in plain values."""
     size = size_of(call)
-    counts: dict[torch.dtype, int] = {}
-    for p in call.model.parameters():
-        counts[p.dtype] = counts.get(p.dtype, 0) + p.numel()
-    dtype = call.autocast or max(counts, key=counts.__getitem__)
+    held = held_dtype(call.models)
     optimizer, notes = _optimizer(call.optimizers)
+    updated = {p.dtype for one in call.optimizers for g in one.param_groups for p in g["params"]}
+    computes = call.autocast or (held if held.itemsize < 4 and torch.float32 in updated else None)
     return Trained(
-        model=type(call.model).__name__,
+        model=call.name,
         batch=size.batch,
         seq=size.seq,
         micro=call.micro,
-        dtype=DTYPES[dtype],
-        amp=call.autocast is not None,
+        dtype=DTYPES[computes or held],
+        amp=computes is not None,
         optimizer=optimizer,
-        parameters=sum(counts.values()),
+        clip=call.clip,
+        parameters=sum(p.numel() for model in call.models for p in model.parameters()),
         notes=notes,
     )
 
 
+def held_dtype(models: Sequence[torch.nn.Module]) -> torch.dtype:
+    """The dtype of most parameters."""
+    counts: dict[torch.dtype, int] = {}
+    for p in (p for model in models for p in model.parameters()):
+        counts[p.dtype] = counts.get(p.dtype, 0) + p.numel()
+    return max(counts, key=counts.__getitem__)
+
+
 def size_of(call: Call) -> Size:
-    """Samples and tokens of the first tensor that the model is given."""
-    forms = [x for x in tree_leaves((call.arguments, call.options)) if hasattr(x, "scaled")]
+    """Samples and tokens of the first tensor that the first model is given."""
+    first = call.tape.calls[0] if call.tape else None
+    leaves = tree_leaves((first.arguments, dict(first.options))) if first else []
+    forms = [one for one in leaves if isinstance(one, Form)]
     if not forms or not forms[0].shape:
-        raise ValueError(f"{type(call.model).__name__} is given no tensor with a batch")
-    first = forms[0]
-    tokens = len(first.shape) == 2 and not first.dtype.is_floating_point
-    return Size(batch=first.shape[0], seq=first.shape[1] if tokens else 0)
+        raise ValueError(f"{call.name} is given no tensor with a batch")
+    shape, dtype = forms[0].shape, forms[0].dtype
+    tokens = len(shape) == 2 and not dtype.is_floating_point
+    return Size(batch=shape[0], seq=shape[1] if tokens else 0)
 
 
 def _optimizer(optimizers: list[Any]) -> tuple[str, tuple[str, ...]]:
@@ -189,17 +218,14 @@ def _optimizer(optimizers: list[Any]) -> tuple[str, tuple[str, ...]]:
     named = {type(one).__name__: one for one in optimizers}
     name = "Muon" if "Muon" in named else next(iter(named))
     kind = KNOWN.get(name, "adamw")
+    if name == "SGD" and any(group.get("momentum") for group in named[name].param_groups):
+        kind = "sgd_momentum"
     fused = any(group.get("fused") for group in named[name].param_groups)
     kind = "adamw_fused" if kind == "adamw" and fused else kind
     others = [] if name in ALIKE else [f"its optimizer {name} is taken to be {kind}"]
-    momentum = name == "SGD" and any(g.get("momentum") for g in named[name].param_groups)
-    return kind, (*others, *(["SGD's momentum is left out"] if momentum else []))
+    return kind, tuple(others)
 
 
 def _trains(module: Any) -> bool:
     grad = torch.is_grad_enabled() and module.training
     return grad and any(p.requires_grad for p in module.parameters())
-
-
-def _form(value: Any) -> Any:
-    return form_of(value) if isinstance(value, torch.Tensor) else value

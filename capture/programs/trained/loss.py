@@ -1,4 +1,4 @@
-"""Records how a script makes its loss of a model's output, to make it again in other batches."""
+"""Records how a script makes its loss by models and functions, to make it in other batches."""
 
 from __future__ import annotations
 
@@ -112,31 +112,48 @@ class Called:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTape:
-    """The functions that make a loss of the tensors of a model's output, in order."""
+    """The models and functions that make a loss, in order; the first one is a model."""
 
     calls: tuple[Called, ...]
     loss: int
 
+    @property
+    def models(self) -> list[torch.nn.Module]:
+        """The models, in the order in which they are called first."""
+        called = (call.function for call in self.calls)
+        return list(dict.fromkeys(one for one in called if isinstance(one, torch.nn.Module)))
+
+    @property
+    def calls_of_models(self) -> int:
+        """How often models are called."""
+        return sum(isinstance(call.function, torch.nn.Module) for call in self.calls)
+
     def play(
-        self, output: Any, parameters: Mapping[str, Any], size: Scaled, dtype: torch.dtype | None
+        self,
+        output: Any,
+        parameters: Mapping[str, Any],
+        size: Scaled,
+        make: Callable[[Form], torch.Tensor],
     ) -> Any:
-        """The loss of an output at another size."""
-        known = dict(enumerate(tensors_of(output)))
+        """The loss of the first model's output at another size."""
+        known = dict(zip(self.calls[0].results, tensors_of(output), strict=True))
         made: dict[int, torch.Tensor] = {}
 
         def value(one: Any, lengths: bool) -> Any:
             if isinstance(one, Result):
                 return known[one.number]
             if isinstance(one, Form):
-                if one.parameter:
+                if one.parameter in parameters:
                     return parameters[one.parameter]
-                return made.setdefault(id(one), one.tensor(size, dtype))
+                if id(one) not in made:
+                    made[id(one)] = make(one)
+                return made[id(one)]
             if isinstance(one, slice):
                 parts = (one.start, one.stop, one.step)
                 return slice(*(value(part, lengths) for part in parts))
             return size.length(one) if lengths and type(one) is int else one
 
-        for call in self.calls:
+        for call in self.calls[1:]:
             name = getattr(call.function, "__name__", "")
             args = tree_map(lambda one: value(one, name in SHAPED), call.arguments)  # noqa: B023
             options = tree_map(lambda one: value(one, name in SHAPED), dict(call.options))  # noqa: B023
@@ -147,52 +164,79 @@ class LossTape:
 
 
 class LossRecorder(TorchFunctionMode):
-    """Records what is called on a model's output while it is ``on``; no tensor is kept alive."""
+    """Records what makes a loss while it is ``on``; no tensor is kept alive."""
 
     def __init__(self) -> None:
         super().__init__()
         self.on = False
-        self.names: Mapping[int, str] = {}  # of the model's parameters, by their ids
-        self.begin(())
+        self.begin()
 
-    def begin(self, output: Any) -> None:
-        """Forget all calls, and number the tensors of an output from 0 on."""
+    def begin(self) -> None:
+        """Forget all calls."""
+        self.names: dict[int, str] = {}  # of the models' parameters, by their ids
         self.calls: list[Called] = []
         self._numbers: Any = WeakIdKeyDictionary()
         self._forms: Any = WeakIdKeyDictionary()
         self._count = 0
-        self._number(tensors_of(output))
 
     def tape(self, loss: torch.Tensor) -> LossTape | None:
         """What led to a loss; None where something did that is no function of torch."""
         number = self._numbers.get(loss)
-        if number is None:
-            return None
         needed, calls = {number}, list[Called]()
         for call in reversed(self.calls):
             if needed.intersection(call.results):
                 read = tree_leaves((call.arguments, dict(call.options)))
                 needed |= {one.number for one in read if isinstance(one, Result)}
                 calls.append(call)
-        return LossTape(calls=tuple(calls[::-1]), loss=number)
+        calls.reverse()
+        models = [call for call in calls if isinstance(call.function, torch.nn.Module)]
+        if number is None or not models:
+            return None
+        others = (call for call in calls if call is not models[0])
+        return LossTape(calls=(models[0], *others), loss=number)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not self.on or func is torch.Tensor.backward:
-            return func(*args, **kwargs)
+        return self.applied(func, func, args, kwargs)
+
+    def applied(self, function: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run what stands for a function, of torch or of ``torch.autograd``, and record it."""
+        if not self.on or function is torch.Tensor.backward:
+            return run(*args, **kwargs)
+        return self._noted(function, run, args, kwargs)
+
+    def called(self, model: torch.nn.Module, run: Callable[..., Any], args: Any, kw: Any) -> Any:
+        """Run what stands for a model's call, and record it; functions on its output follow."""
+        self.names |= {id(p): f"{id(model)}.{name}" for name, p in model.named_parameters()}
+        made = self._noted(model, run, args, kw)
+        self._latest = (self.calls[-1].results, [t.shape for t in tensors_of(made)])
+        return made
+
+    def passed(self, output: Any) -> None:
+        """Number tensors as those of the last call, if these are their shapes."""
+        tensors = tensors_of(output)
+        numbers, shapes = self._latest
+        if [t.shape for t in tensors] == shapes:
+            self._numbers.update(zip(tensors, numbers, strict=True))
+
+    def _noted(
+        self, function: Callable[..., Any], run: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Run what stands for a function, and record it where it is of what a model made."""
         read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         own = self.names if torch.is_grad_enabled() else ()
-        follows = any(t in self._numbers or id(t) in own for t in read)
+        model = isinstance(function, torch.nn.Module)
+        follows = model or any(t in self._numbers or id(t) in own for t in read)
         asked = tree_map(self._reference, (tuple(args), kwargs)) if follows else ((), {})
-        made = func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
+        made = run(*args, **kwargs)
+        name = getattr(function, "__name__", "")
         tensors = tensors_of(args[0] if name in WRITES else made)
-        if follows and tensors:
+        if follows and (tensors or model):
             numbers = self._number(tensors)
             self.calls.append(
-                Called(function=func, arguments=asked[0], options=asked[1], results=numbers)
+                Called(function=function, arguments=asked[0], options=asked[1], results=numbers)
             )
         return made
 

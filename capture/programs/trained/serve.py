@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import torch
 
 from itercast.capture.base.files import write_atomic
 from itercast.capture.opcall import StepCapture, torch_dtype
+from itercast.capture.programs.trained.bare import make_bare
 from itercast.capture.programs.trained.facts import ANSWER, ASKED, FACTS, REFUSED, Trained
-from itercast.capture.programs.trained.finder import Call, Finder, facts_of
-from itercast.capture.programs.trained.loss import Form, Scaled, Size
+from itercast.capture.programs.trained.finder import Finder, facts_of, held_dtype
+from itercast.capture.programs.trained.loss import Form, LossTape, Scaled, Size
 from itercast.capture.recorder.cache import dumps
 from itercast.capture.recorder.truncate import capture_shortened
 from itercast.capture.step import StepSettings
@@ -29,91 +31,97 @@ POLL_S = 0.02
 class TrainedModel:
     """A model that a script trains, in the script's process, whose tensors stay fake.
 
-    ``on_gpu``: the script put it on a GPU that is not there.
+    ``mode``: of the fake tensors that the script ran with. ``on_gpu``: the script put it on a GPU
+    that is not there.
     """
 
-    call: Call
+    tape: LossTape
     facts: Trained
+    mode: Any
     on_gpu: bool
 
     @classmethod
     def of(cls, finder: Finder, on_gpu: bool) -> TrainedModel:
         """The model that a script trained; ValueError in one line where a plan cannot be of it."""
         call = finder.only()
-        return cls(call=call, facts=facts_of(call), on_gpu=on_gpu)
+        p: Any = next(call.models[0].parameters()).data
+        mode = getattr(p, "_local_tensor", p).fake_mode
+        for module in call.wrapped:
+            call.autocast = make_bare(module) or call.autocast
+        if call.tape is None:
+            raise ValueError("no loss was recorded")
+        return cls(tape=call.tape, facts=facts_of(call), mode=mode, on_gpu=on_gpu)
 
     def capture(
         self, settings: StepSettings, batch: int, seq: int, *, shallow: bool
     ) -> StepCapture:
         """Capture one micro-batch of its step: forward, loss, backward, and the update."""
+        clip = self.facts.clip and settings.optimizer not in ("muon", "none")
+        settings = replace(settings, clip=clip)
         own = Size(batch=self.facts.batch, seq=self.facts.seq)
         size = Scaled(own=own, wanted=Size(batch=batch, seq=seq))
+        models, tape = self.tape.models, self.tape
         stored = torch_dtype(settings.stored)
-        was = torch.float32 if self.facts.amp else torch_dtype(self.facts.dtype)
-        dtype = None if stored == was else stored
-        model, tape = self.call.model, self.call.tape
+        dtype = None if stored == held_dtype(models) else stored
+        alone = tape.calls_of_models == 1
+        whole, first = models[0] if alone else Together(models), tape.calls[0]
 
         def given() -> dict[str, Any]:
-            named = {str(i): one for i, one in enumerate(self.call.arguments)}
-            return {k: self._value(v, size, dtype) for k, v in (named | self.call.options).items()}
+            named = {str(i): one for i, one in enumerate(first.arguments)} | dict(first.options)
+            return {k: self._value(v, size, dtype) for k, v in named.items()}
 
-        def loss(output: Any, inputs: Any) -> Any:
-            if tape is None:
-                raise ValueError("the model has no loss")
-            return tape.play(output, dict(model.named_parameters()), size, dtype)
+        def loss(output: Any) -> Any:
+            named = {f"{id(m)}.{n}": p for m in models for n, p in m.named_parameters()}
+            make = partial(self._made, size=size, dtype=dtype)
+            return tape.play(output, named, size, make)
 
-        with self._fresh(dtype):
+        def run(**named: Any) -> Any:
+            args = [named.pop(str(i)) for i in range(len(first.arguments))]
+            return forward(*args, **named) if alone else loss(models[0](*args, **named))
+
+        forward = whole.forward
+        with self._fresh(whole, run, dtype):
             return capture_shortened(
-                type(model).__name__,
-                lambda: model,
+                self.facts.model,
+                lambda: whole,
                 given,
-                loss,
+                lambda output, inputs: loss(output) if alone else output,
                 settings,
                 samples=batch,
                 tokens=batch * seq,
-                shallow=shallow,
-                fake=self._mode,
+                shallow=shallow and alone,
+                fake=self.mode,
             )
+
+    def _made(self, form: Form, size: Scaled, dtype: torch.dtype | None) -> torch.Tensor:
+        return self._placed(form.tensor(size, dtype))
 
     def _value(self, value: Any, size: Scaled, dtype: torch.dtype | None) -> Any:
         if isinstance(value, Form):
-            return self._placed(value.tensor(size, dtype))
+            return self._made(value, size, dtype)
         if isinstance(value, Mapping):
             return {k: self._value(v, size, dtype) for k, v in value.items()}
         if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
             return type(value)(self._value(v, size, dtype) for v in value)
         return value
 
-    @property
-    def _mode(self) -> Any:
-        """The mode of fake tensors that the script ran in."""
-        first: Any = next(self.call.model.parameters()).data
-        return first.fake_mode
-
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.cuda() if self.on_gpu else tensor
 
     @contextmanager
-    def _fresh(self, dtype: torch.dtype | None) -> Iterator[None]:
+    def _fresh(self, model: Any, forward: Any, dtype: torch.dtype | None) -> Iterator[None]:
         """New parameters, without gradients or hooks, inside the context; all comes back after.
 
-        The model takes its arguments by name there, and lists of its layers may be cut.
+        The model runs ``forward`` there, and lists of its layers may be cut.
         """
-        model, forward = self.call.model, self.call.model.forward
         held = [
             (m, dict(m._parameters), dict(m._buffers), dict(m._modules)) for m in model.modules()
         ]
-        count = len(self.call.arguments)
-
-        def by_name(**named: Any) -> Any:
-            first = [named.pop(str(i)) for i in range(count)]
-            return forward(*first, **named)
-
         own = model.__dict__.get("forward")
         try:
-            with self._mode:
+            with self.mode:
                 self._renew(held, dtype)
-            model.forward = by_name
+            model.forward = forward
             yield
         finally:
             model.__dict__.pop("forward", None)
@@ -140,6 +148,15 @@ class TrainedModel:
             for name, old in buffers.items():
                 if old is not None and dtype is not None and old.is_floating_point():
                     module._buffers[name] = self._placed(old.to(dtype))
+
+
+class Together(torch.nn.Module):
+    """Models that a script calls before one backward, some of them several times."""
+
+    def __init__(self, models: Sequence[torch.nn.Module]) -> None:
+        super().__init__()
+        for i, model in enumerate(models):
+            self.add_module(str(i), model)
 
 
 def serve(model: TrainedModel, folder: Path) -> None:
