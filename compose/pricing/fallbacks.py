@@ -5,6 +5,7 @@ Each family says so itself (``Family.fallback``); this module decides what count
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -45,6 +46,11 @@ class MeasuredRows:
         """Whether this very GPU has rows of this op in this dtype."""
         model = self.models.get(family)
         return model is not None and bool(model.has_measured(self.gpu, op, dtype))
+
+    def largest(self, family: str, feature: str) -> float:
+        """The largest value that a number among a family's features has in its rows."""
+        model = self.models.get(family)
+        return 0.0 if model is None else model.envelope.get(feature, (0.0, math.inf))[1]
 
     def software_shares(self, family: str, op: str, dtype: str) -> Mapping[str, float]:
         """Weight of each software (torch, vllm...) whose rows forecast this op on this GPU."""

@@ -82,6 +82,9 @@ class Measured(Protocol):
     def measured_here(self, family: str, op: str, dtype: str) -> bool:
         """Whether this very GPU has rows of this op in this dtype."""
 
+    def largest(self, family: str, feature: str) -> float:
+        """The largest value that a number among a family's features has in its rows."""
+
     def software_shares(self, family: str, op: str, dtype: str) -> Mapping[str, float]:
         """Weight of each software (torch, vllm...) whose rows forecast this op on this GPU."""
 

@@ -8,7 +8,7 @@ what is left: the steps of one layer in one direction, of ``inputs`` 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -40,8 +40,8 @@ from itercast.microbench.ops.sizes import MAX_BATCH, resize_along
 CALL = "itercast.recurrent"  # a network's call on a GPU, whose parameters are its arguments
 MODE = 2  # an LSTM's number among recurrent networks, in torch and cuDNN
 POINTWISE: float = assumed(__file__, "pointwise_flops")
+STEP_KERNELS: Mapping[str, float] = assumed(__file__, "step_kernels")  # by architecture
 SAVED = assumed(__file__, "saved_values")  # by cell
-STEP_KERNELS: float = assumed(__file__, "step_kernels")
 MAX_FLOPS = 2e9
 MAX_BYTES = 1e8
 
@@ -208,12 +208,13 @@ def fallback(p: Recurrent, measured: Measured) -> list[Part]:
     """A product of all inputs for each layer and direction, and the steps of each.
 
     Backward as many products again, for the gradients of weights. Steps are priced by rows of this
-    very device; where it has none, each is a product of the state, a pass over the gates and the
-    start of STEP_KERNELS kernels, and backward adds a product for the gradient of their weights.
+    very device, up to their largest state. Elsewhere each is a product of the state, a pass over
+    the gates and the start of STEP_KERNELS kernels; backward adds the gradient of weights.
     """
-    on_cpu = measured.gpu.kind == "cpu"
+    on_cpu, alone = measured.gpu.kind == "cpu", replace(p, inputs=1, layers=1, directions=1)
     known = measured.seen if on_cpu else measured.measured_here
-    seen, alone = known("recurrent", p.op, p.dtype), replace(p, inputs=1, layers=1, directions=1)
+    seen = known("recurrent", p.op, p.dtype)
+    seen &= on_cpu or np.log2(p.hidden) <= measured.largest("recurrent", "log_hidden")
     if seen and (on_cpu or p == alone):
         return []
     cells, rows, forward = p.steps * p.batch, GATES[p.op] * p.hidden, p.op in CELLS
@@ -231,8 +232,8 @@ def fallback(p: Recurrent, measured: Measured) -> list[Part]:
         return [*parts, Part(family="recurrent", params=alone, times=each)]
     gates = memory_copy(2 * p.batch * rows * int(itemsize_bytes(p.dtype)))
     parts.append(replace(gates, times=p.steps * each))
-    if not on_cpu:
-        parts.append(replace(memory_copy(1), times=p.steps * each * STEP_KERNELS))
+    if extra := STEP_KERNELS.get(measured.gpu.architecture, 0):
+        parts.append(replace(memory_copy(1), times=p.steps * each * extra))
     state = (rows, p.hidden) if forward else (p.hidden, rows)
     parts.append(product(p.batch, *state, p.steps * each))
     return parts if forward else [*parts, product(rows, p.hidden, cells, each)]

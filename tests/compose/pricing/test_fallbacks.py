@@ -125,9 +125,10 @@ def test_rows_of_one_gpu_leave_fallbacks_of_other_generations() -> None:
 def test_a_recurrent_network_never_seen_is_products_one_step_after_the_other() -> None:
     """Gates of 4 x 8 and 3 x 8 rows; the second layer reads both directions of the first."""
     layer = Recurrent(op="lstm", steps=5, batch=3, inputs=6, hidden=8)
-    inputs, gates, starts, state = fallback_parts(layer, MODELS, False, GPU)
+    inputs, gates, state = fallback_parts(layer, MODELS, False, GPU)
+    old = fallback_parts(layer, MODELS, False, replace(GPU, architecture="volta"))
     assert gates == replace(memory_copy(2 * 3 * 32 * 4), times=5)
-    assert starts == replace(memory_copy(1), times=5 * 10)
+    assert old == [inputs, gates, replace(memory_copy(1), times=5 * 10), state]
     assert [(p.params.m, p.params.n, p.params.k, p.times) for p in (inputs, state)] == [
         (15, 32, 6, 1),
         (3, 32, 8, 5),
@@ -152,7 +153,7 @@ def _product_flops(parts: Sequence[Part]) -> float:
     return sum(2 * p.params.m * p.params.n * p.params.k * p.times for p in products)
 
 
-def test_rows_of_a_gpu_price_the_steps_of_a_layer_on_that_gpu_alone() -> None:
+def test_rows_of_a_gpu_price_steps_on_that_gpu_alone_up_to_their_largest_state() -> None:
     known = {**MODELS, "recurrent": learned("lstm")}
     layer = Recurrent(op="lstm", steps=5, batch=3, inputs=6, hidden=8, layers=2)
     alone = Recurrent(op="lstm", steps=5, batch=3, inputs=1, hidden=8)
@@ -160,8 +161,10 @@ def test_rows_of_a_gpu_price_the_steps_of_a_layer_on_that_gpu_alone() -> None:
     assert (steps.params, steps.times) == (alone, 2)
     assert [p.params.k for p in products] == [6, 8]
     assert fallback_parts(alone, known, False, GPU) == []
-    other = fallback_parts(alone, known, False, replace(GPU, name="other"))
-    assert {p.family for p in other} == {"gemm", "elementwise"}
+    others = [fallback_parts(alone, known, False, replace(GPU, name="other"))]
+    small = replace(known["recurrent"], envelope={"log_hidden": (0.0, 2.0)})  # up to 4
+    others.append(fallback_parts(alone, {**known, "recurrent": small}, False, GPU))
+    assert [{p.family for p in parts} for parts in others] == [{"gemm", "elementwise"}] * 2
 
 
 @pytest.mark.parametrize("gpu", ["v100-sxm-16gb", "h100-sxm-80gb"])
