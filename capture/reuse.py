@@ -10,8 +10,9 @@ from math import gcd
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from numpy.typing import ArrayLike
+
+from itercast.capture.base.slow_imports import pd
 
 BINS = 17
 RANK_BINS = 24

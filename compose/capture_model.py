@@ -9,11 +9,10 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from itercast.capture.base.cache_folder import cache_folder
+from itercast.capture.base.cache_folder import cache_folder, installed
 from itercast.capture.cases.external.huggingface import hf_case
 from itercast.capture.cases.registry import EvalCase, case
 from itercast.capture.opcall import NARROW, StepCapture
@@ -106,16 +105,9 @@ def code_files(folder: Path) -> list[Path]:
 
 def code_digest(folder: Path) -> str:
     """Digest of these files and of torch's version, so that a changed model is captured anew."""
-    versions = [_version(name) for name in ("torch", "transformers", "timm")]
+    versions = [installed(name) for name in ("torch", "transformers", "timm")]
     code = b"".join(p.read_bytes() for p in code_files(folder))
     return hashlib.sha256(code + repr(versions).encode()).hexdigest()
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # an optional one
-        return ""
 
 
 def capture(

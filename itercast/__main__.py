@@ -16,7 +16,6 @@ from rich.console import Console
 
 from itercast.capture.base.durations import seconds
 from itercast.capture.base.extensions import with_added
-from itercast.capture.base.slow_imports import without_scikit_learn
 from itercast.commands.calibrate import calibrate
 from itercast.commands.check import check
 from itercast.commands.compare import compare
@@ -160,9 +159,8 @@ def price(
     as_json: Json = False,
 ) -> None:
     """Forecast the time of every op in a Parquet file; write its rows with their forecasts."""
-    with without_scikit_learn():
-        from itercast.learners.known_bundles import find_bundle
-        from itercast.learners.score_file import read_file, write_forecasts
+    from itercast.learners.known_bundles import find_bundle
+    from itercast.learners.score_file import read_file, write_forecasts
     from itercast.microbench.hardware.spec import load_gpu
 
     gpus = None

@@ -13,21 +13,21 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from zipfile import BadZipFile
 
 import numpy as np
-import pandas as pd
-import xgboost as xgb
 
 from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.slow_imports import pd, xgb
 from itercast.capture.base.yaml_text import made_of
 from itercast.learners.family_model import FamilyModel
 from itercast.learners.features.host_calls import HostCall
 from itercast.learners.features.machine_speed import Anchors
 from itercast.learners.features.table import Encoder, feature_table
 from itercast.learners.machine import Machine
-from itercast.learners.models.ensemble import Ensemble, Smooth
+from itercast.learners.models.ensemble import Ensemble, EnsembleInFiles, Smooth
 from itercast.learners.models.gaussian_process import GaussianProcess
 from itercast.learners.models.mlp import Network
 from itercast.learners.models.tree_files import read_trees, without_statistics
@@ -42,10 +42,9 @@ SHIPPED = Path(__file__).resolve().parent / "shipped"
 SHIPPED_CPU = SHIPPED.with_name("shipped-cpu")  # trained on one CPU, as an example
 SCHEMA_VERSION = 10
 FACTS = "bundle.json"
-XGBOOST_ERROR: type[Exception] = xgb.core.XGBoostError
 ROOFLINE_LOG_INTERVAL = assumed(__file__, "roofline_log_interval")
 DAMAGE = (
-    ValueError,
+    ValueError,  # also xgboost's error
     LookupError,
     ArithmeticError,
     RuntimeError,  # zip files with unknown compression
@@ -56,7 +55,6 @@ DAMAGE = (
     OSError,
     EOFError,
     zlib.error,
-    XGBOOST_ERROR,
 )
 MODEL_FILES = ("*.ubj.gz", "*.npz")
 HOST_CALL = [f.name for f in fields(HostCall)]
@@ -67,13 +65,15 @@ COLUMNS = ["predicted_us", "predicted_us_p10", "predicted_us_p90", "in_envelope"
 class Bundle:
     """Models by family, hardware by name, and anchor times (``features.machine_speed``).
 
-    ``machines``: versions and readings of GPUs that itercast measured, by name.
+    ``machines``: versions and readings of GPUs that itercast measured, by name. ``digest``: of all
+    its files, where they have one.
     """
 
     models: Mapping[str, FamilyModel]
     gpus: Mapping[str, Gpu]
     anchors: Anchors = field(default_factory=dict)
     machines: Mapping[str, Machine] = field(default_factory=dict)
+    digest: str = ""
 
     def price(
         self, family: str, rows: pd.DataFrame, gpus: Mapping[str, Gpu] | None = None
@@ -133,7 +133,8 @@ class Bundle:
     def load(cls, folder: Path) -> Bundle:
         """Read a bundle; ValueError, in one line, unless it is whole and of this version."""
         try:
-            facts = json.loads((folder / FACTS).read_text())
+            text = (folder / FACTS).read_text()
+            facts = json.loads(text)
             version = facts["schema_version"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as exc:
             raise ValueError(f"bundle {str(folder)!r}: no readable bundle.json ({exc})") from exc
@@ -150,7 +151,8 @@ class Bundle:
         except DAMAGE as exc:
             first = (str(exc).splitlines() or [""])[0] or type(exc).__name__
             raise ValueError(f"bundle {str(folder)!r} cannot be used: {first}") from exc
-        return cls(models=models, gpus=gpus, anchors=anchors, machines=machines)
+        digest = hashlib.sha256(text.encode()).hexdigest() if "digests" in facts else ""
+        return cls(models=models, gpus=gpus, anchors=anchors, machines=machines, digest=digest)
 
 
 def check_out(folder: Path) -> None:
@@ -235,7 +237,7 @@ def save_trees(trees: Trees, folder: Path, name: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class ShippedTrees(Mapping[int, xgb.Booster]):
+class ShippedTrees(Mapping[int, "xgb.Booster"]):
     """Boosters by column from files that ship, each read when it is first used."""
 
     paths: Mapping[int, Path]
@@ -261,10 +263,7 @@ def booster(raw: bytes) -> xgb.Booster:
 
 
 def load_trees(folder: Path, name: str, stems: Sequence[str], columns: int) -> Trees | None:
-    """Read trees of ``columns`` features; KeyError for a stem that is not the family's.
-
-    Trees that ship are part of the code: only their digests were checked.
-    """
+    """Read trees of ``columns`` features; KeyError for a stem that is not the family's."""
     if not stems:
         return None
     known = {f"{name}.{column}": column for column in range(columns)}
@@ -278,8 +277,9 @@ def load_trees(folder: Path, name: str, stems: Sequence[str], columns: int) -> T
     return Trees(common=first, own=own)
 
 
-def load_smooth(path: Path, trees: Trees | None, share: float) -> Ensemble:
-    """Read an ensemble; without a .npz file it is trees alone."""
+def load_ensemble(folder: Path, name: str, facts: Facts, columns: int) -> Ensemble:
+    """Read an ensemble of ``columns`` features; without a .npz file it is trees alone."""
+    trees, path = load_trees(folder, name, facts["trees"], columns), folder / f"{name}.npz"
     if trees is not None and not path.is_file():
         return Ensemble(trees=trees)
     kind, arrays = "", dict[str, np.ndarray]()
@@ -289,7 +289,7 @@ def load_smooth(path: Path, trees: Trees | None, share: float) -> Ensemble:
             arrays[array] = file[name]
     makers: dict[str, Callable[[dict[str, np.ndarray]], Smooth]]
     makers = {"network": Network.from_arrays, "process": GaussianProcess.from_arrays}
-    return Ensemble(trees=trees, share=share, smooth=makers[kind](arrays))
+    return Ensemble(trees=trees, share=float(facts["share"]), smooth=makers[kind](arrays))
 
 
 def _pair(values: Sequence[float]) -> tuple[float, float]:
@@ -305,10 +305,11 @@ def load_model(folder: Path, name: str, facts: Facts, gpus: Mapping[str, Gpu]) -
         raise ValueError(f"learner {learner!r} of {name}: only the blend prices now; train again")
     encoder = Encoder(list(facts["features"]), dict(facts["vocabulary"]))
     columns = len(encoder.places(encoder.names))
-    trees = load_trees(folder, name, facts["trees"], columns)
+    read = partial(load_ensemble, folder, name, facts, columns)
+    ships = folder.resolve() in (SHIPPED, SHIPPED_CPU)  # part of the code: digests were checked
     own = {n: gpus[n] for n in {**facts["stacks"], **facts["measured"]}}
     return FamilyModel(
-        ensemble=load_smooth(folder / f"{name}.npz", trees, float(facts["share"])),
+        ensemble=EnsembleInFiles(read) if ships else read(),
         encoder=encoder,
         source_gpus=SourceGpus(encoder=encoder, measured=facts["measured"], gpus=own),
         offsets=_pair(facts["offsets"]),

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import pandas as pd
 
+from itercast.capture.base.slow_imports import pd
 from itercast.learners.features.host_calls import HostCall, host_call
 from itercast.learners.features.machine_speed import Sensitivity, Speed, at_reference_us
 from itercast.learners.features.op_aliases import as_measured

@@ -6,8 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pandas as pd
-
+from itercast.capture.base.slow_imports import pd
 from itercast.microbench.store import read_versions
 
 READINGS = ("drift_us", "sm_clock_hz", "memory_clock_hz")  # columns of GPU rows

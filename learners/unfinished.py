@@ -7,11 +7,11 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 
 import pandas as pd
 
+from itercast.capture.base.cache_folder import digest_of_code
 from itercast.learners.bundle import Bundle
 from itercast.learners.features.machine_speed import Anchors
 from itercast.learners.held_out import load_held_out, save_held_out
@@ -63,15 +63,8 @@ def resumed(out: Path, fit_all: FitAll = fit_in_turn) -> FitAll:
 def _key(rows: pd.DataFrame, anchors: Anchors, asked: Asked) -> str:
     """Digest of all that a family's model depends on: rows, options, code."""
     options = (asked.trials, asked.memory, asked.storage, sorted(anchors.items()))
-    text = repr((digest_of(rows), options, _code_digest()))
+    text = repr((digest_of(rows), options, digest_of_code(*CODE)))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-@cache
-def _code_digest() -> str:
-    every = [path for folder in CODE for path in sorted(folder.rglob("*"))]
-    files = [path for path in every if path.suffix in (".py", ".yaml")]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 def forget(out: Path) -> None:

@@ -14,12 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 import yaml
 
 from itercast.capture.base.files import write_atomic
+from itercast.capture.base.slow_imports import pa, pd, pq
 from itercast.capture.base.yaml_text import load_yaml, made_of
 from itercast.microbench.hardware.spec import Gpu
 

@@ -49,6 +49,7 @@ class Fixed:
     """Everything takes 10 us, all of it certain."""
 
     models: Mapping[str, Any] = {}
+    digest = ""
 
     def us(self, family: str, rows: pd.DataFrame) -> Any:
         """The time of each row, or of all."""

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
 import sys
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TypeVar
 
+from itercast.capture.base.files import write_atomic
+
+log = logging.getLogger(__name__)
+R = TypeVar("R")
 VARIABLE = "ITERCAST_CACHE"  # environment variable that names another folder
 
 
@@ -22,3 +32,37 @@ def _platform_folder() -> Path:
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+
+def kept(
+    path: Path, make: Callable[[], R], dumps: Callable[[R], bytes], loads: Callable[..., R]
+) -> R:
+    """What the file holds; it is made and written if it is missing or ``loads`` raises ValueError.
+
+    Where nothing can be written it is made every time.
+    """
+    try:
+        return loads(path.read_bytes())
+    except (OSError, ValueError):
+        made = make()
+    try:
+        write_atomic(path, dumps(made))
+    except OSError as exc:
+        log.warning("%s are not kept: %s", path.parent.name, exc)
+    return made
+
+
+@cache
+def digest_of_code(*folders: Path) -> str:
+    """Digest of all code and data files below folders, on which what is kept depends."""
+    every = [path for folder in folders for path in sorted(folder.rglob("*"))]
+    files = [path for path in every if path.suffix in (".py", ".yaml")]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
+def installed(package: str) -> str:
+    """The version of a package; empty where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

@@ -1,7 +1,8 @@
-"""Packages that are slow to import: torch waits until it is used, scikit-learn is left out.
+"""Packages that are slow to import: they wait until they are used, scikit-learn is left out.
 
 ``from itercast.capture.base.slow_imports import torch`` imports nothing yet. Formulas, names and
-readers of files do without torch, also where it is not installed.
+readers of files do without torch, also where it is not installed; forecasts whose captures and
+prices are kept do without torch, pandas and xgboost.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow as pa
+    import pyarrow.parquet as pq
     import torch
     import torch.distributed as dist
+    import xgboost as xgb
 
-__all__ = ["dist", "torch", "without_scikit_learn"]
+__all__ = ["dist", "pa", "pd", "pq", "torch", "without_scikit_learn", "xgb"]
 
 
 class LazyModule:
@@ -26,13 +31,16 @@ class LazyModule:
         self.__name__ = name
 
     def __getattr__(self, name: str) -> Any:
-        module = importlib.import_module(self.__name__)
+        with without_scikit_learn():
+            module = importlib.import_module(self.__name__)
         self.__dict__ = module.__dict__  # the same, so that timed calls take no longer
         return getattr(module, name)
 
 
 if not TYPE_CHECKING:
     torch, dist = LazyModule("torch"), LazyModule("torch.distributed")
+    pd, xgb = LazyModule("pandas"), LazyModule("xgboost")
+    pa, pq = LazyModule("pyarrow"), LazyModule("pyarrow.parquet")
 
 
 @contextmanager

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import gzip
 import json
-import logging
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from itercast.capture.base.files import write_atomic
+from itercast.capture.base.cache_folder import kept
 from itercast.capture.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 
-log = logging.getLogger(__name__)
 MARKS = {TensorSpec: "#t", OpCall: "#c", ParamSpec: "#p", StepCapture: "#s"}
 MARKED = {mark: (kind, [f.name for f in fields(kind)]) for kind, mark in MARKS.items()}
 
@@ -58,17 +56,5 @@ def loads(data: bytes) -> StepCapture:
 
 
 def cached(key: str, make: Callable[[], StepCapture], folder: Path) -> StepCapture:
-    """Read the capture stored under ``key``; make and store it if it is missing or unreadable.
-
-    Where nothing can be written it is made every time.
-    """
-    path = folder / f"{key}.json.gz"
-    try:
-        return loads(path.read_bytes())
-    except (OSError, ValueError):
-        capture = make()
-    try:
-        write_atomic(path, dumps(capture))
-    except OSError as exc:
-        log.warning("captures are not kept: %s", exc)
-    return capture
+    """The capture stored under ``key``; it is made and stored if it is missing or unreadable."""
+    return kept(folder / f"{key}.json.gz", make, dumps, loads)

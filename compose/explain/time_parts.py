@@ -8,8 +8,8 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
+from itercast.capture.base.slow_imports import pd
 from itercast.capture.opcall import StepCapture
 from itercast.compose.forecast import Forecast
 from itercast.compose.pricing.priced_op import Priceable

@@ -14,7 +14,8 @@ All caches of this package, by what they keep:
 - ``functools.lru_cache`` and ``cache``: results of a few small hashable values: pipeline schedules
   by degrees (``simulate/pipeline.py``), bundles by path and time of change (``target.py``).
 - ``functools.cached_property``: a value derived from one frozen object; lives as long as it.
-- Captures on disk (``capture/recorder/cache.py``), by a digest of the case and of the code.
+- Captures on disk (``capture/recorder/cache.py``), by a digest of the case and of the code, and
+  answers of models (``learners/kept_answers.py``), by one of question, bundle and code.
 """
 
 from __future__ import annotations

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import ceil, prod
 from typing import Any
 
-import pandas as pd
-
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.durations import counted
+from itercast.capture.base.slow_imports import pd
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.parallel.ep import expert_shards
 from itercast.compose.parallel.links import Crossing, Group, between_cpus, rate_of_cpu
@@ -333,21 +333,32 @@ def _smaller(group: Group) -> Iterator[Group]:
 
 
 def _learned(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> Iterator[PricedOp]:
-    nearest = _largest_known(asked, book, where)
-    modelled: dict[Sent, float] = {}
-    if nearest:
-        rows = _rows([(m, group) for (m, _), group in nearest.items()], book, where)
-        us = book.expected("collective", rows)["predicted_us"].tolist()
-        modelled = dict(zip(nearest, us, strict=True))
-    for one in asked:
+    answer = partial(_modelled, asked, book, where)
+    known = book.kept(["collective"], (where.place, list(asked)), answer)
+    for one, found in zip(asked, known, strict=True):
         message, whole = one
-        if one not in nearest:  # a group of one rank sends nothing
+        if not found:  # a group of one rank sends nothing
             yield _priced(message, "collective", 0.0)
             continue
-        group = nearest[one]
+        modelled_us, group = found[0], Group(size=found[1], per_node=found[2])
         scale = formula_us(message, whole, where) / formula_us(message, group, where)
         shares = _assumed_shares(whole, scale, where)
-        yield _priced(message, "collective", modelled[one] * scale, shares)
+        yield _priced(message, "collective", modelled_us * scale, shares)
+
+
+def _modelled(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> list[tuple[Any, ...]]:
+    """Of each message the time in us among the largest group that the model knows, and that group.
+
+    Nothing for one that is sent to nobody.
+    """
+    nearest = _largest_known(asked, book, where)
+    if not nearest:
+        return [()] * len(asked)
+    rows = _rows([(m, group) for (m, _), group in nearest.items()], book, where)
+    us = dict(zip(nearest, book.expected("collective", rows)["predicted_us"].tolist(), strict=True))
+    return [
+        (us[one], nearest[one].size, nearest[one].per_node) if one in us else () for one in asked
+    ]
 
 
 def _largest_known(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> dict[Sent, Group]:

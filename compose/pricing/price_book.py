@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.slow_imports import pd
 from itercast.compose.graph.attention_kernels import SIXTEEN_BIT, kernel_ratio
 from itercast.compose.graph.identity_cache import Once, cached_by_identity
 from itercast.compose.machines.factors import NONE, Factors
@@ -20,6 +20,7 @@ from itercast.compose.pricing.priced_op import UNMODELLED, Priceable, PricedOp
 from itercast.learners.bundle import Bundle
 from itercast.learners.family_model import FamilyModel
 from itercast.learners.features.host_calls import HostCall
+from itercast.learners.kept_answers import kept_answer
 from itercast.microbench.hardware.host import REFERENCE, USUAL, HostMachine
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.hardware.stack import USUAL as USUAL_STACK
@@ -97,22 +98,44 @@ class PriceBook:
 
     def points(self, family: str, points: Iterable[Any]) -> Mapping[Any, Any]:
         """Returns a family's price rows, warm and cold; prices those still missing."""
-        prices = self.prices.setdefault(family, {})
-        fresh = list(dict.fromkeys(p for p in points if p not in prices))
-        if fresh:
-            blocks = [(n, cache) for n in self.by_threads for cache in ("warm", "cold")]
-            names = [f.name for f in fields(fresh[0])]
-            columns = {name: [getattr(p, name) for p in fresh] * len(blocks) for name in names}
-            columns["threads"] = [n for n, _ in blocks for _ in fresh]
-            columns["cache"] = [cache for _, cache in blocks for _ in fresh]
-            rows = pd.DataFrame({**columns, "gpu": self.gpu.name, "stack_wanted": self.stack})
-            priced: list[Any] = self.expected(family, rows).to_dict("records")
+        self._add({family: points})
+        return self.prices[family]
+
+    def _add(self, points: Mapping[str, Iterable[Any]]) -> None:
+        """Price those points, by family, that are still missing."""
+        known = {name: self.prices.setdefault(name, {}) for name in points}
+        fresh = {n: list(dict.fromkeys(p for p in points[n] if p not in known[n])) for n in points}
+        asked = {name: self._columns(missing) for name, missing in fresh.items() if missing}
+        if not asked:
+            return
+
+        def priced() -> dict[str, list[Any]]:
+            return {n: self.expected(n, self._rows(x)).to_dict("records") for n, x in asked.items()}
+
+        for family, rows in self.kept(list(asked), asked, priced).items():
+            own = fresh[family]
             for at, n in enumerate(self.by_threads):
-                start = 2 * at * len(fresh)
-                warm, cold = (priced[start + k * len(fresh) :][: len(fresh)] for k in (0, 1))
+                start = 2 * at * len(own)
+                warm, cold = (rows[start + k * len(own) :][: len(own)] for k in (0, 1))
                 pairs = zip(warm, cold, strict=True)
-                self.by_threads[n].setdefault(family, {}).update(zip(fresh, pairs, strict=True))
-        return prices
+                self.by_threads[n].setdefault(family, {}).update(zip(own, pairs, strict=True))
+
+    def _columns(self, points: Sequence[Any]) -> dict[str, list[Any]]:
+        """Parameters of ops, warm and then cold, for each number of threads."""
+        blocks = [(n, cache) for n in self.by_threads for cache in ("warm", "cold")]
+        names = [f.name for f in fields(points[0])]
+        columns = {name: [getattr(p, name) for p in points] * len(blocks) for name in names}
+        columns["threads"] = [n for n, _ in blocks for _ in points]
+        columns["cache"] = [cache for _, cache in blocks for _ in points]
+        return columns
+
+    def _rows(self, columns: Mapping[str, list[Any]]) -> pd.DataFrame:
+        return pd.DataFrame({**columns, "gpu": self.gpu.name, "stack_wanted": self.stack})
+
+    def kept(self, families: Iterable[str], question: Any, ask: Callable[[], Any]) -> Any:
+        """What models of these families answer to a question, in plain values; kept on disk."""
+        book = (self.gpu, self.threads, stack_of_row(self.stack))
+        return kept_answer(self.pricer, families, (book, question), ask)
 
     def expected(self, family: str, rows: pd.DataFrame) -> pd.DataFrame:
         """Returns price rows with means in place of medians: only means add up to a sum's mean.
@@ -142,8 +165,7 @@ class PriceBook:
         by_family: dict[str, list[Any]] = {}
         for part in (part for parts_of_op in parts for part in parts_of_op):
             by_family.setdefault(part.family, []).append(part.params)
-        for name, points in by_family.items():
-            self.points(name, points)
+        self._add(by_family)
         return parts
 
     def _parts(self, w: Priceable) -> list[Part]:

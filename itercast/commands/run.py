@@ -15,7 +15,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from itercast.capture.base.slow_imports import without_scikit_learn
 from itercast.capture.programs.program import COLLECTIVE, ProgramCapture
 from itercast.commands.script_case import print_under_plan
 from itercast.options import (
@@ -78,10 +77,9 @@ def run(
     The script runs as rank 0 of all ranks, on tensors without data. Options of itercast come before
     the script, its own arguments after it. Several GPUs or numbers of them make a table.
     """
-    with without_scikit_learn():
-        from itercast.anchors import known_machine
-        from itercast.compose.programs.scripts import ScriptOrder, module_file
-        from itercast.compose.target import find_target
+    from itercast.anchors import known_machine
+    from itercast.compose.programs.scripts import ScriptOrder, module_file
+    from itercast.compose.target import find_target
 
     name_of_module, script = (str(script), module_file(str(script))) if module else ("", script)
 

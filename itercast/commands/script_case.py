@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 
-from itercast.capture.base.slow_imports import without_scikit_learn
 from itercast.capture.plan import ParallelPlan
 
 if TYPE_CHECKING:
@@ -74,8 +73,7 @@ class ScriptCase:
 @contextmanager
 def script_case(order: ScriptOrder) -> Iterator[ScriptCase]:
     """Find the model that a script trains; its process ends with this context."""
-    with without_scikit_learn():
-        from itercast.compose.programs.script_model import script_model
+    from itercast.compose.programs.script_model import script_model
 
     with (
         Console(stderr=True).status(f"running {order.path.name}") as status,

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 import numpy as np
-import pandas as pd
 
 from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.slow_imports import pd
 from itercast.learners.features.table import columns
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import Family

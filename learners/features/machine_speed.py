@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 
 import numpy as np
-import pandas as pd
 
 from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.slow_imports import pd
 from itercast.microbench.ops.family import Family
 
 ANCHORS = ("anchor_us", "serial_us")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import pandas as pd
 
+from itercast.capture.base.slow_imports import pd
 from itercast.learners.features.table import broadcast, columns, isin
 from itercast.microbench.ops.family import Family
 

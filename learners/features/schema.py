@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 from typing import Any
 
-import pandas as pd
-
 from itercast.capture.base.durations import counted
+from itercast.capture.base.slow_imports import pd
 from itercast.microbench.ops.family import Family
 
 STATUSES = ["ok", "oom", "unsupported", "error", "throttled"]

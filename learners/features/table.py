@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.slow_imports import pd
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import Family, Point, Values
 

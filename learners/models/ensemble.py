@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 
@@ -53,6 +54,20 @@ class Ensemble:
         if self.smooth is not None:
             guess += self.share * (self.smooth.predict(x) - guess)
         return np.asarray(roofline_us * np.exp(guess))
+
+
+class EnsembleInFiles(Ensemble):
+    """An ensemble that is read when it is first used."""
+
+    def __init__(self, read: Callable[[], Ensemble]) -> None:
+        object.__setattr__(self, "read", read)
+
+    def __getattr__(self, name: str) -> Any:
+        """A field that is not there yet: now all are."""
+        whole = self.__dict__["read"]()
+        for one in fields(Ensemble):
+            object.__setattr__(self, one.name, getattr(whole, one.name))
+        return object.__getattribute__(self, name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

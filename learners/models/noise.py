@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 
+from itercast.capture.base.slow_imports import pd
 from itercast.learners.models.training_table import Array
 
 RESAMPLES = 200

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import xgboost as xgb
 
+from itercast.capture.base.slow_imports import xgb
 from itercast.learners.models.training_table import Batch, Table
 
 MATRIX_BYTES = 2.7  # of memory per row and feature: the bin of a value, twice. Measured: 2.6
@@ -75,30 +75,6 @@ class Pieces:
 Rows = Table | Pieces  # that trees learn from
 
 
-class _Batches(xgb.DataIter):
-    """Hands batches to XGBoost, with the columns ``zeroed`` set to 0."""
-
-    def __init__(self, rows: Rows, zeroed: Sequence[int]) -> None:
-        self._loads, self._zeroed, self._at = rows.batches(), list(zeroed), 0
-        super().__init__(cache_prefix=rows.pages, on_host=False)
-
-    def next(self, input_data: Callable[..., None]) -> bool:
-        """Hand over the next batch; False after the last."""
-        if self._at == len(self._loads):
-            return False
-        x, log_ratio = self._loads[self._at]()
-        if self._zeroed:
-            x = x.copy()
-            x[:, self._zeroed] = 0
-        input_data(data=x, label=log_ratio)
-        self._at += 1
-        return True
-
-    def reset(self) -> None:
-        """Begin anew."""
-        self._at = 0
-
-
 def quantile_matrix(
     rows: Rows, zeroed: Sequence[int] = (), cuts_of: xgb.DMatrix | None = None
 ) -> xgb.DMatrix:
@@ -106,5 +82,7 @@ def quantile_matrix(
 
     ``cuts_of``: a matrix whose quantiles are taken, to score trees while they are fitted to it.
     """
+    from itercast.learners.models.batches import Batches  # lazy: it needs xgboost
+
     kind = xgb.QuantileDMatrix if rows.pages is None else xgb.ExtMemQuantileDMatrix
-    return kind(_Batches(rows, zeroed), ref=cuts_of, nthread=rows.threads)
+    return kind(Batches(rows.batches(), zeroed, rows.pages), ref=cuts_of, nthread=rows.threads)

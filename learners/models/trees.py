@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xgboost as xgb
 
 from itercast.capture.base.cache_folder import cache_folder
+from itercast.capture.base.slow_imports import xgb
 from itercast.learners.models.quantiles import Rows, quantile_matrix
 from itercast.learners.models.training_table import Array, Table, group_split
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 import numpy as np
-import pandas as pd
 
 from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.slow_imports import pd
 from itercast.capture.base.switches import is_on
 from itercast.learners.features.table import (
     LAUNCH_FLOOR_US,
@@ -26,7 +26,7 @@ from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import Family, Values
 
 SAME_SLOWDOWN = assumed(__file__, "same_slowdown")  # dtypes without a stated rate
-Price = Callable[[pd.DataFrame], np.ndarray]
+Price = Callable[["pd.DataFrame"], np.ndarray]
 
 
 def bounded_us(time_us: np.ndarray, query: QueryRows) -> np.ndarray:

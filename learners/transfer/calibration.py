@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 import numpy as np
-import pandas as pd
 
 from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.slow_imports import pd
 from itercast.learners.features.table import Features, columns
 from itercast.microbench.ops.family import Family
 

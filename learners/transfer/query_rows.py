@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
-import pandas as pd
 
 from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.slow_imports import pd
 from itercast.learners.features.op_aliases import op_names
 from itercast.learners.features.table import Features, map_values
 from itercast.microbench.hardware.spec import Gpu

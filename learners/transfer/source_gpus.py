@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import pandas as pd
 
 from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.slow_imports import pd
 from itercast.learners.features.op_aliases import as_measured
 from itercast.learners.features.table import Encoder, feature_table, isin, origins
 from itercast.learners.models.ensemble import Ensemble

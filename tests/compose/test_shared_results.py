@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import dataclass, fields, replace
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from plan_case import GPU, Flat, capture_at, experts_at
 
 from itercast.capture.base import extensions
+from itercast.capture.base.switches import switching_off
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.capture.plan_keys import PlanKey, integer
@@ -23,7 +26,8 @@ from itercast.compose.pricing.collectives import cluster
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.simulate.iteration import evaluate
 from itercast.compose.target import find_target, forecast_step
-from itercast.learners.bundle import SHIPPED
+from itercast.learners.bundle import SHIPPED, Bundle
+from itercast.learners.kept_answers import kept_answer
 from itercast.microbench.hardware.spec import Gpu
 
 DEVICE: Gpu = replace(GPU, peak_flops_per_s={"fp32": 1e12, "bf16": 1e12}, hbm_bytes_per_s=1e9)
@@ -188,6 +192,21 @@ def test_the_digest_covers_every_file_that_captures_depend_on(tmp_path: Path) ->
         assert code_digest(copy) != before, path
         path.write_bytes(text)
     assert code_digest(copy) == before
+
+
+def test_answers_are_kept_by_question_bundle_and_what_is_switched_off() -> None:
+    answers, one = count(1), Bundle(models={}, gpus={}, digest="one")
+
+    def answer(bundle: Bundle, question: int) -> Any:
+        return kept_answer(bundle, ["gemm"], question, partial(next, answers))
+
+    assert (answer(one, 1), answer(one, 1), answer(one, 2)) == (1, 1, 2)
+    assert answer(replace(one, digest="two"), 1) == 3
+    with switching_off("power_limit"):
+        assert answer(one, 1) == 4
+    assert answer(one, 1) == 1
+    unknown = replace(one, digest="")
+    assert (answer(unknown, 1), answer(unknown, 1)) == (5, 6)
 
 
 def test_the_digest_finds_the_rooms_of_the_capture() -> None:

@@ -146,6 +146,8 @@ def test_a_graph_network_multiplies_by_its_matrix_forward_and_backward(layout: s
 class Recorded:
     """Everything takes 10 us in families with a model; notes which rows were priced."""
 
+    digest = ""
+
     def __init__(self, **models: Any) -> None:
         self.models = {**MODELS, **models}
 
