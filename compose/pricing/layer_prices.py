@@ -53,7 +53,7 @@ TablesElsewhere = Callable[
 
 def _tables_elsewhere() -> TablesElsewhere:
     """The package that knows of such tables, by its entry point."""
-    added = with_added("tables_elsewhere", {}, Callable)
+    added: dict[str, TablesElsewhere] = with_added("tables_elsewhere", {}, Callable)
     if not added:
         raise ValueError("no installed package spreads embedding tables: shard, tables")
     return next(iter(added.values()))

@@ -39,8 +39,7 @@ def tables_elsewhere(
         step, added_bytes = with_frozen_tables_in(capture, plan.tables, plan.cached)
         return step, replace(plan, tables="", cached=0.0), added_bytes
     sharded = slowest_rank(capture, plan, book, where)
-    spread = {"shard": "", "shard_group": 0, "compress_shard": "", "local": 0}
-    rest = replace(plan, **spread, tables="", cached=0.0)
+    rest = replace(plan, shard="", shard_group=0, compress_shard="", local=0, tables="", cached=0.0)
     return sharded.step, rest, sharded.added_bytes
 
 
