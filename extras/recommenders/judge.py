@@ -12,6 +12,7 @@ import numpy as np
 from itercast.compose.target import find_target
 from itercast.eval.results import RETEST
 from itercast.extras.recommenders.measure import measure
+from itercast.extras.recommenders.sharded_model import RankingModel
 from itercast.extras.recommenders.sharding.forecast import Forecaster
 from itercast.extras.recommenders.sharding.propose import (
     everywhere,
@@ -30,7 +31,6 @@ from itercast.extras.recommenders.tasks import (
 )
 from itercast.learners.bundle import Bundle
 from itercast.learners.train import errors
-from itercast.microbench.iterations.sharded_model import RankingModel
 from itercast.microbench.processes.ranks import threads_of
 
 WITHIN = 1.10  # of the fastest measured: the published criterion of a successful choice

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from itercast.extras.recommenders.sharded_model import ShardedModel
 from itercast.extras.recommenders.tables.placement import shards
 from itercast.extras.recommenders.tasks import Candidate
-from itercast.microbench.iterations.sharded_model import ShardedModel
 from itercast.microbench.processes.ranks import start_ranks, threads_of
 from itercast.microbench.processes.watch import log_tail, never, watch
 from itercast.microbench.store import Row

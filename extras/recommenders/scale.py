@@ -19,10 +19,10 @@ TABLES, SHARDINGS, TOGETHER = 64, 1000, 10  # forecast so many at once
 def shardings_s() -> float:
     """Seconds that forecasts of SHARDINGS shardings of many tables take, once ops are priced."""
     from itercast.compose.target import find_target
+    from itercast.extras.recommenders.sharded_model import RankingModel, Table
     from itercast.extras.recommenders.sharding.forecast import Forecaster
     from itercast.extras.recommenders.sharding.propose import random_sharding
     from itercast.learners.bundle import SHIPPED_CPU
-    from itercast.microbench.iterations.sharded_model import RankingModel, Table
 
     rng = np.random.default_rng(0)
     tables = (

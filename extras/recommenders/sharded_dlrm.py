@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from itercast.capture.cases.models.dlrm import TablesDlrm
-from itercast.microbench.iterations.sharded_model import Shard, ShardedModel, Table
+from itercast.extras.recommenders.sharded_model import Shard, ShardedModel, Table
 from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
 from itercast.microbench.ops.lookup.random_streams import draw_stream
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from itercast.capture.base.yaml_text import made_of
 from itercast.extras.recommenders.sharded_dlrm import ShardedStep
-from itercast.microbench.iterations.sharded_model import ShardedModel
+from itercast.extras.recommenders.sharded_model import ShardedModel
 from itercast.microbench.processes.ranks import join_process_group, max_over_ranks
 from itercast.microbench.store import Row
 from itercast.microbench.timing.clock import Anchor, keep_freed_memory

@@ -21,11 +21,11 @@ from itercast.compose.pricing.rank_graph import until_read
 from itercast.compose.simulate.iteration import evaluate, quick_us
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.target import Target
+from itercast.extras.recommenders.sharded_model import RankingModel
 from itercast.extras.recommenders.sharding.step import dlrm_step, tables_of
 from itercast.extras.recommenders.tables.placement import Sharding, check_sharding, memory_bytes
 from itercast.extras.recommenders.tables.rank_step import rank_step
 from itercast.extras.recommenders.tables.shard_times import ShardTimes
-from itercast.microbench.iterations.sharded_model import RankingModel
 
 # The step of an iteration that each part of ``table_work.PHASES`` belongs to.
 STEP_OF_PART: Mapping[str, str] = {

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from itercast.capture.base.assumptions import assumed
+from itercast.extras.recommenders.sharded_model import RankingModel, Table
 from itercast.extras.recommenders.sharding.forecast import Forecaster, ShardingForecast
 from itercast.extras.recommenders.tables.greedy import MIN_COLUMNS, greedy
 from itercast.extras.recommenders.tables.placement import HBM, Placement, Sharding
-from itercast.microbench.iterations.sharded_model import RankingModel, Table
 
 DIM_PENALTY: Mapping[int, float] = assumed(__file__, "dim_penalty")
 RANDOM = 8  # random shardings proposed

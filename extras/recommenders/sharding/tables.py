@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from itercast.capture.base.yaml_text import made_of, read_mapping
-from itercast.microbench.iterations.sharded_model import RankingModel, Table
+from itercast.extras.recommenders.sharded_model import RankingModel, Table
 from itercast.microbench.ops.lookup.index_streams import IndexStream, parse_indices
 from itercast.microbench.store import Facts
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from itercast.capture.opcall import OpCall, StepCapture, TensorSpec
-from itercast.compose.parallel.captured_tables import CapturedTable
+from itercast.extras.recommenders.tables.captured import CapturedTable
 
 # Ops that make a table's gradient from those of its pooled vectors; the last three if it is sparse.
 GRADIENTS = (

@@ -11,10 +11,11 @@ from itercast.capture.plan import ParallelPlan
 from itercast.capture.plan_keys import GREEDY
 from itercast.compose.graph.codecs import Codec, compressed_vectors
 from itercast.compose.graph.identity_cache import cached_by_identity
-from itercast.compose.parallel.captured_tables import captured_tables
 from itercast.compose.pricing.collectives import Cluster
 from itercast.compose.pricing.price_book import PriceBook
+from itercast.extras.recommenders.sharded_model import state_per_weight
 from itercast.extras.recommenders.tables.batched_tables import BatchedStep, as_stored
+from itercast.extras.recommenders.tables.captured import captured_tables
 from itercast.extras.recommenders.tables.fetched_rows import with_frozen_tables_in
 from itercast.extras.recommenders.tables.placement import (
     Placement,
@@ -24,7 +25,6 @@ from itercast.extras.recommenders.tables.placement import (
 )
 from itercast.extras.recommenders.tables.rank_step import RankStep, rank_step
 from itercast.extras.recommenders.tables.shard_times import ShardTimes, table_software
-from itercast.microbench.iterations.sharded_model import state_per_weight
 
 
 def tables_elsewhere(

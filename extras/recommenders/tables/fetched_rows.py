@@ -17,10 +17,10 @@ from itercast.capture.opcall import ITEMSIZE_BYTES, StepCapture, TensorSpec
 from itercast.capture.reuse import draws_of, rows_outside
 from itercast.compose.graph.identity_cache import cached_by_identity
 from itercast.compose.graph.rewrite import StepBuilder, collective
-from itercast.compose.parallel.captured_tables import Lookup, captured_tables
 from itercast.compose.pricing.tiers import DRIVE, EVICT, FETCH, SSD, TIERS, tier_us
+from itercast.extras.recommenders.sharded_model import Shard, Table, state_per_weight
+from itercast.extras.recommenders.tables.captured import Lookup, captured_tables
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.iterations.sharded_model import Shard, Table, state_per_weight
 from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
 from itercast.microbench.store import Row
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from itercast.extras.recommenders.sharded_model import Table
 from itercast.extras.recommenders.tables.placement import Placement, Sharding
-from itercast.microbench.iterations.sharded_model import Table
 
 MIN_COLUMNS = 4  # of a part of a table
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.opcall import ITEMSIZE_BYTES
 from itercast.compose.pricing.tiers import SSD, UVM
-from itercast.microbench.iterations.sharded_model import Shard, Table
+from itercast.extras.recommenders.sharded_model import Shard, Table
 from itercast.microbench.store import Row
 
 INDEX_BYTES = 8  # int64 row numbers and lengths of bags

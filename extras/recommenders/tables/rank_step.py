@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 
 from itercast.capture.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 from itercast.compose.graph.rewrite import StepBuilder, collective, fresh_storages
-from itercast.compose.parallel.captured_tables import CapturedTable
 from itercast.extras.recommenders.tables.calls_of_tables import OptimizerLists, gradient_calls
+from itercast.extras.recommenders.tables.captured import CapturedTable
 from itercast.extras.recommenders.tables.placement import Sharding
 from itercast.extras.recommenders.tables.table_work import (
     PHASES,

@@ -8,16 +8,17 @@ from itertools import count
 
 import numpy as np
 
-from itercast.compose.parallel.captured_tables import CapturedTable
 from itercast.compose.parallel.device_memory import table_room_bytes
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import Priceable, PricedOp, priceable
+from itercast.compose.pricing.tiers import UVM
+from itercast.extras.recommenders.sharded_model import Shard
 from itercast.extras.recommenders.tables.batched_tables import batched_calls
+from itercast.extras.recommenders.tables.captured import CapturedTable
 from itercast.extras.recommenders.tables.fetched_rows import fetched_us
 from itercast.extras.recommenders.tables.greedy import Way, balanced, placements
 from itercast.extras.recommenders.tables.placement import (
     HBM,
-    UVM,
     Placement,
     Sharding,
     memory_bytes,
@@ -26,7 +27,6 @@ from itercast.extras.recommenders.tables.placement import (
 )
 from itercast.extras.recommenders.tables.table_work import in_a_row, lookup_calls
 from itercast.microbench.hardware.stack import TableSoftware, stack_of_row
-from itercast.microbench.iterations.sharded_model import Shard
 
 # no assumption: shares of rows in a cache that are tried
 CACHED = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01, 0.001)

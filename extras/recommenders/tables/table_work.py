@@ -13,7 +13,9 @@ import numpy as np
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.opcall import OpCall, TensorSpec
-from itercast.compose.parallel.captured_tables import BAGS, ROWS, CapturedTable, Lookup
+from itercast.compose.parallel.captured_tables import BAGS, ROWS
+from itercast.extras.recommenders.sharded_model import Shard
+from itercast.extras.recommenders.tables.captured import CapturedTable, Lookup
 from itercast.extras.recommenders.tables.fetched_rows import moved_bytes, shard_stream
 from itercast.extras.recommenders.tables.placement import (
     INDEX_BYTES,
@@ -22,7 +24,6 @@ from itercast.extras.recommenders.tables.placement import (
     message_bytes,
     shards,
 )
-from itercast.microbench.iterations.sharded_model import Shard
 from itercast.microbench.ops.lookup.embedding_bag import MODES
 from itercast.microbench.store import Row
 

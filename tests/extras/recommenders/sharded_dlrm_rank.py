@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from itercast.capture.base.yaml_text import made_of
 from itercast.extras.recommenders.sharded_dlrm import ShardedStep, draw_lookups
-from itercast.microbench.iterations.sharded_model import ShardedModel
+from itercast.extras.recommenders.sharded_model import ShardedModel
 
 
 def run_step(order: dict[str, Any], path: Path) -> None:

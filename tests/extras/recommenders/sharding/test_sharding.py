@@ -13,9 +13,9 @@ import pytest
 
 from itercast.capture.opcall import StepCapture
 from itercast.compose.capture_model import capture
-from itercast.compose.parallel.captured_tables import captured_tables
 from itercast.compose.predict import predict
 from itercast.compose.target import find_target
+from itercast.extras.recommenders.sharded_model import RankingModel, Shard, Table
 from itercast.extras.recommenders.sharding.forecast import Forecaster
 from itercast.extras.recommenders.sharding.propose import (
     choose,
@@ -24,6 +24,7 @@ from itercast.extras.recommenders.sharding.propose import (
     torchrec_us,
 )
 from itercast.extras.recommenders.sharding.tables import model_from
+from itercast.extras.recommenders.tables.captured import captured_tables
 from itercast.extras.recommenders.tables.greedy import greedy
 from itercast.extras.recommenders.tables.placement import (
     KINDS,
@@ -35,7 +36,6 @@ from itercast.extras.recommenders.tables.placement import (
     to_torchrec,
 )
 from itercast.extras.recommenders.tables.table_work import held_shards, traffic
-from itercast.microbench.iterations.sharded_model import RankingModel, Shard, Table
 
 ALL = (0, 1, 2, 3)
 

@@ -7,10 +7,11 @@ import pytest
 
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture
-from itercast.compose.parallel.captured_tables import captured_tables
 from itercast.compose.pricing.collectives import cluster
 from itercast.compose.pricing.price_book import price_book
 from itercast.compose.target import find_target
+from itercast.extras.recommenders.sharded_model import Table
+from itercast.extras.recommenders.tables.captured import captured_tables
 from itercast.extras.recommenders.tables.greedy import Way, balanced, placements
 from itercast.extras.recommenders.tables.placement import (
     Placement,
@@ -20,7 +21,6 @@ from itercast.extras.recommenders.tables.placement import (
     shards,
 )
 from itercast.extras.recommenders.tables.shard_times import ShardTimes
-from itercast.microbench.iterations.sharded_model import Table
 
 UNLIMITED = 1e15
 

@@ -8,8 +8,8 @@ import pytest
 
 from itercast.capture.opcall import StepCapture
 from itercast.compose.capture_model import capture
-from itercast.compose.parallel.captured_tables import CapturedTable, Lookup, captured_tables
 from itercast.compose.predict import predict
+from itercast.extras.recommenders.sharded_model import Shard, Table
 from itercast.extras.recommenders.tables.batched_tables import (
     MODULE,
     BatchedStep,
@@ -17,10 +17,10 @@ from itercast.extras.recommenders.tables.batched_tables import (
     batched_calls,
     bytes_of_lookups,
 )
+from itercast.extras.recommenders.tables.captured import CapturedTable, Lookup, captured_tables
 from itercast.extras.recommenders.tables.placement import Placement, Sharding
 from itercast.extras.recommenders.tables.rank_step import rank_step
 from itercast.microbench.hardware.stack import TableSoftware, load_stack
-from itercast.microbench.iterations.sharded_model import Shard, Table
 
 Held = tuple[Shard, Lookup]
 HUGECTR = load_stack("hugectr").tables

@@ -13,13 +13,14 @@ from torch import nn
 from itercast.capture.reuse import rows_outside
 from itercast.compose.capture_model import capture
 from itercast.compose.graph.index_streams import with_indices
-from itercast.compose.parallel.captured_tables import Lookup
 from itercast.compose.predict import predict
 from itercast.compose.pricing.tiers import EVICT, FETCH, tier_us
 from itercast.compose.target import find_target
+from itercast.extras.recommenders.sharded_model import RankingModel, Shard, Table
 from itercast.extras.recommenders.sharding.forecast import Forecaster
 from itercast.extras.recommenders.sharding.propose import choose
 from itercast.extras.recommenders.sharding.tables import model_from
+from itercast.extras.recommenders.tables.captured import Lookup
 from itercast.extras.recommenders.tables.fetched_rows import moved_bytes
 from itercast.extras.recommenders.tables.placement import (
     KERNELS,
@@ -29,7 +30,6 @@ from itercast.extras.recommenders.tables.placement import (
     to_torchrec,
 )
 from itercast.microbench.hardware.spec import load_gpu
-from itercast.microbench.iterations.sharded_model import RankingModel, Shard, Table
 from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
 
 A100 = "a100-sxm-80gb"

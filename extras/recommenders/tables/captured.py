@@ -1,0 +1,64 @@
+"""The tables of a captured step as shardings have them, and the lookups of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from itercast.capture.opcall import OpCall, ParamSpec, StepCapture
+from itercast.compose.parallel import captured_tables as core
+from itercast.extras.recommenders.sharded_model import UNIFORM, Table
+from itercast.microbench.ops import find_family
+from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lookup:
+    """One call that looks a table up for ``samples`` of one rank; ``mode`` as of embedding bags."""
+
+    call: int
+    samples: int
+    table: Table
+    mode: str = "sum"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedTable:
+    """A table of a captured step and the calls that look it up."""
+
+    parameter: ParamSpec
+    lookups: tuple[Lookup, ...]
+
+    @property
+    def table(self) -> Table:
+        """The table as its first call looks it up."""
+        return self.lookups[0].table
+
+
+def captured_tables(capture: StepCapture) -> tuple[CapturedTable, ...]:
+    """The step's tables in the order of their parameters."""
+    return tuple(
+        CapturedTable(
+            parameter=found.parameter,
+            lookups=tuple(_lookup(i, capture.calls[i], found.parameter) for i in found.calls),
+        )
+        for found in core.captured_tables(capture)
+    )
+
+
+def _lookup(i: int, call: OpCall, p: ParamSpec) -> Lookup:
+    """The call as a lookup of a parameter by row numbers."""
+    params: Any = find_family(call)[1]
+    bag = isinstance(params, EmbeddingBag)
+    samples = params.bags if bag else params.lookups
+    table = Table(
+        name=p.name.removesuffix(".weight"),
+        rows=params.rows,
+        dim=params.dim,
+        pooling=call.args[1].numel / samples,
+        dtype=params.dtype,
+        weighted=bag and params.weighted,
+        stream=call.kwargs.get("drawn") or UNIFORM,
+        pooled=bag,
+    )
+    return Lookup(call=i, samples=samples, table=table, mode=params.mode if bag else "sum")
