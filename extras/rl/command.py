@@ -82,10 +82,10 @@ def _lane(environment: str, budget_s: float, limit_s: int) -> InputLane:
     if environment.endswith(".json"):
         return read_lane(Path(environment))
     if ":" in environment:
-        from itercast.microbench.input.process import measured_lane
+        from itercast.extras.rl.environment import measured_environment
 
         with Console(stderr=True).status(f"measuring {environment}"):
-            return measured_lane(environment, budget_s, limit_s, "environment")
+            return measured_environment(environment, budget_s, limit_s)
     us = 1e6 * seconds(environment, "environment")
     step = Batches(wall_us=(us,), cpu_us=(us,))
     return InputLane(

@@ -1,7 +1,7 @@
-"""Measures a DataLoader or an environment in a process of its own, which may die or hang.
+"""Measures a DataLoader in a process of its own, which may die or hang.
 
 ``python -m itercast.microbench.input.measure ORDER RESULT`` measures what the JSON text ORDER
-names, adds a byte to the file RESULT.alive for every batch or step, and writes an input lane.
+names, adds a byte to the file RESULT.alive for every batch, and writes an input lane.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from itercast.capture.input.timers import (
     timed_batches,
     worker_times,
 )
-from itercast.microbench.input.environment import measure_environment
 
 MIN_BATCHES, MAX_BATCHES = 3, 400  # of one way to load
 WARM_UP = 1  # batches that are not counted, where more than twice as many were made
 PREFETCH = 2  # torch's default
+Alive = Callable[[], None]  # called for every batch
+Measure = Callable[[str, float, Alive], InputLane]  # from a name and seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ def with_workers(loader: DataLoader[Any], workers: int) -> DataLoader[Any]:
     return made
 
 
-def measure_lane(name: str, seconds: float, alive: Callable[[], None] = lambda: None) -> InputLane:
+def measure_lane(name: str, seconds: float, alive: Alive = lambda: None) -> InputLane:
     """Measure a loader without workers, with one, and with one per core; a third each."""
     loader, count = load(name), cores()
     alone = run_loader(with_workers(loader, 0), seconds / 3, alive)
@@ -125,7 +126,7 @@ def stages(alone: Run, one: Run, receive_us: float) -> dict[str, float]:
     return {name: us for name, us in mean.items() if us > 0}
 
 
-def run_loader(loader: DataLoader[Any], seconds: float, alive: Callable[[], None]) -> Run:
+def run_loader(loader: DataLoader[Any], seconds: float, alive: Alive) -> Run:
     """Take batches for a while, as fast as they come, over several epochs if they are short."""
     log, took, size = BatchLog(), list[float](), (0, 0)
     end = time.monotonic() + seconds
@@ -182,24 +183,17 @@ def _said(exc: BaseException) -> str:
     return one_line_error(exc)
 
 
-def main(order: str, result: str) -> int:
-    """Measure the loader or environment of an order; one line on stderr and 2 where it fails."""
+def main(order: str, result: str, what: str = "loader", measure: Measure = measure_lane) -> int:
+    """Measure what an order names; one line on stderr and 2 where it fails."""
     asked, alive = json.loads(order), Path(f"{result}.alive")
-    name, what = asked["loader"], asked.get("what", "loader")
+    name = asked["loader"]
 
     def lived() -> None:
         with alive.open("ab") as file:
             file.write(b".")
 
     try:
-        if what == "environment":
-            made = attribute(name)
-            if not callable(made):
-                raise LoaderError(f"is a {type(made).__name__}, allowed is a function")
-            lane = measure_environment(made, name, asked["seconds"], lived)
-        else:
-            lane = measure_lane(name, asked["seconds"], lived)
-        write_lane(lane, Path(result))
+        write_lane(measure(name, asked["seconds"], lived), Path(result))
     except LoaderError as exc:
         print(f"itercast: {what} {name!r}: {exc}", file=sys.__stderr__)
         return 2
@@ -210,4 +204,4 @@ def main(order: str, result: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:3]))
+    sys.exit(main(sys.argv[1], sys.argv[2]))

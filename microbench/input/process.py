@@ -17,17 +17,24 @@ from itercast.microbench.processes.watch import log_tail, watch
 MODULE = "itercast.microbench.input.measure"
 
 
-def measured_lane(loader: str, seconds: float, limit_s: float, what: str = "loader") -> InputLane:
-    """Measure the loader or environment ``module:name`` for so many seconds in an own process.
+def measured_lane(
+    loader: str,
+    seconds: float,
+    limit_s: float,
+    module: str = MODULE,
+    words: tuple[str, str, str] = ("loader", "batch", "batches"),
+) -> InputLane:
+    """Measure the loader ``module:name`` for so many seconds in an own process.
 
-    ValueError in one line where it is none, yields nothing, fails, dies, or yields no batch (an
-    environment no step) for ``limit_s`` seconds; all processes that it started are gone then.
+    ValueError in one line where it is none, yields nothing, fails, dies, or yields no batch for
+    ``limit_s`` seconds; all processes that it started are gone then. ``module`` measures it, a
+    program as ``itercast.microbench.input.measure``; ``words`` say what it is and yields.
     """
-    order = json.dumps({"loader": loader, "seconds": seconds, "what": what})
+    order, (what, one, more) = json.dumps({"loader": loader, "seconds": seconds}), words
     with tempfile.TemporaryDirectory() as folder:
         result, log = Path(folder) / "lane.json", Path(folder) / "log"
         alive = Path(f"{result}.alive")
-        command = [sys.executable, "-m", START, MODULE, order]
+        command = [sys.executable, "-m", START, module, order]
         with log.open("wb") as out:
             process = subprocess.Popen(
                 [*command, str(result)],
@@ -38,7 +45,6 @@ def measured_lane(loader: str, seconds: float, limit_s: float, what: str = "load
             )
         how = watch(process, lambda: _size(alive), lambda: limit_s, time.monotonic() + 10 * limit_s)
         made = _size(alive)
-        one, more = ("step", "steps") if what == "environment" else ("batch", "batches")
         if how != "ended":
             hung = f"yields no {one} for {limit_s:.0f} s" if how == "stalled" else "takes too long"
             raise ValueError(f"{what} {loader!r} {hung}, after {made} {more}")

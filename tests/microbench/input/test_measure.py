@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from itercast.__main__ import app
 from itercast.capture.input.lane import read_lane, write_lane
+from itercast.extras.rl.environment import measure_environment, measured_environment
 from itercast.microbench.input.measure import load, main, measure_lane, run_loader, with_workers
 from itercast.microbench.input.process import measured_lane
 
@@ -129,9 +130,9 @@ def test_hostile_loaders_end_in_one_line(
 ) -> None:
     heard = io.StringIO()
     monkeypatch.setattr(sys, "__stderr__", heard)
-    what = "environment" if name.startswith("games") else "loader"
-    order = json.dumps({"loader": f"{loaders}:{name}", "seconds": 0.5, "what": what})
-    assert main(order, str(tmp_path / "lane.json")) == 2
+    order = json.dumps({"loader": f"{loaders}:{name}", "seconds": 0.5})
+    what = ("environment", measure_environment) if name.startswith("games") else ()
+    assert main(order, str(tmp_path / "lane.json"), *what) == 2
     assert said in heard.getvalue() and heard.getvalue().count("\n") == 1
 
 
@@ -146,13 +147,13 @@ def test_loaders_that_die_or_hang_end_in_one_line(
     loaders: str, name: str, limit_s: float, said: str
 ) -> None:
     with pytest.raises(ValueError, match=said) as caught:
-        measured_lane(f"{loaders}:{name}", 1.0, limit_s, "loader")
+        measured_lane(f"{loaders}:{name}", 1.0, limit_s)
     assert "\n" not in str(caught.value)
 
 
 def test_steps_of_an_environment_alone_and_in_processes(loaders: str) -> None:
     """0.5 ms a step, every tenth with a reset of 3 ms: 0.8 on average; 64 numbers are seen."""
-    lane = measured_lane(f"{loaders}:games", 1.5, 60, "environment")
+    lane = measured_environment(f"{loaders}:games", 1.5, 60)
     assert lane.alone.mean_us >= 700 and lane.alone.mean_cpu_us >= 700
     assert lane.worker.mean_cpu_us > 700 and lane.receive_us > 0
     assert lane.batch_bytes == 4 * 64 and lane.batch_samples == 1

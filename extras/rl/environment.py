@@ -2,11 +2,14 @@
 
 An environment has ``reset()``, ``step(action)`` and ``action_space.sample()``, as Gymnasium's
 (https://gymnasium.farama.org/api/env). It is stepped at random, and reset where an episode ends.
+``python -m itercast.extras.rl.environment ORDER RESULT`` measures as
+``itercast.microbench.input.measure`` does.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,16 +22,23 @@ from torch.utils._pytree import tree_leaves
 from itercast.capture.base.cores import cores
 from itercast.capture.input.lane import Batches, InputLane
 from itercast.capture.input.timers import Clock, LoaderError
+from itercast.microbench.input.measure import Alive, attribute, main
+from itercast.microbench.input.process import measured_lane
 
 MIN_STEPS, MAX_STEPS = 20, 5000  # of one way to step
 SEVERAL = 8  # environments of a process whose messages are compared with those of one
 GYMNASIUM = "(observation, reward, terminated, truncated, info)"
 
 Make = Callable[[], Any]
-Alive = Callable[[], None]
 
 
-def measure_environment(make: Make, name: str, seconds: float, alive: Alive) -> InputLane:
+def measured_environment(name: str, seconds: float, limit_s: float) -> InputLane:
+    """The lane of the environment that function ``module:name`` makes, from an own process."""
+    words = ("environment", "step", "steps")
+    return measured_lane(name, seconds, limit_s, "itercast.extras.rl.environment", words)
+
+
+def measure_environment(name: str, seconds: float, alive: Alive) -> InputLane:
     """The lane of an environment, a batch being one step: alone, and in one and in many processes.
 
     ``worker``: a step and what sending its observation takes; ``receive_us``: time of the policy's
@@ -36,6 +46,9 @@ def measure_environment(make: Make, name: str, seconds: float, alive: Alive) -> 
     (``observation``), and what it waits for a message (``waking``), from messages of one and of
     ``SEVERAL`` environments.
     """
+    make = attribute(name)
+    if not callable(make):
+        raise LoaderError(f"is a {type(make).__name__}, allowed is a function")
     alone, nbytes = _stepped(make, seconds / 4, alive)
     crowd = cores()
     one, several, many = (
@@ -145,3 +158,7 @@ def _serve(pipe: Connection, make: Make, envs: int) -> None:
             spent_ns = now_ns
     except Exception as exc:  # whatever the user's environment raises
         pipe.send((None, 0.0, exc))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2], "environment", measure_environment))
