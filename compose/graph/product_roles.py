@@ -97,11 +97,9 @@ def _partner(
     - A weight that multiplies them: its storage.
     - The loss, or the end of the step: "loss". Language model heads are cut by vocabulary with and
       without a loss, as in Megatron-LM.
-    - A residual sum, a choice of experts, or a norm over at least as many columns as ``start``
-      has: None.
+    - A residual sum, a choice of experts, or a norm that is not of each head: None.
 
-    Passed over are norms over fewer columns (they are per head) and sums before a softmax (mask or
-    bias of attention).
+    Passed over are norms of each head and sums before a softmax (mask or bias of attention).
     """
     derived = {start.storage}
     for i, call in enumerate(calls):
@@ -119,10 +117,19 @@ def _partner(
         residual = name in ("add", "add_") and any(t.numel == inputs[0].numel for t in others)
         if name in CHOICES or (residual and not _is_softmaxed(call, calls[i + 1 :])):
             return None
-        if name in NORMS and inputs[0].shape[-1] >= start.shape[-1]:
+        if name in NORMS and not _by_head(inputs[0], start):
             return None
         derived |= {t.storage for t in call.outputs}
     return "loss"
+
+
+def _by_head(normed: TensorSpec, start: TensorSpec) -> bool:
+    """Whether a norm is of each head: over fewer columns than there are, of more rows.
+
+    That of a latent, to which keys and values are compressed, leaves out columns and has no more.
+    """
+    fewer = normed.shape[-1] < start.shape[-1]
+    return fewer and normed.numel * start.shape[-1] > start.numel * normed.shape[-1]
 
 
 def _is_softmaxed(call: OpCall, later: Sequence[OpCall]) -> bool:

@@ -13,8 +13,11 @@ from law_case import rank_for
 from plan_case import GPU
 
 from itercast.capture.opcall import StepCapture
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture
 from itercast.compose.graph.launch_modes import with_engine
+from itercast.compose.graph.product_roles import weight_roles
+from itercast.compose.parallel.tp import tensor_parallel
 from itercast.compose.pricing.layer_prices import PricedLayer
 
 HALVES = replace(GPU, peak_flops_per_s={"fp32": 1e12, "bf16": 1e12}, l2_bytes=1e6)
@@ -114,3 +117,19 @@ def test_saved_bytes_of_latent_attention_and_experts_counted_by_hand(folder: Pat
         shared = 2 * 40 * (4 if eager else 3)
         by_token = norms + attention + router + order + experts + shared
         assert blocks(found, engine, "")[1].saved_bytes == by_token * TOKENS
+
+
+def test_latent_attention_is_cut_by_heads_and_its_latents_are_not(folder: Path) -> None:
+    """Queries 24 -> 8 x 12 and keys with values 16 -> 8 x 16 by columns, results 8 x 8 by rows."""
+    found = step("latent", False, folder)
+    roles = weight_roles(found)
+    block = {p.name.split("self_attn.")[1]: roles.get(p.storage) for p in found.parameters
+             if "layers.0.self_attn" in p.name and len(p.shape) == 2}  # fmt: skip
+    whole = dict.fromkeys(("q_a_proj.weight", "kv_a_proj_with_mqa.weight"))
+    cut = {"q_b_proj.weight": "column", "kv_b_proj.weight": "column", "o_proj.weight": "row"}
+    assert block == whole | cut
+    step_of_rank = tensor_parallel(found, ParallelPlan(tp=2))
+    sizes = [c.args[1].shape for c in step_of_rank.calls if c.op == "aten.mm.default"][:5]
+    assert sizes == [(64, 24), (24, 96 // 2), (64, 20), (16, 128 // 2), (64 // 2, 64)]
+    (attention, *_) = (c for c in step_of_rank.calls if c.op == "itercast.sdpa")
+    assert [t.shape for t in attention.tensors()] == [(2, 4, 16, n) for n in (12, 12, 8)]
