@@ -258,6 +258,8 @@ class Question:
             raise ValueError("--batch is a replica's, --global-batch that of all: give one of them")
         if self.dtype and self.dtype not in (known := (*ALLOWED["dtype"], *NARROW)):
             raise ValueError(f"dtype {self.dtype!r}: allowed are {', '.join(known)}")
+        if self.optimizer not in ("", "none") and self.mode == "infer":
+            raise ValueError(f"--optimizer {self.optimizer}: inference (--mode infer) has none")
 
     @property
     def name(self) -> str:

@@ -42,7 +42,11 @@ def question_facts(question: Question, step: StepCapture, target: Target) -> Row
     }
     if not question.model:  # the user's function has sizes of its own
         known |= {"batch": size["batch"], "seq": size["seq"], "global_batch": None}
-    return {**stated(known), "step": size, "unusual": unusual(known, size, target.plan, target.gpu)}
+    told = unusual(known, size, target.plan, target.gpu)
+    has_tf32 = known["dtype"] == "fp32" and "tf32" in target.gpu.peak_flops_per_s
+    if has_tf32 and not mixed(known) and any("convolution" in call.op for call in step.calls):
+        told.append("convolutions are in fp32, too; torch's default is TF32 (--dtype tf32)")
+    return {**stated(known), "step": size, "unusual": told}
 
 
 def cluster_facts(question: Question, found: Forecast, cluster: Path) -> Row:
@@ -147,10 +151,8 @@ def _of_dtype(asked: Facts, gpu: Gpu) -> str:
     dtype = asked["dtype"]
     faster = next((d for d in HALF if gpu.peak(d) > gpu.peak("fp32")), "")
     if dtype == "fp32" and faster and gpu.kind == "gpu":
-        idle = "fp32 leaves the tensor cores idle"
-        if "tf32" in gpu.peak_flops_per_s:
-            idle += ", in convolutions, too, which torch runs in TF32 by default (--dtype tf32)"
-        return f"{idle}; usual is mixed precision (amp) or --dtype {faster}"
+        usual = f"usual is mixed precision (amp) or --dtype {faster}"
+        return f"fp32 leaves the tensor cores idle; {usual}"
     if dtype in HALF and not mixed(asked) and asked.get("mode", "train") == "train":
         return f"weights and optimizer state are in {dtype}, too; usual is mixed precision (amp)"
     return ""

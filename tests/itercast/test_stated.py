@@ -112,7 +112,15 @@ def test_a_search_takes_a_batch_of_each_gpu_or_of_all(here: Path, mlflow_store: 
             f"gpt-s {ON_H100} --plan dp=2,amp,node=dgx-h100",
             ["train: 4 samples x 64 tokens per replica, 8 in all; bf16 autocast, fp32 weights"],
         ),
-        (f"gpt-s {ON_H100}", ["train: 4 sam", "note: fp32 leaves the tensor cores idle, in conv"]),
+        (f"gpt-s {ON_H100}", ["train: 4 sam", "note: fp32 leaves the tensor cores idle; usual is"]),
+        (
+            f"resnet-s {ON_H100}",
+            [
+                "train: ",
+                "note: fp32 leaves the tensor",
+                "note: convolutions are in fp32, too; torch",
+            ],
+        ),
         (
             f"gpt-s {ON_H100} --dtype bf16",
             ["train: ", "note: weights and optimizer state are in b"],
