@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from itercast.extras.graphs.sparse import Sparse
+from itercast.extras.published.experts import Experts
+from itercast.extras.recommenders.sparse_update import SparseUpdate
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.ops import families
 from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
 from itercast.microbench.ops.lookup.index_calls import IndexOp
-from itercast.microbench.ops.lookup.sparse_update import SparseUpdate
 from itercast.microbench.ops.matrix import conv_rate
 from itercast.microbench.ops.matrix.attention import Attention
 from itercast.microbench.ops.matrix.conv import Conv
-from itercast.microbench.ops.matrix.experts import Experts
 from itercast.microbench.ops.matrix.gemm import Gemm
 from itercast.microbench.ops.matrix.recurrent import Recurrent
 from itercast.microbench.ops.memory.elementwise import Elementwise

@@ -19,9 +19,11 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from itercast.capture import reuse
+from itercast.extras.recommenders import sparse_update
+from itercast.extras.recommenders.sparse_update import SparseUpdate
 from itercast.microbench.hardware.spec import Gpu, gpu_names, load_gpu
 from itercast.microbench.ops.family import Workload
-from itercast.microbench.ops.lookup import embedding_bag, sparse_update
+from itercast.microbench.ops.lookup import embedding_bag
 from itercast.microbench.ops.lookup.embedding_bag import (
     EmbeddingBag,
     bytes_moved,
@@ -36,7 +38,6 @@ from itercast.microbench.ops.lookup.random_streams import (
     unique_rows,
     zipf_indices,
 )
-from itercast.microbench.ops.lookup.sparse_update import SparseUpdate
 
 TOY = Gpu(name="toy", sm_count=4, peak_flops_per_s={"fp32": 1e12}, l2_bytes=64 * 100)
 # 6 lookups of 4 columns in a table of 10 rows, which touch 3 rows 1, 2 and 3 times

@@ -8,7 +8,7 @@ import pytest
 from unseen_ops import GPU, MODELS
 
 from itercast.compose.pricing.fallbacks import fallback_parts
-from itercast.microbench.ops.lookup.sparse_update import COALESCE, SparseUpdate
+from itercast.extras.recommenders.sparse_update import COALESCE, SparseUpdate
 
 
 def work(p: SparseUpdate) -> tuple[float, float]:

@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 
 from itercast.capture.base.assumptions import assumed
+from itercast.extras.published.expert_loads import Column, Count, summed
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import (
     Family,
@@ -24,7 +25,6 @@ from itercast.microbench.ops.family import (
     itemsize_bytes,
     log_uniform,
 )
-from itercast.microbench.ops.matrix.expert_loads import Column, Count, summed
 
 # Products with matrices of hidden x inner numbers, by op.
 MATRICES = {"layer": 3, "gate_up": 2, "down": 1, "down_full": 3}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from itercast.extras.published import experts
+from itercast.extras.published.expert_loads import DRAWS, busiest_loads
+from itercast.extras.published.experts import Experts
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.ops.matrix import experts
-from itercast.microbench.ops.matrix.expert_loads import DRAWS, busiest_loads
-from itercast.microbench.ops.matrix.experts import Experts
 
 TOY = Gpu(name="toy", sm_count=4, peak_flops_per_s={"fp32": 1e12})
 
