@@ -6,6 +6,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE / "published/examples/example_cases.yaml"
+KINDS = HERE / "kinds/kind_cases.yaml"
 GRAPHS = HERE / "graphs/graph_cases.yaml"
 POLICIES = HERE / "rl/policy_cases.yaml"
 RECOMMENDERS = HERE / "recommenders/models/recommender_cases.yaml"

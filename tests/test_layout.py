@@ -22,7 +22,7 @@ ROOMS = {  # "." are the package's own files; each may import those before it
                     " programs explain"),
         ("eval", "tracking . errors report drift"),
         ("itercast", ". commands"),
-        ("extras", ". campaign benchmarks explore fleet graphs nccl published recommenders rl"
+        ("extras", ". campaign benchmarks explore fleet graphs kinds nccl published recommenders rl"
                    " schedulers"),
     )
 }  # fmt: skip

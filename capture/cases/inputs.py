@@ -49,11 +49,6 @@ def label_loss(logits: Tensor, inputs: Inputs) -> Tensor:
     return F.cross_entropy(logits, inputs["labels"])
 
 
-def noise_loss(predicted: Tensor, inputs: Inputs) -> Tensor:
-    """Mean squared error of the noise."""
-    return F.mse_loss(predicted, inputs["noise"])
-
-
 def clicks(batch: int, seq: int, sizes: Sizes) -> Inputs:
     """``bag`` lookups per sample and table; ``rows`` is a number for all tables or one for each."""
     tables, rows, lookups = sizes["tables"], sizes["rows"], batch * sizes["bag"]

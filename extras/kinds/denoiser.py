@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from itercast.capture.step import Inputs
+
 
 class TimedBlock(nn.Module):
     """Residual block of two convolutions after group norms, with the time embedding added."""
@@ -71,3 +73,8 @@ class Denoiser(nn.Module):
         z = self.up1(torch.cat((z, y), dim=1), time)
         z = self.up2(torch.cat((z, x), dim=1), time)
         return self.leave(F.silu(self.norm(z)))
+
+
+def noise_loss(predicted: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    """Mean squared error of the noise."""
+    return F.mse_loss(predicted, inputs["noise"])

@@ -1,0 +1,1 @@
+"""Kinds of models that test forecasts: none of their cases is measured by default."""
