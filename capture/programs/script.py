@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -312,17 +313,20 @@ def _nothing_outside(script: Script) -> Iterator[None]:
         yield
 
 
-def main(order: str, result: str) -> int:
+def main(order: str, result: str, temporary: str) -> int:
     """Capture the script of an order into a file; one line on stderr and 2 where it cannot be.
 
-    That is ``STOPS`` where the script itself does not go on.
+    It is ``STOPS`` in place of 2 where the script itself does not go on.
 
     Beside it a file says what the script asked of this machine. An order that names a folder to
     ``serve`` goes on capturing the model that the script trains, as files in that folder ask.
+    ``temporary`` is a folder for the script's files where the user names none.
     """
     given = json.loads(order)
     finder = Finder() if given["serve"] else None
     taken, asked = TakenBatches(), Asked(EmulatedGpu(**given["gpu"]))
+    if "TMPDIR" not in os.environ:
+        os.environ["TMPDIR"] = tempfile.tempdir = temporary
     try:
         script = Script(
             path=Path(given["script"]),
@@ -340,10 +344,8 @@ def main(order: str, result: str) -> int:
         print(f"\nitercast: {line}", file=sys.__stderr__)  # a progress bar may be unfinished
         return STOPS if isinstance(exc, RefusedError) else 2
     write_program(captured, Path(result), taken.lane(script.path.name))
-    loaded = [m for name, m in sys.modules.items() if not name.startswith("itercast")]
-    own = {str(Path(file).resolve()) for file in map(_file, loaded) if file}
-    ours = (*OURS, str(Path(__file__).resolve().parents[2] / "capture"), str(Path(result).parent))
-    found = asked.answers({str(script.path.resolve()), *own}, (*INSTALLED, *ours))
+    ours = (str(Path(__file__).resolve().parents[2] / "capture"), str(Path(result).parent))
+    found = asked.answers(_loaded(script), (*INSTALLED, *OURS, *ours, temporary))
     write_atomic(Path(result).with_suffix(".asked"), json.dumps(found).encode())
     if trained is not None:
         log = ProgramLog()
@@ -352,6 +354,13 @@ def main(order: str, result: str) -> int:
                 stack.enter_context(gpus_that_are_not_there(asked, 1, 0, log))
             serve(trained, Path(given["serve"]))
     return 0
+
+
+def _loaded(script: Script) -> set[str]:
+    """Files of the script and of modules that were imported, none of them ours."""
+    loaded = [m for name, m in sys.modules.items() if not name.startswith("itercast")]
+    own = {str(Path(file).resolve()) for file in map(_file, loaded) if file}
+    return {str(script.path.resolve()), *own}
 
 
 def _says_where(script: Script, signal_number: int, frame: FrameType | None) -> None:

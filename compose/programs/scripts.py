@@ -16,7 +16,7 @@ from functools import cache
 from importlib.machinery import PathFinder
 from importlib.metadata import distributions
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO
 
 from itercast.capture.base.cache_folder import cache_folder
@@ -180,7 +180,8 @@ class ScriptStopsError(ValueError):
 class ScriptProcess:
     """A process that captures a script; it and all that it started are gone when this closes.
 
-    That holds too when this process is killed meanwhile (``child_processes``).
+    That holds too when this process is killed meanwhile (``child_processes``). So is the folder of
+    its temporary files, unless TMPDIR says where they are.
     """
 
     def __init__(self, order: ScriptOrder, command: Sequence[str]) -> None:
@@ -191,8 +192,9 @@ class ScriptProcess:
         with self._stack as stack:
             variables = stack.enter_context(held())
             self._said = stack.enter_context(TemporaryFile())
+            folder = stack.enter_context(TemporaryDirectory(ignore_cleanup_errors=True))
             self.process = subprocess.Popen(
-                [sys.executable, "-m", START, *self._command],
+                [sys.executable, "-m", START, *self._command, folder],
                 env=os.environ | variables,
                 stdout=sys.__stderr__,
                 stderr=self._said,

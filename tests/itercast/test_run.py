@@ -146,7 +146,11 @@ def test_a_run_that_is_killed_leaves_no_process(how: str, sent: str) -> None:
 
 
 READS = """
-import json, os, sys, torch
+import json, os, sys, tempfile, torch
+folder = tempfile.mkdtemp()
+open(f"{folder}/made", "w").close()
+open(f"{folder}/made").close()
+print(folder, file=open(f"{sys.argv[1]}.left", "w"))
 width = json.load(open(sys.argv[1]))["width"] * int(os.environ.get("TIMES", "1"))
 if len(sys.argv) > 2:
     torch.cuda.get_device_name()
@@ -163,7 +167,10 @@ for i in range(3):
 def test_a_capture_holds_while_the_script_would_find_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its text, files and variables that it read, facts of its GPU; not what it did not ask."""
+    """Its text, files and variables that it read, facts of its GPU; not what it did not ask.
+
+    Its temporary files are none of them, and gone.
+    """
     script, settings = tmp_path / "train.py", tmp_path / "settings.json"
     script.write_text(READS)
 
@@ -175,6 +182,7 @@ def test_a_capture_holds_while_the_script_would_find_the_same(
     asked = (str(script), str(settings))
     first = found(*asked)[1]
     assert found(*asked) == (True, first) and found(*asked, gpu="a100-sxm-80gb") == (True, first)
+    assert not Path(Path(f"{settings}.left").read_text().strip()).exists()
     monkeypatch.setenv("NOBODY_READS_IT", "1")
     assert found(*asked)[0] and not found("--no-cache", *asked)[0]
     monkeypatch.setenv("TIMES", "2")
