@@ -14,7 +14,6 @@ differ from all before them, repeats are one, and so is a number that is read.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import ceil, inf, prod
 from traceback import StackSummary, extract_stack
@@ -32,6 +31,7 @@ from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.user_errors import user_line
 from itercast.capture.opcall import Args, Argument, Kwargs
 from itercast.capture.recorder.facts import (
+    FILLED_LIMIT,
     KNOWN_LIMIT,
     Fact,
     absorbed,
@@ -45,6 +45,7 @@ from itercast.capture.recorder.facts import (
     is_small_integer,
     share_passing_finite_check,
 )
+from itercast.capture.recorder.fake_patches import CORRECTED
 from itercast.capture.recorder.sparse import makes_or_takes_sparse, run_with_sparse
 from itercast.capture.step import Inputs
 
@@ -52,6 +53,7 @@ TRUE_SHARE: float = assumed(__file__, "true_share")
 TURNS_AFTER = int(assumed(__file__, "turns_after"))
 TURNED = f"a number that nobody knows turned after a line had read it {TURNS_AFTER} times"
 GUESS = f"of data that nobody knows {100 * TRUE_SHARE:.0f} % is true in a mask, or distinct"
+COUNTED = ("arange", "linspace")
 ONES = ("ones", "ones_like", "new_ones")
 EMPTY = ("empty_like", "new_empty", "new_empty_strided")  # whose values are not their argument's
 INDEX_OUTPUT = {"argmax": 0, "argmin": 0, "topk": 1, "sort": 1, "max": 1, "min": 1}
@@ -178,7 +180,7 @@ class Routing:
                 self.facts[output] = Fact(values=evenly_spread(args, output), drawn=True)
         elif (share := share_passing_finite_check(name, args)) is not None:
             self.facts[output] = Fact(mean=share)
-        elif name == "arange" or (name not in EMPTY and self._known_by_value(args)):
+        elif name in COUNTED or (name not in EMPTY and self._known_by_value(args)):
             self._note_values(func, args, kwargs, output)
         elif known is not None and func._schema.is_mutable:
             self.facts[args[0]] = Fact()  # overwritten by unknown values
@@ -328,10 +330,15 @@ class Routing:
         return bool(facts) and all(f is not None and f.values is not None for f in facts)
 
     def _note_values(self, func: OpOverload, args: Args, kwargs: Kwargs, output: Argument) -> None:
-        """Keep the values of an op's outputs, computed by the same op; integers and masks only."""
+        """Keep the values of an op's outputs, computed by the same op.
+
+        They are integers and masks, and floats of ``linspace``: rates of dropped layers, by depth.
+        """
         outputs = [t for t in flatten_lists([output]) if isinstance(t, torch.Tensor)]
         random = torch.Tag.nondeterministic_seeded in func.tags
-        if random or not all(map(is_small_integer, outputs)):
+        name = func._schema.name.removeprefix("aten::")
+        floats = name in (*COUNTED, *KEEP) and sum(t.numel() for t in outputs) <= FILLED_LIMIT
+        if random or not (floats or all(map(is_small_integer, outputs))):
             for tensor in outputs:
                 self.facts.pop(tensor, None)
             return
@@ -360,39 +367,3 @@ class Routing:
             return [self._with_values(v) for v in value]
         fact = self._fact(value)
         return value if fact is None else fact.values
-
-
-def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor, *rest: Argument) -> Tensor:
-    """The products of each expert's tokens and weights, or the stack of weight gradients.
-
-    Torch supports fake tensors in bf16 only.
-    """
-    stack = (len(ends),) if b.dim() == 2 else ()
-    return a.new_empty((*stack, a.shape[0], b.shape[-1]))
-
-
-def _ctc_loss(log_probs: Tensor, labels: Tensor, *rest: Argument) -> Argument:
-    """One loss per sample, and the forward variables (alphas) of shape (batch, steps, 2 * L + 1).
-
-    L is the longest label sequence; all samples are taken to be that long.
-    """
-    steps, batch = log_probs.shape[0], log_probs.shape[1] if log_probs.dim() == 3 else 1
-    longest = labels.shape[1] if labels.dim() == 2 else labels.numel() // batch
-    alphas = log_probs.new_empty((batch, steps, 2 * longest + 1))
-    return log_probs.new_empty((batch,)), alphas
-
-
-def _layer_norm_gradients(grad: Tensor, x: Tensor, *rest: Argument) -> Argument:
-    """Contiguous gradients, as the CPU kernel makes them; torch copies the strides of the input."""
-    *_, weight, bias, wanted = rest
-    leaves = zip((x, weight, bias), wanted, strict=True)
-    return tuple(t.new_empty(t.shape) if want else None for t, want in leaves)
-
-
-# Of ops that torch computes wrongly, or not at all, on fake tensors.
-CORRECTED: Mapping[str, Callable[..., Any]] = {
-    "_grouped_mm": _grouped_mm,
-    "_ctc_loss": _ctc_loss,
-    "_ctc_loss_backward": lambda grad, log_probs, *rest: torch.empty_like(log_probs),
-    "native_layer_norm_backward": _layer_norm_gradients,
-}

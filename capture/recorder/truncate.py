@@ -82,6 +82,7 @@ def shorten_lists(model: torch.nn.Module) -> Shortened:
     """Cut every outermost list of equal modules to three, of kinds that alternate to two periods.
 
     A list of lists of several kinds stays whole: parameters do not tell which of them they are of.
+    So does one inside a layer (``stages.2.blocks``), of which it is a part.
     Modules are equal if their classes and parameter shapes are. A model that indexes such a list,
     or knows its length, breaks: capture it whole.
     """
@@ -90,7 +91,8 @@ def shorten_lists(model: torch.nn.Module) -> Shortened:
         listed = isinstance(module, torch.nn.ModuleList | torch.nn.Sequential)
         if not listed or len(module) <= KEPT:
             continue
-        inside = any(name.startswith(f"{outer}.") for outer in found.repeats)
+        inside = layer_key(f"{name}.0.") != f"{name}.0"
+        inside |= any(name.startswith(f"{outer}.") for outer in found.repeats)
         if inside or _is_tables(module):
             continue
         period = _period([_shape(child) for child in module])

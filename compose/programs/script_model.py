@@ -43,11 +43,15 @@ def script_model(order: ScriptOrder) -> Iterator[tuple[SizedModel, ProgramCaptur
         captures = next((one for one in each if one.kept()), each[0])
         try:
             path = captures.kept() or captures.start()
-        except ScriptStopsError:
+        except ScriptStopsError as alone:
             if captures is each[-1]:
                 raise
             captures = each[-1]
-            path = captures.start()
+            try:
+                path = captures.start()
+            except ScriptStopsError as exc:
+                many = "" if str(exc) == str(alone) else f"; as one of {order.world_size}: {exc}"
+                raise ValueError(f"{alone}{many}") from exc
         program, _ = read_program(path)
         facts = Trained(**json.loads(path.with_suffix(".trained").read_text()))
         calls = program.ranks[0].calls

@@ -373,6 +373,13 @@ def test_a_number_that_nobody_knows_equals_no_other(tmp_path: Path) -> None:
     assert "nobody knows" in note
 
 
+def test_rates_of_dropped_layers_are_known(tmp_path: Path) -> None:
+    """Those of a range by depth, as timm, Swin and DINO make them: none is dropped at 0."""
+    rates = "rates = [x.item() for x in torch.linspace(0, 0.3, 4)]"
+    program = habit(tmp_path, f"{rates}; assert [round(x, 1) for x in rates] == [0, 0.1, 0.2, 0.3]")
+    assert not program.notes
+
+
 def test_ranks_send_each_other_the_numbers_of_tokens_that_they_have(tmp_path: Path) -> None:
     """100 tokens for four experts on four ranks: 25 to each, 25 from each, 100 in all."""
     lines = """

@@ -89,6 +89,14 @@ def test_layers_that_alternate_are_captured_by_two_periods(shallow: bool) -> Non
     assert [x.count * x.parameter_bytes for x in numbered] == [4 * 144, 4 * 552] * 4
 
 
+def test_a_list_inside_a_layer_stays_whole() -> None:
+    """Parameters of ``stages.1.blocks.5`` are those of the layer ``stages.1``."""
+    stages = nn.ModuleList()
+    for width in (8, 32):
+        stages.append(nn.ModuleDict({"blocks": nn.ModuleList(Pair(width) for _ in range(6))}))
+    assert shorten_lists(nn.ModuleDict({"stages": stages})) == Shortened()
+
+
 class Skipping(Alternating):
     """The same, of which a step uses the first three layers."""
 
