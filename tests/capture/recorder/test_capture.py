@@ -222,7 +222,7 @@ def test_stored_captures_come_back_equal_or_are_not_read() -> None:
 
 
 def test_settings_name_what_is_allowed() -> None:
-    allowed = "adamw, adamw_fused, sgd, lamb, muon, none"
+    allowed = "adamw, adamw_fused, sgd, sgd_momentum, lamb, muon, none"
     with pytest.raises(ValueError, match=f"optimizer 'adam': allowed are {allowed}"):
         StepSettings(optimizer="adam")
 
