@@ -26,7 +26,7 @@ from itercast.microbench.ops.family import (
 from itercast.microbench.ops.matrix.conv_layers import layer
 from itercast.microbench.ops.matrix.conv_rate import rate
 from itercast.microbench.ops.matrix.gemm import TENSOR_CORES, Gemm
-from itercast.microbench.ops.memory.elementwise import memory_copy, windowed_copy
+from itercast.microbench.ops.memory.elementwise import memory_copy
 from itercast.microbench.ops.sizes import (
     MATMUL_DTYPES,
     MAX_BATCH,
@@ -38,9 +38,7 @@ from itercast.microbench.ops.sizes import (
 MAX_FLOPS = 3e9
 MAX_GROUPED_FLOPS = 2e8  # grouped kernels reach a fraction of the peak
 MAX_BYTES = 2e8
-HALF = ("fp16", "bf16")
 TERMS_OF_PASS = assumed(__file__, "terms_of_pass")
-CUDNN_DEPTHWISE_TAPS = assumed(__file__, "cudnn_depthwise_taps")
 NHWC_GROUPS = assumed(__file__, "nhwc_groups")
 NHWC_TERMS_OF_PASS = assumed(__file__, "nhwc_terms_of_pass")
 STRIDED_INPUT_GRADIENT: float = assumed(__file__, "strided_input_gradient")
@@ -342,29 +340,18 @@ def _forwards(p: Conv) -> float:
 def _grouped(p: Conv, measured: Measured) -> list[Part]:
     """Passes of a grouped convolution over its tensors; ``terms`` are summed per output.
 
-    Forward, input gradient and weight gradient take 1 + sqrt(terms / 9) passes each, but
-    - torch's own kernels of depthwise ones, which run what cuDNN does not (torch 2.1,
-      Convolution.cpp and DepthwiseConv2d.cu), compute a window for each output, and pass once per
-      tap for the weights' gradient;
-    - both gradients of few or wide groups in NHWC: max(passes, terms / 5), as cuDNN is slow there.
+    Forward, input gradient and weight gradient take 1 + sqrt(terms / 9) passes each, but both
+    gradients of few or wide groups in NHWC max(passes, terms / 5), as cuDNN is slow there.
     """
     width, moved = p.in_channels // p.groups, _moved(p)
     terms = width * float(taps(p))
-    forward = 1 + (terms / TERMS_OF_PASS) ** 0.5
-    for_input = for_weight = forward
-    few_taps = p.dtype in HALF and p.stride == 1 and terms <= CUDNN_DEPTHWISE_TAPS
-    if p.groups == p.in_channels and not (few_taps or measured.channels_last):
-        x, y = pixels(p)
-        for_input, forward = (
-            windowed_copy(float(n), terms, moved, measured.gpu).times
-            for n in (x * p.in_channels, y * p.out_channels)
-        )
-        for_weight = terms
-    elif measured.channels_last and width > 1 and (p.groups < NHWC_GROUPS or width > NHWC_GROUPS):
-        for_weight = for_input = max(forward, terms / NHWC_TERMS_OF_PASS)
+    passes = 1 + (terms / TERMS_OF_PASS) ** 0.5
     if p.op == "backward":
-        forward = p.need_input_grad * for_input + p.need_weight_grad * for_weight
-    return [replace(memory_copy(moved), times=forward)]
+        slow = width > 1 and (p.groups < NHWC_GROUPS or width > NHWC_GROUPS)
+        if measured.channels_last and slow:
+            passes = max(passes, terms / NHWC_TERMS_OF_PASS)
+        passes *= p.need_input_grad + p.need_weight_grad
+    return [replace(memory_copy(moved), times=passes)]
 
 
 FAMILY = Family(
