@@ -1,1 +1,1 @@
-"""Kinds of models that test forecasts: none of their cases is measured by default."""
+"""Kinds of models of which no case is measured by default; most test forecasts."""
