@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
-import torch
 from law_case import forecast_for, model, rank_for
 from plan_case import GPU, Flat
 
@@ -15,7 +13,6 @@ from itercast.capture.plan import ParallelPlan
 from itercast.compose.notes import notes
 from itercast.compose.parallel.device_memory import verdict
 from itercast.compose.simulate.memory_plan import Sizes, rank_memory
-from itercast.extras.graphs.neighbour_exchange import cut_of
 from itercast.microbench.hardware.stack import load_stack
 
 
@@ -49,13 +46,6 @@ def test_selective_recomputation_needs_attention() -> None:
     with pytest.raises(ValueError, match="selective recomputes attention, the model has none"):
         rank_for("images", "recompute=selective")
     assert rank_for("gpt", "recompute=selective").layers[1].again_bytes > 0
-
-
-def test_a_cut_is_counted_of_torch_s_edges_too() -> None:
-    """A ring of four vertices on two ranks: half of its edges cross, each rank reads one of two."""
-    source, target = np.array([0, 1, 2, 3]), np.array([1, 2, 3, 0])
-    assert cut_of(source, target, 4, 2) == (0.5, 0.5)
-    assert cut_of(torch.tensor(source), torch.tensor(target), 4, 2) == (0.5, 0.5)
 
 
 def test_deepspeed_holds_gradients_of_backward_beside_their_sums(gpt: StepCapture) -> None:

@@ -109,7 +109,9 @@ def test_without_a_counted_halo_its_vertices_are_expected_of_the_cut() -> None:
 def test_cut_and_halo_of_a_small_graph() -> None:
     """Ranks have vertices 0 1 2 and 3 4 5; of five edges two cross, both from vertex 4."""
     source, target = np.array([0, 1, 4, 4, 5]), np.array([1, 2, 0, 1, 3])
-    assert cut_of(source, target, 6, 2) == (pytest.approx(0.4), pytest.approx(1 / 3))
+    found = cut_of(source, target, 6, 2)
+    assert found == (pytest.approx(0.4), pytest.approx(1 / 3))
+    assert cut_of(torch.tensor(source), torch.tensor(target), 6, 2) == found
 
 
 def test_a_smaller_halo_is_faster_and_more_ranks_do_less_each() -> None:
