@@ -25,6 +25,7 @@ WARNS = "warn_if_padding_and_no_attention_mask"
 
 
 APPLY, NEW, COPY = torch.nn.Module._apply, FakeTensor.__new__, Tensor.__deepcopy__
+STORAGE_ADDRESS = torch.UntypedStorage.data_ptr
 
 
 def _apply(module: torch.nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> Argument:
@@ -102,12 +103,26 @@ def _reading(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda data, *args, **kwargs: make(_read(data), *args, **kwargs)
 
 
+def _storage_address(storage: torch.UntypedStorage) -> int:
+    """Where a storage lies: one without data at a place of its own, an empty one at 0."""
+    if storage.device.type != "meta":
+        return STORAGE_ADDRESS(storage)
+    return storage._cdata if storage.nbytes() else 0
+
+
+def _address(tensor: Tensor) -> int:
+    """Where the first element of a tensor without data lies."""
+    start = _storage_address(tensor.untyped_storage())
+    return start and start + int(tensor.storage_offset()) * tensor.element_size()
+
+
 @contextmanager
 def behave_like_real_tensors() -> Iterator[None]:
-    """Let fake tensors be converted in place, copied, listed and formatted inside the context.
+    """Let fake tensors be converted in place, copied, listed and formatted, and have addresses.
 
     Functions of ``torch.nn.init`` do nothing: there is no data, and truncated distributions would
-    read theirs. Torch raises its errors without logging them at length.
+    read theirs. Functions that ``torch.jit`` would compile stay Python, which others replace. Torch
+    raises its errors without logging them at length.
     """
     init = {n: f for n, f in vars(torch.nn.init).items() if n.endswith("_") and n[:2] != "__"}
     idle = dict.fromkeys(init, lambda tensor, *args, **kwargs: tensor)
@@ -117,10 +132,13 @@ def behave_like_real_tensors() -> Iterator[None]:
         patch.multiple(torch, tensor=_reading(torch.tensor), as_tensor=_reading(torch.as_tensor)),
         patch.object(torch.nn.Module, "_apply", _apply),
         patch.object(FakeTensor, "__new__", _new),
+        patch.object(FakeTensor, "data_ptr", _address),
+        patch.object(torch.UntypedStorage, "data_ptr", _storage_address),
         patch.object(FakeTensor, "__format__", _format),
         patch.object(Tensor, "__deepcopy__", _copied),
         patch.object(FakeTensor, "__deepcopy__", _deepcopy),
         patch.object(torch_log, "disabled", True),
+        patch.object(torch.jit._state._enabled, "enabled", False),
     ):
         yield
 

@@ -248,6 +248,31 @@ def test_a_script_that_fails_on_its_way_out_is_captured(tmp_path: Path) -> None:
     assert ops[ADAMW] == 1 and ops["aten.exp.default"] == 0
 
 
+ADDRESSES = """
+import torch
+@torch.jit.script
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.tensor(2.0)
+model = torch.nn.Linear(8, 8).cuda()
+model.tied = model.weight
+optimizer = torch.optim.SGD(model.parameters())
+for step in range(4):
+    places = [t.data_ptr() for t in (model.weight, model.tied, model.bias, model.weight[1])]
+    assert places[0] == places[1] != places[2] and places[3] == places[0] + 8 * 4
+    spare = torch.empty(4, device="cuda").untyped_storage()
+    spare.resize_(0)
+    assert spare.data_ptr() == 0 < torch.zeros(2, device="cpu").data_ptr()
+    twice(model(torch.randn(4, 8, device="cuda"))).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_tensors_without_data_have_addresses_and_run_what_jit_would_compile(tmp_path: Path) -> None:
+    """Libraries tell tied weights and freed buffers by addresses; 0 is no memory."""
+    calls = captured(written(tmp_path, ADDRESSES), gpus=1).ranks[0].calls
+    assert Counter(c.op for c in calls)["aten.mul.Tensor"] == 2  # and its gradient
+
+
 IMAGES = """
 import torch
 {}
