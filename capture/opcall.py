@@ -111,7 +111,7 @@ class TensorSpec:
         """Bytes of these elements, and of the indices of a sparse tensor."""
         return stored_bytes(self.shape, self.dtype, self.layout, self.nnz)
 
-    @property
+    @cached_property
     def contiguous(self) -> bool:
         """Whether the elements lie row-major without gaps; true where strides are unknown."""
         expected = 1
@@ -162,6 +162,16 @@ class OpCall:
     def tensors(self) -> tuple[TensorSpec, ...]:
         """All input tensors in order, also those inside lists."""
         return self._inputs
+
+    @cached_property
+    def touched(self) -> tuple[TensorSpec, ...]:
+        """All tensors that it reads, and then those that it writes."""
+        return (*self._inputs, *self.outputs)
+
+    @cached_property
+    def touched_bytes(self) -> int:
+        """Bytes of all tensors that it reads and writes."""
+        return sum(t.nbytes for t in self.touched)
 
     def argument(self, at: int, name: str, default: Argument = None) -> Argument:
         """The argument at a position or of this name, or the default where it is not given."""

@@ -26,17 +26,19 @@ def pack(value: Any) -> Any:
     return {k: pack(v) for k, v in value.items()} if isinstance(value, Mapping) else value
 
 
-def unpack(value: Any) -> Any:
-    """What ``pack`` made these values of, with tuples for lists."""
+def unpack(value: Any, known_tensors: dict[TensorSpec, TensorSpec] | None = None) -> Any:
+    """What ``pack`` made these values of, with tuples for lists; equal tensors are one object."""
+    tensors = {} if known_tensors is None else known_tensors
     if isinstance(value, list):
-        return tuple(map(unpack, value))
+        return tuple([unpack(v, tensors) for v in value])
     if not isinstance(value, dict):
         return value
     if len(value) == 1 and (known := MARKED.get(next(iter(value)))):
         kind, names = known
         (row,) = value.values()
-        return kind(**dict(zip(names, map(unpack, row), strict=True)))
-    return {k: unpack(v) for k, v in value.items()}
+        made = kind(**dict(zip(names, [unpack(v, tensors) for v in row], strict=True)))
+        return tensors.setdefault(made, made) if kind is TensorSpec else made
+    return {k: unpack(v, tensors) for k, v in value.items()}
 
 
 def dumps(capture: StepCapture) -> bytes:

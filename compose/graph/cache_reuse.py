@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 
 import numpy as np
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.switches import is_on
 from itercast.capture.opcall import OpCall, StepCapture
+from itercast.compose.graph.identity_cache import cached_by_identity
 from itercast.compose.graph.lifetimes import last_uses
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.memory.traffic import held_share
@@ -20,6 +21,7 @@ MAX_BLOCK_OVER_TENSOR: float = assumed(__file__, "max_block_over_tensor")
 MIB = 2.0**20
 
 
+@cached_by_identity
 def cold_share(gpu: Gpu, ranks: int = 1) -> Callable[[float, float], float]:
     """Returns which share of the difference between its warm and its cold row an op takes longer.
 
@@ -33,7 +35,7 @@ def cold_share(gpu: Gpu, ranks: int = 1) -> Callable[[float, float], float]:
     pairs = sorted((float(mib) * MIB, share) for mib, share in gpu.cold_share.items())
     sizes, shares = np.log([s for s, _ in pairs]), [share for _, share in pairs]
 
-    @cache
+    @lru_cache(maxsize=2**16)
     def lost(distance: float) -> float:
         if not pairs:
             return 1.0 - float(held_share(distance, gpu))
@@ -80,33 +82,45 @@ def cold_fractions(capture: StepCapture, gpu: Gpu, ranks: int = 1) -> list[float
     """
     if not is_on("cache_reuse"):
         return [1.0] * len(capture.calls)
-    share = cold_share(gpu, ranks)
-    made, last_use = _made(capture.calls), last_uses(capture.calls)
-    allocator = _Allocator()
+    share, allocator = cold_share(gpu, ranks), _Allocator()
     touched: dict[int, float] = {}  # storage -> clock of its last use
     clock = 0.0  # bytes touched so far
     result: list[float] = []
-    touching = [
-        {t.storage: t.nbytes for t in (*call.tensors(), *call.outputs) if t.nbytes}
-        for call in capture.calls
-    ]
+    on_cpu, never = gpu.kind == "cpu", -float("inf")
+    touching = list(_touching(capture.calls))
     for lap in range(2):
-        for number, tensors in enumerate(touching):
-            cold, total = 0.0, float(sum(tensors.values()))
-            middle = clock + total / 2 if gpu.kind == "cpu" else clock
-            for storage, nbytes in tensors.items():
-                if made.get(storage) == number:
+        for total, tensors in touching:
+            cold = 0.0
+            middle = clock + total / 2 if on_cpu else clock
+            for storage, nbytes, makes, _ in tensors:
+                if makes:
                     touched[storage] = allocator.allocate(nbytes)
-                if lap == 1:
-                    cold += nbytes * share(middle - touched.get(storage, -float("inf")), total)
-            if lap == 1:
+                if lap:
+                    cold += nbytes * share(middle - touched.get(storage, never), total)
+            if lap:
                 result.append(cold / total if total else 0.0)
             clock += total
-            for storage, nbytes in tensors.items():
-                touched[storage] = middle if gpu.kind == "cpu" else clock
-                if storage in made and last_use[storage] == number:
-                    allocator.release(nbytes, touched[storage])
+            at = middle if on_cpu else clock
+            for storage, nbytes, _, frees in tensors:
+                touched[storage] = at
+                if frees:
+                    allocator.release(nbytes, at)
     return result
+
+
+Touch = tuple[int, int, bool, bool]  # storage, bytes, whether a call makes it, whether it frees it
+
+
+def _touching(calls: Sequence[OpCall]) -> Iterator[tuple[float, list[Touch]]]:
+    """The bytes that each call touches, and the storages."""
+    made, last_use = _made(calls), last_uses(calls)
+    for number, call in enumerate(calls):
+        sizes = {t.storage: t.nbytes for t in call.touched if t.nbytes}
+        tensors = [
+            (s, n, made.get(s) == number, s in made and last_use[s] == number)
+            for s, n in sizes.items()
+        ]
+        yield float(sum(sizes.values())), tensors
 
 
 def _made(calls: Sequence[OpCall]) -> dict[int, int]:

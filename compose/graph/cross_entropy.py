@@ -31,7 +31,7 @@ PRECISE = "fp32"
 def over_logits(capture: StepCapture) -> Callable[[OpCall], bool]:
     """Returns a test: whether a call reads or writes logits of the step, all of them."""
     logits = _logits(capture)
-    return lambda call: any(_size(t) in logits for t in (*call.tensors(), *call.outputs))
+    return lambda call: any(_size(t) in logits for t in call.touched)
 
 
 def stepwise_cross_entropy(capture: StepCapture) -> StepCapture:
@@ -73,7 +73,7 @@ def _in_place(capture: StepCapture, logits: set[tuple[int, int]]) -> StepCapture
             for t in call.tensors():
                 if (_size(t), t.dtype) == (_size(out), out.dtype) and last[t.storage] == i:
                     into[out.storage] = into.get(t.storage, t.storage)
-        tensors = (t for t in (*call.tensors(), *call.outputs) if t.storage in into)
+        tensors = (t for t in call.touched if t.storage in into)
         calls.append(with_tensors(call, {t: replace(t, storage=into[t.storage]) for t in tensors}))
     return replace(capture, calls=tuple(calls))
 

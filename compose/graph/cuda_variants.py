@@ -47,7 +47,7 @@ def with_byte_masks(capture: StepCapture) -> StepCapture:
     masks = {c.args[0].storage for c in capture.calls if _name(c) == "bernoulli_"}
     if not masks:
         return capture
-    tensors = {t for c in capture.calls for t in (*c.tensors(), *c.outputs) if t.storage in masks}
+    tensors = {t for c in capture.calls for t in c.touched if t.storage in masks}
     change = {t: replace(t, dtype="bool") for t in tensors}
     return replace(capture, calls=tuple(with_tensors(c, change) for c in capture.calls))
 

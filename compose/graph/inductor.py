@@ -91,7 +91,7 @@ def _is_load(call: OpCall) -> bool:
 
 def size_of(call: OpCall) -> int:
     """Elements of the largest tensor that a call reads or writes."""
-    return max((t.numel for t in (*call.tensors(), *call.outputs)), default=0)
+    return max((t.numel for t in call.touched), default=0)
 
 
 def _place(call: OpCall) -> tuple[str, int, int]:

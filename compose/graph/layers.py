@@ -22,7 +22,13 @@ from itercast.capture.opcall import (
     TensorSpec,
     layer_key,
 )
-from itercast.compose.graph.lifetimes import Lifetime, crossing_bytes, lives_of, node_ends
+from itercast.compose.graph.lifetimes import (
+    Lifetime,
+    crossing_bytes,
+    held_lives,
+    lives_of,
+    node_ends,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,12 +149,13 @@ def split_layers(
     edges = _phase_edges(calls)
     starts = _forward_starts(capture, edges)
     names = [name for name, _ in starts]
-    lives = lives_of(capture, edges)
+    by_storage = lives_of(capture, edges)
+    lives = list(by_storage.values())
     forward_cuts = _forward_cuts(capture, starts, lives, edges)
     owners = _owners(capture, names, forward_cuts)
     backward_cuts = _backward_cuts(owners, lives, edges)
     ends = {i: end for cut in backward_cuts for i, end in node_ends(calls, cut).items()}
-    held = lives_of(capture, edges, ends, instead)
+    held = held_lives(capture, by_storage, ends, instead)
     layers = []
     for i, name in enumerate(names):
         forward, backward = forward_cuts[i : i + 2], backward_cuts[i]
@@ -322,7 +329,7 @@ def _signature(layer: Layer, calls: Sequence[OpCall]) -> tuple[object, ...]:
     shapes = tuple(
         (
             c.op,
-            tuple((t.shape, t.dtype) for t in (*c.tensors(), *c.outputs)),
+            tuple((t.shape, t.dtype) for t in c.touched),
             tuple(c.kwargs.get("stream", {}).items()),
         )
         for a, b in spans

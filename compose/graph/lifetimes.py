@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from types import MappingProxyType
 
 from itercast.capture.opcall import ITEMSIZE_BYTES, OpCall, StepCapture, TensorSpec
 from itercast.compose.graph.attention_kernels import SDPA_OPS
@@ -38,16 +37,8 @@ class Lifetime:
     nbytes: int
 
 
-def lives_of(
-    capture: StepCapture,
-    edges: tuple[int, int, int],
-    ends: Mapping[int, int] = MappingProxyType({}),
-    instead: Mapping[int, TensorSpec] = MappingProxyType({}),
-) -> list[Lifetime]:
-    """Returns the lifetimes of storages made in forward or backward; parameters are left out.
-
-    What call i reads lives to the end of call ``ends[i]``; ``instead``: see ``_held``.
-    """
+def lives_of(capture: StepCapture, edges: tuple[int, int, int]) -> dict[int, Lifetime]:
+    """Lifetimes of storages made in forward or backward, by storage; parameters are left out."""
     skip = {p.storage for p in capture.parameters} | {-1}
     first: dict[int, int] = {}
     forward: dict[int, int] = {}
@@ -56,21 +47,36 @@ def lives_of(
     allocated = set[int]()  # before the call that first writes them, which may write but a part
     for i in range(edges[0], len(capture.calls)):
         call = capture.calls[i]
-        read = call.tensors()
-        for t in call.outputs:
-            if t.storage not in skip and i < edges[2]:
-                if first.setdefault(t.storage, i) == i and t.storage in {x.storage for x in read}:
-                    allocated.add(t.storage)
-                size[t.storage] = max(size.get(t.storage, 0), t.nbytes)
-        for t in (*read, *call.outputs):
-            if t.storage in first:
-                last[t.storage] = ends.get(i, i)
+        for t in call.outputs if i < edges[2] else ():
+            if (storage := t.storage) in skip:
+                continue
+            if first.setdefault(storage, i) == i and storage in {x.storage for x in call.tensors()}:
+                allocated.add(storage)
+            if size.get(storage, 0) < t.nbytes:
+                size[storage] = t.nbytes
+        for t in call.touched:
+            if (storage := t.storage) in first:
+                last[storage] = i
                 if i < edges[1]:
-                    forward[t.storage] = i
-                if t.storage in allocated:
-                    size[t.storage] = max(size[t.storage], _own_bytes(t))
-    whole = {s: Lifetime(first[s], forward.get(s, -1), last[s], size[s]) for s in first}
-    return list(_held(whole, instead, skip)) if instead else list(whole.values())
+                    forward[storage] = i
+                if storage in allocated:
+                    size[storage] = max(size.get(storage, 0), _own_bytes(t))
+    return {s: Lifetime(at, forward.get(s, -1), last[s], size.get(s, 0)) for s, at in first.items()}
+
+
+def held_lives(
+    capture: StepCapture,
+    lives: Mapping[int, Lifetime],
+    ends: Mapping[int, int],
+    instead: Mapping[int, TensorSpec],
+) -> list[Lifetime]:
+    """The lifetimes of ``lives_of`` where what call i reads lives to the end of call ``ends[i]``.
+
+    ``instead``: see ``_held``.
+    """
+    skip = {p.storage for p in capture.parameters} | {-1}
+    later = {s: replace(v, last=ends[v.last]) if v.last in ends else v for s, v in lives.items()}
+    return list(_held(later, instead, skip))
 
 
 def _own_bytes(t: TensorSpec) -> int:
@@ -159,7 +165,7 @@ def _scaled(call: OpCall | None) -> TensorSpec | None:
 
 def last_uses(calls: Sequence[OpCall]) -> dict[int, int]:
     """Index of the last call that reads or writes a storage."""
-    used = ((t, i) for i, call in enumerate(calls) for t in (*call.tensors(), *call.outputs))
+    used = ((t, i) for i, call in enumerate(calls) for t in call.touched)
     return {t.storage: i for t, i in used}
 
 

@@ -42,7 +42,7 @@ def alias_weight_casts(capture: StepCapture) -> StepCapture:
         return capture
 
     def aliased(call: OpCall) -> OpCall:
-        copies = [t for t in (*call.tensors(), *call.outputs) if t.storage in weight_of]
+        copies = [t for t in call.touched if t.storage in weight_of]
         return with_tensors(call, {t: replace(t, storage=weight_of[t.storage]) for t in copies})
 
     return replace(capture, calls=tuple(map(aliased, capture.calls)))

@@ -37,7 +37,7 @@ def collective(
 
 def fresh_storages(capture: StepCapture) -> Iterator[int]:
     """Yields storage ids that the step does not use."""
-    used = (t.storage for c in capture.calls for t in (*c.tensors(), *c.outputs))
+    used = (t.storage for c in capture.calls for t in c.touched)
     return count(1 + max(used, default=0))
 
 

@@ -49,7 +49,7 @@ def module_in_half(capture: StepCapture) -> StepCapture:
     same: dict[int, int] = {}  # storage of a copy in the other dtype -> that of what it copies
     for i, call in enumerate(capture.calls):
         update = call.phase in ("optimizer", "zero_grad")
-        tensors = {t for t in (*call.tensors(), *call.outputs)}
+        tensors = set(call.touched)
         change = {
             t: changed(
                 t,

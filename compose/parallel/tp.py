@@ -74,6 +74,7 @@ class _TensorParallel:
         self.pending: dict[int, int] = {}  # activation -> column layers whose gradient is due
         self.lookups: set[int] = set()  # indices into tables cut by vocabulary
         self.events: dict[str, int] = {}  # host events of torch's DTensor, by name
+        self.shards: dict[tuple[TensorSpec, int], TensorSpec] = {}  # many calls have each
         self.fresh = fresh_storages(capture)
         self.seq = capture.tokens // max(1, capture.samples)
         self.made = StepBuilder(capture)
@@ -133,7 +134,13 @@ class _TensorParallel:
     def _shard(self, t: TensorSpec) -> TensorSpec:
         """What a rank holds of a tensor."""
         dim = self._dim(t)
-        return t if dim is None else shard(t, dim, self.tp)
+        return t if dim is None else self._cut(t, dim)
+
+    def _cut(self, t: TensorSpec, dim: int) -> TensorSpec:
+        """One rank's part of a tensor along a dimension."""
+        if (t, dim) not in self.shards:
+            self.shards[t, dim] = shard(t, dim, self.tp)
+        return self.shards[t, dim]
 
     def _is_weight(self, t: TensorSpec) -> bool:
         return t.storage in self.parameters or t.storage in self.copy_of
@@ -191,13 +198,13 @@ class _TensorParallel:
                 return
             self._count("tp_product")
             self.lookups.add(indices)
-            self.made.add(i, with_tensors(call, {call.args[0]: shard(call.args[0], 0, self.tp)}))
+            self.made.add(i, with_tensors(call, {call.args[0]: self._cut(call.args[0], 0)}))
             self._reduce(out, call.phase)
             return
         change = {call.args[0]: self._gather(call.args[0], call.phase)}
         if indices in self.lookups:
             self.cuts[out.storage] = cut_along(out, 0)
-            change[out] = shard(out, 0, self.tp)
+            change[out] = self._cut(out, 0)
         self.made.add(i, with_tensors(call, change))
 
     def _product(self, i: int, call: OpCall) -> None:
@@ -212,7 +219,7 @@ class _TensorParallel:
         for t, axes in zip(factors, FACTOR_AXES, strict=True):
             for d, name in axes.items():
                 if name == axis and len(t.shape) >= -d:
-                    change[t] = shard(change.get(t, t), d, self.tp)
+                    change[t] = self._cut(change.get(t, t), d)
         if source is not None and axis in RESULT_DIM:
             self._cut_result(call, source, dim, out, RESULT_DIM[axis] % len(out.shape), change)
         self.made.add(i, with_tensors(call, change))
@@ -262,12 +269,12 @@ class _TensorParallel:
         """Cuts a result like an input, and the other inputs that have the dimension."""
         if out.storage not in self.cuts:
             self.cuts[out.storage] = self.cuts[t.storage].moved(t, dim, out, to)
-        change[out] = shard(out, to, self.tp)
+        change[out] = self._cut(out, to)
         for other in call.tensors():
             along = aligned_dim(call, other, out, to)
             if other in change or along is None or other.storage in self.cuts:
                 continue
-            change[other] = shard(other, along, self.tp)
+            change[other] = self._cut(other, along)
             if other.storage in self.parameters and self._by_column(t):
                 self.cuts[other.storage] = cut_along(other, along)
 
@@ -284,6 +291,9 @@ class _TensorParallel:
 
     def _other(self, i: int, call: OpCall) -> None:
         """Cuts a call between products as its inputs are cut: by columns before by tokens."""
+        if not any(t.storage in self.cuts for t in call.tensors()):
+            self.made.add(i, call)
+            return
         change: Change = {}
         inputs = sorted(call.tensors(), key=lambda t: not self._by_column(t))
         if call.op.startswith("itercast.sdpa"):
@@ -293,7 +303,7 @@ class _TensorParallel:
         if call.op.startswith("itercast.sdpa"):
             for t, dim in dims.items():
                 self._check_heads(t, dim)
-        change |= {t: shard(t, dim, self.tp) for t, dim in dims.items()}
+        change |= {t: self._cut(t, dim) for t, dim in dims.items()}
         for out in call.outputs:
             if any(t.storage == out.storage for t in dims):  # a view, or in place
                 change[out] = self._shard(out)

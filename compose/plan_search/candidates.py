@@ -15,7 +15,7 @@ Plans never tried:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -32,7 +32,7 @@ from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.parallel.ep import expert_weights
 from itercast.compose.plan_search.sizes import CapturesBySize
 from itercast.compose.pricing.collectives import cluster, gpus_per_domain
-from itercast.compose.pricing.layer_prices import prefetch_steps
+from itercast.compose.pricing.layer_prices import AskedStep, prefetch_steps
 from itercast.compose.pricing.optimizer import STATE_COPIES
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.simulate.iteration import quick_us
@@ -44,6 +44,7 @@ from itercast.microbench.hardware.node import Node
 OBJECTIVES = ("time", "cost", "memory")
 MISFIT_PENALTY = 1e18  # added to the score of plans that exceed the memory: they come last
 LARGEST_MICRO_BATCH: int = assumed(__file__, "largest_micro_batch")
+TOLD_EVERY = 100  # plans
 LONG_SEQUENCE: int = assumed(__file__, "long_sequence")
 
 
@@ -90,6 +91,7 @@ class Search:
     largest: int = LARGEST_MICRO_BATCH  # samples of a micro-batch
     local: int = 0  # also replicas that average their parameters every so many steps
     refused: dict[str, str] = field(default_factory=dict)  # plan -> the rule it breaks
+    tell: Callable[[str], None] = lambda told: None  # is told what the search does before it lists
 
     @cached_property
     def captures(self) -> CapturesBySize:
@@ -109,12 +111,15 @@ class Search:
             with suppress(ValueError):  # a rule forbids the plan: ``allowed`` says so
                 sizes[plan] = self.size(plan)
         self.captures.announce(sizes.values())
-        asked = [
-            (self.captures.at(size), plan, cluster(plan, self.book.gpu, self.node))
-            for plan, size in sizes.items()
-            if not plan.shard
-        ]
-        prefetch_steps(asked, self.book)
+        prefetch_steps(self._asked(sizes), self.book)
+
+    def _asked(self, sizes: Mapping[ParallelPlan, tuple[int, int]]) -> Iterator[AskedStep]:
+        """The step of each plan, and where its ranks lie."""
+        for n, (plan, size) in enumerate(sizes.items()):
+            if n % TOLD_EVERY == 0:
+                self.tell(f"ops of plan {n} of {len(sizes)}")
+            if not plan.shard:
+                yield self.captures.at(size), plan, cluster(plan, self.book.gpu, self.node)
 
     def rank(self, plan: ParallelPlan) -> Rank:
         """A rank of the plan; plans with the same tp, cp and ep share its priced layers."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from itertools import product
+from typing import Any
 
-from itercast.capture.opcall import Argument, StepCapture
+from itercast.capture.opcall import Argument, StepCapture, TensorSpec
 from itercast.capture.recorder.zeros import mark_zeros
 
 Size = tuple[int, int]  # samples, and tokens of each
@@ -30,9 +31,14 @@ class _Between:
     def __init__(self, ends: tuple[Size, Size], size: Size) -> None:
         self.sizes = (*ends, size)
         self.integers: dict[tuple[int, int], int] = {}
+        self.tensors: dict[tuple[TensorSpec, TensorSpec], TensorSpec] = {}  # many calls have each
 
     def value(self, a: Argument, b: Argument) -> Argument:
         """The value that is ``a`` at the first size and ``b`` at the second."""
+        if type(a) is TensorSpec and type(b) is TensorSpec:
+            if (a, b) not in self.tensors:
+                self.tensors[a, b] = self._of_fields(a, b)
+            return self.tensors[a, b]
         if a is b or (type(a) is type(b) and a == b):
             return a
         if type(a) is int and type(b) is int:
@@ -44,9 +50,12 @@ class _Between:
         if isinstance(a, Mapping) and a.keys() == b.keys():
             return {key: self.value(a[key], b[key]) for key in a}
         if is_dataclass(a) and not isinstance(a, type) and type(a) is type(b):
-            names = [f.name for f in fields(a) if f.name != "zero_frac"]  # see mark_zeros
-            return replace(a, **{n: self.value(getattr(a, n), getattr(b, n)) for n in names})
+            return self._of_fields(a, b)
         raise _OtherStep
+
+    def _of_fields(self, a: Any, b: Any) -> Any:
+        names = [f.name for f in fields(a) if f.name != "zero_frac"]  # see mark_zeros
+        return replace(a, **{n: self.value(getattr(a, n), getattr(b, n)) for n in names})
 
     def _integer(self, a: int, b: int) -> int:
         for shift, (i, j) in product(SHIFTS, POWERS):

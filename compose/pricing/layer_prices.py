@@ -43,6 +43,7 @@ from itercast.compose.pricing.recompute import ATTENTION, Recomputed, recomputed
 from itercast.compose.pricing.work import Work, fold, side_by_side_us
 
 Ops = Mapping[int, PricedOp]  # by number of the call
+AskedStep = tuple[StepCapture, ParallelPlan, Cluster]
 # What one rank does of a step whose embedding tables lie on other ranks or outside of the GPU: its
 # step, what is left of the plan, and bytes that a rank holds beside the step's, by purpose.
 TablesElsewhere = Callable[
@@ -189,9 +190,7 @@ def price_model(
     return once_of(capture)(key, partial(_price_graph, capture, plan, book, where))
 
 
-def prefetch_steps(
-    asked: Iterable[tuple[StepCapture, ParallelPlan, Cluster]], book: PriceBook
-) -> None:
+def prefetch_steps(asked: Iterable[AskedStep], book: PriceBook) -> None:
     """Price the ops and messages of many plans in one call of the pricer for each family.
 
     Plans that a rule forbids, and those that spread tables, are left out.
@@ -294,8 +293,9 @@ def _price_calls(graph: RankGraph, plan: ParallelPlan, book: PriceBook, where: C
     beside_us = _beside_experts(graph, ops, plan) if plan.ep_overlap else {}
     for i in graph.asked.messages:
         us = beside_us[i] if i in beside_us else _beside_us(i, calls, ops, plan)
-        both = side_by_side_us(us, ops[i].duration_us, default_contention(book.gpu))
-        ops[i] = replace(ops[i], duration_us=both - us)
+        if us:
+            both = side_by_side_us(us, ops[i].duration_us, default_contention(book.gpu))
+            ops[i] = replace(ops[i], duration_us=both - us)
     return ops
 
 

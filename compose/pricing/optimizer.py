@@ -55,7 +55,7 @@ class MatrixUpdate:
         It has these rows and columns of the matrix, or of ``ranks`` that shard them a part.
         """
         shape = (-(-shape[0] // ranks), *shape[1:])
-        tensors = {t for c in self.calls for t in (*c.tensors(), *c.outputs)}
+        tensors = {t for c in self.calls for t in c.touched}
         mine = {t: with_shape(t, shape) for t in tensors if t.shape == self.shape != shape}
         own = [
             priceable(c if i in self.products else with_tensors(c, mine), self.cold[i])

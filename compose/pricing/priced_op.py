@@ -179,7 +179,7 @@ def priceable(call: OpCall, cold: float = 1.0) -> Priceable:
         phase=call.phase,
         family=family,
         params=params,
-        bytes_moved=touched_bytes(call),
+        bytes_moved=call.touched_bytes,
         cold=cold,
         kernel=str(call.kwargs.get("kernel", "")),
         channels_last=_channels_last(call),
@@ -191,11 +191,6 @@ def _shaped_by_data(call: OpCall) -> bool:
     """Whether the shape of the result depends on data: also of elements chosen by a mask."""
     masks = call.op == "aten.index.Tensor" and any(t.dtype == "bool" for t in call.tensors()[1:])
     return masks or call.op.removeprefix("aten.").split(".")[0] in SHAPED_BY_DATA
-
-
-def touched_bytes(call: OpCall) -> int:
-    """Bytes of all tensors that a call reads and writes."""
-    return sum(t.nbytes for t in (*call.tensors(), *call.outputs))
 
 
 def _channels_last(call: OpCall) -> bool:

@@ -36,7 +36,7 @@ from itercast.compose.pricing.collectives import Cluster, Message, price_message
 from itercast.compose.pricing.gradient_copies import buffers, gradient_copies
 from itercast.compose.pricing.optimizer import MatrixUpdate, matrix_updates
 from itercast.compose.pricing.price_book import PriceBook
-from itercast.compose.pricing.priced_op import Priceable, PricedOp, priceable, touched_bytes
+from itercast.compose.pricing.priced_op import Priceable, PricedOp, priceable
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.hardware.stack import USUAL, stack_of_row
 
@@ -239,7 +239,7 @@ def _rank_graph(
     capture = capture if gpu.kind == "cpu" else with_cuda_variants(capture)
     own = capture.engine in (FUSED, FUSED_GRAPH)  # kernels of a framework's own
     layers = tuple(split_layers(capture, read_instead(unfused) if own else {}))
-    step_bytes = sum(touched_bytes(c) for c in capture.calls if c.op != COLLECTIVE)
+    step_bytes = sum(c.touched_bytes for c in capture.calls if c.op != COLLECTIVE)
     cold = cold_fractions(capture, gpu, ranks)
     matrices = matrix_updates(capture, cold)
     apart = {i for m in matrices.values() for i in m.numbers}

@@ -277,6 +277,6 @@ def _attention(layer: Layer, capture: StepCapture) -> tuple[Sequence[int], int]:
 def _saved(layer: Layer, capture: StepCapture) -> int:
     """How many tensors autograd saves of a layer: those of forward that backward's calls read."""
     forward = capture.calls[slice(*layer.forward)]
-    there = {t.storage for c in forward for t in (*c.tensors(), *c.outputs)}
+    there = {t.storage for c in forward for t in c.touched}
     backward = capture.calls[slice(*layer.backward)]
     return max(1, sum(t.storage in there for c in backward for t in c.tensors()))

@@ -74,9 +74,12 @@ class ScriptCase:
 def script_case(order: ScriptOrder) -> Iterator[ScriptCase]:
     """Find the model that a script trains; its process ends with this context."""
     from itercast.compose.programs.script_model import script_model
+    from itercast.eval.progress import say_at_once
 
+    running = f"running {order.path.name}"
+    say_at_once(running)
     with (
-        Console(stderr=True).status(f"running {order.path.name}") as status,
+        Console(stderr=True).status(running) as status,
         script_model(order) as (
             model,
             program,

@@ -69,9 +69,7 @@ def test_a_measured_curve_is_followed_between_its_points() -> None:
     assert share(8 * mib, 4 * mib) == pytest.approx(0.5)  # of the 0.6 beyond 4 MiB 0.3
     assert share(4 * mib, 8 * mib) == 0.0
     assert share(64 * mib, 16 * mib) == 1.0
-    assert cold_share(replace(CHIP, cold_share=curve), ranks=2)(4 * mib, 2 * mib) == pytest.approx(
-        0.5
-    )
+    assert cold_share(replace(CHIP, cold_share=curve), 2)(4 * mib, 2 * mib) == pytest.approx(0.5)
 
 
 def test_ranks_that_share_a_cpu_find_less_in_its_cache(gpt: StepCapture) -> None:
