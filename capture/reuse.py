@@ -22,7 +22,6 @@ MOST = np.concatenate([2.0 ** np.arange(BINS - 1), [LAST]])
 DIGITS = 4  # of the shares in a text
 POISSON_TERMS = 4  # counts up to which the Poisson distribution is summed exactly
 LOGISTIC = 1.702  # no assumption: logistic slope nearest to the normal distribution function
-MOST_DRAWS, HALVINGS = 1e4, 40  # of a search for a number of draws
 CHUNK = 8192  # rows of a table of parameters whose histograms are expected at once
 
 
@@ -141,16 +140,6 @@ def rows_outside(p: Any, cached_rows: ArrayLike) -> np.ndarray:
     lacking = touched - np.clip(kept_rows - hotter, 0.0, touched)
     once = np.clip((kept_rows - hotter[:, :1]) / (rows - hotter[:, :1]), 0.0, 1.0)
     return np.asarray(lacking[:, 1:].sum(axis=-1) + touched[:, 0] * (1 - once[:, 0]))
-
-
-def draws_of(rows: int, unique: float, skew: float) -> float:
-    """How many draws of the Zipf exponent are expected to have so many distinct rows."""
-    low, high = np.log(max(1.0, unique)), np.log(MOST_DRAWS * max(1.0, unique))
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        few = float(expected_reuse(rows, np.exp(middle), skew, 0.0)[0]) < unique
-        low, high = (middle, high) if few else (low, middle)
-    return float(np.exp(high))
 
 
 def expected_reuse(

@@ -3,13 +3,60 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from itercast.microbench.sweep.collect import collect_for
+from itercast.microbench import store
+from itercast.microbench.sweep.cards import card_facts
+from itercast.microbench.sweep.collect import (
+    GRACE_S,
+    Progress,
+    captured_points_file,
+    named_families,
+    order_of,
+    run_workers,
+)
+from itercast.microbench.sweep.orders import phases
 
 log = logging.getLogger("itercast.campaign")
+MIN_PHASE_S = 12.0  # a worker takes most of it to start
+
+
+def collect_for(
+    root: Path,
+    device: str,
+    names: Sequence[str] | None,
+    seconds: float,
+    seed: int = 0,
+    progress: Progress | None = None,
+    wanted: Path | None = None,
+    grace_s: float = GRACE_S,
+    devices: int = 1,
+) -> int:
+    """Sweep for ``seconds`` of wall time, starts of workers included; returns the new rows' number.
+
+    Time that earlier runs spent does not count. A worker is killed ``grace_s`` after its time; a
+    later sweep measures the points that it had not written.
+    """
+    end_s = time.monotonic() + seconds
+    facts = card_facts(root, device)
+    moved = store.compact(root, facts)
+    points = wanted or captured_points_file(root, device, seed)
+    left = phases(device, named_families(names, wanted), devices=devices)
+    while left:
+        begin_s, share = time.monotonic(), left[0].share / sum(p.share for p in left)
+        left_s, phase = end_s - begin_s, left.pop(0)
+        budget_s = min(left_s, max(share * left_s, MIN_PHASE_S))
+        if budget_s < 1:
+            log.info("skipped, no time is left: %s", " ".join(phase.families))
+            continue
+        order = order_of(root, device, facts, phase, points, seed)
+        order = replace(order, budget_s=budget_s, begin_s=begin_s, only=bool(wanted))
+        run_workers(order, progress, grace_s)
+        moved += store.compact(root, facts)
+    return moved
 
 
 @dataclass(slots=True, kw_only=True)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from itercast.capture.cases.models.dlrm import TablesDlrm
+from itercast.extras.recommenders.models.tables_dlrm import TablesDlrm
 from itercast.extras.recommenders.sharded_model import Shard, ShardedModel, Table
 from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
 from itercast.microbench.ops.lookup.random_streams import draw_stream

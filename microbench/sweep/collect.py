@@ -39,7 +39,6 @@ GROUP_STALLED_S = 120.0  # the same of several ranks, which take longer to start
 GRACE_S = 30.0  # of a worker after its budget, before it is killed: a chunk and a half
 USUAL_START_S = 3.0  # of a phase's worker, until the first one was started
 START_S = 60.0  # for starting a worker, where the budget begins afterwards
-MIN_PHASE_S = 12.0  # a worker takes most of it to start
 MIN_LEFT_FRAC = 0.05  # of a budget; for less no worker is started
 
 
@@ -101,41 +100,6 @@ def unspent(
     spent = [spent_s(root, gpu, phase) for phase in asked]
     spent[:1] = [s + capture_seconds(points) for s in spent[:1]]
     return [budget_s * phase.share - s for phase, s in zip(asked, spent, strict=True)]
-
-
-def collect_for(
-    root: Path,
-    device: str,
-    names: Sequence[str] | None,
-    seconds: float,
-    seed: int = 0,
-    progress: Progress | None = None,
-    wanted: Path | None = None,
-    grace_s: float = GRACE_S,
-    devices: int = 1,
-) -> int:
-    """Sweep for ``seconds`` of wall time, starts of workers included; returns the new rows' number.
-
-    Time that earlier runs spent does not count. A worker is killed ``grace_s`` after its time; a
-    later sweep measures the points that it had not written.
-    """
-    end_s = time.monotonic() + seconds
-    facts = card_facts(root, device)
-    moved = store.compact(root, facts)
-    points = wanted or captured_points_file(root, device, seed)
-    left = phases(device, named_families(names, wanted), devices=devices)
-    while left:
-        begin_s, share = time.monotonic(), left[0].share / sum(p.share for p in left)
-        left_s, phase = end_s - begin_s, left.pop(0)
-        budget_s = min(left_s, max(share * left_s, MIN_PHASE_S))
-        if budget_s < 1:
-            log.info("skipped, no time is left: %s", " ".join(phase.families))
-            continue
-        order = order_of(root, device, facts, phase, points, seed)
-        order = replace(order, budget_s=budget_s, begin_s=begin_s, only=bool(wanted))
-        run_workers(order, progress, grace_s)
-        moved += store.compact(root, facts)
-    return moved
 
 
 def measure_points(

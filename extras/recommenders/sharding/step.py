@@ -18,8 +18,8 @@ def dlrm_step(model: RankingModel) -> StepCapture:
     from torch import zeros  # torch is slow to import, and priced tables need none
     from torch.nn.functional import binary_cross_entropy_with_logits as loss
 
-    from itercast.capture.cases.models.dlrm import TablesDlrm
     from itercast.capture.opcall import torch_dtype
+    from itercast.extras.recommenders.models.tables_dlrm import TablesDlrm
 
     numbered = dict(enumerate(model.tables))
     sizes = (model.features, model.bottom, len(model.tables), model.dim, model.top)

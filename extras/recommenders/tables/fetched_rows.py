@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
 
+import numpy as np
+
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.opcall import ITEMSIZE_BYTES, StepCapture, TensorSpec
-from itercast.capture.reuse import draws_of, rows_outside
+from itercast.capture.reuse import expected_reuse, rows_outside
 from itercast.compose.graph.identity_cache import cached_by_identity
 from itercast.compose.graph.rewrite import StepBuilder, collective
 from itercast.compose.pricing.tiers import DRIVE, EVICT, FETCH, SSD, TIERS, tier_us
@@ -24,6 +26,7 @@ from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
 from itercast.microbench.store import Row
 
+MOST_DRAWS, HALVINGS = 1e4, 40  # of a search for a number of draws
 REQUEST_BYTES: int = assumed(__file__, "request_bytes")
 
 
@@ -37,6 +40,16 @@ def shard_stream(table: Table, rows: int, samples: int) -> Row:
         facts["unique"] = max(1, round(facts["unique"] * rows / table.rows))
     facts.pop("lookups", None)
     return facts
+
+
+def draws_of(rows: int, unique: float, skew: float) -> float:
+    """How many draws of the Zipf exponent are expected to have so many distinct rows."""
+    low, high = np.log(max(1.0, unique)), np.log(MOST_DRAWS * max(1.0, unique))
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        few = float(expected_reuse(rows, np.exp(middle), skew, 0.0)[0]) < unique
+        low, high = (middle, high) if few else (low, middle)
+    return float(np.exp(high))
 
 
 def missed_rows(shard: Shard, lookup: Lookup, ranks: int) -> tuple[float, float]:

@@ -1,0 +1,49 @@
+"""The network of a DLRM of which some tables are looked up elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from itercast.capture.cases.models.dlrm import DenseDlrm
+
+
+class TablesDlrm(nn.Module):
+    """A DLRM that looks up some tables itself, in ``copies`` that every rank has; others elsewhere.
+
+    ``rows``: by number of such a table its rows; ``dtypes``: theirs, by default fp32. ``sizes``:
+    (features, bottom, tables, width, top) of ``DenseDlrm``, where tables are all there are.
+    """
+
+    def __init__(
+        self,
+        sizes: tuple[int, tuple[int, ...], int, int, tuple[int, ...]],
+        rows: Mapping[int, int],
+        dtypes: Mapping[int, torch.dtype] | None = None,
+    ) -> None:
+        super().__init__()
+        self.dense, width = DenseDlrm(*sizes), sizes[3]
+        bags = {
+            str(t): nn.EmbeddingBag(n, width, mode="sum", dtype=(dtypes or {}).get(t))
+            for t, n in rows.items()
+        }
+        self.copies = nn.ModuleDict(bags)
+
+    def forward(
+        self,
+        dense: torch.Tensor,
+        lookups: Sequence[Any],
+        wait: Callable[[], dict[int, Any]] = dict,
+    ) -> torch.Tensor:
+        """(batch, features), lookups by table, and what returns other tables' vectors, to logits.
+
+        A lookup is row numbers, starts of bags, and weights where there are any.
+        """
+        found = {int(t): bag(*lookups[int(t)]) for t, bag in self.copies.items()}
+        x = torch.relu(self.dense.bottom(dense))
+        found |= wait()
+        pooled = [x, *(found[t].to(x.dtype) for t in sorted(found))]
+        return self.dense.interact(x, torch.stack(pooled, dim=1))
