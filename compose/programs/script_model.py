@@ -37,6 +37,7 @@ def script_model(order: ScriptOrder) -> Iterator[tuple[SizedModel, ProgramCaptur
     ValueError in one line where a plan cannot be of it. Its captures are kept as the script's own;
     one that is not there yet is made in the script's process, which ends with this context.
     """
+    order = replace(order, steps=2)  # the first one makes optimizer state
     orders = [order] if order.world_size == 1 else [replace(order, world_size=1), order]
     with ExitStack() as stack:
         each = [_Captures(one, stack) for one in orders]

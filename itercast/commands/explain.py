@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from itercast.commands.script_case import found_lines, of_script, searched
+from itercast.commands.script_case import AsModule, found_lines, of_script, searched
 from itercast.options import Json, Question, asks, prints_aside
 from itercast.stated import question_facts, say_step
 
@@ -30,13 +30,15 @@ def explain(
     arguments: Annotated[
         list[str] | None, typer.Argument(help="of a script in place of CASE, after --")
     ] = None,
+    module: AsModule = False,
     as_json: Json = False,
 ) -> None:
     """Show where an iteration's time goes and which change (software, plan, GPU) gains most.
 
     CASE may be a training script, as of `itercast plan`.
     """
-    with searched(question, question.gpu, "", arguments or []) as (model, script):
+    asked = (question, question.gpu, "", arguments or [])
+    with searched(*asked, module=module) as (model, script):
         _explain(question, model, script, as_json)
 
 

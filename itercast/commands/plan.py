@@ -19,7 +19,7 @@ from rich.table import Table
 from itercast.capture.base.durations import counted
 from itercast.capture.base.slow_imports import without_scikit_learn
 from itercast.capture.plan import ParallelPlan
-from itercast.commands.script_case import found_lines, searched
+from itercast.commands.script_case import AsModule, found_lines, searched
 from itercast.options import (
     Cluster,
     GpuName,
@@ -66,6 +66,7 @@ def plan(
     arguments: Annotated[
         list[str] | None, typer.Argument(help="of a script in place of CASE, after --")
     ] = None,
+    module: AsModule = False,
     gpu: GpuName = "",
     gpus: Gpus = None,
     cluster: Cluster = None,
@@ -104,8 +105,9 @@ def plan(
         raise ValueError("plan takes --gpu and --gpus, or --cluster")
     facts: Row = {"case": question.name, "gpu": gpu, "gpus": gpus, "objective": objective}
     facts |= {"node": node, "local": local, **unlike, **asked}
-    with searched(question, gpu, node, arguments or [], gpus) as (model, script):
-        facts |= script
+    how: Row = {"gpus": gpus, "module": module}
+    with searched(question, gpu, node, arguments or [], **how) as (model, script):
+        facts |= {**script, "module": module}
         facts, reports = _found(question, model, facts, page, prices)
     facts["seconds"] = time.perf_counter() - begin
     print_plans(facts, reports, as_json, prices)

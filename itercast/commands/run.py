@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from itercast.capture.programs.program import COLLECTIVE, ProgramCapture
-from itercast.commands.script_case import print_under_plan
+from itercast.commands.script_case import AsModule, print_under_plan
 from itercast.options import (
     Anchor,
     Bundle,
@@ -58,9 +58,7 @@ def run(
     plan: Annotated[
         str, typer.Option(help='what if: the model that it trains under a plan, "dp=8,tp=8,amp"')
     ] = "",
-    module: Annotated[
-        bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as of python -m")
-    ] = False,
+    module: AsModule = False,
     steps: Annotated[int, typer.Option(min=2, help="steps to run; the last is forecast")] = 3,
     limit: Annotated[int, typer.Option(min=1, help="seconds that the script may take")] = 600,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="capture it anew")] = False,

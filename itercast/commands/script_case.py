@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from itercast.compose.target import Target
     from itercast.microbench.store import Row
     from itercast.options import Question
+
+
+AsModule = Annotated[
+    bool, typer.Option("-m", "--module", help="the script is a module's name, as of python -m")
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,26 +135,34 @@ def print_under_plan(order: ScriptOrder, text: str, trace: Path | None, as_json:
 
 @contextmanager
 def searched(
-    question: Question, gpu: str, node: str, arguments: Sequence[str], gpus: int = 8
+    question: Question,
+    gpu: str,
+    node: str,
+    arguments: Sequence[str],
+    *,
+    gpus: int = 8,
+    module: bool = False,
 ) -> Iterator[tuple[Any, Row]]:
     """What is searched, and of a script what was found in it; it runs until this context ends.
 
     It runs as one of ``gpus`` processes where it does not go on as one.
     """
-    if not question.case.endswith(".py"):
+    if not (module or question.case.endswith(".py")):
         if arguments:
             raise ValueError(f"arguments {list(arguments)} are of a script, not of {question.name}")
         yield question.asked(), {}
         return
-    from itercast.compose.programs.scripts import ScriptOrder
+    from itercast.compose.programs.scripts import ScriptOrder, module_file
     from itercast.compose.target import find_target
 
     if question.lengths:
         raise ValueError("--lengths go without a script, whose batches are its own")
     named = (question.bundle, question.host, question.stack, question.known_machine())
     target = find_target(gpu, f"node={node}" if node else "", *named, question.case)
-    path = Path(question.case)
-    order = ScriptOrder(path=path, arguments=arguments, target=target, world_size=gpus)
+    path, name = Path(question.case), ""
+    if module:
+        path, name = module_file(question.case), question.case
+    order = ScriptOrder(path=path, module=name, arguments=arguments, target=target, world_size=gpus)
     with script_case(order) as case:
         yield case.model, {"script": {"arguments": list(arguments), **case.facts()}}
 
