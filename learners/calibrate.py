@@ -19,7 +19,6 @@ from itercast.microbench.hardware.host import (
     REFERENCE,
     WARM_CALL,
     HostMachine,
-    call_launches,
 )
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.ops import families
@@ -101,19 +100,17 @@ def host_of_events(rows: pd.DataFrame, name: str, source: str) -> HostMachine | 
 
 
 def _launches_us(rows: pd.DataFrame) -> np.ndarray:
-    """Converts measured host times of calls to the launch of a pointwise op, in us.
+    """Measured host times of the launch of a pointwise op, in us.
 
-    ``launch_us`` of ops and the event ``launch`` both count, as long as they take in a training
-    step. Cold rows repeat the launch of their warm row and are left out.
+    ``launch_us`` of pointwise ops and the event ``launch`` both count, as long as they take in a
+    training step. Cold rows repeat the launch of their warm row and are left out.
     """
     events = rows.loc[(rows["family"] == "host") & (rows["op"] == "launch"), "time_us"]
     found = [events / LAUNCH_EVENT]
     if "launch_us" in rows:
-        calls = rows[rows["launch_us"] > 0]
+        calls = rows[(rows["launch_us"] > 0) & (rows["family"] == "elementwise")]
         calls = calls[calls["cache"] != "cold"] if "cache" in calls else calls
-        pairs = zip(calls["family"], calls["op"].astype(str), strict=True)
-        ratios = np.array([call_launches(family, op) for family, op in pairs])
-        found.append(WARM_CALL * calls["launch_us"] / ratios)
+        found.append(WARM_CALL * calls["launch_us"])
     launches: np.ndarray = pd.concat(found).to_numpy(dtype=float)
     return launches
 

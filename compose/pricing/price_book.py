@@ -243,7 +243,7 @@ class PriceBook:
             duration_us=us,
             flops=flops,
             kernels=max(1, round(call.kernels)) if call else 1,
-            call_launches=call.launches(tensors) if call else w.call_launches,
+            call_launches=call.launches(tensors) if call else 1.0,
             waits=w.waits,
             assumed=shares if ratio == 1.0 else (("attention_kernels.over_flash_2", 1.0),),
         )

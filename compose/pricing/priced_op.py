@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 
 from itercast.capture.opcall import BLOCK_SCALED, OpCall
 from itercast.compose.machines.factors import Factors
-from itercast.microbench.hardware.host import call_launches
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops import find_family
 from itercast.microbench.ops.family import Family, Part, Point
@@ -126,11 +125,6 @@ class Priceable:
         """The name under which host times of calls are learned: its calls launch alike."""
         name_of = self.family.call_name if self.family is not None else None
         return str(name_of(self.params)) if name_of is not None else self.kind
-
-    @property
-    def call_launches(self) -> float:
-        """Host time of the call over that of a pointwise op."""
-        return call_launches(self.name, self.kind) if self.family is not None else 1.0
 
     def is_priced_as(self, part: Part) -> bool:
         """Whether a part is the same op of the op's own family, or a checked law for it."""

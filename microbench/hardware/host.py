@@ -22,7 +22,6 @@ EVENT_US: Mapping[str, float] = assumed(__file__, "event_us")
 EVENT_US_PER_TENSOR: Mapping[str, float] = assumed(__file__, "event_us_per_tensor")
 LAUNCH_EVENT: float = assumed(__file__, "launch_event")
 WARM_CALL: float = assumed(__file__, "warm_call")
-CALL_LAUNCHES: Mapping[str, float] = assumed(__file__, "call_launches")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +80,6 @@ REFERENCE = HostMachine(
     launch_us=EVENT_US["launch"],
     source="the host of the assumed table host.event_us",
 )
-
-
-def call_launches(family: str, op: str = "") -> float:
-    """Host time of a call of this op, or of its family, over that of a pointwise op."""
-    return CALL_LAUNCHES.get(f"{family}.{op}", CALL_LAUNCHES.get(family, 1.0))
 
 
 def load_host(name_or_path: str = USUAL, generation: str = "") -> HostMachine:

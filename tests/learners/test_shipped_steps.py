@@ -66,7 +66,7 @@ def test_larger_tensors_take_longer_and_move_their_bytes(gpu: str, dtype: str) -
 
 
 def row(op: str, time_us: float, **more: Any) -> dict[str, Any]:
-    return {"family": "host", "gpu": "a10", "op": op, "time_us": time_us, **more}
+    return {"family": "host", "gpu": "a10", "op": op, "time_us": time_us} | more
 
 
 # Twice the reference: 3, 2 and 4 us, and 100 + 1.35 * 20 of a step of AdamW.
@@ -86,12 +86,13 @@ def test_events_are_compared_with_those_of_the_reference() -> None:
 
 
 def test_launches_are_measured_by_themselves_or_from_calls_of_ops() -> None:
-    """7 us measured; a product's 21.6 us are 2.7 launches of 8; cold rows repeat warm ones.
+    """7 us measured, 8 of a pointwise op; cold rows repeat warm ones, products are no launch alone.
 
     In a sweep the mean of small ops is 1.6 launches, and calls take 1 / 0.4 of those in a step.
     """
-    product = {"family": "gemm", "gpu": "a10", "op": "mm", "time_us": 9.0, "launch_us": 21.6 / 0.4}
-    calls = [{**product, "cache": "warm"}, {**product, "cache": "cold", "launch_us": 900.0}]
+    add = row("add", 9.0, family="elementwise", launch_us=8.0 / 0.4)
+    product = row("mm", 9.0, family="gemm", launch_us=900.0, cache="warm")
+    calls = [{**add, "cache": "warm"}, {**add, "cache": "cold", "launch_us": 900.0}, product]
     failed = row("launch", 500.0, status="oom")
     rows = pd.DataFrame([*EVENTS, row("launch", 1.6 * 7.0), *calls, failed])
     found = host_of_events(rows.fillna({"status": "ok"}), "mine", "by hand")

@@ -1,7 +1,7 @@
 """Fits hosts to published rows: `python -m itercast.extras.published.fits.hosts PUBLIC [FOLDER]`.
 
 Prints each host's slowdown, and errors under the usual host with the row's source left out; writes
-host files where a folder is given. Also prints the ratios of assumption host.call_launches.
+host files where a folder is given.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-import pandas as pd
 import typer
 from rich.console import Console
 
@@ -26,7 +25,6 @@ from itercast.microbench.hardware.host import REFERENCE, HostMachine, host_yaml,
 
 ROWS = 40  # of a source that has many
 COMMAND = "python -m itercast.extras.published.fits.hosts PUBLIC"
-POINTWISE = "add mul add_ mul_ sub div gelu relu clamp_min silu neg threshold_backward pow rsqrt"
 FACTS = facts_of(__file__)
 console = Console()
 
@@ -56,27 +54,11 @@ def read_rows(public: Path, source: HostSource) -> list[MeasuredStep]:
     return measured_steps(mine.iloc[:: max(1, len(mine) // ROWS)], SHIPPED)
 
 
-def call_launches(public: Path) -> dict[str, float]:
-    """Host time of a call over that of a pointwise op in the same trace, the median of traces."""
-    files = sorted((public / "kineto-traces").glob("ops_*.csv.gz"))
-    table = pd.concat([pd.read_csv(file) for file in files])
-    table = table[(table["host_us_median"] > 0) & (table["kernels"] >= 1)]
-    table["op"] = table["op"].str.removeprefix("aten::")
-    found: dict[str, list[float]] = {name: [] for name in FACTS["calls"]}
-    for _, trace in table.groupby("trace"):
-        usual_us = trace.loc[trace["op"].isin(POINTWISE.split()), "host_us_median"].median()
-        by_op = trace.groupby("op")["host_us_median"].median() / usual_us
-        for name, ops in FACTS["calls"].items():
-            found[name] += [float(by_op[op]) for op in ops if op in by_op]
-    return {name: round(float(np.median(ratios)), 1) for name, ratios in found.items()}
-
-
 def main(
     public: Annotated[Path, typer.Argument(help="folder of published measurements")],
     out: Annotated[Path | None, typer.Argument(help="folder for host files")] = None,
 ) -> None:
     """Fit every host, print errors before and after, and write host files to a folder."""
-    console.print(f"host time of a call over a pointwise one: {call_launches(public)}")
     rows, hosts = dict[str, list[MeasuredStep]](), dict[str, HostMachine]()
     for name, source in HOSTS.items():
         rows[name] = read_rows(public, source)
