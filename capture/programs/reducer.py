@@ -99,6 +99,7 @@ class Reducer:
         self.rebuilt = self.find_unused = find_unused  # such buckets keep their first layout
         self.hook: Any = None  # of communication: a bucket -> the future of its sum
         self.used: Any = None  # the handle of the message that says which parameters are used
+        self.counted: Any = None  # the handle of the message that counts ranks with data (``Join``)
         self.syncing = False
         self.buckets: list[Bucket] = []
         for parameter in self.parameters:
@@ -134,6 +135,8 @@ class Reducer:
         if not self.queued:
             self.queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+            if self.counted is not None:
+                self.counted.wait()
         self.ready.append(parameter)
         bucket = next(b for b in self.buckets if id(parameter) in b.views)
         self._copy_in(bucket, parameter)
@@ -197,6 +200,10 @@ class Reducer:
                         parameter.grad.copy_(view)
         if self.used is not None:
             self.used.wait()
+
+    def _set_forward_pass_work_handle(self, work: Any, static_size: bool) -> None:
+        """Sums are divided by as many ranks as this message of forward counts."""
+        self.counted = None if static_size else work
 
     def prepare_for_forward(self) -> None:
         """Begin a forward pass."""

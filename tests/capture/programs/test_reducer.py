@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from reshardings import PAIRS, RANKS, pairs, reshard
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -100,6 +102,23 @@ def test_nothing_is_sent_in_no_sync() -> None:
         return step
 
     assert sent(launched(program)) == [4 * (64 + 8)]
+
+
+def test_join_counts_in_forward_the_ranks_that_still_have_data() -> None:
+    """One number more, before the gradients of 8 x 8 + 8 numbers."""
+
+    def program() -> Any:
+        model = DistributedDataParallel(nn.Linear(8, 8))
+        x = torch.randn(4, 8)
+
+        def step() -> None:
+            with suppress(StopIteration), Join([model]):
+                model(x).sum().backward()
+                raise StopIteration  # what ranks send that have no more data is no part of a step
+
+        return step
+
+    assert sent(launched(program)) == [4, 4 * (64 + 8)]
 
 
 def test_hooks_compress_what_is_sent() -> None:
