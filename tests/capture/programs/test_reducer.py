@@ -105,7 +105,7 @@ def test_nothing_is_sent_in_no_sync() -> None:
 
 
 def test_join_counts_in_forward_the_ranks_that_still_have_data() -> None:
-    """One number more, before the gradients of 8 x 8 + 8 numbers."""
+    """One number for them, and one for those that sum, before gradients of 8 x 8 + 8 numbers."""
 
     def program() -> Any:
         model = DistributedDataParallel(nn.Linear(8, 8))
@@ -118,7 +118,7 @@ def test_join_counts_in_forward_the_ranks_that_still_have_data() -> None:
 
         return step
 
-    assert sent(launched(program)) == [4, 4 * (64 + 8)]
+    assert sent(launched(program)) == [4, 4, 4 * (64 + 8)]
 
 
 def test_hooks_compress_what_is_sent() -> None:
