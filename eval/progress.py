@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-LINE_EVERY_S = 10.0
+FIRST_LINE_S, LINE_EVERY_S = 2.0, 10.0
 
 
 class PlainLines(Progress):
@@ -19,7 +19,8 @@ class PlainLines(Progress):
 
     def __init__(self, console: Console) -> None:
         super().__init__(console=console, disable=True)
-        self.began_s = self.told_s = time.monotonic()
+        self.began_s = time.monotonic()
+        self.told_s = self.began_s - LINE_EVERY_S + FIRST_LINE_S
 
     def update(self, task_id: TaskID, *args: Any, **fields: Any) -> None:
         """Note how far a task is."""

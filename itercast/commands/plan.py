@@ -255,10 +255,9 @@ def run_search(
     ValueError where no plan is legal.
     """
     from itercast.compose.plan_search.search import best_plans
-    from itercast.eval.progress import progress_bar, say_at_once
+    from itercast.eval.progress import progress_bar
 
     gpus, objective = facts["gpus"], facts["objective"]
-    say_at_once(f"searching plans of {facts['case']} for {counted(gpus, 'GPU')}")
     with progress_bar() as bar:
         task = bar.add_task("plans", total=None)
         search.tell = lambda told: bar.update(task, description=told)
