@@ -65,15 +65,15 @@ COLUMNS = ["predicted_us", "predicted_us_p10", "predicted_us_p90", "in_envelope"
 class Bundle:
     """Models by family, hardware by name, and anchor times (``features.machine_speed``).
 
-    ``machines``: versions and readings of GPUs that itercast measured, by name. ``digest``: of all
-    its files, where they have one.
+    ``machines``: versions and readings of GPUs that itercast measured, by name. ``digest``: of the
+    files that it was read from, as long as nothing is replaced; else empty.
     """
 
     models: Mapping[str, FamilyModel]
     gpus: Mapping[str, Gpu]
     anchors: Anchors = field(default_factory=dict)
     machines: Mapping[str, Machine] = field(default_factory=dict)
-    digest: str = ""
+    digest: str = field(default="", init=False)
 
     def price(
         self, family: str, rows: pd.DataFrame, gpus: Mapping[str, Gpu] | None = None
@@ -152,7 +152,9 @@ class Bundle:
             first = (str(exc).splitlines() or [""])[0] or type(exc).__name__
             raise ValueError(f"bundle {str(folder)!r} cannot be used: {first}") from exc
         digest = hashlib.sha256(text.encode()).hexdigest() if "digests" in facts else ""
-        return cls(models=models, gpus=gpus, anchors=anchors, machines=machines, digest=digest)
+        bundle = cls(models=models, gpus=gpus, anchors=anchors, machines=machines)
+        object.__setattr__(bundle, "digest", digest)  # frozen otherwise
+        return bundle
 
 
 def check_out(folder: Path) -> None:

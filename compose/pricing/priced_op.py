@@ -133,7 +133,11 @@ class Priceable:
         return part.checked or (same and not as_wide)
 
     def run_by(self, gpu: Gpu) -> Priceable:
-        """The op as a GPU runs it: in fp32 without TF32 units, of which MIOpen knows nothing."""
+        """The op as a GPU runs it: in fp32 where it has no TF32 units.
+
+        Convolutions of AMD neither: torch's ``miopen_convolution`` takes no ``allow_tf32``
+        (https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/native_functions.yaml).
+        """
         if getattr(self.params, "dtype", "") != "tf32":
             return self
         has_it = "tf32" in gpu.peak_flops_per_s and not (

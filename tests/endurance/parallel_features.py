@@ -64,7 +64,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A small decoder; ``recompute`` runs a block."""
+    """A small decoder; ``run`` calls a block."""
 
     def __init__(self, block: type[Block] = Block) -> None:
         super().__init__()
@@ -353,7 +353,8 @@ def tensor_parallel_with_fsdp2(device: torch.device) -> None:
     train(model, device, of_single_tensors(model))
 
 
-@feature({})
+# Keys and values of all tokens in forward and in backward, and the gradients of both once.
+@feature({"all_gather": BLOCKS * 4 * ACTIVATION, "send_recv": BLOCKS * 2 * ACTIVATION})
 def context_parallel(device: torch.device) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel as parallel
