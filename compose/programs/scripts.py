@@ -65,6 +65,10 @@ class ScriptOrder:
     limit_s: int = 600
     anew: bool = False
 
+    def __post_init__(self) -> None:
+        if not self.path.is_file():
+            raise ValueError(f"script {str(self.path)!r}: no such file")
+
     def facts(self, serve: str = "") -> Facts:
         """What its process is told; ``serve``: see ``itercast.capture.programs.script``."""
         gpu, node = self.target.gpu, self.target.node

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from unseen_ops import GPU, MODELS, learned
 
@@ -29,6 +30,7 @@ from itercast.microbench.ops.memory.norm import Norm
 from itercast.microbench.ops.memory.reduction import Reduction
 
 GROWS_US = 30.0
+PERSISTENT_US = 7.0  # a step of several kernels takes longer
 
 
 @pytest.mark.parametrize("op", ["index", "index_select", "index_add_", "scatter_add_", "fused"])
@@ -165,6 +167,27 @@ def test_rows_of_a_gpu_price_steps_on_that_gpu_alone_up_to_their_largest_state()
     small = replace(known["recurrent"], envelope={"log_hidden": (0.0, 2.0)})  # up to 4
     others.append(fallback_parts(alone, {**known, "recurrent": small}, False, GPU))
     assert [{p.family for p in parts} for parts in others] == [{"gemm", "elementwise"}] * 2
+
+
+def test_steps_of_our_h100_take_a_product_and_a_pass_unless_they_are_one_kernel() -> None:
+    """By its rows, which no model prices here; ``pytest -s`` prints measured over this law."""
+    files = sorted((SHIPPED.parents[1] / "datasets/gpu/recurrent/h100-sxm-80gb").rglob("*.parquet"))
+    names = [f.name for f in fields(Recurrent)]
+    rows = pd.concat([pd.read_parquet(file) for file in files]).query("status == 'ok'")
+    medians = rows.groupby(names)["time_us"].median().reset_index().to_dict("records")
+    bundle = Bundle.load(SHIPPED)
+    others = {name: model for name, model in bundle.models.items() if name != "recurrent"}
+    book = PriceBook(replace(bundle, models=others), load_gpu("h100-sxm-80gb"), 0)
+    ratios = []
+    for row in medians:
+        words = ("op", "dtype")
+        p = Recurrent(**{n: row[n] if n in words else int(row[n]) for n in names})
+        (law,) = book.price([priceable(OpCall(op=NETWORK, args=(), kwargs=asdict(p)))])
+        each_us = row["time_us"] / p.steps
+        print(f"{p.op} {p.dtype} {each_us:.1f} us a step, {row['time_us'] / law.duration_us:.2f}")
+        ratios += [row["time_us"] / law.duration_us] if each_us > PERSISTENT_US else []
+    assert len(ratios) == 17 and np.median(ratios) == pytest.approx(1.0, abs=0.1)
+    assert sum(0.8 < ratio < 1.4 for ratio in ratios) == 13
 
 
 @pytest.mark.parametrize("gpu", ["v100-sxm-16gb", "h100-sxm-80gb"])
