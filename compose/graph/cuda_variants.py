@@ -5,7 +5,7 @@
 - Softmax in fp32 of an fp16 tensor: the GPU kernel reads fp16 itself and its backward writes fp16,
   so that the casts around it vanish (aten/src/ATen/native/SoftMax.cpp, ``half_to_float``).
 - Recurrent networks, step by step on a CPU, are one call of cuDNN forward and one backward
-  (aten/src/ATen/native/cudnn/RNN.cpp).
+  (aten/src/ATen/native/cudnn/RNN.cpp); so they are on a CPU whose rows show them whole.
 - Attention without a fused kernel leaves its weights for backward (``_with_weights``).
 - Allocations launch no kernel.
 - Images are NHWC where the step says ``channels_last``.
@@ -13,16 +13,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
 from math import prod
 
-from itercast.capture.opcall import Argument, OpCall, StepCapture, TensorSpec
+from itercast.capture.opcall import CELLS, Argument, OpCall, StepCapture, TensorSpec
 from itercast.compose.graph.attention_kernels import SDPA_OPS, SIXTEEN_BIT
 from itercast.compose.graph.identity_cache import cached_by_identity
 from itercast.compose.graph.rewrite import StepBuilder, fresh_storages, with_tensors
-from itercast.microbench.ops.matrix.recurrent import CALL, Recurrent, saved_numel
+from itercast.microbench.ops.matrix.recurrent import CALL, Recurrent, cell_of, saved_numel
 from itercast.microbench.ops.memory.elementwise_names import ALLOCATIONS, SAME_AS
 
 SDPA = SDPA_OPS[0]
@@ -52,28 +52,29 @@ def with_byte_masks(capture: StepCapture) -> StepCapture:
     return replace(capture, calls=tuple(with_tensors(c, change) for c in capture.calls))
 
 
-def with_whole_networks(capture: StepCapture) -> StepCapture:
-    """Returns the step with one call for each pass of a recurrent network, as a GPU runs it.
+def with_whole_networks(capture: StepCapture, cells: Collection[str] = CELLS) -> StepCapture:
+    """Returns the step with one call for each pass of a recurrent network of these cells.
 
     In forward it comes where the last call of those in its place was, after casts of its weights,
     in backward where the first one was. The host has as many fewer views and autograd nodes.
     """
-    if not capture.networks:
-        return capture
+    numbers = [n for n, x in enumerate(capture.networks, 1) if cell_of(x["op"]) in cells]
     passes: dict[int, list[int]] = {}
     for i, call in enumerate(capture.calls):
-        passes.setdefault(call.within, []).append(i)
-    outside, made = passes.pop(0, []), StepBuilder(capture)
-    whole = _whole_calls(capture, passes)
+        if call.within in numbers:
+            passes.setdefault(call.within, []).append(i)
+    if not passes:
+        return capture
+    made, whole = StepBuilder(capture), _whole_calls(capture, passes)
     at = {indices[-1 if number % 2 else 0]: whole[number] for number, indices in passes.items()}
     for i, call in enumerate(capture.calls):
-        if not call.within or i in at:
+        if call.within not in passes or i in at:
             made.calls.append(at.get(i, call))
         made.done(i)
-    updates = sum(call.phase == "optimizer" for call in capture.calls)
-    share = (len(outside) + len(at) - updates) / (len(capture.calls) - updates)
-    host = {k: round(share * n) if k in EVENTS else n for k, n in capture.host.items()}
-    return replace(made.step(), host=host, networks=())
+    gone = sum(map(len, passes.values())) - len(at)
+    calls = sum(call.phase != "optimizer" for call in capture.calls)
+    host = {k: round((1 - gone / calls) * n) if k in EVENTS else n for k, n in capture.host.items()}
+    return replace(made.step(), host=host)
 
 
 def _whole_calls(capture: StepCapture, passes: Mapping[int, Sequence[int]]) -> Mapping[int, OpCall]:

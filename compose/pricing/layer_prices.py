@@ -200,7 +200,7 @@ def prefetch_steps(asked: Iterable[AskedStep], book: PriceBook) -> None:
     done = set[tuple[object, ...]]()
     for capture, plan, where in asked:
         with suppress(ValueError):
-            graph = rank_graph(capture, plan, book.gpu, book.stack)
+            graph = rank_graph(capture, plan, book.gpu, book.stack, book.whole_cells)
             graphs[id(graph)] = graph
             key = (id(graph), *(where.groups[axis] for axis in ("tp", "cp", "ep")))
             if key not in done:
@@ -215,7 +215,7 @@ def prefetch_steps(asked: Iterable[AskedStep], book: PriceBook) -> None:
 def _price_graph(
     capture: StepCapture, plan: ParallelPlan, book: PriceBook, where: Cluster
 ) -> PricedModel:
-    graph = rank_graph(capture, plan, book.gpu, book.stack)
+    graph = rank_graph(capture, plan, book.gpu, book.stack, book.whole_cells)
     if plan.recompute == "selective" and not any(c.op in ATTENTION for c in graph.capture.calls):
         raise ValueError(f"plan {str(plan)!r}: selective recomputes attention, the model has none")
     ops = _price_calls(graph, plan, book, where)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.slow_imports import pd
+from itercast.capture.opcall import CELLS
 from itercast.compose.graph.attention_kernels import SIXTEEN_BIT, kernel_ratio
 from itercast.compose.graph.identity_cache import Once, cached_by_identity
 from itercast.compose.machines.factors import NONE, Factors
@@ -26,6 +28,7 @@ from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.hardware.stack import USUAL as USUAL_STACK
 from itercast.microbench.hardware.stack import stack_of_row
 from itercast.microbench.ops.family import Part
+from itercast.microbench.ops.matrix.recurrent import ONE_DNN
 from itercast.microbench.ops.memory.elementwise import memory_copy
 
 ATTENTION = "attention"  # the family whose kernels stacks choose
@@ -85,6 +88,15 @@ class PriceBook:
         book = PriceBook(self.pricer, *facts)
         book.machine, book.known, book.model, book.sent = machine, known, model, self.sent
         return book
+
+    @cached_property
+    def whole_cells(self) -> tuple[str, ...]:
+        """Cells of recurrent networks that run in one call: all on a GPU; a CPU's with rows."""
+        if self.gpu.kind != "cpu":
+            return tuple(CELLS)
+        model = self.models.get("recurrent")
+        step_by_step = [cell for cell in CELLS if cell != ONE_DNN]
+        return tuple(c for c in step_by_step if model and model.covers(self.gpu, c, "fp32"))
 
     @property
     def host_is_named(self) -> bool:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import islice, takewhile
 
-from itercast.capture.opcall import NARROW, OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.capture.opcall import CELLS, NARROW, OpCall, ParamSpec, StepCapture, TensorSpec
 from itercast.capture.plan import ParallelPlan
 from itercast.capture.plan_keys import added_keys
 from itercast.compose.graph.cache_reuse import cold_fractions
@@ -210,14 +210,24 @@ def casts(capture: StepCapture, plan: ParallelPlan, stack: str) -> str:
     return "experts" if wide else ""
 
 
-def rank_graph(capture: StepCapture, plan: ParallelPlan, gpu: Gpu, stack: str = USUAL) -> RankGraph:
-    """Rewrite a captured micro-batch for a rank of the plan: expert, context, tensor parallel."""
+def rank_graph(
+    capture: StepCapture,
+    plan: ParallelPlan,
+    gpu: Gpu,
+    stack: str = USUAL,
+    cells: Collection[str] = CELLS,
+) -> RankGraph:
+    """Rewrite a captured micro-batch for a rank of the plan: expert, context, tensor parallel.
+
+    ``cells``: of recurrent networks that this device runs in one call, as its rows were measured.
+    """
     if plan.amp and gpu.kind == "cpu":
         raise ValueError(f"plan {str(plan)!r}: amp is a GPU's autocast; a CPU casts other ops")
     ranks = plan.cpu_ranks if gpu.kind == "cpu" else 1
     cast = casts(capture, plan, stack)
+    whole = once_of(capture)(("networks", *cells), partial(with_whole_networks, capture, cells))
     key = ("rank graph", plan.expert_tp, cast, *plan.parts("ops"), gpu, ranks)
-    return once_of(capture)(key, partial(_rank_graph, capture, plan, gpu, ranks, cast))
+    return once_of(whole)(key, partial(_rank_graph, whole, plan, gpu, ranks, cast))
 
 
 def _rank_graph(
@@ -226,7 +236,6 @@ def _rank_graph(
     if cast:
         capture = once_of(capture)(("in half", cast), partial(IN_HALF[cast], capture))
     trained = sum(p.nbytes for p in capture.parameters if p.ready_after >= 0 and not p.matrix)
-    capture = capture if gpu.kind == "cpu" else with_whole_networks(capture)
     for name, value in plan.more:
         capture = added_keys()[name].step(capture, plan, value)
     capture = context_parallel(expert_parallel(capture, plan), plan)

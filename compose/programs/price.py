@@ -44,9 +44,8 @@ class PricedRank:
 def price_rank(step: StepCapture, book: PriceBook, node: Node | None, per_node: int) -> PricedRank:
     """Price the launches of one rank; ``per_node`` GPUs reach each other without the network."""
     on_cpu = book.gpu.kind == "cpu"
-    step = inductor_kernels(
-        step if on_cpu else with_whole_networks(step), apart=lambda call: not call.compiled
-    )
+    step = with_whole_networks(step, book.whole_cells)
+    step = inductor_kernels(step, apart=lambda call: not call.compiled)
     step = step if on_cpu else _with_launches(with_cuda_variants(step))
     calls, cold = step.calls, cold_fractions(step, book.gpu, per_node if on_cpu else 1)
     asked = AskedCalls.of(calls, cold, (i for i, c in enumerate(calls) if c.op not in UNPRICED))

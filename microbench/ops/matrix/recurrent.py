@@ -1,15 +1,18 @@
 """Describes recurrent networks (LSTM, GRU, plain) over all steps of a sequence as one op.
 
-Forward and backward. On a CPU that is an LSTM's layer in one direction, by oneDNN; other networks
-run there step by step, as ops of other families. On a GPU cuDNN runs all layers and directions in
-one call. Its input products, of all steps at once, are products like others; rows of GPUs measure
-what is left: the steps of one layer in one direction, of ``inputs`` 1.
+Forward and backward. On a CPU that is an LSTM's layer in one direction, by oneDNN; a GRU runs there
+step by step in C++, which takes less than its ops do one by one from Python, and as in training:
+forward makes autograd's nodes. On a GPU cuDNN runs
+all layers and directions in one call. Input products, of all steps at once, are products like
+others; rows measure what is left, but for oneDNN's layers: the steps of one layer in one direction,
+of ``inputs`` 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import cycle
 
 import numpy as np
 
@@ -38,6 +41,8 @@ from itercast.microbench.ops.memory.elementwise import memory_copy
 from itercast.microbench.ops.sizes import MAX_BATCH, resize_along
 
 CALL = "itercast.recurrent"  # a network's call on a GPU, whose parameters are its arguments
+ONE_DNN = "lstm"  # oneDNN has layers of no other cell for PyTorch
+ON_CPU = (ONE_DNN, "gru")  # cells that sweeps of CPUs measure
 MODE = 2  # an LSTM's number among recurrent networks, in torch and cuDNN
 POINTWISE: float = assumed(__file__, "pointwise_flops")
 STEP_KERNELS: Mapping[str, float] = assumed(__file__, "step_kernels")  # by architecture
@@ -64,21 +69,27 @@ class Recurrent:
     directions: int = 1
 
 
+def cell_of(op: str) -> str:
+    """The cell of a forward or backward op."""
+    return op.removesuffix("_backward")
+
+
 def _width(rng: np.random.Generator) -> int:
     n = log_uniform(rng, 8, 1024)
     return max(8, 8 * round(n / 8)) if rng.random() < 0.8 else n
 
 
 def sweep() -> Iterator[Recurrent]:
-    """Yields LSTM layers without end: widths of 8 to 1024, up to 256 steps and 128 sequences."""
-    rng = np.random.default_rng(17)
+    """Yields layers of LSTMs and GRUs in turn: widths of 8 to 1024, 256 steps of 128 sequences."""
+    rng, cells = np.random.default_rng(17), cycle(ON_CPU)
     while True:
-        hidden = _width(rng)
+        hidden, cell = _width(rng), next(cells)
+        inputs = hidden if rng.random() < 0.4 else _width(rng)  # layers after the first
         p = Recurrent(
-            op=str(rng.choice(["lstm", "lstm_backward"])),
+            op=str(rng.choice([cell, f"{cell}_backward"])),
             steps=log_uniform(rng, 1, 256),
             batch=log_uniform(rng, 1, 128),
-            inputs=hidden if rng.random() < 0.4 else _width(rng),  # layers after the first
+            inputs=inputs if cell == ONE_DNN else 1,
             hidden=hidden,
         )
         if flops(p) <= MAX_FLOPS and bytes_moved(p) <= MAX_BYTES:
@@ -92,7 +103,7 @@ def _on_gpus(p: Recurrent, rng: np.random.Generator) -> Recurrent:
 
 
 def build(p: Recurrent, device: str) -> Workload:
-    """oneDNN's layer on a CPU, cuDNN's on a GPU, its backward through autograd."""
+    """oneDNN's layer of an LSTM on a CPU; else the module's, its backward through autograd."""
 
     def tensor(*shape: int) -> Tensor:
         return (torch.randn(shape, device=device) * 0.1).to(torch_dtype(p.dtype))
@@ -104,12 +115,12 @@ def build(p: Recurrent, device: str) -> Workload:
     )
     wide = GATES[p.op] * p.hidden
     grad = tensor(p.steps, p.batch, p.hidden)
-    if device == "cpu" and GATES[p.op] == GATES["lstm"]:  # of which alone oneDNN has layers
+    if device == "cpu" and cell_of(p.op) == ONE_DNN:
         weights = [tensor(wide, p.inputs), tensor(wide, p.hidden), tensor(wide), tensor(wide)]
         return Workload(run=_on_cpu(p, x, h, c, weights, grad))
     x.requires_grad_(p.op not in CELLS)
     return Workload(
-        run=_on_cuda(p, x, h, c, grad),
+        run=_module(p, x, h, c, grad),
         baseline=None if p.op in CELLS else autograd_call(5, device),  # x and four of weights
         through_aten=False,
     )
@@ -132,12 +143,12 @@ def _on_cpu(
     return lambda: back(*(x, *w, *states, *grads, False, *how), True, False, [], False, workspace)
 
 
-def _on_cuda(p: Recurrent, x: Tensor, h: Tensor, c: Tensor, grad: Tensor) -> Callable[[], object]:
-    cell = p.op.removesuffix("_backward")
+def _module(p: Recurrent, x: Tensor, h: Tensor, c: Tensor, grad: Tensor) -> Callable[[], object]:
+    cell = cell_of(p.op)
     module = getattr(torch.nn, cell.upper())(p.inputs, p.hidden, device=x.device, dtype=x.dtype)
     states = (h[None], c[None]) if cell == "lstm" else h[None]
-    if p.op in CELLS:
-        return torch.no_grad()(lambda: module(x, states)[0])
+    if p.op in CELLS:  # a GPU's call makes one node for autograd, a CPU's steps make many
+        return torch.set_grad_enabled(x.device.type == "cpu")(lambda: module(x, states)[0])
     y, leaves = module(x, states)[0], [x, *module.parameters()]
     return lambda: torch.autograd.grad(y, leaves, grad, retain_graph=True)
 
@@ -171,7 +182,7 @@ def bytes_moved(p: Recurrent) -> Numbers:
 def saved_numel(p: Recurrent) -> int:
     """How many numbers forward keeps for backward, beside its inputs and outputs."""
     cells = p.steps * p.batch * p.layers * p.directions
-    return int(cells * p.hidden * SAVED[p.op.removesuffix("_backward")])
+    return int(cells * p.hidden * SAVED[cell_of(p.op)])
 
 
 def features(p: Recurrent, gpu: Gpu) -> dict[str, Numbers | str]:
@@ -215,7 +226,7 @@ def fallback(p: Recurrent, measured: Measured) -> list[Part]:
     known = measured.seen if on_cpu else measured.measured_here
     seen = known("recurrent", p.op, p.dtype)
     seen &= on_cpu or np.log2(p.hidden) <= measured.largest("recurrent", "log_hidden")
-    if seen and (on_cpu or p == alone):
+    if seen and (p == alone or (on_cpu and cell_of(p.op) == ONE_DNN)):
         return []
     cells, rows, forward = p.steps * p.batch, GATES[p.op] * p.hidden, p.op in CELLS
     each = p.layers * p.directions
@@ -253,7 +264,7 @@ FAMILY = Family(
         "aten.mkldnn_rnn_layer_backward.default": from_layer,
         CALL: lambda call: Recurrent(**call.kwargs),
     },
-    weight=0.5,
+    weight=0.8,
     gpu_sweep=GpuSweep(
         variant=_on_gpus,
         resize=resize_along({"batch": MAX_BATCH, "steps": 512}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pandas as pd
@@ -13,6 +13,7 @@ from torch import nn
 from unseen_ops import GPU, MODELS, OfFew, learned
 
 from itercast.capture.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.capture.plan import ParallelPlan
 from itercast.capture.recorder.log import capture_step
 from itercast.capture.step import StepSettings
 from itercast.compose.graph.cuda_variants import (
@@ -21,12 +22,16 @@ from itercast.compose.graph.cuda_variants import (
     with_memory_format,
     with_whole_networks,
 )
+from itercast.compose.pricing.fallbacks import fallback_parts
 from itercast.compose.pricing.optimizer import scaled_update
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import priceable
+from itercast.compose.pricing.rank_graph import rank_graph
 from itercast.microbench.ops.matrix.recurrent import CALL as NETWORK
 from itercast.microbench.ops.matrix.recurrent import Recurrent, saved_numel
 from itercast.microbench.ops.memory.fused import CALL
+
+CPU = replace(GPU, name="cpu", kind="cpu")
 
 
 def tensor(storage: int, dtype: str = "fp32", shape: tuple[int, ...] = (4, 8)) -> TensorSpec:
@@ -104,6 +109,30 @@ def test_a_capture_knows_the_calls_of_each_recurrent_network(cell: str) -> None:
     assert forward.outputs[-1].shape == (saved_numel(Recurrent(**forward.kwargs)),)
     assert whole.host["autograd_node"] < step.host["autograd_node"]
     assert whole.host["module_call"] == step.host["module_call"]
+    assert with_whole_networks(whole) == whole
+    assert with_whole_networks(step, ()) == step
+
+
+def test_a_cpu_runs_networks_in_one_call_whose_steps_it_has_rows_of() -> None:
+    """All but LSTMs, which oneDNN runs layer by layer; a layer is a product and its steps."""
+
+    rows = {"gemm": learned("mm", gpu=CPU), "recurrent": learned("lstm", "gru", gpu=CPU)}
+
+    class Pricer(OfFew):
+        models = MODELS | rows
+
+    book = PriceBook(Pricer(), CPU, 1)
+    assert book.whole_cells == ("gru",)
+    assert PriceBook(OfFew(), CPU, 1).whole_cells == ()
+    layer = Recurrent(op="gru", steps=5, batch=3, inputs=6, hidden=8)
+    step = StepCapture(
+        calls=(replace(call("mm.default", tensor(0), tensor(1), out=2), within=1),),
+        networks=(asdict(layer),),
+    )
+    (op,) = rank_graph(step, ParallelPlan(), CPU, cells=book.whole_cells).to_price()
+    product, steps = fallback_parts(op.params, Pricer.models, False, CPU)
+    assert (product.params.m, product.params.n, product.params.k) == (15, 24, 6)
+    assert steps.params == replace(layer, inputs=1)
 
 
 class ByElement(OfFew):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -267,17 +268,25 @@ def test_a_gpu_runs_a_network_of_two_layers_and_directions_as_one_op() -> None:
 
 
 @pytest.mark.parametrize("op", recurrent.GATES)
-def test_the_steps_of_a_layer_are_timed_on_gpus(op: str) -> None:
+def test_the_steps_of_a_layer_are_timed_as_the_module_runs_them(op: str) -> None:
+    """On a CPU, of GRUs alone, forward makes nodes for autograd, as in training."""
     layer, cell = replace(LAYER, op=op, inputs=1), op.removesuffix("_backward")
     x, h, c, grad = (torch.randn(s) for s in ((5, 3, 1), (3, 8), (3, 8), (5, 3, 8)))
     x.requires_grad_()
-    made: Any = recurrent._on_cuda(layer, x, h, c, grad)()
+    made: Any = recurrent._module(layer, x, h, c, grad)()
     if op == cell:
-        assert made.shape == (5, 3, 8)
+        assert (made.shape, made.requires_grad) == ((5, 3, 8), True)
     else:
         rows = recurrent.GATES[op] * 8
         shapes = [(5, 3, 1), (rows, 1), (rows, 8), (rows,), (rows,)]
         assert [tuple(g.shape) for g in made] == shapes
+
+
+def test_cpus_are_swept_for_whole_layers_of_lstms_and_for_steps_of_grus() -> None:
+    found = list(islice(recurrent.sweep(), 40))
+    assert {p.op for p in found} == {"lstm", "lstm_backward", "gru", "gru_backward"}
+    assert {p.inputs == 1 for p in found if p.op.startswith("gru")} == {True}
+    assert max(p.inputs for p in found if p.op.startswith("lstm")) > 1
 
 
 def test_a_statistic_covers_a_row_a_channel_or_a_group() -> None:
