@@ -18,8 +18,8 @@ from itercast.compose.graph.index_streams import with_indices
 from itercast.compose.graph.launch_modes import with_engine
 from itercast.compose.plan_search.candidates import Search, candidate_plans
 from itercast.compose.plan_search.open_search import size_of
+from itercast.compose.plan_search.search import least_us
 from itercast.compose.plan_search.sizes import CapturesBySize
-from itercast.compose.simulate.stage_rank import least_us
 from itercast.compose.target import Target, find_target, step_dtype
 
 

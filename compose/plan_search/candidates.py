@@ -36,8 +36,9 @@ from itercast.compose.pricing.layer_prices import AskedStep, prefetch_steps
 from itercast.compose.pricing.optimizer import STATE_COPIES
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.simulate.iteration import quick_us
+from itercast.compose.simulate.memory_plan import memory
 from itercast.compose.simulate.rank import Rank
-from itercast.compose.simulate.stage_rank import chunks_of, memory
+from itercast.compose.simulate.stages import chunks_of
 from itercast.compose.trace.events import Trace
 from itercast.microbench.hardware.node import Node
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 
 from itercast.capture.base.garbage import without_garbage_collection
@@ -13,9 +14,10 @@ from itercast.capture.plan_keys import V_SHAPED
 from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.plan_search.candidates import OBJECTIVES, Scored, Search, candidate_plans
 from itercast.compose.plan_search.simplest import simplest
+from itercast.compose.simulate.memory_plan import memory
+from itercast.compose.simulate.pipeline import CUT_BACKWARD
 from itercast.compose.simulate.rank import Rank
-from itercast.compose.simulate.stage_rank import least_us, mean_us, memory
-from itercast.compose.simulate.stages import uneven
+from itercast.compose.simulate.stages import chunks_of, dealt, uneven
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,44 @@ def legal_plans(search: Search, gpus: int, objective: str) -> Iterator[Scored]:
         search.announce(candidates)
         for plan in candidates:
             yield from _bounded(search, plan, objective)
+
+
+def least_us(rank: Rank) -> float:
+    """A lower bound of the iteration: compute that any schedule must do one after the other.
+
+    The first micro-batch's forward on the stages before a rank, all of that rank's work, and the
+    last one's backward on its way back, without the weight gradients that may fill the bubble.
+    """
+    plan = rank.plan
+    if plan.pp == 1:
+        return mean_us(rank)
+    key = ("loads", *plan.parts("stages"), plan.schedule)
+    loads, ways = rank.model.once(key, partial(_loads_us, rank))
+    least, before = 0.0, 0.0
+    for load_us, way_us in zip(loads, ways, strict=True):
+        least = max(least, before + plan.microbatches * load_us)
+        before += way_us
+    return float(least)
+
+
+def mean_us(rank: Rank) -> float:
+    """The mean over stages of the compute of all micro-batches, however layers are dealt."""
+    layers, plan = rank.model.layers, rank.plan
+    whole_us = sum(
+        x.layer.count * (x.forward_work.lane_us + x.backward_work.lane_us) for x in layers
+    )
+    return plan.microbatches * whole_us / plan.pp
+
+
+def _loads_us(rank: Rank) -> tuple[list[float], list[float]]:
+    """By rank a micro-batch's compute on all its layers, and the part that others wait for."""
+    each, pp, cut = [], rank.plan.pp, rank.plan.schedule in CUT_BACKWARD
+    for c in chunks_of(rank):
+        us = sum(n * (x.forward_work.lane_us + x.backward_work.lane_us) for x, n in c.runs)
+        off = sum(n * x.weight_us for x, n in c.runs) if cut else 0.0
+        each.append((us, us - off))
+    loads = [sum(us for us, _ in mine) for mine in dealt(rank.plan, each)]
+    return loads, [each[r][1] for r in range(pp)]
 
 
 def _bounded(search: Search, plan: ParallelPlan, objective: str) -> Iterator[Scored]:

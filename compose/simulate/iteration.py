@@ -20,9 +20,10 @@ from itercast.compose.simulate.breakdown import (
     tally_layers,
 )
 from itercast.compose.simulate.cyclic import send_to_next_replica, slots_of, staggered
+from itercast.compose.simulate.memory_plan import stage_memory
 from itercast.compose.simulate.rank import Rank, Run
 from itercast.compose.simulate.rank_program import RankProgram
-from itercast.compose.simulate.stage_rank import Pipeline, by_rank, pipeline_of, stage_memory
+from itercast.compose.simulate.stage_rank import Pipeline, by_rank, pipeline_of
 from itercast.compose.simulate.timeline import side_by_side
 
 Runs = list[tuple[Run, int]]  # in order, each with how often it is repeated

@@ -17,7 +17,10 @@ from itercast.compose.parallel.ep import expert_shards, shards_of
 from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.compose.pricing.optimizer import OUTER_COPIES, STATE_COPIES
 from itercast.compose.simulate.data_parallel import Strategy, strategy
-from itercast.microbench.hardware.stack import Held
+from itercast.compose.simulate.pipeline import in_flight
+from itercast.compose.simulate.rank import Rank
+from itercast.compose.simulate.stages import Chunk, chunks_of, dealt, layout
+from itercast.microbench.hardware.stack import Held, stack_of_row
 
 PRECISE_BYTES = 4  # of fp32
 STAGES_HANDED_ON = 3  # that a staggered replica holds: in use, arriving, being sent (``cyclic``)
@@ -32,11 +35,10 @@ Ranks = tuple[int, int]  # that share out a parameter: dense ones, experts that 
 class Sizes:
     """Bytes of a rank's layers; plans that give a rank the same layers share them.
 
-    ``layers`` are in forward order; ``runs``: the same, each with how often it is there in a row;
-    ``dense``: trained parameters that ep does not spread, ``experts``: those that it does.
+    ``runs``: the layers in forward order, each with how often it is there in a row; ``dense``:
+    trained parameters that ep does not spread, ``experts``: those that it does.
     """
 
-    layers: tuple[PricedLayer, ...]
     runs: tuple[Run, ...]
     parameters: int
     dense: Trained
@@ -47,7 +49,6 @@ class Sizes:
     def of(cls, runs: Sequence[Run]) -> Sizes:
         """Sizes of these layers."""
         return cls(
-            layers=tuple(x for x, n in runs for _ in range(n)),
             runs=tuple(runs),
             parameters=sum(x.layer.parameter_bytes * n for x, n in runs),
             dense=Trained.of([(x.layer.dense, n) for x, n in runs]),
@@ -106,6 +107,57 @@ class Trained:
             wider = one.copies + copies * (PRECISE_BYTES - size) if one else 0
             kept += nbytes * wider // size
         return gradients, kept
+
+
+Stage = tuple[Sizes, list[int]]  # of a rank's layers, and by chunk the bytes saved for backward
+
+
+def memory(rank: Rank, optimizer: str) -> dict[str, int]:
+    """Peak memory of the fullest rank, by purpose: of ranks with equal layers one is enough."""
+    most = dict[int, tuple[Sizes, int]]()
+    for sizes, others in _in_flight(rank):
+        if id(sizes) not in most or most[id(sizes)][1] < others:
+            most[id(sizes)] = (sizes, others)
+    each = (_memory(rank, optimizer, *held) for held in most.values())
+    return max(each, key=lambda m: sum(m.values()))
+
+
+def stage_memory(rank: Rank, optimizer: str) -> list[dict[str, int]]:
+    """Peak memory of each rank of a pipeline, by purpose; of one where there is none."""
+    return [_memory(rank, optimizer, *held) for held in _in_flight(rank)]
+
+
+def _in_flight(rank: Rank) -> Iterator[tuple[Sizes, int]]:
+    """By rank of a pipeline the sizes of its layers, and bytes of other micro-batches' results."""
+    plan = rank.plan
+    for r, (sizes, saved) in enumerate(_held(rank)):
+        held = in_flight(plan.schedule, plan.pp, r, plan.microbatches, plan.virtual)
+        others = sum((n - 1) * nbytes for n, nbytes in zip(held, saved, strict=True))
+        yield sizes, max(0, others)
+
+
+def _memory(rank: Rank, optimizer: str, sizes: Sizes, others: int) -> dict[str, int]:
+    graph, held = rank.model.graph, stack_of_row(rank.book.stack).held
+    update = (graph.update_share, others, graph.matrix_bytes)
+    found = rank_memory(sizes, rank.plan, optimizer, *update, held)
+    found["activations"] += graph.input_bytes
+    return {name: n + rank.model.added_bytes.get(name, 0) for name, n in found.items()}
+
+
+def _held(rank: Rank) -> list[Stage]:
+    """By rank of the pipeline the sizes of its layers, and by chunk what forward saves."""
+
+    def sizes(chunks: Sequence[Chunk]) -> Stage:
+        saved = [sum(x.saved_bytes * n for x, n in c.runs) for c in chunks]
+        return Sizes.of([run for c in chunks for run in c.runs]), saved
+
+    def held() -> list[Stage]:
+        each = dealt(rank.plan, chunks_of(rank))
+        keys = [("sizes", *(c.key for c in chunks)) for chunks in each]  # stages may be equal
+        pairs = zip(keys, each, strict=True)
+        return [rank.model.once(key, partial(sizes, chunks)) for key, chunks in pairs]
+
+    return rank.model.once(("held", *layout(rank.plan)), held)
 
 
 def rank_memory(

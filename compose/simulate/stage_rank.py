@@ -1,11 +1,10 @@
-"""A pipeline's stages as ranks: layers, memory, runs, messages, and a lower bound of their time."""
+"""A pipeline of ranks: the runs of each chunk of layers, the messages between them, their times."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from typing import TypeVar
 
 from itercast.capture.base.assumptions import assumed
@@ -18,147 +17,19 @@ from itercast.compose.pricing.host import python_op
 from itercast.compose.pricing.priced_op import PricedOp, priceable
 from itercast.compose.simulate.breakdown import Shares, added_up
 from itercast.compose.simulate.data_parallel import reductions
-from itercast.compose.simulate.memory_plan import Sizes, rank_memory
 from itercast.compose.simulate.pipeline import (
-    CUT_BACKWARD,
     StageTimes,
     chunks_of_rank,
     finish_us,
-    in_flight,
     rank_of_chunk,
 )
 from itercast.compose.simulate.rank import Rank, Run
 from itercast.compose.simulate.rank_program import RankProgram
-from itercast.compose.simulate.stages import Chunk, partition, with_tied
+from itercast.compose.simulate.stages import Chunk, chunks_of, stages_of
 from itercast.microbench.hardware.stack import stack_of_row
 
 SCHEDULE_SHARE: float = assumed(__file__, "schedule_share")
 T = TypeVar("T")
-
-
-def chunks_of(rank: Rank) -> list[Chunk]:
-    """The model's chunks of layers; plans with as many chunks share them.
-
-    The last one has copies of weights that it ties to those of the first, if on another rank.
-    """
-
-    def cut() -> list[Chunk]:
-        chunks = partition(rank.model.layers, rank.plan)
-        # where the first rank has the last chunk
-        shared = rank.plan.pp == 1 or rank.plan.schedule in V_SHAPED
-        return chunks if shared else [*chunks[:-1], with_tied(chunks[-1], rank.model)]
-
-    return rank.model.once(("chunks", *_layout(rank.plan)), cut)
-
-
-def _layout(plan: ParallelPlan) -> tuple[object, ...]:
-    """What of a plan changes which layers a rank has."""
-    return (plan.schedule in V_SHAPED, *plan.parts("stages"))
-
-
-def stages_of(rank: Rank) -> list[Rank]:
-    """One rank for each pipeline stage, with the layers of all virtual stages that it holds."""
-    dealt = _dealt(rank.plan, chunks_of(rank))
-    starts = [tuple(accumulate(len(c.layers) for c in mine))[:-1] for mine in dealt]
-    return [
-        replace(rank, layers=sizes.layers, starts=own)
-        for (sizes, _), own in zip(_held(rank), starts, strict=True)
-    ]
-
-
-Held = tuple[Sizes, list[int]]  # of a rank's layers, and by chunk the bytes saved for backward
-
-
-def _held(rank: Rank) -> list[Held]:
-    """By rank of the pipeline the sizes of its layers, and by chunk what forward saves."""
-
-    def sizes(chunks: Sequence[Chunk]) -> Held:
-        saved = [sum(x.saved_bytes * n for x, n in c.runs) for c in chunks]
-        return Sizes.of([run for c in chunks for run in c.runs]), saved
-
-    def held() -> list[Held]:
-        dealt = _dealt(rank.plan, chunks_of(rank))
-        keys = [("sizes", *(c.key for c in chunks)) for chunks in dealt]  # stages may be equal
-        pairs = zip(keys, dealt, strict=True)
-        return [rank.model.once(key, partial(sizes, chunks)) for key, chunks in pairs]
-
-    return rank.model.once(("held", *_layout(rank.plan)), held)
-
-
-def _dealt(plan: ParallelPlan, chunks: Sequence[T]) -> list[list[T]]:
-    """By rank what belongs to its chunks."""
-    ranks = (chunks_of_rank(plan.schedule, plan.pp, r, len(chunks)) for r in range(plan.pp))
-    return [[chunks[c] for c in mine] for mine in ranks]
-
-
-def memory(rank: Rank, optimizer: str) -> dict[str, int]:
-    """Peak memory of the fullest rank, by purpose: of ranks with equal layers one is enough."""
-    most = dict[int, tuple[Sizes, int]]()
-    for sizes, others in _in_flight(rank):
-        if id(sizes) not in most or most[id(sizes)][1] < others:
-            most[id(sizes)] = (sizes, others)
-    each = (_memory(rank, optimizer, *held) for held in most.values())
-    return max(each, key=lambda m: sum(m.values()))
-
-
-def stage_memory(rank: Rank, optimizer: str) -> list[dict[str, int]]:
-    """Peak memory of each rank of a pipeline, by purpose; of one where there is none."""
-    return [_memory(rank, optimizer, *held) for held in _in_flight(rank)]
-
-
-def _in_flight(rank: Rank) -> Iterator[tuple[Sizes, int]]:
-    """By rank of a pipeline the sizes of its layers, and bytes of other micro-batches' results."""
-    plan = rank.plan
-    for r, (sizes, saved) in enumerate(_held(rank)):
-        held = in_flight(plan.schedule, plan.pp, r, plan.microbatches, plan.virtual)
-        others = sum((n - 1) * nbytes for n, nbytes in zip(held, saved, strict=True))
-        yield sizes, max(0, others)
-
-
-def _memory(rank: Rank, optimizer: str, sizes: Sizes, others: int) -> dict[str, int]:
-    graph, held = rank.model.graph, stack_of_row(rank.book.stack).held
-    update = (graph.update_share, others, graph.matrix_bytes)
-    found = rank_memory(sizes, rank.plan, optimizer, *update, held)
-    found["activations"] += graph.input_bytes
-    return {name: n + rank.model.added_bytes.get(name, 0) for name, n in found.items()}
-
-
-def least_us(rank: Rank) -> float:
-    """A lower bound of the iteration: compute that any schedule must do one after the other.
-
-    The first micro-batch's forward on the stages before a rank, all of that rank's work, and the
-    last one's backward on its way back, without the weight gradients that may fill the bubble.
-    """
-    plan = rank.plan
-    if plan.pp == 1:
-        return mean_us(rank)
-    key = ("loads", *plan.parts("stages"), plan.schedule)
-    loads, ways = rank.model.once(key, partial(_loads_us, rank))
-    least, before = 0.0, 0.0
-    for load_us, way_us in zip(loads, ways, strict=True):
-        least = max(least, before + plan.microbatches * load_us)
-        before += way_us
-    return float(least)
-
-
-def mean_us(rank: Rank) -> float:
-    """The mean over stages of the compute of all micro-batches, however layers are dealt."""
-    layers, plan = rank.model.layers, rank.plan
-    whole_us = sum(
-        x.layer.count * (x.forward_work.lane_us + x.backward_work.lane_us) for x in layers
-    )
-    return plan.microbatches * whole_us / plan.pp
-
-
-def _loads_us(rank: Rank) -> tuple[list[float], list[float]]:
-    """By rank a micro-batch's compute on all its layers, and the part that others wait for."""
-    each, pp, cut = [], rank.plan.pp, rank.plan.schedule in CUT_BACKWARD
-    for c in chunks_of(rank):
-        us = sum(n * (x.forward_work.lane_us + x.backward_work.lane_us) for x, n in c.runs)
-        off = sum(n * x.weight_us for x, n in c.runs) if cut else 0.0
-        each.append((us, us - off))
-    loads = [sum(us for us, _ in mine) for mine in _dealt(rank.plan, each)]
-    return loads, [each[r][1] for r in range(pp)]
 
 
 @dataclass(frozen=True, kw_only=True)

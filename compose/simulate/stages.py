@@ -1,14 +1,20 @@
-"""Splits a model's layers over pipeline stages."""
+"""Splits a model's layers over pipeline stages, and deals them to ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
+from typing import TypeVar
 
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
+from itercast.capture.plan_keys import V_SHAPED
 from itercast.compose.pricing.layer_prices import PricedLayer, PricedModel
+from itercast.compose.simulate.pipeline import chunks_of_rank
+from itercast.compose.simulate.rank import Rank
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +45,42 @@ class Chunk:
         made = {t.storage for c in later for t in c.outputs if t.numel > 1}
         read = {t.storage for c in capture.calls[start:end] for t in c.tensors()}
         return bool(later) and made.isdisjoint(read)
+
+
+def chunks_of(rank: Rank) -> list[Chunk]:
+    """The model's chunks of layers; plans with as many chunks share them.
+
+    The last one has copies of weights that it ties to those of the first, if on another rank.
+    """
+
+    def cut() -> list[Chunk]:
+        chunks = partition(rank.model.layers, rank.plan)
+        # where the first rank has the last chunk
+        shared = rank.plan.pp == 1 or rank.plan.schedule in V_SHAPED
+        return chunks if shared else [*chunks[:-1], _with_tied(chunks[-1], rank.model)]
+
+    return rank.model.once(("chunks", *layout(rank.plan)), cut)
+
+
+def layout(plan: ParallelPlan) -> tuple[object, ...]:
+    """What of a plan changes which layers a rank has."""
+    return (plan.schedule in V_SHAPED, *plan.parts("stages"))
+
+
+def dealt(plan: ParallelPlan, chunks: Sequence[T]) -> list[list[T]]:
+    """By rank of the pipeline what belongs to its chunks."""
+    ranks = (chunks_of_rank(plan.schedule, plan.pp, r, len(chunks)) for r in range(plan.pp))
+    return [[chunks[c] for c in mine] for mine in ranks]
+
+
+def stages_of(rank: Rank) -> list[Rank]:
+    """One rank for each pipeline stage, with the layers of all virtual stages that it holds."""
+    stages = []
+    for mine in dealt(rank.plan, chunks_of(rank)):
+        starts = tuple(accumulate(len(c.layers) for c in mine))[:-1]
+        layers = tuple(x for c in mine for x in c.layers)
+        stages.append(replace(rank, layers=layers, starts=starts))
+    return stages
 
 
 def partition(layers: Sequence[PricedLayer], plan: ParallelPlan) -> list[Chunk]:
@@ -142,7 +184,7 @@ def _are_equal(layers: Sequence[PricedLayer]) -> bool:
     return len(lists) == 1 and len({len(x.forward) for x in numbered}) <= 2
 
 
-def with_tied(chunk: Chunk, model: PricedModel) -> Chunk:
+def _with_tied(chunk: Chunk, model: PricedModel) -> Chunk:
     """The last chunk with its own copies of the weights that its last layer ties to the first's.
 
     Their gradients are ready at the end of its backward.

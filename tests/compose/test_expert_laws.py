@@ -12,10 +12,10 @@ from plan_case import Flat
 
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.parallel.ep import expert_shards
-from itercast.compose.simulate.memory_plan import Sizes, rank_memory
+from itercast.compose.simulate.memory_plan import Sizes, memory, rank_memory
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.simulate.rank_program import RankProgram
-from itercast.compose.simulate.stage_rank import memory, stages_of
+from itercast.compose.simulate.stages import stages_of
 
 EXPERTS = 2 * 4 * 96 * 384 * 4  # bytes of a block of moe-s: two stacks of four matrices in fp32
 BLOCKS = 2

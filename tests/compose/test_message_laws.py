@@ -20,9 +20,11 @@ from itercast.compose.pricing.collectives import (
     price_messages,
 )
 from itercast.compose.pricing.price_book import PriceBook
+from itercast.compose.simulate.memory_plan import memory
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.simulate.rank_program import RankProgram
-from itercast.compose.simulate.stage_rank import memory, stage_messages, stages_of
+from itercast.compose.simulate.stage_rank import stage_messages
+from itercast.compose.simulate.stages import stages_of
 from itercast.microbench.hardware.node import Node, load_node, node_names
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.ops.step.alpha_beta import CPU_STEP_US, LINK_SHARE

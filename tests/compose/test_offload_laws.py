@@ -11,7 +11,7 @@ from plan_case import GPU, Flat
 
 from itercast.compose.simulate.rank import OFFLOAD_FRAC
 from itercast.compose.simulate.rank_program import RankProgram
-from itercast.compose.simulate.stage_rank import stages_of
+from itercast.compose.simulate.stages import stages_of
 
 SLOW = replace(GPU, name="slow-pcie", pcie_bytes_per_s=1e8)
 RATE = SLOW.pcie_bytes_per_s * OFFLOAD_FRAC["pcie"]

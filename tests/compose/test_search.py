@@ -16,11 +16,12 @@ from itercast.compose.plan_search.candidates import Search, candidate_plans
 from itercast.compose.plan_search.search import (
     _bounded,
     best_plans,
+    least_us,
     legal_plans,
     variants,
 )
 from itercast.compose.simulate.iteration import quick_us
-from itercast.compose.simulate.stage_rank import least_us, memory
+from itercast.compose.simulate.memory_plan import memory
 from itercast.compose.simulate.stages import partition, uneven
 from itercast.microbench.hardware.node import load_node
 from itercast.microbench.hardware.spec import Gpu, load_gpu

@@ -19,7 +19,7 @@ from itercast.compose.pricing.layer_prices import price_model
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import UNMODELLED
 from itercast.compose.simulate.iteration import quick_us
-from itercast.compose.simulate.stage_rank import stages_of
+from itercast.compose.simulate.stages import stages_of
 from itercast.compose.target import find_target, forecast_step
 from itercast.microbench.hardware.spec import Gpu
 

@@ -21,7 +21,7 @@ from itercast.compose.simulate.pipeline import (
     program,
     rank_of_chunk,
 )
-from itercast.compose.simulate.stage_rank import chunks_of
+from itercast.compose.simulate.stages import chunks_of
 from itercast.compose.simulate.timeline import Span, Task, simulate
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 3), ("zb", 1), ("zbv", 2), ("dualpipev", 2)]

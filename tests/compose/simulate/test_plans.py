@@ -24,8 +24,8 @@ from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.work import Step, fold
 from itercast.compose.simulate.cyclic import slots_of, steady_us
 from itercast.compose.simulate.data_parallel import LayerBucket, strategy
+from itercast.compose.simulate.memory_plan import memory
 from itercast.compose.simulate.rank import Lanes
-from itercast.compose.simulate.stage_rank import memory
 from itercast.compose.simulate.stages import partition
 from itercast.compose.simulate.timeline import simulate
 from itercast.learners.bundle import Bundle

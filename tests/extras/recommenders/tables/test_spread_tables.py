@@ -23,7 +23,7 @@ from itercast.compose.graph.index_streams import with_indices
 from itercast.compose.graph.rewrite import COLLECTIVE
 from itercast.compose.predict import predict
 from itercast.compose.simulate.iteration import micro_batches
-from itercast.compose.simulate.stage_rank import memory
+from itercast.compose.simulate.memory_plan import memory
 from itercast.extras.recommenders.tables.captured import captured_tables
 from itercast.extras.recommenders.tables.placement import KINDS, Placement, Sharding
 from itercast.extras.recommenders.tables.rank_step import rank_step
