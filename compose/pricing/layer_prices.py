@@ -12,7 +12,7 @@ from math import floor
 from itercast.capture.base.extensions import with_added
 from itercast.capture.opcall import OpCall, Places, StepCapture
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.graph.identity_cache import Once, once_of
+from itercast.compose.graph.identity_cache import Once
 from itercast.compose.graph.layers import Layer
 from itercast.compose.graph.product_roles import LINEAR_PRODUCTS
 from itercast.compose.parallel.links import Group
@@ -35,7 +35,6 @@ from itercast.compose.pricing.priced_op import AssumedTime, PricedOp
 from itercast.compose.pricing.rank_graph import (
     LayerCopies,
     RankGraph,
-    casts,
     rank_graph,
     until_read,
 )
@@ -177,17 +176,16 @@ def price_model(
 ) -> PricedModel:
     """The step of one micro-batch with prices; ``capture`` has a rank's share of tokens.
 
-    Kept by the parts of the plan and of its placement that change these prices.
+    Kept by its rank graph, and the parts of the plan and of its placement that change prices.
     """
     if plan.shard or plan.tables:
         step, rest, added_bytes = _tables_elsewhere()(capture, plan, book, where)
         return replace(price_model(step, rest, book, where), added_bytes=added_bytes)
+    graph = rank_graph(capture, plan, book.gpu, book.stack, book.whole_cells)
     groups = tuple(where.groups[axis] for axis in ("tp", "cp", "ep"))
     pairs = plan.microbatches if plan.ep_overlap else 1
-    ways = (plan.expert_tp, casts(capture, plan, book.stack), pairs)
-    sharers = plan.cpu_ranks if book.gpu.kind == "cpu" else 1
-    key = ("priced model", sharers, *ways, plan.parts("prices"), groups, where.node, book)
-    return once_of(capture)(key, partial(_price_graph, capture, plan, book, where))
+    key = ("priced model", pairs, plan.parts("prices"), groups, where.node, book)
+    return graph.once(key, partial(_price_graph, graph, plan, book, where))
 
 
 def prefetch_steps(asked: Iterable[AskedStep], book: PriceBook) -> None:
@@ -213,9 +211,8 @@ def prefetch_steps(asked: Iterable[AskedStep], book: PriceBook) -> None:
 
 
 def _price_graph(
-    capture: StepCapture, plan: ParallelPlan, book: PriceBook, where: Cluster
+    graph: RankGraph, plan: ParallelPlan, book: PriceBook, where: Cluster
 ) -> PricedModel:
-    graph = rank_graph(capture, plan, book.gpu, book.stack, book.whole_cells)
     if plan.recompute == "selective" and not any(c.op in ATTENTION for c in graph.capture.calls):
         raise ValueError(f"plan {str(plan)!r}: selective recomputes attention, the model has none")
     ops = _price_calls(graph, plan, book, where)
