@@ -20,19 +20,16 @@ from itercast.compose.pricing.collectives import Cluster, cluster
 from itercast.compose.pricing.layer_prices import price_model
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import UNMODELLED
-from itercast.compose.simulate.breakdown import (
-    Outcome,
-    families_frac,
-    is_product,
-    parts_frac,
-)
+from itercast.compose.simulate.breakdown import Outcome
 from itercast.compose.simulate.iteration import evaluate
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.trace.events import Trace
 from itercast.compose.trace.plan import plan_trace
 from itercast.microbench.hardware.node import Node
 from itercast.microbench.hardware.stack import USUAL
+from itercast.microbench.ops import families
 
+MESSAGES = "collective"  # the family of messages
 HALF_WIDTH: float = assumed(__file__, "half_width")  # of steps on a CPU
 OF_KERNELS = ((True, "products"), (False, "memory"))  # a machine's factor of products, of others
 # Facts of a simulated iteration that a forecast states as they are.
@@ -192,9 +189,8 @@ def report(
     tokens: int,
 ) -> Forecast:
     """Turns a simulated iteration into a forecast; samples and tokens are those of all ranks."""
-    lanes = (found.compute_us, found.exposed_comm_us, found.host_gap_us)
-    parts = parts_frac(found.tally, *lanes)
-    wide = exp(_half_width(parts, families_frac(found.tally, *lanes), book))
+    parts = _parts_frac(found)
+    wide = exp(_half_width(parts, _families_frac(found), book))
     per_s = 1e6 / found.iteration_us if found.iteration_us else 0.0
     idle = {"host": found.host_gap_us, "bubble": found.bubble_us, "waiting": found.waiting_us}
     return Forecast(
@@ -225,6 +221,46 @@ def report(
     )
 
 
+def _busy_us(found: Outcome) -> float:
+    """What a step spends in kernels, in messages that no compute hides, in waiting for the host."""
+    return found.compute_us + found.exposed_comm_us + found.host_gap_us or 1.0
+
+
+def _parts_frac(found: Outcome) -> dict[str, float]:
+    """The derivative of a step's log time by the log of each factor of its machine, by ``NAMES``.
+
+    Of the busy time each factor has the share that it scales; these add up to 1. A pipeline's
+    bubble and waiting for slower stages grow with them. ``ranks``: network time by the doublings of
+    nodes.
+    """
+    tally, busy_us = found.tally, _busy_us(found)
+    product_us = sum(us for name, us in tally.us.items() if _is_product(name))
+    compute, sent = found.compute_us / busy_us, found.exposed_comm_us / busy_us
+    products = compute * min(1.0, product_us / (tally.compute.total_us or 1.0))
+    network = sent * tally.far_us / (tally.comm.total_us or 1.0)
+    parts = {
+        "products": products,
+        "memory": compute - products,
+        "links": sent - network,
+        "network": network,
+        "host": found.host_gap_us / busy_us,
+        "ranks": sent * tally.doublings_us / (tally.comm.total_us or 1.0),
+    }
+    return {name: parts[name] for name in NAMES}
+
+
+def _families_frac(found: Outcome) -> dict[str, float]:
+    """The share of the busy time of a step on GPUs that each family's kernels take."""
+    tally = found.tally
+    share = found.compute_us / _busy_us(found) / (tally.compute.total_us or 1.0)
+    return {name: min(1.0, share * us) for name, us in tally.us.items() if name != MESSAGES}
+
+
+def _is_product(family: str) -> bool:
+    """Whether a family's ops are matrix products, to which a machine's factor of these applies."""
+    return family in families() and families()[family].matmul
+
+
 def _half_width(parts: Mapping[str, float], shares: Mapping[str, float], book: PriceBook) -> float:
     """Half width of the 80 % interval in log time, by the step's parts and its machine.
 
@@ -241,7 +277,7 @@ def _half_width(parts: Mapping[str, float], shares: Mapping[str, float], book: P
     spread = dict(zip(NAMES, known.typical.spread, strict=True))
     usual = {product: DEVIATES * spread[name] for product, name in OF_KERNELS}
     beyond = [
-        share**2 * max(0.0, _error_of(name, book) ** 2 - usual[is_product(name)] ** 2)
+        share**2 * max(0.0, _error_of(name, book) ** 2 - usual[_is_product(name)] ** 2)
         for name, share in shares.items()
     ]
     return sqrt(wide**2 + sum(beyond))

@@ -7,15 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, log2
 
-from itercast.compose.machines.factors import NAMES
 from itercast.compose.pricing.host import PYTHON
 from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.compose.pricing.priced_op import UNMODELLED, AssumedTime, PricedOp
 from itercast.compose.simulate.rank import LATENCY, Run
 from itercast.compose.simulate.timeline import Span, Task
-from itercast.microbench.ops import families
-
-MESSAGES = "collective"  # the family of messages
 
 
 @dataclass
@@ -83,45 +79,6 @@ def assumed_us(
         for name, share in lane.shares:
             by_name_us[name] = by_name_us.get(name, 0.0) + share * time_us
     return {name: us for name, us in sorted(by_name_us.items(), key=lambda kv: -kv[1]) if us > 0}
-
-
-def parts_frac(
-    tally: Tally, compute_us: float, exposed_comm_us: float, host_gap_us: float
-) -> dict[str, float]:
-    """The derivative of a step's log time by the log of each factor of its machine, by ``NAMES``.
-
-    Of what the step spends in kernels, in messages that no compute hides and in waiting for the
-    host, each factor has the share that it scales; these add up to 1. A pipeline's bubble and
-    waiting for slower stages grow with them. ``ranks``: network time by the doublings of nodes.
-    """
-    product_us = sum(us for name, us in tally.us.items() if is_product(name))
-    busy_us = compute_us + exposed_comm_us + host_gap_us or 1.0
-    compute, sent = compute_us / busy_us, exposed_comm_us / busy_us
-    products = compute * min(1.0, product_us / (tally.compute.total_us or 1.0))
-    network = sent * tally.far_us / (tally.comm.total_us or 1.0)
-    parts = {
-        "products": products,
-        "memory": compute - products,
-        "links": sent - network,
-        "network": network,
-        "host": host_gap_us / busy_us,
-        "ranks": sent * tally.doublings_us / (tally.comm.total_us or 1.0),
-    }
-    return {name: parts[name] for name in NAMES}
-
-
-def families_frac(
-    tally: Tally, compute_us: float, exposed_comm_us: float, host_gap_us: float
-) -> dict[str, float]:
-    """The share of a step on GPUs that each family's kernels take, as ``parts_frac``."""
-    busy_us = compute_us + exposed_comm_us + host_gap_us or 1.0
-    share = compute_us / busy_us / (tally.compute.total_us or 1.0)
-    return {name: min(1.0, share * us) for name, us in tally.us.items() if name != MESSAGES}
-
-
-def is_product(family: str) -> bool:
-    """Whether a family's ops are matrix products, to which a machine's factor of these applies."""
-    return family in families() and families()[family].matmul
 
 
 def lane_spans(run: Run) -> Mapping[str, list[Span]]:
