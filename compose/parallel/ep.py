@@ -52,20 +52,6 @@ def expert_parallel(capture: StepCapture, plan: ParallelPlan) -> StepCapture:
     )
 
 
-def expert_shards(plan: ParallelPlan) -> int:
-    """Ranks among which ZeRO shares out an expert: its replicas among ``plan.shards`` neighbours.
-
-    1 where ep reaches beyond those: each of them has other experts.
-    """
-    among, held = plan.tp * plan.shards, plan.expert_tp * plan.ep
-    return 1 if among % held else among // held
-
-
-def shards_of(plan: ParallelPlan, *, spread: bool) -> int:
-    """Ranks among which ZeRO shares out a parameter; ``spread``: one that ep spreads."""
-    return expert_shards(plan) if spread else plan.shards
-
-
 def expert_weights(capture: StepCapture) -> dict[int, ParamSpec]:
     """Returns the stacked weights that batched or grouped products multiply, by storage."""
     used = {c.args[1].storage for c in capture.calls if c.op in EXPERT_PRODUCTS}

@@ -20,7 +20,6 @@ from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.durations import counted
 from itercast.capture.base.slow_imports import pd
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.parallel.ep import expert_shards
 from itercast.compose.parallel.links import Crossing, Group, between_cpus, rate_of_cpu
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import UNMODELLED, AssumedShares, PricedOp
@@ -198,9 +197,9 @@ def cluster(plan: ParallelPlan, gpu: Gpu, node: Node | None = None) -> Cluster:
     inner["replicate"] = plan.tp * plan.shards
     size["replicate"] = plan.cp * plan.dp // plan.shards
     inner["expert"], size["expert"] = inner["ep"] * plan.ep, plan.expert_replicas
-    inner["expert_shard"], size["expert_shard"] = inner["expert"], expert_shards(plan)
-    inner["expert_replicate"] = inner["expert"] * expert_shards(plan)
-    size["expert_replicate"] = plan.expert_replicas // expert_shards(plan)
+    inner["expert_shard"], size["expert_shard"] = inner["expert"], plan.expert_shards
+    inner["expert_replicate"] = inner["expert"] * plan.expert_shards
+    size["expert_replicate"] = plan.expert_replicas // plan.expert_shards
     groups = {
         axis: Group(size=n, per_node=max(1, min(n, per_node // inner[axis])))
         for axis, n in size.items()

@@ -22,7 +22,6 @@ from dataclasses import replace
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.opcall import ITEMSIZE_BYTES
-from itercast.compose.parallel.ep import expert_shards, shards_of
 from itercast.compose.pricing.collectives import Message, price_messages
 from itercast.compose.pricing.host import python_op
 from itercast.compose.pricing.layer_prices import PricedLayer
@@ -92,8 +91,8 @@ def sharded_bytes(
     plan, only = program.rank.plan, trained or program.how.frozen_whole
     dense = sum(x.layer.dense.padded_bytes(plan.shards, trained=only) for x in layers)
     found = {"shard": dense}
-    if expert_shards(plan) > 1:
-        ranks = expert_shards(plan)
+    if plan.expert_shards > 1:
+        ranks = plan.expert_shards
         experts = (x.layer.experts.padded_bytes(ranks, trained=only) for x in layers)
         found["expert_shard"] = sum(experts)
     return {axis: n for axis, n in found.items() if n}
@@ -101,7 +100,7 @@ def sharded_bytes(
 
 def _sharded(program: RankTasks, x: PricedLayer) -> PricedLayer:
     """A layer with those parameters that ranks share out."""
-    return x if expert_shards(program.rank.plan) > 1 else x.without_experts
+    return x if program.rank.plan.expert_shards > 1 else x.without_experts
 
 
 def hooks(program: RankTasks, x: PricedLayer, share: float, times: int = 1) -> Work:
@@ -147,10 +146,10 @@ def summed_shares(layers: Sequence[PricedLayer], program: RankTasks) -> list[Mes
     """The sums of a rank's shares of gradients, or averages of parameters, among the groups."""
     plan, sums = program.rank.plan, list[Message]()
     beyond = {"replicate": plan.dp * plan.cp // plan.shards}
-    beyond["expert_replicate"] = plan.expert_replicas // expert_shards(plan)
+    beyond["expert_replicate"] = plan.expert_replicas // plan.expert_shards
     for axis, groups in beyond.items():
         spread = axis == "expert_replicate"
-        ranks = shards_of(plan, spread=spread)
+        ranks = plan.shards_of(spread=spread)
         parts = (x.layer.experts if spread else x.layer.dense for x in layers)
         nbytes = sum(part.padded_bytes(ranks, trained=True) for part in parts)
         if nbytes and groups > 1:

@@ -13,7 +13,6 @@ from itercast.capture.plan import ParallelPlan
 from itercast.capture.plan_keys import added_keys
 from itercast.compose.graph.identity_cache import Once
 from itercast.compose.graph.layers import Layer
-from itercast.compose.parallel.ep import expert_shards, shards_of
 from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.compose.pricing.optimizer import OUTER_COPIES, STATE_COPIES
 from itercast.compose.simulate.data_parallel import Strategy, strategy
@@ -66,7 +65,7 @@ class Sizes:
         """Bytes of gradients and of the optimizer's state that one rank of a plan keeps."""
         how, gradients, state = strategy(plan), 0, 0
         for part, spread in ((self.dense, False), (self.experts, True)):
-            shards, (summed, kept) = shards_of(plan, spread=spread), part.held(held, optimizer)
+            shards, (summed, kept) = plan.shards_of(spread=spread), part.held(held, optimizer)
             gradients += summed // (shards if how.share_gradients else 1)
             state += kept // (shards if how.share_update else 1)
         return gradients, state
@@ -184,12 +183,12 @@ def rank_memory(
     how = replace(how, buckets=False, by_layer=how.by_layer and plan.zero > 1) if buffered else how
     kept, state = sizes.held_by_rank(plan, optimizer, held)
     kept *= min(STAGES_HANDED_ON, plan.shards) if how.handed_on else 1
-    trained, n, ranks = sizes.trained, plan.shards, (plan.shards, expert_shards(plan))
+    trained, n, ranks = sizes.trained, plan.shards, (plan.shards, plan.expert_shards)
     sharded, shards = sizes.once(("sharded", ranks, how), partial(_sharded, sizes, ranks, how))
     outer = OUTER_COPIES * trained // (n if how.by_layer else 1) if how.outer else 0
     fetched = state if how.offload == "optimizer" else 0  # for the update alone
     by_element = sum(
-        (part.nbytes - part.matrices) / (shards_of(plan, spread=spread) if how.share_update else 1)
+        (part.nbytes - part.matrices) / (plan.shards_of(spread=spread) if how.share_update else 1)
         for part, spread in ((sizes.dense, False), (sizes.experts, True))
     )
     made = max(round(update_share * by_element), matrix_bytes) + fetched

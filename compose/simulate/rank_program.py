@@ -8,7 +8,6 @@ from functools import partial
 
 from itercast.capture.opcall import ITEMSIZE_BYTES, ParamSpec
 from itercast.capture.step import update_event
-from itercast.compose.parallel.ep import shards_of
 from itercast.compose.pricing.collectives import Message, price_messages
 from itercast.compose.pricing.gradient_copies import buffer_copies
 from itercast.compose.pricing.host import host_cost
@@ -261,7 +260,7 @@ class RankProgram(RankTasks):
         """This rank's part of what ``count`` counts of parameters, where updates are shared out."""
         plan, total = self.rank.plan, 0
         for spread in (False, True):
-            ranks = shards_of(plan, spread=spread) if self.how.share_update else 1
+            ranks = plan.shards_of(spread=spread) if self.how.share_update else 1
             total += count([p for p in parameters if p.spread == spread]) // ranks
         return total
 

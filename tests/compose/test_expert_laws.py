@@ -11,7 +11,6 @@ from law_case import KIB, rank_for, run_of
 from plan_case import Flat
 
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.parallel.ep import expert_shards
 from itercast.compose.simulate.memory_plan import Sizes, memory, rank_memory
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.simulate.rank_program import RankProgram
@@ -66,7 +65,7 @@ def test_experts_are_sharded_among_their_replicas_alone(ranks: int, ep: int, sha
     own = BLOCKS * EXPERTS // ep
     for zero, sizes in held.items():
         plan = ParallelPlan.parse(f"dp={ranks},ep={ep},zero={zero}")
-        assert expert_shards(plan) == sharers
+        assert plan.expert_shards == sharers
         gradients, state = sizes.held_by_rank(plan, "adamw", {})
         dense = sizes.dense.nbytes
         assert state == 2 * dense // ranks + 2 * own // sharers
@@ -95,7 +94,7 @@ def test_groups_that_shard_sum_their_experts_among_themselves() -> None:
         text = f"dp=16,hsdp=4,ep={ep},zero=3"
         rank = rank_for("moe", text)
         plan = rank.plan
-        assert (expert_shards(plan), plan.expert_replicas) == (shards, 16 // ep)
+        assert (plan.expert_shards, plan.expert_replicas) == (shards, 16 // ep)
         groups = rank.where.groups
         assert (groups["expert_shard"].size, groups["expert_replicate"].size) == (shards, 4)
         dense = sum(x.layer.dense.padded_bytes(4, trained=True) for x in rank.layers) // 4
