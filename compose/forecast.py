@@ -16,7 +16,7 @@ from itercast.compose.machines.state import DEVIATES
 from itercast.compose.machines.typical import typical
 from itercast.compose.notes import notes, without_effect
 from itercast.compose.parallel.device_memory import room_bytes, verdict
-from itercast.compose.pricing.collectives import Cluster, cluster
+from itercast.compose.parallel.placement import Cluster, cluster
 from itercast.compose.pricing.layer_prices import price_model
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import UNMODELLED

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.parallel.expert_precision import wide_experts
-from itercast.compose.pricing.collectives import Cluster
+from itercast.compose.parallel.placement import Cluster
 from itercast.compose.pricing.rank_graph import casts
 
 WIDE_EXPERTS = (

@@ -55,7 +55,7 @@ def prepare(
     a plan with amp ``dtype`` is bf16 unless stated, fp16 on a GPU without bf16.
     """
     parsed = ParallelPlan.parse(plan)
-    target = find_target(gpu, plan, bundle, host, stack, machine, model_name(model))
+    target = find_target(gpu, parsed, bundle, host, stack, machine, model_name(model))
     if isinstance(model, StepCapture):
         _check_captured(
             parsed, inputs is not None or loss != "default" or options or lengths or packed

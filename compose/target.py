@@ -13,7 +13,7 @@ from itercast.compose.machines.factors import NONE, Factors
 from itercast.compose.machines.file import KnownMachine
 from itercast.compose.machines.state import Machine
 from itercast.compose.machines.typical import typical
-from itercast.compose.pricing.collectives import cluster
+from itercast.compose.parallel.placement import cluster
 from itercast.compose.pricing.layer_prices import PricedModel, price_model
 from itercast.compose.pricing.price_book import PriceBook, price_book
 from itercast.compose.trace.events import Trace

@@ -14,7 +14,7 @@ from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture
 from itercast.compose.forecast import Forecast, forecast, rank_of
-from itercast.compose.pricing.collectives import cluster
+from itercast.compose.parallel.placement import cluster
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.simulate.breakdown import Outcome
 from itercast.compose.simulate.iteration import evaluate

@@ -10,9 +10,8 @@ from itercast.capture.plan import ParallelPlan
 from itercast.compose.clusters.file import ClusterFile, GpuGroup
 from itercast.compose.forecast import Forecast, rank_of, report
 from itercast.compose.parallel.device_memory import room_bytes
-from itercast.compose.parallel.links import Crossing
+from itercast.compose.parallel.placement import Crossing, cluster
 from itercast.compose.plan_search.sizes import CapturesBySize
-from itercast.compose.pricing.collectives import cluster
 from itercast.compose.simulate.breakdown import Outcome
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.target import Target

@@ -30,8 +30,8 @@ from itercast.compose.graph.product_roles import alias_weight_casts
 from itercast.compose.parallel.captured_tables import captured_tables
 from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.parallel.ep import expert_weights
+from itercast.compose.parallel.placement import cluster, gpus_per_domain
 from itercast.compose.plan_search.sizes import CapturesBySize
-from itercast.compose.pricing.collectives import cluster, gpus_per_domain
 from itercast.compose.pricing.layer_prices import AskedStep, prefetch_steps
 from itercast.compose.pricing.optimizer import STATE_COPIES
 from itercast.compose.pricing.price_book import PriceBook

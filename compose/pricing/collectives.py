@@ -13,110 +13,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from math import ceil, prod
+from math import prod
 from typing import Any
 
 from itercast.capture.base.assumptions import assumed
-from itercast.capture.base.durations import counted
 from itercast.capture.base.slow_imports import pd
-from itercast.capture.plan import ParallelPlan
-from itercast.compose.parallel.links import Crossing, Group, between_cpus, rate_of_cpu
+from itercast.compose.parallel.placement import TIERS, Cluster, Group
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import UNMODELLED, AssumedShares, PricedOp
-from itercast.compose.pricing.tiers import RATES, TIERS, tier_us
-from itercast.microbench.hardware.node import USUAL_GPUS_PER_NODE, Node
+from itercast.compose.pricing.tiers import RATES, tier_us
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.ops.step.alpha_beta import (
-    CPU_COPIES,
-    NETWORK_BYTES_PER_S,
-    floor_us,
-)
+from itercast.microbench.ops.step.alpha_beta import floor_us
 from itercast.microbench.ops.step.collective import Collective
 from itercast.microbench.store import Row
 
 CONTENTION: Mapping[str, float] = assumed(__file__, "contention")  # by kind of device
 LATENCY = "alpha_beta.step_us"  # the assumption that times by formula rest on
 EMPTY_BYTES: int = assumed(__file__, "empty_bytes")  # so few bytes take the latency alone
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
-    """The devices that a plan runs on: their links, and the groups of ranks by axis.
-
-    ``crossings``: links between unlike GPUs of a plan.
-    """
-
-    gpu: Gpu
-    node: Node | None
-    gpus_per_node: int
-    groups: Mapping[str, Group]
-    crossings: tuple[Crossing, ...] = ()
-
-    @property
-    def place(self) -> tuple[Node | None, int]:
-        """What prices of messages depend on beside groups: the node itself, as files of one name
-        may state other rates, and how many ranks share it.
-        """
-        return self.node, self.gpus_per_node
-
-    def on_one_cpu(self, group: Group) -> Group:
-        """The ranks of a group on one CPU, which share its memory; on GPUs the whole group."""
-        return replace(group, size=group.per_node) if self.gpu.kind == "cpu" else group
-
-    def link(self, ranks: int) -> str:
-        """The slowest kind of link among so many GPUs of a node."""
-        return self.node.link_among(ranks) if self.node else self.gpu.usual_link
-
-    def link_bytes_per_s(self, ranks: int) -> float:
-        """Bytes/s of one direction of that link."""
-        if self.gpu.kind == "cpu":
-            return float(self.gpu.hbm_bytes_per_s / CPU_COPIES)
-        fast = self.node.link_rate(ranks) if self.node else self.gpu.link_bytes_per_s
-        slow = self.gpu.pcie_bytes_per_s or NETWORK_BYTES_PER_S
-        return slow if self.link(ranks) in ("pcie", "bridged") else fast
-
-    def slowest_bytes_per_s(self, axis: str) -> float:
-        """Bytes/s of one direction of the slowest link among the ranks of an axis."""
-        group = self.groups[axis]
-        if group.size > group.per_node:
-            return self.network_bytes_per_s
-        return self.link_bytes_per_s(group.size)
-
-    @property
-    def network_bytes_per_s(self) -> float:
-        """A rank's share of the network between nodes."""
-        return self.network_share(self.gpus_per_node)
-
-    def network_share(self, senders: int) -> float:
-        """Bytes/s of one of so many ranks of a node that send to other nodes at a time.
-
-        Where they are fewer than its GPUs, each has more of the NICs, up to what PCIe carries.
-        """
-        if self.network_assumed or self.node is None:
-            return float(NETWORK_BYTES_PER_S)
-        share, gpus = self.node.network_bytes_per_s, self.node.gpus_per_node
-        reached = max(share, self.gpu.pcie_bytes_per_s)
-        return min(reached, share * gpus / min(gpus, senders))
-
-    @property
-    def network_assumed(self) -> bool:
-        """Whether no node file states the network's rate."""
-        return self.node is None or self.node.network_bytes_per_s == 0
-
-    @property
-    def network(self) -> str:
-        """The links and network that messages are priced by; empty where none is sent."""
-        world, domain = self.groups["world"].size, self.gpus_per_node
-        if self.gpu.kind == "cpu" and self.node and world > domain:
-            return f"{self.node.name}: {rate_of_cpu(self.node) / 1e9:g} GB/s between CPUs"
-        if world == 1 or self.gpu.kind == "cpu":
-            return ""
-        inside = min(world, domain)
-        told = f"{self.link_bytes_per_s(inside) / 1e9:g} GB/s {self.link(inside)} among {inside}"
-        if world > domain:
-            assumed_word = " (assumed: no node states it)" if self.network_assumed else ""
-            told += f", {self.network_bytes_per_s / 1e9:g} GB/s network beyond{assumed_word}"
-        return f"{self.node.name if self.node else 'no node named'}: a GPU has {told}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,81 +65,6 @@ class Message:
         elsewhere = experts - experts / nodes
         missed = prod(max(0.0, elsewhere - i) / (experts - i) for i in range(topk))
         return nodes * (1 - missed) / topk
-
-
-def gpus_per_domain(gpu: Gpu, node: Node | None = None) -> int:
-    """GPUs that reach each other without the network: those of a rack-scale link domain or a host.
-
-    Placement and plan search both take it from here: a "node" of a plan is such a domain.
-    """
-    if node is None:
-        return max(USUAL_GPUS_PER_NODE, gpu.link_joins)
-    rack_scale = node.topology != "pcie" and node.gpus_per_domain
-    return node.gpus_per_domain if rack_scale else node.gpus_per_node
-
-
-def cluster(plan: ParallelPlan, gpu: Gpu, node: Node | None = None) -> Cluster:
-    """Places the ranks of a plan on nodes, innermost first: tp, cp, dp, pp; returns groups by axis.
-
-    - ``shard``: cp and dp together, over which parameters are sharded; with hsdp the inner part of
-      it, and ``replicate`` the outer part.
-    - ``ep``: the inner part of dp, or of all ranks where tp does not cut experts; ``expert``: the
-      replicas of its experts; ``expert_shard``: those of them that share them out,
-      ``expert_replicate``: those that have the same share.
-    - ``tables``: ranks that share embedding tables, the inner part of dp; ``table_replicas``: those
-      that have the same part of them.
-    - ``uvm``, ``ssd``: a rank and its host, or its drive (``itercast.compose.pricing.tiers``).
-    - ``intra_node``: two ranks of one node; ``inter_node``: two of different nodes; ``near``: the
-      ranks of ``shard`` in one node; ``world``: all.
-
-    A CPU is one node of any number of ranks, or each of ``nodes`` is one.
-    """
-    per_node = plan.cpu_ranks
-    if gpu.kind != "cpu":
-        per_node = ranks_per_node(plan, gpus_per_domain(gpu, node))
-    elif node is not None:
-        _check_cpus(plan, node)
-    inner = {"tp": 1, "cp": plan.tp, "shard": plan.tp, "dp": plan.tp * plan.cp}
-    inner |= {"pp": inner["dp"] * plan.dp, "world": 1}
-    inner["ep"] = inner["dp"] if plan.expert_tp == plan.tp else 1
-    size = {"tp": plan.tp, "cp": plan.cp, "dp": plan.dp, "ep": plan.ep, "pp": plan.pp}
-    size |= {"shard": plan.shards, "world": plan.world_size}
-    size["tables"], inner["tables"] = plan.table_ranks, inner["dp"]
-    size["table_replicas"] = plan.dp // plan.table_ranks
-    inner["table_replicas"] = inner["dp"] * plan.table_ranks
-    inner["replicate"] = plan.tp * plan.shards
-    size["replicate"] = plan.cp * plan.dp // plan.shards
-    inner["expert"], size["expert"] = inner["ep"] * plan.ep, plan.expert_replicas
-    inner["expert_shard"], size["expert_shard"] = inner["expert"], plan.expert_shards
-    inner["expert_replicate"] = inner["expert"] * plan.expert_shards
-    size["expert_replicate"] = plan.expert_replicas // plan.expert_shards
-    groups = {
-        axis: Group(size=n, per_node=max(1, min(n, per_node // inner[axis])))
-        for axis, n in size.items()
-    }
-    groups["intra_node"] = Group(size=2, per_node=2)
-    groups["inter_node"] = Group(size=2, per_node=1)
-    groups |= dict.fromkeys(TIERS, Group(size=1, per_node=1))
-    groups["near"] = replace(groups["shard"], size=groups["shard"].per_node)
-    far = between_cpus(groups, per_node, node) if gpu.kind == "cpu" and node else ()
-    return Cluster(gpu=gpu, node=node, gpus_per_node=per_node, groups=groups, crossings=tuple(far))
-
-
-def _check_cpus(plan: ParallelPlan, node: Node) -> None:
-    """ValueError where a plan does not say how its ranks lie on CPUs, or a file their network."""
-    ranks_per_node(plan, node.gpus_per_node)
-    if plan.nodes == 0 or plan.pp > 1 or node.network_bytes_per_s == 0:
-        rule = f"nodes=N, no pp, and network_bytes_per_s in the file of {node.name!r}"
-        raise ValueError(f"plan {str(plan)!r}: CPUs as nodes need {rule}")
-
-
-def ranks_per_node(plan: ParallelPlan, gpus_per_node: int) -> int:
-    """Returns the ranks on each node; ValueError where the plan's nodes cannot hold its ranks."""
-    nodes = plan.nodes or ceil(plan.world_size / gpus_per_node)
-    if plan.world_size > nodes * gpus_per_node:
-        place = f"{counted(nodes, 'node')} of {counted(gpus_per_node, 'GPU')}"
-        raise ValueError(f"plan {str(plan)!r}: {plan.world_size} ranks do not fit {place}")
-    return ceil(plan.world_size / nodes)
 
 
 def default_contention(gpu: Gpu) -> float:

@@ -15,13 +15,8 @@ from itercast.capture.plan import ParallelPlan
 from itercast.compose.graph.identity_cache import Once
 from itercast.compose.graph.layers import Layer
 from itercast.compose.graph.product_roles import LINEAR_PRODUCTS
-from itercast.compose.parallel.links import Group
-from itercast.compose.pricing.collectives import (
-    Cluster,
-    Message,
-    default_contention,
-    prefetch_messages,
-)
+from itercast.compose.parallel.placement import Cluster, Group
+from itercast.compose.pricing.collectives import Message, default_contention, prefetch_messages
 from itercast.compose.pricing.gradient_copies import ADDED
 from itercast.compose.pricing.host import (
     Launches,

@@ -31,8 +31,9 @@ from itercast.compose.parallel.expert_precision import (
     module_in_half,
     wide_experts,
 )
+from itercast.compose.parallel.placement import Cluster
 from itercast.compose.parallel.tp import tensor_parallel
-from itercast.compose.pricing.collectives import Cluster, Message, price_messages
+from itercast.compose.pricing.collectives import Message, price_messages
 from itercast.compose.pricing.gradient_copies import buffers, gradient_copies
 from itercast.compose.pricing.optimizer import MatrixUpdate, matrix_updates
 from itercast.compose.pricing.price_book import PriceBook

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from itercast.capture.base.assumptions import assumed
+from itercast.compose.parallel.placement import SSD, UVM
 from itercast.microbench.hardware.spec import Gpu
 
-UVM, SSD = "uvm", "ssd"
-TIERS = (UVM, SSD)
 RATES = {UVM: "tiers.pcie_frac", SSD: "tiers.drive"}  # assumptions that their times rest on
 FETCH, EVICT = "fetch", "evict"
 PCIE_FRAC: float = assumed(__file__, "pcie_frac")

@@ -11,7 +11,8 @@ from itercast.capture.plan import ParallelPlan
 from itercast.capture.programs.program import COLLECTIVE, ProgramCapture
 from itercast.compose.forecast import Forecast, report
 from itercast.compose.parallel.device_memory import room_bytes
-from itercast.compose.pricing.collectives import default_contention, gpus_per_domain
+from itercast.compose.parallel.placement import gpus_per_domain
+from itercast.compose.pricing.collectives import default_contention
 from itercast.compose.pricing.host import PYTHON
 from itercast.compose.pricing.price_book import PriceBook, price_book
 from itercast.compose.programs.price import PricedRank, cluster_of, price_rank

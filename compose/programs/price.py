@@ -12,8 +12,7 @@ from itercast.capture.programs.program import COLLECTIVE, HOST, MARKS
 from itercast.compose.graph.cache_reuse import cold_fractions
 from itercast.compose.graph.cuda_variants import with_cuda_variants, with_whole_networks
 from itercast.compose.graph.inductor import inductor_kernels
-from itercast.compose.parallel.links import Group
-from itercast.compose.pricing.collectives import Cluster
+from itercast.compose.parallel.placement import Cluster, Group
 from itercast.compose.pricing.host import Launches, launch_costs, python_op
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import PricedOp

@@ -25,7 +25,7 @@ from itercast.capture.programs.gpus.asked import Answers
 from itercast.capture.programs.program import ProgramCapture, read_program
 from itercast.capture.programs.trained.facts import STOPS
 from itercast.compose.capture_model import CAPTURE, code_digest
-from itercast.compose.pricing.collectives import gpus_per_domain
+from itercast.compose.parallel.placement import gpus_per_domain
 from itercast.compose.target import Target
 from itercast.microbench.hardware.emulated import emulated
 from itercast.microbench.hardware.machine import memory_bytes

@@ -39,7 +39,8 @@ from itercast.capture.opcall import ITEMSIZE_BYTES, OpCall, TensorSpec
 from itercast.capture.plan import ParallelPlan
 from itercast.capture.plan_keys import added_keys
 from itercast.compose.graph.codecs import Codec
-from itercast.compose.pricing.collectives import Cluster, Message
+from itercast.compose.parallel.placement import Cluster
+from itercast.compose.pricing.collectives import Message
 from itercast.compose.pricing.layer_prices import PricedLayer
 
 BUCKET_BYTES = 25 * 2**20  # DDP's default

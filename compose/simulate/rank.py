@@ -13,12 +13,8 @@ from functools import cached_property
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.pricing.collectives import (
-    Cluster,
-    Message,
-    default_contention,
-    price_messages,
-)
+from itercast.compose.parallel.placement import Cluster
+from itercast.compose.pricing.collectives import Message, default_contention, price_messages
 from itercast.compose.pricing.layer_prices import PricedLayer, PricedModel
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import UNMODELLED, PricedOp

@@ -28,8 +28,8 @@ from itercast.compose.graph.product_roles import alias_weight_casts
 from itercast.compose.graph.rewrite import COLLECTIVE
 from itercast.compose.parallel.cp import context_parallel
 from itercast.compose.parallel.ep import expert_parallel, expert_weights
+from itercast.compose.parallel.placement import cluster
 from itercast.compose.parallel.tp import PRODUCTS, tensor_parallel
-from itercast.compose.pricing.collectives import cluster
 from itercast.compose.pricing.layer_prices import price_model
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import priceable

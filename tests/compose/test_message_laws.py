@@ -13,12 +13,8 @@ from plan_case import CPU, GPU, Flat
 
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture
-from itercast.compose.pricing.collectives import (
-    Message,
-    cluster,
-    formula_us,
-    price_messages,
-)
+from itercast.compose.parallel.placement import cluster
+from itercast.compose.pricing.collectives import Message, formula_us, price_messages
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.simulate.memory_plan import memory
 from itercast.compose.simulate.rank import Rank

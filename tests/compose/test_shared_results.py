@@ -22,7 +22,7 @@ from itercast.compose.capture_model import CAPTURE, capture, code_digest, code_f
 from itercast.compose.forecast import rank_of
 from itercast.compose.graph.rewrite import StepBuilder
 from itercast.compose.notes import without_effect
-from itercast.compose.pricing.collectives import cluster
+from itercast.compose.parallel.placement import cluster
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.simulate.iteration import evaluate
 from itercast.compose.target import find_target, forecast_step

@@ -14,7 +14,7 @@ from plan_case import CPU, GPU
 
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture
-from itercast.compose.pricing.collectives import cluster
+from itercast.compose.parallel.placement import cluster
 from itercast.compose.pricing.layer_prices import price_model
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import UNMODELLED

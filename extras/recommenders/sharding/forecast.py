@@ -14,7 +14,7 @@ from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.forecast import rank_of
 from itercast.compose.parallel.device_memory import table_room_bytes
-from itercast.compose.pricing.collectives import cluster
+from itercast.compose.parallel.placement import cluster
 from itercast.compose.pricing.layer_prices import prefetch_steps
 from itercast.compose.pricing.price_book import price_book
 from itercast.compose.pricing.rank_graph import until_read

@@ -11,7 +11,7 @@ from itercast.capture.plan import ParallelPlan
 from itercast.capture.plan_keys import GREEDY
 from itercast.compose.graph.codecs import Codec, compressed_vectors
 from itercast.compose.graph.identity_cache import cached_by_identity
-from itercast.compose.pricing.collectives import Cluster
+from itercast.compose.parallel.placement import Cluster
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.extras.recommenders.sharded_model import state_per_weight
 from itercast.extras.recommenders.tables.batched_tables import BatchedStep, as_stored

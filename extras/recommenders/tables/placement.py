@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.opcall import ITEMSIZE_BYTES
-from itercast.compose.pricing.tiers import SSD, UVM
+from itercast.compose.parallel.placement import SSD, UVM
 from itercast.extras.recommenders.sharded_model import Shard, Table
 from itercast.microbench.store import Row
 

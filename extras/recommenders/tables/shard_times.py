@@ -9,9 +9,9 @@ from itertools import count
 import numpy as np
 
 from itercast.compose.parallel.device_memory import table_room_bytes
+from itercast.compose.parallel.placement import UVM
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import Priceable, PricedOp, priceable
-from itercast.compose.pricing.tiers import UVM
 from itercast.extras.recommenders.sharded_model import Shard
 from itercast.extras.recommenders.tables.batched_tables import batched_calls
 from itercast.extras.recommenders.tables.captured import CapturedTable

@@ -12,7 +12,7 @@ from itercast.compose.clusters.file import read_cluster, subsets
 from itercast.compose.clusters.search import job_on, plans_on_cluster, predict_on_cluster
 from itercast.compose.clusters.split import _least_maximum
 from itercast.compose.forecast import Forecast
-from itercast.compose.parallel.links import Crossing
+from itercast.compose.parallel.placement import Crossing
 from itercast.compose.predict import predict
 from itercast.compose.simulate.stages import _cost_cuts
 from itercast.compose.simulate.timeline import Span, Task, side_by_side

@@ -14,7 +14,8 @@ from itercast.capture.opcall import OpCall, StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.explain.assumptions import assumed_parts
 from itercast.compose.forecast import Forecast, forecast
-from itercast.compose.pricing.collectives import Message, cluster, formula_us, price_messages
+from itercast.compose.parallel.placement import cluster
+from itercast.compose.pricing.collectives import Message, formula_us, price_messages
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import Priceable
 from itercast.microbench.hardware.node import Node

@@ -13,7 +13,8 @@ from itercast.capture.opcall import OpCall, StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.forecast import forecast
 from itercast.compose.machines.factors import NONE, Factors
-from itercast.compose.pricing.collectives import Message, cluster, price_messages
+from itercast.compose.parallel.placement import cluster
+from itercast.compose.pricing.collectives import Message, price_messages
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.microbench.hardware.spec import Gpu
 

@@ -6,7 +6,7 @@ import law_case
 import pytest
 
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.pricing.collectives import ranks_per_node
+from itercast.compose.parallel.placement import ranks_per_node
 
 GOOD = [
     *law_case.PLANS,

@@ -14,12 +14,8 @@ from plan_case import Fixed, tensor
 from itercast.capture.opcall import OpCall, ParamSpec, StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.forecast import forecast, shown_rank
-from itercast.compose.pricing.collectives import (
-    EMPTY_BYTES,
-    Message,
-    cluster,
-    price_messages,
-)
+from itercast.compose.parallel.placement import cluster
+from itercast.compose.pricing.collectives import EMPTY_BYTES, Message, price_messages
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.simulate.data_parallel import fill_buckets
 from itercast.compose.simulate.iteration import micro_batches

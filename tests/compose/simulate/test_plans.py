@@ -13,13 +13,9 @@ from plan_case import CPU, GPU, Flat
 
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan, micro_batch
+from itercast.compose.parallel.placement import cluster
 from itercast.compose.pricing import host
-from itercast.compose.pricing.collectives import (
-    Message,
-    cluster,
-    formula_us,
-    price_messages,
-)
+from itercast.compose.pricing.collectives import Message, formula_us, price_messages
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.work import Step, fold
 from itercast.compose.simulate.cyclic import slots_of, steady_us

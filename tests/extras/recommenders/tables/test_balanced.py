@@ -7,7 +7,7 @@ import pytest
 
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture
-from itercast.compose.pricing.collectives import cluster
+from itercast.compose.parallel.placement import cluster
 from itercast.compose.pricing.price_book import price_book
 from itercast.compose.target import find_target
 from itercast.extras.recommenders.sharded_model import Table
