@@ -306,8 +306,8 @@ def _gradient_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
     yield p.compress != "" and p.dp == 1, "compress needs dp > 1"
     yield p.compress != "" and p.zero > 0, "compress acts on all_reduce: zero=0"
     yield p.compress != "" and p.cdp > 0, "compress acts on all_reduce: no cdp"
-    for axis, coded in (("tp", p.compress_tp), ("pp", p.compress_pp), ("ep", p.compress_ep)):
-        yield coded != "" and getattr(p, axis) == 1, f"compress_{axis} needs {axis} > 1"
+    for axis, way in (("tp", p.compress_tp), ("pp", p.compress_pp), ("ep", p.compress_ep)):
+        yield way != "" and getattr(p, axis) == 1, f"compress_{axis} needs {axis} > 1"
     yield p.compress_shard != "" and (p.shard == "" or p.dp == 1), "compress_shard needs shard"
     others = p.gossip or p.coconet or p.cdp or p.local
     coded = bool(others) and p.compress.startswith((*QUANTISED, DCT))
