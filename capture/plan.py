@@ -316,9 +316,12 @@ def _gradient_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
     yield p.gossip != "" and p.dp == 1, f"gossip={p.gossip} needs dp > 1"
     yield not 0 < p.sends <= 1, f"gossip's probability is above 0 and up to 1, got {p.sends}"
     yield p.gossip != "" and p.zero > 0, f"gossip={p.gossip} keeps whole replicas: zero=0"
-    yield p.cdp > 0 and p.dp == 1, f"cdp={p.cdp} needs dp > 1"
-    whole = p.pp * p.microbatches * p.ep * p.cp == 1 and not p.gossip
-    yield p.cdp > 0 and not whole, "cdp staggers whole replicas: no pp, micro, gossip, ep or cp"
+    yield p.cdp > 0 and p.dp * p.pp == 1, f"cdp={p.cdp} needs dp > 1 or pp > 1"
+    in_turn = p.dp == 1 and p.schedule == "1f1b" and p.microbatches >= p.pp
+    rule = "cdp with pp: micro-batches are the replicas: dp=1, schedule=1f1b, micro >= pp"
+    yield p.cdp > 0 and p.pp > 1 and not in_turn, rule
+    whole = (p.microbatches == 1 or p.pp > 1) and p.ep * p.cp == 1 and not p.gossip
+    yield p.cdp > 0 and not whole, "cdp staggers whole replicas: no gossip, ep, cp; micro with pp"
     handed_on = p.zero in (0, 3) and p.hsdp == 0
     yield p.cdp > 0 and not handed_on, "cdp hands whole stages on: zero=3 without hsdp, or no zero"
     yield bool(p.coconet) and p.dp == 1, "coconet rewrites the gradient all_reduce: dp > 1"

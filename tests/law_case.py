@@ -166,6 +166,7 @@ PLANS += [
     "dp=2,offload=optimizer",
     "dp=4,cdp=2",
     "dp=4,cdp=1,zero=3",
+    "pp=2,micro=4,cdp=1",
 ]
 PLANS += ["dp=4,local=4,accumulate=2", "dp=2,local=2,pp=2,micro=4"]
 PLANS += ["dp=2,coconet=split,reorder,fuse,overlap:4", "dp=2,compress=0.5,accumulate=2"]

@@ -14,6 +14,13 @@ replica. A rank sends 2N messages of parameters and N of gradients, of P/N each:
 by collectives. It updates the stage that it owns, with 1/N of the optimizer's state. Memory: of
 parameters and of sums a stage in use, one that arrives and one that is sent, 3 P/N each. Messages
 are held flat and used where they arrive.
+
+With pp the replicas are the micro-batches, which share the GPU of each stage: replicas that are
+staggered by two slots are at different stages in every slot, so N GPUs do what N replicas of N
+stages do on N^2. That is 1F1B that never drains (``stage_rank.Pipeline``): gradients are a step
+old, a step has no bubble, and takes as long as the busiest stage's forwards, backwards and update.
+Memory: stage j holds the activations of N - j replicas at once, as 1F1B does, and the weights of
+two steps.
 """
 
 from __future__ import annotations

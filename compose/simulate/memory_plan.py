@@ -196,8 +196,9 @@ def rank_memory(
     before = kept if buffered or plan.microbatches > 1 or how.handed_on else None
     within = _fullest(sizes, ranks, how, round(others), before)
     gradients, activations, temporary = max((kept, 0, max(made, packed)), within, key=sum)
+    older = trained if plan.cdp and plan.pp > 1 else 0  # weights that backward still needs
     found = {
-        "parameters": sizes.parameters - sharded + shards,
+        "parameters": sizes.parameters - sharded + shards + older,
         "gradients": gradients,
         "optimizer": state - fetched + outer,
         "activations": activations,

@@ -29,6 +29,7 @@ from itercast.compose.simulate.stages import Chunk, chunks_of, stages_of
 from itercast.microbench.hardware.stack import stack_of_row
 
 SCHEDULE_SHARE: float = assumed(__file__, "schedule_share")
+STEADY_STEPS = 3  # after which each further step of a pipeline that never drains takes as long
 T = TypeVar("T")
 
 
@@ -152,15 +153,26 @@ class Pipeline:
         return self.ranks[0].plan
 
     def finish_us(self, times: Sequence[StageTimes]) -> tuple[float, ...]:
-        """When each rank's last backward ends."""
+        """When each rank's last backward ends; of ``cyclic`` steps, what a further step adds."""
         plan = self.plan
-        return finish_us(plan.schedule, times, plan.pp, plan.microbatches)
+        if not plan.cdp:
+            return finish_us(plan.schedule, times, plan.pp, plan.microbatches)
+        micro = plan.microbatches
+        mean = [replace(t, backward_us=t.busy_us(micro) / micro - t.forward_us) for t in times]
+        before, after = (
+            finish_us(plan.schedule, mean, plan.pp, steps * micro)
+            for steps in (STEADY_STEPS, STEADY_STEPS + 1)
+        )
+        return tuple(b - a for a, b in zip(before, after, strict=True))
 
     def totals_us(self) -> list[float]:
         """When each rank's step ends."""
         ends = self.finish_us(self.times)
-        pairs = zip(ends, self.tails, strict=True)
-        return [end_us + tail.end_us - alone.end_us for end_us, (tail, alone) in pairs]
+        last_us = [tail.end_us - alone.end_us for tail, alone in self.tails]
+        if self.plan.cdp:  # other stages go on while one updates its weights
+            busy = zip(ends, self.loads_us(), last_us, strict=True)
+            return [max(end_us, load_us + us) for end_us, load_us, us in busy]
+        return [end_us + us for end_us, us in zip(ends, last_us, strict=True)]
 
     def loads_us(self) -> list[float]:
         """Time of each rank's forwards and backwards."""

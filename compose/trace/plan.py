@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.simulate.iteration import micro_batches
 from itercast.compose.simulate.memory_plan import memory, stage_memory
-from itercast.compose.simulate.pipeline import action_spans, rank_of_chunk
+from itercast.compose.simulate.pipeline import action_spans, finish_us, rank_of_chunk
 from itercast.compose.simulate.rank import Rank, Run
 from itercast.compose.simulate.stage_rank import Pipeline, pipeline_of
 from itercast.compose.simulate.timeline import Span
@@ -98,6 +98,7 @@ def _stages(found: Pipeline) -> tuple[list[list[Part]], list[Slices], list[_Sent
     """By stage its runs and its schedule, and the messages between stages."""
     plan = found.plan
     actions, messages = action_spans(plan.schedule, found.times, plan.pp, plan.microbatches)
+    ends = finish_us(plan.schedule, found.times, plan.pp, plan.microbatches)
     parts: list[list[Part]] = [[] for _ in range(plan.pp)]
     schedule: list[Slices] = [[] for _ in range(plan.pp)]
     for (kind, micro, c), span in actions:
@@ -106,7 +107,7 @@ def _stages(found: Pipeline) -> tuple[list[list[Part]], list[Slices], list[_Sent
         run = found.runs[c].forward if kind == "F" else found.runs[c].backward
         if kind != "W":
             parts[r].append(_stretched(run, span, micro))
-    for r, end_us in enumerate(found.finish_us(found.times)):
+    for r, end_us in enumerate(ends):
         parts[r] += _tail(found, r, end_us)
     sent = [
         _Sent(

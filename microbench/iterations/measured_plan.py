@@ -22,7 +22,7 @@ def measurable(text: str) -> ParallelPlan:
         (others != [], f"known keys {', '.join(KEYS)}"),
         (plan.pp > 1 and plan.zero > 0, "pp without zero"),
         (plan.dp > 1 and plan.tp > 1 and not plan.zero, "dp beside tp with zero"),
-        (plan.cdp > 0 and plan.zero > 0, "cdp without zero"),
+        (plan.cdp > 0 and plan.zero + plan.pp > 1, "cdp without zero and pp"),
         (plan.recompute not in ("", "full"), "recompute=full"),
         (plan.compress not in ("", "0.5"), "compress=0.5"),
         (plan.compress != "" and plan.cdp + plan.local > 0, "compress with DDP only"),

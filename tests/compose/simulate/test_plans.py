@@ -21,7 +21,9 @@ from itercast.compose.pricing.work import Step, fold
 from itercast.compose.simulate.cyclic import slots_of, steady_us
 from itercast.compose.simulate.data_parallel import LayerBucket, strategy
 from itercast.compose.simulate.memory_plan import memory
+from itercast.compose.simulate.pipeline import StageTimes
 from itercast.compose.simulate.rank import Lanes
+from itercast.compose.simulate.stage_rank import pipeline_of
 from itercast.compose.simulate.stages import partition
 from itercast.compose.simulate.timeline import simulate
 from itercast.learners.bundle import Bundle
@@ -264,6 +266,28 @@ def test_staggered_replicas_hand_stages_on(ranks: int, gpt: StepCapture) -> None
     assert held["buckets"] == 0
     assert without["parameters"] == without["buckets"] == whole
     assert held["activations"] <= without["activations"] + whole
+
+
+def test_micro_batches_of_a_pipeline_that_never_drains_share_its_gpus(gpt: StepCapture) -> None:
+    """cdp with pp: no bubble, the weights of two steps, N GPUs for N replicas of N stages.
+
+    Stages of 1 + 2 us: a step of three micro-batches adds 9 us, where 1F1B takes 9 + 2 * 3 from an
+    empty pipeline. With messages of 10 us two in flight take 2 * (1 + 2 + 10) there and back.
+    """
+    rank, drained = (rank_for(gpt, f"pp=3,micro=3{key}") for key in (",cdp=1", ""))
+    found = pipeline_of([rank] * 3, "adamw")
+    assert rank.plan.world_size == 3
+    assert found.finish_us([StageTimes(forward_us=1, backward_us=2)] * 3) == (9, 9, 9)
+    slow = StageTimes(forward_us=1, backward_us=2, send_us=10)
+    two = pipeline_of([rank_for(gpt, "pp=2,cdp=1")] * 2, "adamw")
+    assert two.finish_us([slow] * 2) == (26, 26)
+    steps_us = [
+        3 * (t.forward_us + t.backward_us) - t.accumulate_us + tail.end_us - alone.end_us
+        for t, (tail, alone) in zip(found.times, found.tails, strict=True)
+    ]
+    assert max(found.totals_us()) == pytest.approx(max(steps_us))
+    held, other = memory(rank, "adamw"), memory(drained, "adamw")
+    assert held == {**other, "parameters": 2 * other["parameters"]}
 
 
 def test_embedding_and_head_are_layers_where_stages_need_them(gpt: StepCapture) -> None:
