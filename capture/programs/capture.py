@@ -26,9 +26,9 @@ from torch.optim.optimizer import (
 )
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from itercast.capture.opcall import StepCapture
+from itercast.capture.programs.backward import Backward, backward_passes
 from itercast.capture.programs.fake_ranks import one_rank_of
 from itercast.capture.programs.gpus.streams import recorded_streams
 from itercast.capture.programs.log import ProgramLog, ShardedAttention
@@ -75,9 +75,16 @@ def capture_program(
 
 
 def capture_ranks(
-    run: Callable[[int, ProgramLog], None], world_size: int, ranks: Sequence[int] = ()
+    run: Callable[[int, ProgramLog], None],
+    world_size: int,
+    ranks: Sequence[int] = (),
+    *,
+    lasting: bool = False,
 ) -> ProgramCapture:
-    """Capture what ``run`` launches as each rank after its last ``reset`` of the log."""
+    """Capture what ``run`` launches as each rank after its last ``reset`` of the log.
+
+    ``lasting``: process groups stay, for one rank.
+    """
     wanted = list(ranks) or [0]
     if not all(0 <= rank < world_size for rank in wanted):
         raise ValueError(f"ranks {wanted}: allowed are 0 to {world_size - 1}")
@@ -86,7 +93,7 @@ def capture_ranks(
     while waiting := [rank for rank in wanted if rank not in done]:
         for rank in waiting:
             try:
-                done[rank] = _capture_rank(run, world_size, rank, mailbox)
+                done[rank] = _capture_rank(run, world_size, rank, mailbox, lasting)
                 peers = _peers(done[rank]) if not ranks else set()
             except AwaitedError as exc:
                 peers = {exc.rank}
@@ -101,6 +108,7 @@ def capture_ranks(
             for r, x in sorted(done.items())
         },
         peak_bytes={rank: log.peak_bytes for rank, log in sorted(done.items())},
+        held_bytes=max(done.values(), key=lambda log: log.peak_bytes).least_bytes,
     )
 
 
@@ -111,12 +119,16 @@ def _peers(log: ProgramLog) -> set[int]:
 
 
 def _capture_rank(
-    run: Callable[[int, ProgramLog], None], world_size: int, rank: int, mailbox: Mailbox
+    run: Callable[[int, ProgramLog], None],
+    world_size: int,
+    rank: int,
+    mailbox: Mailbox,
+    lasting: bool,
 ) -> ProgramLog:
     log = ProgramLog()
     mailbox.begin(rank)
     with ExitStack() as stack:
-        stack.enter_context(one_rank_of(world_size, rank, log))
+        stack.enter_context(one_rank_of(world_size, rank, log, lasting=lasting))
         stack.enter_context(objects_through(mailbox))
         stack.enter_context(recorded_streams(log))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -149,6 +161,7 @@ def runs_of_steps(log: ProgramLog) -> Iterator[None]:
         for context in (*tracked, whole, modes_in_backward(), warnings.catch_warnings()):
             stack.enter_context(context)
         warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global")
+        stack.callback(setattr, log, "over", True)
         yield
 
 
@@ -185,26 +198,21 @@ def _told(made: Any, around: Callable[[], Any]) -> Any:
     return made
 
 
-def _in_backward(log: ProgramLog, name: str) -> Callable[..., Any]:
-    """A function of torch.autograd, whose calls are backward's."""
-    function = getattr(torch.autograd, name)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        before, log.phase = log.phase, "backward"
-        if name == "backward" and not torch._C._len_torch_function_stack():  # each calls it
-            roots = [t for t in tree_leaves((args[:1], kwargs)) if isinstance(t, torch.Tensor)]
-            given = kwargs.get("inputs") or reached(roots)
-            for event, times in (("backward", 1), ("accumulate_grad", len(given))):
-                log.host[event] = log.host.get(event, 0) + times
-        try:
-            result = function(*args, **kwargs)
-        finally:
-            log.phase = before
-        if before != "backward":
-            log.ended("backward", None)
-        return result
-
-    return run
+@contextmanager
+def _backward(log: ProgramLog, made: Backward) -> Iterator[None]:
+    """Calls inside are backward's; what it reaches may be updated after it."""
+    before, log.phase = log.phase, "backward"
+    reaches = made.inputs or reached(made.roots).values()
+    if made.accumulates:
+        for event, times in (("backward", 1), ("accumulate_grad", len(reaches))):
+            log.host[event] = log.host.get(event, 0) + times
+    try:
+        yield
+    finally:
+        log.phase = before
+    if before != "backward":
+        log.awaits_update(reaches)
+        log.ended("backward", None)
 
 
 @contextmanager
@@ -215,6 +223,7 @@ def _phases(log: ProgramLog) -> Iterator[None]:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError("LBFGS runs the model as often as its loss needs, which nobody knows")
         log.phase = "optimizer"
+        log.awaits_update(())
         kind = OPTIMIZERS.get(type(optimizer).__name__, "adamw")
         trained = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
         log.python(f"{kind}_step", len(trained))
@@ -237,8 +246,7 @@ def _phases(log: ProgramLog) -> Iterator[None]:
             register_module_forward_hook(left),
         ):
             stack.callback(hook.remove)
-        for name in ("backward", "grad"):
-            stack.enter_context(patch.object(torch.autograd, name, _in_backward(log, name)))
+        stack.enter_context(backward_passes(partial(_backward, log)))
         yield
 
 

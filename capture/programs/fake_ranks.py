@@ -44,11 +44,14 @@ for op in COALESCED:
 
 
 @contextmanager
-def one_rank_of(world_size: int, rank: int, log: ProgramLog) -> Iterator[None]:
+def one_rank_of(
+    world_size: int, rank: int, log: ProgramLog, *, lasting: bool = False
+) -> Iterator[None]:
     """Make this process rank ``rank`` of ``world_size`` inside the context, as torchrun would.
 
-    ``init_process_group`` of any backend makes groups that send nothing. Waiting for a collective's
-    handle, and memory that a storage gains or loses, are told to ``log``.
+    ``init_process_group`` of any backend makes groups that send nothing, and that end with the
+    context unless they are ``lasting``. Waiting for a collective's handle, and memory that a
+    storage gains or loses, are told to ``log``.
     """
     if dist.is_initialized():
         raise ValueError("a process group exists already: capture before init_process_group")
@@ -67,7 +70,7 @@ def one_rank_of(world_size: int, rank: int, log: ProgramLog) -> Iterator[None]:
             yield
         finally:
             _clear_sharding_prop_cache()  # its results name groups of this rank
-            if dist.is_initialized():
+            if dist.is_initialized() and not lasting:
                 dist.destroy_process_group()
 
 
@@ -91,9 +94,12 @@ def _groups_that_send_nothing(world_size: int, rank: int) -> Iterator[None]:
         store.set_timeout(timedelta(milliseconds=1))
         return store
 
+    def barrier(group: Any = None, *args: Any, **kwargs: Any) -> None:
+        dist.barrier(group)
+
     new: dict[str, Any] = {"init_process_group": fake_init, "new_group": fake_group}
     with ExitStack() as stack:
-        for name, function in (new | {"TCPStore": own_store}).items():
+        for name, function in (new | {"TCPStore": own_store, "monitored_barrier": barrier}).items():
             stack.enter_context(replaced(name, function))
         yield
 
@@ -137,6 +143,7 @@ def _handles_tell(log: ProgramLog) -> Iterator[None]:
         return wait
 
     launches: dict[str, Any] = {name: launching(getattr(group, name)) for name in LAUNCHES}
+    launches["monitored_barrier"] = lambda of, *args, **kwargs: of.barrier()  # has no fake kernel
     with ExitStack() as stack:
         stack.enter_context(patch.multiple(group, **launches))
         for handle in (dist.Work, FakeWork):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import (
@@ -50,7 +51,7 @@ LOSS = (torch.ops.aten._log_softmax.default,)  # of logits cut by vocabulary
 class ProgramLog(OpLog):
     """Logs a program's launches; ``live_bytes`` is the memory of tensors that are alive.
 
-    ``peak_bytes``: the most that it was since the last ``reset``.
+    ``peak_bytes`` and ``least_bytes``: the most and the least that it was since the last ``reset``.
     """
 
     def __init__(self) -> None:
@@ -60,7 +61,9 @@ class ProgramLog(OpLog):
         self.ended: Callable[[str, Any], None] = lambda kind, owner: None  # told what may be a step
         self.gpu_memory = GpuMemory()
         self.points = count()
-        self.live_bytes = self.peak_bytes = 0
+        self.live_bytes = self.peak_bytes = self.least_bytes = 0
+        self.over = False  # what is freed when all steps are over is not of the last one
+        self._awaiting: set[int] = set()  # memory of parameters that a backward pass reached
         self._group_streams: dict[Any, int] = {}
         self._arrives: dict[int, int] = {}  # storage -> point at which a collective has filled it
         self._sizes: dict[int, int] = {}  # storage's number -> bytes
@@ -73,7 +76,7 @@ class ProgramLog(OpLog):
     def reset(self) -> None:
         """Forget what was launched so far; memory in use stays."""
         super().reset()
-        self.peak_bytes = self.live_bytes
+        self.peak_bytes = self.least_bytes = self.live_bytes
         self._arrives = {}
 
     def storage(self, tensor: Any) -> int:
@@ -94,10 +97,13 @@ class ProgramLog(OpLog):
         self.live_bytes += nbytes - self._sizes.get(number, 0)
         self._sizes[number] = nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.least_bytes = min(self.least_bytes, self.live_bytes)
 
     def _freed(self, key: int) -> None:
         number = self._storages.pop(key)
         self.live_bytes -= self._sizes.pop(number, 0)
+        if not self.over:
+            self.least_bytes = min(self.least_bytes, self.live_bytes)
         self._arrives.pop(number, None)
 
     def _alias(self, tensor: Any, result: Any) -> None:
@@ -157,10 +163,25 @@ class ProgramLog(OpLog):
             graph = 2 * number + (self.phase == "backward") if number in self._graphed else 0
             self.calls[-1] = replace(self.calls[-1], compiled=compiled, graphed=graph)
 
+    def awaits_update(self, parameters: Iterable[Any]) -> None:
+        """The next write to one of these outside modules, backward and optimizers is an update."""
+        leaves = (getattr(p, "_local_tensor", p) for p in parameters if p.is_leaf)
+        self._awaiting = {p.untyped_storage()._cdata for p in leaves}
+
+    def _updates(self, func: Any, written: Any) -> bool:
+        """Whether an op is the first of an update that a program makes by hand."""
+        if self.phase != "forward" or self.module or not func._schema.is_mutable:
+            return False
+        memory = (t.untyped_storage()._cdata for t in tree_leaves(written) if type(t) is FakeTensor)
+        return not self._awaiting.isdisjoint(memory)
+
     def _mark(self, op: str, point: int, stream: int) -> None:
         self.calls.append(OpCall(op=op, args=(point,), phase=self.phase, stream=stream))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._awaiting and self._updates(func, args[:1]):
+            self._awaiting = set()
+            self.ended("update", None)
         output = self._dispatched(func, types, args, kwargs)
         if output is not NotImplemented and func.namespace != "prim":
             self.gpu_memory.follow(args, output)

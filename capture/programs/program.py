@@ -41,14 +41,16 @@ class ProgramCapture:
     stream of its group's own, between the marks that make it wait for its input and others for it;
     messages to and from a rank have a stream each, since NCCL runs them side by side.
 
-    ``peak_bytes``: the most memory that a rank's tensors take during the step. ``samples`` and
-    ``tokens`` of a rank's step, 0 where they are not known. ``optimizer_steps``: how often one
-    optimizer steps in it. ``notes``: what was assumed of it, in sentences.
+    ``peak_bytes``: the most memory that a rank's tensors take during the step; ``held_bytes``: the
+    least, of the rank that takes most. ``samples`` and ``tokens`` of a rank's step, 0 where they
+    are not known. ``optimizer_steps``: how often one optimizer steps in it. ``notes``: what was
+    assumed of it, in sentences.
     """
 
     world_size: int
     ranks: Mapping[int, StepCapture]
     peak_bytes: Mapping[int, int]
+    held_bytes: int = 0
     samples: int = 0
     tokens: int = 0
     optimizer_steps: int = 1

@@ -224,9 +224,9 @@ def _apart(one: Tensor, other: Tensor) -> bool:
     return bool(one.untyped_storage()._cdata != other.untyped_storage()._cdata)
 
 
-def reached(outputs: Sequence[Tensor]) -> set[int]:
-    """The ids of the parameters that outputs depend on."""
-    found, seen = set(), set()
+def reached(outputs: Sequence[Tensor]) -> dict[int, Tensor]:
+    """The parameters that outputs depend on, by their ids."""
+    found, seen = dict[int, Tensor](), set()
     open_nodes = [t.grad_fn for t in outputs]
     while open_nodes:
         node = open_nodes.pop()
@@ -234,7 +234,7 @@ def reached(outputs: Sequence[Tensor]) -> set[int]:
             continue
         seen.add(node)
         if hasattr(node, "variable"):
-            found.add(id(node.variable))
+            found[id(node.variable)] = node.variable
         open_nodes += [following for following, _ in node.next_functions]
     return found
 

@@ -151,7 +151,8 @@ def capture_script(
         for guess, frames in log.guesses.items():
             notes[f"{guess}{_place(frames, script)}"] = None
 
-    captured = capture_ranks(run, world_size)
+    alone = (0,) if finder else ()  # of a pipeline there are no plans
+    captured = capture_ranks(run, world_size, alone, lasting=finder is not None)
     calls = [call for rank in captured.ranks.values() for call in rank.calls]
     if rounded := {TF32_OPS[c.op] for c in calls if "tf32" in (t.dtype for t in c.tensors())}:
         names = " and ".join(TF32_NAMES[kind] for kind in sorted(rounded))
@@ -179,7 +180,7 @@ def _run_until(
             patch.object(sys, "argv", argv),
             patch.object(sys, "path", [script.first_on_path, *sys.path]),
             runs_of_steps(log),
-            finder.watching() if finder else nullcontext(),
+            finder.watching(log) if finder else nullcontext(),
         ):
             if script.module:
                 runpy.run_module(script.module, run_name="__main__")

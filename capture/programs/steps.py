@@ -19,8 +19,8 @@ from itercast.capture.programs.evaluations import Evaluations
 from itercast.capture.programs.log import ProgramLog
 
 # What ends a step, from what says least. CUDA graphs are warmed up on a stream of their own.
-KINDS = ("forward", "backward", "warm-up", "optimizer")
-PATIENCE = 4  # times the forwards asked for, until a script without an optimizer makes none
+KINDS = ("forward", "backward", "update", "warm-up", "optimizer")
+PATIENCE = 4  # times the steps asked for, until a script without an optimizer updates nothing
 LONGEST = 20  # times the steps asked for, within which what an iteration runs once comes again
 
 Lines = tuple[tuple[str, int], ...]  # files and lines of calls outside torch, the innermost last
@@ -37,6 +37,7 @@ class Step(NamedTuple):
     calls: list[OpCall]
     host: dict[str, int]
     peak_bytes: int
+    least_bytes: int
     samples: list[int]
     places: set[Place]
     stepped: Counter[int]
@@ -46,9 +47,10 @@ class Steps:
     """Tells the steps of a running script, and keeps what its rank launched in one iteration.
 
     A step ends with each step of the first optimizer that the same line calls. In a script that
-    makes none it ends with each backward that is called from the same line, in one without these
-    with each forward of a module. ``lines`` tells which lines run now; ``notes`` say what a step
-    is, if none of an optimizer.
+    makes none it ends where the same line begins to update parameters by hand after a backward, in
+    one that does not with each backward that the same line calls, in one without these with each
+    forward of a module. ``lines`` tells which lines run now; ``notes`` say what a step is, if none
+    of an optimizer.
 
     An iteration is one step, or several where a loop runs some of its lines less often: rollouts,
     generators that critics outnumber. It lasts until the rarest of them has come again.
@@ -120,7 +122,7 @@ class Steps:
         if self.enough:
             raise EnoughSteps
         log = self.log
-        launched = (log.calls, log.host, log.peak_bytes, self.taken.samples)
+        launched = (log.calls, log.host, log.peak_bytes, log.least_bytes, self.taken.samples)
         self.ended.append(Step(*launched, self.places, self.stepped))
         self.places, self.stepped = set(), Counter()
         log.reset()
@@ -133,7 +135,7 @@ class Steps:
         if self.kept and kind == "optimizer":
             self.enough = self._is_whole(lines)
         elif self.kept and kind != "warm-up":  # until nothing that says more is expected
-            times = PATIENCE if kind == "forward" else 1
+            times = 1 if kind == "update" else PATIENCE
             self.enough = self.done == times * self.wanted and not _optimizers(self.older)
         if self.enough:
             raise EnoughSteps
@@ -167,6 +169,7 @@ class Steps:
             host.update(step.host)
         log.calls = [call for step in self.kept for call in step.calls]
         log.host, log.peak_bytes = dict(host), max(step.peak_bytes for step in self.kept)
+        log.least_bytes = min(step.least_bytes for step in self.kept)
         self.taken.samples = [n for step in self.kept for n in step.samples]
 
 

@@ -69,6 +69,7 @@ IN_PLACE: Mapping[str, str] = FACTS["in_place"]
 UNDECLARED_VIEWS, SILENT = (
     frozenset(f"aten::{op}" for op in FACTS[ops].split()) for ops in ("undeclared_views", "silent")
 )
+UNLOGGED = ("profiler::", "aten::item", "c10d::")  # a step's own messages are those of its plan
 CAST = "aten._to_copy.default"
 ITEM = "aten._local_scalar_dense.default"  # the host reads a number
 TF32_DTYPES = {**DTYPES, torch.float32: "tf32"}
@@ -216,7 +217,7 @@ class OpLog(TorchDispatchMode):
         else:
             output = self.routing.call(func, args, kwargs)
         name = func._schema.name
-        if self.paused or name.startswith(("profiler::", "aten::item")) or name in SILENT:
+        if self.paused or name.startswith(UNLOGGED) or name in SILENT:
             return output
         if str(func) == ITEM:
             self.read_by_host(args[0])

@@ -102,8 +102,12 @@ def _other_questions(
         yield "fused AdamW", SOFTWARE, {**asked, "optimizer": "adamw_fused"}
     if not asked.get("channels_last") and any(c.op == CONVOLUTION for c in step.calls):
         yield "channels_last (NHWC)", SOFTWARE, {**asked, "channels_last": True}
-    for dtype in _faster_dtypes(asked.get("dtype") or "fp32", gpu, plan):
+    faster = _faster_dtypes(asked.get("dtype") or "fp32", gpu, plan)
+    for dtype in faster:
         yield f"dtype {dtype}", SOFTWARE, {**asked, "dtype": dtype}
+    if "bf16" in faster:
+        mixed = {"plan": str(replace(plan, amp=True)), "dtype": "bf16"}
+        yield "bf16 autocast (amp)", SOFTWARE, {**asked, **mixed}
     batch = step.samples * plan.microbatches
     yield f"batch {2 * batch} for {batch}", SIZE, {**asked, "batch": 2 * batch}
 
@@ -120,6 +124,8 @@ def _other_plans(plan: ParallelPlan) -> Iterator[tuple[str, ParallelPlan]]:
     """Plans with the same degrees and one option changed."""
     if plan.recompute:
         yield "no recomputation", replace(plan, recompute="", recomputed=1.0)
+    else:
+        yield "layers recomputed", replace(plan, recompute="full")
     if plan.tp > 1 and not plan.sp:
         yield "sequence parallelism (sp)", replace(plan, sp=True)
     if plan.tp > 1 and not plan.tp_overlap and plan.sp:

@@ -18,8 +18,10 @@ from itercast.stated import question_facts, say_step
 if TYPE_CHECKING:  # the command line starts without pandas
     from itercast.compose.explain.changes import Change
     from itercast.compose.explain.time_parts import HotOp, TimePart
+    from itercast.compose.forecast import Forecast
     from itercast.microbench.store import Row
 
+SCRIPTED = ("software", "plan", "batch")  # kinds of changes that a user of the same GPU can make
 BAR = 20  # characters of the longest bar
 OPS = 10  # listed
 
@@ -55,6 +57,7 @@ def _explain(question: Question, model: Any, script: Row, as_json: bool) -> None
         step, target = question.prepared()
         facts = question_facts(question, step, target)
     from itercast.compose.explain.changes import changes
+    from itercast.compose.explain.largest_batch import largest_batch
     from itercast.compose.explain.time_parts import hot_ops, time_parts
     from itercast.compose.target import forecast_step
     from itercast.eval.progress import progress_bar
@@ -63,16 +66,14 @@ def _explain(question: Question, model: Any, script: Row, as_json: bool) -> None
     parts, ops = time_parts(found), hot_ops(step, target, OPS)
     with progress_bar() as bar, prints_aside():
         task = bar.add_task("changes", total=None)
-        gains = changes(
-            model,
-            asked,
-            lambda name: bar.update(task, description=name),
-        )
+        gains = changes(model, asked, lambda name: bar.update(task, description=name))
+        largest = largest_batch(model, asked, step, target)
     name = question.name
     title = f"{name} on {found.gpu}, plan {found.plan}: {found.iteration_us / 1e3:.2f} ms"
     if as_json:
         lists: dict[str, Sequence[Any]] = {"parts": parts, "ops": ops, "changes": gains}
-        plain = {key: [asdict(one) for one in some] for key, some in lists.items()}
+        plain: Row = {key: [asdict(one) for one in some] for key, some in lists.items()}
+        plain["largest_batch"] = largest
         typer.echo(json.dumps({"case": name, "forecast": asdict(found), **facts, **plain}))
         return
     if script:
@@ -85,6 +86,17 @@ def _explain(question: Question, model: Any, script: Row, as_json: bool) -> None
     console.print(f"{assumed} (predict --explain-assumptions lists them)")
     console.print(_ops_table(ops))
     console.print(_changes_table(gains))
+    console.print("\n".join(_advice(found, step.samples, largest, gains)))
+
+
+def _advice(found: Forecast, own: int, largest: int, gains: Sequence[Change]) -> list[str]:
+    """The largest micro-batch that fits, and what gains most on the same hardware."""
+    used, room = found.memory_bytes / 1e9, found.memory_room_bytes / 1e9
+    fits = f"; micro-batches of up to {largest:,} samples fit, it has {own:,}"
+    told = [f"memory: {used:.1f} of {room:.1f} GB{fits if largest else ''}"]
+    same = (one for one in gains if one.kind in SCRIPTED and one.fits and one.gain_frac > 0)
+    best = [f"{one.name} {100 * one.gain_frac:+.0f} %" for one in same][:3]
+    return [*told, *([f"gains most on this hardware: {', '.join(best)}"] if best else [])]
 
 
 def _parts_table(title: str, parts: Sequence[TimePart]) -> Table:

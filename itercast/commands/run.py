@@ -155,7 +155,7 @@ def _facts(name: str, one: Forecasted) -> dict[str, Any]:
 
     program = one.captured.program
     facts = {"step_us": one.step_us, "loading_us": one.loading_us, "notes": program.notes}
-    facts["limits_frac"] = limits(one.found)
+    facts["limits_frac"], facts["batches_that_fit"] = limits(one.found), _batches_that_fit(one)
     facts |= {"sent_bytes": _sent(program), **_asked(one)}
     facts |= {"optimizer_steps": program.optimizer_steps, "from_cache": one.captured.kept}
     return {"case": name, **asdict(one.found), **facts}
@@ -222,6 +222,15 @@ def _sent(program: ProgramCapture) -> dict[str, int]:
     return dict(sent.most_common())
 
 
+def _batches_that_fit(one: Forecasted) -> float:
+    """How many times a rank's batch fits at least.
+
+    Memory beyond the least of a step grows with the batch: activations do, gradients do not.
+    """
+    found, held = one.found, one.captured.program.held_bytes
+    return max(0, found.memory_room_bytes - held) / max(1, found.memory_bytes - held)
+
+
 def _workers(found: Forecast, lane: InputLane, target: Target, samples: int) -> str:
     """How many workers a loader has, and how many hide it from the step."""
     from itercast.compose.input_pipeline import consumer, cores_of_a_rank, fewest_workers
@@ -243,7 +252,8 @@ def _print(name: str, one: Forecasted) -> None:
 
     found, program = one.found, one.captured.program
     table = forecast_table(name, found)
-    table.add_row("fits", "yes" if found.fits else "no")
+    times = f"at least {_batches_that_fit(one):,.1f} times its batch would"
+    table.add_row("fits", f"{'yes' if found.fits else 'no'}; {times}")
     if sent := _sent(program):
         told = ", ".join(f"{kind} of {nbytes / 1e6:,.1f} MB" for kind, nbytes in sent.items())
         table.add_row("messages of a rank", f"{told}, among {found.world_size} ranks")

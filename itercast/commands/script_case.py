@@ -41,7 +41,8 @@ class ScriptCase:
         """A micro-batch under a plan, and the target, in mixed precision where the script is.
 
         Its ranks share as many samples as the script has as that many processes, in micro-batches
-        of the script's own size unless the plan states their number.
+        of the script's own size unless the plan states their number. Layers are recomputed as the
+        script does, unless the plan states how.
         """
         from itercast.compose.capture_model import capture, micro_size
         from itercast.compose.graph.launch_modes import with_engine
@@ -57,21 +58,23 @@ class ScriptCase:
             plan = replace(plan, micro=micro)
         elif plan.pp == 1 and plan.accumulate == 1:
             plan = replace(plan, accumulate=micro)
-        plan = replace(plan, amp=how["amp"])
+        plan = replace(plan, amp=how["amp"], recompute=plan.recompute or facts.recompute)
         size = micro_size(self.model, plan, samples // plan.dp, facts.seq)
         step = with_engine(capture(self.model, **size, **how), self.model.engine)
         node = find_node(plan, self.target.gpu)
         return step, replace(self.target, plan=plan, node=node)
 
     def facts(self) -> Row:
-        """What was found, and what its step takes beside that of the script, on one GPU."""
+        """What was found, and what its step takes beside an update of the script, on one GPU."""
         from itercast.compose.programs.forecast import forecast_program
         from itercast.compose.target import forecast_step
 
         whole_us = forecast_program(self.program, self.target).iteration_us
+        whole_us /= self.program.optimizer_steps
         model_us = forecast_step(*self.prepared(ParallelPlan(), 1)).iteration_us
         found = asdict(self.model.facts)
         found |= {"script_us": whole_us, "script_gpus": self.program.world_size}
+        found |= {"updates": self.program.optimizer_steps}
         return {**found, "model_us": model_us, "engine": self.model.engine}
 
 
@@ -100,7 +103,7 @@ def of_script(model: SizedModel, asked: Row) -> Row:
     how = model.settings({**asked, "amp": plan.amp})
     plan = replace(plan, amp=how.pop("amp"))
     if not asked["plan"] and not asked["batch"]:
-        plan = replace(plan, accumulate=model.facts.micro)
+        plan = replace(plan, accumulate=model.facts.micro, recompute=model.facts.recompute)
     engine = model.engine if asked["engine"] == "eager" else asked["engine"]
     return {**how, "plan": str(plan), "engine": engine}
 
@@ -176,10 +179,12 @@ def found_lines(facts: Row) -> list[str]:
     first = f"found {facts['model']}: {size}, {micro}{facts['batch']:,} samples{tokens} a process"
     whole_us, model_us, gpus = facts["script_us"], facts["model_us"], facts["script_gpus"]
     where, alone = ("one GPU", "") if gpus == 1 else (f"{gpus} GPUs", " on one GPU")
-    second = f"as it is, on {where}: {whole_us * 1e-3:.2f} ms; its model's step{alone}, of which "
-    second += f"plans are made: {model_us * 1e-3:.2f} ms"
+    updates = f" for each of {facts['updates']} updates" if facts["updates"] > 1 else ""
+    second = f"as it is, on {where}{updates}: {whole_us * 1e-3:.2f} ms; "
+    second += f"its model's step{alone}, of which plans are made: {model_us * 1e-3:.2f} ms"
     if gpus == 1 and whole_us:
         second += f" ({100 * (model_us / whole_us - 1):+.1f} %)"
     notes = (f"note: {note}" for note in facts["notes"])
-    clipped = ", gradients clipped" if facts["clip"] else ""
-    return [f"{first}, {dtype}, {facts['optimizer']}{clipped}", second, *notes]
+    also = ", gradients clipped" if facts["clip"] else ""
+    also += ", layers recomputed" if facts["recompute"] else ""
+    return [f"{first}, {dtype}, {facts['optimizer']}{also}", second, *notes]

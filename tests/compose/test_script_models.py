@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from small_scripts import H100, written
 
 from itercast.capture.input.batches import TakenBatches
@@ -60,6 +62,7 @@ while True:
 """
 IMAGES = """
 import torch, torch.nn as nn
+from torch.utils.checkpoint import checkpoint
 class Images(nn.Module):
     def __init__(self):
         super().__init__()
@@ -69,7 +72,7 @@ class Images(nn.Module):
     def forward(self, x):
         x = self.patch(x).flatten(2).transpose(1, 2)
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False)
         return self.head(x.mean(1))
 model = Images().cuda()
 optimizer = torch.optim.Adam(model.parameters())
@@ -86,7 +89,13 @@ UNUSUAL = """
 import torch, torch.nn as nn, torch.nn.functional as F
 torch.set_float32_matmul_precision("high")
 torch.distributed.init_process_group("nccl")
-net = nn.Sequential(nn.Linear(512, 8192), nn.GELU(), nn.Linear(8192, 512)).cuda()
+torch.distributed.new_group(backend="gloo").monitored_barrier()
+torch.distributed.monitored_barrier()
+class Told(nn.GELU):
+    def forward(self, x):
+        torch.distributed.all_reduce(torch.ones(1, device="cuda"))  # among the ranks of a group
+        return super().forward(x)
+net = nn.Sequential(nn.Linear(512, 8192), Told(), nn.Linear(8192, 512)).cuda()
 model = nn.parallel.DistributedDataParallel(net)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 while True:
@@ -120,13 +129,50 @@ while True:
     nn.utils.clip_grad_norm_(parameters, 1.0)
     optimizer.step()
 """
-SCRIPTS = {"decoder": DECODER, "images": IMAGES, "unusual": UNUSUAL, "several": SEVERAL}
+RECURRENT = """
+import torch, torch.nn as nn, torch.nn.functional as F
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(1000, 256), nn.Linear(256, 1000)
+        self.rnn = nn.LSTM(256, 256, 2)
+    def forward(self, ids, state):
+        x, state = self.rnn(self.embed(ids), state)
+        return self.head(x), state
+model = Words().cuda()
+state = (torch.zeros(2, 20, 256).cuda(), torch.zeros(2, 20, 256).cuda())
+while True:
+    for micro in range(2):
+        ids = torch.randint(0, 1000, (35, 20)).cuda()
+        state = tuple(part.detach() for part in state)
+        out, state = model(ids, state)
+        loss = F.cross_entropy(out.view(-1, 1000), ids.view(-1))
+        torch.autograd.Variable._execution_engine.run_backward(
+            tensors=(loss,), grad_tensors=(torch.ones_like(loss),), keep_graph=False,
+            create_graph=False, inputs=(), allow_unreachable=True, accumulate_grad=True)
+    for p in model.parameters():
+        p.data.add_(p.grad, alpha=-0.1)
+    model.zero_grad()
+"""
+SCRIPTS = {
+    "decoder": DECODER,
+    "images": IMAGES,
+    "unusual": UNUSUAL,
+    "several": SEVERAL,
+}
 
 
-def found(folder: Path, text: str) -> tuple[TrainedModel, ProgramCapture]:
+@pytest.fixture(autouse=True)
+def _groups_end() -> Iterator[None]:
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def found(folder: Path, text: str, gpus: int = 1) -> tuple[TrainedModel, ProgramCapture]:
     """The model that a script trains, and the step that it was found in."""
     script, finder = Script(path=written(folder, text), steps=2), Finder()
-    program = capture_script(script, H100, 1, 1, TakenBatches(), finder)
+    program = capture_script(script, H100, gpus, gpus, TakenBatches(), finder)
     return TrainedModel.of(finder, on_gpu=True), program
 
 
@@ -155,7 +201,9 @@ def test_a_plan_of_one_gpu_is_the_script_as_it_is(
 ) -> None:
     """Within 6 %: what the script draws at random, and gradients of zero_grad, are beside it."""
     model, program = found(tmp_path, SCRIPTS[name])
-    plan = ParallelPlan(accumulate=model.facts.micro, amp=model.facts.amp)
+    facts = model.facts
+    plan = ParallelPlan(accumulate=facts.micro, amp=facts.amp, recompute=facts.recompute)
+    assert facts.recompute == ("full" if name == "images" else "")
     whole = forecast_program(program, target)
     whole_us = whole.iteration_us
     assert round(whole.tokens_per_s * whole_us * 1e-6) == (4 * 128 if name == "decoder" else 0)
@@ -186,6 +234,16 @@ def test_a_script_is_captured_in_other_batches(tmp_path: Path) -> None:
     assert loss.outputs[0].shape == (6 * 49, 1000) and step.tokens == 6 * 50
 
 
+def test_a_batch_behind_time_and_an_update_by_hand(tmp_path: Path) -> None:
+    """10 sequences for 20 of 35 tokens: 350 rows of logits for 700, in two micro-batches."""
+    model, program = found(tmp_path, RECURRENT)
+    facts = model.facts
+    assert (facts.batch, facts.seq, facts.micro, facts.optimizer) == (20, 35, 2, "sgd")
+    assert "by hand" in facts.notes[0] and "one update to the next" in program.notes[0]
+    assert products(captured(model))[700, 1000] == 1
+    assert products(captured(model, 10))[350, 1000] == 1
+
+
 TWO = """
 import torch
 a, b = torch.nn.Linear(8, 8).cuda(), torch.nn.Linear(8, 8).cuda()
@@ -194,6 +252,21 @@ x = torch.randn(4, 8).cuda()
 while True:
     {}
 """
+SPLIT = """
+import torch, torch.distributed as dist
+dist.init_process_group("nccl")
+class Rows(torch.nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        dist.{}
+        return y
+model = Rows(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+while True:
+    model(torch.randn(4, 8).cuda()).sum().backward()
+    optimizer.step()
+"""
+PARTS = {"all_reduce": "all_reduce(y.detach())", "send": "send(y.detach(), 1)"}
 IN_TURN = "a(x).sum().backward(); first.step(); b(x).sum().backward(); second.step()"
 
 
@@ -207,6 +280,12 @@ IN_TURN = "a(x).sum().backward(); first.step(); b(x).sum().backward(); second.st
 def test_what_no_plan_can_be_of_is_one_line(tmp_path: Path, body: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         found(tmp_path, TWO.format(body))
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_layers_that_are_split_over_ranks_are_refused(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"send each other parts of layers \({kind}, as tensor"):
+        found(tmp_path, SPLIT.format(PARTS[kind]), gpus=2)
 
 
 WRAPPED = """
@@ -226,10 +305,14 @@ optimizer = torch.optim.AdamW(model.parameters())
 while True:
     loss = model(torch.randn(32, 64).cuda()).square().mean()
     loss.backward()
+    hasattr(model, "clip_grad_norm_") and model.clip_grad_norm_(1.0)
     optimizer.step()
     optimizer.zero_grad()
 """
 WRAPS = {
+    "recomputed": "from torch.utils.checkpoint import checkpoint; run = Layer.forward; "
+    "one = torch.ones(1, device='cuda', requires_grad=True); "
+    "Layer.forward = lambda self, x: checkpoint(run, self, x + one, use_reentrant=True)",
     "DDP": "model = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)",
     "FSDP2": "for m in (*model, model): fully_shard(m)",
     "FSDP": "model[0] = FSDP(model[0]); model[1] = FSDP(model[1]); model = FSDP(model)",
@@ -247,7 +330,9 @@ def test_the_model_inside_a_wrapper_is_found(name: str, tmp_path: Path) -> None:
     half = "bf16" in name
     assert (model.facts.amp, model.facts.dtype) == (half, "bf16" if half else "fp32")
     assert (model.facts.model, model.facts.parameters) == ("Sequential", 66568)
+    assert model.facts.recompute == ("full" if name == "recomputed" else "")
+    assert model.facts.clip == (name.partition(" ")[0] == "FSDP")
     step = captured(model, 48)
-    results = {(48, 256): 4, (48, 64): 4, (48, 8): 1}
+    results = {(48, 256): 4, (48, 64): 4 + (name == "recomputed"), (48, 8): 1}  # or of ``one`` too
     assert products(step) == results | {(256, 64): 2, (64, 256): 2, (8, 64): 1}
     assert not any("c10d" in call.op or "fsdp" in call.op for call in step.calls)

@@ -24,6 +24,7 @@ from itercast.__main__ import app
 
 EXAMPLE = Path(__file__).parents[2] / "examples/train_gpt.py"
 SMALL = ("--layers=1", "--width=64", "--heads=2", "--vocabulary=500", "--length=16")
+PARAMETERS = 2 * 500 * 64 + 16 * 64 + 12 * 64**2 + 9 * 64 + 3 * 2 * 64  # tables, block, norms
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +47,10 @@ def test_a_script_on_64_gpus_and_its_trace(own_cache: Path, tmp_path: Path) -> N
     assert found["command"].endswith(f"--steps 3 --limit 600 {EXAMPLE} {' '.join(SMALL)}")
     assert found["question"]["batch"] == 8 and found["sent_bytes"]["all_reduce"] > 0
     assert found["tokens_per_s"] == pytest.approx(16 * found["samples_per_s"])
+    held = 16 * PARAMETERS  # fp32 weights, AdamW's two moments, DDP's bucket of gradients
+    held += 2 * 8 * 16 * 500  # the last logits in bf16
+    times = (found["memory_room_bytes"] - held) / (found["memory_bytes"] - held)
+    assert found["batches_that_fit"] == pytest.approx(times, rel=0.001)
     parts = found["compute_us"] + found["exposed_comm_us"] + found["idle_us"]
     assert found["iteration_us"] == pytest.approx(parts) and found["loading_us"] > 0
     assert found["samples_per_s"] == pytest.approx(64 * 8 / found["iteration_us"] * 1e6)

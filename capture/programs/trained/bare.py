@@ -36,7 +36,6 @@ def make_bare(model: torch.nn.Module) -> torch.dtype | None:
     dtype in which FSDP gathers, if it is another than that of the parameters.
     """
     gathered: torch.dtype | None = None
-    _check_whole_layers(model)
     for module in list(model.modules()):
         if isinstance(module, FullyShardedDataParallel):
             _give_back(module)
@@ -60,18 +59,6 @@ def make_bare(model: torch.nn.Module) -> torch.dtype | None:
             if isinstance(buffer, DTensor):
                 module._buffers[name] = buffer._local_tensor
     return gathered
-
-
-def _check_whole_layers(model: torch.nn.Module) -> None:
-    """ValueError where layers are split too (TP): their heads and widths are those of a part."""
-    units = [
-        m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)
-    ]
-    sharded = max((u.mesh_info.mesh.size() for u in units if u is not None), default=1)
-    for p in model.parameters():
-        if isinstance(p, DTensor) and p.device_mesh.size() > sharded:
-            told = "tensor parallelism: start the script without, plans bring their own"
-            raise ValueError(f"{type(model).__name__} is split by {told}")
 
 
 def _whole(p: Any) -> torch.nn.Parameter:

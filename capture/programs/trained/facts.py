@@ -16,7 +16,8 @@ class Trained:
     ``batch`` samples and ``seq`` tokens of each (0: not of tokens) are those of a micro-batch, of
     which a step of one process has ``micro``. ``dtype`` is autocast's with ``amp``, else that of
     its parameters, of which there are so many. ``clip``: its gradients are clipped to a norm.
-    ``notes``: what a plan of it leaves out.
+    ``recompute``: "full" where its backward runs layers again. ``notes``: what a plan of it leaves
+    out.
     """
 
     model: str
@@ -28,4 +29,5 @@ class Trained:
     optimizer: str
     clip: bool
     parameters: int
+    recompute: str = ""
     notes: tuple[str, ...] = ()

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.utils import clip_grad
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
+from itercast.capture.opcall import OpCall
+from itercast.capture.programs.backward import Backward, backward_passes
+from itercast.capture.programs.log import ProgramLog
+from itercast.capture.programs.program import COLLECTIVE
 from itercast.capture.programs.trained.bare import is_wrapper
 from itercast.capture.programs.trained.facts import Trained
 from itercast.capture.programs.trained.loss import Form, LossRecorder, LossTape, Size
 from itercast.capture.recorder.log import DTYPES
 
 KNOWN = {"SGD": "sgd", "LAMB": "lamb", "Lamb": "lamb", "Muon": "muon", "AdamW": "adamw"}
+PARTS = ("all_reduce", "reduce_scatter", "all_to_all", "send", "recv", "send_recv")  # of layers
 ALIKE = ("Adam", *KNOWN)  # whose update is priced as what it is
 
 
@@ -27,14 +32,18 @@ ALIKE = ("Adam", *KNOWN)  # whose update is priced as what it is
 class Call:
     """A micro-batch in training up to its backward, and how many a step had so far.
 
-    ``wrapped``: what the script calls, wrappers with a model inside, or models.
+    ``wrapped``: what the script calls, wrappers with a model inside, or models. ``time_first``:
+    lengths of the first two axes of what layers are given whose batch is the second.
+    ``recomputes``: modules run again in its backward.
     """
 
     wrapped: list[torch.nn.Module] = field(default_factory=list)
     autocast: torch.dtype | None = None
+    time_first: set[tuple[int, ...]] = field(default_factory=set)
     tape: LossTape | None = None
     micro: int = 0
     clip: bool = False
+    recomputes: bool = False
     optimizers: list[Any] = field(default_factory=list)
 
     @property
@@ -62,48 +71,76 @@ class Finder:
         self.latest: Call | None = None
         self.found: dict[int, Call] = {}
         self.micro = 0
+        self.split = ""  # by what messages a model's layers are, if they are
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watch calls of modules, backward passes and optimizers inside the context."""
-        run, backward = torch.nn.Module._call_impl, torch.autograd.backward
+    def watching(self, log: ProgramLog) -> Iterator[None]:
+        """Watch calls of modules, backward passes and updates inside the context."""
+        self.log = log
+        apply = torch.autograd.Function.__dict__["apply"].__func__
+
+        def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            return self.recorder.applied(cls.apply, partial(apply, cls), args, kwargs)
+
+        watched: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+            (torch.nn.Module, "_call_impl", self._calling),
+            (log, "ended", self._ending),
+            (clip_grad, "_clip_grads_with_norm_", self._clipping),
+            (FullyShardedDataParallel, "clip_grad_norm_", self._clipping),
+        )
+        with ExitStack() as stack:
+            for owner, name, around in watched:
+                stack.enter_context(patch.object(owner, name, around(getattr(owner, name))))
+            function = patch.object(torch.autograd.Function, "apply", classmethod(applied))
+            for context in (function, backward_passes(self._backward), self.recorder):
+                stack.enter_context(context)
+            yield
+
+    def _calling(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """As ``Module.__call__``."""
 
         def called(module: Any, *args: Any, **kwargs: Any) -> Any:
             if self.inside:
-                self._note_autocast()
+                self._note_layer(module, args)
                 return run(module, *args, **kwargs)
             if not _trains(module):
                 return run(module, *args, **kwargs)
             through = self._through if is_wrapper(module) else self._run
             return through(module, partial(run, module), args, kwargs)
 
-        def backwards(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            self._ended(tree_leaves(tensors))
-            return backward(tensors, *args, **kwargs)
+        return called
 
-        def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            return self.recorder.applied(cls.apply, partial(apply, cls), args, kwargs)
+    def _ending(self, ended: Callable[[str, Any], None]) -> Callable[[str, Any], None]:
+        """As the log's ``ended``, for the ends of steps."""
 
-        apply = torch.autograd.Function.__dict__["apply"].__func__
+        def told(kind: str, owner: Any) -> None:
+            if kind in ("optimizer", "update"):
+                self._stepped(owner)
+            ended(kind, owner)
 
-        def clips(*args: Any, **kwargs: Any) -> None:
+        return told
+
+    def _clipping(self, clip: Callable[..., Any]) -> Callable[..., Any]:
+        """As a function that clips gradients."""
+
+        def clips(*args: Any, **kwargs: Any) -> Any:
             if self.latest is not None:
                 self.latest.clip = True
-            clip(*args, **kwargs)
+            return clip(*args, **kwargs)
 
-        clip = clip_grad._clip_grads_with_norm_
-        hook = register_optimizer_step_post_hook(lambda one, args, kwargs: self._stepped(one))
+        return clips
+
+    @contextmanager
+    def _backward(self, made: Backward) -> Iterator[None]:
+        """A pass to parameters ends a micro-batch; modules that run inside are run again."""
+        parameters = any(isinstance(one, torch.nn.Parameter) for one in made.inputs)
+        if made.accumulates or (parameters and not made.differentiable):
+            self._ended(made.roots)
+        before, self.inside = self.inside, True
         try:
-            with (
-                patch.object(torch.nn.Module, "_call_impl", called),
-                patch.object(torch.autograd, "backward", backwards),
-                patch.object(clip_grad, "_clip_grads_with_norm_", clips),
-                patch.object(torch.autograd.Function, "apply", classmethod(applied)),
-                self.recorder,
-            ):
-                yield
+            yield
         finally:
-            hook.remove()
+            self.inside = before
 
     def _run(self, model: Any, run: Any, args: Any, kwargs: Any) -> Any:
         """Run a model as the script calls it, and record what follows its output."""
@@ -111,14 +148,16 @@ class Finder:
             self.call = Call()
             self.recorder.begin()
         self.call.wrapped.append(model if self.wrapper is None else self.wrapper)
-        self._note_autocast()
+        self._note_layer(model, args)
 
         def alone(*args: Any, **kwargs: Any) -> Any:
             self.recorder.on, self.inside = False, True
+            before = len(self.log.calls)
             try:
                 return run(*args, **kwargs)
             finally:
                 self.recorder.on, self.inside = True, False
+                self._note_messages(self.log.calls[before:])
 
         return self.recorder.called(model, alone, args, kwargs)
 
@@ -134,33 +173,54 @@ class Finder:
             self.recorder.passed(output)
         return output
 
-    def _note_autocast(self) -> None:
+    def _note_layer(self, module: Any, args: Any) -> None:
+        """Note of a module that is called its autocast, its batch's axis, and if it runs again."""
+        if self.log.phase == "backward" and self.latest is not None:
+            self.latest.recomputes = True
+        if self.call is None:
+            return
         for device in ("cuda", "cpu"):
-            if self.call is not None and torch.is_autocast_enabled(device):
+            if torch.is_autocast_enabled(device):
                 self.call.autocast = self.call.autocast or torch.get_autocast_dtype(device)
+        if getattr(module, "batch_first", True) is False and args and hasattr(args[0], "shape"):
+            self.call.time_first.add(tuple(args[0].shape[:2]))
 
-    def _ended(self, roots: list[Any]) -> None:
+    def _note_messages(self, calls: Sequence[OpCall]) -> None:
+        """Note messages that are no gathers of parameters: of parts of layers, or to a rank."""
+        sent = (call.kwargs for call in calls if call.op == COLLECTIVE)
+        kinds = (facts["kind"] for facts in sent if len(facts["ranks"]) > 1)
+        self.split = self.split or next((kind for kind in kinds if kind in PARTS), "")
+
+    def _ended(self, roots: Sequence[Any]) -> None:
         """A micro-batch ended: its backward begins."""
         self.recorder.on = False
         if self.call is None:
             return
+        self._note_messages([c for c in self.log.calls if c.kwargs.get("peer", -1) >= 0])
         self.call.tape = self.recorder.tape(roots[0])
         self.micro += 1
         self.call.micro = self.micro
         self.latest, self.call = self.call, None
 
     def _stepped(self, optimizer: Any) -> None:
-        """A step ended, or another optimizer's part of it."""
+        """A step ended, another optimizer's part of it, or without one an update by hand begins."""
         if self.latest is None:
             return
         if self.micro:
             self.latest.optimizers, self.micro = [], 0
-        self.latest.optimizers.append(optimizer)
-        self.found[id(self.latest.optimizers[0])] = self.latest
+        if optimizer is not None:
+            self.latest.optimizers.append(optimizer)
+        self.found[id(next(iter(self.latest.optimizers), None))] = self.latest
 
     def only(self) -> Call:
         """The one micro-batch that plans can be of; ValueError in one line where there is none."""
-        calls = list(self.found.values())
+        if self.split:
+            told = "start it without, plans bring their own"
+            raise ValueError(
+                f"ranks of the script send each other parts of layers ({self.split}, "
+                f"as tensor parallelism and pipelines do): {told}"
+            )
+        calls = [c for c in self.found.values() if c.optimizers] or list(self.found.values())
         if not calls:
             raise ValueError("no model found: no module is called in training before a step")
         if len(calls) > 1:
@@ -187,7 +247,8 @@ def facts_of(call: Call) -> Trained:
         dtype=DTYPES[computes or held],
         amp=computes is not None,
         optimizer=optimizer,
-        clip=call.clip,
+        clip=call.clip or any(map(_clips, call.wrapped)),
+        recompute="full" if call.recomputes else "",
         parameters=sum(p.numel() for model in call.models for p in model.parameters()),
         notes=notes,
     )
@@ -210,11 +271,15 @@ def size_of(call: Call) -> Size:
         raise ValueError(f"{call.name} is given no tensor with a batch")
     shape, dtype = forms[0].shape, forms[0].dtype
     tokens = len(shape) == 2 and not dtype.is_floating_point
-    return Size(batch=shape[0], seq=shape[1] if tokens else 0)
+    time_first = len(shape) > 1 and tuple(shape[:2]) in call.time_first
+    batch, seq = (shape[1], shape[0]) if time_first else (shape[0], shape[-1])
+    return Size(batch=batch, seq=seq if tokens else 0, time_first=time_first)
 
 
 def _optimizer(optimizers: list[Any]) -> tuple[str, tuple[str, ...]]:
     """The optimizer as plans know it, and what differs in it."""
+    if not optimizers:
+        return "sgd", ("its update is written by hand, and is taken to be sgd",)
     named = {type(one).__name__: one for one in optimizers}
     name = "Muon" if "Muon" in named else next(iter(named))
     kind = KNOWN.get(name, "adamw")
@@ -224,6 +289,11 @@ def _optimizer(optimizers: list[Any]) -> tuple[str, tuple[str, ...]]:
     kind = "adamw_fused" if kind == "adamw" and fused else kind
     others = [] if name in ALIKE else [f"its optimizer {name} is taken to be {kind}"]
     return kind, tuple(others)
+
+
+def _clips(module: Any) -> bool:
+    """Whether DeepSpeed's engine clips gradients."""
+    return float(getattr(module, "gradient_clipping", float)()) > 0
 
 
 def _trains(module: Any) -> bool:

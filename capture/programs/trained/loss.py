@@ -22,10 +22,14 @@ WRITES = ("__setitem__", "__set__")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """Samples of a micro-batch, and tokens of each; 0 tokens where the input is not of tokens."""
+    """Samples of a micro-batch, and tokens of each; 0 tokens where the input is not of tokens.
+
+    ``time_first``: samples are the second axis of tensors, as recurrent networks take them.
+    """
 
     batch: int
     seq: int = 0
+    time_first: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +56,14 @@ class Scaled:
         return (self._tokens | self._rows).get(value, value) if value > 1 else value
 
     def shape(self, shape: Sequence[int]) -> list[int]:
-        """The shape of a tensor whose first axis is the batch; others may be tokens."""
-        rows, tokens = self._rows, self._tokens
-        return [*(rows.get(n, n) for n in shape[:1]), *(tokens.get(n, n) for n in shape[1:])]
+        """The shape of a tensor whose first axis is the batch; others may be tokens.
+
+        Where time is first the second axis is the batch; the first may be tokens of all samples.
+        """
+        first, others = self._rows, self._tokens
+        if self.own.time_first:
+            first, others = first | others, {self.own.batch: self.wanted.batch}
+        return [*(first.get(n, n) for n in shape[:1]), *(others.get(n, n) for n in shape[1:])]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

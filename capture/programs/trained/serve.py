@@ -11,14 +11,16 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch.utils import checkpoint
 
 from itercast.capture.base.files import write_atomic
 from itercast.capture.opcall import StepCapture, torch_dtype
 from itercast.capture.programs.trained.bare import make_bare
 from itercast.capture.programs.trained.facts import ANSWER, ASKED, FACTS, REFUSED, Trained
-from itercast.capture.programs.trained.finder import Finder, facts_of, held_dtype
+from itercast.capture.programs.trained.finder import Finder, facts_of, held_dtype, size_of
 from itercast.capture.programs.trained.loss import Form, LossTape, Scaled, Size
 from itercast.capture.recorder.cache import dumps
 from itercast.capture.recorder.truncate import capture_shortened
@@ -31,12 +33,13 @@ POLL_S = 0.02
 class TrainedModel:
     """A model that a script trains, in the script's process, whose tensors stay fake.
 
-    ``mode``: of the fake tensors that the script ran with. ``on_gpu``: the script put it on a GPU
-    that is not there.
+    ``size``: of the script's own micro-batch. ``mode``: of the fake tensors that the script ran
+    with. ``on_gpu``: the script put it on a GPU that is not there.
     """
 
     tape: LossTape
     facts: Trained
+    size: Size
     mode: Any
     on_gpu: bool
 
@@ -50,7 +53,8 @@ class TrainedModel:
             call.autocast = make_bare(module) or call.autocast
         if call.tape is None:
             raise ValueError("no loss was recorded")
-        return cls(tape=call.tape, facts=facts_of(call), mode=mode, on_gpu=on_gpu)
+        facts, size = facts_of(call), size_of(call)
+        return cls(tape=call.tape, facts=facts, size=size, mode=mode, on_gpu=on_gpu)
 
     def capture(
         self, settings: StepSettings, batch: int, seq: int, *, shallow: bool
@@ -58,8 +62,7 @@ class TrainedModel:
         """Capture one micro-batch of its step: forward, loss, backward, and the update."""
         clip = self.facts.clip and settings.optimizer not in ("muon", "none")
         settings = replace(settings, clip=clip)
-        own = Size(batch=self.facts.batch, seq=self.facts.seq)
-        size = Scaled(own=own, wanted=Size(batch=batch, seq=seq))
+        size = Scaled(own=self.size, wanted=Size(batch=batch, seq=seq))
         models, tape = self.tape.models, self.tape
         stored = torch_dtype(settings.stored)
         dtype = None if stored == held_dtype(models) else stored
@@ -80,7 +83,7 @@ class TrainedModel:
             return forward(*args, **named) if alone else loss(models[0](*args, **named))
 
         forward = whole.forward
-        with self._fresh(whole, run, dtype):
+        with self._fresh(whole, run, dtype), _all_saved():
             return capture_shortened(
                 self.facts.model,
                 lambda: whole,
@@ -148,6 +151,20 @@ class TrainedModel:
             for name, old in buffers.items():
                 if old is not None and dtype is not None and old.is_floating_point():
                     module._buffers[name] = self._placed(old.to(dtype))
+
+
+@contextmanager
+def _all_saved() -> Iterator[None]:
+    """Let torch's checkpoints save what backward reads: what is recomputed is up to plans."""
+
+    def around(*args: Any, **kwargs: Any) -> Iterator[None]:
+        yield
+
+    with (
+        patch.object(checkpoint, "_checkpoint_without_reentrant_generator", around),
+        patch.object(checkpoint.CheckpointFunction, "apply", lambda run, state, *args: run(*args)),
+    ):
+        yield
 
 
 class Together(torch.nn.Module):

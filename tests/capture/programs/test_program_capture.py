@@ -223,7 +223,8 @@ def test_memory_is_that_of_tensors_alive() -> None:
         a, b = torch.randn(1024), torch.randn(1024)
         return lambda: [(a + b) is None, (a * b) is None]
 
-    assert capture_program(program, 1).peak_bytes == {0: 3 * 4096}
+    captured = capture_program(program, 1)
+    assert captured.peak_bytes == {0: 3 * 4096} and captured.held_bytes == 2 * 4096
 
 
 def test_what_a_checkpoint_runs_again_is_what_forward_ran() -> None:

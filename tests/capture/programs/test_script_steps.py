@@ -36,6 +36,13 @@ for step in range(10):
     for p, g in zip(parameters, torch.autograd.grad(loss(), parameters)):
         p.data -= 0.1 * g
 """
+ACCUMULATED = """
+for step in range(10):
+    for micro in range(2):
+        loss().backward()
+    for p in model.parameters():
+        p.data.sub_(p.grad, alpha=0.1)
+"""
 FORWARD = """
 model.eval()
 with torch.inference_mode():
@@ -47,8 +54,9 @@ with torch.inference_mode():
 @pytest.mark.parametrize(
     ("text", "name", "products"),
     [
-        (BY_HAND, "one backward to the next (train.py:11: loss().backward())", 2 + 3),
-        (GRADIENTS, "one backward to the next (train.py:11: for p, g in zip(", 2 + 3),
+        (BY_HAND, "one update to the next (train.py:14: p -= 0.1 * p.grad)", 2 + 3),
+        (GRADIENTS, "one update to the next (train.py:12: p.data -= 0.1 * g)", 2 + 3),
+        (ACCUMULATED, "one update to the next (train.py:13: p.data.sub_(", 2 * (2 + 3)),
         (FORWARD, "one forward to the next (train.py:12: print(model(x)", 2),
     ],
 )

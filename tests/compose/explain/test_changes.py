@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from itercast.__main__ import app
 from itercast.compose.explain.changes import HARDWARE, Change, changes
+from itercast.compose.explain.largest_batch import largest_batch, largest_that_fits
 from itercast.compose.explain.time_parts import hot_ops, time_parts
 from itercast.compose.predict import prepare
 from itercast.compose.target import forecast_step
@@ -87,6 +88,19 @@ def test_changes_follow_the_question() -> None:
     told = gains["fused attention"]
     assert told.iteration_us == pytest.approx(fused.iteration_us)
     assert told.gain_frac == pytest.approx(fused.samples_per_s / base.samples_per_s - 1)
+
+
+def test_the_largest_batch_by_hand() -> None:
+    """100 B and 10 a sample, beyond 50 samples 20: 70 fit 1,000 B. 4 do not fit 105, nor does 1."""
+    assert largest_that_fits(lambda n: 100 + 10 * n + 10 * max(0, n - 50), 1000, 4) == 70
+    assert largest_that_fits(lambda n: 100 + 10 * n, 125, 4) == 2
+    assert largest_that_fits(lambda n: 100 + 10 * n, 105, 4) == 0
+    step, target = prepare("mlp-s", gpu=H100)
+    asked = {"gpu": H100, "batch": (n := largest_batch("mlp-s", {"gpu": H100}, step, target))}
+    fits, not_one_more = (
+        forecast_step(*prepare("mlp-s", **{**asked, "batch": n + more})).fits for more in (0, 1)
+    )
+    assert fits and not not_one_more
 
 
 def test_explain_prints_json() -> None:
