@@ -3,6 +3,9 @@
 A layer that sums over neighbours reads features of vertices of other ranks, its halo. Before it
 each rank packs the rows that others read, which an all_to_all brings there; in backward the
 gradients of the halo return and are added. The rest of the step is that of a rank's own vertices.
+
+With ``overlap`` the sum over a rank's own vertices runs beside the exchange, and that over the halo
+after it; in backward gradients of the halo are made first, and return beside those of own vertices.
 """
 
 from __future__ import annotations
@@ -32,20 +35,23 @@ BESIDE = ("dp", "zero", "hsdp", "amp", "compress", "tables", "cached", "node", "
 @dataclass(frozen=True, slots=True)
 class Cut:
     """``edges``: share of them that join vertices of two ranks; ``halo``: vertices of others that
-    a rank reads, over its own, 0 where they were not counted."""
+    a rank reads, over its own, 0 where they were not counted. ``overlap``: own ones meanwhile."""
 
     edges: float
     halo: float = 0.0
+    overlap: bool = False
 
     def __str__(self) -> str:
         """The text that a plan has."""
-        return f"{self.edges:g}:{self.halo:g}" if self.halo else f"{self.edges:g}"
+        halo = f":{self.halo:g}" if self.halo else ""
+        return f"{self.edges:g}{halo}{':overlap' * self.overlap}"
 
 
 def read(key: str, text: str) -> Cut:
-    """Read ``SHARE`` or ``SHARE:HALO``."""
-    edges, colon, halo = text.partition(":")
-    return Cut(share(key, edges), number("above 0")(f"{key}:N", halo) if colon else 0.0)
+    """Read ``SHARE`` or ``SHARE:HALO``, and ``:overlap`` after it."""
+    edges, colon, halo = text.removesuffix(":overlap").partition(":")
+    counted = number("above 0")(f"{key}:N", halo) if colon else 0.0
+    return Cut(share(key, edges), counted, text.endswith(":overlap"))
 
 
 def rules(plan: ParallelPlan, cut: Cut) -> Iterator[tuple[bool, str]]:
@@ -100,6 +106,8 @@ class _Part:
         others = max(1, vertices - self.own)  # distinct ones that edges come from, any alike
         halo = others * (1 - exp(-cut.edges * edges / ranks / others))
         self.halo = max(1, round(min(others, cut.halo * self.own or halo)))
+        self.overlap = cut.overlap
+        self.remote = min(self.mine[edges] - 1, max(1, round(cut.edges * self.mine[edges])))
         calls = [c for c in capture.calls if c.phase == "forward"]
         self.targets = {c.args[2].storage for c in calls if c.op in SUMS}
         self.whole: dict[int, TensorSpec] = {}  # own and halo rows of a tensor, by its storage
@@ -114,6 +122,8 @@ class _Part:
             mine = replace(call, args=self._cut(call.args), outputs=self._cut(call.outputs))
             if reads is None:
                 self.made.add(i, mine)
+            elif self.overlap:
+                (self._beside if call.phase == "forward" else self._returned_beside)(i, mine, reads)
             elif call.phase == "forward":
                 self.made.add(i, self._gathered(mine, reads))
             else:
@@ -154,17 +164,65 @@ class _Part:
         args = [self._matrix(a, call) for a in args]
         self.made.add(i, replace(call, args=tuple(args), outputs=(whole,)))
         self._exchange(received, call)
+        self._add_returned(received, zeros, own, call)
+
+    def _add_returned(
+        self, received: TensorSpec, zeros: TensorSpec, own: TensorSpec, call: OpCall
+    ) -> None:
         self._put("aten.zeros.default", (), zeros, call)
         self._put(SUMS[1], (zeros, 0, self._numbers(), received), zeros, call)
         self._put("aten.add.Tensor", (zeros, zeros), own, call)
+
+    def _beside(self, i: int, call: OpCall, reads: int) -> None:
+        """The call on own rows beside the exchange, then on the halo; products are added."""
+        x, own = call.args[reads], call.outputs[0]
+        if x.storage not in self.whole:
+            packed, self.whole[x.storage] = self._rows(x), self._rows(x)
+            self._put(SELECT, (x, 0, self._numbers()), packed, call)
+            self._exchange(packed, call, self.whole[x.storage])
+        self.made.calls.append(self._part(call, self.mine[self.edges] - self.remote, self.own))
+        far = self._part(call, self.remote, self.halo)
+        args = tuple(self.whole[x.storage] if n == reads else a for n, a in enumerate(far.args))
+        self.made.add(i, replace(far, args=args))
+        if call.op != SELECT:
+            self._put("aten.add_.Tensor", (own, replace(own, storage=next(self.ids))), own, call)
+
+    def _returned_beside(self, i: int, call: OpCall, reads: int) -> None:
+        """Gradients of halo rows return beside the call on own rows, and are added."""
+        own = call.outputs[0]
+        made, received = self._rows(own), self._rows(own)
+        far = self._part(call, self.remote, self.halo)
+        self.made.calls.append(replace(far, outputs=(made,)))
+        self._exchange(made, call, received)
+        self.made.add(i, self._part(call, self.mine[self.edges] - self.remote, self.own))
+        self._add_returned(received, replace(own, storage=-1), own, call)
+
+    def _part(self, call: OpCall, edges: int, others: int) -> OpCall:
+        """The call over so many edges, which come from so many vertices."""
+        by_edge = not any(isinstance(a, TensorSpec) and a.layout for a in call.args)
+        backward = call.phase == "backward"
+
+        def part(t: Argument) -> Argument:
+            if isinstance(t, TensorSpec) and t.layout:
+                sides = (others, self.own) if backward else (self.own, others)
+                return replace(t, shape=sides, nnz=edges)
+            if by_edge and isinstance(t, TensorSpec) and t.shape[0] == self.mine[self.edges]:
+                return with_shape(t, (edges, *t.shape[1:]))
+            return t
+
+        args = [part(a) for a in call.args]
+        if by_edge and backward:
+            args[0] = with_shape(call.args[0], (others, *call.args[0].shape[1:]))
+        return replace(call, args=tuple(args), outputs=tuple(map(part, call.outputs)))
 
     def _put(self, op: str, args: tuple[Argument, ...], out: TensorSpec, call: OpCall) -> None:
         """Append a call to the phase and module of another."""
         self.made.calls.append(replace(call, op=op, args=args, outputs=(out,), kwargs={}))
 
-    def _exchange(self, rows: TensorSpec, call: OpCall) -> None:
+    def _exchange(self, rows: TensorSpec, call: OpCall, *received: TensorSpec) -> None:
         """Append the all_to_all of halo rows; its buffer has a part for the rank itself."""
-        sent = collective("all_to_all", "dp", rows, call.phase, scale=self.ranks / (self.ranks - 1))
+        scale = self.ranks / (self.ranks - 1)
+        sent = collective("all_to_all", "dp", rows, call.phase, scale=scale, received=received)
         self.made.calls.append(replace(sent, module=call.module))
 
     def _rows(self, like: TensorSpec, *, own: bool = False) -> TensorSpec:
