@@ -27,12 +27,14 @@ ALIKE: float = assumed(__file__, "alike")
 class Consumer:
     """The step that takes the batches.
 
-    ``device_us``: a step on the GPU, the batch's copy to it included, 0 where there is none.
+    ``device_us``: a step on the GPU, 0 where there is none. ``copy_us``: its batches' copies to the
+    GPU beside the step before; copies in the step's own stream are part of ``device_us``.
     ``host_us``: time for which the training process is busy or waits in a step. ``cores``: cores
     that it keeps busy meanwhile. ``batches``: how many batches a step takes.
     """
 
     device_us: float = 0.0
+    copy_us: float = 0.0
     host_us: float = 0.0
     cores: float = 1.0
     batches: float = 1.0
@@ -47,7 +49,8 @@ class Consumer:
 class Fed:
     """An iteration that takes its batches from a loader with ``workers``.
 
-    ``stage`` is the slowest: step, workers, loading (in the training process), receiving or cores.
+    ``stage`` is the slowest: step, workers, loading (in the training process), receiving, copying
+    or cores.
     ``burst``: iterations at the step's own pace before full queues are empty; 0 if never.
     """
 
@@ -74,17 +77,18 @@ def fed(lane: InputLane, step: Consumer, workers: int, cores: float) -> Fed:
         raise ValueError(f"loader {lane.loader!r} was measured with workers only")
     made = lane.worker if workers else lane.alone
     host_us, device_us = step.host_us / step.batches, step.device_us / step.batches
+    copy_us = step.copy_us / step.batches
     receive_us = lane.receive_us if workers else made.mean_us
     crowded = crowding(lane, workers, cores)
     cpu_us = crowded * made.mean_cpu_us + step.cores * host_us + (receive_us if workers else 0.0)
     worker_us = (made.mean_us + (crowded - 1) * made.mean_cpu_us) / max(1, workers)
     bounds = {"step": step.alone_us / step.batches, "cores": cpu_us / cores}
-    bounds |= {"workers": worker_us} if workers else {}
+    bounds |= {"copying": copy_us} | ({"workers": worker_us} if workers else {})
     bounds["receiving" if workers else "loading"] = host_us + receive_us
     slow = max(1.0, bounds["cores"] / worker_us) if workers and worker_us else 1.0
     times = _worker_times(made, crowded, slow) if workers else made.wall_us
     us = step.batches * _period_us(
-        times, workers, workers * lane.prefetch, receive_us, host_us, device_us
+        times, workers, workers * lane.prefetch, receive_us, host_us, (copy_us, device_us)
     )
     rate = step.alone_us / us if us else 1.0
     late = us > LATE * step.alone_us and workers
@@ -117,19 +121,20 @@ def _period_us(
     queue: int,
     receive_us: float,
     host_us: float,
-    device_us: float,
+    device_us: tuple[float, float],
 ) -> float:
     """Mean time from batch to batch of the simulated loop, in steady state.
 
     Worker k % workers loads batch k, in order, when batch k - queue was taken. Without workers the
     host loads it. The GPU works on a batch while the host launches for it and takes the next.
+    ``device_us``: its copy beside the step before, and its step.
     """
     tasks: list[Task] = []
     taken: list[int] = []
     done: list[int] = []
     batches = max(BATCHES, 3 * workers)
     for k, load_us in enumerate(islice(cycle(times), batches)):
-        behind = (done[k - AHEAD],) if k >= AHEAD and device_us else ()
+        behind = (done[k - AHEAD],) if k >= AHEAD and any(device_us) else ()
         if workers:
             free = (taken[k - queue],) if k >= queue else ()
             tasks.append(Task((f"worker {k % workers}",), load_us, free, "load"))
@@ -137,8 +142,11 @@ def _period_us(
         tasks.append(Task(("host",), receive_us if workers else load_us, behind, "take"))
         taken.append(len(tasks) - 1)
         tasks.append(Task(("host",), host_us, (), "launch"))
-        if device_us:
-            tasks.append(Task(("gpu",), device_us, (taken[-1],), "step"))
+        after = taken[-1]
+        for lane, us in zip(("copies", "gpu"), device_us, strict=True):
+            if us:
+                tasks.append(Task((lane,), us, (after,), lane))
+                after = len(tasks) - 1
         done.append(len(tasks) - 1)
     spans, each = simulate(tasks), max(1, workers)
     counted = batches * 2 // 3 // each * each
@@ -184,8 +192,10 @@ def consumer(found: Forecast, lane: InputLane, target: Target, samples: int) -> 
         )
     batches = max(1.0, samples / lane.batch_samples)
     copy_us = batches * host_copy_us(lane.batch_bytes, target.gpu)
-    device_us = found.iteration_us + copy_us
-    return Consumer(device_us=device_us, host_us=found.host_us, batches=batches)
+    ahead, own = (copy_us, 0.0) if lane.copied_ahead else (0.0, copy_us)
+    return Consumer(
+        device_us=found.iteration_us + own, copy_us=ahead, host_us=found.host_us, batches=batches
+    )
 
 
 def with_input(found: Forecast, lane: InputLane, target: Target, samples: int) -> Forecast:

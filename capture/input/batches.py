@@ -36,7 +36,7 @@ MOST_PLACES = 1000  # of a list or dict that are searched for tensors without da
 class TakenBatches:
     """The batches that a program took from its DataLoaders, and what they took to make.
 
-    ``samples``: of each batch since the last ``begin_step``.
+    ``samples``: of each batch since the last ``begin_step``. ``copied_ahead``: see ``InputLane``.
     """
 
     def __init__(self) -> None:
@@ -44,6 +44,7 @@ class TakenBatches:
         self.took_us: list[float] = []
         self.loader: Any = None
         self.nbytes = 0
+        self.copied_ahead = False
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -75,6 +76,7 @@ class TakenBatches:
             alone=Batches() if workers else own_times(made),
             worker=worker_times(made) if workers else Batches(),
             receive_us=sum(took_us) / len(took_us) if workers else 0.0,
+            copied_ahead=self.copied_ahead,
         )
 
 

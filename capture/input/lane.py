@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from itercast.capture.base.files import write_atomic
@@ -43,6 +43,8 @@ class InputLane:
     what sending them takes; empty where a loader was measured one way only. ``receive_us``: time of
     the training process for a batch of a worker, its sampler included. ``crowd`` workers at once
     each need ``crowding`` times the CPU time of one. ``stages_us``: mean time of a batch by stage.
+    ``copied_ahead``: batches are copied to the GPU beside the step before, from pinned memory on a
+    stream of their own.
     """
 
     loader: str
@@ -57,6 +59,7 @@ class InputLane:
     crowd: int = 1
     crowding: float = 1.0
     stages_us: Mapping[str, float] = field(default_factory=dict)
+    copied_ahead: bool = False
 
     def __post_init__(self) -> None:
         if not (self.alone.wall_us or self.worker.wall_us):
@@ -66,6 +69,25 @@ class InputLane:
         for name, low in least.items():
             if not low <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is at least {low}, got {getattr(self, name)!r}")
+
+    def without(self, *stages: str) -> InputLane:
+        """The lane if these stages took no time: each batch is shorter by their mean share.
+
+        Stage ``waiting`` is no CPU time.
+        """
+        gone_us = sum(self.stages_us.get(name, 0.0) for name in stages)
+        cpu_us = gone_us - (self.stages_us.get("waiting", 0.0) if "waiting" in stages else 0.0)
+
+        def shorter(times_us: tuple[float, ...], less_us: float) -> tuple[float, ...]:
+            mean_us = sum(times_us) / max(1, len(times_us))
+            share = max(0.0, 1 - less_us / mean_us) if mean_us else 0.0
+            return tuple(share * us for us in times_us)
+
+        alone, worker = (
+            Batches(wall_us=shorter(b.wall_us, gone_us), cpu_us=shorter(b.cpu_us, cpu_us))
+            for b in (self.alone, self.worker)
+        )
+        return replace(self, alone=alone, worker=worker)
 
 
 def write_lane(lane: InputLane, path: Path) -> None:

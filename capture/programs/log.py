@@ -59,7 +59,7 @@ class ProgramLog(OpLog):
         super().__init__(Routing(self.guesses), in_tf32)
         self.after_graph: list[Callable[[], None]] | None = None  # while a CUDA graph is captured
         self.ended: Callable[[str, Any], None] = lambda kind, owner: None  # told what may be a step
-        self.gpu_memory = GpuMemory()
+        self.gpu_memory = GpuMemory(lambda: self.stream)
         self.points = count()
         self.live_bytes = self.peak_bytes = self.least_bytes = 0
         self.over = False  # what is freed when all steps are over is not of the last one

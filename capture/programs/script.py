@@ -146,6 +146,7 @@ def capture_script(
             stack.enter_context(real_batches(taken))
             stack.enter_context(triton_kernels(log))
             steps = _run_until(script, log, taken, finder)
+        taken.copied_ahead = log.gpu_memory.beside
         notes.update(dict.fromkeys(steps.notes))
         optimizer_steps.append(steps.optimizer_steps)
         for guess, frames in log.guesses.items():

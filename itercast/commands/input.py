@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -40,6 +41,9 @@ def input_lane(
     cores: Cores = None,
     budget: Annotated[str, typer.Option(help="time to measure for")] = "40s",
     limit: Annotated[int, typer.Option(min=1, help="seconds that a batch may take")] = 60,
+    copied_ahead: Annotated[
+        bool, typer.Option("--copied-ahead", help="the loop copies batches beside the step before")
+    ] = False,
     out: Annotated[Path | None, file_to_write("file that `predict --input` reads")] = None,
     as_json: Json = False,
 ) -> None:
@@ -56,7 +60,8 @@ def input_lane(
 
         with Console(stderr=True).status(f"measuring {loader}"):
             lane = measured_lane(loader, seconds(budget), limit)
-    lane = replace(lane, workers=lane.workers if workers is None else workers)
+    own = lane.workers if workers is None else workers
+    lane = replace(lane, workers=own, copied_ahead=copied_ahead or lane.copied_ahead)
     if out is not None:
         write_lane(lane, out)
     who, taker, share, facts = _consumer(question, step_us, lane, cores or 0)
@@ -95,13 +100,24 @@ def _print(
 
     own = fed(lane, step, lane.workers, cores) if step else None
     best = fewest_workers(lane, step, cores) if step else None
+    kept = _kept(lane, step, cores) if step and own and own.input_bound else {}
     if as_json:
-        typer.echo(json.dumps({**facts, **_plain(lane, own, best)}))
+        told = {name: one.iteration_us for name, one in kept.items()}
+        typer.echo(json.dumps({**facts, **_plain(lane, own, best), "if_kept_us": told}))
         return
     console = Console()
     console.print(_lane_table(lane, cores))
     if own and best:
-        console.print(_step_table(who, own, best))
+        console.print(_step_table(who, own, best, kept))
+
+
+def _kept(lane: InputLane, step: Consumer, cores: float) -> dict[str, Fed]:
+    """The step if reading files took no waits, and if decoded items were kept in memory."""
+    from itercast.compose.input_pipeline import fed
+
+    gone = {"files on a fast tier": ("waiting",), "decoded items in memory": ("waiting", "decode")}
+    timed = [name for name, stages in gone.items() if stages[-1] in lane.stages_us]
+    return {name: fed(lane.without(*gone[name]), step, lane.workers, cores) for name in timed}
 
 
 def _plain(lane: InputLane, own: Fed | None, best: Fed | None) -> dict[str, object]:
@@ -137,7 +153,7 @@ def _lane_table(lane: InputLane, cores: float) -> Table:
     return table
 
 
-def _step_table(who: str, own: Fed, best: Fed) -> Table:
+def _step_table(who: str, own: Fed, best: Fed, kept: Mapping[str, Fed]) -> Table:
     """The verdict, and the number of workers that a step takes."""
     table = Table(title=who, show_header=False)
     table.add_row("step alone", f"{own.alone_us * MS:.2f} ms")
@@ -148,4 +164,6 @@ def _step_table(who: str, own: Fed, best: Fed) -> Table:
     table.add_row("cores in use", f"{own.cores_used:.1f}")
     rest = "" if not best.input_bound else f", still limited by {best.stage}"
     table.add_row("it takes", f"{best.workers} workers: {best.iteration_us * MS:.2f} ms{rest}")
+    for name, one in kept.items():
+        table.add_row(name, f"{one.iteration_us * MS:.2f} ms, by {one.stage}")
     return table

@@ -20,10 +20,20 @@ AS_IT_IS = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 
 
 class GpuMemory:
-    """Which storages a program has put on its GPU; in truth all are on the CPU."""
+    """Which storages a program has put on its GPU; in truth all are on the CPU.
 
-    def __init__(self) -> None:
+    ``stream`` tells the number of the current stream; ``beside``: whether the program put any there
+    on another one than the first, beside its step.
+    """
+
+    def __init__(self, stream: Callable[[], int] = int) -> None:
         self._keys = set[int]()
+        self._stream, self.beside = stream, False
+
+    def put(self, tensor: Any) -> None:
+        """Put a tensor there because the program says so."""
+        self.beside |= self._stream() != 0
+        self.add(tensor)
 
     def add(self, tensor: Any) -> None:
         """Put the memory behind a tensor there; the parts of a distributed one too."""
@@ -78,7 +88,7 @@ def tensors_on_gpus(local_rank: int, memory: GpuMemory) -> Iterator[None]:
         return property(device)
 
     def to_gpu(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        memory.add(tensor)
+        memory.put(tensor)
         return tensor
 
     def all_to_gpu(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -160,7 +170,7 @@ class OnCpu(TorchFunctionMode):
         values = (*args, *kwargs.values())
         made = func(*map(_on_cpu, args), **{name: _on_cpu(v) for name, v in kwargs.items()})
         if isinstance(made, torch.Tensor) and any(_on_cpu(v) is not v for v in values):
-            self.memory.add(made)
+            self.memory.put(made)
         return made
 
 

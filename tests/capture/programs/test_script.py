@@ -46,6 +46,31 @@ def test_the_example_under_ddp_with_accumulation() -> None:
     lane = taken.lane("train_gpt.py")
     assert lane is not None and lane.batch_samples == 3 and lane.alone.mean_us > 0
     assert len(lane.alone.wall_us) == 3 * 2 - 1  # of three steps, without the first batch
+    assert not lane.copied_ahead
+
+
+COPIES_AHEAD = """
+import torch
+model = torch.nn.Linear(8, 8).cuda()
+optimizer, side = torch.optim.SGD(model.parameters()), torch.cuda.Stream()
+def ahead(loader):
+    for x in loader:
+        with torch.cuda.stream(side):
+            x = x.cuda(non_blocking=True)
+        torch.cuda.current_stream().wait_stream(side)
+        yield x
+for x in ahead(torch.utils.data.DataLoader(torch.zeros(40, 8), batch_size=4, pin_memory=True)):
+    model(x).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_batches_that_a_script_copies_on_another_stream_are_copied_ahead(tmp_path: Path) -> None:
+    """NVIDIA's data_prefetcher, as in examples/imagenet of apex."""
+    taken = TakenBatches()
+    capture_script(Script(path=written(tmp_path, COPIES_AHEAD)), H100, 1, 1, taken)
+    lane = taken.lane("train.py")
+    assert lane is not None and lane.copied_ahead
 
 
 def test_a_script_sees_the_gpus_that_were_asked_for(tmp_path: Path) -> None:

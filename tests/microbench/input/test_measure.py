@@ -200,6 +200,7 @@ def test_command_line_forecasts_and_its_file_feeds_predict(loaders: str, tmp_pat
     assert out[0] == "{"
     found = json.loads(out)
     assert code == 0 and found["own"]["input_bound"] and found["own"]["stage"] == "workers"
+    assert found["if_kept_us"]["files on a fast tier"] < 0.9 * found["own"]["iteration_us"]
     assert found["fewest"]["workers"] >= 3  # of 8 ms a batch
     code, out, _ = run("input", kept, "mlp-s", "--gpu=v100-sxm-16gb", "--batch=4", "--json")
     assert code == 0 and json.loads(out)["own"]["input_bound"]
