@@ -7,6 +7,7 @@ import gc
 import linecache
 from collections import Counter
 from collections.abc import Callable, Container, Hashable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -14,7 +15,7 @@ from weakref import WeakSet
 from torch.optim import Optimizer
 
 from itercast.capture.input.batches import TakenBatches
-from itercast.capture.opcall import OpCall
+from itercast.capture.opcall import Kwargs, OpCall
 from itercast.capture.programs.evaluations import Evaluations
 from itercast.capture.programs.log import ProgramLog
 
@@ -35,6 +36,7 @@ class Step(NamedTuple):
     """What a rank launched in a step, what ended in it, and how often each optimizer stepped."""
 
     calls: list[OpCall]
+    networks: list[Kwargs]
     host: dict[str, int]
     peak_bytes: int
     least_bytes: int
@@ -122,8 +124,9 @@ class Steps:
         if self.enough:
             raise EnoughSteps
         log = self.log
-        launched = (log.calls, log.host, log.peak_bytes, log.least_bytes, self.taken.samples)
-        self.ended.append(Step(*launched, self.places, self.stepped))
+        launched = (log.calls, log.networks, log.host)
+        taken = (log.peak_bytes, log.least_bytes, self.taken.samples)
+        self.ended.append(Step(*launched, *taken, self.places, self.stepped))
         self.places, self.stepped = set(), Counter()
         log.reset()
         self.taken.begin_step()
@@ -165,9 +168,12 @@ class Steps:
     def restore(self) -> None:
         """Let the log and the batches be those of the iteration that was kept."""
         log, host = self.log, Counter[str]()
+        log.calls, log.networks = [], []
         for step in self.kept:
             host.update(step.host)
-        log.calls = [call for step in self.kept for call in step.calls]
+            before = len(log.networks)  # within whose passes calls are is counted in each step
+            log.calls += [replace(c, within=c.within + before * bool(c.within)) for c in step.calls]
+            log.networks += step.networks
         log.host, log.peak_bytes = dict(host), max(step.peak_bytes for step in self.kept)
         log.least_bytes = min(step.least_bytes for step in self.kept)
         self.taken.samples = [n for step in self.kept for n in step.samples]

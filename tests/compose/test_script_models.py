@@ -240,6 +240,9 @@ def test_a_batch_behind_time_and_an_update_by_hand(tmp_path: Path) -> None:
     facts = model.facts
     assert (facts.batch, facts.seq, facts.micro, facts.optimizer) == (20, 35, 2, "sgd")
     assert "by hand" in facts.notes[0] and "one update to the next" in program.notes[0]
+    networks = [n["op"] for n in program.ranks[0].networks]  # a GPU runs each as one call
+    assert networks == 2 * ["lstm", "lstm_backward"]
+    assert {c.within for c in program.ranks[0].calls} == {0, 1, 2, 3, 4}
     assert products(captured(model))[700, 1000] == 1
     assert products(captured(model, 10))[350, 1000] == 1
 

@@ -77,10 +77,10 @@ class Finder:
     def watching(self, log: ProgramLog) -> Iterator[None]:
         """Watch calls of modules, backward passes and updates inside the context."""
         self.log = log
-        apply = torch.autograd.Function.__dict__["apply"].__func__
+        apply = torch.autograd.Function.__dict__["apply"]
 
         def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            return self.recorder.applied(cls.apply, partial(apply, cls), args, kwargs)
+            return self.recorder.applied(cls.apply, apply.__get__(None, cls), args, kwargs)
 
         watched: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
             (torch.nn.Module, "_call_impl", self._calling),

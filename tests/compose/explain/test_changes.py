@@ -96,9 +96,9 @@ def test_the_largest_batch_by_hand() -> None:
     assert largest_that_fits(lambda n: 100 + 10 * n, 125, 4) == 2
     assert largest_that_fits(lambda n: 100 + 10 * n, 105, 4) == 0
     step, target = prepare("mlp-s", gpu=H100)
-    asked = {"gpu": H100, "batch": (n := largest_batch("mlp-s", {"gpu": H100}, step, target))}
+    n = largest_batch("mlp-s", {"gpu": H100}, step, target)
     fits, not_one_more = (
-        forecast_step(*prepare("mlp-s", **{**asked, "batch": n + more})).fits for more in (0, 1)
+        forecast_step(*prepare("mlp-s", gpu=H100, batch=n + more)).fits for more in (0, 1)
     )
     assert fits and not not_one_more
 
