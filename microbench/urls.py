@@ -27,7 +27,9 @@ NAME = r"[\w+-][\w.+-]*"
 OF_ROOT = re.compile(rf"{NAME}/{NAME}/{NAME}/(part-[\w.+-]+\.parquet|card\.yaml)")
 PROBE = ".fleet/probe"  # written by each command on this root
 TRIES = 6  # of a request that fails
-ONCE = {"config_kwargs": {"retries": {"max_attempts": 0}}}  # by the client: we repeat, and say so
+NO_RETRIES = {
+    "config_kwargs": {"retries": {"max_attempts": 0}}
+}  # by the client: we repeat, and say so
 FIRST_WAIT_S = 0.5  # after it, doubled each time
 
 
@@ -58,14 +60,14 @@ class Root:
 
         try:
             path = where if is_url(where) else str(Path(where).resolve())
-            self.fs, self.base = url_to_fs(path, **(ONCE if path.startswith("s3://") else {}))
+            self.fs, self.base = url_to_fs(path, **(NO_RETRIES if path.startswith("s3://") else {}))
             self.fs.retries = 1
         except ImportError as exc:
             raise ValueError(f"root {where!r}: {exc}; pip install 'itercast[fleet]'") from exc
-        except (ValueError, RuntimeError, OSError) as exc:  # also links in a circle
+        except (ValueError, RuntimeError, OSError) as exc:  # links that point at each other, too
             raise ValueError(f"root {where!r}: {_one_line(exc)}") from exc
-        self.local = is_local = "file" in _protocols(self.fs)
-        self._own_folder = Path(self.base) if is_local else None
+        self.local = "file" in _protocols(self.fs)
+        self._own_folder = Path(self.base) if self.local else None
 
     def names(self, below: str = "") -> set[str]:
         """Names of all files under the root, or under a folder of it."""

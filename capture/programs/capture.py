@@ -217,13 +217,16 @@ def _backward(log: ProgramLog, made: Backward) -> Iterator[None]:
 
 @contextmanager
 def _phases(log: ProgramLog) -> Iterator[None]:
-    """Tell the log which calls are backward's and which the optimizer's, and what ended."""
+    """Tell the log which calls are backward's and the optimizer's, and when each pass ends.
 
-    def begin(optimizer: Any, args: Any, kwargs: Any) -> None:
+    It also counts the Python work of ``step`` and ``zero_grad``.
+    """
+
+    def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError("LBFGS runs the model as often as its loss needs, which nobody knows")
         log.phase = "optimizer"
-        log.awaits_update(())
+        log.awaits_update(())  # no update by hand
         kind = OPTIMIZERS.get(type(optimizer).__name__, "adamw")
         trained = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
         log.python(f"{kind}_step", len(trained))
@@ -231,19 +234,19 @@ def _phases(log: ProgramLog) -> Iterator[None]:
             log.python(f"{kind}_dtensor_step", sharded)
         log.host["zero_grad"] = log.host.get("zero_grad", 0) + len(trained)
 
-    def end(optimizer: Any, args: Any, kwargs: Any) -> None:
+    def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         log.phase = "forward"
         log.ended("optimizer", optimizer)
 
-    def left(module: Any, args: Any, output: Any) -> None:
+    def after_forward(module: Any, args: Any, output: Any) -> None:
         if not log.module:
             log.ended("forward", module)
 
     with ExitStack() as stack:
         for hook in (
-            register_optimizer_step_pre_hook(begin),
-            register_optimizer_step_post_hook(end),
-            register_module_forward_hook(left),
+            register_optimizer_step_pre_hook(before_step),
+            register_optimizer_step_post_hook(after_step),
+            register_module_forward_hook(after_forward),
         ):
             stack.callback(hook.remove)
         stack.enter_context(backward_passes(partial(_backward, log)))

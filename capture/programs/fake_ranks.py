@@ -124,6 +124,8 @@ def _handles_tell(log: ProgramLog) -> Iterator[None]:
     points: dict[int, tuple[int, Any, Any]] = {}  # handles are kept, so that no id is used twice
 
     def launching(method: Callable[..., Any]) -> Callable[..., Any]:
+        """A collective that also remembers, by its handle, when its message ends, and tensors."""
+
         def launch(*args: Any, **kwargs: Any) -> Any:
             log.last_work = None
             work = method(*args, **kwargs)

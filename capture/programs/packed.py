@@ -57,13 +57,16 @@ def _run(layer: Callable[..., Any], data: Tensor, *args: Any) -> Any:
     given = first if len(first) > 1 else first[0]
     output, *last = layer(rows, given, weights, *options, False)
     output = output.flatten(0, 1)
-    more = output[:1].expand(len(data) - len(output), -1)
+    padding = output[:1].expand(len(data) - len(output), -1)
     ends = (torch.cat([s, s[:, :1].expand(-1, batch - mean, -1)], 1) for s in last)
-    return torch.cat([output, more]), *ends
+    return torch.cat([output, padding]), *ends
 
 
 def attend_nested(attend: Callable[..., Tensor], *qkv: Any) -> Any:
-    """Attention of jagged tensors (batch, heads, length, width): of sequences of mean length."""
+    """Attention of jagged tensors (batch, heads, length, width), as if all had the mean length.
+
+    Tensors have shapes and no data: rows that rounding the mean loses are copies of the first.
+    """
     packed, batch = [t.transpose(1, 2) for t in qkv], qkv[0].shape[0]
     means = [len(t.values()) // batch for t in packed]
     dense = [
@@ -71,8 +74,8 @@ def attend_nested(attend: Callable[..., Tensor], *qkv: Any) -> Any:
         for t, mean in zip(packed, means, strict=True)
     ]
     output = attend(*dense).transpose(1, 2).flatten(0, 1)
-    more = output[:1].expand(len(packed[0].values()) - len(output), -1, -1)
-    rows = torch.cat([output, more])
+    padding = output[:1].expand(len(packed[0].values()) - len(output), -1, -1)
+    rows = torch.cat([output, padding])
     return torch.nested.nested_tensor_from_jagged(rows, packed[0].offsets()).transpose(1, 2)
 
 

@@ -144,7 +144,10 @@ def _side_by_side(job: Job, plan: ParallelPlan, split: Sequence[int]) -> Outcome
 
 
 def _split_layers(job: Job, plan: ParallelPlan) -> Forecast:
-    """Search layers by stage: from balanced ones on, a layer moves between neighbours."""
+    """Find how many layers each pipeline stage gets, where stages have unlike GPUs.
+
+    From balanced times on, single layers move to the next stage or back while that is faster.
+    """
     each = plan.world_size // plan.pp
     groups = [g for g in job.cluster.groups for _ in range(g.count // each)]
     if job.samples % plan.dp:

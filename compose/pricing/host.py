@@ -53,7 +53,7 @@ def host_cost(counts: Mapping[str, int], book: PriceBook) -> PricedOp:
     events = {name: n for name, n in counts.items() if n}
     tensors = {event: n if event in EVENTS_OVER_TENSORS else 1 for event, n in events.items()}
     points = [Host(op=event, tensors=n) for event, n in tensors.items()]
-    measured = _measured_book(book)
+    measured = _book_of_host_times(book)
     rows = measured.points("host", points) if "host" in book.models else {}
     by_assumption = AssumedTime()
     for event, point in zip(events, points, strict=True):
@@ -88,10 +88,12 @@ def _event_us(
     return book.host.event_us(event, tensors), shares
 
 
-def _measured_book(book: PriceBook) -> PriceBook:
-    """Returns the prices of the GPU whose host was measured: this one, else the most similar.
+def _book_of_host_times(book: PriceBook) -> PriceBook:
+    """Returns the prices to read host times from.
 
-    Python runs on the host, so its time depends on the GPU only through the machine it sits in.
+    ``book`` itself on a CPU, without a model of host times, or where a host with this GPU was
+    measured. Else the prices of the most similar GPU with such a host: Python's time depends on
+    the GPU only through the machine that it sits in.
     """
     model = book.models.get("host")
     if model is None or book.gpu.kind == "cpu":

@@ -234,6 +234,11 @@ def rank_graph(
 def _rank_graph(
     capture: StepCapture, plan: ParallelPlan, gpu: Gpu, ranks: int, cast: str
 ) -> RankGraph:
+    """First what a rank of the plan computes, then as the device runs it, then its tables.
+
+    ``cast``: what runs in half precision (see ``casts``). ``ranks``: processes on this CPU.
+    ValueError where the GPU has no units for a dtype.
+    """
     if cast:
         capture = once_of(capture)(("in half", cast), partial(IN_HALF[cast], capture))
     trained = sum(p.nbytes for p in capture.parameters if p.ready_after >= 0 and not p.matrix)
@@ -247,13 +252,13 @@ def _rank_graph(
         units = sorted(gpu.peak_flops_per_s)
         raise ValueError(f"gpu {gpu.name!r}: no units for dtype {dtype!r}; it has {units}")
     capture = capture if gpu.kind == "cpu" else with_cuda_variants(capture)
-    own = capture.engine in (FUSED, FUSED_GRAPH)  # kernels of a framework's own
-    layers = tuple(split_layers(capture, read_instead(unfused) if own else {}))
+    fused = capture.engine in (FUSED, FUSED_GRAPH)  # kernels of a framework's own
+    layers = tuple(split_layers(capture, read_instead(unfused) if fused else {}))
     step_bytes = sum(c.touched_bytes for c in capture.calls if c.op != COLLECTIVE)
     cold = cold_fractions(capture, gpu, ranks)
     matrices = matrix_updates(capture, cold)
-    apart = {i for m in matrices.values() for i in m.numbers}
-    update = {i for i, c in enumerate(capture.calls) if c.phase == "optimizer"} - apart
+    of_muon = {i for m in matrices.values() for i in m.numbers}
+    update = {i for i, c in enumerate(capture.calls) if c.phase == "optimizer"} - of_muon
     return RankGraph(
         capture=capture,
         gpu=gpu,
@@ -265,7 +270,7 @@ def _rank_graph(
         buffers=buffers(capture.calls),
         input_bytes=input_bytes(capture),
         update_share=update_bytes(capture, update) / max(1, trained),  # calls of all ranks
-        matrix_bytes=update_bytes(capture, apart),
+        matrix_bytes=update_bytes(capture, of_muon),
         tied=_tied(capture, layers),
         unfused=unfused,
     )

@@ -154,7 +154,12 @@ class Front:
         return cls(items=items, room=room, nbytes=nbytes, chosen=chosen, thinned=thinned)
 
     def best(self, room: int) -> Item:
-        """The items that save most time within so many bytes, as one."""
+        """The items that save most time within ``room`` bytes, as one.
+
+        Found by walking back through ``Front.of``: after an item, combination ``at`` came from
+        ``kept[at]``, and has the item where that is ``count`` or more. Where combinations were
+        dropped and fewer bytes are asked for, the search runs again.
+        """
         if self.thinned and room < self.room:
             return Front.of(self.items, room).best(room)
         if room < 0:

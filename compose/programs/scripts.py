@@ -119,7 +119,7 @@ def captured_script(order: ScriptOrder) -> CapturedScript:
 
 
 def _capture(order: ScriptOrder, key: str) -> Path:
-    """Capture a script anew, and keep it under a key."""
+    """Run a script to its captured step; returns the file that keeps the capture by its key."""
     with fresh_path(key) as path:
         with ScriptProcess(order, order.command(path)) as process:
             process.ended()

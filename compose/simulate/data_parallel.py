@@ -261,10 +261,14 @@ class _Gradient:
 def _ready_gradients(
     layers: Sequence[PricedLayer], how: Strategy, starts: Sequence[int]
 ) -> Iterator[tuple[tuple[str, str, int], int, _Gradient]]:
-    """((dtype, axis, virtual stage), bytes, gradient) in the order in which they are computed."""
+    """Yield bucket key, bytes and gradient in the order in which backward computes them.
+
+    A key is (dtype, "expert" or "shard", virtual stage); ``starts`` are the stages' first layers.
+    Frozen parameters, and experts that no other rank has, are left out.
+    """
     for instance in range(len(layers) - 1, -1, -1):
         parameters = layers[instance].layer.parameters
-        # of one product's gradients autograd hands on the bias first: the weight is transposed yet
+        # autograd delivers the gradient of a bias before that of its weight, still to transpose
         keys = [(p.ready_after, len(p.shape) == 2) for p in parameters]
         order = sorted(range(len(parameters)), key=keys.__getitem__)
         for at in order:

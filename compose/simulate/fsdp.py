@@ -118,7 +118,11 @@ def hooks(program: RankTasks, x: PricedLayer, share: float, times: int = 1) -> W
 
 
 def _gathered(program: RankTasks, x: PricedLayer, after: tuple[int, ...]) -> Work:
-    """Gather parameters, one layer ahead of compute; returns the copies out of the message."""
+    """Send the all_gather of a layer's parameters; returns the work of copying them out of it.
+
+    On a GPU it starts after the tasks ``after``, one layer ahead; a CPU waits for it here. No work
+    where FSDP does not wrap the layer.
+    """
     nbytes, own = sharded_bytes([x], program), _sharded(program, x)
     if not x.numbered or not nbytes:
         return Work()

@@ -232,8 +232,9 @@ def _sharded(sizes: Sizes, ranks: Ranks, how: Strategy) -> tuple[int, int]:
 
 
 def _fullest(sizes: Sizes, ranks: Ranks, how: Strategy, others: int, kept: int | None) -> Moment:
-    """The moment of a micro-batch with most bytes; those of ``others`` are there in all of it.
+    """Bytes by purpose (gradients, activations, temporary) when a micro-batch needs most.
 
+    ``others``: bytes of activations of other micro-batches, held all the time unless offloaded.
     ``kept``: bytes of gradients that are there before it; None: they are made in it.
     """
     key = ("fullest", ranks, how, kept)

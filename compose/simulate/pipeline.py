@@ -70,7 +70,11 @@ def chunks_of_rank(schedule: str, stages: int, rank: int, chunks: int) -> list[i
 
 @lru_cache(maxsize=512)
 def program(schedule: str, stages: int, rank: int, micro: int, virtual: int) -> tuple[Action, ...]:
-    """Returns the actions (forward, backward of which micro-batch) of a rank, in order."""
+    """Returns the actions of a rank in order: (kind, micro-batch, chunk of layers).
+
+    Kinds: F forward, B backward, W gradients of weights where a schedule (zb) does them later.
+    What is not named here is 1f1b, and zb as 1f1b with W.
+    """
     if schedule == "gpipe":
         return tuple(("F", i, 0) for i in range(micro)) + tuple(("B", i, 0) for i in range(micro))
     if schedule == "interleaved":

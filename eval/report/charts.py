@@ -187,13 +187,16 @@ def case_text(r: CaseResult) -> str:
 
 
 def ops(held_out: pd.DataFrame) -> Chart:
-    """Predicted against measured ops on held-out rows, by kind of op."""
+    """Scatter chart of predicted against measured times of held-out ops, by kind of op.
+
+    Of many ops it shows those with the largest errors and a random part of the others.
+    """
     order = np.argsort(-off_log(held_out), kind="stable")
     rest = np.random.default_rng(0).permutation(order[WORST_POINTS:])
     shown = held_out.iloc[[*order[:WORST_POINTS], *rest[: MOST_POINTS - WORST_POINTS]]]
     points = shown.rename(columns={"measured_us": "measured", "predicted_us": "predicted"})
     points = points.assign(group=kinds(shown), text=[op_text(row) for row in records(shown)])
-    return predicted_measured("us", points.sort_values("group", kind="stable"), 5)
+    return predicted_measured("us", points.sort_values("group", kind="stable"), size=5)
 
 
 def op_text(row: Facts) -> str:

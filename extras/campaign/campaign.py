@@ -61,10 +61,14 @@ class Campaign:
     saved_s: float = field(default_factory=time.monotonic)
 
     def measure(self, stages: Sequence[Stage]) -> None:
-        """Measure the stages one after the other; each gets its share of the time left."""
-        whole_s = self.end_s - time.monotonic()
+        """Measure the stages one after the other; each gets its share of the time left.
+
+        A stage that gets less than its share of the whole run, as earlier ones took longer, is
+        noted.
+        """
+        whole_s, stages_s = self.end_s - time.monotonic(), sum(s.seconds for s in stages)
         for at, stage in enumerate(stages):
-            planned_s = whole_s * stage.seconds / sum(s.seconds for s in stages)
+            planned_s = whole_s * stage.seconds / stages_s
             left = stages[at:]
             left_s = self.end_s - time.monotonic()
             budget_s = left_s * stage.seconds / sum(s.seconds for s in left)

@@ -31,7 +31,10 @@ SHAPED = ("conv", "norm", "pooling")
 
 
 def hosts(run: Run, budget_s: float, grace_s: float) -> int:
-    """Measure host-bound iterations in rounds: each in an order of its own, in pinned processes."""
+    """Stage "hosts": time steps that the host bounds; returns the number of rows.
+
+    Each round has another order and an equal share of the time left; processes are pinned.
+    """
     end_s, rows = time.monotonic() + budget_s, 0
     for repeat in range(ROUNDS):
         wanted = iterations_of("hosts")

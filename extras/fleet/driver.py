@@ -222,9 +222,10 @@ def task_options(kind: Machines, chunk: Chunk) -> Row:
 
 
 def run_fleet(plan: FleetPlan, chunks: Sequence[Chunk], address: str, told: Told) -> Counter[str]:
-    """Measure the chunks of a plan that its root lacks; then write the cards there.
+    """Measure the chunks of a plan whose results are not in its folder or bucket yet.
 
-    Returns how many chunks ended in which state; ``told`` gets each with its result.
+    Returns how many chunks ended in which state; ``told`` is called with each and its result. In
+    the end, after errors too, a summary (card.yaml) of what was measured is written there.
     """
     named = {k: v * m.count for m in plan.machines for k, v in m.resources.items()}
     with connected(address, named) as ray:

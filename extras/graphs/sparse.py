@@ -158,11 +158,11 @@ def bytes_moved(p: Sparse) -> Values:
     """Lower bound: values, indices and the dense rows in use read once, the result written once.
 
     spmm: min(cols, nnz) rows read, ``rows`` written; sddmm: min(rows, nnz) + min(cols, nnz) rows
-    read, values read and written. What addmm adds is not counted.
+    read, its values read and, as the result, written. Of addmm(C, A, B) C is not counted.
     """
     sddmm = np.equal(p.op, "sddmm")
-    of_rows = np.where(sddmm, np.minimum(p.rows, p.nnz), p.rows)
-    dense = 1.0 * (of_rows + np.minimum(p.cols, p.nnz)) * p.width
+    row_side = np.where(sddmm, np.minimum(p.rows, p.nnz), p.rows)
+    dense = 1.0 * (row_side + np.minimum(p.cols, p.nnz)) * p.width
     values = np.where(sddmm, 2.0, 1.0) * p.nnz
     return (dense + values) * itemsize_bytes(p.dtype) + index_bytes(p)
 

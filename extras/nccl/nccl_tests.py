@@ -129,7 +129,11 @@ def machine(log: Log, stated: Facts, hints: Hints) -> Row:
 
 
 def _rows(log: Log, stated: Facts, hints: Hints, facts: Facts) -> pd.DataFrame:
-    """All rows of a run; a row with wrong data has status error."""
+    """A row for each message size of a run; status error where nccl-tests found wrong values.
+
+    ``facts``: GPU and size of the job. What ``stated``, the file's entry in sources.yaml, says
+    comes before the log, and before what the user said (``hints``).
+    """
     _, sizes, dtypes, in_place, times, wrong = zip(*log.rows, strict=True)
     variant = text_of(stated.get("gpu_variant"))
     named = node_named(variant)

@@ -99,7 +99,10 @@ def left_out_markdown(results: Sequence[LineResult], entries: Sequence[Assumptio
 
 
 def _table(results: Sequence[LineResult]) -> list[str]:
-    """Lines of a Markdown table of results."""
+    """A Markdown table: a row for each benchmark line and source that was left out.
+
+    First the errors of forecasts without the source's data, then of those with it.
+    """
     names = [*NAMES, "covered"]
     columns = ["what", "source left out", "rows", *names, *(f"{n} with it" for n in names)]
     text = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]

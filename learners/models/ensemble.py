@@ -190,9 +190,10 @@ def cross_fit(train: Table, options: Options) -> CrossFit:
 def refit(
     table: Table, options: Options, crossed: CrossFit, of_trees: Rows | None = None
 ) -> Ensemble:
-    """Fit on all rows, with the numbers of trees and the weight that cross-validation found.
+    """Fit the final model on all rows, with what cross-validation found.
 
-    ``of_trees``: the rows that trees learn from, where the table is only a sample of them.
+    That is the number of trees, and the smooth model's weight (``share``) beside them.
+    ``of_trees``: all rows, for trees alone, where ``table`` is a sample of them.
     """
     settings, rounds = _with_new_columns(crossed.process, table), crossed.rounds
     rows = table if of_trees is None else of_trees

@@ -66,9 +66,10 @@ class Node:
         )
 
     def link_rate(self, ranks: int) -> float:
-        """Bytes/s at which each of this many GPUs of the node sends to the others by fast link.
+        """Bytes/s that a GPU sends by fast link where so many GPUs of the node take part.
 
-        In a mesh a GPU has as many links to each of the others: (ranks - 1) / (GPUs - 1) of them.
+        In a mesh each pair of GPUs has links of its own: a GPU uses those to the ranks - 1 others,
+        of GPUs - 1.
         """
         if self.topology != "mesh" or self.domain < 2:
             return self.link_bytes_per_s

@@ -19,10 +19,10 @@ MIN_HOST_US = 0.5  # lower bound: no call from Python is faster
 def launch_us(
     workload: Workload, launches_us: Sequence[float], baselines_us: Sequence[float], cost: CallCost
 ) -> float:
-    """Host time in us to launch one call of an op: the shortest, as disturbances only add.
+    """Host time in us to launch one call of an op, from the shortest run: other load only adds.
 
-    ``launches_us`` are host times of whole runs on an idle device. Subtracted is what a training
-    step does not have: the baseline, or the cost of timing and of ``torch.ops.aten``'s wrapper.
+    ``launches_us`` are host times of whole runs on an idle device. The shortest baseline is
+    subtracted, without one the cost of an empty timed call (and of ``torch.ops.aten``'s wrapper).
     """
     less_us = min(baselines_us) if baselines_us else cost.us(workload.through_aten)
     return max(min(launches_us) - less_us, MIN_HOST_US) / workload.calls

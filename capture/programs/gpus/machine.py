@@ -117,7 +117,7 @@ def _memory(gpu: EmulatedGpu | Asked, log: ProgramLog) -> dict[str, Any]:
 
 
 def _accelerator(cuda: dict[str, Any], local_rank: int) -> dict[str, Any]:
-    """What programs ask ``torch.accelerator``, given what they find in ``torch.cuda``."""
+    """Functions in place of ``torch.accelerator``'s, many of which are ``torch.cuda``'s."""
     index, gpu = _answering(local_rank), torch.device("cuda")
     return {
         **{name: cuda[name] for name in ALIKE},

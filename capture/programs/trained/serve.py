@@ -83,7 +83,7 @@ class TrainedModel:
             return forward(*args, **named) if alone else loss(models[0](*args, **named))
 
         forward = whole.forward
-        with self._fresh(whole, run, dtype), _all_saved():
+        with self._fresh(whole, run, dtype), _without_checkpointing():
             return capture_shortened(
                 self.facts.model,
                 lambda: whole,
@@ -154,14 +154,14 @@ class TrainedModel:
 
 
 @contextmanager
-def _all_saved() -> Iterator[None]:
-    """Let torch's checkpoints save what backward reads: what is recomputed is up to plans."""
+def _without_checkpointing() -> Iterator[None]:
+    """Let torch's checkpoints save all activations: each plan says later what it recomputes."""
 
-    def around(*args: Any, **kwargs: Any) -> Iterator[None]:
+    def no_hooks(*args: Any, **kwargs: Any) -> Iterator[None]:
         yield
 
     with (
-        patch.object(checkpoint, "_checkpoint_without_reentrant_generator", around),
+        patch.object(checkpoint, "_checkpoint_without_reentrant_generator", no_hooks),
         patch.object(checkpoint.CheckpointFunction, "apply", lambda run, state, *args: run(*args)),
     ):
         yield

@@ -60,7 +60,7 @@ def model_of(given: Mapping[str, str]) -> Model:
     if any(ADAPTERS.search(given.get(column, "")) for column in SAID_IN):
         raise ValueError("only a part of the weights is trained (LoRA)")
     if given.get("model_note", "").startswith("MPT") or name.startswith("GPT-2 124M"):
-        return _gpt(given)
+        return _gpt2_of_sizes(given)
     if name == "BERT":
         _check_task(given.get("section", "").lower())
     found = LLAMA_NAME.fullmatch(name)
@@ -114,9 +114,13 @@ def _length(given: Mapping[str, str]) -> int:
     raise ValueError("sequence length is not stated")
 
 
-def _gpt(given: Mapping[str, str]) -> Model:
-    """A GPT-2 with these sizes (biases, layer norms, learned positions), as MPT has no own form."""
-    keys = {column: keys[-1] for column, keys in SIZES.items()} | {"vocab": "vocab_size"}
+def _gpt2_of_sizes(given: Mapping[str, str]) -> Model:
+    """Hugging Face's GPT-2 with the sizes that a table's row states (layers, width, heads...).
+
+    It stands for MPT, too, which has no configuration of its own here. ValueError where a size is
+    missing.
+    """
+    keys = {column: gpt2 for column, (*_, gpt2) in SIZES.items()} | {"vocab": "vocab_size"}
     for column in keys:
         if not whole(given.get(column)):
             raise ValueError(f"model's {column} is not stated")

@@ -61,7 +61,13 @@ class IndexStream:
     lookups: Lookups | None = None
 
     def facts(self, rows: int, bags: int) -> dict[str, Any]:
-        """Parameters of ``EmbeddingBag`` for a batch of ``bags`` on a table of ``rows`` rows."""
+        """What ``EmbeddingBag`` needs to know of these row numbers, for ``bags`` bags of them.
+
+        Drawn ones have the exponent of their Zipf distribution. Read ones are counted: lookups,
+        distinct rows, how often rows repeat (``reuse``), and how unlike bags are in length
+        (``spread``: standard deviation over mean). ValueError for too few bags, or for row numbers
+        beyond ``rows``.
+        """
         if self.lookups is None:
             return {"skew": self.skew} if self.skew else {}
         part = self.lookups.first(bags)

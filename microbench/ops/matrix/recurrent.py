@@ -117,7 +117,7 @@ def build(p: Recurrent, device: str) -> Workload:
     grad = tensor(p.steps, p.batch, p.hidden)
     if device == "cpu" and cell_of(p.op) == ONE_DNN:
         weights = [tensor(wide, p.inputs), tensor(wide, p.hidden), tensor(wide), tensor(wide)]
-        return Workload(run=_on_cpu(p, x, h, c, weights, grad))
+        return Workload(run=_by_one_dnn(p, x, h, c, weights, grad))
     x.requires_grad_(p.op not in CELLS)
     return Workload(
         run=_module(p, x, h, c, grad),
@@ -126,13 +126,14 @@ def build(p: Recurrent, device: str) -> Workload:
     )
 
 
-def _on_cpu(
+def _by_one_dnn(
     p: Recurrent, x: Tensor, h: Tensor, c: Tensor, w: list[Tensor], grad: Tensor
 ) -> Callable[[], object]:
+    """One layer of an LSTM by oneDNN: its forward, or its backward after one forward."""
     aten = torch.ops.aten
-    how = (MODE, p.hidden, 1, True)
+    how = (MODE, p.hidden, 1, True)  # mode, hidden_size, num_layers, has_biases
 
-    def forward() -> Point:
+    def forward() -> Point:  # not reversed, no batch sizes; not bidirectional, steps first, train
         return aten.mkldnn_rnn_layer(x, *w, h, c, False, [], *how, False, False, True)
 
     if p.op in CELLS:

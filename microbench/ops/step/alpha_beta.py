@@ -95,10 +95,10 @@ def network_rate(p: Point) -> Values:
 
 
 def ring_network_us(p: Point) -> Values:
-    """Time of the bytes over the network, of a ring or of pairs.
+    """Time of a message's bytes on the network, in us; 0 within a node.
 
-    A ring enters and leaves each node once per byte and its channels spread over the NICs of all
-    local GPUs. Of an all_to_all each GPU sends its share for other nodes; send_recv uses one NIC.
+    Of a ring all GPUs of a node share the bytes that leave it, over all its NICs. Of an all_to_all
+    each GPU sends through its own share of the NICs what is for other nodes, of a send_recv all.
     """
     local, world = np.asarray(p.ranks_per_node, dtype=float), np.asarray(p.world_size, dtype=float)
     rate = network_rate(p)
