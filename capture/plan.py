@@ -38,7 +38,7 @@ from itercast.capture.plan_keys import (
 # Keys that plans with shard may have: they act on what is not a table, or on one rank.
 WITH_SHARD = (
     *("dp", "zero", "hsdp", "ep", "amp", "compress", "local", "compress_shard", "tables"),
-    *("node", "nodes"),
+    *("accumulate", "recompute", "offload", "node", "nodes"),
 )
 
 
@@ -332,9 +332,11 @@ def _gradient_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
     one = p.dp == 1 and p.tables == ""
     yield p.shard != "" and one, "shard spreads tables over dp ranks: dp > 1, or tables=uvm or ssd"
     yield not 0 <= p.cached <= 1, f"a cache holds from 0 to 1 of a table's rows, got {p.cached}"
-    keys = {*WITH_SHARD, "shard", "shard_group", "imbalance", "micro", "cached"}
-    alone = keys.issuperset(p.stated) and p.microbatches == 1
-    yield p.shard != "" and not alone, f"shard goes with {', '.join(WITH_SHARD)} alone"
+    keys = {*WITH_SHARD, "shard", "shard_group", "imbalance", "micro", "cached", "recomputed"}
+    yield (
+        p.shard != "" and not keys.issuperset(p.stated),
+        f"shard goes with {', '.join(WITH_SHARD)} alone",
+    )
 
 
 def _local_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:

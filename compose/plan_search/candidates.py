@@ -183,7 +183,9 @@ def candidate_plans(search: Search, world: int) -> Iterator[ParallelPlan]:
                         yield from _variants(search, degrees, parameter_bytes, tables)
     if tables and world > 1 and search.batch % world == 0:
         node = search.node.name if search.node else ""
-        yield ParallelPlan(dp=world, shard=GREEDY, amp=search.amp, node=node)
+        spread = ParallelPlan(dp=world, shard=GREEDY, amp=search.amp, node=node)
+        for zero, hsdp in _sharding(search, spread):  # of all that is no table
+            yield replace(spread, zero=zero, hsdp=hsdp)
 
 
 def _mostly_tables(capture: StepCapture) -> bool:

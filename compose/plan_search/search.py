@@ -106,7 +106,7 @@ def _bounded(search: Search, plan: ParallelPlan, objective: str) -> Iterator[Sco
     yield scored
     if plan.first == plan.last == 0 and (other := uneven(rank.model.layers, plan)):
         yield from _bounded(search, other, objective)
-    if not scored.fits and not plan.recompute and not plan.shard:
+    if not scored.fits and not plan.recompute:
         yield from _bounded(search, replace(plan, recompute="full"), objective)
 
 
@@ -148,7 +148,7 @@ def _others(search: Search, rank: Rank, objective: str) -> Iterator[Scored]:
         with suppress(ValueError):
             yield from _bounded(search, replace(plan, local=search.local), objective)
     excess = sum(used.values()) - room_bytes(search.book.gpu, plan)
-    if plan.recompute or plan.shard or excess <= 0 or excess >= used["activations"]:
+    if plan.recompute or excess <= 0 or excess >= used["activations"]:
         return
     for tenth in range(int(10 * (1 - excess / used["activations"])), 0, -1):
         budget = replace(plan, recompute="budget", recomputed=tenth / 10)

@@ -202,13 +202,15 @@ def test_tables_are_spread_where_their_copies_do_not_fit() -> None:
     best = best_plans(ranking_search(tight), 4, "time").best
     assert best[0].fits and best[0].plan.shard == "greedy"
     assert not any(s.fits for s in best if str(s.plan) == "dp=4")
+    tighter = ranking_search(gpu_with_room(spread.memory_bytes / 2))
+    assert any(p.plan.shard and p.plan.recompute for p in legal_plans(tighter, 4, "time"))
 
 
 def test_spread_tables_compete_with_copies_where_both_fit() -> None:
     """Both are simulated, and the faster one comes first; a replica's batch is never cut."""
     search = ranking_search(GPU)
     plans = list(candidate_plans(search, 4))
-    assert {"dp=4", "dp=4,shard=greedy"} <= {str(p) for p in plans}
+    assert {"dp=4", "dp=4,shard=greedy", "dp=4,zero=3,shard=greedy"} <= {str(p) for p in plans}
     assert {p.microbatches for p in plans} == {1}
     times = {str(s.plan): s.iteration_us for s in best_plans(search, 4, "time", count=99).best}
     assert list(times.values()) == sorted(times.values())

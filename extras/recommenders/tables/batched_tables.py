@@ -153,4 +153,4 @@ class BatchedStep(RankStep):
         for call in self.copied:
             self.made.add(number, call)
             self.ready = {s.table: number for s in self.own_shards if s.local}
-        self.made.calls += self.updates
+        self.made.calls += self.updates * self.micro

@@ -61,7 +61,8 @@ def slowest_rank(
     per_node, rate = where.groups["tables"].per_node, where.slowest_bytes_per_s("tables")
     try:
         ranks = plan.table_ranks
-        found = _slowest_rank(capture, text, tier, plan.compress_shard, ranks, per_node, rate, book)
+        how = plan.compress_shard, plan.microbatches, ranks
+        found = _slowest_rank(capture, text, tier, *how, per_node, rate, book)
         if plan.table_ranks < plan.dp and found.outside:
             raise ValueError("copies of tables outside HBM are not averaged: shard without a group")
         return found
@@ -83,6 +84,7 @@ def _slowest_rank(
     text: str | None,
     tier: tuple[str, float] | None,
     codec: str,
+    micro: int,
     ranks: int,
     per_node: int,
     rate: float,
@@ -112,7 +114,7 @@ def _slowest_rank(
     within = [replace(p, cached=1.0) for p in placed]
     weights, whole = (memory_bytes(some, listed, 0.0, ranks, per_node) for some in (placed, within))
     where = (sharding, rank, ranks, per_node)
-    step = rank_step(capture, tables, *where, on_cpu=book.gpu.kind == "cpu", kind=kind)
+    step = rank_step(capture, tables, *where, on_cpu=book.gpu.kind == "cpu", kind=kind, micro=micro)
     return ShardedRank(
         step=compressed_vectors(step, Codec.of(codec)),
         added_bytes={

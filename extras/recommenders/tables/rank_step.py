@@ -48,6 +48,7 @@ class RankStep:
     """
 
     batched = False
+    micro = 1  # micro-batches of a step: tables are updated with the rows of each
 
     def __init__(
         self, capture: StepCapture, work: TableWork, ranks: int, optimizer: str, row: int
@@ -80,7 +81,8 @@ class RankStep:
 
     def update_shards(self) -> None:
         """Add the gradients of own shards' rows, and their addition to the tables."""
-        self._part("update tables", [call for _, back in self.own for call in back])
+        for _ in range(self.micro):
+            self._part("update tables", [call for _, back in self.own for call in back])
 
     def _part(
         self,
@@ -124,11 +126,13 @@ def rank_step(
     on_cpu: bool,
     kind: type[RankStep] = RankStep,
     optimizer: str = "",
+    micro: int = 1,
 ) -> StepCapture:
     """The step of one rank under a sharding of the step's tables.
 
     Copies of a table are left to data parallelism, unless kernels over all tables take them too.
-    ``optimizer``: of spread tables; by default that of the step.
+    ``optimizer``: of spread tables; by default that of the step. ``micro``: micro-batches of
+    a step.
     """
     pairs = zip(tables, sharding, strict=True)
     spread = [t for t, p in pairs if kind.batched or p.kind != "data_parallel"]
@@ -138,6 +142,7 @@ def rank_step(
     optimizer = optimizer or capture.optimizer
     work = table_work(held, rank, ranks, on_cpu=on_cpu, optimizer=optimizer)
     step = kind(capture, work, ranks, optimizer, row)
+    step.micro = micro
     gone = _CallsOfTables.of(capture, spread)
     updates = OptimizerLists(capture.calls, gone.storages)
     for i, call in enumerate(capture.calls):

@@ -89,7 +89,7 @@ BAD = {
     "dp=2,shard=": "shard is greedy or a JSON file",
     "shard=greedy": "shard spreads tables over dp ranks: dp > 1",
     "dp=2,tp=2,shard=greedy": "shard goes with dp, zero, hsdp, ep, amp, compress, local",
-    "dp=2,micro=2,shard=greedy": "shard goes with dp",
+    "dp=2,pp=2,shard=greedy": "shard goes with dp",
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from law_case import rank_for
+from law_case import outcome, rank_for, run_of
 from plan_case import GPU, product_flops
 from torch import nn
 
@@ -203,6 +203,17 @@ def test_shards_look_up_the_rows_of_the_stream(tmp_path: Path) -> None:
 def test_inference_sends_nothing_back() -> None:
     parts = ranks_of(step("none", mode="infer"), (Placement("row_wise", ALL),) * 3)
     assert [phase for phase, _ in messages(parts[0])] == ["forward"] * 3
+
+
+def test_each_micro_batch_is_exchanged_and_updates_its_rows() -> None:
+    """Two micro-batches send what one sends twice, but all_reduce once; tables change twice."""
+    once, twice = (f"dp=4,shard=greedy{key}" for key in ("", ",accumulate=2"))
+    reduced_us = sum(op.duration_us for op in run_of(rank_for(step(), once)).sent)
+    sent_us = [outcome(step(), plan).tally.us["collective"] - reduced_us for plan in (once, twice)]
+    assert sent_us[1] == pytest.approx(2 * sent_us[0]) and sent_us[0] > 0
+    captures = [rank_for(step(), plan).model.graph.capture for plan in (once, twice)]
+    updates = [sum(c.module == "update tables" for c in found.calls) for found in captures]
+    assert updates[1] == 2 * updates[0] > 0
 
 
 def plan_file(tmp_path: Path, kinds: dict[str, Any]) -> str:
