@@ -36,6 +36,7 @@ from itercast.capture.programs.objects import AwaitedError, Mailbox, objects_thr
 from itercast.capture.programs.packed import packed_sequences
 from itercast.capture.programs.program import COLLECTIVE, ProgramCapture
 from itercast.capture.programs.reducer import reached
+from itercast.capture.programs.repeated.watch import MicroBatches
 from itercast.capture.recorder.fake_patches import (
     behave_like_real_tensors,
     modes_in_backward,
@@ -156,7 +157,8 @@ def runs_of_steps(log: ProgramLog) -> Iterator[None]:
     whole = ShardedAttention(log)
     compiled = patch.object(torch, "compile", partial(_compile, log, torch.compile))
     graphed = patch.object(torch.cuda, "make_graphed_callables", partial(_graphed, log))
-    tracked = (ModuleTracker(log), _phases(log), _logged_wrappers(log), compiled, graphed)
+    repeated = MicroBatches(log).watched()
+    tracked = (ModuleTracker(log), repeated, _phases(log), _logged_wrappers(log), compiled, graphed)
     with ExitStack() as stack:
         for context in (*tracked, whole, modes_in_backward(), warnings.catch_warnings()):
             stack.enter_context(context)

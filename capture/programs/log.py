@@ -36,7 +36,7 @@ from itercast.capture.programs.program import (
     WAIT,
 )
 from itercast.capture.recorder.attention import WholeAttention
-from itercast.capture.recorder.log import DTYPES, OpLog, in_tf32
+from itercast.capture.recorder.log import DTYPES, OpLog, asked_of, in_tf32
 from itercast.capture.recorder.routing import Routing
 from itercast.capture.recorder.watch import MadeBy
 
@@ -52,6 +52,7 @@ class ProgramLog(OpLog):
     """Logs a program's launches; ``live_bytes`` is the memory of tensors that are alive.
 
     ``peak_bytes`` and ``least_bytes``: the most and the least that it was since the last ``reset``.
+    ``highest_bytes``: the most since whoever asks set it.
     """
 
     def __init__(self) -> None:
@@ -61,15 +62,15 @@ class ProgramLog(OpLog):
         self.ended: Callable[[str, Any], None] = lambda kind, owner: None  # told what may be a step
         self.gpu_memory = GpuMemory(lambda: self.stream)
         self.points = count()
-        self.live_bytes = self.peak_bytes = self.least_bytes = 0
+        self.live_bytes = self.peak_bytes = self.least_bytes = self.highest_bytes = 0
         self.over = False  # what is freed when all steps are over is not of the last one
         self._awaiting: set[int] = set()  # memory of parameters that a backward pass reached
         self._group_streams: dict[Any, int] = {}
         self._arrives: dict[int, int] = {}  # storage -> point at which a collective has filled it
         self._sizes: dict[int, int] = {}  # storage's number -> bytes
-        self._numbers = count()
+        self.numbers = count()
         self.last_work: int | None = None  # point of the last collective that was not blocking
-        self._compiled, self._calls_of_compiled = MadeBy(), 0  # calls of compiled functions
+        self.compiled, self._calls_of_compiled = MadeBy(), 0  # calls of compiled functions
         self._eager: set[int] = set()  # calls whose ops are not fused
         self._graphed: set[int] = set()  # calls that launch a CUDA graph in each phase
 
@@ -84,7 +85,7 @@ class ProgramLog(OpLog):
         memory = tensor.untyped_storage()
         key = memory._cdata
         if key not in self._storages:
-            self._storages[key] = next(self._numbers)
+            self._storages[key] = next(self.numbers)
             weakref.finalize(memory, self._freed, key)
             self.resized(key, memory.nbytes())
         return self._storages[key]
@@ -98,6 +99,7 @@ class ProgramLog(OpLog):
         self._sizes[number] = nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         self.least_bytes = min(self.least_bytes, self.live_bytes)
+        self.highest_bytes = max(self.highest_bytes, self.live_bytes)
 
     def _freed(self, key: int) -> None:
         number = self._storages.pop(key)
@@ -137,7 +139,7 @@ class ProgramLog(OpLog):
         by the compiled function, where ``graphed`` as one CUDA graph for each phase. Not ``fused``:
         the ops are kernels of their own, and nothing was compiled.
         """
-        if self._compiled.running:
+        if self.compiled.running:
             yield
             return
         self._calls_of_compiled += 1
@@ -146,7 +148,7 @@ class ProgramLog(OpLog):
         self._eager |= set() if fused else {number}
         self._graphed |= {number} if graphed else set()
         try:
-            with self._compiled.stretch(number):
+            with self.compiled.stretch(number):
                 yield
         finally:
             passes = 2 if torch.is_grad_enabled() else 1
@@ -158,7 +160,7 @@ class ProgramLog(OpLog):
     def add(self, op: str, args: Any, kwargs: Any, output: Any) -> None:
         """Log one call, and the call of a compiled function that it belongs to."""
         super().add(op, args, kwargs, output)
-        if number := self._compiled.number():
+        if number := self.compiled.number():
             compiled = 0 if number in self._eager else number
             graph = 2 * number + (self.phase == "backward") if number in self._graphed else 0
             self.calls[-1] = replace(self.calls[-1], compiled=compiled, graphed=graph)
@@ -179,6 +181,8 @@ class ProgramLog(OpLog):
         self.calls.append(OpCall(op=op, args=(point,), phase=self.phase, stream=stream))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "prim" and not any(map(is_traceable_wrapper_subclass_type, types)):
+            return asked_of(func, args, kwargs or {})
         if self._awaiting and self._updates(func, args[:1]):
             self._awaiting = set()
             self.ended("update", None)
@@ -189,9 +193,7 @@ class ProgramLog(OpLog):
 
     def _dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
-            own_event = (
-                self.phase == "optimizer" or self._compiled.number() or NestedTensor in types
-            )
+            own_event = self.phase == "optimizer" or self.compiled.number() or NestedTensor in types
             if not own_event:
                 self.python("tp_loss" if func in LOSS else "dtensor_op")
             return NotImplemented  # DTensor and others call us again with what they wrap

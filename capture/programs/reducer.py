@@ -224,18 +224,32 @@ def _apart(one: Tensor, other: Tensor) -> bool:
     return bool(one.untyped_storage()._cdata != other.untyped_storage()._cdata)
 
 
+def edges(outputs: Sequence[Tensor], beyond: range = range(0)) -> list[tuple[Any, int]]:
+    """Autograd's nodes that lead to outputs, with the numbers of the results that are used.
+
+    What leads to nodes with sequence numbers ``beyond``, and to one that stands for a model, is
+    left out.
+    """
+    found: dict[tuple[Any, int], None] = {}
+    waiting = [(t.grad_fn, t.output_nr) for t in outputs]
+    while waiting:
+        edge = waiting.pop()
+        node = edge[0]
+        if node is None or edge in found:
+            continue
+        found[edge] = None
+        if node._sequence_nr() not in beyond and not hasattr(node, "reaches"):
+            waiting += node.next_functions
+    return list(found)
+
+
 def reached(outputs: Sequence[Tensor]) -> dict[int, Tensor]:
     """The parameters that outputs depend on, by their ids."""
-    found, seen = dict[int, Tensor](), set()
-    open_nodes = [t.grad_fn for t in outputs]
-    while open_nodes:
-        node = open_nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    found = dict[int, Tensor]()
+    for node, _ in edges(outputs):
+        found |= getattr(node, "reaches", {})
         if hasattr(node, "variable"):
             found[id(node.variable)] = node.variable
-        open_nodes += [following for following, _ in node.next_functions]
     return found
 
 

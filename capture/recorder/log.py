@@ -14,6 +14,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -71,6 +72,7 @@ UNDECLARED_VIEWS, SILENT = (
 )
 UNLOGGED = ("profiler::", "aten::item", "c10d::")  # a step's own messages are those of its plan
 CAST = "aten._to_copy.default"
+DEVICE = torch.ops.prim.device.default
 ITEM = "aten._local_scalar_dense.default"  # the host reads a number
 TF32_DTYPES = {**DTYPES, torch.float32: "tf32"}
 TF32_OPS = {op: kind for kind, ops in FACTS["tf32"].items() for op in ops.split()}
@@ -104,6 +106,11 @@ class OpLog(TorchDispatchMode):
         self.network = MadeBy()
         self._storages: dict[int, int] = {}
         self._kept: list[torch.UntypedStorage] = []  # alive, so that no address is used twice
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch need not keep its compiler from this class: nothing is compiled meanwhile."""
+        return False
 
     def reset(self) -> None:
         """Forget the calls and host events, and keep the numbers of storages."""
@@ -202,8 +209,8 @@ class OpLog(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> Argument:
-        if func.namespace == "prim":  # a question about a tensor, such as its device
-            return func(*args, **kwargs or {})
+        if func.namespace == "prim":  # a question about a tensor
+            return asked_of(func, args, kwargs or {})
         with torch._C.DisableTorchFunction():  # modes that watch a program slow shapes down
             return self._run(func, args, kwargs or {})
 
@@ -239,6 +246,17 @@ class OpLog(TorchDispatchMode):
         on_host = drawn or self.phase == "optimizer" or [c.op for c in self.calls[-1:]] == [ITEM]
         if not on_host:
             self.add(ITEM, (tensor,), {}, ())
+
+
+def asked_of(func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
+    """What an op of ``prim`` answers: mostly a fake tensor's device, several times for an op."""
+    if (
+        func is DEVICE
+        and type(args[0]) is FakeTensor
+        and not args[0].fake_mode.in_kernel_invocation
+    ):
+        return args[0].fake_device
+    return func(*args, **kwargs)
 
 
 @cache

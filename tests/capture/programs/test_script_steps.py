@@ -427,3 +427,56 @@ def test_norms_over_the_batches_of_all_ranks(tmp_path: Path) -> None:
     sent = [(c.kwargs["kind"], c.kwargs["bytes"]) for c in calls if c.op == COLLECTIVE]
     gathered, sums, gradients = 4 * 4 * (2 * 8 + 1), 4 * 2 * 8, 4 * (216 + 8 + 16)
     assert sent == [("all_gather", gathered), ("all_reduce", sums), ("all_reduce", gradients)]
+
+
+ACCUMULATES = """
+from pathlib import Path
+class Model(torch.nn.Module):
+    runs = 0
+    def __init__(self):
+        super().__init__()
+        self.layers = model
+    def forward(self, x):
+        Model.runs += 1
+        return self.layers(x).relu()
+model = Model()
+optimizer = torch.optim.AdamW(model.parameters())
+torch.distributed.init_process_group()
+ddp = torch.nn.parallel.DistributedDataParallel(model)
+lengths = [8] * 9 + [16]
+for step in range(3):
+    for i, n in enumerate(lengths):
+        ddp.require_backward_grad_sync = i == len(lengths) - 1
+        (ddp(torch.randn(n, 64, device="cuda")).sum() / len(lengths)).backward()
+    Path(__file__).with_name("runs").write_text(str(Model.runs))
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_micro_batches_that_are_alike_run_once_and_are_as_if_all_ran(tmp_path: Path) -> None:
+    """Of ten, the first makes gradients, two show what six more do, the last sends and is longer.
+
+    A hook inside a model may do anything: then all run. A layer takes a product forward and, but
+    for the first one's input, two backward.
+    """
+    text = MODEL + ACCUMULATES
+    once = captured(written(tmp_path, text), gpus=2)
+    assert (tmp_path / "runs").read_text() == str(3 * (10 - 6))
+    hook = "model.layers[0].register_forward_hook(lambda *args: None)\nddp ="
+    every = captured(written(tmp_path, text.replace("ddp =", hook)), gpus=2)
+    assert (tmp_path / "runs").read_text() == str(3 * 10)
+    told, known = launches(once), launches(every)
+    assert told == known
+    assert once.ranks[0].host == every.ranks[0].host and once.peak_bytes == every.peak_bytes
+    products = sum(op in ("aten.mm.default", "aten.addmm.default") for op, *_ in told)
+    assert products == 10 * (2 + 3) and sum(op == COLLECTIVE for op, *_ in told) == 1
+
+
+def launches(program: ProgramCapture) -> list[tuple[object, ...]]:
+    """What is launched on which memory, numbered in the order in which it is used."""
+    memory: dict[int, int] = {}
+    return [
+        (c.op, c.phase, [(t.shape, memory.setdefault(t.storage, len(memory))) for t in c.touched])
+        for c in program.ranks[0].calls
+    ]

@@ -1,0 +1,220 @@
+"""Runs a model once for micro-batches that are alike: the others of a step repeat its launches.
+
+A script that accumulates gradients calls its model many times before its optimizer steps. Its
+Python runs each time, and so do ops outside the model. What the model launches, forward and
+backward, is repeated after two micro-batches in a row that launched the same, while its inputs but
+for their values, its attributes, and the gradients that it adds to stay as they were. A model that
+sends messages meanwhile runs each time (the last micro-batch under DDP), and so does one with
+hooks, whose Python may do anything.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._pytree import tree_flatten
+
+from itercast.capture.programs.backward import Backward, backward_passes
+from itercast.capture.programs.log import ProgramLog
+from itercast.capture.programs.reducer import Reducer, edges, reached
+from itercast.capture.programs.repeated.passes import Again, Pass, form_of, storages, unlogged
+from itercast.capture.programs.trained.bare import is_wrapper
+from itercast.capture.recorder.watch import attributes
+
+ALIKE = 2  # micro-batches in a row that show what the next ones do
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class MicroBatches:
+    """Watches the models that a program trains, and repeats passes of those that are alike.
+
+    ``known``: the last passes of a model, all alike, by its id; ``open``: those whose backward has
+    not run, None for a repetition. ``wrapper``: the outermost that runs.
+    """
+
+    def __init__(self, log: ProgramLog) -> None:
+        self.log, self.inside = log, False
+        self.wrapper: torch.nn.Module | None = None
+        self.known: dict[int, list[Pass]] = {}
+        self.open: dict[int, Pass | None] = {}
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch calls of modules and backward passes inside the context."""
+        run = torch.nn.Module._call_impl
+
+        def called(module: Any, *args: Any, **kwargs: Any) -> Any:
+            outermost = not self.inside and self.log.phase == "forward"
+            if not (outermost and torch.is_grad_enabled() and self.log.after_graph is None):
+                return run(module, *args, **kwargs)
+            around = self._through if is_wrapper(module) else self._run
+            return around(module, partial(run, module, *args, **kwargs))
+
+        with patch.object(torch.nn.Module, "_call_impl", called), backward_passes(self._backward):
+            yield
+
+    @contextmanager
+    def _backward(self, made: Backward) -> Iterator[None]:
+        """Note what of the passes that wait for it runs inside the context."""
+        usual = made.accumulates and not (made.inputs or made.differentiable)
+        with ExitStack() as stack:
+            for one in self.open.values():
+                if one is not None and usual and (handle := self._begin(one, made.roots)):
+                    stack.callback(self._end, one)
+                    stack.callback(handle.remove)
+            yield
+        self.open.clear()
+
+    def _through(self, wrapper: torch.nn.Module, run: Callable[[], Any]) -> Any:
+        """Run a wrapper, whose attributes say how the model inside is run."""
+        before, self.wrapper = self.wrapper, self.wrapper or wrapper
+        try:
+            return run()
+        finally:
+            self.wrapper = before
+
+    def _run(self, model: Any, run: Callable[[], Any]) -> Any:
+        """Run a model, with a ``forward`` that may be repeated."""
+        own, held = model.__dict__.get("forward"), self._held(model)
+        self.inside = True
+        if held is not None:
+            model.__dict__["forward"] = partial(self._forward, model, held, model.forward)
+        try:
+            return run()
+        finally:
+            self.inside = False
+            model.__dict__.pop("forward", None)
+            if own is not None:
+                model.__dict__["forward"] = own
+
+    def _held(self, model: Any) -> Any:
+        """What must stay as it is for a model's passes to be alike; None where they never are."""
+        parameters, inner = list(model.parameters()), list(model.modules())[1:]
+        trains = model.training and any(p.requires_grad for p in parameters)
+        hooked = any(getattr(one, name) for one in inner for name in HOOKS)
+        if not trains or hooked or any(map(_hooked, parameters)):
+            return None
+        devices = ("cpu", "cuda")
+        casts = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
+        modes = [type(mode) for mode in _get_current_function_mode_stack()]
+        return attributes(self.wrapper or model), casts, modes, self.log.stream
+
+    def _forward(self, model: Any, held: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """A model's forward, or a repetition of it."""
+        leaves, structure = tree_flatten((args, kwargs))
+        forms = [form_of(leaf, self.log) for leaf in leaves]
+        key, known = (held, _gradients(model), structure, forms), self.known.get(id(model), [])
+        run = partial(forward, *args, **kwargs)
+        if None in forms or id(model) in self.open:
+            self.known[id(model)] = []
+            return run()
+        if not (known and known[-1].key == key):
+            known = self.known[id(model)] = []
+        given = storages(leaves, self.log)
+        if len(known) < ALIKE:
+            return self._recorded(model, key, given, run)
+        self.open[id(model)] = None
+        return Again(known[-1], given, self.log).output()
+
+    def _recorded(self, model: Any, key: Any, given: list[int], forward: Any) -> Any:
+        """Run forward, and note what it launched, if that can be repeated."""
+        log, drawn = self.log, random.getstate()
+        one = Pass(
+            model=model,
+            key=key,
+            first=next(log.numbers),
+            compiled=log.compiled.running,
+            given=given,
+        )
+        one.most_bytes, log.highest_bytes = -log.live_bytes, log.live_bytes
+        start, node, networks = len(log.calls), _next_node(), len(log.networks)
+        one.host.append(dict(log.host))
+        output = forward()
+        one.host.append(dict(log.host))
+        one.forward, one.nodes = log.calls[start:], range(node, _next_node())
+        if random.getstate() == drawn and len(log.networks) == networks and self._made(one, output):
+            self.open[id(model)] = one
+        return output
+
+    def _made(self, one: Pass, output: Any) -> bool:
+        """Note what a forward returned; whether that can be made again."""
+        leaves, one.structure = tree_flatten(output)
+        one.leaves = [form_of(leaf, self.log, trains=True) for leaf in leaves]
+        made = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        one.made, one.reaches = storages(made, self.log), reached(made)
+        one.ends = [(t.grad_fn._sequence_nr(), t.output_nr) if t.grad_fn else (-1, 0) for t in made]
+        with unlogged(self.log):
+            unwatched = _most_references([torch.empty(()).requires_grad_() + 1])
+        apart = len({*one.made, *one.given}) == len(one.made) + len({*one.given})
+        return None not in one.leaves and apart and _most_references(made) == unwatched
+
+    def _begin(self, one: Pass, roots: tuple[Any, ...]) -> Any:
+        """Note where backward comes to a pass: a handle, None where it cannot be repeated.
+
+        It comes to it by one output. What is outside the model was made after it, and so comes
+        first, and adds to gradients of other parameters.
+        """
+        found = [(node, (node._sequence_nr(), at)) for node, at in edges(roots, one.nodes)]
+        added = {id(node.variable) for node, _ in found if hasattr(node, "variable")}
+        entered = [(node, end) for node, end in found if end[0] in one.nodes]
+        before = any(number < one.nodes.start for _, (number, _) in found)
+        if (
+            before
+            or added & one.reaches.keys()
+            or len(entered) != 1
+            or entered[0][1] not in one.ends
+        ):
+            return None
+        node, end = entered[0]
+        one.used = one.ends.index(end)
+
+        def begins(gradients: Any) -> None:
+            one.gradient, one.begun = self.log.storage(gradients[end[1]]), len(self.log.calls)
+            one.host.append(dict(self.log.host))
+
+        return node.register_prehook(begins)
+
+    def _end(self, one: Pass) -> None:
+        """Keep a pass whose backward ran, with those before that are like it."""
+        if one.begun < 0:
+            return
+        one.backward = self.log.calls[one.begun :]
+        one.host.append(dict(self.log.host))
+        one.most_bytes += self.log.highest_bytes
+        known = self.known[id(one.model)]
+        if known and known[-1].told() != one.told():
+            known.clear()
+        if one.can_repeat() and one.key[1] == _gradients(one.model):
+            known.append(one)
+
+
+def _next_node() -> int:
+    """The number of autograd's next node."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def _hooked(parameter: Any) -> bool:
+    """Whether others than DDP's reducer are told of a parameter's gradient."""
+    after = (parameter._post_accumulate_grad_hooks or {}).values()
+    return bool(parameter._backward_hooks) or not all(
+        isinstance(getattr(hook, "__self__", None), Reducer) for hook in after
+    )
+
+
+def _gradients(model: torch.nn.Module) -> list[tuple[int, bool, int]]:
+    """A model's parameters, whether they train, and their gradients, by identity."""
+    return [(id(p), p.requires_grad, id(p.grad)) for p in model.parameters()]
+
+
+def _most_references(outputs: list[torch.Tensor]) -> int:
+    """References to autograd's nodes that add to gradients; whoever hooks into one has another."""
+    nodes = (node for node, _ in edges(outputs) if hasattr(node, "variable"))
+    return max(map(sys.getrefcount, nodes), default=0)
