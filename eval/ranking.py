@@ -96,15 +96,19 @@ def choices(results: Sequence[CaseResult]) -> list[Choice]:
 
 
 def ranking_metrics(results: Sequence[CaseResult]) -> dict[str, float]:
-    """Mean and smallest tau over models, and the share of choices within CLOSE_PCT of the best."""
+    """Metrics of ``rankings`` and ``choices``; those that no result tells are missing.
+
+    ``kendall_tau*``: mean and smallest over models, mean between two rounds of measurements.
+    ``chosen_close_frac``: share of ``choices`` at most CLOSE_PCT slower than the best plan.
+    """
     taus = [r.kendall_tau for r in rankings(results)]
     chosen = choices(results)
     close = [c.slower_pct <= CLOSE_PCT for c in chosen]
     metrics: dict[str, float] = {}
     if taus:
         metrics |= {"kendall_tau": float(np.mean(taus)), "kendall_tau_least": min(taus)}
-        floors = [r.retest_tau for r in rankings(results) if r.retest_tau is not None]
-        metrics |= {"kendall_tau_retest": float(np.mean(floors))} if floors else {}
+        retests = [r.retest_tau for r in rankings(results) if r.retest_tau is not None]
+        metrics |= {"kendall_tau_retest": float(np.mean(retests))} if retests else {}
     if chosen:
         metrics |= {"chosen_close_frac": sum(close) / len(close), "choices": float(len(close))}
     return metrics
@@ -141,27 +145,28 @@ def ranking_lines(results: Sequence[CaseResult]) -> list[str]:
 def software_metrics(
     call: np.ndarray, stack: np.ndarray, guess: np.ndarray, measured: np.ndarray, fewest: int
 ) -> dict[str, float]:
-    """How well forecasts tell under which stack a call is the fastest; of a stack's rows the mean.
+    """How well forecasts tell under which software stack each call is the fastest, in %.
 
-    ``top1_pct``, ``top3_pct``: calls whose fastest stack is forecast as the fastest, or among
-    three; ``pairwise_pct``: pairs of a call's stacks in the right order, mean over calls;
-    ``slower_pct``: how much longer the choice takes than the fastest, mean. Of ``calls`` with
-    ``fewest`` stacks or more; nothing where there are none.
+    One entry of ``call``, ``stack``, ``guess`` (predicted) and ``measured`` times per row; rows of
+    a call under one stack are averaged. Of the ``calls`` with ``fewest`` stacks or more, {}
+    without: ``top1_pct``, ``top3_pct``: calls whose fastest stack is forecast as the fastest, or
+    among three; ``pairwise_pct``: pairs of a call's stacks in the right order, mean over calls;
+    ``slower_pct``: how much longer the stack forecast as fastest takes than the fastest, mean.
     """
     times = pd.DataFrame({"guess": guess, "measured": measured}).groupby([call, stack]).mean()
-    found = []
-    for _, one in times.groupby(level=0):
-        if len(one) >= fewest:
-            asked, truth = one["guess"].to_numpy(), one["measured"].to_numpy()
-            order, best = np.argsort(asked, kind="stable"), truth.argmin()
-            right = np.sign(asked[:, None] - asked) == np.sign(truth[:, None] - truth)
-            pairs = right[np.triu_indices(len(one), 1)].mean()
+    scores = []
+    for _, of_call in times.groupby(level=0):
+        if len(of_call) >= fewest:
+            predicted, truth = of_call["guess"].to_numpy(), of_call["measured"].to_numpy()
+            order, best = np.argsort(predicted, kind="stable"), truth.argmin()
+            right = np.sign(predicted[:, None] - predicted) == np.sign(truth[:, None] - truth)
+            pairs = right[np.triu_indices(len(of_call), 1)].mean()
             slower = truth[order[0]] / truth[best] - 1
-            found.append((best == order[0], best in order[:3], pairs, slower))
-    if not found:
+            scores.append((best == order[0], best in order[:3], pairs, slower))
+    if not scores:
         return {}
-    means = (100 * np.mean(found, axis=0)).tolist()
-    return {**dict(zip(SOFTWARE, means, strict=True)), "calls": float(len(found))}
+    means = (100 * np.mean(scores, axis=0)).tolist()
+    return {**dict(zip(SOFTWARE, means, strict=True)), "calls": float(len(scores))}
 
 
 def _by(

@@ -177,16 +177,19 @@ def summary(results: Sequence[CaseResult]) -> dict[str, float]:
 def logged_groups(
     results: Sequence[CaseResult], warnings: Mapping[tuple[str, str], str] = MappingProxyType({})
 ) -> list[Group]:
-    """Results by GPU and kind of plan as MLflow keeps them; ``warnings`` by GPU and kind."""
-    found = []
+    """Results by GPU and kind of plan, with scores and single cases, as runs of MLflow show them.
+
+    ``warnings``: text by GPU and kind.
+    """
+    groups = []
     for gpu in sorted({r.gpu for r in results}):
         for kind, group in grouped([r for r in results if r.gpu == gpu]).items():
             cases = pd.DataFrame([{n: getattr(r, n) for n in LOGGED} for r in group])
-            said = warnings.get((gpu, kind), "")
-            found.append(
-                Group(kind=kind, gpu=gpu, metrics=summary(group), cases=cases, warning=said)
+            warning = warnings.get((gpu, kind), "")
+            groups.append(
+                Group(kind=kind, gpu=gpu, metrics=summary(group), cases=cases, warning=warning)
             )
-    return found
+    return groups
 
 
 def error_table(title: str, scored: Mapping[str, Mapping[str, float]]) -> Table:

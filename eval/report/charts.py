@@ -226,15 +226,15 @@ def dots(rows: Sequence[str], columns: Mapping[str, Sequence[float | None]], axi
     return Chart(figures=figures, height_px=FRAME_PX + ROW_PX * len(rows))
 
 
-def groups(found: Groups) -> Chart:
-    """Median, 90th percentile and noise floor of groups of ops."""
+def groups(errors: Groups) -> Chart:
+    """Chart of median, 90th percentile and noise floor of errors, a row of dots for each group."""
     names = {
         "median error": "median_ape_pct",
         "90 % of errors are below": "p90_ape_pct",
         "noise floor (retest)": RETEST,
     }
-    columns = {name: [one.get(key) for one in found.values()] for name, key in names.items()}
-    return dots(list(found), columns, "absolute error, %")
+    columns = {name: [group.get(key) for group in errors.values()] for name, key in names.items()}
+    return dots(list(errors), columns, "absolute error, %")
 
 
 def waterfall(found: Sequence[ErrorParts]) -> Chart:
@@ -245,12 +245,16 @@ def waterfall(found: Sequence[ErrorParts]) -> Chart:
     )
 
 
-def _waterfall(one: ErrorParts) -> Figure:
-    parts = [p for p in PARTS if one.forecast[p] >= LEAST_PCT]
-    steps = [(p, one.forecast[p], "relative") for p in parts]
-    steps.append(("<b>forecast</b>", sum(one.forecast.values()), "total"))
-    steps += [(f"error of {p}", one.correction[p], "relative") for p in parts]
-    steps += [("not attributed", one.unexplained, "relative"), ("<b>measured</b>", 100.0, "total")]
+def _waterfall(case: ErrorParts) -> Figure:
+    """The waterfall of one case, in % of the measured time, from forecast to measured.
+
+    A bar for each part of the forecast, for the error of each, and for what no part explains.
+    """
+    parts = [p for p in PARTS if case.forecast[p] >= LEAST_PCT]
+    steps = [(p, case.forecast[p], "relative") for p in parts]
+    steps.append(("<b>forecast</b>", sum(case.forecast.values()), "total"))
+    steps += [(f"error of {p}", case.correction[p], "relative") for p in parts]
+    steps += [("not attributed", case.unexplained, "relative"), ("<b>measured</b>", 100.0, "total")]
     names, values, measures = zip(*steps, strict=True)
     trace: Trace = {
         "type": "waterfall",
@@ -272,7 +276,7 @@ def _waterfall(one: ErrorParts) -> Figure:
         {"type": "bar", "x": [None], "y": [None], "name": name, "marker": {"color": colour}}
         for name, colour in (("adds", "@blue"), ("takes away", "@orange"), ("sum", "@muted"))
     ]
-    longest = max(sum(one.forecast.values()), 100.0)
+    longest = max(sum(case.forecast.values()), 100.0)
     x = {"title": {"text": "% of the measured iteration"}, "range": [0, 1.2 * longest]}
     return figure([trace, *key], x, NAMED_ROWS)
 

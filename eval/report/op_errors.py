@@ -88,20 +88,22 @@ def by_condition(ops: pd.DataFrame) -> Groups:
 
 def reason(row: Facts) -> str:
     """Why one forecast may be off: extrapolation, nothing measured nearby, noise, or neither."""
-    found = []
+    reasons = []
     if row["outside"]:
-        found.append(f"out of envelope: {row['outside']} beyond the rows learned from")
+        reasons.append(f"out of envelope: {row['outside']} beyond the rows learned from")
     error_pct = abs(100 * (float(row["predicted_us"]) / float(row["measured_us"]) - 1))
-    far = float(row["neighbour_log2"])
-    if far > FAR_LOG2:
-        nearest = f"the nearest is {far:.1f} doublings away" if np.isfinite(far) else "no row"
-        found.append(f"no similar size was measured: {nearest}")
+    doublings = float(row["neighbour_log2"])
+    if doublings > FAR_LOG2:
+        distance = (
+            f"the nearest is {doublings:.1f} doublings away" if np.isfinite(doublings) else "no row"
+        )
+        reasons.append(f"no similar size was measured: {distance}")
     noise = {"two timings": row["retest_pct"], "samples": row["spread_pct"]}
     for what, pct in noise.items():
         if float(pct) >= NOISY_SHARE * error_pct:
-            found.append(f"noisy measurement: {what} differ by {pct:.0f} %")
+            reasons.append(f"noisy measurement: {what} differ by {pct:.0f} %")
             break
-    return "; ".join(found) or "none of these: the model misses it"
+    return "; ".join(reasons) or "none of these: the model misses it"
 
 
 def off_log(ops: pd.DataFrame) -> np.ndarray:

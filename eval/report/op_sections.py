@@ -34,35 +34,36 @@ def ops_section(ops: pd.DataFrame) -> Section:
     )
 
 
-def _group_section(anchor: str, title: str, text: str, first: str, found: Groups) -> Section:
+def _group_section(anchor: str, title: str, text: str, heading: str, errors: Groups) -> Section:
+    """A section with a chart and a table of errors; ``heading``: of the column of group names."""
     columns = {"median %": "median_ape_pct", "p90 %": "p90_ape_pct", "retest %": RETEST}
     rows = [
         [
             name,
-            str(one["rows"]),
-            *(number(one.get(column)) for column in columns.values()),
-            number(one["bias_pct"], sign=True),
+            str(group["rows"]),
+            *(number(group.get(column)) for column in columns.values()),
+            number(group["bias_pct"], sign=True),
         ]
-        for name, one in found.items()
+        for name, group in errors.items()
     ]
     return Section(
         anchor=anchor,
         title=title,
         text=[text],
-        chart=charts.groups(found),
-        table=Table(head=[first, "rows", *columns, "bias %"], rows=rows),
+        chart=charts.groups(errors),
+        table=Table(head=[heading, "rows", *columns, "bias %"], rows=rows),
     )
 
 
 def family_section(device: Device) -> Section:
     """Errors by op family."""
-    found = by_family(device.ops, device.fit)
-    name, first = next(iter(found.items()))
+    errors = by_family(device.ops, device.fit)
+    name, largest = next(iter(errors.items()))
     text = (
-        f"Largest: {name}, median {first['median_ape_pct']:.1f} % on {first['rows']} rows. "
+        f"Largest: {name}, median {largest['median_ape_pct']:.1f} % on {largest['rows']} rows. "
         "Where the median is near the noise floor, no other model can do much better."
     )
-    return _group_section("families", "Error by op family", text, "family", found)
+    return _group_section("families", "Error by op family", text, "family", errors)
 
 
 def condition_section(ops: pd.DataFrame) -> Section:

@@ -132,7 +132,7 @@ def _tried(
 
 
 def _parts(reports: Sequence[Forecast], simple: str) -> Section:
-    """Where the slowest rank's time goes, as stacked bars."""
+    """Section: where the slowest rank's time goes, as stacked bars; * marks the plan ``simple``."""
     names = [_short(r.plan) + (" *" if r.plan == simple else "") for r in reports]
     labels = ["<br>".join(wrap(name.replace(",", ", "), LABEL_WIDTH)) for name in names]
     traces: list[Trace] = []
@@ -163,12 +163,15 @@ def _parts(reports: Sequence[Forecast], simple: str) -> Section:
 
 
 def _memory(reports: Mapping[str, Forecast], held: Mapping[str, Held]) -> Section:
-    """Memory over a step, by rank, of the best and the simplest plan."""
+    """Section: memory over a step of the best and the simplest plan, a curve per rank.
+
+    ``held``: by plan; the table shows the peak in GB by purpose.
+    """
     figures = {_short(plan): _curves(ranks) for plan, ranks in held.items()}
-    shown = {name: n for plan in held for name, n in reports[plan].memory_by_bytes.items()}
+    purposes = {name: n for plan in held for name, n in reports[plan].memory_by_bytes.items()}
     rows = [
         [name, *(number(reports[p].memory_by_bytes.get(name, 0) / 1e9, 2) for p in held)]
-        for name in shown
+        for name in purposes
     ]
     return Section(
         anchor="memory",

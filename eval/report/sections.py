@@ -163,7 +163,7 @@ def case_reason(r: CaseResult) -> str:
 
 
 def sweep_sections(device: Device) -> list[Section]:
-    """The learning curve."""
+    """Section with the learning curve of the device's sweep; none where no sweep of it is given."""
     steps = device.sweep.learning
     if not device.data:
         return []

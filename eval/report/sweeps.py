@@ -165,7 +165,10 @@ def learning_curve(root: Path, gpu: str) -> tuple[list[Step], pd.DataFrame]:
 
 
 def _step(pools: Sequence[Pool], share: float, predicted_us: Array) -> Step:
-    """Errors of the forecasts of all held-out rows, and what this share of the sweep took."""
+    """A point of the learning curve: what a share of the sweep took, and the errors after it.
+
+    ``predicted_us``: forecasts of the held-out rows of all pools, one pool after the other.
+    """
     scores = errors(predicted_us, np.concatenate([p.prepared.table.time_us[p.held] for p in pools]))
     return Step(
         minutes=sum(float(p.end_s[p.first(share)].max(initial=0.0)) for p in pools) / 60,

@@ -52,29 +52,30 @@ def log_fit(
 ) -> None:
     """Log a training to experiment ops/<device>: a run per family and learner.
 
-    ``report``: scores by family (``TrainReport.to_dict``). What prices a family in the bundle is
-    registered as model ``<device>.<family>``; ``itercast.eval.tracking.registry`` says when it
-    becomes the champion. Runs of earlier trainings of these families lose the tag ``newest``.
-    ``page``: draws the held-out forecasts of a family, an artifact of the run that prices it.
+    ``report``: scores by family (``TrainReport.to_dict``); ``data``: roots that were trained on.
+    What prices a family in the bundle is registered as model ``<device>.<family>``;
+    ``itercast.eval.tracking.registry`` says when it becomes the champion. Runs of earlier trainings
+    of these families lose the tag ``newest``. ``page``: draws the held-out forecasts of a family,
+    an artifact of the run that prices it.
     """
     client, time_ms = store.connect(), store.now_ms()
     training = Training(report=report, device=device, bundle=bundle, data=data, time_ms=time_ms)
     facts = {"device": device, "training": training.name}
     note = store.note("ops", **facts, iterations=iterations_experiment(client))
     place = store.experiment(client, f"ops/{device}", note)
-    held_out, whole = load_held_out(bundle), Bundle.load(bundle)
+    held_out, trained = load_held_out(bundle), Bundle.load(bundle)
     for family in sorted(report):
-        entry, mine = report[family], held_out[held_out["family"] == family]
-        digest = whole.models[family].facts["digest"]
-        inputs = datasets(training, family, entry, digest, mine)
+        entry, forecasts = report[family], held_out[held_out["family"] == family]
+        digest = trained.models[family].facts["digest"]
+        inputs = datasets(training, family, entry, digest, forecasts)
         no_longer_newest(client, place, family)
         for learner in entry["learners"]:
             run = log_learner(client, place, training, family, learner, inputs)
             if learner == BLEND:
                 log_trials(client, place, run.run_id, family, entry.get("trials", ()))
                 if page:
-                    client.log_text(run.run_id, page(mine), PAGE)
-                registry.offer(client, run, device, family, whole, mine)
+                    client.log_text(run.run_id, page(forecasts), PAGE)
+                registry.offer(client, run, device, family, trained, forecasts)
 
 
 def no_longer_newest(client: MlflowClient, experiment: str, family: str) -> None:

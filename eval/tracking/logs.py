@@ -116,15 +116,18 @@ def log_bench(scores: Sequence[tuple[str, str, str, Mapping[str, float]]], folde
 
 
 def log_compared(first: Path, second: Path, found: Sequence[Facts]) -> None:
-    """Log the errors in % of two bundles by family and GPU to experiment compared, as one run."""
+    """Log a comparison of two bundles to experiment compared, as one run.
+
+    ``found``: each ``itercast.eval.bundles.Comparison`` as a dict.
+    """
     client = store.connect()
     place = store.experiment(client, "compared", store.note("compared"))
     numbers = {
-        re.sub(r"[^\w. /-]", "", f"{one['family']}/{one['gpu']}/{name}"): error
-        for one in found
-        for (_, name), error in zip(RANKS, one["errors_pct"], strict=True)
+        re.sub(r"[^\w. /-]", "", f"{row['family']}/{row['gpu']}/{name}"): error
+        for row in found
+        for (_, name), error in zip(RANKS, row["errors_pct"], strict=True)
     }
-    counts = {f"{name}_better": sum(one["better"] == n for one in found) for n, name in RANKS}
+    counts = {f"{name}_better": sum(row["better"] == n for row in found) for n, name in RANKS}
     tags = {"first": str(first), "second": str(second)}
     store.log_run(client, place, f"{first.name} against {second.name}", tags, numbers | counts)
 

@@ -35,7 +35,7 @@ def is_server(uri: str) -> bool:
 
 
 def connect() -> MlflowClient:
-    """A client of the store."""
+    """A client of the store at ``tracking_uri``; sets the environment that MLflow reads first."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it would ask an outside host
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
@@ -43,13 +43,13 @@ def connect() -> MlflowClient:
     import mlflow  # lazy: forecasts must not pay for it
 
     if tracking_uri().startswith("sqlite"):
-        _append_only()
+        _write_ahead()
     mlflow.set_tracking_uri(tracking_uri())
     return mlflow.MlflowClient()
 
 
 @cache
-def _append_only() -> None:
+def _write_ahead() -> None:
     """Open SQLite in write-ahead mode (WAL): commits do not wait 10 ms for the disk."""
     from sqlalchemy import Engine, event
 

@@ -71,18 +71,21 @@ class Model:
 
 
 def catalogue() -> list[Model]:
-    """All models of the catalogue, in its order."""
-    found = []
-    for kind, named in FACTS["models"].items():
-        facts = FACTS["kinds"][kind]
-        for name, values in named.items():
+    """All models of catalogue.yaml in its order, then its cases of capture/cases.
+
+    Those have no ``kind`` and no sizes: ``Model.case`` takes them as they are.
+    """
+    models = []
+    for kind, listed in FACTS["models"].items():
+        shared = FACTS["kinds"][kind]
+        for name, values in listed.items():
             plain = [tuple(v) if isinstance(v, list) else v for v in values]
-            sizes = {**facts.get("fixed", {}), **dict(zip(facts["columns"], plain, strict=True))}
-            runs = tuple((int(b), int(s)) for b, s in facts["runs"])
-            found.append(Model(name=name, kind=facts.get("of", kind), sizes=sizes, runs=runs))
-    for one in map(case, FACTS["cases"]):
-        found.append(Model(name=one.name, kind="", sizes={}, runs=((one.batch, one.seq),)))
-    return found
+            sizes = {**shared.get("fixed", {}), **dict(zip(shared["columns"], plain, strict=True))}
+            runs = tuple((int(b), int(s)) for b, s in shared["runs"])
+            models.append(Model(name=name, kind=shared.get("of", kind), sizes=sizes, runs=runs))
+    for known in map(case, FACTS["cases"]):
+        models.append(Model(name=known.name, kind="", sizes={}, runs=((known.batch, known.seq),)))
+    return models
 
 
 def _captured(chosen: EvalCase, batch: int, seq: int, dtype: str) -> Calls:

@@ -37,17 +37,18 @@ def collect_for(
 ) -> int:
     """Sweep for ``seconds`` of wall time, starts of workers included; returns the new rows' number.
 
-    Time that earlier runs spent does not count. A worker is killed ``grace_s`` after its time; a
-    later sweep measures the points that it had not written.
+    ``names``: families, None for all; ``wanted``: a file of the only points to measure. Time that
+    earlier runs spent does not count. A worker is killed ``grace_s`` after its time; a later sweep
+    measures the points that it had not written.
     """
     end_s = time.monotonic() + seconds
     facts = card_facts(root, device)
-    moved = store.compact(root, facts)
+    rows = store.compact(root, facts)
     points = wanted or captured_points_file(root, device, seed)
-    left = phases(device, named_families(names, wanted), devices=devices)
-    while left:
-        begin_s, share = time.monotonic(), left[0].share / sum(p.share for p in left)
-        left_s, phase = end_s - begin_s, left.pop(0)
+    waiting = phases(device, named_families(names, wanted), devices=devices)
+    while waiting:
+        begin_s, share = time.monotonic(), waiting[0].share / sum(p.share for p in waiting)
+        left_s, phase = end_s - begin_s, waiting.pop(0)
         budget_s = min(left_s, max(share * left_s, MIN_PHASE_S))
         if budget_s < 1:
             log.info("skipped, no time is left: %s", " ".join(phase.families))
@@ -55,8 +56,8 @@ def collect_for(
         order = order_of(root, device, facts, phase, points, seed)
         order = replace(order, budget_s=budget_s, begin_s=begin_s, only=bool(wanted))
         run_workers(order, progress, grace_s)
-        moved += store.compact(root, facts)
-    return moved
+        rows += store.compact(root, facts)
+    return rows
 
 
 @dataclass(slots=True, kw_only=True)

@@ -56,13 +56,16 @@ def check(root: Path, gpu: Gpu, expected: tuple[str, ...]) -> list[str]:
 
 
 def bound_us(family: Family, rows: pd.DataFrame, gpu: Gpu) -> np.ndarray:
-    """Time of each row at the GPU's peaks (roofline); 0 for families with another bound."""
-    bound = np.zeros(len(rows))
+    """Least time of each row in us: compute at its peak, of cold rows memory traffic if longer.
+
+    0 for families with a bound of their own.
+    """
     if family.floor_us is not None or family.on_host:
-        return bound
+        return np.zeros(len(rows))
     columns = SimpleNamespace(**{n: rows[n].to_numpy() for n in rows.columns})
     peaks = np.array([gpu.peak(str(dtype)) for dtype in rows["dtype"]])
-    bound[:] = np.asarray(family.flops(columns), float) / peaks * 1e6
+    compute_us = np.asarray(family.flops(columns), float) / peaks * 1e6
     memory_us = np.asarray(family.bytes_moved(columns), float) / gpu.hbm_bytes_per_s * 1e6
     cold = (rows["cache"] == "cold").to_numpy()
-    return np.where(np.isfinite(bound), np.where(cold, np.fmax(bound, memory_us), bound), 0)
+    roofline_us = np.where(cold, np.fmax(compute_us, memory_us), compute_us)
+    return np.where(np.isfinite(compute_us), roofline_us, 0)

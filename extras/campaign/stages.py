@@ -26,16 +26,19 @@ RETEST_FRAC = 0.3  # of stage second, for iterations
 
 
 def smoke_test(run: Run, budget_s: float, grace_s: float) -> int:
-    """Measure a few points of every family and one iteration; note implausible rows."""
+    """Stage "smoke": a few points of every family and one iteration; returns the number of rows.
+
+    Logs a summary, and notes rows that are implausible.
+    """
     begin_s = time.monotonic()
     rows = run.sweep(None, (1 - SMOKE_ITERATION_FRAC) * budget_s, grace_s)
     left_s = budget_s - (time.monotonic() - begin_s)
-    rows += _iterations(run, slice(1), 0, left_s, grace_s)
+    rows += _iterations(run, slice(1), left_s, grace_s)
     gpu = made_of(Gpu, card_facts(run.root, "cuda")["hardware"], str(run.root))
     for line in summary(run.root, gpu.name):
         log.info("%s", line)
-    single = tuple(n for n in known_families(None) if families()[n].ranks == 1)
-    for line in smoke.check(run.root, gpu, single):
+    on_one_gpu = tuple(n for n in known_families(None) if families()[n].ranks == 1)
+    for line in smoke.check(run.root, gpu, on_one_gpu):
         run.note(f"smoke: {line}")
     return rows
 
@@ -47,12 +50,12 @@ def ops(run: Run, budget_s: float, grace_s: float) -> int:
 
 def iterations(run: Run, budget_s: float, grace_s: float) -> int:
     """Measure training iterations, as many as fit the budget."""
-    return _iterations(run, slice(None), 0, budget_s, grace_s)
+    return _iterations(run, slice(None), budget_s, grace_s)
 
 
 def some_iterations(run: Run, budget_s: float, grace_s: float) -> int:
     """Measure the first iterations of the list, which have every kind."""
-    return _iterations(run, slice(len(FIRST)), 0, budget_s, grace_s)
+    return _iterations(run, slice(len(FIRST)), budget_s, grace_s)
 
 
 def second(run: Run, budget_s: float, grace_s: float) -> int:
@@ -78,10 +81,11 @@ def points(run: Run, budget_s: float, grace_s: float) -> int:
     return run.sweep(None, budget_s, grace_s, run.points)
 
 
-def _iterations(run: Run, which: slice, repeat: int, budget_s: float, grace_s: float) -> int:
+def _iterations(run: Run, which: slice, budget_s: float, grace_s: float) -> int:
+    """Measure the iterations ``which`` of all of a GPU, once; returns the number of rows."""
     wanted = gpu_iterations()[which]
     return collect_iterations(
-        run.root, "cuda", wanted, repeat, run.progress, budget_s, grace_s, run.devices
+        run.root, "cuda", wanted, 0, run.progress, budget_s, grace_s, run.devices
     )
 
 

@@ -79,8 +79,8 @@ def measure(order: ChunkOrder) -> Plain:
         os.sched_setaffinity(0, own_cores(order.cores, order.until))
     where = machine(order.device)
     facts: Plain = {"chunk": chunk.name, **where, "began": round(time.time(), 1)}
-    if wrong := _wrong(order):
-        return {**facts, "state": REFUSED, "reason": wrong}
+    if reason := _why_refused(order):
+        return {**facts, "state": REFUSED, "reason": reason}
     folder = Path(order.work) / chunk.name
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder / "lock"):
@@ -111,8 +111,8 @@ def measure(order: ChunkOrder) -> Plain:
     return found
 
 
-def _wrong(order: ChunkOrder) -> str:
-    """Why this machine does not measure the chunk; empty if it does."""
+def _why_refused(order: ChunkOrder) -> str:
+    """Why this machine refuses the chunk, in a few words; empty if it measures it."""
     Path(order.work).mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(order.work).free
     if free < FREE_BYTES:

@@ -47,9 +47,10 @@ def with_ray() -> Any:
 
 @contextmanager
 def connected(address: str, resources: Mapping[str, float] = MappingProxyType({})) -> Iterator[Any]:
-    """Ray, connected to a cluster: ``auto`` or its address, or one of this machine (``local``).
+    """Ray's module, connected to a cluster: ``auto``, an address, or one made here (``local``).
 
-    The local one listens on 127.0.0.1 only, and has these custom ``resources``.
+    The local one listens on 127.0.0.1 only, and has these custom ``resources``. ValueError where no
+    cluster answers.
     """
     ray = with_ray()
     options: Row = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -61,8 +62,8 @@ def connected(address: str, resources: Mapping[str, float] = MappingProxyType({}
     try:
         ray.init(**options)
     except Exception as exc:  # of many kinds
-        told = " ".join(str(exc).split())[:200]
-        raise ValueError(f"address {address!r}: no Ray cluster there ({told})") from exc
+        reason = " ".join(str(exc).split())[:200]
+        raise ValueError(f"address {address!r}: no Ray cluster there ({reason})") from exc
     try:
         yield ray
     finally:
