@@ -46,7 +46,7 @@ def gpus_that_are_not_there(
         stack.enter_context(patch.object(torch.cuda.nvtx, "_nvtx", Nvtx()))
         stack.enter_context(patch.object(torch.nn.RNNBase, "flatten_parameters", stay))
         stack.enter_context(_optimizers_as_on_gpus())
-        for place in (torch, torch.amp, torch.cuda.amp):
+        for place in (torch, torch.amp, torch.amp.autocast_mode, torch.cuda.amp):
             stack.enter_context(patch.object(place, "autocast", AutocastAsOnGpus))
         stack.enter_context(_collectives_as_on_gpus())
         stack.enter_context(tensors_on_gpus(local_rank, log.gpu_memory))

@@ -91,8 +91,19 @@ import torch
 from torch.utils.checkpoint import checkpoint
 model = torch.nn.Linear(8, 8).cuda()
 optimizer = torch.optim.SGD(model.parameters())
+class Product(torch.autograd.Function):  # as Megatron and Apex write theirs
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda")
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cuda")
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight.t(), x.flatten(0, 1).t() @ grad.flatten(0, 1)
 def attend(x):
-    y = model(x).float().view(4, 1, 8, 8)
+    y = model(Product.apply(x, model.weight)).float().view(4, 1, 8, 8)
     with torch.autocast("cuda", enabled=False):
         y = y + torch.nn.functional.scaled_dot_product_attention(y, y, y)
     return torch.nn.functional.scaled_dot_product_attention(y, y, y)
@@ -104,11 +115,16 @@ for step in range(3):
 """
 
 
-def test_recomputation_casts_as_forward_did(tmp_path: Path) -> None:
-    """Attention outside autocast takes fp32, inside bf16; so does the forward run again."""
+def test_recomputation_and_own_functions_cast_as_forward_did(tmp_path: Path) -> None:
+    """Attention outside autocast takes fp32, inside bf16; so does the forward run again.
+
+    All products are in bf16, also those that a function's own backward makes under ``custom_bwd``.
+    """
     calls = captured(written(tmp_path, RECOMPUTED), gpus=1).ranks[0].calls
     taken = [(c.phase, c.tensors()[0].dtype) for c in calls if c.op == "itercast.sdpa"]
     assert taken == [(p, d) for p in ("forward", "backward") for d in ("fp32", "bf16")]
+    products = [c for c in calls if c.op in ("aten.mm.default", "aten.bmm.default")]
+    assert {t.dtype for c in products for t in c.tensors()} == {"bf16"}
 
 
 CROPS = """
