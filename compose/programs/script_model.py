@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -13,8 +13,8 @@ from tempfile import TemporaryDirectory
 
 from itercast.capture.base.cache_folder import cache_folder
 from itercast.capture.base.files import write_atomic
-from itercast.capture.opcall import StepCapture
-from itercast.capture.programs.program import ProgramCapture, read_program
+from itercast.capture.opcall import OpCall, StepCapture
+from itercast.capture.programs.program import MARKS, ProgramCapture, read_program
 from itercast.capture.programs.trained.facts import ANSWER, ASKED, FACTS, REFUSED, Trained
 from itercast.capture.recorder.cache import cached, loads
 from itercast.capture.step import StepSettings
@@ -55,15 +55,20 @@ def script_model(order: ScriptOrder) -> Iterator[tuple[SizedModel, ProgramCaptur
                 raise ValueError(f"{alone}{many}") from exc
         program, _ = read_program(path)
         facts = Trained(**json.loads(path.with_suffix(".trained").read_text()))
-        calls = program.ranks[0].calls
-        kinds = {"compile": any(c.compiled for c in calls), "graph": any(c.graphed for c in calls)}
         model = SizedModel(
             name=order.path.name,
             facts=facts,
-            engine="+".join(kind for kind, used in kinds.items() if used) or "eager",
+            engine=engine_of(program.ranks[0].calls),
             capture_at=partial(captures.at, path.name),
         )
         yield model, program
+
+
+def engine_of(calls: Sequence[OpCall]) -> str:
+    """What launches more than half of a step's ops: one by one, compiled, as CUDA graphs."""
+    ops = [c for c in calls if c.phase != "optimizer" and c.op not in MARKS]
+    used = {"compile": sum(c.compiled > 0 for c in ops), "graph": sum(c.graphed > 0 for c in ops)}
+    return "+".join(kind for kind, count in used.items() if 2 * count > len(ops)) or "eager"
 
 
 class _Captures:

@@ -12,7 +12,7 @@ import torch
 from small_scripts import H100, written
 
 from itercast.capture.input.batches import TakenBatches
-from itercast.capture.opcall import StepCapture
+from itercast.capture.opcall import OpCall, StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.capture.programs.gpus.machine import gpus_that_are_not_there
 from itercast.capture.programs.gpus.streams import recorded_streams
@@ -23,6 +23,7 @@ from itercast.capture.programs.trained.finder import Finder
 from itercast.capture.programs.trained.serve import TrainedModel
 from itercast.capture.step import StepSettings
 from itercast.compose.programs.forecast import forecast_program
+from itercast.compose.programs.script_model import engine_of
 from itercast.compose.target import Target, find_target, forecast_step
 from itercast.learners.bundle import Bundle
 from itercast.microbench.hardware.spec import load_gpu
@@ -245,6 +246,14 @@ def test_a_batch_behind_time_and_an_update_by_hand(tmp_path: Path) -> None:
     assert {c.within for c in program.ranks[0].calls} == {0, 1, 2, 3, 4}
     assert products(captured(model))[700, 1000] == 1
     assert products(captured(model, 10))[350, 1000] == 1
+
+
+def test_the_engine_is_what_launches_most_ops() -> None:
+    """2 of 3 ops of forward and backward are compiled, of which 1 is of a CUDA graph."""
+    compiled = OpCall(op="aten.mm.default", args=(), compiled=1)
+    others = [OpCall(op="aten.mm.default", args=(), phase=p) for p in ("backward", "optimizer")]
+    assert engine_of([compiled, replace(compiled, graphed=2), *others]) == "compile"
+    assert engine_of([compiled, *others, *others]) == "eager"
 
 
 TWO = """
