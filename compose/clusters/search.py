@@ -135,6 +135,7 @@ def _bounds(job: Job, amp: bool) -> Iterator[tuple[float, ParallelPlan]]:
     plans = list(candidate_plans(roomiest, job.cluster.gpus))
     for search in searches:
         search.announce(plans)
+        search.price(plans)
     for plan in plans:
         ranks = [rank for search in searches if (rank := search.allowed(plan)) is not None]
         if len(ranks) == len(searches):

@@ -106,13 +106,19 @@ class Search:
         return micro_batch(plan, self.batch // plan.dp, self.seq)
 
     def announce(self, plans: Iterable[ParallelPlan]) -> None:
-        """Name plans that will be asked for: few steps are captured, and all are priced at once."""
+        """Name plans that may be asked for: few steps are captured."""
+        self.captures.announce(self._sizes(plans).values())
+
+    def price(self, plans: Iterable[ParallelPlan]) -> None:
+        """Price ops and messages of plans in one call of the pricer for each family."""
+        prefetch_steps(self._asked(self._sizes(plans)), self.book)
+
+    def _sizes(self, plans: Iterable[ParallelPlan]) -> dict[ParallelPlan, tuple[int, int]]:
         sizes = dict[ParallelPlan, tuple[int, int]]()
         for plan in plans:
             with suppress(ValueError):  # a rule forbids the plan: ``allowed`` says so
                 sizes[plan] = self.size(plan)
-        self.captures.announce(sizes.values())
-        prefetch_steps(self._asked(sizes), self.book)
+        return sizes
 
     def _asked(self, sizes: Mapping[ParallelPlan, tuple[int, int]]) -> Iterator[AskedStep]:
         """The step of each plan, and where its ranks lie."""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf
+from heapq import heappop, heappush
+from math import exp, inf
 
 from itercast.capture.base.garbage import without_garbage_collection
 from itercast.capture.plan import ParallelPlan
 from itercast.capture.plan_keys import V_SHAPED
 from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.plan_search.candidates import OBJECTIVES, Scored, Search, candidate_plans
-from itercast.compose.plan_search.simplest import simplest
+from itercast.compose.plan_search.shapes import Shapes, mean_us
+from itercast.compose.plan_search.simplest import PLANS_APART, simplest
 from itercast.compose.simulate.memory_plan import memory
 from itercast.compose.simulate.pipeline import CUT_BACKWARD
 from itercast.compose.simulate.rank import Rank
@@ -22,7 +24,8 @@ from itercast.compose.simulate.stages import chunks_of, dealt, uneven
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """The best plans; ``considered`` counts legal plans, ``simulated`` those of them simulated.
+    """The best plans; ``considered`` counts legal plans that were looked at, ``simulated`` those
+    of them that were simulated.
 
     ``stopped``: the search was interrupted before it had seen all plans. ``simplest``: the one with
     the fewest keys that may be as good as the best (``simplest``), if any was found. ``tried``: all
@@ -37,8 +40,8 @@ class SearchResult:
     tried: Sequence[Scored] = ()
 
 
-def legal_plans(search: Search, gpus: int, objective: str) -> Iterator[Scored]:
-    """Yields legal plans without their ``variants``, with lower bounds of their times.
+def shapes_of(search: Search, gpus: int, objective: str) -> Shapes:
+    """The plans to try on ``gpus``, by shape.
 
     For objective "cost" also those on a half, a quarter... of the GPUs.
     """
@@ -49,11 +52,21 @@ def legal_plans(search: Search, gpus: int, objective: str) -> Iterator[Scored]:
     worlds = [gpus]
     while objective == "cost" and worlds[-1] % 2 == 0:
         worlds.append(worlds[-1] // 2)
-    for world in worlds:
-        candidates = list(candidate_plans(search, world))
-        search.announce(candidates)
-        for plan in candidates:
-            yield from _bounded(search, plan, objective)
+    plans = [plan for world in worlds for plan in candidate_plans(search, world)]
+    search.announce(plans)
+    return Shapes(search, plans, {"time": 1 / gpus, "cost": 1.0, "memory": 0.0}[objective])
+
+
+def legal_plans(search: Search, gpus: int, objective: str) -> Iterator[Scored]:
+    """Yields legal plans without their ``variants``, with lower bounds of their times."""
+    shapes = shapes_of(search, gpus, objective)
+    while shapes.waiting:
+        yield from _listed(search, shapes.take(inf), objective)
+
+
+def _listed(search: Search, plans: Iterable[ParallelPlan], objective: str) -> Iterator[Scored]:
+    for plan in plans:
+        yield from _bounded(search, plan, objective)
 
 
 def least_us(rank: Rank) -> float:
@@ -72,15 +85,6 @@ def least_us(rank: Rank) -> float:
         least = max(least, before + plan.microbatches * load_us)
         before += way_us
     return float(least)
-
-
-def mean_us(rank: Rank) -> float:
-    """The mean over stages of the compute of all micro-batches, however layers are dealt."""
-    layers, plan = rank.model.layers, rank.plan
-    whole_us = sum(
-        x.layer.count * (x.forward_work.lane_us + x.backward_work.lane_us) for x in layers
-    )
-    return plan.microbatches * whole_us / plan.pp
 
 
 def _loads_us(rank: Rank) -> tuple[list[float], list[float]]:
@@ -158,6 +162,57 @@ def _others(search: Search, rank: Rank, objective: str) -> Iterator[Scored]:
             return
 
 
+class _Found:
+    """Legal plans of a search: those that wait to be simulated, and the best so far."""
+
+    def __init__(
+        self,
+        search: Search,
+        objective: str,
+        count: int,
+        on_plan: Callable[[int, ParallelPlan], None],
+    ) -> None:
+        self.search, self.objective, self.count, self.on_plan = search, objective, count, on_plan
+        self.listed: list[Scored] = []
+        self.waiting: list[tuple[float, int]] = []  # a heap of bounds, each with its plan's place
+        self.best: list[Scored] = []
+        self.tried: list[Scored] = []
+
+    @property
+    def limit(self) -> float:
+        """The score that one of the best has to be below."""
+        return self._score(self.best[-1]) if len(self.best) == self.count else inf
+
+    @property
+    def reach(self) -> float:
+        """The score up to which plans are looked at: one may be the simplest (``simplest``)."""
+        return max(self.limit, self._score(self.best[0]) * exp(PLANS_APART)) if self.best else inf
+
+    @property
+    def next(self) -> float:
+        """The lowest bound of those that wait."""
+        return self.waiting[0][0] if self.waiting else inf
+
+    def _score(self, plan: Scored) -> float:
+        return plan.score(self.objective)
+
+    def add(self, plans: Iterable[Scored]) -> None:
+        """Let plans wait."""
+        for plan in plans:
+            heappush(self.waiting, (self._score(plan), len(self.listed)))
+            self.listed.append(plan)
+            leader = self.best[0] if self.best else self.listed[self.waiting[0][1]]
+            self.on_plan(len(self.listed), leader.plan)
+
+    def simulate(self, below: float = inf) -> None:
+        """Simulate plans in the order of their bounds, up to a score or that of the last best."""
+        while self.next < min(below, self.limit):
+            found = self.search.simulated(self.listed[heappop(self.waiting)[1]].rank)
+            self.tried.append(found)
+            self.best = sorted([*self.best, found], key=self._score)[: self.count]
+            self.on_plan(len(self.listed), self.best[0].plan)
+
+
 @without_garbage_collection()
 def best_plans(
     search: Search,
@@ -168,49 +223,33 @@ def best_plans(
 ) -> SearchResult:
     """Returns the ``count`` best plans, found by branch and bound.
 
-    Plans are simulated in order of their lower bounds, until the next bound is no better than the
-    score of the last of the best. ``on_plan`` is told how many plans are considered, and the best
-    so far. KeyboardInterrupt ends the listing of plans; a second one, the simulation.
+    Of what has the lowest bound, a shape's plans are listed, a plan is simulated; until the next
+    bound is no better than the score of the last of the best. ``on_plan`` is told how many plans
+    are considered, and the best so far. KeyboardInterrupt ends the listing of plans; a second one,
+    the simulation.
     """
-    waiting: list[Scored] = []
-    leader: Scored | None = None  # of the plans listed so far
-    best: list[Scored] = []
-    tried, stopped = list[Scored](), False
-    for further in (False, True):
-        fresh: list[Scored] = []
-        limit = best[-1].score(objective) if len(best) == count else inf
-        plans = (
-            variants(search, waiting, objective, limit)
-            if further
-            else legal_plans(search, gpus, objective)
-        )
-        try:
-            for bounded in plans:
-                fresh.append(bounded)
-                leader = min(leader or bounded, bounded, key=lambda b: b.score(objective))
-                on_plan(len(waiting) + len(fresh), leader.plan)
-        except KeyboardInterrupt:
-            stopped = True
-        waiting += fresh
-        try:
-            for bounded in sorted(fresh, key=lambda b: b.score(objective)):
-                if len(best) == count and bounded.score(objective) >= best[-1].score(objective):
-                    break
-                tried.append(search.simulated(bounded.rank))
-                best.append(tried[-1])
-                best = sorted(best, key=lambda s: s.score(objective))[:count]
-                on_plan(len(waiting), best[0].plan)
-        except KeyboardInterrupt:
-            stopped = True
-        if stopped:
-            break
-    plainest = None
-    if best and not stopped:
-        plainest, more = simplest(search, best[0], waiting, objective)
-        tried += more
+    found, stopped = _Found(search, objective, count, on_plan), False
+    try:
+        shapes = shapes_of(search, gpus, objective)
+        while shapes.least < found.reach:
+            plans = shapes.take(max(shapes.least, min(found.next, found.reach)))
+            found.add(_listed(search, plans, objective))
+            found.simulate(below=shapes.least)
+        found.simulate()
+        found.add(variants(search, list(found.listed), objective, found.limit))
+    except KeyboardInterrupt:
+        stopped = True
+    try:
+        found.simulate()
+    except KeyboardInterrupt:
+        stopped = True
+    plainest, more = None, list[Scored]()
+    if found.best and not stopped:
+        plainest, more = simplest(search, found.best[0], found.listed, objective)
+    tried = [*found.tried, *more]
     return SearchResult(
-        best=best,
-        considered=len(waiting),
+        best=found.best,
+        considered=len(found.listed),
         simulated=len(tried),
         stopped=stopped,
         simplest=plainest,

@@ -18,8 +18,10 @@ from itercast.compose.plan_search.search import (
     best_plans,
     least_us,
     legal_plans,
+    shapes_of,
     variants,
 )
+from itercast.compose.plan_search.shapes import FINER_TAKES, Shape, mean_us
 from itercast.compose.simulate.iteration import quick_us
 from itercast.compose.simulate.memory_plan import memory
 from itercast.compose.simulate.stages import partition, uneven
@@ -42,6 +44,17 @@ def test_no_better_plan_is_pruned(capture: Callable[[int, int], StepCapture]) ->
     assert [s.iteration_us for s in result.best] == pytest.approx(times[:5])
     assert result.simulated < result.considered <= len(ranks)
     assert all(least_us(r) <= quick_us(r, "adamw") for r in ranks)
+
+
+def test_plans_finer_than_those_that_are_too_slow_are_not_listed(search: Search) -> None:
+    """Ops take 10 us however small: with half the samples in a micro-batch a step takes twice."""
+    shapes, whole_us = shapes_of(search, 4, "time"), mean_us(search.rank(ParallelPlan()))
+    cut = {n: Shape.of(ParallelPlan(accumulate=8 // n), search.batch) for n in (8, 4, 2)}
+    for samples, times in ((8, 1), (4, 2)):
+        assert cut[samples] in {Shape.of(p, search.batch) for p in shapes.take(shapes.least)}
+        assert shapes.bounds[cut[2]] == pytest.approx(FINER_TAKES * times * whole_us / 4)
+    every = len(list(legal_plans(search, 4, "time")))
+    assert best_plans(search, 4, "time", count=1).considered < every
 
 
 def gpt2_at(batch: int, seq: int) -> StepCapture:

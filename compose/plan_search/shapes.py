@@ -1,0 +1,105 @@
+"""Shapes of plans: what decides how long GPUs compute for a sample, whatever replicas and stages.
+
+A plan takes at least the mean over its ranks of the time that they compute (``mean_us``): the time
+of all GPUs for a step over their number, and plans of one shape have the former in common. In a
+finer shape a sample takes no less: with fewer samples in a micro-batch, or more ranks of tp or cp,
+kernels are smaller and messages more. So where a shape is too slow no finer one is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import inf
+
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.plan import ParallelPlan
+from itercast.compose.plan_search.candidates import Search
+from itercast.compose.simulate.rank import Rank
+
+FINER_TAKES: float = assumed(__file__, "finer_takes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The micro-batch of a plan and how ranks share it; ``cast``: by FSDP's mixed precision."""
+
+    samples: int
+    tp: int
+    cp: int
+    ep: int
+    sp: bool
+    cast: bool
+    shard: str
+
+    @classmethod
+    def of(cls, plan: ParallelPlan, batch: int) -> Shape:
+        """The shape of a plan for a step of so many samples."""
+        return cls(
+            samples=batch // (plan.dp * plan.microbatches),
+            tp=plan.tp,
+            cp=plan.cp,
+            ep=plan.ep,
+            sp=plan.sp,
+            cast=plan.amp and plan.zero > 0,
+            shard=plan.shard,
+        )
+
+    @property
+    def ranks_per_sample(self) -> float:
+        """How fine it is."""
+        return self.tp * self.cp / self.samples
+
+    def refines(self, other: Shape) -> bool:
+        """Whether it cuts a sample finer."""
+        finer = not (self.tp % other.tp or self.cp % other.cp or other.samples % self.samples)
+        same = (self.ep, self.cast, self.shard) == (other.ep, other.cast, other.shard)
+        return finer and same and (self.sp == other.sp or other.tp == 1)
+
+
+class Shapes:
+    """Plans that are not listed yet, by shape, each with a lower bound of their scores.
+
+    ``scores_per_us``: the score of a plan over the time of all GPUs for a step.
+    """
+
+    def __init__(self, search: Search, plans: Iterable[ParallelPlan], scores_per_us: float) -> None:
+        self.search, self.scores_per_us = search, scores_per_us
+        self.waiting: dict[Shape, list[ParallelPlan]] = {}
+        for plan in plans:
+            self.waiting.setdefault(Shape.of(plan, search.batch), []).append(plan)
+        self.bounds = dict.fromkeys(self.waiting, 0.0)
+
+    @property
+    def least(self) -> float:
+        """The lowest bound; infinite where all plans are listed."""
+        return min((self.bounds[shape] for shape in self.waiting), default=inf)
+
+    def take(self, most: float) -> list[ParallelPlan]:
+        """The plans, with prices, of the coarsest shapes of those whose bound is ``most``."""
+        near = [shape for shape in self.waiting if self.bounds[shape] <= most]
+        coarsest = min(shape.ranks_per_sample for shape in near)
+        taken = {s: self.waiting.pop(s) for s in near if s.ranks_per_sample == coarsest}
+        plans = [plan for own in taken.values() for plan in own]
+        self.search.price(plans)
+        for shape, own in taken.items():
+            rank = next(filter(None, map(self.search.allowed, own)), None)
+            least = FINER_TAKES * self.scores_per_us * gpu_us(rank) if rank else 0.0
+            for other in self.waiting:
+                if other.refines(shape):
+                    self.bounds[other] = max(self.bounds[other], least)
+        return plans
+
+
+def gpu_us(rank: Rank) -> float:
+    """Time that all GPUs of a plan compute in a step."""
+    return mean_us(rank) * rank.plan.world_size
+
+
+def mean_us(rank: Rank) -> float:
+    """The mean over stages of the compute of all micro-batches, however layers are dealt."""
+    layers, plan = rank.model.layers, rank.plan
+    whole_us = sum(
+        x.layer.count * (x.forward_work.lane_us + x.backward_work.lane_us) for x in layers
+    )
+    return plan.microbatches * whole_us / plan.pp
