@@ -14,6 +14,7 @@ from plan_case import GPU, search_of
 from typer.testing import CliRunner, Result
 
 from itercast.__main__ import app
+from itercast.commands.script_case import found_lines
 from itercast.compose.plan_search.search import best_plans, legal_plans
 from itercast.learners.bundle import Bundle
 
@@ -39,9 +40,12 @@ import sys, torch
 width = int(sys.argv[1])
 model = torch.nn.Sequential(torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width))
 optimizer = torch.optim.AdamW(model.cuda().parameters())
+rollout = torch.nn.Linear(1, 1).cuda()
 while True:
-    torch.nn.functional.mse_loss(model(torch.randn(16, width).cuda()), torch.ones(1)).backward()
-    optimizer.step()
+    rollout(torch.ones(1, 1).cuda())
+    for epoch in range(2):
+        torch.nn.functional.mse_loss(model(torch.randn(16, width).cuda()), torch.ones(1)).backward()
+        optimizer.step()
 """
 
 
@@ -50,7 +54,8 @@ def test_the_plans_of_a_script(
 ) -> None:
     """Unchanged: 8 processes of it have 16 samples each, and 2 * 4 * 64**2 weights, 5 * 64 biases.
 
-    The second time its process is not started: all captures are kept.
+    An iteration is two updates, of each of which the model's step is told. The second time its
+    process is not started: all captures are kept.
     """
     monkeypatch.setenv("ITERCAST_CACHE", str(tmp_path / "cache"))
     script = tmp_path / "train.py"
@@ -61,6 +66,7 @@ def test_the_plans_of_a_script(
     found = json.loads(result.stdout.splitlines()[-1])
     assert found["script"]["parameters"] == 8 * 64**2 + 5 * 64 and found["global_batch"] == 8 * 16
     assert found["plans"][0]["world_size"] == 8 and found["command"].endswith("-- 64")
+    assert "for each of 2 updates" in found_lines(found["script"])[1]
     assert found["script"]["model_us"] == pytest.approx(found["script"]["script_us"], rel=0.15)
     monkeypatch.setattr("subprocess.Popen", None)
     again = json.loads(run.invoke(app, [*words, "--", "64"]).stdout.splitlines()[-1])
