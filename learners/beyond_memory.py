@@ -155,8 +155,8 @@ class AllRows:
     ) -> Beyond:
         """Write the features of all rows, as ``prepared`` encodes those of the sample.
 
-        Shapes whose place is below ``share`` are held out, but for the sample's ``known_places``:
-        so the sample's shapes are on the side that they have there.
+        Shapes whose place, a hash from 0 to 1, is below ``share`` are held out, but for the
+        sample's ``known_places``: so the sample's shapes are on the side that they have there.
         """
         protected = np.unique(known_places[known_places < share])
         pieces: list[Piece] = []

@@ -299,21 +299,24 @@ def _pair(values: Sequence[float]) -> tuple[float, float]:
 
 
 def load_model(folder: Path, name: str, facts: Facts, gpus: Mapping[str, Gpu]) -> FamilyModel:
-    """Read one family's model; ValueError for an unknown family or learner."""
+    """Read the model of family ``name``; ``facts``: its entry in the bundle's JSON.
+
+    ValueError for an unknown family or learner.
+    """
     if name not in families():
         raise ValueError(f"unknown family {name!r}; known: {sorted(families())}")
     if "learner" in facts:
         learner = facts["learner"]["name"]
         raise ValueError(f"learner {learner!r} of {name}: only the blend prices now; train again")
     encoder = Encoder(list(facts["features"]), dict(facts["vocabulary"]))
-    columns = len(encoder.places(encoder.names))
+    columns = len(encoder.column_numbers(encoder.names))
     read = partial(load_ensemble, folder, name, facts, columns)
-    ships = folder.resolve() in (SHIPPED, SHIPPED_CPU)  # part of the code: digests were checked
-    own = {n: gpus[n] for n in {**facts["stacks"], **facts["measured"]}}
+    shipped = folder.resolve() in (SHIPPED, SHIPPED_CPU)  # part of the code: digests were checked
+    sources = {n: gpus[n] for n in {**facts["stacks"], **facts["measured"]}}
     return FamilyModel(
-        ensemble=EnsembleInFiles(read) if ships else read(),
+        ensemble=EnsembleInFiles(read) if shipped else read(),
         encoder=encoder,
-        source_gpus=SourceGpus(encoder=encoder, measured=facts["measured"], gpus=own),
+        source_gpus=SourceGpus(encoder=encoder, measured=facts["measured"], gpus=sources),
         offsets=_pair(facts["offsets"]),
         unseen_offsets=_pair(facts["unseen_offsets"]),
         envelope={k: _pair(v) for k, v in facts["envelope"].items()},

@@ -205,19 +205,20 @@ class FamilyModel:
     def _query(
         self, rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]
     ) -> tuple[QueryRows, Features, np.ndarray]:
-        """The rows with measured ops, their features and origins, and the roofline in us.
+        """Prepare rows to forecast: the query, their features and origins, their roofline in us.
 
-        Features are those of the dtype whose measured rows are asked
-        (``SourceGpus.with_stand_in_dtypes``), the roofline is that of the rows' own.
+        Ops are replaced by aliases that were measured (``as_measured``). Features are those of the
+        dtype whose measured rows are asked (``SourceGpus.with_stand_in_dtypes``), the roofline is
+        that of the rows' own.
         """
         stand_in = self.source_gpus.with_stand_in_dtypes(rows, gpus)
-        known = self.as_measured(stand_in, family)
-        table, roofline = feature_table(known, family, gpus, self.launch)
+        measured = self.as_measured(stand_in, family)
+        table, roofline = feature_table(measured, family, gpus, self.launch)
         if stand_in is not rows:
-            rows = known.assign(dtype=rows["dtype"])
+            rows = measured.assign(dtype=rows["dtype"])
             _, roofline = feature_table(rows, family, gpus, self.launch)
         else:
-            rows = known
+            rows = measured
         table |= origins(rows, family, self.stacks)
         query = QueryRows.of(rows, table, gpus, family, self.launch)
         if (query.wanted != "").any():
@@ -303,9 +304,9 @@ def prepare(
         roofline_us=roofline,
         time_us=time_us if speed is None else at_reference_us(rows, speed),
         group=shape_groups(rows, family),
-        origin=encoder.places(varying) if "gpu" in varying else (),
-        gpus=encoder.places(["gpu"]) if "gpu" in varying else (),
-        stated_kernel=stated_kernel(family, encoder.places),
+        origin=encoder.column_numbers(varying) if "gpu" in varying else (),
+        gpus=encoder.column_numbers(["gpu"]) if "gpu" in varying else (),
+        stated_kernel=stated_kernel(family, encoder.column_numbers),
     )
     kind, at = coordinates(rows, family)
     return Prepared(

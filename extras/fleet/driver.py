@@ -105,7 +105,7 @@ class Driver:
                 self._start()
                 done, _ = self.ray.wait(list(self.running), num_returns=1, timeout=POLL_S)
                 for task in done:
-                    ends[self._end(self.running.pop(task), task)] += 1
+                    ends[self._take_result(self.running.pop(task), task)] += 1
         finally:
             for task in self.running:
                 self.ray.cancel(task, force=True)
@@ -173,48 +173,53 @@ class Driver:
         task = self.ray.remote(run_chunk).options(**options)
         return task.remote(json.dumps(plain).encode())
 
-    def _end(self, one: Waiting, task: Any) -> str:
-        """How a chunk ended; empty where it is to be measured again."""
-        chunk = one.chunk
+    def _take_result(self, entry: Waiting, task: Any) -> str:
+        """Handle a finished task; returns the chunk's state, '' where it is to be measured again.
+
+        OSError where this machine's own part of Ray has died.
+        """
+        chunk = entry.chunk
         try:
-            found: Plain = json.loads(self.ray.get(task))
+            result: Plain = json.loads(self.ray.get(task))
         except self.ray.exceptions.LocalRayletDiedError as exc:  # nothing can run any more
             raise OSError(NODE_DIED) from exc
         except self.ray.exceptions.RayError as exc:
-            found = {"state": "failed", "reason": f"{type(exc).__name__}: its task or node died"}
-        state = found["state"]
-        again = ""
-        if state in (REFUSED, THROTTLED) and not one.moved:
-            one.moved, one.avoid = True, self._others(found.get("node", ""))
-            again = "goes elsewhere"
-        elif state == "failed" and one.tries < MAX_TRIES and time.time() < self.until:
-            one.tries += 1
-            again = "is tried again"
+            result = {"state": "failed", "reason": f"{type(exc).__name__}: its task or node died"}
+        state = result["state"]
+        retry = ""
+        if state in (REFUSED, THROTTLED) and not entry.moved:
+            entry.moved, entry.avoid = True, self._avoided(result.get("node", ""))
+            retry = "goes elsewhere"
+        elif state == "failed" and entry.tries < MAX_TRIES and time.time() < self.until:
+            entry.tries += 1
+            retry = "is tried again"
             self._ask_nodes()
-        if again:
-            log.warning("%s %s %s: %s", chunk.machines, chunk.name, again, found.get("reason"))
-            self.waiting[chunk.machines].appendleft(one)
+        if retry:
+            log.warning("%s %s %s: %s", chunk.machines, chunk.name, retry, result.get("reason"))
+            self.waiting[chunk.machines].appendleft(entry)
             return ""
-        self.told(chunk, found)
+        self.told(chunk, result)
         return str(state)
 
-    def _others(self, node: str) -> tuple[str, ...]:
+    def _avoided(self, node: str) -> tuple[str, ...]:
         """The node to avoid, where there is another one to go to."""
         alive = self._alive()
         return (node,) if node in alive and len(alive) > 1 else ()
 
 
 def task_options(kind: Machines, chunk: Chunk) -> Row:
-    """What a chunk's task takes of a node; the driver itself repeats tasks that died."""
-    whole = kind.device == "cpu" or chunk.kind == HOST
+    """Ray's options for the task of a chunk: CPUs and GPUs of one node, custom resources.
+
+    Ray repeats no task: the driver does.
+    """
+    all_cores = kind.device == "cpu" or chunk.kind == HOST
+    gpus = kind.gpus_per_node if chunk.kind == TOGETHER else 1
     options: Row = {
-        "num_cpus": kind.cores if whole else 1,
-        "num_gpus": 0 if kind.device == "cpu" else gpus_of(kind, chunk) // kind.nodes,
+        "num_cpus": kind.cores if all_cores else 1,
+        "num_gpus": 0 if kind.device == "cpu" else gpus,
         "resources": dict(kind.resources),
         "max_retries": 0,
     }
-    if chunk.kind != TOGETHER and kind.device == "cuda":
-        options["num_gpus"] = 1
     if kind.accelerator:
         options["accelerator_type"] = kind.accelerator
     if kind.image:

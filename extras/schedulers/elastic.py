@@ -93,7 +93,7 @@ def best_places(running: Sequence[_Running], cluster: Mapping[str, int]) -> list
     chosen = list[tuple[list[Place], np.ndarray]]()
     for one in running:
         places = [NOWHERE, *(p for p in one.job.speeds if p[1] <= cluster.get(p[0], 0))]
-        sums = np.stack([_moved(best, kinds, p) + one.speed(p) / one.job.asked for p in places])
+        sums = np.stack([_shifted(best, kinds, p) + one.speed(p) / one.job.asked for p in places])
         choice = sums.argmax(axis=0)
         best = np.take_along_axis(sums, choice[None], axis=0)[0]
         chosen.append((places, choice))
@@ -107,14 +107,17 @@ def best_places(running: Sequence[_Running], cluster: Mapping[str, int]) -> list
     return found[::-1]
 
 
-def _moved(best: np.ndarray, kinds: Sequence[str], place: Place) -> np.ndarray:
-    """The best sums where so many GPUs of a kind are used beside."""
+def _shifted(best: np.ndarray, kinds: Sequence[str], place: Place) -> np.ndarray:
+    """The table ``best`` (sums of speeds, an axis per kind: GPUs in use) after a job got ``place``.
+
+    Each sum is found at as many GPUs more of that kind; -inf where there are fewer.
+    """
     gpu, count = place
     if not count:
         return best
     axis = kinds.index(gpu)
-    moved = np.full_like(best, -np.inf)
-    into, out = [slice(None)] * best.ndim, [slice(None)] * best.ndim
-    into[axis], out[axis] = slice(count, None), slice(None, best.shape[axis] - count)
-    moved[tuple(into)] = best[tuple(out)]
-    return moved
+    shifted = np.full_like(best, -np.inf)
+    to, source = [slice(None)] * best.ndim, [slice(None)] * best.ndim
+    to[axis], source[axis] = slice(count, None), slice(None, best.shape[axis] - count)
+    shifted[tuple(to)] = best[tuple(source)]
+    return shifted

@@ -38,10 +38,10 @@ def import_rows(
     from itercast.microbench.importers.write import write
     from itercast.microbench.urls import written
 
-    hints, own = given(gpu, nodes, gpus_per_node, node)
+    hints, hardware = given(gpu, nodes, gpus_per_node, node)
     imported = read_source(source, path, hints)
     with written(out) as root:
-        write(imported, root, own)
+        write(imported, root, hardware)
     report: Row = {
         "source": source,
         "out": str(out),

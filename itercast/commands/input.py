@@ -103,7 +103,7 @@ def _print(
     kept = _kept(lane, step, cores) if step and own and own.input_bound else {}
     if as_json:
         told = {name: one.iteration_us for name, one in kept.items()}
-        typer.echo(json.dumps({**facts, **_plain(lane, own, best), "if_kept_us": told}))
+        typer.echo(json.dumps({**facts, **_lane_facts(lane, own, best), "if_kept_us": told}))
         return
     console = Console()
     console.print(_lane_table(lane, cores))
@@ -120,18 +120,21 @@ def _kept(lane: InputLane, step: Consumer, cores: float) -> dict[str, Fed]:
     return {name: fed(lane.without(*gone[name]), step, lane.workers, cores) for name in timed}
 
 
-def _plain(lane: InputLane, own: Fed | None, best: Fed | None) -> dict[str, object]:
-    """One JSON object: the lane without its single batches, the verdict, the best workers."""
+def _lane_facts(lane: InputLane, own: Fed | None, best: Fed | None) -> dict[str, object]:
+    """A lane for JSON: means instead of single batches, and the step that it feeds.
+
+    ``own``: with the loader's own number of workers; ``best``: with the fewest that are enough.
+    """
     facts = asdict(lane)
     for name in ("alone", "worker"):
         times = getattr(lane, name)
         facts[name] = {"wall_us": times.mean_us, "cpu_us": times.mean_cpu_us}
-    told = {
-        name: {**asdict(one), "input_bound": one.input_bound}
-        for name, one in (("own", own), ("fewest", best))
-        if one is not None
+    steps = {
+        name: {**asdict(step), "input_bound": step.input_bound}
+        for name, step in (("own", own), ("fewest", best))
+        if step is not None
     }
-    return {**facts, **told}
+    return {**facts, **steps}
 
 
 def _lane_table(lane: InputLane, cores: float) -> Table:

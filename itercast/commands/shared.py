@@ -301,11 +301,11 @@ def assumptions_table(parts: Sequence[AssumedPart]) -> Table:
 
 
 def assumption_sources(parts: Sequence[AssumedPart]) -> list[str]:
-    """A line for each source of these numbers, with the names of those that come from it."""
-    names: dict[tuple[str, str], list[str]] = {}
+    """A line "NAME, NAME (UNIT): SOURCE" for each source of a forecast's assumed numbers."""
+    by_source: dict[tuple[str, str], list[str]] = {}
     for part in parts:
-        names.setdefault((part.unit, part.source), []).append(part.name)
+        by_source.setdefault((part.unit, part.source), []).append(part.name)
     return [
-        f"{', '.join(who)}{f' ({unit})' if unit else ''}: {source}"
-        for (unit, source), who in names.items()
+        f"{', '.join(names)}{f' ({unit})' if unit else ''}: {source}"
+        for (unit, source), names in by_source.items()
     ]

@@ -57,7 +57,7 @@ def throughput(
     if out is not None:
         _write(out, question.name, cells)
     rows = [{"case": question.name, **cell.row()} for cell in cells]
-    known = {**_known(question, plan, names), "gpu": gpu, "gpus": gpus, "batch": batch}
+    known = {**_shared_options(question, plan, names), "gpu": gpu, "gpus": gpus, "batch": batch}
     known |= {"node": node, "prices": prices}
     if as_json:
         known["dtype"] = known["dtype"] if " or " not in known["dtype"] else question.dtype
@@ -70,16 +70,19 @@ def throughput(
     Console().print(_table(question.name, rows))
 
 
-def _known(question: Question, plan: str, names: Sequence[str]) -> Row:
-    """The options that all cells share; under amp GPUs may have dtypes of their own."""
+def _shared_options(question: Question, plan: str, names: Sequence[str]) -> Row:
+    """The options that all cells share, as a forecast prints them.
+
+    ``dtype`` is "fp16 or bf16" where the GPUs differ under amp.
+    """
     from itercast.compose.target import find_target, step_dtype
 
     gpus = [find_target(name, "", question.bundle).gpu for name in names if name != "cpu"]
     amp = "amp" in plan.split(",")
     dtypes = {step_dtype(question.dtype, amp, [gpu]) or "fp32" for gpu in gpus} or {"fp32"}
-    known = {**options(question), "plan": plan, "dtype": " or ".join(sorted(dtypes))}
-    known["optimizer"] = question.optimizer or question.of_case.optimizer
-    return {**known, "seq": question.seq_asked()}
+    shared = {**options(question), "plan": plan, "dtype": " or ".join(sorted(dtypes))}
+    shared["optimizer"] = question.optimizer or question.of_case.optimizer
+    return {**shared, "seq": question.seq_asked()}
 
 
 def words(option: str, text: str) -> list[str]:

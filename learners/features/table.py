@@ -158,17 +158,17 @@ def learn_launch_us(
     if family.on_host:
         return {}
     timed = rows[with_launch(rows)]
-    found, without = {}, []
+    found, too_few = {}, []
     for key, part in timed.groupby(_launch_keys(timed)):
         p, gpu = columns(part, family), gpus[str(part["gpu"].iloc[0])]
         roof = roofline_us(family, p, gpu, np.zeros(len(part)), _is_cold(part), _stacks(part))
         small = roof <= SMALL_ROOFLINE_US
-        rest = part["time_us"].to_numpy(dtype=float)[small] - roof[small]
+        over_roofline_us = part["time_us"].to_numpy(dtype=float)[small] - roof[small]
         if small.sum() < MIN_SMALL_ROWS:
-            without.append(str(key))
+            too_few.append(str(key))
         else:
-            found[str(key)] = max(0.0, float(np.quantile(rest, LAUNCH_QUANTILE)))
-    least = {key: _least_of_software(key, found) for key in without}
+            found[str(key)] = max(0.0, float(np.quantile(over_roofline_us, LAUNCH_QUANTILE)))
+    least = {key: _least_of_software(key, found) for key in too_few}
     return {**found, **least}
 
 
@@ -222,11 +222,11 @@ def usual_stacks(rows: pd.DataFrame) -> dict[str, str]:
     """Return, by GPU, the software stack with most measured (op, dtype) pairs; ties: most rows."""
     if "stack" not in rows:
         return {}
-    known = rows.dropna(subset=["stack"])
-    kind = [name for name in ("op", "dtype") if name in rows]
-    kinds = known.groupby(["gpu", "stack", *kind]).size()
-    found = kinds.groupby(level=["gpu", "stack"]).agg(["size", "sum"])
-    order = found.reset_index().sort_values(["size", "sum"], ascending=False, kind="stable")
+    stated = rows.dropna(subset=["stack"])
+    pair = [name for name in ("op", "dtype") if name in rows]
+    rows_of_pair = stated.groupby(["gpu", "stack", *pair]).size()
+    counts = rows_of_pair.groupby(level=["gpu", "stack"]).agg(["size", "sum"])  # pairs, rows
+    order = counts.reset_index().sort_values(["size", "sum"], ascending=False, kind="stable")
     return {str(gpu): str(stack) for gpu, stack in order.groupby("gpu")["stack"].first().items()}
 
 
@@ -342,17 +342,17 @@ class Encoder:
                 parts.append((which[:, None] == np.arange(len(seen))).astype(np.float32))
         return np.hstack(parts)
 
-    def places(self, wanted: list[str]) -> tuple[int, ...]:
-        """Numbers of the columns of features, each wanted as NAME or, of a string, NAME=VALUE."""
-        positions: list[int] = []
+    def column_numbers(self, wanted: list[str]) -> tuple[int, ...]:
+        """Numbers of the columns of ``wanted`` features: NAME, or one NAME=VALUE of a string."""
+        numbers: list[int] = []
         start = 0
         for name in self.names:
             columns = [f"{name}={value}" for value in self.vocabulary.get(name, [""])]
-            positions.extend(
+            numbers.extend(
                 start + i for i, c in enumerate(columns) if name in wanted or c in wanted
             )
             start += len(columns)
-        return tuple(positions)
+        return tuple(numbers)
 
 
 def in_envelope(

@@ -115,21 +115,25 @@ class GaussianProcess:
         return interpolated(z, along, self.predict_rows) if along else self.predict_rows(z)
 
     def predict_rows(self, z: Array) -> Array:
-        """Log ratios of rows of inputs: of rows that share their flags those are summed once."""
+        """Predict the log ratio of each row of ``z``, inputs after ``Kernel.saturated``.
+
+        The kernel's exponent is a sum over inputs: the part of flags (inputs of 0 or 1) is computed
+        once for each combination of flags that rows share.
+        """
         out = np.full(len(z), self.centre)
         (flags, names), (shift, parts) = self._flags, self._known
-        key = z[:, flags] @ names
-        first, kind = np.unique(key, return_index=True, return_inverse=True)[1:]
-        kinds = z[first][:, flags]
-        for inverse, v, q, weight in parts:
-            u = left_factor((z[:, ~flags] - shift) * inverse[~flags]).astype(np.float32)
-            p = left_factor(kinds * inverse[flags]).astype(np.float32)
+        hashes = z[:, flags] @ names
+        first, kind = np.unique(hashes, return_index=True, return_inverse=True)[1:]
+        kinds = z[first][:, flags]  # the distinct combinations of flags
+        for inverse, right, right_flags, weight in parts:
+            left = left_factor((z[:, ~flags] - shift) * inverse[~flags]).astype(np.float32)
+            left_flags = left_factor(kinds * inverse[flags]).astype(np.float32)
             for start in range(0, len(z), CHUNK):
                 rows = slice(start, start + CHUNK)
-                mine, which = np.unique(kind[rows], return_inverse=True)
-                near = u[rows] @ v
-                near += (p[mine] @ q)[which]
-                out[rows] += np.exp(near, out=near) @ weight
+                present, which = np.unique(kind[rows], return_inverse=True)
+                exponent = left[rows] @ right
+                exponent += (left_flags[present] @ right_flags)[which]
+                out[rows] += np.exp(exponent, out=exponent) @ weight
         return out
 
     def to_arrays(self) -> dict[str, Array]:

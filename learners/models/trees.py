@@ -84,6 +84,7 @@ def fit(rest: Table, held: Table, options: Options, seed: int = 0) -> Trees:
     def early_stopped(
         rest: Table, held: Table, changes: Options, rounds: int, first: xgb.Booster | None
     ) -> xgb.Booster:
+        """At most ``rounds`` trees on ``rest`` after those of ``first``, with options changed."""
         data = quantile_matrix(rest)
         return xgb.train(
             {**_parameters({**options, **changes}, seed), "eval_metric": "mae"},

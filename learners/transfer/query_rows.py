@@ -65,12 +65,12 @@ class QueryRows:
         family: Family,
         launch: Mapping[str, float],
     ) -> QueryRows:
-        """Makes the rows to forecast from rows in dataset form and their features."""
-        nothing = np.full(len(rows), "", dtype=object)
-        codes, dtypes = pd.factorize(table.get("dtype", nothing))
+        """The rows to forecast, given in dataset form; ``table`` has their features and origins."""
+        unstated = np.full(len(rows), "", dtype=object)
+        codes, dtypes = pd.factorize(table.get("dtype", unstated))
         dtype = np.array([EQUAL_SPEED_DTYPE.get(d, d) for d in dtypes], dtype=object)[codes]
         stack, wanted = (
-            rows[name].fillna("").to_numpy(dtype=object) if name in rows else nothing
+            rows[name].fillna("").to_numpy(dtype=object) if name in rows else unstated
             for name in ("stack", "stack_wanted")
         )
         return cls(

@@ -44,8 +44,8 @@ def gpu_distance(one: Gpu, other: Gpu, dtype: str) -> float:
     """
     bandwidth = abs(np.log2(one.hbm_bytes_per_s / other.hbm_bytes_per_s))
     peak = abs(np.log2(one.full_rate(dtype) / other.full_rate(dtype)))
-    apart = OTHER_ARCHITECTURE_DISTANCE * (one.architecture != other.architecture)
-    return float(bandwidth + peak + apart)
+    penalty = OTHER_ARCHITECTURE_DISTANCE * (one.architecture != other.architecture)
+    return float(bandwidth + peak + penalty)
 
 
 def pick_stack(stacks: Sequence[str], wanted: str) -> str:
@@ -246,33 +246,37 @@ class SourceGpus:
     ) -> np.ndarray:
         """Predict times in us; of unseen rows the weighted geometric mean over source GPUs.
 
-        See ``_moved_us`` for how a time on a source GPU becomes one on another.
+        Rows are concatenated for one call of the ensemble: first those that were measured, then
+        each unseen row once for each of its sources. See ``_moved_us`` for how a time on a source
+        GPU becomes one on another.
         """
         unseen = self.unseen(query)
         if not (self.measured and unseen.any()):
             return np.asarray(ensemble.predict(x, roofline_us))
-        where = np.flatnonzero(unseen)
-        asked = query if unseen.all() else query.take(where)
+        unseen_rows = np.flatnonzero(unseen)
+        unseen_query = query if unseen.all() else query.take(unseen_rows)
         by_source: dict[tuple[str, str], list[tuple[np.ndarray, np.ndarray]]] = {}
-        for rows, group in asked.groups:
+        for rows, group in unseen_query.groups:
             gpu = query.gpus[group.gpu]
             for source, weight in self.weights(group, gpu, query.family).items():
-                piece = (where[rows], np.full(len(rows), weight))
+                piece = (unseen_rows[rows], np.full(len(rows), weight))
                 by_source.setdefault(source, []).append(piece)
         index, weights, inputs = [np.flatnonzero(~unseen)], [np.ones((~unseen).sum())], [x[~unseen]]
-        rooflines_us, slower = [roofline_us[~unseen]], [np.ones((~unseen).sum())]
+        rooflines_us, slowdowns = [roofline_us[~unseen]], [np.ones((~unseen).sum())]
         for source, pieces in by_source.items():
             rows, piece_weights = (np.concatenate(part) for part in zip(*pieces, strict=True))
             index.append(rows)
             weights.append(piece_weights)
-            there = self._features_on(x[rows], query.take(rows), roofline_us[rows], *source)
-            inputs.append(there[0])
-            rooflines_us.append(there[1])
-            slower.append(self._slower(query.take(rows), source[0]))
-        at, source_us = np.concatenate(index), np.concatenate(rooflines_us)
-        ratio = ensemble.predict(np.concatenate(inputs), np.ones(len(at)))
-        guess = np.log(_moved_us(ratio, source_us, roofline_us[at], np.concatenate(slower)))
-        return np.asarray(np.exp(np.bincount(at, np.concatenate(weights) * guess, len(x))))
+            x_there, there_us = self._features_on(
+                x[rows], query.take(rows), roofline_us[rows], *source
+            )
+            inputs.append(x_there)
+            rooflines_us.append(there_us)
+            slowdowns.append(self._slower(query.take(rows), source[0]))
+        row, source_us = np.concatenate(index), np.concatenate(rooflines_us)
+        ratio = ensemble.predict(np.concatenate(inputs), np.ones(len(row)))
+        log_us = np.log(_moved_us(ratio, source_us, roofline_us[row], np.concatenate(slowdowns)))
+        return np.asarray(np.exp(np.bincount(row, np.concatenate(weights) * log_us, len(x))))
 
     def _slower(self, query: QueryRows, source: str) -> np.ndarray:
         """Arithmetic rate (``_vector_rate``) of the source GPU over that of each row's own GPU.
@@ -321,7 +325,7 @@ class SourceGpus:
         for name, value in (("gpu", gpu), ("stack", stack)):
             seen = np.array(self.encoder.vocabulary.get(name, []), dtype=object)
             if len(seen):
-                x[:, list(self.encoder.places([name]))] = seen == value
+                x[:, list(self.encoder.column_numbers([name]))] = seen == value
         return x, roofline_us
 
 
@@ -351,13 +355,14 @@ def _is_by_roofline(family: Family) -> bool:
 
 
 def _vector_rate(gpu: Gpu) -> float:
-    """Arithmetic besides products in flops/s: its fp32 peak, of newer GPUs at most 64 lanes per SM.
+    """Peak of arithmetic outside matrix products in flops/s: fp32, at most 64 lanes per SM.
 
-    Since Turing integers have lanes of their own; where an SM has 128 for fp32, as of Ampere's
-    GA102 and since Hopper, half of them are the integers' or have nothing to do in other kernels.
+    On Pascal all lanes. Since Turing integers have lanes of their own; where an SM has 128 for
+    fp32, as of Ampere's GA102 and since Hopper, half of them are the integers' or have nothing to
+    do in other kernels.
     """
     peak = gpu.full_rate("fp32")
-    of_64_lanes = 2 * 64 * gpu.sm_count * gpu.clock_hz
+    of_64_lanes = 2 * 64 * gpu.sm_count * gpu.clock_hz  # a multiply and an add per clock
     return peak if gpu.architecture == "pascal" else min(peak, of_64_lanes)
 
 

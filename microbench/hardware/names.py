@@ -74,8 +74,8 @@ def _fitting(text: str) -> list[str]:
 def gpu_named(text: str) -> str | None:
     """The name of a device's hardware file, given any of its names; None without a file.
 
-    Where a name fits several files, the usual form of the card is taken (``usual_forms``). A node
-    names its GPU.
+    Where a name fits several files, the usual form of the card is taken (``usual_forms``). The name
+    of a node stands for its GPU.
     """
     if found := _fitting(text):
         return found[0]

@@ -216,19 +216,22 @@ class RowCollector:
         if len(kept):
             self.frames.setdefault(family, []).append(kept)
 
-    def iterations(
+    def add_iterations(
         self, path: Path, frame: pd.DataFrame | None, row_of: Callable[[Mapping[str, str]], Row]
     ) -> None:
-        """Add an iteration for each line of a table; ValueError of ``row_of`` says why not."""
+        """Add a row of family iteration for each line of a table that ``row_of`` makes one of.
+
+        Lines that it raises ValueError for are counted by its message.
+        """
         rows = []
         for line in [] if frame is None else frame.to_dict("records"):
-            given = {str(k): str(v) for k, v in line.items()}
+            columns = {str(k): str(v) for k, v in line.items()}
             try:
-                row = row_of(given)
+                row = row_of(columns)
             except ValueError as exc:
                 self.drop(str(exc))
                 continue
-            rows.append({**row, "origin": f"{self.name(path)}:{given['line']}"})
+            rows.append({**row, "origin": f"{self.name(path)}:{columns['line']}"})
         if rows:
             made = pd.DataFrame(rows).assign(run_id=self.run_id(path))
             self.add("iteration", made, ("batch", "world_size", "ranks_per_node"))

@@ -184,16 +184,19 @@ def _said(exc: BaseException) -> str:
 
 
 def main(order: str, result: str, what: str = "loader", measure: Measure = measure_lane) -> int:
-    """Measure what an order names; one line on stderr and 2 where it fails."""
+    """Measure the loader that an order names and write its lane to ``result``; returns 0.
+
+    Returns 2 after one line on stderr where that fails; ``what``: the word for the loader there.
+    """
     asked, alive = json.loads(order), Path(f"{result}.alive")
     name = asked["loader"]
 
-    def lived() -> None:
+    def count_batch() -> None:
         with alive.open("ab") as file:
             file.write(b".")
 
     try:
-        write_lane(measure(name, asked["seconds"], lived), Path(result))
+        write_lane(measure(name, asked["seconds"], count_batch), Path(result))
     except LoaderError as exc:
         print(f"itercast: {what} {name!r}: {exc}", file=sys.__stderr__)
         return 2

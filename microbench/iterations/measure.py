@@ -14,7 +14,7 @@ from itercast.capture.base.slow_imports import torch
 from itercast.capture.cases.registry import EvalCase
 from itercast.capture.step import BACK_TO_BACK, SYNCHRONISED, TIMINGS, StepSettings, make_step
 from itercast.microbench.iterations.engines import ENGINES, captured_in_graph, on_device
-from itercast.microbench.iterations.measured_plan import PlanStep, measurable
+from itercast.microbench.iterations.measured_plan import PlanStep, measurable_plan
 from itercast.microbench.iterations.plan_steps import make_plan_step
 from itercast.microbench.processes.ranks import max_over_ranks, rank0_value
 from itercast.microbench.store import Row
@@ -60,7 +60,7 @@ class Iteration:
     @property
     def ranks(self) -> int:
         """Number of processes; ValueError for a plan that cannot be measured."""
-        return measurable(self.plan).world_size
+        return measurable_plan(self.plan).world_size
 
     def settings(self) -> StepSettings:
         """The settings of the step."""
@@ -157,7 +157,11 @@ def _one_process(
 
 
 class _StepTimer:
-    """Repeats a step and keeps the times of its phases."""
+    """Repeats a step and keeps the times of its phases.
+
+    ``marks``: the step adds (phase, ns) when one begins. ``together``: other ranks run it, too.
+    ``anchor`` times the machine's speed after each step. ``one_by_one``: the host waits for each.
+    """
 
     def __init__(
         self,

@@ -14,12 +14,12 @@ KEYS = (
 )
 
 
-def measurable(text: str) -> ParallelPlan:
+def measurable_plan(text: str) -> ParallelPlan:
     """Reads a plan such as ``dp=2,zero=1``; ValueError where it cannot be measured."""
     plan = ParallelPlan.parse(text)
-    others = [name for name in plan.stated if name not in KEYS]
+    unknown = [name for name in plan.stated if name not in KEYS]
     for broken, rule in (
-        (others != [], f"known keys {', '.join(KEYS)}"),
+        (unknown != [], f"known keys {', '.join(KEYS)}"),
         (plan.pp > 1 and plan.zero > 0, "pp without zero"),
         (plan.dp > 1 and plan.tp > 1 and not plan.zero, "dp beside tp with zero"),
         (plan.cdp > 0 and plan.zero + plan.pp > 1, "cdp without zero and pp"),

@@ -26,7 +26,7 @@ from itercast.capture.opcall import Places, layer_key
 from itercast.capture.plan import ParallelPlan
 from itercast.capture.step import StepSettings, make_optimizer
 from itercast.microbench.iterations.engines import on_device
-from itercast.microbench.iterations.measured_plan import OnPhase, PlanStep, measurable
+from itercast.microbench.iterations.measured_plan import OnPhase, PlanStep, measurable_plan
 from itercast.microbench.store import Facts, Row
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def make_plan_step(
     on_phase: OnPhase,
 ) -> PlanStep:
     """Makes the step of this rank; ``batch`` is that of a replica, over all its micro-batches."""
-    plan = measurable(text)
+    plan = measurable_plan(text)
     if batch % plan.microbatches:
         raise ValueError(f"plan {text!r}: {batch} samples do not divide by {plan.microbatches}")
     with on_device(device, settings.dtype):
@@ -70,7 +70,7 @@ def _averaged(step: Callable[[], None], model: Any, plan: ParallelPlan) -> Calla
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
     if plan.outer:
-        return _outer(step, list(model.parameters()), plan.local)
+        return _diloco_step(step, list(model.parameters()), plan.local)
     averager = PeriodicModelAverager(plan.local)
 
     def run() -> None:
@@ -80,26 +80,28 @@ def _averaged(step: Callable[[], None], model: Any, plan: ParallelPlan) -> Calla
     return run
 
 
-def _outer(
+def _diloco_step(
     step: Callable[[], None], parameters: list[torch.Tensor], every: int
 ) -> Callable[[], None]:
-    """A step of DiLoCo (arXiv:2311.08105): each ``every`` steps changes are averaged, and SGD with
-    Nesterov's momentum moves the parameters of the last average by them.
+    """A step of DiLoCo (arXiv:2311.08105), which averages over ranks after ``every`` calls.
+
+    Then SGD with Nesterov's momentum moves the parameters of the last average by the mean change
+    since, and all ranks continue from there.
     """
     from torch.distributed.algorithms.model_averaging.utils import average_parameters
 
-    kept = [p.detach().clone().requires_grad_() for p in parameters]
-    outer = torch.optim.SGD(kept, lr=0.7, momentum=0.9, nesterov=True, foreach=True)
+    averaged = [p.detach().clone().requires_grad_() for p in parameters]
+    outer = torch.optim.SGD(averaged, lr=0.7, momentum=0.9, nesterov=True, foreach=True)
     steps, world = itertools.count(1), cast(Any, torch.distributed.group.WORLD)
 
     @torch.no_grad()
     def average() -> None:
-        changes: list[Any] = list(torch._foreach_sub(kept, parameters))
+        changes: list[Any] = list(torch._foreach_sub(averaged, parameters))
         average_parameters(iter(changes), world)
-        for p, change in zip(kept, changes, strict=True):
+        for p, change in zip(averaged, changes, strict=True):
             p.grad = change
         outer.step()
-        torch._foreach_copy_(parameters, kept)
+        torch._foreach_copy_(parameters, averaged)
 
     def run() -> None:
         step()
@@ -257,7 +259,10 @@ def _sharded(model: Any, plan: ParallelPlan, mesh: DeviceMesh) -> tuple[Any, Mic
 
 
 def _tensor_parallel(model: Any, plan: ParallelPlan, mesh: DeviceMesh) -> Any:
-    """Split attention and MLP of each block, embedding and head as Megatron-LM does."""
+    """Split attention and MLP of each block, embedding and head as Megatron-LM does.
+
+    Each rank has its share of the heads; ValueError where tp does not divide them.
+    """
     from torch.distributed.tensor.parallel import parallelize_module  # lazy, as above
 
     tied = hasattr(model, "tokens") and model.head.weight is model.tokens.weight
@@ -329,6 +334,7 @@ def _accumulated(
     micro: Micro,
     on_phase: OnPhase,
 ) -> Callable[[], None]:
+    """A step that sums the gradients of ``batches``; ``micro``: context of each of them."""
     optimizer = _optimizer(list(model.parameters()), settings)
 
     def step() -> None:

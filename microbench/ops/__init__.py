@@ -56,14 +56,14 @@ def find_family(call: OpCall) -> Found:
 
     Neither depends on where in memory the call's tensors lie.
     """
-    known = _found.get(id(call))
-    if known is None or known[0] is not call:
+    kept = _found.get(id(call))
+    if kept is None or kept[0] is not call:
         if max(len(_found), len(_alike)) >= MAX_FOUND:
             _found.clear()
             _alike.clear()
-        few = len(call.tensors()) <= FEW_TENSORS
-        known = _found[id(call)] = (call, _find_alike(call) if few else _find(call))
-    return known[1]
+        hashes_fast = len(call.tensors()) <= FEW_TENSORS
+        kept = _found[id(call)] = (call, _find_alike(call) if hashes_fast else _find(call))
+    return kept[1]
 
 
 def _find_alike(call: OpCall) -> Found:

@@ -80,7 +80,7 @@ def test_shipped_bundles_are_what_was_written(folder: Path) -> None:
     facts = json.loads((folder / FACTS).read_text())
     assert facts["digests"] == digests(folder, facts)
     model = Bundle.load(folder).models["norm"]
-    columns = len(model.encoder.places(model.encoder.names))
+    columns = len(model.encoder.column_numbers(model.encoder.names))
     read_trees(folder / "norm.ubj.gz", columns)
     assert "num_feature" in one_line(lambda: read_trees(folder / "norm.ubj.gz", columns + 1))
 

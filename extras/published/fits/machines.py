@@ -123,21 +123,25 @@ def parts_of(public: Path, folder: Path) -> pd.DataFrame:
 
 
 def judged(steps: pd.DataFrame, spreads: Mapping[str, Spread], count: int) -> pd.DataFrame:
-    """Errors in % by source: as priced (count -1), or of machines after ``count`` anchors."""
+    """Errors in % by source: of forecasts as priced (count -1), or of typical machines.
+
+    Those know ``count`` measured steps of the machine (``with_anchors``), and tell in % how many
+    errors are inside the interval (``covered``), whose median half width in log is ``half``.
+    """
     lines = {}
-    for source, mine in steps.groupby("source"):
-        found = with_anchors(mine, spreads[str(source)], max(count, 0))
-        if not len(found):
+    for source, of_source in steps.groupby("source"):
+        left = with_anchors(of_source, spreads[str(source)], max(count, 0))
+        if not len(left):
             continue
-        log = mine["log_ratio"] if count < 0 else found["log_ratio"]
+        log = of_source["log_ratio"] if count < 0 else left["log_ratio"]
         measured = np.exp(log.to_numpy(dtype=float))
         scores = errors(np.ones(len(measured)), measured)
         names = ("mape_pct", "median_ape_pct", "p90_ape_pct", "worst_ape_pct", "bias_pct")
         line = {name.removesuffix("_ape_pct").removesuffix("_pct"): scores[name] for name in names}
         if count >= 0:
-            inside = found["log_ratio"].abs() <= found["half_width"]
-            line |= {"covered": 100 * inside.mean(), "half": found["half_width"].median()}
-        lines[source] = {"steps": len(mine), **line}
+            inside = left["log_ratio"].abs() <= left["half_width"]
+            line |= {"covered": 100 * inside.mean(), "half": left["half_width"].median()}
+        lines[source] = {"steps": len(of_source), **line}
     return pd.DataFrame.from_dict(lines, orient="index")
 
 

@@ -160,7 +160,11 @@ def replace_bundle(new: Path, shipped: Path) -> None:
 
 
 def rebuild(public: Path | None, out: Path, names: Sequence[str], replace: bool) -> None:
-    """Rebuild the GPU bundle from ``public``, or the CPU bundle where that is None; compare."""
+    """Train the GPU bundle from ``public``, or the CPU bundle (None), into OUT/bundle; compare.
+
+    ``names``: families to train. ``replace``: put it in place of the shipped one, which gives the
+    other families.
+    """
     shipped = SHIPPED_CPU if public is None else SHIPPED
     if public is None:
         train([Path("datasets")], out / "bundle", None, CPU_TRIALS)

@@ -46,7 +46,7 @@ def read(path: Path) -> Imported:
         if file.name.startswith("benchmark-"):
             _timm(collector, file)
         else:
-            collector.iterations(file, collector.csv(file, TABLE), _row)
+            collector.add_iterations(file, collector.csv(file, TABLE), _row)
     return collector.done()
 
 
@@ -177,4 +177,4 @@ def _timm(collector: RowCollector, path: Path) -> None:
             "num_params": number(given.get("param_count")) * 1e6 or None,
         }
 
-    return collector.iterations(path, collector.csv(path, TIMM), row)
+    return collector.add_iterations(path, collector.csv(path, TIMM), row)

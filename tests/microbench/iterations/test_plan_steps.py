@@ -12,7 +12,7 @@ from itercast.capture.cases.registry import case
 from itercast.capture.step import StepSettings
 from itercast.microbench.iterations.collect import collect_iterations
 from itercast.microbench.iterations.measure import Iteration
-from itercast.microbench.iterations.measured_plan import measurable
+from itercast.microbench.iterations.measured_plan import measurable_plan
 from itercast.microbench.iterations.plan_stages import edges, own_parameters
 from itercast.microbench.iterations.plan_steps import make_plan_step, numbered_layers
 from itercast.microbench.store import read_rows
@@ -30,7 +30,7 @@ from itercast.microbench.store import read_rows
 )
 def test_a_plan_that_cannot_be_run_names_the_rule(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        measurable(text)
+        measurable_plan(text)
 
 
 def gradients(plan: str, dtype: str = "fp32") -> torch.Tensor:
