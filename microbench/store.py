@@ -133,22 +133,22 @@ def write_card(folder: Path, facts: Facts | None = None) -> None:
     Without ``facts`` they are those of the card that is there, else of the newest part.
     """
     parts = sorted(folder.glob("part-*.parquet"))
-    stated = [part_facts(p) for p in parts]
+    facts_of_parts = [part_facts(p) for p in parts]
     card = folder / "card.yaml"
     if facts is None and card.is_file():
-        known = load_yaml(card.read_text()) or {}
-        facts = {k: v for k, v in known.items() if k not in OF_PARTS}
+        old = load_yaml(card.read_text()) or {}
+        facts = {k: v for k, v in old.items() if k not in OF_PARTS}
     if facts is None:
-        facts = max(stated, key=lambda one: str(one.get("when", "")), default={})
+        facts = max(facts_of_parts, key=lambda one: str(one.get("when", "")), default={})
     columns = [pd.read_parquet(p, columns=_some(p, ("status", *MACHINE))) for p in parts]
-    whole = {
+    card_facts = {
         **facts,
-        "machines": _machines(stated, columns),
+        "machines": _machines(facts_of_parts, columns),
         "rows": {str(k): int(v) for k, v in pd.concat(columns)["status"].value_counts().items()},
         "sha256": {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in parts},
     }
-    whole = {k: v for k, v in whole.items() if k != "machines" or v}
-    write_atomic(card, yaml.safe_dump(whole, sort_keys=False).encode())
+    card_facts = {k: v for k, v in card_facts.items() if k != "machines" or v}
+    write_atomic(card, yaml.safe_dump(card_facts, sort_keys=False).encode())
 
 
 def part_facts(path: Path) -> Row:

@@ -151,7 +151,10 @@ def fetched(where: str) -> Path:
 
 @contextmanager
 def written(where: str) -> Iterator[Path]:
-    """A local root to write to; at the end, however that comes, a URL gets its new parts."""
+    """A local root to write to; of a URL a copy, whose new parts are sent at the end.
+
+    They are sent after errors, too.
+    """
     if not is_url(where):
         yield Path(where)
         return

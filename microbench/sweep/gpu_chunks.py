@@ -157,7 +157,10 @@ class Chunk:
         point.busy_s += time.monotonic() - begin
 
     def _build(self) -> None:
-        """Build points until half of the time, or the memory for operands, is used up."""
+        """Build points until half of the time, or the memory for operands, is used up.
+
+        The points after that are left to another chunk.
+        """
         until_s = (self.begin_s + self.until_s) / 2
         for at, point in enumerate(self.points):
             full = self.device.allocated_bytes() > CHUNK_ARENA_FRAC * self.device.arena_bytes

@@ -181,16 +181,16 @@ class Clock:
         return touched_others(self._flush_mib)
 
     def time_warm(self, workload: Workload) -> Timing:
-        """Time a workload with its operands in cache, on several cores mostly in another's."""
-        common = self._before(workload)
+        """Time a workload with its operands in cache, of several cores mostly in another one's."""
+        warm_code = self._before(workload)
         rewrite = None if self._cores == 1 else rewritten_by_one_core(workload.run)
 
-        def before() -> None:
+        def prepare() -> None:
             if rewrite:
                 rewrite()
-            common()
+            warm_code()
 
-        timing = time_warm_cpu(workload, before, self._now_ns)
+        timing = time_warm_cpu(workload, prepare, self._now_ns)
         self._call_cost.sample()
         return self._of_one_call(timing, workload)
 

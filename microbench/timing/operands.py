@@ -32,6 +32,8 @@ def _operands(run: Callable[[], object]) -> list[Tensor]:
     made: set[int] = set()
 
     class Reads(torch.utils._python_dispatch.TorchDispatchMode):
+        """Keeps, by address, the tensors that ops read before an op has written there."""
+
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:

@@ -85,18 +85,18 @@ def sweep() -> Iterator[EmbeddingBag]:
     """
     rng = np.random.default_rng(11)
     while True:
-        bags, usual = log_uniform(rng, 1, 32768), bool(rng.random() < 0.5)
+        bags, recommender = log_uniform(rng, 1, 32768), bool(rng.random() < 0.5)
         pooling = 1 if rng.random() < 0.25 else log_uniform(rng, 1, 100)
-        dim = int(rng.choice(USUAL_DIMS)) if usual else 4 * log_uniform(rng, 1, 128)
+        dim = int(rng.choice(USUAL_DIMS)) if recommender else 4 * log_uniform(rng, 1, 128)
         op = str(rng.choice(OPS))
-        modes = MODES if op != "sparse_backward" else MODES[:2]
+        modes = MODES if op != "sparse_backward" else MODES[:2]  # max has no sparse gradient
         p = EmbeddingBag(
             op=op,
             rows=log_uniform(rng, 4, 2**21),
             dim=dim,
             bags=bags,
             lookups=bags * pooling,
-            mode="sum" if usual else str(rng.choice(modes)),
+            mode="sum" if recommender else str(rng.choice(modes)),
         )
         gathered = p.lookups * p.dim * (4 if op == "backward" else 1)  # one thread adds gradients
         if p.lookups <= 2**19 and max(p.rows * p.dim, gathered) <= MAX_ELEMENTS:
@@ -220,14 +220,15 @@ def from_forward(call: OpCall) -> EmbeddingBag | None:
 
 
 def from_backward(call: OpCall) -> EmbeddingBag | None:
-    """_embedding_bag_backward(grad, index, offsets, bag_of, sizes, max, rows, _, mode, sparse, w).
+    """Describe a backward of embedding bags; None where it makes a sparse gradient.
 
-    The dense one has no ``offsets`` and no ``sparse``. A sparse gradient is not described.
+    _embedding_bag_backward(grad, index, offsets, bag_of, sizes, max, rows, _, mode, sparse, w); the
+    dense one has no ``offsets`` and no ``sparse``.
     """
     dense = call.op.endswith("dense_backward.default")
     if not dense and call.argument(9, "sparse", False):
         return None
-    shift = 0 if dense else 1
+    shift = 0 if dense else 1  # of the arguments behind ``offsets``
     grad, index, rows, mode = (call.args[i] for i in (0, 1, 5 + shift, 7 + shift))
     weighted = call.argument(8 if dense else 10, "per_sample_weights", None) is not None
     return _bag(call, (rows, grad.shape[-1]), grad.shape[0], index.numel, mode, weighted)
@@ -243,7 +244,10 @@ def from_sparse_backward(call: OpCall) -> EmbeddingBag | None:
 def _bag(
     call: OpCall, table: tuple[int, ...], bags: int, lookups: int, mode: int, weighted: bool
 ) -> EmbeddingBag | None:
-    """A call's point; what is known of its index stream stands in ``call.kwargs["stream"]``."""
+    """The point of a call on a (rows, dim) ``table``; None where there is nothing to look up.
+
+    What is known of its index stream stands in ``call.kwargs["stream"]``.
+    """
     if min(*table, bags, lookups) < 1:
         return None
     return EmbeddingBag(
@@ -274,18 +278,22 @@ def gpu_points(rng: np.random.Generator) -> Iterator[EmbeddingBag]:
 
 
 def resize(p: EmbeddingBag, factor: float, first_share: float) -> EmbeddingBag:
-    """Bags, then look-ups a bag, then the width; rows of the table with a dense gradient of it."""
+    """Grow the work of a point by ``factor``: factor**first_share times the bags.
+
+    Look-ups a bag take the rest, then the width; each has limits. With a dense gradient of the
+    table its rows grow, too.
+    """
     pooling = max(1, round(p.lookups / p.bags))
     least, most = min(GPU_BAGS[0], p.bags), max(GPU_BAGS[1], p.bags)
     bags = min(most, max(least, round(p.bags * factor**first_share)))
-    left = factor * p.bags / bags
-    wanted = min(max(GPU_POOLING, pooling), max(1, round(pooling * left)))
-    left *= pooling / wanted
-    dim = min(256, max(min(16, p.dim), aligned(p.dim * left, p.dim)))
+    rest = factor * p.bags / bags
+    new_pooling = min(max(GPU_POOLING, pooling), max(1, round(pooling * rest)))
+    rest *= pooling / new_pooling
+    dim = min(256, max(min(16, p.dim), aligned(p.dim * rest, p.dim)))
     rows = p.rows
     if p.op == "backward":
         rows = min(GPU_ROWS, max(min(1000, p.rows), round(p.rows * factor)))
-    lookups = bags * wanted
+    lookups = bags * new_pooling
     unique = min(rows, lookups, max(1, round(p.unique * lookups / p.lookups))) if p.unique else 0
     return replace(p, bags=bags, lookups=lookups, dim=dim, rows=rows, unique=unique)
 

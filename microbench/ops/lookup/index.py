@@ -148,10 +148,10 @@ def flops(p: IndexOp) -> Numbers:
     topk: one comparison per element, and a sort of the k winners.
     """
     n = moved(p)
-    found = np.where(_is(p, "adds") | is_any(p.op, ("unfold_backward",)), n, 0.0)
-    found = np.where(is_any(p.op, ("sort",)), n * np.log2(np.maximum(p.size, 2)), found)
+    count = np.where(_is(p, "adds") | is_any(p.op, ("unfold_backward",)), n, 0.0)
+    count = np.where(is_any(p.op, ("sort",)), n * np.log2(np.maximum(p.size, 2)), count)
     winners = 1.0 * p.outer * p.inner * p.k
-    return np.where(is_any(p.op, ("topk",)), n + winners * np.log2(np.maximum(p.k, 2)), found)
+    return np.where(is_any(p.op, ("topk",)), n + winners * np.log2(np.maximum(p.k, 2)), count)
 
 
 def bytes_moved(p: IndexOp) -> Numbers:
@@ -172,7 +172,7 @@ def bytes_moved(p: IndexOp) -> Numbers:
 
 
 def features(p: IndexOp, gpu: Gpu) -> dict[str, Numbers | str]:
-    """Sizes, how full the indexed side is, and the length of the run that one index moves."""
+    """Sizes, bytes of the run that one index moves, and elements moved per element (fill)."""
     n, item = moved(p), itemsize_bytes(p.dtype)
     return {
         "op": p.op,

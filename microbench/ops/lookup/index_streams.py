@@ -125,17 +125,18 @@ def read_lookups(path: Path) -> list[Lookups]:
 
 
 def _parquet(path: Path) -> list[Lookups]:
+    """Lookups of each table in a Parquet file; ValueError where it is none or lacks a column."""
     import pyarrow
     import pyarrow.parquet
 
     try:
-        found = pyarrow.parquet.read_table(path)
+        file = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as exc:
         raise ValueError(f"not a Parquet file ({' '.join(str(exc).split())[:80]})") from None
-    missing = {"table", "indices", "offsets"} - set(found.column_names)
+    missing = {"table", "indices", "offsets"} - set(file.column_names)
     if missing:
         raise ValueError(f"no column {sorted(missing)[0]!r}; needed: table, indices, offsets")
-    return [_checked(str(row["table"]), row) for row in found.to_pylist()]
+    return [_checked(str(row["table"]), row) for row in file.to_pylist()]
 
 
 def _tensors(path: Path) -> list[Lookups]:

@@ -58,9 +58,12 @@ def with_random_stream(rng: np.random.Generator, p: Stream) -> Stream:
 
 
 def _with_random_histogram(rng: np.random.Generator, p: Stream) -> Stream:
-    """Rows looked up exp(N(log m, s**2)) times, for random m and s."""
-    middle = np.exp(rng.uniform(0, np.log(max(1.0, p.lookups / 4))))
-    times = rng.lognormal(np.log(middle), rng.uniform(0, MAX_SIGMA), DRAWN_ROWS)
+    """The point with rows looked up exp(N(log m, s**2)) times, for random m and s.
+
+    The point as it was where its lookups do not suffice for one such row.
+    """
+    median = np.exp(rng.uniform(0, np.log(max(1.0, p.lookups / 4))))
+    times = rng.lognormal(np.log(median), rng.uniform(0, MAX_SIGMA), DRAWN_ROWS)
     times = np.clip(np.round(times), 1, p.lookups)
     unique = min(p.rows, max(1, round(p.lookups / float(times.mean()))))
     shares = parse_histogram(histogram_text(histogram(times)))
@@ -125,10 +128,12 @@ def row_bytes_from_memory(p: Stream, row_bytes: Numbers, cache_bytes: Numbers) -
     Rows are whole lines of 64 bytes. A lookup whose row the last cache holds counts ``HIT_COST``.
     """
     line_bytes = LINE_BYTES * np.ceil(row_bytes / LINE_BYTES)
-    kept = HOLDS_ROWS * cache_bytes / line_bytes
-    hits = expected_hit_frac(p.rows, p.lookups, p.skew, p.repeats, kept)
+    cached_rows = HOLDS_ROWS * cache_bytes / line_bytes
+    hits = expected_hit_frac(p.rows, p.lookups, p.skew, p.repeats, cached_rows)
     if np.any(np.not_equal(p.reuse, "")):
-        hits = np.where(np.not_equal(p.reuse, ""), hit_frac(p.lookups, *reuse_of(p), kept), hits)
+        hits = np.where(
+            np.not_equal(p.reuse, ""), hit_frac(p.lookups, *reuse_of(p), cached_rows), hits
+        )
     return p.lookups * line_bytes * (1 - (1 - HIT_COST) * hits)
 
 

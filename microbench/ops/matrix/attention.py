@@ -240,10 +240,12 @@ def _unfused(p: Attention) -> list[Part]:
     gradients of the copies are added up again. Source: torch 2.11, transformers/attention.cpp.
     """
     count, item = p.batch * p.heads, float(itemsize_bytes(p.dtype))
+    # bytes: of all scores, queries and keys, and of a mask with a byte for each score
     scores, queries = item * count * p.q_len * p.kv_len, item * count * p.q_len * p.head_dim
-    keys, pairs = item * count * p.kv_len * p.head_dim, float(count * p.q_len * p.kv_len)
+    keys, mask = item * count * p.kv_len * p.head_dim, float(count * p.q_len * p.kv_len)
 
     def product(m: int, n: int, k: int, layout: str) -> Part:
+        """A product of (m, k) by (k, n) for every head of every sample."""
         asked = Gemm(op="bmm", m=m, n=n, k=k, batch=count, layout=layout, dtype=p.dtype)
         return Part(family="gemm", params=asked)
 
@@ -251,10 +253,10 @@ def _unfused(p: Attention) -> list[Part]:
     op = "_softmax" if p.op == "forward" else "_softmax_backward_data"
     softmax = Reduction(op=op, outer=count * q, size=kv, dtype="fp32")
     parts = [Part(family="reduction", params=softmax)]
-    copies = keys * (1 + p.kv_heads / p.heads)
+    copies = keys * (1 + p.kv_heads / p.heads)  # read and written, of keys or of values
     if p.op == "forward":
         parts += [product(q, kv, d, "nt"), product(q, d, kv, "nn")]
-        rows = [scores + pairs, pairs, 2 * scores]  # which are all -inf: eq, all, where
+        rows = [scores + mask, mask, 2 * scores]  # which are all -inf: eq, all, where
         passes = [2 * queries, 2 * keys, copies, copies, *rows]
         passes += [2 * scores] if p.causal or p.masked else []
     else:

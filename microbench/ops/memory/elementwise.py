@@ -62,6 +62,7 @@ class Elementwise:
 
 
 def _draw(rng: np.random.Generator) -> Elementwise:
+    """A random point: first its form, then an op that has this form, then sizes and dtype."""
     form = str(rng.choice(list(FORMS), p=list(FORMS.values())))
     kinds = COMMON_KINDS if rng.random() < 0.5 else KINDS
     op, tensors = kinds[int(rng.integers(len(kinds)))]
@@ -71,8 +72,7 @@ def _draw(rng: np.random.Generator) -> Elementwise:
         op = str(rng.choice(known.BROADCAST))
     elif form != "same":
         op = str(rng.choice(known.TRANSPOSABLE))
-    large = 2**24 if op in CHEAP else 2**22
-    limit = 2**22 if form in ("strided", "transposed") else large
+    limit = 2**24 if op in CHEAP and form not in ("strided", "transposed") else 2**22
     numel = log_uniform(rng, 16, limit)
     inner = min(log_uniform(rng, 2, 4096), max(2, numel // 4))
     rows = max(2, numel // inner)
@@ -165,13 +165,13 @@ def bytes_moved(p: Elementwise) -> Numbers:
     Fills and copies do not read what they overwrite; an allocation moves nothing. A cast to fp8
     writes a byte for each element.
     """
-    small = np.where(np.isin(p.form, ["row", "col"]), 1, 0) + np.where(
+    not_moved = np.where(np.isin(p.form, ["row", "col"]), 1, 0) + np.where(
         is_any(p.op, known.WRITE_ONLY), 1, 0
     )
-    operands = np.where(is_any(p.op, known.ALLOCATIONS), 0, p.tensors + 1 - small)
+    operands = np.where(is_any(p.op, known.ALLOCATIONS), 0, p.tensors + 1 - not_moved)
     item = itemsize_bytes(p.dtype)
-    narrowed = np.where(is_any(p.op, (FP8_CAST,)), item - 1, 0)
-    return 1.0 * p.numel * (operands * item - narrowed)
+    saved_bytes = np.where(is_any(p.op, (FP8_CAST,)), item - 1, 0)
+    return 1.0 * p.numel * (operands * item - saved_bytes)
 
 
 def gpu_memory_us(p: Elementwise, gpu: Gpu, cold: Values, stack: Values) -> Values:

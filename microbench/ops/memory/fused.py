@@ -84,7 +84,10 @@ def build(p: Fused, device: str) -> Workload:
 
 
 def _chain(ops: int, results: int) -> FunctionType:
-    """A function of as many ops as asked for that reads all of its inputs."""
+    """A function of ``ops`` pointwise ops and means that reads all of its inputs.
+
+    It returns its last value and, of two ``results``, that of the middle op.
+    """
 
     def chain(*inputs: Tensor) -> tuple[Tensor | None, ...]:
         x, middle = inputs[0], None

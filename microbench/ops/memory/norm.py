@@ -264,15 +264,19 @@ BATCH = (
 
 
 def resize(p: Norm, factor: float, first_share: float) -> Norm:
-    """Grows layer and RMS norms by rows, then width; batch and group norms by samples first."""
+    """Grow layer and RMS norms by rows, then width; batch and group norms by samples, then pixels.
+
+    The first grow factor**(0.5 + first_share / 2) times. Without pixels two samples are left at
+    least.
+    """
     first_share = 0.5 + first_share / 2
     if p.op.startswith(("layer", "rms")):
         return spread(p, factor, first_share, {"rows": MAX_ROWS, "cols": 16384})
     if p.cols == 1:
-        found = spread(p, factor, 1.0, {"rows": MAX_SIDE})
+        resized = spread(p, factor, 1.0, {"rows": MAX_SIDE})
     else:
-        found = spread(p, factor, first_share, {"rows": MAX_BATCH, "cols": MAX_PIXELS_A_SIDE**2})
-    return replace(found, rows=max(2, found.rows)) if found.cols == 1 else found
+        resized = spread(p, factor, first_share, {"rows": MAX_BATCH, "cols": MAX_PIXELS_A_SIDE**2})
+    return replace(resized, rows=max(2, resized.rows)) if resized.cols == 1 else resized
 
 
 def fallback(p: Norm, measured: Measured) -> list[Part]:

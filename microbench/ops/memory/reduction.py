@@ -132,11 +132,13 @@ def bytes_moved(p: Reduction) -> Numbers:
     results = 1.0 * p.outer * p.inner
     elements = results * p.size
     read = np.where(is_any(p.op, (*SOFTMAX[2:], *PAIRED)), 2.0, 1.0) * elements
-    full = is_any(p.op, (*SOFTMAX, *SCANS, "mse_loss_backward"))
-    written = np.where(full, elements, np.where(is_any(p.op, ("var_mean",)), 2.0, 1.0) * results)
-    plain = (read + written) * item + np.where(is_any(p.op, INDEXED), 8.0, 0.0) * results
-    nll = results * 8 + np.where(is_any(p.op, (NLL[1], NLL[3])), elements, results) * item
-    return np.where(is_any(p.op, NLL), nll, plain)
+    writes_all = is_any(p.op, (*SOFTMAX, *SCANS, "mse_loss_backward"))
+    reduced = np.where(is_any(p.op, ("var_mean",)), 2.0, 1.0) * results
+    written = np.where(writes_all, elements, reduced)
+    positions = np.where(is_any(p.op, INDEXED), 8.0, 0.0) * results
+    nll_backward = is_any(p.op, (NLL[1], NLL[3]))
+    of_nll = results * 8 + np.where(nll_backward, elements, results) * item
+    return np.where(is_any(p.op, NLL), of_nll, (read + written) * item + positions)
 
 
 def features(p: Reduction, gpu: Gpu) -> dict[str, Numbers | str]:

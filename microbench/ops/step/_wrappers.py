@@ -73,6 +73,7 @@ def _layers(tensors: int, device: str) -> nn.Sequential:
 
 
 def _step(model: nn.Module, device: str) -> Callable[[], None]:
+    """Forward and backward of a model on random inputs, as a function to time."""
     x = torch.randn(2, 2, WIDTH, device=device)  # as in a transformer: products make views of it
 
     def run() -> None:
@@ -101,8 +102,11 @@ def _sharded(keep: bool) -> Make:
     return make
 
 
-def _products(parameters: int) -> Make:
-    """Products of so many parameters each, cut by columns and by rows in turns."""
+def _tensor_parallel(parameters: int) -> Make:
+    """Layers of one product with ``parameters`` (2: with a bias), as tensor parallelism cuts them.
+
+    By columns and by rows in turns.
+    """
 
     def make(tensors: int, device: str) -> Pair:
         layers, bare = _layers(parameters, device), nn.Sequential(*_layers(parameters, device))
@@ -195,8 +199,8 @@ def _micro_batches(tensors: int, device: str) -> Pair:
 WRAPPERS: dict[str, tuple[Make, int]] = {
     "fsdp_layer": (_sharded(keep=False), LAYERS),
     "fsdp_layer_kept": (_sharded(keep=True), LAYERS),
-    "tp_product": (_products(1), LAYERS),
-    "tp_product_bias": (_products(2), LAYERS),
+    "tp_product": (_tensor_parallel(1), LAYERS),
+    "tp_product_bias": (_tensor_parallel(2), LAYERS),
     "tp_loss": (_loss, 1),
     "checkpoint_layer": (_checkpointed, LAYERS),
     "pipeline_micro": (_micro_batches, LAYERS),

@@ -94,7 +94,9 @@ def build(p: Collective, device: str) -> Workload:
     per_rank = max(1, p.message_bytes // ITEMSIZE_BYTES[p.dtype] // p.world_size)
     whole = torch.zeros(per_rank * p.world_size, dtype=dtype, device=device)
     part = torch.zeros(per_rank, dtype=dtype, device=device)
-    return Workload(run=_runs(p.op, whole, part, _group(p.world_size)), through_aten=False)
+    return Workload(
+        run=_collective_call(p.op, whole, part, _group(p.world_size)), through_aten=False
+    )
 
 
 @cache
@@ -103,9 +105,10 @@ def _group(size: int) -> dist.ProcessGroup | None:
     return dist.new_subgroups(size)[0] if size < dist.get_world_size() else None
 
 
-def _runs(
+def _collective_call(
     op: str, whole: Tensor, part: Tensor, group: dist.ProcessGroup | None
 ) -> Callable[[], object]:
+    """A function that runs a collective on ``whole``, all ranks' elements, or a rank's ``part``."""
     gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
     other = whole.clone()

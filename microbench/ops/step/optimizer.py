@@ -251,11 +251,10 @@ def resize(p: OptimizerOp, factor: float, first_share: float) -> OptimizerOp:
 
 
 def of_rank(p: OptimizerOp, numel: int, tensors: int, largest: int) -> OptimizerOp:
-    """Cuts an optimizer call of the whole model down to a rank's ``numel`` elements.
+    """Cut an optimizer call of the whole model down to a rank's ``numel`` elements and ``tensors``.
 
-    A call over step counters, one element per tensor, gets one for each of its ``tensors``. It is
-    told from the others by its size relative to ``largest``, the elements of the step's largest
-    call.
+    A call over step counters keeps one element per tensor: it has at most STEP_COUNTERS per tensor,
+    and fewer than ``largest``, the elements of the step's largest call.
     """
     counters = p.numel <= STEP_COUNTERS * p.tensors and p.numel < largest
     return replace(p, numel=max(tensors, tensors if counters else numel), tensors=tensors)
