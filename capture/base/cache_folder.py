@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,6 +17,7 @@ from itercast.capture.base.files import write_atomic
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
+MOST_BYTES = 2**29  # of the files that are kept in a folder
 VARIABLE = "ITERCAST_CACHE"  # environment variable that names another folder
 
 
@@ -47,9 +49,22 @@ def kept(
         made = make()
     try:
         write_atomic(path, dumps(made))
+        bounded(path.parent)
     except OSError as exc:
         log.warning("%s are not kept: %s", path.parent.name, exc)
     return made
+
+
+@cache
+def bounded(folder: Path) -> None:
+    """Remove the oldest files of a folder beyond ``MOST_BYTES``, once in a process."""
+    with suppress(FileNotFoundError):  # another process does the same
+        facts = [(path.stat(), path) for path in folder.iterdir() if path.is_file()]
+        total = 0
+        for stat, path in sorted(facts, key=lambda one: one[0].st_mtime_ns, reverse=True):
+            total += stat.st_size
+            if total > MOST_BYTES:
+                path.unlink()
 
 
 @cache

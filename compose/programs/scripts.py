@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO
 
-from itercast.capture.base.cache_folder import cache_folder
+from itercast.capture.base.cache_folder import bounded, cache_folder
 from itercast.capture.input.lane import InputLane
 from itercast.capture.programs.gpus.asked import Answers
 from itercast.capture.programs.program import ProgramCapture, read_program
@@ -34,7 +34,8 @@ from itercast.microbench.processes.watch import end_group, session_bytes
 from itercast.microbench.store import Facts
 
 MODULE = "itercast.capture.programs.script"
-POLL_S, ANSWERS_S = 0.1, 5.0  # no assumption: between looks at a file; for a process to end
+# No assumptions: between looks at a file, and at memory, which takes longer; for a process to end.
+POLL_S, MEMORY_S, ANSWERS_S = 0.1, 1.0, 5.0
 OURS = "itercast: "  # begins our lines among the script's
 MOST_MEMORY = 0.5  # of this machine's, for a script and what it starts
 
@@ -146,6 +147,7 @@ def keep(path: Path, key: str) -> Path:
     name = path.parent / f"{key}-{digest(path.with_suffix('.asked').read_text())}.json.gz"
     path.replace(name)
     path.with_suffix(".asked").replace(name.with_suffix(".asked"))
+    bounded(name.parent)
     return name
 
 
@@ -222,13 +224,17 @@ class ScriptProcess:
             raise ValueError(f"{self.script.name} ended by itself")
 
     def _wait(self, done: Callable[[], bool]) -> None:
-        most, end_s = MOST_MEMORY * memory_bytes(), time.monotonic() + self.limit_s
+        most, now_s = MOST_MEMORY * memory_bytes(), time.monotonic()
+        end_s, look_s = now_s + self.limit_s, now_s
         while not done() and self.process.poll() is None:
             time.sleep(POLL_S)
+            if (now_s := time.monotonic()) < look_s:
+                continue
+            look_s = now_s + MEMORY_S
             if (taken := session_bytes(self.process.pid)) > most:
                 here = f"allowed are {most / 1e9:.1f} GB, {MOST_MEMORY:.0%} of this machine's"
                 raise ValueError(f"{self.script.name} takes {taken / 1e9:.1f} GB of memory; {here}")
-            if time.monotonic() > end_s:
+            if now_s > end_s:
                 late = f"{self.script.name} made too few steps within {self.limit_s} s"
                 raise ValueError(f"{late} {self._line()}".strip())
         if code := self.process.poll():

@@ -157,6 +157,7 @@ open(f"{folder}/made", "w").close()
 open(f"{folder}/made").close()
 print(folder, file=open(f"{sys.argv[1]}.left", "w"))
 width = json.load(open(sys.argv[1]))["width"] * int(os.environ.get("TIMES", "1"))
+print([name for name, value in os.environ.items() if name == "NOBODY"])
 if len(sys.argv) > 2:
     torch.cuda.get_device_name()
     assert torch.cuda.get_device_capability() >= (8, 0)

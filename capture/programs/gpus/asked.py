@@ -15,6 +15,8 @@ from unittest.mock import patch
 SMALL_BYTES = 2**20  # up to which a file's content counts; of larger ones size and time do
 READ = {"open": 0, "os.listdir": 0, "os.scandir": 0}  # audited events -> the path among arguments
 SYSTEM = ("/proc/", "/sys/", "/dev/", "/etc/", "/usr/")
+SET_HERE = ("ITERCAST_PARENT", "TORCHINDUCTOR_CACHE_DIR")  # variables of this process, by us, torch
+READ_ALL = ("copy", "popitem", "__iter__")  # functions that read every variable, whatever its name
 WRITES = os.O_WRONLY | os.O_RDWR
 BF16_FROM = 8  # major compute capability of the first GPUs with bf16: Ampere
 
@@ -78,8 +80,8 @@ class Asked:
                 files.add(os.path.abspath(os.fsdecode(path)))
 
         def reading(environment: Any, name: str) -> Any:
-            if sys._getframe(1).f_code.co_name not in ("copy", "popitem"):  # which read all
-                text = os.fsdecode(name)  # ``os.environb`` asks in bytes
+            text = os.fsdecode(name)  # ``os.environb`` asks in bytes
+            if sys._getframe(1).f_code.co_name not in READ_ALL and text not in SET_HERE:
                 variables[text] = _variable(before, text)
             return get(environment, name)
 
