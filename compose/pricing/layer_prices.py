@@ -6,17 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import takewhile
 from math import floor
 
 from itercast.capture.base.extensions import with_added
-from itercast.capture.opcall import OpCall, Places, StepCapture
+from itercast.capture.opcall import Places, StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.graph.identity_cache import Once
 from itercast.compose.graph.layers import Layer
-from itercast.compose.graph.product_roles import LINEAR_PRODUCTS
 from itercast.compose.parallel.placement import Cluster, Group
-from itercast.compose.pricing.collectives import Message, default_contention, prefetch_messages
+from itercast.compose.pricing.collectives import Message, prefetch_messages
 from itercast.compose.pricing.gradient_copies import ADDED
 from itercast.compose.pricing.host import (
     Launches,
@@ -29,14 +27,14 @@ from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import AssumedTime, PricedOp
 from itercast.compose.pricing.rank_graph import (
     LayerCopies,
+    Ops,
     RankGraph,
+    price_calls,
     rank_graph,
-    until_read,
 )
 from itercast.compose.pricing.recompute import ATTENTION, Recomputed, recomputed
-from itercast.compose.pricing.work import Work, fold, side_by_side_us
+from itercast.compose.pricing.work import Work, fold
 
-Ops = Mapping[int, PricedOp]  # by number of the call
 AskedStep = tuple[StepCapture, ParallelPlan, Cluster]
 # What one rank does of a step whose embedding tables lie on other ranks or outside of the GPU: its
 # step, what is left of the plan, and bytes that a rank holds beside the step's, by purpose.
@@ -210,7 +208,7 @@ def _price_graph(
 ) -> PricedModel:
     if plan.recompute == "selective" and not any(c.op in ATTENTION for c in graph.capture.calls):
         raise ValueError(f"plan {str(plan)!r}: selective recomputes attention, the model has none")
-    ops = _price_calls(graph, plan, book, where)
+    ops = price_calls(graph, plan, book, where)
     steps = {name: n for name, n in graph.capture.host.items() if name.endswith("_step")}
     others = {name: n for name, n in graph.capture.host.items() if name not in steps}
     costs = launch_costs(graph.capture, others, book)
@@ -276,63 +274,6 @@ def _host_time(graph: RankGraph, ops: Ops, costs: Launches, optimizer: PricedOp)
     captured = max(1, len(graph.capture.parameters))
     host.add(optimizer.duration_us * tensors / captured, optimizer.assumed)
     return host
-
-
-def _price_calls(graph: RankGraph, plan: ParallelPlan, book: PriceBook, where: Cluster) -> Ops:
-    """Calls and collectives with durations; of overlapped collectives the exposed time only."""
-    ops = graph.asked.sent(book, where) | graph.prices(book)[0]
-    calls = graph.capture.calls
-    beside_us = _beside_experts(graph, ops, plan) if plan.ep_overlap else {}
-    for i in graph.asked.messages:
-        us = beside_us[i] if i in beside_us else _beside_us(i, calls, ops, plan)
-        if us:
-            both = side_by_side_us(us, ops[i].duration_us, default_contention(book.gpu))
-            ops[i] = replace(ops[i], duration_us=both - us)
-    return ops
-
-
-def _beside_experts(graph: RankGraph, ops: Ops, plan: ParallelPlan) -> dict[int, float]:
-    """Compute of another micro-batch that each message of ep runs beside, by call.
-
-    A layer's compute, forward and backward, is divided among its messages; nothing runs beside
-    those of the first micro-batch.
-    """
-    found, messages = dict[int, float](), graph.asked.messages
-    share = 1 - 1 / plan.microbatches
-    for layer in graph.layers:
-        numbers = [*range(*layer.forward), *range(*layer.backward)]
-        sent = [i for i in numbers if i in messages and messages[i].axis == "ep"]
-        compute_us = sum(ops[i].duration_us for i in numbers if i not in messages)
-        found |= {i: share * compute_us / len(sent) for i in sent}
-    return found
-
-
-def _beside_us(
-    i: int, calls: Sequence[OpCall], ops: Mapping[int, PricedOp], plan: ParallelPlan
-) -> float:
-    """Compute that a collective overlaps, beside its own micro-batch: next ops, part of a product.
-
-    A product of time T in C chunks (CoCoNeT, tp_overlap) and its collective of time t take T/C,
-    then (C-1)/C T and t side by side.
-    """
-    call = calls[i]
-    if call.kwargs["until_read"]:
-        return sum(ops[at].duration_us for at in until_read(i, calls))
-    if call.kwargs["overlaps_next"] and i + 1 in ops:
-        return ops[i + 1].duration_us
-    if plan.chunks > 1 and call.kwargs["axis"] == "tp" and i:
-        return (plan.chunks - 1) / plan.chunks * ops[i - 1].duration_us
-    if plan.tp_overlap and call.kwargs["axis"] == "tp":
-        return (plan.tp - 1) / plan.tp * _product_us(i, calls, ops)
-    return 0.0
-
-
-def _product_us(i: int, calls: Sequence[OpCall], ops: Mapping[int, PricedOp]) -> float:
-    """Time of the products that read what collective ``i`` gathers, or of the one it scatters."""
-    if calls[i].kwargs["kind"] != "all_gather":
-        return ops[i - 1].duration_us if calls[i - 1].op in LINEAR_PRODUCTS else 0.0
-    after = takewhile(lambda at: calls[at].op in LINEAR_PRODUCTS, range(i + 1, len(calls)))
-    return sum(ops[at].duration_us for at in after)
 
 
 def _price_layer(

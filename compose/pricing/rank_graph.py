@@ -1,9 +1,9 @@
-"""The rank graph: the op calls of one rank of a plan, and their layers, before pricing."""
+"""The rank graph: the op calls of one rank of a plan, their layers, and the times of the calls."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import islice, takewhile
 
@@ -33,11 +33,12 @@ from itercast.compose.parallel.expert_precision import (
 )
 from itercast.compose.parallel.placement import Cluster
 from itercast.compose.parallel.tp import tensor_parallel
-from itercast.compose.pricing.collectives import Message, price_messages
+from itercast.compose.pricing.collectives import Message, default_contention, price_messages
 from itercast.compose.pricing.gradient_copies import buffers, gradient_copies
 from itercast.compose.pricing.optimizer import MatrixUpdate, matrix_updates
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import Priceable, PricedOp, priceable
+from itercast.compose.pricing.work import side_by_side_us
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.hardware.stack import USUAL, stack_of_row
 
@@ -50,6 +51,7 @@ SAME_AS: Mapping[str, str] = {
     "scatter": "broadcast",
     "barrier": "all_reduce",
 }
+Ops = Mapping[int, PricedOp]  # by number of the call
 LayerCopies = tuple[tuple[PricedOp, ...], ...]  # by kind (``gradient_copies``), by parameter
 
 
@@ -147,7 +149,7 @@ class RankGraph:
         numbers |= {i for i, c in enumerate(calls) if c.phase == "optimizer"}
         sent = [i for i in numbers if calls[i].op == COLLECTIVE]
         while sent:
-            more = set(beside(sent.pop(), calls)) - numbers
+            more = set(_beside(sent.pop(), calls)) - numbers
             numbers |= more
             sent += [i for i in more if calls[i].op == COLLECTIVE]
         return tuple(sorted(numbers))
@@ -276,15 +278,72 @@ def _rank_graph(
     )
 
 
-def beside(i: int, calls: Sequence[OpCall]) -> list[int]:
-    """Numbers of the calls whose times ``layer_prices._beside_us`` may ask for collective ``i``.
+def price_calls(graph: RankGraph, plan: ParallelPlan, book: PriceBook, where: Cluster) -> Ops:
+    """Calls and collectives with durations; of overlapped collectives the exposed time only."""
+    ops = graph.asked.sent(book, where) | graph.prices(book)[0]
+    calls = graph.capture.calls
+    beside_us = _beside_experts(graph, ops, plan) if plan.ep_overlap else {}
+    for i in graph.asked.messages:
+        us = beside_us[i] if i in beside_us else _beside_us(i, calls, ops, plan)
+        if us:
+            both = side_by_side_us(us, ops[i].duration_us, default_contention(book.gpu))
+            ops[i] = replace(ops[i], duration_us=both - us)
+    return ops
+
+
+def _beside_experts(graph: RankGraph, ops: Ops, plan: ParallelPlan) -> dict[int, float]:
+    """Compute of another micro-batch that each message of ep runs beside, by call.
+
+    A layer's compute, forward and backward, is divided among its messages; nothing runs beside
+    those of the first micro-batch.
+    """
+    found, messages = dict[int, float](), graph.asked.messages
+    share = 1 - 1 / plan.microbatches
+    for layer in graph.layers:
+        numbers = [*range(*layer.forward), *range(*layer.backward)]
+        sent = [i for i in numbers if i in messages and messages[i].axis == "ep"]
+        compute_us = sum(ops[i].duration_us for i in numbers if i not in messages)
+        found |= {i: share * compute_us / len(sent) for i in sent}
+    return found
+
+
+def _beside_us(i: int, calls: Sequence[OpCall], ops: Ops, plan: ParallelPlan) -> float:
+    """Compute that a collective overlaps, beside its own micro-batch: next ops, part of a product.
+
+    A product of time T in C chunks (CoCoNeT, tp_overlap) and its collective of time t take T/C,
+    then (C-1)/C T and t side by side.
+    """
+    call = calls[i]
+    if call.kwargs["until_read"]:
+        return sum(ops[at].duration_us for at in until_read(i, calls))
+    if call.kwargs["overlaps_next"] and i + 1 in ops:
+        return ops[i + 1].duration_us
+    if plan.chunks > 1 and call.kwargs["axis"] == "tp" and i:
+        return (plan.chunks - 1) / plan.chunks * ops[i - 1].duration_us
+    if plan.tp_overlap and call.kwargs["axis"] == "tp":
+        return (plan.tp - 1) / plan.tp * _product_us(i, calls, ops)
+    return 0.0
+
+
+def _product_us(i: int, calls: Sequence[OpCall], ops: Ops) -> float:
+    """Time of the products that read what collective ``i`` gathers, or of the one it scatters."""
+    if calls[i].kwargs["kind"] != "all_gather":
+        return ops[i - 1].duration_us if calls[i - 1].op in LINEAR_PRODUCTS else 0.0
+    return sum(ops[at].duration_us for at in _products_after(i, calls))
+
+
+def _products_after(i: int, calls: Sequence[OpCall]) -> Iterator[int]:
+    return takewhile(lambda at: calls[at].op in LINEAR_PRODUCTS, range(i + 1, len(calls)))
+
+
+def _beside(i: int, calls: Sequence[OpCall]) -> list[int]:
+    """Numbers of the calls whose times ``_beside_us`` may ask for collective ``i``.
 
     The product before, of which parts are sent while others run; the call after, which overlaps;
     the products that read what is gathered; or all calls until one reads the result.
     """
-    products = takewhile(lambda at: calls[at].op in LINEAR_PRODUCTS, range(i + 1, len(calls)))
     later = until_read(i, calls) if calls[i].kwargs["until_read"] else ()
-    return [n for n in (i - 1, i + 1, *products, *later) if 0 <= n < len(calls)]
+    return [n for n in (i - 1, i + 1, *_products_after(i, calls), *later) if 0 <= n < len(calls)]
 
 
 def until_read(i: int, calls: Sequence[OpCall]) -> Iterator[int]:
