@@ -56,7 +56,8 @@ def record_ready_gradients(model: torch.nn.Module, log: Any) -> dict[str, int]:
 
 def attributes(model: torch.nn.Module) -> list[tuple[object, ...]]:
     """What modules and their plain helpers hold, by identity and length: a later step finds it."""
-    held = [(*vars(m).values(), *m.buffers(recurse=False)) for m in model.modules()]
+    buffers = torch.nn.Module.buffers  # Megatron's wrappers have a list of this name
+    held = [(*vars(m).values(), *buffers(m, recurse=False)) for m in model.modules()]
     plain = (v for values in held for v in values if hasattr(v, "__dict__"))
     helpers = [v for v in plain if not isinstance(v, torch.Tensor | torch.nn.Module | type)]
     held += [tuple(vars(v).values()) for v in helpers]

@@ -325,7 +325,8 @@ WRAPS = {
     "recomputed": "from torch.utils.checkpoint import checkpoint; run = Layer.forward; "
     "one = torch.ones(1, device='cuda', requires_grad=True); "
     "Layer.forward = lambda self, x: checkpoint(run, self, x + one, use_reentrant=True)",
-    "DDP": "model = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)",
+    "DDP": "model = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True); "
+    "model.buffers = []",  # as Megatron's
     "FSDP2": "for m in (*model, model): fully_shard(m)",
     "FSDP": "model[0] = FSDP(model[0]); model[1] = FSDP(model[1]); model = FSDP(model)",
     "FSDP kept": "model[0] = FSDP(model[0], use_orig_params=True); "

@@ -75,7 +75,8 @@ class MicroBatches:
 
     def _through(self, wrapper: torch.nn.Module, run: Callable[[], Any]) -> Any:
         """Run a wrapper, whose attributes say how the model inside is run."""
-        before, self.wrapper = self.wrapper, self.wrapper or wrapper
+        before = self.wrapper
+        self.wrapper = wrapper if before is None else before  # that of torch.compile has no truth
         try:
             return run()
         finally:
@@ -105,7 +106,8 @@ class MicroBatches:
         devices = ("cpu", "cuda")
         casts = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
         modes = [type(mode) for mode in _get_current_function_mode_stack()]
-        return attributes(self.wrapper or model), casts, modes, self.log.stream
+        outermost = model if self.wrapper is None else self.wrapper
+        return attributes(outermost), casts, modes, self.log.stream
 
     def _forward(self, model: Any, held: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """A model's forward, or a repetition of it."""
