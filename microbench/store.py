@@ -139,7 +139,7 @@ def write_card(folder: Path, facts: Facts | None = None) -> None:
         old = load_yaml(card.read_text()) or {}
         facts = {k: v for k, v in old.items() if k not in OF_PARTS}
     if facts is None:
-        facts = max(facts_of_parts, key=lambda one: str(one.get("when", "")), default={})
+        facts = max(facts_of_parts, key=lambda part: str(part.get("when", "")), default={})
     columns = [pd.read_parquet(p, columns=_some(p, ("status", *MACHINE))) for p in parts]
     card_facts = {
         **facts,

@@ -334,7 +334,7 @@ def _accumulated(
     micro: Micro,
     on_phase: OnPhase,
 ) -> Callable[[], None]:
-    """A step that sums the gradients of ``batches``; ``micro``: context of each of them."""
+    """A step that sums the gradients of ``batches``, each in the context ``micro(is the last)``."""
     optimizer = _optimizer(list(model.parameters()), settings)
 
     def step() -> None:

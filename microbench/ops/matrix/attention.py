@@ -253,16 +253,15 @@ def _unfused(p: Attention) -> list[Part]:
     op = "_softmax" if p.op == "forward" else "_softmax_backward_data"
     softmax = Reduction(op=op, outer=count * q, size=kv, dtype="fp32")
     parts = [Part(family="reduction", params=softmax)]
-    copies = keys * (1 + p.kv_heads / p.heads)  # read and written, of keys or of values
+    copy = keys * (1 + p.kv_heads / p.heads)  # of keys or of values, read and written
+    passes = [2 * queries, 2 * keys, copy, copy]  # queries and keys are scaled
     if p.op == "forward":
         parts += [product(q, kv, d, "nt"), product(q, d, kv, "nn")]
         rows = [scores + mask, mask, 2 * scores]  # which are all -inf: eq, all, where
-        passes = [2 * queries, 2 * keys, copies, copies, *rows]
-        passes += [2 * scores] if p.causal or p.masked else []
+        passes += [*rows, 2 * scores] if p.causal or p.masked else rows
     else:
         parts += [product(kv, d, q, "tn"), product(q, kv, d, "nt")]
         parts += [product(q, d, kv, "nn"), product(kv, d, q, "tn")]
-        passes = [2 * queries, 2 * keys, copies, copies]
     return [*parts, *map(memory_copy, passes)]
 
 

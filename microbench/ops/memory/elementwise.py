@@ -65,7 +65,7 @@ def _draw(rng: np.random.Generator) -> Elementwise:
     """A random point: first its form, then an op that has this form, then sizes and dtype."""
     form = str(rng.choice(list(FORMS), p=list(FORMS.values())))
     kinds = COMMON_KINDS if rng.random() < 0.5 else KINDS
-    op, tensors = kinds[int(rng.integers(len(kinds)))]
+    op, tensors = kinds[int(rng.integers(len(kinds)))]  # tensors: how many it reads
     if form == "scalar":
         op, tensors = str(rng.choice(known.SCALAR)), 1
     elif form in ("row", "col"):
@@ -78,7 +78,7 @@ def _draw(rng: np.random.Generator) -> Elementwise:
     rows = max(2, numel // inner)
     if form == "strided":
         half = max(2, round(rows**0.5))
-        rows = half * max(2, rows // half)
+        rows = half * max(2, rows // half)  # ``build`` transposes (half, rows / half) runs
     if form in ("same", "scalar"):
         rows, inner = 1, numel
     else:

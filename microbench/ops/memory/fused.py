@@ -93,7 +93,7 @@ def _chain(ops: int, results: int) -> FunctionType:
         x, middle = inputs[0], None
         for number in range(ops):
             other = inputs[number % len(inputs)]
-            if number % 3 == 2:
+            if number % 3 == 2:  # a reduction, as in norms
                 x = x - x.mean(-1, keepdim=True)
             else:
                 # no assumption: keeps values finite
