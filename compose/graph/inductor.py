@@ -24,6 +24,7 @@ from itercast.microbench.ops.memory.elementwise_names import ALLOCATIONS, SAME_A
 from itercast.microbench.ops.memory.fused import CALL
 
 COMPILED_PHASES = ("forward", "loss", "backward")
+FILLS = ("bernoulli_", "uniform_", "normal_", "random_", "exponential_", "fill_", "zero_")
 LOADS = {  # ops of family index without indices
     *("cat", "stack", "flip", "roll", "tril", "triu", "constant_pad_nd", "slice_backward"),
     *("select_backward", "narrow_copy", "repeat"),
@@ -74,6 +75,11 @@ def without_allocations(capture: StepCapture) -> StepCapture:
         else:
             made.add(i, call)
     return made.step()
+
+
+def read_by(call: OpCall) -> Sequence[TensorSpec]:
+    """The tensors that a call reads: one that it fills in place, as dropout's masks, is none."""
+    return call.tensors()[1:] if _name(call) in FILLS else call.tensors()
 
 
 def is_fusible(call: OpCall) -> bool:
@@ -152,7 +158,7 @@ class _Uses:
         self.readers: dict[int, list[int]] = {}
         self.given = set[int]()  # storages that are there before the step
         for i, call in enumerate(calls):
-            for t in call.tensors():
+            for t in read_by(call):
                 self.readers.setdefault(t.storage, []).append(i)
                 if t.storage not in self.makers:
                     self.given.add(t.storage)
@@ -203,7 +209,7 @@ class _Uses:
 
     def reads(self, i: int) -> Iterable[TensorSpec]:
         """What a call reads: in backward what it computes forward's results from."""
-        for t in self.calls[i].tensors():
+        for t in read_by(self.calls[i]):
             in_backward = self.calls[i].phase == "backward"
             yield from self.again.get(t.storage, (t,)) if in_backward else (t,)
 

@@ -17,6 +17,7 @@ from itercast.compose.graph.inductor import (
     inductor_kernels,
     is_fusible,
     kernel_call,
+    read_by,
     size_of,
     without_allocations,
 )
@@ -233,7 +234,7 @@ def _kernel(calls: Sequence[OpCall], last: int, last_use: dict[int, int]) -> OpC
     made: dict[int, TensorSpec] = {}
     read: dict[int, TensorSpec] = {}
     for call in calls:
-        for t in call.tensors():
+        for t in read_by(call):
             if t.storage not in made:
                 read[t.storage] = t
         made |= {t.storage: t for t in call.outputs}

@@ -16,6 +16,7 @@ from itercast.compose.graph.launch_modes import (
     with_engine,
     with_gates_again,
 )
+from itercast.compose.graph.lifetimes import input_bytes
 from itercast.microbench.ops import find_family
 from itercast.microbench.ops.memory.fused import Fused
 
@@ -317,6 +318,21 @@ def test_long_chains_that_branch_are_followed_once() -> None:
         op="aten.sum.dim_IntList", args=(tensor(100, 4, 8), (0,)), outputs=(tensor(200, 8),)
     )
     assert kernels(*chain, sums) == [(101, 128, 32)]
+
+
+@pytest.mark.parametrize("engine", ["fused", "compile"])
+def test_dropout_fills_its_mask_without_reading_it(engine: str) -> None:
+    """x of 32 floats is read, the mask and the result are written; the step's input is x alone."""
+    x, mask, out = tensor(0, 4, 8), tensor(1, 4, 8), tensor(2, 4, 8)
+    calls = (
+        call("empty_like.default", [x], mask),
+        OpCall(op="aten.bernoulli_.float", args=(mask, 0.9), outputs=(mask,)),
+        call("mul.Tensor", [x, mask], out),
+        call("mul.Tensor", [tensor(3, 4, 8), mask], tensor(4, 4, 8), "backward"),
+    )
+    found = as_launched(with_engine(StepCapture(calls=calls), engine))
+    assert [t.storage for t in found.calls[0].tensors()] == [0]
+    assert input_bytes(found) == 4 * 8 * 4
 
 
 def test_a_framework_s_gated_layer_keeps_three_tensors() -> None:
