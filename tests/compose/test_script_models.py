@@ -216,6 +216,9 @@ def test_a_plan_of_one_gpu_is_the_script_as_it_is(
     assert planned.iteration_us == pytest.approx(whole_us, rel=0.06)
 
 
+PHASES = ("forward", "backward", "optimizer")
+
+
 def products(step: StepCapture) -> Counter[tuple[int, ...]]:
     """Shapes of the results of matrix products."""
     ops = ("aten.mm.default", "aten.addmm.default")
@@ -246,6 +249,30 @@ def test_a_batch_behind_time_and_an_update_by_hand(tmp_path: Path) -> None:
     assert {c.within for c in program.ranks[0].calls} == {0, 1, 2, 3, 4}
     assert products(captured(model))[700, 1000] == 1
     assert products(captured(model, 10))[350, 1000] == 1
+
+
+MASTERS = """
+import torch
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64)).cuda().bfloat16()
+own = [p.detach().float() for p in model.parameters()]
+optimizer = torch.optim.AdamW(own, fused=True)
+while True:
+    model(torch.randn(8, 64).cuda().bfloat16()).sum().backward()
+    for p, one in zip(model.parameters(), own):
+        one.grad = p.grad.float()
+    optimizer.step()
+    torch._foreach_copy_([p.data for p in model.parameters()], own)
+"""
+
+
+def test_a_model_in_bf16_whose_optimizer_keeps_fp32(tmp_path: Path) -> None:
+    """As Megatron's: no autocast, so that norms too are in bf16; parameters count as fp32."""
+    model, _ = found(tmp_path, MASTERS)
+    assert (model.facts.dtype, model.facts.amp, model.facts.parameters) == ("bf16", True, 64 * 67)
+    step = captured(model)
+    types = {p: {t.dtype for c in step.calls if c.phase == p for t in c.tensors()} for p in PHASES}
+    assert types == {"forward": {"bf16"}, "backward": {"bf16"}, "optimizer": {"fp32"}}
+    assert {p.dtype for p in step.parameters} == {"fp32"}
 
 
 def test_the_engine_is_what_launches_most_ops() -> None:

@@ -17,7 +17,7 @@ import torch
 from torch.utils import checkpoint
 
 from itercast.capture.base.files import write_atomic
-from itercast.capture.opcall import StepCapture, torch_dtype
+from itercast.capture.opcall import StepCapture, TensorSpec, torch_dtype
 from itercast.capture.programs.trained.bare import make_bare
 from itercast.capture.programs.trained.facts import ANSWER, ASKED, FACTS, REFUSED, Trained
 from itercast.capture.programs.trained.finder import Finder, facts_of, held_dtype, size_of
@@ -64,6 +64,8 @@ class TrainedModel:
         settings = replace(settings, clip=clip)
         size = Scaled(own=self.size, wanted=Size(batch=batch, seq=seq))
         models, tape = self.tape.models, self.tape
+        in_half = settings.amp and torch_dtype(settings.dtype) == held_dtype(models)
+        settings = replace(settings, amp=settings.amp and not in_half)  # which no autocast makes so
         stored = torch_dtype(settings.stored)
         dtype = None if stored == held_dtype(models) else stored
         alone = tape.calls_of_models == 1
@@ -84,7 +86,7 @@ class TrainedModel:
 
         forward = whole.forward
         with self._fresh(whole, run, dtype), _without_checkpointing():
-            return capture_shortened(
+            step = capture_shortened(
                 self.facts.model,
                 lambda: whole,
                 given,
@@ -95,6 +97,7 @@ class TrainedModel:
                 shallow=shallow and alone,
                 fake=self.mode,
             )
+        return updated_in_fp32(step) if in_half else step
 
     def _made(self, form: Form, size: Scaled, dtype: torch.dtype | None) -> torch.Tensor:
         return self._placed(form.tensor(size, dtype))
@@ -165,6 +168,22 @@ def _without_checkpointing() -> Iterator[None]:
         patch.object(checkpoint.CheckpointFunction, "apply", lambda run, state, *args: run(*args)),
     ):
         yield
+
+
+def updated_in_fp32(step: StepCapture) -> StepCapture:
+    """The step of a model in half precision whose optimizer keeps its parameters in fp32."""
+
+    def wide(value: Any) -> Any:
+        if isinstance(value, TensorSpec):
+            return replace(value, dtype="fp32") if value.dtype in ("bf16", "fp16") else value
+        return tuple(map(wide, value)) if isinstance(value, tuple) else value
+
+    calls = tuple(
+        replace(c, args=wide(c.args), outputs=wide(c.outputs)) if c.phase == "optimizer" else c
+        for c in step.calls
+    )
+    parameters = tuple(replace(p, dtype="fp32") for p in step.parameters)
+    return replace(step, calls=calls, parameters=parameters)
 
 
 class Together(torch.nn.Module):
