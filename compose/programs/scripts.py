@@ -34,7 +34,7 @@ from itercast.microbench.processes.watch import end_group, session_bytes
 from itercast.microbench.store import Facts
 
 MODULE = "itercast.capture.programs.script"
-# No assumptions: between looks at a file, and at memory, which takes longer; for a process to end.
+# no assumption: seconds between looks at a file, at memory; until a process that ends is killed
 POLL_S, MEMORY_S, ANSWERS_S = 0.1, 1.0, 5.0
 OURS = "itercast: "  # begins our lines among the script's
 MOST_MEMORY = 0.5  # of this machine's, for a script and what it starts
