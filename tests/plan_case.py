@@ -18,6 +18,7 @@ from itercast.microbench.ops import find_family
 CPU = Gpu(name="toy", kind="cpu", sm_count=2, peak_flops_per_s={"fp32": 1e12}, l2_bytes=1e12)
 GPU = Gpu(
     name="toy-gpu",
+    contention=1.0,
     peak_flops_per_s={"fp32": 1e12},
     l2_bytes=1e12,
     hbm_bytes=16e9,

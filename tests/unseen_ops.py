@@ -15,7 +15,9 @@ from itercast.learners.transfer.query_rows import EQUAL_SPEED_DTYPE
 from itercast.learners.transfer.source_gpus import SourceGpus
 from itercast.microbench.hardware.spec import Gpu
 
-GPU = Gpu(name="toy", sm_count=8, peak_flops_per_s={"fp32": 1e13}, hbm_bytes_per_s=1e12)
+GPU = Gpu(
+    name="toy", contention=1.0, sm_count=8, peak_flops_per_s={"fp32": 1e13}, hbm_bytes_per_s=1e12
+)
 
 
 def learned(

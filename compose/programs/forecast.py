@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from math import inf
+from statistics import fmean
 
 from itercast.capture.base.durations import counted
 from itercast.capture.opcall import StepCapture
@@ -42,7 +43,7 @@ def forecast_program(program: ProgramCapture, target: Target) -> Forecast:
         _tally(ranks[slowest], book),
         runs[slowest],
         memory={"tensors": max(program.peak_bytes.values())},
-        matmul_s=ranks[slowest].matmul_s,
+        matmul_s=fmean(rank.matmul_s for rank in ranks.values()),
         host_gap_us=inf if len(program.ranks) == 1 else 0.0,  # else it may wait for other ranks
     )
     world = program.world_size

@@ -152,10 +152,11 @@ def added_up(runs: Sequence[tuple[Run, float]]) -> Shares:
 class Outcome:
     """An iteration on the slowest rank; iteration = compute + exposed_comm + idle.
 
-    idle = host gaps + pipeline bubble + waiting for slower stages. ``matmul_s``: the rank's matrix
-    products at peak. ``assumed_by_us``: what of the iteration rests on each assumption (see
-    ``Forecast``). ``tasks`` show the last micro-batch and the optimizer. Where ranks are unlike,
-    ``slowest`` and ``fullest`` are the numbers of the stage or kind that times and memory are of.
+    idle = host gaps + pipeline bubble + waiting for slower stages. ``matmul_s``: matrix products at
+    peak, the mean over ranks. ``assumed_by_us``: what of the iteration rests on each assumption
+    (see ``Forecast``). ``tasks`` show the last micro-batch and the optimizer. Where ranks are
+    unlike, ``slowest`` and ``fullest`` are the numbers of the stage or kind that times and memory
+    are of.
     """
 
     iteration_us: float

@@ -30,6 +30,7 @@ from itercast.compose.simulate.rank import Rank, RankTasks
 from itercast.microbench.hardware.stack import stack_of_row
 
 PRECISE = "fp32"
+NONE: tuple[list[int], Work] = ([], Work())
 FORWARD_SHARE: float = assumed(__file__, "forward_share")
 
 
@@ -46,7 +47,8 @@ def sharded_forward(program: RankTasks, *, gather: bool) -> None:
         program.lanes.wait(_send(program, "all_gather", root))
     markers: list[tuple[int, ...]] = [program.lanes.done]
     for k, x in enumerate(layers):
-        copies = _gathered(program, x, markers[max(0, k - 1)]) if gather else Work()
+        sent, copies = _gathered(program, x, markers[max(0, k - 1)]) if gather else NONE
+        program.lanes.wait(sent)
         python = hooks(program, x, FORWARD_SHARE)
         program.lanes.work(python.then(copies).then(x.forward_work), x.layer.name)
         program.to_host(x)
@@ -57,15 +59,19 @@ def sharded_backward(program: RankTasks, *, scatter: bool, later: bool) -> None:
     """Add the backward of one micro-batch under FSDP.
 
     ``scatter``: gradients are reduce-scattered after it; ``later``: they are added to those of
-    earlier micro-batches.
+    earlier micro-batches. Before a layer's backward the next one is asked for, so that its gather
+    is ahead of the scatter after it; on a CPU where it is needed.
     """
     layers, how = list(reversed(program.rank.layers)), program.how
+    sent, copies = _gathered_again(program, layers[:1])
     markers: list[tuple[int, ...]] = [program.lanes.done]
     last: list[int] = []
     for k, x in enumerate(layers):
         program.from_host(x, markers[max(0, k - 1)])
-        work = _gathered(program, x, markers[max(0, k - 1)]) if how.regather else Work()
-        work = work.then(hooks(program, x, 1 - FORWARD_SHARE))
+        program.lanes.wait(sent)
+        work = copies.then(hooks(program, x, 1 - FORWARD_SHARE))
+        if not program.lanes.on_cpu:
+            sent, copies = _gathered_again(program, layers[k + 1 : k + 2])
         work = work.then(x.later_work if later and not how.every_micro else x.backward_work)
         if scatter and x.numbered:
             own = _sharded(program, x)
@@ -76,6 +82,8 @@ def sharded_backward(program: RankTasks, *, scatter: bool, later: bool) -> None:
         if scatter and x.numbered and x.layer.trained_bytes:
             last += _reduce(program, [x])
             _wait_on_cpu(program, last)
+        if program.lanes.on_cpu:
+            sent, copies = _gathered_again(program, layers[k + 1 : k + 2])
     if scatter:
         last += _reduce(program, [x for x in layers if not x.numbered])
     program.lanes.wait(last)
@@ -117,22 +125,27 @@ def hooks(program: RankTasks, x: PricedLayer, share: float, times: int = 1) -> W
     return x.fold([python])
 
 
-def _gathered(program: RankTasks, x: PricedLayer, after: tuple[int, ...]) -> Work:
-    """Send the all_gather of a layer's parameters; returns the work of copying them out of it.
+def _gathered(program: RankTasks, x: PricedLayer, after: tuple[int, ...]) -> tuple[list[int], Work]:
+    """Send the all_gather of a layer's parameters; returns it, and the work of copying them out.
 
-    On a GPU it starts after the tasks ``after``, one layer ahead; a CPU waits for it here. No work
-    where FSDP does not wrap the layer.
+    On a GPU it starts after the tasks ``after``. Nothing where FSDP does not wrap the layer.
     """
     nbytes, own = sharded_bytes([x], program), _sharded(program, x)
     if not x.numbered or not nbytes:
-        return Work()
-    on_cpu = program.lanes.on_cpu
-    program.lanes.wait(_send(program, "all_gather", nbytes, None if on_cpu else after))
+        return NONE
+    sent = _send(program, "all_gather", nbytes, None if program.lanes.on_cpu else after)
     if program.how.frozen_whole:
         program.copies += own.trained_only(own.out_of_bucket)
-        return own.trained_out_work
+        return sent, own.trained_out_work
     program.copies += own.replicated_only(own.out_of_bucket)
-    return own.out_work
+    return sent, own.out_work
+
+
+def _gathered_again(program: RankTasks, layers: Sequence[PricedLayer]) -> tuple[list[int], Work]:
+    """Gather a layer's parameters for its backward where they are not kept; of no layer nothing."""
+    if not layers or not program.how.regather:
+        return NONE
+    return _gathered(program, layers[0], program.lanes.done)
 
 
 def _reduce(program: RankTasks, layers: Sequence[PricedLayer]) -> list[int]:

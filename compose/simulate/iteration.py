@@ -65,12 +65,19 @@ def evaluate_ranks(ranks: Sequence[Rank], optimizer: str, crowding: float = 1.0)
         tally,
         runs[-1][0],
         memory=memories[least_left],
-        matmul_s=plan.microbatches * sum(x.matmul_s for x in layers),
+        matmul_s=plan.microbatches * _mean_matmul_s(found.stages),
         host_gap_us=_gaps_us(found, slowest, lanes),
         bubble_us=bubble_us,
         slowest=slowest,
         fullest=least_left,
     )
+
+
+def _mean_matmul_s(ranks: Sequence[Rank]) -> float:
+    """Matrix products of a micro-batch at peak, in seconds: the mean over all ranks of the job."""
+    alike = [rank.kin or 1 for rank in ranks]
+    sums_s = (n * sum(x.matmul_s for x in r.layers) for n, r in zip(alike, ranks, strict=True))
+    return sum(sums_s) / sum(alike)
 
 
 def _gaps_us(found: Pipeline | _Replicas, r: int, lanes: Shares) -> float:

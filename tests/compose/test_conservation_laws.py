@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from law_case import outcome
 from plan_case import GPU, Flat
 
 from itercast.capture.opcall import StepCapture
@@ -266,6 +267,17 @@ def test_stages_share_the_calls_and_the_parameters(name: str) -> None:
 
 
 MESHES = ["dp=4,ep=4", "dp=8,ep=8", "dp=2,tp=2,sp,ep=2", "dp=4,tp=2,sp,ep=8", "tp=4,sp,ep=4"]
+
+
+@pytest.mark.parametrize(
+    "text", ["dp=2", "pp=2,micro=2", "pp=4,micro=4", "pp=2,micro=4,schedule=zb"]
+)
+def test_all_ranks_multiply_as_much_under_any_plan(text: str) -> None:
+    """MFU is of all ranks: the last stage has the products over words, the others have not."""
+    plan, step = ParallelPlan.parse(text), capture("gpt-s")
+    alone, together = (outcome(step, t).matmul_s for t in ("", text))
+    samples = plan.dp * plan.microbatches
+    assert together * plan.world_size == pytest.approx(samples * alone)
 
 
 @pytest.mark.parametrize("text", [*MESHES, "dp=4,tp=2,sp,ep=4,etp=1", "dp=2,tp=2,ep=2"])

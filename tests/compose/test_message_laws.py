@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pandas as pd
 import pytest
-from law_case import CUT, KIB, SPREAD, WIDTH, Bare, model, node_of, outcome, rank_for, tied_gpt
+from law_case import (
+    CUT,
+    KIB,
+    SPREAD,
+    WIDTH,
+    Bare,
+    model,
+    node_of,
+    outcome,
+    rank_for,
+    run_of,
+    tied_gpt,
+)
 from plan_case import CPU, GPU, Flat
 
 from itercast.capture.plan import ParallelPlan
@@ -102,6 +115,22 @@ def test_hybrid_shards_send_within_their_group_and_shares_among_groups(micro: in
     assert sent(rank_for("frozen", f"dp=8,hsdp=8,{text}")) == sent(
         rank_for("frozen", f"dp=8,{text}")
     )
+
+
+def test_the_next_layer_is_gathered_before_gradients_are_scattered() -> None:
+    """As FSDP2's prefetch in backward, behind which compute does not wait for a scatter.
+
+    Of four layers; the root is gathered first, its weights are frozen.
+    """
+    run = run_of(rank_for("frozen", "dp=8,zero=3"))
+    lanes = {
+        lane: [(t.name, s) for t, s in zip(run.tasks, run.spans, strict=True) if t.lanes == (lane,)]
+        for lane in ("comm", "compute")
+    }
+    backward = ["all_gather", *["all_gather", "reduce_scatter"] * 3, "reduce_scatter"]
+    assert [name for name, _ in lanes["comm"]] == ["all_gather"] * (1 + 4) + backward
+    computed = [span for name, span in lanes["compute"] if name.startswith("blocks")][4:]
+    assert [a.end_us == b.start_us for a, b in itertools.pairwise(computed)] == [True] * 3
 
 
 @pytest.mark.parametrize("every", [1, 2, 4])

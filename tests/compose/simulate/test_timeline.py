@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
+import pytest
+from plan_case import GPU
+
+from itercast.compose.pricing.collectives import default_contention
 from itercast.compose.simulate.timeline import (
     DeadlockError,
     Span,
@@ -61,6 +65,18 @@ def test_overlapping_lanes_slow_each_other() -> None:
     tasks = [Task(("compute",), 4), Task(("comm",), 3, (0,)), Task(("compute",), 6)]
     assert simulate_shared(tasks, SHARED, 1) == [Span(0, 4), Span(4, 7), Span(4, 10)]
     assert simulate_shared(tasks, SHARED, 2) == [Span(0, 4), Span(4, 10), Span(4, 13)]
+
+
+def test_messages_lengthen_the_compute_of_a_gpu_as_published() -> None:
+    """arXiv 2507.03114: compute takes 18.9 % longer; one after the other takes 10.2 % longer still.
+
+    Messages are then 1.102 * 1.189 - 1 of compute, and run at 1/c beside it: they take c times as
+    long, in which compute does 1/c, so that c - 1 of their time is added to compute.
+    """
+    messages = 1.102 * 1.189 - 1
+    silent, stated = replace(GPU, contention=0.0), replace(GPU, contention=1.2)
+    assert default_contention(silent) == pytest.approx(1 + 0.189 / messages, abs=0.02)
+    assert default_contention(stated) == 1.2
 
 
 def test_contention_leaves_other_lanes_alone_and_nearly_one_changes_nothing() -> None:
