@@ -92,6 +92,7 @@ class Search:
     largest: int = LARGEST_MICRO_BATCH  # samples of a micro-batch
     local: int = 0  # also replicas that average their parameters every so many steps
     refused: dict[str, str] = field(default_factory=dict)  # plan -> the rule it breaks
+    too_large: list[float] = field(default_factory=list)  # least bytes of plans left out by them
     tell: Callable[[str], None] = lambda told: None  # is told what the search does before it lists
 
     @cached_property
@@ -142,6 +143,16 @@ class Search:
             self.refused[str(plan)] = str(exc)
             return None
         return rank
+
+    def why_none(self) -> str:
+        """Why no plan is legal: a rule, else the memory of plans that are not even looked at."""
+        if self.refused or not self.too_large:
+            return next(iter(self.refused.values()), "no degrees multiply to that many GPUs")
+        gpu, least = self.book.gpu, min(self.too_large)
+        return (
+            f"parameters, gradients and optimizer take at least {least / 1e9:.1f} GB a GPU, "
+            f"a {gpu.name} has {gpu.hbm_bytes / 1e9:.1f}"
+        )
 
     def scored(self, rank: Rank, iteration_us: float) -> Scored:
         """The rank with its plan's time and memory."""
@@ -217,7 +228,8 @@ def _variants(
     for zero, hsdp in _sharding(search, degrees):
         sharded = replace(degrees, zero=zero, hsdp=hsdp)
         room = room_bytes(search.book.gpu, sharded)
-        if _least_bytes(search, sharded, parameter_bytes) > room:
+        if (least := _least_bytes(search, sharded, parameter_bytes)) > room:
+            search.too_large.append(least)
             continue
         for sp in (False, True) if degrees.tp > 1 else (False,):
             for schedule, virtual in _schedules(pp):

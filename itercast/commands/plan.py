@@ -274,8 +274,7 @@ def run_search(
     if found.stopped:
         typer.echo("itercast: stopped early; these are the best plans so far", err=True)
     if not found.best:
-        rule = next(iter(search.refused.values()), "no degrees multiply to that many GPUs")
-        raise ValueError(f"no legal plan of {facts['case']} for {gpus} GPUs: {rule}")
+        raise ValueError(f"no legal plan of {facts['case']} for {gpus} GPUs: {search.why_none()}")
     shown = list(found.best)
     if found.simplest and found.simplest.plan not in [s.plan for s in shown]:
         shown.append(found.simplest)

@@ -80,6 +80,11 @@ def run(
     from itercast.compose.target import find_target
 
     name_of_module, script = (str(script), module_file(str(script))) if module else ("", script)
+    if misplaced := [x for x in arguments or [] if x.partition("=")[0] in ("--gpu", "--gpus")]:
+        told = (
+            f"itercast: {', '.join(misplaced)} is passed on to {script.name}; options of itercast"
+        )
+        typer.echo(f"{told} come before the script", err=True)
 
     place, known = f"node={node}" if node else "", known_machine(machine, anchor, Question)
     pairs = list(product(gpu.split(","), _counts(gpus)))

@@ -234,3 +234,12 @@ def test_tables_stay_where_other_parameters_are_larger(search: Search) -> None:
     """A GPT looks tokens up too; one GPU has nobody to share with."""
     assert not any(p.shard for p in candidate_plans(search, 4))
     assert not any(p.shard for p in candidate_plans(ranking_search(GPU), 1))
+
+
+def test_where_no_plan_fits_the_least_memory_is_named() -> None:
+    """Of two GPUs each takes half of weights, gradients and two states of AdamW."""
+    search = search_of(gpu_with_room(1e4))
+    assert not best_plans(search, 2, "time").best
+    weights = sum(p.nbytes for p in capture_at(8, 64).parameters)
+    assert min(search.too_large) == pytest.approx(4 * weights / 2, rel=0.01)
+    assert search.why_none().startswith("parameters, gradients and optimizer take at least")
