@@ -80,11 +80,8 @@ def run(
     from itercast.compose.target import find_target
 
     name_of_module, script = (str(script), module_file(str(script))) if module else ("", script)
-    if misplaced := [x for x in arguments or [] if x.partition("=")[0] in ("--gpu", "--gpus")]:
-        told = (
-            f"itercast: {', '.join(misplaced)} is passed on to {script.name}; options of itercast"
-        )
-        typer.echo(f"{told} come before the script", err=True)
+    behind = [x for x in arguments or [] if x.partition("=")[0] in ("--gpu", "--gpus")]
+    hint = f"{', '.join(behind)} is passed on to {script.name}: options of itercast come before it"
 
     place, known = f"node={node}" if node else "", known_machine(machine, anchor, Question)
     pairs = list(product(gpu.split(","), _counts(gpus)))
@@ -103,8 +100,10 @@ def run(
             rows.append(_forecast(order, trace))
         except ValueError as exc:
             if len(pairs) == 1:
-                raise
+                raise ValueError(f"{exc}; {hint}" if behind else str(exc)) from exc
             rows.append(str(exc))
+    if behind:
+        typer.echo(f"note: {hint}", err=True)
     if as_json:
         plain = [r if isinstance(r, str) else _facts(script.name, r) for r in rows]
         typer.echo(json.dumps(plain if len(pairs) > 1 else plain[0]))

@@ -321,8 +321,3 @@ def test_a_program_is_captured_and_forecast_from_python() -> None:
         predict(step, gpu="h100-sxm-80gb", plan="dp=2")
     with pytest.raises(ValueError, match="a program is a function without arguments"):
         capture("gpt2-small", world_size=2)
-
-
-def test_options_behind_the_script_are_its_own_and_that_is_said() -> None:
-    code, _, told = run("nothing.py", "--gpus=64")
-    assert code == 2 and "--gpus=64 is passed on to nothing.py; options of itercast" in told
