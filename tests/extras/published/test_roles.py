@@ -56,7 +56,7 @@ def test_sources_count_alike_and_lines_of_one_by_their_rows() -> None:
 
 
 def test_untouched_sources_come_first_and_apart() -> None:
-    found = [result("x", "vtrain", [9.0], 100.0), result("y", "sia", [11.0], 0.0)]
+    found = [result("x", "vtrain", [9.0], 100.0), result("y", "qwen-docs", [11.0], 0.0)]
     text = left_out_markdown(found, [])
     first, second = text.index("Sources: untouched. 1 sources"), text.index("Sources: finds causes")
-    assert first < text.index("| y | sia |") < second < text.index("| x | vtrain |")
+    assert first < text.index("| y | qwen-docs |") < second < text.index("| x | vtrain |")
