@@ -39,6 +39,7 @@ from itercast.capture.plan_keys import (
 WITH_SHARD = (
     *("dp", "zero", "hsdp", "ep", "amp", "compress", "local", "compress_shard", "tables"),
     *("accumulate", "recompute", "offload", "node", "nodes"),
+    *("tp", "sp", "tp_overlap", "compress_tp", "cp"),
 )
 
 
@@ -105,7 +106,12 @@ class ParallelPlan:
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.dp * self.tp * self.pp * self.cp
+        return self.stage_ranks * self.pp
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.dp * self.tp * self.cp
 
     @property
     def expert_tp(self) -> int:
@@ -115,7 +121,7 @@ class ParallelPlan:
     @property
     def expert_replicas(self) -> int:
         """Ranks of one pipeline stage that hold the same part of the same experts."""
-        return self.tp * self.cp * self.dp // (self.expert_tp * self.ep)
+        return self.stage_ranks // (self.expert_tp * self.ep)
 
     @property
     def shards(self) -> int:
@@ -138,7 +144,7 @@ class ParallelPlan:
     @property
     def table_ranks(self) -> int:
         """Ranks over which embedding tables are spread; other such groups have copies."""
-        return self.shard_group or self.dp
+        return self.shard_group or self.stage_ranks
 
     @property
     def cpu_ranks(self) -> int:
@@ -308,7 +314,10 @@ def _gradient_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
     yield p.compress != "" and p.cdp > 0, "compress acts on all_reduce: no cdp"
     for axis, way in (("tp", p.compress_tp), ("pp", p.compress_pp), ("ep", p.compress_ep)):
         yield way != "" and getattr(p, axis) == 1, f"compress_{axis} needs {axis} > 1"
-    yield p.compress_shard != "" and (p.shard == "" or p.dp == 1), "compress_shard needs shard"
+    yield (
+        p.compress_shard != "" and (p.shard == "" or p.stage_ranks == 1),
+        "compress_shard needs shard",
+    )
     others = p.gossip or p.coconet or p.cdp or p.local
     coded = bool(others) and p.compress.startswith((*QUANTISED, DCT))
     rule = "compress by a dtype or dct acts on DDP's buckets: no gossip, local, coconet or cdp"
@@ -329,8 +338,8 @@ def _gradient_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
     yield bool(p.coconet) and not plain, "coconet rewrites DDP: no zero, gossip or cdp"
     yield bool(p.coconet) and "split" not in p.coconet, "coconet starts with split"
     yield "fuse" in p.coconet and "reorder" not in p.coconet, "coconet: fuse needs reorder"
-    one = p.dp == 1 and p.tables == ""
-    yield p.shard != "" and one, "shard spreads tables over dp ranks: dp > 1, or tables=uvm or ssd"
+    one = p.stage_ranks == 1 and p.tables == ""
+    yield p.shard != "" and one, "shard spreads tables over ranks: dp > 1, or tables=uvm or ssd"
     yield not 0 <= p.cached <= 1, f"a cache holds from 0 to 1 of a table's rows, got {p.cached}"
     keys = {*WITH_SHARD, "shard", "shard_group", "imbalance", "micro", "cached", "recomputed"}
     yield (
@@ -341,11 +350,14 @@ def _gradient_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
 
 def _local_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
     """Rules of what replicas average every so many steps: parameters, or tables of groups."""
-    groups = p.dp % p.table_ranks != 0
-    yield groups, f"shard's group is from 2 and divides dp, got {p.shard_group}"
+    groups = p.stage_ranks % p.table_ranks != 0
+    yield groups, f"shard's group is from 2 and divides dp * tp * cp, got {p.shard_group}"
     yield p.local > 0 and p.dp == 1, f"local={p.local} needs dp > 1"
     tables = p.local > 0 and p.shard != ""
-    yield tables and p.table_ranks == p.dp, "local with shard averages groups' tables: shard=...:N"
+    yield (
+        tables and p.table_ranks == p.stage_ranks,
+        "local with shard averages groups' tables: shard=...:N",
+    )
     alone = p.local > 0 and not tables
     yield p.outer and not alone, "outer is an optimizer of averaged parameters: local without shard"
     split = p.cp > 1 or p.ep > 1 or p.gossip != "" or p.coconet != "" or p.cdp > 0

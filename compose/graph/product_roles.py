@@ -72,7 +72,7 @@ def weight_roles(capture: StepCapture, *, experts: bool = True) -> dict[int, str
         elif isinstance(partner, int) and roles[partner] == "row":
             roles[weight.storage] = "column"
     heads = {p.shape for p in capture.parameters if roles.get(p.storage) == "vocabulary"}
-    named = {p.storage: p.shape for p in capture.parameters}
+    named = {p.storage: p.shape for p in capture.parameters if not p.local}
     read = [c.args[0].storage for c in forward if c.op == "aten.embedding.default"]
     tables = [s for s in read if named.get(s) in heads]
     if tables and not any(s in roles for s in tables):  # no head is tied to one of them
@@ -97,7 +97,8 @@ def _partner(
     - A weight that multiplies them: its storage.
     - The loss, or the end of the step: "loss". Language model heads are cut by vocabulary with and
       without a loss, as in Megatron-LM.
-    - A residual sum, a choice of experts, or a norm that is not of each head: None.
+    - A residual sum, a choice of experts, a norm that is not of each head, or a product of a tensor
+      with itself, which sums over columns (the interaction of a DLRM's features): None.
 
     Passed over are norms of each head and sums before a softmax (mask or bias of attention).
     """
@@ -116,6 +117,8 @@ def _partner(
         others = [t for t in tensors if t.storage in made and t.storage not in derived]
         residual = name in ("add", "add_") and any(t.numel == inputs[0].numel for t in others)
         if name in CHOICES or (residual and not _is_softmaxed(call, calls[i + 1 :])):
+            return None
+        if name == "bmm" and call.args[0].storage == call.args[1].storage:
             return None
         if name in NORMS and not _by_head(inputs[0], start):
             return None

@@ -161,8 +161,8 @@ def cluster(plan: ParallelPlan, gpu: Gpu, node: Node | None = None) -> Cluster:
     - ``ep``: the inner part of dp, or of all ranks where tp does not cut experts; ``expert``: the
       replicas of its experts; ``expert_shard``: those of them that share them out,
       ``expert_replicate``: those that have the same share.
-    - ``tables``: ranks that share embedding tables, the inner part of dp; ``table_replicas``: those
-      that have the same part of them.
+    - ``tables``: ranks that share embedding tables, neighbours of any axis but pp;
+      ``table_replicas``: those that have the same part of them.
     - ``uvm``, ``ssd``: a rank and its host, or its drive (``TIERS``).
     - ``intra_node``: two ranks of one node; ``inter_node``: two of different nodes; ``near``: the
       ranks of ``shard`` in one node; ``world``: all.
@@ -179,9 +179,9 @@ def cluster(plan: ParallelPlan, gpu: Gpu, node: Node | None = None) -> Cluster:
     inner["ep"] = inner["dp"] if plan.expert_tp == plan.tp else 1
     size = {"tp": plan.tp, "cp": plan.cp, "dp": plan.dp, "ep": plan.ep, "pp": plan.pp}
     size |= {"shard": plan.shards, "world": plan.world_size}
-    size["tables"], inner["tables"] = plan.table_ranks, inner["dp"]
-    size["table_replicas"] = plan.dp // plan.table_ranks
-    inner["table_replicas"] = inner["dp"] * plan.table_ranks
+    size["tables"], inner["tables"] = plan.table_ranks, 1
+    size["table_replicas"] = plan.stage_ranks // plan.table_ranks
+    inner["table_replicas"] = plan.table_ranks
     inner["replicate"] = plan.tp * plan.shards
     size["replicate"] = plan.cp * plan.dp // plan.shards
     inner["expert"], size["expert"] = inner["ep"] * plan.ep, plan.expert_replicas

@@ -198,11 +198,18 @@ def candidate_plans(search: Search, world: int) -> Iterator[ParallelPlan]:
                     if not any(n % ep for n in experts):
                         degrees = ParallelPlan(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, amp=search.amp)
                         yield from _variants(search, degrees, parameter_bytes, tables)
-    if tables and world > 1 and search.batch % world == 0:
-        node = search.node.name if search.node else ""
-        spread = ParallelPlan(dp=world, shard=GREEDY, amp=search.amp, node=node)
-        for zero, hsdp in _sharding(search, spread):  # of all that is no table
-            yield replace(spread, zero=zero, hsdp=hsdp)
+    if tables and world > 1:
+        yield from _beside_spread_tables(search, world, domain)
+
+
+def _beside_spread_tables(search: Search, world: int, domain: int) -> Iterator[ParallelPlan]:
+    """Plans whose tables are spread over all GPUs: what cuts or shards all that is no table."""
+    node = search.node.name if search.node else ""
+    for tp in _divisors(world):
+        if tp <= domain and search.batch % (world // tp) == 0:
+            spread = ParallelPlan(dp=world // tp, tp=tp, shard=GREEDY, amp=search.amp, node=node)
+            for zero, hsdp in _sharding(search, spread):
+                yield replace(spread, zero=zero, hsdp=hsdp)
 
 
 def _mostly_tables(capture: StepCapture) -> bool:

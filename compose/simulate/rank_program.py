@@ -342,7 +342,7 @@ class RankProgram(RankTasks):
         rank = self.rank
         parameters = [p for x in rank.layers for p in x.layer.parameters if p.local]
         held = sum(p.nbytes for p in parameters) + rank.model.added_bytes.get("parameters", 0)
-        if rank.plan.table_ranks == rank.plan.dp or not held:
+        if rank.plan.table_ranks == rank.plan.stage_ranks or not held:
             return []
         size = held * (1 + STATE_COPIES[optimizer])
         return [Message(kind="all_reduce", axis="table_replicas", message_bytes=size)]

@@ -223,7 +223,10 @@ def test_spread_tables_compete_with_copies_where_both_fit() -> None:
     """Both are simulated, and the faster one comes first; a replica's batch is never cut."""
     search = ranking_search(GPU)
     plans = list(candidate_plans(search, 4))
-    assert {"dp=4", "dp=4,shard=greedy", "dp=4,zero=3,shard=greedy"} <= {str(p) for p in plans}
+    spread = {
+        f"dp={dp},shard=greedy" for dp in ("4", "2,tp=2", "1,tp=4", "2,tp=2,zero=3", "4,zero=3")
+    }
+    assert {"dp=4", *spread} <= {str(p) for p in plans}
     assert {p.microbatches for p in plans} == {1}
     times = {str(s.plan): s.iteration_us for s in best_plans(search, 4, "time", count=99).best}
     assert list(times.values()) == sorted(times.values())

@@ -52,7 +52,7 @@ def bytes_of_lookups(shard: Shard, lookup: Lookup, ranks: int, optimizer: str) -
     numbers and lookups' numbers at each pass; ``gradients``: one per lookup; ``updated``: touched
     rows and their state, read and written.
     """
-    table, samples = lookup.table, lookup.samples * (1 if shard.local else ranks)
+    table, samples = lookup.table, lookup.samples_of(shard, ranks)
     looked_up = max(1, round(samples * table.pooling * shard.rows / table.rows))
     p = EmbeddingBag(
         op="forward",
@@ -140,8 +140,9 @@ class BatchedStep(RankStep):
         self._part("send vectors", received=pooled)
         self._part("send numbers", received=[self._buffer(1)])  # which this step does not read
 
-    def join(self, pooled: Sequence[TensorSpec]) -> None:
-        """Vectors arrive in order."""
+    def gather_and_join(self, pooled: Sequence[TensorSpec]) -> None:
+        """Add the vectors of all samples to those of a rank's part; they arrive in order."""
+        self._part("gather vectors")
 
     def send_gradients(self) -> None:
         """Add the exchange of pooled vectors' gradients."""

@@ -7,19 +7,33 @@ from typing import Any
 
 from itercast.capture.opcall import OpCall, ParamSpec, StepCapture
 from itercast.compose.parallel import captured_tables as core
-from itercast.extras.recommenders.sharded_model import UNIFORM, Table
+from itercast.extras.recommenders.sharded_model import UNIFORM, Shard, Table
 from itercast.microbench.ops import find_family
 from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lookup:
-    """One call that looks a table up for ``samples`` of one rank; ``mode`` as of embedding bags."""
+    """One call that looks a table up for ``samples`` of one rank; ``mode`` as of embedding bags.
+
+    ``alike``: tensor-parallel ranks with the same samples, each of which asks other ranks for the
+    rows of its part of them.
+    """
 
     call: int
     samples: int
     table: Table
     mode: str = "sum"
+    alike: int = 1
+
+    @property
+    def asked(self) -> int:
+        """Samples whose rows a rank asks other ranks for."""
+        return -(-self.samples // self.alike)
+
+    def samples_of(self, shard: Shard, ranks: int) -> int:
+        """Samples that a shard is looked up for: a copy for its rank's own, others for all."""
+        return self.samples if shard.local else ranks * self.asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,18 +49,20 @@ class CapturedTable:
         return self.lookups[0].table
 
 
-def captured_tables(capture: StepCapture) -> tuple[CapturedTable, ...]:
-    """The step's tables in the order of their parameters."""
+def captured_tables(capture: StepCapture, alike: int = 1) -> tuple[CapturedTable, ...]:
+    """The step's tables in the order of their parameters; ``alike`` as of ``Lookup``."""
     return tuple(
         CapturedTable(
             parameter=found.parameter,
-            lookups=tuple(_lookup(i, capture.calls[i], found.parameter) for i in found.calls),
+            lookups=tuple(
+                _lookup(i, capture.calls[i], found.parameter, alike) for i in found.calls
+            ),
         )
         for found in core.captured_tables(capture)
     )
 
 
-def _lookup(i: int, call: OpCall, p: ParamSpec) -> Lookup:
+def _lookup(i: int, call: OpCall, p: ParamSpec, alike: int) -> Lookup:
     """The call as a lookup of a parameter by row numbers."""
     params: Any = find_family(call)[1]
     bag = isinstance(params, EmbeddingBag)
@@ -61,4 +77,5 @@ def _lookup(i: int, call: OpCall, p: ParamSpec) -> Lookup:
         stream=call.kwargs.get("drawn") or UNIFORM,
         pooled=bag,
     )
-    return Lookup(call=i, samples=samples, table=table, mode=params.mode if bag else "sum")
+    mode = params.mode if bag else "sum"
+    return Lookup(call=i, samples=samples, table=table, mode=mode, alike=alike)

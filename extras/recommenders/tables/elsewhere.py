@@ -61,9 +61,9 @@ def slowest_rank(
     per_node, rate = where.groups["tables"].per_node, where.slowest_bytes_per_s("tables")
     try:
         ranks = plan.table_ranks
-        how = plan.compress_shard, plan.microbatches, ranks
+        how = plan.compress_shard, plan.microbatches, plan.tp, ranks
         found = _slowest_rank(capture, text, tier, *how, per_node, rate, book)
-        if plan.table_ranks < plan.dp and found.outside:
+        if plan.table_ranks < plan.stage_ranks and found.outside:
             raise ValueError("copies of tables outside HBM are not averaged: shard without a group")
         return found
     except ValueError as exc:
@@ -85,6 +85,7 @@ def _slowest_rank(
     tier: tuple[str, float] | None,
     codec: str,
     micro: int,
+    alike: int,
     ranks: int,
     per_node: int,
     rate: float,
@@ -93,10 +94,10 @@ def _slowest_rank(
     """The slowest rank under the sharding of a text in torchrec's form; greedy where it is None.
 
     ``rate``: bytes/s of a rank's slowest link to others; ``tier``: where all tables lie;
-    ``codec``: how vectors travel, which changes no greedy sharding.
+    ``codec``: how vectors travel, which changes no greedy sharding; ``alike``: see ``Lookup``.
     """
     software = table_software(book)
-    tables = as_stored(captured_tables(capture), software)
+    tables = as_stored(captured_tables(capture, alike), software)
     if not tables:
         raise ValueError("shard spreads embedding tables, and the model has none")
     state = state_per_weight(capture.optimizer)

@@ -55,7 +55,7 @@ def draws_of(rows: int, unique: float, skew: float) -> float:
 
 def missed_rows(shard: Shard, lookup: Lookup, ranks: int) -> tuple[float, float]:
     """Rows that lookups for the samples of all ranks read from a shard's tier; distinct ones."""
-    table, samples = lookup.table, lookup.samples * (1 if shard.local else ranks)
+    table, samples = lookup.table, lookup.samples_of(shard, ranks)
     looked_up = max(1, round(samples * table.pooling * shard.rows / table.rows))
     facts = shard_stream(table, shard.rows, samples) or {"skew": table.stream.skew}
     if table.stream.distinct:

@@ -11,6 +11,9 @@ The rank's step:
 6. after backward, which ends when DDP has reduced the other gradients, its shards are updated with
    the gradients of the rows looked up, then the rest.
 
+Tensor-parallel ranks have the same samples: each asks for its part of them (1), gathers the vectors
+of all from its neighbours (before they are read) and sends the gradients of its part (5).
+
 Messages are as large as the most that any rank sends or receives, by which an uneven all_to_all
 takes its time (arXiv 2404.12674). Copies around them are those of
 ``itercast.extras.recommenders.sharded_dlrm``, on a CPU with its ops of one element per sample.
@@ -38,6 +41,7 @@ from itercast.extras.recommenders.tables.table_work import (
 )
 from itercast.microbench.ops.step.host import REPEATED
 
+AMONG = {"gather vectors": ("all_gather", "tp")}  # messages that are no all_to_all
 PER_TENSOR = ("zero_grad", "accumulate_grad")  # host events that come once per parameter
 
 
@@ -68,8 +72,9 @@ class RankStep:
         self._part("pack vectors")
         self._part("send vectors", received=pooled)
 
-    def join(self, pooled: Sequence[TensorSpec]) -> None:
-        """Add what puts the received vectors in order."""
+    def gather_and_join(self, pooled: Sequence[TensorSpec]) -> None:
+        """Add the vectors of all samples to those of a rank's part, and what puts them in order."""
+        self._part("gather vectors")
         self._part("join vectors", read=pooled[0].storage)
 
     def send_gradients(self) -> None:
@@ -99,9 +104,8 @@ class RankStep:
             self._add([copy] if nbytes else [], part)
         self._add(calls, part)
         for nbytes in self.work.sent.get(part, ()):
-            message = collective(
-                "all_to_all", "tables", self._buffer(nbytes), "", received=tuple(received)
-            )
+            kind, axis = AMONG.get(part, ("all_to_all", "tables"))
+            message = collective(kind, axis, self._buffer(nbytes), "", received=tuple(received))
             self._add([message] if nbytes else [], part)
         for (tier, kind), nbytes in (self.work.fetched if part == "fetch rows" else {}).items():
             rows = replace(self._buffer(nbytes), storage=-1)  # they stream, no memory holds them
@@ -149,7 +153,7 @@ def rank_step(
         if i == gone.first:
             step.distribute_and_look_up(gone.pooled)
         if i == gone.joined:
-            step.join(gone.pooled)
+            step.gather_and_join(gone.pooled)
         kept = updates.without(call) if call.phase == "optimizer" else call
         if i not in gone.numbers and kept is not None:
             step.made.add(i, kept)

@@ -182,7 +182,7 @@ class ShardTimes:
         trains, others = self.optimizer != "none", self.ranks - 1
         found = 0.0
         for x in self.tables[shard.table].lookups:
-            numbers, vectors = message_bytes(shard, x.table, x.samples)
+            numbers, vectors = message_bytes(shard, x.table, x.asked)
             gradient_bytes = shard.rows * shard.columns * x.table.sent_bytes
             summed = trains * 2 * others / self.ranks * gradient_bytes
             found += summed if shard.local else others * (numbers + (1 + trains) * vectors)

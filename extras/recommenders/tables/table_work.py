@@ -40,6 +40,7 @@ PHASES: Mapping[str, str] = {
     "look up": "forward",
     "pack vectors": "forward",
     "send vectors": "forward",
+    "gather vectors": "forward",
     "join vectors": "forward",
     "pack gradients": "backward",
     "send gradients": "backward",
@@ -60,7 +61,7 @@ def lookup_calls(
 
     ``tables`` like it are looked up one after the other.
     """
-    table, samples = lookup.table, (1 if shard.local else ranks) * lookup.samples
+    table, samples = lookup.table, lookup.samples_of(shard, ranks)
     looked_up = max(1, round(samples * table.pooling * shard.rows / table.rows))
     facts = shard_stream(table, shard.rows, samples)
     if tables > 1:
@@ -101,8 +102,8 @@ def traffic(held: Sequence[tuple[Shard, Lookup]], ranks: int) -> dict[str, np.nd
     moved = {name: np.zeros((2, ranks)) for name in ("lengths", "numbers", "vectors")}
     for shard, lookup in held:
         if not shard.local:
-            numbers, vectors = message_bytes(shard, lookup.table, lookup.samples)
-            lengths = length_bytes(shard, lookup.table, lookup.samples)
+            numbers, vectors = message_bytes(shard, lookup.table, lookup.asked)
+            lengths = length_bytes(shard, lookup.table, lookup.asked)
             for name, nbytes in (("lengths", lengths), ("numbers", numbers)):
                 moved[name][0] += nbytes
                 moved[name][1, shard.rank] += ranks * nbytes
@@ -156,7 +157,7 @@ def table_work(
     moved, spread = traffic(held, ranks), [(s, x) for s, x in held if not s.local]
     own = sum(s.rank == rank for s, _ in spread)
     cut = [x for s, x in spread if s.rows < x.table.rows]
-    chosen = [PASSES_IN_PARTS * INDEX_BYTES * x.samples * x.table.pooling for x in cut]
+    chosen = [PASSES_IN_PARTS * INDEX_BYTES * x.asked * x.table.pooling for x in cut]
     lengths, numbers, vectors = (float(both.max()) for both in moved.values())
     packed, received = moved["vectors"][:, rank]
     rearranged = {
@@ -168,6 +169,7 @@ def table_work(
     counts |= {"joined": len(spread), "updated": own}
     small_ops = {part: sum(SMALL_OPS[k] * counts[k] for k in kinds) for part, kinds in LOOPS}
     mine = [(s, x) for s, x in held if s.rank == rank]
+    alike = max((x.alike for _, x in held), default=1)
     return TableWork(
         mine=mine,
         fetched=moved_bytes(mine, ranks, optimizer),
@@ -180,6 +182,7 @@ def table_work(
         sent={
             "send numbers": [lengths, numbers],
             "send vectors": [vectors],
+            "gather vectors": [alike * received] if alike > 1 else [],
             "send gradients": [vectors],
         },
         small_ops=small_ops if on_cpu else {},

@@ -21,7 +21,7 @@ GOOD = [
     "tp=2,pp=2,compress_tp=int8,compress_pp=dct:0.5",
     "dp=4,tp=2,ep=2,compress=dct:0.25,compress_tp=int8,compress_ep=0.5",
     "dp=8,local=100,outer",
-    "dp=4,zero=2,shard=greedy:2,local=8",
+    "dp=4,tp=2,zero=2,shard=greedy:2,local=8",
     "dp=16,node=dgx-h100,nodes=2",
     "dp=4,amp,shard=plans/tables.json,node=dgx-h100",
 ]
@@ -85,11 +85,10 @@ BAD = {
     "cut=0.5": "dp > 1",
     "dp=2,cut=2": "up to 1",
     "dp=2,tp=2,cut=0.5": "goes with dp",
-    "dp=4,shard=greedy:3": "shard's group is from 2 and divides dp, got 3",
+    "dp=4,shard=greedy:3": "shard's group is from 2 and divides dp \\* tp \\* cp, got 3",
     "dp=2,shard=": "shard is greedy or a JSON file",
-    "shard=greedy": "shard spreads tables over dp ranks: dp > 1",
-    "dp=2,tp=2,shard=greedy": "shard goes with dp, zero, hsdp, ep, amp, compress, local",
-    "dp=2,pp=2,shard=greedy": "shard goes with dp",
+    "shard=greedy": "shard spreads tables over ranks: dp > 1",
+    "dp=2,pp=2,shard=greedy": "shard goes with dp, zero, hsdp, ep, amp, compress, local",
 }
 
 

@@ -48,6 +48,19 @@ def test_tensor_parallel_cuts_the_casts_of_weights(gpt: StepCapture) -> None:
     assert part == whole / 2 > 0
 
 
+def test_features_that_interact_are_whole() -> None:
+    """A DLRM of 13-128-64-32 and 53-256-128-1: two layers of each perceptron are a pair.
+
+    Products of 7 vectors of 32 by each other need all columns, so that the third bottom layer stays
+    whole, as the last one of one column. Four samples in forward.
+    """
+    made = tensor_parallel(capture("dlrm-s", batch=4), ParallelPlan(tp=2))
+    pairs = 13 * 128 + 128 * 64 + 53 * 256 + 256 * 128
+    whole = 64 * 32 + 7 * 7 * 32 + 128
+    flops = product_flops(c for c in made.calls if c.phase == "forward")
+    assert flops == 4 * 2 * (pairs // 2 + whole)
+
+
 def test_layers_of_one_input_may_reduce_its_gradient_each(gpt: StepCapture) -> None:
     """torch's ColwiseParallel: one more all_reduce for q and kv in each of two blocks."""
     made = tensor_parallel(gpt, ParallelPlan(tp=2), summed=False)

@@ -48,7 +48,7 @@ class Net(nn.Module):
 
     def __init__(self, sparse: bool = False) -> None:
         super().__init__()
-        self.bottom = nn.Linear(5, DIM)
+        self.bottom: nn.Module = nn.Linear(5, DIM)
         bags = [nn.EmbeddingBag(n, DIM, mode="sum", sparse=sparse) for n in ROWS[:2]]
         self.bags, self.items = nn.ModuleList(bags), nn.Embedding(ROWS[2], DIM, sparse=sparse)
         self.top = nn.Linear(DIM, 1)
@@ -250,6 +250,41 @@ def test_memory_is_that_of_the_fullest_rank(tmp_path: Path) -> None:
         assert memory["parameters"] == dense + 160 * DIM * 4
         assert memory["optimizer"] == state * (dense + 160 * DIM * 4)
         assert memory["gradients"] <= dense
+
+
+class Deep(Net):
+    """``Net`` with a pair of linear layers for dense features, which tensor parallelism cuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bottom: nn.Module = nn.Sequential(nn.Linear(5, 32), nn.ReLU(), nn.Linear(32, DIM))
+
+
+@pytest.mark.parametrize("zero", ["", ",zero=3"])
+def test_tensor_parallel_ranks_share_lookups_and_gather_vectors(tmp_path: Path, zero: str) -> None:
+    """Each of four ranks asks for 4 of the 8 samples that it has in common with its neighbour.
+
+    Rank 2 has the first bag: it gets 4 lengths and 12 row numbers, 32 and 96 bytes, of each rank,
+    sends 4 vectors of 64 bytes to each, and looks 16 bags up. Copies of the other tables are looked
+    up for all 8 samples. Two ranks gather 2 * 256 bytes; of gradients each sends its part.
+    """
+    copies = dict.fromkeys(("bags.1", "items"), ("data_parallel", ALL))
+    plan = plan_file(tmp_path, {"bags.0": ("table_wise", (2,)), **copies})
+    inputs = (torch.zeros(BATCH, 5), torch.zeros(BATCH, BAG, dtype=torch.int64))
+    found = capture(Deep(), inputs, optimizer="sgd")
+    made = rank_for(found, plan.replace("dp=4", "dp=2,tp=2") + zero).model.graph.capture
+    sent = [c for c in made.calls if c.op == COLLECTIVE]
+    assert [(c.kwargs["axis"], c.args[0].nbytes) for c in sent] == [
+        ("tables", 4 * 32),
+        ("tables", 4 * 96),
+        ("tables", 4 * 256),
+        ("tp", BATCH * DIM * 4),  # partial sums of the second bottom layer
+        ("tp", 2 * 256),
+        ("tables", 4 * 256),
+    ]
+    bags = [find_family(c)[1] for c in made.calls if c.op.startswith("aten._embedding_bag.")]
+    assert [(p.rows, p.bags, p.lookups) for p in bags] == [(100, 16, 48), (60, 8, 24)]
+    assert product_flops(found.calls) > 1.5 * product_flops(made.calls)  # layers are cut
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
