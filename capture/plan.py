@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
+from itercast.capture.base.close_names import unknown
 from itercast.capture.plan_keys import (
     DCT,
     FLAG,
@@ -226,7 +227,7 @@ _KEYS = [name for name in _FIELDS if name not in _NUMBERS.values()]
 def _read(name: str, text: str, *, flag: bool) -> dict[str, Any]:
     """The values of a key's text: its own, and that of a number behind it."""
     if name not in _KEYS:
-        raise ValueError(f"unknown key {name!r}; known: {[*_KEYS, *added_keys()]}")
+        raise unknown("key", name, [*_KEYS, *added_keys()], "docs/formats.md")
     facts, second = _FIELDS[name], _NUMBERS.get(name)
     if facts["read"] == FLAG:
         if not flag:

@@ -41,12 +41,6 @@ class PlainLines(Progress):
         print(f"{task.description}{share} ({now_s - self.began_s:.0f} s)", file=sys.stderr)
 
 
-def say_at_once(text: str) -> None:
-    """Print on stderr what a long command begins with, where no terminal shows a bar."""
-    if not Console(stderr=True).is_terminal:
-        print(text, file=sys.stderr)
-
-
 def progress_bar() -> Progress:
     """A progress bar on stderr, so that --json on stdout stays clean; lines off a terminal."""
     console = Console(stderr=True)

@@ -12,6 +12,8 @@ from typer.core import TyperGroup
 
 UsageError: Any = typer.BadParameter.__base__  # click's, which typer keeps under varying names
 
+STOPPED = 130  # exit code of what Ctrl-C ended, in every shell
+
 
 def _given(exc: Exception) -> str:
     """The value of an option that typer's checks (by pydantic) refuse and do not name."""
@@ -34,7 +36,10 @@ class OneLineGroup(TyperGroup):
         if not options.get("standalone_mode", True):
             return super().main(*args, **options)
         try:
-            sys.exit(super().main(*args, **{**options, "standalone_mode": False}) or 0)
+            code = super().main(*args, **{**options, "standalone_mode": False}) or 0
+            if code == STOPPED:  # of which typer says nothing
+                raise typer.Abort
+            sys.exit(code)
         except UsageError as exc:
             if told := exc.format_message().rstrip():  # empty where the help was printed
                 typer.echo(f"itercast: {told}{_given(exc)}", err=True)
@@ -44,7 +49,7 @@ class OneLineGroup(TyperGroup):
             sys.exit(2)
         except typer.Abort as exc:
             typer.echo("; ".join(["itercast: stopped", *filter(None, [str(exc)])]), err=True)
-            sys.exit(1)
+            sys.exit(STOPPED)
 
 
 @contextmanager

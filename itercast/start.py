@@ -10,5 +10,6 @@ def main() -> None:
     try:
         from itercast.__main__ import app  # takes some tenths of a second
     except KeyboardInterrupt:
-        sys.exit("itercast: stopped")  # on stderr, exit code 1
+        print("itercast: stopped", file=sys.stderr)
+        sys.exit(130)  # as of ``itercast.errors``
     app()

@@ -21,6 +21,7 @@ import numpy as np
 import pandas as pd
 
 from itercast.capture.base.cache_folder import cache_folder
+from itercast.capture.base.close_names import unknown
 from itercast.learners.family_model import Beyond, Prepared
 from itercast.learners.features.machine_speed import (
     Anchors,
@@ -102,9 +103,8 @@ def usable_rows(
     Of a family that outgrows so many bytes of ``memory`` a sample, drawn evenly. ValueError for an
     unknown family, and where no family has enough.
     """
-    unknown = sorted(set(names or []) - set(families()))
-    if unknown:
-        raise ValueError(f"unknown family {unknown[0]!r}; known: {sorted(families())}")
+    if others := sorted(set(names or []) - set(families())):
+        raise unknown("family", others[0], families())
     tables = {}
     for name in names or families():
         if memory is not None and outgrows(roots, name, memory):

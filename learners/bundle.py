@@ -20,6 +20,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.close_names import unknown
 from itercast.capture.base.slow_imports import pd, xgb
 from itercast.capture.base.yaml_text import made_of
 from itercast.learners.family_model import FamilyModel
@@ -85,7 +86,7 @@ class Bundle:
         forecast by its roofline.
         """
         if family not in (known := families()):
-            raise ValueError(f"unknown family {family!r}; known: {sorted(known)}")
+            raise unknown("family", family, known)
         if not len(rows):
             return pd.DataFrame(columns=COLUMNS)
         hardware = {**self.gpus, **(gpus or {})}
@@ -304,7 +305,7 @@ def load_model(folder: Path, name: str, facts: Facts, gpus: Mapping[str, Gpu]) -
     ValueError for an unknown family or learner.
     """
     if name not in families():
-        raise ValueError(f"unknown family {name!r}; known: {sorted(families())}")
+        raise unknown("family", name, families())
     if "learner" in facts:
         learner = facts["learner"]["name"]
         raise ValueError(f"learner {learner!r} of {name}: only the blend prices now; train again")

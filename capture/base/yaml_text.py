@@ -16,6 +16,8 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 
+from itercast.capture.base.close_names import near
+
 T = TypeVar("T")
 
 MERGE = "tag:yaml.org,2002:merge"  # of the key <<
@@ -95,7 +97,7 @@ def made_of(kind: type[T], values: Any, where: str) -> T:
     if not isinstance(values, Mapping):
         raise ValueError(f"{where}: expected a mapping of {sorted(known)}, got {values!r}"[:300])
     if others := sorted(str(k) for k in values if k not in known):
-        raise ValueError(f"{where}: unknown keys {others}; known: {sorted(known)}")
+        raise ValueError(f"{where}: unknown keys {others}; known: {near(others[0], sorted(known))}")
     checked = {k: typed(known[k], v, f"{where}: {k}") for k, v in values.items()}
     needed = [f.name for f in fields(stated) if f.default is MISSING is f.default_factory]
     if missing := [name for name in needed if name not in checked]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -37,6 +37,7 @@ class TakenBatches:
     """The batches that a program took from its DataLoaders, and what they took to make.
 
     ``samples``: of each batch since the last ``begin_step``. ``copied_ahead``: see ``InputLane``.
+    ``passed`` is called where a DataLoader has no batch left.
     """
 
     def __init__(self) -> None:
@@ -45,6 +46,7 @@ class TakenBatches:
         self.loader: Any = None
         self.nbytes = 0
         self.copied_ahead = False
+        self.passed: Callable[[], None] = lambda: None
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -170,10 +172,14 @@ def real_batches(taken: TakenBatches) -> Iterator[None]:
         loaders[iterator] = loader
 
     def taking(iterator: Any) -> Any:
-        with _for_real():
-            start_ns = time.thread_time_ns()  # of no other thread, such as a progress bar's
-            batch = take(iterator)
-            took_us = (time.thread_time_ns() - start_ns) * 1e-3
+        try:
+            with _for_real():
+                start_ns = time.thread_time_ns()  # of no other thread, such as a progress bar's
+                batch = take(iterator)
+                took_us = (time.thread_time_ns() - start_ns) * 1e-3
+        except StopIteration:
+            taken.passed()
+            raise
         taken.note(loaders[iterator], took_us, batch)
         return with_tensors(_faked, batch)
 

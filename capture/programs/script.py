@@ -11,7 +11,6 @@ import linecache
 import multiprocessing.util
 import os
 import runpy
-import signal
 import socket
 import subprocess
 import sys
@@ -36,13 +35,14 @@ from itercast.capture.base.files import write_atomic
 from itercast.capture.base.user_errors import first_line
 from itercast.capture.input.batches import TakenBatches, real_batches
 from itercast.capture.programs.capture import capture_ranks, runs_of_steps
-from itercast.capture.programs.evaluations import Evaluations
+from itercast.capture.programs.doing import said
 from itercast.capture.programs.gpus.asked import Asked, EmulatedGpu
 from itercast.capture.programs.gpus.machine import gpus_that_are_not_there
 from itercast.capture.programs.gpus.streams import recorded_streams
 from itercast.capture.programs.kernels import triton_kernels
 from itercast.capture.programs.log import ProgramLog
 from itercast.capture.programs.program import COLLECTIVE, ProgramCapture, write_program
+from itercast.capture.programs.repeated.evaluations import Evaluations
 from itercast.capture.programs.steps import KINDS, EnoughSteps, Lines, Steps
 from itercast.capture.programs.trained.facts import STOPS
 from itercast.capture.programs.trained.finder import Finder
@@ -176,8 +176,13 @@ def _run_until(
     lines = partial(_running_lines, script)
     steps = Steps(script.steps, log, taken, lines, script.told, evaluations)
     argv = [str(script.path), *script.arguments]
+
+    def words(frame: FrameType) -> str:
+        return f"{steps.so_far()}{script.told(_running_lines(script, frame))}"
+
     try:
         with (
+            said(words),
             patch.object(sys, "argv", argv),
             patch.object(sys, "path", [script.first_on_path, *sys.path]),
             runs_of_steps(log),
@@ -193,7 +198,8 @@ def _run_until(
         if not (steps.enough or ended):  # else it fails on its way out
             raise _refusal(exc, steps.done, script) from exc
     if not steps.kept:
-        raise RefusedError(_too_few(steps.done, script, "ends"))
+        ends = _too_few(steps.done, script, "ends")
+        raise RefusedError(f"{script.path.name}: {steps.notes[0]}" if steps.enough else ends)
     steps.restore()
     return steps
 
@@ -336,7 +342,6 @@ def main(order: str, result: str, temporary: str) -> int:
             arguments=given["arguments"],
             steps=given["steps"],
         )
-        signal.signal(signal.SIGUSR1, partial(_says_where, script))
         with asked.noted():
             size = given["world_size"], given["per_node"]
             captured = capture_script(script, asked, *size, taken, finder)
@@ -363,13 +368,6 @@ def _loaded(script: Script) -> set[str]:
     loaded = [m for name, m in sys.modules.items() if not name.startswith("itercast")]
     own = {str(Path(file).resolve()) for file in map(_file, loaded) if file}
     return {str(script.path.resolve()), *own}
-
-
-def _says_where(script: Script, signal_number: int, frame: FrameType | None) -> None:
-    """End this process, which takes too long, with the line that runs now on stderr."""
-    line = script.told(_running_lines(script, frame)).strip()
-    print(f"\nitercast: {line}", file=sys.__stderr__, flush=True)
-    os._exit(2)
 
 
 @cache

@@ -14,15 +14,18 @@ from weakref import WeakSet
 
 from torch.optim import Optimizer
 
+from itercast.capture.base.durations import counted
 from itercast.capture.input.batches import TakenBatches
 from itercast.capture.opcall import Kwargs, OpCall
-from itercast.capture.programs.evaluations import Evaluations
 from itercast.capture.programs.log import ProgramLog
+from itercast.capture.programs.repeated.evaluations import Evaluations
 
 # What ends a step, from what says least. CUDA graphs are warmed up on a stream of their own.
 KINDS = ("forward", "backward", "update", "warm-up", "optimizer")
 PATIENCE = 4  # times the steps asked for, until a script without an optimizer updates nothing
 LONGEST = 20  # times the steps asked for, within which what an iteration runs once comes again
+# Backwards, and passes over DataLoaders, after which no step of an optimizer is waited for.
+WAITED = 1000
 
 Lines = tuple[tuple[str, int], ...]  # files and lines of calls outside torch, the innermost last
 Place = tuple[int, Lines]  # what ended, where
@@ -74,8 +77,8 @@ class Steps:
         self.places, self.stepped, self.trained = set[Place](), Counter[int](), set[int]()
         self.enough, self.notes = False, list[str]()
         self.older = WeakSet(_optimizers(()))  # such as another rank's
-        self.has_optimizer = False
-        log.ended = self.end
+        self.has_optimizer, self.waited = False, 0
+        log.ended, taken.passed = self.end, self._waits
 
     @property
     def done(self) -> int:
@@ -107,6 +110,7 @@ class Steps:
         if getattr(owner, "training", True):  # no evaluation
             self.places.add((kind, lines))
         if KINDS[kind] == "optimizer":
+            self.waited = 0
             self.stepped[id(owner)] += 1
             self.trained |= _trained_by(owner)
         if kind < self.kind:
@@ -118,6 +122,25 @@ class Steps:
         self.ends[place] += 1
         if place == max(self.ends, key=self.ends.__getitem__):  # the first of the most frequent
             self._next(lines)
+        if KINDS[kind] == "backward":
+            self._waits()
+
+    def _waits(self) -> None:
+        """End a script whose optimizers make no more steps, whatever it runs."""
+        self.waited += 1
+        if self.waited == WAITED:
+            taken = f"over DataLoaders, of {len(self.taken.took_us):,} batches in all"
+            note = f"no step of an optimizer in {WAITED:,} backwards and passes {taken}"
+            self.notes.insert(0, f"{note}{self.told(self.lines())}")
+            self.enough = True
+            raise EnoughSteps
+
+    def so_far(self) -> str:
+        """How far the script is, in words."""
+        if KINDS[self.kind] == "optimizer":
+            return f"{self.done} of {self.wanted} steps"
+        ran = f"{counted(self.done, KINDS[self.kind])}, " if self.done else ""
+        return f"{ran}no step of an optimizer yet"
 
     def _next(self, lines: Lines) -> None:
         """Keep the step that ended, and begin the next one or end the script."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.machinery import PathFinder
 from importlib.metadata import distributions
@@ -21,6 +20,7 @@ from typing import IO
 
 from itercast.capture.base.cache_folder import bounded, cache_folder
 from itercast.capture.input.lane import InputLane
+from itercast.capture.programs.doing import DOING
 from itercast.capture.programs.gpus.asked import Answers
 from itercast.capture.programs.program import ProgramCapture, read_program
 from itercast.capture.programs.trained.facts import STOPS
@@ -34,8 +34,8 @@ from itercast.microbench.processes.watch import end_group, session_bytes
 from itercast.microbench.store import Facts
 
 MODULE = "itercast.capture.programs.script"
-# no assumption: seconds between looks at a file, at memory; until a process that ends is killed
-POLL_S, MEMORY_S, ANSWERS_S = 0.1, 1.0, 5.0
+POLL_S, MEMORY_S = 0.1, 1.0  # no assumption: seconds between looks at a file, at memory
+LAST_BYTES = 1 << 16  # of what a script wrote, among which is what it does
 OURS = "itercast: "  # begins our lines among the script's
 MOST_MEMORY = 0.5  # of this machine's, for a script and what it starts
 
@@ -55,6 +55,7 @@ class ScriptOrder:
 
     ``module``: its name, if it runs as ``python -m`` runs it; ``path`` is its file then. ``steps``
     run, the last one is captured, within ``limit_s`` seconds; ``anew``: also where it was before.
+    ``tell`` is told what it does meanwhile.
     """
 
     path: Path
@@ -65,6 +66,7 @@ class ScriptOrder:
     steps: int = 3
     limit_s: int = 600
     anew: bool = False
+    tell: Callable[[str], object] = field(default=lambda told: None, compare=False)
 
     def __post_init__(self) -> None:
         if not self.path.is_file():
@@ -191,7 +193,7 @@ class ScriptProcess:
     """
 
     def __init__(self, order: ScriptOrder, command: Sequence[str]) -> None:
-        self.script, self.limit_s = order.path, order.limit_s
+        self.script, self.limit_s, self._tell = order.path, order.limit_s, order.tell
         self._command, self._stack = command, ExitStack()
 
     def __enter__(self) -> ScriptProcess:
@@ -234,20 +236,21 @@ class ScriptProcess:
             if (taken := session_bytes(self.process.pid)) > most:
                 here = f"allowed are {most / 1e9:.1f} GB, {MOST_MEMORY:.0%} of this machine's"
                 raise ValueError(f"{self.script.name} takes {taken / 1e9:.1f} GB of memory; {here}")
+            if doing := self._doing():
+                self._tell(doing)
             if now_s > end_s:
                 late = f"{self.script.name} made too few steps within {self.limit_s} s"
-                raise ValueError(f"{late} {self._line()}".strip())
+                raise ValueError(f"{late}: {doing}" if doing else late)
         if code := self.process.poll():
             kind = ScriptStopsError if code == STOPS else ValueError
             raise kind(_reason(self._said, self.process.returncode, self.script))
 
-    def _line(self) -> str:
-        """The line that the script runs, in brackets; nothing where its process says none."""
-        self.process.send_signal(signal.SIGUSR1)
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(ANSWERS_S)
-        asked = self.process.poll() == 2
-        return _reason(self._said, 2, self.script) if asked else ""
+    def _doing(self) -> str:
+        """What the script does, as its process said last."""
+        file = self._said.fileno()  # shared, with its position
+        last = os.pread(file, LAST_BYTES, max(0, os.fstat(file).st_size - LAST_BYTES))
+        lines = last.decode(errors="replace").splitlines()
+        return next((x.removeprefix(DOING) for x in lines[::-1] if x.startswith(DOING)), "")
 
 
 def _reason(said: IO[bytes], code: int, script: Path) -> str:
@@ -258,7 +261,7 @@ def _reason(said: IO[bytes], code: int, script: Path) -> str:
     said.seek(0)
     lines = [line for line in said.read().decode(errors="replace").splitlines() if line.strip()]
     ours = [line.removeprefix(OURS) for line in lines if line.startswith(OURS)]
-    others = [line.strip() for line in lines if not line.startswith(OURS)]
+    others = [line.strip() for line in lines if not line.startswith((OURS, DOING))]
     if not ours:
         return (others or [f"{script.name} ended with {code}"])[-1]
     by_itself = f"{script.name} exits" in ours[-1] and others

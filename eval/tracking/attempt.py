@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 REACHED_S = 3.0  # that a server may take to accept a connection
 PORTS = {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306}
 warned: set[str] = set()  # stores of which this process has said so
-SHORT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+SHORT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}
 
 
 def attempt(write: Callable[P, object], *args: P.args, **options: P.kwargs) -> bool:

@@ -41,7 +41,9 @@ def connect() -> MlflowClient:
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("MLFLOW_SKIP_PIP_REQUIREMENTS_CHECK", "true")  # they are pinned
     import mlflow  # lazy: forecasts must not pay for it
+    from mlflow.store.db import utils
 
+    utils.MAX_RETRY_COUNT = 1  # it would try a database that it cannot open for two minutes
     if tracking_uri().startswith("sqlite"):
         _write_ahead()
     mlflow.set_tracking_uri(tracking_uri())

@@ -236,6 +236,8 @@ def print_plans(
         found = found_lines(facts["script"]) if "script" in facts else []
         say("\n".join([*found, search_line(facts)]), facts["unusual"])
         Console().print(plans_table(facts, reports, [one.get("price", {}) for one in usd]))
+    if facts.get("stopped"):
+        raise typer.Abort("the plans are the best so far")
     log_last(log_plans, facts, plain)
 
 
@@ -271,8 +273,6 @@ def run_search(
         )
     if found.stopped and not found.best:
         raise typer.Abort
-    if found.stopped:
-        typer.echo("itercast: stopped early; these are the best plans so far", err=True)
     if not found.best:
         raise ValueError(f"no legal plan of {facts['case']} for {gpus} GPUs: {search.why_none()}")
     shown = list(found.best)
@@ -280,6 +280,7 @@ def run_search(
         shown.append(found.simplest)
     reports = [search.report(s.plan, facts["bundle"]) for s in shown]
     told: Row = {"considered": found.considered, "simulated": found.simulated}
+    told |= {"stopped": True} if found.stopped else {}
     told |= {"simplest": str(found.simplest.plan) if found.simplest else ""}
     if page is not None:
         _write_page(page, search, found, facts, reports)

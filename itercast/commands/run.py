@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from itercast.capture.programs.program import COLLECTIVE, ProgramCapture
-from itercast.commands.script_case import AsModule, print_under_plan
+from itercast.commands.script_case import AsModule, print_under_plan, telling
 from itercast.options import (
     Anchor,
     Bundle,
@@ -127,8 +127,8 @@ def _forecast(order: ScriptOrder, trace: Path | None) -> Forecasted:
     from itercast.compose.programs.scripts import captured_script
 
     target = order.target
-    with Console(stderr=True).status(f"running {order.path.name} as rank 0 of {order.world_size}"):
-        captured = captured_script(order)
+    with telling(order) as told:
+        captured = captured_script(told)
     program, lane = captured.program, captured.lane
     found, loading_us, advice = forecast_program(program, target), 0.0, ""
     step_us = found.iteration_us

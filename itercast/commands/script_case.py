@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -82,19 +83,23 @@ class ScriptCase:
 def script_case(order: ScriptOrder) -> Iterator[ScriptCase]:
     """Find the model that a script trains; its process ends with this context."""
     from itercast.compose.programs.script_model import script_model
-    from itercast.eval.progress import say_at_once
 
-    running = f"running {order.path.name}"
-    say_at_once(running)
-    with (
-        Console(stderr=True).status(running) as status,
-        script_model(order) as (
-            model,
-            program,
-        ),
-    ):
-        status.stop()
+    with ExitStack() as stack:
+        with telling(order) as told:
+            model, program = stack.enter_context(script_model(told))
         yield ScriptCase(model=model, program=program, target=order.target)
+
+
+@contextmanager
+def telling(order: ScriptOrder) -> Iterator[ScriptOrder]:
+    """The order with what its script does shown as progress."""
+    from itercast.eval.progress import progress_bar
+
+    with progress_bar() as bar:
+        running = f"running {order.path.name} as rank 0 of {order.world_size}"
+        task = bar.add_task(running, total=None)
+        tell = partial(bar.update, task)
+        yield replace(order, tell=lambda doing: tell(description=f"{running}: {doing}"))
 
 
 def of_script(model: SizedModel, asked: Row) -> Row:

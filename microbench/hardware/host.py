@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from itercast.capture.base.assumptions import assumed, is_among, left_out
+from itercast.capture.base.close_names import unknown
 from itercast.capture.base.yaml_text import made_of, read_mapping
 from itercast.microbench.hardware.spec import COMPUTE_CAPABILITY
 
@@ -98,7 +99,7 @@ def load_host(name_or_path: str = USUAL, generation: str = "") -> HostMachine:
     if path.suffix not in {".yaml", ".yml"}:
         path = HERE / f"{name_or_path}.yaml"
         if name_or_path not in host_names():
-            raise ValueError(f"unknown host {name_or_path!r}; known: {[USUAL, *host_names()]}")
+            raise unknown("host", name_or_path, [USUAL, *host_names()])
     values = {"name": path.stem, **read_mapping(path, "host file")}
     values.pop("spread", None)  # of files that versions before 0.6 wrote; nothing uses it
     return made_of(HostMachine, values, str(path))

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.close_names import unknown
 from itercast.capture.base.extensions import with_added
 from itercast.capture.base.yaml_text import facts_of, made_of, read_mapping
 from itercast.microbench.hardware.spec import NAMES
@@ -92,7 +93,7 @@ def load_node(name_or_path: str) -> Node:
     if path.suffix not in {".yaml", ".yml"}:
         named = node_named(name_or_path)
         if named is None:
-            raise ValueError(f"unknown node {name_or_path!r}; known: {node_names()}")
+            raise unknown("node", name_or_path, node_names())
         path = _node_files()[named]
     facts = read_mapping(path, "node file")
     return made_of(Node, {"name": path.stem, **facts}, str(path))

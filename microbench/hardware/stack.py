@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from itercast.capture.base.close_names import unknown
 from itercast.capture.base.extensions import with_added
 from itercast.capture.base.yaml_text import load_yaml, made_of, read_mapping
 from itercast.microbench.hardware.spec import Gpu
@@ -142,7 +143,7 @@ def load_stack(name: str = USUAL) -> Stack:
     found = _find(name)
     new = not NIGHTLY.match(name) and software_version(name)[:1] > _newest(name)[:1]
     if found is None or new:
-        raise ValueError(f"unknown stack {name!r}; known: {stack_names()}")
+        raise unknown("stack", name, stack_names())
     return found
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from itercast.capture.base.close_names import unknown
 from itercast.capture.base.slow_imports import torch
 from itercast.microbench import store
 from itercast.microbench.ops import families
@@ -101,5 +102,5 @@ def known_families(names: Sequence[str] | None) -> tuple[str, ...]:
     known = families()
     for name in names or ():
         if name not in known:
-            raise ValueError(f"unknown family {name!r}; known: {sorted(known)}")
+            raise unknown("family", name, known)
     return tuple(names or (n for n, family in known.items() if not family.on_demand))

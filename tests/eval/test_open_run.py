@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,11 +60,15 @@ def test_a_run_whose_command_is_gone_is_ended_by_the_next(mlflow_store: str) -> 
         }
 
 
+@pytest.mark.parametrize("place", ["http://127.0.0.1:9", "sqlite:///damaged.db"])
 def test_without_a_store_the_command_works(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One warning, and no further attempts."""
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    """One warning at once, and no further attempts."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "damaged.db").write_text("no database")
+    monkeypatch.setattr("itercast.eval.tracking.attempt.warned", set())
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", place)
     with open_run("trainings", "mine", {}, "itercast train") as run:
         run.progress("families", 1)
     assert len(caplog.records) == 1 and "not logged to MLflow" in caplog.text

@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+import itercast
 from itercast.__main__ import GROUPS, app
 from itercast.eval.progress import LINE_EVERY_S, progress_bar
 
@@ -52,6 +54,10 @@ def test_several_families_are_named_at_once(tmp_path: Path) -> None:
         assert "unknown family 'gems'" in CliRunner().invoke(app, [*words, *names]).stderr
 
 
+def test_the_version_is_told() -> None:
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"itercast {itercast.__version__}\n"
+
+
 def test_the_help_imports_nothing_slow() -> None:
     code = "import sys; sys.argv[1:] = ['--help']\n"
     code += "from itercast.start import main\ntry: main()\nfinally: print(*sys.modules)"
@@ -66,7 +72,13 @@ def test_ctrl_c_while_it_imports_is_one_line() -> None:
     code += "    return real(name, *rest)\n"
     code += "builtins.__import__ = stop\nfrom itercast.start import main\nmain()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (1, "itercast: stopped\n")
+    assert (done.returncode, done.stderr) == (130, "itercast: stopped\n")
+
+
+def test_ctrl_c_in_a_command_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("itercast.__main__.listing", Mock(side_effect=KeyboardInterrupt))
+    done = CliRunner().invoke(app, ["list", "gpus"])
+    assert (done.exit_code, done.output) == (130, "itercast: stopped\n")
 
 
 def test_progress_is_told_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -147,7 +147,9 @@ def test_a_configuration_is_planned(bundle: str, mlflow_store: str, tmp_path: Pa
     assert any("dp=2" in p["plan"] for p in found["plans"])
 
 
-def test_an_interrupted_search_keeps_what_it_has_found() -> None:
+def test_an_interrupted_search_keeps_what_it_has_found(
+    bundle: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Stopped at the third plan of the list: the best of the first three are simulated."""
     told: list[int] = []
 
@@ -161,6 +163,12 @@ def test_an_interrupted_search_keeps_what_it_has_found() -> None:
     listed = [b.plan for b in itertools.islice(legal_plans(search_of(), 2, "time"), 3)]
     assert 0 < len(found.best) <= 3 and {s.plan for s in found.best} <= set(listed)
     assert not best_plans(search_of(), 2, "time").stopped
+    name = "itercast.compose.plan_search.search.best_plans"
+    monkeypatch.setattr(name, lambda *asked, on_plan: found)
+    words = ["plan", "gpt-s", "--gpu", GPU.name, "--gpus", "2", "--bundle", bundle]
+    done = run.invoke(app, words)
+    assert done.exit_code == 130 and "3 plans considered" in done.stdout
+    assert done.stderr.endswith("itercast: stopped; the plans are the best so far\n")
 
 
 def test_plans_are_printed_where_mlflow_is_out_of_reach(

@@ -232,15 +232,21 @@ def test_a_script_that_exits_says_what_it_wrote_last(tmp_path: Path) -> None:
 def test_a_script_that_takes_too_long_says_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its time is over as soon as it runs."""
+    """Its time is over a second after it runs; meanwhile its line is shown as progress."""
     runs, endless = tmp_path / "runs", tmp_path / "endless.py"
     line = f"import time, pathlib; pathlib.Path({str(runs)!r}).touch(); time.sleep(900)"
     endless.write_text(line)
-    clock = SimpleNamespace(sleep=time.sleep, monotonic=lambda: 900.0 * runs.exists())
+
+    def late_s() -> float:
+        return 900 * (time.time() - runs.stat().st_mtime) if runs.exists() else 0.0
+
+    clock = SimpleNamespace(sleep=time.sleep, monotonic=late_s)
     monkeypatch.setattr("itercast.compose.programs.scripts.time", clock)
-    code, _, said = run("--limit=20", str(endless))
-    where = f"(endless.py:1: {line})"
-    assert code == 2 and said.endswith(f"endless.py made too few steps within 20 s {where}\n")
+    monkeypatch.setattr("itercast.eval.progress.FIRST_LINE_S", 0.0)
+    code, _, said = run("--limit=1000", str(endless))
+    doing = f"no step of an optimizer yet (endless.py:1: {line})\n"
+    assert code == 2 and said.endswith(f"made too few steps within 1000 s: {doing}")
+    assert "running endless.py as rank 0 of 1: no step of an optimizer yet" in said
 
 
 def test_a_module_runs_from_the_current_folder(

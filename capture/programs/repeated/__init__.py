@@ -1,1 +1,1 @@
-"""Micro-batches of a step that are alike: a model runs for the first of them, and is repeated."""
+"""What a script repeats and what runs once or twice here: like micro-batches, evaluations."""

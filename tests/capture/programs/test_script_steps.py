@@ -125,6 +125,31 @@ def test_a_loop_that_evaluates_before_training_runs_twice(tmp_path: Path) -> Non
     assert not program.notes and ITEM not in {c.op for c in program.ranks[0].calls}
 
 
+NEVER_UPDATED = """
+optimizer = torch.optim.SGD(model.parameters())
+loader = torch.utils.data.DataLoader(torch.zeros(SAMPLES, 64), batch_size=4, drop_last=True)
+while True:  # gradients of four batches make an update
+    for i, _ in enumerate(loader):
+        loss().backward()
+        if (i + 1) % 4 == 0:
+            optimizer.step()
+"""
+
+
+def test_a_script_whose_optimizer_never_steps_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes over two batches make a step from backward to backward; those over none nothing."""
+    monkeypatch.setattr("itercast.capture.programs.steps.WAITED", 12)  # four passes, eight batches
+    text = MODEL + NEVER_UPDATED
+    first, second = captured(written(tmp_path, text.replace("SAMPLES", "8")), gpus=1).notes
+    none = "no step of an optimizer in 12 backwards and passes over DataLoaders, of"
+    assert first == f"{none} 8 batches in all (train.py:12: for i, _ in enumerate(loader):)"
+    assert second.startswith("a step is taken to be from one backward to the next (train.py:13")
+    with pytest.raises(ValueError, match=f"train.py: {none} 0 batches in all"):
+        captured(written(tmp_path, text.replace("SAMPLES", "3")), gpus=1)
+
+
 WARM_UP = """
 optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
 def step():
