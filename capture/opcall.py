@@ -228,6 +228,11 @@ class ParamSpec:
     spread: bool = False
 
     @property
+    def layer(self) -> str:
+        """The numbered module that it belongs to, such as ``blocks.3``; "" if none."""
+        return layer_key(self.name)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the parameter, which are also those of its gradient."""
         return stored_bytes(self.shape, self.dtype, self.layout, self.nnz)

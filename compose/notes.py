@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.parallel.expert_precision import wide_experts
+from itercast.compose.parallel.expert_precision import casts, wide_experts
 from itercast.compose.parallel.placement import Cluster
-from itercast.compose.pricing.rank_graph import casts
 
 WIDE_EXPERTS = (
     "experts run in fp32 under autocast, which casts no grouped products; "

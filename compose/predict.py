@@ -60,15 +60,24 @@ def prepare(
         _check_captured(
             parsed, inputs is not None or loss != "default" or options or lengths or packed
         )
-        return with_engine(with_indices(model, indices), engine), target
-    size = micro_size(model, parsed, options.pop("batch", None), options.pop("seq", None))
-    unlike = _unlike_lengths(size, parsed, lengths, packed)
-    amp = options.pop("amp", parsed.amp)
-    dtype = step_dtype(options.pop("dtype", None), amp, [target.gpu])
-    step = capture(model, inputs, loss, **size, amp=amp, dtype=dtype, **options)
-    if unlike:
-        step = with_lengths(step, unlike, packed=packed)
+        step = model
+    else:
+        options |= {"inputs": inputs, "loss": loss}
+        step = _micro_batch(model, target, lengths, packed, options)
     return with_engine(with_indices(step, indices), engine), target
+
+
+def _micro_batch(
+    model: Any, target: Target, lengths: str, packed: bool, options: dict[str, Any]
+) -> StepCapture:
+    """Capture one micro-batch of a rank, with unlike ``lengths`` if they are stated."""
+    plan = target.plan
+    size = micro_size(model, plan, options.pop("batch", None), options.pop("seq", None))
+    unlike = _unlike_lengths(size, plan, lengths, packed)
+    amp = options.pop("amp", plan.amp)
+    dtype = step_dtype(options.pop("dtype", None), amp, [target.gpu])
+    step = capture(model, **size, amp=amp, dtype=dtype, **options)
+    return with_lengths(step, unlike, packed=packed) if unlike else step
 
 
 def model_name(model: Any) -> str:

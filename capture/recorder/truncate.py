@@ -73,7 +73,7 @@ def capture_shortened(
 def _all_used(captured: StepCapture, periods: Mapping[str, int]) -> bool:
     """Whether the step uses all layers of the two periods that each of these lists was cut to."""
     read = {t.storage for c in captured.calls if c.phase == "forward" for t in c.tensors()}
-    used = {layer_key(p.name) for p in captured.parameters if p.storage in read}
+    used = {p.layer for p in captured.parameters if p.storage in read}
     kept = (f"{name}.{i}" for name, period in periods.items() for i in range(2 * period))
     return used.issuperset(kept)
 

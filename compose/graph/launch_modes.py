@@ -53,7 +53,8 @@ Tensors = tuple[TensorSpec, ...]
 def with_engine(capture: StepCapture, engine: str) -> StepCapture:
     """Sets how the step is launched: rewrites its host events (Python, autograd) for the engine.
 
-    - graph: the step is one CUDA graph, its Adam capturable; Python runs nothing but its launch.
+    - graph: the step is one CUDA graph, its Adam capturable (``as_launched``); Python runs nothing
+      but its launch.
     - compile: each phase is a compiled function. The host runs its guards and wrapper in place of
       modules, views and autograd nodes; gradients are accumulated and the optimizer runs eagerly.
       ``as_launched`` fuses the ops into kernels later, after the plan has divided them over ranks.
@@ -74,8 +75,6 @@ def with_engine(capture: StepCapture, engine: str) -> StepCapture:
             name: n for name, n in host.items() if name in STILL_EAGER or name.endswith("_step")
         }
         host["compiled_call"] = len(phases)
-    if engine in CAPTURED_WHOLE:
-        capture = with_capturable_adam(capture)
     if "graph" in engine:
         host = dict.fromkeys(host, 0)
     if engine in GRAPHED_CALLS:
@@ -130,6 +129,8 @@ def as_launched(capture: StepCapture) -> StepCapture:
 
     torch.compile fuses neighbouring ops, and copies the batch into the inputs of a CUDA graph.
     """
+    if capture.engine in CAPTURED_WHOLE:
+        capture = with_capturable_adam(capture)
     if capture.engine in (FUSED, FUSED_GRAPH):
         capture = with_gates_again(capture)
     if capture.engine == FUSED:

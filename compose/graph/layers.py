@@ -20,7 +20,6 @@ from itercast.capture.opcall import (
     ParamSpec,
     StepCapture,
     TensorSpec,
-    layer_key,
 )
 from itercast.compose.graph.lifetimes import (
     Lifetime,
@@ -129,7 +128,7 @@ class Layer:
 
 def is_expert(parameter: ParamSpec) -> bool:
     """Whether a parameter has the shape of a block's stacked experts: (experts, in, out)."""
-    return len(parameter.shape) == 3 and bool(layer_key(parameter.name))
+    return len(parameter.shape) == 3 and parameter.layer != ""
 
 
 def _rows(parameters: Sequence[ParamSpec]) -> list[tuple[int, int, int]]:
@@ -211,7 +210,7 @@ def _phase_edges(calls: Sequence[OpCall]) -> tuple[int, int, int]:
 
 def _forward_starts(capture: StepCapture, edges: tuple[int, int, int]) -> list[tuple[str, int]]:
     """Returns (layer, first call that uses one of its parameters), in order of use."""
-    keys = {p.storage: layer_key(p.name) for p in capture.parameters}
+    keys = {p.storage: p.layer for p in capture.parameters}
     uses = [
         (i, keys[t.storage])
         for i in range(edges[0], edges[1])
@@ -264,7 +263,7 @@ def _owners(
                 used.setdefault(t.storage, i)
     owners: list[list[ParamSpec]] = [[] for _ in names]
     for p in capture.parameters:
-        owners[index.get(layer_key(p.name), used.get(p.storage, 0))].append(p)
+        owners[index.get(p.layer, used.get(p.storage, 0))].append(p)
     return owners
 
 

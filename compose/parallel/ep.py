@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from itercast.capture.opcall import OpCall, ParamSpec, StepCapture, TensorSpec, layer_key
+from itercast.capture.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.graph.layers import is_expert
 from itercast.compose.graph.product_roles import (
@@ -114,7 +114,7 @@ def _first_and_last_products(
     for i, call in enumerate(capture.calls):
         if call.op not in EXPERT_PRODUCTS or call.args[1].storage not in weights:
             continue
-        key = (call.phase, layer_key(weights[call.args[1].storage].name))
+        key = (call.phase, weights[call.args[1].storage].layer)
         if key != layer:
             first.add(i)
             last.add(previous)

@@ -10,10 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from itercast.capture.opcall import OpCall, StepCapture, TensorSpec, changed
+from itercast.capture.plan import ParallelPlan
+from itercast.compose.graph.identity_cache import once_of
 from itercast.compose.graph.product_roles import DTYPE_CAST, LINEAR_PRODUCTS
 from itercast.compose.graph.rewrite import StepBuilder, fresh_storages, with_tensors
+from itercast.microbench.hardware.stack import stack_of_row
 from itercast.microbench.ops.matrix.gemm import GROUPED
 
 WIDE = "fp32"
@@ -65,6 +69,21 @@ def module_in_half(capture: StepCapture) -> StepCapture:
         made.done(i)
     wide = (replace(p, dtype=half) if p.dtype == WIDE else p for p in capture.parameters)
     return made.step(tuple(wide))
+
+
+IN_HALF = {"module": module_in_half, "experts": experts_in_half}
+
+
+def casts(capture: StepCapture, plan: ParallelPlan, stack: str) -> str:
+    """What mixed precision casts that autocast does not: with FSDP a module, some software experts.
+
+    Empty where it is autocast's alone, or casts nothing.
+    """
+    if plan.amp and plan.zero:
+        return "module" if once_of(capture)("half", partial(half_dtype, capture)) else ""
+    wide = plan.amp and stack_of_row(stack).casts_experts
+    wide = wide and once_of(capture)("wide experts", partial(wide_experts, capture))
+    return "experts" if wide else ""
 
 
 def half_dtype(capture: StepCapture) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from itercast.capture.opcall import ELEMENT_BYTES, OpCall, StepCapture, TensorSpec, layer_key
+from itercast.capture.opcall import ELEMENT_BYTES, OpCall, StepCapture, TensorSpec
 from itercast.compose.graph.identity_cache import cached_by_identity
 from itercast.compose.graph.product_roles import LINEAR_PRODUCTS, alias_weight_casts
 from itercast.compose.graph.rewrite import StepBuilder, fresh_storages, with_tensors
@@ -62,7 +62,7 @@ def _narrow_weights(capture: StepCapture) -> set[int]:
     """
     experts = expert_weights(capture)
     expert_counts = {p.shape[0] for p in experts.values()}
-    matrices = [p for p in capture.parameters if layer_key(p.name) and len(p.shape) == 2]
+    matrices = [p for p in capture.parameters if p.layer and len(p.shape) == 2]
     return {p.storage for p in matrices if p.shape[0] not in expert_counts} | experts.keys()
 
 

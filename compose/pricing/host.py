@@ -60,7 +60,7 @@ def host_cost(counts: Mapping[str, int], book: PriceBook) -> PricedOp:
         times = 1 if event in EVENTS_OVER_TENSORS else counts[event]
         row = rows[point][0] if rows else None
         one_us, shares = _event_us(event, point.tensors, row, book)
-        by_assumption.add(times * one_us * book.machine.host, shares)
+        by_assumption.add_us(times * one_us * book.machine.host, shares)
     return host_work(by_assumption)
 
 
@@ -144,8 +144,8 @@ class Launches:
         if not self.by_op:
             calls = launches = sum(op.leads for op in ops)
         total = AssumedTime()
-        total.add(self.python_us * calls, self.python_assumed)
-        total.add(self.usual_us * launches, self.launch_assumed)
+        total.add_us(self.python_us * calls, self.python_assumed)
+        total.add_us(self.usual_us * launches, self.launch_assumed)
         return total
 
     def step(self, op: PricedOp, *, added: bool = False) -> Step:

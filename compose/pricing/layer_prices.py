@@ -272,7 +272,7 @@ def _host_time(graph: RankGraph, ops: Ops, costs: Launches, optimizer: PricedOp)
         host.add_all(costs.total(layer_ops), layer.count)
     tensors = sum(x.count * len(x.parameters) for x in graph.layers)
     captured = max(1, len(graph.capture.parameters))
-    host.add(optimizer.duration_us * tensors / captured, optimizer.assumed)
+    host.add_us(optimizer.duration_us * tensors / captured, optimizer.assumed)
     return host
 
 

@@ -25,12 +25,7 @@ from itercast.compose.graph.product_roles import LINEAR_PRODUCTS
 from itercast.compose.graph.rewrite import COLLECTIVE
 from itercast.compose.parallel.cp import context_parallel
 from itercast.compose.parallel.ep import expert_parallel
-from itercast.compose.parallel.expert_precision import (
-    experts_in_half,
-    half_dtype,
-    module_in_half,
-    wide_experts,
-)
+from itercast.compose.parallel.expert_precision import IN_HALF, casts
 from itercast.compose.parallel.placement import Cluster
 from itercast.compose.parallel.tp import tensor_parallel
 from itercast.compose.pricing.collectives import Message, default_contention, price_messages
@@ -40,7 +35,7 @@ from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import Priceable, PricedOp, priceable
 from itercast.compose.pricing.work import side_by_side_us
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.hardware.stack import USUAL, stack_of_row
+from itercast.microbench.hardware.stack import USUAL
 
 # Collectives that no family measures, as those that move the same bytes the same way.
 SAME_AS: Mapping[str, str] = {
@@ -196,21 +191,6 @@ class RankGraph:
         """Seconds of the matrix products of a range of calls at the GPU's peak."""
         ops = self.asked.ops
         return sum(ops[i].matmul_s(self.gpu) for i in range(*span) if i in ops)
-
-
-IN_HALF = {"module": module_in_half, "experts": experts_in_half}
-
-
-def casts(capture: StepCapture, plan: ParallelPlan, stack: str) -> str:
-    """What mixed precision casts that autocast does not: with FSDP a module, some software experts.
-
-    Empty where it is autocast's alone, or casts nothing.
-    """
-    if plan.amp and plan.zero:
-        return "module" if once_of(capture)("half", partial(half_dtype, capture)) else ""
-    wide = plan.amp and stack_of_row(stack).casts_experts
-    wide = wide and once_of(capture)("wide experts", partial(wide_experts, capture))
-    return "experts" if wide else ""
 
 
 def rank_graph(

@@ -106,7 +106,7 @@ def _tally(priced: PricedRank, book: PriceBook) -> Tally:
     """The times of a rank's launches by family, and its host's."""
     tally = Tally(book.gpu.kind == "cpu")
     pairs = [(c, op) for c, op in zip(priced.calls, priced.ops, strict=True) if op is not None]
-    tally.add(op for _, op in pairs)
+    tally.count(op for _, op in pairs)
     others = [op for c, op in pairs if c.op != COLLECTIVE and not c.graphed and op.phase != PYTHON]
     tally.host.add_all(priced.launches.total(others))
     return tally

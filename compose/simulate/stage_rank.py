@@ -219,6 +219,10 @@ class Pipeline:
         bubble_us = max(0.0, max(self.finish_us(equal)) - self.loads_us()[slowest])
         return sends_us, bubble_us
 
+    def host_gap_us(self, r: int, idle_us: float) -> float:
+        """The part of a rank's idle time in which its host launches: all but the schedule's."""
+        return idle_us
+
 
 def by_rank(ranks: Sequence[Rank], of: Callable[[Rank], Sequence[T]]) -> list[T]:
     """Of each rank its own one of what ``of`` lists for all; once for ranks that are the same."""

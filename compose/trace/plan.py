@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.simulate.iteration import micro_batches
 from itercast.compose.simulate.memory_plan import memory, stage_memory
 from itercast.compose.simulate.pipeline import action_spans, finish_us, rank_of_chunk
 from itercast.compose.simulate.rank import Rank, Run
+from itercast.compose.simulate.replicas import micro_batches
 from itercast.compose.simulate.stage_rank import Pipeline, pipeline_of
 from itercast.compose.simulate.timeline import Span
 from itercast.compose.trace.events import CHUNK, MOST_EVENTS, THREADS, Part, Trace

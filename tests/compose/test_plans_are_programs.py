@@ -24,9 +24,9 @@ from itercast.capture.programs.capture import capture_program
 from itercast.capture.programs.program import COLLECTIVE
 from itercast.compose.capture_model import capture, micro_size
 from itercast.compose.pricing.priced_op import PricedOp
-from itercast.compose.simulate.iteration import micro_batches
 from itercast.compose.simulate.memory_plan import Sizes, rank_memory
 from itercast.compose.simulate.rank import Rank, Run
+from itercast.compose.simulate.replicas import micro_batches
 from itercast.compose.simulate.stage_rank import pipeline_of
 from itercast.extras.benchmarks.programs import captured
 from itercast.microbench.iterations.collect import iteration_of

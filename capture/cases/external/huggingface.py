@@ -89,11 +89,13 @@ def hf_case(path: Path, *, mode: str, loss: str, attn: str, lora: int = 0) -> Ev
             f"lora {lora} for {read.name}: allowed are ranks above 0, for models of transformers"
         )
     if read.of_timm:
-        return _timm_case(read)
+        from itercast.capture.cases.external.timm_config import timm_case  # needs torch
+
+        return timm_case(read.name, read.values, read.digest)
     labels = mode == "train" and loss == "default"
     return EvalCase(
         name=read.name,
-        build=lambda: _adapted(build(read, attn), lora),
+        build=lambda: build(read, attn, lora),
         inputs=lambda batch, seq: make_inputs(
             _model_class(read), _config(read), batch, seq, labels, masked=attn == "eager"
         ),
@@ -101,29 +103,6 @@ def hf_case(path: Path, *, mode: str, loss: str, attn: str, lora: int = 0) -> Ev
         batch=0,
         measured=False,
         digest=f"{read.digest} lora {lora}" if lora else read.digest,
-    )
-
-
-def _adapted(model: Any, rank: int) -> Any:
-    """The model, with adapters if they have a rank."""
-    if not rank:
-        return model
-    from itercast.capture.cases.external.lora import adapt  # lazy: names need no torch
-
-    return adapt(model, rank)
-
-
-def _timm_case(read: HfConfig) -> EvalCase:
-    from itercast.capture.cases.external import timm_config  # lazy: names need no torch
-
-    return EvalCase(
-        name=read.name,
-        build=lambda: timm_config.build(read.values),
-        inputs=lambda batch, seq: timm_config.make_inputs(read.values, batch),
-        loss=timm_config.loss,
-        batch=0,
-        measured=False,
-        digest=read.digest,
     )
 
 
@@ -178,8 +157,8 @@ def _check_counts(path: Path, values: dict[str, Any], other_names: Mapping[str, 
         raise ValueError(f"hf-config {str(path)!r}: {rule}, got {groups}")
 
 
-def build(read: HfConfig, attn: str) -> Any:
-    """Build the model with random weights in torch's default dtype.
+def build(read: HfConfig, attn: str, lora: int = 0) -> Any:
+    """Build the model with random weights in torch's default dtype; ``lora``: see ``hf_case``.
 
     With ``attn`` sdpa transformers chooses: parts without SDPA, such as backbones of detectors, run
     eager attention. A remark is made if the whole model does.
@@ -190,7 +169,12 @@ def build(read: HfConfig, attn: str) -> Any:
         config._attn_implementation = attn
     elif hasattr(config, "num_attention_heads") and not getattr(kind, "_supports_sdpa", False):
         remark(f"{read.architecture} has no sdpa attention in transformers: it is eager")
-    return _built(kind, config)
+    model = _built(kind, config)
+    if not lora:
+        return model
+    from itercast.capture.cases.external.lora import adapt  # lazy: names need no torch
+
+    return adapt(model, lora)
 
 
 def _built(kind: Any, config: Any) -> Any:

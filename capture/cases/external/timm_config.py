@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from itercast.capture.base.assumptions import assumed
+from itercast.capture.cases.evalcase import EvalCase
 from itercast.capture.recorder.fake import build_fake_else_real, fake_module
 
 CLASSES = 1000  # of ImageNet
@@ -29,6 +30,19 @@ class Classifier(nn.Module):
         """
         output = self.model(pixels)
         return output[0] if isinstance(output, tuple) else output
+
+
+def timm_case(name: str, values: dict[str, Any], digest: str) -> EvalCase:
+    """The case of a configuration's model; the caller chooses the batch."""
+    return EvalCase(
+        name=name,
+        build=lambda: build(values),
+        inputs=lambda batch, seq: make_inputs(values, batch),
+        loss=loss,
+        batch=0,
+        measured=False,
+        digest=digest,
+    )
 
 
 def build(values: dict[str, Any]) -> Classifier:

@@ -13,7 +13,8 @@ from itercast.capture.plan import ParallelPlan
 from itercast.compose.graph.codecs import Codec
 from itercast.compose.graph.rewrite import COLLECTIVE
 from itercast.compose.pricing.rank_graph import rank_graph
-from itercast.compose.simulate.iteration import evaluate, micro_batches
+from itercast.compose.simulate.iteration import evaluate
+from itercast.compose.simulate.replicas import micro_batches
 from itercast.compose.simulate.stage_rank import stage_messages
 from itercast.microbench.ops.memory.fused import CALL
 

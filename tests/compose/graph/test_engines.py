@@ -176,7 +176,7 @@ def test_tensors_of_another_size_begin_another_kernel() -> None:
 def test_an_adam_that_is_captured_divides_each_tensor_by_a_number_of_its_own() -> None:
     """8 calls over counters, then two lists of divisions instead of numbers."""
     eager = capture("mlp-s", optimizer="adamw")
-    graphs = [with_engine(eager, engine) for engine in ("graph", "compile+graph")]
+    graphs = [as_launched(with_engine(eager, engine)) for engine in ("graph", "compile+graph")]
     for found in graphs:
         names = Counter(c.op.split(".", 1)[1] for c in found.calls if c.phase == "optimizer")
         assert names["_foreach_div_.List"] == 2 and names["_foreach_pow.ScalarAndTensor"] == 2
@@ -186,10 +186,9 @@ def test_an_adam_that_is_captured_divides_each_tensor_by_a_number_of_its_own() -
         corrected = [c for c in found.calls if c.op == "aten._foreach_div_.List"]
         assert all(len(c.args[0]) == len(c.args[1]) for c in corrected)
         assert {t.shape for c in corrected for t in c.args[1]} == {()}
-    for engine in ("eager", "compile", "eager+graph"):
-        assert with_engine(eager, engine).calls == eager.calls
+    assert as_launched(with_engine(eager, "eager+graph")).calls[1:] == eager.calls  # a batch's copy
     sgd = capture("mlp-s", optimizer="sgd")
-    assert with_engine(sgd, "graph").calls == sgd.calls
+    assert as_launched(with_engine(sgd, "graph")).calls == sgd.calls
 
 
 def _is_counters(call: OpCall) -> bool:

@@ -17,7 +17,7 @@ from itercast.compose.graph.launch_modes import with_engine
 from itercast.compose.pricing.host import host_cost, launch_costs
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import priceable
-from itercast.compose.simulate.iteration import micro_batches
+from itercast.compose.simulate.replicas import micro_batches
 from itercast.learners.features.host_calls import KERNEL_SHARE, HostCall
 from itercast.microbench.hardware.host import HostMachine
 

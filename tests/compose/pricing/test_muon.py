@@ -16,9 +16,9 @@ from itercast.capture.opcall import StepCapture
 from itercast.capture.programs.capture import capture_program
 from itercast.capture.step import hidden_matrices
 from itercast.compose.capture_model import capture
-from itercast.compose.simulate.iteration import micro_batches
 from itercast.compose.simulate.memory_plan import memory
 from itercast.compose.simulate.rank import Run
+from itercast.compose.simulate.replicas import micro_batches
 
 # Five steps of X X' (64 x 256 x 64), its square (64 x 64 x 64), and that times X
 PRODUCTS = 5 * (2 * 64 * 256 * 64 + 2 * 64**3 + 2 * 64 * 256 * 64)

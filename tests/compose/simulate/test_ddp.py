@@ -18,7 +18,7 @@ from itercast.compose.parallel.placement import cluster
 from itercast.compose.pricing.collectives import EMPTY_BYTES, Message, price_messages
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.simulate.data_parallel import fill_buckets
-from itercast.compose.simulate.iteration import micro_batches
+from itercast.compose.simulate.replicas import micro_batches
 from itercast.compose.simulate.timeline import Span, Task, simulate
 from itercast.microbench.hardware.node import load_node
 from itercast.microbench.hardware.spec import Gpu, load_gpu

@@ -22,8 +22,8 @@ from itercast.compose.graph.codecs import VECTORS, Codec, compressed_vectors
 from itercast.compose.graph.index_streams import with_indices
 from itercast.compose.graph.rewrite import COLLECTIVE
 from itercast.compose.predict import predict
-from itercast.compose.simulate.iteration import micro_batches
 from itercast.compose.simulate.memory_plan import memory
+from itercast.compose.simulate.replicas import micro_batches
 from itercast.extras.recommenders.tables.captured import captured_tables
 from itercast.extras.recommenders.tables.placement import KINDS, Placement, Sharding
 from itercast.extras.recommenders.tables.rank_step import rank_step
