@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,35 +14,42 @@ from itercast.capture.reuse import expected_reuse
 from itercast.capture.step import Inputs
 
 
-class SampledSage(nn.Module):
-    """GraphSAGE with mean over sampled neighbours (arXiv:1706.02216).
+class GatheredSage(nn.Module):
+    """GraphSAGE with mean over sampled neighbours (arXiv:1706.02216), whose features are given."""
 
-    Features of all vertices are a table that is not trained.
-    """
-
-    def __init__(
-        self, vertices: int, features: int, width: int, classes: int, fanout: Sequence[int]
-    ) -> None:
+    def __init__(self, features: int, width: int, classes: int, fanout: Sequence[int]) -> None:
         super().__init__()
-        self.features = nn.Embedding(vertices, features)
-        self.features.weight.requires_grad = False
         widths = [features, *[width] * (len(fanout) - 1), classes]
         pairs = list(pairwise(widths))
         self.own = nn.ModuleList(nn.Linear(*pair) for pair in pairs)
         self.neighbours = nn.ModuleList(nn.Linear(*pair, bias=False) for pair in pairs)
 
     def forward(
-        self, vertices: torch.Tensor, blocks: Sequence[torch.Tensor], labels: torch.Tensor
+        self, x: torch.Tensor, blocks: Sequence[torch.Tensor], labels: torch.Tensor
     ) -> torch.Tensor:
-        """Numbers of distinct ``vertices`` to (batch, classes); labels are not used.
+        """Features of distinct vertices to (batch, classes); labels are not used.
 
         A block is a sparse matrix that takes the mean over each vertex's sampled neighbours.
         """
-        x: torch.Tensor = self.features(vertices)
         for i, block in enumerate(blocks):
             x = self.own[i](x[: len(block)]) + self.neighbours[i](torch.sparse.mm(block, x))
             x = torch.relu(x) if i + 1 < len(blocks) else x
         return x
+
+
+class SampledSage(GatheredSage):
+    """The same with a table of features of all vertices, which is not trained."""
+
+    def __init__(self, vertices: int, features: int, **sizes: Any) -> None:
+        super().__init__(features, **sizes)
+        self.features = nn.Embedding(vertices, features)
+        self.features.weight.requires_grad = False
+
+    def forward(
+        self, vertices: torch.Tensor, blocks: Sequence[torch.Tensor], labels: torch.Tensor
+    ) -> torch.Tensor:
+        """Numbers of distinct ``vertices`` to (batch, classes)."""
+        return super().forward(self.features(vertices), blocks, labels)
 
 
 def sampled_vertices(batch: int, sizes: Sizes) -> list[int]:
@@ -75,3 +83,10 @@ def sampled_graph(batch: int, seq: int, sizes: Sizes) -> Inputs:
         "blocks": blocks[::-1],
         "labels": torch.randint(0, sizes["classes"], (batch,)),
     }
+
+
+def gathered_graph(batch: int, seq: int, sizes: Sizes) -> Inputs:
+    """The same with the features of its distinct vertices."""
+    graph = sampled_graph(batch, seq, sizes)
+    vertices: torch.Tensor = graph.pop("vertices")
+    return {"x": torch.randn(len(vertices), sizes["features"]), **graph}

@@ -207,6 +207,20 @@ def test_distinct_vertices_of_a_sample() -> None:
         assert abs(math.log(read / published)) < math.log(4 / 3)
 
 
+@pytest.mark.parametrize(
+    "name, numbers",
+    [  # as https://github.com/kuangliu/pytorch-cifar prints; one table and 12 of 12 width^2
+        ("resnet18-cifar10", 11_173_962),
+        ("speedrun-gpt", 50_304 * 768 + 12 * 12 * 768**2),
+        ("speedrun-gpt-modern", 50_304 * 768 + 12 * 12 * 768**2),
+    ],
+)
+def test_models_of_published_steps_have_their_parameters(name: str, numbers: int) -> None:
+    model, inputs = case(name).build(), case(name).inputs(1, 8)
+    assert sum(p.numel() for p in model.parameters()) == numbers
+    assert torch.isfinite(model(**inputs)).all()
+
+
 def test_a_sampled_network_sums_over_blocks_from_the_features_to_the_batch() -> None:
     chosen = case("sage-s")
     inputs = chosen.inputs(16, 0)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.yaml_text import facts_of
 from itercast.extras.published.sources.models import Model, model_of
 from itercast.extras.published.sources.plans import network_doubt, plan_of
@@ -32,7 +33,9 @@ TABLE = ("model", "n_gpus", "precision", "global_batch", "step_time_s", "gpu", "
 TIMM = ("model", "train_step_time", "train_batch_size", "train_img_size")
 TIMM_NAME = re.compile(r"benchmark-train-amp-(nhwc|nchw)-pt(\d)(\d+)-cu(\d+)-(\w+)\.csv(\.gz)?")
 COPIED: tuple[str, ...] = tuple(FACTS["copied"])
+OPEN_GPUS: Mapping[str, str] = assumed(__file__, "open_gpus")
 ENGINES, DTYPES, OF_TIMM = FACTS["engines"], FACTS["dtypes"], FACTS["timm"]
+EXACTLY: Mapping[str, str] = FACTS["optimizers"]
 COUNTS = ("num_params", "layers", "d_model", "heads", "ffn", "vocab")
 
 
@@ -54,7 +57,7 @@ def _row(given: Mapping[str, str]) -> Row:
     """One row of the dataset; ValueError says what the table does not state."""
     if not given["model"]:
         raise ValueError("model is not stated")
-    gpu, gpu_doubt = gpu_of(given["gpu"], given["gpu_detail"])
+    gpu, gpu_doubt = gpu_of(given["gpu"], given["gpu_detail"], given.get("source", ""))
     dtype, amp = dtype_of(given["precision"])
     plan, dp = plan_of(given)
     batch = whole(given["global_batch"])
@@ -123,6 +126,8 @@ def optimizer_of(stated: str, usual: str) -> tuple[str, str]:
     """Returns an optimizer's name (``usual`` if none is stated), and a note if it was assumed."""
     if not stated:
         return usual, f"optimizer not stated, {usual} assumed"
+    if stated in EXACTLY:
+        return EXACTLY[stated], ""
     if "Muon" not in stated:
         for pattern, name in (("adam", "adamw"), ("lamb", "lamb"), ("sgd", "sgd")):
             if pattern in stated.lower():
@@ -130,10 +135,12 @@ def optimizer_of(stated: str, usual: str) -> tuple[str, str]:
     raise ValueError(f"unknown optimizer: {stated[:40]!r}")
 
 
-def gpu_of(gpu: str, detail: str) -> tuple[str, str]:
+def gpu_of(gpu: str, detail: str, source: str) -> tuple[str, str]:
     """Returns a GPU's name, and a note if it was assumed; ValueError if missing or unknown."""
     if not gpu:
         raise ValueError("gpu is not stated")
+    if source in OPEN_GPUS:
+        return OPEN_GPUS[source], f"{OPEN_GPUS[source]} assumed"
     size = re.search(r"(\d+) ?G", detail.partition("(")[2] or detail)
     form = re.search(r"DGX|SXM|PCIe", detail.partition(" assumed")[0])
     whole_name = f"{gpu} {form[0] if form else ''} {size[1] + 'GB' if size else ''}"

@@ -22,6 +22,8 @@ LLAMA_NAME = re.compile(
 BY_TIMM = {"resnext101-32x4d": "resnext101_32x4d", "se-resnext101-32x4d": "seresnext101_32x4d"}
 # Models of the same repository with a case of their own, and their optimizers.
 CASES = {"DLRM small": "dlrm-criteo", "SSD": "ssd300"} | assumed(__file__, "transformer_xl_cases")
+# Records of modded-nanogpt, by the first word of the note on the model.
+SPEEDRUN = {"GPT-2": "speedrun-gpt", "ModernArch": "speedrun-gpt-modern"}
 OPTIMIZERS = assumed(__file__, "optimizers")
 DOUBTS = {
     name: "full softmax inferred from these step times, so not blind"
@@ -67,6 +69,9 @@ def model_of(given: Mapping[str, str]) -> Model:
     known = KNOWN.get(f"llama-{found[1]}-{found[2]}b" if found else name)
     if known:
         return _known(known, given)
+    if name == "GPT-2-like 124M":
+        first = re.split(r"\W*[ :;]", given.get("model_note", ""))[0]
+        return Model(case=SPEEDRUN.get(first, ""), builder="case")
     _check_one_gpu(given)
     if name in CASES:
         optimizer, doubt = OPTIMIZERS.get(name, "adamw"), DOUBTS.get(name, "")
