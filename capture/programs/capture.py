@@ -36,6 +36,7 @@ from itercast.capture.programs.objects import AwaitedError, Mailbox, objects_thr
 from itercast.capture.programs.packed import packed_sequences
 from itercast.capture.programs.program import COLLECTIVE, ProgramCapture
 from itercast.capture.programs.reducer import reached
+from itercast.capture.programs.repeated.fold import folded
 from itercast.capture.programs.repeated.watch import MicroBatches
 from itercast.capture.recorder.fake_patches import (
     behave_like_real_tensors,
@@ -105,7 +106,7 @@ def capture_ranks(
     return ProgramCapture(
         world_size=world_size,
         ranks={
-            r: StepCapture(calls=tuple(x.calls), host=x.host, networks=tuple(x.networks))
+            r: StepCapture(calls=tuple(folded(x.calls)), host=x.host, networks=tuple(x.networks))
             for r, x in sorted(done.items())
         },
         peak_bytes={rank: log.peak_bytes for rank, log in sorted(done.items())},

@@ -8,20 +8,22 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 
 from itercast.capture.base.files import write_atomic
 from itercast.capture.base.yaml_text import made_of, typed
 from itercast.capture.input.lane import InputLane
-from itercast.capture.opcall import StepCapture
+from itercast.capture.opcall import OpCall, StepCapture
 from itercast.capture.recorder.cache import pack, unpack
 
 COLLECTIVE = "itercast.collective"
 HOST = "itercast.host"
 RECORD, WAIT, HOST_WAIT = "itercast.record", "itercast.wait", "itercast.host_wait"
-MARKS = (RECORD, WAIT, HOST_WAIT)
+AGAIN = "itercast.again"
+MARKS = (RECORD, WAIT, HOST_WAIT, AGAIN)
 FIRST_GROUP_STREAM = 1000  # the streams of groups are numbered from here
 
 
@@ -30,12 +32,14 @@ class ProgramCapture:
     """One step of a program over ``world_size`` ranks: the launches of some, by their number.
 
     Beside op calls the launches are Python of parallel wrappers, ``itercast.host`` with the name of
-    an event and its number of tensors, and marks of three kinds, which take no time. A *point* is a
+    an event and its number of tensors, and marks of four kinds, which take no time. A *point* is a
     number:
 
         itercast.record      (point,)  all that its stream was given so far is done at this point
         itercast.wait        (point,)  what its stream is given from now on waits for the point
         itercast.host_wait   (point,)  the host waits for the point
+        itercast.again       (times,)  what follows, up to the next such mark, is launched so many
+                                       times, each on memory of its own (``launch_order``)
 
     A collective is one call, ``itercast.collective``. If the program goes on beside it, it is on a
     stream of its group's own, between the marks that make it wait for its input and others for it;
@@ -55,6 +59,15 @@ class ProgramCapture:
     tokens: int = 0
     optimizer_steps: int = 1
     notes: tuple[str, ...] = ()
+
+
+def launch_order(calls: Sequence[OpCall]) -> list[int]:
+    """The numbers of the launches in the order in which they are made, repeated ones each time."""
+    starts = [i for i, call in enumerate(calls) if call.op == AGAIN]
+    order = list(range(starts[0] if starts else len(calls)))
+    for a, b in pairwise([*starts, len(calls)]):
+        order += [*range(a + 1, b)] * calls[a].args[0]
+    return order
 
 
 def write_program(program: ProgramCapture, path: Path, lane: InputLane | None = None) -> None:

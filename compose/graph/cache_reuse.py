@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
@@ -11,6 +12,7 @@ import numpy as np
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.switches import is_on
 from itercast.capture.opcall import OpCall, StepCapture
+from itercast.capture.programs.program import launch_order
 from itercast.compose.graph.identity_cache import cached_by_identity
 from itercast.compose.graph.lifetimes import last_uses
 from itercast.microbench.hardware.spec import Gpu
@@ -78,18 +80,20 @@ def cold_fractions(capture: StepCapture, gpu: Gpu, ranks: int = 1) -> list[float
 
     A call touches its tensors one element after the other. On a CPU an element is counted as
     touched in the middle of its calls: of two passes over a list larger than the cache the second
-    finds nothing in it. The assumed distances of GPUs hold from the end of a call.
+    finds nothing in it. The assumed distances of GPUs hold from the end of a call. Of a call that
+    is repeated in the step it is the mean.
     """
     if not is_on("cache_reuse"):
         return [1.0] * len(capture.calls)
     share, allocator = cold_share(gpu, ranks), _Allocator()
     touched: dict[int, float] = {}  # storage -> clock of its last use
     clock = 0.0  # bytes touched so far
-    result: list[float] = []
+    result = [0.0] * len(capture.calls)
     on_cpu, never = gpu.kind == "cpu", -float("inf")
-    touching = list(_touching(capture.calls))
+    touching, order = list(_touching(capture.calls)), launch_order(capture.calls)
     for lap in range(2):
-        for total, tensors in touching:
+        for number in order:
+            total, tensors = touching[number]
             cold = 0.0
             middle = clock + total / 2 if on_cpu else clock
             for storage, nbytes, makes, _ in tensors:
@@ -98,14 +102,15 @@ def cold_fractions(capture: StepCapture, gpu: Gpu, ranks: int = 1) -> list[float
                 if lap:
                     cold += nbytes * share(middle - touched.get(storage, never), total)
             if lap:
-                result.append(cold / total if total else 0.0)
+                result[number] += cold / total if total else 0.0
             clock += total
             at = middle if on_cpu else clock
             for storage, nbytes, _, frees in tensors:
                 touched[storage] = at
                 if frees:
                     allocator.release(nbytes, at)
-    return result
+    times = Counter(order)
+    return [total / max(1, times[number]) for number, total in enumerate(result)]
 
 
 Touch = tuple[int, int, bool, bool]  # storage, bytes, whether a call makes it, whether it frees it

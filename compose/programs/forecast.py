@@ -9,7 +9,7 @@ from statistics import fmean
 from itercast.capture.base.durations import counted
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
-from itercast.capture.programs.program import COLLECTIVE, ProgramCapture
+from itercast.capture.programs.program import COLLECTIVE, ProgramCapture, launch_order
 from itercast.compose.forecast import Forecast, report
 from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.parallel.placement import gpus_per_domain
@@ -67,7 +67,7 @@ def _tokens(rank: StepCapture) -> int:
     0 where it looks none up.
     """
     asked = Counter[int]()
-    for call in rank.calls:
+    for call in (rank.calls[i] for i in launch_order(rank.calls)):
         if call.op == LOOKUP and call.phase == "forward" and len(call.args[1].shape) == 2:
             asked[call.args[0].storage] += call.args[1].numel
     return max(asked.values(), default=0)

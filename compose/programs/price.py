@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.opcall import OpCall, StepCapture
-from itercast.capture.programs.program import COLLECTIVE, HOST, MARKS
+from itercast.capture.programs.program import COLLECTIVE, HOST, MARKS, launch_order
 from itercast.compose.graph.cache_reuse import cold_fractions
 from itercast.compose.graph.cuda_variants import with_cuda_variants, with_whole_networks
 from itercast.compose.graph.inductor import inductor_kernels
@@ -53,13 +53,15 @@ def price_rank(step: StepCapture, book: PriceBook, node: Node | None, per_node: 
     priced = asked.sent(book, cluster_of(ranks, book.gpu, node, per_node))
     priced |= dict(zip(asked.ops, book.price(list(asked.ops.values())), strict=True))
     priced |= {i: _python(c, book) for i, c in enumerate(calls) if c.op == HOST}
-    launched = StepCapture(calls=tuple(calls[i] for i in asked.ops if not calls[i].graphed))
+    order = launch_order(calls)
+    computed = [i for i in order if i in asked.ops]
+    launched = StepCapture(calls=tuple(calls[i] for i in computed if not calls[i].graphed))
     return PricedRank(
-        calls=calls,
-        ops=tuple(priced.get(i) for i in range(len(calls))),
+        calls=tuple(calls[i] for i in order),
+        ops=tuple(priced.get(i) for i in order),
         launches=launch_costs(launched, step.host, book),
         on_cpu=on_cpu,
-        matmul_s=sum(op.matmul_s(book.gpu) for op in asked.ops.values()),
+        matmul_s=sum(asked.ops[i].matmul_s(book.gpu) for i in computed),
     )
 
 

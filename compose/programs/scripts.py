@@ -13,7 +13,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.machinery import PathFinder
-from importlib.metadata import distributions
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO
@@ -177,8 +176,9 @@ def _code() -> list[bytes]:
 
 @cache
 def _packages() -> list[str]:
-    """Names and versions of all packages that are installed."""
-    return sorted({f"{one.name} {one.version}" for one in distributions()})
+    """Names and versions of all packages that are installed, as their folders are named."""
+    folders = [Path(folder) for folder in sys.path if os.path.isdir(folder)]
+    return sorted({one.name for folder in folders for one in folder.glob("*-info")})
 
 
 class ScriptStopsError(ValueError):

@@ -40,6 +40,7 @@ class RankLanes(Lanes):
         self.stream, self.others = 0, dict[int, tuple[tuple[int, ...], tuple[int, ...]]]()
         self.points: dict[Hashable, tuple[int, ...]] = {}
         self.open: list[Step] = []
+        self.launched: dict[tuple[int, bool], Step] = {}  # by id of the op: it may be repeated
         self.counts: dict[Hashable, int] = defaultdict(int)
 
     def step(self, number: int) -> None:
@@ -71,8 +72,11 @@ class RankLanes(Lanes):
         self.stream, self.lane = stream, f"stream {stream}" if stream else "compute"
 
     def _launch(self, op: PricedOp, graphed: bool) -> None:
-        step = replace(self.priced.launches.step(op), waits=False)
-        self.open.append(replace(step, launch_us=0.0) if graphed else step)
+        if (step := self.launched.get((id(op), graphed))) is None:
+            step = replace(self.priced.launches.step(op), waits=False)
+            step = replace(step, launch_us=0.0) if graphed else step
+            self.launched[id(op), graphed] = step
+        self.open.append(step)
         if op.waits:
             self._close()
             self.host += self.done

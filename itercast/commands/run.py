@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from itercast.capture.programs.program import COLLECTIVE, ProgramCapture
+from itercast.capture.programs.program import COLLECTIVE, ProgramCapture, launch_order
 from itercast.commands.script_case import AsModule, print_under_plan, telling
 from itercast.options import (
     Anchor,
@@ -220,7 +220,8 @@ def _compared(
 def _sent(program: ProgramCapture) -> dict[str, int]:
     """Bytes of the messages that the first captured rank takes part in during a step, by kind."""
     sent = Counter[str]()
-    for call in program.ranks[min(program.ranks)].calls:
+    calls = program.ranks[min(program.ranks)].calls
+    for call in (calls[i] for i in launch_order(calls)):
         if call.op == COLLECTIVE:
             sent[call.kwargs["kind"]] += call.kwargs["bytes"]
     return dict(sent.most_common())

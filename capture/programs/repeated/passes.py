@@ -14,9 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_unflatten
 
-from itercast.capture.opcall import OpCall, TensorSpec, changed
+from itercast.capture.opcall import OpCall
 from itercast.capture.programs.log import ProgramLog
 from itercast.capture.programs.program import COLLECTIVE, MARKS
+from itercast.capture.programs.repeated.fold import renumbered
 
 PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))  # values that say all
 NEW = 2**40  # numbers of storages from here on are of none
@@ -136,20 +137,9 @@ class Renamed:
             self.storages[number] = number if number < self.first else self.fresh()
         return self.storages[number]
 
-    def _value(self, value: Any) -> Any:
-        if isinstance(value, TensorSpec):
-            return changed(value, storage=self.storage(value.storage))
-        return tuple(map(self._value, value)) if isinstance(value, tuple) else value
-
     def __call__(self, call: OpCall) -> OpCall:
         """The call on these storages."""
-        return changed(
-            call,
-            args=self._value(call.args),
-            kwargs={name: self._value(value) for name, value in call.kwargs.items()},
-            outputs=self._value(call.outputs),
-            compiled=self.compiled[call.compiled],
-        )
+        return renumbered(call, self.storage, compiled=self.compiled[call.compiled])
 
 
 class Repeated(torch.autograd.Function):

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten
 from itercast.capture.programs.backward import Backward, backward_passes
 from itercast.capture.programs.log import ProgramLog
 from itercast.capture.programs.reducer import Reducer, edges, reached
+from itercast.capture.programs.repeated.fold import again
 from itercast.capture.programs.repeated.passes import Again, Pass, form_of, storages, unlogged
 from itercast.capture.programs.trained.bare import is_wrapper
 from itercast.capture.recorder.watch import attributes
@@ -85,6 +86,7 @@ class MicroBatches:
     def _run(self, model: Any, run: Callable[[], Any]) -> Any:
         """Run a model, with a ``forward`` that may be repeated."""
         own, held = model.__dict__.get("forward"), self._held(model)
+        self.log.calls.append(again(1))
         self.inside = True
         if held is not None:
             model.__dict__["forward"] = partial(self._forward, model, held, model.forward)

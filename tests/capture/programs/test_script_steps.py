@@ -9,7 +9,8 @@ import pytest
 from safetensors.torch import save_file
 from small_scripts import ITEM, TRAINING, captured, written
 
-from itercast.capture.programs.program import COLLECTIVE, ProgramCapture
+from itercast.capture.programs import capture
+from itercast.capture.programs.program import AGAIN, COLLECTIVE, ProgramCapture, launch_order
 from itercast.compose.pricing.priced_op import priceable
 from itercast.compose.programs.forecast import forecast_program
 from itercast.compose.target import find_target
@@ -479,11 +480,14 @@ for step in range(3):
 """
 
 
-def test_micro_batches_that_are_alike_run_once_and_are_as_if_all_ran(tmp_path: Path) -> None:
+def test_micro_batches_that_are_alike_run_once_and_are_as_if_all_ran(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of ten, the first makes gradients, two show what six more do, the last sends and is longer.
 
-    A hook inside a model may do anything: then all run. A layer takes a product forward and, but
-    for the first one's input, two backward.
+    From one forward to the next the third to the eighth are alike: three are kept, one of them as
+    repeated four times. A hook inside a model may do anything: then all run. A layer takes a
+    product forward and, but for the first one's input, two backward.
     """
     text = MODEL + ACCUMULATES
     once = captured(written(tmp_path, text), gpus=2)
@@ -492,7 +496,13 @@ def test_micro_batches_that_are_alike_run_once_and_are_as_if_all_ran(tmp_path: P
     every = captured(written(tmp_path, text.replace("ddp =", hook)), gpus=2)
     assert (tmp_path / "runs").read_text() == str(3 * 10)
     told, known = launches(once), launches(every)
-    assert told == known
+    assert told == known and [c.args for c in once.ranks[0].calls if c.op == AGAIN] == [(4,), (1,)]
+    monkeypatch.setattr(capture, "folded", lambda calls: [c for c in calls if c.op != AGAIN])
+    unfolded, target = captured(written(tmp_path, text), gpus=2), find_target("h100-sxm-80gb")
+    found, whole = (forecast_program(one, target) for one in (once, unfolded))
+    assert found.iteration_us == pytest.approx(whole.iteration_us, rel=1e-12)
+    assert found.by_family_us == pytest.approx(whole.by_family_us, rel=1e-12)
+    assert found.mfu_frac == pytest.approx(whole.mfu_frac, rel=1e-12)
     assert once.ranks[0].host == every.ranks[0].host and once.peak_bytes == every.peak_bytes
     products = sum(op in ("aten.mm.default", "aten.addmm.default") for op, *_ in told)
     assert products == 10 * (2 + 3) and sum(op == COLLECTIVE for op, *_ in told) == 1
@@ -503,5 +513,5 @@ def launches(program: ProgramCapture) -> list[tuple[object, ...]]:
     memory: dict[int, int] = {}
     return [
         (c.op, c.phase, [(t.shape, memory.setdefault(t.storage, len(memory))) for t in c.touched])
-        for c in program.ranks[0].calls
+        for c in (program.ranks[0].calls[i] for i in launch_order(program.ranks[0].calls))
     ]
