@@ -61,7 +61,7 @@ class Forecast:
     limit is not stated. ``stack``: the software that is forecast. ``network``: the node, links and
     network that messages are priced by; empty for one rank and on a CPU. ``lengths``: of sequences
     that are unlike (``itercast.compose.lengths.Lengths``); tokens are then those that are no
-    padding. ``cluster``: on unlike GPUs (``itercast.compose.clusters``) what each group has, and
+    padding. ``cluster``: on unlike GPUs (``itercast.extras.clusters``) what each group has, and
     the time with equal shares, 0 where there are none. ``notes``: what to know of how the step was
     forecast (``itercast.compose.notes``).
 

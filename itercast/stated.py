@@ -15,7 +15,6 @@ from itercast.capture.plan import ParallelPlan
 
 if TYPE_CHECKING:  # the command line starts without pandas
     from itercast.capture.opcall import StepCapture
-    from itercast.compose.forecast import Forecast
     from itercast.compose.target import Target
     from itercast.microbench.hardware.spec import Gpu
     from itercast.microbench.store import Facts, Row
@@ -47,22 +46,6 @@ def question_facts(question: Question, step: StepCapture, target: Target) -> Row
     if has_tf32 and not mixed(known) and any("convolution" in call.op for call in step.calls):
         told.append("convolutions are in fp32, too; torch's default is TF32 (--dtype tf32)")
     return {**stated(known), "step": size, "unusual": told}
-
-
-def cluster_facts(question: Question, found: Forecast, cluster: Path) -> Row:
-    """The same of a forecast on unlike GPUs, whose replicas have batches of unlike sizes."""
-    from itercast.compose.clusters.file import read_cluster
-    from itercast.compose.target import find_target
-
-    names = {group.gpu for group in read_cluster(cluster).groups} - {"cpu"}
-    dtype = question.dtype_on([find_target(name, "", question.bundle).gpu for name in names])
-    plan, batch = ParallelPlan.parse(found.plan), question.replica_batch() or question.of_case.batch
-    known = {**options(question), "dtype": dtype, "plan": found.plan, "bundle": found.bundle}
-    known |= {"optimizer": question.optimizer or question.of_case.optimizer, "gpu": ""}
-    known |= {"batch": batch, "seq": question.seq_asked(), "global_batch": None}
-    size = {"batch": batch, "replicas": plan.dp, "global_batch": batch * plan.dp}
-    size |= {"microbatches": plan.microbatches, "seq": question.seq_asked()}
-    return {**stated({**known, "cluster": cluster}), "step": size, "unusual": []}
 
 
 def options(question: Question) -> Row:

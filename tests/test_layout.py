@@ -18,12 +18,12 @@ ROOMS = {  # "." are the package's own files; each may import those before it
         ("microbench", "hardware . ops timing processes importers input sweep iterations"
                        " campaign"),
         ("learners", "features models transfer ."),
-        ("compose", "graph machines parallel pricing simulate trace . plan_search clusters"
-                    " programs explain"),
+        ("compose", "graph machines parallel pricing simulate trace . plan_search programs"
+                    " explain"),
         ("eval", "tracking . errors report drift"),
         ("itercast", ". commands"),
-        ("extras", ". campaign benchmarks explore fleet graphs kinds nccl published recommenders rl"
-                   " schedulers"),
+        ("extras", ". campaign benchmarks clusters explore fleet graphs kinds nccl published"
+                   " recommenders rl schedulers"),
     )
 }  # fmt: skip
 FILES_IN_A_ROOM = 14

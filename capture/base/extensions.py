@@ -12,6 +12,8 @@ The name of an entry point is the name of what it adds. Its group says what that
   address and dataset roots: it trains families elsewhere.
 - ``itercast.tables_elsewhere``: a function that says what one rank does of a step whose embedding
   tables are spread over ranks (``itercast.compose.pricing.layer_prices.TablesElsewhere``).
+- ``itercast.unlike_gpus``: ``predict`` and ``plan``, functions that answer ``--cluster FILE`` of
+  these commands (``itercast.extras.clusters.questions`` has both).
 - ``itercast.plan_keys``: a ``PlanKey`` of ``itercast.capture.plan_keys``.
 - ``itercast.gpus``, ``itercast.nodes``, ``itercast.stacks``: the ``Path`` of a YAML file.
 """

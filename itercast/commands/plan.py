@@ -173,20 +173,13 @@ def _on_cluster(
     if not alone:
         told = "--gpu, --gpus, --node, --lengths, --packed, --local or --objective"
         raise ValueError(f"--cluster goes without {told}")
-    with prints_aside(), without_scikit_learn():
-        from itercast.compose.clusters.file import read_cluster
-        from itercast.compose.clusters.search import job_on, plans_on_cluster
+    from itercast.commands.shared import on_unlike_gpus
 
-        samples = question.samples_over(read_cluster(path).gpus)
-        job = job_on(question.asked(), path, global_batch=samples, **asked)
-        found, legal = plans_on_cluster(job, amp=asked["amp"])
-    if not found:
-        raise ValueError(f"no legal plan of {question.name} on the groups of {path}")
-    size = {"global_batch": job.samples, "seq": job.seq, "dtype": job.dtype}
-    facts = {**asked, **size, "optimizer": job.optimizer, "bundle": found[0].bundle}
-    facts["command"] = _command(question, {"cluster": path, **facts})
-    facts |= {"case": question.name, "gpu": path.stem, "gpus": job.cluster.gpus, "unusual": []}
-    facts |= {"objective": "time", "considered": legal, "simulated": legal}
+    with prints_aside(), without_scikit_learn():
+        found, settled, counts = on_unlike_gpus("plan")(question, path, asked)
+    line = _command(question, {"cluster": path, **settled})
+    facts = {"case": question.name, "gpu": path.stem, "objective": "time", "unusual": []}
+    facts |= {**settled, **counts, "command": line}
     return {**facts, "seconds": time.perf_counter() - begin}, found
 
 

@@ -20,7 +20,7 @@ from itercast.options import (
     file_to_write,
     prints_aside,
 )
-from itercast.stated import cluster_facts, question_facts, say_step
+from itercast.stated import question_facts, say_step
 
 if TYPE_CHECKING:  # no command but predict pays for these
     from itercast.capture.opcall import StepCapture
@@ -64,8 +64,8 @@ def predict(
     """Forecast one iteration of a model: a named case, a configuration, or a model of your own."""
     if cluster is not None:
         others = (strict, trace, input_file, policy, spread)
-        found = _on_cluster(question, cluster, alone=not any(others))
-        facts = cluster_facts(question, found, cluster) | _price(found, prices)
+        found, facts = _on_cluster(question, cluster, alone=not any(others))
+        facts |= _price(found, prices)
         _print(question.name, found, facts, None, as_json=as_json, explain=explain_assumptions)
         return
     step, target = question.prepared(whole=trace is not None)  # a timeline shows every op
@@ -108,19 +108,19 @@ def _price(found: Forecast, prices: Path | None) -> Row:
     return {"price": bill(found, prices)}
 
 
-def _on_cluster(question: Question, path: Path, *, alone: bool) -> Forecast:
-    """The forecast on unlike GPUs."""
+def _on_cluster(question: Question, cluster: Path, *, alone: bool) -> tuple[Forecast, Row]:
+    """The forecast on unlike GPUs, and its facts; ``alone``: the command has no other options."""
     asked = question.arguments()
-    names = ("gpu", "lengths", "packed", "machine")
-    gpu, lengths, packed, machine = (asked.pop(name) for name in names)
-    if gpu != "cpu" or lengths or packed or machine or not alone:
+    others = asked["gpu"] != "cpu" or asked["lengths"] or asked["packed"] or asked["machine"]
+    if others or not alone:
         options = "--gpu, --lengths, --packed, --machine, --anchor, --strict, --trace, --input, "
         options += "--policy or --spread"
         raise ValueError(f"--cluster goes without {options}")
-    with prints_aside():
-        from itercast.compose.clusters.search import predict_on_cluster
+    from itercast.commands.shared import on_unlike_gpus
 
-        return predict_on_cluster(question.asked(), path, **asked)
+    with prints_aside():
+        answer: tuple[Forecast, Row] = on_unlike_gpus("predict")(question, cluster)
+    return answer
 
 
 def _with_input(found: Forecast, path: Path, step: StepCapture, target: Target) -> Forecast:

@@ -15,6 +15,7 @@ import typer
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
+from itercast.capture.base.extensions import with_added
 from itercast.errors import when_stopped
 from itercast.eval.progress import progress_bar
 from itercast.microbench.hardware.machine import cpu_name
@@ -265,6 +266,14 @@ def spread_line(spread: Spread) -> str:
         for us in (spread.median_us, spread.p10_us, spread.p90_us, spread.mean_us)
     )
     return f"median {median} ms, 80 % of steps {low} to {high}, mean {mean}"
+
+
+def on_unlike_gpus(command: str) -> Callable[..., Any]:
+    """What answers ``--cluster`` of a command, ``predict`` or ``plan``, by its entry point."""
+    added: dict[str, Callable[..., Any]] = with_added("unlike_gpus", {}, Callable)
+    if command not in added:
+        raise ValueError("no installed package forecasts steps on unlike GPUs: --cluster")
+    return added[command]
 
 
 def cluster_line(facts: Facts) -> str:

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from itercast.compose.clusters.file import read_cluster, subsets
-from itercast.compose.clusters.search import job_on, plans_on_cluster, predict_on_cluster
-from itercast.compose.clusters.split import _least_maximum
 from itercast.compose.forecast import Forecast
 from itercast.compose.parallel.placement import Crossing
 from itercast.compose.predict import predict
 from itercast.compose.simulate.stages import _cost_cuts
 from itercast.compose.simulate.timeline import Span, Task, side_by_side
+from itercast.extras.clusters.file import read_cluster, subsets
+from itercast.extras.clusters.search import job_on, plans_on_cluster, predict_on_cluster
+from itercast.extras.clusters.split import _least_maximum
 from itercast.microbench.ops.step.collective import Collective
 
 TWO = "groups: {a: {gpu: h100-sxm-80gb, count: 1}, b: {gpu: h100-sxm-80gb, count: 1}}\n"

@@ -13,11 +13,11 @@ import numpy as np
 
 from itercast.capture.plan import ParallelPlan, micro_batch
 from itercast.capture.plan_keys import V_SHAPED
-from itercast.compose.clusters.job import Job, replicas, report_job, stages
 from itercast.compose.forecast import Forecast
 from itercast.compose.simulate.breakdown import Outcome
 from itercast.compose.simulate.iteration import evaluate_ranks, quick_us
 from itercast.compose.simulate.stages import balanced
+from itercast.extras.clusters.job import Job, replicas, report_job, stages
 
 # Keys of plans that act on one rank, or on replicas that all send the same messages.
 ALLOWED = (

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.clusters.file import ClusterFile, GpuGroup
 from itercast.compose.forecast import Forecast, rank_of, report
 from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.parallel.placement import Crossing, cluster
@@ -15,6 +14,7 @@ from itercast.compose.plan_search.sizes import CapturesBySize
 from itercast.compose.simulate.breakdown import Outcome
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.target import Target
+from itercast.extras.clusters.file import ClusterFile, GpuGroup
 
 REDUCED = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
 NEIGHBOURS = ("shard", "intra_node", "inter_node")  # of gossip, a ring of all replicas

@@ -10,9 +10,6 @@ from typing import Any
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture, optimizer_of
-from itercast.compose.clusters.file import ClusterFile, read_cluster, subsets
-from itercast.compose.clusters.job import Job
-from itercast.compose.clusters.split import forecast_job
 from itercast.compose.forecast import Forecast
 from itercast.compose.graph.index_streams import with_indices
 from itercast.compose.graph.launch_modes import with_engine
@@ -21,6 +18,9 @@ from itercast.compose.plan_search.open_search import size_of
 from itercast.compose.plan_search.search import least_us
 from itercast.compose.plan_search.sizes import CapturesBySize
 from itercast.compose.target import Target, find_target, step_dtype
+from itercast.extras.clusters.file import ClusterFile, read_cluster, subsets
+from itercast.extras.clusters.job import Job
+from itercast.extras.clusters.split import forecast_job
 
 
 def job_on(
