@@ -8,6 +8,8 @@ A framework's own kernels save less for backward than a model's separate ops (``
 - What a norm makes before its weight is made again of its input.
 - Experts' results are weighted before their last product: what is weighted is that product's input,
   which is kept anyway (WeightedSwiGLUFunction in megatron/core/fusions/fused_bias_swiglu.py).
+- A softmax in fp32 between half-precision tensors is kept in half precision
+  (megatron/core/fusions/fused_softmax.py).
 - Attention keeps contiguous values, not the wider result that also holds parts of the keys
   (megatron/core/transformer/multi_latent_attention.py).
 """
@@ -25,6 +27,7 @@ from itercast.compose.graph.identity_cache import cached_by_identity
 from itercast.compose.graph.product_roles import DTYPE_CAST, EXPERT_PRODUCTS
 
 PRODUCT = "aten.mul.Tensor"
+SOFTMAX = "aten._softmax.default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +139,12 @@ def _kept(
     """Storages of results, each with what is kept in place of it, as far as a call tells."""
     if call.op == DTYPE_CAST:
         source, copy = call.args[0], call.outputs[0]
-        scaled = _scaled(makers.get(source.storage))
+        maker = makers.get(source.storage)
+        scaled = _scaled(maker)
         if ITEMSIZE_BYTES[copy.dtype] > ITEMSIZE_BYTES[source.dtype]:
             yield copy.storage, source
+        elif maker and maker.op == SOFTMAX:
+            yield source.storage, copy
         elif scaled and scaled.storage in found:
             yield copy.storage, found[scaled.storage]
     elif weighted := _scaled(call):

@@ -19,9 +19,11 @@ from scipy.stats import kendalltau
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture
-from itercast.compose.forecast import Forecast
+from itercast.compose.forecast import Forecast, rank_of
 from itercast.compose.graph.launch_modes import with_engine
 from itercast.compose.host_fit import MeasuredStep, fit_host
+from itercast.compose.parallel.placement import cluster
+from itercast.compose.simulate.memory_plan import stage_memory
 from itercast.compose.target import Target, find_target
 from itercast.eval.compare import ASKED, console, step_of
 from itercast.eval.iteration_parts import PARTS, parts_us
@@ -122,7 +124,8 @@ def _answer(bundle: Path, asked: Facts) -> Answer:
 
     try:
         target = row_target(asked, bundle)
-        whole = forecast_step(captured_step(asked, target.plan), target)
+        step = captured_step(asked, target.plan)
+        whole = forecast_step(step, target)
         step_us, backward_us = timed_us(asked, whole), 0.0
         published = float(asked.get("backward_us") or 0.0)
         if published > 0 and not asked["plan"] and asked["mode"] != "infer":
@@ -132,10 +135,17 @@ def _answer(bundle: Path, asked: Facts) -> Answer:
         return str(exc)[:120]
     share = step_us / whole.iteration_us
     bounds_us = (whole.iteration_us_p10 * share, whole.iteration_us_p90 * share)
-    memory = whole.memory_bytes + float(np.nan_to_num(asked.get("workspace_bytes", 0.0)))
+    memory = last_rank_bytes(step, target) + float(np.nan_to_num(asked.get("workspace_bytes", 0.0)))
     parts = {"step": step_us, "backward": backward_us, "memory": memory}
     bounds = dict(zip(INTERVAL, bounds_us, strict=True))
     return {**parts, **bounds, ASSUMED: whole.assumed_frac, **parts_us(whole)}
+
+
+def last_rank_bytes(step: StepCapture, target: Target) -> int:
+    """Peak memory of the last rank of a plan, which is that of all without a pipeline."""
+    where = cluster(target.plan, target.gpu, target.node)
+    rank = rank_of(step, target.plan, target.book, where)
+    return sum(stage_memory(rank, step.optimizer)[-1].values())
 
 
 def timed_us(asked: Facts, found: Forecast) -> float:

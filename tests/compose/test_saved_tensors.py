@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from law_case import rank_for
+from law_case import KIB, rank_for
 from plan_case import GPU
 
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture
 from itercast.compose.graph.launch_modes import with_engine
+from itercast.compose.graph.lifetimes import read_instead
 from itercast.compose.graph.product_roles import weight_roles
 from itercast.compose.parallel.tp import tensor_parallel
 from itercast.compose.pricing.layer_prices import PricedLayer
@@ -83,6 +84,14 @@ def test_saved_bytes_of_a_llama_block_counted_by_hand(engine: str, folder: Path)
     (kept,) = {x.saved_bytes for x in blocks(found, engine, "recompute=ops")[1:-1]}
     sdpa, queries, values, gate, out = 4_096, 4_096, 32 * 16 * 2, 32 * HIDDEN * 2, 4_096
     assert kept == 4_096 + sdpa + queries + values + gate + out
+
+
+def test_a_softmax_in_fp32_is_kept_in_half_precision(folder: Path) -> None:
+    """Unfused attention of 2 samples, 8 heads and 16 x 16 weights: 8 KiB in bf16, not 16."""
+    step("llama", False, folder)  # writes the file
+    found = capture(folder / "llama.json", batch=2, seq=TOKENS // 2, dtype="bf16", attn="eager")
+    weights = next(c.outputs[0] for c in found.calls if c.op == "aten._softmax.default")
+    assert weights.nbytes == 16 * KIB and read_instead(found)[weights.storage].nbytes == 8 * KIB
 
 
 def test_a_view_is_no_kernel(folder: Path) -> None:

@@ -12,10 +12,19 @@ import pandas as pd
 import pytest
 
 from itercast.capture.plan import ParallelPlan
+from itercast.compose.capture_model import capture
 from itercast.compose.graph.launch_modes import as_launched
+from itercast.compose.target import find_target, forecast_step
 from itercast.eval.compare import compare_all, stated_rows, step_of
 from itercast.extras.published.lines import ModelLine, model_lines
-from itercast.extras.published.models import Answer, add_forecasts, judge, judged, with_fitted_hosts
+from itercast.extras.published.models import (
+    Answer,
+    add_forecasts,
+    judge,
+    judged,
+    last_rank_bytes,
+    with_fitted_hosts,
+)
 from itercast.extras.published.readers import node_sums_us
 from itercast.learners.bundle import SHIPPED
 from itercast.microbench.hardware.host import load_host
@@ -99,6 +108,12 @@ def test_forecasts_are_of_the_rows_asked_and_others_are_counted() -> None:
     assert (found["backward"] > 0).all()
     assert (found["memory"] > 0).all()
     assert sum("unknown gpu 'x1'" in str(answer) for answer in known.values()) == 1
+
+
+def test_memory_of_a_pipeline_is_that_of_its_last_rank() -> None:
+    """The first of two stages holds two micro-batches, the last one."""
+    step, target = capture("gpt-s"), find_target("v100-pcie-32gb", "pp=2,micro=8")
+    assert 0 < last_rank_bytes(step, target) < 0.8 * forecast_step(step, target).memory_bytes
 
 
 def test_mixed_precision_is_what_a_row_states_but_under_fsdp() -> None:
