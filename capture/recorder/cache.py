@@ -16,9 +16,13 @@ from itercast.capture.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 MARKS = {TensorSpec: "#t", OpCall: "#c", ParamSpec: "#p", StepCapture: "#s"}
 MARKED = {mark: (kind, [f.name for f in fields(kind)]) for kind, mark in MARKS.items()}
 
+PLAIN = (int, str, float, bool, type(None))
+
 
 def pack(value: Any) -> Any:
     """A capture, or a part of it, as plain values: of a dataclass a list under its mark."""
+    if type(value) in PLAIN:
+        return value
     if mark := MARKS.get(type(value)):
         return {mark: [pack(getattr(value, name)) for name in MARKED[mark][1]]}
     if isinstance(value, tuple | list):

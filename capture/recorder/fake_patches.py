@@ -12,7 +12,8 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch._subclasses import fake_tensor as torch_fakes
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, TensorMetadata
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes
@@ -26,6 +27,7 @@ WARNS = "warn_if_padding_and_no_attention_mask"
 
 APPLY, NEW, COPY = torch.nn.Module._apply, FakeTensor.__new__, Tensor.__deepcopy__
 STORAGE_ADDRESS = torch.UntypedStorage.data_ptr
+METADATA, FLATTEN = torch_fakes.extract_tensor_metadata, TensorMetadata._flatten_into
 
 
 def _apply(module: torch.nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> Argument:
@@ -116,6 +118,44 @@ def _address(tensor: Tensor) -> int:
     return start and start + int(tensor.storage_offset()) * tensor.element_size()
 
 
+def _metadata(tensor: Tensor) -> TensorMetadata:
+    """What torch's cache of results knows a tensor by: as torch's own function, but faster.
+
+    Torch asks for each op. The memory format follows from strides.
+    """
+    if tensor.layout != torch.strided or tensor._has_symbolic_sizes_strides:
+        return METADATA(tensor)
+    return TensorMetadata(
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.device,
+        tensor.layout,
+        None,
+        tensor.storage_offset(),
+        tensor.untyped_storage().nbytes(),
+        tensor.requires_grad,
+        tensor.is_quantized,
+        tensor.is_conj(),
+        tensor.is_neg(),
+        tensor.is_inference(),
+        False,
+        None,
+        None,
+        None,
+    )
+
+
+def _flatten(one: TensorMetadata, result: list[object], mode: Any, state: Any) -> None:
+    """Add metadata to a key of that cache: without symbols in one piece."""
+    if mode.shape_env is not None:
+        FLATTEN(one, result, mode, state)
+        return
+    place = one.shape, one.stride, one.storage_offset, one.storage_bytes, one.layout
+    kind = one.dtype, one.device, one.requires_grad, one.is_conj, one.is_neg, one.is_inference
+    result.append((place, kind, one.is_quantized))
+
+
 @contextmanager
 def behave_like_real_tensors() -> Iterator[None]:
     """Let fake tensors be converted in place, copied, listed and formatted, and have addresses.
@@ -132,6 +172,8 @@ def behave_like_real_tensors() -> Iterator[None]:
         patch.multiple(torch, tensor=_reading(torch.tensor), as_tensor=_reading(torch.as_tensor)),
         patch.object(torch.nn.Module, "_apply", _apply),
         patch.object(FakeTensor, "__new__", _new),
+        patch.object(TensorMetadata, "_flatten_into", _flatten),
+        patch.object(torch_fakes, "extract_tensor_metadata", _metadata),
         patch.object(FakeTensor, "data_ptr", _address),
         patch.object(torch.UntypedStorage, "data_ptr", _storage_address),
         patch.object(FakeTensor, "__format__", _format),
