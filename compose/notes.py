@@ -7,12 +7,16 @@ from collections.abc import Iterator
 
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.parallel.expert_precision import casts, wide_experts
+from itercast.compose.parallel.expert_precision import casts, half_dtype, wide_experts
 from itercast.compose.parallel.placement import Cluster
 
 WIDE_EXPERTS = (
     "experts run in fp32 under autocast, which casts no grouped products; "
     "FSDP's mixed precision (zero=) and --stack megatron-core cast them"
+)
+CAST_WEIGHTS = (
+    "amp with zero= is FSDP's mixed precision, which casts weights: the model's ops run in {0}; "
+    "amp without zero= is autocast, under which norms, softmax and losses run in fp32"
 )
 # Layers that transformers runs by kernels of other packages on GPUs, if installed, else op by op.
 SLOW_PATHS = re.compile(r"Mamba\w*Mixer|GatedDeltaNet|Rwkv\w*Attention")
@@ -28,7 +32,10 @@ def notes(step: StepCapture, plan: ParallelPlan, stack: str) -> Iterator[str]:
     slow = {c.module for c in step.calls if SLOW_PATHS.search(c.module)}
     if slow:
         yield SLOW_PATH.format(", ".join(sorted(slow)))
-    if plan.amp and wide_experts(step) and not casts(step, plan, stack):
+    cast = casts(step, plan, stack)
+    if cast == "module":
+        yield CAST_WEIGHTS.format(half_dtype(step))
+    if plan.amp and wide_experts(step) and not cast:
         yield WIDE_EXPERTS
 
 

@@ -77,7 +77,8 @@ class Cell:
             name: getattr(found, name) if found else None
             for name in (
                 *("iteration_us", "samples_per_s", "tokens_per_s", "memory_bytes"),
-                *("memory_room_bytes", "unmodelled_frac", "assumed_frac"),
+                *("memory_room_bytes", "memory_verdict", "unmodelled_frac", "assumed_frac"),
+                "network",
             )
         }
         joule = found.energy_j / self.samples if found and found.energy_j else None

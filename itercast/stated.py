@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -15,12 +17,15 @@ from itercast.capture.plan import ParallelPlan
 
 if TYPE_CHECKING:  # the command line starts without pandas
     from itercast.capture.opcall import StepCapture
+    from itercast.capture.programs.program import ProgramCapture
+    from itercast.compose.forecast import Forecast
     from itercast.compose.target import Target
     from itercast.microbench.hardware.spec import Gpu
     from itercast.microbench.store import Facts, Row
     from itercast.options import Question
 
 HALF = ("bf16", "fp16")
+PRODUCT = re.compile(r"mm\.|convolution|attention")  # in names of ops
 
 
 def question_facts(question: Question, step: StepCapture, target: Target) -> Row:
@@ -82,14 +87,58 @@ def command(name: str, asked: Facts) -> str:
     return shlex.join(words)
 
 
+def assumes(found: Sequence[Forecast]) -> str:
+    """What forecasts take for granted, and how much of their time no measurement decides."""
+    one = {name: _each(found, name) for name in ("stack", "host", "network", "bundle")}
+    hint = "no node named (--node, --plan node=...)"
+    one["network"] = one["network"].replace("no node named", hint, 1)
+    parts = [f"stack {one['stack']}"] * bool(one["stack"])
+    parts += [f"host {one['host']}"] * bool(one["host"]) + [one["network"]] * bool(one["network"])
+    upto = "up to " if len(found) > 1 else ""
+    shares = ("assumed_frac", "unmodelled_frac")
+    assumed, unknown = (f"{100 * max(getattr(r, s) for r in found):.0f} %" for s in shares)
+    rests = f"{upto}{assumed} of the time rests on assumed numbers, {unknown} has no learned model"
+    return f"assumes {', '.join(parts)}; {rests}; bundle {one['bundle']}"
+
+
+def _each(found: Sequence[Forecast], name: str) -> str:
+    """The first two values of a field, each once, and how many others there are."""
+    values = list(dict.fromkeys(filter(None, (str(getattr(r, name)) for r in found))))
+    others = [counted(len(values) - 2, "other")] * (len(values) > 2)
+    return " or ".join([*values[:2], *others])
+
+
 def say_step(facts: Facts) -> None:
-    """Print the line of ``step_line``, and below it what is unusual."""
-    say(step_line(facts["question"], facts["step"]), facts["unusual"])
+    """Print the line of ``step_line``, and below it what is unusual and what is assumed."""
+    say(step_line(facts["question"], facts["step"]), facts)
 
 
-def say(line: str, notes: Sequence[str]) -> None:
-    """Print what is forecast, and what of it is unusual."""
-    typer.echo("\n".join([line, *(f"note: {note}" for note in notes)]))
+def say(line: str, facts: Facts) -> None:
+    """Print what is forecast, what of it is unusual, and what is assumed."""
+    typer.echo("\n".join([line, *(f"note: {x}" for x in facts["unusual"]), facts["assumes"]]))
+
+
+def script_line(
+    name: str, samples: int, worlds: Sequence[int], products: Sequence[str], engine: str
+) -> str:
+    """What is forecast of a script, in one line.
+
+    ``worlds``: numbers of ranks, each with so many ``samples`` (0: not known); ``products``: dtypes
+    of its products.
+    """
+    each = f"{samples:,} samples a rank" if samples else "samples not known"
+    each += f", {worlds[0] * samples:,} in all" if samples and len(worlds) == 1 < worlds[0] else ""
+    ranks = f"one of {' or '.join(map(str, worlds))} ranks" if max(worlds) > 1 else "one process"
+    parts = [f"products in {' and '.join(products)}"] * bool(products)
+    parts.append(launches("compile" in engine, "graph" in engine))
+    return f"a step of {name} as {ranks}: {each}; {', '.join(parts)}"
+
+
+def product_dtypes(program: ProgramCapture) -> list[str]:
+    """Dtypes of a script's matrix products, that of most of them first."""
+    calls = program.ranks[min(program.ranks)].calls
+    found = Counter(call.outputs[0].dtype for call in calls if PRODUCT.search(call.op))
+    return [dtype for dtype, _ in found.most_common()]
 
 
 def step_line(asked: Facts, size: Mapping[str, int]) -> str:
@@ -110,13 +159,17 @@ def settings(asked: Facts) -> str:
     parts += [asked["optimizer"]] if trained else []
     if asked.get("seq") or asked.get("attn") == "eager":
         parts.append(f"{asked.get('attn', 'sdpa')} attention")
-    names = {"compiled": "torch.compile", "cuda_graph": "one CUDA graph"}
-    launched = [text for name, text in names.items() if asked.get(name)]
-    parts += [" in ".join(launched) or "eager launches"]
+    parts.append(launches(asked.get("compiled"), asked.get("cuda_graph")))
     parts += [f"LoRA of rank {asked['lora']}"] if asked.get("lora") else []
     parts += ["channels last"] if asked.get("channels_last") else []
     parts += ["backward from the output"] if trained and asked.get("loss") == "none" else []
     return ", ".join(parts)
+
+
+def launches(compiled: bool | None, graphed: bool | None) -> str:
+    """How a step is launched, in words."""
+    words = ["torch.compile"] * bool(compiled) + ["one CUDA graph"] * bool(graphed)
+    return " in ".join(words) or "eager launches"
 
 
 def mixed(asked: Facts) -> bool:
@@ -126,28 +179,26 @@ def mixed(asked: Facts) -> bool:
 
 def unusual(asked: Facts, size: Mapping[str, int], plan: ParallelPlan, gpu: Gpu) -> list[str]:
     """What of the question differs from how models are usually trained, a line each."""
-    return list(filter(None, (_of_dtype(asked, gpu), *_of_plan(asked, size, plan, gpu))))
+    return list(filter(None, (of_dtype(asked, gpu), *_of_plan(asked, size, plan))))
 
 
-def _of_dtype(asked: Facts, gpu: Gpu) -> str:
+def of_dtype(asked: Facts, gpu: Gpu) -> str:
     """Of fp32 beside tensor cores, and of 16-bit weights."""
     dtype = asked["dtype"]
     faster = next((d for d in HALF if gpu.peak(d) > gpu.peak("fp32")), "")
     if dtype == "fp32" and faster and gpu.kind == "gpu":
-        usual = f"usual is mixed precision (amp) or --dtype {faster}"
+        usual = f"usual is mixed precision (amp, autocast) or {faster} throughout (--dtype)"
         return f"fp32 leaves the tensor cores idle; {usual}"
     if dtype in HALF and not mixed(asked) and asked.get("mode", "train") == "train":
         return f"weights and optimizer state are in {dtype}, too; usual is mixed precision (amp)"
     return ""
 
 
-def _of_plan(asked: Facts, size: Mapping[str, int], plan: ParallelPlan, gpu: Gpu) -> list[str]:
-    """Of eager attention, nodes that are not named, and pipelines with few micro-batches."""
+def _of_plan(asked: Facts, size: Mapping[str, int], plan: ParallelPlan) -> list[str]:
+    """Of eager attention, and pipelines with few micro-batches."""
     found = []
     if asked.get("attn") == "eager":
         found.append("attention is eager; usual is sdpa")
-    if plan.world_size > 1 and not plan.node and gpu.kind == "gpu":
-        found.append("no node is named (--node, --plan node=...): links and network are assumed")
     if size.get("microbatches", plan.pp) < plan.pp:
         few = f"{counted(size['microbatches'], 'micro-batch')} for {plan.pp} stages"
         found.append(f"{few}: most of the pipeline waits; usual is several per stage (micro=...)")

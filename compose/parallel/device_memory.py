@@ -30,12 +30,15 @@ def room_bytes(gpu: Gpu, plan: ParallelPlan) -> int:
 
 def verdict(memory_bytes: float, room: float) -> str:
     """Whether so many bytes of tensors fit, as far as the memory model can tell."""
-    low, high = (memory_bytes * (1 + sign * MEMORY_ERROR) for sign in (-1, 1))
-    if high <= room:
-        return "fits"
-    if low > room:
-        return "does not fit"
-    return f"too close: {low / 1e9:.0f} to {high / 1e9:.0f} of {room / 1e9:.0f} GB"
+    if not too_close(memory_bytes, room):
+        return "fits" if memory_bytes <= room else "does not fit"
+    low, high = (memory_bytes * (1 + sign * MEMORY_ERROR) / 1e9 for sign in (-1, 1))
+    return f"too close: {low:.0f} to {high:.0f} of {room / 1e9:.0f} GB"
+
+
+def too_close(memory_bytes: float, room: float) -> bool:
+    """Whether the memory model's error does not let it be told if so many bytes fit."""
+    return memory_bytes * (1 - MEMORY_ERROR) <= room < memory_bytes * (1 + MEMORY_ERROR)
 
 
 def table_room_bytes(gpu: Gpu, ranks: int) -> int:

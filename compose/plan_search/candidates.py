@@ -28,7 +28,7 @@ from itercast.compose.forecast import Forecast, forecast, rank_of, trace
 from itercast.compose.graph.layers import split_layers
 from itercast.compose.graph.product_roles import alias_weight_casts
 from itercast.compose.parallel.captured_tables import captured_tables
-from itercast.compose.parallel.device_memory import room_bytes
+from itercast.compose.parallel.device_memory import room_bytes, too_close
 from itercast.compose.parallel.ep import expert_weights
 from itercast.compose.parallel.placement import cluster, gpus_per_domain
 from itercast.compose.plan_search.sizes import CapturesBySize
@@ -51,12 +51,16 @@ LONG_SEQUENCE: int = assumed(__file__, "long_sequence")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """A rank of a plan with the plan's time, or a lower bound of it, and its memory."""
+    """A rank of a plan with the plan's time, or a lower bound of it, and its memory.
+
+    ``close``: it may not fit, or fit, as far as the memory model's error lets it be told.
+    """
 
     rank: Rank
     iteration_us: float
     memory_bytes: int
     fits: bool
+    close: bool = False
 
     @property
     def plan(self) -> ParallelPlan:
@@ -157,8 +161,9 @@ class Search:
     def scored(self, rank: Rank, iteration_us: float) -> Scored:
         """The rank with its plan's time and memory."""
         nbytes = sum(memory(rank, self.optimizer).values())
-        fits = nbytes <= room_bytes(self.book.gpu, rank.plan)
-        return Scored(rank=rank, iteration_us=iteration_us, memory_bytes=nbytes, fits=fits)
+        room = room_bytes(self.book.gpu, rank.plan)
+        fits = {"fits": nbytes <= room, "close": too_close(nbytes, room)}
+        return Scored(rank=rank, iteration_us=iteration_us, memory_bytes=nbytes, **fits)
 
     def simulated(self, rank: Rank) -> Scored:
         """The rank with its plan's simulated iteration time, and its memory."""

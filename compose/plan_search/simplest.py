@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from math import exp
+from math import exp, inf
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.plan import ParallelPlan
@@ -22,14 +22,17 @@ def keys(plan: ParallelPlan) -> int:
 
 def simplest(
     search: Search, best: Scored, listed: Sequence[Scored], objective: str
-) -> tuple[Scored, list[Scored]]:
+) -> tuple[Scored | None, list[Scored]]:
     """The plan with the fewest keys whose time or cost is the best one's within PLANS_APART.
 
-    Of equally simple ones the best. ``listed``: all legal plans with bounds of their times. Also
-    returns the plans that were simulated to find it. It fits in memory, as the best one does.
+    Of equally simple ones the best. It fits in memory beyond the memory model's error; None where
+    none such is as good. ``listed``: all legal plans with bounds of their times. Also returns the
+    plans that were simulated to find it.
     """
     limit = best.score(objective) * (exp(PLANS_APART) if objective != "memory" else 1.0)
-    near = [b for b in listed if b.score(objective) <= limit and keys(b.plan) < keys(best.plan)]
+    most = inf if best.close else keys(best.plan)
+    near = [b for b in listed if b.score(objective) <= limit and keys(b.plan) < most]
+    near = [b for b in near if not b.close]
     tried: list[Scored] = []
     for _, alike in groupby(sorted(near, key=lambda b: keys(b.plan)), lambda b: keys(b.plan)):
         found: Scored | None = None
@@ -41,4 +44,4 @@ def simplest(
                 found = min(found or tried[-1], tried[-1], key=lambda s: s.score(objective))
         if found is not None:
             return found, tried
-    return best, tried
+    return None if best.close else best, tried

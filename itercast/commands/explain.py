@@ -13,7 +13,7 @@ from rich.table import Table
 
 from itercast.commands.script_case import AsModule, found_lines, of_script, searched
 from itercast.options import Json, Question, asks, prints_aside
-from itercast.stated import question_facts, say_step
+from itercast.stated import assumes, question_facts, say_step
 
 if TYPE_CHECKING:  # the command line starts without pandas
     from itercast.compose.explain.changes import Change
@@ -70,6 +70,7 @@ def _explain(question: Question, model: Any, script: Row, as_json: bool) -> None
         largest = largest_batch(model, asked, step, target)
     name = question.name
     title = f"{name} on {found.gpu}, plan {found.plan}: {found.iteration_us / 1e3:.2f} ms"
+    facts["assumes"] = assumes([found])
     if as_json:
         lists: dict[str, Sequence[Any]] = {"parts": parts, "ops": ops, "changes": gains}
         plain: Row = {key: [asdict(one) for one in some] for key, some in lists.items()}
@@ -77,13 +78,11 @@ def _explain(question: Question, model: Any, script: Row, as_json: bool) -> None
         typer.echo(json.dumps({"case": name, "forecast": asdict(found), **facts, **plain}))
         return
     if script:
-        typer.echo("\n".join(found_lines(script["script"])))
+        typer.echo("\n".join([*found_lines(script["script"]), facts["assumes"]]))
     else:
         say_step(facts)
     console = Console()
     console.print(_parts_table(title, parts))
-    assumed = f"{100 * found.assumed_frac:.0f} % of it rests on assumed numbers"
-    console.print(f"{assumed} (predict --explain-assumptions lists them)")
     console.print(_ops_table(ops))
     console.print(_changes_table(gains))
     console.print("\n".join(_advice(found, step.samples, largest, gains)))
@@ -91,9 +90,11 @@ def _explain(question: Question, model: Any, script: Row, as_json: bool) -> None
 
 def _advice(found: Forecast, own: int, largest: int, gains: Sequence[Change]) -> list[str]:
     """The largest micro-batch that fits, and what gains most on the same hardware."""
-    used, room = found.memory_bytes / 1e9, found.memory_room_bytes / 1e9
-    fits = f"; micro-batches of up to {largest:,} samples fit, it has {own:,}"
-    told = [f"memory: {used:.1f} of {room:.1f} GB{fits if largest else ''}"]
+    from itercast.commands.shared import memory_cell, memory_legend
+
+    room = found.memory_room_bytes / 1e9
+    fits = f"; micro-batches of up to {largest:,} samples fit, it has {own:,}" if largest else ""
+    told = [f"memory: {memory_cell(found)} of {room:.1f} GB{fits}", *memory_legend([found])]
     same = (one for one in gains if one.kind in SCRIPTED and one.fits and one.gain_frac > 0)
     best = [f"{one.name} {100 * one.gain_frac:+.0f} %" for one in same][:3]
     return [*told, *([f"gains most on this hardware: {', '.join(best)}"] if best else [])]

@@ -33,7 +33,7 @@ from itercast.options import (
     prints_aside,
     warn_of_dtype,
 )
-from itercast.stated import command, say, settings, unusual
+from itercast.stated import assumes, command, say, settings, unusual
 
 if TYPE_CHECKING:  # the command line starts without pandas
     from itercast.compose.forecast import Forecast
@@ -223,11 +223,13 @@ def print_plans(
 
     usd = [{"price": bill(r, prices)} if prices else {} for r in reports]
     plain = [asdict(r) | price for r, price in zip(reports, usd, strict=True)]
+    noted = dict.fromkeys(note for r in reports for note in r.notes)
+    facts = {**facts, "unusual": [*facts["unusual"], *noted], "assumes": assumes(reports)}
     if as_json:
         typer.echo(json.dumps({**facts, "plans": plain}))
     else:
         found = found_lines(facts["script"]) if "script" in facts else []
-        say("\n".join([*found, search_line(facts)]), facts["unusual"])
+        say("\n".join([*found, search_line(facts)]), facts)
         Console().print(plans_table(facts, reports, [one.get("price", {}) for one in usd]))
     if facts.get("stopped"):
         raise typer.Abort("the plans are the best so far")
@@ -308,7 +310,7 @@ def plans_table(
 
     ``prices``: of each plan, empty without; shown is the last one, of samples or tokens.
     """
-    from itercast.commands.shared import cluster_line
+    from itercast.commands.shared import cluster_line, memory_cell
 
     title = f"{facts['case']} on {facts['gpus']} x {facts['gpu']}, by {facts['objective']}"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -320,7 +322,6 @@ def plans_table(
     for unit in units:
         table.add_column("USD per " + unit.split("_", 2)[2].replace("_", " "), justify="right")
     for r, usd in zip(reports, prices, strict=True):
-        memory = f"{r.memory_bytes / 1e9:.1f}"
         rows = bool(r.cluster) and "rows" in r.cluster["groups"][0]
         split = f": {cluster_line(r.cluster)}" if rows else ""
         table.add_row(
@@ -328,7 +329,7 @@ def plans_table(
             + split
             + (" *" if r.plan == facts.get("simplest") else ""),
             f"{r.iteration_us / 1e3:.1f}",
-            memory if r.fits else f"[red]{memory}![/]",
+            memory_cell(r),
             f"{100 * r.mfu_frac:.1f}",
             waterfall(r),
             *(f"{usd[unit]:.3g}" for unit in units),
@@ -339,12 +340,11 @@ def plans_table(
 
 def _caption(facts: Row, reports: Sequence[Forecast]) -> list[str]:
     """What stands below a table of plans."""
-    from itercast.commands.shared import lengths_line
+    from itercast.commands.shared import lengths_line, memory_legend
 
     legend = "slowest rank: " + ", ".join(
         f"[{color}]{mark}[/] {name}" for name, mark, color in PARTS
     )
-    guessed = max(r.unmodelled_frac for r in reports)
     lines = [
         legend,
         *(
@@ -354,15 +354,10 @@ def _caption(facts: Row, reports: Sequence[Forecast]) -> list[str]:
         ),
         f"{facts['considered']} plans considered, {facts['simulated']} simulated in "
         f"{facts['seconds']:.1f} s",
-        f"up to {100 * guessed:.0f} % of the time has no learned model",
     ]
-    if not all(r.fits for r in reports):
-        room = max(r.memory_room_bytes for r in reports) / 1e9
-        lines.append(f"!: more than the {room:.1f} GB that a GPU has left for tensors")
+    lines += memory_legend(reports)
     if reports[0].lengths:
         lines.append(f"the best: {lengths_line(reports[0].lengths)}")
-    if network := reports[0].network:
-        lines.append(network)
     return lines
 
 

@@ -20,7 +20,7 @@ from itercast.options import (
     file_to_write,
     prints_aside,
 )
-from itercast.stated import question_facts, say_step
+from itercast.stated import assumes, question_facts, say_step
 
 if TYPE_CHECKING:  # no command but predict pays for these
     from itercast.capture.opcall import StepCapture
@@ -66,6 +66,7 @@ def predict(
         others = (strict, trace, input_file, policy, spread)
         found, facts = _on_cluster(question, cluster, alone=not any(others))
         facts |= _price(found, prices)
+        facts["assumes"] = assumes([found])
         _print(question.name, found, facts, None, as_json=as_json, explain=explain_assumptions)
         return
     step, target = question.prepared(whole=trace is not None)  # a timeline shows every op
@@ -85,7 +86,7 @@ def predict(
         _write_policy(policy, step, target)
     noisy = _spread_of(found, target) if spread else None
     facts = question_facts(question, step, target) | _machine_facts(step, target)
-    facts |= _price(found, prices)
+    facts |= {"assumes": assumes([found])} | _price(found, prices)
     _print(question.name, found, facts, noisy, as_json=as_json, explain=explain_assumptions)
 
 
@@ -168,7 +169,12 @@ def _print(
     name: str, found: Forecast, facts: Row, spread: Spread | None, *, as_json: bool, explain: bool
 ) -> None:
     """Print a forecast as one JSON object or as tables."""
-    from itercast.commands.shared import assumption_sources, assumptions_table, forecast_table
+    from itercast.commands.shared import (
+        add_parts,
+        assumption_sources,
+        assumptions_table,
+        forecast_table,
+    )
     from itercast.compose.explain.assumptions import assumed_parts
 
     parts = assumed_parts(found) if explain else []
@@ -185,6 +191,7 @@ def _print(
     table = forecast_table(name, found, spread)
     for unit, usd in facts.get("price", {}).items():
         table.add_row(unit.replace("usd_per_", "USD per ").replace("_", " "), f"{usd:.4g}")
+    add_parts(table, found)
     console.print(table)
     if explain:
         console.print(assumptions_table(parts))

@@ -28,6 +28,7 @@ from itercast.options import (
     Stack,
     Trace,
 )
+from itercast.stated import assumes, of_dtype, product_dtypes, say, script_line
 
 if TYPE_CHECKING:
     from itercast.capture.input.lane import InputLane
@@ -107,11 +108,14 @@ def run(
     if as_json:
         plain = [r if isinstance(r, str) else _facts(script.name, r) for r in rows]
         typer.echo(json.dumps(plain if len(pairs) > 1 else plain[0]))
-    elif len(pairs) > 1:
+        return
+    if found := [row for row in rows if not isinstance(row, str)]:
+        facts = _told(script.name, found)
+        say(facts["forecast_of"], facts)
+    if len(pairs) > 1:
         Console().print(_compared(script.name, pairs, rows))
     else:
-        (one,) = (r for r in rows if not isinstance(r, str))
-        _print(script.name, one)
+        _print(script.name, found[0])
 
 
 def _counts(text: str) -> list[int]:
@@ -160,9 +164,23 @@ def _facts(name: str, one: Forecasted) -> dict[str, Any]:
     program = one.captured.program
     facts = {"step_us": one.step_us, "loading_us": one.loading_us, "notes": program.notes}
     facts["limits_frac"], facts["batches_that_fit"] = limits(one.found), _batches_that_fit(one)
-    facts |= {"sent_bytes": _sent(program), **_asked(one)}
+    facts |= {"sent_bytes": _sent(program), **_asked(one), **_told(name, [one])}
     facts |= {"optimizer_steps": program.optimizer_steps, "from_cache": one.captured.kept}
     return {"case": name, **asdict(one.found), **facts}
+
+
+def _told(name: str, rows: Sequence[Forecasted]) -> Row:
+    """What was forecast, what of it is unusual, and what is assumed, in words."""
+    from itercast.compose.programs.script_model import engine_of
+
+    program, gpu = rows[0].captured.program, rows[0].order.target.gpu
+    products = product_dtypes(program)
+    engine = engine_of(program.ranks[min(program.ranks)].calls)
+    worlds = list(dict.fromkeys(one.found.world_size for one in rows))
+    line = script_line(name, program.samples, worlds, products, engine)
+    wide = of_dtype({"dtype": "fp32"}, gpu) if products[:1] == ["fp32"] else ""
+    facts = {"unusual": [wide] if wide else [], "assumes": assumes([one.found for one in rows])}
+    return {"forecast_of": line, **facts}
 
 
 def _asked(one: Forecasted) -> Row:
@@ -189,8 +207,10 @@ def _compared(
     name: str, pairs: Sequence[tuple[str, int]], rows: Sequence[Forecasted | str]
 ) -> Table:
     """A row for each GPU and number of them: a step, its rate, what it uses, and notes below."""
+    from itercast.commands.shared import memory_cell, memory_legend
+
     table = Table(title=name)
-    heads = ("GPUs", "step ms", "with input", "samples/s", "tokens/s", "MFU %", "memory GB", "fits")
+    heads = ("GPUs", "step ms", "with input", "samples/s", "tokens/s", "MFU %", "GB", "of")
     table.add_column("GPU", no_wrap=True)
     for head in heads:
         table.add_column(head, justify="right")
@@ -210,10 +230,11 @@ def _compared(
             f"{found.samples_per_s:.1f}" if found.samples_per_s else "-",
             f"{found.tokens_per_s:,.0f}" if found.tokens_per_s else "-",
             f"{100 * found.mfu_frac:.1f}",
-            f"{found.memory_bytes / 1e9:.1f} of {found.memory_room_bytes / 1e9:.1f}",
-            "yes" if found.fits else "no",
+            memory_cell(found),
+            f"{found.memory_room_bytes / 1e9:.1f}",
         )
-    table.caption = "\n".join(notes) or None
+    legend = memory_legend([one.found for one in rows if not isinstance(one, str)])
+    table.caption = "\n".join([*notes, *legend]) or None
     return table
 
 
@@ -252,7 +273,7 @@ def _workers(found: Forecast, lane: InputLane, target: Target, samples: int) -> 
 
 def _print(name: str, one: Forecasted) -> None:
     """Print a forecast as a table: the step alone, the batches it takes, and notes beside it."""
-    from itercast.commands.shared import forecast_table
+    from itercast.commands.shared import add_parts, forecast_table
     from itercast.compose.explain.time_parts import IDLE_NAMES, limits
 
     found, program = one.found, one.captured.program
@@ -263,13 +284,11 @@ def _print(name: str, one: Forecasted) -> None:
         told = ", ".join(f"{kind} of {nbytes / 1e6:,.1f} MB" for kind, nbytes in sent.items())
         table.add_row("messages of a rank", f"{told}, among {found.world_size} ranks")
     if one.loading_us:
-        waits_us = found.idle_by_us["input"]
         most = next(iter(limits(found)))
         limit = "its input as measured here" if most == IDLE_NAMES["input"] else "its step"
         table.title = f"{table.title}, limited by {limit}"
         table.add_row("its step alone", f"{one.step_us * 1e-3:.2f} ms")
         table.add_row("its batches, in one process here", f"{one.loading_us * 1e-3:.2f} ms")
-        table.add_row("waits for its batches", f"{waits_us * 1e-3:.2f} ms of the iteration")
         table.add_row("its DataLoader has", one.advice)
     if program.optimizer_steps > 1:
         each_ms = found.iteration_us / program.optimizer_steps * 1e-3
@@ -278,4 +297,5 @@ def _print(name: str, one: Forecasted) -> None:
         table.add_row("note", note)
     if one.captured.kept:
         table.add_row("note", "read from the cache; --no-cache captures it anew")
+    add_parts(table, found)
     Console().print(table)

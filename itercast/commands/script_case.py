@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from itercast.capture.plan import ParallelPlan
+from itercast.stated import assumes
 
 if TYPE_CHECKING:
     from itercast.capture.opcall import StepCapture
@@ -118,7 +119,7 @@ def print_under_plan(order: ScriptOrder, text: str, trace: Path | None, as_json:
 
     The plan is of as many GPUs as the script is asked for, where that is more than one.
     """
-    from itercast.commands.shared import forecast_table, write_trace
+    from itercast.commands.shared import add_parts, forecast_table, write_trace
     from itercast.compose.target import forecast_step, trace_of
 
     plan = ParallelPlan.parse(text)
@@ -132,13 +133,17 @@ def print_under_plan(order: ScriptOrder, text: str, trace: Path | None, as_json:
     if trace is not None:
         write_trace(trace, trace_of(step, target))
     if as_json:
-        told = {"script": {"arguments": list(order.arguments), **facts}}
+        told = {
+            "script": {"arguments": list(order.arguments), **facts},
+            "assumes": assumes([found]),
+        }
         typer.echo(json.dumps({"case": order.path.name, **asdict(found), **told}))
         return
-    typer.echo(
-        "\n".join([*found_lines(facts), f"below: not the script, but its model under {found.plan}"])
-    )
-    Console().print(forecast_table(f"the model of {order.path.name}", found))
+    below = f"below: not the script, but its model under {found.plan}"
+    typer.echo("\n".join([*found_lines(facts), below, assumes([found])]))
+    table = forecast_table(f"the model of {order.path.name}", found)
+    add_parts(table, found)
+    Console().print(table)
 
 
 @contextmanager

@@ -215,7 +215,7 @@ def report_table(report: Row) -> Table:
 
 
 def forecast_table(case: str, found: Forecast, spread: Spread | None = None) -> Table:
-    """A table of one forecast: times, rates, memory, the bundle, time by op family."""
+    """A table of one forecast: times, rates, memory; ``add_parts`` ends it."""
     table = Table(title=f"{case} on {found.gpu}", show_header=False)
     ms = 1e-3
     table.add_row("iteration", f"{found.iteration_us * ms:.2f} ms")
@@ -234,18 +234,10 @@ def forecast_table(case: str, found: Forecast, spread: Spread | None = None) -> 
         table.add_row("[red]does not fit[/]", room)
     if found.memory_verdict.startswith("too close"):
         table.add_row("[yellow]memory[/]", f"{found.memory_verdict} (the model's error)")
-    table.add_row("not covered by a model", f"{100 * found.unmodelled_frac:.1f} % of the time")
-    table.add_row("rests on assumed numbers", f"{100 * found.assumed_frac:.1f} % of the iteration")
-    table.add_row("bundle", found.bundle)
-    if found.host:
-        table.add_row("host", found.host)
-    elif not found.cluster and found.gpu != cpu_name():
+    if not found.host and not found.cluster and found.gpu != cpu_name():
         table.add_row(
             "this machine", f"{cpu_name()}; `itercast check` says whether the bundle fits"
         )
-    table.add_row("stack", found.stack)
-    if found.network:
-        table.add_row("network", found.network)
     if found.cluster:
         table.add_row("split", cluster_line(found.cluster))
         if even_us := found.cluster["even_us"]:
@@ -254,9 +246,35 @@ def forecast_table(case: str, found: Forecast, spread: Spread | None = None) -> 
         table.add_row("lengths", lengths_line(found.lengths))
     for note in found.notes:
         table.add_row("note", note)
-    for family, time_us in sorted(found.by_family_us.items(), key=lambda kv: -kv[1]):
-        table.add_row(f"  {family}", f"{time_us * ms:.2f} ms")
     return table
+
+
+def memory_cell(found: Forecast) -> str:
+    """GB of the fullest rank, marked where they do not fit or may not (``memory_legend``)."""
+    used = f"{found.memory_bytes / 1e9:.1f}"
+    if not found.fits:
+        return f"[red]{used}![/]"
+    return f"[yellow]{used}?[/]" if found.memory_verdict.startswith("too close") else used
+
+
+def memory_legend(found: Sequence[Forecast]) -> list[str]:
+    """What the marks of ``memory_cell`` say, of those that are there."""
+    room = max((r.memory_room_bytes for r in found), default=0) / 1e9
+    words = {"!": "more than", "?": "too close to tell whether they fit to"}
+    cells = list(map(memory_cell, found))
+    left = f"the {room:.1f} GB that a GPU has left for tensors"
+    return [f"{m}: {text} {left}" for m, text in words.items() if any(m in c for c in cells)]
+
+
+def add_parts(table: Table, found: Forecast) -> None:
+    """Add what an iteration's time goes to, in rows that add up to it, and messages beside it."""
+    from itercast.compose.explain.time_parts import time_parts
+
+    table.add_row("the iteration is", "")
+    for part in time_parts(found):
+        table.add_row(f"  {part.name}", f"{part.time_us * 1e-3:.2f} ms")
+    if (hidden_us := found.comm_us - found.exposed_comm_us) > 0:
+        table.add_row("beside compute, messages of", f"{hidden_us * 1e-3:.2f} ms")
 
 
 def spread_line(spread: Spread) -> str:

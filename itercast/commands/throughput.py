@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from itercast.options import Json, Prices, Question, asks, prints_aside
-from itercast.stated import options, say, settings, stated
+from itercast.stated import assumes, options, say, settings, stated
 
 if TYPE_CHECKING:  # the command line starts without pandas
     from itercast.compose.throughput import Cell
@@ -59,15 +59,16 @@ def throughput(
     rows = [{"case": question.name, **cell.row()} for cell in cells]
     known = {**_shared_options(question, plan, names), "gpu": gpu, "gpus": gpus, "batch": batch}
     known |= {"node": node, "prices": prices}
+    told = {"assumes": assumes([c.forecast for c in cells if c.forecast]), "unusual": []}
     if as_json:
         known["dtype"] = known["dtype"] if " or " not in known["dtype"] else question.dtype
-        facts = stated(known, "throughput")
+        facts = {**stated(known, "throughput"), **told}
         typer.echo(json.dumps({"case": question.name, **facts, "cells": rows}))
         return
     tokens = f" of {known['seq']:,} tokens" if known["seq"] else ""
     step = f"{question.mode}: samples{tokens}, batch is a replica's; {settings(known)}"
-    say(step, [])
-    Console().print(_table(question.name, rows))
+    say(step, told)
+    Console().print(_table(question.name, cells))
 
 
 def _shared_options(question: Question, plan: str, names: Sequence[str]) -> Row:
@@ -128,30 +129,30 @@ def _csv(rows: Sequence[Row]) -> str:
     return text.getvalue()
 
 
-def _table(name: str, rows: Sequence[Row]) -> Table:
+def _table(name: str, cells: Sequence[Cell]) -> Table:
+    from itercast.commands.shared import memory_cell, memory_legend
+
     table = Table(title=f"{name}: forecast throughput", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for head in ("GPUs", "plan"):
         table.add_column(head, overflow="fold")
     for head in ("batch", "ms", "samples/s", "GB", "J/sample", "USD/1M"):
         table.add_column(head, justify="right", no_wrap=True)
     notes = ["energy: all GPUs at their power limit; USD: of a million samples"]
-    for row in rows:
-        place = (f"{row['gpus']} x {row['gpu']}", row["plan"], str(row["batch"] or ""))
-        if row["status"] == "unsupported":
+    for cell in cells:
+        place = (f"{cell.gpus} x {cell.gpu}", cell.plan, str(cell.batch or ""))
+        if (found := cell.forecast) is None:
             table.add_row(*place, *["-"] * 5)
-            notes.append(row["reason"])
+            notes.append(cell.reason)
             continue
-        joule, usd = row["energy_j_per_sample"], row["usd_per_sample"]
-        memory = f"{row['memory_bytes'] / 1e9:.1f}"
+        joule, usd = cell.row()["energy_j_per_sample"], cell.usd_per_sample
         table.add_row(
             *place,
-            f"{row['iteration_us'] / 1e3:.1f}",
-            f"{row['samples_per_s']:.1f}",
-            memory if row["status"] == "ok" else f"[red]{memory}![/]",
+            f"{found.iteration_us / 1e3:.1f}",
+            f"{found.samples_per_s:.1f}",
+            memory_cell(found),
             "-" if joule is None else f"{joule:.3g}",
             "-" if usd is None else f"{1e6 * usd:.3g}",
         )
-    if any(row["status"] == "oom" for row in rows):
-        notes.append("!: more than a GPU has left for tensors")
+    notes += memory_legend([cell.forecast for cell in cells if cell.forecast])
     table.caption = "\n".join(dict.fromkeys(notes))
     return table

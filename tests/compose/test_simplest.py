@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import exp
 
 import pytest
@@ -41,3 +42,14 @@ def test_the_best_plan_is_the_simplest_where_all_others_have_more_keys() -> None
     listed = best_plans(search, 4, "time", count=1000).best
     plainest = min(listed, key=lambda s: keys(s.plan))
     assert simplest(search, plainest, listed, "time") == (plainest, [])
+
+
+def test_a_plan_too_close_to_the_memory_s_size_is_not_the_simplest() -> None:
+    """Neither the best one nor another; one that surely fits may have as many keys."""
+    search = search_of()
+    best, *others = best_plans(search, 4, "time", count=1000).best
+    tight = replace(best, close=True)
+    found, _ = simplest(search, tight, [tight, *others], "time")
+    within = [s for s in others if s.score("time") <= best.score("time") * exp(PLANS_APART)]
+    assert found is not None and keys(found.plan) == min(keys(s.plan) for s in within)
+    assert simplest(search, tight, [replace(s, close=True) for s in others], "time") == (None, [])

@@ -91,6 +91,8 @@ def test_the_table_says_how_many_workers_hide_a_loader(tmp_path: Path) -> None:
     )
     limit = "input" if waits > alone else "step"
     assert f"limited by its {limit}" in told or alone / 2 < waits <= alone
+    total, *parts = (float(ms) for ms in re.findall(r"│ (?:iteration|  .*) +│ ([\d.]+) ms", out))
+    assert len(parts) >= 3 and sum(parts) == pytest.approx(total, abs=0.01 * len(parts))
 
 
 MANY_WORKERS = """
@@ -214,7 +216,11 @@ def test_several_gpus_and_numbers_of_them_make_a_table(tmp_path: Path) -> None:
         for r in rows
     )
     code, out, _ = run("--gpu=h100-sxm-80gb,a100-sxm-80gb", "--gpus=2", str(EXAMPLE), *SMALL)
-    assert code == 0 and re.findall(r"(h100|a100)-sxm-80gb .*yes", out) == ["h100", "a100"]
+    assert code == 0 and re.findall(r"(h100|a100)-sxm-80gb ", out) == ["h100", "a100"]
+    line, assumed, *_ = out.splitlines()
+    assert line.startswith("a step of train_gpt.py as one of 2 ranks: 8 samples a rank, 16 in all")
+    assert line.endswith("; products in bf16, eager launches") and "host usual" in assumed
+    assert rows[0]["assumes"].startswith("assumes stack torch-2.11, host usual, no node named (--")
     code, _, said = run("--gpus=2,none", str(EXAMPLE))
     assert code == 2 and "gpus '2,none': allowed are numbers of at least 1" in said
 

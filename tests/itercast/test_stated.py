@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -127,7 +128,7 @@ def test_a_search_takes_a_batch_of_each_gpu_or_of_all(here: Path, mlflow_store: 
         ),
         (f"gpt-s {ON_H100} --dtype bf16 --mode infer", ["infer: 4 samples x 64 tokens"]),
         (f"gpt-s {ON_H100} --plan amp --attn eager", ["train: ", "note: attention is eager"]),
-        (f"gpt-s {ON_H100} --plan amp,dp=2", ["train: ", "note: no node is named"]),
+        (f"gpt-s {ON_H100} --plan amp,dp=2", ["train: "]),
         (
             f"gpt-s {ON_H100} --plan amp,pp=2,micro=1,node=dgx-h100",
             ["train: ", "note: 1 micro-batch for 2 stages"],
@@ -140,9 +141,13 @@ def test_a_line_above_the_answer_says_what_it_is_of(
 ) -> None:
     """And a line for each thing that is unusual."""
     told = run.invoke(app, ["predict", *shlex.split(words)]).stdout.splitlines()
-    above = told[: next(i for i, line in enumerate(told) if " on " in line and "note" not in line)]
+    *above, assumed = told[: 1 + next(i for i, line in enumerate(told) if "assumes" in line)]
     assert len(above) == len(lines)
     assert all(line.startswith(start) for line, start in zip(above, lines, strict=True))
+    hint = (
+        "host usual, no node named (--node, --plan node=...): a GPU has 450 GB/s nvlink among 2; "
+    )
+    assert (hint in assumed) == ("dp=2" in words and "node=" not in words)
 
 
 @pytest.mark.parametrize(
@@ -159,6 +164,8 @@ def test_a_line_above_the_answer_says_what_it_is_of(
 def test_other_answers_begin_with_it(words: str, line: str, here: Path) -> None:
     done = run.invoke(app, shlex.split(words))
     assert done.stdout.startswith(line), done.output
+    (assumed,) = (x for x in done.stdout.splitlines() if x.startswith("assumes stack torch-2.11"))
+    assert re.search(r" \d+ % of the time rests on assumed numbers, \d+ % has no learned", assumed)
 
 
 def test_a_table_of_throughput_says_the_command_that_repeats_it(here: Path) -> None:
