@@ -21,7 +21,7 @@ from itercast.compose.graph.product_roles import weight_roles
 from itercast.compose.parallel.tp import tensor_parallel
 from itercast.compose.pricing.layer_prices import PricedLayer
 
-HALVES = replace(GPU, peak_flops_per_s={"fp32": 1e12, "bf16": 1e12}, l2_bytes=1e6)
+HALVES = replace(GPU, peak_flops_per_s={"fp32": 1e12, "bf16": 1e12, "fp8": 1e12}, l2_bytes=1e6)
 TOKENS, WIDTH, HIDDEN, HEADS, KEYS = 32, 64, 128, 8, 2
 LATENT: dict[str, Any] = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
 LATENT |= {"vocab_size": 192, "hidden_size": WIDTH, "num_hidden_layers": 3}
@@ -35,13 +35,13 @@ LLAMA |= {"num_key_value_heads": KEYS, "intermediate_size": HIDDEN}
 
 
 @cache
-def step(name: str, amp: bool, folder: Path) -> StepCapture:
+def step(name: str, amp: bool, folder: Path, dtype: str = "bf16") -> StepCapture:
     """A step of a small Llama, of a mixture with latent attention, or of a case."""
     if name not in ("llama", "latent"):
-        return capture(name, dtype="bf16", amp=amp)
+        return capture(name, dtype=dtype, amp=amp)
     file = folder / f"{name}.json"
     file.write_text(json.dumps(LLAMA if name == "llama" else LATENT))
-    return capture(file, batch=2, seq=TOKENS // 2, dtype="bf16", amp=amp)
+    return capture(file, batch=2, seq=TOKENS // 2, dtype=dtype, amp=amp)
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +72,16 @@ def test_fused_kernels_save_what_the_policy_saves(
 
 
 @pytest.mark.parametrize("engine", ["eager", "compile"])
-def test_saved_bytes_of_a_llama_block_counted_by_hand(engine: str, folder: Path) -> None:
-    """bf16, 32 tokens: a checkpoint saves a block's input, 32 * 64 * 2 = 4,096 bytes.
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_saved_bytes_of_a_llama_block_counted_by_hand(
+    dtype: str, engine: str, folder: Path
+) -> None:
+    """bf16, also made by products in fp8, 32 tokens: a checkpoint saves a block's input, 32 * 64 * 2 = 4,096 bytes.
 
     Selective recomputation of ops saves attention, 4,096, and every second product: queries and the
     output of the MLP, of 64 columns, values of 2 heads of 8, and the gate's 128.
     """
-    found = step("llama", False, folder)
+    found = step("llama", False, folder, dtype)
     (middle,) = {x.saved_bytes for x in blocks(found, engine, "recompute=full")[1:-1]}
     assert middle == TOKENS * WIDTH * 2 == 4_096
     (kept,) = {x.saved_bytes for x in blocks(found, engine, "recompute=ops")[1:-1]}
