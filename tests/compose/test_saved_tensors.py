@@ -76,7 +76,9 @@ def test_fused_kernels_save_what_the_policy_saves(
 def test_saved_bytes_of_a_llama_block_counted_by_hand(
     dtype: str, engine: str, folder: Path
 ) -> None:
-    """bf16, also made by products in fp8, 32 tokens: a checkpoint saves a block's input, 32 * 64 * 2 = 4,096 bytes.
+    """32 tokens in bf16: a checkpoint saves a block's input, 32 * 64 * 2 = 4,096 bytes.
+
+    So it does where products run in fp8.
 
     Selective recomputation of ops saves attention, 4,096, and every second product: queries and the
     output of the MLP, of 64 columns, values of 2 heads of 8, and the gate's 128.
