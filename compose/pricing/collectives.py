@@ -10,7 +10,7 @@ adds, and wherever a message crosses a network whose rate no node file states.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import prod
@@ -22,12 +22,10 @@ from itercast.compose.parallel.placement import TIERS, Cluster, Group
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import UNMODELLED, AssumedShares, PricedOp
 from itercast.compose.pricing.tiers import RATES, tier_us
-from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.step.alpha_beta import floor_us
 from itercast.microbench.ops.step.collective import Collective
 from itercast.microbench.store import Row
 
-CONTENTION: Mapping[str, float] = assumed(__file__, "contention")  # by kind of device
 LATENCY = "alpha_beta.step_us"  # the assumption that times by formula rest on
 EMPTY_BYTES: int = assumed(__file__, "empty_bytes")  # so few bytes take the latency alone
 
@@ -65,15 +63,6 @@ class Message:
         elsewhere = experts - experts / nodes
         missed = prod(max(0.0, elsewhere - i) / (experts - i) for i in range(topk))
         return nodes * (1 - missed) / topk
-
-
-def default_contention(gpu: Gpu) -> float:
-    """Slowdown of compute and messages while they overlap.
-
-    Both proceed at 1/contention of their speed (``timeline.simulate_shared``). It is the device's
-    where it was measured (``sweep.contention``).
-    """
-    return gpu.contention or CONTENTION["cpu" if gpu.kind == "cpu" else "gpu"]
 
 
 def formula_us(message: Message, group: Group, where: Cluster) -> float:

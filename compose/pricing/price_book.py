@@ -32,6 +32,7 @@ from itercast.microbench.ops.matrix.recurrent import ONE_DNN
 from itercast.microbench.ops.memory.elementwise import memory_copy
 
 ATTENTION = "attention"  # the family whose kernels stacks choose
+CONTENTION: Mapping[str, float] = assumed(__file__, "contention")  # by kind of device
 ROOFLINE_OVERHEAD_US: float = assumed(__file__, "roofline_overhead_us")
 # no assumption: standard deviations between the 10 and 90 % quantiles of a normal distribution
 DECILES_APART = 2.563
@@ -97,6 +98,19 @@ class PriceBook:
         model = self.models.get("recurrent")
         step_by_step = [cell for cell in CELLS if cell != ONE_DNN]
         return tuple(c for c in step_by_step if model and model.covers(self.gpu, c, "fp32"))
+
+    @cached_property
+    def contention(self) -> float:
+        """Slowdown of compute and messages while they overlap (``timeline.simulate_shared``).
+
+        The device's, where it was measured (``sweep.contention``), else that of the SMs which the
+        software leaves to compute.
+        """
+        if self.gpu.contention:
+            return self.gpu.contention
+        if sms := stack_of_row(self.stack).message_sms.get(self.gpu.architecture, 0):
+            return self.gpu.sm_count / (self.gpu.sm_count - sms)
+        return CONTENTION["cpu" if self.gpu.kind == "cpu" else "gpu"]
 
     @property
     def host_is_named(self) -> bool:

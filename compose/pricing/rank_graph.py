@@ -28,7 +28,7 @@ from itercast.compose.parallel.ep import expert_parallel
 from itercast.compose.parallel.expert_precision import IN_HALF, casts
 from itercast.compose.parallel.placement import Cluster
 from itercast.compose.parallel.tp import tensor_parallel
-from itercast.compose.pricing.collectives import Message, default_contention, price_messages
+from itercast.compose.pricing.collectives import Message, price_messages
 from itercast.compose.pricing.gradient_copies import buffers, gradient_copies
 from itercast.compose.pricing.optimizer import MatrixUpdate, matrix_updates
 from itercast.compose.pricing.price_book import PriceBook
@@ -266,7 +266,7 @@ def price_calls(graph: RankGraph, plan: ParallelPlan, book: PriceBook, where: Cl
     for i in graph.asked.messages:
         us = beside_us[i] if i in beside_us else _beside_us(i, calls, ops, plan)
         if us:
-            both = side_by_side_us(us, ops[i].duration_us, default_contention(book.gpu))
+            both = side_by_side_us(us, ops[i].duration_us, book.contention)
             ops[i] = replace(ops[i], duration_us=both - us)
     return ops
 

@@ -13,7 +13,6 @@ from itercast.capture.programs.program import COLLECTIVE, ProgramCapture, launch
 from itercast.compose.forecast import Forecast, report
 from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.parallel.placement import gpus_per_domain
-from itercast.compose.pricing.collectives import default_contention
 from itercast.compose.pricing.host import PYTHON
 from itercast.compose.pricing.price_book import PriceBook, price_book
 from itercast.compose.programs.price import PricedRank, cluster_of, price_rank
@@ -35,7 +34,7 @@ LOOKUP = "aten.embedding.default"
 def forecast_program(program: ProgramCapture, target: Target) -> Forecast:
     """The forecast of one step in a steady state: the second of two that follow each other."""
     ranks, book, cores_frac = _priced(program, target)
-    runs, iteration_us = simulate_program(ranks, default_contention(book.gpu), cores_frac)
+    runs, iteration_us = simulate_program(ranks, book.contention, cores_frac)
     slowest = max(ranks, key=lambda r: covered_us(lane_spans(runs[r])["compute"]))
     both = shares(runs[slowest])  # steps
     outcome = broken_down(
@@ -76,7 +75,7 @@ def _tokens(rank: StepCapture) -> int:
 def trace_of_program(program: ProgramCapture, target: Target) -> Trace:
     """The trace of the ops and messages of two steps of all captured ranks."""
     ranks, book, cores_frac = _priced(program, target)
-    contention = default_contention(book.gpu)
+    contention = book.contention
     runs, _ = simulate_program(ranks, contention, cores_frac, each_op=True)
     return program_trace(runs, program.peak_bytes)
 

@@ -14,7 +14,7 @@ from functools import cached_property
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.parallel.placement import Cluster
-from itercast.compose.pricing.collectives import Message, default_contention, price_messages
+from itercast.compose.pricing.collectives import Message, price_messages
 from itercast.compose.pricing.layer_prices import PricedLayer, PricedModel
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import UNMODELLED, PricedOp
@@ -163,7 +163,7 @@ class Rank:
     @cached_property
     def contention(self) -> float:
         """Slowdown of its compute and messages while they overlap."""
-        return default_contention(self.book.gpu)
+        return self.book.contention
 
     @cached_property
     def ranks_per_core(self) -> float:

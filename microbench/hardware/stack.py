@@ -60,6 +60,8 @@ class Stack:
     message of a pipeline that is not interleaved. ``held``: what it holds of a parameter, by dtype.
     ``casts_experts``: under mixed precision products of experts are in half precision.
     ``reduces_half``: under mixed precision shards of gradients are reduced in half precision.
+    ``message_sms``: SMs that it leaves to messages beside compute, by architecture; elsewhere
+    both contend for all.
     """
 
     name: str
@@ -74,6 +76,7 @@ class Stack:
     held: Mapping[str, Held] = field(default_factory=dict)
     casts_experts: bool = False
     reduces_half: bool = False
+    message_sms: Mapping[str, int] = field(default_factory=dict)
 
     def attention_on(self, gpu: Gpu) -> str:
         """The attention kernel that it takes on a GPU in 16 bit."""
