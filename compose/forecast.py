@@ -131,7 +131,7 @@ def forecast(
     tokens = step.tokens * plan.cp * replicas
     if lengths:
         tokens = round(step.samples * replicas * lengths["real_tokens"])
-    found = report(
+    numbers = report(
         evaluate(rank, step.optimizer),
         book,
         plan=str(plan),
@@ -142,8 +142,8 @@ def forecast(
         samples=step.samples * replicas,
         tokens=tokens,
     )
-    said = (*notes(step, plan, book.stack), *without_effect(plan, rank.where))
-    return replace(found, lengths=lengths, notes=said)
+    remarks = (*notes(step, plan, book.stack), *without_effect(plan, rank.where))
+    return replace(numbers, lengths=lengths, notes=remarks)
 
 
 def trace(
@@ -177,7 +177,7 @@ def rank_of(step: StepCapture, plan: ParallelPlan, book: PriceBook, where: Clust
 
 
 def report(
-    found: Outcome,
+    outcome: Outcome,
     book: PriceBook,
     *,
     plan: str,
@@ -189,31 +189,31 @@ def report(
     tokens: int,
 ) -> Forecast:
     """Turns a simulated iteration into a forecast; samples and tokens are those of all ranks."""
-    parts = _parts_frac(found)
-    wide = exp(_half_width(parts, _families_frac(found), book))
-    per_s = 1e6 / found.iteration_us if found.iteration_us else 0.0
-    idle = {"host": found.host_gap_us, "bubble": found.bubble_us, "waiting": found.waiting_us}
+    parts = _parts_frac(outcome)
+    wide = exp(_half_width(parts, _families_frac(outcome), book))
+    per_s = 1e6 / outcome.iteration_us if outcome.iteration_us else 0.0
+    idle = {"host": outcome.host_gap_us, "bubble": outcome.bubble_us, "waiting": outcome.waiting_us}
     return Forecast(
         gpu=book.gpu.name,
         plan=plan,
         bundle=bundle_name,
-        **{name: getattr(found, name) for name in SIMULATED},
-        iteration_us_p10=found.iteration_us / wide,
-        iteration_us_p90=found.iteration_us * wide,
-        host_us=found.tally.host.total_us,
+        **{name: getattr(outcome, name) for name in SIMULATED},
+        iteration_us_p10=outcome.iteration_us / wide,
+        iteration_us_p90=outcome.iteration_us * wide,
+        host_us=outcome.tally.host.total_us,
         samples_per_s=samples * per_s,
         tokens_per_s=tokens * per_s,
-        mfu_frac=found.matmul_s * per_s,
-        unmodelled_frac=found.tally.unmodelled_frac,
-        assumed_frac=min(1.0, sum(found.assumed_by_us.values()) * per_s * 1e-6),
-        by_family_us=dict(sorted(found.tally.us.items(), key=lambda item: -item[1])),
-        energy_j=world_size * book.gpu.power_w * found.iteration_us * 1e-6,
+        mfu_frac=outcome.matmul_s * per_s,
+        unmodelled_frac=outcome.tally.unmodelled_frac,
+        assumed_frac=min(1.0, sum(outcome.assumed_by_us.values()) * per_s * 1e-6),
+        by_family_us=dict(sorted(outcome.tally.us.items(), key=lambda item: -item[1])),
+        energy_j=world_size * book.gpu.power_w * outcome.iteration_us * 1e-6,
         idle_by_us=idle,
-        memory_by_bytes=found.memory,
+        memory_by_bytes=outcome.memory,
         world_size=world_size,
         memory_room_bytes=room,
-        fits=found.memory_bytes <= room,
-        memory_verdict=verdict(found.memory_bytes, room),
+        fits=outcome.memory_bytes <= room,
+        memory_verdict=verdict(outcome.memory_bytes, room),
         host="" if book.gpu.kind == "cpu" else book.host.name,
         stack=book.stack,
         network=network,
@@ -221,21 +221,21 @@ def report(
     )
 
 
-def _busy_us(found: Outcome) -> float:
+def _busy_us(outcome: Outcome) -> float:
     """What a step spends in kernels, in messages that no compute hides, in waiting for the host."""
-    return found.compute_us + found.exposed_comm_us + found.host_gap_us or 1.0
+    return outcome.compute_us + outcome.exposed_comm_us + outcome.host_gap_us or 1.0
 
 
-def _parts_frac(found: Outcome) -> dict[str, float]:
+def _parts_frac(outcome: Outcome) -> dict[str, float]:
     """The derivative of a step's log time by the log of each factor of its machine, by ``NAMES``.
 
     Of the busy time each factor has the share that it scales; these add up to 1. A pipeline's
     bubble and waiting for slower stages grow with them. ``ranks``: network time by the doublings of
     nodes.
     """
-    tally, busy_us = found.tally, _busy_us(found)
+    tally, busy_us = outcome.tally, _busy_us(outcome)
     product_us = sum(us for name, us in tally.us.items() if _is_product(name))
-    compute, sent = found.compute_us / busy_us, found.exposed_comm_us / busy_us
+    compute, sent = outcome.compute_us / busy_us, outcome.exposed_comm_us / busy_us
     products = compute * min(1.0, product_us / (tally.compute.total_us or 1.0))
     network = sent * tally.far_us / (tally.comm.total_us or 1.0)
     parts = {
@@ -243,16 +243,16 @@ def _parts_frac(found: Outcome) -> dict[str, float]:
         "memory": compute - products,
         "links": sent - network,
         "network": network,
-        "host": found.host_gap_us / busy_us,
+        "host": outcome.host_gap_us / busy_us,
         "ranks": sent * tally.doublings_us / (tally.comm.total_us or 1.0),
     }
     return {name: parts[name] for name in NAMES}
 
 
-def _families_frac(found: Outcome) -> dict[str, float]:
+def _families_frac(outcome: Outcome) -> dict[str, float]:
     """The share of the busy time of a step on GPUs that each family's kernels take."""
-    tally = found.tally
-    share = found.compute_us / _busy_us(found) / (tally.compute.total_us or 1.0)
+    tally = outcome.tally
+    share = outcome.compute_us / _busy_us(outcome) / (tally.compute.total_us or 1.0)
     return {name: min(1.0, share * us) for name, us in tally.us.items() if name != MESSAGES}
 
 

@@ -117,6 +117,6 @@ def _unlike_lengths(size: Row, plan: ParallelPlan, spec: str, packed: bool) -> L
         raise ValueError(f"lengths {spec!r} need {lacks}")
     if plan.cp > 1:
         raise ValueError(f"plan {str(plan)!r}: cp cuts sequences of one length: no lengths")
-    found = lengths_of(spec, plan, rows=rows, context=context, packed=packed)
-    size["seq"] = max(1, round(found.row_tokens))
-    return found
+    sequence_lengths = lengths_of(spec, plan, rows=rows, context=context, packed=packed)
+    size["seq"] = max(1, round(sequence_lengths.row_tokens))
+    return sequence_lengths

@@ -126,12 +126,12 @@ def find_target(
     """
     parsed = ParallelPlan.parse(plan) if isinstance(plan, str) else plan
     gpu = gpu_named(gpu) or gpu
-    folder, found = find_bundle(gpu, bundle)
-    device = find_gpu(gpu, found)
+    folder, models = find_bundle(gpu, bundle)
+    device = find_gpu(gpu, models)
     if machine is not None and machine.gpu != device.name:
         raise ValueError(f"machine of {machine.gpu} (--machine, --anchor), not of {device.name}")
     return Target(
-        bundle=found,
+        bundle=models,
         bundle_name=str(folder),
         gpu=device,
         plan=parsed,

@@ -84,9 +84,9 @@ class PricedLayer:
     @cached_property
     def without_experts(self) -> PricedLayer:
         """The layer with the parameters alone that ep does not spread, and their copies."""
-        kept = [i for i, p in enumerate(self.layer.parameters) if not p.spread]
+        numbers = [i for i, p in enumerate(self.layer.parameters) if not p.spread]
         copies = (self.accumulate, self.into_bucket, self.out_of_bucket)
-        accumulate, into, out = (tuple(one[i] for i in kept) for one in copies)
+        accumulate, into, out = (tuple(copy[i] for i in numbers) for copy in copies)
         return replace(
             self, layer=self.layer.dense, accumulate=accumulate, into_bucket=into, out_of_bucket=out
         )
@@ -233,24 +233,24 @@ def _price_layers(
     The first op of a CUDA graph waits for the launch of all: its layer is counted once, and then
     those equal to it.
     """
-    kept, passed = replace(plan, recompute="", recomputed=1.0), 0
+    whole, done = replace(plan, recompute="", recomputed=1.0), 0
     share = 1.0 if plan.recompute == "budget" else plan.recomputed
     leader, led = led_by_graph(graph.layers, ops, costs)
     for layer, added in zip(graph.layers, graph.prices(book)[1], strict=True):
         if layer is leader:
-            one, how = replace(layer, count=1), plan if share == 1 else kept
-            yield _price_layer(one, graph, led, added, how, book, costs)
+            single, how = replace(layer, count=1), plan if share == 1 else whole
+            yield _price_layer(single, graph, led, added, how, book, costs)
             if layer.count == 1:
                 continue
-            layer, passed = replace(layer, count=layer.count - 1), 1
+            layer, done = replace(layer, count=layer.count - 1), 1
         if share == 1 or layer.name in ("first", "last"):
             yield _price_layer(layer, graph, ops, added, plan, book, costs)
             continue
-        one = replace(layer, count=1)
-        pair = [_price_layer(one, graph, ops, added, p, book, costs) for p in (kept, plan)]
-        for n in range(passed, passed + layer.count):
+        single = replace(layer, count=1)
+        pair = [_price_layer(single, graph, ops, added, p, book, costs) for p in (whole, plan)]
+        for n in range(done, done + layer.count):
             yield pair[floor((n + 1) * share) > floor(n * share)]
-        passed += layer.count
+        done += layer.count
 
 
 def _host_time(graph: RankGraph, ops: Ops, costs: Launches, optimizer: PricedOp) -> AssumedTime:
@@ -259,15 +259,15 @@ def _host_time(graph: RankGraph, ops: Ops, costs: Launches, optimizer: PricedOp)
     ``optimizer`` is the captured optimizer's Python, over the captured parameters.
     """
     calls = graph.capture.calls
-    apart = {i for m in graph.matrices.values() for i in m.numbers}
-    update = [op for i, op in ops.items() if calls[i].phase == "optimizer" and i not in apart]
+    of_muon = {i for m in graph.matrices.values() for i in m.numbers}
+    update = [op for i, op in ops.items() if calls[i].phase == "optimizer" and i not in of_muon]
     host = costs.total(update)
     if not costs.by_op:
         led = led_by_graph(graph.layers, ops, costs)[1]
         host.add_all(costs.total(list(led.values())))
     for layer in graph.layers:
-        own = [graph.matrices[p.storage].numbers for p in layer.trained if p.matrix]
-        spans = (range(*layer.forward), range(*layer.backward), *own)
+        updates = [graph.matrices[p.storage].numbers for p in layer.trained if p.matrix]
+        spans = (range(*layer.forward), range(*layer.backward), *updates)
         layer_ops = [ops[i] for span in spans for i in span]
         host.add_all(costs.total(layer_ops), layer.count)
     tensors = sum(x.count * len(x.parameters) for x in graph.layers)

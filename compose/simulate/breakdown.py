@@ -167,14 +167,14 @@ def assumed_us(
 
 def lane_spans(run: Run) -> Mapping[str, list[Span]]:
     """When a run computes, on whichever stream, and when it sends messages or copies ("comm")."""
-    found: dict[str, list[Span]] = defaultdict(list)
+    by_lane: dict[str, list[Span]] = defaultdict(list)
     for task, span in zip(run.tasks, run.spans, strict=True):
         lane = task.lanes[0].partition(" ")[0]
         if lane in (LATENCY, "comm", "h2d", "d2h") or task.once is not None:
-            found["comm"].append(span)
+            by_lane["comm"].append(span)
         else:
-            found["compute" if lane == "stream" else lane].append(span)
-    return found
+            by_lane["compute" if lane == "stream" else lane].append(span)
+    return by_lane
 
 
 def covered_us(spans: Sequence[Span]) -> float:

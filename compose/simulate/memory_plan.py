@@ -99,13 +99,13 @@ class Trained:
         Without an entry in ``held`` for their dtype both are in that dtype.
         """
         copies = STATE_COPIES[optimizer]
-        gradients, kept = 0, copies * self.nbytes - (self.matrices if copies else 0)
+        gradients, state = 0, copies * self.nbytes - (self.matrices if copies else 0)
         for dtype, nbytes in self.by_dtype.items():
-            one, size = held.get(dtype), ITEMSIZE_BYTES[dtype]
-            gradients += nbytes * one.gradient // size if one else nbytes
-            wider = one.copies + copies * (PRECISE_BYTES - size) if one else 0
-            kept += nbytes * wider // size
-        return gradients, kept
+            copies_of, size = held.get(dtype), ITEMSIZE_BYTES[dtype]
+            gradients += nbytes * copies_of.gradient // size if copies_of else nbytes
+            wider = copies_of.copies + copies * (PRECISE_BYTES - size) if copies_of else 0
+            state += nbytes * wider // size
+        return gradients, state
 
 
 Stage = tuple[Sizes, list[int]]  # of a rank's layers, and by chunk the bytes saved for backward
@@ -136,11 +136,11 @@ def _in_flight(rank: Rank) -> Iterator[tuple[Sizes, int]]:
 
 
 def _memory(rank: Rank, optimizer: str, sizes: Sizes, others: int) -> dict[str, int]:
-    graph, held = rank.model.graph, stack_of_row(rank.book.stack).held
+    graph, copies_by_dtype = rank.model.graph, stack_of_row(rank.book.stack).held
     update = (graph.update_share, others, graph.matrix_bytes)
-    found = rank_memory(sizes, rank.plan, optimizer, *update, held)
-    found["activations"] += graph.input_bytes
-    return {name: n + rank.model.added_bytes.get(name, 0) for name, n in found.items()}
+    by_purpose = rank_memory(sizes, rank.plan, optimizer, *update, copies_by_dtype)
+    by_purpose["activations"] += graph.input_bytes
+    return {name: n + rank.model.added_bytes.get(name, 0) for name, n in by_purpose.items()}
 
 
 def _held(rank: Rank) -> list[Stage]:
@@ -181,8 +181,8 @@ def rank_memory(
     buffered = not held.keys().isdisjoint(dtypes)
     held = IN_FP32 if plan.amp and plan.zero and not buffered else held
     how = replace(how, buckets=False, by_layer=how.by_layer and plan.zero > 1) if buffered else how
-    kept, state = sizes.held_by_rank(plan, optimizer, held)
-    kept *= min(STAGES_HANDED_ON, plan.shards) if how.handed_on else 1
+    summed, state = sizes.held_by_rank(plan, optimizer, held)
+    summed *= min(STAGES_HANDED_ON, plan.shards) if how.handed_on else 1
     trained, n, ranks = sizes.trained, plan.shards, (plan.shards, plan.expert_shards)
     sharded, shards = sizes.once(("sharded", ranks, how), partial(_sharded, sizes, ranks, how))
     outer = OUTER_COPIES * trained // (n if how.by_layer else 1) if how.outer else 0
@@ -193,12 +193,12 @@ def rank_memory(
     )
     made = max(round(update_share * by_element), matrix_bytes) + fetched
     packed = trained if how.every and not how.by_layer else 0  # to be averaged after the update
-    before = kept if buffered or plan.microbatches > 1 or how.handed_on else None
+    before = summed if buffered or plan.microbatches > 1 or how.handed_on else None
     within = _fullest(sizes, ranks, how, round(others), before)
-    gradients, activations, temporary = max((kept, 0, max(made, packed)), within, key=sum)
-    older = trained if plan.cdp and plan.pp > 1 else 0  # weights that backward still needs
-    found = {
-        "parameters": sizes.parameters - sharded + shards + older,
+    gradients, activations, temporary = max((summed, 0, max(made, packed)), within, key=sum)
+    old_weights = trained if plan.cdp and plan.pp > 1 else 0  # weights that backward still needs
+    by_purpose = {
+        "parameters": sizes.parameters - sharded + shards + old_weights,
         "gradients": gradients,
         "optimizer": state - fetched + outer,
         "activations": activations,
@@ -206,8 +206,8 @@ def rank_memory(
         "temporary": temporary,
     }
     for name, value in plan.more:
-        found = added_keys()[name].memory(found, plan, value)
-    return found
+        by_purpose = added_keys()[name].memory(by_purpose, plan, value)
+    return by_purpose
 
 
 def _bucketed(sizes: Sizes, how: Strategy) -> int:

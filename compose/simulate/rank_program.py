@@ -274,7 +274,7 @@ class RankProgram(RankTasks):
         alike: dict[tuple[object, ...], list[ParamSpec]] = {}
         for p in matrices:
             alike.setdefault((known[p.storage].shape, p.shape, p.dtype), []).append(p)
-        after, own = Work(), list[tuple[Work, list[PricedOp], list[PricedOp]]]()
+        after, rounds = Work(), list[tuple[Work, list[PricedOp], list[PricedOp]]]()
         for same in alike.values():
             update, count, turns = known[same[0].storage], len(same), -(-len(same) // ranks)
             parts = update.of_part(same[0].shape, ranks)
@@ -284,12 +284,14 @@ class RankProgram(RankTasks):
             after = after.then(fold(last).times(count))
             there, back = update.messages(same[0].shape, ranks)
             if there:
-                own += [(fold(products), self.price(there), self.price(back)) for _ in range(turns)]
+                rounds += [
+                    (fold(products), self.price(there), self.price(back)) for _ in range(turns)
+                ]
             else:
-                own.append((fold(products).times(turns), [], []))
-        arriving = [[self.lanes.send(m) for m in there] for _, there, _ in own]
+                rounds.append((fold(products).times(turns), [], []))
+        arriving = [[self.lanes.send(m) for m in there] for _, there, _ in rounds]
         returned = list[int]()
-        for (products_work, _, back_ops), tasks in zip(own, arriving, strict=True):
+        for (products_work, _, back_ops), tasks in zip(rounds, arriving, strict=True):
             self.lanes.wait(tasks)
             self.lanes.work(products_work, "orthogonalise")
             returned += [self.lanes.send(m) for m in back_ops]

@@ -62,14 +62,14 @@ def _together(ranks: Sequence[Rank], laid: Sequence[Runs], crowding: float) -> S
     if len(ranks) == 1:
         return laid
     factors, joint = [rank.contention for rank in ranks], [Runs() for _ in ranks]
-    for turn in zip(*laid, strict=True):
-        sent = {sum(task.once is not None for task in run.tasks) for run, _ in turn}
+    for at_once in zip(*laid, strict=True):
+        sent = {sum(task.once is not None for task in run.tasks) for run, _ in at_once}
         if len(sent) > 1:
-            told = ", ".join(map(str, sorted(sent)))
-            raise ValueError(f"ranks of one job send equally many messages, these {told}")
-        spans = side_by_side([run.tasks for run, _ in turn], factors, crowding)
-        for own, (run, times), times_us in zip(joint, turn, spans, strict=True):
-            own.append((replace(run, spans=times_us), times))
+            counts = ", ".join(map(str, sorted(sent)))
+            raise ValueError(f"ranks of one job send equally many messages, these {counts}")
+        spans = side_by_side([run.tasks for run, _ in at_once], factors, crowding)
+        for of_rank, (run, times), times_us in zip(joint, at_once, spans, strict=True):
+            of_rank.append((replace(run, spans=times_us), times))
     return joint
 
 
@@ -89,8 +89,8 @@ class Replicas:
 
     def loads_us(self) -> list[float]:
         """Time that each rank computes."""
-        one = len(self.stages) == 1
-        return [0.0 if one else added_up(own).compute_us for own in self.runs]
+        alone = len(self.stages) == 1
+        return [0.0 if alone else added_up(own).compute_us for own in self.runs]
 
     def runs_of(self, r: int) -> Runs:
         """All that a rank runs; the last one ends the step."""

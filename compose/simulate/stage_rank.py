@@ -201,21 +201,21 @@ class Pipeline:
         The model's own host time is divided equally among the stages.
         """
         rank, micro = self.ranks[r], self.plan.microbatches
-        found = [(rank.model.host, micro / self.plan.pp)]
+        timed = [(rank.model.host, micro / self.plan.pp)]
         for chunk in self.chunks_of(r):
             for boundary in (chunk - 1, chunk):
                 if 0 <= boundary < len(self.runs) - 1:
                     ways = 1 if self.runs[boundary].detached else 2  # forth and back
-                    found += [(op, ways * micro) for op in self.sends[boundary]]
-            found.append((python_op("pipeline_micro", 1, rank.book), micro))
-        return found
+                    timed += [(op, ways * micro) for op in self.sends[boundary]]
+            timed.append((python_op("pipeline_micro", 1, rank.book), micro))
+        return timed
 
     def schedule_us(self, slowest: int) -> tuple[float, float]:
         """Time that messages between stages add, and the bubble if all stages were the slowest."""
         unsent = [replace(t, send_us=0.0) for t in self.times]
         sends_us = max(0.0, max(self.finish_us(self.times)) - max(self.finish_us(unsent)))
-        own = self.chunks_of(slowest)
-        equal = [unsent[own[c // self.plan.pp]] for c in range(len(unsent))]
+        chunks = self.chunks_of(slowest)
+        equal = [unsent[chunks[c // self.plan.pp]] for c in range(len(unsent))]
         bubble_us = max(0.0, max(self.finish_us(equal)) - self.loads_us()[slowest])
         return sends_us, bubble_us
 
@@ -226,8 +226,8 @@ class Pipeline:
 
 def by_rank(ranks: Sequence[Rank], of: Callable[[Rank], Sequence[T]]) -> list[T]:
     """Of each rank its own one of what ``of`` lists for all; once for ranks that are the same."""
-    found = {id(rank): of(rank) for rank in {id(r): r for r in ranks}.values()}
-    return [found[id(rank)][i % len(found[id(rank)])] for i, rank in enumerate(ranks)]
+    listed = {id(rank): of(rank) for rank in {id(r): r for r in ranks}.values()}
+    return [listed[id(rank)][i % len(listed[id(rank)])] for i, rank in enumerate(ranks)]
 
 
 def pipeline_of(ranks: Sequence[Rank], optimizer: str) -> Pipeline:
