@@ -10,6 +10,7 @@ from pathlib import Path
 
 from itercast.capture.base.files import write_atomic
 from itercast.capture.base.yaml_text import made_of
+from itercast.capture.input.files import FileGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,7 @@ class InputLane:
     the training process for a batch of a worker, its sampler included. ``crowd`` workers at once
     each need ``crowding`` times the CPU time of one. ``stages_us``: mean time of a batch by stage.
     ``copied_ahead``: batches are copied to the GPU beside the step before, from pinned memory on a
-    stream of their own.
+    stream of their own. ``files``: what an epoch reads.
     """
 
     loader: str
@@ -60,6 +61,7 @@ class InputLane:
     crowding: float = 1.0
     stages_us: Mapping[str, float] = field(default_factory=dict)
     copied_ahead: bool = False
+    files: tuple[FileGroup, ...] = ()
 
     def __post_init__(self) -> None:
         if not (self.alone.wall_us or self.worker.wall_us):
@@ -70,18 +72,34 @@ class InputLane:
             if not low <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is at least {low}, got {getattr(self, name)!r}")
 
-    def without(self, *stages: str) -> InputLane:
-        """The lane if these stages took no time: each batch is shorter by their mean share.
+    def staged(self, room_bytes: float) -> tuple[dict[str, float], InputLane]:
+        """Share of each group of files to keep on a fast tier with this room; the lane with it.
+
+        First those that batches wait for longest by byte; what is staged is not waited for.
+        """
+        shares, gone_us = dict[str, float](), 0.0
+        for group in sorted(self.files, key=lambda g: g.waiting_us / g.nbytes, reverse=True):
+            share = min(1.0, room_bytes / group.nbytes)
+            if share and group.waiting_us:
+                shares[group.kind] = share
+                room_bytes -= share * group.nbytes
+                gone_us += share * group.waiting_us
+        waiting_us = self.stages_us.get("waiting", 0.0)
+        return shares, self.without("waiting", share=min(1.0, gone_us / max(waiting_us, 1e-9)))
+
+    def without(self, *stages: str, share: float = 1.0) -> InputLane:
+        """The lane if a share of these stages took no time: batches are shorter by their means.
 
         Stage ``waiting`` is no CPU time.
         """
-        gone_us = sum(self.stages_us.get(name, 0.0) for name in stages)
-        cpu_us = gone_us - (self.stages_us.get("waiting", 0.0) if "waiting" in stages else 0.0)
+        gone_us = share * sum(self.stages_us.get(name, 0.0) for name in stages)
+        waiting_us = self.stages_us.get("waiting", 0.0) if "waiting" in stages else 0.0
+        cpu_us = gone_us - share * waiting_us
 
         def shorter(times_us: tuple[float, ...], less_us: float) -> tuple[float, ...]:
             mean_us = sum(times_us) / max(1, len(times_us))
-            share = max(0.0, 1 - less_us / mean_us) if mean_us else 0.0
-            return tuple(share * us for us in times_us)
+            rest = max(0.0, 1 - less_us / mean_us) if mean_us else 0.0
+            return tuple(rest * us for us in times_us)
 
         alone, worker = (
             Batches(wall_us=shorter(b.wall_us, gone_us), cpu_us=shorter(b.cpu_us, cpu_us))

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import dataloader, get_worker_info
 from torch.utils.data._utils import fetch as fetchers
 
+from itercast.capture.input.files import Opened, OpenedFiles
 from itercast.capture.input.lane import Batches
 
 SCHEDULED = Path("/proc/thread-self/schedstat")  # its second number: ns in the run queue
@@ -45,13 +46,14 @@ class BatchTime:
     """One batch: ``wall_us`` without the time in which others had the core, and CPU time.
 
     ``stages_us``: CPU time by stage, ``waiting`` the rest of ``wall_us``. ``process_us``: all CPU
-    time of the process until then.
+    time of the process until then. ``files``: those that it opened.
     """
 
     wall_us: float
     cpu_us: float
     stages_us: dict[str, float] = field(default_factory=dict)
     process_us: float = 0.0
+    files: tuple[Opened, ...] = ()
 
 
 @dataclass(slots=True)
@@ -67,6 +69,11 @@ class Clock:
         queued = _queued_ns() - self.queued_ns
         wall = time.perf_counter_ns() - self.wall_ns - queued
         return max(0, wall) * 1e-3, (time.process_time_ns() - self.cpu_ns) * 1e-3
+
+    def waited(self) -> float:
+        """Wall time so far in which nothing was computed."""
+        wall_us, cpu_us = self.read()
+        return wall_us - cpu_us
 
 
 def _queued_ns() -> int:
@@ -187,7 +194,7 @@ def timed_batches(note: Callable[[BatchTime], None]) -> Iterator[None]:
 
     Workers that are forked inside the context are timed too (``BatchLog`` brings their times back).
     """
-    stages = _Stages()
+    stages, files = _Stages(), OpenedFiles()
 
     def wrap(fetch: Callable[..., Any]) -> Callable[..., Any]:
         def run(fetcher: Any, index: Any) -> Any:
@@ -196,20 +203,32 @@ def timed_batches(note: Callable[[BatchTime], None]) -> Iterator[None]:
                 fetcher.collate_fn = stages.timed("collate", fetcher.collate_fn)
                 fetcher.timed = True
             clock = Clock()
+            files.begin(clock.waited)
             batch = stages.timed("dataset", fetch)(fetcher, index)
+            opened = files.end()
             wall_us, cpu_us = clock.read()
             parts = {"waiting": max(0.0, wall_us - cpu_us), **stages.us}
             done_us = time.process_time_ns() * 1e-3
-            note(BatchTime(wall_us=wall_us, cpu_us=cpu_us, stages_us=parts, process_us=done_us))
+            note(
+                BatchTime(
+                    wall_us=wall_us,
+                    cpu_us=cpu_us,
+                    stages_us=parts,
+                    process_us=done_us,
+                    files=opened,
+                )
+            )
             return batch
 
         return run
 
     with ExitStack() as stack:
+        stack.enter_context(files.noting())
         for kind in (fetchers._MapDatasetFetcher, fetchers._IterableDatasetFetcher):
             stack.enter_context(patch.object(kind, "fetch", wrap(kind.fetch)))
         for owner, name in _decoders():
-            timed = stages.timed("decode", getattr(owner, name))
+            decode = _noting_paths(files, getattr(owner, name))
+            timed = stages.timed("decode", decode)
             stack.enter_context(patch.object(owner, name, timed))
         making = dataloader._BaseDataLoaderIter.__init__
 
@@ -221,6 +240,17 @@ def timed_batches(note: Callable[[BatchTime], None]) -> Iterator[None]:
 
         stack.enter_context(patch.object(dataloader._BaseDataLoaderIter, "__init__", make))
         yield
+
+
+def _noting_paths(files: OpenedFiles, decode: Callable[..., Any]) -> Callable[..., Any]:
+    """A decoder that notes the path which it is given and opens outside of Python."""
+
+    @functools.wraps(decode)
+    def run(*args: Any, **options: Any) -> Any:
+        files.note(args[0] if args else None)
+        return decode(*args, **options)
+
+    return run
 
 
 def _decoders() -> Iterator[tuple[Any, str]]:

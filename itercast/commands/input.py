@@ -44,6 +44,9 @@ def input_lane(
     copied_ahead: Annotated[
         bool, typer.Option("--copied-ahead", help="the loop copies batches beside the step before")
     ] = False,
+    tier_gb: Annotated[
+        float, typer.Option(min=0, help="GB on a fast tier (memory, NVMe): which files to stage")
+    ] = 0.0,
     out: Annotated[Path | None, file_to_write("file that `predict --input` reads")] = None,
     as_json: Json = False,
 ) -> None:
@@ -67,7 +70,9 @@ def input_lane(
     who, taker, share, facts = _consumer(question, step_us, lane, cores or 0)
     if facts and not as_json:
         say_step(facts)
-    _print(lane, who, taker, share, facts, as_json=as_json)
+    if tier_gb and not lane.files:
+        raise ValueError("tier-gb stages files, and the loader was not seen to open any")
+    _print(lane, who, taker, share, facts, tier_gb, as_json=as_json)
 
 
 def _consumer(
@@ -94,13 +99,20 @@ def _consumer(
 
 
 def _print(
-    lane: InputLane, who: str, step: Consumer | None, cores: float, facts: Row, *, as_json: bool
+    lane: InputLane,
+    who: str,
+    step: Consumer | None,
+    cores: float,
+    facts: Row,
+    tier_gb: float,
+    *,
+    as_json: bool,
 ) -> None:
     from itercast.compose.input_pipeline import fed, fewest_workers
 
     own = fed(lane, step, lane.workers, cores) if step else None
     best = fewest_workers(lane, step, cores) if step else None
-    kept = _kept(lane, step, cores) if step and own and own.input_bound else {}
+    kept = _kept(lane, step, cores, tier_gb) if step and own and own.input_bound else {}
     if as_json:
         told = {name: one.iteration_us for name, one in kept.items()}
         typer.echo(json.dumps({**facts, **_lane_facts(lane, own, best), "if_kept_us": told}))
@@ -111,13 +123,21 @@ def _print(
         console.print(_step_table(who, own, best, kept))
 
 
-def _kept(lane: InputLane, step: Consumer, cores: float) -> dict[str, Fed]:
-    """The step if reading files took no waits, and if decoded items were kept in memory."""
+def _kept(lane: InputLane, step: Consumer, cores: float, tier_gb: float) -> dict[str, Fed]:
+    """The step if reading files took no waits, and if decoded items were kept in memory.
+
+    Of a tier of ``tier_gb``: the step with the files staged there that are waited for most.
+    """
     from itercast.compose.input_pipeline import fed
 
     gone = {"files on a fast tier": ("waiting",), "decoded items in memory": ("waiting", "decode")}
     timed = [name for name, stages in gone.items() if stages[-1] in lane.stages_us]
-    return {name: fed(lane.without(*gone[name]), step, lane.workers, cores) for name in timed}
+    lanes = {name: lane.without(*gone[name]) for name in timed}
+    if tier_gb:
+        shares, staged = lane.staged(1e9 * tier_gb)
+        told = ", ".join(f"{kind} ({share:.0%})" for kind, share in shares.items())
+        lanes[f"{tier_gb:g} GB: {told or 'no file that is waited for'}"] = staged
+    return {name: fed(one, step, lane.workers, cores) for name, one in lanes.items()}
 
 
 def _lane_facts(lane: InputLane, own: Fed | None, best: Fed | None) -> dict[str, object]:
@@ -145,6 +165,9 @@ def _lane_table(lane: InputLane, cores: float) -> Table:
     for name, us in lane.stages_us.items():
         table.add_row(name, f"{us * MS:.2f} ms")
     table.add_row("bytes of a batch", f"{lane.batch_bytes / 1e6:.1f} MB")
+    for group in lane.files:
+        size = f"{group.files:,} of {group.nbytes / 1e9:.3g} GB an epoch"
+        table.add_row(group.kind, f"{size}, {group.waiting_us * MS:.2f} ms of waiting a batch")
     counts = sorted({0, 1, 2, 4, 8, lane.workers})
     for workers in counts:
         if not (lane.worker if workers else lane.alone).wall_us:

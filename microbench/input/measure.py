@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, dataloader
 
 from itercast.capture.base.cores import cores
 from itercast.capture.base.user_errors import one_line_error
+from itercast.capture.input.files import file_groups
 from itercast.capture.input.lane import InputLane, write_lane
 from itercast.capture.input.timers import (
     BatchLog,
@@ -105,7 +106,14 @@ def measure_lane(name: str, seconds: float, alive: Alive = lambda: None) -> Inpu
         crowd=crowd,
         crowding=crowding,
         stages_us=stages(alone, one, receive_us),
+        files=file_groups([b.files for b in alone.batches], _part(loader, alone)),
     )
+
+
+def _part(loader: DataLoader[Any], run: Run) -> float:
+    """How many epochs a run took; 0 where the dataset does not say how long it is."""
+    samples = len(loader.dataset) if hasattr(loader.dataset, "__len__") else 0  # type: ignore[arg-type]
+    return len(run.batches) * run.samples / samples if samples else 0.0
 
 
 def _mean(values: Any) -> float:

@@ -10,6 +10,7 @@ import pytest
 from plan_case import GPU, forecast_of
 from public_data import PUBLIC, needs_public
 
+from itercast.capture.input.files import FileGroup
 from itercast.capture.input.lane import Batches, InputLane
 from itercast.compose.input_pipeline import (
     Consumer,
@@ -79,6 +80,19 @@ def test_files_on_a_fast_tier_and_decoded_items_in_memory() -> None:
     stages: list[tuple[str, ...]] = [(), ("waiting",), ("waiting", "decode")]
     found = [fed(loader.without(*gone), Consumer(), 2, 4).iteration_us for gone in stages]
     assert found == pytest.approx([5, 3, 0.5])
+
+
+def test_files_that_are_waited_for_most_by_byte_are_staged_first() -> None:
+    """Of 10 us a batch, 4 are waits: 3 for 2 GB of small files, 1 for 8 GB of large ones.
+
+    4 GB hold the small ones and a quarter of the large ones: 10 - 3 - 0.25 us by two workers.
+    """
+    small = FileGroup(kind="small", files=1000, nbytes=2 * 10**9, waiting_us=3)
+    large = FileGroup(kind="large", files=8, nbytes=8 * 10**9, waiting_us=1)
+    loader = lane(10, 6, stages_us={"waiting": 4}, files=(large, small))
+    shares, staged = loader.staged(4e9)
+    assert shares == {"small": 1, "large": 0.25}
+    assert fed(staged, Consumer(), 2, 4).iteration_us == pytest.approx((10 - 3 - 0.25) / 2)
 
 
 def test_ranks_share_the_cores_of_the_node_that_is_forecast() -> None:

@@ -6,12 +6,14 @@ import io
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from itercast.__main__ import app
+from itercast.capture.input.files import FileGroup, file_groups
 from itercast.capture.input.lane import read_lane, write_lane
 from itercast.extras.rl.environment import measure_environment, measured_environment
 from itercast.microbench.input.measure import load, main, measure_lane, run_loader, with_workers
@@ -45,6 +47,12 @@ def slow(x):
     busy(2000)
     return x
 
+def reads(i):  # a small file, and a large one that is waited for
+    open(f"{i % 100}.txt").read()
+    with open("large.bin", "rb") as file:
+        time.sleep(0.002)
+
+files = DataLoader(Items(reads), 4)
 waits = DataLoader(Items(lambda i: time.sleep(0.002)), 4, num_workers=2)
 works = DataLoader(Items(lambda i: busy(500), slow), 4)
 dies = DataLoader(Items(lambda i: os._exit(7)), 4)
@@ -110,6 +118,19 @@ def test_waiting_and_computing_are_told_apart(loaders: str) -> None:
     assert lane.stages_us["transform"] >= 8000 and lane.alone.mean_cpu_us >= 10_000
     assert lane.stages_us["dataset"] >= 2000
     assert lane.worker.mean_us >= 10_000 and lane.receive_us > 0
+
+
+def test_waits_are_those_of_the_files_that_were_opened(loaders: str, tmp_path: Path) -> None:
+    """4 items of 2 ms of sleep behind the same file of 2,000 bytes; all files are seen again."""
+    for i in range(100):
+        (tmp_path / f"{i}.txt").write_text("x" * 10)
+    (tmp_path / "large.bin").write_bytes(bytes(2000))
+    large, small = measure_lane(f"{loaders}:files", 1.0).files
+    assert (large.kind, large.files, large.nbytes) == (".bin up to 10 kB", 1, 2000)
+    assert (small.kind, small.nbytes) == (".txt up to 10 B", 10 * small.files)
+    assert large.waiting_us >= 8000 > small.waiting_us
+    half = file_groups([[(str(tmp_path / "large.bin"), 5.0)], []], 0.5)
+    assert half == (FileGroup(kind=large.kind, files=2, nbytes=4000, waiting_us=2.5),)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +215,10 @@ def test_command_line_forecasts_and_its_file_feeds_predict(loaders: str, tmp_pat
         done = CliRunner().invoke(app, list(words))
         return done.exit_code, done.stdout, done.stderr
 
-    kept = str(tmp_path / "lane.json")
+    kept, group = (
+        str(tmp_path / "lane.json"),
+        FileGroup(kind=".jpg", files=9, nbytes=2 * 10**9, waiting_us=8000.0),
+    )
     asked = ("input", f"{loaders}:waits", "--budget=1500ms", f"--out={kept}", "--json")
     code, out, _ = run(*asked, "--step=1ms")
     assert out[0] == "{"
@@ -213,6 +237,11 @@ def test_command_line_forecasts_and_its_file_feeds_predict(loaders: str, tmp_pat
     assert code == 0 and fed["idle_by_us"]["input"] == pytest.approx(late) and late > 1000
     assert fed["samples_per_s"] == pytest.approx(4e6 / fed["iteration_us"])
     assert "limited by workers" in run("input", kept)[1]
+    found = read_lane(Path(kept))
+    write_lane(replace(found, files=(group,)), Path(kept))
+    code, out, _ = run("input", kept, "--step=1ms", "--tier-gb=1", "--json")
+    told = json.loads(out)["if_kept_us"]
+    assert code == 0 and told["1 GB: .jpg (50%)"] > told["files on a fast tier"]
     many = ("input", kept, "--step=1s", "--workers=1025")
     wrong = (("input", "nowhere.json"), ("input", "x"), ("input", kept, "mlp-s", "--step=1s"), many)
     for words in wrong:
