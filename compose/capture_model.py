@@ -19,7 +19,9 @@ from itercast.capture.opcall import NARROW, StepCapture
 from itercast.capture.plan import ParallelPlan, micro_batch
 from itercast.capture.programs.trained.facts import Trained
 from itercast.capture.step import ALLOWED, StepSettings
+from itercast.compose.lengths import Lengths, lengths_of, with_lengths
 from itercast.compose.parallel.narrow import with_narrow_products
+from itercast.compose.target import Target, step_dtype
 from itercast.microbench.store import Row
 
 DTYPES = (*ALLOWED["dtype"], *NARROW)
@@ -218,3 +220,44 @@ def micro_size(model: Any, plan: ParallelPlan, batch: int | None, seq: int | Non
         return {"batch": None, "seq": seq}
     share, length = micro_batch(plan, batch, seq or 0)
     return {"batch": share, "seq": length or None}
+
+
+def model_name(model: Any) -> str:
+    """By which name machine files know a model: a case, a configuration's path, a function."""
+    if isinstance(model, Path):
+        return str(model.resolve())
+    if isinstance(model, SizedModel):
+        return model.name
+    return model if isinstance(model, str) else getattr(model, "__name__", type(model).__name__)
+
+
+def capture_micro_batch(
+    model: Any, target: Target, lengths: str, packed: bool, options: dict[str, Any]
+) -> StepCapture:
+    """Capture one micro-batch of a rank, with unlike ``lengths`` if they are stated."""
+    plan = target.plan
+    size = micro_size(model, plan, options.pop("batch", None), options.pop("seq", None))
+    unlike = _unlike_lengths(size, plan, lengths, packed)
+    amp = options.pop("amp", plan.amp)
+    dtype = step_dtype(options.pop("dtype", None), amp, [target.gpu])
+    step = capture(model, **size, amp=amp, dtype=dtype, **options)
+    return with_lengths(step, unlike, packed=packed) if unlike else step
+
+
+def _unlike_lengths(size: Row, plan: ParallelPlan, spec: str, packed: bool) -> Lengths | None:
+    """The lengths of a micro-batch's sequences; ``size`` gets the length to capture it at."""
+    if not spec:
+        if packed:
+            raise ValueError("packed sequences need --lengths: how long they are")
+        return None
+    rows, context = size["batch"], size["seq"]
+    if not (rows and context):
+        lacks = (
+            "a batch (--batch)" if not rows else "a model of sequences, and their length (--seq)"
+        )
+        raise ValueError(f"lengths {spec!r} need {lacks}")
+    if plan.cp > 1:
+        raise ValueError(f"plan {str(plan)!r}: cp cuts sequences of one length: no lengths")
+    sequence_lengths = lengths_of(spec, plan, rows=rows, context=context, packed=packed)
+    size["seq"] = max(1, round(sequence_lengths.row_tokens))
+    return sequence_lengths

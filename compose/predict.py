@@ -8,14 +8,12 @@ from typing import Any
 
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.capture_model import SizedModel, capture, micro_size
+from itercast.compose.capture_model import capture_micro_batch, model_name
 from itercast.compose.forecast import Forecast
 from itercast.compose.graph.index_streams import with_indices
 from itercast.compose.graph.launch_modes import with_engine
-from itercast.compose.lengths import Lengths, lengths_of, with_lengths
 from itercast.compose.machines.file import KnownMachine
-from itercast.compose.target import Target, find_target, forecast_step, step_dtype
-from itercast.microbench.store import Row
+from itercast.compose.target import Target, find_target, forecast_step
 
 
 def predict(model: Any, *given: Any, **asked: Any) -> Forecast:
@@ -63,30 +61,8 @@ def prepare(
         step = model
     else:
         options |= {"inputs": inputs, "loss": loss}
-        step = _micro_batch(model, target, lengths, packed, options)
+        step = capture_micro_batch(model, target, lengths, packed, options)
     return with_engine(with_indices(step, indices), engine), target
-
-
-def _micro_batch(
-    model: Any, target: Target, lengths: str, packed: bool, options: dict[str, Any]
-) -> StepCapture:
-    """Capture one micro-batch of a rank, with unlike ``lengths`` if they are stated."""
-    plan = target.plan
-    size = micro_size(model, plan, options.pop("batch", None), options.pop("seq", None))
-    unlike = _unlike_lengths(size, plan, lengths, packed)
-    amp = options.pop("amp", plan.amp)
-    dtype = step_dtype(options.pop("dtype", None), amp, [target.gpu])
-    step = capture(model, **size, amp=amp, dtype=dtype, **options)
-    return with_lengths(step, unlike, packed=packed) if unlike else step
-
-
-def model_name(model: Any) -> str:
-    """By which name machine files know a model: a case, a configuration's path, a function."""
-    if isinstance(model, Path):
-        return str(model.resolve())
-    if isinstance(model, SizedModel):
-        return model.name
-    return model if isinstance(model, str) else getattr(model, "__name__", type(model).__name__)
 
 
 def _check_captured(plan: ParallelPlan, more: object) -> None:
@@ -101,22 +77,3 @@ def _check_captured(plan: ParallelPlan, more: object) -> None:
             f"plan {str(plan)!r}: amp is not allowed for a captured step, which is captured with "
             "amp=True or without"
         )
-
-
-def _unlike_lengths(size: Row, plan: ParallelPlan, spec: str, packed: bool) -> Lengths | None:
-    """The lengths of a micro-batch's sequences; ``size`` gets the length to capture it at."""
-    if not spec:
-        if packed:
-            raise ValueError("packed sequences need --lengths: how long they are")
-        return None
-    rows, context = size["batch"], size["seq"]
-    if not (rows and context):
-        lacks = (
-            "a batch (--batch)" if not rows else "a model of sequences, and their length (--seq)"
-        )
-        raise ValueError(f"lengths {spec!r} need {lacks}")
-    if plan.cp > 1:
-        raise ValueError(f"plan {str(plan)!r}: cp cuts sequences of one length: no lengths")
-    sequence_lengths = lengths_of(spec, plan, rows=rows, context=context, packed=packed)
-    size["seq"] = max(1, round(sequence_lengths.row_tokens))
-    return sequence_lengths

@@ -7,11 +7,10 @@ from typing import Any
 
 from itercast.capture.cases.registry import case
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.capture_model import SizedModel, capture, optimizer_of
+from itercast.compose.capture_model import SizedModel, capture, model_name, optimizer_of
 from itercast.compose.graph.launch_modes import with_engine
 from itercast.compose.machines.file import KnownMachine
 from itercast.compose.plan_search.candidates import LARGEST_MICRO_BATCH, Search
-from itercast.compose.predict import model_name
 from itercast.compose.target import Target, find_target, step_dtype
 
 
