@@ -5,7 +5,7 @@ Python runs each time, and so do ops outside the model. What the model launches,
 backward, is repeated after two micro-batches in a row that launched the same, while its inputs but
 for their values, its attributes, and the gradients that it adds to stay as they were. A model that
 sends messages meanwhile runs each time (the last micro-batch under DDP), and so does one with
-hooks, whose Python may do anything.
+hooks, whose Python may do anything, but for one that lets outputs require gradients.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from itercast.capture.programs.trained.bare import is_wrapper
 from itercast.capture.recorder.watch import attributes
 
 ALIKE = 2  # micro-batches in a row that show what the next ones do
+REQUIRES_GRAD = "make_inputs_require_grads"  # of transformers, where layers are checkpointed
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -102,7 +103,8 @@ class MicroBatches:
         """What must stay as it is for a model's passes to be alike; None where they never are."""
         parameters, inner = list(model.parameters()), list(model.modules())[1:]
         trains = model.training and any(p.requires_grad for p in parameters)
-        hooked = any(getattr(one, name) for one in inner for name in HOOKS)
+        hooks = (hook for one in inner for name in HOOKS for hook in getattr(one, name).values())
+        hooked = any(getattr(hook, "__name__", "") != REQUIRES_GRAD for hook in hooks)
         if not trains or hooked or any(map(_hooked, parameters)):
             return None
         devices = ("cpu", "cuda")

@@ -465,7 +465,10 @@ class Model(torch.nn.Module):
     def forward(self, x):
         Model.runs += 1
         return self.layers(x).relu()
+def make_inputs_require_grads(module, inputs, output):
+    output.requires_grad_(True)
 model = Model()
+model.layers[0].register_forward_hook(make_inputs_require_grads)
 optimizer = torch.optim.AdamW(model.parameters())
 torch.distributed.init_process_group()
 ddp = torch.nn.parallel.DistributedDataParallel(model)
@@ -486,8 +489,9 @@ def test_micro_batches_that_are_alike_run_once_and_are_as_if_all_ran(
     """Of ten, the first makes gradients, two show what six more do, the last sends and is longer.
 
     From one forward to the next the third to the eighth are alike: three are kept, one of them as
-    repeated four times. A hook inside a model may do anything: then all run. A layer takes a
-    product forward and, but for the first one's input, two backward.
+    repeated four times. A hook inside a model may do anything: then all run, but not with
+    that of transformers for checkpoints. A layer takes a product forward and, but for the first
+    one's input, two backward.
     """
     text = MODEL + ACCUMULATES
     once = captured(written(tmp_path, text), gpus=2)
