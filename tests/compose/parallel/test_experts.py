@@ -15,7 +15,7 @@ from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture
 from itercast.compose.graph.product_roles import DTYPE_CAST, alias_weight_casts
 from itercast.compose.graph.rewrite import COLLECTIVE
-from itercast.compose.notes import WIDE_EXPERTS, notes
+from itercast.compose.notes import CAST_WEIGHTS, WIDE_EXPERTS, notes
 from itercast.compose.parallel.ep import expert_parallel, expert_weights
 from itercast.compose.parallel.expert_precision import experts_in_half
 from itercast.compose.parallel.narrow import CAST
@@ -161,7 +161,8 @@ def test_autocast_leaves_experts_in_fp32_and_says_so() -> None:
         text: list(notes(found, ParallelPlan.parse(text), "torch-2.11"))
         for text in ("amp", "dp=8,zero=3,amp", "")
     }
-    assert said == {"amp": [WIDE_EXPERTS], "dp=8,zero=3,amp": [], "": []}
+    casts = CAST_WEIGHTS.format("bf16")  # FSDP's mixed precision, experts with all else
+    assert said == {"amp": [WIDE_EXPERTS], "dp=8,zero=3,amp": [casts], "": []}
 
 
 def _back_casts(found: StepCapture) -> int:

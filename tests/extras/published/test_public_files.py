@@ -88,7 +88,8 @@ def test_collectives_and_iterations_can_be_forecast(name: str) -> None:
         if (built := found[found["builder"] == "hf"]).size:
             assert all("architectures" in json.loads(text) for text in built["hf_config"].unique())
         assert set(found["mode"]) <= {"train", "infer"}
-        assert set(found["optimizer"]) <= {"adamw", "adamw_fused", "lamb", "sgd", "none"}
+        known = {"adamw", "adamw_fused", "lamb", "muon", "sgd", "sgd_momentum", "none"}
+        assert set(found["optimizer"]) <= known
 
 
 TABLES = {
