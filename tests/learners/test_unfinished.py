@@ -67,7 +67,7 @@ def test_ctrl_c_ends_a_training_in_one_line(tmp_path: Path) -> None:
         time.sleep(0.05)
     program.send_signal(signal.SIGINT)
     _, told = program.communicate(timeout=60)
-    assert program.returncode == 1, told
+    assert program.returncode == 130, told
     assert told.strip().splitlines()[-1] == (
         "itercast: stopped; what is trained so far is kept beside bundle; the same command goes on"
     )
