@@ -11,7 +11,7 @@ from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture_micro_batch, model_name
 from itercast.compose.forecast import Forecast
 from itercast.compose.graph.index_streams import with_indices
-from itercast.compose.graph.launch_modes import with_engine
+from itercast.compose.graph.launch_modes import engine_on, with_engine
 from itercast.compose.machines.file import KnownMachine
 from itercast.compose.target import Target, find_target, forecast_step
 
@@ -62,7 +62,7 @@ def prepare(
     else:
         options |= {"inputs": inputs, "loss": loss}
         step = capture_micro_batch(model, target, lengths, packed, options)
-    return with_engine(with_indices(step, indices), engine), target
+    return with_engine(with_indices(step, indices), engine_on(target.stack, engine)), target
 
 
 def _check_captured(plan: ParallelPlan, more: object) -> None:

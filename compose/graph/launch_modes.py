@@ -23,6 +23,7 @@ from itercast.compose.graph.inductor import (
 )
 from itercast.compose.graph.lifetimes import last_uses
 from itercast.compose.graph.rewrite import StepBuilder, fresh_storages, with_tensors
+from itercast.microbench.hardware.stack import stack_of_row
 from itercast.microbench.iterations.engines import ENGINES
 
 FUSED = "fused"  # kernels of a framework's own, which an eager loop launches one by one
@@ -80,6 +81,12 @@ def with_engine(capture: StepCapture, engine: str) -> StepCapture:
     if engine in GRAPHED_CALLS:
         host["graphed_call"] = 1
     return replace(capture, host=host, engine=engine)
+
+
+def engine_on(stack: str, engine: str) -> str:
+    """The engine of a step on a stack: one with kernels of its own fuses what is not compiled."""
+    own = {"eager": FUSED, "graph": FUSED_GRAPH} if stack_of_row(stack).own_kernels else {}
+    return own.get(engine, engine)
 
 
 def with_capturable_adam(capture: StepCapture) -> StepCapture:

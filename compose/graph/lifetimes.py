@@ -151,6 +151,9 @@ def _kept(
         maker = makers.get(weighted.storage)
         if maker and maker.op in EXPERT_PRODUCTS:
             yield weighted.storage, maker.args[0]
+    elif call.op == PRODUCT and (normed := _weighted(call)):
+        if source := _scaled(makers.get(normed.storage)):
+            yield normed.storage, found.get(source.storage, source)
     elif call.op == SDPA_OPS[0]:
         query, key, value = call.args[:3]
         maker = makers.get(value.storage)
@@ -167,6 +170,13 @@ def _scaled(call: OpCall | None) -> TensorSpec | None:
     whole, numbers = sorted(tensors, key=lambda t: -t.numel)
     of_rows = whole.shape[-1:] != numbers.shape[-1:] == (1,)
     return whole if of_rows and numbers.numel * whole.shape[-1] == whole.numel else None
+
+
+def _weighted(call: OpCall) -> TensorSpec | None:
+    """The tensor whose columns a call multiplies by a weight each."""
+    whole = max(call.tensors(), key=lambda t: t.numel)
+    columns = {t.shape for t in call.tensors()} == {whole.shape, whole.shape[-1:]}
+    return whole if columns and len(whole.shape) > 1 else None
 
 
 def last_uses(calls: Sequence[OpCall]) -> dict[int, int]:

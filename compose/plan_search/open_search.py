@@ -8,7 +8,7 @@ from typing import Any
 from itercast.capture.cases.registry import case
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import SizedModel, capture, model_name, optimizer_of
-from itercast.compose.graph.launch_modes import with_engine
+from itercast.compose.graph.launch_modes import engine_on, with_engine
 from itercast.compose.machines.file import KnownMachine
 from itercast.compose.plan_search.candidates import LARGEST_MICRO_BATCH, Search
 from itercast.compose.target import Target, find_target, step_dtype
@@ -50,7 +50,7 @@ def open_search(
 
     def capture_at(samples: int, length: int) -> Any:
         step = capture(model, batch=samples, seq=length or None, **options)
-        return with_engine(step, script.engine) if script else step
+        return with_engine(step, script.engine if script else engine_on(target.stack, "eager"))
 
     search = Search(
         capture_at=capture_at,

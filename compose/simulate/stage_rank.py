@@ -80,7 +80,9 @@ def _messages(rank: Rank, chunk: Chunk, i: int) -> Sequence[PricedOp]:
     gather the shares (arXiv:2104.04473, section 4.1); with sp each holds a share anyway. Kernels
     that encode a share, and decode all of them, run on the stream of the messages.
     """
-    plan, size = rank.plan, max(1, chunk.output_bytes)
+    plan = rank.plan
+    _, last_layer = rank.model.graph.before_fusion(chunk.runs[-1][0].layer)
+    size = max(1, last_layer.output_bytes)
     per_node = rank.where.groups["pp"].per_node
     a, b = (rank_of_chunk(plan.schedule, plan.pp, c) for c in (i, i + 1))
     if a == b:

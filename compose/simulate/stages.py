@@ -33,11 +33,6 @@ class Chunk:
         """The layers, each as often as it is there."""
         return tuple(layer for layer, count in self.runs for _ in range(count))
 
-    @property
-    def output_bytes(self) -> int:
-        """Bytes of activations sent to the next chunk."""
-        return self.runs[-1][0].layer.output_bytes
-
     def is_detached(self, capture: StepCapture) -> bool:
         """Whether its backward reads nothing but numbers that later layers' backward makes."""
         start, end = self.runs[-1][0].layer.backward
@@ -178,10 +173,10 @@ def uneven(layers: Sequence[PricedLayer], plan: ParallelPlan) -> ParallelPlan | 
 
 
 def _are_equal(layers: Sequence[PricedLayer]) -> bool:
-    """Whether all numbered layers are of one list and of one or two kinds."""
-    numbered = [x for x in layers if x.numbered]
-    lists = {x.layer.name.rpartition(".")[0] for x in numbered}
-    return len(lists) == 1 and len({len(x.forward) for x in numbered}) <= 2
+    """Whether all numbered layers are of one list and of one or two kinds, by their parameters."""
+    numbered = [x.layer for x in layers if x.numbered]
+    lists = {x.name.rpartition(".")[0] for x in numbered}
+    return len(lists) == 1 and len({tuple(p.shape for p in x.parameters) for x in numbered}) <= 2
 
 
 def _with_tied(chunk: Chunk, model: PricedModel) -> Chunk:

@@ -12,7 +12,7 @@ from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture, optimizer_of
 from itercast.compose.forecast import Forecast
 from itercast.compose.graph.index_streams import with_indices
-from itercast.compose.graph.launch_modes import with_engine
+from itercast.compose.graph.launch_modes import engine_on, with_engine
 from itercast.compose.plan_search.candidates import Search, candidate_plans
 from itercast.compose.plan_search.open_search import size_of
 from itercast.compose.plan_search.search import least_us
@@ -49,10 +49,11 @@ def job_on(
     targets = _targets(file, bundle, host, stack)
     kinds = [target.gpu for target in targets.values()]
     options["dtype"] = step_dtype(options.get("dtype"), options.get("amp", False), kinds)
+    own = engine_on(next(iter(targets.values())).stack, engine)
 
     def capture_at(samples: int, length: int) -> StepCapture:
         step = capture(model, batch=samples, seq=length or None, **options)
-        return with_engine(with_indices(step, indices), engine)
+        return with_engine(with_indices(step, indices), own)
 
     return Job(
         cluster=file,

@@ -60,6 +60,7 @@ class Stack:
     message of a pipeline that is not interleaved. ``held``: what it holds of a parameter, by dtype.
     ``casts_experts``: under mixed precision products of experts are in half precision.
     ``reduces_half``: under mixed precision shards of gradients are reduced in half precision.
+    ``own_kernels``: whether it runs kernels fused by hand in place of a model's separate ops.
     ``message_sms``: SMs that it leaves to messages beside compute, by architecture; elsewhere
     both contend for all.
     """
@@ -76,6 +77,7 @@ class Stack:
     held: Mapping[str, Held] = field(default_factory=dict)
     casts_experts: bool = False
     reduces_half: bool = False
+    own_kernels: bool = False
     message_sms: Mapping[str, int] = field(default_factory=dict)
 
     def attention_on(self, gpu: Gpu) -> str:

@@ -26,6 +26,7 @@ from plan_case import CPU, GPU, Flat
 
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture
+from itercast.compose.graph.launch_modes import with_engine
 from itercast.compose.parallel.placement import cluster
 from itercast.compose.pricing.collectives import Message, formula_us, price_messages
 from itercast.compose.pricing.price_book import PriceBook
@@ -189,15 +190,19 @@ def test_a_stage_gathers_what_it_shards_after_its_update(zero: int, nbytes: int)
 ACTIVATION = 4 * 64 * 96 * 4  # samples, tokens, width, bytes of fp32: gpt-s
 
 
-def boundary(text: str, gpu: Gpu = GPU) -> dict[str, float]:
+def boundary(text: str, gpu: Gpu = GPU, engine: str = "eager") -> dict[str, float]:
     """Bytes by kind of what crosses the first boundary between stages."""
-    rank = rank_for("gpt", text, gpu)
+    rank = rank_for(with_engine(model("gpt"), engine), text, gpu)
     return {op.op: op.duration_us * KIB for op in stage_messages(rank)[0]}
 
 
 def test_tensor_parallel_ranks_send_their_share_and_gather_it() -> None:
-    """Megatron-LM's scatter and gather; with sp each rank holds a share anyway."""
-    assert boundary("pp=2") == {"send_recv": ACTIVATION}
+    """Megatron-LM's scatter and gather; with sp each rank holds a share anyway.
+
+    A kernel that computes on both sides of the boundary sends no more: stages are fused apart.
+    """
+    for engine in ("eager", "compile", "fused"):
+        assert boundary("pp=2", engine=engine) == {"send_recv": ACTIVATION}
     assert boundary("pp=2,tp=2") == {"send_recv": ACTIVATION / 2, "all_gather": ACTIVATION}
     assert boundary("pp=2,tp=4") == {"send_recv": ACTIVATION / 4, "all_gather": ACTIVATION}
     assert boundary("pp=2,tp=2,sp") == {"send_recv": ACTIVATION / 2}

@@ -20,6 +20,7 @@ from itercast.compose.graph.lifetimes import read_instead
 from itercast.compose.graph.product_roles import weight_roles
 from itercast.compose.parallel.tp import tensor_parallel
 from itercast.compose.pricing.layer_prices import PricedLayer
+from itercast.compose.simulate.stages import stages_of
 
 HALVES = replace(GPU, peak_flops_per_s={"fp32": 1e12, "bf16": 1e12, "fp8": 1e12}, l2_bytes=1e6)
 TOKENS, WIDTH, HIDDEN, HEADS, KEYS = 32, 64, 128, 8, 2
@@ -91,6 +92,17 @@ def test_saved_bytes_of_a_llama_block_counted_by_hand(
     assert kept == 4_096 + sdpa + queries + values + gate + out
 
 
+def test_a_norm_keeps_its_input_where_weights_are_cast(folder: Path) -> None:
+    """FSDP's mixed precision runs norms in bf16; kernels of a framework make the rest again.
+
+    By token: input and result of two norms and 2 bytes each, q, k, v, attention, three of the MLP.
+    """
+    found = step("llama", True, folder)
+    numbers = 2 * (WIDTH + 1 + WIDTH) + (WIDTH + 2 * KEYS * 8) + WIDTH + 3 * HIDDEN
+    (saved,) = {x.saved_bytes for x in blocks(found, "fused", "dp=8,zero=1,amp")[1:-1]}
+    assert saved == 2 * numbers * TOKENS
+
+
 def test_a_softmax_in_fp32_is_kept_in_half_precision(folder: Path) -> None:
     """Unfused attention of 2 samples, 8 heads and 16 x 16 weights: 8 KiB in bf16, not 16."""
     step("llama", False, folder)  # writes the file
@@ -131,6 +143,15 @@ def test_saved_bytes_of_latent_attention_and_experts_counted_by_hand(folder: Pat
         shared = 2 * 40 * (4 if eager else 3)
         by_token = norms + attention + router + order + experts + shared
         assert blocks(found, engine, "")[1].saved_bytes == by_token * TOKENS
+
+
+def test_dense_layers_before_mixtures_are_counted_as_layers(folder: Path) -> None:
+    """Of four layers: kernels fused over their boundaries make no more kinds of them than two."""
+    file = folder / "dense-first.json"
+    file.write_text(json.dumps(LATENT | {"num_hidden_layers": 4, "first_k_dense_replace": 1}))
+    found = with_engine(capture(file, batch=2, seq=TOKENS // 2, dtype="bf16"), "fused")
+    stages = stages_of(rank_for(found, "pp=2,layers=1+3", HALVES))
+    assert [sum(x.numbered for x in stage.layers) for stage in stages] == [1, 3]
 
 
 def test_latent_attention_is_cut_by_heads_and_its_latents_are_not(folder: Path) -> None:

@@ -12,6 +12,7 @@ from itercast.capture.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 from itercast.compose.capture_model import capture
 from itercast.compose.graph.launch_modes import (
     as_launched,
+    engine_on,
     launches,
     with_engine,
     with_gates_again,
@@ -41,6 +42,12 @@ def step() -> StepCapture:
     weight = ParamSpec(name="w", shape=(8, 8), dtype="fp32", storage=1, ready_after=6)
     host = {"module_call": 3, "view_op": 5, "accumulate_grad": 1, "adamw_step": 1}
     return StepCapture(calls=calls, parameters=(weight,), host=host)
+
+
+def test_frameworks_with_kernels_of_their_own_run_these_unless_compiled() -> None:
+    stacks = ("megatron-core", "nemo", "deepspeed", "torch-2.11")
+    assert [engine_on(s, "eager") for s in stacks] == ["fused", "fused", "eager", "eager"]
+    assert engine_on("megatron-core", "compile") == "compile"
 
 
 def test_pointwise_neighbours_become_one_kernel() -> None:
