@@ -18,6 +18,7 @@ from itercast.capture.recorder.log import capture_step
 from itercast.capture.step import StepSettings, make_step
 from itercast.compose.predict import predict
 from itercast.extras.graphs.sampled import sampled_vertices
+from itercast.extras.published.examples.course_lm import CourseLm, written_loss
 from itercast.extras.published.examples.detection import Ssd, detection_loss
 from itercast.extras.published.examples.transformer_xl import TransformerXL, by_distance
 from itercast.extras.recommenders.models.ranking import CrossNetwork, DeepFm
@@ -35,6 +36,7 @@ CROSS = 3 * (2 * CROSSED * 512 + CROSSED)  # three layers of rank 512
 ITEMS = 26_744  # of MovieLens 20M
 
 PUBLISHED_PARAMETERS = {
+    "cs336-xl": 3_406_809_600,  # as a run of it printed
     "gpt2-small": 124_439_808,
     "gpt2-medium": 354_823_168,
     "gpt2-large": 774_030_080,
@@ -219,6 +221,19 @@ def test_models_of_published_steps_have_their_parameters(name: str, numbers: int
     model, inputs = case(name).build(), case(name).inputs(1, 8)
     assert sum(p.numel() for p in model.parameters()) == numbers
     assert torch.isfinite(model(**inputs)).all()
+
+
+def test_the_course_s_decoder_and_its_loss_are_written_op_by_op() -> None:
+    """As token_loss; with the loop its step ends by updating all parameters."""
+    tokens, looped = torch.arange(16).view(2, 8), CourseLm(32, 2, 4, 64, 16, loop=True)
+    plain = CourseLm(32, 2, 4, 64, 16, loop=False)
+    plain.load_state_dict(looped.state_dict())
+    logits = plain(tokens)
+    loss = token_loss(logits, {"tokens": tokens})
+    torch.testing.assert_close(written_loss(logits, {"tokens": tokens}), loss)
+    torch.testing.assert_close(looped(tokens), logits)
+    pairs = zip(looped.parameters(), plain.parameters(), strict=True)
+    assert not any(torch.equal(one, other) for one, other in pairs)
 
 
 def test_a_sampled_network_sums_over_blocks_from_the_features_to_the_batch() -> None:
