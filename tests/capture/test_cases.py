@@ -42,6 +42,8 @@ PUBLISHED_PARAMETERS = {
     "gpt2-large": 774_030_080,
     "gpt2-xl": 1_557_611_200,
     "gpt3-175b": 174_604_259_328,  # arXiv:2005.14165 rounds it to 175 B
+    # layers, 14 tables (ends, every other layer), gates of 32 channels, two factors a layer
+    "nanochat-d24": 24 * 12 * 1536**2 + 14 * 32_768 * 1536 + 12 * 32 * 12 + 2 * 24,
     "bert-base": 109_514_298,
     "bert-large": 335_174_458,
     "llama-1b": 1_100_048_384,
