@@ -245,8 +245,8 @@ class StepCapture:
     ``host`` counts what the host does without launching a kernel: ``module_call``, ``view_op``,
     ``autograd_node`` and others. ``samples`` and ``tokens`` are per step; ``tokens`` is 0 where the
     model has none. ``repeats``: how many layers of a list were left out of the capture because they
-    equal those captured, by the list's name (``blocks``: 94). ``periods``: every how many layers of
-    a list their kinds repeat, where there are several. ``engine`` is how the calls are launched:
+    equal those captured, by the list's name (``blocks``: 94). ``order``: of a list of several kinds
+    the number of the captured layer that stands for each. ``engine`` is how the calls are launched:
     eager, graph, compile or compile+graph; ``optimizer`` is one of ``STATE_COPIES``.
     ``inputs``: the tensors of the batch that the step is given, dense ones. ``lengths``: of its
     sequences, where they are unlike (``itercast.compose.lengths.Lengths.facts``). ``networks``:
@@ -263,7 +263,7 @@ class StepCapture:
     samples: int = 1
     tokens: int = 0
     repeats: Mapping[str, int] = field(default_factory=dict)
-    periods: Mapping[str, int] = field(default_factory=dict)
+    order: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     engine: str = "eager"
     optimizer: str = "none"
     inputs: tuple[TensorSpec, ...] = ()

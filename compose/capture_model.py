@@ -61,7 +61,7 @@ def capture_case(
     """Capture one step of a case on fake tensors, or read it from the cache.
 
     ``shallow``: three layers of every list of equal layers are captured, of layers of several kinds
-    that alternate those of two periods, and how many were left out stands in ``repeats``.
+    the first two of equal neighbours; which stand for others is in ``repeats`` and ``order``.
     """
     from itercast.capture.recorder.cache import cached
 

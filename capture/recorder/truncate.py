@@ -1,9 +1,15 @@
-"""Captures a step of a deep model by a few layers of each list, or whole where that breaks it."""
+"""Captures a step of a deep model by a few layers of each list, or whole where that breaks it.
+
+A list of equal layers is cut to three, one of kinds that alternate to two periods. Of equal
+neighbours in a list of several kinds the first two run; others pass on what they are given.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,13 +26,56 @@ KEPT = 3  # the middle one stands for those left out: work beside the first and 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortened:
-    """How many modules each list lost, by its name, and every how many their kinds repeat.
+    """What lists lost, by their names: how many modules those of equal ones did.
 
-    ``periods`` has lists of several kinds alone: two periods of them are left.
+    ``order``: of lists of several kinds, for each layer the number of the one that stands for it.
     """
 
     repeats: dict[str, int] = field(default_factory=dict)
-    periods: dict[str, int] = field(default_factory=dict)
+    order: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+class Skipped(torch.nn.Module):
+    """In the place of a layer that equals one before it: passes on what it is given.
+
+    It has its own layer's attributes, and its parameters are no part of the model.
+    """
+
+    def __init__(self, layer: torch.nn.Module, passes_on: Callable[..., Any]) -> None:
+        super().__init__()
+        self.__dict__.update(layer=layer, passes_on=passes_on)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["layer"], name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the layer is given, in the form of what it would return."""
+        return self.passes_on(*args, **kwargs)
+
+
+def _passing_on(equal: torch.nn.Module, undo: ExitStack) -> Callable[..., Any]:
+    """A function that returns what it is given first in the form of what this layer returned.
+
+    ValueError, when that layer runs, if another one could not come after it.
+    """
+    returned: list[Any] = []
+
+    def note(layer: object, args: Any, kwargs: Any, output: Any) -> None:
+        given, made = _first((*args, *kwargs.values())), _first(output)
+        if not isinstance(made, torch.Tensor) or made.shape != getattr(given, "shape", None):
+            raise ValueError(f"{type(layer).__name__} returns no tensor like that it is given")
+        returned[:] = [output]
+
+    def passes_on(*args: Any, **kwargs: Any) -> Any:
+        given = _first((*args, *kwargs.values()))
+        return (given, *returned[0][1:]) if isinstance(returned[0], tuple) else given
+
+    undo.callback(equal.register_forward_hook(note, with_kwargs=True).remove)
+    return passes_on
+
+
+def _first(values: Any) -> Any:
+    return next(iter(values), None) if isinstance(values, tuple) else values
 
 
 def capture_shortened(
@@ -44,18 +93,18 @@ def capture_shortened(
     """Capture one step of a model as ``capture_step`` does.
 
     ``shallow``: three layers of every list of equal layers are captured, of layers of several kinds
-    that alternate those of two periods, and how many were left out stands in ``repeats``.
+    the first two of equal neighbours; which stand for others is in ``repeats`` and ``order``.
     """
     left = list[Shortened]()
 
     def shortened() -> torch.nn.Module:
         model = build()
-        left.append(shorten_lists(model) if shallow else Shortened())
+        left.append(shorten_lists(model, undo) if shallow else Shortened())
         return model
 
     size: Any = {"samples": samples, "tokens": tokens, "fake": fake}
     try:
-        with remarks() as said:
+        with remarks() as said, ExitStack() as undo:
             captured = capture_step(shortened, inputs, loss, settings, **size)
     except (Exception, SystemExit) as exc:
         if is_own_error(exc):
@@ -63,28 +112,28 @@ def capture_shortened(
         if not shallow:
             raise ValueError(f"{name} fails without data: {one_line_error(exc)}") from exc
     else:
-        repeats, periods = left[-1].repeats, left[-1].periods
-        if _all_used(captured, periods):
-            return replace(captured, repeats=repeats, periods=periods, remarks=tuple(said))
+        repeats, order = left[-1].repeats, left[-1].order
+        if _all_used(captured, order):
+            return replace(captured, repeats=repeats, order=order, remarks=tuple(said))
     # it indexes its layers, or a step that skips some says nothing of those left out
     return capture_shortened(name, build, inputs, loss, settings, shallow=False, **size)
 
 
-def _all_used(captured: StepCapture, periods: Mapping[str, int]) -> bool:
-    """Whether the step uses all layers of the two periods that each of these lists was cut to."""
+def _all_used(captured: StepCapture, order: Mapping[str, Sequence[int]]) -> bool:
+    """Whether the step uses all layers of these lists that stand for others."""
     read = {t.storage for c in captured.calls if c.phase == "forward" for t in c.tensors()}
     used = {p.layer for p in captured.parameters if p.storage in read}
-    kept = (f"{name}.{i}" for name, period in periods.items() for i in range(2 * period))
-    return used.issuperset(kept)
+    return used.issuperset(f"{name}.{i}" for name, stands in order.items() for i in stands)
 
 
-def shorten_lists(model: torch.nn.Module) -> Shortened:
-    """Cut every outermost list of equal modules to three, of kinds that alternate to two periods.
+def shorten_lists(model: torch.nn.Module, undo: ExitStack) -> Shortened:
+    """Shorten every outermost list of modules in which one stands for others; ``undo`` restores it.
 
     A list of lists of several kinds stays whole: parameters do not tell which of them they are of.
-    So does one inside a layer (``stages.2.blocks``), of which it is a part.
-    Modules are equal if their classes and parameter shapes are. A model that indexes such a list,
-    or knows its length, breaks: capture it whole.
+    So does one inside a layer (``stages.2.blocks``), of which it is a part, and one of several
+    kinds of which more than half would stay.
+    Modules are equal if their classes and parameter shapes are. A model that indexes a list that is
+    cut, or knows its length, breaks: capture it whole.
     """
     found = Shortened()
     for name, module in list(model.named_modules()):
@@ -92,18 +141,47 @@ def shorten_lists(model: torch.nn.Module) -> Shortened:
         if not listed or len(module) <= KEPT:
             continue
         inside = layer_key(f"{name}.0.") != f"{name}.0"
-        inside |= any(name.startswith(f"{outer}.") for outer in found.repeats)
+        inside |= any(name.startswith(f"{outer}.") for outer in {**found.repeats, **found.order})
         if inside or _is_tables(module):
             continue
-        period = _period([_shape(child) for child in module])
-        if period > 1 and not all(map(_is_layer, module)):
-            continue
-        kept = KEPT if period == 1 else 2 * period
-        if len(module) > kept:
-            found.repeats[name] = len(module) - kept
-            found.periods.update({name: period} if period > 1 else {})
-            del module[kept:]
+        kinds, whole = [_shape(child) for child in module], dict(module._modules)
+        if len({*kinds}) == 1:
+            found.repeats[name] = len(module) - KEPT
+            del module[KEPT:]
+        elif all(map(_is_layer, module)):
+            order = standing(kinds)
+            if len({*order}) <= len(order) // 2:
+                found.order[name] = order
+                _shorten(module, order, undo)
+        undo.callback(module._modules.update, whole)
     return found
+
+
+def _shorten(layers: Any, order: Sequence[int], undo: ExitStack) -> None:
+    """Cut a list behind the last layer that stands for others; let those that do not pass on."""
+    del layers[max(order) + 1 :]
+    left_out = {*range(len(layers))} - {*order}
+    passing = {i: _passing_on(layers[i], undo) for i in {order[i] for i in left_out}}
+    for i in left_out:
+        layers[i] = Skipped(layers[i], passing[order[i]])
+
+
+def standing(kinds: Sequence[object]) -> tuple[int, ...]:
+    """For each layer of a list of several kinds the number of the one that stands for it.
+
+    It is of the same kind and comes after the same kind. Those of two periods stand for all, if
+    kinds alternate, and the last of them for the last of all alone. Of equal neighbours the first
+    stands for itself, the second for those behind it, here and wherever such neighbours are.
+    """
+    whole = min(2 * _period(kinds), len(kinds))
+    last = dict[tuple[object, object], int]()
+    order = []
+    for i, (before, kind) in enumerate(pairwise([None, *kinds[:-1]])):
+        pair = before, kind
+        if i < whole - 1 and (before != kind or pair not in last):
+            last[pair] = i
+        order.append(last[pair])
+    return (*order, whole - 1)
 
 
 def _period(kinds: Sequence[object]) -> int:

@@ -337,17 +337,13 @@ def _signature(layer: Layer, calls: Sequence[OpCall]) -> tuple[object, ...]:
     return shapes, tuple((p.shape, p.dtype) for p in layer.parameters)
 
 
-def _with_periods(layers: Sequence[Layer], capture: StepCapture) -> Sequence[Layer]:
-    """The layers with those left out of lists in which kinds alternate, of which two periods stay.
-
-    Between these comes, as often as it was left out, the second one without the last layer of all,
-    in whose place is that of the first.
-    """
-    for prefix, period in capture.periods.items():
-        own = [i for i, x in enumerate(layers) if x.name.rpartition(".")[0] == prefix]
-        again = [layers[i] for i in (*own[period : 2 * period - 1], own[period - 1])]
-        again *= capture.repeats[prefix] // period
-        layers = [*layers[: own[period]], *again, *layers[own[period] :]]
+def _in_order(layers: Sequence[Layer], capture: StepCapture) -> Sequence[Layer]:
+    """The layers of the whole model, where some of lists of several kinds stand for others."""
+    for prefix, order in capture.order.items():
+        own = {x.name: x for x in layers if x.name.rpartition(".")[0] == prefix}
+        start = next(i for i, layer in enumerate(layers) if layer.name in own)
+        behind = [layer for layer in layers[start:] if layer.name not in own]
+        layers = [*layers[:start], *(own[f"{prefix}.{i}"] for i in order), *behind]
     return layers
 
 
@@ -357,13 +353,13 @@ def _folded(layers: Sequence[Layer], capture: StepCapture) -> list[Layer]:
     Layers that the capture left out of a list are counted to its middle layer, which they equal:
     the second of three that were captured, the first of two.
     """
-    layers = _with_periods(layers, capture)
+    layers = _in_order(layers, capture)
     folded: list[Layer] = []
     before: tuple[object, ...] = ()
     prefixes = [layer.name.rpartition(".")[0] for layer in layers]
     for i, (layer, prefix) in enumerate(zip(layers, prefixes, strict=True)):
         middle = prefixes[:i].count(prefix) == (prefixes.count(prefix) - 1) // 2
-        more = capture.repeats.get(prefix, 0) if middle and prefix not in capture.periods else 0
+        more = capture.repeats.get(prefix, 0) if middle else 0
         signature = _signature(layer, capture.calls)
         if folded and signature == before:
             folded[-1] = replace(folded[-1], count=folded[-1].count + 1 + more)

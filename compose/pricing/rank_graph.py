@@ -250,7 +250,7 @@ def _rank_graph(
         optimizer=tuple(priceable(capture.calls[i], cold[i]) for i in sorted(update)),
         matrices=matrices,
         buffers=buffers(capture.calls),
-        input_bytes=input_bytes(capture),
+        input_bytes=input_bytes(unfused),
         update_share=update_bytes(capture, update) / max(1, trained),  # calls of all ranks
         matrix_bytes=update_bytes(capture, of_muon),
         tied=_tied(capture, layers),

@@ -118,11 +118,9 @@ class TrainedModel:
     def _fresh(self, model: Any, forward: Any, dtype: torch.dtype | None) -> Iterator[None]:
         """New parameters, without gradients or hooks, inside the context; all comes back after.
 
-        The model runs ``forward`` there, and lists of its layers may be cut.
+        The model runs ``forward`` there.
         """
-        held = [
-            (m, dict(m._parameters), dict(m._buffers), dict(m._modules)) for m in model.modules()
-        ]
+        held = [(m, dict(m._parameters), dict(m._buffers)) for m in model.modules()]
         own = model.__dict__.get("forward")
         try:
             with self.mode:
@@ -133,15 +131,14 @@ class TrainedModel:
             model.__dict__.pop("forward", None)
             if own is not None:
                 model.forward = own
-            for module, parameters, buffers, modules in held:
+            for module, parameters, buffers in held:
                 module._parameters.update(parameters)
                 module._buffers.update(buffers)
-                module._modules.update(modules)
 
     def _renew(self, held: list[tuple[Any, ...]], dtype: torch.dtype | None) -> None:
         """Give modules new parameters of the same form, tied ones the same."""
         made: dict[int, torch.nn.Parameter] = {}
-        for module, parameters, buffers, _ in held:
+        for module, parameters, buffers in held:
             for name, old in parameters.items():
                 if old is not None and id(old) not in made:
                     floats = dtype is not None and old.is_floating_point()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
-from itertools import cycle, islice
 
 import pytest
 import torch
@@ -12,8 +13,7 @@ from torch import nn
 
 from itercast.capture.cases.registry import case
 from itercast.capture.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
-from itercast.capture.recorder.log import capture_step
-from itercast.capture.recorder.truncate import Shortened, shorten_lists
+from itercast.capture.recorder.truncate import Shortened, capture_shortened, shorten_lists
 from itercast.capture.step import StepSettings
 from itercast.compose.capture_model import capture_case
 from itercast.compose.graph.layers import Layer, split_layers
@@ -57,11 +57,11 @@ class Pair(nn.Module):
 
 
 class Alternating(nn.Module):
-    """Eight layers, each second one wide."""
+    """Eight layers, each second one wide, or layers of other widths."""
 
-    def __init__(self) -> None:
+    def __init__(self, widths: Sequence[int] = (8, 32) * 4) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(map(Pair, islice(cycle((8, 32)), 8)))
+        self.blocks = nn.ModuleList(map(Pair, widths))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -69,24 +69,40 @@ class Alternating(nn.Module):
         return x
 
 
+@pytest.mark.parametrize(
+    ("widths", "order"),
+    [
+        ([8, 32] * 4, (0, 1, 2, 1, 2, 1, 2, 3)),  # two periods
+        ([8, 8, 8, 8, 32] * 2, (0, 1, 1, 1, 4, 5, 1, 1, 1, 9)),  # of neighbours two
+        ([8] + [32] * 9, (0, 1, 2, 2, 2, 2, 2, 2, 2, 9)),
+    ],
+)
 @pytest.mark.parametrize("shallow", [False, True])
-def test_layers_that_alternate_are_captured_by_two_periods(shallow: bool) -> None:
+def test_layers_of_two_kinds_are_captured_by_few_of_each(
+    widths: list[int], order: tuple[int, ...], shallow: bool
+) -> None:
     """Weights and biases in fp32 of 8 x 8 + 8 x 8 + 16 numbers, and of 8 x 32 + 32 x 8 + 40."""
-    left = list[Shortened]()
+    built = list[Alternating]()
 
-    def build() -> nn.Module:
-        model = Alternating()
-        left.append(shorten_lists(model) if shallow else Shortened())
-        return model
+    def build() -> Alternating:
+        built.append(Alternating(widths))
+        return built[-1]
 
-    step = capture_step(
-        build, lambda: {"x": torch.zeros(4, 8)}, lambda out, _: out.sum(), StepSettings()
+    step = capture_shortened(
+        "two kinds",
+        build,
+        lambda: {"x": torch.zeros(4, 8)},
+        lambda out, _: out.sum(),
+        StepSettings(),
+        samples=4,
+        tokens=0,
+        shallow=shallow,
     )
-    found = left[0]
-    step = replace(step, repeats=found.repeats, periods=found.periods)
-    assert found == (Shortened(repeats={"blocks": 4}, periods={"blocks": 2}) if shallow else found)
-    numbered = [x for x in split_layers(step) if x.name.startswith("blocks")]
-    assert [x.count * x.parameter_bytes for x in numbered] == [4 * 144, 4 * 552] * 4
+    assert step.order == ({"blocks": order} if shallow else {})
+    assert all(isinstance(block, Pair) and not block._forward_hooks for block in built[-1].blocks)
+    layers = [x for x in split_layers(step) if x.name.startswith("blocks")]
+    found = [x.parameter_bytes for x in layers for _ in range(x.count)]
+    assert found == [4 * {8: 144, 32: 552}[width] for width in widths]
 
 
 def test_a_list_inside_a_layer_stays_whole() -> None:
@@ -94,7 +110,7 @@ def test_a_list_inside_a_layer_stays_whole() -> None:
     stages = nn.ModuleList()
     for width in (8, 32):
         stages.append(nn.ModuleDict({"blocks": nn.ModuleList(Pair(width) for _ in range(6))}))
-    assert shorten_lists(nn.ModuleDict({"stages": stages})) == Shortened()
+    assert shorten_lists(nn.ModuleDict({"stages": stages}), ExitStack()) == Shortened()
 
 
 class Skipping(Alternating):
@@ -107,12 +123,12 @@ class Skipping(Alternating):
 
 
 def test_a_step_that_skips_layers_of_alternating_kinds_is_captured_whole() -> None:
-    for model, periods in ((Alternating, {"blocks": 2}), (Skipping, {})):
+    for model, lists in ((Alternating, {"blocks"}), (Skipping, set())):
         chosen = replace(case("mlp-s"), name=model.__name__, build=model)
         chosen = replace(chosen, inputs=lambda *_: {"x": torch.zeros(4, 8)})
         chosen = replace(chosen, loss=lambda out, _: out.sum())
         step = capture_case(chosen, StepSettings(), 4, 0, shallow=True)
-        assert step.periods == periods
+        assert step.order.keys() == lists
 
 
 def test_folded_work_is_the_host_and_the_lane_op_by_op() -> None:

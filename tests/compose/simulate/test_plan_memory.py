@@ -10,12 +10,14 @@ from plan_case import CPU
 
 from itercast.capture.opcall import ITEMSIZE_BYTES, ParamSpec, StepCapture
 from itercast.capture.plan import ParallelPlan
+from itercast.compose.capture_model import capture
 from itercast.compose.graph.layers import Layer, Within
 from itercast.compose.graph.lifetimes import input_bytes, lifetimes
 from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.pricing import host
 from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.compose.pricing.optimizer import STATE_COPIES
+from itercast.compose.pricing.rank_graph import rank_graph
 from itercast.compose.simulate.memory_plan import Sizes, rank_memory
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.hardware.stack import load_stack
@@ -54,6 +56,13 @@ def test_folded_memory_is_the_walk_over_all_calls(gpt: StepCapture) -> None:
     found = sum(rank_memory(Sizes.of(runs), ParallelPlan(), "adamw").values())
     given = input_bytes(gpt)
     assert found + given == pytest.approx(peak_bytes(gpt, "adamw"), rel=0.005)
+
+
+def test_inputs_are_those_of_the_recorded_step() -> None:
+    """Two samples of 64 tokens in int64; what a GPU need not compute is no input either."""
+    step = capture("gpt-m", batch=2, seq=64, amp=True, dtype="fp16")
+    graph = rank_graph(step, ParallelPlan.parse("dp=16,amp"), load_gpu("h100-sxm-80gb"))
+    assert graph.input_bytes == input_bytes(step) == 2 * 64 * 8
 
 
 def block(name: str, nbytes: int, *, late: bool = False) -> PricedLayer:
