@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ OVER = 1024 * 1024 + 1024 + 1024 * 512 + 512 + 512 * 256 + 256 + 256 + 1
 CROSSED = 27 * 128  # dense features and 26 tables
 CROSS = 3 * (2 * CROSSED * 512 + CROSSED)  # three layers of rank 512
 ITEMS = 26_744  # of MovieLens 20M
+VOLUMES = [3, 32, 32, 64, 64, *3 * [128], *3 * [256], *6 * [512]]
 
 PUBLISHED_PARAMETERS = {
     "cs336-xl": 3_406_809_600,  # as a run of it printed
@@ -42,6 +44,9 @@ PUBLISHED_PARAMETERS = {
     "gpt2-large": 774_030_080,
     "gpt2-xl": 1_557_611_200,
     "gpt3-175b": 174_604_259_328,  # arXiv:2005.14165 rounds it to 175 B
+    "vgg13": 133_047_848,
+    # convolutions of 27 weights, biases, norms; the last layer
+    "vgg3d": sum(27 * a * b + 3 * b for a, b in pairwise(VOLUMES)) + 512 * 10 + 10,
     # layers, 14 tables (ends, every other layer), gates of 32 channels, two factors a layer
     "nanochat-d24": 24 * 12 * 1536**2 + 14 * 32_768 * 1536 + 12 * 32 * 12 + 2 * 24,
     "bert-base": 109_514_298,
