@@ -1,1 +1,1 @@
-"""Models that only published tables need: Transformer-XL and SSD."""
+"""Models that only published tables need."""
