@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial, partialmethod, wraps
 from typing import Any
 from unittest.mock import patch
@@ -37,6 +37,7 @@ from itercast.capture.programs.packed import packed_sequences
 from itercast.capture.programs.program import COLLECTIVE, ProgramCapture
 from itercast.capture.programs.reducer import reached
 from itercast.capture.programs.repeated.fold import folded
+from itercast.capture.programs.repeated.passes import UnlikeError
 from itercast.capture.programs.repeated.watch import MicroBatches
 from itercast.capture.recorder.fake_patches import (
     behave_like_real_tensors,
@@ -91,16 +92,18 @@ def capture_ranks(
     if not all(0 <= rank < world_size for rank in wanted):
         raise ValueError(f"ranks {wanted}: allowed are 0 to {world_size - 1}")
     mailbox, done = Mailbox(), dict[int, ProgramLog]()
-    before = (0, 0, 0)
+    before, repeats = (0, 0, 0, True), True
     while waiting := [rank for rank in wanted if rank not in done]:
         for rank in waiting:
             try:
-                done[rank] = _capture_rank(run, world_size, rank, mailbox, lasting)
+                done[rank] = _capture_rank(run, world_size, rank, mailbox, lasting, repeats)
                 peers = _peers(done[rank]) if not ranks else set()
             except AwaitedError as exc:
                 peers = {exc.rank}
+            except UnlikeError:
+                peers, repeats = set(), False
             wanted += sorted(peers - set(wanted))
-        if (state := (len(done), len(wanted), mailbox.count)) == before:
+        if (state := (len(done), len(wanted), mailbox.count, repeats)) == before:
             raise ValueError(f"ranks {waiting} wait for each other's objects")
         before = state
     return ProgramCapture(
@@ -126,8 +129,9 @@ def _capture_rank(
     rank: int,
     mailbox: Mailbox,
     lasting: bool,
+    repeats: bool,
 ) -> ProgramLog:
-    log = ProgramLog()
+    log = ProgramLog(repeats=repeats)
     mailbox.begin(rank)
     with ExitStack() as stack:
         stack.enter_context(one_rank_of(world_size, rank, log, lasting=lasting))
@@ -158,7 +162,7 @@ def runs_of_steps(log: ProgramLog) -> Iterator[None]:
     whole = ShardedAttention(log)
     compiled = patch.object(torch, "compile", partial(_compile, log, torch.compile))
     graphed = patch.object(torch.cuda, "make_graphed_callables", partial(_graphed, log))
-    repeated = MicroBatches(log).watched()
+    repeated = MicroBatches(log).watched() if log.repeats else nullcontext()
     tracked = (ModuleTracker(log), repeated, _phases(log), _logged_wrappers(log), compiled, graphed)
     with ExitStack() as stack:
         for context in (*tracked, whole, modes_in_backward(), warnings.catch_warnings()):

@@ -52,10 +52,12 @@ class ProgramLog(OpLog):
     """Logs a program's launches; ``live_bytes`` is the memory of tensors that are alive.
 
     ``peak_bytes`` and ``least_bytes``: the most and the least that it was since the last ``reset``.
-    ``highest_bytes``: the most since whoever asks set it.
+    ``highest_bytes``: the most since whoever asks set it. ``repeats``: of micro-batches that are
+    alike some are repeated, in place of run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, repeats: bool = True) -> None:
+        self.repeats = repeats
         self.guesses: dict[str, StackSummary] = {}  # what was guessed of data, where it was first
         super().__init__(Routing(self.guesses), in_tf32)
         self.after_graph: list[Callable[[], None]] | None = None  # while a CUDA graph is captured

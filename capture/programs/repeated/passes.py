@@ -23,6 +23,13 @@ PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))  # values
 NEW = 2**40  # numbers of storages from here on are of none
 
 
+class UnlikeError(BaseException):
+    """Raised where backward comes to a repeated model otherwise than before: nothing is repeated.
+
+    The program runs again from its start, and each pass of a model then. Scripts do not catch it.
+    """
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
     """A tensor that a model is given or returns, without its memory; ``known``: of its values."""
@@ -189,7 +196,7 @@ class Again:
         """Repeat the launches of backward, given the gradients of outputs."""
         given = {i: g for i, g in enumerate(gradients) if g is not None}
         if list(given) != [self.of.used]:
-            raise ValueError("backward begins at other outputs than in the micro-batches before")
+            raise UnlikeError
         self.rename.storages[self.of.gradient] = self.log.storage(given[self.of.used])
         self._launch(self.of.backward, self.of.events(2))
 

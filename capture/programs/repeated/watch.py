@@ -5,7 +5,7 @@ Python runs each time, and so do ops outside the model. What the model launches,
 backward, is repeated after two micro-batches in a row that launched the same, while its inputs but
 for their values, its attributes, and the gradients that it adds to stay as they were. A model that
 sends messages meanwhile runs each time (the last micro-batch under DDP), and so does one with
-hooks, whose Python may do anything, but for one that lets outputs require gradients.
+hooks, whose Python may do anything, but for those of forward that use their arguments alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dis import get_instructions
 from functools import partial
+from types import FunctionType
 from typing import Any
 from unittest.mock import patch
 
@@ -26,13 +28,23 @@ from itercast.capture.programs.backward import Backward, backward_passes
 from itercast.capture.programs.log import ProgramLog
 from itercast.capture.programs.reducer import Reducer, edges, reached
 from itercast.capture.programs.repeated.fold import again
-from itercast.capture.programs.repeated.passes import Again, Pass, form_of, storages, unlogged
+from itercast.capture.programs.repeated.passes import (
+    Again,
+    Pass,
+    UnlikeError,
+    form_of,
+    storages,
+    unlogged,
+)
 from itercast.capture.programs.trained.bare import is_wrapper
 from itercast.capture.recorder.watch import attributes
 
 ALIKE = 2  # micro-batches in a row that show what the next ones do
-REQUIRES_GRAD = "make_inputs_require_grads"  # of transformers, where layers are checkpointed
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+OUTSIDE = frozenset(  # what code does that uses more than its arguments
+    ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "STORE_GLOBAL", "IMPORT_NAME", "MAKE_FUNCTION")
+)
 
 
 class MicroBatches:
@@ -67,6 +79,8 @@ class MicroBatches:
     def _backward(self, made: Backward) -> Iterator[None]:
         """Note what of the passes that wait for it runs inside the context."""
         usual = made.accumulates and not (made.inputs or made.differentiable)
+        if not usual and None in self.open.values():
+            raise UnlikeError
         with ExitStack() as stack:
             for one in self.open.values():
                 if one is not None and usual and (handle := self._begin(one, made.roots)):
@@ -103,8 +117,9 @@ class MicroBatches:
         """What must stay as it is for a model's passes to be alike; None where they never are."""
         parameters, inner = list(model.parameters()), list(model.modules())[1:]
         trains = model.training and any(p.requires_grad for p in parameters)
-        hooks = (hook for one in inner for name in HOOKS for hook in getattr(one, name).values())
-        hooked = any(getattr(hook, "__name__", "") != REQUIRES_GRAD for hook in hooks)
+        hooks = [hook for one in inner for n in FORWARD_HOOKS for hook in getattr(one, n).values()]
+        backward = any(getattr(one, name) for one in inner for name in BACKWARD_HOOKS)
+        hooked = backward or not all(map(_uses_arguments_alone, hooks))
         if not trains or hooked or any(map(_hooked, parameters)):
             return None
         devices = ("cpu", "cuda")
@@ -207,6 +222,13 @@ def _next_node() -> int:
     return int(torch._C._autograd._get_sequence_nr())
 
 
+def _uses_arguments_alone(hook: Any) -> bool:
+    """Whether a hook's Python does the same in each pass: all that it can change is compared."""
+    if not isinstance(hook, FunctionType) or hook.__defaults__ or hook.__kwdefaults__:
+        return False
+    return OUTSIDE.isdisjoint(one.opname for one in get_instructions(hook))
+
+
 def _hooked(parameter: Any) -> bool:
     """Whether others than DDP's reducer are told of a parameter's gradient."""
     after = (parameter._post_accumulate_grad_hooks or {}).values()
@@ -215,9 +237,12 @@ def _hooked(parameter: Any) -> bool:
     )
 
 
-def _gradients(model: torch.nn.Module) -> list[tuple[int, bool, int]]:
-    """A model's parameters, whether they train, and their gradients, by identity."""
-    return [(id(p), p.requires_grad, id(p.grad)) for p in model.parameters()]
+def _gradients(model: torch.nn.Module) -> list[tuple[int, bool, torch.dtype, int, int]]:
+    """A model's parameters, whether they train, their memory and gradients, by identity."""
+    return [
+        (id(p), p.requires_grad, p.dtype, p.untyped_storage()._cdata, id(p.grad))
+        for p in model.parameters()
+    ]
 
 
 def _most_references(outputs: list[torch.Tensor]) -> int:

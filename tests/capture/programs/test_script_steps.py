@@ -465,10 +465,8 @@ class Model(torch.nn.Module):
     def forward(self, x):
         Model.runs += 1
         return self.layers(x).relu()
-def make_inputs_require_grads(module, inputs, output):
-    output.requires_grad_(True)
 model = Model()
-model.layers[0].register_forward_hook(make_inputs_require_grads)
+model.layers[0].register_forward_hook(lambda module, args, output: output.requires_grad_(True))
 optimizer = torch.optim.AdamW(model.parameters())
 torch.distributed.init_process_group()
 ddp = torch.nn.parallel.DistributedDataParallel(model)
@@ -490,13 +488,13 @@ def test_micro_batches_that_are_alike_run_once_and_are_as_if_all_ran(
 
     From one forward to the next the third to the eighth are alike: three are kept, one of them as
     repeated four times. A hook inside a model may do anything: then all run, but not with
-    that of transformers for checkpoints. A layer takes a product forward and, but for the first
+    one that uses its arguments alone. A layer takes a product forward and, but for the first
     one's input, two backward.
     """
     text = MODEL + ACCUMULATES
     once = captured(written(tmp_path, text), gpus=2)
     assert (tmp_path / "runs").read_text() == str(3 * (10 - 6))
-    hook = "model.layers[0].register_forward_hook(lambda *args: None)\nddp ="
+    hook = "model.layers[0].register_forward_hook(lambda *args: print(end=''))\nddp ="
     every = captured(written(tmp_path, text.replace("ddp =", hook)), gpus=2)
     assert (tmp_path / "runs").read_text() == str(3 * 10)
     told, known = launches(once), launches(every)
@@ -510,6 +508,31 @@ def test_micro_batches_that_are_alike_run_once_and_are_as_if_all_ran(
     assert once.ranks[0].host == every.ranks[0].host and once.peak_bytes == every.peak_bytes
     products = sum(op in ("aten.mm.default", "aten.addmm.default") for op, *_ in told)
     assert products == 10 * (2 + 3) and sum(op == COLLECTIVE for op, *_ in told) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "runs", "more"),
+    [
+        ("torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)", 10, 3),
+        ("for p in model.parameters(): p.data = p.data.clone()", 6, 0),
+    ],
+)
+def test_a_later_micro_batch_that_is_not_as_others(
+    tmp_path: Path, line: str, runs: int, more: int
+) -> None:
+    """Of ten, each 2 + 3 products, the seventh: gradients of it are asked for, and so all run.
+
+    Or weights get new memory: the eighth and ninth run, too.
+    """
+    backward = '(ddp(torch.randn(n, 64, device="cuda")).sum() / len(lengths)).backward()'
+    instead = 'loss = ddp(torch.randn(n, 64, device="cuda")).sum()'
+    instead += f"\n        if i == 6:\n            {line}\n        loss.backward()"
+    text = (MODEL + ACCUMULATES).replace(backward, instead)
+    text = text.replace("torch.nn.parallel.DistributedDataParallel(model)", "model")
+    program = captured(written(tmp_path, text))
+    assert (tmp_path / "runs").read_text() == str(3 * runs)
+    products = sum(op in ("aten.mm.default", "aten.addmm.default") for op, *_ in launches(program))
+    assert products == 10 * (2 + 3) + more
 
 
 def launches(program: ProgramCapture) -> list[tuple[object, ...]]:
