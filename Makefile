@@ -111,7 +111,7 @@ endurance: setup ## kill fleets and their sweeps for 10 minutes; read 100,000 ho
 scripts: setup ## forecast 45 unchanged scripts by strangers, those whose packages .venv has (MIRRORS=folder ONLY=name; an hour)
 	$(PY) tests/endurance/scripts_of_others.py $(if $(MIRRORS),--mirrors $(MIRRORS)) $(if $(ONLY),--only "$(ONLY)")
 
-torchrun: setup ## small scripts under torchrun on this CPU beside their forecasts (BUNDLE=folder; a quiet machine, 10 minutes)
+torchrun: setup ## 15 small scripts under torchrun on this CPU beside their forecasts (BUNDLE=folder; a quiet machine, 15 minutes)
 	$(PY) tests/endurance/scripts_against_torchrun.py $(if $(BUNDLE),--bundle $(BUNDLE))
 
 features: setup ## forecast small programs of one parallel feature each, and what each sends beside what it is by hand (10 minutes)

@@ -2,7 +2,8 @@
 
 ``python tests/endurance/parallel_features.py [NAME ...]`` prints a table: the forecast of each on 8
 H100 (pipelines on 2), what a rank sends, and what that is by hand. Each program also runs as it is
-under ``torchrun --nproc-per-node 8`` on a machine with as many GPUs.
+under ``torchrun --nproc-per-node 8`` on a machine with as many GPUs. Without GPUs it is smaller and
+uses gloo, for ``scripts_against_torchrun.py``.
 
 A model of four blocks has P parameters, B of them in the blocks; a rank has 8 x 512 tokens.
 """
@@ -25,10 +26,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-WIDTH, WORDS, BLOCKS = 1024, 32_000, 4
+SMALL = "RANK" in os.environ and not torch.cuda.is_available()
+WIDTH, WORDS, BLOCKS, TOKENS = (256, 1024, 4, 32) if SMALL else (1024, 32_000, 4, 512)
+STEPS = 100  # that are enough for whoever ends them
 B = BLOCKS * (4 * WIDTH + 12 * WIDTH**2 + 9 * WIDTH)
 P = B + 2 * WORDS * WIDTH + WORDS
-ACTIVATION = 4 * 8 * 512 * WIDTH  # bytes of the tokens of a rank
+ACTIVATION = 4 * 8 * TOKENS * WIDTH  # bytes of the tokens of a rank
 Sent = Mapping[str, float]  # bytes by kind of collective
 FEATURES: dict[str, tuple[Callable[[torch.device], None], int, Sent]] = {}
 
@@ -81,7 +84,7 @@ class Model(nn.Module):
 
 def batch(device: torch.device, samples: int = 8) -> tuple[Tensor, Tensor]:
     """Tokens and labels."""
-    ids, labels = (torch.randint(0, WORDS, (samples, 512), device=device) for _ in range(2))
+    ids, labels = (torch.randint(0, WORDS, (samples, TOKENS), device=device) for _ in range(2))
     return ids, labels
 
 
@@ -96,7 +99,7 @@ def train(
     optimizer: Any = None,
     after: Callable[[], object] = lambda: None,
     inside: Callable[[], Any] = nullcontext,
-    steps: int = 5,
+    steps: int = STEPS,
 ) -> None:
     """The usual loop; ``after`` each backward, ``inside`` a context."""
     optimizer = optimizer or torch.optim.AdamW(model.parameters())
@@ -123,7 +126,7 @@ def ddp(device: torch.device) -> None:
 def ddp_no_sync(device: torch.device) -> None:
     model = replicated(device)
     optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(5):
+    for _ in range(STEPS):
         for micro in range(4):
             with nullcontext() if micro == 3 else model.no_sync():
                 loss_of(model(batch(device)[0]), batch(device)[1]).backward()
@@ -158,7 +161,7 @@ def ddp_compiled(device: torch.device) -> None:
 def ddp_scaler(device: torch.device) -> None:
     model, scaler = replicated(device), torch.amp.GradScaler("cuda")
     optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(6):
+    for _ in range(STEPS):
         ids, labels = batch(device)
         with torch.autocast("cuda", torch.float16):
             loss = loss_of(model(ids), labels)
@@ -168,6 +171,35 @@ def ddp_scaler(device: torch.device) -> None:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
+
+
+@feature({"all_reduce": 4 * P})
+def ddp_bf16(device: torch.device) -> None:
+    train(replicated(device), device, inside=lambda: torch.autocast(device.type, torch.bfloat16))
+
+
+class Recurrent(nn.Module):
+    """A decoder of one GRU between two convolutions over time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.before, self.after = (nn.Conv1d(WIDTH, WIDTH, 3, padding=1) for _ in range(2))
+        self.states = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = F.relu(self.before(self.words(ids).mT)).mT
+        x = F.relu(self.after(self.states(x)[0].mT)).mT
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+# Both convolutions, and the three gates of the input and of the state.
+OF_RECURRENT = 2 * (3 * WIDTH**2 + WIDTH) + 6 * (WIDTH**2 + WIDTH)
+
+
+@feature({"all_reduce": 4 * (P - B + OF_RECURRENT)})
+def ddp_gru_and_convolutions(device: torch.device) -> None:
+    train(replicated(device, Recurrent()), device)
 
 
 @feature({"all_reduce": 4 * P})
@@ -199,7 +231,7 @@ def ddp_flex_attention(device: torch.device) -> None:
 def ddp_streams(device: torch.device) -> None:
     model, copies = replicated(device), torch.cuda.Stream()
     optimizer, following = torch.optim.AdamW(model.parameters()), batch(device)
-    for _ in range(5):
+    for _ in range(STEPS):
         torch.cuda.current_stream().wait_stream(copies)
         ids, labels = following
         with torch.cuda.stream(copies):
@@ -307,7 +339,8 @@ def fsdp2_offloaded(device: torch.device) -> None:
 def hsdp(device: torch.device) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
-    mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("replicate", "shard"))
+    shape = 2, dist.get_world_size() // 2
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
     fsdp2(device, mesh=mesh, mp_policy=bf16_policy())
 
 
@@ -336,7 +369,7 @@ def of_single_tensors(model: nn.Module) -> torch.optim.Optimizer:
 def tensor_parallel_blocks(device: torch.device) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
-    model = tensor_parallel(device, init_device_mesh("cuda", (8,)))
+    model = tensor_parallel(device, init_device_mesh(device.type, (dist.get_world_size(),)))
     train(model, device, of_single_tensors(model))
 
 
@@ -359,9 +392,9 @@ def context_parallel(device: torch.device) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel as parallel
 
-    mesh, model = init_device_mesh("cuda", (8,)), Model().to(device)
+    mesh, model = init_device_mesh(device.type, (dist.get_world_size(),)), Model().to(device)
     optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(5):
+    for _ in range(STEPS):
         ids, labels = batch(device)
         with parallel(mesh, buffers=[ids, labels], buffer_seq_dims=[1, 1]):
             loss_of(model(ids), labels).backward()
@@ -399,7 +432,7 @@ def pipeline(device: torch.device, schedule: str, order: str = "one") -> None:
     made: Any = getattr(pipelining, schedule)
     run = made(stages if len(stages) > 1 else stages[0], 16, loss_fn=loss_of)
     optimizer = torch.optim.AdamW([p for module in modules for p in module.parameters()])
-    for _ in range(4):
+    for _ in range(STEPS):
         ids, labels = batch(device, 32)
         ends = {"target": labels, "losses": []} if count - 1 in numbers else {}
         run.step(*([ids] if 0 in numbers else []), **ends)
@@ -550,8 +583,10 @@ def main(names: list[str]) -> None:
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        dist.init_process_group("nccl")
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        FEATURES[sys.argv[1]][0](torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+        dist.init_process_group("gloo" if SMALL else "nccl")
+        place = torch.device("cpu" if SMALL else f"cuda:{os.environ['LOCAL_RANK']}")
+        if not SMALL:
+            torch.cuda.set_device(place)
+        FEATURES[sys.argv[1]][0](place)
     else:
         main(sys.argv[1:])

@@ -18,6 +18,19 @@ from importlib.util import find_spec
 from pathlib import Path
 
 HERE = Path(__file__).parent / "scripts"
+FEATURES = {  # of parallel_features.py; its context parallelism has no CPU kernels in torch
+    "DDP": "ddp",
+    "DDP, bf16 autocast": "ddp_bf16",
+    "DDP, GRU and convolutions": "ddp_gru_and_convolutions",
+    "DDP, four micro-batches": "ddp_no_sync",
+    "ZeroRedundancyOptimizer": "zero_redundancy_optimizer",
+    "FSDP2 of each block": "fsdp2_fp32",
+    "FSDP2, compiled blocks, bf16": "fsdp2_bf16_compiled",
+    "HSDP": "hsdp",
+    "tensor parallel": "tensor_parallel_blocks",
+    "pipeline, 1F1B": "pipeline_1f1b",
+    "experts over all_to_all": "experts_over_all_to_all",
+}
 GPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 SIZES = {"vocabulary": 2048, "length": 96, "width": 192, "layers": 4, "heads": 6, "batch": 4}
 SMALL = [f"--{name}={size}" for name, size in SIZES.items()]
@@ -26,6 +39,10 @@ SCRIPTS: dict[str, tuple[Path, list[str], str]] = {  # script, its arguments, a 
     "FSDP2": (HERE / "fsdp_gpt.py", [], "torch"),
     "HF Trainer": (HERE / "hf_trainer.py", [], "accelerate"),
     "Lightning": (HERE / "lightning_fit.py", [], "lightning"),
+    **{
+        name: (Path(__file__).with_name("parallel_features.py"), [feature], "torch")
+        for name, feature in FEATURES.items()
+    },
 }
 RANKS, STEPS, WARM_UP = 2, 30, 5
 

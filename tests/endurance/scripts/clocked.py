@@ -1,7 +1,7 @@
 """Runs a script whose optimizer's steps are timed: ``torchrun clocked.py OUT STEPS SCRIPT ARGS``.
 
 Rank 0 writes to OUT the time in us between the ends of two optimizer steps, for all but the first.
-Then every rank leaves.
+Then every rank leaves. Of optimizers that step inside others the first to end is timed.
 """
 
 import json
@@ -17,10 +17,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 out, wanted = Path(sys.argv[1]), int(sys.argv[2])
 ends: list[float] = []
+timed: list[object] = []
 
 
-def ended(*_: object) -> None:
+def ended(optimizer: object, *_: object) -> None:
     """Note when a step ends; leave after the last."""
+    timed.append(optimizer)
+    if optimizer is not timed[0]:
+        return
     ends.append(time.perf_counter())
     if len(ends) > wanted:
         if os.environ["RANK"] == "0":
