@@ -13,6 +13,7 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.utils import clip_grad
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointFunction
 
 from itercast.capture.opcall import OpCall
 from itercast.capture.programs.backward import Backward, backward_passes
@@ -61,6 +62,8 @@ class Finder:
     """Watches a script; a model is an outermost module with parameters that trains.
 
     ``found`` is the last micro-batch before a step of an optimizer, by the optimizer.
+    ``checkpoints``: autograd functions that run a function that they are given without gradients,
+    and again in backward.
     """
 
     def __init__(self) -> None:
@@ -71,6 +74,7 @@ class Finder:
         self.latest: Call | None = None
         self.found: dict[int, Call] = {}
         self.micro = 0
+        self.checkpoints = {CheckpointFunction}
         self.split = ""  # by what messages a model's layers are, if they are
 
     @contextmanager
@@ -80,7 +84,8 @@ class Finder:
         apply = torch.autograd.Function.__dict__["apply"]
 
         def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            return self.recorder.applied(cls.apply, apply.__get__(None, cls), args, kwargs)
+            given = with_function(args, partial(self._running, cls))
+            return self.recorder.applied(cls.apply, apply.__get__(None, cls), given, kwargs)
 
         watched: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
             (torch.nn.Module, "_call_impl", self._calling),
@@ -119,6 +124,20 @@ class Finder:
             ended(kind, owner)
 
         return told
+
+    def _running(self, cls: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+        """As a function that an autograd function is given."""
+        saves = True
+
+        def runs(*args: Any, **kwargs: Any) -> Any:
+            nonlocal saves
+            if not torch.is_grad_enabled():
+                saves = False
+            elif not saves and self.log.phase == "backward":
+                self.checkpoints.add(cls)
+            return run(*args, **kwargs)
+
+        return runs
 
     def _clipping(self, clip: Callable[..., Any]) -> Callable[..., Any]:
         """As a function that clips gradients."""
@@ -230,6 +249,15 @@ class Finder:
             name = type(calls[0].wrapped[0]).__name__
             raise ValueError(f"the loss is no function of torch of what {name} returns")
         return calls[0]
+
+
+def with_function(args: Sequence[Any], made: Callable[[Any], Any]) -> list[Any]:
+    """Arguments of an autograd function, the first function among them as ``made`` makes it."""
+    functions = (
+        i for i, one in enumerate(args) if callable(one) and not isinstance(one, torch.Tensor)
+    )
+    at = next(functions, None)
+    return [made(one) if i == at else one for i, one in enumerate(args)]
 
 
 def facts_of(call: Call) -> Trained:

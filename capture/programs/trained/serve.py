@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,13 @@ from itercast.capture.base.files import write_atomic
 from itercast.capture.opcall import StepCapture, TensorSpec, torch_dtype
 from itercast.capture.programs.trained.bare import make_bare
 from itercast.capture.programs.trained.facts import ANSWER, ASKED, FACTS, REFUSED, Trained
-from itercast.capture.programs.trained.finder import Finder, facts_of, held_dtype, size_of
+from itercast.capture.programs.trained.finder import (
+    Finder,
+    facts_of,
+    held_dtype,
+    size_of,
+    with_function,
+)
 from itercast.capture.programs.trained.loss import Form, LossTape, Scaled, Size
 from itercast.capture.recorder.cache import dumps
 from itercast.capture.recorder.truncate import capture_shortened
@@ -34,7 +40,8 @@ class TrainedModel:
     """A model that a script trains, in the script's process, whose tensors stay fake.
 
     ``size``: of the script's own micro-batch. ``mode``: of the fake tensors that the script ran
-    with. ``on_gpu``: the script put it on a GPU that is not there.
+    with. ``on_gpu``: the script put it on a GPU that is not there. ``checkpoints``: autograd
+    functions that recompute (``Finder``).
     """
 
     tape: LossTape
@@ -42,6 +49,7 @@ class TrainedModel:
     size: Size
     mode: Any
     on_gpu: bool
+    checkpoints: frozenset[Any]
 
     @classmethod
     def of(cls, finder: Finder, on_gpu: bool) -> TrainedModel:
@@ -54,7 +62,14 @@ class TrainedModel:
         if call.tape is None:
             raise ValueError("no loss was recorded")
         facts, size = facts_of(call), size_of(call)
-        return cls(tape=call.tape, facts=facts, size=size, mode=mode, on_gpu=on_gpu)
+        return cls(
+            tape=call.tape,
+            facts=facts,
+            size=size,
+            mode=mode,
+            on_gpu=on_gpu,
+            checkpoints=frozenset(finder.checkpoints),
+        )
 
     def capture(
         self, settings: StepSettings, batch: int, seq: int, *, shallow: bool
@@ -85,7 +100,7 @@ class TrainedModel:
             return forward(*args, **named) if alone else loss(models[0](*args, **named))
 
         forward = whole.forward
-        with self._fresh(whole, run, dtype), _without_checkpointing():
+        with self._fresh(whole, run, dtype), _without_checkpointing(self.checkpoints):
             step = capture_shortened(
                 self.facts.model,
                 lambda: whole,
@@ -154,17 +169,35 @@ class TrainedModel:
 
 
 @contextmanager
-def _without_checkpointing() -> Iterator[None]:
-    """Let torch's checkpoints save all activations: each plan says later what it recomputes."""
+def _without_checkpointing(functions: Iterable[Any]) -> Iterator[None]:
+    """Let checkpoints save all activations: each plan says later what it recomputes.
+
+    ``functions``: autograd functions that recompute.
+    """
 
     def no_hooks(*args: Any, **kwargs: Any) -> Iterator[None]:
         yield
 
-    with (
-        patch.object(checkpoint, "_checkpoint_without_reentrant_generator", no_hooks),
-        patch.object(checkpoint.CheckpointFunction, "apply", lambda run, state, *args: run(*args)),
-    ):
+    with ExitStack() as stack:
+        own = "_checkpoint_without_reentrant_generator"
+        stack.enter_context(patch.object(checkpoint, own, no_hooks))
+        for function in functions:
+            stack.enter_context(patch.object(function, "apply", partial(_saving_all, function)))
         yield
+
+
+class NoContext:
+    """In the place of the context of an autograd function without a backward of its own."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args: None
+
+
+def _saving_all(function: Any, *args: Any) -> Any:
+    """The forward of an autograd function that runs what it is given with gradients."""
+    alone = function.setup_context is not torch.autograd.Function.setup_context
+    given = with_function(args, torch.enable_grad())
+    return function.forward(*([] if alone else [NoContext()]), *given)
 
 
 def updated_in_fp32(step: StepCapture) -> StepCapture:
