@@ -34,6 +34,7 @@ TIMM = ("model", "train_step_time", "train_batch_size", "train_img_size")
 TIMM_NAME = re.compile(r"benchmark-train-amp-(nhwc|nchw)-pt(\d)(\d+)-cu(\d+)-(\w+)\.csv(\.gz)?")
 COPIED: tuple[str, ...] = tuple(FACTS["copied"])
 OPEN_GPUS: Mapping[str, str] = assumed(__file__, "open_gpus")
+NOT_STEPS: Mapping[str, str] = assumed(__file__, "not_steps")
 ENGINES, DTYPES, OF_TIMM = FACTS["engines"], FACTS["dtypes"], FACTS["timm"]
 EXACTLY: Mapping[str, str] = FACTS["optimizers"]
 COUNTS = ("num_params", "layers", "d_model", "heads", "ffn", "vocab")
@@ -57,6 +58,8 @@ def _row(given: Mapping[str, str]) -> Row:
     """One row of the dataset; ValueError says what the table does not state."""
     if not given["model"]:
         raise ValueError("model is not stated")
+    if given.get("source") in NOT_STEPS:
+        raise ValueError(NOT_STEPS[given["source"]])
     gpu, gpu_doubt = gpu_of(given["gpu"], given["gpu_detail"], given.get("source", ""))
     dtype, amp = dtype_of(given["precision"])
     plan, dp = plan_of(given)

@@ -131,5 +131,5 @@ def _gpt2_of_sizes(given: Mapping[str, str]) -> Model:
             raise ValueError(f"model's {column} is not stated")
     untied = "untied" in given["model"]
     sizes = {key: whole(given[column]) for column, key in keys.items()}
-    config = KNOWN["GPT3-5B"]["config"] | sizes | {"tie_word_embeddings": not untied}
+    config = KNOWN["GPT3-175B"]["config"] | sizes | {"tie_word_embeddings": not untied}
     return _known({"config": config, "doubt": "qkv biases added" if untied else ""}, given)

@@ -29,6 +29,8 @@ MASKED = attention.Attention(op="backward", causal=False, masked=True, dropout=T
 Q, K = spec(2, 4, 3, 8), spec(2, 2, 6, 8)
 HEADLESS = {"batch": 5, "heads": 1, "kv_heads": 1, "kv_len": 3}
 FACTS = {"is_causal": False, "dropout_p": 0.1, "enable_gqa": True, "masked": True}
+FILLED = Elementwise(op="where", numel=24, inner=12, tensors=2, form="row")
+COPIED = replace(FILLED, op="masked_fill")
 SUM = partial(reduction.Reduction, op="sum", outer=1)
 
 
@@ -56,6 +58,9 @@ def call(op: str, *args: Any, outputs: tuple[Any, ...] = (), **kwargs: Any) -> O
         # in the order of memory
         (call("aten.sum.dim_IntList", spec(4, 6, stride=(1, 4)), (0,)), SUM(outer=6, size=4)),
         (call("aten.sum.default", spec()), SUM(size=1)),
+        # a mask of 3 x 4: in place one kernel, as where; out of place a clone as well
+        (call("aten.masked_fill_.Scalar", spec(2, 3, 4), spec(3, 4), 0.0), FILLED),
+        (call("aten.masked_fill.Scalar", spec(2, 3, 4), spec(3, 4), 0.0), COPIED),
         (call("aten.max.default", spec(4, 6)), SUM(op="amax", size=24)),
         (
             call("aten.add.Tensor", spec(8, 16), spec(16), outputs=(spec(8, 16),)),
