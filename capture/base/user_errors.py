@@ -42,8 +42,13 @@ def one_line_error(exc: BaseException) -> str:
 
 
 def first_line(exc: BaseException) -> str:
-    """An error's class and first line, and those of the errors that it was raised from."""
-    told = f"{type(exc).__name__}: {next(iter(str(exc).strip().splitlines()), '')}"
+    """An error's class and first line, and those of the errors that it was raised from.
+
+    One that quotes the traceback of a worker's process has that one's last line, too.
+    """
+    first, *others = str(exc).strip().splitlines() or [""]
+    worker = f" {others[-1]}" if any("Traceback (most recent" in line for line in others) else ""
+    told = f"{type(exc).__name__}: {first}{worker}"
     if exc.__cause__ is None or str(exc.__cause__) in told:
         return told
     return f"{told}, because of {first_line(exc.__cause__)}"

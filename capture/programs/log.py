@@ -42,7 +42,10 @@ from itercast.capture.recorder.watch import MadeBy
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention.default
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
-FLASH_OPS = (FLASH, FLASH_BACKWARD)
+# Values may be narrower or wider than keys.
+EFFICIENT = torch.ops.aten._scaled_dot_product_efficient_attention.default
+EFFICIENT_BACKWARD = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+FUSED_ATTENTION = (FLASH, FLASH_BACKWARD, EFFICIENT, EFFICIENT_BACKWARD)
 SELECTIVE = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
 EAGER_PYTHON = ("module_call", "view_op", "autograd_node")  # host events of ops run one by one
 LOSS = (torch.ops.aten._log_softmax.default,)  # of logits cut by vocabulary
@@ -202,11 +205,11 @@ class ProgramLog(OpLog):
         kwargs = kwargs or {}
         if func.namespace == "fsdp":
             return self._copied(func, args, kwargs)
-        if not is_collective(func) and func not in FLASH_OPS:
+        if not is_collective(func) and func not in FUSED_ATTENTION:
             return super().__torch_dispatch__(func, types, args, kwargs)
         output = func(*args, **kwargs)
-        if func in FLASH_OPS:
-            log_flash(self, func, args, kwargs, output)
+        if func in FUSED_ATTENTION:
+            log_attention(self, func, args, kwargs, output)
             return output
         call = collective_of(func, args, kwargs, output)
         if call is None:
@@ -275,7 +278,7 @@ class ProgramLog(OpLog):
 
 
 class ShardedAttention(WholeAttention):
-    """Logs attention as one op; as CUDA's flash attention that which others are to see.
+    """Logs attention as one op; as a fused kernel of CUDA's that which others are to see.
 
     These are distributed tensors, and selective checkpoints, which may save its result.
     """
@@ -293,18 +296,21 @@ class ShardedAttention(WholeAttention):
         if isinstance(qkv[0], NestedTensor):
             return attend_nested(partial(super().attend, mask, options), *qkv)
         dropout_p = float(options.get("dropout_p", 0.0))
-        return FLASH(*qkv, dropout_p, bool(options.get("is_causal", False)))[0]
+        causal = bool(options.get("is_causal", False))
+        if qkv[0].shape[-1] != qkv[2].shape[-1]:
+            return EFFICIENT(*qkv, None, True, dropout_p, causal)[0]
+        return FLASH(*qkv, dropout_p, causal)[0]
 
 
-def log_flash(log: OpLog, func: Any, args: Any, kwargs: Any, output: Any) -> None:
-    """Log a call of flash attention as attention by any other kernel is logged."""
+def log_attention(log: OpLog, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+    """Log a call of a fused kernel as attention by any other is logged."""
     names = [a.name for a in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     grouped = given["query"].shape[1] != given["key"].shape[1]
     options = {"is_causal": bool(given.get("is_causal", False)), "enable_gqa": grouped}
     options |= {"dropout_p": float(given.get("dropout_p", 0.0)), "masked": False}
     read = tuple(given[name] for name in ("query", "key", "value"))
-    if func is FLASH:
+    if func in (FLASH, EFFICIENT):
         log.add("itercast.sdpa", read, options, output[0])
     else:
-        log.add("itercast.sdpa_backward", (given["grad_out"], *read), options, list(output[:3]))
+        log.add("itercast.sdpa_backward", (args[0], *read), options, list(output[:3]))

@@ -99,6 +99,8 @@ class Routing:
             return self._nonzero(args[0])
         if name == "bincount" and known is not None and known.top and known.top < inf:
             return self._bincount(args, kwargs, known.top)
+        if name == "histc" and not args[0].is_floating_point():
+            return self._histogram(*args)
         if name in CORRECTED:
             return CORRECTED[name](*args)
         if name == "masked_select" and (count := self._count(args[1])) is not None:
@@ -153,7 +155,8 @@ class Routing:
             fact = self._fact(value)
             if not isinstance(value, FakeTensor) or (fact is not None and fact.values is not None):
                 return value
-            range_ = (0, most or ceil(TRUE_SHARE * value.numel()))
+            top = fact.top if fact is not None and fact.top is not None else inf
+            range_ = (0, most or int(min(top, ceil(TRUE_SHARE * value.numel()))))
             return evenly_spread((1, 2) if name == "repeat_interleave" else range_, value)
 
         with _disable_current_modes():
@@ -253,6 +256,12 @@ class Routing:
         least = kwargs.get("minlength", args[2] if len(args) > 2 else 0) or 0
         output = args[0].new_empty((max(int(top), least),), dtype=torch.int64)
         self._spread(output, args[0].numel(), int(top))
+        return output
+
+    def _histogram(self, numbers: Tensor, bins: int = 100, *bounds: float) -> Tensor:
+        """How many integers are in each bin, as CUDA counts them: as many in all."""
+        output = numbers.new_empty((bins,))
+        self._spread(output, numbers.numel(), bins)
         return output
 
     def _spread(self, output: Argument, total: int, over: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -35,6 +36,7 @@ from itercast.microbench.store import Facts
 MODULE = "itercast.capture.programs.script"
 POLL_S, MEMORY_S = 0.1, 1.0  # no assumption: seconds between looks at a file, at memory
 LAST_BYTES = 1 << 16  # of what a script wrote, among which is what it does
+ERROR = re.compile(r"[\w.]*(Error|Exception): ")  # begins the last line of a traceback
 OURS = "itercast: "  # begins our lines among the script's
 MOST_MEMORY = 0.5  # of this machine's, for a script and what it starts
 
@@ -256,7 +258,7 @@ class ScriptProcess:
 def _reason(said: IO[bytes], code: int, script: Path) -> str:
     """The line in which a capture says why it ended, or the last one that the script wrote.
 
-    Both where the script ended by itself: argparse, for one, says why.
+    Both where the script ended by itself: argparse, for one, says why, or a traceback does.
     """
     said.seek(0)
     lines = [line for line in said.read().decode(errors="replace").splitlines() if line.strip()]
@@ -265,4 +267,6 @@ def _reason(said: IO[bytes], code: int, script: Path) -> str:
     if not ours:
         return (others or [f"{script.name} ended with {code}"])[-1]
     by_itself = f"{script.name} exits" in ours[-1] and others
-    return f"{ours[-1]}: {others[-1]}" if by_itself else ours[-1]
+    if not by_itself:
+        return ours[-1]
+    return f"{ours[-1]}: {([line for line in others if ERROR.match(line)] or others)[-1]}"

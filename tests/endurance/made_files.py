@@ -72,8 +72,8 @@ def _digits(folder: Path, count: int) -> None:
 
 def _rows(path: Path, what: dict[str, Any]) -> None:
     """A JSON row, so often; ``{text}`` in it stands for words."""
-    count, row = what.pop("count"), what
-    lines = (json.dumps(row).replace("{text}", prose(300, i)) for i in range(count))
+    row = json.dumps({name: value for name, value in what.items() if name != "count"})
+    lines = (row.replace("{text}", prose(300, i)) for i in range(what["count"]))
     path.write_text("\n".join(lines) + "\n")
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typer.testing import CliRunner
 
 from itercast.__main__ import app
+from itercast.compose.programs.scripts import _reason
 
 EXAMPLE = Path(__file__).parents[2] / "examples/train_gpt.py"
 SMALL = ("--layers=1", "--width=64", "--heads=2", "--vocabulary=500", "--length=16")
@@ -97,6 +99,7 @@ def test_the_table_says_how_many_workers_hide_a_loader(tmp_path: Path) -> None:
 
 MANY_WORKERS = """
 import os, sys, torch
+from io import BytesIO
 from pathlib import Path
 class Seen(torch.utils.data.Dataset):
     def __len__(self):
@@ -233,6 +236,10 @@ def test_a_script_that_exits_says_what_it_wrote_last(tmp_path: Path) -> None:
     code, _, said = run(str(script))
     assert code == 2 and "exits with 2 after 0 steps" in said
     assert said.strip().endswith("error: the following arguments are required: --width")
+    wrote = BytesIO(
+        b"KeyError: 7\nmore: set DEBUG=1\nitercast: train.py exits with 1 after 0 steps"
+    )
+    assert _reason(wrote, 2, script) == "train.py exits with 1 after 0 steps: KeyError: 7"
 
 
 def test_a_script_that_takes_too_long_says_its_line(

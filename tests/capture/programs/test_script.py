@@ -263,6 +263,10 @@ def test_a_scaler_skips_no_step(tmp_path: Path) -> None:
         (TRAINING.replace("AdamW", "LBFGS"), r"LBFGS runs the model as often as .*optimizer.step"),
         ("import numpy_with_a_typo", r"ModuleNotFoundError: .* \(train.py:1: import numpy_with"),
         ("def f(:", r"SyntaxError"),
+        (
+            r"raise OSError('In worker 0.\nTraceback (most recent call last):\nKeyError: 7')",
+            r"OSError: In worker 0. KeyError: 7 \(train.py:1",
+        ),
     ],
 )
 def test_what_cannot_be_forecast_is_one_line(tmp_path: Path, text: str, message: str) -> None:

@@ -414,6 +414,38 @@ def test_rates_of_dropped_layers_are_known(tmp_path: Path) -> None:
     assert not program.notes
 
 
+def test_numbers_that_follow_from_what_is_known(tmp_path: Path) -> None:
+    """Values of the host in NumPy; the largest of 8 is one of 8, of which each is as frequent."""
+    program = habit(
+        tmp_path,
+        """
+assert torch.arange(4).clone().numpy().tolist() == [0, 1, 2, 3]
+chosen = y.argmax(-1)
+assert len(chosen.unique()) <= 8
+assert chosen.histc(4, 0, 4).tolist() == [25] * 4
+""",
+    )
+    assert program.ranks[0].calls
+
+
+def test_attention_that_a_selective_checkpoint_sees_has_values_of_their_own_width(
+    tmp_path: Path,
+) -> None:
+    """Latent attention: keys of 6 numbers, values of 4; the checkpoint saves nothing."""
+    lines = """
+import torch.utils.checkpoint as c
+q, v = (y.reshape(1, 2, 50, 8)[..., :n] for n in (6, 4))
+attend = torch.nn.functional.scaled_dot_product_attention
+saves = lambda *args, **kwargs: c.CheckpointPolicy.MUST_RECOMPUTE
+contexts = lambda: c.create_selective_checkpoint_contexts(saves)
+y = c.checkpoint(attend, q, q, v, use_reentrant=False, context_fn=contexts)
+"""
+    calls = [c for c in habit(tmp_path, lines).ranks[0].calls if "itercast.sdpa" in c.op]
+    forward = "forward", (1, 2, 50, 4)
+    assert [(c.phase, c.outputs[0].shape) for c in calls[:1]] == [forward]
+    assert [t.shape[-1] for t in calls[-1].outputs] == [6, 6, 4]
+
+
 def test_ranks_send_each_other_the_numbers_of_tokens_that_they_have(tmp_path: Path) -> None:
     """100 tokens for four experts on four ranks: 25 to each, 25 from each, 100 in all."""
     lines = """
