@@ -102,7 +102,7 @@ def _kernels(given: Mapping[str, str], model: Model) -> Row:
     compiled, attention = given.get("compile", ""), given.get("attention_kernel", "")
     engines = [engine for pattern, engine in ENGINES.items() if re.match(pattern, compiled)]
     return {
-        "attn": "eager" if attention == "hand-written" else "sdpa" if attention else model.attn,
+        "attn": "sdpa" if attention else model.attn,
         "compile": compiled.startswith("torch.compile"),
         "engine": next(iter(engines), "eager"),
         "cuda_graphs": "CUDA graphs" in compiled,

@@ -61,7 +61,7 @@ def model_of(given: Mapping[str, str]) -> Model:
     name = given["model"]
     if any(ADAPTERS.search(given.get(column, "")) for column in SAID_IN):
         raise ValueError("only a part of the weights is trained (LoRA)")
-    if given.get("model_note", "").startswith("MPT") or name.startswith("GPT-2 124M"):
+    if given.get("model_note", "").startswith("MPT") or name == "GPT-2 124M":
         return _gpt2_of_sizes(given)
     if name == "BERT":
         _check_task(given.get("section", "").lower())
@@ -129,7 +129,5 @@ def _gpt2_of_sizes(given: Mapping[str, str]) -> Model:
     for column in keys:
         if not whole(given.get(column)):
             raise ValueError(f"model's {column} is not stated")
-    untied = "untied" in given["model"]
     sizes = {key: whole(given[column]) for column, key in keys.items()}
-    config = KNOWN["GPT3-175B"]["config"] | sizes | {"tie_word_embeddings": not untied}
-    return _known({"config": config, "doubt": "qkv biases added" if untied else ""}, given)
+    return _known({"config": KNOWN["GPT3-175B"]["config"] | sizes}, given)
