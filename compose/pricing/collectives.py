@@ -22,7 +22,7 @@ from itercast.compose.parallel.placement import TIERS, Cluster, Group
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import UNMODELLED, AssumedShares, PricedOp
 from itercast.compose.pricing.tiers import RATES, tier_us
-from itercast.microbench.ops.step.alpha_beta import floor_us
+from itercast.microbench.ops.step.alpha_beta import bytes_moved, floor_us
 from itercast.microbench.ops.step.collective import Collective
 from itercast.microbench.store import Row
 
@@ -104,7 +104,16 @@ def price_messages(messages: Sequence[Message], book: PriceBook, where: Cluster)
             far = message.among(world_size=where.groups[message.axis].size, ranks_per_node=1)
             us = link.crossed_us(far, message.axis, sent[i].duration_us)
             sent[i] = replace(sent[i], duration_us=us)
-    return sent
+    return [_beside(op, *one, book) for op, one in zip(sent, asked, strict=True)]
+
+
+def _beside(op: PricedOp, message: Message, group: Group, book: PriceBook) -> PricedOp:
+    """The message with what it costs compute beside it, by its bytes/s over each rank's link."""
+    if op.duration_us == 0:
+        return op
+    moved = bytes_moved(message.among(world_size=group.size, ranks_per_node=group.per_node))
+    rate = float(moved) / op.duration_us * 1e6
+    return replace(op, beside=book.beside(rate, in_node=group.size <= group.per_node))
 
 
 def prefetch_messages(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> None:

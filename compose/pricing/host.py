@@ -155,8 +155,8 @@ class Launches:
         kernels = op.kernels if self.by_op else 1
         waits = op.waits and self.by_op
         launch_us = self.us(op, added=added)
-        comm = op.phase == "comm"
-        return Step(op.duration_us, launch_us, comm, kernels, op.op, waits, op.phase, op.nbytes)
+        comm, facts = op.phase == "comm", (op.phase, op.nbytes, op.product)
+        return Step(op.duration_us, launch_us, comm, kernels, op.op, waits, *facts)
 
 
 def launch_costs(capture: StepCapture, events: Mapping[str, int], book: PriceBook) -> Launches:

@@ -14,6 +14,7 @@ from itercast.capture.base.slow_imports import pd
 from itercast.capture.opcall import CELLS
 from itercast.compose.graph.attention_kernels import SIXTEEN_BIT, kernel_ratio
 from itercast.compose.graph.identity_cache import Once, cached_by_identity
+from itercast.compose.machines.contention import TAKING_TURNS, Beside, mixed, slowdowns
 from itercast.compose.machines.factors import NONE, Factors
 from itercast.compose.machines.state import Machine
 from itercast.compose.pricing.fallbacks import fallback_parts
@@ -32,7 +33,6 @@ from itercast.microbench.ops.matrix.recurrent import ONE_DNN
 from itercast.microbench.ops.memory.elementwise import memory_copy
 
 ATTENTION = "attention"  # the family whose kernels stacks choose
-CONTENTION: Mapping[str, float] = assumed(__file__, "contention")  # by kind of device
 ROOFLINE_OVERHEAD_US: float = assumed(__file__, "roofline_overhead_us")
 # no assumption: standard deviations between the 10 and 90 % quantiles of a normal distribution
 DECILES_APART = 2.563
@@ -101,16 +101,25 @@ class PriceBook:
 
     @cached_property
     def contention(self) -> float:
-        """Slowdown of compute and messages while they overlap (``timeline.simulate_shared``).
+        """Slowdown of tasks of the device while they overlap (``timeline.simulate_shared``).
 
-        The device's, where it was measured (``sweep.contention``), else that of the SMs which the
-        software leaves to compute.
+        As measured (``sweep.contention``), else that of taking turns. That of compute and messages
+        on a GPU is ``beside``, unless its file states one.
         """
-        if self.gpu.contention:
-            return self.gpu.contention
-        if sms := stack_of_row(self.stack).message_sms.get(self.gpu.architecture, 0):
-            return self.gpu.sm_count / (self.gpu.sm_count - sms)
-        return CONTENTION["cpu" if self.gpu.kind == "cpu" else "gpu"]
+        return self.gpu.contention or TAKING_TURNS
+
+    def contention_of(self, message: PricedOp, products_frac: float) -> float:
+        """Slowdown of a message and compute that spends so much of its time in products."""
+        if message.beside is None:
+            return self.contention
+        return mixed(message.beside, products_frac)
+
+    def beside(self, bytes_per_s: float, *, in_node: bool) -> Beside | None:
+        """Slowdowns of compute by a message of so many bytes/s over each rank's link."""
+        if self.gpu.kind == "cpu" or self.gpu.contention:
+            return None
+        planned_sms = stack_of_row(self.stack).message_sms.get(self.gpu.architecture, 0)
+        return slowdowns(self.gpu, bytes_per_s, in_node=in_node, planned_sms=planned_sms)
 
     @property
     def host_is_named(self) -> bool:
@@ -260,7 +269,8 @@ class PriceBook:
             other_us = other_us if known else us
         if w.family is not None and w.family.matmul:
             us = throttled_us(self.gpu, w.params.dtype, us, flops)
-        us *= self.machine.of_op(product=w.family is not None and w.family.matmul)
+        product = w.family is not None and w.family.matmul
+        us *= self.machine.of_op(product=product)
         shares = w.assumed_shares(len(parts), min(1.0, other_us / us) if us > 0 else 0.0)
         return PricedOp(
             op=w.op,
@@ -271,6 +281,7 @@ class PriceBook:
             kernels=max(1, round(call.kernels)) if call else 1,
             call_launches=call.launches(tensors) if call else 1.0,
             waits=w.waits,
+            product=product,
             assumed=shares if ratio == 1.0 else (("attention_kernels.over_flash_2", 1.0),),
         )
 

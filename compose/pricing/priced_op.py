@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from itercast.capture.opcall import BLOCK_SCALED, OpCall
+from itercast.compose.machines.contention import Beside
 from itercast.compose.machines.factors import Factors
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops import find_family
@@ -60,7 +61,8 @@ class PricedOp:
     ``assumed``: shares of ``duration_us`` that rest on assumptions, by their names. ``leads``: the
     share of the step's host time that comes before it, where a CUDA graph launches all ops.
     ``waits``: the host waits for its end. ``nbytes``: of a message or copy. ``nodes``: among how
-    many a message is sent.
+    many a message is sent. ``product``: a matrix product, convolution or attention. ``beside``: by
+    how much a message and compute slow each other; None: as any two tasks of the device.
     """
 
     op: str
@@ -76,6 +78,8 @@ class PricedOp:
     waits: bool = False
     nbytes: float = 0.0
     nodes: int = 1
+    product: bool = False
+    beside: Beside | None = None
 
     def over(self, n: float) -> PricedOp:
         """Its mean over n steps, of which one has it."""

@@ -47,6 +47,7 @@ SAME_AS: Mapping[str, str] = {
     "barrier": "all_reduce",
 }
 Ops = Mapping[int, PricedOp]  # by number of the call
+Overlapped = tuple[float, Sequence[PricedOp]]  # the share of ops that a message overlaps
 LayerCopies = tuple[tuple[PricedOp, ...], ...]  # by kind (``gradient_copies``), by parameter
 
 
@@ -262,32 +263,35 @@ def price_calls(graph: RankGraph, plan: ParallelPlan, book: PriceBook, where: Cl
     """Calls and collectives with durations; of overlapped collectives the exposed time only."""
     ops = graph.asked.sent(book, where) | graph.prices(book)[0]
     calls = graph.capture.calls
-    beside_us = _beside_experts(graph, ops, plan) if plan.ep_overlap else {}
-    for i in graph.asked.messages:
-        us = beside_us[i] if i in beside_us else _beside_us(i, calls, ops, plan)
+    by_experts = _beside_experts(graph, ops, plan) if plan.ep_overlap else {}
+    for i, sent in ((i, ops[i]) for i in graph.asked.messages):
+        share, beside = by_experts[i] if i in by_experts else _overlapped(i, calls, ops, plan)
+        us = share * sum(op.duration_us for op in beside)
         if us:
-            both = side_by_side_us(us, ops[i].duration_us, book.contention)
-            ops[i] = replace(ops[i], duration_us=both - us)
+            product_us = share * sum(op.duration_us for op in beside if op.product)
+            contention = book.contention_of(sent, product_us / us)
+            both = side_by_side_us(us, sent.duration_us, contention)
+            ops[i] = replace(sent, duration_us=both - us)
     return ops
 
 
-def _beside_experts(graph: RankGraph, ops: Ops, plan: ParallelPlan) -> dict[int, float]:
+def _beside_experts(graph: RankGraph, ops: Ops, plan: ParallelPlan) -> dict[int, Overlapped]:
     """Compute of another micro-batch that each message of ep runs beside, by call.
 
     A layer's compute, forward and backward, is divided among its messages; nothing runs beside
     those of the first micro-batch.
     """
-    found, messages = dict[int, float](), graph.asked.messages
+    found, messages = dict[int, Overlapped](), graph.asked.messages
     share = 1 - 1 / plan.microbatches
     for layer in graph.layers:
         numbers = [*range(*layer.forward), *range(*layer.backward)]
         sent = [i for i in numbers if i in messages and messages[i].axis == "ep"]
-        compute_us = sum(ops[i].duration_us for i in numbers if i not in messages)
-        found |= {i: share * compute_us / len(sent) for i in sent}
+        computed = [ops[i] for i in numbers if i not in messages]
+        found |= {i: (share / len(sent), computed) for i in sent}
     return found
 
 
-def _beside_us(i: int, calls: Sequence[OpCall], ops: Ops, plan: ParallelPlan) -> float:
+def _overlapped(i: int, calls: Sequence[OpCall], ops: Ops, plan: ParallelPlan) -> Overlapped:
     """Compute that a collective overlaps, beside its own micro-batch: next ops, part of a product.
 
     A product of time T in C chunks (CoCoNeT, tp_overlap) and its collective of time t take T/C,
@@ -295,21 +299,21 @@ def _beside_us(i: int, calls: Sequence[OpCall], ops: Ops, plan: ParallelPlan) ->
     """
     call = calls[i]
     if call.kwargs["until_read"]:
-        return sum(ops[at].duration_us for at in until_read(i, calls))
+        return 1.0, [ops[at] for at in until_read(i, calls)]
     if call.kwargs["overlaps_next"] and i + 1 in ops:
-        return ops[i + 1].duration_us
+        return 1.0, [ops[i + 1]]
     if plan.chunks > 1 and call.kwargs["axis"] == "tp" and i:
-        return (plan.chunks - 1) / plan.chunks * ops[i - 1].duration_us
+        return (plan.chunks - 1) / plan.chunks, [ops[i - 1]]
     if plan.tp_overlap and call.kwargs["axis"] == "tp":
-        return (plan.tp - 1) / plan.tp * _product_us(i, calls, ops)
-    return 0.0
+        return (plan.tp - 1) / plan.tp, _products(i, calls, ops)
+    return 0.0, []
 
 
-def _product_us(i: int, calls: Sequence[OpCall], ops: Ops) -> float:
-    """Time of the products that read what collective ``i`` gathers, or of the one it scatters."""
+def _products(i: int, calls: Sequence[OpCall], ops: Ops) -> list[PricedOp]:
+    """The products that read what collective ``i`` gathers, or the one that it scatters."""
     if calls[i].kwargs["kind"] != "all_gather":
-        return ops[i - 1].duration_us if calls[i - 1].op in LINEAR_PRODUCTS else 0.0
-    return sum(ops[at].duration_us for at in _products_after(i, calls))
+        return [ops[i - 1]] if calls[i - 1].op in LINEAR_PRODUCTS else []
+    return [ops[at] for at in _products_after(i, calls)]
 
 
 def _products_after(i: int, calls: Sequence[OpCall]) -> Iterator[int]:
@@ -317,7 +321,7 @@ def _products_after(i: int, calls: Sequence[OpCall]) -> Iterator[int]:
 
 
 def _beside(i: int, calls: Sequence[OpCall]) -> list[int]:
-    """Numbers of the calls whose times ``_beside_us`` may ask for collective ``i``.
+    """Numbers of the calls whose times ``_overlapped`` may ask for collective ``i``.
 
     The product before, of which parts are sent while others run; the call after, which overlaps;
     the products that read what is gathered; or all calls until one reads the result.

@@ -22,7 +22,8 @@ class Work:
     the part of ``lane_us`` in which compute waits for collectives. ``steps``: the ops, where a
     timeline is to show each of them. Where the host waits for one of them, ``wait_us`` and
     ``stall_us`` are the times from when the lane is free until the host has launched all, and until
-    the last kernel ends.
+    the last kernel ends. ``product_us``: the part of ``lane_us`` in matrix products, convolutions
+    and attention.
     """
 
     host_us: float = 0.0
@@ -32,6 +33,7 @@ class Work:
     steps: tuple[Step, ...] = ()
     wait_us: float = -inf
     stall_us: float = -inf
+    product_us: float = 0.0
 
     def then(self, other: Work) -> Work:
         """These ops followed by others."""
@@ -44,6 +46,7 @@ class Work:
             self.steps + other.steps,
             max(self.wait_us + other.host_us, end_us + other.wait_us),
             max(self.stall_us + more_us, end_us + other.stall_us, self.wait_us + other.path_us),
+            self.product_us + other.product_us,
         )
 
     def times(self, n: int) -> Work:
@@ -60,8 +63,13 @@ class Work:
             return self
         shown = (replace(s, us=s.us / n, launch_us=s.launch_us / n) for s in self.steps)
         host_us, lane_us, path_us = self.host_us / n, self.lane_us / n, self.path_us / n
-        waits = (self.wait_us / n, self.stall_us / n)
-        return Work(host_us, lane_us, path_us, self.comm_us / n, tuple(shown), *waits)
+        last = (self.wait_us / n, self.stall_us / n, self.product_us / n)
+        return Work(host_us, lane_us, path_us, self.comm_us / n, tuple(shown), *last)
+
+    @property
+    def products_frac(self) -> float:
+        """The share of the lane's time in products."""
+        return self.product_us / self.lane_us if self.lane_us else 0.0
 
     @property
     def alone_us(self) -> float:
@@ -83,7 +91,7 @@ class Step:
 
     ``comm``: it is a collective that compute waits for. ``kernels``: it is launched in so many
     equal parts, each of which starts as soon as it is launched. ``waits``: the host waits for its
-    end. ``phase`` and ``nbytes`` are those of its ``PricedOp``.
+    end. ``phase``, ``nbytes`` and ``product`` are those of its ``PricedOp``.
     """
 
     us: float
@@ -94,6 +102,7 @@ class Step:
     waits: bool = False
     phase: str = ""
     nbytes: float = 0.0
+    product: bool = False
 
 
 def fold(steps: Sequence[Step], on_cpu: bool, *, shown: bool = False) -> Work:
@@ -114,4 +123,5 @@ def fold(steps: Sequence[Step], on_cpu: bool, *, shown: bool = False) -> Work:
         host, wait = (path, stall) if s.waits else (host + s.launch_us, wait + s.launch_us)
         lane += s.us
         comm += s.us if s.comm else 0.0
-    return Work(host, lane, path, comm, each, wait, stall if wait > -inf else -inf)
+    products = sum(s.us for s in steps if s.product)
+    return Work(host, lane, path, comm, each, wait, stall if wait > -inf else -inf, products)

@@ -44,6 +44,7 @@ from itercast.compose.pricing.collectives import Message
 from itercast.compose.pricing.layer_prices import PricedLayer
 
 BUCKET_BYTES = 25 * 2**20  # DDP's default
+WHOLE_MODEL = 2**62  # bytes
 FIRST_BUCKET_BYTES = 2**20  # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
@@ -87,6 +88,12 @@ class Strategy:
     def handed_on(self) -> bool:
         """Whether staggered replicas hold one stage at a time."""
         return self.cyclic and self.share_update
+
+
+def reduced_late(how: Strategy, *, in_half: bool) -> Strategy:
+    """Gradients of a dtype in one bucket, which is full when backward is done."""
+    codec = Codec.of(str(FP16_RATIO)) if in_half and how.codec is None else how.codec
+    return replace(how, bucket_bytes=WHOLE_MODEL, codec=codec)
 
 
 @lru_cache(maxsize=4096)

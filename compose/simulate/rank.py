@@ -13,15 +13,17 @@ from functools import cached_property
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.plan import ParallelPlan
+from itercast.compose.machines.contention import Beside
 from itercast.compose.parallel.placement import Cluster
 from itercast.compose.pricing.collectives import Message, price_messages
 from itercast.compose.pricing.layer_prices import PricedLayer, PricedModel
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import UNMODELLED, PricedOp
 from itercast.compose.pricing.work import Step, Work
-from itercast.compose.simulate.data_parallel import LayerBucket, Strategy, strategy
+from itercast.compose.simulate.data_parallel import LayerBucket, Strategy, reduced_late, strategy
 from itercast.compose.simulate.timeline import SHARED, Span, Task, simulate_shared
 from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.hardware.stack import stack_of_row
 
 OFFLOAD_FRAC: Mapping[str, float] = assumed(__file__, "offload_frac")  # of the peak rate
 LATENCY = "latency"  # lane of messages' latency, which slows nothing
@@ -64,8 +66,11 @@ class Lanes:
         phase: str = "",
         nbytes: float = 0.0,
         once: Hashable = None,
+        products_frac: float = 0.0,
+        beside: Beside | None = None,
     ) -> int:
-        self.tasks.append(Task((lane,), us, after, name, phase, nbytes, once))
+        kind = (products_frac, beside)
+        self.tasks.append(Task((lane,), us, after, name, phase, nbytes, once, *kind))
         return len(self.tasks) - 1
 
     def _ready(self) -> tuple[int, ...]:
@@ -86,7 +91,8 @@ class Lanes:
         after = self._ready()
         self.comm_us += work.comm_us
         busy_us = self.ranks_per_core * (work.lane_us - work.comm_us)
-        compute = self._add(self.lane, work.comm_us + busy_us, after, name)
+        us = work.comm_us + busy_us
+        compute = self._add(self.lane, us, after, name, products_frac=work.products_frac)
         self.done = (compute,)
         if not self.on_cpu:
             self.ahead = self.ahead and work.stall_us < 0
@@ -112,7 +118,8 @@ class Lanes:
             else:
                 self.host = (self._add("host", launch_us, self.host, f"launch {op.name}"),)
                 after += () if self.ahead else self.host
-            self.done = (self._add(self.lane, us, after, op.name, op.phase, op.nbytes),)
+            kind = (op.phase, op.nbytes, None, float(op.product))
+            self.done = (self._add(self.lane, us, after, op.name, *kind),)
         if op.waits and not self.on_cpu:
             self.host, self.ahead = self.host + self.done, False
 
@@ -135,7 +142,8 @@ class Lanes:
         if latency_us:
             both = None if once is None else (LATENCY, once)
             after = (self._add(waits, latency_us, after, op.op, op.phase, once=both),)
-        return self._add(lane, op.duration_us - latency_us, after, op.op, op.phase, op.nbytes, once)
+        us, facts = op.duration_us - latency_us, (op.phase, op.nbytes, once)
+        return self._add(lane, us, after, op.op, *facts, beside=op.beside)
 
     def wait(self, tasks: Iterable[int]) -> None:
         """Let the next compute task wait for these."""
@@ -161,11 +169,6 @@ class Rank:
     synchronised: bool = False
 
     @cached_property
-    def contention(self) -> float:
-        """Slowdown of its compute and messages while they overlap."""
-        return self.book.contention
-
-    @cached_property
     def ranks_per_core(self) -> float:
         """How many ranks compute on each core of a CPU, on average; 1 on GPUs.
 
@@ -184,7 +187,10 @@ class Rank:
     @cached_property
     def strategy(self) -> Strategy:
         """How data parallelism keeps the replicas of this rank equal: DDP, ZeRO..."""
-        return strategy(self.plan)
+        how, stack = strategy(self.plan), stack_of_row(self.book.stack)
+        if not (how.reduce and stack.reduces_late):
+            return how
+        return reduced_late(how, in_half=self.plan.amp and stack.reduces_half)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +234,7 @@ class RankTasks:
     def run(self) -> Run:
         """Simulate the program."""
         lanes = dict.fromkeys(SHARED, "rank")
-        spans = simulate_shared(self.lanes.tasks, lanes, self.rank.contention)
+        spans = simulate_shared(self.lanes.tasks, lanes, self.rank.book.contention)
         return Run(
             tasks=tuple(self.lanes.tasks),
             spans=tuple(spans),

@@ -61,7 +61,7 @@ def _together(ranks: Sequence[Rank], laid: Sequence[Runs], crowding: float) -> S
     """The runs of ranks with the times of a simulation of all of them."""
     if len(ranks) == 1:
         return laid
-    factors, joint = [rank.contention for rank in ranks], [Runs() for _ in ranks]
+    factors, joint = [rank.book.contention for rank in ranks], [Runs() for _ in ranks]
     for at_once in zip(*laid, strict=True):
         sent = {sum(task.once is not None for task in run.tasks) for run, _ in at_once}
         if len(sent) > 1:

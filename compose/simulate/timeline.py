@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
+
+from itercast.compose.machines.contention import Beside, mixed
 
 SHARED = ("compute", "comm", "stream")  # lanes of a rank that slow each other, by their first word
 CORES = "cores"  # the device of all ranks on a CPU
@@ -15,7 +18,8 @@ class Task:
     """Work that occupies all its lanes at once, after the tasks whose numbers ``after`` lists.
 
     ``phase`` of the step and ``nbytes`` of a message or copy are for traces. Ranks run a task
-    together that has the same ``once`` on each of them.
+    together that has the same ``once`` on each of them. ``products_frac``: the share of compute's
+    time in products; ``beside``: of a message (``itercast.compose.machines.contention``).
     """
 
     lanes: tuple[str, ...]
@@ -25,6 +29,8 @@ class Task:
     phase: str = ""
     nbytes: float = 0.0
     once: Hashable = None
+    products_frac: float = 0.0
+    beside: Beside | None = None
 
     def joined(self, lanes: tuple[str, ...], us: float, after: tuple[int, ...]) -> Task:
         """The task with another rank's part in it; it takes as long as on the slowest."""
@@ -150,16 +156,18 @@ def simulate_shared(
 ) -> list[Span]:
     """``simulate`` where tasks on lanes of one device slow each other while they overlap.
 
-    ``shared`` names the device of lanes that slow each other. While two or more tasks on lanes of a
-    device run, each of them proceeds at 1/contention of its speed; durations are those of a task
-    alone. Contention, of all or by device, is 1 for ``simulate``, 2 for one core for both. A task
-    on several devices is as slow as on the worst of them.
+    ``shared`` names the device of lanes that slow each other. While two tasks on lanes of a device
+    run, each of them proceeds at 1/contention of its speed; durations are those of a task alone.
+    Contention, of all or by device, is 1 for ``simulate``, 2 for one core for both. That of compute
+    and a message which states it is the message's (``beside``). A task on several devices, or
+    beside several tasks, is as slow as by the worst of them.
     """
     if isinstance(contention, float | int):
         contention = dict.fromkeys(shared.values(), contention)
     if min(contention.values(), default=1) < 1:
         raise ValueError(f"contention must be at least 1, got {min(contention.values())}")
-    if max(contention.values(), default=1) == 1:
+    stated = any(task.beside is not None for task in tasks)
+    if max(contention.values(), default=1) == 1 and not stated:
         return simulate(tasks, programs)
     return _at_shared_speed(_Progress(tasks, programs), shared, contention)
 
@@ -178,8 +186,12 @@ def _at_shared_speed(
         for i in progress.ready:
             left[i], start[i] = tasks[i].duration_us, now
         progress.ready.clear()
-        load = Counter(device for i in left if left[i] > 0 for device in devices[i])
-        slow = {i: max((contention[d] for d in devices[i] if load[d] > 1), default=1) for i in left}
+        busy = [i for i in left if left[i] > 0 and devices[i]]
+        slow = {i: 1.0 for i in left}
+        for i, j in combinations(busy, 2):
+            for device in devices[i] & devices[j]:
+                factor = _contention(tasks[i], tasks[j], contention[device])
+                slow[i], slow[j] = max(slow[i], factor), max(slow[j], factor)
         needed = {i: work * slow[i] for i, work in left.items()}
         step = min(needed.values())
         now += step
@@ -192,6 +204,15 @@ def _at_shared_speed(
                 left[i] -= step / slow[i]
     progress.check()
     return [spans[i] for i in range(len(tasks))]
+
+
+def _contention(a: Task, b: Task, alike: float) -> float:
+    """Slowdown of two tasks of a device: by the message beside compute, ``alike`` of all others."""
+    if a.beside is not None and b.beside is None:
+        return mixed(a.beside, b.products_frac)
+    if b.beside is not None and a.beside is None:
+        return mixed(b.beside, a.products_frac)
+    return alike
 
 
 def side_by_side(

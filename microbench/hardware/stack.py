@@ -60,9 +60,10 @@ class Stack:
     message of a pipeline that is not interleaved. ``held``: what it holds of a parameter, by dtype.
     ``casts_experts``: under mixed precision products of experts are in half precision.
     ``reduces_half``: under mixed precision shards of gradients are reduced in half precision.
+    ``reduces_late``: replicas reduce gradients once backward is done, in a message of each dtype.
     ``own_kernels``: whether it runs kernels fused by hand in place of a model's separate ops.
-    ``message_sms``: SMs that it leaves to messages beside compute, by architecture; elsewhere
-    both contend for all.
+    ``message_sms``: SMs that its products leave to messages, by architecture; elsewhere they are
+    planned for all.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Stack:
     held: Mapping[str, Held] = field(default_factory=dict)
     casts_experts: bool = False
     reduces_half: bool = False
+    reduces_late: bool = False
     own_kernels: bool = False
     message_sms: Mapping[str, int] = field(default_factory=dict)
 

@@ -89,10 +89,12 @@ def test_a_bucket_holds_one_dtype() -> None:
     assert found == [("fp32", ["a", "c"]), ("bf16", ["b"])]
 
 
-def tasks_of(step: StepCapture) -> tuple[list[Task], list[Span]]:
-    """Every op of a step under DDP on two ranks of a CPU."""
-    step = replace(step, optimizer="adamw")
-    rank = shown_rank(step, ParallelPlan(dp=2), PriceBook(Known(), CPU, 1))
+def tasks_of(
+    step: StepCapture, gpu: Gpu = CPU, stack: str = "torch", plan: str = "dp=2"
+) -> tuple[list[Task], list[Span]]:
+    """Every op of a step under DDP on two ranks of a CPU, or of a GPU."""
+    step, book = replace(step, optimizer="adamw"), PriceBook(Known(), gpu, 1, stack=stack)
+    rank = shown_rank(step, ParallelPlan.parse(plan), book)
     run = micro_batches(rank, step.optimizer)[1]
     return list(run.tasks), list(run.spans)
 
@@ -106,6 +108,22 @@ def test_reduces_overlap_backward_and_the_optimizer_waits() -> None:
     assert [s for lane, s in by_lane if lane == "comm"] == [Span(21, 27), Span(32, 38)]
     compute = [s for lane, s in by_lane if lane == "compute"]
     assert compute[-3:] == [Span(32, 33), Span(38, 39), Span(39, 49)]
+
+
+@pytest.mark.parametrize(("stack", "share"), [("megatron-core", 1), ("nvidia-bert", 0.5)])
+def test_software_that_reduces_late_sends_one_message_after_backward(
+    stack: str, share: float
+) -> None:
+    """Of all gradients, which torch's DDP sends in two; of apex, under amp, in half precision."""
+    early, _ = tasks_of(step(), GPU)
+    tasks, spans = tasks_of(step(), GPU, stack, "dp=2,amp")
+    (sent,) = [i for i, task in enumerate(tasks) if task.lanes == ("comm",)]
+    backward = [i for i, task in enumerate(tasks[:sent]) if task.lanes == ("compute",)]
+    assert tasks[sent].after == (backward[-1],)
+    assert spans[sent].start_us == spans[backward[-1]].end_us
+    both = [task.nbytes for task in early if task.lanes == ("comm",)]
+    assert len(both) == 2
+    assert tasks[sent].nbytes == share * sum(both)
 
 
 def test_on_a_cpu_overlap_is_paid_for() -> None:

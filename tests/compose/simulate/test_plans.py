@@ -18,7 +18,8 @@ from itercast.compose.pricing import host
 from itercast.compose.pricing.collectives import Message, formula_us, price_messages
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.work import Step, fold
-from itercast.compose.simulate.cyclic import slots_of, steady_us
+from itercast.compose.simulate.breakdown import Shares
+from itercast.compose.simulate.cyclic import slots_of, staggered, steady_us
 from itercast.compose.simulate.data_parallel import LayerBucket, strategy
 from itercast.compose.simulate.memory_plan import memory
 from itercast.compose.simulate.pipeline import StageTimes
@@ -27,7 +28,8 @@ from itercast.compose.simulate.stage_rank import pipeline_of
 from itercast.compose.simulate.stages import partition
 from itercast.compose.simulate.timeline import simulate
 from itercast.learners.bundle import Bundle
-from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.hardware.node import load_node
+from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.ops.step.alpha_beta import START_US
 
 PLANS = [*LAWS[1::2], "recompute=full", "dp=2,coconet=split,reorder,fuse,overlap:8", *CUT]
@@ -241,6 +243,23 @@ def test_a_cyclic_slot_is_as_long_as_its_compute_or_its_messages() -> None:
     assert steady_us(80, 40, 8, 1.0) == 8 * 40
     assert steady_us(80, 2, 8, 2.0) == 8 * 12  # on a CPU the two add up
     assert steady_us(80, 2, 8, 2.0, latency_us=1) == 8 * 11  # but for the ranks' sleep
+
+
+def test_cyclic_messages_between_nodes_are_hidden(gpt: StepCapture) -> None:
+    """16 ranks on two nodes of 3.125e9 bytes/s: what they send in t costs a step of 10 t 1 % of t.
+
+    A byte passes an SM's channel of 1e10 bytes/s, for which products lose two of 80 SMs: at most
+    1 / (1 - 2 * 0.3125 / 80). Memory of 900e9 bytes/s moves it three times: 1 / (1 - 9.375 / 900).
+    """
+    node, text = load_node("p3-16xlarge"), "dp=16,cdp=1,node=p3-16xlarge"
+    rank = rank_for(gpt, text, load_gpu(node.gpu), Bare, node)
+    ((sent, times),) = slots_of(rank)
+    assert times == 32
+    sent_us = times * sent[0].duration_us
+    alone_us = 10 * sent_us
+    found = staggered(rank, Shares(alone_us, alone_us, 0.0, 0.0))
+    assert alone_us < found.end_us < alone_us + 0.011 * sent_us
+    assert (found.exposed_us, found.comm_us) == (0, sent_us)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

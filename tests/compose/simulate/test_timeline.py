@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-from plan_case import GPU, Flat
 
-from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.simulate.timeline import (
     DeadlockError,
     Span,
@@ -15,7 +11,6 @@ from itercast.compose.simulate.timeline import (
     simulate,
     simulate_shared,
 )
-from itercast.microbench.hardware.spec import load_gpu
 
 SHARED = {"compute": "gpu", "comm": "gpu"}
 
@@ -66,29 +61,6 @@ def test_overlapping_lanes_slow_each_other() -> None:
     tasks = [Task(("compute",), 4), Task(("comm",), 3, (0,)), Task(("compute",), 6)]
     assert simulate_shared(tasks, SHARED, 1) == [Span(0, 4), Span(4, 7), Span(4, 10)]
     assert simulate_shared(tasks, SHARED, 2) == [Span(0, 4), Span(4, 10), Span(4, 13)]
-
-
-def test_messages_lengthen_the_compute_of_a_gpu_as_published() -> None:
-    """arXiv 2507.03114: compute takes 18.9 % longer; one after the other takes 10.2 % longer still.
-
-    Messages are then 1.102 * 1.189 - 1 of compute, and run at 1/c beside it: they take c times as
-    long, in which compute does 1/c, so that c - 1 of their time is added to compute.
-    """
-    messages = 1.102 * 1.189 - 1
-    silent, stated = replace(GPU, contention=0.0), replace(GPU, contention=1.2)
-    assert PriceBook(Flat(), silent, 0).contention == pytest.approx(1 + 0.189 / messages, abs=0.02)
-    assert PriceBook(Flat(), stated, 0).contention == 1.2
-
-
-def test_megatron_leaves_16_of_an_h100s_132_sms_to_messages() -> None:
-    """So products have 116 while messages run; before Hopper both contend for all, as in torch."""
-    for gpu, stack, wanted in (
-        ("h100-sxm-80gb", "megatron-core", 132 / 116),
-        ("h100-sxm-80gb", "torch-2.11", 1.6),
-        ("a100-sxm-80gb", "megatron-core", 1.6),
-    ):
-        book = PriceBook(Flat(), load_gpu(gpu), 0, stack=stack)
-        assert book.contention == pytest.approx(wanted)
 
 
 def test_contention_leaves_other_lanes_alone_and_nearly_one_changes_nothing() -> None:

@@ -1,0 +1,58 @@
+"""How much a message on a GPU and the compute beside it slow each other.
+
+A message of b bytes/s over each rank's link
+
+- holds SMs, one for each of NCCL's channels: held = b / channel_bytes_per_s. Products, convolutions
+  and attention lose more than these, as their grids are made for all SMs: sms / (sms - sms_lost *
+  held). Where the software plans them for fewer they lose what it leaves to messages at most
+  (``Stack.message_sms``): sms / (sms - held);
+- reads and writes memory: share = memory_passes * b / hbm_bytes_per_s. Kernels that memory bounds
+  have the rest of it: 1 / (1 - share).
+
+Within a node more is seen than these count: ``in_node``, unless products are planned so. Nothing is
+slower than if both took turns. Between nodes a byte costs about as much at any rate: a message that
+takes long slows what is beside it little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from itercast.capture.base.assumptions import assumed
+from itercast.microbench.hardware.spec import Gpu
+
+Beside = tuple[float, float]  # slowdown of products, of kernels that memory bounds
+CHANNEL_BYTES_PER_S: Mapping[str, float] = assumed(__file__, "channel_bytes_per_s")
+IN_NODE: Mapping[str, float] = assumed(__file__, "in_node")
+MEMORY_PASSES: float = assumed(__file__, "memory_passes")
+SMS_LOST: float = assumed(__file__, "sms_lost")
+TAKING_TURNS: float = assumed(__file__, "taking_turns")
+
+
+def slowdowns(gpu: Gpu, bytes_per_s: float, *, in_node: bool, planned_sms: int = 0) -> Beside:
+    """By how much a message of so many bytes/s slows products, and kernels that memory bounds.
+
+    ``planned_sms``: SMs that the software leaves to messages; 0: it plans with all.
+    """
+    channel = CHANNEL_BYTES_PER_S.get(gpu.architecture, CHANNEL_BYTES_PER_S["other"])
+    held = bytes_per_s / channel
+    lost = min(held, planned_sms) if planned_sms else SMS_LOST * held
+    share = MEMORY_PASSES * bytes_per_s / gpu.hbm_bytes_per_s
+    seen = _seen(bytes_per_s) if in_node and not planned_sms else 1.0
+    return max(_without(lost / gpu.sm_count), seen), max(_without(share), seen)
+
+
+def _without(frac: float) -> float:
+    """Slowdown of what has all but ``frac`` of a GPU."""
+    return 1 / max(1 - frac, 1 / TAKING_TURNS)
+
+
+def _seen(bytes_per_s: float) -> float:
+    """Slowdown that is at least seen within a node; none by a message that moves nothing."""
+    return 1 + (IN_NODE["least"] - 1) * bytes_per_s / (bytes_per_s + IN_NODE["half_bytes_per_s"])
+
+
+def mixed(beside: Beside, products_frac: float) -> float:
+    """Slowdown of kernels that spend ``products_frac`` of their time alone in products."""
+    products, memory = beside
+    return memory + products_frac * (products - memory)
