@@ -17,11 +17,9 @@ from rich.console import Console
 from itercast.capture.base.durations import seconds
 from itercast.capture.base.extensions import with_added
 from itercast.commands.calibrate import calibrate
-from itercast.commands.check import check
 from itercast.commands.compare import compare
 from itercast.commands.explain import explain
 from itercast.commands.import_rows import import_rows
-from itercast.commands.input import input_lane
 from itercast.commands.plan import plan
 from itercast.commands.predict import predict
 from itercast.commands.run import run
@@ -256,13 +254,13 @@ def ui(
 
 
 GROUPS = {  # in the order in which a newcomer needs them
-    "Forecast": (predict, run, plan, explain, input_lane, throughput, price),
+    "Forecast": (predict, run, plan, explain, throughput, price),
     "Measure": (demo, collect, import_rows),
     "Learn": (train, calibrate),
-    "Judge": (evaluate, check, compare),
+    "Judge": (evaluate, compare),
     "Look": (report, ui, list_names),
 }
-NAMED = {input_lane: "input", import_rows: "import", list_names: "list"}  # words of Python
+NAMED = {import_rows: "import", list_names: "list"}  # words of Python
 OF_A_SCRIPT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 for group, commands in GROUPS.items():

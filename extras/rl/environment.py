@@ -3,7 +3,7 @@
 An environment has ``reset()``, ``step(action)`` and ``action_space.sample()``, as Gymnasium's
 (https://gymnasium.farama.org/api/env). It is stepped at random, and reset where an episode ends.
 ``python -m itercast.extras.rl.environment ORDER RESULT`` measures as
-``itercast.microbench.input.measure`` does.
+``itercast.extras.input.measure`` does.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 from itercast.capture.base.cores import cores
 from itercast.capture.input.lane import Batches, InputLane
 from itercast.capture.input.timers import Clock, LoaderError
-from itercast.microbench.input.measure import Alive, attribute, main
-from itercast.microbench.input.process import measured_lane
+from itercast.extras.input.measure import Alive, attribute, main
+from itercast.extras.input.process import measured_lane
 
 MIN_STEPS, MAX_STEPS = 20, 5000  # of one way to step
 SEVERAL = 8  # environments of a process whose messages are compared with those of one

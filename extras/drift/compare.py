@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 
 from itercast.eval.bundles import log_ratios
-from itercast.eval.drift.judge import Compared, FamilyDrift, judge
-from itercast.eval.drift.points import checkable, stratified_points
+from itercast.extras.drift.judge import Compared, FamilyDrift, judge
+from itercast.extras.drift.points import checkable, stratified_points
 from itercast.learners.bundle import Bundle
 from itercast.learners.features.machine_speed import (
     MAX_SLOWDOWN,

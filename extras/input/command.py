@@ -59,7 +59,7 @@ def input_lane(
     if loader.endswith(".json"):
         lane = read_lane(Path(loader))
     else:
-        from itercast.microbench.input.process import measured_lane
+        from itercast.extras.input.process import measured_lane
 
         with Console(stderr=True).status(f"measuring {loader}"):
             lane = measured_lane(loader, seconds(budget), limit)

@@ -1,6 +1,6 @@
 """Measures a DataLoader in a process of its own, which may die or hang.
 
-``python -m itercast.microbench.input.measure ORDER RESULT`` measures what the JSON text ORDER
+``python -m itercast.extras.input.measure ORDER RESULT`` measures what the JSON text ORDER
 names, adds a byte to the file RESULT.alive for every batch, and writes an input lane.
 """
 

@@ -14,7 +14,7 @@ from itercast.capture.input.lane import InputLane, read_lane
 from itercast.microbench.processes.child_processes import START, ended_with_this
 from itercast.microbench.processes.watch import log_tail, watch
 
-MODULE = "itercast.microbench.input.measure"
+MODULE = "itercast.extras.input.measure"
 
 
 def measured_lane(
@@ -28,7 +28,7 @@ def measured_lane(
 
     ValueError in one line where it is none, yields nothing, fails, dies, or yields no batch for
     ``limit_s`` seconds; all processes that it started are gone then. ``module`` measures it, a
-    program as ``itercast.microbench.input.measure``; ``words`` say what it is and yields.
+    program as ``itercast.extras.input.measure``; ``words`` say what it is and yields.
     """
     order, (what, one, more) = json.dumps({"loader": loader, "seconds": seconds}), words
     with tempfile.TemporaryDirectory() as folder:

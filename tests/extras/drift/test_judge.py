@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from itercast.eval.drift.judge import (
+from itercast.extras.drift.judge import (
     FALSE_ALARM,
     Compared,
     judge,

@@ -16,7 +16,7 @@ from itercast.capture.base.durations import seconds
 from itercast.options import Bundle, Json, fetched_root
 
 if TYPE_CHECKING:
-    from itercast.eval.drift.compare import Check
+    from itercast.extras.drift.compare import Check
     from itercast.learners.bundle import Bundle as LearnedBundle
     from itercast.microbench.hardware.spec import Gpu
 
@@ -36,7 +36,7 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Measure some ops of every family again; exit code 1 if the bundle does not fit them."""
-    from itercast.eval.drift.compare import check_rows
+    from itercast.extras.drift.compare import check_rows
     from itercast.learners.known_bundles import find_bundle
 
     if device not in ("cpu", "cuda"):
@@ -83,8 +83,8 @@ def measure(
     root: Path, device: str, bundle: LearnedBundle, name: str, budget_s: float, seed: int
 ) -> None:
     """Measure the points to compare into ``root``, with a progress bar."""
-    from itercast.eval.drift.compare import measure_again
     from itercast.eval.progress import progress_bar
+    from itercast.extras.drift.compare import measure_again
 
     gpu = known_gpu(bundle, name)
     with progress_bar() as bar:

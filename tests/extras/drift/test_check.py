@@ -22,7 +22,7 @@ from itercast.learners.held_out import save_held_out
 from itercast.microbench.hardware.host import load_host
 from itercast.microbench.store import read_rows, write_part
 
-DATASETS = Path(__file__).parents[2] / "datasets"
+DATASETS = Path(__file__).parents[3] / "datasets"
 CPU = "intel-xeon-2.50ghz-2c"
 FAMILIES = ("gemm", "norm", "elementwise")
 
