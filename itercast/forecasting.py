@@ -69,7 +69,7 @@ def checkpoint(model: Any, policy: Path) -> None:
 
     ``policy`` is a file that ``itercast predict --policy`` wrote for ``recompute=budget:SHARE``.
     """
-    from itercast.microbench.iterations.plan_steps import checkpoint_layers, places_by_layer
+    from itercast.microbench.iterations.checkpoints import checkpoint_layers, places_by_layer
 
     try:
         kept = places_by_layer(json.loads(policy.read_text())["layers"])

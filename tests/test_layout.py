@@ -21,8 +21,8 @@ ROOMS = {  # "." are the package's own files; each may import those before it
                     " explain"),
         ("eval", "tracking . errors report"),
         ("itercast", ". commands"),
-        ("extras", ". campaign benchmarks clusters drift explore fleet graphs input kinds nccl"
-                   " published recommenders rl schedulers"),
+        ("extras", ". campaign measured_plans benchmarks clusters drift explore fleet graphs input"
+                   " kinds nccl published recommenders rl schedulers"),
     )
 }  # fmt: skip
 FILES_IN_A_ROOM = 14

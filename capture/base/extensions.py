@@ -14,6 +14,8 @@ The name of an entry point is the name of what it adds. Its group says what that
   tables are spread over ranks (``itercast.compose.pricing.layer_prices.TablesElsewhere``).
 - ``itercast.unlike_gpus``: ``predict`` and ``plan``, functions that answer ``--cluster FILE`` of
   these commands (``itercast.extras.clusters.questions`` has both).
+- ``itercast.plan_steps``: ``torch``, which makes the step of a rank under a plan, to be measured
+  (``itercast.extras.measured_plans.steps.make_plan_step``).
 - ``itercast.plan_keys``: a ``PlanKey`` of ``itercast.capture.plan_keys``.
 - ``itercast.gpus``, ``itercast.nodes``, ``itercast.stacks``: the ``Path`` of a YAML file.
 """

@@ -29,14 +29,11 @@ from itercast.capture.recorder.log import capture_step
 from itercast.capture.step import StepSettings, make_optimizer
 from itercast.compose.target import Target, checkpoint_policy, forecast_step
 from itercast.eval.progress import run_program
+from itercast.extras.measured_plans.steps import parallel
 from itercast.extras.processes import in_new_process
 from itercast.learners.bundle import Bundle
 from itercast.microbench.hardware.spec import load_gpu
-from itercast.microbench.iterations.plan_steps import (
-    checkpoint_layers,
-    parallel,
-    places_by_layer,
-)
+from itercast.microbench.iterations.checkpoints import checkpoint_layers, places_by_layer
 from itercast.microbench.store import Facts
 
 CASES = ("gpt-s", "llama-s", "bert-s", "vit-s", "moe-s", "dlrm-s", "gpt-m", "resnet-m")

@@ -45,7 +45,7 @@ DISTURBED_PCT = 30.0  # no assumption: two measurements that differ more say lit
 def captured(iteration: Iteration) -> ProgramCapture:
     """The program of a measured iteration, on every rank that does different work."""
     from itercast.capture.programs.capture import capture_program
-    from itercast.microbench.iterations.plan_steps import make_plan_step  # needs torch
+    from itercast.extras.measured_plans.steps import make_plan_step  # needs torch
     from itercast.microbench.processes.ranks import join_process_group
 
     sizes = (iteration.batch, iteration.seq)

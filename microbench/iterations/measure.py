@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from itercast.capture.base.extensions import with_added
 from itercast.capture.base.slow_imports import torch
 from itercast.capture.cases.registry import EvalCase
 from itercast.capture.step import BACK_TO_BACK, SYNCHRONISED, TIMINGS, StepSettings, make_step
 from itercast.microbench.iterations.engines import ENGINES, captured_in_graph, on_device
 from itercast.microbench.iterations.measured_plan import PlanStep, measurable_plan
-from itercast.microbench.iterations.plan_steps import make_plan_step
 from itercast.microbench.processes.ranks import max_over_ranks, rank0_value
 from itercast.microbench.store import Row
 from itercast.microbench.sweep.rows import failure
@@ -123,8 +123,9 @@ def _prepare(
         marks.append((phase, time.perf_counter_ns()))
 
     if iteration.plan:
-        sizes = (iteration.batch, iteration.seq)
-        step = make_plan_step(case, iteration.plan, *sizes, iteration.settings(), device, on_phase)
+        sizes, settings = (iteration.batch, iteration.seq), iteration.settings()
+        makers = with_added("plan_steps", dict[str, Callable[..., PlanStep]](), Callable)
+        step = makers["torch"](case, iteration.plan, *sizes, settings, device, on_phase)
     else:
         step = PlanStep(run=_one_process(case, iteration, device, on_phase))
     if iteration.timing == BACK_TO_BACK:

@@ -5,7 +5,7 @@
   micro-batch.
 - tp: DTensor; products split by columns, then rows; vocabulary-parallel embedding, head and loss;
   inside FSDP2 where there are replicas.
-- pp and cdp: see ``plan_stages``.
+- pp and cdp: see ``itercast.extras.measured_plans.stages``.
 - local=K: torch's ``PeriodicModelAverager``, with outer SGD by averaged changes; K steps are timed
   as one.
 - recompute=full: a checkpoint per numbered layer. compress=0.5: gradients are sent in fp16.
@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -22,18 +21,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 from itercast.capture.base.slow_imports import torch
 from itercast.capture.cases.registry import EvalCase
-from itercast.capture.opcall import Places, layer_key
 from itercast.capture.plan import ParallelPlan
 from itercast.capture.step import StepSettings, make_optimizer
+from itercast.microbench.iterations.checkpoints import checkpoint_layers, numbered_layers
 from itercast.microbench.iterations.engines import on_device
 from itercast.microbench.iterations.measured_plan import OnPhase, PlanStep, measurable_plan
-from itercast.microbench.store import Facts, Row
+from itercast.microbench.store import Row
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Micro = Callable[[bool], AbstractContextManager[object]]  # of whether a micro-batch is the last
-SDPA = "itercast.sdpa"
 
 
 def make_plan_step(
@@ -121,7 +119,7 @@ def _staged(
     on_phase: OnPhase,
 ) -> PlanStep:
     """The step of a model cut into stages."""
-    from itercast.microbench.iterations.plan_stages import CyclicStep, PipelineStep  # needs torch
+    from itercast.extras.measured_plans.stages import CyclicStep, PipelineStep  # needs torch
 
     if not hasattr(model, "through"):
         raise ValueError(f"plan {str(plan)!r}: {chosen.name} has no stages")
@@ -133,67 +131,6 @@ def _staged(
         return PlanStep(run=PipelineStep(model, batch, chosen.loss, plan, mesh, make, on_phase))
     run = CyclicStep(model, batch, chosen.loss, settings, on_phase)
     return PlanStep(run=run, barrier=False, finish=run.links.drain)
-
-
-def numbered_layers(model: Any) -> list[Any]:
-    """Numbered layers: members of the outermost module lists, in order."""
-    keys = dict.fromkeys(layer_key(name) for name, _ in model.named_parameters())
-    return [model.get_submodule(key) for key in keys if key]
-
-
-def checkpoint_layers(model: Any, kept: Sequence[Places] = ()) -> None:
-    """Checkpoint each numbered layer: its forward pass runs again in backward.
-
-    ``kept``: for each layer the ops whose results are saved instead (``selective_context``); the
-    layers after the last one given save none.
-    """
-    from torch.utils.checkpoint import checkpoint  # lazy: plans are parsed without torch
-
-    layers = numbered_layers(model)
-    for layer, names in zip(layers, [*kept, *[()] * len(layers)], strict=False):
-        options = {"context_fn": selective_context(names)} if names else {}
-        layer.forward = _checkpointed(checkpoint, layer.forward, options)
-
-
-def _checkpointed(checkpoint: Any, forward: Callable[..., Any], options: Row) -> Callable[..., Any]:
-    def run(*args: object, **kwargs: object) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
-
-    return run
-
-
-def selective_context(kept: Places) -> Callable[[], Any]:
-    """The ``context_fn`` of torch.utils.checkpoint that saves the results of these ops.
-
-    Each is the name of an op, as ``aten.mm.default``, and how many calls of it come before;
-    ``itercast.sdpa`` is whichever kernel of scaled_dot_product_attention runs.
-    """
-    from torch.utils import checkpoint  # lazy, as above
-
-    wanted, policies = set(kept), checkpoint.CheckpointPolicy
-
-    def contexts() -> Any:
-        seen: Counter[tuple[str, bool]] = Counter()
-
-        def policy(context: Any, op: object, *args: object, **kwargs: object) -> Any:
-            name = SDPA if "scaled_dot_product" in str(op) else str(op)
-            place = seen[name, context.is_recompute]
-            seen[name, context.is_recompute] += 1
-            found = (name, place) in wanted
-            return policies.MUST_SAVE if found else policies.PREFER_RECOMPUTE
-
-        return checkpoint.create_selective_checkpoint_contexts(policy)
-
-    return contexts
-
-
-def places_by_layer(entries: Sequence[Facts]) -> list[Places]:
-    """The ops that each layer saves; an entry has those ``kept`` of ``count`` layers in a row."""
-    return [
-        tuple((str(name), int(place)) for name, place in entry["kept"])
-        for entry in entries
-        for _ in range(int(entry["count"]))
-    ]
 
 
 def parallel(model: Any, plan: ParallelPlan, device: str) -> tuple[Any, Micro]:
