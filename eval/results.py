@@ -8,7 +8,6 @@ from types import MappingProxyType
 
 import numpy as np
 import pandas as pd
-from rich.table import Table
 
 from itercast.capture.plan import ParallelPlan
 from itercast.eval.tracking.logs import Group
@@ -192,18 +191,6 @@ def logged_groups(
     return groups
 
 
-def error_table(title: str, scored: Mapping[str, Mapping[str, float]]) -> Table:
-    """A table of errors in % by name: absolute errors, bias (signed mean), retest; "-": unknown."""
-    table = Table(title=f"{title}, errors in %")
-    table.add_column("", overflow="fold")
-    for head in COLUMNS:
-        table.add_column(head, justify="right")
-    for name, scores in scored.items():
-        cells = (f"{scores[key]:.1f}" if key in scores else "-" for key in COLUMNS.values())
-        table.add_row(name, *cells)
-    return table
-
-
 def log_errors(
     found: Mapping[str, Sequence[CaseResult]],
 ) -> tuple[pd.DataFrame, float | None]:
@@ -217,21 +204,3 @@ def log_errors(
     }
     floors = [summary(some).get(RETEST) for some in found.values() if some]
     return pd.DataFrame(logs).dropna(), next(iter(floors), None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LineResult:
-    """Errors in % of one part (a GPU, an op) of a line of the public benchmark, by learner.
-
-    ``scores`` maps a learner to its error statistics; ``metric`` is the statistic that ``target``
-    and ``known_best`` refer to.
-    """
-
-    line: str
-    part: str
-    metric: str
-    target: float | None
-    known_best: str
-    rows: int
-    seconds: float
-    scores: Mapping[str, Mapping[str, float]] = field(default_factory=dict)

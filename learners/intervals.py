@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -11,7 +10,6 @@ import pandas as pd
 from itercast.capture.base.assumptions import assumed
 from itercast.learners.family_model import FamilyModel, Prepared, learn_quickly
 from itercast.learners.features.table import CLUSTER_SEPARATOR
-from itercast.learners.models.training_table import group_split
 from itercast.learners.models.trees import Options
 from itercast.learners.transfer.offsets import Offsets
 
@@ -19,7 +17,6 @@ SINGLE_GPU_WIDENING: float = assumed(__file__, "single_gpu_widening")
 MIN_GPUS = 3  # to learn errors on unseen GPUs by leaving GPUs out
 UNSEEN_TRAINING_ROWS, UNSEEN_TEST_ROWS = 20_000, 5_000  # at most, per fold of GPUs
 FOLDS = 3
-HELD_SHARE = 0.2  # no assumption: of the shapes; to learn errors on measured GPUs
 
 
 def unseen_offsets(prepared: Prepared, options: Options, seen: Offsets) -> Offsets:
@@ -62,23 +59,6 @@ def errors_on_unseen(
         error = log_error(model, prepared, out)
         parts.append(pd.DataFrame({"gpu": gpu[out], "error": error}))
     return pd.concat(parts, ignore_index=True)
-
-
-def quick_model_with_intervals(prepared: Prepared, options: Options) -> FamilyModel:
-    """A model of all rows that was not cross-validated, with the envelope and intervals of one.
-
-    ``offsets`` are quantiles of the errors on a fifth of the shapes, by a model of the others.
-    """
-    known, held = group_split(prepared.table.group, HELD_SHARE, seed=0)
-    error = log_error(learn_quickly(prepared, known, options), prepared, held)
-    low, high = (float(q) for q in np.quantile(error, [0.1, 0.9]))
-    seen = (min(low, 0.0), max(high, 0.0))
-    return replace(
-        learn_quickly(prepared, np.arange(len(prepared.kind)), options),
-        offsets=seen,
-        unseen_offsets=unseen_offsets(prepared, options, seen),
-        envelope=prepared.envelope,
-    )
 
 
 def log_error(model: FamilyModel, prepared: Prepared, rows: np.ndarray) -> np.ndarray:

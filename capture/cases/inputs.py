@@ -47,39 +47,3 @@ def mean_square(y: Tensor, inputs: Inputs) -> Tensor:
 def label_loss(logits: Tensor, inputs: Inputs) -> Tensor:
     """Cross-entropy of class labels."""
     return F.cross_entropy(logits, inputs["labels"])
-
-
-def clicks(batch: int, seq: int, sizes: Sizes) -> Inputs:
-    """``bag`` lookups per sample and table; ``rows`` is a number for all tables or one for each."""
-    tables, rows, lookups = sizes["tables"], sizes["rows"], batch * sizes["bag"]
-    dense = torch.randn(batch, sizes["features"])
-    if isinstance(rows, int):
-        indices = torch.randint(0, rows, (tables, lookups))
-    else:
-        indices = torch.stack([torch.randint(0, n, (lookups,)) for n in rows])
-    return {
-        "dense": dense,
-        "indices": indices,
-        "offsets": torch.arange(0, lookups, sizes["bag"]),
-        "clicked": torch.randint(0, 2, (batch,)).to(torch.get_default_dtype()),
-    }
-
-
-def click_loss(logits: Tensor, inputs: Inputs) -> Tensor:
-    """Binary cross-entropy of clicks."""
-    return F.binary_cross_entropy_with_logits(logits, inputs["clicked"])
-
-
-def graphs(batch: int, seq: int, sizes: Sizes) -> Inputs:
-    """Random graphs of ``nodes`` nodes with ``degree`` edges each on average."""
-    nodes, degree = sizes["nodes"], sizes["degree"]
-    edges = batch * nodes * degree
-    first = torch.arange(batch).mul(nodes).repeat_interleave(nodes * degree, output_size=edges)
-    return {
-        "nodes": torch.randn(batch * nodes, sizes["features"]),
-        "source": first + torch.randint(0, nodes, (edges,)),
-        "target": first + torch.randint(0, nodes, (edges,)),
-        "weight": torch.full((edges, 1), 1 / degree),
-        "graph": torch.arange(batch).repeat_interleave(nodes, output_size=batch * nodes),
-        "labels": torch.randint(0, sizes["classes"], (batch,)),
-    }

@@ -24,7 +24,8 @@ from itercast.compose.programs.forecast import forecast_program
 from itercast.compose.target import find_target
 from itercast.eval.compare import compare_all, measured_rows
 from itercast.eval.progress import run_program
-from itercast.eval.results import CaseResult, error_table, summary
+from itercast.eval.results import CaseResult, summary
+from itercast.extras.benchmarks.error_table import error_table
 from itercast.microbench.iterations.collect import collect_iterations, iteration_of
 from itercast.microbench.iterations.measure import Iteration
 from itercast.microbench.store import Row

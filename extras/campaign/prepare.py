@@ -6,18 +6,26 @@ import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Hashable, Mapping
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
+
+import pandas as pd
 
 from itercast.capture.base.files import write_atomic
 from itercast.extras.campaign.archive import unpack
 from itercast.extras.campaign.catalogue import catalogue, points_of_models
 from itercast.microbench import store
 from itercast.microbench.hardware.spec import load_gpu
+from itercast.microbench.ops import families
+from itercast.microbench.ops.family import Family, Point
+from itercast.microbench.store import read_rows
 from itercast.microbench.sweep.captured_points import (
+    by_turns,
     check_points,
     points_file,
     points_path,
-    write_measured_points,
     write_points,
 )
 from itercast.microbench.sweep.cards import COMMIT, commit
@@ -67,3 +75,37 @@ def use_prepared(folder: Path, root: Path, seed: int) -> None:
         shutil.copyfile(captured, wanted)
     if (folder / COMMIT_FILE).is_file():
         os.environ.setdefault(COMMIT, (folder / COMMIT_FILE).read_text().strip())
+
+
+def points_of_rows(root: Path, gpu: str) -> dict[str, list[Point]]:
+    """Distinct points by family that a GPU has ok rows of under ``root``, without collectives.
+
+    Kinds take turns, so that the beginning of the list is spread evenly.
+    """
+    found: dict[str, list[Point]] = {}
+    for name, family in families().items():
+        rows = read_rows([root], name)
+        if family.ranks > 1 or rows.empty:
+            continue
+        rows = rows[(rows["gpu"] == gpu) & (rows["status"] == "ok")]
+        points = dict.fromkeys(point_of_row(family, row) for row in rows.to_dict("records"))
+        if points:
+            found[name] = by_turns(list(points), seed=0)
+    return found
+
+
+def point_of_row(family: Family, row: Mapping[Hashable, Any]) -> Point:
+    """The parameters in a row; missing columns and NaN leave a parameter at its default.
+
+    In columns with empty cells pandas has read integers and booleans as floats.
+    """
+    kinds = {"int": int, "float": float, "bool": bool, "str": str}
+    stated = {f.name: (kinds[str(f.type)], row.get(f.name)) for f in fields(family.params)}
+    return family.params(**{n: kind(v) for n, (kind, v) in stated.items() if not pd.isna(v)})
+
+
+def write_measured_points(root: Path, gpu: str, path: Path) -> int:
+    """Write the points measured under ``root``, for another GPU to repeat; returns their number."""
+    points = points_of_rows(root, gpu)
+    write_points(path, points)
+    return sum(map(len, points.values()))

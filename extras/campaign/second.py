@@ -8,6 +8,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from itercast.extras.campaign.prepare import point_of_row
 from itercast.extras.campaign.run import Run
 from itercast.extras.campaign.steady import SUSTAINED, TRANSFER, SteadyOrder
 from itercast.microbench import store
@@ -18,7 +19,7 @@ from itercast.microbench.ops import families
 from itercast.microbench.ops.family import Point
 from itercast.microbench.processes.ranks import start_ranks
 from itercast.microbench.processes.watch import log_tail, watch
-from itercast.microbench.sweep.captured_points import point_of_row, write_points
+from itercast.microbench.sweep.captured_points import write_points
 from itercast.microbench.sweep.cards import card_facts
 from itercast.microbench.sweep.scheduler import finished_keys
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from itercast.capture.base.slow_imports import torch
 from itercast.capture.opcall import INDEX_BYTES, ITEMSIZE_BYTES, OpCall, TensorSpec, torch_dtype
+from itercast.capture.reuse import expected_hit_frac
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import (
     Family,
@@ -30,7 +31,12 @@ from itercast.microbench.ops.family import (
 )
 from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
 from itercast.microbench.ops.lookup.index_calls import IndexOp
-from itercast.microbench.ops.lookup.random_streams import gathered_bytes, zipf_indices
+from itercast.microbench.ops.lookup.random_streams import (
+    HIT_COST,
+    HOLDS_ROWS,
+    LINE_BYTES,
+    zipf_indices,
+)
 from itercast.microbench.ops.memory.elementwise import memory_copy
 from itercast.microbench.ops.sizes import MAX_NUMEL, MAX_SIDE, aligned
 
@@ -282,6 +288,18 @@ def resize(p: Sparse, factor: float, first_share: float) -> Sparse:
 
 
 MATRIX_OPS = ("mm.default", "addmm.default", "_sparse_addmm.default", "mv.default")
+
+
+def gathered_bytes(
+    rows: Numbers, lookups: Numbers, row_bytes: Numbers, cache_bytes: Numbers
+) -> Values:
+    """``row_bytes_from_memory`` of rows that are all as likely; those below a line share lines."""
+    line_bytes = LINE_BYTES * np.ceil(row_bytes / LINE_BYTES)
+    lines = np.ceil(rows * np.minimum(1.0, row_bytes / LINE_BYTES))
+    hits = expected_hit_frac(lines, lookups, 0.0, 0.0, HOLDS_ROWS * cache_bytes / line_bytes)
+    return lookups * line_bytes * (1 - (1 - HIT_COST) * hits)
+
+
 FAMILY = Family(
     name="sparse",
     params=Sparse,

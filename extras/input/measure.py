@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader, dataloader
 
 from itercast.capture.base.cores import cores
 from itercast.capture.base.user_errors import one_line_error
-from itercast.capture.input.files import file_groups
 from itercast.capture.input.lane import InputLane, write_lane
 from itercast.capture.input.timers import (
     BatchLog,
@@ -34,6 +33,7 @@ from itercast.capture.input.timers import (
     timed_batches,
     worker_times,
 )
+from itercast.extras.input.file_groups import file_groups
 
 MIN_BATCHES, MAX_BATCHES = 3, 400  # of one way to load
 WARM_UP = 1  # batches that are not counted, where more than twice as many were made

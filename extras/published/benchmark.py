@@ -12,9 +12,8 @@ import numpy as np
 import pandas as pd
 
 from itercast.eval.ranking import SOFTWARE, software_metrics
-from itercast.eval.results import LineResult
 from itercast.extras.published.baselines import CURVES, RANKERS, by_learner, calls
-from itercast.extras.published.lines import OpLine, Rows
+from itercast.extras.published.lines import LineResult, OpLine, Rows
 from itercast.extras.published.readers import gpus_of, reader_of
 from itercast.learners.family_model import Prepared, learn, learn_quickly, prepare
 from itercast.learners.models.trees import default_options

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from itercast.capture.base.assumptions import Assumption, all_assumptions
-from itercast.eval.results import COVERAGE, LineResult
+from itercast.eval.results import COVERAGE
+from itercast.extras.published.lines import LineResult
 from itercast.extras.published.roles import OPS, by_role, summary
 from itercast.learners.train import errors
 from itercast.microbench.hardware.host import shipped_hosts

@@ -5,17 +5,17 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from itercast.capture.base.assumptions import leaving_out
-from itercast.eval.results import LineResult
 from itercast.extras.processes import processes
 from itercast.extras.published.fits.shipped import MAX_ROWS, OWN, SOURCES
 from itercast.extras.published.left_out import assumptions, compared, fitted_sources
 from itercast.extras.published.left_out_ops import KNOWN_ROWS, PUBLISHER, read_ops, source_in
-from itercast.extras.published.lines import ModelLine, Rows
+from itercast.extras.published.lines import LineResult, ModelLine, Rows
 from itercast.extras.published.models import (
     ASSUMED,
     INTERVAL,
@@ -30,14 +30,16 @@ from itercast.extras.published.models import (
 from itercast.extras.published.readers import gpus_of
 from itercast.learners.beyond_memory import subsample_evenly
 from itercast.learners.bundle import Bundle
-from itercast.learners.family_model import FamilyModel, prepare
-from itercast.learners.intervals import quick_model_with_intervals
-from itercast.learners.models.trees import default_options
+from itercast.learners.family_model import FamilyModel, Prepared, learn_quickly, prepare
+from itercast.learners.intervals import log_error, unseen_offsets
+from itercast.learners.models.training_table import group_split
+from itercast.learners.models.trees import Options, default_options
 from itercast.learners.train import widen_unseen_offsets
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.importers.base import positive
 from itercast.microbench.ops import families
 
+HELD_SHARE = 0.2  # of the shapes; to learn errors on measured GPUs
 TRAINED_ON = {source_in(folder) for folder in SOURCES} | {OWN}  # sources of the shipped bundle
 TEACHERS = {  # of these, those whose rows of a family it was trained on
     family: {OWN, *(source_in(f) for f, x in SOURCES.items() if family in (x.families or MAX_ROWS))}
@@ -137,3 +139,20 @@ def train_without(source: str, public: Path, folder: Path) -> Path:
             gpus |= own
     Bundle(models=widen_unseen_offsets(models), gpus=gpus, anchors={}).save(folder)
     return folder
+
+
+def quick_model_with_intervals(prepared: Prepared, options: Options) -> FamilyModel:
+    """A model of all rows that was not cross-validated, with the envelope and intervals of one.
+
+    ``offsets`` are quantiles of the errors on a fifth of the shapes, by a model of the others.
+    """
+    known, held = group_split(prepared.table.group, HELD_SHARE, seed=0)
+    error = log_error(learn_quickly(prepared, known, options), prepared, held)
+    low, high = (float(q) for q in np.quantile(error, [0.1, 0.9]))
+    seen = (min(low, 0.0), max(high, 0.0))
+    return replace(
+        learn_quickly(prepared, np.arange(len(prepared.kind)), options),
+        offsets=seen,
+        unseen_offsets=unseen_offsets(prepared, options, seen),
+        envelope=prepared.envelope,
+    )

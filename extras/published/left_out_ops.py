@@ -12,11 +12,10 @@ import numpy as np
 import pandas as pd
 
 from itercast.capture.base.assumptions import leaving_out
-from itercast.eval.results import LineResult
 from itercast.extras.processes import processes
 from itercast.extras.published.fits.shipped import MAX_ROWS, OWN, own_rows
 from itercast.extras.published.left_out import compared
-from itercast.extras.published.lines import FOLDS, Rows
+from itercast.extras.published.lines import FOLDS, LineResult, Rows
 from itercast.extras.published.readers import gpus_of, reader_of
 from itercast.learners.beyond_memory import subsample_evenly
 from itercast.learners.family_model import learn_quickly, prepare

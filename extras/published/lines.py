@@ -182,3 +182,21 @@ def _facts(kind: str) -> Iterator[Row]:
         for name, own in group.pop("lines").items():
             facts = {**group, "name": name, **(own if isinstance(own, dict) else {"rows": own})}
             yield {k: tuple(v) if isinstance(v, list) else v for k, v in facts.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineResult:
+    """Errors in % of one part (a GPU, an op) of a line of the public benchmark, by learner.
+
+    ``scores`` maps a learner to its error statistics; ``metric`` is the statistic that ``target``
+    and ``known_best`` refer to.
+    """
+
+    line: str
+    part: str
+    metric: str
+    target: float | None
+    known_best: str
+    rows: int
+    seconds: float
+    scores: Mapping[str, Mapping[str, float]] = field(default_factory=dict)

@@ -28,9 +28,9 @@ from itercast.compose.target import Target, find_target
 from itercast.eval.compare import ASKED, console, step_of
 from itercast.eval.iteration_parts import PARTS, parts_us
 from itercast.eval.progress import progress_bar
-from itercast.eval.results import COVERAGE, LineResult, records
+from itercast.eval.results import COVERAGE, records
 from itercast.extras.processes import processes
-from itercast.extras.published.lines import ModelLine, Rows, model_lines
+from itercast.extras.published.lines import LineResult, ModelLine, Rows, model_lines
 from itercast.extras.published.readers import node_sums_us, read_iterations
 from itercast.learners.train import errors
 from itercast.microbench.hardware.host import host_yaml

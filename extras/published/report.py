@@ -13,14 +13,14 @@ from itercast.eval.iteration_parts import PARTS
 from itercast.eval.ranking import SOFTWARE
 from itercast.eval.report.evaluation import Evaluation
 from itercast.eval.report.write import write_pages
-from itercast.eval.results import COVERAGE, CaseResult, LineResult, records
+from itercast.eval.results import COVERAGE, CaseResult, records
 from itercast.extras.processes import processes
 from itercast.extras.published.baselines import RANKERS
 from itercast.extras.published.benchmark import read_folders, run_line
 from itercast.extras.published.left_out import assumptions, check_source, left_out_markdown
 from itercast.extras.published.left_out_models import run_models_left_out, sampled
 from itercast.extras.published.left_out_ops import NAME, op_sources, run_left_out
-from itercast.extras.published.lines import FIRST_FOLDERS, Rows, model_lines, op_lines
+from itercast.extras.published.lines import FIRST_FOLDERS, LineResult, Rows, model_lines, op_lines
 from itercast.extras.published.models import ForecastLine, forecast_lines, judge, read_lines
 from itercast.microbench.ops import families
 from itercast.microbench.store import Facts

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from itercast.capture.base.yaml_text import facts_of
-from itercast.eval.results import COVERAGE, LineResult
+from itercast.eval.results import COVERAGE
+from itercast.extras.published.lines import LineResult
 
 ROLES: Mapping[str, Sequence[str]] = facts_of(__file__)  # sources by role, untouched ones first
 FEW_PCT = 60.0  # no assumption: intervals that cover less of a source are counted in summaries

@@ -8,21 +8,19 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from itercast.capture.base.files import write_atomic
 from itercast.capture.cases.evalcase import EvalCase
 from itercast.capture.cases.kinds import Sizes, make_case
 from itercast.microbench.ops import families, find_family
-from itercast.microbench.ops.family import Family, Point, log_uniform
-from itercast.microbench.store import read_rows
+from itercast.microbench.ops.family import Point, log_uniform
 
 
 def transformer(rng: np.random.Generator, largest: int) -> EvalCase:
@@ -238,40 +236,6 @@ def check_points(path: Path) -> int:
     except (ValueError, KeyError, TypeError, AttributeError) as exc:
         reason = f"{type(exc).__name__}: {exc}"
         raise ValueError(f"points {str(path)!r}: not a file of points ({reason})") from exc
-
-
-def points_of_rows(root: Path, gpu: str) -> dict[str, list[Point]]:
-    """Distinct points by family that a GPU has ok rows of under ``root``, without collectives.
-
-    Kinds take turns, so that the beginning of the list is spread evenly.
-    """
-    found: dict[str, list[Point]] = {}
-    for name, family in families().items():
-        rows = read_rows([root], name)
-        if family.ranks > 1 or rows.empty:
-            continue
-        rows = rows[(rows["gpu"] == gpu) & (rows["status"] == "ok")]
-        points = dict.fromkeys(point_of_row(family, row) for row in rows.to_dict("records"))
-        if points:
-            found[name] = by_turns(list(points), seed=0)
-    return found
-
-
-def point_of_row(family: Family, row: Mapping[Hashable, Any]) -> Point:
-    """The parameters in a row; missing columns and NaN leave a parameter at its default.
-
-    In columns with empty cells pandas has read integers and booleans as floats.
-    """
-    kinds = {"int": int, "float": float, "bool": bool, "str": str}
-    stated = {f.name: (kinds[str(f.type)], row.get(f.name)) for f in fields(family.params)}
-    return family.params(**{n: kind(v) for n, (kind, v) in stated.items() if not pd.isna(v)})
-
-
-def write_measured_points(root: Path, gpu: str, path: Path) -> int:
-    """Write the points measured under ``root``, for another GPU to repeat; returns their number."""
-    points = points_of_rows(root, gpu)
-    write_points(path, points)
-    return sum(map(len, points.values()))
 
 
 def alternate(

@@ -14,9 +14,7 @@ from itercast.learners.family_model import learn, prepare
 from itercast.learners.held_out import (
     held_out_forecasts,
 )
-from itercast.learners.intervals import log_error, quick_model_with_intervals
 from itercast.learners.models.trees import default_options
-from itercast.learners.train import hardware_of
 from itercast.learners.transfer.offsets import OUTSIDE_WIDENING, offsets_of_rows
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.ops import families
@@ -51,20 +49,6 @@ def test_a_gpu_without_rows_is_less_certain() -> None:
         assert (found.time_us < found.p90_us).all()
         widths[name] = float(np.log(found.p90_us / found.p10_us)[0])
     assert widths["l40s"] > widths["a100-sxm-80gb"]
-
-
-def test_a_model_made_quickly_has_intervals_too() -> None:
-    """They contain the forecast and most of the rows; those of an unseen device are wider."""
-    rows = usable_rows([DATASETS], ["norm"])["norm"]
-    prepared = prepare(rows, families()["norm"], hardware_of([DATASETS], rows))
-    model = quick_model_with_intervals(prepared, default_options(prepared.table))
-    (low, high), (unseen_low, unseen_high) = model.offsets, model.unseen_offsets
-    assert low < 0 < high
-    assert unseen_low < low
-    assert unseen_high > high
-    error = log_error(model, prepared, np.arange(len(rows)))
-    assert np.mean((error > low) & (error < high)) > 0.8
-    assert set(model.envelope) == set(prepared.envelope)
 
 
 def test_offsets_of_rows_by_hand() -> None:

@@ -10,6 +10,27 @@ from itercast.capture.cases.kinds import Sizes
 from itercast.capture.step import Inputs
 
 
+def clicks(batch: int, seq: int, sizes: Sizes) -> Inputs:
+    """``bag`` lookups per sample and table; ``rows`` is a number for all tables or one for each."""
+    tables, rows, lookups = sizes["tables"], sizes["rows"], batch * sizes["bag"]
+    dense = torch.randn(batch, sizes["features"])
+    if isinstance(rows, int):
+        indices = torch.randint(0, rows, (tables, lookups))
+    else:
+        indices = torch.stack([torch.randint(0, n, (lookups,)) for n in rows])
+    return {
+        "dense": dense,
+        "indices": indices,
+        "offsets": torch.arange(0, lookups, sizes["bag"]),
+        "clicked": torch.randint(0, 2, (batch,)).to(torch.get_default_dtype()),
+    }
+
+
+def click_loss(logits: Tensor, inputs: Inputs) -> Tensor:
+    """Binary cross-entropy of clicks."""
+    return F.binary_cross_entropy_with_logits(logits, inputs["clicked"])
+
+
 def rankings(batch: int, seq: int, sizes: Sizes) -> Inputs:
     """``pooling`` lookups per sample and table, by default one."""
     rows = sizes["rows"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from itercast.capture.cases.models.dlrm import DenseDlrm
+from itercast.extras.recommenders.models.dlrm import DenseDlrm
 
 
 class TablesDlrm(nn.Module):

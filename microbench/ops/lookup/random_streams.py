@@ -137,16 +137,6 @@ def row_bytes_from_memory(p: Stream, row_bytes: Numbers, cache_bytes: Numbers) -
     return p.lookups * line_bytes * (1 - (1 - HIT_COST) * hits)
 
 
-def gathered_bytes(
-    rows: Numbers, lookups: Numbers, row_bytes: Numbers, cache_bytes: Numbers
-) -> Values:
-    """``row_bytes_from_memory`` of rows that are all as likely; those below a line share lines."""
-    line_bytes = LINE_BYTES * np.ceil(row_bytes / LINE_BYTES)
-    lines = np.ceil(rows * np.minimum(1.0, row_bytes / LINE_BYTES))
-    hits = expected_hit_frac(lines, lookups, 0.0, 0.0, HOLDS_ROWS * cache_bytes / line_bytes)
-    return lookups * line_bytes * (1 - (1 - HIT_COST) * hits)
-
-
 def table_features(p: Stream, row_bytes: Numbers, cache_bytes: Numbers) -> dict[str, Numbers]:
     """How many tables follow each other, and all their lookups over the size of the last cache."""
     return {

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from itercast.__main__ import app
 from itercast.capture.base.files import write_atomic
 from itercast.eval.learner_ranking import cell, learner_table
-from itercast.eval.results import error_table
+from itercast.extras.benchmarks.error_table import error_table
 from itercast.extras.benchmarks.gpu_report import iteration_errors, only_gpu
 from itercast.microbench.store import read_rows, write_part
 

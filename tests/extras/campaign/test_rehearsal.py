@@ -18,13 +18,13 @@ import pytest
 from itercast.capture.base.files import write_atomic
 from itercast.extras.campaign import campaign
 from itercast.extras.campaign.archive import unpack
+from itercast.extras.campaign.prepare import write_measured_points
 from itercast.microbench import store
 from itercast.microbench.ops import families
 from itercast.microbench.ops.matrix.gemm import Gemm
 from itercast.microbench.ops.step.optimizer import OptimizerOp
 from itercast.microbench.sweep.captured_points import (
     points_path,
-    write_measured_points,
     write_points,
 )
 

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 from itercast.__main__ import app
 from itercast.capture.base.assumptions import Assumption
-from itercast.eval.results import LineResult
 from itercast.extras.published.left_out import (
     check_source,
     compared,
@@ -22,6 +21,7 @@ from itercast.extras.published.left_out import (
     still_fitted,
 )
 from itercast.extras.published.left_out_models import (
+    quick_model_with_intervals,
     run_models_left_out,
     without_forecasts,
 )
@@ -33,11 +33,19 @@ from itercast.extras.published.left_out_ops import (
     run_left_out,
     splits,
 )
-from itercast.extras.published.lines import ModelLine
+from itercast.extras.published.lines import LineResult, ModelLine
 from itercast.extras.published.models import ForecastLine
 from itercast.extras.published.report import line_names, report
+from itercast.learners.beyond_memory import usable_rows
 from itercast.learners.bundle import SHIPPED
+from itercast.learners.family_model import prepare
+from itercast.learners.intervals import log_error
+from itercast.learners.models.trees import default_options
+from itercast.learners.train import hardware_of
 from itercast.microbench.hardware.spec import load_gpu
+from itercast.microbench.ops import families
+
+DATASETS = Path(__file__).parents[3] / "datasets"
 
 
 def entry(name: str, without: object, *sources: str) -> Assumption:
@@ -220,3 +228,17 @@ def test_the_command_prints_one_source_alone(tmp_path: Path) -> None:
     text = (out / "bench-public.md").read_text()
     assert text.count("| deepgemm | 34 |") == 1
     assert "pipeweave" not in text
+
+
+def test_a_model_made_quickly_has_intervals_too() -> None:
+    """They contain the forecast and most of the rows; those of an unseen device are wider."""
+    rows = usable_rows([DATASETS], ["norm"])["norm"]
+    prepared = prepare(rows, families()["norm"], hardware_of([DATASETS], rows))
+    model = quick_model_with_intervals(prepared, default_options(prepared.table))
+    (low, high), (unseen_low, unseen_high) = model.offsets, model.unseen_offsets
+    assert low < 0 < high
+    assert unseen_low < low
+    assert unseen_high > high
+    error = log_error(model, prepared, np.arange(len(rows)))
+    assert np.mean((error > low) & (error < high)) > 0.8
+    assert set(model.envelope) == set(prepared.envelope)

@@ -7,7 +7,6 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from itercast.eval.results import LineResult
 from itercast.extras.published.left_out import (
     LEFT_OUT,
     assumptions,
@@ -15,6 +14,7 @@ from itercast.extras.published.left_out import (
     fitted_sources,
     left_out_markdown,
 )
+from itercast.extras.published.lines import LineResult
 from itercast.extras.published.roles import ROLES, role_of, summary
 
 

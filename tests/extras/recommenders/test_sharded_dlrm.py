@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from itercast.capture.cases.models.dlrm import DenseDlrm
+from itercast.extras.recommenders.models.dlrm import DenseDlrm
 from itercast.extras.recommenders.sharded_dlrm import LEARNING_RATE
 
 ROWS, DIM, BATCH, POOLING = 10, 4, 6, 3

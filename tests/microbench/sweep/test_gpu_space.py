@@ -18,6 +18,7 @@ from clockwork import order
 from op_calls import logged
 
 from itercast.capture.opcall import OpCall, TensorSpec
+from itercast.extras.campaign.prepare import points_of_rows, write_measured_points
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.iterations.gpu_list import gpu_iterations
 from itercast.microbench.ops import families, find_family
@@ -30,9 +31,7 @@ from itercast.microbench.ops.memory.norm import Norm
 from itercast.microbench.ops.memory.random import DROPOUT, RandomOp
 from itercast.microbench.store import write_part
 from itercast.microbench.sweep.captured_points import (
-    points_of_rows,
     read_points,
-    write_measured_points,
 )
 from itercast.microbench.sweep.gpu_space import fits, grid, limits_us, on_gpu, roofline_us
 from itercast.microbench.sweep.rows import failure_status

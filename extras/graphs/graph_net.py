@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from itercast.capture.cases.kinds import Sizes
+from itercast.capture.step import Inputs
+
 
 class GraphLayer(nn.Module):
     """Graph convolution: norm(x + relu(own(x) + sum of message(x[source]) over incoming edges))."""
@@ -76,3 +79,18 @@ class GraphNet(nn.Module):
             x = layer(x, source, target, weight)
         total = x.new_zeros(len(labels), x.shape[1]).index_add(0, graph, x)
         return self.head(total * (len(labels) / len(nodes)))
+
+
+def graphs(batch: int, seq: int, sizes: Sizes) -> Inputs:
+    """Random graphs of ``nodes`` nodes with ``degree`` edges each on average."""
+    nodes, degree = sizes["nodes"], sizes["degree"]
+    edges = batch * nodes * degree
+    first = torch.arange(batch).mul(nodes).repeat_interleave(nodes * degree, output_size=edges)
+    return {
+        "nodes": torch.randn(batch * nodes, sizes["features"]),
+        "source": first + torch.randint(0, nodes, (edges,)),
+        "target": first + torch.randint(0, nodes, (edges,)),
+        "weight": torch.full((edges, 1), 1 / degree),
+        "graph": torch.arange(batch).repeat_interleave(nodes, output_size=batch * nodes),
+        "labels": torch.randint(0, sizes["classes"], (batch,)),
+    }
