@@ -10,9 +10,11 @@ Numbered layers are sharded one by one, the rest of the model as one, the root, 
 before forward and kept. Experts that ep spreads are sharded apart, among the ranks that have the
 same ones, as torchtitan and Megatron-LM do. With hsdp each scattered share is all-reduced among the
 groups of ranks that shard (HSDP). On a GPU a gather runs one layer ahead and a scatter behind, on
-the comm lane; on a CPU there are no streams and torch waits for each where it is. With amp
-parameters are gathered in half precision and gradients reduced in fp32, as FSDP2's tutorial and
-torchtitan do (param_dtype bf16, reduce_dtype fp32), unless the software reduces them as they are.
+the comm lane, and sums among groups beside the next scatter, on theirs (FSDP2's
+``FSDPCommContext.all_reduce_stream``); on a CPU there are no streams and torch waits for each where
+it is. With amp parameters are gathered in half precision and gradients reduced in fp32, as FSDP2's
+tutorial and torchtitan do (param_dtype bf16, reduce_dtype fp32), unless the software reduces them
+as they are.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from itercast.compose.pricing.collectives import Message, price_messages
 from itercast.compose.pricing.host import python_op
 from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.compose.pricing.work import Work
-from itercast.compose.simulate.rank import Rank, RankTasks
+from itercast.compose.simulate.rank import AMONG_GROUPS, Rank, RankTasks
 from itercast.microbench.hardware.stack import stack_of_row
 
 PRECISE = "fp32"
@@ -156,7 +158,8 @@ def _reduce(program: RankTasks, layers: Sequence[PricedLayer]) -> list[int]:
     sent = _send(program, "reduce_scatter", sharded_bytes(layers, program, trained=True))
     shares = [] if program.how.every else summed_shares(layers, program)
     scattered = tuple(sent) or None
-    return sent + [program.lanes.send(op, after=scattered) for op in program.price(shares)]
+    among = program.price(shares)
+    return sent + [program.lanes.send(op, AMONG_GROUPS, scattered) for op in among]
 
 
 def summed_shares(layers: Sequence[PricedLayer], program: RankTasks) -> list[Message]:

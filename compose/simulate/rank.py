@@ -1,8 +1,8 @@
 """One rank of a plan: what it holds, and the tasks that its program puts on lanes.
 
-Lanes: host, compute, comm, and h2d and d2h for what is offloaded. Ops between two points where
-lanes wait for each other are one task (``itercast.compose.pricing.work``): a step has about as many
-tasks as messages.
+Lanes: host, compute, comm, that of messages among groups that shard, h2d and d2h for what is
+offloaded. Ops between two points where lanes wait for each other are one task
+(``itercast.compose.pricing.work``): a step has about as many tasks as messages.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from itercast.microbench.hardware.stack import stack_of_row
 
 OFFLOAD_FRAC: Mapping[str, float] = assumed(__file__, "offload_frac")  # of the peak rate
 LATENCY = "latency"  # lane of messages' latency, which slows nothing
+AMONG_GROUPS = "comm groups"  # lane of messages among groups that shard (HSDP): a stream apart
 
 
 def host_copy_us(nbytes: float, gpu: Gpu) -> float:
@@ -68,8 +69,9 @@ class Lanes:
         once: Hashable = None,
         products_frac: float = 0.0,
         beside: Beside | None = None,
+        nodes: int = 0,
     ) -> int:
-        kind = (products_frac, beside)
+        kind = (products_frac, beside, nodes)
         self.tasks.append(Task((lane,), us, after, name, phase, nbytes, once, *kind))
         return len(self.tasks) - 1
 
@@ -129,7 +131,7 @@ class Lanes:
         Ranks that do the same send as many: message k of one is message k of all.
         """
         once: Hashable = None
-        if lane == "comm":
+        if lane in ("comm", AMONG_GROUPS):
             self.messages += 1
             once = self.messages
         return self._message(op, lane, LATENCY, self.done if after is None else after, once)
@@ -143,7 +145,7 @@ class Lanes:
             both = None if once is None else (LATENCY, once)
             after = (self._add(waits, latency_us, after, op.op, op.phase, once=both),)
         us, facts = op.duration_us - latency_us, (op.phase, op.nbytes, once)
-        return self._add(lane, us, after, op.op, *facts, beside=op.beside)
+        return self._add(lane, us, after, op.op, *facts, beside=op.beside, nodes=op.nodes)
 
     def wait(self, tasks: Iterable[int]) -> None:
         """Let the next compute task wait for these."""
@@ -233,7 +235,7 @@ class RankTasks:
 
     def run(self) -> Run:
         """Simulate the program."""
-        lanes = dict.fromkeys(SHARED, "rank")
+        lanes = dict.fromkeys((*SHARED, AMONG_GROUPS), "rank")
         spans = simulate_shared(self.lanes.tasks, lanes, self.rank.book.contention)
         return Run(
             tasks=tuple(self.lanes.tasks),

@@ -19,7 +19,8 @@ class Task:
 
     ``phase`` of the step and ``nbytes`` of a message or copy are for traces. Ranks run a task
     together that has the same ``once`` on each of them. ``products_frac``: the share of compute's
-    time in products; ``beside``: of a message (``itercast.compose.machines.contention``).
+    time in products; ``beside``: of a message (``itercast.compose.machines.contention``);
+    ``nodes``: among how many nodes a message is sent, 0 of all else.
     """
 
     lanes: tuple[str, ...]
@@ -31,6 +32,7 @@ class Task:
     once: Hashable = None
     products_frac: float = 0.0
     beside: Beside | None = None
+    nodes: int = 0
 
     def joined(self, lanes: tuple[str, ...], us: float, after: tuple[int, ...]) -> Task:
         """The task with another rank's part in it; it takes as long as on the slowest."""
@@ -207,7 +209,12 @@ def _at_shared_speed(
 
 
 def _contention(a: Task, b: Task, alike: float) -> float:
-    """Slowdown of two tasks of a device: by the message beside compute, ``alike`` of all others."""
+    """Slowdown of two tasks of a device: by the message beside compute, ``alike`` of all others.
+
+    Messages within a node and between nodes are sent over other links, and slow each other not.
+    """
+    if a.nodes and b.nodes and (a.nodes > 1) != (b.nodes > 1):
+        return 1.0
     if a.beside is not None and b.beside is None:
         return mixed(a.beside, b.products_frac)
     if b.beside is not None and a.beside is None:

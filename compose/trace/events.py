@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from itercast.compose.simulate.rank import Run
+from itercast.compose.simulate.rank import AMONG_GROUPS, Run
 from itercast.compose.simulate.timeline import Span, Task
 
 THREADS = {  # lanes, in the order in which a process shows them
@@ -18,10 +18,12 @@ THREADS = {  # lanes, in the order in which a process shows them
     "host": "host",
     "compute": "compute",
     "comm": "messages",
+    AMONG_GROUPS: "messages among groups that shard",
     "latency": "latency of messages",
     "h2d": "copies to the device",
     "d2h": "copies to the host",
 }
+MESSAGES = ("comm", AMONG_GROUPS)
 NUMBERS = {lane: number for number, lane in enumerate(THREADS)}
 MOST_EVENTS = 200_000  # of all ranks; with more, of ranks that do the same one is shown
 CHUNK = "chunk"  # lanes of messages between stages begin with it: chunk 0 to 1
@@ -49,7 +51,7 @@ class Part:
         """When task ``i`` runs; None where it is left out."""
         span = self.spans[i]
         start, end = (self.start_us + self.stretch * us for us in (span.start_us, span.end_us))
-        free = self.messages and self.tasks[i].lanes[0] in ("comm", "latency")
+        free = self.messages and self.tasks[i].lanes[0] in (*MESSAGES, "latency")
         if self.tasks[i].lanes[0] == "compute" and not span.duration_us:
             return None  # Python alone, which launches nothing
         if not free and start < self.since_us:
@@ -111,7 +113,7 @@ class Trace:
             self.slice(rank, lane, task.name, span, task.phase, **size)
             if lane == "host":
                 self.launches(rank, part, i, span)
-            elif lane == "comm":
+            elif lane in MESSAGES:
                 self._message(rank, part, i, span)
 
     def launches(self, rank: int, part: Part, i: int, span: Span) -> None:
@@ -126,7 +128,7 @@ class Trace:
         for j in part.tasks[i].after:
             before, lane = part.placed(j), part.tasks[j].lanes[0]
             if before is not None and lane in ("compute", "latency"):
-                to = (rank, "comm", span.start_us)
+                to = (rank, part.tasks[i].lanes[0], span.start_us)
                 self.flow("message", (rank, lane, before.start_us), to)
 
     def memory(self, rank: int, parts: Sequence[Part], held: Mapping[str, float]) -> None:

@@ -12,7 +12,7 @@ from itercast.compose.simulate.rank import Rank, Run
 from itercast.compose.simulate.replicas import micro_batches
 from itercast.compose.simulate.stage_rank import Pipeline, pipeline_of
 from itercast.compose.simulate.timeline import Span
-from itercast.compose.trace.events import CHUNK, MOST_EVENTS, THREADS, Part, Trace
+from itercast.compose.trace.events import CHUNK, MESSAGES, MOST_EVENTS, THREADS, Part, Trace
 
 WORDS = {"F": "forward", "B": "backward", "W": "weight gradients", "A": "backward"}
 
@@ -150,7 +150,11 @@ def _between_ranks(trace: Trace, parts: Sequence[Sequence[Part]], shown: int) ->
         for part in mine:
             for i, task in enumerate(part.tasks):
                 span = part.placed(i)
-                if task.phase != "comm" or span is None or task.lanes[0] not in ("comm", "compute"):
+                if (
+                    task.phase != "comm"
+                    or span is None
+                    or task.lanes[0] not in (*MESSAGES, "compute")
+                ):
                     continue
                 lane, at = task.lanes[0], span.start_us
                 for k in range(shown - 1):

@@ -31,7 +31,7 @@ from itercast.compose.parallel.placement import cluster
 from itercast.compose.pricing.collectives import Message, formula_us, price_messages
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.simulate.memory_plan import memory
-from itercast.compose.simulate.rank import Rank
+from itercast.compose.simulate.rank import AMONG_GROUPS, Rank
 from itercast.compose.simulate.rank_program import RankProgram
 from itercast.compose.simulate.stage_rank import stage_messages
 from itercast.compose.simulate.stages import stages_of
@@ -116,6 +116,18 @@ def test_hybrid_shards_send_within_their_group_and_shares_among_groups(micro: in
     assert sent(rank_for("frozen", f"dp=8,hsdp=8,{text}")) == sent(
         rank_for("frozen", f"dp=8,{text}")
     )
+
+
+def test_shares_are_summed_among_nodes_on_a_lane_of_their_own() -> None:
+    """Each sum waits for its layer's scatter, and holds up none of the others."""
+    run = run_of(rank_for("frozen", "dp=16,hsdp=8,zero=3"))
+    scatters, sums = (
+        [i for i, task in enumerate(run.tasks) if task.name == kind]
+        for kind in ("reduce_scatter", "all_reduce")
+    )
+    assert [run.tasks[i].after for i in sums] == [(i,) for i in scatters]
+    assert {(run.tasks[i].lanes, run.tasks[i].nodes) for i in sums} == {((AMONG_GROUPS,), 2)}
+    assert {(run.tasks[i].lanes, run.tasks[i].nodes) for i in scatters} == {(("comm",), 1)}
 
 
 def test_the_next_layer_is_gathered_before_gradients_are_scattered() -> None:

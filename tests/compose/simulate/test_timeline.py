@@ -53,6 +53,18 @@ def test_waiting_for_a_task_that_is_not_there_is_an_error() -> None:
         simulate([Task(("a",), 1, (7,))])
 
 
+@pytest.mark.parametrize(
+    ("nodes", "ends"), [((1, 1), (8, 10)), ((2, 8), (8, 10)), ((1, 8), (4, 6))]
+)
+def test_messages_over_other_links_do_not_slow_each_other(
+    nodes: tuple[int, int], ends: tuple[int, int]
+) -> None:
+    """Of 4 and 6 us, side by side: 8 and 4 + 2 of both's at half speed, or as alone."""
+    tasks = [Task((lane,), us, nodes=n) for lane, us, n in zip("ab", (4, 6), nodes, strict=True)]
+    spans = simulate_shared(tasks, dict.fromkeys("ab", "gpu"), 2.0)
+    assert tuple(span.end_us for span in spans) == ends
+
+
 def test_overlapping_lanes_slow_each_other() -> None:
     #  compute |==4==|===6===|        alone
     #  comm          |=3=|
