@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from itercast.capture.base.extensions import with_added
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture_micro_batch, model_name
 from itercast.compose.forecast import Forecast
-from itercast.compose.graph.index_streams import with_indices
 from itercast.compose.graph.launch_modes import engine_on, with_engine
 from itercast.compose.machines.file import KnownMachine
 from itercast.compose.target import Target, find_target, forecast_step
@@ -43,10 +43,10 @@ def prepare(
     ``engine`` runs the step: eager, graph or compile. ``host`` names the machine the GPU sits in,
     ``stack`` the software with its release; the usual ones where they are empty. ``indices`` says
     how embedding bags look rows up: uniform, zipf:EXPONENT, or a file of real lookups
-    (``itercast.microbench.ops.lookup.index_streams``). ``lengths`` says how long sequences are, up
-    to ``seq``: a file or a distribution (``itercast.compose.lengths``); they are padded to the
-    longest of a micro-batch, or ``packed`` into rows of ``seq`` tokens. ``machine``: what measured
-    steps told of the machine; a typical one where it is None.
+    (``itercast.extras.recommenders.tables.index_streams``). ``lengths`` says how long sequences
+    are, up to ``seq``: a file or a distribution (``itercast.compose.lengths``); they are padded to
+    the longest of a micro-batch, or ``packed`` into rows of ``seq`` tokens. ``machine``: what
+    measured steps told of the machine; a typical one where it is None.
 
     ``model`` is anything ``capture`` takes, with its ``options``, or a captured step. ``batch`` and
     ``seq`` are a replica's; a captured step and a module's inputs are one micro-batch of it. Under
@@ -62,7 +62,15 @@ def prepare(
     else:
         options |= {"inputs": inputs, "loss": loss}
         step = capture_micro_batch(model, target, lengths, packed, options)
-    return with_engine(with_indices(step, indices), engine_on(target.stack, engine)), target
+    return with_engine(looking_up(step, indices), engine_on(target.stack, engine)), target
+
+
+def looking_up(step: StepCapture, indices: str) -> StepCapture:
+    """The step whose embedding bags look rows up as a text says; unchanged where it is empty."""
+    known = dict[str, Callable[[StepCapture, str], StepCapture]]()
+    if not indices:
+        return step
+    return with_added("index_streams", known, Callable)["stated"](step, indices)
 
 
 def _check_captured(plan: ParallelPlan, more: object) -> None:

@@ -10,6 +10,8 @@ The name of an entry point is the name of what it adds. Its group says what that
 - ``itercast.learners``: a ``Fit`` of ``itercast.learners.models.compared``.
 - ``itercast.trainers``: ``ray``, which makes a ``FitAll`` of ``itercast.learners.train`` from an
   address and dataset roots: it trains families elsewhere.
+- ``itercast.index_streams``: ``stated``, which tells embedding bags of a captured step how they
+  look rows up (``itercast.extras.recommenders.tables.known_streams.with_indices``).
 - ``itercast.tables_elsewhere``: a function that says what one rank does of a step whose embedding
   tables are spread over ranks (``itercast.compose.pricing.layer_prices.TablesElsewhere``).
 - ``itercast.unlike_gpus``: ``predict`` and ``plan``, functions that answer ``--cluster FILE`` of

@@ -11,12 +11,12 @@ from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture, optimizer_of
 from itercast.compose.forecast import Forecast
-from itercast.compose.graph.index_streams import with_indices
 from itercast.compose.graph.launch_modes import engine_on, with_engine
 from itercast.compose.plan_search.candidates import Search, candidate_plans
 from itercast.compose.plan_search.open_search import size_of
 from itercast.compose.plan_search.search import least_us
 from itercast.compose.plan_search.sizes import CapturesBySize
+from itercast.compose.predict import looking_up
 from itercast.compose.target import Target, find_target, step_dtype
 from itercast.extras.clusters.file import ClusterFile, read_cluster, subsets
 from itercast.extras.clusters.job import Job
@@ -53,7 +53,7 @@ def job_on(
 
     def capture_at(samples: int, length: int) -> StepCapture:
         step = capture(model, batch=samples, seq=length or None, **options)
-        return with_engine(with_indices(step, indices), own)
+        return with_engine(looking_up(step, indices), own)
 
     return Job(
         cluster=file,

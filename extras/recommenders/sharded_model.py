@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from itercast.capture.opcall import ITEMSIZE_BYTES
-from itercast.microbench.ops.lookup.index_streams import IndexStream
+from itercast.extras.recommenders.tables.index_streams import IndexStream
 
 UNIFORM = IndexStream()
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from itercast.extras.recommenders.sharded_model import RankingModel, Table
 from itercast.extras.recommenders.sharding.tables import OPTIMIZERS
+from itercast.extras.recommenders.tables.index_streams import IndexStream
 from itercast.extras.recommenders.tables.placement import Placement, Sharding
-from itercast.microbench.ops.lookup.index_streams import IndexStream
 
 SKEWS = (0.0, 0.8, 1.05, 1.2)
 TABLES_BYTES = 4 * 10**8

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from itercast.capture.opcall import StepCapture
 from itercast.compose.capture_model import capture
-from itercast.compose.graph.index_streams import with_index_streams
 from itercast.extras.recommenders.sharded_model import RankingModel, Table
 from itercast.extras.recommenders.tables.captured import CapturedTable, captured_tables
+from itercast.extras.recommenders.tables.known_streams import with_index_streams
 
 DENSE_OPTIMIZER = {"adagrad": "adamw", "adam": "adamw", "sgd": "sgd"}
 

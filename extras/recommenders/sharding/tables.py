@@ -7,7 +7,7 @@ from pathlib import Path
 
 from itercast.capture.base.yaml_text import made_of, read_mapping
 from itercast.extras.recommenders.sharded_model import RankingModel, Table
-from itercast.microbench.ops.lookup.index_streams import IndexStream, parse_indices
+from itercast.extras.recommenders.tables.index_streams import IndexStream, parse_indices
 from itercast.microbench.store import Facts
 
 DTYPES = ("fp32", "fp16", "bf16")

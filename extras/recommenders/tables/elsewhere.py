@@ -9,13 +9,14 @@ from pathlib import Path
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.capture.plan_keys import GREEDY
-from itercast.compose.graph.codecs import Codec, compressed_vectors
+from itercast.compose.graph.codecs import Codec
 from itercast.compose.graph.identity_cache import cached_by_identity
 from itercast.compose.parallel.placement import Cluster
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.extras.recommenders.sharded_model import state_per_weight
 from itercast.extras.recommenders.tables.batched_tables import BatchedStep, as_stored
 from itercast.extras.recommenders.tables.captured import captured_tables
+from itercast.extras.recommenders.tables.compressed import compressed_vectors
 from itercast.extras.recommenders.tables.fetched_rows import with_frozen_tables_in
 from itercast.extras.recommenders.tables.placement import (
     Placement,

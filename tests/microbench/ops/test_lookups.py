@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from itercast.capture import reuse
 from itercast.extras.recommenders import sparse_update
 from itercast.extras.recommenders.sparse_update import SparseUpdate
+from itercast.extras.recommenders.tables.index_streams import parse_indices
 from itercast.microbench.hardware.spec import Gpu, gpu_names, load_gpu
 from itercast.microbench.ops.family import Workload
 from itercast.microbench.ops.lookup import embedding_bag
@@ -29,7 +30,6 @@ from itercast.microbench.ops.lookup.embedding_bag import (
     bytes_moved,
     cached_bytes,
 )
-from itercast.microbench.ops.lookup.index_streams import parse_indices
 from itercast.microbench.ops.lookup.random_streams import (
     HIT_COST,
     HOLDS_ROWS,

@@ -18,13 +18,14 @@ from torch import nn
 from itercast.capture.base import extensions
 from itercast.capture.opcall import StepCapture
 from itercast.compose.capture_model import capture
-from itercast.compose.graph.codecs import VECTORS, Codec, compressed_vectors
-from itercast.compose.graph.index_streams import with_indices
+from itercast.compose.graph.codecs import Codec
 from itercast.compose.graph.rewrite import COLLECTIVE
 from itercast.compose.predict import predict
 from itercast.compose.simulate.memory_plan import memory
 from itercast.compose.simulate.replicas import micro_batches
 from itercast.extras.recommenders.tables.captured import captured_tables
+from itercast.extras.recommenders.tables.compressed import VECTORS, compressed_vectors
+from itercast.extras.recommenders.tables.known_streams import with_indices
 from itercast.extras.recommenders.tables.placement import KINDS, Placement, Sharding
 from itercast.extras.recommenders.tables.rank_step import rank_step
 from itercast.microbench.ops import find_family

@@ -12,7 +12,6 @@ from torch import nn
 
 from itercast.capture.reuse import rows_outside
 from itercast.compose.capture_model import capture
-from itercast.compose.graph.index_streams import with_indices
 from itercast.compose.predict import predict
 from itercast.compose.pricing.tiers import EVICT, FETCH, tier_us
 from itercast.compose.target import find_target
@@ -22,6 +21,7 @@ from itercast.extras.recommenders.sharding.propose import choose
 from itercast.extras.recommenders.sharding.tables import model_from
 from itercast.extras.recommenders.tables.captured import Lookup
 from itercast.extras.recommenders.tables.fetched_rows import moved_bytes
+from itercast.extras.recommenders.tables.known_streams import with_indices
 from itercast.extras.recommenders.tables.placement import (
     KERNELS,
     Placement,
