@@ -21,6 +21,7 @@ from itercast.capture.programs.trained.facts import Trained
 from itercast.capture.step import ALLOWED, StepSettings
 from itercast.compose.lengths import Lengths, lengths_of, with_lengths
 from itercast.compose.parallel.narrow import with_narrow_products
+from itercast.compose.parallel.positions import check_positions
 from itercast.compose.target import Target, step_dtype
 from itercast.microbench.store import Row
 
@@ -166,6 +167,7 @@ def capture(
     else:
         keep_dtype = dtype is None and hasattr(model, "parameters")
         step = _capture_module(model, inputs, loss, settings, batch, seq, keep_dtype)
+    check_positions(step)
     return with_narrow_products(step, dtype) if dtype in NARROW else step
 
 
@@ -241,6 +243,7 @@ def capture_micro_batch(
     amp = options.pop("amp", plan.amp)
     dtype = step_dtype(options.pop("dtype", None), amp, [target.gpu])
     step = capture(model, **size, amp=amp, dtype=dtype, **options)
+    check_positions(step, plan.cp)
     return with_lengths(step, unlike, packed=packed) if unlike else step
 
 

@@ -26,7 +26,15 @@ from itercast.commands.run import run
 from itercast.commands.throughput import throughput
 from itercast.errors import OneLineGroup, when_stopped
 from itercast.names import KINDS, kinds, listing
-from itercast.options import Bundle, Families, Hardware, Json, fetched_root, prints_aside
+from itercast.options import (
+    Bundle,
+    Families,
+    Hardware,
+    Json,
+    fetched_root,
+    folder_to_write,
+    prints_aside,
+)
 
 app = typer.Typer(
     cls=OneLineGroup,
@@ -105,7 +113,7 @@ Memory = Annotated[
 
 
 def train(
-    out: Annotated[Path | None, typer.Option(file_okay=False, help="bundle to write")] = None,
+    out: Annotated[Path | None, folder_to_write("bundle to write")] = None,
     into: Annotated[
         Path | None, typer.Option(help="bundle to change: adds the families, or replaces them")
     ] = None,
@@ -179,9 +187,7 @@ def evaluate(
         typer.Option(help="dataset root with measured iterations, or its URL", parser=fetched_root),
     ] = None,
     bundle: Bundle = None,
-    out: Annotated[Path, typer.Option(file_okay=False, help="report folder")] = Path(
-        "reports/evaluate"
-    ),
+    out: Annotated[Path, folder_to_write("report folder")] = Path("reports/evaluate"),
     as_json: Json = False,
 ) -> None:
     """Compare forecasts with measured iterations; measures this CPU unless --measured is given."""

@@ -14,6 +14,7 @@ KINDS = {  # the function that names them, imported when asked for
     "cases": "capture.cases.registry.case_names",
     "families": "microbench.ops.families",
     "bundles": "names.bundles",
+    "sources": "microbench.importers.sources.importers",
 }
 
 

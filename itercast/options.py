@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -68,6 +69,21 @@ def in_a_folder(path: Path | None) -> Path | None:
             told = f"{str(path)!r}: nothing can be written there ({exc.strerror})"
             raise typer.BadParameter(told) from None
     return path
+
+
+def can_be_made(path: Path | None) -> Path | None:
+    """Parses an option that names a folder to write: it is there, or can be made."""
+    if path is not None:
+        there = next(p for p in (path, *path.absolute().parents) if p.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            why = "no permission" if there.is_dir() else f"{str(there)!r} is a file"
+            raise typer.BadParameter(f"{str(path)!r}: nothing can be written there ({why})")
+    return path
+
+
+def folder_to_write(text: str) -> Any:
+    """An option whose value is a folder to write, which is made where it is not there."""
+    return typer.Option(help=text, callback=can_be_made)
 
 
 def file_to_write(text: str) -> Any:

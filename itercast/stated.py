@@ -28,11 +28,12 @@ HALF = ("bf16", "fp16")
 PRODUCT = re.compile(r"mm\.|convolution|attention")  # in names of ops
 
 
-def question_facts(question: Question, step: StepCapture, target: Target) -> Row:
+def question_facts(question: Question, step: StepCapture, target: Target, found: Forecast) -> Row:
     """What ``--json`` says of the question: ``question``, ``command``, ``step``, ``unusual``.
 
     ``question`` has all options by name, with the values that stand in for those not given;
-    ``command`` is the command line that repeats the forecast with them.
+    ``command`` is the command line that repeats the forecast with them. ``assumes``: what the
+    forecast of it takes for granted.
     """
     size = sizes(question, step, target.plan)
     known = {
@@ -50,7 +51,7 @@ def question_facts(question: Question, step: StepCapture, target: Target) -> Row
     has_tf32 = known["dtype"] == "fp32" and "tf32" in target.gpu.peak_flops_per_s
     if has_tf32 and not mixed(known) and any("convolution" in call.op for call in step.calls):
         told.append("convolutions are in fp32, too; torch's default is TF32 (--dtype tf32)")
-    return {**stated(known), "step": size, "unusual": told}
+    return {**stated(known), "step": size, "unusual": told, "assumes": assumes([found])}
 
 
 def options(question: Question) -> Row:

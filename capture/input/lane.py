@@ -87,6 +87,17 @@ class InputLane:
         waiting_us = self.stages_us.get("waiting", 0.0)
         return shares, self.without("waiting", share=min(1.0, gone_us / max(waiting_us, 1e-9)))
 
+    def slower(self, times: float) -> InputLane:
+        """The lane if each batch took so many times as long to make and to receive."""
+        alone, worker = (
+            Batches(
+                wall_us=tuple(times * us for us in b.wall_us),
+                cpu_us=tuple(times * us for us in b.cpu_us),
+            )
+            for b in (self.alone, self.worker)
+        )
+        return replace(self, alone=alone, worker=worker, receive_us=times * self.receive_us)
+
     def without(self, *stages: str, share: float = 1.0) -> InputLane:
         """The lane if a share of these stages took no time: batches are shorter by their means.
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from itercast.capture.base.close_names import unknown
 from itercast.capture.base.durations import seconds
 from itercast.capture.base.yaml_text import made_of, read_mapping
 from itercast.capture.cases.registry import case_names
@@ -56,8 +57,7 @@ class Machines:
     def __post_init__(self) -> None:
         where = f"machines {self.name!r}"
         if self.gpu != "cpu" and self.gpu not in gpu_names():
-            known = "cpu and those of `itercast list gpus`"
-            raise ValueError(f"{where}: unknown gpu {self.gpu!r}; allowed are {known}")
+            raise ValueError(f"{where}: {unknown('gpu', self.gpu, ['cpu', *gpu_names()])}")
         if not 0 < self.minutes <= MAX_MINUTES:
             allowed = f"more than 0 and at most {MAX_MINUTES}"
             raise ValueError(f"{where}: minutes {self.minutes:g}; allowed are {allowed}")
@@ -68,7 +68,7 @@ class Machines:
         known_families(self.families)
         for name in self.iterations:
             if name not in case_names():
-                raise ValueError(f"{where}: unknown case {name!r}; see `itercast list cases`")
+                raise ValueError(f"{where}: {unknown('case', name, case_names())}")
         if self.python and self.image:
             raise ValueError(f"{where}: give python or image, not both")
 

@@ -18,7 +18,9 @@ from itercast.stated import question_facts, say_step
 
 if TYPE_CHECKING:
     from itercast.capture.input.lane import InputLane
+    from itercast.capture.opcall import StepCapture
     from itercast.compose.input_pipeline import Consumer, Fed
+    from itercast.compose.target import Target
     from itercast.microbench.store import Row
 
 MS = 1e-3
@@ -56,6 +58,7 @@ def input_lane(
     if step and question is not None:
         raise ValueError("a step is --step or a forecast model: give one of them")
     step_us = 1e6 * seconds(step, "step") if step else 0.0
+    asked = question.prepared() if question is not None else None  # refused before measuring
     if loader.endswith(".json"):
         lane = read_lane(Path(loader))
     else:
@@ -67,7 +70,7 @@ def input_lane(
     lane = replace(lane, workers=own, copied_ahead=copied_ahead or lane.copied_ahead)
     if out is not None:
         write_lane(lane, out)
-    who, taker, share, facts = _consumer(question, step_us, lane, cores or 0)
+    who, taker, share, facts = _consumer(question, asked, step_us, lane, cores or 0)
     if facts and not as_json:
         say_step(facts)
     if tier_gb and not lane.files:
@@ -76,7 +79,11 @@ def input_lane(
 
 
 def _consumer(
-    question: Question | None, step_us: float, lane: InputLane, cores: int
+    question: Question | None,
+    asked: tuple[StepCapture, Target] | None,
+    step_us: float,
+    lane: InputLane,
+    cores: int,
 ) -> tuple[str, Consumer | None, float, Row]:
     """What takes the batches, in words and as a step, its cores, and what was forecast of it.
 
@@ -84,17 +91,17 @@ def _consumer(
     """
     from itercast.compose.input_pipeline import Consumer, consumer, cores_of_a_rank
 
-    if question is None:
+    if question is None or asked is None:
         known = Consumer(host_us=step_us) if step_us else None
         return f"a step of {step_us * MS:.1f} ms", known, cores or lane.cores, {}
-    captured, target = question.prepared()
+    captured, target = asked
     from itercast.compose.target import forecast_step
 
     found = forecast_step(captured, target)
     samples = captured.samples * target.plan.microbatches
     step = consumer(found, lane, target, samples)
     name = f"{question.name} on {found.gpu}"
-    facts = question_facts(question, captured, target)
+    facts = question_facts(question, captured, target, found)
     return name, step, cores_of_a_rank(lane, target, found.world_size, cores), facts
 
 

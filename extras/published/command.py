@@ -8,14 +8,12 @@ from typing import Annotated
 
 import typer
 
-from itercast.options import Json
+from itercast.options import Json, folder_to_write
 
 
 def bench_public(
     public: Annotated[Path, typer.Argument(help="folder of published measurements, by source")],
-    out: Annotated[Path, typer.Option(file_okay=False, help="report folder")] = Path(
-        "reports/bench-public"
-    ),
+    out: Annotated[Path, folder_to_write("report folder")] = Path("reports/bench-public"),
     line: Annotated[str, typer.Option(help="only results whose name contains this text")] = "",
     leave_out: Annotated[
         str,

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from itercast.options import Bundle, GpuName, Json, NodeName
+from itercast.options import Bundle, GpuName, Json, NodeName, file_to_write
 
 if TYPE_CHECKING:  # the command line starts without pandas
     from itercast.extras.recommenders.sharding.forecast import Forecaster, ShardingForecast
@@ -31,7 +31,7 @@ def shard(
         Path | None, typer.Option(help="torchrec's JSON of one to rank too")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="JSON file to write: the fastest, in torchrec's form")
+        Path | None, file_to_write("JSON file to write: the fastest, in torchrec's form")
     ] = None,
     seed: Annotated[int, typer.Option(help="seed of the random proposals")] = 0,
     as_json: Json = False,

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from itercast.capture.base.durations import counted, seconds
 from itercast.options import Cores, Json, Question, asks, file_to_write
-from itercast.stated import assumes, question_facts, say_step
+from itercast.stated import question_facts, say_step
 
 if TYPE_CHECKING:
     from itercast.capture.input.lane import InputLane
@@ -56,13 +56,12 @@ def rl(
     from itercast.compose.target import forecast_step
     from itercast.extras.rl.rollouts import best_workers, loop_time, make_loop
 
+    acting, target = replace(question, batch=envs, mode="infer").prepared()
+    captures = acting, question.prepared()[0]
     lane = _lane(environment, seconds(budget), limit)
     if out is not None:
         write_lane(lane, out)
-    acting, target = replace(question, batch=envs, mode="infer").prepared()
-    captures = acting, question.prepared()[0]
-    facts = question_facts(question, captures[1], target)
-    facts["assumes"] = assumes([forecast_step(captures[1], target)])
+    facts = question_facts(question, captures[1], target, forecast_step(captures[1], target))
     sizes = {"envs": envs, "workers": workers, "horizon": horizon, "epochs": epochs}
     own, other = (
         make_loop(captures, target, lane, cores=cores or 0, apart=apart, **sizes)

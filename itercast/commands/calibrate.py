@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from itercast.options import Bundle, Hardware, Json, Question
+from itercast.options import Bundle, Hardware, Json, Question, folder_to_write
 
 if TYPE_CHECKING:  # the command line starts without pandas
     import pandas as pd
@@ -24,9 +24,7 @@ def calibrate(
             "measured steps, YAML or Parquet"
         ),
     ],
-    out: Annotated[
-        Path | None, typer.Option(file_okay=False, help="bundle folder to write")
-    ] = None,
+    out: Annotated[Path | None, folder_to_write("bundle folder to write")] = None,
     bundle: Bundle = None,
     hardware: Hardware = None,
     host: Annotated[

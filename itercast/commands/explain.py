@@ -52,10 +52,8 @@ def _explain(question: Question, model: Any, script: Row, as_json: bool) -> None
 
         asked |= of_script(model, asked)
         step, target = prepare(model, **asked)
-        facts = script
     else:
         step, target = question.prepared()
-        facts = question_facts(question, step, target)
     from itercast.compose.explain.changes import changes
     from itercast.compose.explain.largest_batch import largest_batch
     from itercast.compose.explain.time_parts import hot_ops, time_parts
@@ -63,6 +61,8 @@ def _explain(question: Question, model: Any, script: Row, as_json: bool) -> None
     from itercast.eval.progress import progress_bar
 
     found = forecast_step(step, target)
+    own = {**script, "assumes": assumes([found])}
+    facts = own if script else question_facts(question, step, target, found)
     parts, ops = time_parts(found), hot_ops(step, target, OPS)
     with progress_bar() as bar, prints_aside():
         task = bar.add_task("changes", total=None)
@@ -70,7 +70,6 @@ def _explain(question: Question, model: Any, script: Row, as_json: bool) -> None
         largest = largest_batch(model, asked, step, target)
     name = question.name
     title = f"{name} on {found.gpu}, plan {found.plan}: {found.iteration_us / 1e3:.2f} ms"
-    facts["assumes"] = assumes([found])
     if as_json:
         lists: dict[str, Sequence[Any]] = {"parts": parts, "ops": ops, "changes": gains}
         plain: Row = {key: [asdict(one) for one in some] for key, some in lists.items()}

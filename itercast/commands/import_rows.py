@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from itercast.names import completing
 from itercast.options import Json
 
 if TYPE_CHECKING:  # the command line starts without pandas
@@ -18,7 +19,13 @@ if TYPE_CHECKING:  # the command line starts without pandas
 
 
 def import_rows(
-    source: Annotated[str, typer.Argument(help="e.g. neusight; an unknown name lists all")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="e.g. neusight; `itercast list sources` prints them",
+            autocompletion=completing("sources"),
+        ),
+    ],
     path: Annotated[Path, typer.Argument(help="clone, folder or file of that source")],
     out: Annotated[str, typer.Option(help="dataset root: a folder or a URL")] = "imported",
     gpu: Annotated[

@@ -85,8 +85,8 @@ def predict(
     if policy is not None:
         _write_policy(policy, step, target)
     noisy = _spread_of(found, target) if spread else None
-    facts = question_facts(question, step, target) | _machine_facts(step, target)
-    facts |= {"assumes": assumes([found])} | _price(found, prices)
+    facts = question_facts(question, step, target, found) | _machine_facts(step, target)
+    facts |= _price(found, prices)
     _print(question.name, found, facts, noisy, as_json=as_json, explain=explain_assumptions)
 
 

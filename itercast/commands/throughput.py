@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from itercast.options import Json, Prices, Question, asks, prints_aside
+from itercast.options import Json, Prices, Question, asks, folder_to_write, prints_aside
 from itercast.stated import assumes, options, say, settings, stated
 
 if TYPE_CHECKING:  # the command line starts without pandas
@@ -34,7 +34,7 @@ def throughput(
     prices: Prices = None,
     out: Annotated[
         Path | None,
-        typer.Option(file_okay=False, help="folder to write: throughput.csv, gavel.json and sia/"),
+        folder_to_write("folder to write: throughput.csv, gavel.json and sia/"),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -190,7 +190,10 @@ def _find(name: str) -> Stack | None:
         name = software
     if releases:
         return stacks[pick_version(releases, name)]
-    named = [
-        stack for stack in stacks.values() if any(w.lower() in name.lower() for w in stack.words)
-    ]
+    named = [stack for stack in stacks.values() if any(_says(name, w) for w in stack.words)]
     return named[0] if named else None
+
+
+def _says(text: str, word: str) -> bool:
+    """Whether a text has this word, not as a part of a longer one: no ``megatroncore``."""
+    return re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) is not None

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+from itercast.capture.base.close_names import unknown
 from itercast.capture.base.extensions import with_added
 from itercast.microbench.importers.base import Hints, Imported, Unreadable, read_text
 from itercast.microbench.importers.traces import kineto
@@ -32,7 +33,7 @@ def read_source(source: str, path: Path, hints: Hints) -> Imported:
     """Import a source; ValueError for an unknown source, a missing path or a wrong folder."""
     readers = importers()
     if source not in readers:
-        raise ValueError(f"unknown source {source!r}; known: {sorted(readers)}")
+        raise unknown("source", source, sorted(readers))
     if not path.exists():
         raise ValueError(f"{str(path)!r}: no such file or folder")
     read = readers[source]

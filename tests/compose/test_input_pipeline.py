@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import exp
 from typing import Any
 
 import pandas as pd
@@ -13,11 +14,13 @@ from public_data import PUBLIC, needs_public
 from itercast.capture.input.files import FileGroup
 from itercast.capture.input.lane import Batches, InputLane
 from itercast.compose.input_pipeline import (
+    HALF_WIDTH,
     Consumer,
     consumer,
     cores_of_a_rank,
     fed,
     fewest_workers,
+    with_input,
 )
 from itercast.compose.simulate.rank import OFFLOAD_FRAC
 from itercast.compose.target import find_target
@@ -175,3 +178,26 @@ def test_decoders_on_five_cpus_by_workers() -> None:
                 found.append(abs(forecast / known[workers] - 1))
     means = {workers: sum(found) / len(found) for workers, found in errors.items()}
     assert len(errors[2]) == 50 and max(means.values()) < 0.08, means
+
+
+@pytest.mark.parametrize(
+    ("batch_us", "low", "high"),
+    [
+        (1000, exp(-0.2), exp(0.2)),  # never waited for: the step's own interval
+        (40_000, 2 * exp(-HALF_WIDTH), 2 * exp(HALF_WIDTH)),  # decides alone: the loader's
+    ],
+)
+def test_the_interval_is_that_of_what_decides(batch_us: float, low: float, high: float) -> None:
+    """A step of 10 ms, 80 % of which end within a factor of e^0.2, and two workers."""
+    target = find_target("h100-sxm-80gb", "")
+    step = replace(
+        forecast_of(iteration_us=10_000, world_size=1),
+        iteration_us_p10=10_000 * exp(-0.2),
+        iteration_us_p90=10_000 * exp(0.2),
+    )
+    found = with_input(step, lane(batch_us), target, 8)
+    assert found.iteration_us_p10 == pytest.approx(10_000 * low, rel=0.01)
+    assert found.iteration_us_p90 == pytest.approx(10_000 * high, rel=0.01)
+    # step and loader alike: the longer of the two decides, so that both have to be short
+    both = with_input(step, lane(20_000), target, 8)
+    assert 10_000 * exp(-0.11) < both.iteration_us_p10 < both.iteration_us < both.iteration_us_p90
