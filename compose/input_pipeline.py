@@ -24,7 +24,7 @@ MOST_WORKERS = 1024  # simulated
 LATE: float = assumed(__file__, "late")
 ALIKE: float = assumed(__file__, "alike")
 HALF_WIDTH: float = assumed(__file__, "half_width")  # of what a loader takes for a batch
-DEVIATES = [NormalDist().inv_cdf(p) / NormalDist().inv_cdf(0.9) for p in (0.1, 0.3, 0.5, 0.7, 0.9)]
+TRIED = 5  # times of a step and of its loader for their interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,9 +236,11 @@ def with_input(found: Forecast, lane: InputLane, target: Target, samples: int) -
 def _interval(iteration_us: Callable[[float, float], float], wide: float) -> tuple[float, float]:
     """The 80 % interval of an iteration by how much slower its step and its loader are.
 
-    Both are tried at 5 equally likely times each: 25 iterations, equally likely. ``wide``: half
-    width of the step's interval in log time; the loader's is ``HALF_WIDTH``.
+    Each is tried at ``TRIED`` equally likely times, the first and last of which end its own 80 %
+    interval; all pairs are equally likely. ``wide``: half width of the step's interval in log
+    time; the loader's is ``HALF_WIDTH``.
     """
-    step, loader = ([exp(wide * z) for z in DEVIATES] for wide in (wide, HALF_WIDTH))
+    likely = [NormalDist().inv_cdf((i + 1 / 2) / TRIED) for i in range(TRIED)]
+    step, loader = ([exp(w * z / likely[-1]) for z in likely] for w in (wide, HALF_WIDTH))
     cuts = quantiles([iteration_us(one, other) for one in step for other in loader], n=10)
     return cuts[0], cuts[-1]

@@ -26,15 +26,8 @@ from itercast.commands.run import run
 from itercast.commands.throughput import throughput
 from itercast.errors import OneLineGroup, when_stopped
 from itercast.names import KINDS, kinds, listing
-from itercast.options import (
-    Bundle,
-    Families,
-    Hardware,
-    Json,
-    fetched_root,
-    folder_to_write,
-    prints_aside,
-)
+from itercast.options import Bundle, Families, Hardware, Json, fetched_root, prints_aside
+from itercast.outputs import folder_to_write
 
 app = typer.Typer(
     cls=OneLineGroup,

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, fields
@@ -21,6 +19,7 @@ from itercast.capture.opcall import NARROW
 from itercast.capture.plan import ParallelPlan
 from itercast.capture.step import ALLOWED
 from itercast.names import completing
+from itercast.outputs import file_to_write
 
 if TYPE_CHECKING:  # the command line starts without pandas
     from itercast.capture.opcall import StepCapture
@@ -55,40 +54,6 @@ def whole_number(text: str | int) -> int:
     if not (plain.isascii() and plain.isdecimal() and 1 <= int(plain) <= MOST):
         raise typer.BadParameter(f"{text!r} is no whole number from 1 to {MOST:,}")
     return int(plain)
-
-
-def in_a_folder(path: Path | None) -> Path | None:
-    """Parses an option that names a file to write: its folder has to exist."""
-    if path is not None and not path.parent.is_dir():
-        raise typer.BadParameter(f"{str(path)!r}: no such folder")
-    if path is not None:  # said now, not after the work
-        try:
-            with tempfile.TemporaryFile(dir=path.parent):
-                pass
-        except OSError as exc:
-            told = f"{str(path)!r}: nothing can be written there ({exc.strerror})"
-            raise typer.BadParameter(told) from None
-    return path
-
-
-def can_be_made(path: Path | None) -> Path | None:
-    """Parses an option that names a folder to write: it is there, or can be made."""
-    if path is not None:
-        there = next(p for p in (path, *path.absolute().parents) if p.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK):
-            why = "no permission" if there.is_dir() else f"{str(there)!r} is a file"
-            raise typer.BadParameter(f"{str(path)!r}: nothing can be written there ({why})")
-    return path
-
-
-def folder_to_write(text: str) -> Any:
-    """An option whose value is a folder to write, which is made where it is not there."""
-    return typer.Option(help=text, callback=can_be_made)
-
-
-def file_to_write(text: str) -> Any:
-    """An option whose value is a file to write, in a folder that exists."""
-    return typer.Option(help=text, dir_okay=False, callback=in_a_folder)
 
 
 Case = Annotated[

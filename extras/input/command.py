@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from itercast.capture.base.durations import seconds
-from itercast.options import Cores, Json, Question, asks, file_to_write
+from itercast.options import Cores, Json, Question, asks
+from itercast.outputs import file_to_write
 from itercast.stated import question_facts, say_step
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from itercast.options import Json, folder_to_write
+from itercast.options import Json
+from itercast.outputs import folder_to_write
 
 
 def bench_public(

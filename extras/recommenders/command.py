@@ -11,7 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from itercast.options import Bundle, GpuName, Json, NodeName, file_to_write
+from itercast.options import Bundle, GpuName, Json, NodeName
+from itercast.outputs import file_to_write
 
 if TYPE_CHECKING:  # the command line starts without pandas
     from itercast.extras.recommenders.sharding.forecast import Forecaster, ShardingForecast

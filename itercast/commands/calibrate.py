@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from itercast.options import Bundle, Hardware, Json, Question, folder_to_write
+from itercast.options import Bundle, Hardware, Json, Question
+from itercast.outputs import folder_to_write
 
 if TYPE_CHECKING:  # the command line starts without pandas
     import pandas as pd

@@ -29,10 +29,10 @@ from itercast.options import (
     Prices,
     Question,
     asks,
-    in_a_folder,
     prints_aside,
     warn_of_dtype,
 )
+from itercast.outputs import in_a_folder
 from itercast.stated import assumes, command, say, settings, unusual
 
 if TYPE_CHECKING:  # the command line starts without pandas

@@ -10,16 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from itercast.options import (
-    Cluster,
-    Json,
-    Prices,
-    Question,
-    Trace,
-    asks,
-    file_to_write,
-    prints_aside,
-)
+from itercast.options import Cluster, Json, Prices, Question, Trace, asks, prints_aside
+from itercast.outputs import file_to_write
 from itercast.stated import assumes, question_facts, say_step
 
 if TYPE_CHECKING:  # no command but predict pays for these

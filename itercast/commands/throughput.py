@@ -13,7 +13,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from itercast.options import Json, Prices, Question, asks, folder_to_write, prints_aside
+from itercast.options import Json, Prices, Question, asks, prints_aside
+from itercast.outputs import folder_to_write
 from itercast.stated import assumes, options, say, settings, stated
 
 if TYPE_CHECKING:  # the command line starts without pandas

@@ -1,0 +1,44 @@
+"""Options that name a file or a folder to write: refused before the work, not after it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import typer
+
+
+def in_a_folder(path: Path | None) -> Path | None:
+    """Parses an option that names a file to write: its folder has to exist."""
+    if path is not None and not path.parent.is_dir():
+        raise typer.BadParameter(f"{str(path)!r}: no such folder")
+    if path is not None:  # said now, not after the work
+        try:
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
+        except OSError as exc:
+            told = f"{str(path)!r}: nothing can be written there ({exc.strerror})"
+            raise typer.BadParameter(told) from None
+    return path
+
+
+def can_be_made(path: Path | None) -> Path | None:
+    """Parses an option that names a folder to write: it is there, or can be made."""
+    if path is not None:
+        there = next(p for p in (path, *path.absolute().parents) if p.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            why = "no permission" if there.is_dir() else f"{str(there)!r} is a file"
+            raise typer.BadParameter(f"{str(path)!r}: nothing can be written there ({why})")
+    return path
+
+
+def folder_to_write(text: str) -> Any:
+    """An option whose value is a folder to write, which is made where it is not there."""
+    return typer.Option(help=text, callback=can_be_made)
+
+
+def file_to_write(text: str) -> Any:
+    """An option whose value is a file to write, in a folder that exists."""
+    return typer.Option(help=text, dir_okay=False, callback=in_a_folder)
