@@ -7,6 +7,7 @@ from itercast.capture.plan import ParallelPlan
 from itercast.capture.plan_keys import GREEDY
 from itercast.microbench.hardware.spec import Gpu
 
+FITS, MISFITS = "fits", "does not fit"  # a third verdict says how close it is
 MEMORY_ERROR: float = assumed(__file__, "memory_error")
 VISIBLE_FRAC: float = assumed(__file__, "visible_frac")
 CONTEXT_BYTES: float = assumed(__file__, "context_bytes")
@@ -31,7 +32,7 @@ def room_bytes(gpu: Gpu, plan: ParallelPlan) -> int:
 def verdict(memory_bytes: float, room: float) -> str:
     """Whether so many bytes of tensors fit, as far as the memory model can tell."""
     if not too_close(memory_bytes, room):
-        return "fits" if memory_bytes <= room else "does not fit"
+        return FITS if memory_bytes <= room else MISFITS
     low, high = (memory_bytes * (1 + sign * MEMORY_ERROR) / 1e9 for sign in (-1, 1))
     return f"too close: {low:.0f} to {high:.0f} of {room / 1e9:.0f} GB"
 

@@ -12,7 +12,7 @@ from math import exp, inf
 from itercast.capture.base.garbage import without_garbage_collection
 from itercast.capture.plan import ParallelPlan
 from itercast.capture.plan_keys import V_SHAPED
-from itercast.compose.parallel.device_memory import room_bytes
+from itercast.compose.parallel.device_memory import room_bytes, too_close
 from itercast.compose.plan_search.candidates import OBJECTIVES, Scored, Search, candidate_plans
 from itercast.compose.plan_search.shapes import Shapes, mean_us
 from itercast.compose.plan_search.simplest import PLANS_APART, simplest
@@ -143,23 +143,28 @@ def _score(rank: Rank, time_us: float, objective: str) -> float:
 
 
 def _others(search: Search, rank: Rank, objective: str) -> Iterator[Scored]:
-    """The plan with local SGD; if it exceeds the memory, with as little recomputation as fits.
+    """The plan with local SGD; if it may exceed the memory, with as little recomputation as fits.
 
-    Budgets are tried in tenths, from what the excess leaves of the activations downwards.
+    Budgets are tried in tenths, from what the excess leaves of the activations downwards, up to the
+    first that fits beyond the memory model's error; where none does, the first that may fit.
     """
     plan, used = rank.plan, memory(rank, search.optimizer)
     if search.local:
         with suppress(ValueError):
             yield from _bounded(search, replace(plan, local=search.local), objective)
-    excess = sum(used.values()) - room_bytes(search.book.gpu, plan)
-    if plan.recompute or excess <= 0 or excess >= used["activations"]:
+    total, room = sum(used.values()), room_bytes(search.book.gpu, plan)
+    clear = total <= room and not too_close(total, room)
+    excess = max(0, total - room)
+    if plan.recompute or clear or excess >= used["activations"]:
         return
+    may_fit: list[Scored] = []
     for tenth in range(int(10 * (1 - excess / used["activations"])), 0, -1):
         budget = replace(plan, recompute="budget", recomputed=tenth / 10)
-        found = list(_bounded(search, budget, objective))
-        if found and found[0].fits:
-            yield found[0]
+        may_fit += [one for one in list(_bounded(search, budget, objective))[:1] if one.fits]
+        if may_fit and not may_fit[-1].close:
+            yield may_fit[-1]
             return
+    yield from may_fit[: 1 if excess else 0]
 
 
 class _Found:

@@ -6,15 +6,17 @@ from collections.abc import Mapping, Sequence
 from textwrap import wrap
 
 from itercast.compose.forecast import Forecast
+from itercast.compose.parallel.device_memory import FITS, MISFITS
 from itercast.eval.report import charts
 from itercast.eval.report.blocks import Section, Table, Tile, number
 from itercast.eval.report.charts import Chart, Figure, Trace
 from itercast.eval.report.page import render
 from itercast.microbench.store import Facts
 
-Tried = tuple[str, float, int, bool]  # plan, time in us, bytes of memory, whether it fits
+Tried = tuple[str, float, int, str]  # plan, time in us, bytes of memory, ``verdict`` on them
 Held = Mapping[str, Sequence[tuple[float, float]]]  # by rank, times in us and bytes
 PARTS = ("compute", "exposed communication", "bubble", "host gaps", "waiting")
+CLOSE = "too close to tell"  # memory within the memory model's error of what there is
 LABEL_WIDTH = 20  # characters of a line of a plan beside its bar
 MOST_RANKS = 8  # lines of a memory chart
 MOST_POINTS = 400  # of a line
@@ -55,8 +57,10 @@ def _short(plan: str) -> str:
 def _tile(label: str, r: Forecast, facts: Facts) -> Tile:
     """A plan with its time, memory and utilisation."""
     memory = f"{r.memory_bytes / 1e9:.1f} of {r.memory_room_bytes / 1e9:.1f} GB"
+    sure = r.memory_verdict == FITS
+    memory += "" if sure else f" ({r.memory_verdict})"
     beside = f"{_short(r.plan)}; {memory}; MFU {100 * r.mfu_frac:.0f} %"
-    return Tile(label=label, value=f"{r.iteration_us / 1e3:.1f} ms", beside=beside, off=not r.fits)
+    return Tile(label=label, value=f"{r.iteration_us / 1e3:.1f} ms", beside=beside, off=not sure)
 
 
 def _times_us(r: Forecast) -> tuple[float, ...]:
@@ -65,9 +69,11 @@ def _times_us(r: Forecast) -> tuple[float, ...]:
     return (r.compute_us, r.exposed_comm_us, *idle)
 
 
-def _hover(plan: str, us: float, nbytes: int, r: Forecast | None) -> str:
+def _hover(one: Tried, r: Forecast | None) -> str:
     """What hovering over a plan shows."""
-    lines = [f"<b>{_short(plan)}</b>", f"{us / 1e3:.4g} ms, {nbytes / 1e9:.3g} GB"]
+    plan, us, nbytes, memory = one
+    told = f"{us / 1e3:.4g} ms, {nbytes / 1e9:.3g} GB"
+    lines = [f"<b>{_short(plan)}</b>", told if memory == FITS else f"{told} ({memory})"]
     if r is not None:
         lines[1] += f", MFU {100 * r.mfu_frac:.1f} %"
         pairs = zip(PARTS, _times_us(r), strict=True)
@@ -84,11 +90,13 @@ def _tried(
 ) -> Section:
     """Time against memory, and against GPU time, of all plans that were simulated."""
     groups: dict[str, list[Tried]] = {
-        name: [] for name in ("best", "simplest that may be as good", "others", "too much memory")
+        name: []
+        for name in ("best", "simplest that may be as good", "others", CLOSE, "too much memory")
     }
     for one in {one[0]: one for one in tried}.values():
-        plan, _, _, fits = one
-        name = "best" if plan == best[0] else "others" if fits else "too much memory"
+        plan, _, _, memory = one
+        name = {FITS: "others", MISFITS: "too much memory"}.get(memory, CLOSE)
+        name = "best" if plan == best[0] else name
         name = "simplest that may be as good" if plan == simple != best[0] else name
         groups[name].append(one)
     ranks = {plan: r.world_size for plan, r in reports.items()}
@@ -109,13 +117,13 @@ def _tried(
             x = charts.short([across(p) for p in some])
             y = charts.short([p[1] / 1e3 for p in some])
             trace = charts.dots_of(n, name, x, y, "%{text}", size)
-            trace["text"] = [_hover(p[0], p[1], p[2], reports.get(p[0])) for p in some]
+            trace["text"] = [_hover(p, reports.get(p[0])) for p in some]
             traces.append(trace)
         y_axis = {"title": {"text": "iteration, ms"}, "type": "log"}
         figures[way] = charts.figure(traces, {"title": {"text": axis}}, y_axis)
     rows = [
-        [_short(p), *map(number, (us / 1e3, nbytes / 1e9)), "yes" if fits else "no"]
-        for p, us, nbytes, fits in sorted(set(tried), key=lambda one: (not one[3], one[1]))
+        [_short(p), *map(number, (us / 1e3, nbytes / 1e9)), memory]
+        for p, us, nbytes, memory in sorted(set(tried), key=lambda one: (one[3] == MISFITS, one[1]))
     ]
     text = (
         "Plans that the search simulated; of the others a lower bound of the time was too long. "
@@ -127,7 +135,7 @@ def _tried(
         title="All plans tried",
         text=[text],
         chart=Chart(figures=figures, height_px=460),
-        table=Table(head=["plan", "ms", "GB", "fits"], rows=rows),
+        table=Table(head=["plan", "ms", "GB", "memory"], rows=rows),
     )
 
 
@@ -147,6 +155,7 @@ def _parts(reports: Sequence[Forecast], simple: str) -> Section:
             name,
             *(number(us / 1e3) for us in (r.iteration_us, *_times_us(r))),
             number(r.memory_bytes / 1e9),
+            r.memory_verdict,
             number(100 * r.mfu_frac),
         ]
         for name, r in zip(names, reports, strict=True)
@@ -158,7 +167,7 @@ def _parts(reports: Sequence[Forecast], simple: str) -> Section:
         chart=Chart(
             figures={"": figure}, height_px=charts.FRAME_PX + 2 * charts.ROW_PX * len(reports)
         ),
-        table=Table(head=["plan", "ms", *PARTS, "GB", "MFU %"], rows=rows),
+        table=Table(head=["plan", "ms", *PARTS, "GB", "memory", "MFU %"], rows=rows),
     )
 
 

@@ -287,8 +287,10 @@ def _write_page(
 ) -> None:
     """Write the page of a search."""
     from itercast.capture.base.files import write_atomic
+    from itercast.compose.parallel.device_memory import room_bytes, verdict
     from itercast.eval.report.plan_page import plan_page
 
+    gpu = search.book.gpu
     known = {r.plan: r for r in reports}
     order = sorted(found.tried, key=lambda s: s.score(facts["objective"]))
     for scored in order[:MOST_REPORTS]:
@@ -297,7 +299,11 @@ def _write_page(
     best = found.best[0].plan
     simple = found.simplest.plan if found.simplest else best
     held = {str(plan): search.trace(plan).held() for plan in dict.fromkeys((best, simple))}
-    tried = [(str(s.plan), s.iteration_us, s.memory_bytes, s.fits) for s in found.tried]
+    told = [verdict(s.memory_bytes, room_bytes(gpu, s.plan)) for s in found.tried]
+    tried = [
+        (str(s.plan), s.iteration_us, s.memory_bytes, memory)
+        for s, memory in zip(found.tried, told, strict=True)
+    ]
     text = plan_page(facts, tried, known, [str(s.plan) for s in found.best], str(simple), held)
     write_atomic(path, text.encode())
     typer.echo(f"page of the search: {path}", err=True)

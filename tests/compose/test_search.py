@@ -175,23 +175,29 @@ def test_v_shaped_schedules_and_local_sgd_are_tried(search: Search) -> None:
     assert not list(variants(search, listed, "time", limit=0.0))  # none can be so fast
 
 
-def test_no_more_is_recomputed_than_the_memory_takes() -> None:
-    """A GPU lacks a quarter of what a replica saves for backward: the largest budget that fits."""
+@pytest.mark.parametrize("lacking", [1 / 4, -0.001])
+def test_no_more_is_recomputed_than_the_memory_takes(lacking: float) -> None:
+    """A GPU lacks a quarter of what a replica saves for backward, or has hardly more than it takes.
+
+    The largest budget that fits beyond the memory model's error.
+    """
 
     def searched(gpu: Gpu) -> Search:
         return replace(search_of(gpu), optimizer="sgd", batch=1024)
 
     plan = ParallelPlan.parse("dp=4,accumulate=4")
     used = memory(searched(GPU).rank(plan), "sgd")
-    lacks = used["activations"] / 4
-    assert lacks > used["parameters"]
+    lacks = used["activations"] * lacking
+    assert used["activations"] / 4 > used["parameters"]
     tight = searched(gpu_with_room(sum(used.values()) - lacks))
     listed = next(_bounded(tight, plan, "time"))
     (found,) = variants(tight, [listed], "time")
     tenths = [replace(plan, recompute="budget", recomputed=n / 10) for n in range(1, 11)]
-    fitting = [p for p in tenths if next(_bounded(tight, p, "time")).fits]
-    assert not listed.fits and found.fits
-    assert found.plan == fitting[-1] and 0 < found.plan.recomputed < 0.8
+    bounded = [next(_bounded(tight, p, "time")) for p in tenths]
+    fitting = [one.plan for one in bounded if one.fits and not one.close]
+    assert listed.fits == (lacking < 0) and (listed.close or not listed.fits)
+    assert found.fits and not found.close
+    assert found.plan == fitting[-1] and 0 < found.plan.recomputed <= 1
 
 
 def ranking_at(batch: int, seq: int) -> StepCapture:

@@ -11,8 +11,11 @@ import pytest
 from browser import browser, console_errors, outside_requests, serious_findings, shown_as
 from plan_case import search_of
 
+from itercast.compose.parallel.device_memory import FITS, MISFITS
 from itercast.compose.plan_search.search import best_plans
 from itercast.eval.report.plan_page import plan_page
+
+CLOSE = "too close: 76 to 84 of 80 GB"
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +26,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert found.simplest is not None
     best, simple = (str(s.plan) for s in (found.best[0], found.simplest))
     reports = {str(s.plan): search.report(s.plan, "") for s in (*found.best, found.simplest)}
-    tried = [(str(s.plan), s.iteration_us, s.memory_bytes, s.fits) for s in found.tried]
+    tried = [(str(s.plan), s.iteration_us, s.memory_bytes, FITS) for s in found.tried]
+    close, large = (("dp=4,micro=9", 2e5, 80, CLOSE), ("dp=4,micro=8", 1e5, 99, MISFITS))
+    tried += [large, close]
     held = {plan: search.trace(reports_plan).held() for plan, reports_plan in _plans(found).items()}
     facts = {"case": "gpt-s", "gpu": "toy-gpu", "gpus": 4, "global_batch": 8, "seq": 64}
     facts |= {"dtype": "fp32", "optimizer": "adamw"}
@@ -60,6 +65,10 @@ def test_all_plans_are_points_and_nothing_serious_is_found(
     )
     points = driver.execute_script("return document.querySelectorAll('#tried .point').length")
     assert points == rows - 1 > 3  # a row is the head
+    cells = driver.execute_script(
+        "return [...document.querySelectorAll('#tried td:last-child')].map(x => x.textContent)"
+    )
+    assert cells == [FITS] * (len(cells) - 2) + [CLOSE, MISFITS]  # in this order
     assert driver.execute_script("return document.querySelectorAll('#memory .lines').length")
     bars = driver.execute_script("return document.querySelectorAll('#parts .bars .point').length")
     assert bars >= 2 * 5
