@@ -4,7 +4,7 @@ BUDGET ?= 5m
 OUT ?= datasets
 PYTHON ?= python3
 
-.PHONY: help setup demo collect campaign train evaluate others bench-public ablate shipped shipped-cpu bench-speed bench-scale dlrm fleet-demo programs predict check ui report test test-slow test-pages docs lint endurance scripts torchrun features forecasts clean
+.PHONY: help setup demo collect campaign train evaluate others bench-public ablate shipped shipped-cpu bench-speed bench-scale dlrm fleet-demo programs predict check ui report test test-slow test-pages docs lint endurance scripts torchrun features laws forecasts clean
 PUBLIC ?= ../shared/public-data
 
 help: ## list the targets
@@ -116,6 +116,9 @@ torchrun: setup ## 15 small scripts under torchrun on this CPU beside their fore
 
 features: setup ## forecast small programs of one parallel feature each, and what each sends beside what it is by hand (10 minutes)
 	$(PY) tests/endurance/parallel_features.py
+
+laws: setup ## hold 500 drawn plans to each law over machines and memory (half an hour)
+	$(PY) tests/endurance/laws.py
 
 forecasts: setup ## compare 300 forecasts with those recorded, after code was moved or rewritten (1 minute)
 	$(PY) tests/endurance/forecasts.py

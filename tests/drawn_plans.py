@@ -9,18 +9,21 @@ from functools import cache
 from law_case import rank_for
 
 from itercast.capture.plan import ParallelPlan
+from itercast.compose.simulate.stages import stages_of
 
 MODELS = ("gpt", "moe", "frozen", "images")
+BUDGET = "recompute=budget:0.5"
+SCHEDULES = [f"pp=2,micro=4,schedule={name}" for name in ("interleaved", "zb", "zbv", "dualpipev")]
 VALUES: dict[str, Sequence[str]] = {
     "dp": ("", "dp=2", "dp=4", "dp=8", "dp=16"),
     "tp": ("", "", "tp=2", "tp=2,sp", "tp=4,sp"),
-    "pp": ("", "", "pp=2", "pp=2,micro=4", "pp=4,micro=8", "pp=2,micro=4,schedule=interleaved"),
+    "pp": ("", "", "", "pp=2", "pp=2,micro=4", "pp=4,micro=8", *SCHEDULES),
     "cp": ("", "", "", "cp=2"),
     "ep": ("", "ep=2", "ep=4", "ep=4,etp=1", "ep=2:1.5"),
     "zero": ("", "zero=1", "zero=2", "zero=3"),
     "hsdp": ("", "", "hsdp=2", "hsdp=4"),
     "accumulate": ("", "", "accumulate=2"),
-    "recompute": ("", "", "recompute=full", "recompute=selective", "recompute=ops"),
+    "recompute": ("", "", "recompute=full", "recompute=selective", "recompute=ops", BUDGET),
     "offload": ("", "", "", "offload=activations", "offload=optimizer"),
     "exchange": ("", "", "", "", "cdp=2", "gossip=ring", "local=4", "compress=0.5"),
     "coconet": ("", "", "", "", "coconet=split,reorder"),
@@ -48,7 +51,7 @@ def is_legal(name: str, text: str) -> bool:
     """Whether a model can run under a plan: rules of plans, and those of the rewrites."""
     try:
         ParallelPlan.parse(text)
-        rank_for(name, text)
+        stages_of(rank_for(name, text))
     except ValueError:
         return False
     return True

@@ -25,6 +25,7 @@ from itercast.compose.graph.attention_kernels import SDPA_OPS
 from itercast.compose.graph.cross_entropy import over_logits
 from itercast.compose.graph.identity_cache import cached_by_identity
 from itercast.compose.graph.product_roles import DTYPE_CAST, EXPERT_PRODUCTS
+from itercast.compose.graph.rewrite import COLLECTIVE
 
 PRODUCT = "aten.mul.Tensor"
 SOFTMAX = "aten._softmax.default"
@@ -215,12 +216,16 @@ def lifetimes(capture: StepCapture) -> list[tuple[int, int, int]]:
 
 
 def input_bytes(capture: StepCapture) -> int:
-    """Returns the bytes that forward reads and no call makes, but parameters: inputs, buffers."""
+    """Returns the bytes that forward reads and no call makes, but parameters: inputs, buffers.
+
+    A collective's message may be its own result: what is gathered is no input.
+    """
     known = {p.storage for p in capture.parameters} | {-1}
     given: dict[int, int] = {}
     for call in capture.calls:
         if call.phase in ("forward", "loss"):
-            new = [t for t in call.tensors() if t.storage not in known]
+            own = {t.storage for t in call.outputs} if call.op == COLLECTIVE else set[int]()
+            new = [t for t in call.tensors() if t.storage not in known | own]
             given |= {t.storage: max(t.nbytes, given.get(t.storage, 0)) for t in new}
         known |= {t.storage for t in call.outputs}
     return sum(given.values())

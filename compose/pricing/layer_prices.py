@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -57,8 +58,8 @@ class PricedLayer:
     """A layer's ops with durations, and by parameter the copies that gradients may need.
 
     ``saved_bytes``: activations that forward keeps for backward, those that are recomputed left
-    out; ``again_bytes``: those that backward makes again; ``kept``: ops whose results a selective
-    checkpoint saves. ``launches``: host time of each op. ``shown``: a timeline is to show each op.
+    out; ``kept``: ops whose results a selective checkpoint saves. ``launches``: host time of each
+    op. ``shown``: a timeline is to show each op.
     """
 
     layer: Layer
@@ -71,10 +72,10 @@ class PricedLayer:
     on_cpu: bool
     saved_bytes: int
     matmul_s: float  # matrix products at peak, forward and backward without recomputation
-    weight_us: float  # part of backward that computes gradients of weights
-    again_bytes: int = 0
+    weights: frozenset[int]  # ops of backward by place that no input's gradient needs
     kept: Places = ()
     shown: bool = False
+    fetches: bool = True  # backward needs parameters, and what was offloaded
 
     @property
     def numbered(self) -> bool:
@@ -90,6 +91,33 @@ class PricedLayer:
         return replace(
             self, layer=self.layer.dense, accumulate=accumulate, into_bucket=into, out_of_bucket=out
         )
+
+    @cached_property
+    def to_inputs(self) -> PricedLayer:
+        """The layer with that part of backward which earlier layers wait for."""
+        return replace(self, backward=tuple(self._of_backward(weights=False)))
+
+    @cached_property
+    def to_weights(self) -> PricedLayer:
+        """The layer with the rest of backward: gradients are ready after it, as their ops end."""
+        places = sorted(self.weights)
+        parameters = tuple(
+            replace(p, ready_after=max(0, bisect_right(places, p.ready_after) - 1))
+            if p.ready_after >= 0
+            else p
+            for p in self.layer.parameters
+        )
+        layer = replace(self.layer, parameters=parameters)
+        backward = tuple(self._of_backward(weights=True))
+        return replace(self, layer=layer, backward=backward, fetches=False)
+
+    @property
+    def weight_us(self) -> float:
+        """Time of the part of backward that computes gradients of weights alone."""
+        return sum(op.duration_us for op in self._of_backward(weights=True))
+
+    def _of_backward(self, *, weights: bool) -> list[PricedOp]:
+        return [op for i, op in enumerate(self.backward) if (i in self.weights) == weights]
 
     def fold(self, ops: Sequence[PricedOp]) -> Work:
         """Sum up ops, given in launch order, to their time on the host and on the compute lane."""
@@ -306,20 +334,23 @@ def _price_layer(
         launches=costs,
         on_cpu=book.gpu.kind == "cpu",
         saved_bytes=how.saved_bytes,
-        again_bytes=how.again_bytes,
         kept=how.kept,
         matmul_s=sum(map(graph.matmul_s, spans)),
-        weight_us=_weight_us(layer, graph.capture, ops),
+        weights=frozenset(len(how.ops) + i for i in _weights(layer, graph.capture)),
     )
 
 
-def _weight_us(layer: Layer, capture: StepCapture, ops: Ops) -> float:
-    """Time of backward's products whose result has a weight's shape: only the optimizer waits."""
-    shapes = {p.shape for p in layer.parameters if len(p.shape) > 1}
+def _weights(layer: Layer, capture: StepCapture) -> Iterator[int]:
+    """Calls, counted from the start of a layer's backward, whose results no earlier layer needs.
+
+    They compute gradients of weights alone, which only the optimizer waits for.
+    """
     a, b = layer.backward
-    return sum(
-        ops[i].duration_us
-        for i in range(a, b)
-        if capture.calls[i].op in ("aten.mm.default", "aten.bmm.default")
-        and capture.calls[i].outputs[0].shape in shapes
-    )
+    later = (c for c in capture.calls[b:] if c.phase == "backward")
+    needed = {t.storage for c in later for t in c.tensors()}
+    for i in range(b - 1, a - 1, -1):
+        call = capture.calls[i]
+        if needed.isdisjoint(t.storage for t in call.outputs):
+            yield i - a
+        else:
+            needed |= {t.storage for t in call.tensors()}

@@ -28,31 +28,26 @@ MAX_FRONT = 4096  # subsets that no other one beats in both time and bytes
 class Recomputed:
     """What a layer recomputes: ``ops`` run again in backward, ``forward`` comes before forward.
 
-    ``saved_bytes`` stay between forward and backward, ``again_bytes`` are made again. ``kept``: ops
-    whose results a selective checkpoint saves.
+    ``saved_bytes`` stay between forward and backward. ``kept``: ops whose results a selective
+    checkpoint saves.
     """
 
     ops: tuple[PricedOp, ...] = ()
     forward: tuple[PricedOp, ...] = ()
     saved_bytes: int
-    again_bytes: int = 0
     kept: Places = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """Calls whose results are saved together or not at all: their bytes, and the time they take.
-
-    ``needed``: those of the bytes that backward reads.
-    """
+    """Calls whose results are saved together or not at all: their bytes, and the time they take."""
 
     calls: tuple[int, ...]
     nbytes: int
-    needed: int
     time_us: float
 
 
-NOTHING = Item(calls=(), nbytes=0, needed=0, time_us=0.0)
+NOTHING = Item(calls=(), nbytes=0, time_us=0.0)
 
 
 def recomputed(
@@ -72,7 +67,6 @@ def recomputed(
     saved = boundary = graph.before_fusion(layer)[1].output_bytes
     if plan.recompute == "selective":
         span, saved = _attention(layer, capture)
-        again_bytes = layer.saved_bytes - saved
     else:
         span = _whole(layer, capture, book.stack)
         if plan.recompute == "budget":
@@ -81,10 +75,9 @@ def recomputed(
         elif plan.recompute == "ops":
             saves = _saved_ops(span, capture)
             items = (i for i in _items(layer, span, capture, ops) if saves.issuperset(i.calls))
-            nbytes, needed = _kept_bytes(*graph.before_fusion(layer))
-            kept = replace(reduce(_joined, items, kept), nbytes=nbytes, needed=needed)
+            nbytes = _kept_bytes(*graph.before_fusion(layer))
+            kept = replace(reduce(_joined, items, kept), nbytes=nbytes)
         saved = boundary + kept.nbytes
-        again_bytes = max(0, layer.saved_bytes - boundary - kept.needed)
     again = [replace(ops[i], leads=0.0) for i in span if i not in kept.calls]
     if again:
         again.insert(0, python_op("checkpoint_layer", _saved(layer, capture), book))
@@ -94,7 +87,6 @@ def recomputed(
         ops=tuple(again),
         forward=(_policy(range(*layer.forward), capture, book),) if kept.calls else (),
         saved_bytes=saved,
-        again_bytes=again_bytes,
         kept=_named(layer, capture, kept.calls),
     )
 
@@ -187,21 +179,19 @@ def _saved_ops(span: Sequence[int], capture: StepCapture) -> set[int]:
     return {*products[::2], *(i for i in span if calls[i].op == ATTENTION[0])}
 
 
-def _kept_bytes(capture: StepCapture, layer: Layer) -> tuple[int, int]:
-    """Bytes that ``_saved_ops`` keep beside a layer's output, and those that backward needs."""
+def _kept_bytes(capture: StepCapture, layer: Layer) -> int:
+    """Bytes that ``_saved_ops`` keep beside a layer's output."""
     a, b = layer.forward
     later = {t.storage for c in capture.calls[b:] if c.phase == "forward" for t in c.tensors()}
-    read = {t.storage for c in capture.calls[slice(*layer.backward)] for t in c.tensors()}
     saved = [capture.calls[i] for i in _saved_ops(range(a, b), capture)]
     made = {t.storage: t.nbytes for c in saved for t in c.outputs if t.storage not in later}
-    return sum(made.values()), sum(made[s] for s in made if s in read)
+    return sum(made.values())
 
 
 def _joined(one: Item, other: Item) -> Item:
     return Item(
         calls=(*one.calls, *other.calls),
         nbytes=one.nbytes + other.nbytes,
-        needed=one.needed + other.needed,
         time_us=one.time_us + other.time_us,
     )
 
@@ -217,7 +207,6 @@ def _items(
     b = layer.forward[1]
     forward = [c for c in capture.calls if c.phase == "forward"]
     written = Counter(t.storage for c in forward for t in c.outputs)
-    read = {t.storage for c in capture.calls[slice(*layer.backward)] for t in c.tensors()}
     later = {t.storage for c in capture.calls[b:] if c.phase == "forward" for t in c.tensors()}
     found, drawn, drawn_alone = list[Item](), list[Item](), True
     for i in span:
@@ -229,7 +218,6 @@ def _items(
         item = Item(
             calls=(i,),
             nbytes=sum(n for s, n in made.items() if s not in later),
-            needed=sum(n for s, n in made.items() if s in read and s not in later),
             time_us=ops[i].duration_us,
         )
         if random:

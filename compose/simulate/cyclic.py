@@ -71,24 +71,16 @@ def send_to_next_replica(program: RankTasks) -> None:
         program.lanes.work(x.fold(ops), f"send {x.layer.name}")
 
 
-def _products_frac(rank: Rank) -> float:
-    """The share of forward's and backward's time in products."""
-    each = [w for x in rank.layers for w in (x.forward_work, x.backward_work)]
-    lane_us = sum(w.lane_us for w in each)
-    return sum(w.product_us for w in each) / lane_us if lane_us else 0.0
-
-
 def staggered(rank: Rank, alone: Shares) -> Shares:
     """Times of a step of cyclic data parallelism, from those of a replica ``alone``.
 
     A step has 2 dp slots of time; in each its messages run beside the slot's compute.
     """
     end_us = comm_us = slowed_us = 0.0
-    products_frac = _products_frac(rank)
     for sent, count in slots_of(rank):
         message_us, latency_us = sum(m.duration_us for m in sent), sum(m.latency_us for m in sent)
         own_us = alone.end_us * count / (2 * rank.plan.dp)
-        contention = max(rank.book.contention_of(m, products_frac) for m in sent)
+        contention = max(rank.book.contention_of(m, rank.products_frac) for m in sent)
         end_us += steady_us(own_us, message_us, count, contention, latency_us)
         comm_us += count * message_us
         slowed_us += (contention - 1) * min(own_us, count * (message_us - latency_us))

@@ -69,9 +69,11 @@ def sharded_backward(program: RankTasks, *, scatter: bool, later: bool) -> None:
     markers: list[tuple[int, ...]] = [program.lanes.done]
     last: list[int] = []
     for k, x in enumerate(layers):
+        program.pause(len(layers) - 1 - k)
         program.from_host(x, markers[max(0, k - 1)])
         program.lanes.wait(sent)
-        work = copies.then(hooks(program, x, 1 - FORWARD_SHARE))
+        python = hooks(program, x, 1 - FORWARD_SHARE) if x.fetches else Work()
+        work = copies.then(python)
         if not program.lanes.on_cpu:
             sent, copies = _gathered_again(program, layers[k + 1 : k + 2])
         work = work.then(x.later_work if later and not how.every_micro else x.backward_work)
@@ -145,7 +147,7 @@ def _gathered(program: RankTasks, x: PricedLayer, after: tuple[int, ...]) -> tup
 
 def _gathered_again(program: RankTasks, layers: Sequence[PricedLayer]) -> tuple[list[int], Work]:
     """Gather a layer's parameters for its backward where they are not kept; of no layer nothing."""
-    if not layers or not program.how.regather:
+    if not layers or not program.how.regather or not layers[0].fetches:
         return NONE
     return _gathered(program, layers[0], program.lanes.done)
 

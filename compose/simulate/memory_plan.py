@@ -246,29 +246,36 @@ def _fullest(sizes: Sizes, ranks: Ranks, how: Strategy, others: int, kept: int |
 def _moments(sizes: Sizes, ranks: Ranks, how: Strategy, kept: int | None) -> Iterator[Moment]:
     """(gradients, activations, temporary) bytes where their sum may be most in a micro-batch.
 
-    Of equal layers in a row the first and the last are enough: all changes in proportion.
+    Of equal layers in a row the first and the last are enough: all changes in proportion. Offloaded
+    activations are there of the layer before in forward, which are on their way; in backward of a
+    layer and the one before, which are fetched.
     """
-    later, made = kept is not None, kept or 0
-    offloaded = how.offload == "activations"  # all but those of two layers are in host memory
-    saved = sorted(x.saved_bytes for x, n in sizes.runs for _ in range(min(n, 2)))
-    level = sum(saved[-2:]) if offloaded else 0
+    later, made, level = kept is not None, kept or 0, 0
+
+    def held(*layers: PricedLayer | None) -> int:
+        """Bytes of all activations so far, or of those of these layers that are not offloaded."""
+        if how.offload != "activations":
+            return level
+        return min(level, sum(x.saved_bytes for x in layers if x))
+
     runs = [part for run in sizes.runs for part in _parts(run)]
     units = _Units(runs, ranks, how)
-    for x, n in runs:
+    for at, (x, n) in enumerate(runs):
         ahead, gathered = units.in_forward(x, n)
-        yield made, level, max(ahead, gathered + x.layer.within_forward.peak)
-        level += 0 if offloaded else n * (x.layer.within_forward.left - _dropped(x))
+        before = runs[at - 1][0] if at else None
+        yield made, held(before), max(ahead, gathered + x.layer.within_forward.peak)
+        level += n * (x.layer.within_forward.left - _dropped(x))
     units.sent = 0
     for at in range(len(runs) - 1, -1, -1):
         x, n = runs[at]
         before = runs[at - 1][0] if at else None
         added = x.layer.within_backward.peak if later and not how.by_layer else x.layer.peak_bytes
-        work = max(_again(x), x.again_bytes + added)
-        yield made, level, work + units.in_backward(x, before)
-        level += 0 if offloaded else n * (x.layer.within_backward.left + _dropped(x))
-        yield made, level, units.after_backward(x, n, before)
+        work = max(_again(x), _dropped(x) + added)
+        yield made, held(x, before), work + units.in_backward(x, before)
+        level += n * (x.layer.within_backward.left + _dropped(x))
+        yield made, held(before), units.after_backward(x, n, before)
         made += n * units.kept_bytes(x, later=later)
-    yield made, level, units.at_the_end()
+    yield made, held(), units.at_the_end()
 
 
 def _parts(run: Run) -> list[Run]:
@@ -278,13 +285,17 @@ def _parts(run: Run) -> list[Run]:
 
 
 def _dropped(x: PricedLayer) -> int:
-    """Bytes that a layer would save for backward, and does not as it recomputes them."""
+    """Bytes that a layer would save for backward, and does not as it recomputes them.
+
+    Once its forward ran again it holds what it would have saved: results that a selective
+    checkpoint keeps and no backward reads are handed out, and freed.
+    """
     return x.layer.saved_bytes - x.saved_bytes
 
 
 def _again(x: PricedLayer) -> int:
     """Peak of the forward that backward runs again."""
-    return x.layer.within_forward.peak - x.saved_bytes if x.again_bytes else 0
+    return x.layer.within_forward.peak - x.saved_bytes if _dropped(x) else 0
 
 
 class _Units:

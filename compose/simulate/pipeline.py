@@ -31,7 +31,7 @@ from itercast.compose.simulate.timeline import DeadlockError, Span
 # F, B (to the inputs where backward is cut in two), W (to the weights) or A (all of backward);
 # micro-batch; chunk of the rank.
 Action = tuple[str, int, int]
-TIMES = "FWBA"  # order of the times of actions
+TIMES = "FBWA"  # order of the times of actions
 CUT_BACKWARD = ("zb", *V_SHAPED)
 
 
@@ -40,21 +40,31 @@ class StageTimes:
     """One stage's times per micro-batch.
 
     ``accumulate_us``: the part of backward that adds gradients to those of earlier micro-batches,
-    which the first one leaves out. ``weight_us``: weight gradients, the part of backward that
-    zero-bubble schedules may do later. ``send_us``: a message to the next stage, or back from it.
-    ``detached``: no gradient comes back from the next stage.
+    which the first one leaves out. ``input_us`` and ``weight_us``: the two parts of backward where
+    a schedule may do weight gradients later; ``late_us``: what the first micro-batch leaves out of
+    them. ``send_us``: a message to the next stage, or back from it. ``detached``: no gradient comes
+    back from the next stage.
     """
 
     forward_us: float
     backward_us: float
     accumulate_us: float = 0.0
+    input_us: float = 0.0
     weight_us: float = 0.0
+    late_us: float = 0.0
     send_us: float = 0.0
     detached: bool = False
 
-    def busy_us(self, micro: int) -> float:
-        """Time of forward and backward of all micro-batches."""
-        return micro * (self.forward_us + self.backward_us) - self.accumulate_us
+    def of(self, kind: str) -> tuple[float, float]:
+        """Time of an action of a kind, and the part that the first micro-batch leaves out."""
+        us = {"F": self.forward_us, "B": self.input_us, "W": self.weight_us, "A": self.backward_us}
+        left_out_us = {"W": self.late_us, "A": self.accumulate_us}
+        return us[kind], left_out_us.get(kind, 0.0)
+
+
+def run_as(kind: str, schedule: str) -> str:
+    """What an action runs: all of backward unless it is cut."""
+    return "A" if kind == "B" and schedule not in CUT_BACKWARD else kind
 
 
 def rank_of_chunk(schedule: str, stages: int, chunk: int) -> int:
@@ -186,11 +196,10 @@ class _Timing:
     """All actions of a pipeline sorted so that each waits only for earlier ones; 0 is the start.
 
     ``actions`` have the numbers of their chunks in the model; the others are by action, as
-    indices, from 1 on: its time (``takes``) among the times of all chunks, which are those of
-    forward, weight gradients, backward to the inputs, all of backward, and the first of each
-    backward; its message's time (``sends``); the action before it on its rank (``before``); the
-    action whose message it waits for (``waits``); the action whose message goes over the same link
-    just before its own (``behind``).
+    indices, from 1 on: its time (``takes``) among the times of all chunks, by kind as in ``TIMES``,
+    and then those of the first micro-batch; its message's time (``sends``); the action before it
+    on its rank (``before``); the action whose message it waits for (``waits``); the action whose
+    message goes over the same link just before its own (``behind``).
     """
 
     actions: tuple[Action, ...]
@@ -274,7 +283,7 @@ def _sorted(
             sends = c if kind == "F" else c - 1
         same_chunk = source is not None and source[2] == c
         values = (
-            (TIMES.index(kind) + (2 if back and i == 0 else 0)) * count + c,
+            (TIMES.index(kind) + (len(TIMES) if i == 0 else 0)) * count + c,
             sends,
             rank_last[ranks[c]],
             number[source] if source is not None and not same_chunk else 0,
@@ -308,14 +317,8 @@ def _times(
     order: _Timing, schedule: str, chunks: Sequence[StageTimes]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """By action how long it and its message take, when it ends and when its message arrives."""
-    late = [c.weight_us if schedule in CUT_BACKWARD else 0.0 for c in chunks]
-    takes = [c.forward_us for c in chunks]
-    backward = [c.backward_us - w for c, w in zip(chunks, late, strict=True)]
-    whole = [c.backward_us for c in chunks]
-    first, first_whole = (
-        [us - c.accumulate_us for c, us in zip(chunks, of, strict=True)] for of in (backward, whole)
-    )
-    took = np.array(takes + late + backward + whole + first + first_whole)[order.takes]
+    each = np.array([c.of(run_as(kind, schedule)) for kind in TIMES for c in chunks])
+    took = np.concatenate((each[:, 0], each[:, 0] - each[:, 1]))[order.takes]
     sent = np.zeros(3 * len(chunks) + 1)
     sent[: len(chunks)] = [c.send_us for c in chunks]
     sending = sent[order.sends]
@@ -326,6 +329,50 @@ def _times(
         ends[a:b] = end
         arrives[a:b] = np.maximum(end, arrives[behind[a:b]]) + sending[a:b]
     return took, sending, ends, arrives
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """A chunk's last action of a step; ``busy_us``: the rank's work since that of another chunk."""
+
+    kind: str
+    chunk: int
+    start_us: float
+    busy_us: float
+
+
+def endings(
+    schedule: str, chunks: Sequence[StageTimes], stages: int, micro: int
+) -> list[list[Ending]]:
+    """By rank its chunks' last actions, in order: last chunks of the model end first."""
+    order = _order(schedule, stages, micro, len(chunks) // stages, _detached(chunks))
+    took, _, ends, _ = _times(order, schedule, chunks)
+    last = [dict[int, int]() for _ in range(stages)]
+    for n, (kind, i, c) in enumerate(order.actions, start=1):
+        if kind != "F" and i == micro - 1:
+            last[rank_of_chunk(schedule, stages, c)][c] = n
+    found: list[list[Ending]] = []
+    for mine in last:
+        own, before = list[Ending](), 0
+        for c, n in sorted(mine.items(), key=lambda one: -one[0]):
+            start_us, busy_us, at = float(ends[n] - took[n]), 0.0, int(order.before[n])
+            while at > before > 0:
+                busy_us, at = busy_us + float(took[at]), int(order.before[at])
+            kind = run_as(order.actions[n - 1][0], schedule)
+            own.append(Ending(kind=kind, chunk=c, start_us=start_us, busy_us=busy_us))
+            before = n
+        found.append(own)
+    return found
+
+
+def loads_us(
+    schedule: str, chunks: Sequence[StageTimes], stages: int, micro: int
+) -> tuple[float, ...]:
+    """By rank the time of all its actions."""
+    order = _order(schedule, stages, micro, len(chunks) // stages, _detached(chunks))
+    took = _times(order, schedule, chunks)[0]
+    ranks = [rank_of_chunk(schedule, stages, c) for *_, c in order.actions]
+    return tuple(np.bincount(ranks, weights=took[1:]).tolist())
 
 
 def action_spans(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.plan import ParallelPlan
@@ -26,6 +27,8 @@ from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.hardware.stack import stack_of_row
 
 OFFLOAD_FRAC: Mapping[str, float] = assumed(__file__, "offload_frac")  # of the peak rate
+OTHERS = "other micro-batches"
+Pause = tuple[float, float]  # us since the start, us of work
 LATENCY = "latency"  # lane of messages' latency, which slows nothing
 AMONG_GROUPS = "comm groups"  # lane of messages among groups that shard (HSDP): a stream apart
 
@@ -147,6 +150,13 @@ class Lanes:
         us, facts = op.duration_us - latency_us, (op.phase, op.nbytes, once)
         return self._add(lane, us, after, op.op, *facts, beside=op.beside, nodes=op.nodes)
 
+    def resume(self, at_us: float, busy_us: float, products_frac: float) -> None:
+        """Let what follows start ``at_us`` after the start, after ``busy_us`` of other work."""
+        after = self._ready()
+        busy = self._add(self.lane, busy_us, after, OTHERS, products_frac=products_frac)
+        self.done = (busy,)
+        self.wait([self._add(f"path {len(self.tasks)}", at_us, (), OTHERS)])
+
     def wait(self, tasks: Iterable[int]) -> None:
         """Let the next compute task wait for these."""
         self.waits += tuple(tasks)
@@ -187,6 +197,13 @@ class Rank:
         return sum(max(1.0, each * n / cores) for n in busy) / slots
 
     @cached_property
+    def products_frac(self) -> float:
+        """The share of forward's and backward's time in products."""
+        each = [w for x in self.layers for w in (x.forward_work, x.backward_work)]
+        lane_us = sum(w.lane_us for w in each)
+        return sum(w.product_us for w in each) / lane_us if lane_us else 0.0
+
+    @cached_property
     def strategy(self) -> Strategy:
         """How data parallelism keeps the replicas of this rank equal: DDP, ZeRO..."""
         how, stack = strategy(self.plan), stack_of_row(self.book.stack)
@@ -221,10 +238,16 @@ class Run:
 
 
 class RankTasks:
-    """The tasks of a rank's program as it is built, and the ops it adds to those of layers."""
+    """The tasks of a rank's program as it is built, and the ops it adds to those of layers.
 
-    def __init__(self, rank: Rank, *, ahead: bool = False) -> None:
-        self.rank, self.how = rank, rank.strategy
+    ``pauses``: by the layer at which backward goes on, until when at least, and after how much work
+    on other micro-batches.
+    """
+
+    def __init__(
+        self, rank: Rank, *, ahead: bool = False, pauses: Mapping[int, Pause] = MappingProxyType({})
+    ) -> None:
+        self.rank, self.how, self.pauses = rank, rank.strategy, pauses
         self.lanes = Lanes(rank.book.gpu.kind == "cpu", rank.ranks_per_core, ahead)
         self.sent: list[PricedOp] = []
         self.copies: list[PricedOp] = []
@@ -271,8 +294,13 @@ class RankTasks:
 
     def from_host(self, x: PricedLayer, after: tuple[int, ...]) -> None:
         """Copy what a layer saved back before its backward, once the tasks ``after`` are done."""
-        if self.how.offload == "activations":
+        if x.fetches and self.how.offload == "activations":
             self.lanes.wait([self.lanes.send(self.host_copy(x.saved_bytes, "h2d"), "h2d", after)])
+
+    def pause(self, i: int) -> None:
+        """Let backward go on at layer ``i`` when the schedule does, if it pauses there."""
+        if i in self.pauses:
+            self.lanes.resume(*self.pauses[i], self.rank.products_frac)
 
     def price(self, messages: Sequence[Message], every: float = 1) -> list[PricedOp]:
         """Messages with durations, a step's mean where they are sent every so many steps.

@@ -116,9 +116,10 @@ class RankProgram(RankTasks):
         reduced: list[list[int]] = []
         waiting, marker = Work(), self.lanes.done
         for i in range(len(layers) - 1, -1, -1):
-            if self.how.offload == "activations":  # fetched one layer ahead
+            if i in self.pauses or self.how.offload == "activations":
                 self.lanes.work(waiting, "backward")
-                self.from_host(layers[i], marker)
+                self.pause(i)
+                self.from_host(layers[i], marker)  # one layer ahead
                 waiting, marker = Work(), self.lanes.done
             if filled:
                 waiting = self._layer_backward(i, due.get(i, []), waiting, reduced, later=later)
@@ -182,7 +183,7 @@ class RankProgram(RankTasks):
                 ready.setdefault(p.ready_after, []).extend(added)
         ops: list[PricedOp] = []
         for i in range(start, stop):
-            ops += [x.backward[i], *ready.get(i, [])]
+            ops += [*x.backward[i : i + 1], *ready.get(i, [])]
         return ops
 
     def _codec(self, bucket: LayerBucket, *, encode: bool) -> list[PricedOp]:

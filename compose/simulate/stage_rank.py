@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
+from types import MappingProxyType
 from typing import TypeVar
 
 from itercast.capture.base.assumptions import assumed
@@ -14,16 +17,23 @@ from itercast.capture.plan_keys import V_SHAPED
 from itercast.compose.graph.codecs import Codec
 from itercast.compose.pricing.collectives import Message, price_messages
 from itercast.compose.pricing.host import python_op
+from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.compose.pricing.priced_op import PricedOp, priceable
 from itercast.compose.simulate.breakdown import Shares, added_up
 from itercast.compose.simulate.data_parallel import reductions
 from itercast.compose.simulate.pipeline import (
+    CUT_BACKWARD,
+    Ending,
     StageTimes,
     chunks_of_rank,
+    endings,
     finish_us,
+    loads_us,
+    program,
     rank_of_chunk,
+    run_as,
 )
-from itercast.compose.simulate.rank import Rank, Run
+from itercast.compose.simulate.rank import Pause, Rank, Run
 from itercast.compose.simulate.rank_program import RankProgram
 from itercast.compose.simulate.stages import Chunk, chunks_of, stages_of
 from itercast.microbench.hardware.stack import stack_of_row
@@ -31,29 +41,37 @@ from itercast.microbench.hardware.stack import stack_of_row
 SCHEDULE_SHARE: float = assumed(__file__, "schedule_share")
 STEADY_STEPS = 3  # after which each further step of a pipeline that never drains takes as long
 T = TypeVar("T")
+Make = Callable[[], tuple[Run, Run]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageRuns:
     """Forward and backward of one chunk of layers, of any micro-batch but the first and the last.
 
-    ``accumulate_us``: what the first one's backward leaves out. ``detached``: no gradient comes
-    back from the next chunk.
+    By kind of action: ``runs``, and ``firsts`` of the step's first micro-batch where that adds no
+    gradients to earlier ones. ``detached``: no gradient comes back from the next chunk.
     """
 
-    forward: Run
-    backward: Run
-    accumulate_us: float
-    weight_us: float
+    runs: Mapping[str, Run]
+    firsts: Mapping[str, Run]
     detached: bool
+
+    def left_out_us(self, kind: str) -> float:
+        """What the first micro-batch leaves out of an action."""
+        first = self.firsts.get(kind)
+        return max(0.0, self.runs[kind].end_us - first.end_us) if first else 0.0
 
     def times(self, sends: Sequence[PricedOp]) -> StageTimes:
         """Its times, with the messages to the next chunk."""
+        parts = {}
+        if "W" in self.runs:
+            parts = {"input_us": self.runs["B"].end_us, "weight_us": self.runs["W"].end_us}
+            parts["late_us"] = self.left_out_us("W")
         return StageTimes(
-            forward_us=self.forward.end_us,
-            backward_us=self.backward.end_us,
-            accumulate_us=self.accumulate_us,
-            weight_us=self.weight_us,
+            forward_us=self.runs["F"].end_us,
+            backward_us=self.runs["A"].end_us,
+            accumulate_us=self.left_out_us("A"),
+            **parts,
             send_us=sum(op.duration_us for op in sends),
             detached=self.detached,
         )
@@ -65,7 +83,8 @@ def stage_facts(rank: Rank) -> tuple[object, ...]:
     groups = (rank.where.groups[axis] for axis in axes)
     shared = (rank.book, rank.ranks_per_core, rank.where.node, rank.where.crossings)
     plan = rank.plan
-    return (plan.microbatches > 1, plan.virtual > 1, rank.strategy, *groups, *shared)
+    cut = plan.schedule in CUT_BACKWARD
+    return (plan.microbatches > 1, plan.virtual > 1, cut, rank.strategy, *groups, *shared)
 
 
 def stage_messages(rank: Rank) -> list[Sequence[PricedOp]]:
@@ -109,28 +128,62 @@ def _messages(rank: Rank, chunk: Chunk, i: int) -> Sequence[PricedOp]:
 
 
 def stage_runs(rank: Rank, chunk: Chunk) -> StageRuns:
-    """The runs of a chunk; the host is ahead of the device if it does not wait for messages.
+    """The runs of a chunk: forward (F), backward (A), and its parts (B, W) where it may be cut."""
+    each = rank.strategy.every_micro
 
-    Source of what it waits for: ``Stack.waits``.
-    """
-    stage, each = replace(rank, layers=chunk.layers), rank.strategy.every_micro
-    ahead = rank.plan.virtual > 1 or not stack_of_row(rank.book.stack).waits
-    forward, *backward = (RankProgram(stage, ahead=ahead) for _ in range(3))
-    half = python_op("pipeline_micro", 1, rank.book, SCHEDULE_SHARE)
-    for program in (forward, *backward):
-        program.lanes.work(chunk.layers[0].fold([half]), "schedule")
-    forward.forward(last=False)
-    later, first = backward
-    later.backward(later=True, sync=each)
-    first.backward(later=False, sync=each)
-    run = later.run()
+    def run(kind: str, *, later: bool) -> Run:
+        program = _begun(replace(rank, layers=_part(chunk.layers, kind)), kind)
+        if kind == "F":
+            program.forward(last=False)
+        else:
+            program.backward(later=later and kind != "B", sync=each and kind != "B")
+        return program.run()
+
+    kinds = "FABW" if rank.plan.schedule in CUT_BACKWARD else "FA"
     return StageRuns(
-        forward=forward.run(),
-        backward=run,
-        accumulate_us=max(0.0, run.end_us - first.run().end_us),
-        weight_us=sum(x.weight_us * n for x, n in chunk.runs),
+        runs={kind: run(kind, later=True) for kind in kinds},
+        firsts={kind: run(kind, later=False) for kind in kinds if kind in "AW"},
         detached=chunk.is_detached(rank.model.graph.capture),
     )
+
+
+def _part(layers: Sequence[PricedLayer], kind: str) -> tuple[PricedLayer, ...]:
+    """The layers with the part of backward that is of a kind of action."""
+    parts = {"B": "to_inputs", "W": "to_weights"}
+    return tuple(getattr(x, parts[kind]) if kind in parts else x for x in layers)
+
+
+def _begun(
+    stage: Rank, kind: str, pauses: Mapping[int, Pause] = MappingProxyType({})
+) -> RankProgram:
+    """A program that begins with an action of a kind: weight gradients wait for no message.
+
+    The host is ahead of the device if it does not wait for messages. Source of what it waits for:
+    ``Stack.waits``.
+    """
+    ahead = stage.plan.virtual > 1 or not stack_of_row(stage.book.stack).waits
+    program = RankProgram(stage, ahead=ahead, pauses=pauses)
+    if kind != "W":
+        half = python_op("pipeline_micro", 1, stage.book, SCHEDULE_SHARE)
+        program.lanes.work(stage.layers[0].fold([half]), "schedule")
+    return program
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tail:
+    """A rank's step from the start of its chunks' last backwards to its end.
+
+    ``run`` ends with synchronisation and optimizer, ``alone`` has the backwards alone.
+    """
+
+    start_us: float
+    run: Run
+    alone: Run
+
+    @property
+    def added_us(self) -> float:
+        """What synchronisation and optimizer add."""
+        return self.run.end_us - self.alone.end_us
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,8 +191,7 @@ class Pipeline:
     """A plan's stages with their times.
 
     ``ranks`` by stage: all layers, priced on the stage's device; ``stages``: those with its own
-    layers. ``tails`` by rank: the run from its last backward to the end of the iteration, and that
-    backward without synchronisation and optimizer. ``sends``: the messages after each chunk.
+    layers. ``tails`` by rank; ``sends``: the messages after each chunk.
     """
 
     ranks: Sequence[Rank]
@@ -147,7 +199,7 @@ class Pipeline:
     runs: Sequence[StageRuns]
     times: Sequence[StageTimes]
     stages: Sequence[Rank]
-    tails: Sequence[tuple[Run, Run]]
+    tails: Sequence[Tail]
 
     @property
     def plan(self) -> ParallelPlan:
@@ -160,7 +212,7 @@ class Pipeline:
         if not plan.cdp:
             return finish_us(plan.schedule, times, plan.pp, plan.microbatches)
         micro = plan.microbatches
-        mean = [replace(t, backward_us=t.busy_us(micro) / micro - t.forward_us) for t in times]
+        mean = [replace(t, backward_us=t.backward_us - t.accumulate_us / micro) for t in times]
         before, after = (
             finish_us(plan.schedule, mean, plan.pp, steps * micro)
             for steps in (STEADY_STEPS, STEADY_STEPS + 1)
@@ -169,32 +221,37 @@ class Pipeline:
 
     def totals_us(self) -> list[float]:
         """When each rank's step ends."""
-        ends = self.finish_us(self.times)
-        last_us = [tail.end_us - alone.end_us for tail, alone in self.tails]
         if self.plan.cdp:  # other stages go on while one updates its weights
-            busy = zip(ends, self.loads_us(), last_us, strict=True)
-            return [max(end_us, load_us + us) for end_us, load_us, us in busy]
-        return [end_us + us for end_us, us in zip(ends, last_us, strict=True)]
+            busy = zip(self.finish_us(self.times), self.loads_us(), self.tails, strict=True)
+            return [max(end_us, load_us + tail.added_us) for end_us, load_us, tail in busy]
+        return [tail.start_us + tail.run.end_us for tail in self.tails]
 
     def loads_us(self) -> list[float]:
         """Time of each rank's forwards and backwards."""
-        pp, micro = self.plan.pp, self.plan.microbatches
-        return [sum(self.times[c].busy_us(micro) for c in self.chunks_of(r)) for r in range(pp)]
+        plan = self.plan
+        return list(loads_us(plan.schedule, self.times, plan.pp, plan.microbatches))
 
     def chunks_of(self, r: int) -> list[int]:
         """The chunks of a rank."""
         plan = self.plan
         return chunks_of_rank(plan.schedule, plan.pp, r, len(self.runs))
 
+    def actions_of(self, r: int) -> Iterator[tuple[StageRuns, str, int]]:
+        """What a rank runs of its chunks: the kind of action, and of how many micro-batches."""
+        plan, mine = self.plan, self.chunks_of(r)
+        orders = program(plan.schedule, plan.pp, r, plan.microbatches, plan.virtual)
+        for (kind, v), n in Counter((kind, v) for kind, _, v in orders).items():
+            yield self.runs[mine[v]], run_as(kind, plan.schedule), n
+
     def runs_of(self, r: int) -> list[tuple[Run, int]]:
         """All that a rank runs, each with how often it is repeated; the last one ends the step."""
-        micro, (tail, alone) = self.plan.microbatches, self.tails[r]
-        pairs = ((self.runs[c].forward, self.runs[c].backward) for c in self.chunks_of(r))
-        return [*((run, micro) for both in pairs for run in both), (alone, -1), (tail, 1)]
+        tail = self.tails[r]
+        runs = [(of.runs[kind], n) for of, kind, n in self.actions_of(r)]
+        return [*runs, (tail.alone, -1), (tail.run, 1)]
 
     def lanes_of(self, r: int) -> Shares:
         """A rank's time on its lanes: all micro-batches, synchronisation and optimizer."""
-        left_out_us = sum(self.runs[c].accumulate_us for c in self.chunks_of(r))
+        left_out_us = sum(of.left_out_us(k) for of, k, _ in self.actions_of(r) if k in "AW")
         return added_up(self.runs_of(r)).plus(Shares(left_out_us, left_out_us, 0.0, 0.0), -1)
 
     def others_of(self, r: int) -> list[tuple[PricedOp, float]]:
@@ -242,38 +299,57 @@ def pipeline_of(ranks: Sequence[Rank], optimizer: str) -> Pipeline:
         x.model.once(("stage runs", chunk.key, stage_facts(x)), partial(stage_runs, x, chunk))
         for x, chunk in zip(owners, chunks, strict=True)
     ]
+    times = [x.times(sent) for x, sent in zip(runs, sends, strict=True)]
+    stages = by_rank(ranks, stages_of)
+    ends = endings(plan.schedule, times, plan.pp, plan.microbatches)
     return Pipeline(
         ranks=ranks,
         sends=sends,
         runs=runs,
-        times=[x.times(sent) for x, sent in zip(runs, sends, strict=True)],
-        stages=by_rank(ranks, stages_of),
-        tails=by_rank(ranks, lambda r: stage_tails(r, stages_of(r), optimizer)),
+        times=times,
+        stages=stages,
+        tails=stage_tails(ranks, stages, ends, optimizer),
     )
 
 
-def stage_tails(rank: Rank, stages: Sequence[Rank], optimizer: str) -> list[tuple[Run, Run]]:
-    """By stage the runs of ``_tail``; stages with the same layers share them."""
-    facts, last = stage_facts(rank), len(stages) - 1
-    size = sum(p.nbytes for p in rank.model.graph.tied if p.ready_after >= 0)
-    apart = rank.plan.schedule not in V_SHAPED
-    ties = [size if apart and i in (0, last) else 0 for i in range(len(stages))]
-    keys = [
-        ("tail", tuple(map(id, stage.layers)), stage.starts, tied, optimizer, facts)
-        for stage, tied in zip(stages, ties, strict=True)
-    ]
-    fresh = [x for x, key in zip(stages, keys, strict=True) if key not in rank.model.once]
-    messages = [m for x in fresh for m in reductions(x.layers, x.strategy, x.where, x.starts)]
-    price_messages(messages, rank.book, rank.where)  # one call of the pricer for all of them
+def stage_tails(
+    ranks: Sequence[Rank],
+    stages: Sequence[Rank],
+    ends: Sequence[Sequence[Ending]],
+    optimizer: str,
+) -> list[Tail]:
+    """By stage how it ends; stages with the same layers, which pause as long, share the runs."""
+    apart, asked = ranks[0].plan.schedule not in V_SHAPED, list[tuple[Hashable, Make]]()
+    for i, (rank, stage, own) in enumerate(zip(ranks, stages, ends, strict=True)):
+        tied = sum(p.nbytes for p in rank.model.graph.tied if p.ready_after >= 0)
+        held = tied if apart and i in (0, len(stages) - 1) else 0
+        after = tuple(replace(e, chunk=0, start_us=e.start_us - own[0].start_us) for e in own)
+        key = ("tail", tuple(map(id, stage.layers)), stage.starts, after, held, optimizer)
+        asked.append(((*key, stage_facts(rank)), partial(_tail, stage, after, held, optimizer)))
+    fresh = [x for x, (key, _) in zip(stages, asked, strict=True) if key not in x.model.once]
+    for one in {id(x.book): x for x in fresh}.values():
+        alike = [x for x in fresh if x.book is one.book]
+        messages = [m for x in alike for m in reductions(x.layers, x.strategy, x.where, x.starts)]
+        price_messages(messages, one.book, one.where)  # one call of the pricer for all of them
+    made = [x.model.once(key, make) for x, (key, make) in zip(stages, asked, strict=True)]
     return [
-        rank.model.once(key, partial(_tail, stage, tied, optimizer))
-        for stage, tied, key in zip(stages, ties, keys, strict=True)
+        Tail(start_us=own[0].start_us, run=run, alone=alone)
+        for own, (run, alone) in zip(ends, made, strict=True)
     ]
 
 
-def _tail(stage: Rank, tied_bytes: int, optimizer: str) -> tuple[Run, Run]:
-    """A stage's last backward with synchronisation and optimizer; that backward alone."""
-    tail, alone, later = RankProgram(stage), RankProgram(stage), stage.plan.microbatches > 1
+def _tail(stage: Rank, after: Sequence[Ending], tied_bytes: int, optimizer: str) -> tuple[Run, Run]:
+    """A stage's last backwards with synchronisation and optimizer; these backwards alone.
+
+    ``after``: its chunks' last actions, the first of which starts at 0.
+    """
+    spans = pairwise((0, *stage.starts, len(stage.layers)))
+    chunks = list(zip(spans, reversed(after), strict=True))
+    pauses = {b - 1: (end.start_us, end.busy_us) for (_, b), end in chunks[:-1]}
+    layers = tuple(x for (a, b), end in chunks for x in _part(stage.layers[a:b], end.kind))
+    own = replace(stage, layers=layers)
+    tail, alone = (_begun(own, after[0].kind, pauses) for _ in range(2))
+    later = stage.plan.microbatches > 1
     tail.backward(later=later, sync=True)
     if tied_bytes:
         tail.reduce_tied(tied_bytes)

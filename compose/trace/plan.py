@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.simulate.memory_plan import memory, stage_memory
-from itercast.compose.simulate.pipeline import action_spans, finish_us, rank_of_chunk
+from itercast.compose.simulate.pipeline import action_spans, finish_us, rank_of_chunk, run_as
 from itercast.compose.simulate.rank import Rank, Run
 from itercast.compose.simulate.replicas import micro_batches
 from itercast.compose.simulate.stage_rank import Pipeline, pipeline_of
@@ -104,9 +104,8 @@ def _stages(found: Pipeline) -> tuple[list[list[Part]], list[Slices], list[_Sent
     for (kind, micro, c), span in actions:
         r = rank_of_chunk(plan.schedule, plan.pp, c)
         schedule[r].append((WORDS[kind], span, micro))
-        run = found.runs[c].forward if kind == "F" else found.runs[c].backward
-        if kind != "W":
-            parts[r].append(_stretched(run, span, micro))
+        run = found.runs[c].runs[run_as(kind, plan.schedule)]
+        parts[r].append(_stretched(run, span, micro))
     for r, end_us in enumerate(ends):
         parts[r] += _tail(found, r, end_us)
     sent = [
@@ -133,12 +132,12 @@ def _stretched(run: Run, span: Span, micro: int) -> Part:
 
 def _tail(found: Pipeline, r: int, end_us: float) -> Iterator[Part]:
     """What a rank does after its last backward, and the messages that overlap that one."""
-    tail, alone = found.tails[r]
+    tail = found.tails[r]
     each = found.ranks[r].strategy.every_micro
     yield Part(
-        tasks=tail.tasks,
-        spans=tail.spans,
-        start_us=end_us - alone.end_us,
+        tasks=tail.run.tasks,
+        spans=tail.run.spans,
+        start_us=tail.start_us,
         since_us=end_us,
         messages=not each,
     )

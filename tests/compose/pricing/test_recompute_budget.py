@@ -18,7 +18,7 @@ from itercast.compose.pricing.recompute import Front, Item
 
 
 def item(number: int, nbytes: int, time_us: float) -> Item:
-    return Item(calls=(number,), nbytes=nbytes, needed=nbytes, time_us=time_us)
+    return Item(calls=(number,), nbytes=nbytes, time_us=time_us)
 
 
 def test_the_most_time_is_saved_within_the_bytes() -> None:

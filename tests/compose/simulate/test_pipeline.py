@@ -49,12 +49,11 @@ def as_tasks(
         for c, x in reversed(list(enumerate(chunks))):
             rank = f"rank {rank_of_chunk(schedule, stages, c)}"
             cut = schedule in CUT_BACKWARD and ("W", i, c) in actions
-            late_us = x.weight_us * cut
             before = ("back", i, c + 1) if c < last else ("F", i, c)
-            add(("B", i, c), rank, x.backward_us - late_us, before)
+            add(("B", i, c), rank, x.input_us if cut else x.backward_us, before)
             add(("back", i, c), f"link back {c}", chunks[c - 1].send_us, ("B", i, c))
             if cut:
-                add(("W", i, c), rank, late_us, ("B", i, c))
+                add(("W", i, c), rank, x.weight_us, ("B", i, c))
     return made, {
         f"rank {r}": [index["B" if kind == "A" else kind, i, of[r][v]] for kind, i, v in order]
         for r, order in enumerate(orders)
@@ -73,6 +72,7 @@ def test_the_longest_path_is_what_the_simulation_finds(
         StageTimes(
             forward_us=rng.uniform(1, 3),
             backward_us=rng.uniform(2, 6),
+            input_us=rng.uniform(1, 3),
             weight_us=rng.uniform(0, 2),
             send_us=rng.uniform(0, 2),
         )
@@ -115,7 +115,7 @@ def test_the_bubble_of_equal_stages(schedule: str, stages: int, micro: int) -> N
 def test_interleaving_divides_the_bubble_and_zero_bubble_leaves_a_third() -> None:
     half = StageTimes(forward_us=0.5, backward_us=1)
     assert max(finish_us("interleaved", [half] * 8, 4, 8)) == pytest.approx(24 + 9 / 2)
-    whole = StageTimes(forward_us=1, backward_us=2, weight_us=1)
+    whole = StageTimes(forward_us=1, backward_us=2, input_us=1, weight_us=1)
     assert max(finish_us("zb", [whole] * 4, 4, 8)) == pytest.approx(24 + 3)
 
 
@@ -146,7 +146,7 @@ def test_v_shaped_schedules_leave_the_way_to_the_last_rank() -> None:
 
     With zbv every rank holds as many activations, of chunks half as large.
     """
-    half = StageTimes(forward_us=0.5, backward_us=1, weight_us=0.5)
+    half = StageTimes(forward_us=0.5, backward_us=1, input_us=0.5, weight_us=0.5)
     for schedule in ("zbv", "dualpipev"):
         assert max(finish_us(schedule, [half] * 8, 4, 8)) == pytest.approx(24 + 1.5)
     assert [sum(in_flight("zbv", 4, r, 8, 2)) for r in range(4)] == [8] * 4

@@ -80,7 +80,7 @@ def block(name: str, nbytes: int, *, late: bool = False) -> PricedLayer:
     times = {
         "launches": host.Launches(python_us=0.0, usual_us=0.0, alone_us=0.0),
         "matmul_s": 0.0,
-        "weight_us": 0.0,
+        "weights": frozenset(),
     }
     return PricedLayer(layer=layer, saved_bytes=500, on_cpu=False, **ops, **times)
 
@@ -99,6 +99,23 @@ def test_offloaded_state_is_there_in_the_optimizer_s_step_alone() -> None:
 
     assert (peak("", 0), peak("optimizer", 0)) == (950, 750)
     assert (peak("", 10), peak("optimizer", 10)) == (1400, 1400)
+
+
+def test_offloaded_activations_are_back_where_their_backward_runs_alone() -> None:
+    """Three layers that save 500 bytes each, and whose gradients are 10,000.
+
+    Most is held in the first one's backward: all gradients, 50 of work and its own 500, offloaded
+    or not. With gradients of 100 it is in the last one's, 1,500 + 150; offloaded in the middle
+    one's: its own and the first one's 1,000, the last one's gradients of 100, and 150.
+    """
+
+    def peak(nbytes: int, offload: str) -> int:
+        sizes = Sizes.of([(block(f"blocks.{i}", nbytes), 1) for i in range(3)])
+        found = rank_memory(sizes, ParallelPlan(offload=offload), "none")
+        return sum(found.values()) - found["parameters"]
+
+    assert peak(10_000, "") == peak(10_000, "activations") == 30_000 + 550
+    assert (peak(100, ""), peak(100, "activations")) == (1650, 1250)
 
 
 @pytest.mark.parametrize(
