@@ -17,7 +17,7 @@ Tried = tuple[str, float, int, str]  # plan, time in us, bytes of memory, ``verd
 Held = Mapping[str, Sequence[tuple[float, float]]]  # by rank, times in us and bytes
 PARTS = ("compute", "exposed communication", "bubble", "host gaps", "waiting")
 CLOSE = "too close to tell"  # memory within the memory model's error of what there is
-LABEL_WIDTH = 20  # characters of a line of a plan beside its bar
+LABEL_WIDTH, LINE_PX = 20, 16  # characters of a line of a plan beside its bar, and its height
 MOST_RANKS = 8  # lines of a memory chart
 MOST_POINTS = 400  # of a line
 
@@ -149,7 +149,11 @@ def _parts(reports: Sequence[Forecast], simple: str) -> Section:
         bar |= {"marker": {"color": charts.COLOURS[n]}, "hovertemplate": f"{part} %{{x}} ms"}
         traces.append({**bar, "x": charts.short([_times_us(r)[n] / 1e3 for r in reports])})
     figure = charts.figure(traces, {"title": {"text": "ms"}}, charts.NAMED_ROWS)
-    figure = {**figure, "layout": {**figure["layout"], "barmode": "stack"}}  # type: ignore[dict-item]
+    layout = figure["layout"]
+    legend = {**layout.get("legend", {}), "traceorder": "normal"}  # as the bars, not reversed
+    figure = {**figure, "layout": {**layout, "barmode": "stack", "legend": legend}}  # type: ignore[dict-item]
+    lines = 1 + max(label.count("<br>") for label in labels)
+    row_px = max(2 * charts.ROW_PX, LINE_PX * lines)
     rows = [
         [
             name,
@@ -164,9 +168,7 @@ def _parts(reports: Sequence[Forecast], simple: str) -> Section:
         anchor="parts",
         title="Where the time of the best plans goes",
         text=["Of the slowest rank; the parts add up to the iteration. * marks the simplest plan."],
-        chart=Chart(
-            figures={"": figure}, height_px=charts.FRAME_PX + 2 * charts.ROW_PX * len(reports)
-        ),
+        chart=Chart(figures={"": figure}, height_px=charts.FRAME_PX + row_px * len(reports)),
         table=Table(head=["plan", "ms", *PARTS, "GB", "memory", "MFU %"], rows=rows),
     )
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import gzip
 import io
 import re
+import struct
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,10 @@ from itercast.capture.base.slow_imports import torch
 from itercast.capture.reuse import histogram, histogram_text
 
 MAX_SKEW = 10.0
-UNREADABLE = (RuntimeError, EOFError, OSError, KeyError)
+UNREADABLE = (  # what unpickling damaged bytes raises
+    *(RuntimeError, EOFError, OSError, LookupError, ValueError, TypeError, AssertionError),
+    struct.error,
+)
 ZIPF = re.compile(r"zipf:([^:\s]+)(:distinct)?")
 
 
