@@ -149,9 +149,7 @@ def _parts(reports: Sequence[Forecast], simple: str) -> Section:
         bar |= {"marker": {"color": charts.COLOURS[n]}, "hovertemplate": f"{part} %{{x}} ms"}
         traces.append({**bar, "x": charts.short([_times_us(r)[n] / 1e3 for r in reports])})
     figure = charts.figure(traces, {"title": {"text": "ms"}}, charts.NAMED_ROWS)
-    layout = figure["layout"]
-    legend = {**layout.get("legend", {}), "traceorder": "normal"}  # as the bars, not reversed
-    figure = {**figure, "layout": {**layout, "barmode": "stack", "legend": legend}}  # type: ignore[dict-item]
+    figure = {**figure, "layout": {**figure["layout"], "barmode": "stack"}}  # type: ignore[dict-item]
     lines = 1 + max(label.count("<br>") for label in labels)
     row_px = max(2 * charts.ROW_PX, LINE_PX * lines)
     rows = [
