@@ -27,10 +27,11 @@ from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.hardware.stack import stack_of_row
 
 OFFLOAD_FRAC: Mapping[str, float] = assumed(__file__, "offload_frac")  # of the peak rate
-OTHERS = "other micro-batches"
-Pause = tuple[float, float]  # us since the start, us of work
+OTHERS = "other micro-batches"  # name of a rank's work on them while backward of one pauses
+Pause = tuple[float, float]  # us from the program's start to its end, us of such work
 LATENCY = "latency"  # lane of messages' latency, which slows nothing
 AMONG_GROUPS = "comm groups"  # lane of messages among groups that shard (HSDP): a stream apart
+MESSAGES = ("comm", AMONG_GROUPS)  # lanes of messages between ranks
 
 
 def host_copy_us(nbytes: float, gpu: Gpu) -> float:
@@ -134,7 +135,7 @@ class Lanes:
         Ranks that do the same send as many: message k of one is message k of all.
         """
         once: Hashable = None
-        if lane in ("comm", AMONG_GROUPS):
+        if lane in MESSAGES:
             self.messages += 1
             once = self.messages
         return self._message(op, lane, LATENCY, self.done if after is None else after, once)

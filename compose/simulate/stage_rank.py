@@ -149,8 +149,9 @@ def stage_runs(rank: Rank, chunk: Chunk) -> StageRuns:
 
 def _part(layers: Sequence[PricedLayer], kind: str) -> tuple[PricedLayer, ...]:
     """The layers with the part of backward that is of a kind of action."""
-    parts = {"B": "to_inputs", "W": "to_weights"}
-    return tuple(getattr(x, parts[kind]) if kind in parts else x for x in layers)
+    if kind not in "BW":
+        return tuple(layers)
+    return tuple(x.to_inputs if kind == "B" else x.to_weights for x in layers)
 
 
 def _begun(

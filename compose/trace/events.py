@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from itercast.compose.simulate.rank import AMONG_GROUPS, Run
+from itercast.compose.simulate.rank import AMONG_GROUPS, MESSAGES, Run
 from itercast.compose.simulate.timeline import Span, Task
 
 THREADS = {  # lanes, in the order in which a process shows them
@@ -23,7 +23,6 @@ THREADS = {  # lanes, in the order in which a process shows them
     "h2d": "copies to the device",
     "d2h": "copies to the host",
 }
-MESSAGES = ("comm", AMONG_GROUPS)
 NUMBERS = {lane: number for number, lane in enumerate(THREADS)}
 MOST_EVENTS = 200_000  # of all ranks; with more, of ranks that do the same one is shown
 CHUNK = "chunk"  # lanes of messages between stages begin with it: chunk 0 to 1

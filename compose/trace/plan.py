@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.simulate.memory_plan import memory, stage_memory
 from itercast.compose.simulate.pipeline import action_spans, finish_us, rank_of_chunk, run_as
-from itercast.compose.simulate.rank import Rank, Run
+from itercast.compose.simulate.rank import MESSAGES, Rank, Run
 from itercast.compose.simulate.replicas import micro_batches
 from itercast.compose.simulate.stage_rank import Pipeline, pipeline_of
 from itercast.compose.simulate.timeline import Span
-from itercast.compose.trace.events import CHUNK, MESSAGES, MOST_EVENTS, THREADS, Part, Trace
+from itercast.compose.trace.events import CHUNK, MOST_EVENTS, THREADS, Part, Trace
 
 WORDS = {"F": "forward", "B": "backward", "W": "weight gradients", "A": "backward"}
 
@@ -149,13 +149,10 @@ def _between_ranks(trace: Trace, parts: Sequence[Sequence[Part]], shown: int) ->
         for part in mine:
             for i, task in enumerate(part.tasks):
                 span = part.placed(i)
-                if (
-                    task.phase != "comm"
-                    or span is None
-                    or task.lanes[0] not in (*MESSAGES, "compute")
-                ):
+                lane = task.lanes[0]
+                if task.phase != "comm" or span is None or lane not in (*MESSAGES, "compute"):
                     continue
-                lane, at = task.lanes[0], span.start_us
+                at = span.start_us
                 for k in range(shown - 1):
                     one, other = (stage * shown + k + d for d in (0, 1))
                     trace.flow(task.name, (one, lane, at), (other, lane, at))

@@ -39,7 +39,7 @@ function draw(id) {
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: "rgba(0,0,0,0)",
     margin: { l: 8, r: 12, t: 8, b: 8 },
-    legend: { orientation: "h", x: 0, y: 1.01, yanchor: "bottom", traceorder: "normal" }, // stacked bars: reversed
+    legend: { orientation: "h", x: 0, y: 1.01, yanchor: "bottom", traceorder: "normal" }, // plotly reverses that of stacked bars
     hoverlabel: { bgcolor: colours.card, bordercolor: colours.muted, font: { color: colours.ink }, align: "left" },
     hovermode: "closest",
     dragmode: false,
