@@ -150,7 +150,8 @@ def _tensors(path: Path) -> list[Lookups]:
         with warnings.catch_warnings(action="ignore"):  # an error says what is wrong with a file
             found = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
     except (unpickling, *UNREADABLE) as exc:
-        raise ValueError(f"not tensors alone ({' '.join(str(exc).split())[:80]})") from None
+        why = " ".join(str(exc).split())[:80]
+        raise ValueError(f"expected a file of torch.save, three tensors ({why})") from None
     three = isinstance(found, tuple | list) and len(found) == 3
     if not three or not all(isinstance(t, torch.Tensor) for t in found):
         raise ValueError("expected three tensors: indices, offsets, lengths")
