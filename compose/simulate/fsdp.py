@@ -11,10 +11,10 @@ before forward and kept. Experts that ep spreads are sharded apart, among the ra
 same ones, as torchtitan and Megatron-LM do. With hsdp each scattered share is all-reduced among the
 groups of ranks that shard (HSDP). On a GPU a gather runs one layer ahead and a scatter behind, on
 the comm lane, and sums among groups beside the next scatter, on theirs (FSDP2's
-``FSDPCommContext.all_reduce_stream``); on a CPU there are no streams and torch waits for each where
-it is. With amp parameters are gathered in half precision and gradients reduced in fp32, as FSDP2's
-tutorial and torchtitan do (param_dtype bf16, reduce_dtype fp32), unless the software reduces them
-as they are.
+``FSDPCommContext.all_reduce_stream``; not so of software that has one stream for both); on a CPU
+there are no streams and torch waits for each where it is. With amp parameters are gathered in half
+precision and gradients reduced in fp32, as FSDP2's tutorial and torchtitan do (param_dtype bf16,
+reduce_dtype fp32), unless the software reduces them as they are.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ def _reduce(program: RankTasks, layers: Sequence[PricedLayer]) -> list[int]:
     sent = _send(program, "reduce_scatter", sharded_bytes(layers, program, trained=True))
     shares = [] if program.how.every else summed_shares(layers, program)
     scattered = tuple(sent) or None
-    among = program.price(shares)
-    return sent + [program.lanes.send(op, AMONG_GROUPS, scattered) for op in among]
+    lane = "comm" if stack_of_row(program.rank.book.stack).one_stream else AMONG_GROUPS
+    return sent + [program.lanes.send(op, lane, scattered) for op in program.price(shares)]
 
 
 def summed_shares(layers: Sequence[PricedLayer], program: RankTasks) -> list[Message]:

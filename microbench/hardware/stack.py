@@ -61,6 +61,7 @@ class Stack:
     ``casts_experts``: under mixed precision products of experts are in half precision.
     ``reduces_half``: under mixed precision shards of gradients are reduced in half precision.
     ``reduces_late``: replicas reduce gradients once backward is done, in a message of each dtype.
+    ``one_stream``: scatters of gradients wait for sums among the groups that shard (HSDP).
     ``own_kernels``: whether it runs kernels fused by hand in place of a model's separate ops.
     ``message_sms``: SMs that its products leave to messages, by architecture; elsewhere they are
     planned for all.
@@ -79,6 +80,7 @@ class Stack:
     casts_experts: bool = False
     reduces_half: bool = False
     reduces_late: bool = False
+    one_stream: bool = False
     own_kernels: bool = False
     message_sms: Mapping[str, int] = field(default_factory=dict)
 

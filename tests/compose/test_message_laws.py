@@ -130,6 +130,13 @@ def test_shares_are_summed_among_nodes_on_a_lane_of_their_own() -> None:
     assert {(run.tasks[i].lanes, run.tasks[i].nodes) for i in scatters} == {(("comm",), 1)}
 
 
+def test_megatron_has_one_stream_for_scatters_and_sums() -> None:
+    rank = rank_for("frozen", "dp=16,hsdp=8,zero=3")
+    run = run_of(replace(rank, book=PriceBook(Flat(), GPU, 0, stack="megatron-core")))
+    sums = [task for task in run.tasks if task.name == "all_reduce"]
+    assert [task.lanes for task in sums] == [("comm",)] * 4
+
+
 def test_the_next_layer_is_gathered_before_gradients_are_scattered() -> None:
     """As FSDP2's prefetch in backward, behind which compute does not wait for a scatter.
 
