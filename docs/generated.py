@@ -47,7 +47,7 @@ def commands() -> str:
     """Every command in its group, with its arguments and options."""
     import typer
 
-    from itercast.__main__ import app
+    from itercast.command_line import app
 
     known: Any = typer.main.get_command(app)
     parts, group = [INTRODUCTION], ""

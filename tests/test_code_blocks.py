@@ -19,7 +19,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from itercast.__main__ import app
+from itercast.command_line import app
 
 ROOT = Path(__file__).parents[1]
 FILES = ROOT / "tests/doc_files"

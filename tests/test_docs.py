@@ -26,9 +26,9 @@ import yaml
 from browser import browser
 from typer.testing import CliRunner
 
-from itercast.__main__ import app
 from itercast.capture.base.assumptions import all_assumptions
 from itercast.capture.plan import ParallelPlan
+from itercast.command_line import app
 from itercast.extras.campaign.stages import PLANS
 from itercast.learners.bundle import SCHEMA_VERSION
 from itercast.microbench.hardware.node import Node

@@ -240,8 +240,8 @@ def _phases(log: ProgramLog) -> Iterator[None]:
         kind = OPTIMIZERS.get(type(optimizer).__name__, "adamw")
         trained = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
         log.python(f"{kind}_step", len(trained))
-        if sharded := sum(isinstance(p, DTensor) for p in trained):
-            log.python(f"{kind}_dtensor_step", sharded)
+        sharded = sum(isinstance(p, DTensor) for p in trained)
+        log.foreach_event = (f"{kind}_dtensor_step", sharded) if sharded else None
         log.host["zero_grad"] = log.host.get("zero_grad", 0) + len(trained)
 
     def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -78,6 +78,7 @@ class ProgramLog(OpLog):
         self.compiled, self._calls_of_compiled = MadeBy(), 0  # calls of compiled functions
         self._eager: set[int] = set()  # calls whose ops are not fused
         self._graphed: set[int] = set()  # calls that launch a CUDA graph in each phase
+        self.foreach_event: tuple[str, int] | None = None  # of an update of lists of DTensors
 
     def reset(self) -> None:
         """Forget what was launched so far; memory in use stays."""
@@ -198,9 +199,7 @@ class ProgramLog(OpLog):
 
     def _dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
-            own_event = self.phase == "optimizer" or self.compiled.number() or NestedTensor in types
-            if not own_event:
-                self.python("tp_loss" if func in LOSS else "dtensor_op")
+            self._count_dispatch(func, types)
             return NotImplemented  # DTensor and others call us again with what they wrap
         kwargs = kwargs or {}
         if func.namespace == "fsdp":
@@ -218,6 +217,18 @@ class ProgramLog(OpLog):
             self._launch(call)
             self._note_numbers(call)
         return output
+
+    def _count_dispatch(self, func: Any, types: Any) -> None:
+        """Python of an op on tensors that wrap others, but for compiled and nested ones.
+
+        An optimizer that updates lists of them takes the time of one event over all.
+        """
+        if self.phase == "optimizer" and func.__name__.startswith(("_foreach_", "_fused_")):
+            if self.foreach_event is not None:
+                self.python(*self.foreach_event)
+            self.foreach_event = None
+        elif not self.compiled.number() and NestedTensor not in types:
+            self.python("tp_loss" if func in LOSS else "dtensor_op")
 
     def _note_numbers(self, call: CollectiveCall) -> None:
         """Other ranks have the numbers that this one sends: counts of tokens for experts, sizes."""

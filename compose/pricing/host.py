@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 from itercast.capture.opcall import StepCapture
 from itercast.compose.graph.launch_modes import launches
@@ -14,7 +15,7 @@ from itercast.compose.pricing.priced_op import AssumedShares, AssumedTime, Price
 from itercast.compose.pricing.work import Step
 from itercast.learners.transfer.source_gpus import gpu_distance
 from itercast.microbench.hardware.host import EVENT_US, LAUNCH_EVENT
-from itercast.microbench.ops.step.host import REPEATED, Host
+from itercast.microbench.ops.step.host import EVENTS, REPEATED, Host
 from itercast.microbench.store import Facts
 
 WRAPPERS = (
@@ -45,7 +46,8 @@ def host_cost(counts: Mapping[str, int], book: PriceBook) -> PricedOp:
     A host that the user named prices all events. Else the model of family "host" prices those that
     it has seen: on a CPU all but the events of parallel wrappers (DDP, FSDP) and of loops over
     tables; on a GPU, and for these, only inside its training range. Other events take the assumed
-    times of the book's host; their share is in ``assumed``.
+    times of the book's host, on a CPU as many times longer as those it has seen take; their share
+    is in ``assumed``.
     """
     unknown = sorted(set(counts) - set(EVENT_US))
     if unknown:
@@ -85,7 +87,23 @@ def _event_us(
         return row["predicted_us"] / (LAUNCH_EVENT if event == "launch" else 1.0), ()
     known = book.host_is_named and event not in WRAPPERS
     shares = () if known else ((f"host.event_us.{event}", 1.0),)
-    return book.host.event_us(event, tensors), shares
+    return _slowdown(book) * book.host.event_us(event, tensors), shares
+
+
+def _slowdown(book: PriceBook) -> float:
+    """How much longer a measured CPU takes for an event than its host by assumption.
+
+    The median over events that every step has; 1 where none of them were measured.
+    """
+    if book.gpu.kind != "cpu" or book.host_is_named or book.models.get("host") is None:
+        return 1.0
+
+    def found() -> float:
+        usual = [Host(op=event) for event in EVENTS]
+        rows = book.points("host", usual)
+        return median(rows[p][0]["predicted_us"] / book.host.event_us(p.op) for p in usual)
+
+    return book.once(("slowdown",), found)
 
 
 def _book_of_host_times(book: PriceBook) -> PriceBook:

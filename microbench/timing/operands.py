@@ -50,8 +50,11 @@ def _operands(run: Callable[[], object]) -> list[Tensor]:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
+    """Tensors with memory of their own: DTensor and its like wrap others."""
     leaves = torch.utils._pytree.tree_leaves(value)
-    return (t for t in leaves if isinstance(t, torch.Tensor) and t.layout == torch.strided)
+    tensors = (t for t in leaves if isinstance(t, torch.Tensor) and t.layout == torch.strided)
+    wraps = torch.utils._python_dispatch.is_traceable_wrapper_subclass
+    return (t for t in tensors if not wraps(t))
 
 
 def _flat(t: Tensor) -> list[Tensor]:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from itercast.__main__ import app
+from itercast.command_line import app
 from itercast.compose.anchors import anchors_of, in_words, next_run, sensitivity, told
 from itercast.compose.host_fit import MeasuredStep
 from itercast.compose.machines.factors import NAMES, Factors

@@ -13,7 +13,7 @@ import pytest
 from plan_case import GPU, forecast_of
 from typer.testing import CliRunner
 
-from itercast.__main__ import app
+from itercast.command_line import app
 from itercast.compose.spread import SIGMA, Spread, mean_slowdown, step_spread
 from itercast.learners.bundle import Bundle
 from itercast.microbench.store import read_rows

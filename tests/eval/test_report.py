@@ -18,7 +18,7 @@ import pytest
 from report_facts import DEVICE, FIT, OPS, RESULTS
 from typer.testing import CliRunner
 
-from itercast.__main__ import app
+from itercast.command_line import app
 from itercast.eval.errors.systematic import systematic_errors
 from itercast.eval.iteration_parts import PARTS
 from itercast.eval.report.blocks import Device

@@ -14,7 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 import itercast
-from itercast.__main__ import GROUPS, app
+from itercast.command_line import GROUPS, app
 from itercast.eval.progress import LINE_EVERY_S, progress_bar
 
 
@@ -60,7 +60,7 @@ def test_the_version_is_told() -> None:
 
 def test_the_help_imports_nothing_slow() -> None:
     code = "import sys; sys.argv[1:] = ['--help']\n"
-    code += "from itercast.start import main\ntry: main()\nfinally: print(*sys.modules)"
+    code += "from itercast.__main__ import main\ntry: main()\nfinally: print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert not set(done.stdout.split()) & {"torch", "pandas", "numpy", "xgboost", "scipy", "mlflow"}
 
@@ -70,13 +70,13 @@ def test_ctrl_c_while_it_imports_is_one_line() -> None:
     code = "import sys, builtins; real = builtins.__import__\n"
     code += "def stop(name, *rest):\n    if name == 'typer': raise KeyboardInterrupt\n"
     code += "    return real(name, *rest)\n"
-    code += "builtins.__import__ = stop\nfrom itercast.start import main\nmain()"
+    code += "builtins.__import__ = stop\nfrom itercast.__main__ import main\nmain()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "itercast: stopped\n")
 
 
 def test_ctrl_c_in_a_command_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("itercast.__main__.listing", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr("itercast.command_line.listing", Mock(side_effect=KeyboardInterrupt))
     done = CliRunner().invoke(app, ["list", "gpus"])
     assert (done.exit_code, done.output) == (130, "itercast: stopped\n")
 

@@ -11,11 +11,11 @@ import pytest
 from plan_case import GPU
 from typer.testing import CliRunner
 
-from itercast.__main__ import app
 from itercast.api import predict
 from itercast.capture.cases.registry import case
 from itercast.capture.opcall import OpCall, StepCapture, TensorSpec
 from itercast.capture.plan import ParallelPlan
+from itercast.command_line import app
 from itercast.compose.lengths import lengths_of, with_lengths
 from itercast.learners.bundle import Bundle
 from itercast.microbench.ops.matrix.attention import flops, from_call

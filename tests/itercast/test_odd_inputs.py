@@ -16,7 +16,7 @@ import yaml
 from plan_case import GPU as toy
 from typer.testing import CliRunner
 
-from itercast.__main__ import app
+from itercast.command_line import app
 from itercast.learners.bundle import SHIPPED_CPU, Bundle
 
 ROOT = Path(__file__).parents[2]

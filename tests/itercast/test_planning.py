@@ -13,7 +13,7 @@ import pytest
 from plan_case import GPU, search_of
 from typer.testing import CliRunner, Result
 
-from itercast.__main__ import app
+from itercast.command_line import app
 from itercast.commands.script_case import found_lines
 from itercast.compose.plan_search.search import best_plans, legal_plans
 from itercast.learners.bundle import Bundle

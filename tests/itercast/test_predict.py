@@ -14,9 +14,9 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
-from itercast.__main__ import app
 from itercast.capture.base.cache_folder import cache_folder
 from itercast.capture.opcall import OpCall
+from itercast.command_line import app
 from itercast.compose.capture_model import capture
 from itercast.compose.predict import predict
 from itercast.compose.pricing.priced_op import priceable
@@ -66,7 +66,7 @@ def asked(folder: Path, *words: str, rc: int = 0) -> Any:
 
 def predict_in_a_process(folder: Path, *words: str) -> tuple[Any, set[str]]:
     """The object that a process of its own prints, and the names of all modules it imported."""
-    code = "import sys; from itercast.__main__ import app; sys.argv[0] = 'itercast'\n"
+    code = "import sys; from itercast.command_line import app; sys.argv[0] = 'itercast'\n"
     code += "try: app()\nfinally: print(*sorted(sys.modules), file=open('modules', 'w'))"
     done = subprocess.run(
         [sys.executable, "-c", code, "predict", *words],

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typer.testing import CliRunner
 
-from itercast.__main__ import app
+from itercast.command_line import app
 from itercast.compose.programs.scripts import _reason
 
 EXAMPLE = Path(__file__).parents[2] / "examples/train_gpt.py"

@@ -13,8 +13,8 @@ import pytest
 from plan_case import GPU
 from typer.testing import CliRunner
 
-from itercast.__main__ import app
 from itercast.api import predict
+from itercast.command_line import app
 from itercast.compose.throughput import spread
 from itercast.learners.bundle import Bundle
 

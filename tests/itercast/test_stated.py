@@ -12,7 +12,7 @@ import pytest
 from plan_case import GPU
 from typer.testing import CliRunner
 
-from itercast.__main__ import app
+from itercast.command_line import app
 from itercast.commands.script_case import found_lines
 from itercast.compose.predict import predict
 from itercast.compose.target import step_dtype

@@ -13,7 +13,7 @@ import pytest
 from toy_products import TOY, timed, write_rows
 from typer.testing import CliRunner
 
-from itercast.__main__ import app
+from itercast.command_line import app
 from itercast.learners import beyond_memory
 from itercast.learners.beyond_memory import (
     BYTES_PER_ROW,

@@ -22,8 +22,8 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
-from itercast.__main__ import app
 from itercast.capture.base.yaml_text import load_yaml
+from itercast.command_line import app
 from itercast.extras.campaign.archive import pack, unpack
 from itercast.microbench import store, urls
 from itercast.microbench.urls import Root, fetched, fetched_file, send_cards, sent, written

@@ -36,6 +36,7 @@ STEP_OF_PART: Mapping[str, str] = {
     "send gradients": "exchange gradients",
 }
 BESIDE = {"send vectors": "bottom perceptron", "send gradients": "bottom perceptron, backward"}
+OF_TABLES = ("look up", "update tables")
 STEPS = (
     "distribute inputs",
     "fetch rows",
@@ -117,18 +118,24 @@ class Forecaster:
 
     def _forecast(self, sharding: Sharding, step: StepCapture) -> ShardingForecast:
         """Forecast of a sharding, from a step captured with its tables on their ranks."""
-        lookup_us = [0.0] * self.world_size
-        for shard, time in self.times.held(sharding):
-            lookup_us[shard.rank] += time.work_us
+        lookup_us = self._lookup_us(sharding)
         tables, state = self.model.tables, self.model.state
         memory = memory_bytes(sharding, tables, state, self.world_size, self.per_node)
+        rank = self._rank(step)
         return ShardingForecast(
             sharding=sharding,
-            iteration_us=quick_us(self._rank(step), step.optimizer),
+            iteration_us=quick_us(rank, step.optimizer) - left_us(lookup_us, rank.ranks_per_core),
             lookup_us=tuple(lookup_us),
             memory_bytes=tuple(memory),
             fits=max(memory) <= self.room_bytes,
         )
+
+    def _lookup_us(self, sharding: Sharding) -> list[float]:
+        """Time of lookups and updates by rank."""
+        spent = [0.0] * self.world_size
+        for shard, time in self.times.held(sharding):
+            spent[shard.rank] += time.work_us
+        return spent
 
     def steps_us(self, sharding: Sharding) -> dict[str, float]:
         """Exposed time of each step of the slowest rank, in all its iteration."""
@@ -151,7 +158,9 @@ class Forecaster:
         steps["reduce gradients"] = outcome.exposed_comm_us - sent_us
         steps["wait for the host"] = outcome.idle_us
         steps["top perceptron, both ways"] = outcome.iteration_us - sum(steps.values())
-        return steps
+        left = left_us(self._lookup_us(sharding), rank.ranks_per_core)
+        kept = 1 - left / sum(steps[name] for name in OF_TABLES)
+        return {name: us * (kept if name in OF_TABLES else 1) for name, us in steps.items()}
 
     def _update_us(self, rank: Rank) -> float:
         """Time of the calls that update shards."""
@@ -160,6 +169,16 @@ class Forecaster:
         pairs = zip(graph.optimizer, calls, strict=True)
         ops = self.book.price([w for w, c in pairs if c.module == "update tables"])
         return rank.ranks_per_core * sum(op.duration_us for op in ops)
+
+
+def left_us(lookup_us: Sequence[float], ranks_per_core: float) -> float:
+    """What the slowest rank gains by cores that ranks with fewer lookups leave to it.
+
+    The step has its work as if all ranks shared the cores all the time; but they are busy no longer
+    than with the work of all, and it has at most a core for itself.
+    """
+    slowest, mean = max(lookup_us), sum(lookup_us) / len(lookup_us)
+    return ranks_per_core * slowest - max(slowest, ranks_per_core * mean)
 
 
 def _lane_us(rank: Rank) -> dict[int, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -61,8 +62,8 @@ class Block(nn.Module):
         return self.down(torch.relu(self.up(x)))
 
 
-def training(model: Any, x: Any) -> Step:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def training(model: Any, x: Any, foreach: bool | None = None) -> Step:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=foreach)
 
     def step() -> None:
         model(x).sum().backward()
@@ -87,7 +88,7 @@ def sharded(mesh_shape: tuple[int, ...]) -> Callable[[], Step]:
             fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
         fully_shard(model, mesh=mesh["dp"])
         model.to_empty(device="cpu")
-        return training(model, torch.randn(8, 64, requires_grad=True))
+        return training(model, torch.randn(8, 64, requires_grad=True), foreach=True)
 
     return program
 
@@ -119,6 +120,24 @@ def test_fsdp_and_tensor_parallelism(dp: int, tp: int) -> None:
     assert layers == [(("fsdp_layer", 2), p) for p in ("forward",) * 2 + ("backward",) * 2]
     steps = [c.args for c in python if c.phase == "optimizer"]
     assert steps == [("sgd_step", 4), ("sgd_dtensor_step", 4)]
+
+
+def test_an_optimizer_that_updates_one_dtensor_after_another_pays_for_each_op() -> None:
+    """SGD adds to each of two weights; over lists it takes one event for both."""
+
+    def program(foreach: bool) -> Step:
+        dist.init_process_group("nccl")
+        mesh = init_device_mesh("cuda", (2,))
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        model = parallelize_module(Block(), mesh, plan)
+        return training(model, torch.randn(8, 64, requires_grad=True), foreach=foreach)
+
+    def events(foreach: bool) -> list[tuple[str, int]]:
+        calls = capture_program(partial(program, foreach), 2).ranks[0].calls
+        return [c.args for c in calls if c.op == HOST and c.phase == "optimizer"]
+
+    assert events(True) == [("sgd_step", 2), ("sgd_dtensor_step", 2)]
+    assert events(False) == [("sgd_step", 2), ("dtensor_op", 1), ("dtensor_op", 1)]
 
 
 def test_ranks_outside_the_world_or_that_wait_for_each_other_are_named() -> None:

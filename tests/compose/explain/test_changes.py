@@ -9,7 +9,7 @@ import torch
 from plan_case import forecast_of
 from typer.testing import CliRunner
 
-from itercast.__main__ import app
+from itercast.command_line import app
 from itercast.compose.explain.changes import HARDWARE, Change, changes
 from itercast.compose.explain.largest_batch import largest_batch, largest_that_fits
 from itercast.compose.explain.time_parts import hot_ops, time_parts

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
-from plan_case import Fixed, tensor
+from plan_case import CPU, Fixed, tensor
 from unseen_ops import GPU, MODELS, learned
 
 from itercast.capture.opcall import OpCall, ParamSpec, StepCapture
@@ -19,7 +20,8 @@ from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import priceable
 from itercast.compose.simulate.replicas import micro_batches
 from itercast.learners.features.host_calls import KERNEL_SHARE, HostCall
-from itercast.microbench.hardware.host import HostMachine
+from itercast.microbench.hardware.host import EVENT_US, HostMachine
+from itercast.microbench.ops.step.host import EVENTS
 
 # assumed where no host was measured (itercast.compose.pricing.host)
 LAUNCH_US, MODULE_US = 5.0, 3.0
@@ -193,3 +195,22 @@ def test_a_host_measured_beside_one_gpu_answers_for_others() -> None:
     assert [op.duration_us for op in found] == [8.0, 8.0]
     cpu = host_cost({"module_call": 4}, PriceBook(Host(), replace(GPU, kind="cpu"), 1))
     assert cpu.duration_us == 4 * MODULE_US  # assumed: a GPU's host is another machine
+
+
+def test_events_without_rows_are_as_slow_on_a_cpu_as_those_with_rows() -> None:
+    """All take four times as long as assumed, in the median; FSDP's hooks are assumed at 400 us."""
+    slower = dict(zip(EVENTS, (1, 2, 4, 4, 5, 6), strict=True))
+
+    class Host(Short):
+        models: Mapping[str, Any] = {**MODELS, "host": learned(*EVENTS, gpu=CPU)}
+
+        def us(self, family: str, rows: Any) -> Any:
+            times = [slower[op] * EVENT_US[op] if op in slower else 0.0 for op in rows["op"]]
+            return np.array(times) if family == "host" else super().us(family, rows)
+
+        def price(self, family: str, rows: Any, gpus: Any = None) -> Any:
+            return super().price(family, rows).assign(in_envelope=rows["op"].isin(EVENTS))
+
+    book = PriceBook(Host(), CPU, 1)
+    assert host_cost({"backward": 1}, book).duration_us == 6 * EVENT_US["backward"]
+    assert host_cost({"fsdp_layer": 4}, book).duration_us == 4 * 400

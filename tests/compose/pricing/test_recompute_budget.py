@@ -10,10 +10,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from itercast.__main__ import app
 from itercast.api import checkpoint, predict
 from itercast.capture.cases.registry import case
 from itercast.capture.plan import ParallelPlan
+from itercast.command_line import app
 from itercast.compose.pricing.recompute import Front, Item
 
 

@@ -12,8 +12,8 @@ from rich.console import Console
 from toy_products import write_products
 from typer.testing import CliRunner
 
-from itercast.__main__ import app
 from itercast.capture.base.files import write_atomic
+from itercast.command_line import app
 from itercast.eval.learner_ranking import cell, learner_table
 from itercast.extras.benchmarks.error_table import error_table
 from itercast.extras.benchmarks.gpu_report import iteration_errors, only_gpu

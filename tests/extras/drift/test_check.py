@@ -15,8 +15,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from itercast.__main__ import app
 from itercast.capture.base.files import write_atomic
+from itercast.command_line import app
 from itercast.learners.bundle import SHIPPED_CPU, Bundle
 from itercast.learners.held_out import save_held_out
 from itercast.microbench.hardware.host import load_host

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from itercast.__main__ import app
 from itercast.capture.base.files import write_atomic
 from itercast.capture.base.yaml_text import load_yaml
+from itercast.command_line import app
 from itercast.extras.fleet import demo
 from itercast.extras.fleet.chunks import HOST, START_S, TOGETHER, deal, simulate
 from itercast.extras.fleet.driver import task_options

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from itercast.__main__ import app
 from itercast.capture.input.files import FileGroup
 from itercast.capture.input.lane import read_lane, write_lane
+from itercast.command_line import app
 from itercast.extras.input.file_groups import file_groups
 from itercast.extras.input.measure import load, main, measure_lane, run_loader, with_workers
 from itercast.extras.input.process import measured_lane

@@ -11,7 +11,7 @@ import yaml
 from nccl_logs import wrong_rows
 from typer.testing import CliRunner
 
-from itercast.__main__ import app
+from itercast.command_line import app
 from itercast.extras.nccl.nccl_text import version
 from itercast.extras.published.readers import read_source
 from itercast.microbench.hardware.node import load_node

@@ -15,8 +15,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from itercast.__main__ import app
 from itercast.capture.plan import ParallelPlan
+from itercast.command_line import app
 from itercast.extras.published.mapped.source import load
 from itercast.extras.published.readers import MAPPINGS
 from itercast.learners.features.table import columns

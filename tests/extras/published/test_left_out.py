@@ -11,8 +11,8 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
-from itercast.__main__ import app
 from itercast.capture.base.assumptions import Assumption
+from itercast.command_line import app
 from itercast.extras.published.left_out import (
     check_source,
     compared,

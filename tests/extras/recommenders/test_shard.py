@@ -14,7 +14,7 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
-from itercast.__main__ import app
+from itercast.command_line import app
 
 GOOD = {"name": "users", "rows": 100, "dim": 8, "pooling": 2}
 WRONG = yaml.safe_load(Path(__file__).with_name("hostile_shards.yaml").read_text())

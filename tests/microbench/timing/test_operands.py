@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from itercast.microbench.timing.operands import PIECE, rewritten_by_one_core
@@ -33,3 +34,13 @@ def test_all_that_a_call_reads_is_written_unchanged_in_pieces_of_one_thread() ->
     assert additions.numels == [PIECE, PIECE, PIECE, 50_000 - 3 * PIECE, 100]
     assert torch.equal(x, before)
     weight.sum().backward()  # autograd has not seen the writes
+
+
+def test_what_subclasses_wrap_is_no_operand() -> None:
+    """As of DTensor, whose Python a sweep times: it has no memory of its own."""
+    pair, weight = TwoTensor(torch.randn(100), torch.randn(100)), torch.randn(50)
+    rewrite = rewritten_by_one_core(lambda: (pair + 1, weight + 1))
+    assert rewrite is not None
+    with Additions() as additions:
+        rewrite()
+    assert additions.numels == [50]

@@ -16,7 +16,7 @@ from itercast.compose.capture_model import capture
 from itercast.compose.predict import predict
 from itercast.compose.target import find_target
 from itercast.extras.recommenders.sharded_model import RankingModel, Shard, Table
-from itercast.extras.recommenders.sharding.forecast import Forecaster
+from itercast.extras.recommenders.sharding.forecast import Forecaster, left_us
 from itercast.extras.recommenders.sharding.propose import (
     choose,
     improve,
@@ -245,3 +245,20 @@ def test_both_forecast_the_same_iteration(
     planned = predict(step, gpu=gpu, plan=f"dp={ranks},shard={path}")
     iteration_us = forecaster.forecast(sharding).iteration_us
     assert iteration_us == pytest.approx(planned.iteration_us, rel=0.005)
+
+
+def test_cores_that_ranks_with_fewer_lookups_leave_count_for_the_slowest() -> None:
+    """Four ranks on two cores: alone 40 us take 40, not 80; beside 3 x 20 all take 100 / 2 = 50."""
+    assert left_us([40, 0, 0, 0], 2.0) == 80 - 40
+    assert left_us([40, 20, 20, 20], 2.0) == 80 - 50
+    assert left_us([40, 40, 40, 40], 2.0) == 0
+    assert left_us([40, 0], 1.0) == 0
+
+
+def test_steps_of_ranks_that_share_cores_add_up(forecaster: Forecaster) -> None:
+    gpu = replace(forecaster.target.gpu, sm_count=2)
+    crowded = Forecaster(forecaster.model, replace(forecaster.target, gpu=gpu), 4)
+    for first in (Placement("table_wise", (0,)), Placement("row_wise", ALL)):
+        sharding = tuple(first for _ in crowded.model.tables)
+        found = crowded.forecast(sharding).iteration_us
+        assert sum(crowded.steps_us(sharding).values()) == pytest.approx(found, rel=1e-3)

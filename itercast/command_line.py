@@ -1,0 +1,271 @@
+"""The command line ``itercast COMMAND``; ``itercast --help`` lists the commands."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from itercast.capture.base.durations import seconds
+from itercast.capture.base.extensions import with_added
+from itercast.commands.calibrate import calibrate
+from itercast.commands.compare import compare
+from itercast.commands.explain import explain
+from itercast.commands.import_rows import import_rows
+from itercast.commands.plan import plan
+from itercast.commands.predict import predict
+from itercast.commands.run import run
+from itercast.commands.throughput import throughput
+from itercast.errors import OneLineGroup, when_stopped
+from itercast.names import KINDS, kinds, listing
+from itercast.options import Bundle, Families, Hardware, Json, fetched_root, prints_aside
+from itercast.outputs import folder_to_write
+
+app = typer.Typer(
+    cls=OneLineGroup,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Forecast how long a training iteration takes.",
+)
+
+
+def print_version(wanted: bool) -> None:
+    """Print the version of the installed package and exit, if asked to."""
+    if wanted:
+        typer.echo(f"itercast {version('itercast')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=print_version, is_eager=True, help="print the version and exit"
+        ),
+    ] = False,
+) -> None:
+    """Forecast how long a training iteration takes."""
+
+
+def collect(
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    family: Families = None,
+    budget: Annotated[
+        str, typer.Option(help="time for this dataset root, earlier runs included: 90s, 10m, 1h")
+    ] = "5m",
+    out: Annotated[str, typer.Option(help="dataset root: a folder or a URL")] = "datasets",
+    seed: Annotated[int, typer.Option(help="seed of the order of points")] = 0,
+    torchrun: Annotated[
+        str,
+        typer.Option(
+            help="arguments of torchrun, to measure collectives over nodes; the same on each "
+            'node, e.g. "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500"'
+        ),
+    ] = "",
+    points: Annotated[
+        Path | None,
+        typer.Option(help="measure only the points of this file (JSON)"),
+    ] = None,
+    devices: Annotated[
+        str, typer.Option(help="GPUs of this node to use, one worker each: all, or a number")
+    ] = "1",
+    as_json: Json = False,
+) -> None:
+    """Measure ops on this machine into a dataset; continues an interrupted sweep."""
+    from itercast.commands.shared import sweep
+    from itercast.microbench.processes.lanes import gpu_count
+    from itercast.microbench.urls import written
+
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device {device!r}: allowed are cpu and cuda")
+    if Path(out).is_file():
+        raise ValueError(f"out {out!r} is a file; rows go into a folder")
+    gpus = gpu_count(devices, device)
+    kept = f"what was measured is in {out}; the same command goes on"
+    with when_stopped(kept), written(out) as root:
+        rows = sweep(root, device, family, seconds(budget), seed, torchrun, points, gpus)
+    typer.echo(json.dumps({"rows": rows, "out": out}) if as_json else f"{rows} new rows in {out}")
+
+
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        help="memory of a family's training, such as 4GiB; trees learn from larger data on disk; "
+        "default: half of the machine's"
+    ),
+]
+
+
+def train(
+    out: Annotated[Path | None, folder_to_write("bundle to write")] = None,
+    into: Annotated[
+        Path | None, typer.Option(help="bundle to change: adds the families, or replaces them")
+    ] = None,
+    data: Annotated[
+        list[str] | None, typer.Option(help="dataset root, a folder or a URL; repeatable")
+    ] = None,
+    family: Families = None,
+    trials: Annotated[int, typer.Option(min=0, help="trials per family; 0: default options")] = 0,
+    storage: Annotated[
+        str | None, typer.Option(help="database URL of the trials, to share them among machines")
+    ] = None,
+    memory: Memory = None,
+    address: Annotated[
+        str | None, typer.Option(help="train families as Ray tasks: auto, an address, or local")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Train one model per op family, compare it with baselines, and write a bundle."""
+    from itercast.commands.shared import fit, log_training, report_table
+    from itercast.learners.beyond_memory import memory_bytes
+    from itercast.microbench.urls import fetched
+
+    folder = into or out
+    if folder is None or (into and out):
+        raise ValueError("train needs --out, a bundle to write, or --into, one to change")
+    if storage and not trials:
+        raise ValueError(f"storage {storage!r} keeps trials: it needs --trials, 1 or more")
+    where, at_once = data or ["datasets"], os.cpu_count() or 1 if address else 1
+    more: dict[str, object] = {"memory": memory_bytes(memory, at_once), "storage": storage}
+    if address:
+        more["fit_all"] = with_added("trainers", {}, Callable)["ray"](address, where)
+    roots = list(map(fetched, where))
+    report = fit(roots, folder, family, trials, into is not None, **more)
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        Console().print(report_table(report))
+    log_training(report, folder, roots)
+
+
+def price(
+    rows: Annotated[Path, typer.Argument(help="Parquet file of ops, as in a dataset")],
+    out: Annotated[Path, typer.Option(help="Parquet file to write", dir_okay=False)],
+    bundle: Bundle = None,
+    hardware: Hardware = None,
+    among: Annotated[
+        str, typer.Option(help="stacks, as the rows name them: write the fastest one of each row")
+    ] = "",
+    as_json: Json = False,
+) -> None:
+    """Forecast the time of every op in a Parquet file; write its rows with their forecasts."""
+    from itercast.learners.known_bundles import find_bundle
+    from itercast.learners.score_file import read_file, write_forecasts
+    from itercast.microbench.hardware.spec import load_gpu
+
+    gpus = None
+    if hardware is not None:
+        gpu = load_gpu(str(hardware))
+        gpus = {gpu.name: gpu}
+    asked = read_file(rows)
+    folder, known = find_bundle(str(asked["gpu"].iloc[0]), bundle)
+    write_forecasts(asked, known, out, gpus, tuple(filter(None, among.split(","))))
+    told = {"rows": len(asked), "bundle": str(folder), "out": str(out)}
+    typer.echo(json.dumps(told) if as_json else f"priced {len(asked)} rows of {rows} into {out}")
+
+
+def evaluate(
+    case: Annotated[list[str] | None, typer.Option(help="only this case; repeatable")] = None,
+    measured: Annotated[
+        Path | None,
+        typer.Option(help="dataset root with measured iterations, or its URL", parser=fetched_root),
+    ] = None,
+    bundle: Bundle = None,
+    out: Annotated[Path, folder_to_write("report folder")] = Path("reports/evaluate"),
+    as_json: Json = False,
+) -> None:
+    """Compare forecasts with measured iterations; measures this CPU unless --measured is given."""
+    from itercast.commands.shared import iterations
+    from itercast.eval.compare import compare_all, measured_rows
+    from itercast.eval.report.write import report_comparison
+    from itercast.eval.results import summary
+    from itercast.eval.tracking.store import now_ms
+
+    begin_ms, root = now_ms(), measured or Path("runs/measured")
+    if measured is None:
+        with when_stopped(f"what was measured is in {root}; the same command goes on"):
+            iterations(root, "cpu", (0, 1), case)
+    with prints_aside() if as_json else nullcontext():
+        rows = measured_rows(root, case)
+        results = compare_all(rows, bundle)
+        report_comparison(
+            out, results, rows, {}, root, bundle, source="itercast evaluate", begin_ms=begin_ms
+        )
+    if as_json:
+        cases = [{**asdict(one), "error_pct": one.error_pct} for one in results]
+        typer.echo(json.dumps({**summary(results), "out": str(out), "cases": cases}))
+
+
+def report(
+    reports: Annotated[Path, typer.Option(help="folder that holds the report folders")] = Path(
+        "reports"
+    ),
+) -> None:
+    """Write the report pages of demo and evaluate again, from the files that these left.
+
+    The first time each sweep is replayed, to find its error against minutes of sweep.
+    """
+    from itercast.eval.report.write import rewrite
+
+    for page in rewrite(reports):
+        typer.echo(page)
+
+
+def demo(
+    budget: Annotated[str, typer.Option(help="time for the sweep")] = "220s",
+) -> None:
+    """Sweep, train, forecast and compare on this CPU; writes reports/demo."""
+    from itercast.commands.demo import run_demo
+
+    run_demo(seconds(budget))
+
+
+def list_names(
+    what: Annotated[str, typer.Argument(help=", ".join(KINDS), autocompletion=kinds)] = "",
+    as_json: Json = False,
+) -> None:
+    """List names of one kind, one per line; without a kind, the kinds."""
+    names = listing(what) if what else list(KINDS)
+    typer.echo(json.dumps(names) if as_json else "\n".join(names))
+
+
+def ui(
+    port: Annotated[int, typer.Option(min=1, max=65535, help="port on this machine")] = 5000,
+) -> None:
+    """Serve the MLflow UI of this project; its first page compares learners."""
+    from itercast.eval.tracking.start_page import HOST, run_server
+    from itercast.eval.tracking.store import addresses, is_server, tracking_uri
+
+    if is_server(uri := tracking_uri()):
+        typer.echo("\n".join(addresses(uri)))
+    else:
+        typer.echo(f"MLflow UI: http://{HOST}:{port}  (Ctrl-C ends it)")
+        raise typer.Exit(run_server(port))
+
+
+GROUPS = {  # in the order in which a newcomer needs them
+    "Forecast": (predict, run, plan, explain, throughput, price),
+    "Measure": (demo, collect, import_rows),
+    "Learn": (train, calibrate),
+    "Judge": (evaluate, compare),
+    "Look": (report, ui, list_names),
+}
+NAMED = {import_rows: "import", list_names: "list"}  # words of Python
+OF_A_SCRIPT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+
+for group, commands in GROUPS.items():
+    for command in commands:
+        context = OF_A_SCRIPT if command is run else {}
+        name = NAMED.get(command)
+        app.command(name=name, rich_help_panel=group, context_settings=context)(command)
+for added, command in with_added("commands", {}, Callable).items():  # of our extras, too
+    app.command(name=added, rich_help_panel="Extras")(command)
