@@ -9,6 +9,8 @@ from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.parallel.expert_precision import casts, half_dtype, wide_experts
 from itercast.compose.parallel.placement import Cluster
+from itercast.microbench.hardware.host import EVENT_US
+from itercast.microbench.hardware.stack import software_name
 
 WIDE_EXPERTS = (
     "experts run in fp32 under autocast, which casts no grouped products; "
@@ -17,6 +19,10 @@ WIDE_EXPERTS = (
 CAST_WEIGHTS = (
     "amp with zero= is FSDP's mixed precision, which casts weights: the model's ops run in {0}; "
     "amp without zero= is autocast, under which norms, softmax and losses run in fp32"
+)
+DTENSOR = (
+    "tp is torch's DTensor, whose Python takes the host about {0:.1g} ms a product, both ways; "
+    "--compile and --stack megatron-core have none of it"
 )
 # Layers that transformers runs by kernels of other packages on GPUs, if installed, else op by op.
 SLOW_PATHS = re.compile(r"Mamba\w*Mixer|GatedDeltaNet|Rwkv\w*Attention")
@@ -32,6 +38,8 @@ def notes(step: StepCapture, plan: ParallelPlan, stack: str) -> Iterator[str]:
     slow = {c.module for c in step.calls if SLOW_PATHS.search(c.module)}
     if slow:
         yield SLOW_PATH.format(", ".join(sorted(slow)))
+    if plan.tp > 1 and step.engine == "eager" and software_name(stack) == "torch":
+        yield DTENSOR.format(EVENT_US["tp_product"] / 1e3)
     cast = casts(step, plan, stack)
     if cast == "module":
         yield CAST_WEIGHTS.format(half_dtype(step))

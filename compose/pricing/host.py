@@ -15,19 +15,23 @@ from itercast.compose.pricing.priced_op import AssumedShares, AssumedTime, Price
 from itercast.compose.pricing.work import Step
 from itercast.learners.transfer.source_gpus import gpu_distance
 from itercast.microbench.hardware.host import EVENT_US, LAUNCH_EVENT
+from itercast.microbench.hardware.stack import software_name
 from itercast.microbench.ops.step.host import EVENTS, REPEATED, Host
 from itercast.microbench.store import Facts
 
+OF_DTENSOR = (
+    "tp_product",
+    "tp_product_bias",
+    "tp_loss",
+    *(f"{name}_dtensor_step" for name in STATE_COPIES),
+)
 WRAPPERS = (
     "fsdp_layer",
     "fsdp_layer_kept",
     "checkpoint_layer",
     "selective_op",
     "pipeline_micro",
-    "tp_product",
-    "tp_product_bias",
-    "tp_loss",
-    *(f"{name}_dtensor_step" for name in STATE_COPIES),
+    *OF_DTENSOR,
 )
 # Events that come once, over as many tensors as they are counted: parameters of an optimizer or of
 # a layer, tensors that a checkpoint saves.
@@ -81,7 +85,12 @@ def host_work(time: AssumedTime) -> PricedOp:
 def _event_us(
     event: str, tensors: int, row: Facts | None, book: PriceBook
 ) -> tuple[float, AssumedShares]:
-    """Time of one event, and the assumption it rests on; ``row``: the model's."""
+    """Time of one event, and the assumption it rests on; ``row``: the model's.
+
+    Software other than torch cuts plain tensors, and has no DTensor.
+    """
+    if event in OF_DTENSOR and software_name(book.stack) != "torch":
+        return 0.0, ()
     on_this_cpu = book.gpu.kind == "cpu" and event not in (*WRAPPERS, REPEATED)
     if row is not None and not book.host_is_named and (on_this_cpu or row["in_envelope"]):
         return row["predicted_us"] / (LAUNCH_EVENT if event == "launch" else 1.0), ()

@@ -243,7 +243,8 @@ class RankProgram(RankTasks):
             )
             if self.how.by_layer:
                 event = {update_event(optimizer, "dtensor_step"): tensors}
-                python_us += host_cost(event, rank.book).duration_us
+                self.copies.append(host_cost(event, rank.book))
+                python_us += self.copies[-1].duration_us
             self.lanes.work(_update_work(ops, rank, python_us), "optimizer")
             self._update_matrices([p for p in trained if p.matrix])
         if offloaded:

@@ -24,6 +24,7 @@ from itercast.microbench.sweep.cards import card_facts
 from itercast.microbench.sweep.scheduler import finished_keys
 
 ROUNDS = 3  # of the iterations whose pace the host sets
+EVENTS_FRAC = 0.25  # of the hosts' stage, for single events, those of parallel wrappers among them
 CORES = 4  # that each of their processes is pinned to
 STALLED_S = 60.0  # without a row: the GPU hangs
 ALONE_FRAC = 0.5  # of a stage's time, for ops alone; the rest in steps, or sustained
@@ -32,11 +33,12 @@ SHAPED = ("conv", "norm", "pooling")
 
 
 def hosts(run: Run, budget_s: float, grace_s: float) -> int:
-    """Stage "hosts": time steps that the host bounds; returns the number of rows.
+    """Stage "hosts": time host events, then steps that the host bounds; returns the number of rows.
 
     Each round has another order and an equal share of the time left; processes are pinned.
     """
-    end_s, rows = time.monotonic() + budget_s, 0
+    end_s = time.monotonic() + budget_s
+    rows = run.sweep(("host",), EVENTS_FRAC * budget_s, grace_s, None)
     for repeat in range(ROUNDS):
         wanted = iterations_of("hosts")
         random.Random(f"{run.seed} {repeat}").shuffle(wanted)

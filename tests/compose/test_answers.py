@@ -42,6 +42,14 @@ def test_layers_on_a_slow_path_are_named() -> None:
     assert list(notes(found, ParallelPlan(), "torch-2.11")) == []
 
 
+def test_tensor_parallelism_by_dtensor_is_said() -> None:
+    found, tp = model("gpt"), ParallelPlan.parse("tp=2")
+    (said,) = notes(found, tp, "torch-2.11")
+    assert said.startswith("tp is torch's DTensor, whose Python takes the host about 0.7 ms")
+    for step, stack in ((found, "megatron-core"), (replace(found, engine="compile"), "torch-2.11")):
+        assert list(notes(step, tp, stack)) == []
+
+
 def test_selective_recomputation_needs_attention() -> None:
     with pytest.raises(ValueError, match="selective recomputes attention, the model has none"):
         rank_for("images", "recompute=selective")

@@ -255,11 +255,10 @@ def features(p: Host, gpu: Gpu) -> dict[str, Numbers | str]:
 
 
 def gpu_points(rng: np.random.Generator) -> Iterator[Host]:
-    """Yields the events of ``on_one_gpu``; with several GPUs also those of parallel wrappers."""
+    """Yields the events of ``on_one_gpu``, then those of parallel wrappers, which need one rank."""
     yield from on_one_gpu(rng)
-    if torch.cuda.device_count() > 1:
-        for trial in range(8):
-            yield from wrapped(trial)
+    for trial in range(8):
+        yield from wrapped(trial)
 
 
 FAMILY = Family(

@@ -214,3 +214,11 @@ def test_events_without_rows_are_as_slow_on_a_cpu_as_those_with_rows() -> None:
     book = PriceBook(Host(), CPU, 1)
     assert host_cost({"backward": 1}, book).duration_us == 6 * EVENT_US["backward"]
     assert host_cost({"fsdp_layer": 4}, book).duration_us == 4 * 400
+
+
+def test_dtensor_is_of_torch_alone() -> None:
+    """Three products of 650 us; AdamW over ten parameters 130 + 10 x 15 us. Megatron has none."""
+    for stack, product_us, update_us in (("torch-2.11", 650, 280), ("megatron-core", 0, 0)):
+        book = PriceBook(Short(), GPU, 0, stack=stack)
+        assert host_cost({"tp_product": 3}, book).duration_us == 3 * product_us
+        assert host_cost({"adamw_dtensor_step": 10}, book).duration_us == update_us
