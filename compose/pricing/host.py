@@ -112,7 +112,8 @@ def _slowdown(book: PriceBook) -> float:
         rows = book.points("host", usual)
         return median(rows[p][0]["predicted_us"] / book.host.event_us(p.op) for p in usual)
 
-    return book.once(("slowdown",), found)
+    slowdown: float = book.once(("slowdown",), found)
+    return slowdown
 
 
 def _book_of_host_times(book: PriceBook) -> PriceBook:
