@@ -110,7 +110,8 @@ def _slowdown(book: PriceBook) -> float:
     def found() -> float:
         usual = [Host(op=event) for event in EVENTS]
         rows = book.points("host", usual)
-        return median(rows[p][0]["predicted_us"] / book.host.event_us(p.op) for p in usual)
+        times = [float(rows[p][0]["predicted_us"] / book.host.event_us(p.op)) for p in usual]
+        return median(times)
 
     slowdown: float = book.once(("slowdown",), found)
     return slowdown
