@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pandas as pd
 
 from itercast.capture.base.assumptions import assumed
+from itercast.capture.base.yaml_text import made_of
 from itercast.learners.beyond_memory import (
     MIN_ROWS,
     AllRows,
@@ -203,9 +205,15 @@ def ops_by_dtype(rows: pd.DataFrame) -> dict[str, list[str]]:
     return {str(dtype): sorted(ops.unique()) for dtype, ops in rows.groupby("dtype")["op"]}
 
 
-def hardware_of(roots: Sequence[Path], rows: pd.DataFrame) -> dict[str, Gpu]:
-    """Hardware of every GPU in the rows: from the datasets' cards, else from the hardware files."""
+def hardware_of(
+    roots: Sequence[Path], rows: pd.DataFrame, stated: Mapping[str, Row] = MappingProxyType({})
+) -> dict[str, Gpu]:
+    """Hardware of every GPU in the rows, by name.
+
+    As ``stated``, else by the datasets' cards, else by the hardware files.
+    """
     known = read_hardware(roots)
+    known |= {name: made_of(Gpu, facts, f"hardware of {name}") for name, facts in stated.items()}
     return {str(n): known.get(str(n)) or load_gpu(str(n)) for n in rows["gpu"].unique()}
 
 
@@ -214,13 +222,14 @@ class Asked:
     """How families are trained.
 
     ``trials`` of hyperparameters are tried first, in the database ``storage``; ``memory``: bytes
-    that a family may take.
+    that a family may take. ``gpus``: hardware by name, as fields, in place of the datasets' cards.
     """
 
     roots: Sequence[Path]
     trials: int = 0
     memory: int | None = None
     storage: str | None = None
+    gpus: Mapping[str, Row] = field(default_factory=dict)
 
 
 Told = Callable[[str], None]  # gets the name of a family that is trained
@@ -235,7 +244,7 @@ def fit_in_turn(
     for name, rows in tables.items():
         if told:
             told(name)
-        gpus = hardware_of(asked.roots, rows)
+        gpus = hardware_of(asked.roots, rows, asked.gpus)
         report, model = fit_family(name, rows, gpus, anchors, asked)
         yield name, report, Bundle(models={name: model}, gpus=gpus, anchors=anchors)
 
@@ -255,7 +264,8 @@ def train(
 
     ``trials`` to ``storage``: see ``Asked``; without ``memory`` all rows are in memory, and trials
     that are in ``storage`` already are not run again. ``into``: a bundle whose other
-    families are saved too; times are then corrected to the speed that its families refer to.
+    families are saved too; times are then corrected to the speed that its families refer to, and
+    GPUs have the peaks that these have learned with.
     ``fit_all``: here, or on several machines (entry point ``itercast.trainers``).
     """
     asked = Asked(roots=roots, trials=trials, memory=memory, storage=storage)
@@ -280,6 +290,8 @@ def train_tables(
             f"{few[0]}: {len(tables[few[0]])} rows were measured at about the speed of the machine "
             f"that the bundle's families refer to, {MIN_ROWS} are needed; train all families anew"
         )
+    if into and set(into.models) - set(tables):
+        asked = replace(asked, gpus={name: gpu.to_dict() for name, gpu in into.gpus.items()})
     machines = machines_of(asked.roots, tables)
     bundles = [Bundle(models={}, gpus={}, anchors=anchors, machines=machines)]
     reports = {}

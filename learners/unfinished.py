@@ -62,7 +62,8 @@ def resumed(out: Path, fit_all: FitAll = fit_in_turn) -> FitAll:
 
 def _key(rows: pd.DataFrame, anchors: Anchors, asked: Asked) -> str:
     """Digest of all that a family's model depends on: rows, options, code."""
-    options = (asked.trials, asked.memory, asked.storage, sorted(anchors.items()))
+    gpus = json.dumps(asked.gpus, sort_keys=True)
+    options = (asked.trials, asked.memory, asked.storage, gpus, sorted(anchors.items()))
     text = repr((digest_of(rows), options, digest_of_code(*CODE)))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

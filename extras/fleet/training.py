@@ -25,7 +25,7 @@ from itercast.learners.unfinished import read_family, write_family
 from itercast.microbench.store import Row
 from itercast.microbench.urls import fetched
 
-OF_ASKED = ("trials", "memory", "storage")
+OF_ASKED = ("trials", "memory", "storage", "gpus")
 TRIES = 3  # of a task whose node dies
 ZIP = b"PK"  # how a zip archive begins
 

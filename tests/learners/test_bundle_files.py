@@ -6,15 +6,22 @@ import gzip
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import xgboost as xgb
+from toy_products import TOY, products, write_products
 
 from itercast.learners.bundle import FACTS, SHIPPED, SHIPPED_CPU, Bundle, digests
 from itercast.learners.known_bundles import find_bundle
 from itercast.learners.models.tree_files import PER_NODE, read_trees
+from itercast.learners.train import train
+from itercast.microbench.ops.memory import elementwise
+from itercast.microbench.store import write_card, write_part
 
 FLIPS = 200
 FEATURES = 2
@@ -154,3 +161,20 @@ def test_a_name_leads_to_the_bundle_that_knows_it(
     cpu = next(iter(find_bundle("cpu")[1].gpus))
     assert find_bundle("cpu")[0] == find_bundle(cpu)[0] == SHIPPED_CPU
     assert find_bundle("h100-sxm-80gb")[0] == find_bundle("nobody")[0] == SHIPPED
+
+
+def test_a_family_that_joins_a_bundle_leaves_forecasts_of_the_others(tmp_path: Path) -> None:
+    """Its sweep found peaks of half the rate: a shared machine was slow, or hot."""
+    first, second, bundle = (tmp_path / name for name in ("first", "second", "bundle"))
+    train([write_products(first, 60)], bundle)
+    slow = replace(TOY, peak_flops_per_s={"fp32": 5e12}, hbm_bytes_per_s=5e11)
+    points = pd.DataFrame([asdict(p) for p in islice(elementwise.sweep(), 60)])
+    facts = {"family": "elementwise", "gpu": "toy", "threads": 0, "cache": "warm", "status": "ok"}
+    path = write_part(second, "elementwise", "toy", points.assign(**facts, time_us=5.0), "0")
+    write_card(path.parent, {"hardware": slow.to_dict()})
+    asked, before = products(20), Bundle.load(bundle)
+    train([second], bundle, into=before)
+    after = Bundle.load(bundle)
+    assert set(after.models) == {"gemm", "elementwise"} and after.gpus == before.gpus
+    us = [b.price("gemm", asked)["predicted_us"].tolist() for b in (before, after)]
+    assert us[0] == us[1]

@@ -101,7 +101,7 @@ def test_a_killed_training_repeats_no_finished_trial(tmp_path: Path) -> None:
 
 
 DATASETS = Path(__file__).parents[2] / "datasets"
-ORDER = {"trials": 0, "memory": None, "storage": None, "compare": False, "anchors": []}
+ORDER = {"trials": 0, "memory": None, "storage": None, "gpus": {}, "anchors": []}
 
 
 def test_a_task_returns_a_bundle_or_one_line(tmp_path: Path) -> None:

@@ -285,11 +285,12 @@ def fallback(p: Conv, measured: Measured) -> list[Part]:
     A matrix product has the multiplications and bytes of implicit GEMM: taps that read the same
     pixel read it from memory once (arXiv:1410.0759, section 3). In NCHW on tensor cores tensors are
     transposed to NHWC and back (cuDNN developer guide, "tensor core operations"), but where CUDA
-    cores in fp32, which read NCHW, take less time. Rows are of NCHW: on tensor cores they say
-    nothing of NHWC.
+    cores in fp32, which read NCHW, take less time. Rows are of NCHW: on tensor cores, which run no
+    depthwise convolution in TF32, they say nothing of NHWC.
     """
     forward = replace(p, op="forward")
-    on_tensor_cores = p.dtype in TENSOR_CORES and measured.gpu.vendor == "nvidia"
+    in_fp32 = p.dtype == "tf32" and p.in_channels == p.groups  # as tensor cores run no depthwise
+    on_tensor_cores = p.dtype in TENSOR_CORES and measured.gpu.vendor == "nvidia" and not in_fp32
     told = not (on_tensor_cores and measured.channels_last)
     if measured.gpu.kind == "cpu" or (told and measured.seen("conv", str(op_name(p)), p.dtype)):
         return []
@@ -300,11 +301,11 @@ def fallback(p: Conv, measured: Measured) -> list[Part]:
         return _grouped(p, measured)
     x, y = (int(np.maximum(n, 1)) for n in pixels(p))
     in_nchw = p.dtype in TENSOR_CORES and not measured.channels_last
-    in_fp32 = replace(forward, dtype="fp32")
-    if in_nchw and p.dtype == "tf32" and measured.seen("conv", str(op_name(in_fp32)), "fp32"):
+    exact = replace(forward, dtype="fp32")
+    if in_nchw and p.dtype == "tf32" and measured.seen("conv", str(op_name(exact)), "fp32"):
         transposes = 2 * _moved(p) / measured.gpu.hbm_bytes_per_s
-        if _bound_s(in_fp32, measured.gpu) < _bound_s(forward, measured.gpu) + transposes:
-            return [Part(family="conv", params=in_fp32, times=times)]
+        if _bound_s(exact, measured.gpu) < _bound_s(forward, measured.gpu) + transposes:
+            return [Part(family="conv", params=exact, times=times)]
     shared = max(1, y * int(taps(p)) // x)  # taps that read the same pixel
     m, n, k = max(1, y // shared), p.out_channels * shared, p.in_channels * int(taps(p))
     product = Gemm(op="mm", m=m, n=n, k=k, layout="nt", dtype=p.dtype)

@@ -21,6 +21,7 @@ from itercast.microbench.ops import family_of
 from itercast.microbench.ops.family import Part, itemsize_bytes
 from itercast.microbench.ops.lookup.embedding import Embedding
 from itercast.microbench.ops.lookup.index_calls import IndexOp
+from itercast.microbench.ops.matrix.conv import Conv
 from itercast.microbench.ops.matrix.gemm import Gemm
 from itercast.microbench.ops.matrix.recurrent import CALL as NETWORK
 from itercast.microbench.ops.matrix.recurrent import Recurrent
@@ -100,6 +101,20 @@ def test_what_no_model_has_seen_is_a_copy_of_its_bytes(
     params: Any, models: Any, channels_last: bool, copied: list[float]
 ) -> None:
     assert fallback_parts(params, models, channels_last, GPU) == [memory_copy(n) for n in copied]
+
+
+def test_tensor_cores_run_no_depthwise_convolution_in_tf32() -> None:
+    """So that rows, which are of NCHW, tell of NHWC as in fp32; of other kinds they do not."""
+    sizes = {"batch": 2, "in_channels": 16, "out_channels": 16, "h": 8, "w": 8}
+    conv = Conv(op="forward", kernel_h=3, kernel_w=3, groups=16, **sizes)
+
+    def falls_back(dtype: str, groups: int = 16) -> bool:
+        models = {**MODELS, "conv": learned("forward in groups", dtype=dtype)}
+        params = replace(conv, dtype=dtype, groups=groups)
+        return bool(fallback_parts(params, models, True, GPU))
+
+    assert not falls_back("fp32") and not falls_back("tf32")
+    assert falls_back("bf16") and falls_back("tf32", groups=4)
 
 
 def test_rows_of_one_gpu_leave_fallbacks_of_other_generations() -> None:
