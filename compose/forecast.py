@@ -122,9 +122,9 @@ def forecast(
 
     ``step`` is one micro-batch of one replica with a rank's part of the sequence: its samples are
     the replica's over ``plan.microbatches``, its length the whole over ``plan.cp``. Without a node
-    eight GPUs share one. ``mfu_frac`` counts the flops of gemm, conv and attention of all ranks
-    against the dense peak of their dtype. The host's time is not part of ``unmodelled_frac``;
-    where it is assumed, it is part of ``assumed_frac``.
+    eight GPUs share one. ``mfu_frac`` counts the flops of products (gemm, conv, attention,
+    recurrent and sparse ones) of all ranks against the dense peak of their dtype. The host's time
+    is not part of ``unmodelled_frac``; where it is assumed, it is part of ``assumed_frac``.
     """
     rank = rank_of(step, plan, book, cluster(plan, book.gpu, node))
     replicas, lengths = plan.microbatches * plan.dp, dict(step.lengths)

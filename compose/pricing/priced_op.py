@@ -158,10 +158,10 @@ class Priceable:
         return float(self.family.bytes_moved(self.params))
 
     def matmul_s(self, gpu: Gpu) -> float:
-        """Seconds at the GPU's peak if it is a matrix product; else 0."""
-        if self.family is None or not self.family.matmul:
-            return 0.0
-        return float(self.family.flops(self.params)) / gpu.peak(self.params.dtype)
+        """Seconds of its matrix products at the GPU's peak, 0 without any."""
+        family = self.family
+        counted = family and (family.flops if family.matmul else family.product_flops)
+        return float(counted(self.params)) / gpu.peak(self.params.dtype) if counted else 0.0
 
     def assumed_shares(self, parts: int, other_frac: float) -> AssumedShares:
         """Assumption of the ``other_frac`` of its time that its own model does not price."""

@@ -306,6 +306,7 @@ FAMILY = Family(
     sweep=sweep,
     build=build,
     flops=flops,
+    product_flops=flops,
     bytes_moved=bytes_moved,
     cached_bytes=cached_bytes,
     features=features,

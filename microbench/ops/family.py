@@ -166,9 +166,10 @@ class Family:
     ``fallback(params, measured)`` are the ops that it is priced as on a device where no model has
     seen it, empty where its own model answers. ``by_roofline``: on a GPU without rows it takes the
     multiple of its roofline that it takes on others. ``matmul``: its flops count as matrix products
-    in MFU. ``fusible``: torch.compile fuses it with its neighbours. ``compiled``: torch.compile
-    writes its kernels, so that each call costs the host something else. ``on_host``: its points are
-    events of the host, which run no kernel.
+    in MFU, and it runs at their rate. ``product_flops``: what counts so of another family's ops.
+    ``fusible``: torch.compile fuses it with its neighbours. ``compiled``: torch.compile writes its
+    kernels, so that each call costs the host something else. ``on_host``: its points are events of
+    the host, which run no kernel.
 
     Sweeps:
     a family with ``ranks`` > 1 is built and timed in that many processes at once. One that is
@@ -201,6 +202,7 @@ class Family:
     fallback: Callable[[Point, Measured], Sequence[Part]] | None = None
     by_roofline: bool = False
     matmul: bool = False
+    product_flops: Callable[[Point], Numbers] | None = None
     fusible: bool = False
     compiled: bool = False
     on_host: bool = False

@@ -163,12 +163,21 @@ def _layer_inputs(p: Recurrent) -> Numbers:
     return p.inputs + 1.0 * (p.layers - 1) * p.directions * p.hidden
 
 
-def flops(p: Recurrent) -> Numbers:
+def _cells(p: Recurrent) -> Numbers:
+    return 1.0 * p.steps * p.batch * p.directions
+
+
+def product_flops(p: Recurrent) -> Numbers:
     """Products of inputs and state with the weights of all gates; twice that backward."""
-    cells = 1.0 * p.steps * p.batch * p.directions
     rows: Numbers = by_name(p.op, GATES) * p.hidden
-    products = 2.0 * cells * rows * (_layer_inputs(p) + p.layers * p.hidden)
-    return (1 + _backward(p)) * (products + POINTWISE * cells * p.layers * p.hidden)
+    widths = _layer_inputs(p) + p.layers * p.hidden
+    return (1 + _backward(p)) * 2.0 * _cells(p) * rows * widths
+
+
+def flops(p: Recurrent) -> Numbers:
+    """Its products, and what the gates of each cell take."""
+    gates = POINTWISE * _cells(p) * p.layers * p.hidden
+    return product_flops(p) + (1 + _backward(p)) * gates
 
 
 def bytes_moved(p: Recurrent) -> Numbers:
@@ -257,6 +266,7 @@ FAMILY = Family(
     sweep=sweep,
     build=build,
     flops=flops,
+    product_flops=product_flops,
     bytes_moved=bytes_moved,
     features=features,
     fallback=fallback,

@@ -27,6 +27,7 @@ from itercast.compose.pricing.optimizer import scaled_update
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import priceable
 from itercast.compose.pricing.rank_graph import rank_graph
+from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.ops.matrix.recurrent import CALL as NETWORK
 from itercast.microbench.ops.matrix.recurrent import Recurrent, saved_numel
 from itercast.microbench.ops.memory.fused import CALL
@@ -58,6 +59,27 @@ def test_dropout_is_one_kernel_with_a_mask_of_bytes() -> None:
     for tensors in (found.calls[0].outputs, found.calls[2].args):
         assert [(t.dtype, t.storage) for t in tensors][1:] == [("bool", 1)]
     assert found.parameters[0].ready_after == 2
+
+
+@pytest.mark.parametrize(("cell", "gates"), [("lstm", 4), ("gru", 3), ("rnn", 1)])
+def test_products_of_recurrent_networks_count_in_mfu(cell: str, gates: int) -> None:
+    """Three layers of 1,024 over 35 x 160 tokens: 2 flops a weight forward, 4 backward.
+
+    A V100 has 15.7 TFLOP/s in fp32, also where TF32 is allowed.
+    """
+    sizes = {"steps": 35, "batch": 160, "inputs": 1024, "hidden": 1024, "layers": 3}
+    both = [Recurrent(op=op, dtype="tf32", **sizes) for op in (cell, f"{cell}_backward")]
+    ops = [priceable(OpCall(op=NETWORK, args=(), kwargs=asdict(p))) for p in both]
+    weights = 3 * gates * 1024 * (1024 + 1024)
+    found_s = sum(op.matmul_s(load_gpu("v100-sxm-16gb")) for op in ops)
+    assert found_s == pytest.approx(6 * weights * 35 * 160 / 15.7e12)
+
+
+def test_products_of_sparse_matrices_count_in_mfu() -> None:
+    """Five values times two columns."""
+    sparse = TensorSpec(shape=(3, 4), dtype="fp32", storage=0, layout="csr", nnz=5)
+    product = call("mm.default", sparse, tensor(1, shape=(4, 2)), out=2)
+    assert priceable(product).matmul_s(load_gpu("v100-sxm-16gb")) == 2 * 5 * 2 / 15.7e12
 
 
 @pytest.mark.parametrize("known", [True, False])
