@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import shlex
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -25,7 +23,6 @@ if TYPE_CHECKING:  # the command line starts without pandas
     from itercast.options import Question
 
 HALF = ("bf16", "fp16")
-PRODUCT = re.compile(r"mm\.|convolution|attention")  # in names of ops
 
 
 def question_facts(question: Question, step: StepCapture, target: Target, found: Forecast) -> Row:
@@ -49,8 +46,11 @@ def question_facts(question: Question, step: StepCapture, target: Target, found:
         known |= {"batch": size["batch"], "seq": size["seq"], "global_batch": None}
     told = unusual(known, size, target.plan, target.gpu)
     has_tf32 = known["dtype"] == "fp32" and "tf32" in target.gpu.peak_flops_per_s
-    if has_tf32 and not mixed(known) and any("convolution" in call.op for call in step.calls):
-        told.append("convolutions are in fp32, too; torch's default is TF32 (--dtype tf32)")
+    kinds = ["convolutions"] * any("convolution" in call.op for call in step.calls)
+    kinds += ["recurrent layers"] * bool(step.networks)
+    if has_tf32 and not mixed(known) and kinds:
+        names = " and ".join(kinds)
+        told.append(f"{names} are in fp32, too; torch's default is TF32 (--dtype tf32)")
     return {**stated(known), "step": size, "unusual": told, "assumes": assumes([found])}
 
 
@@ -120,26 +120,20 @@ def say(line: str, facts: Facts) -> None:
 
 
 def script_line(
-    name: str, samples: int, worlds: Sequence[int], products: Sequence[str], engine: str
+    name: str, program: ProgramCapture, worlds: Sequence[int], products: Sequence[str], engine: str
 ) -> str:
     """What is forecast of a script, in one line.
 
-    ``worlds``: numbers of ranks, each with so many ``samples`` (0: not known); ``products``: dtypes
-    of its products.
+    ``worlds``: numbers of ranks; ``products``: dtypes of its products.
     """
+    samples = program.samples
     each = f"{samples:,} samples a rank" if samples else "samples not known"
-    each += f", {worlds[0] * samples:,} in all" if samples and len(worlds) == 1 < worlds[0] else ""
+    if samples and program.grouped and len(worlds) == 1 < worlds[0]:
+        each += f", {worlds[0] * samples:,} in all"
     ranks = f"one of {' or '.join(map(str, worlds))} ranks" if max(worlds) > 1 else "one process"
     parts = [f"products in {' and '.join(products)}"] * bool(products)
     parts.append(launches("compile" in engine, "graph" in engine))
     return f"a step of {name} as {ranks}: {each}; {', '.join(parts)}"
-
-
-def product_dtypes(program: ProgramCapture) -> list[str]:
-    """Dtypes of a script's matrix products, that of most of them first."""
-    calls = program.ranks[min(program.ranks)].calls
-    found = Counter(call.outputs[0].dtype for call in calls if PRODUCT.search(call.op))
-    return [dtype for dtype, _ in found.most_common()]
 
 
 def step_line(asked: Facts, size: Mapping[str, int]) -> str:

@@ -113,6 +113,7 @@ def capture_ranks(
             for r, x in sorted(done.items())
         },
         peak_bytes={rank: log.peak_bytes for rank, log in sorted(done.items())},
+        grouped=any(log.grouped for log in done.values()),
         held_bytes=max(done.values(), key=lambda log: log.peak_bytes).least_bytes,
     )
 

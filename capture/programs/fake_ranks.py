@@ -61,7 +61,7 @@ def one_rank_of(
     texts["LOCAL_WORLD_SIZE"] = str(min(8, world_size))
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, texts))
-        stack.enter_context(_groups_that_send_nothing(world_size, rank))
+        stack.enter_context(_groups_that_send_nothing(world_size, rank, log))
         stack.enter_context(_handles_tell(log))
         stack.enter_context(_storages_tell(log))
         stack.enter_context(_meshes_are_real())
@@ -75,12 +75,13 @@ def one_rank_of(
 
 
 @contextmanager
-def _groups_that_send_nothing(world_size: int, rank: int) -> Iterator[None]:
+def _groups_that_send_nothing(world_size: int, rank: int, log: ProgramLog) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     init, new_group = dist.init_process_group, dist.new_group
 
     def fake_init(*args: Any, **kwargs: Any) -> None:
+        log.grouped = True
         with _disable_current_modes():
             init("fake", store=FakeStore(), rank=rank, world_size=world_size)
 

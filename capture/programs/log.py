@@ -68,6 +68,7 @@ class ProgramLog(OpLog):
         self.gpu_memory = GpuMemory(lambda: self.stream)
         self.points = count()
         self.live_bytes = self.peak_bytes = self.least_bytes = self.highest_bytes = 0
+        self.grouped = False  # whether the program made a process group
         self.over = False  # what is freed when all steps are over is not of the last one
         self._awaiting: set[int] = set()  # memory of parameters that a backward pass reached
         self._group_streams: dict[Any, int] = {}

@@ -47,7 +47,8 @@ class ProgramCapture:
 
     ``peak_bytes``: the most memory that a rank's tensors take during the step; ``held_bytes``: the
     least, of the rank that takes most. ``samples`` and ``tokens`` of a rank's step, 0 where they
-    are not known. ``optimizer_steps``: how often one optimizer steps in it. ``notes``: what was
+    are not known. ``grouped``: its ranks made a process group. ``optimizer_steps``: how many steps
+    of optimizers are in it, those without a backward between them counted once. ``notes``: what was
     assumed of it, in sentences.
     """
 
@@ -57,6 +58,7 @@ class ProgramCapture:
     held_bytes: int = 0
     samples: int = 0
     tokens: int = 0
+    grouped: bool = True
     optimizer_steps: int = 1
     notes: tuple[str, ...] = ()
 

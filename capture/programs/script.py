@@ -41,13 +41,13 @@ from itercast.capture.programs.gpus.machine import gpus_that_are_not_there
 from itercast.capture.programs.gpus.streams import recorded_streams
 from itercast.capture.programs.kernels import triton_kernels
 from itercast.capture.programs.log import ProgramLog
-from itercast.capture.programs.program import COLLECTIVE, ProgramCapture, write_program
+from itercast.capture.programs.program import ProgramCapture, write_program
 from itercast.capture.programs.repeated.evaluations import Evaluations
+from itercast.capture.programs.script_notes import ON_HOST, script_notes
 from itercast.capture.programs.steps import KINDS, EnoughSteps, Lines, Steps
 from itercast.capture.programs.trained.facts import STOPS
 from itercast.capture.programs.trained.finder import Finder
 from itercast.capture.programs.trained.serve import TrainedModel, serve
-from itercast.capture.recorder.log import TF32_OPS
 
 DATA = dataloader.__file__  # starts workers, which fork
 ENVIRONMENT = {  # nothing is sent or logged elsewhere, and nothing happens in other threads
@@ -60,7 +60,6 @@ ENVIRONMENT = {  # nothing is sent or logged elsewhere, and nothing happens in o
 }
 TOOLS = ("make", "ninja", "ldconfig", "git", "uname")  # that libraries ask or build with
 PROGRAMS = ("system", "posix_spawn", "posix_spawnp", "forkpty", "execv", "execve")
-TF32_NAMES = {"conv": "convolutions", "matmul": "matrix products"}
 PACKAGES = sysconfig.get_path("purelib")
 STDLIB = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 INSTALLED = (PACKAGES, str(Path(torch.__file__).parents[1]), sys.prefix, sys.base_prefix)
@@ -147,6 +146,8 @@ def capture_script(
             stack.enter_context(triton_kernels(log))
             steps = _run_until(script, log, taken, finder)
         taken.copied_ahead = log.gpu_memory.beside
+        if gpu.kind != "cpu" and not log.gpu_memory.used:
+            notes[ON_HOST] = None
         notes.update(dict.fromkeys(steps.notes))
         optimizer_steps.append(steps.optimizer_steps)
         for guess, frames in log.guesses.items():
@@ -154,12 +155,7 @@ def capture_script(
 
     alone = (0,) if finder else ()  # of a pipeline there are no plans
     captured = capture_ranks(run, world_size, alone, lasting=finder is not None)
-    calls = [call for rank in captured.ranks.values() for call in rank.calls]
-    if rounded := {TF32_OPS[c.op] for c in calls if "tf32" in (t.dtype for t in c.tensors())}:
-        names = " and ".join(TF32_NAMES[kind] for kind in sorted(rounded))
-        notes[f"fp32 {names} run in TF32 where the GPU has it, as torch's flags allow"] = None
-    if world_size > 1 and COLLECTIVE not in (call.op for call in calls):
-        notes[f"{world_size} ranks, no message seen: each makes a step of its own"] = None
+    notes.update(dict.fromkeys(script_notes(captured)))
     return replace(
         captured,
         samples=sum(taken.samples),

@@ -26,6 +26,7 @@ PATIENCE = 4  # times the steps asked for, until a script without an optimizer u
 LONGEST = 20  # times the steps asked for, within which what an iteration runs once comes again
 # Backwards, and passes over DataLoaders, after which no step of an optimizer is waited for.
 WAITED = 1000
+UPDATES = 0  # no id of an optimizer
 
 Lines = tuple[tuple[str, int], ...]  # files and lines of calls outside torch, the innermost last
 Place = tuple[int, Lines]  # what ended, where
@@ -36,7 +37,10 @@ class EnoughSteps(BaseException):
 
 
 class Step(NamedTuple):
-    """What a rank launched in a step, what ended in it, and how often each optimizer stepped."""
+    """What a rank launched in a step, what ended in it, and how often each optimizer stepped.
+
+    By ids; ``UPDATES``: how often one did after a backward, others right after it not counted.
+    """
 
     calls: list[OpCall]
     networks: list[Kwargs]
@@ -77,7 +81,7 @@ class Steps:
         self.places, self.stepped, self.trained = set[Place](), Counter[int](), set[int]()
         self.enough, self.notes = False, list[str]()
         self.older = WeakSet(_optimizers(()))  # such as another rank's
-        self.has_optimizer, self.waited = False, 0
+        self.has_optimizer, self.waited, self.new_gradients = False, 0, False
         log.ended, taken.passed = self.end, self._waits
 
     @property
@@ -87,7 +91,10 @@ class Steps:
 
     @property
     def optimizer_steps(self) -> int:
-        """How often one optimizer steps in the iteration that was kept."""
+        """How many steps of optimizers the iteration that was kept has.
+
+        Those without a backward between them are one, as of optimizers that share a model.
+        """
         return max(sum((step.stepped for step in self.kept), Counter()).values(), default=1)
 
     def trains_later(self) -> bool:
@@ -109,9 +116,13 @@ class Steps:
             return
         if getattr(owner, "training", True):  # no evaluation
             self.places.add((kind, lines))
+        if KINDS[kind] == "backward":
+            self.new_gradients = True
         if KINDS[kind] == "optimizer":
             self.waited = 0
             self.stepped[id(owner)] += 1
+            self.stepped[UPDATES] += self.new_gradients
+            self.new_gradients = False
             self.trained |= _trained_by(owner)
         if kind < self.kind:
             return

@@ -46,6 +46,7 @@ def forecast_program(program: ProgramCapture, target: Target) -> Forecast:
         host_gap_us=inf if len(program.ranks) == 1 else 0.0,  # else it may wait for other ranks
     )
     world = program.world_size
+    together = world if program.grouped else 1  # others would train models of their own
     everyone, per_node = {"world": tuple(range(world))}, _per_node(program, target)
     return report(
         outcome,
@@ -55,8 +56,8 @@ def forecast_program(program: ProgramCapture, target: Target) -> Forecast:
         room=room_bytes(book.gpu, ParallelPlan(dp=world)),
         network=cluster_of(everyone, book.gpu, target.node, per_node).network,
         world_size=world,
-        samples=world * program.samples,
-        tokens=world * (program.tokens or max(map(_tokens, program.ranks.values()))),
+        samples=together * program.samples,
+        tokens=together * (program.tokens or max(map(_tokens, program.ranks.values()))),
     )
 
 

@@ -8,14 +8,20 @@ from dataclasses import dataclass, replace
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.opcall import OpCall, StepCapture
-from itercast.capture.programs.program import COLLECTIVE, HOST, MARKS, launch_order
+from itercast.capture.programs.program import (
+    COLLECTIVE,
+    HOST,
+    MARKS,
+    ProgramCapture,
+    launch_order,
+)
 from itercast.compose.graph.cache_reuse import cold_fractions
 from itercast.compose.graph.cuda_variants import with_cuda_variants, with_whole_networks
 from itercast.compose.graph.inductor import inductor_kernels
 from itercast.compose.parallel.placement import Cluster, Group
 from itercast.compose.pricing.host import Launches, launch_costs, python_op
 from itercast.compose.pricing.price_book import PriceBook
-from itercast.compose.pricing.priced_op import PricedOp
+from itercast.compose.pricing.priced_op import PricedOp, priceable
 from itercast.compose.pricing.rank_graph import AskedCalls, axis_among, ranks_of
 from itercast.compose.simulate.fsdp import FORWARD_SHARE
 from itercast.compose.simulate.stage_rank import SCHEDULE_SHARE
@@ -63,6 +69,19 @@ def price_rank(step: StepCapture, book: PriceBook, node: Node | None, per_node: 
         on_cpu=on_cpu,
         matmul_s=sum(asked.ops[i].matmul_s(book.gpu) for i in computed),
     )
+
+
+def product_dtypes(program: ProgramCapture, gpu: Gpu) -> list[str]:
+    """Dtypes of a program's matrix products on a GPU, first that in which they take longest."""
+    step = program.ranks[min(program.ranks)]
+    calls = (step if gpu.kind == "cpu" else with_whole_networks(step)).calls
+    found = Counter[str]()
+    computed = [i for i in launch_order(calls) if calls[i].op not in (COLLECTIVE, *UNPRICED)]
+    for i in computed:
+        op = priceable(calls[i]).run_by(gpu)
+        if seconds := op.matmul_s(gpu):
+            found[op.params.dtype] += seconds
+    return [dtype for dtype, _ in found.most_common()]
 
 
 def _with_launches(step: StepCapture) -> StepCapture:

@@ -133,7 +133,9 @@ def _found(
     facts |= {"amp": search.amp, "stack": target.stack, **_settled(search, target)}
     facts["command"] = _command(question, facts)
     plan = ParallelPlan(dp=gpus, node=where["node"])
-    facts["unusual"] = unusual(facts, {}, plan, target.gpu)
+    rounded = "tf32" in facts.get("script", {}).get("products", [])[:1]  # as its own flags allow
+    dtype = "tf32" if rounded and facts["dtype"] == "fp32" else facts["dtype"]
+    facts["unusual"] = unusual({**facts, "dtype": dtype}, {}, plan, target.gpu)
     counts, reports = run_search(search, facts, page)
     unlike = {name: facts[name] for name in ("lengths", "packed")}
     if any(unlike.values()):

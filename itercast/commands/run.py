@@ -28,7 +28,7 @@ from itercast.options import (
     Stack,
     Trace,
 )
-from itercast.stated import assumes, of_dtype, product_dtypes, say, script_line
+from itercast.stated import assumes, of_dtype, say, script_line
 
 if TYPE_CHECKING:
     from itercast.capture.input.lane import InputLane
@@ -171,13 +171,14 @@ def _facts(name: str, one: Forecasted) -> dict[str, Any]:
 
 def _told(name: str, rows: Sequence[Forecasted]) -> Row:
     """What was forecast, what of it is unusual, and what is assumed, in words."""
+    from itercast.compose.programs.price import product_dtypes
     from itercast.compose.programs.script_model import engine_of
 
     program, gpu = rows[0].captured.program, rows[0].order.target.gpu
-    products = product_dtypes(program)
+    products = product_dtypes(program, gpu)
     engine = engine_of(program.ranks[min(program.ranks)].calls)
     worlds = list(dict.fromkeys(one.found.world_size for one in rows))
-    line = script_line(name, program.samples, worlds, products, engine)
+    line = script_line(name, program, worlds, products, engine)
     wide = of_dtype({"dtype": "fp32"}, gpu) if products[:1] == ["fp32"] else ""
     facts = {"unusual": [wide] if wide else [], "assumes": assumes([one.found for one in rows])}
     return {"forecast_of": line, **facts}
@@ -277,7 +278,8 @@ def _print(name: str, one: Forecasted) -> None:
     from itercast.compose.explain.time_parts import IDLE_NAMES, limits
 
     found, program = one.found, one.captured.program
-    table = forecast_table(name, found)
+    alone = found.world_size > 1 and not program.grouped
+    table = forecast_table(name, found, of=" of one process" * alone)
     times = f"at least {_batches_that_fit(one):,.1f} times its batch would"
     table.add_row("fits", f"{'yes' if found.fits else 'no'}; {times}")
     if sent := _sent(program):

@@ -69,6 +69,7 @@ class ScriptCase:
     def facts(self) -> Row:
         """What was found, and what its step takes beside an update of the script, on one GPU."""
         from itercast.compose.programs.forecast import forecast_program
+        from itercast.compose.programs.price import product_dtypes
         from itercast.compose.target import forecast_step
 
         whole_us = forecast_program(self.program, self.target).iteration_us
@@ -77,6 +78,8 @@ class ScriptCase:
         found = asdict(self.model.facts)
         found |= {"script_us": whole_us, "script_gpus": self.program.world_size}
         found |= {"updates": self.program.optimizer_steps}
+        found["notes"] = [*self.model.facts.notes, *self.program.notes]
+        found["products"] = product_dtypes(self.program, self.target.gpu)
         return {**found, "model_us": model_us, "engine": self.model.engine}
 
 

@@ -214,8 +214,8 @@ def report_table(report: Row) -> Table:
     return table
 
 
-def forecast_table(case: str, found: Forecast, spread: Spread | None = None) -> Table:
-    """A table of one forecast: times, rates, memory; ``add_parts`` ends it."""
+def forecast_table(case: str, found: Forecast, spread: Spread | None = None, of: str = "") -> Table:
+    """A table of one forecast: times, rates (``of``: whose), memory; ``add_parts`` ends it."""
     table = Table(title=f"{case} on {found.gpu}", show_header=False)
     ms = 1e-3
     table.add_row("iteration", f"{found.iteration_us * ms:.2f} ms")
@@ -224,9 +224,9 @@ def forecast_table(case: str, found: Forecast, spread: Spread | None = None) -> 
     if spread:
         table.add_row(f"slowest of {spread.ranks} ranks", spread_line(spread))
     if found.samples_per_s:  # a script that has no DataLoader does not say
-        table.add_row("samples per second", f"{found.samples_per_s:,.1f}")
+        table.add_row("samples per second", f"{found.samples_per_s:,.1f}{of}")
     if found.tokens_per_s:
-        table.add_row("tokens per second", f"{found.tokens_per_s:,.0f}")
+        table.add_row("tokens per second", f"{found.tokens_per_s:,.0f}{of}")
     table.add_row("model FLOPs utilisation", f"{100 * found.mfu_frac:.1f} %")
     table.add_row("peak memory", f"{found.memory_bytes / 1e6:.0f} MB")
     if not found.fits:

@@ -228,6 +228,60 @@ def test_several_gpus_and_numbers_of_them_make_a_table(tmp_path: Path) -> None:
     assert code == 2 and "gpus '2,none': allowed are numbers of at least 1" in said
 
 
+ALONE = """
+import torch
+model = torch.nn.Linear(8, 8).cuda()
+{}
+optimizer = torch.optim.SGD(model.parameters())
+for x in torch.utils.data.DataLoader(torch.zeros(400, 8), batch_size=4):
+    model(x.cuda()).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "counted"), [("", 1), ("torch.distributed.init_process_group('nccl')", 64)]
+)
+def test_rates_of_a_script_without_a_process_group_are_of_one_process(
+    tmp_path: Path, line: str, counted: int
+) -> None:
+    """Nothing says that 64 of them would share the work; with a group ranks may."""
+    script, words = tmp_path / "train.py", ("--gpu=h100-sxm-80gb", "--gpus=64")
+    script.write_text(ALONE.format(line))
+    found = json.loads(run(*words, "--json", str(script))[1])
+    assert found["samples_per_s"] == pytest.approx(counted * 4 / found["iteration_us"] * 1e6)
+    assert ("256 in all" in found["forecast_of"]) == (counted == 64)
+    assert found["notes"][0].startswith("64 ranks, no message seen: each makes a step of its own")
+    told = " ".join(run(*words, str(script))[1].split())
+    assert (" of one process │" in told) == found["notes"][0].endswith("one process")
+    assert (" of one process │" in told) == (counted == 1)
+
+
+ADAPTED = """
+import torch
+base = torch.nn.Linear(2048, 2048, bias=False).bfloat16().requires_grad_(False).cuda()
+down, up = (torch.nn.Linear(*s, bias=False).cuda() for s in ((2048, {0}), ({0}, 2048)))
+optimizer = torch.optim.SGD([*down.parameters(), *up.parameters()])
+for i in range(9):
+    x = torch.randn(512, 2048, device="cuda")
+    (base(x.bfloat16()) + up(down(x))).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_tensor_cores_are_idle_where_most_time_of_products_is_in_fp32(tmp_path: Path) -> None:
+    """A product of 2,048^2 weights in bf16, five of 8 or 64 x 2,048 in fp32 at 1/15 of its rate."""
+    script = tmp_path / "train.py"
+    for text, dtypes, idle in (
+        (ADAPTED.format(8), "bf16 and fp32", False),
+        (ADAPTED.format(64), "fp32 and bf16", True),
+    ):
+        script.write_text(text)
+        found = json.loads(run("--gpu=h100-sxm-80gb", "--json", str(script))[1])
+        assert f"products in {dtypes}, eager" in found["forecast_of"]
+        assert [note.startswith("fp32 leaves") for note in found["unusual"]] == [True] * idle
+
+
 def test_a_script_that_exits_says_what_it_wrote_last(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import argparse\np = argparse.ArgumentParser()\n")

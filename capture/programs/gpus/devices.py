@@ -23,12 +23,12 @@ class GpuMemory:
     """Which storages a program has put on its GPU; in truth all are on the CPU.
 
     ``stream`` tells the number of the current stream; ``beside``: whether the program put any there
-    on another one than the first, beside its step.
+    on another one than the first, beside its step; ``used``: whether an op read any of them.
     """
 
     def __init__(self, stream: Callable[[], int] = int) -> None:
         self._keys = set[int]()
-        self._stream, self.beside = stream, False
+        self._stream, self.beside, self.used = stream, False, False
 
     def put(self, tensor: Any) -> None:
         """Put a tensor there because the program says so."""
@@ -51,6 +51,7 @@ class GpuMemory:
     def follow(self, args: Any, output: Any) -> None:
         """Put there what an op computed, if one of its arguments is there."""
         if self._keys and any(map(self.holds, _tensors(args))):
+            self.used = True
             for tensor in _tensors(output):
                 self.add(tensor)
 

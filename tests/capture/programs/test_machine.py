@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from small_scripts import captured, written
+from small_scripts import H100, TRAINING, captured, written
 
 from itercast.capture.programs.program import COLLECTIVE
+from itercast.capture.programs.script_notes import ON_HOST
 
 STEPS = """
 for step in range(3):
@@ -92,7 +94,18 @@ assert model(torch.randn(3, 8)).is_cuda
 @pytest.mark.parametrize("text", [ACCELERATOR, DEVICES, ONLY_IN_CUDA_BUILDS, DATA_PARALLEL])
 def test_torch_answers_as_on_gpus(tmp_path: Path, text: str) -> None:
     program = captured(written(tmp_path, MODEL + text + STEPS), gpus=4)
-    assert program.notes == ("4 ranks, no message seen: each makes a step of its own",)
+    silent = "4 ranks, no message seen: each makes a step of its own; rates are of one process"
+    assert program.notes == (silent,)
+
+
+def test_a_script_that_moves_nothing_to_a_gpu_gets_a_note(tmp_path: Path) -> None:
+    """On a machine without GPUs that is as it should be."""
+    on_host = TRAINING.replace(".cuda()", "").replace(', device="cuda"', "")
+    stray = "if torch.cuda.is_available(): torch.zeros(2).cuda()"
+    script = written(tmp_path, f"import torch\n{stray}\n{on_host}")
+    assert captured(script, gpus=1).notes == (ON_HOST,)
+    assert captured(script, gpu=replace(H100, kind="cpu"), gpus=1).notes == ()
+    assert captured(written(tmp_path, TRAINING), gpus=1).notes == ()
 
 
 def test_several_gpus_in_one_process_are_refused(tmp_path: Path) -> None:

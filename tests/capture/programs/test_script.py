@@ -13,6 +13,8 @@ from itercast.capture.input.batches import TakenBatches
 from itercast.capture.input.lane import Batches, InputLane
 from itercast.capture.programs.program import COLLECTIVE, read_program, write_program
 from itercast.capture.programs.script import Script, capture_script
+from itercast.compose.programs.forecast import forecast_program
+from itercast.compose.target import find_target
 
 EXAMPLE = Path(__file__).parents[3] / "examples/train_gpt.py"
 SMALL = ("--layers=1", "--width=64", "--heads=2", "--vocabulary=500", "--length=16")
@@ -351,6 +353,37 @@ def test_tf32_is_where_flags_of_torch_allow_it(
     assert dtypes["mm"] == dtypes["addmm"] == product and dtypes["_foreach_add_"] == "fp32"
     told = [note for note in program.notes if "TF32" in note]
     assert ["products" in note for note in told] == [product == "tf32"] * (conv == "tf32")
+
+
+RECURRENT = """
+import torch
+{}
+lstm, head = torch.nn.LSTM(16, 32, num_layers=2).cuda(), torch.nn.Linear(32, 2).cuda()
+optimizer = torch.optim.SGD([*lstm.parameters(), *head.parameters()])
+for _ in range(4):
+    head(lstm(torch.randn(5, 3, 16, device="cuda"))[0]).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.usefixtures("flags_of_the_test")
+@pytest.mark.parametrize(
+    ("flag", "names"),
+    [
+        ("", ["recurrent layers"]),
+        ("torch.backends.cudnn.allow_tf32 = False", []),
+        ("torch.backends.cuda.matmul.allow_tf32 = True", ["matrix products and recurrent layers"]),
+    ],
+)
+def test_recurrent_layers_count_among_products(tmp_path: Path, flag: str, names: list[str]) -> None:
+    """Of 15 tokens, 2 flops a weight forward and 4 backward; a V100 has 15.7 TFLOP/s."""
+    program = captured(written(tmp_path, RECURRENT.format(flag)), gpus=1)
+    allowed = "run in TF32 where the GPU has it, as torch's flags allow"
+    assert list(program.notes) == [f"fp32 {name} {allowed}" for name in names]
+    weights = 4 * 32 * (16 + 32) + 4 * 32 * (32 + 32) + 32 * 2
+    found = forecast_program(program, find_target("v100-sxm-16gb", "", None, "", ""))
+    products_s = found.mfu_frac * found.iteration_us * 1e-6
+    assert products_s == pytest.approx(6 * 15 * weights / 15.7e12)
 
 
 def test_files_of_programs_are_read_back(tmp_path: Path) -> None:

@@ -1,0 +1,25 @@
+"""What a reader should know about how a script ran, in one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from itercast.capture.programs.program import COLLECTIVE, ProgramCapture
+from itercast.capture.recorder.log import TF32_OPS
+
+TF32_NAMES = {"conv": "convolutions", "matmul": "matrix products", "rnn": "recurrent layers"}
+ON_HOST = "nothing that it computes with was moved to a GPU: this script would run on the host"
+
+
+def script_notes(captured: ProgramCapture) -> Iterator[str]:
+    """Yields notes on fp32 in TF32, and on ranks that send nothing."""
+    calls = [call for rank in captured.ranks.values() for call in rank.calls]
+    networks = [network for rank in captured.ranks.values() for network in rank.networks]
+    kinds = {TF32_OPS[c.op] for c in calls if "tf32" in (t.dtype for t in c.tensors())}
+    kinds |= {"rnn" for network in networks if network["dtype"] == "tf32"}
+    if kinds:
+        names = " and ".join(TF32_NAMES[kind] for kind in sorted(kinds))
+        yield f"fp32 {names} run in TF32 where the GPU has it, as torch's flags allow"
+    if captured.world_size > 1 and COLLECTIVE not in (call.op for call in calls):
+        silent = f"{captured.world_size} ranks, no message seen: each makes a step of its own"
+        yield silent if captured.grouped else f"{silent}; rates are of one process"
