@@ -35,7 +35,6 @@ from itercast.capture.base.files import write_atomic
 from itercast.capture.base.user_errors import first_line
 from itercast.capture.input.batches import TakenBatches, real_batches
 from itercast.capture.programs.capture import capture_ranks, runs_of_steps
-from itercast.capture.programs.doing import said
 from itercast.capture.programs.gpus.asked import Asked, EmulatedGpu
 from itercast.capture.programs.gpus.machine import gpus_that_are_not_there
 from itercast.capture.programs.gpus.streams import recorded_streams
@@ -43,8 +42,9 @@ from itercast.capture.programs.kernels import triton_kernels
 from itercast.capture.programs.log import ProgramLog
 from itercast.capture.programs.program import ProgramCapture, write_program
 from itercast.capture.programs.repeated.evaluations import Evaluations
-from itercast.capture.programs.script_notes import ON_HOST, script_notes
 from itercast.capture.programs.steps import KINDS, EnoughSteps, Lines, Steps
+from itercast.capture.programs.told.doing import said
+from itercast.capture.programs.told.notes import ON_HOST, script_notes
 from itercast.capture.programs.trained.facts import STOPS
 from itercast.capture.programs.trained.finder import Finder
 from itercast.capture.programs.trained.serve import TrainedModel, serve

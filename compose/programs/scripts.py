@@ -20,9 +20,9 @@ from typing import IO
 
 from itercast.capture.base.cache_folder import bounded, cache_folder
 from itercast.capture.input.lane import InputLane
-from itercast.capture.programs.doing import DOING
 from itercast.capture.programs.gpus.asked import Answers
 from itercast.capture.programs.program import ProgramCapture, read_program
+from itercast.capture.programs.told.doing import DOING
 from itercast.capture.programs.trained.facts import STOPS
 from itercast.compose.capture_model import CAPTURE, code_digest
 from itercast.compose.parallel.placement import gpus_per_domain

@@ -12,7 +12,7 @@ import pytest
 from small_scripts import H100, TRAINING, captured, written
 
 from itercast.capture.programs.program import COLLECTIVE
-from itercast.capture.programs.script_notes import ON_HOST
+from itercast.capture.programs.told.notes import ON_HOST
 
 STEPS = """
 for step in range(3):

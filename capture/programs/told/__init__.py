@@ -1,0 +1,1 @@
+"""What is told of a script: what it does while it runs, and notes on its step."""
