@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import typer
+
+from itercast.capture.base.files import is_special
 
 
 def in_a_folder(path: Path | None) -> Path | None:
@@ -16,12 +19,20 @@ def in_a_folder(path: Path | None) -> Path | None:
         raise typer.BadParameter(f"{str(path)!r}: no such folder")
     if path is not None:  # said now, not after the work
         try:
-            with tempfile.TemporaryFile(dir=path.parent):
-                pass
+            _try_writing(path)
         except OSError as exc:
             told = f"{str(path)!r}: nothing can be written there ({exc.strerror})"
             raise typer.BadParameter(told) from None
     return path
+
+
+def _try_writing(path: Path) -> None:
+    """OSError where ``write_atomic`` may write neither this device nor beside this file."""
+    if not is_special(path):
+        with tempfile.TemporaryFile(dir=Path(os.path.realpath(path)).parent):
+            return
+    if not os.access(path, os.W_OK):  # opening a FIFO would wait for its reader
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 def can_be_made(path: Path | None) -> Path | None:

@@ -108,8 +108,12 @@ class Bundle:
         return [bool(yes) for yes in found]
 
     def save(self, folder: Path) -> None:
-        """Write to a temporary folder and rename it, so that a partial bundle is never visible."""
+        """Write to a temporary folder and rename it, so that a partial bundle is never visible.
+
+        Where ``folder`` is a symbolic link, the folder that it leads to is replaced.
+        """
         check_out(folder)
+        folder = Path(os.path.realpath(folder))
         folder.parent.mkdir(parents=True, exist_ok=True)
         fresh = folder.with_name(f".{folder.name}.{os.getpid()}")
         shutil.rmtree(fresh, ignore_errors=True)

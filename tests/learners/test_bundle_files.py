@@ -45,6 +45,15 @@ def one_line(load: Callable[[], object]) -> str:
     return str(refused.value)
 
 
+def test_the_folder_that_a_link_leads_to_is_replaced(tmp_path: Path) -> None:
+    link, there = tmp_path / "link", tmp_path / "there"
+    link.symlink_to(there)
+    for gpus in ({}, Bundle.load(SHIPPED_CPU).gpus):
+        Bundle(models={}, gpus=gpus).save(link)
+        assert link.is_symlink() and not there.is_symlink()
+        assert Bundle.load(there).gpus == gpus
+
+
 def test_any_flipped_bit_is_refused(bundle: Path, tmp_path: Path) -> None:
     """Positions all over every file; the last ones of bundle.json are digests themselves."""
     copy, rng = Path(shutil.copytree(bundle, tmp_path / "copy")), np.random.default_rng(0)
