@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from itercast.capture.base.cache_folder import cache_folder
@@ -31,6 +30,7 @@ from itercast.eval.iteration_parts import parts_us
 from itercast.eval.progress import progress_bar
 from itercast.eval.ranking import ranking_lines
 from itercast.eval.results import CaseResult, in_words, records, totals
+from itercast.eval.tables import output
 from itercast.learners.bundle import Bundle
 from itercast.learners.features.machine_speed import iterations_at_reference_us
 from itercast.learners.models.compared import BLEND
@@ -59,7 +59,6 @@ ASKED = ["gpu", "case", "batch", "seq", "plan", "mode", "loss", "optimizer", "dt
 ASKED += ["amp", "engine", "memory_format", "attention_kernel", "stack", "lora", "timing"]
 FAR = 3.0  # no assumption: over the median of normal differences, two standard deviations
 SETTINGS = ("mode", "optimizer", "loss", "dtype", "attn", "amp")
-console = Console()
 
 
 def measured_rows(root: Path, names: Sequence[str] | None) -> pd.DataFrame:
@@ -89,7 +88,7 @@ def stated_rows(rows: pd.DataFrame) -> pd.DataFrame:
     if "hf_config" in rows:
         known |= rows["hf_config"].notna()
     if (~known).any():
-        console.print(f"{(~known).sum()} rows left out: no case and no configuration of that name")
+        output().print(f"{(~known).sum()} rows left out: no case and no configuration of that name")
     rows = rows[known].copy()
     for c, default in OPTIONAL.items():
         rows[c] = rows[c].where(rows[c].notna(), default) if c in rows else default
@@ -120,7 +119,7 @@ def compare_all(
             except ValueError as exc:
                 refused[str(exc)] += 1
     for reason, count in refused.most_common():
-        console.print(f"{count} not forecast: {reason}")
+        output().print(f"{count} not forecast: {reason}")
     return results
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from itercast.capture.base.durations import seconds
 from itercast.capture.base.extensions import with_added
@@ -25,6 +24,7 @@ from itercast.commands.predict import predict
 from itercast.commands.run import run
 from itercast.commands.throughput import throughput
 from itercast.errors import OneLineGroup, when_stopped
+from itercast.eval.tables import print_tables
 from itercast.names import KINDS, kinds, listing
 from itercast.options import Bundle, Families, Hardware, Json, fetched_root, prints_aside
 from itercast.outputs import folder_to_write
@@ -143,7 +143,7 @@ def train(
     if as_json:
         typer.echo(json.dumps(report))
     else:
-        Console().print(report_table(report))
+        print_tables(report_table(report))
     log_training(report, folder, roots)
 
 

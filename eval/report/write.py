@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from itercast.capture.base.files import write_atomic
-from itercast.eval.compare import compared_facts, console, results_table
+from itercast.eval.compare import compared_facts, results_table
 from itercast.eval.errors.systematic import systematic_errors
 from itercast.eval.ranking import ranking_metrics
 from itercast.eval.report.blocks import Device
@@ -19,6 +19,7 @@ from itercast.eval.report.page import render
 from itercast.eval.report.sections import sections, tiles, worst_section
 from itercast.eval.report.sweeps import SweepFacts, sweep_facts
 from itercast.eval.results import CaseResult, logged_groups
+from itercast.eval.tables import output, print_tables
 from itercast.learners.held_out import load_held_out
 from itercast.microbench.ops import families
 from itercast.microbench.store import Facts
@@ -49,10 +50,10 @@ def report_comparison(
     from itercast.eval.tracking.attempt import attempt
     from itercast.eval.tracking.logs import log_evaluation
 
-    console.print(results_table(results))
+    print_tables(results_table(results))
     warnings = systematic_errors(results)
     for warned in warnings:
-        console.print(f"[red]warning[/]: {warned.text}", highlight=False)
+        output().print(f"[red]warning[/]: {warned.text}", highlight=False)
     Evaluation(
         results=results,
         fit=fit,
@@ -63,10 +64,10 @@ def report_comparison(
     page = write_pages(out)
     groups = logged_groups(results, {(w.gpu, w.group): w.text for w in warnings})
     facts = compared_facts(rows, data, bundle, source)
-    console.print(f"report: {page}")
+    output().print(f"report: {page}")
     asked = (out.name, groups, facts, ranking_metrics(results), out, begin_ms)
     if attempt(log_evaluation, *asked):
-        console.print("logged to MLflow; `itercast ui` shows it")
+        output().print("logged to MLflow; `itercast ui` shows it")
 
 
 def write_pages(folder: Path, replay: bool = False) -> Path:

@@ -16,10 +16,10 @@ from typing import Annotated
 import numpy as np
 import pandas as pd
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from itercast.eval.progress import progress_bar, run_program
+from itercast.eval.tables import print_tables
 from itercast.extras.campaign.catalogue import catalogue, step_us, steps
 from itercast.learners.bundle import SHIPPED, Bundle
 from itercast.microbench.hardware.spec import Gpu, load_gpu
@@ -68,7 +68,7 @@ def main(
     table.title = f"{len(held)} held-out models, {len(some)} steps, {gpu}"
     for name, (share, known) in inside(Bundle.load(bundle), device, found).items():
         table.add_row(name, f"{100 * share:.1f}", f"{100 * known:.1f}")
-    Console().print(table)
+    print_tables(table)
 
 
 if __name__ == "__main__":

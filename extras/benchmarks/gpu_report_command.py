@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
+from itercast.eval.tables import output, print_tables
 from itercast.options import fetched_root
 
 if TYPE_CHECKING:
@@ -35,27 +35,26 @@ def gpu_report(
     from itercast.learners.train import train
     from itercast.microbench.store import read_hardware
 
-    console = Console()
     with tempfile.TemporaryDirectory() as folder:
         root, bundle = Path(folder) / "known", Path(folder) / "bundle"
         tables.only_gpu(data, gpu, root)
         other = tables.only_gpu(data, unseen, Path(folder) / "unseen") if unseen else None
-        console.print("\n".join(summary(data, gpu)), highlight=False)
+        output().print("\n".join(summary(data, gpu)), highlight=False)
         if (machines := tables.machines_table(data, gpu)) is not None:
-            console.print(machines)
+            print_tables(machines)
         trained = tables.family_errors(train([root], bundle, None, trials).to_dict())
-        console.print(error_table(f"{gpu}: ops, shapes left out; {tables.OPS_TARGET}", trained))
+        print_tables(error_table(f"{gpu}: ops, shapes left out; {tables.OPS_TARGET}", trained))
         found = tables.iteration_errors(_compared(root, bundle))
-        console.print(error_table(f"{gpu}: iterations; {tables.ITERATIONS_TARGET}", found))
+        print_tables(error_table(f"{gpu}: iterations; {tables.ITERATIONS_TARGET}", found))
         if other is not None:
-            console.print("\n".join(summary(data, unseen)), highlight=False)
+            output().print("\n".join(summary(data, unseen)), highlight=False)
             title = f"{unseen}, trained on {gpu} alone"
             known = Bundle.load(bundle)
             known = replace(known, gpus={**read_hardware([other]), **known.gpus})
             known.save(bundle)
-            console.print(error_table(f"{title}: ops", tables.unseen_errors(other, known)))
+            print_tables(error_table(f"{title}: ops", tables.unseen_errors(other, known)))
             found = tables.iteration_errors(_compared(other, bundle))
-            console.print(error_table(f"{title}: iterations", found))
+            print_tables(error_table(f"{title}: iterations", found))
 
 
 def _compared(root: Path, bundle: Path) -> list[CaseResult]:

@@ -17,7 +17,6 @@ from itertools import accumulate
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from itercast.capture.base.slow_imports import dist, torch
@@ -29,6 +28,7 @@ from itercast.capture.recorder.log import capture_step
 from itercast.capture.step import StepSettings, make_optimizer
 from itercast.compose.target import Target, checkpoint_policy, forecast_step
 from itercast.eval.progress import run_program
+from itercast.eval.tables import print_tables
 from itercast.extras.measured_plans.steps import parallel
 from itercast.extras.processes import in_new_process
 from itercast.learners.bundle import Bundle
@@ -187,7 +187,7 @@ def main(names: Annotated[list[str] | None, typer.Argument()] = None) -> None:
             sizes = (f"{b / 1e6:.1f}" for b in (tracked, others[0]))
             errors = (f"{100 * (b / tracked - 1):+.1f}" for b in others)
             table.add_row(name, plan, *sizes, *errors)
-    Console().print(table)
+    print_tables(table)
 
 
 if __name__ == "__main__":

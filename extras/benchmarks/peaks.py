@@ -11,7 +11,6 @@ from typing import Annotated
 import numpy as np
 import pandas as pd
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from itercast.capture.opcall import StepCapture
@@ -20,6 +19,7 @@ from itercast.compose.target import find_target, forecast_step
 from itercast.eval.compare import measured_rows, step_of
 from itercast.eval.progress import progress_bar, run_program
 from itercast.eval.results import records
+from itercast.eval.tables import print_tables
 from itercast.microbench.hardware.stack import asked_stack
 
 LEAST_BYTES = (0.0, 10e9)  # peaks of the rows in a line of the table
@@ -65,14 +65,13 @@ def errors_table(found: pd.DataFrame) -> Table:
 def main(root: Annotated[Path, typer.Argument(help="folder of measured iterations")]) -> None:
     """Print errors of forecast peak memory, and the rows that are furthest off."""
     found = compared(measured_rows(root, None))
-    console = Console()
-    console.print(errors_table(found))
+    print_tables(errors_table(found))
     worst = Table("case", "batch", "dtype", "gpu", "measured GB", "forecast GB", "error %")
     for row in records(found.sort_values("error_pct", key=abs, ascending=False).head(10)):
         names = [str(row[name]) for name in ("case", "batch", "dtype", "gpu")]
         sizes = [f"{row[name] / 1e9:.2f}" for name in ("peak_memory_bytes", "forecast_bytes")]
         worst.add_row(*names, *sizes, f"{row['error_pct']:+.1f}")
-    console.print(worst)
+    print_tables(worst)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from typing import Annotated
 
 import pandas as pd
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from itercast.capture.cases.registry import case
@@ -25,6 +24,7 @@ from itercast.compose.target import find_target
 from itercast.eval.compare import compare_all, measured_rows
 from itercast.eval.progress import run_program
 from itercast.eval.results import CaseResult, summary
+from itercast.eval.tables import print_tables
 from itercast.extras.benchmarks.error_table import error_table
 from itercast.microbench.iterations.collect import collect_iterations, iteration_of
 from itercast.microbench.iterations.measure import Iteration
@@ -118,9 +118,7 @@ def main(
         for repeat in (0, 1):
             collect_iterations(root, "cpu", wanted, repeat)
     pairs = results(root)
-    console = Console()
-    console.print(table_of(pairs))
-    console.print(error_table("iterations", scores(pairs)))
+    print_tables(table_of(pairs), error_table("iterations", scores(pairs)))
 
 
 if __name__ == "__main__":

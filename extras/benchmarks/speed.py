@@ -20,10 +20,10 @@ from typing import Annotated
 
 import pandas as pd
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from itercast.eval.progress import run_program
+from itercast.eval.tables import print_tables
 from itercast.extras.processes import in_new_process
 from itercast.learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
 from itercast.microbench.ops import families
@@ -115,7 +115,7 @@ def print_table(title: str, lines: Sequence[tuple[str, str, str]]) -> None:
     table = Table("what", "target", "measured", title=f"{title}, load {os.getloadavg()[0]:.1f}")
     for line in lines:
         table.add_row(*line)
-    Console().print(table)
+    print_tables(table)
 
 
 def main(bundle: Annotated[Path, typer.Argument(help="of a CPU")] = SHIPPED_CPU) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console, Group
 from rich.table import Table
 
 from itercast.capture.base.durations import seconds
+from itercast.eval.tables import print_tables
 from itercast.options import Bundle, Json, fetched_root
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def check(
         told = {"bundle": str(folder), "fits": found.fits, "verdict": found.verdict}
         typer.echo(json.dumps({**told, **asdict(found)}))
     else:
-        Console().print(check_tables(found))
+        print_tables(*check_tables(found))
         typer.echo(f"{found.verdict} Bundle: {folder}")
     raise typer.Exit(0 if found.fits else 1)
 
@@ -100,7 +100,7 @@ def measure(
         )
 
 
-def check_tables(found: Check) -> Group:
+def check_tables(found: Check) -> list[Table]:
     """A table of measured over forecast times by family, and one of what changed, if anything."""
     table = Table(title="measured time / forecast, at the speed of the machine at training")
     for head in ("family", "points", "median", "p10", "p90", "margin %", "retest %", "drifted"):
@@ -111,10 +111,10 @@ def check_tables(found: Check) -> Group:
         drifted = {True: "yes", False: "no", None: "too few points"}[f.drifted]
         table.add_row(f.family, str(f.points), *numbers, f"{f.margin_pct:.1f}", retest, drifted)
     if not found.changes:
-        return Group(table)
+        return [table]
     other = Table(title="changed since training")
     for head in ("what", "recorded", "now"):
         other.add_column(head)
     for change in found.changes:
         other.add_row(change.what, change.recorded, change.now)
-    return Group(table, other)
+    return [table, other]

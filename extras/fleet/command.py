@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from itercast.capture.base.durations import counted
+from itercast.eval.tables import print_tables
 
 if TYPE_CHECKING:
     from itercast.extras.fleet.chunks import Chunk, Cost, Plain
@@ -44,7 +44,7 @@ def fleet(
         raise ValueError(f"fleet {' '.join(words)!r}: expected [status] PLAN.yaml")
     plan = load_plan(Path(asked[0]))
     if dry_run:
-        Console().print(cost_table(simulate(plan, deal(plan, capture=False))))
+        print_tables(cost_table(simulate(plan, deal(plan, capture=False))))
         return
     if words[0] != "status":  # before the minutes that points may take
         with_ray()
@@ -54,7 +54,7 @@ def fleet(
     chunks = deal(plan)
     if words[0] == "status":
         done = results(plan)
-        Console().print(status_table(plan, chunks, done))
+        print_tables(status_table(plan, chunks, done))
         typer.echo(f"its rows are at {plan.root}")
         return
     start(plan, chunks, left_of(chunks, results(plan)), address)

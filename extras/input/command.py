@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from itercast.capture.base.durations import seconds
+from itercast.eval.tables import print_tables
 from itercast.options import Cores, Json, Question, asks
 from itercast.outputs import file_to_write
 from itercast.stated import question_facts, say_step
@@ -125,10 +126,9 @@ def _print(
         told = {name: one.iteration_us for name, one in kept.items()}
         typer.echo(json.dumps({**facts, **_lane_facts(lane, own, best), "if_kept_us": told}))
         return
-    console = Console()
-    console.print(_lane_table(lane, cores))
+    print_tables(_lane_table(lane, cores))
     if own and best:
-        console.print(_step_table(who, own, best, kept))
+        print_tables(_step_table(who, own, best, kept))
 
 
 def _kept(lane: InputLane, step: Consumer, cores: float, tier_gb: float) -> dict[str, Fed]:

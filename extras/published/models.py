@@ -25,10 +25,11 @@ from itercast.compose.host_fit import MeasuredStep, fit_host
 from itercast.compose.parallel.placement import cluster
 from itercast.compose.simulate.memory_plan import stage_memory
 from itercast.compose.target import Target, find_target
-from itercast.eval.compare import ASKED, console, step_of
+from itercast.eval.compare import ASKED, step_of
 from itercast.eval.iteration_parts import PARTS, parts_us
 from itercast.eval.progress import progress_bar
 from itercast.eval.results import COVERAGE, records
+from itercast.eval.tables import output
 from itercast.extras.processes import processes
 from itercast.extras.published.lines import LineResult, ModelLine, Rows, model_lines
 from itercast.extras.published.readers import node_sums_us, read_iterations
@@ -107,7 +108,7 @@ def add_forecasts(rows: Rows, bundle: Path, known: dict[object, Answer], pool: E
         known.update(zip(new, tracked, strict=True))
     found = [known[k] for k in keys]
     for reason, count in Counter(f for f in found if isinstance(f, str)).most_common():
-        console.print(f"{count} not forecast: {reason}")
+        output().print(f"{count} not forecast: {reason}")
     good = [not isinstance(f, str) for f in found]
     columns = [*MEASURED, *INTERVAL, ASSUMED, *PARTS]
     forecasts = pd.DataFrame([f for f in found if not isinstance(f, str)], columns=columns)

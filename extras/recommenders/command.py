@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from itercast.eval.tables import output, print_tables
 from itercast.options import Bundle, GpuName, Json, NodeName
 from itercast.outputs import file_to_write
 
@@ -60,8 +60,8 @@ def shard(
         asked |= {"bundle": target.bundle_name, "seed": seed}
         typer.echo(json.dumps(stated(asked, "shard") | _facts(forecaster, ranking, plan)))
         return
-    console, steps_us = Console(), forecaster.steps_us(fastest.sharding)
-    console.print(_ranking_table(forecaster, ranking), _steps_table(name, steps_us))
+    console, steps_us = output(), forecaster.steps_us(fastest.sharding)
+    print_tables(_ranking_table(forecaster, ranking), _steps_table(name, steps_us))
     console.print(advice(fastest, steps_us, forecaster))
     if out is not None:
         console.print(f"plan written to {out}")

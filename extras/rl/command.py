@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from itercast.capture.base.durations import counted, seconds
+from itercast.eval.tables import print_tables
 from itercast.options import Cores, Json, Question, asks
 from itercast.outputs import file_to_write
 from itercast.stated import question_facts, say_step
@@ -74,7 +75,7 @@ def rl(
         typer.echo(json.dumps({**facts, "steps": steps, "loops": list(map(asdict, found))}))
     else:
         say_step(facts)
-        Console().print(_table(question.name, steps, found))
+        print_tables(_table(question.name, steps, found))
 
 
 def _lane(environment: str, budget_s: float, limit_s: int) -> InputLane:

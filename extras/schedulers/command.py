@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from itercast.capture.base.durations import counted
+from itercast.eval.tables import print_tables
 from itercast.options import Json
 
 
@@ -42,4 +42,4 @@ def replay(
         seconds = (one.mean_completion_s, one.max_completion_s, one.makespan_s)
         hours = [f"{s / 3600:.2f}" for s in seconds]
         table.add_row(one.policy, *hours, f"{one.gpu_hours:.1f}")
-    Console().print(table)
+    print_tables(table)

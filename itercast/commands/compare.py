@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from itercast.eval.tables import print_tables
 from itercast.options import Json
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def compare(
 
 
 def _print(found: list[Comparison], first: Path, second: Path) -> None:
-    Console().print(_table(found))
+    print_tables(_table(found))
     for number, folder in ((1, first), (2, second)):
         ahead = [one.family for one in found if one.better == number]
         typer.echo(f"{folder} is better in {len(ahead)} of {len(found)}: {', '.join(ahead) or '-'}")

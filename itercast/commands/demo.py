@@ -7,8 +7,9 @@ from pathlib import Path
 
 from itercast.commands.shared import fit, iterations, log_training, report_table, sweep
 from itercast.errors import when_stopped
-from itercast.eval.compare import compare_all, console, measured_rows
+from itercast.eval.compare import compare_all, measured_rows
 from itercast.eval.report.write import report_comparison
+from itercast.eval.tables import output, print_tables
 from itercast.eval.tracking.store import now_ms
 from itercast.learners.held_out import has_held_out
 
@@ -29,16 +30,17 @@ def run_demo(budget_s: float) -> None:
         for repeat in (0, 1):
             rows += sweep(data, "cpu", None, budget_s * (repeat + 1) / 2, 0)
             measured += iterations(data, "cpu", (repeat,))
-    console.print(f"sweep: {rows} new rows" if rows else f"sweep: reusing {data}")
-    console.print(f"iterations: {measured} new rows" if measured else f"iterations: reusing {data}")
+    output().print(f"sweep: {rows} new rows" if rows else f"sweep: reusing {data}")
+    said = f"{measured} new rows" if measured else f"reusing {data}"
+    output().print(f"iterations: {said}")
     trained = rows or not fit_file.is_file() or not has_held_out(bundle)
     if trained:
         report = fit([data], bundle, None, TRIALS)
         fit_file.write_text(json.dumps(report))
     else:
         report = json.loads(fit_file.read_text())
-        console.print(f"train: reusing {bundle}")
-    console.print(report_table(report))
+        output().print(f"train: reusing {bundle}")
+    print_tables(report_table(report))
     found = measured_rows(data, None)
     begin_ms = now_ms()
     results = compare_all(found, bundle)

@@ -8,10 +8,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from itercast.commands.script_case import AsModule, found_lines, of_script, searched
+from itercast.eval.tables import output, print_tables
 from itercast.options import Json, Question, asks, prints_aside
 from itercast.stated import assumes, question_facts, say_step
 
@@ -80,11 +80,8 @@ def _explain(question: Question, model: Any, script: Row, as_json: bool) -> None
         typer.echo("\n".join([*found_lines(script["script"]), facts["assumes"]]))
     else:
         say_step(facts)
-    console = Console()
-    console.print(_parts_table(title, parts))
-    console.print(_ops_table(ops))
-    console.print(_changes_table(gains))
-    console.print("\n".join(_advice(found, step.samples, largest, gains)))
+    print_tables(_parts_table(title, parts), _ops_table(ops), _changes_table(gains))
+    output().print("\n".join(_advice(found, step.samples, largest, gains)))
 
 
 def _advice(found: Forecast, own: int, largest: int, gains: Sequence[Change]) -> list[str]:

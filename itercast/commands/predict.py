@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
+from itercast.eval.tables import output, print_tables
 from itercast.options import Cluster, Json, Prices, Question, Trace, asks, prints_aside
 from itercast.outputs import file_to_write
 from itercast.stated import assumes, question_facts, say_step
@@ -179,16 +179,15 @@ def _print(
     say_step(facts)
     for line in facts.get("machine", ()):
         typer.echo(line)
-    console = Console()
     table = forecast_table(name, found, spread)
     for unit, usd in facts.get("price", {}).items():
         table.add_row(unit.replace("usd_per_", "USD per ").replace("_", " "), f"{usd:.4g}")
     add_parts(table, found)
-    console.print(table)
+    print_tables(table)
     if explain:
-        console.print(assumptions_table(parts))
+        print_tables(assumptions_table(parts))
         for line in assumption_sources(parts):
-            console.print(line, markup=False, highlight=False)
+            output().print(line, markup=False, highlight=False)
 
 
 def _not_modelled(found: Forecast, step: StepCapture, target: Target) -> int:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from itercast.capture.plan import ParallelPlan
+from itercast.eval.tables import print_tables
 from itercast.stated import assumes
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def print_under_plan(order: ScriptOrder, text: str, trace: Path | None, as_json:
     typer.echo("\n".join([*found_lines(facts), below, assumes([found])]))
     table = forecast_table(f"the model of {order.path.name}", found)
     add_parts(table, found)
-    Console().print(table)
+    print_tables(table)
 
 
 @contextmanager

@@ -1,0 +1,53 @@
+"""Prints tables without cutting a number: off a terminal, each is as wide as what it holds."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+WIDE = 100_000  # characters of a line in a file, a pipe or a log
+LEAST = 12  # characters that a narrow terminal leaves a column of text
+
+
+def output() -> Console:
+    """The output: as wide as its terminal, or as COLUMNS says; elsewhere lines do not end."""
+    wraps = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
+    return Console(width=None if wraps else WIDE)
+
+
+def print_tables(*tables: Table) -> None:
+    """Print tables; where one is too wide its texts go on in the next line, numbers never do.
+
+    A terminal too narrow for that breaks the lines itself. Numbers are what stands right.
+    """
+    width = output().width
+    for table in tables:
+        if _width(table) > width:
+            Console(width=max(width, _fold(table))).print(table)
+        else:
+            output().print(table)
+
+
+def _width(table: Table) -> int:
+    """Characters of a table that has as many as it wants."""
+    wide = Console(width=WIDE)
+    return Measurement.get(wide, wide.options, table).maximum
+
+
+def _fold(table: Table) -> int:
+    """Let a table's texts go on in the next line; returns the fewest characters it can have."""
+    texts = [column for column in table.columns if column.justify != "right"]
+    for column in table.columns:
+        column.no_wrap, column.overflow = column not in texts, "fold"
+        if isinstance(column.header, str) and column.no_wrap:
+            column.header = column.header.replace(" ", "\n")
+    for column in texts:
+        column.max_width = LEAST
+    least = _width(table)
+    for column in texts:
+        column.max_width = None
+    return least

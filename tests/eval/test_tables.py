@@ -1,0 +1,42 @@
+"""Tables in files, on wide terminals and on narrow ones: nothing is cut."""
+
+from __future__ import annotations
+
+import pytest
+from rich.table import Table
+
+from itercast.eval.tables import print_tables
+
+PLAN = "dp=64,tp=8,pp=4,zero=1,micro=32,schedule=interleaved:4,recompute=selective"
+NUMBER = "123,456.78"
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    """Cells of the rows that a table of a plan and six numbers is printed as, borders left out."""
+    table = Table(title="plans")
+    table.add_column("plan")
+    for _ in range(6):
+        table.add_column("samples per second", justify="right")
+    table.add_row(PLAN, *[NUMBER] * 6)
+    print_tables(table)
+    lines = capsys.readouterr().out.splitlines()
+    return [line.strip("│").split("│") for line in lines if line.startswith("│")]
+
+
+def test_a_file_has_whole_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert [cell.strip() for row in printed(capsys) for cell in row] == [PLAN, *[NUMBER] * 6]
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_on_a_narrow_terminal_plans_go_on_and_numbers_stay_whole(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 40 columns six numbers of 10 do not fit: the terminal breaks the lines."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    first, *others = printed(capsys)
+    assert [cell.strip() for cell in first[1:]] == [NUMBER] * 6
+    assert "".join(row[0].strip() for row in (first, *others)) == PLAN
+    assert sum(map(len, first)) + len(first) + 1 == max(columns, 94)
