@@ -184,10 +184,11 @@ class ParallelPlan:
     def parse(cls, text: str) -> ParallelPlan:
         """Reads a plan such as ``dp=8,zero=3``; ValueError names the wrong part and the rule."""
         values, added = dict[str, Any](), dict[str, Hashable]()
-        if text.strip() and not text.replace(",", "").strip():
-            raise ValueError(f"plan {text!r}: no key; a plan is like dp=8,zero=3")
         joined = re.sub(rf",\s*(?=(?:{'|'.join(TRANSFORMS)})\b)", "+", text)  # to coconet=...
-        for part in filter(None, (p.strip() for p in joined.split(","))):
+        parts = [p.strip() for p in joined.split(",")]
+        if text.strip() and not all(parts):
+            raise ValueError(f"plan {text!r}: an empty key; a plan is like dp=8,zero=3")
+        for part in filter(None, parts):
             name, given, value = (s.strip() for s in part.partition("="))
             try:
                 if name in values or name in added:

@@ -124,7 +124,7 @@ def spread(pattern: str, gpus: int) -> str:
     degree = math.prod(int(n) for n in OTHER_DEGREES.findall(pattern))
     if degree < 1 or gpus % degree:
         raise ValueError(f"plan {pattern!r}: {gpus} GPUs do not divide by {degree}")
-    return str(ParallelPlan.parse(f"dp={gpus // degree},{pattern}"))
+    return str(ParallelPlan.parse(",".join(filter(None, (f"dp={gpus // degree}", pattern)))))
 
 
 def throughput_table(
@@ -156,10 +156,10 @@ def throughput_table(
         per_node = node.gpus_per_node if node else USUAL_GPUS_PER_NODE
         for count in counts:
             for batch in batches:
-                placed = f"{pattern},node={node_name}" if node_name else pattern
+                parts = (pattern, f"node={node_name}" if node_name else "")
                 facts = {"gpu": name, "gpus": count, "gpus_per_node": per_node, "batch": batch}
                 facts["usd_per_hour"] = usd.get(name)
-                cells.append(_cell(model, gpu, placed.strip(","), facts, asked))
+                cells.append(_cell(model, gpu, ",".join(filter(None, parts)), facts, asked))
                 on_cell(cells[-1])
     if all(cell.forecast is None for cell in cells):
         raise ValueError(cells[0].reason)

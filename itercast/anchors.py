@@ -44,6 +44,8 @@ def measured_steps(
 
     found = read_values(path, "anchor file")
     entries = found if isinstance(found, list) else [] if found is None else [found]
+    if not entries:
+        raise ValueError(f"anchor file {str(path)!r}: no measured steps in it")
     return [_step(one, f"{path.name}, step {n}", ask) for n, one in enumerate(entries, start=1)]
 
 
@@ -57,12 +59,12 @@ def _step(entry: Any, where: str, ask: Callable[..., Any]) -> MeasuredStep:
         strange = sorted(set(entry) - known) if isinstance(entry, Mapping) else entry
         given = f"unknown {strange!r}; known: options of predict, and {', '.join(stated)}"
         raise ValueError(f"anchor {where}: {given}")
-    times = {name: entry[name] for name in TIMES if name in entry}
+    times = {name: _number(entry[name]) for name in TIMES if name in entry}
     if len(times) != 1 or not ("trace" in times or _positive(*times.values())):
         raise ValueError(
             f"anchor {where}: one of {', '.join(TIMES)}, a positive number or a file, got {times}"
         )
-    beside = {name: entry[name] for name in BESIDE if name in entry}
+    beside = {name: _number(entry[name]) for name in BESIDE if name in entry}
     if not all(value == 0 or _positive(value) for value in beside.values()):
         raise ValueError(f"anchor {where}: {', '.join(BESIDE)} are numbers from 0, got {beside}")
     asked = {name: value for name, value in entry.items() if name not in stated}
@@ -81,6 +83,14 @@ def _step(entry: Any, where: str, ask: Callable[..., Any]) -> MeasuredStep:
 
 def _scaled(stated: Mapping[str, Any], name: str, unit: float) -> float | None:
     return unit * float(stated[name]) if name in stated else None
+
+
+def _number(stated: Any) -> Any:
+    """What is stated, a number where its text is one: YAML 1.1 reads 1e9, without a point, so."""
+    try:
+        return float(stated) if isinstance(stated, str) else stated
+    except ValueError:
+        return stated
 
 
 def _positive(value: Any, *_: Any) -> bool:

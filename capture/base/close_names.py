@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 MOST = 6  # names that an error lists
 PLURALS = {"family": "families"}  # of kinds that ``itercast list`` knows; others take an s
 
 
-def unknown(kind: str, name: str, known: Iterable[str], all_in: str = "") -> ValueError:
+def unknown(
+    kind: str, name: str, known: Iterable[str], all_in: str = "", like: Sequence[str] = ()
+) -> ValueError:
     """An error with the known names that are like an unknown one, and where all of them are listed.
 
-    ``all_in``: by default ``itercast list``.
+    ``all_in``: by default ``itercast list``; ``like``: by default those that are spelled like it.
     """
     names = list(known)
-    like = near(name, names)
+    like = like or near(name, names)
     place = all_in or f"itercast list {PLURALS.get(kind, f'{kind}s')}"
     rest = f"; all {len(names)}: {place}" if len(names) > len(like) else ""
     return ValueError(f"unknown {kind} {name!r}; known: {', '.join(like)}{rest}")

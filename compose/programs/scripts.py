@@ -71,7 +71,8 @@ class ScriptOrder:
 
     def __post_init__(self) -> None:
         if not self.path.is_file():
-            raise ValueError(f"script {str(self.path)!r}: no such file")
+            why = "is a folder, allowed is a file" if self.path.is_dir() else "no such file"
+            raise ValueError(f"script {str(self.path)!r}: {why}")
 
     def facts(self, serve: str = "") -> Facts:
         """What its process is told; ``serve``: see ``itercast.capture.programs.script``."""

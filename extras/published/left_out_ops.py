@@ -70,8 +70,10 @@ def source_in(folder: str) -> str:
 
 def op_sources(public: Path) -> list[str]:
     """Names of the sources in a folder that may have op rows; ValueError where there is none."""
-    if not public.is_dir() or not (found := readers(public)):
-        raise ValueError(f"{str(public)!r}: no folder of a source; known: {sorted(importers())}")
+    if not public.is_dir():
+        raise ValueError(f"{str(public)!r}: no such folder")
+    if not (found := readers(public)):
+        raise ValueError(f"{str(public)!r}: no folder of a source; known: itercast list sources")
     return sorted({source_in(path.name) for path in found})
 
 

@@ -115,7 +115,7 @@ def report(
     With a ``source`` only errors on its rows, with it left out and with it; ValueError for one that
     has no rows in the folder.
     """
-    asked, known = read_lines(public, only), op_sources(public)
+    known, asked = op_sources(public), read_lines(public, only)
     check_source(source, {*known, *(str(s) for _, rows in asked for s in rows["source"].unique())})
     if source:
         asked = [(x, rows[rows["source"].str.casefold() == source.casefold()]) for x, rows in asked]

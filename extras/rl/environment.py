@@ -27,6 +27,8 @@ from itercast.extras.input.process import measured_lane
 
 MIN_STEPS, MAX_STEPS = 20, 5000  # of one way to step
 SEVERAL = 8  # environments of a process whose messages are compared with those of one
+NEEDED = ("reset", "step", "action_space")
+ENVIRONMENT = "an environment as Gymnasium's"
 GYMNASIUM = "(observation, reward, terminated, truncated, info)"
 
 Make = Callable[[], Any]
@@ -79,6 +81,9 @@ def measure_environment(name: str, seconds: float, alive: Alive) -> InputLane:
 
 def observations(environment: Any) -> Iterator[Any]:
     """Step at random, endlessly; where an episode ends its observation is that of the next one."""
+    if lacking := [name for name in NEEDED if not hasattr(environment, name)]:
+        kind = type(environment).__name__
+        raise LoaderError(f"returns a {kind}, which has no {lacking[0]}; allowed is {ENVIRONMENT}")
     environment.reset()
     while True:
         stepped = environment.step(environment.action_space.sample())

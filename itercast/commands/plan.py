@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from itercast.capture.base.durations import counted
 from itercast.capture.base.slow_imports import without_scikit_learn
 from itercast.capture.plan import ParallelPlan
 from itercast.commands.script_case import AsModule, found_lines, searched
+from itercast.eval.tables import print_tables
 from itercast.options import (
     Cluster,
     GpuName,
@@ -232,7 +232,7 @@ def print_plans(
     else:
         found = found_lines(facts["script"]) if "script" in facts else []
         say("\n".join([*found, search_line(facts)]), facts)
-        Console().print(plans_table(facts, reports, [one.get("price", {}) for one in usd]))
+        print_tables(plans_table(facts, reports, [one.get("price", {}) for one in usd]))
     if facts.get("stopped"):
         raise typer.Abort("the plans are the best so far")
     log_last(log_plans, facts, plain)
@@ -348,7 +348,7 @@ def plans_table(
 
 def _caption(facts: Row, reports: Sequence[Forecast]) -> list[str]:
     """What stands below a table of plans."""
-    from itercast.commands.shared import lengths_line, memory_legend
+    from itercast.commands.shared import lengths_line, memory_cell, memory_legend
 
     legend = "slowest rank: " + ", ".join(
         f"[{color}]{mark}[/] {name}" for name, mark, color in PARTS
@@ -364,9 +364,23 @@ def _caption(facts: Row, reports: Sequence[Forecast]) -> list[str]:
         f"{facts['seconds']:.1f} s",
     ]
     lines += memory_legend(reports)
+    if "?" in memory_cell(reports[0]):
+        lines.append(_surely_fits(reports))
     if reports[0].lengths:
         lines.append(f"the best: {lengths_line(reports[0].lengths)}")
     return lines
+
+
+def _surely_fits(reports: Sequence[Forecast]) -> str:
+    """The fastest plan of a table whose memory is not too close to tell, in words."""
+    from itercast.compose.parallel.device_memory import FITS
+
+    sure = [r for r in reports if r.memory_verdict == FITS]
+    if not sure:
+        return "none of these plans surely fits"
+    best = min(sure, key=lambda r: r.iteration_us)
+    plan = best.plan.partition(",node=")[0]
+    return f"the fastest of these that surely fits: {plan}, {best.iteration_us / 1e3:.1f} ms"
 
 
 def waterfall(r: Forecast) -> str:

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from itercast.capture.programs.program import COLLECTIVE, ProgramCapture, launch_order
 from itercast.commands.script_case import AsModule, print_under_plan, telling
+from itercast.eval.tables import print_tables
 from itercast.options import (
     Anchor,
     Bundle,
@@ -113,7 +113,7 @@ def run(
         facts = _told(script.name, found)
         say(facts["forecast_of"], facts)
     if len(pairs) > 1:
-        Console().print(_compared(script.name, pairs, rows))
+        print_tables(_compared(script.name, pairs, rows))
     else:
         _print(script.name, found[0])
 
@@ -158,7 +158,7 @@ def _forecast(order: ScriptOrder, trace: Path | None) -> Forecasted:
 
 
 def _facts(name: str, one: Forecasted) -> dict[str, Any]:
-    """A forecast as plain values."""
+    """A forecast as plain values; rates are null where the script does not say what it loads."""
     from itercast.compose.explain.time_parts import limits
 
     program = one.captured.program
@@ -166,6 +166,7 @@ def _facts(name: str, one: Forecasted) -> dict[str, Any]:
     facts["limits_frac"], facts["batches_that_fit"] = limits(one.found), _batches_that_fit(one)
     facts |= {"sent_bytes": _sent(program), **_asked(one), **_told(name, [one])}
     facts |= {"optimizer_steps": program.optimizer_steps, "from_cache": one.captured.kept}
+    facts |= {rate: getattr(one.found, rate) or None for rate in ("samples_per_s", "tokens_per_s")}
     return {"case": name, **asdict(one.found), **facts}
 
 
@@ -300,4 +301,4 @@ def _print(name: str, one: Forecasted) -> None:
     if one.captured.kept:
         table.add_row("note", "read from the cache; --no-cache captures it anew")
     add_parts(table, found)
-    Console().print(table)
+    print_tables(table)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from itercast.eval.tables import print_tables
 from itercast.options import Json, Prices, Question, asks, prints_aside
 from itercast.outputs import folder_to_write
 from itercast.stated import assumes, options, say, settings, stated
@@ -69,7 +69,7 @@ def throughput(
     tokens = f" of {known['seq']:,} tokens" if known["seq"] else ""
     step = f"{question.mode}: samples{tokens}, batch is a replica's; {settings(known)}"
     say(step, told)
-    Console().print(_table(question.name, cells))
+    print_tables(_table(question.name, cells))
 
 
 def _shared_options(question: Question, plan: str, names: Sequence[str]) -> Row:
@@ -88,10 +88,10 @@ def _shared_options(question: Question, plan: str, names: Sequence[str]) -> Row:
 
 
 def words(option: str, text: str) -> list[str]:
-    """The parts of a text between commas, each once; ValueError names an option without any."""
-    found = dict.fromkeys(part.strip() for part in text.split(",") if part.strip())
-    if not found:
-        raise ValueError(f"--{option} is a list separated by commas, got {text!r}")
+    """The parts of a text between commas, each once; ValueError for an empty one."""
+    found = dict.fromkeys(part.strip() for part in text.split(","))
+    if "" in found:
+        raise ValueError(f"--{option} is a list separated by commas, none empty, got {text!r}")
     return list(found)
 
 

@@ -152,14 +152,19 @@ def load_stack(name: str = USUAL) -> Stack:
     found = _find(name)
     new = not NIGHTLY.match(name) and software_version(name)[:1] > _newest(name)[:1]
     if found is None or new:
-        raise unknown("stack", name, stack_names())
+        raise unknown("stack", name, stack_names(), like=_releases(name)[:3])
     return found
+
+
+def _releases(name: str) -> list[str]:
+    """The known stacks of the software ``name``, the newest first."""
+    releases = [s for s in known_stacks() if software_name(s) == software_name(name)]
+    return sorted(releases, key=software_version, reverse=True)
 
 
 def _newest(name: str) -> tuple[int, ...]:
     """The newest known version of the software ``name``; that of ``name`` where none is stated."""
-    releases = [s for s in known_stacks() if software_name(s) == software_name(name)]
-    return max(map(software_version, releases), default=()) or software_version(name)
+    return next(map(software_version, _releases(name)), ()) or software_version(name)
 
 
 def stack_of_row(stated: str) -> Stack:

@@ -161,7 +161,12 @@ def test_a_machine_file_is_written_read_and_used(tmp_path: Path) -> None:
         ("- {case: mlp-l, step_ms: 3, peak_memory_gb: x}", "numbers from 0"),
         ("- {case: mlp-l, gpu: a100-sxm-80gb, step_ms: 3, exposed_comm_ms: 3}", "less than the"),
         ("- 3", "3; known: options of predict"),
-        ("[]", "no measured steps"),
+        ("- {case: mlp-l, gpu: a100-sxm-80gb, step_ms: 1e9}", r"1e\+09 ms is .* are believed"),
+        (
+            "- {case: mlp-l, gpu: a100-sxm-80gb, step_ms: fast}",
+            "one of step_ms.* a positive number",
+        ),
+        ("[]", "steps.yaml': no measured steps in it"),
         ("a: [", "not a readable anchor file"),
     ],
 )

@@ -75,6 +75,14 @@ def test_ctrl_c_while_it_imports_is_one_line() -> None:
     assert (done.returncode, done.stderr) == (130, "itercast: stopped\n")
 
 
+def test_ctrl_c_while_the_command_line_is_built_is_one_line() -> None:
+    """Where typer makes the commands, before it looks at the words."""
+    code = "import typer.main\ndef stop(app):\n    raise KeyboardInterrupt\n"
+    code += "typer.main.get_command = stop\nfrom itercast.__main__ import main\nmain()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "itercast: stopped\n")
+
+
 def test_ctrl_c_in_a_command_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("itercast.command_line.listing", Mock(side_effect=KeyboardInterrupt))
     done = CliRunner().invoke(app, ["list", "gpus"])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, change in LISTED["gpus"].items():
         (made / name).write_text(yaml.safe_dump({**yaml.safe_load(GPU.read_text()), **change}))
     (made / "locked").write_text("a file, where a folder is needed")
+    (made / "binary.py").write_bytes(bytes(9))
     (made / "data").mkdir()
+    (made / "dir.py").mkdir()
     _write_rows(made)
     _write_bundles(made)
     return made
@@ -108,3 +112,18 @@ def test_a_model_without_its_images_says_so(folder: Path, monkeypatch: pytest.Mo
     for _ in range(2):
         found = json.loads(CliRunner().invoke(app, words).stdout)
         assert any("without images, on tokens alone" in note for note in found["notes"])
+
+
+def test_a_timeline_goes_to_whoever_reads_a_fifo(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays a FIFO, as a device stays one."""
+    monkeypatch.chdir(folder)
+    fifo, read = tmp_path / "fifo", list[bytes]()
+    os.mkfifo(fifo)
+    reader = threading.Thread(target=lambda: read.append(fifo.read_bytes()), daemon=True)
+    reader.start()
+    command = f"predict gpt-s --gpu toy-gpu --bundle bundle --trace {fifo}"
+    assert CliRunner().invoke(app, shlex.split(command)).exit_code == 0
+    reader.join(60)
+    assert json.loads(read[0])["traceEvents"] and fifo.is_fifo()

@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from plan_case import GPU, search_of
+from plan_case import GPU, forecast_of, search_of
 from typer.testing import CliRunner, Result
 
 from itercast.command_line import app
+from itercast.commands.plan import plans_table
 from itercast.commands.script_case import found_lines
 from itercast.compose.plan_search.search import best_plans, legal_plans
 from itercast.learners.bundle import Bundle
@@ -132,6 +133,32 @@ def test_a_page_shows_all_plans_tried_and_the_simplest_is_marked(
     plans = [line.split()[0] for line in lines if line.strip().startswith("dp=")]
     assert plans == [p["plan"] for p in found["plans"]] and found["simplest"] in plans
     assert f'<td class=words data-head="plan">{found["simplest"]}</td>' in text
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "said"),
+    [
+        (("too close", "does not fit", "fits", "fits"), "surely fits: dp=2,tp=4, 3.0 ms"),
+        (("too close", "too close"), "none of these plans surely fits"),
+        (("fits", "too close"), ""),
+    ],
+)
+def test_the_fastest_plan_that_surely_fits_is_said_where_the_first_may_not(
+    verdicts: tuple[str, ...], said: str
+) -> None:
+    """Steps of 1, 2, 3... ms."""
+    facts = {"case": "x", "gpus": 8, "gpu": "a10", "objective": "time", "considered": 9}
+    facts |= {"simulated": 9, "seconds": 1.0}
+    found = [
+        forecast_of(plan=f"dp={n},tp=4,node=y", iteration_us=1e3 * (n + 1), **_memory(verdict))
+        for n, verdict in enumerate(verdicts)
+    ]
+    caption = str(plans_table(facts, found, [{}] * len(found)).caption)
+    assert said in caption and ("surely" in caption) == bool(said)
+
+
+def _memory(verdict: str) -> dict[str, object]:
+    return {"memory_verdict": verdict, "fits": verdict != "does not fit"}
 
 
 def test_a_configuration_is_planned(bundle: str, mlflow_store: str, tmp_path: Path) -> None:

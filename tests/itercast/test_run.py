@@ -209,6 +209,18 @@ def test_a_capture_holds_while_the_script_would_find_the_same(
     assert not found(*asked, "name", gpu="a100-sxm-80gb")[0]
 
 
+def test_rates_of_a_script_without_a_loader_are_null(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\nmodel = torch.nn.Linear(8, 8).cuda()\n"
+        "optimizer = torch.optim.SGD(model.parameters())\n"
+        "for _ in range(9):\n    model(torch.randn(4, 8).cuda()).sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+    found = json.loads(run("--gpu=a100-sxm-80gb", "--json", str(script))[1])
+    assert found["samples_per_s"] is None and found["tokens_per_s"] is None
+
+
 def test_several_gpus_and_numbers_of_them_make_a_table(tmp_path: Path) -> None:
     """Twice as many ranks take twice as many samples; an unknown GPU is refused as ever."""
     code, out, _ = run("--gpu=a100-sxm-80gb", "--gpus=2,4", "--json", str(EXAMPLE), *SMALL)

@@ -54,6 +54,10 @@ def test_a_release_is_the_newest_known_one_that_is_not_newer(stated: str, known:
 def test_unknown_software_is_refused_when_asked_and_usual_in_a_row() -> None:
     with pytest.raises(ValueError, match=r"unknown stack .tensorflow-2.1.; known: .*torch-2\.11"):
         load_stack("tensorflow-2.1")
+    with pytest.raises(
+        ValueError, match=r"unknown stack .torch-9\.9.; known: torch-2\.11, torch-2\."
+    ):
+        load_stack("torch-9.9")  # the newest ones
     with pytest.raises(ValueError, match=r"unknown stack .megatroncore.; known: megatron-core"):
         load_stack("megatroncore")  # holds Megatron, as a part of a word
     assert stack_of_row("tensorflow-2.1").name == USUAL

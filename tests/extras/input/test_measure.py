@@ -88,6 +88,7 @@ class Game:  # 0.5 ms of computing, and 3 ms where an episode begins
 games = Game
 games_die = lambda: Game(lambda at: os._exit(7))
 games_fail = lambda: Game(lambda at: [][at])
+games_none = lambda: None
 games_of_old = lambda: Game(lambda at: (0, 1.0, False, {}))
 def games_die_in_workers():
     if torch.multiprocessing.parent_process():
@@ -143,6 +144,7 @@ def test_waits_are_those_of_the_files_that_were_opened(loaders: str, tmp_path: P
         ("number", "is a int, allowed is a torch DataLoader"),
         ("absent", "AttributeError"),
         ("games_fail", "IndexError: list index out of range"),
+        ("games_none", "returns a NoneType, which has no reset; allowed is an environment"),
         ("games_of_old", "step returns (0, 1.0, False, {}), allowed is (observation, reward, term"),
         ("games_die_in_workers", "a process that steps it died"),
     ],
