@@ -10,7 +10,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 WIDE = 100_000  # characters of a line in a file, a pipe or a log
-LEAST = 12  # characters that a narrow terminal leaves a column of text
+LEAST = 14  # characters that a narrow terminal leaves a column of text
 
 
 def output() -> Console:

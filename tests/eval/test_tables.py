@@ -39,4 +39,4 @@ def test_on_a_narrow_terminal_plans_go_on_and_numbers_stay_whole(
     first, *others = printed(capsys)
     assert [cell.strip() for cell in first[1:]] == [NUMBER] * 6
     assert "".join(row[0].strip() for row in (first, *others)) == PLAN
-    assert sum(map(len, first)) + len(first) + 1 == max(columns, 94)
+    assert sum(map(len, first)) + len(first) + 1 == max(columns, 96)
