@@ -348,7 +348,7 @@ def plans_table(
 
 def _caption(facts: Row, reports: Sequence[Forecast]) -> list[str]:
     """What stands below a table of plans."""
-    from itercast.commands.shared import lengths_line, memory_cell, memory_legend
+    from itercast.commands.shared import lengths_line, memory_cell, memory_legend, surely_fits
 
     legend = "slowest rank: " + ", ".join(
         f"[{color}]{mark}[/] {name}" for name, mark, color in PARTS
@@ -365,22 +365,10 @@ def _caption(facts: Row, reports: Sequence[Forecast]) -> list[str]:
     ]
     lines += memory_legend(reports)
     if "?" in memory_cell(reports[0]):
-        lines.append(_surely_fits(reports))
+        lines.append(surely_fits(reports))
     if reports[0].lengths:
         lines.append(f"the best: {lengths_line(reports[0].lengths)}")
     return lines
-
-
-def _surely_fits(reports: Sequence[Forecast]) -> str:
-    """The fastest plan of a table whose memory is not too close to tell, in words."""
-    from itercast.compose.parallel.device_memory import FITS
-
-    sure = [r for r in reports if r.memory_verdict == FITS]
-    if not sure:
-        return "none of these plans surely fits"
-    best = min(sure, key=lambda r: r.iteration_us)
-    plan = best.plan.partition(",node=")[0]
-    return f"the fastest of these that surely fits: {plan}, {best.iteration_us / 1e3:.1f} ms"
 
 
 def waterfall(r: Forecast) -> str:

@@ -266,6 +266,18 @@ def memory_legend(found: Sequence[Forecast]) -> list[str]:
     return [f"{m}: {text} {left}" for m, text in words.items() if any(m in c for c in cells)]
 
 
+def surely_fits(reports: Sequence[Forecast]) -> str:
+    """The fastest plan of a table whose memory is not too close to tell, in words."""
+    from itercast.compose.parallel.device_memory import FITS
+
+    sure = [r for r in reports if r.memory_verdict == FITS]
+    if not sure:
+        return "none of these plans surely fits"
+    best = min(sure, key=lambda r: r.iteration_us)
+    plan = best.plan.partition(",node=")[0]
+    return f"the fastest of these that surely fits: {plan}, {best.iteration_us / 1e3:.1f} ms"
+
+
 def add_parts(table: Table, found: Forecast) -> None:
     """Add what an iteration's time goes to, in rows that add up to it, and messages beside it."""
     from itercast.compose.explain.time_parts import time_parts
