@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -75,13 +75,13 @@ def product_dtypes(program: ProgramCapture, gpu: Gpu) -> list[str]:
     """Dtypes of a program's matrix products on a GPU, first that in which they take longest."""
     step = program.ranks[min(program.ranks)]
     calls = (step if gpu.kind == "cpu" else with_whole_networks(step)).calls
-    found = Counter[str]()
+    found = defaultdict[str, float](float)
     computed = [i for i in launch_order(calls) if calls[i].op not in (COLLECTIVE, *UNPRICED)]
     for i in computed:
         op = priceable(calls[i]).run_by(gpu)
         if seconds := op.matmul_s(gpu):
             found[op.params.dtype] += seconds
-    return [dtype for dtype, _ in found.most_common()]
+    return sorted(found, key=found.__getitem__, reverse=True)
 
 
 def _with_launches(step: StepCapture) -> StepCapture:
