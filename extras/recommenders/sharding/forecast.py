@@ -159,7 +159,8 @@ class Forecaster:
         steps["wait for the host"] = outcome.idle_us
         steps["top perceptron, both ways"] = outcome.iteration_us - sum(steps.values())
         left = left_us(self._lookup_us(sharding), rank.ranks_per_core)
-        kept = 1 - left / sum(steps[name] for name in OF_TABLES)
+        tables_us = sum(steps[name] for name in OF_TABLES)
+        kept = 1 - left / tables_us if tables_us else 1.0  # 0: the slowest rank holds no table
         return {name: us * (kept if name in OF_TABLES else 1) for name, us in steps.items()}
 
     def _update_us(self, rank: Rank) -> float:
