@@ -205,8 +205,6 @@ def _refusal(exc: BaseException, done: int, script: Script) -> RefusedError:
     if isinstance(exc, SystemExit):
         return RefusedError(_too_few(done, script, f"exits with {exc.code!r}"))
     where = _place(traceback.extract_tb(exc.__traceback__), script)
-    if isinstance(exc, SyntaxError) and not (where or exc.filename):  # zeros, in a binary file
-        where = f"; {script.path.name} is to be Python's source text"
     return RefusedError(f"{first_line(exc)}{where}")
 
 

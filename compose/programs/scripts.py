@@ -17,6 +17,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO
+from warnings import catch_warnings
 
 from itercast.capture.base.cache_folder import bounded, cache_folder
 from itercast.capture.input.lane import InputLane
@@ -73,6 +74,13 @@ class ScriptOrder:
         if not self.path.is_file():
             why = "is a folder, allowed is a file" if self.path.is_dir() else "no such file"
             raise ValueError(f"script {str(self.path)!r}: {why}")
+        try:  # now, not once its process has started
+            with catch_warnings(action="ignore"):
+                compile(self.path.read_bytes(), str(self.path), "exec", dont_inherit=True)
+        except (SyntaxError, ValueError) as exc:  # ValueError: zeros, in newer versions of Python
+            line = f" (line {exc.lineno})" if isinstance(exc, SyntaxError) and exc.lineno else ""
+            why = f"is no Python, {exc.msg if isinstance(exc, SyntaxError) else exc}{line}"
+            raise ValueError(f"script {str(self.path)!r} {why}") from None
 
     def facts(self, serve: str = "") -> Facts:
         """What its process is told; ``serve``: see ``itercast.capture.programs.script``."""
