@@ -10,7 +10,7 @@ from itercast.capture.plan import ParallelPlan
 from itercast.compose.parallel.expert_precision import casts, half_dtype, wide_experts
 from itercast.compose.parallel.placement import Cluster
 from itercast.microbench.hardware.host import EVENT_US
-from itercast.microbench.hardware.stack import software_name
+from itercast.microbench.hardware.stack import has_dtensor
 
 WIDE_EXPERTS = (
     "experts run in fp32 under autocast, which casts no grouped products; "
@@ -21,7 +21,7 @@ CAST_WEIGHTS = (
     "amp without zero= is autocast, under which norms, softmax and losses run in fp32"
 )
 DTENSOR = (
-    "tp is torch's DTensor, whose Python takes the host about {0:.1g} ms a product, both ways; "
+    "tp is torch's DTensor, whose Python takes a fast host about {0:.1g} ms a product, both ways; "
     "--compile and --stack megatron-core have none of it"
 )
 # Layers that transformers runs by kernels of other packages on GPUs, if installed, else op by op.
@@ -38,7 +38,7 @@ def notes(step: StepCapture, plan: ParallelPlan, stack: str) -> Iterator[str]:
     slow = {c.module for c in step.calls if SLOW_PATHS.search(c.module)}
     if slow:
         yield SLOW_PATH.format(", ".join(sorted(slow)))
-    if plan.tp > 1 and step.engine == "eager" and software_name(stack) == "torch":
+    if plan.tp > 1 and step.engine == "eager" and has_dtensor(stack):
         yield DTENSOR.format(EVENT_US["tp_product"] / 1e3)
     cast = casts(step, plan, stack)
     if cast == "module":

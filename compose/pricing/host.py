@@ -15,7 +15,7 @@ from itercast.compose.pricing.priced_op import AssumedShares, AssumedTime, Price
 from itercast.compose.pricing.work import Step
 from itercast.learners.transfer.source_gpus import gpu_distance
 from itercast.microbench.hardware.host import EVENT_US, LAUNCH_EVENT
-from itercast.microbench.hardware.stack import software_name
+from itercast.microbench.hardware.stack import has_dtensor
 from itercast.microbench.ops.step.host import EVENTS, REPEATED, Host
 from itercast.microbench.store import Facts
 
@@ -85,11 +85,8 @@ def host_work(time: AssumedTime) -> PricedOp:
 def _event_us(
     event: str, tensors: int, row: Facts | None, book: PriceBook
 ) -> tuple[float, AssumedShares]:
-    """Time of one event, and the assumption it rests on; ``row``: the model's.
-
-    Software other than torch cuts plain tensors, and has no DTensor.
-    """
-    if event in OF_DTENSOR and software_name(book.stack) != "torch":
+    """Time of one event, and the assumption it rests on; ``row``: the model's."""
+    if event in OF_DTENSOR and not has_dtensor(book.stack):
         return 0.0, ()
     on_this_cpu = book.gpu.kind == "cpu" and event not in (*WRAPPERS, REPEATED)
     if row is not None and not book.host_is_named and (on_this_cpu or row["in_envelope"]):

@@ -95,6 +95,11 @@ def software_name(stack: str) -> str:
     return re.split(r"[- ]", stack, maxsplit=1)[0]
 
 
+def has_dtensor(stack: str) -> bool:
+    """Whether the software cuts tensors by torch's DTensor; all other cuts plain ones."""
+    return software_name(stack) == "torch"
+
+
 def software_version(stack: str) -> tuple[int, ...]:
     """The version of a stack as numbers; () where it states none."""
     match = re.match(r"[^- ]*-v?(\d+(?:\.\d+)*)", stack)

@@ -45,7 +45,7 @@ def test_layers_on_a_slow_path_are_named() -> None:
 def test_tensor_parallelism_by_dtensor_is_said() -> None:
     found, tp = model("gpt"), ParallelPlan.parse("tp=2")
     (said,) = notes(found, tp, "torch-2.11")
-    assert said.startswith("tp is torch's DTensor, whose Python takes the host about 0.7 ms")
+    assert said.startswith("tp is torch's DTensor, whose Python takes a fast host about 0.7 ms")
     for step, stack in ((found, "megatron-core"), (replace(found, engine="compile"), "torch-2.11")):
         assert list(notes(step, tp, stack)) == []
 
