@@ -17,8 +17,9 @@ WIDE_EXPERTS = (
     "FSDP's mixed precision (zero=) and --stack megatron-core cast them"
 )
 CAST_WEIGHTS = (
-    "amp with zero= is FSDP's mixed precision, which casts weights: the model's ops run in {0}; "
-    "amp without zero= is autocast, under which norms, softmax and losses run in fp32"
+    "amp with zero= is FSDP's mixed precision, which casts weights: all ops of the model but the "
+    "loss of its logits run in {0}; amp without zero= is autocast, under which norms, softmax "
+    "and losses run in fp32"
 )
 DTENSOR = (
     "tp is torch's DTensor, whose Python takes a fast host about {0:.1g} ms a product, both ways; "

@@ -14,6 +14,7 @@ from functools import partial
 
 from itercast.capture.opcall import OpCall, StepCapture, TensorSpec, changed
 from itercast.capture.plan import ParallelPlan
+from itercast.compose.graph.cross_entropy import over_logits
 from itercast.compose.graph.identity_cache import once_of
 from itercast.compose.graph.product_roles import DTYPE_CAST, LINEAR_PRODUCTS
 from itercast.compose.graph.rewrite import StepBuilder, fresh_storages, with_tensors
@@ -46,29 +47,31 @@ def module_in_half(capture: StepCapture) -> StepCapture:
     """The step with forward and backward in the dtype of its linear layers, as FSDP2 runs it.
 
     Parameters are those that a rank gathers; casts between the two dtypes are gone. The optimizer
-    is in fp32, as the shards are. Left out: casts that a module makes itself.
+    is in fp32, as the shards are, and so is the loss of logits, which training code casts itself:
+    ``pred.float()`` in torchtitan/components/loss.py, ``logits.float()`` in
+    transformers/loss/loss_utils.py. Left out: other casts that a module makes itself.
     Source: torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype).
     """
-    half, made = half_dtype(capture), StepBuilder(capture)
+    half, made, of_loss = half_dtype(capture), StepBuilder(capture), over_logits(capture)
     same: dict[int, int] = {}  # storage of a copy in the other dtype -> that of what it copies
     for i, call in enumerate(capture.calls):
-        update = call.phase in ("optimizer", "zero_grad")
+        wide = call.phase in ("optimizer", "zero_grad") or of_loss(call)
         tensors = set(call.touched)
         change = {
             t: changed(
                 t,
                 storage=same.get(t.storage, t.storage),
-                dtype=half if t.dtype == WIDE and not update else t.dtype,
+                dtype=half if t.dtype == WIDE and t.shape and not wide else t.dtype,
             )
             for t in tensors
         }
-        if call.op == DTYPE_CAST and {call.args[0].dtype, call.outputs[0].dtype} == {WIDE, half}:
+        if call.op == DTYPE_CAST and {t.dtype for t in change.values()} == {half}:
             same[call.outputs[0].storage] = change[call.args[0]].storage
         else:
             made.calls.append(with_tensors(call, change))
         made.done(i)
-    wide = (replace(p, dtype=half) if p.dtype == WIDE else p for p in capture.parameters)
-    return made.step(tuple(wide))
+    gathered = (replace(p, dtype=half) if p.dtype == WIDE else p for p in capture.parameters)
+    return made.step(tuple(gathered))
 
 
 IN_HALF = {"module": module_in_half, "experts": experts_in_half}

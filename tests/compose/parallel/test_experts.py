@@ -17,7 +17,7 @@ from itercast.compose.graph.product_roles import DTYPE_CAST, alias_weight_casts
 from itercast.compose.graph.rewrite import COLLECTIVE
 from itercast.compose.notes import CAST_WEIGHTS, WIDE_EXPERTS, notes
 from itercast.compose.parallel.ep import expert_parallel, expert_weights
-from itercast.compose.parallel.expert_precision import experts_in_half
+from itercast.compose.parallel.expert_precision import experts_in_half, module_in_half
 from itercast.compose.parallel.narrow import CAST
 from itercast.compose.pricing.fallbacks import fallback_parts
 from itercast.compose.pricing.price_book import PriceBook
@@ -163,6 +163,33 @@ def test_autocast_leaves_experts_in_fp32_and_says_so() -> None:
     }
     casts = CAST_WEIGHTS.format("bf16")  # FSDP's mixed precision, experts with all else
     assert said == {"amp": [WIDE_EXPERTS], "dp=8,zero=3,amp": [casts], "": []}
+
+
+class Words(nn.Module):
+    """Logits over a vocabulary of 50 words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(50, WIDTH), nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 50)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embed(words)).relu())
+
+
+def test_a_module_in_half_runs_what_its_half_precision_copy_runs_and_its_loss_in_fp32() -> None:
+    """Under FSDP2 the module's weights are in bf16; torchtitan and transformers cast its logits."""
+    words = torch.zeros(TOKENS, dtype=torch.long)
+    loss = lambda y: nn.functional.cross_entropy(y.float(), torch.zeros_like(words))  # noqa: E731
+    make = lambda: (Words(), words, loss)  # noqa: E731
+
+    def calls(found: StepCapture) -> list[tuple[str, tuple[str, ...]]]:
+        once = [c for c in found.calls if c.phase in ("forward", "loss", "backward")]
+        return [(c.op, tuple(t.dtype for t in c.touched)) for c in once]
+
+    copy = calls(capture(make, dtype="bf16"))
+    assert calls(module_in_half(capture(make, dtype="bf16", amp=True))) == copy
+    assert [d for op, (d, *_) in copy if "softmax" in op] == ["fp32", "fp32"]
 
 
 def _back_casts(found: StepCapture) -> int:
