@@ -63,7 +63,7 @@ class ParallelPlan:
     ep_once: bool = key(FLAG, False, "ops prices")  # a token goes to each node of its experts once
     sp: bool = key(FLAG, False, "ops prices")  # activations between tp's layers cut by tokens
     tp_overlap: bool = key(FLAG, False, "prices")  # tp's collectives run beside their products
-    amp: bool = key(FLAG, False, "")  # autocast, weights in fp32
+    amp: bool = key(FLAG, False, "")  # mixed precision, weights in fp32
     zero: int = key(integer(0, 3), 0, "")  # ZeRO stage
     hsdp: int = key(degree, 0, "")  # ranks among which ZeRO shards; 0: all replicas
     micro: int = key(degree, 0, "")  # micro-batches per replica and step; 0: as many as stages
@@ -103,6 +103,11 @@ class ParallelPlan:
     def __post_init__(self) -> None:
         for rule in _broken_rules(self):
             raise ValueError(f"plan {str(self)!r}: {rule}")
+
+    @property
+    def autocast(self) -> bool:
+        """Whether mixed precision is autocast's; with ``zero`` FSDP casts the module's weights."""
+        return self.amp and not self.zero
 
     @property
     def world_size(self) -> int:

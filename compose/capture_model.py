@@ -240,8 +240,8 @@ def capture_micro_batch(
     plan = target.plan
     size = micro_size(model, plan, options.pop("batch", None), options.pop("seq", None))
     unlike = _unlike_lengths(size, plan, lengths, packed)
-    amp = options.pop("amp", plan.amp)
-    dtype = step_dtype(options.pop("dtype", None), amp, [target.gpu])
+    amp = options.pop("amp", plan.autocast)
+    dtype = step_dtype(options.pop("dtype", None), amp or plan.amp, [target.gpu])
     step = capture(model, **size, amp=amp, dtype=dtype, **options)
     check_positions(step, plan.cp)
     return with_lengths(step, unlike, packed=packed) if unlike else step

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.parallel.expert_precision import casts, half_dtype, wide_experts
+from itercast.compose.parallel.expert_precision import casts, wide_experts
 from itercast.compose.parallel.placement import Cluster
 from itercast.microbench.hardware.host import EVENT_US
 from itercast.microbench.hardware.stack import has_dtensor
@@ -17,9 +17,9 @@ WIDE_EXPERTS = (
     "FSDP's mixed precision (zero=) and --stack megatron-core cast them"
 )
 CAST_WEIGHTS = (
-    "amp with zero= is FSDP's mixed precision, which casts weights: all ops of the model but the "
-    "loss of its logits run in {0}; amp without zero= is autocast, under which norms, softmax "
-    "and losses run in fp32"
+    "amp with zero= is FSDP's mixed precision, which casts weights: all of the model but the loss "
+    "of its logits runs in half precision; amp without zero= is autocast, under which norms, "
+    "softmax and losses run in fp32"
 )
 DTENSOR = (
     "tp is torch's DTensor, whose Python takes a fast host about {0:.1g} ms a product, both ways; "
@@ -43,7 +43,7 @@ def notes(step: StepCapture, plan: ParallelPlan, stack: str) -> Iterator[str]:
         yield DTENSOR.format(EVENT_US["tp_product"] / 1e3)
     cast = casts(step, plan, stack)
     if cast == "module":
-        yield CAST_WEIGHTS.format(half_dtype(step))
+        yield CAST_WEIGHTS
     if plan.amp and wide_experts(step) and not cast:
         yield WIDE_EXPERTS
 

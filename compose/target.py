@@ -63,8 +63,11 @@ def find_stack(name: str, gpu: Gpu) -> str:
 def step_dtype(asked: str | None, amp: bool, gpus: Iterable[Gpu]) -> str | None:
     """The dtype of a step on these GPUs: as asked, or the usual one of mixed precision.
 
-    That is bf16, or fp16 where a GPU has no units for bf16.
+    That is bf16, or fp16 where a GPU has no units for bf16. ValueError where it is as wide as the
+    weights of mixed precision are.
     """
+    if amp and asked in ("fp32", "tf32", "fp64"):
+        raise ValueError(f"amp: dtype is bf16 or fp16, got {asked!r}")
     if asked or not amp:
         return asked
     lacking = any(gpu.kind == "gpu" and "bf16" not in gpu.peak_flops_per_s for gpu in gpus)

@@ -81,8 +81,8 @@ def stated_rows(rows: pd.DataFrame) -> pd.DataFrame:
     """Rows whose model can be built: a known case, or one with a configuration.
 
     How many others are left out is printed.
-    Missing settings get their defaults. ``amp`` is cleared under FSDP, which casts the weights it
-    gathers instead.
+    Missing settings get their defaults. Mixed precision under FSDP, which casts the weights that
+    it gathers, is the plan's; other rows with ``amp`` run under autocast.
     """
     known = rows["case"].isin(case_names())
     if "hf_config" in rows:
@@ -92,8 +92,9 @@ def stated_rows(rows: pd.DataFrame) -> pd.DataFrame:
     rows = rows[known].copy()
     for c, default in OPTIONAL.items():
         rows[c] = rows[c].where(rows[c].notna(), default) if c in rows else default
-    sharded = rows["plan"].str.contains("zero=").astype(bool)  # FSDP casts the weights it gathers
-    return rows.assign(amp=rows["amp"].astype(bool) & ~sharded)
+    amp, sharded = rows["amp"].astype(bool), rows["plan"].str.contains("zero=").astype(bool)
+    plans = rows["plan"].where(~(amp & sharded), rows["plan"] + ",amp")
+    return rows.assign(amp=amp & ~sharded, plan=plans)
 
 
 def compare_all(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pandas as pd
@@ -11,6 +11,7 @@ from itercast.capture.opcall import OpCall, StepCapture, TensorSpec
 from itercast.compose.capture_model import capture
 from itercast.compose.forecast import Forecast
 from itercast.compose.plan_search.candidates import Search
+from itercast.compose.plan_search.sizes import CaptureAt
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops import find_family
@@ -78,17 +79,17 @@ class Flat(Fixed):
         return {"elementwise": 1.0, "host": 0.0}.get(family, 10.0)
 
 
-def capture_at(batch: int, seq: int) -> StepCapture:
+def capture_at(batch: int, seq: int, autocast: bool = False) -> StepCapture:
     """One step of a small GPT."""
-    return capture("gpt-s", batch=batch, seq=seq)
+    return capture("gpt-s", batch=batch, seq=seq, amp=autocast, dtype="bf16" if autocast else None)
 
 
-def experts_at(batch: int, seq: int) -> StepCapture:
+def experts_at(batch: int, seq: int, autocast: bool = False) -> StepCapture:
     """One step of a small mixture of four experts."""
-    return capture("moe-s", batch=batch, seq=seq)
+    return capture("moe-s", batch=batch, seq=seq, amp=autocast, dtype="bf16" if autocast else None)
 
 
-def search_of(gpu: Gpu = GPU, capture_at: Callable[[int, int], StepCapture] = capture_at) -> Search:
+def search_of(gpu: Gpu = GPU, capture_at: CaptureAt = capture_at) -> Search:
     """Plans of the small GPT, or another model, at eight samples a step."""
     book = PriceBook(Flat(), gpu, 0)
     return Search(capture_at=capture_at, book=book, node=None, batch=8, seq=64, optimizer="adamw")

@@ -25,7 +25,7 @@ SOFTMAX_BACKWARD = "aten._log_softmax_backward_data.default"
 CAST = "aten._to_copy.default"
 SHIFTED, EXPONENTIALS, QUOTIENT = "aten.sub.Tensor", "aten.exp.default", "aten.div.Tensor"
 IN_PLACE = (SHIFTED, EXPONENTIALS, QUOTIENT, "aten.mul.Tensor")
-PRECISE = "fp32"
+PRECISE, HALF = "fp32", ("bf16", "fp16")
 
 
 def over_logits(capture: StepCapture) -> Callable[[OpCall], bool]:
@@ -61,6 +61,32 @@ def stepwise_cross_entropy(capture: StepCapture) -> StepCapture:
         made.calls += calls[:-1]
         made.add(i, calls[-1])
     return _in_place(made.step(), logits)
+
+
+def loss_in_fp32(capture: StepCapture) -> StepCapture:
+    """Returns the step whose logits are cast to fp32 before the loss, and their gradient back."""
+    made, fresh, logits = StepBuilder(capture), fresh_storages(capture), _logits(capture)
+    precise = set[int]()  # storages of logarithms of probabilities and of their gradients
+    for i, call in enumerate(capture.calls):
+        wide = dict[TensorSpec, TensorSpec]()
+        first = call.op in (SOFTMAX, LABELS_BACKWARD)
+        if first or not precise.isdisjoint(t.storage for t in call.tensors()):
+            half = (t for t in call.touched if t.dtype in HALF and _size(t) in logits)
+            wide = {t: replace(t, dtype=PRECISE) for t in half}
+        precise.update(t.storage for t in call.outputs if t in wide)
+        if call.op == SOFTMAX and wide:
+            x = call.args[0]
+            wide[x] = replace(wide[x], storage=next(fresh))
+            made.calls.append(OpCall(op=CAST, args=(x,), outputs=(wide[x],), phase=call.phase))
+        elif call.op == SOFTMAX_BACKWARD and wide:
+            dx = call.outputs[0]
+            precise.discard(dx.storage)
+            wide[dx] = replace(wide[dx], storage=next(fresh))
+            made.calls.append(with_tensors(call, wide))
+            call = OpCall(op=CAST, args=(wide[dx],), outputs=(dx,), phase=call.phase)
+            wide = {}
+        made.add(i, with_tensors(call, wide))
+    return made.step()
 
 
 def _in_place(capture: StepCapture, logits: set[tuple[int, int]]) -> StepCapture:

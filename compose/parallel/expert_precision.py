@@ -14,7 +14,7 @@ from functools import partial
 
 from itercast.capture.opcall import OpCall, StepCapture, TensorSpec, changed
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.graph.cross_entropy import over_logits
+from itercast.compose.graph.cross_entropy import loss_in_fp32
 from itercast.compose.graph.identity_cache import once_of
 from itercast.compose.graph.product_roles import DTYPE_CAST, LINEAR_PRODUCTS
 from itercast.compose.graph.rewrite import StepBuilder, fresh_storages, with_tensors
@@ -44,34 +44,23 @@ def experts_in_half(capture: StepCapture) -> StepCapture:
 
 
 def module_in_half(capture: StepCapture) -> StepCapture:
-    """The step with forward and backward in the dtype of its linear layers, as FSDP2 runs it.
+    """The step of a module in half precision as FSDP2's mixed precision runs it.
 
-    Parameters are those that a rank gathers; casts between the two dtypes are gone. The optimizer
-    is in fp32, as the shards are, and so is the loss of logits, which training code casts itself:
-    ``pred.float()`` in torchtitan/components/loss.py, ``logits.float()`` in
-    transformers/loss/loss_utils.py. Left out: other casts that a module makes itself.
+    Parameters are those that a rank gathers. The optimizer is in fp32, as the shards are, and so
+    is the loss of logits, which training code casts: ``pred.float()`` in
+    torchtitan/components/loss.py, ``logits.float()`` in transformers/loss/loss_utils.py.
     Source: torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype).
     """
-    half, made, of_loss = half_dtype(capture), StepBuilder(capture), over_logits(capture)
-    same: dict[int, int] = {}  # storage of a copy in the other dtype -> that of what it copies
-    for i, call in enumerate(capture.calls):
-        wide = call.phase in ("optimizer", "zero_grad") or of_loss(call)
-        tensors = set(call.touched)
-        change = {
-            t: changed(
-                t,
-                storage=same.get(t.storage, t.storage),
-                dtype=half if t.dtype == WIDE and t.shape and not wide else t.dtype,
-            )
-            for t in tensors
-        }
-        if call.op == DTYPE_CAST and {t.dtype for t in change.values()} == {half}:
-            same[call.outputs[0].storage] = change[call.args[0]].storage
-        else:
-            made.calls.append(with_tensors(call, change))
-        made.done(i)
-    gathered = (replace(p, dtype=half) if p.dtype == WIDE else p for p in capture.parameters)
-    return made.step(tuple(gathered))
+    made = loss_in_fp32(capture)
+    return replace(made, calls=tuple(map(_updated_in_fp32, made.calls)))
+
+
+def _updated_in_fp32(call: OpCall) -> OpCall:
+    """The call with its tensors in fp32, if it is one of the optimizer."""
+    if call.phase not in ("optimizer", "zero_grad"):
+        return call
+    wide = (t for t in call.touched if t.dtype in HALF)
+    return with_tensors(call, {t: replace(t, dtype=WIDE) for t in wide})
 
 
 IN_HALF = {"module": module_in_half, "experts": experts_in_half}
@@ -80,10 +69,11 @@ IN_HALF = {"module": module_in_half, "experts": experts_in_half}
 def casts(capture: StepCapture, plan: ParallelPlan, stack: str) -> str:
     """What mixed precision casts that autocast does not: with FSDP a module, some software experts.
 
-    Empty where it is autocast's alone, or casts nothing.
+    Empty where it is autocast's alone, or casts nothing. A step whose module FSDP casts is captured
+    in half precision (``ParallelPlan.autocast``).
     """
     if plan.amp and plan.zero:
-        return "module" if once_of(capture)("half", partial(half_dtype, capture)) else ""
+        return "module"
     wide = plan.amp and stack_of_row(stack).casts_experts
     wide = wide and once_of(capture)("wide experts", partial(wide_experts, capture))
     return "experts" if wide else ""

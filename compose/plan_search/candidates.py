@@ -31,7 +31,7 @@ from itercast.compose.parallel.captured_tables import captured_tables
 from itercast.compose.parallel.device_memory import room_bytes, too_close
 from itercast.compose.parallel.ep import expert_weights
 from itercast.compose.parallel.placement import cluster, gpus_per_domain
-from itercast.compose.plan_search.sizes import CapturesBySize
+from itercast.compose.plan_search.sizes import CaptureAt, CapturesBySize, Size
 from itercast.compose.pricing.layer_prices import AskedStep, prefetch_steps
 from itercast.compose.pricing.optimizer import STATE_COPIES
 from itercast.compose.pricing.price_book import PriceBook
@@ -81,11 +81,11 @@ class Scored:
 class Search:
     """Evaluates plans of one model on one kind of GPU; captures and prices are shared by plans.
 
-    ``capture_at(batch, seq)`` captures one micro-batch; ``batch`` counts the samples of a step over
-    all replicas.
+    ``capture_at(batch, seq, autocast)`` captures one micro-batch; ``batch`` counts the samples of a
+    step over all replicas.
     """
 
-    capture_at: Callable[[int, int], StepCapture]
+    capture_at: CaptureAt
     book: PriceBook
     node: Node | None
     batch: int
@@ -104,11 +104,11 @@ class Search:
         """The captured steps of micro-batches, by size."""
         return CapturesBySize(self.capture_at)
 
-    def size(self, plan: ParallelPlan) -> tuple[int, int]:
-        """Samples of one micro-batch of a replica, and tokens of each on one rank."""
+    def size(self, plan: ParallelPlan) -> Size:
+        """One micro-batch of a replica: samples, tokens of each on one rank, whether autocast."""
         if self.batch % plan.dp:
             raise ValueError(f"plan {str(plan)!r}: dp does not divide {self.batch} samples")
-        return micro_batch(plan, self.batch // plan.dp, self.seq)
+        return (*micro_batch(plan, self.batch // plan.dp, self.seq), plan.autocast)
 
     def announce(self, plans: Iterable[ParallelPlan]) -> None:
         """Name plans that may be asked for: few steps are captured."""
@@ -118,14 +118,14 @@ class Search:
         """Price ops and messages of plans in one call of the pricer for each family."""
         prefetch_steps(self._asked(self._sizes(plans)), self.book)
 
-    def _sizes(self, plans: Iterable[ParallelPlan]) -> dict[ParallelPlan, tuple[int, int]]:
-        sizes = dict[ParallelPlan, tuple[int, int]]()
+    def _sizes(self, plans: Iterable[ParallelPlan]) -> dict[ParallelPlan, Size]:
+        sizes = dict[ParallelPlan, Size]()
         for plan in plans:
             with suppress(ValueError):  # a rule forbids the plan: ``allowed`` says so
                 sizes[plan] = self.size(plan)
         return sizes
 
-    def _asked(self, sizes: Mapping[ParallelPlan, tuple[int, int]]) -> Iterator[AskedStep]:
+    def _asked(self, sizes: Mapping[ParallelPlan, Size]) -> Iterator[AskedStep]:
         """The step of each plan, and where its ranks lie."""
         for n, (plan, size) in enumerate(sizes.items()):
             if n % TOLD_EVERY == 0:
@@ -182,7 +182,7 @@ class Search:
 def candidate_plans(search: Search, world: int) -> Iterator[ParallelPlan]:
     """Yields the plans to try on ``world`` GPUs; rules about layers are checked later."""
     domain = gpus_per_domain(search.book.gpu, search.node)
-    first = search.captures.at((1, search.seq))
+    first = search.captures.at((1, search.seq, search.amp))
     folded = split_layers(first)
     parameter_bytes = sum(x.parameter_bytes * x.count for x in folded)
     layers = sum(x.count for x in folded)

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from itercast.capture.cases.registry import case
+from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import SizedModel, capture, model_name, optimizer_of
 from itercast.compose.graph.launch_modes import engine_on, with_engine
 from itercast.compose.machines.file import KnownMachine
 from itercast.compose.plan_search.candidates import LARGEST_MICRO_BATCH, Search
 from itercast.compose.target import Target, find_target, step_dtype
+from itercast.microbench.store import Row
 
 
 def open_search(
@@ -45,11 +47,12 @@ def open_search(
     target = find_target(gpu, plan, bundle, host, stack, machine, model_name(model))
     script = model if isinstance(model, SizedModel) else None
     options |= script.settings(options) if script else {}
-    amp = options.get("amp", False)
+    amp = options.pop("amp", False)
     options["dtype"] = step_dtype(options.get("dtype"), amp, [target.gpu])
 
-    def capture_at(samples: int, length: int) -> Any:
-        step = capture(model, batch=samples, seq=length or None, **options)
+    def capture_at(samples: int, length: int, autocast: bool) -> StepCapture:
+        size: Row = {"batch": samples, "seq": length or None, "amp": autocast}
+        step = capture(model, **size, **options)
         return with_engine(step, script.engine if script else engine_on(target.stack, "eager"))
 
     search = Search(

@@ -15,8 +15,8 @@ from typing import Any
 from itercast.capture.opcall import Argument, StepCapture, TensorSpec
 from itercast.capture.recorder.zeros import mark_zeros
 
-Size = tuple[int, int]  # samples, and tokens of each
-CaptureAt = Callable[[int, int], StepCapture]
+Size = tuple[int, int, bool]  # samples, tokens of each, and whether under autocast
+CaptureAt = Callable[[int, int, bool], StepCapture]
 POWERS = tuple(product((0, 1), (0, 1, 2)))  # of batch and length
 SHIFTS = (0, 1, -1)  # labels may be one token more or fewer than the text
 
@@ -59,7 +59,7 @@ class _Between:
 
     def _integer(self, a: int, b: int) -> int:
         for shift, (i, j) in product(SHIFTS, POWERS):
-            first, second, wanted = (n**i * (s + shift) ** j for n, s in self.sizes)
+            first, second, wanted = (n**i * (s + shift) ** j for n, s, _ in self.sizes)
             if a * second == b * first and first and a * wanted % first == 0:
                 return int(a * wanted // first)
         raise _OtherStep
@@ -80,8 +80,9 @@ class CapturesBySize:
     def announce(self, sizes: Iterable[Size]) -> None:
         """Choose at which of these sizes the model is captured, so that others are derived."""
         wanted = set(sizes)
-        groups = [{s for s in wanted if (s[0] == 1) == alone} for alone in (True, False)]
-        self.chosen |= {s: _chosen(group) for group in groups for s in group}
+        for kind in {_kind(size) for size in wanted}:
+            group = {size for size in wanted if _kind(size) == kind}
+            self.chosen |= dict.fromkeys(group, _chosen(group))
 
     def at(self, size: Size) -> StepCapture:
         """The capture at a size; one that was not announced is captured."""
@@ -107,6 +108,12 @@ class CapturesBySize:
     def _between(self, small: Size, large: Size, size: Size) -> StepCapture:
         step: StepCapture = _Between((small, large), size).value(self.at(small), self.at(large))
         return replace(step, calls=mark_zeros(step.calls))
+
+
+def _kind(size: Size) -> tuple[bool, bool]:
+    """What sizes that are derived from one another have in common."""
+    samples, _, autocast = size
+    return samples == 1, autocast
 
 
 def _chosen(group: set[Size]) -> tuple[Size, ...]:

@@ -42,7 +42,7 @@ class Job:
         """A rank on one of the group's GPUs, with all layers and a micro-batch of ``rows``."""
         target = self.targets[group.name]
         where = replace(cluster(plan, target.gpu, target.node), crossings=crossings)
-        return rank_of(self.captures.at((rows, self.seq)), plan, target.book, where)
+        return rank_of(self.captures.at((rows, self.seq, plan.autocast)), plan, target.book, where)
 
 
 def crossings(

@@ -21,6 +21,7 @@ from itercast.compose.target import Target, find_target, step_dtype
 from itercast.extras.clusters.file import ClusterFile, read_cluster, subsets
 from itercast.extras.clusters.job import Job
 from itercast.extras.clusters.split import forecast_job
+from itercast.microbench.store import Row
 
 
 def job_on(
@@ -48,11 +49,12 @@ def job_on(
     options["optimizer"] = optimizer or optimizer_of(model)
     targets = _targets(file, bundle, host, stack)
     kinds = [target.gpu for target in targets.values()]
-    options["dtype"] = step_dtype(options.get("dtype"), options.get("amp", False), kinds)
+    options["dtype"] = step_dtype(options.get("dtype"), options.pop("amp", False), kinds)
     own = engine_on(next(iter(targets.values())).stack, engine)
 
-    def capture_at(samples: int, length: int) -> StepCapture:
-        step = capture(model, batch=samples, seq=length or None, **options)
+    def capture_at(samples: int, length: int, autocast: bool) -> StepCapture:
+        size: Row = {"batch": samples, "seq": length or None, "amp": autocast}
+        step = capture(model, **size, **options)
         return with_engine(looking_up(step, indices), own)
 
     return Job(

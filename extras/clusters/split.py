@@ -86,7 +86,8 @@ def _split_batch(job: Job, plan: ParallelPlan) -> Forecast:
 def _curves(job: Job, plan: ParallelPlan, counts: Sequence[int], rows: int) -> list[np.ndarray]:
     """By group the time of a replica alone with 0, 1, 2... samples, between powers of two."""
     most = [max(1, (rows - sum(counts) + n) // n) for n in counts]
-    job.captures.announce((n, job.seq) for n in range(1, max(most) + 1))
+    sizes = range(1, max(most) + 1)
+    job.captures.announce((samples, job.seq, plan.autocast) for samples in sizes)
     found = []
     for group, limit in zip(job.cluster.groups, most, strict=True):
         known = sorted({limit, *(2**n for n in range(limit.bit_length()))})

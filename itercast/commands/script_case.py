@@ -62,6 +62,7 @@ class ScriptCase:
             plan = replace(plan, accumulate=micro)
         plan = replace(plan, amp=how["amp"], recompute=plan.recompute or facts.recompute)
         size = micro_size(self.model, plan, samples // plan.dp, facts.seq)
+        how |= {"amp": plan.autocast}
         step = with_engine(capture(self.model, **size, **how), self.model.engine)
         node = find_node(plan, self.target.gpu)
         return step, replace(self.target, plan=plan, node=node)

@@ -57,7 +57,7 @@ def test_plans_finer_than_those_that_are_too_slow_are_not_listed(search: Search)
     assert best_plans(search, 4, "time", count=1).considered < every
 
 
-def gpt2_at(batch: int, seq: int) -> StepCapture:
+def gpt2_at(batch: int, seq: int, autocast: bool) -> StepCapture:
     """One step of GPT-2 small: 12 layers between an embedding and a head."""
     return capture("gpt2-small", batch=batch, seq=seq)
 
@@ -200,7 +200,7 @@ def test_no_more_is_recomputed_than_the_memory_takes(lacking: float) -> None:
     assert found.plan == fitting[-1] and 0 < found.plan.recomputed <= 1
 
 
-def ranking_at(batch: int, seq: int) -> StepCapture:
+def ranking_at(batch: int, seq: int, autocast: bool) -> StepCapture:
     """One step of a small DLRM: most of its parameters are in tables."""
     return capture("dlrm-s", batch=batch, optimizer="sgd")
 

@@ -182,16 +182,16 @@ def test_shards_hold_whole_rows() -> None:
     assert layer.padded_bytes(8, trained=True) == 4 * 16 * 5
 
 
-SIZES = [(b, s) for b in (1, 2, 4, 8) for s in (16, 32, 64, 128)]
+SIZES = [(b, s, False) for b in (1, 2, 4, 8) for s in (16, 32, 64, 128)]
 
 
 def counted(capture: CaptureAt) -> tuple[CapturesBySize, list[tuple[int, int]]]:
     """The captures of a model, and the sizes at which it was run."""
     made: list[tuple[int, int]] = []
 
-    def at(batch: int, seq: int) -> StepCapture:
+    def at(batch: int, seq: int, autocast: bool) -> StepCapture:
         made.append((batch, seq))
-        return capture(batch, seq)
+        return capture(batch, seq, autocast)
 
     captures = CapturesBySize(at)
     captures.announce(SIZES)
@@ -210,7 +210,7 @@ def test_sixteen_sizes_are_derived_from_six(capture: CaptureAt) -> None:
 def blocks_of(rows: int) -> CaptureAt:
     """A step of one call, which reads batch x ceil(length / ``rows``) blocks."""
 
-    def at(batch: int, seq: int) -> StepCapture:
+    def at(batch: int, seq: int, autocast: bool) -> StepCapture:
         t = TensorSpec(shape=(batch, -(-seq // rows), seq + 1), dtype="fp32", storage=0)
         return StepCapture(calls=(OpCall(op="aten.exp.default", args=(t,), outputs=(t,)),))
 
@@ -220,27 +220,27 @@ def blocks_of(rows: int) -> CaptureAt:
 def test_a_length_with_a_label_more_is_derived() -> None:
     """(4, 64 / 16, 64 + 1), from steps at 2 x 16, 8 x 128 and 8 x 16."""
     captures, made = counted(blocks_of(16))
-    assert captures.at((4, 64)).calls[0].args[0].shape == (4, 4, 65)
+    assert captures.at((4, 64, False)).calls[0].args[0].shape == (4, 4, 65)
     assert sorted(made) == [(2, 16), (8, 16), (8, 128)]
 
 
 def test_a_step_that_is_not_a_product_of_its_size_is_captured() -> None:
     """ceil(16 / 24) = 1 and ceil(128 / 24) = 6 blocks, but 6 / 1 is not 128 / 16."""
     captures, made = counted(blocks_of(24))
-    assert captures.at((4, 64)).calls[0].args[0].shape == (4, 3, 65)
+    assert captures.at((4, 64, False)).calls[0].args[0].shape == (4, 3, 65)
     assert (4, 64) in made
 
 
 def test_a_size_that_the_model_refuses_stops_no_other() -> None:
     """Without captures at 8 x 128 others are captured rather than derived."""
 
-    def at(batch: int, seq: int) -> StepCapture:
+    def at(batch: int, seq: int, autocast: bool) -> StepCapture:
         if batch * seq == 8 * 128:
             raise ValueError("too long")
-        return blocks_of(16)(batch, seq)
+        return blocks_of(16)(batch, seq, autocast)
 
     captures, made = counted(at)
-    assert captures.at((4, 64)).calls[0].args[0].shape == (4, 4, 65)
+    assert captures.at((4, 64, False)).calls[0].args[0].shape == (4, 4, 65)
     assert (4, 64) in made
     with pytest.raises(ValueError, match="too long"):
-        captures.at((8, 128))
+        captures.at((8, 128, False))

@@ -156,13 +156,12 @@ def test_autocast_leaves_experts_in_fp32_and_says_so() -> None:
         return {p.dtype for p in grouped(graph.capture)} == {"bf16"}
 
     assert not in_half("amp", "torch-2.11") and not in_half("dp=8,amp", "torch-2.11")
-    assert in_half("dp=8,zero=1,amp", "torch-2.11") and in_half("dp=8,amp", "megatron-core")
+    assert in_half("dp=8,amp", "megatron-core")
     said = {
         text: list(notes(found, ParallelPlan.parse(text), "torch-2.11"))
         for text in ("amp", "dp=8,zero=3,amp", "")
     }
-    casts = CAST_WEIGHTS.format("bf16")  # FSDP's mixed precision, experts with all else
-    assert said == {"amp": [WIDE_EXPERTS], "dp=8,zero=3,amp": [casts], "": []}
+    assert said == {"amp": [WIDE_EXPERTS], "dp=8,zero=3,amp": [CAST_WEIGHTS], "": []}
 
 
 class Words(nn.Module):
@@ -177,19 +176,25 @@ class Words(nn.Module):
         return self.head(self.norm(self.embed(words)).relu())
 
 
-def test_a_module_in_half_runs_what_its_half_precision_copy_runs_and_its_loss_in_fp32() -> None:
-    """Under FSDP2 the module's weights are in bf16; torchtitan and transformers cast its logits."""
+def test_under_fsdp_the_loss_and_the_update_are_in_fp32_all_else_in_half() -> None:
+    """As code runs that casts its logits (torchtitan, transformers) and holds shards in fp32."""
     words = torch.zeros(TOKENS, dtype=torch.long)
-    loss = lambda y: nn.functional.cross_entropy(y.float(), torch.zeros_like(words))  # noqa: E731
-    make = lambda: (Words(), words, loss)  # noqa: E731
+    plain = lambda y: nn.functional.cross_entropy(y, torch.zeros_like(words))  # noqa: E731
 
-    def calls(found: StepCapture) -> list[tuple[str, tuple[str, ...]]]:
-        once = [c for c in found.calls if c.phase in ("forward", "loss", "backward")]
-        return [(c.op, tuple(t.dtype for t in c.touched)) for c in once]
+    def calls(found: StepCapture, *phases: str) -> list[tuple[str, tuple[str, ...]]]:
+        some = [c for c in found.calls if c.phase in phases and "_like" not in c.op]
+        return [(c.op, tuple(t.dtype for t in c.touched if t.shape)) for c in some]
 
-    copy = calls(capture(make, dtype="bf16"))
-    assert calls(module_in_half(capture(make, dtype="bf16", amp=True))) == copy
-    assert [d for op, (d, *_) in copy if "softmax" in op] == ["fp32", "fp32"]
+    run = ("forward", "loss", "backward")
+    half, casting = (
+        capture(lambda f=f: (Words(), words, lambda y: plain(f(y))), dtype="bf16")
+        for f in (torch.Tensor.bfloat16, torch.Tensor.float)
+    )
+    made = module_in_half(half)
+    assert calls(made, *run) == calls(casting, *run) == calls(module_in_half(casting), *run)
+    assert [d for op, (d, *_) in calls(made, *run) if "softmax" in op] == ["fp32", "fp32"]
+    assert {d for op, of in calls(made, "optimizer") for d in of} == {"fp32"}
+    assert {p.dtype for p in made.parameters} == {"bf16"}  # as they are gathered
 
 
 def _back_casts(found: StepCapture) -> int:
