@@ -26,6 +26,7 @@ from itercast.microbench.sweep import cards
 
 ROOT = Path(__file__).parents[1]
 THREADS = torch.get_num_threads()
+gc.set_threshold(50_000, 20, 100)  # of objects: 700 would cost 7 % of all time
 
 
 @pytest.fixture(scope="session")
@@ -36,15 +37,17 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def working_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The working directory of all tests: caches and logs are written here.
+def working_folder(
+    shared_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
+    """The working directory of all tests: logs are written here. Workers share captures and prices.
 
     Processes that tests start find the packages by PYTHONPATH.
     """
     before, folder = Path.cwd(), tmp_path_factory.mktemp("work")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
-        patch.setenv("ITERCAST_CACHE", str(folder / "cache"))
+        patch.setenv("ITERCAST_CACHE", str(shared_folder / "cache"))
         os.chdir(folder)
         yield folder
         os.chdir(before)
