@@ -52,6 +52,12 @@ class OneLineGroup(TyperGroup):
             sys.exit(STOPPED)
 
 
+def leave_if_failed(failed: int, cells: int) -> None:
+    """Leave with exit code 1 where some cells of a table could not be forecast, 2 where none."""
+    if failed:
+        raise typer.Exit(1 if failed < cells else 2)
+
+
 @contextmanager
 def when_stopped(kept: str) -> Iterator[None]:
     """Say what was kept where Ctrl-C ends what runs inside."""

@@ -6,6 +6,7 @@ text ORDER names, and writes what it launched in one step to the file RESULT.
 
 from __future__ import annotations
 
+import gc
 import json
 import linecache
 import multiprocessing.util
@@ -327,6 +328,7 @@ def main(order: str, result: str, temporary: str) -> int:
     ``temporary`` is a folder for the script's files where the user names none.
     """
     given = json.loads(order)
+    gc.freeze()  # what was imported stays
     finder = Finder() if given["serve"] else None
     taken, asked = TakenBatches(), Asked(EmulatedGpu(**given["gpu"]))
     if "TMPDIR" not in os.environ:

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -116,29 +116,25 @@ class ScriptOrder:
         return [MODULE, json.dumps(facts), str(result)]
 
 
-def captured_script(order: ScriptOrder) -> CapturedScript:
+def capturing(order: ScriptOrder, share: float = 1.0) -> Generator[None, None, CapturedScript]:
     """Capture a step of a script, or read the one that is kept, unless ``anew``.
 
     One is kept for as long as the script would find the same answers: files, folders, variables and
     the GPU's facts, as far as it asked for them. Its output goes to stderr. ValueError in one line
-    where it cannot be captured, or not in time; all processes that it started are gone then.
+    where it cannot be captured, or not in time, or not in a ``share`` of the memory that scripts
+    may take. It yields while the script runs; all processes that this started are gone after it.
     """
     key = order.key()
     path, made = order.kept(key), False
     if path is None:
-        path, made = _capture(order, key), True
+        with fresh_path(key) as fresh:
+            with ScriptProcess(order, order.command(fresh), share) as process:
+                yield from process.ends()
+            if not fresh.is_file():
+                raise ValueError(f"{order.path.name}: no program was captured, it ended by itself")
+            path, made = keep(fresh, key), True
     program, lane = read_program(path)
     return CapturedScript(program=program, lane=lane, kept=not made)
-
-
-def _capture(order: ScriptOrder, key: str) -> Path:
-    """Run a script to its captured step; returns the file that keeps the capture by its key."""
-    with fresh_path(key) as path:
-        with ScriptProcess(order, order.command(path)) as process:
-            process.ended()
-        if not path.is_file():
-            raise ValueError(f"{order.path.name}: no program was captured, it ended by itself")
-        return keep(path, key)
 
 
 @contextmanager
@@ -196,6 +192,10 @@ class ScriptStopsError(ValueError):
     """Raised where the script itself does not go on, so that as another rank it may."""
 
 
+class TooMuchMemoryError(ValueError):
+    """Raised where a script takes more memory than its share, of which there is more later."""
+
+
 class ScriptProcess:
     """A process that captures a script; it and all that it started are gone when this closes.
 
@@ -203,8 +203,9 @@ class ScriptProcess:
     its temporary files, unless TMPDIR says where they are.
     """
 
-    def __init__(self, order: ScriptOrder, command: Sequence[str]) -> None:
+    def __init__(self, order: ScriptOrder, command: Sequence[str], share: float = 1.0) -> None:
         self.script, self.limit_s, self._tell = order.path, order.limit_s, order.tell
+        self._most_frac = share * MOST_MEMORY
         self._command, self._stack = command, ExitStack()
 
     def __enter__(self) -> ScriptProcess:
@@ -226,27 +227,29 @@ class ScriptProcess:
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
-    def ended(self) -> None:
-        """Wait until it ends; ValueError where it fails, takes too long or too much."""
-        self._wait(lambda: self.process.poll() is not None)
+    def ends(self) -> Iterator[None]:
+        """Yield until it ends; ValueError where it fails, takes too long or too much."""
+        return self._looks(lambda: self.process.poll() is not None)
 
     def written(self, *paths: Path) -> None:
-        """Wait until it has written one of some files; ValueError as for ``ended``, or if none."""
-        self._wait(lambda: any(path.is_file() for path in paths))
+        """Wait until it has written one of some files; ValueError as for ``ends``, or if none."""
+        for _ in self._looks(lambda: any(path.is_file() for path in paths)):
+            time.sleep(POLL_S)
         if not any(path.is_file() for path in paths):
             raise ValueError(f"{self.script.name} ended by itself")
 
-    def _wait(self, done: Callable[[], bool]) -> None:
-        most, now_s = MOST_MEMORY * memory_bytes(), time.monotonic()
+    def _looks(self, done: Callable[[], bool]) -> Iterator[None]:
+        most, now_s = self._most_frac * memory_bytes(), time.monotonic()
         end_s, look_s = now_s + self.limit_s, now_s
         while not done() and self.process.poll() is None:
-            time.sleep(POLL_S)
+            yield
             if (now_s := time.monotonic()) < look_s:
                 continue
             look_s = now_s + MEMORY_S
             if (taken := session_bytes(self.process.pid)) > most:
-                here = f"allowed are {most / 1e9:.1f} GB, {MOST_MEMORY:.0%} of this machine's"
-                raise ValueError(f"{self.script.name} takes {taken / 1e9:.1f} GB of memory; {here}")
+                here = f"allowed are {most / 1e9:.1f} GB, {self._most_frac:.0%} of this machine's"
+                took = f"{self.script.name} takes {taken / 1e9:.1f} GB of memory; {here}"
+                raise TooMuchMemoryError(took)
             if doing := self._doing():
                 self._tell(doing)
             if now_s > end_s:

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from itercast.capture.programs.program import COLLECTIVE, ProgramCapture, launch_order
 from itercast.commands.script_case import AsModule, print_under_plan, telling
+from itercast.errors import leave_if_failed
 from itercast.eval.tables import print_tables
 from itercast.options import (
     Anchor,
@@ -74,7 +75,8 @@ def run(
     """Forecast a step of an unchanged training script on GPUs that need not exist.
 
     The script runs as rank 0 of all ranks, on tensors without data. Options of itercast come before
-    the script, its own arguments after it. Several GPUs or numbers of them make a table.
+    the script, its own arguments after it. Several GPUs or numbers of them make a table; its exit
+    code is 1 where some of them cannot be forecast, 2 where none.
     """
     from itercast.anchors import known_machine
     from itercast.compose.programs.scripts import ScriptOrder, module_file
@@ -90,32 +92,35 @@ def run(
         raise ValueError(f"{'plan' if plan else 'trace'}: of one GPU and one number of GPUs")
     asked: Row = {"path": script, "module": name_of_module, "arguments": arguments or []}
     asked |= {"steps": steps, "limit_s": limit, "anew": no_cache}
-    rows = list[Forecasted | str]()
+    orders = list[ScriptOrder]()
     for name, count in pairs:
         target = find_target(name, place, bundle, host, stack, known, script.name)
-        order = ScriptOrder(target=target, world_size=count, **asked)
-        if plan:
-            print_under_plan(order, plan, trace, as_json)
-            return
-        try:
-            rows.append(_forecast(order, trace))
-        except ValueError as exc:
-            if len(pairs) == 1:
-                raise ValueError(f"{exc}; {hint}" if behind else str(exc)) from exc
-            rows.append(str(exc))
+        orders.append(ScriptOrder(target=target, world_size=count, **asked))
+    if plan:
+        print_under_plan(orders[0], plan, trace, as_json)
+        return
+    rows = _forecasts(orders, trace)
+    if len(pairs) == 1 and isinstance(rows[0], str):
+        raise ValueError(f"{rows[0]}; {hint}" if behind else rows[0])
     if behind:
         typer.echo(f"note: {hint}", err=True)
     if as_json:
         plain = [r if isinstance(r, str) else _facts(script.name, r) for r in rows]
         typer.echo(json.dumps(plain if len(pairs) > 1 else plain[0]))
-        return
+    else:
+        _say(script.name, pairs, rows)
+    leave_if_failed(sum(isinstance(row, str) for row in rows), len(rows))
+
+
+def _say(name: str, pairs: Sequence[tuple[str, int]], rows: Sequence[Forecasted | str]) -> None:
+    """Print the forecast of a script, or a table of several."""
     if found := [row for row in rows if not isinstance(row, str)]:
-        facts = _told(script.name, found)
+        facts = _told(name, found)
         say(facts["forecast_of"], facts)
     if len(pairs) > 1:
-        print_tables(_compared(script.name, pairs, rows))
+        print_tables(_compared(name, pairs, rows))
     else:
-        _print(script.name, found[0])
+        _print(name, found[0])
 
 
 def _counts(text: str) -> list[int]:
@@ -125,14 +130,28 @@ def _counts(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 
-def _forecast(order: ScriptOrder, trace: Path | None) -> Forecasted:
-    """Capture a script, or read its capture, and forecast it with its input."""
+def _forecasts(orders: Sequence[ScriptOrder], trace: Path | None) -> list[Forecasted | str]:
+    """Capture a script for each order, or read its capture, and forecast it; or why not."""
+    from itercast.compose.programs.several import captured_scripts
+
+    rows = list[Forecasted | str]()
+    with telling(*orders) as told:
+        captures = captured_scripts(told)
+    for order, captured in zip(orders, captures, strict=True):
+        try:
+            if isinstance(captured, ValueError):
+                raise captured
+            rows.append(_forecast(order, captured, trace))
+        except ValueError as exc:
+            rows.append(str(exc))
+    return rows
+
+
+def _forecast(order: ScriptOrder, captured: CapturedScript, trace: Path | None) -> Forecasted:
+    """Forecast a captured script with its input."""
     from itercast.compose.programs.forecast import forecast_program, trace_of_program
-    from itercast.compose.programs.scripts import captured_script
 
     target = order.target
-    with telling(order) as told:
-        captured = captured_script(told)
     program, lane = captured.program, captured.lane
     found, loading_us, advice = forecast_program(program, target), 0.0, ""
     step_us = found.iteration_us

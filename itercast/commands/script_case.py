@@ -17,6 +17,8 @@ from itercast.eval.tables import print_tables
 from itercast.stated import assumes
 
 if TYPE_CHECKING:
+    from rich.progress import TaskID
+
     from itercast.capture.opcall import StepCapture
     from itercast.capture.programs.program import ProgramCapture
     from itercast.compose.capture_model import SizedModel
@@ -90,21 +92,26 @@ def script_case(order: ScriptOrder) -> Iterator[ScriptCase]:
     from itercast.compose.programs.script_model import script_model
 
     with ExitStack() as stack:
-        with telling(order) as told:
+        with telling(order) as (told,):
             model, program = stack.enter_context(script_model(told))
         yield ScriptCase(model=model, program=program, target=order.target)
 
 
 @contextmanager
-def telling(order: ScriptOrder) -> Iterator[ScriptOrder]:
-    """The order with what its script does shown as progress."""
+def telling(*orders: ScriptOrder) -> Iterator[list[ScriptOrder]]:
+    """Orders with what their scripts do shown as progress, from when they run."""
     from itercast.eval.progress import progress_bar
 
+    tasks: dict[str, TaskID] = {}
     with progress_bar() as bar:
-        running = f"running {order.path.name} as rank 0 of {order.world_size}"
-        task = bar.add_task(running, total=None)
-        tell = partial(bar.update, task)
-        yield replace(order, tell=lambda doing: tell(description=f"{running}: {doing}"))
+
+        def tell(running: str, doing: str) -> None:
+            if running not in tasks:
+                tasks[running] = bar.add_task(running, total=None)
+            bar.update(tasks[running], description=f"{running}: {doing}")
+
+        running = [f"running {one.path.name} as rank 0 of {one.world_size}" for one in orders]
+        yield [replace(o, tell=partial(tell, r)) for o, r in zip(orders, running, strict=True)]
 
 
 def of_script(model: SizedModel, asked: Row) -> Row:

@@ -12,6 +12,7 @@ import typer
 from rich import box
 from rich.table import Table
 
+from itercast.errors import leave_if_failed
 from itercast.eval.tables import print_tables
 from itercast.options import Json, Prices, Question, asks, prints_aside
 from itercast.outputs import folder_to_write
@@ -39,7 +40,10 @@ def throughput(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Forecast a model on several GPUs, numbers of them and batches: a scheduler's table."""
+    """Forecast a model on several GPUs, numbers of them and batches: a scheduler's table.
+
+    Its exit code is 1 where some of them cannot be forecast, 2 where none.
+    """
     names, counts = words("gpu", gpu), whole_numbers("gpus", gpus)
     batches = whole_numbers("batch", batch) if batch else [None]
     from itercast.compose.throughput import throughput_table
@@ -65,11 +69,12 @@ def throughput(
         known["dtype"] = known["dtype"] if " or " not in known["dtype"] else question.dtype
         facts = {**stated(known, "throughput"), **told}
         typer.echo(json.dumps({"case": question.name, **facts, "cells": rows}))
-        return
-    tokens = f" of {known['seq']:,} tokens" if known["seq"] else ""
-    step = f"{question.mode}: samples{tokens}, batch is a replica's; {settings(known)}"
-    say(step, told)
-    print_tables(_table(question.name, cells))
+    else:
+        tokens = f" of {known['seq']:,} tokens" if known["seq"] else ""
+        step = f"{question.mode}: samples{tokens}, batch is a replica's; {settings(known)}"
+        say(step, told)
+        print_tables(_table(question.name, cells))
+    leave_if_failed(sum(cell.forecast is None for cell in cells), len(cells))
 
 
 def _shared_options(question: Question, plan: str, names: Sequence[str]) -> Row:

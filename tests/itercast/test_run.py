@@ -221,11 +221,15 @@ def test_rates_of_a_script_without_a_loader_are_null(tmp_path: Path) -> None:
     assert found["samples_per_s"] is None and found["tokens_per_s"] is None
 
 
-def test_several_gpus_and_numbers_of_them_make_a_table(tmp_path: Path) -> None:
-    """Twice as many ranks take twice as many samples; an unknown GPU is refused as ever."""
-    code, out, _ = run("--gpu=a100-sxm-80gb", "--gpus=2,4", "--json", str(EXAMPLE), *SMALL)
+def test_several_gpus_and_numbers_of_them_make_a_table(own_cache: Path) -> None:
+    """Ranks take samples each; those between the ends need no capture, nor does another GPU."""
+    code, out, _ = run("--gpu=a100-sxm-80gb", "--gpus=2,6,8", "--json", str(EXAMPLE), *SMALL)
     rows = json.loads(out)
-    assert code == 0 and [r["world_size"] for r in rows] == [2, 4]
+    assert code == 0 and [r["world_size"] for r in rows] == [2, 6, 8]
+    assert len({r["sent_bytes"]["all_reduce"] for r in rows}) == 1
+    two, six, eight = (r["comm_us"] for r in rows)
+    assert two < six < eight
+    assert len(list((own_cache / "programs").glob("*.json.gz"))) == 2
     assert all(
         r["samples_per_s"] == pytest.approx(r["world_size"] * 8 / r["iteration_us"] * 1e6)
         for r in rows
@@ -238,6 +242,29 @@ def test_several_gpus_and_numbers_of_them_make_a_table(tmp_path: Path) -> None:
     assert rows[0]["assumes"].startswith("assumes stack torch-2.11, host usual, no node named (--")
     code, _, said = run("--gpus=2,none", str(EXAMPLE))
     assert code == 2 and "gpus '2,none': allowed are numbers of at least 1" in said
+
+
+REFUSES = """
+import os, torch
+if os.environ["WORLD_SIZE"] != "1":
+    raise SystemExit("for one GPU")
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+for _ in range(9):
+    model(torch.randn(4, 8).cuda()).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_table_with_cells_that_fail_says_so_by_its_exit_code(tmp_path: Path) -> None:
+    """1 for some, 2 for all, as for one; what could be forecast is printed."""
+    script = tmp_path / "train.py"
+    script.write_text(REFUSES)
+    code, out, _ = run("--gpu=a100-sxm-80gb", "--gpus=1,2", "--json", str(script))
+    found, why = json.loads(out)
+    assert code == 1 and found["world_size"] == 1 and "exits with 'for one GPU'" in why
+    code, out, _ = run("--gpu=a100-sxm-80gb", "--gpus=2,4", str(script))
+    assert code == 2 and "4 x a100-sxm-80gb: train.py exits" in " ".join(out.split())
 
 
 ALONE = """
