@@ -73,6 +73,7 @@ def told(steps: Sequence[MeasuredStep], known: KnownMachine | None = None) -> Kn
     machine, anchors = (known.machine, known.anchors) if known else (typical(), ())
     for one in steps:
         machine = machine.told(anchors_of(one))
+        machine = replace(machine, measured=(*machine.measured, run_of(one.step, one.target)))
         anchors += (f"{one.label}: {one.time_us / 1e3:.6g} ms",)
     return KnownMachine(gpu=gpus[0], machine=machine, anchors=anchors)
 
@@ -177,15 +178,28 @@ def in_words(machine: Machine, gpu: str) -> list[str]:
     return lines
 
 
+def run_of(step: StepCapture, target: Target) -> str:
+    """A name of a run: equal for runs of one model in the same way, on whichever nodes."""
+    dtypes = sorted({t.dtype for call in step.calls for t in call.outputs})
+    size, how = (step.samples, step.tokens), (step.engine, step.optimizer, *dtypes)
+    return " ".join(map(str, (target.model, replace(target.plan, node=""), *size, *how)))
+
+
 def next_run(step: StepCapture, target: Target) -> str:
-    """The cheaper run of the same micro-batch that would narrow the forecast's interval most."""
+    """The cheaper run of the same micro-batch that would narrow the forecast's interval most.
+
+    None that was measured.
+    """
     machine = target.known or typical()
     asked = tuple(forecast_step(step, target).parts_frac.values())
     now = machine.half_width(asked, target.model)
     widths: dict[str, float] = {}
     for plan in _cheaper(target):
+        cheaper = replace(target, plan=plan)
+        if run_of(step, cheaper) in machine.measured:
+            continue
         try:
-            parts = forecast_step(step, replace(target, plan=plan)).parts_frac
+            parts = forecast_step(step, cheaper).parts_frac
         except ValueError:  # it does not run on so few
             continue
         told_by = Anchor(model=target.model, sensitivity=tuple(parts.values()), log_ratio=0.0)

@@ -16,6 +16,7 @@ from itercast.compose.machines.state import Machine
 from itercast.compose.machines.typical import spread_of, stated
 
 KEYS = ("gpu", "anchors", "models", "mean", "covariance", "typical")
+LATER = ("measured",)  # keys that files of before version 0.24 lack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,7 @@ class KnownMachine:
             "mean": list(self.machine.mean),
             "covariance": [list(row) for row in self.machine.covariance],
             "typical": stated(self.machine.typical),
+            "measured": list(self.machine.measured),
         }
         head = "# Written by itercast calibrate --iterations. Mean and covariance of log factors: "
         return f"{head}{', '.join(NAMES)}, then of models.\n" + yaml.safe_dump(facts)
@@ -43,8 +45,9 @@ class KnownMachine:
 def read_machine(path: Path) -> KnownMachine:
     """Read a machine file; ValueError names what is wrong with it."""
     facts = read_mapping(path, "machine file")
-    if set(facts) != set(KEYS):
-        raise ValueError(f"machine file {str(path)!r}: keys are {KEYS}, got {sorted(facts)}")
+    if set(facts) - set(LATER) != set(KEYS):
+        known = (*KEYS, *LATER)
+        raise ValueError(f"machine file {str(path)!r}: keys are {known}, got {sorted(facts)}")
     try:
         return _made(facts)
     except (ValueError, TypeError, KeyError) as exc:
@@ -66,6 +69,7 @@ def _made(facts: Mapping[str, Any]) -> KnownMachine:
         mean=tuple(mean.tolist()),
         covariance=tuple(map(tuple, covariance.tolist())),
         models=models,
+        measured=tuple(map(str, facts.get("measured", ()))),
     )
     return KnownMachine(
         gpu=str(facts["gpu"]), machine=machine, anchors=tuple(map(str, facts["anchors"]))

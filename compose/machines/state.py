@@ -58,12 +58,14 @@ class Machine:
     """A normal distribution of log factors and of the models measured on the machine, jointly.
 
     ``mean`` and ``covariance``: first of log factors in the order of ``NAMES``, then of ``models``.
+    ``measured``: runs that were measured, by the name that ``itercast.compose.anchors`` gives them.
     """
 
     typical: Spread
     mean: tuple[float, ...]
     covariance: tuple[tuple[float, ...], ...]
     models: tuple[str, ...] = ()
+    measured: tuple[str, ...] = ()
 
     @classmethod
     def new(cls, typical: Spread) -> Machine:

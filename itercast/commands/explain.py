@@ -80,8 +80,26 @@ def _explain(question: Question, model: Any, script: Row, as_json: bool) -> None
         typer.echo("\n".join([*found_lines(script["script"]), facts["assumes"]]))
     else:
         say_step(facts)
-    print_tables(_parts_table(title, parts), _ops_table(ops), _changes_table(gains))
+    listed = [one for one in gains if _gains(one, found)]
+    print_tables(_parts_table(title, parts), _ops_table(ops), _changes_table(listed))
+    output().print(_left_out([one for one in gains if one not in listed]), highlight=False)
     output().print("\n".join(_advice(found, step.samples, largest, gains)))
+
+
+def _gains(one: Change, found: Forecast) -> bool:
+    """Whether a change is worth a row: it makes steps faster, or fit where they do not."""
+    return _percent(one) > 0 or (one.fits and not found.fits)
+
+
+def _percent(one: Change) -> int:
+    return round(100 * one.gain_frac)
+
+
+def _left_out(others: Sequence[Change]) -> str:
+    """How many changes were tried in vain, and what those that lose cost."""
+    lose = [f"{one.name} {_percent(one)} %" for one in others if _percent(one) < 0]
+    names = f": {', '.join(lose)}" if lose else ""
+    return f"tried too: {len(others) - len(lose)} without gain, {len(lose)} that lose{names}"
 
 
 def _advice(found: Forecast, own: int, largest: int, gains: Sequence[Change]) -> list[str]:
@@ -91,8 +109,8 @@ def _advice(found: Forecast, own: int, largest: int, gains: Sequence[Change]) ->
     room = found.memory_room_bytes / 1e9
     fits = f"; micro-batches of up to {largest:,} samples fit, it has {own:,}" if largest else ""
     told = [f"memory: {memory_cell(found)} of {room:.1f} GB{fits}", *memory_legend([found])]
-    same = (one for one in gains if one.kind in SCRIPTED and one.fits and one.gain_frac > 0)
-    best = [f"{one.name} {100 * one.gain_frac:+.0f} %" for one in same][:3]
+    same = (one for one in gains if one.kind in SCRIPTED and one.fits and _percent(one) > 0)
+    best = [f"{one.name} {_percent(one):+d} %" for one in same][:3]
     return [*told, *([f"gains most on this hardware: {', '.join(best)}"] if best else [])]
 
 
@@ -123,12 +141,12 @@ def _ops_table(ops: Sequence[HotOp]) -> Table:
 
 
 def _changes_table(gains: Sequence[Change]) -> Table:
-    """A table of changes, the one that gains most first."""
-    table = Table(title="what a change would bring, each alone")
+    """A table of changes that gain, most first."""
+    table = Table(title="what a change would gain, each alone")
     for head in ("change", "kind", "ms", "samples/s %", "memory"):
         table.add_column(head, justify="right" if head in ("ms", "samples/s %") else "left")
     for one in gains:
         fits = "fits" if one.fits else "[red]too much[/]"
-        gain = f"{100 * one.gain_frac:+.0f}"
+        gain = f"{_percent(one):+d}"
         table.add_row(one.name, one.kind, f"{one.iteration_us / 1e3:.2f}", gain, fits)
     return table

@@ -124,6 +124,20 @@ def test_a_cheaper_run_is_advised(far: MeasuredStep) -> None:
     assert next_run(far.step, far.target).startswith("measure next: plan ")
 
 
+def test_what_was_measured_is_not_advised_again(far: MeasuredStep, tmp_path: Path) -> None:
+    """Each advice is followed until none is left; a machine file keeps what was measured."""
+    known, advised = told([far]), list[str]()
+    while words := next_run(far.step, replace(far.target, known=known.machine)):
+        advised.append(words.split("plan ")[1].split(";")[0])
+        assert len(set(advised)) == len(advised) <= 3, advised
+        plan = "" if advised[-1] == "one GPU" else advised[-1]
+        known = told([measured(plan, 1.0)], known)
+        path = tmp_path / "machine.yaml"
+        path.write_text(known.text())
+        known = read_machine(path)
+    assert advised
+
+
 def test_advice_leaves_out_plans_that_need_more_replicas() -> None:
     """hsdp=8 needs zero, which one replica has not: of 32 replicas a node or two are advised."""
     one = measured("dp=32,hsdp=8,zero=3,node=dgx-a100", 1.0)

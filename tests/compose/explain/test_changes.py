@@ -108,3 +108,18 @@ def test_explain_prints_json() -> None:
     told = json.loads(done.stdout)
     assert {"case", "forecast", "parts", "ops", "changes"} <= set(told)
     assert {"question", "command", "step", "unusual"} <= set(told)
+
+
+def test_explain_lists_what_gains_and_counts_what_loses() -> None:
+    words = ["explain", "mlp-s", "--gpu", H100]
+    tried = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)["changes"]
+    percent = {one["name"]: round(100 * one["gain_frac"]) for one in tried}
+    lose = [f"{name} {n} %" for name, n in percent.items() if n < 0]
+    told = " ".join(CliRunner().invoke(app, words).stdout.split())
+    _, table = told.split("what a change would gain")
+    table, line = table.split("tried too: ")
+    assert lose and {name for name in percent if f"│ {name} │" in table} == {
+        name for name, n in percent.items() if n > 0
+    }
+    none = sum(n == 0 for n in percent.values())
+    assert line.startswith(f"{none} without gain, {len(lose)} that lose: {', '.join(lose)} memory")
