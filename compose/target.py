@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from itercast.capture.opcall import StepCapture
@@ -35,9 +35,10 @@ def find_node(plan: ParallelPlan, gpu: Gpu) -> Node | None:
     node = load_node(plan.node)
     if gpu.kind == "cpu" and node.gpu == "cpu":
         return node
-    if node.gpu != gpu.name:
-        raise ValueError(f"plan {str(plan)!r}: node {node.name!r} holds {node.gpu}, not {gpu.name}")
-    return node
+    if gpu.name not in node.gpus:
+        holds = " or ".join(node.gpus)
+        raise ValueError(f"plan {str(plan)!r}: node {node.name!r} holds {holds}, not {gpu.name}")
+    return replace(node, gpu=gpu.name)
 
 
 def find_host(name: str, gpu: Gpu) -> HostMachine:

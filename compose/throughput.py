@@ -22,7 +22,7 @@ from itercast.compose.forecast import Forecast
 from itercast.compose.predict import predict
 from itercast.compose.target import find_target
 from itercast.microbench.hardware.names import gpu_named, read_prices
-from itercast.microbench.hardware.node import USUAL_GPUS_PER_NODE, load_node
+from itercast.microbench.hardware.node import USUAL_GPUS_PER_NODE, Node, load_node
 from itercast.microbench.store import Facts, Row
 
 OTHER_DEGREES = re.compile(r"(?:^|,)\s*(?:tp|pp|cp)\s*=\s*(\d+)")
@@ -144,11 +144,9 @@ def throughput_table(
     ``nodes``: names or files, each is used for the GPU that it holds. ``asked``: the other
     arguments of ``predict``.
     """
-    where = {node.gpu: (name, node) for name in nodes for node in [load_node(name)]}
     bundle = asked.get("bundle")
     names = {gpu: find_target(gpu, "", bundle).gpu.name for gpu in gpus}
-    if strange := [name for gpu, (name, _) in where.items() if gpu not in names.values()]:
-        raise ValueError(f"node {strange[0]!r} holds none of {', '.join(names.values())}")
+    where = _nodes(nodes, list(names.values()))
     usd = prices_of(prices, list(names.values())) if prices else {}
     cells = list[Cell]()
     for gpu, name in names.items():
@@ -164,6 +162,17 @@ def throughput_table(
     if all(cell.forecast is None for cell in cells):
         raise ValueError(cells[0].reason)
     return cells
+
+
+def _nodes(nodes: Sequence[str], gpus: Sequence[str]) -> dict[str, tuple[str, Node]]:
+    """The name and the node of each GPU among those; ValueError for a node that holds no such."""
+    where = dict[str, tuple[str, Node]]()
+    for name in nodes:
+        node = load_node(name)
+        if not (held := [gpu for gpu in node.gpus if gpu in gpus]):
+            raise ValueError(f"node {name!r} holds none of {', '.join(gpus)}")
+        where |= {gpu: (name, node) for gpu in held if gpu == node.gpu or gpu not in where}
+    return where
 
 
 def _cell(model: Any, gpu: str, pattern: str, facts: Row, asked: Facts) -> Cell:

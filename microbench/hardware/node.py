@@ -25,6 +25,7 @@ TOPOLOGIES = ("nvswitch", "mesh", "hypercube", "pairwise", "pcie")
 class Node:
     """One host with its GPUs; rates are per GPU and in one direction.
 
+    - ``also``: GPUs that it comes with in place of ``gpu``: other memory, the same links.
     - ``link_bytes_per_s``: all fast links of a GPU together; 0 where there is PCIe only.
     - ``network_bytes_per_s``: a GPU's share of the network cards; 0 where it is not stated.
     - ``gpus_per_domain``: GPUs connected by the fast link, over several hosts in a rack-scale
@@ -42,6 +43,7 @@ class Node:
     gpus_per_domain: int = 0
     host: str = ""
     cores: int = 0
+    also: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.topology not in TOPOLOGIES:
@@ -56,6 +58,11 @@ class Node:
                 raise ValueError(
                     f"{self.name}: {name} must be at least 0, got {getattr(self, name)}"
                 )
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """All GPUs that it comes with, one kind at a time."""
+        return (self.gpu, *self.also)
 
     @property
     def domain(self) -> int:

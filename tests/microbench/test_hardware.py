@@ -11,6 +11,9 @@ import pytest
 import yaml
 
 from itercast.capture.base.assumptions import leaving_out
+from itercast.capture.plan import ParallelPlan
+from itercast.compose.target import find_node
+from itercast.compose.throughput import throughput_table
 from itercast.microbench.hardware.host import (
     REFERENCE,
     HostMachine,
@@ -92,11 +95,31 @@ def test_every_number_names_its_source_on_its_line(path: Path) -> None:
 @pytest.mark.parametrize("name", node_names())
 def test_every_node_loads_and_its_link_fits_its_gpu(name: str) -> None:
     node = load_node(name)
-    gpu = load_gpu(node.gpu)
+    gpu, *others = map(load_gpu, node.gpus)
     assert (node.link_bytes_per_s == 0) == (node.topology == "pcie")
     assert node.link_bytes_per_s <= gpu.link_bytes_per_s
+    assert {one.link_bytes_per_s for one in others} <= {gpu.link_bytes_per_s}
+    assert gpu.hbm_bytes not in {one.hbm_bytes for one in others}
     assert node.network_bytes_per_s <= 1e11
     assert node.domain in (1, 2, node.gpus_per_node, 72)
+
+
+def test_a_node_takes_its_gpu_in_each_size_of_memory() -> None:
+    """320 and 640 GB were sold as DGX A100, 128 and 256 GB as DGX-1; each cloud's has one."""
+    for name, gpus in (
+        ("dgx-a100", ("a100-sxm-80gb", "a100-sxm-40gb")),
+        ("dgx-1-v100", ("v100-sxm-32gb", "v100-sxm-16gb")),
+        ("aws-p4d", ("a100-sxm-40gb",)),
+    ):
+        assert load_node(name).gpus == gpus
+        found = [find_node(ParallelPlan(dp=16, node=name), load_gpu(gpu)) for gpu in gpus]
+        assert [node and node.gpu for node in found] == list(gpus)
+    with pytest.raises(ValueError, match="holds a100-sxm-40gb, not a100-sxm-80gb"):
+        find_node(ParallelPlan(dp=16, node="aws-p4d"), load_gpu("a100-sxm-80gb"))
+    table = throughput_table(
+        "mlp-s", ["a100-sxm-40gb", "a100-sxm-80gb"], [16], [4], nodes=["dgx-a100", "aws-p4d"]
+    )
+    assert [cell.plan for cell in table] == ["dp=16,node=aws-p4d", "dp=16,node=dgx-a100"]
 
 
 def test_domains_count_gpus_behind_one_fast_link() -> None:
