@@ -131,6 +131,38 @@ def test_names_are_in_the_file_that_is_stated(page: Path) -> None:
         assert name in defined(ast.parse((ROOT / path).read_text())), (page.name, name, path)
 
 
+def headings(page: Path) -> set[str]:
+    """The headings of a page as forges and the site write them behind ``#``."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    found = re.findall(r"^#+ +(.+)$", text, re.M)
+    return {re.sub(r"[^\w -]", "", one.lower()).strip().replace(" ", "-") for one in found}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings_that_a_reader_of_the_repository_finds(page: Path) -> None:
+    """Not pages that only a built site has."""
+    text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(), flags=re.M | re.S)
+    for link in re.findall(r"\]\(([^)\s]+)", text):
+        name, _, heading = link.partition("#")
+        if re.match(r"[a-z]+:", link):
+            continue
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), (page.name, link)
+        assert not heading or heading in headings(target), (page.name, link)
+
+
+OWN_OPTIONS = ("anchor", "bundle", "case", "engine", "host", "machine", "node", "plan", "stack")
+
+
+@pytest.mark.parametrize("word", OWN_OPTIONS)
+def test_what_options_name_is_in_the_glossary(word: str) -> None:
+    """In the sense of the option, which is named there or whose class is."""
+    text = (ROOT / "docs/glossary.md").read_text().lower()
+    entries = dict(re.findall(r"^\| (.+?) \| (.+) \|$", text, re.M))
+    assert f"`--{word}`" in text or word in entries or f"{word} file" in entries, word
+    assert "`--anchor" in entries["anchor"]
+
+
 def pages_of(entries: Any) -> Iterator[str]:
     """The pages below entries of the navigation."""
     for entry in entries:
@@ -142,10 +174,10 @@ def pages_of(entries: Any) -> Iterator[str]:
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    """In groups; two pages are made as the site is built."""
+    """In groups; the changelog is copied as the site is built."""
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     files = {p.relative_to(ROOT / "docs").as_posix() for p in ROOT.glob("docs/**/*.md")}
-    assert {*pages_of(nav)} == files | {"commands.md", "changelog.md"}
+    assert {*pages_of(nav)} == files | {"changelog.md"}
     assert all(isinstance(value, list) for group in nav for value in group.values())
 
 
