@@ -18,7 +18,7 @@ Answers go to stdout, progress and warnings to stderr. `--help` says the same in
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add both pages, in place of what stands for one where no site is built (mkdocs calls this)."""
+    """Add both pages, in place of one that stands for it off the site (mkdocs calls this)."""
     from mkdocs.structure.files import File  # only there where the site is built
 
     for name, text in (("commands.md", commands()), ("changelog.md", changelog())):

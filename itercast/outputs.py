@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from itercast.capture.base.files import is_special
+from itercast.capture.base.files import is_special, stream_of
 
 
 def in_a_folder(path: Path | None) -> Path | None:
@@ -28,10 +28,12 @@ def in_a_folder(path: Path | None) -> Path | None:
 
 def _try_writing(path: Path) -> None:
     """OSError where ``write_atomic`` may write neither this device nor beside this file."""
-    if not is_special(path):
+    if (stream := stream_of(path)) is not None:
+        os.fstat(stream)
+    elif not is_special(path):
         with tempfile.TemporaryFile(dir=Path(os.path.realpath(path)).parent):
-            return
-    if not os.access(path, os.W_OK):  # opening a FIFO would wait for its reader
+            pass
+    elif not os.access(path, os.W_OK):  # opening a FIFO would wait for its reader
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 

@@ -3,24 +3,65 @@
 from __future__ import annotations
 
 import os
+import re
+import sys
 from pathlib import Path
+
+STREAM = re.compile(r"/(?:dev|proc/(self|\d+))/fd/(\d+)")  # Linux's, of a process
+LINKS = 40  # no assumption: in a row, as Linux follows them
 
 
 def write_atomic(path: Path, data: bytes) -> None:
     """Replace a file at once: readers see the old content or the new, never a part of it.
 
     Where the path is a symbolic link, the file that it leads to is replaced, not the link. A device
-    or a FIFO is opened and written.
+    or a FIFO is opened and written. What names a stream of ours, such as /dev/stdout, or the file
+    that our output goes to, is written behind what was printed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     target = Path(os.path.realpath(path))
     try:
-        if is_special(path) or target.is_symlink():  # a link that leads to itself: open says so
+        if (stream := stream_of(path)) is not None:
+            _print(stream, data)
+        elif is_special(path) or target.is_symlink():  # a link that leads to itself: open says so
             path.write_bytes(data)
         else:
             _replace(target, data)
     except OSError as exc:  # such as a full disk; nobody knows the temporary name
         raise OSError(exc.errno, exc.strerror, str(path)) from exc
+
+
+def stream_of(path: Path) -> int | None:
+    """The number of the open file that a path names, or that leads where it does; None for none.
+
+    It is one by its name (/dev/stdout, /dev/fd/3), or as output and errors are (``> FILE``).
+    """
+    link = path
+    for _ in range(LINKS):
+        named = STREAM.fullmatch(os.path.abspath(link))
+        if named and named[1] in (None, "self", str(os.getpid())):
+            return int(named[2])
+        if not link.is_symlink():
+            break
+        link = link.parent / os.readlink(link)
+    if not path.is_file():
+        return None
+    return next((n for n in (1, 2) if _is_open_as(path, n)), None)
+
+
+def _is_open_as(path: Path, number: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(number))
+    except OSError:  # closed
+        return False
+
+
+def _print(stream: int, data: bytes) -> None:
+    """Write to an open file, after what Python still holds back for it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with open(os.dup(stream), "wb") as file:
+        file.write(data)
 
 
 def is_special(path: Path) -> bool:

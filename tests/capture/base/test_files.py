@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from itercast.capture.base.files import write_atomic
+from itercast.capture.base.files import stream_of, write_atomic
 
 
 def test_a_file_is_made_in_a_new_folder_and_replaced(tmp_path: Path) -> None:
@@ -54,3 +56,22 @@ def test_nothing_takes_the_place_of_a_folder_or_of_a_link_to_itself(tmp_path: Pa
         with pytest.raises(OSError, match=f"{path}"):
             write_atomic(path, b"lost")
     assert folder.is_dir() and loop.is_symlink() and len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("path", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1", "{}"])
+def test_a_stream_is_written_between_what_is_printed(tmp_path: Path, path: str) -> None:
+    """Also where it goes to a file, which stays the same one: ``--trace /dev/stdout > FILE``."""
+    code = "import sys; from pathlib import Path; from itercast.capture.base.files import *\n"
+    code += "print('before'); write_atomic(Path(sys.argv[1]), b'data\\n'); print('after')"
+    out = tmp_path / "out"
+    out.touch()
+    number = out.stat().st_ino
+    with out.open("w") as file:
+        command = [sys.executable, "-c", code, path.format(out)]
+        subprocess.run(command, stdout=file, check=True)
+    assert out.read_text() == "before\ndata\nafter\n" and out.stat().st_ino == number
+    assert [one.name for one in tmp_path.iterdir()] == ["out"]
+
+
+def test_other_processes_streams_are_no_streams_of_ours() -> None:
+    assert stream_of(Path(f"/proc/{os.getppid()}/fd/1")) is None
