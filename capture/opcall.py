@@ -56,6 +56,13 @@ TORCH_NAMES: Mapping[str, str] = {  # where they differ; tf32 is stored as fp32
     "fp16": "float16",
     "fp8": "float8_e4m3fn",
 }
+ALSO_IN_TORCH = {  # dtypes of torch that are logged as another one of their size
+    **dict.fromkeys(("float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"), "fp8"),
+    **dict.fromkeys(("float8_e8m0fnu", "float4_e2m1fn_x2"), "uint8"),  # scales, and packed pairs
+    "uint16": "int16",
+    "uint32": "int32",
+    "uint64": "int64",
+}
 CELLS = {"lstm": 4, "gru": 3, "rnn": 1}  # gates: rows of weights for each element of the state
 GATES = {**CELLS, **{f"{cell}_backward": n for cell, n in CELLS.items()}}
 # Blocks of 16 numbers share a scale of 8 bits (a matrix one of 32 more), or blocks of 32.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -278,6 +278,46 @@ def _layer_norm_gradients(grad: Tensor, x: Tensor, *rest: Argument) -> Argument:
 
 
 # Of ops that torch computes wrongly, or not at all, on fake tensors.
+def trilinear(
+    log: Any,
+    *args: Any,
+    expand: Sequence[Sequence[int]],
+    sumdim: Sequence[int],
+    along: Sequence[int],
+) -> Tensor:
+    """Run and log what torch's ``_trilinear`` of three tensors runs, as ``nn.Bilinear`` asks it.
+
+    For each index of the unrolled axis: the product of the first two tensors, of that with the
+    third, and their sum. Source: aten/src/ATen/native/Linear.cpp. Without data one index says all.
+    """
+    unroll_dim = (*along, 1)[0]
+    with log:
+        whole = [_with_axes(t, new) for t, new in zip(args, expand, strict=True)]
+        sizes = [max(of) for of in zip(*(t.shape for t in whole), strict=True)]
+        axes = [i for i in range(len(sizes)) if i != unroll_dim]
+        both = [i for i in axes if i not in sumdim or i not in expand[2]]
+        kept = [i for i in axes if i not in sumdim]
+        shape = [1 if i in sumdim else n for i, n in enumerate(sizes)]
+        output, times = whole[0].new_zeros(shape), sizes[unroll_dim]
+        for at in range(times):
+            begun = len(log.calls)
+            x, y, z, to = (
+                t.select(unroll_dim, min(at, t.shape[unroll_dim] - 1)) for t in (*whole, output)
+            )
+            made = torch.einsum(torch.einsum(x, axes, y, axes, both), both, z, axes, kept)
+            to.add_(made.view(to.shape))
+            if isinstance(output, FakeTensor):
+                log.calls += (times - 1) * log.calls[begun:]
+                break
+        return output.squeeze(tuple(sumdim))
+
+
+def _with_axes(tensor: Tensor, new: Sequence[int]) -> Tensor:
+    for axis in sorted(new):
+        tensor = tensor.unsqueeze(axis)
+    return tensor
+
+
 CORRECTED: Mapping[str, Callable[..., Any]] = {
     "_grouped_mm": _grouped_mm,
     "_ctc_loss": _ctc_loss,

@@ -24,6 +24,7 @@ from itercast.capture.base.garbage import without_garbage_collection
 from itercast.capture.base.user_errors import source_line
 from itercast.capture.base.yaml_text import facts_of
 from itercast.capture.opcall import (
+    ALSO_IN_TORCH,
     ITEMSIZE_BYTES,
     Args,
     Argument,
@@ -40,6 +41,7 @@ from itercast.capture.recorder.fake_patches import (
     behave_like_real_tensors,
     modes_in_backward,
     run_uncompiled,
+    trilinear,
 )
 from itercast.capture.recorder.recurrent import recurrent_networks
 from itercast.capture.recorder.routing import Routing
@@ -64,7 +66,7 @@ from itercast.capture.recorder.zeros import mark_zeros
 from itercast.capture.step import Inputs, Loss, StepSettings, hidden_matrices, make_step
 
 DTYPES = {torch_dtype(name): name for name in ITEMSIZE_BYTES if name != "tf32"}
-DTYPES[torch.uint64] = "int64"
+DTYPES |= {getattr(torch, name): logged for name, logged in ALSO_IN_TORCH.items()}
 FACTS = facts_of(__file__)
 IN_PLACE: Mapping[str, str] = FACTS["in_place"]
 UNDECLARED_VIEWS, SILENT = (
@@ -219,6 +221,8 @@ class OpLog(TorchDispatchMode):
         if _consists_of_others(func):  # such ops of inference tensors come whole
             with self:
                 return func.decompose(*args, **kwargs)
+        if func is torch.ops.aten._trilinear.default:
+            return trilinear(self, *args[:3], expand=args[3:6], sumdim=args[6], along=args[7:])
         if self.routing is None:
             output = func(*args, **kwargs)
         else:

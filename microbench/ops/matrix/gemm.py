@@ -36,6 +36,9 @@ OLD_FLOPS_PER_CLOCK = assumed(__file__, "old_flops_per_clock")  # of an SM
 OLD_PEAK_FRAC = assumed(__file__, "old_peak_frac")
 BATCHED = ("bmm", "grouped_mm")
 GROUPED = "aten._grouped_mm.default"
+MATRICES = {"mm": "mm", "addmm": "addmm", "_addmm_activation": "addmm", "bmm": "bmm"}
+MATRICES |= {"baddbmm": "bmm", "addbmm": "bmm", "_scaled_mm": "scaled_mm"}  # the same kernels
+WITH_SUM = ("addmm", "_addmm_activation", "baddbmm", "addbmm", "addmv")  # of what is given first
 # Elsewhere torch runs one expert after the other. Source: torch 2.11, cuda/GroupedBlas.cpp.
 GROUPED_ON = ("hopper", "blackwell", "blackwell-ultra")
 FP8_CAST_COLUMNS = assumed(__file__, "fp8_cast_columns")
@@ -221,15 +224,25 @@ def from_mm(call: OpCall) -> Gemm | None:
     """Describe mm(A, B), addmm(bias, A, B), bmm(A, B) or baddbmm(C, A, B) as logged.
 
     Kernels of 8 and 4 bits have one layout, nt: other operands are transposed when they are cast.
+    addbmm(C, A, B) runs a product for each of a batch.
     """
-    op = call.op.split(".")[1]
-    a, b = (call.args[1], call.args[2]) if op in ("addmm", "baddbmm") else call.args[:2]
-    batch = a.shape[0] if op in ("bmm", "baddbmm") else 1
+    kind = MATRICES[call.op.split(".")[1]]
+    a, b = call.args[1:3] if call.op.split(".")[1] in WITH_SUM else call.args[:2]
+    batch, layout = a.shape[0] if kind == "bmm" else 1, _layout(a, b)
     m, k = a.shape[-2:]
-    kind, layout = {"baddbmm": "bmm"}.get(op, op), _layout(a, b)
     if a.dtype in NARROW:
         kind, layout = "scaled_mm", "nt"
+    elif kind == "scaled_mm":  # packed numbers
+        return None
     return Gemm(op=kind, m=m, n=b.shape[-1], k=k, batch=batch, layout=layout, dtype=a.dtype)
+
+
+def from_vector(call: OpCall) -> Gemm | None:
+    """Describe mv(A, x), addmv(y, A, x), dot(x, y) or vdot(x, y): products with one column."""
+    op = call.op.split(".")[1]
+    a, x = call.args[1:3] if op in WITH_SUM else call.args[:2]
+    kind, m = ("addmm" if op in WITH_SUM else "mm"), (a.shape[0] if len(a.shape) > 1 else 1)
+    return Gemm(op=kind, m=m, n=1, k=x.shape[0], layout=_layout(a, x), dtype=a.dtype)
 
 
 def from_grouped(call: OpCall) -> Gemm | None:
@@ -369,7 +382,9 @@ FAMILY = Family(
     fallback=fallback,
     large=lambda dtype: Gemm(m=LARGE, n=LARGE, k=LARGE, dtype=dtype),
     answers={
-        **{f"aten.{op}.default": from_mm for op in ("mm", "addmm", "bmm", "baddbmm")},
+        **{f"aten.{op}.default": from_mm for op in MATRICES},
+        **{f"aten.{op}.dtype": from_mm for op in ("mm", "addmm", "bmm", "baddbmm")},  # of results
+        **{f"aten.{op}.default": from_vector for op in ("mv", "addmv", "dot", "vdot")},
         GROUPED: from_grouped,
     },
     weight=2.0,

@@ -6,6 +6,8 @@ import copy
 import gc
 import gzip
 import json
+from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,11 +16,12 @@ import pytest
 import torch
 from op_calls import sequence
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from itercast.capture.cases.registry import case
 from itercast.capture.opcall import OpCall, StepCapture, TensorSpec
 from itercast.capture.recorder.cache import dumps, loads
-from itercast.capture.recorder.log import capture_step
+from itercast.capture.recorder.log import OpLog, capture_step
 from itercast.capture.recorder.zeros import mark_zeros
 from itercast.capture.step import StepSettings
 
@@ -310,3 +313,37 @@ def test_tied_gradients_are_zero_where_both_parts_are() -> None:
     ]
     assert mark_zeros([gradient, *adam])[-1].args[0][0].zero_frac == 0.75**2  # two draws of four
     assert mark_zeros([gradient, tie, *adam])[-1].args[0][0].zero_frac == 0.0
+
+
+@pytest.mark.parametrize("fake", [True, False])
+def test_a_bilinear_layer_is_the_ops_that_torch_runs(fake: bool) -> None:
+    """As torch's profiler counts them: for each of four outputs products, a sum, both ways."""
+    layer, inputs = nn.Bilinear(6, 5, 4), [torch.randn(3, n, requires_grad=True) for n in (6, 5)]
+    with torch.profiler.profile() as profile:
+        wanted = layer(*inputs)
+        wanted.sum().backward()
+    ran = Counter(event.name.removeprefix("aten::") for event in profile.events())
+    gradient = inputs[0].grad
+    layer.zero_grad()
+    with FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext() as mode:
+        if mode is not None:
+            layer, inputs = copy.deepcopy(layer), [mode.from_tensor(x) for x in inputs]
+        for x in inputs:
+            x.grad = None
+        with OpLog(None, lambda _: False) as log:
+            found = layer(*inputs)
+            found.sum().backward()
+    logged = Counter(call.op.split(".")[1] for call in log.calls)
+    assert [logged[op] for op in ("bmm", "mul", "add_")] == [20, 12, 16]
+    assert [ran[op] for op in ("bmm", "mul", "add_")] == [20, 12, 16]
+    assert found.shape == wanted.shape
+    if not fake:
+        torch.testing.assert_close((found, inputs[0].grad), (wanted, gradient))
+
+
+def test_dtypes_that_no_op_was_measured_in_are_logged_by_their_size() -> None:
+    eight = (torch.float8_e5m2, torch.float8_e8m0fnu, torch.uint16, torch.uint32)
+    with OpLog(None, lambda _: False) as log:
+        for dtype in eight:
+            torch.zeros(2, dtype=dtype)
+    assert [call.outputs[0].dtype for call in log.calls] == ["fp8", "uint8", "int16", "int32"]

@@ -31,6 +31,10 @@ HEADLESS = {"batch": 5, "heads": 1, "kv_heads": 1, "kv_len": 3}
 FACTS = {"is_causal": False, "dropout_p": 0.1, "enable_gqa": True, "masked": True}
 FILLED = Elementwise(op="where", numel=24, inner=12, tensors=2, form="row")
 COPIED = replace(FILLED, op="masked_fill")
+FP8 = (
+    replace(spec(16, 32), dtype="fp8"),
+    replace(spec(32, 48, stride=(1, 32)), dtype="fp8"),
+)
 SUM = partial(reduction.Reduction, op="sum", outer=1)
 
 
@@ -44,6 +48,26 @@ def call(op: str, *args: Any, outputs: tuple[Any, ...] = (), **kwargs: Any) -> O
         (
             call("aten.addmm.default", spec(3), spec(2, 4), spec(4, 3, stride=(1, 4))),
             Gemm(op="addmm", m=2, n=3, k=4, layout="nt"),  # a transposed view
+        ),
+        (call("aten.mm.dtype", spec(2, 4), spec(4, 3), "torch.float32"), Gemm(m=2, n=3, k=4)),
+        (
+            call("aten.addbmm.default", spec(2, 3), spec(5, 2, 4), spec(5, 4, 3)),
+            Gemm(op="bmm", m=2, n=3, k=4, batch=5),
+        ),
+        (call("aten.mv.default", spec(2, 4), spec(4)), Gemm(m=2, n=1, k=4)),
+        (
+            call("aten.addmv.default", spec(2), spec(2, 4, stride=(1, 2)), spec(4)),
+            Gemm(op="addmm", m=2, n=1, k=4, layout="tn"),
+        ),
+        (call("aten.dot.default", spec(4), spec(4)), Gemm(m=1, n=1, k=4)),
+        (call("aten.vdot.default", spec(4), spec(4)), Gemm(m=1, n=1, k=4)),
+        (
+            call("aten.addr.default", spec(2, 3), spec(2), spec(3), outputs=(spec(2, 3),)),
+            Elementwise(op="addcmul", numel=6, inner=3, tensors=3, form="row"),
+        ),
+        (
+            call("aten._scaled_mm.default", *FP8, spec(), spec(), None, None, "torch.bfloat16"),
+            Gemm(op="scaled_mm", m=16, n=48, k=32, layout="nt", dtype="fp8"),
         ),
         (call("itercast.sdpa_backward", Q, Q, K, K, **FACTS), MASKED),
         (
