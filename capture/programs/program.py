@@ -48,8 +48,9 @@ class ProgramCapture:
     ``peak_bytes``: the most memory that a rank's tensors take during the step; ``held_bytes``: the
     least, of the rank that takes most. ``samples`` and ``tokens`` of a rank's step, 0 where they
     are not known. ``grouped``: its ranks made a process group. ``optimizer_steps``: how many steps
-    of optimizers are in it, those without a backward between them counted once. ``notes``: what was
-    assumed of it, in sentences.
+    of optimizers are in it, those without a backward between them counted once. ``passes``: which
+    backwards and updates are in it, and the lines that call them. ``notes``: what was assumed of
+    it, in sentences.
     """
 
     world_size: int
@@ -60,6 +61,7 @@ class ProgramCapture:
     tokens: int = 0
     grouped: bool = True
     optimizer_steps: int = 1
+    passes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -86,8 +88,8 @@ def read_program(path: Path) -> tuple[ProgramCapture, InputLane | None]:
         lane, ranks = plain.pop("input"), plain.pop("ranks").items()
         by_rank = {int(r): typed(StepCapture, unpack(s), f"rank {r}") for r, s in ranks}
         peaks = {int(r): n for r, n in plain.pop("peak_bytes").items()}
-        notes = tuple(map(str, plain.pop("notes")))
-        program = ProgramCapture(**plain, ranks=by_rank, peak_bytes=peaks, notes=notes)
+        texts = {name: tuple(map(str, plain.pop(name))) for name in ("passes", "notes")}
+        program = ProgramCapture(**plain, ranks=by_rank, peak_bytes=peaks, **texts)
         return program, made_of(InputLane, lane, "input") if lane else None
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError) as exc:
         raise ValueError(f"{path}: not a captured program: {exc}") from exc

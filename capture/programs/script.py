@@ -100,6 +100,11 @@ class Script:
         """Whether a file lies in that folder and not in an environment inside it."""
         return _lies_beside(self.path, file)
 
+    def named(self, lines: Lines) -> str:
+        """The innermost line of the user's own among some, else the innermost one."""
+        own = [line for line in lines if self.owns(line[0])]
+        return next((f"{_short(f)}:{n}" for f, n in (own or lines)[-1:]), "")
+
     def told(self, lines: Lines) -> str:
         """The innermost line of the user's own among some, and of a library's below it."""
         own = [line for line in lines if self.owns(line[0])][-1:]
@@ -132,7 +137,7 @@ def capture_script(
     ``per_node`` GPUs share a node. RefusedError names the line of the script that cannot run so.
     A ``finder`` finds the model that it trains.
     """
-    notes, optimizer_steps = dict[str, None](), list[int]()
+    notes, optimizer_steps, passes = dict[str, None](), list[int](), list[tuple[str, ...]]()
 
     def run(rank: int, log: ProgramLog) -> None:
         for name, module in list(sys.modules.items()):  # each rank imports the script's own anew
@@ -151,6 +156,7 @@ def capture_script(
             notes[ON_HOST] = None
         notes.update(dict.fromkeys(steps.notes))
         optimizer_steps.append(steps.optimizer_steps)
+        passes.append(steps.kept_passes(script.named))
         for guess, frames in log.guesses.items():
             notes[f"{guess}{_place(frames, script)}"] = None
 
@@ -161,6 +167,7 @@ def capture_script(
         captured,
         samples=sum(taken.samples),
         optimizer_steps=max(optimizer_steps),
+        passes=passes[0],
         notes=tuple(notes),
     )
 

@@ -40,6 +40,7 @@ class Step(NamedTuple):
     """What a rank launched in a step, what ended in it, and how often each optimizer stepped.
 
     By ids; ``UPDATES``: how often one did after a backward, others right after it not counted.
+    ``passes``: backwards and updates with the lines that called them, in order.
     """
 
     calls: list[OpCall]
@@ -50,6 +51,7 @@ class Step(NamedTuple):
     samples: list[int]
     places: set[Place]
     stepped: Counter[int]
+    passes: list[tuple[str, Lines]]
 
 
 class Steps:
@@ -79,6 +81,7 @@ class Steps:
         self.kind, self.ends = 0, Counter[Hashable]()
         self.ended, self.kept = list[Step](), list[Step]()
         self.places, self.stepped, self.trained = set[Place](), Counter[int](), set[int]()
+        self.passes = list[tuple[str, Lines]]()
         self.enough, self.notes = False, list[str]()
         self.older = WeakSet(_optimizers(()))  # such as another rank's
         self.has_optimizer, self.waited, self.new_gradients = False, 0, False
@@ -96,6 +99,16 @@ class Steps:
         Those without a backward between them are one, as of optimizers that share a model.
         """
         return max(sum((step.stepped for step in self.kept), Counter()).values(), default=1)
+
+    def kept_passes(self, named: Callable[[Lines], str]) -> tuple[str, ...]:
+        """Backwards and updates of the iteration that was kept: which line calls how many.
+
+        They begin with a backward: updates before it are of other optimizers than the last one.
+        """
+        passes = [(what, named(lines)) for step in self.kept for what, lines in step.passes]
+        first = next((i for i, (what, _) in enumerate(passes) if what == "backward"), 0)
+        times = Counter(map(" ".join, passes[first:] + passes[:first]))
+        return tuple(f"{n} x {one}" if n > 1 else one for one, n in times.items())
 
     def trains_later(self) -> bool:
         """Whether nothing was trained yet, but an optimizer is there."""
@@ -116,6 +129,8 @@ class Steps:
             return
         if getattr(owner, "training", True):  # no evaluation
             self.places.add((kind, lines))
+        if kind >= KINDS.index("backward"):
+            self.passes.append((KINDS[kind] if owner is None else type(owner).__name__, lines))
         if KINDS[kind] == "backward":
             self.new_gradients = True
         if KINDS[kind] == "optimizer":
@@ -160,8 +175,8 @@ class Steps:
         log = self.log
         launched = (log.calls, log.networks, log.host)
         taken = (log.peak_bytes, log.least_bytes, self.taken.samples)
-        self.ended.append(Step(*launched, *taken, self.places, self.stepped))
-        self.places, self.stepped = set(), Counter()
+        self.ended.append(Step(*launched, *taken, self.places, self.stepped, self.passes))
+        self.places, self.stepped, self.passes = set(), Counter(), []
         log.reset()
         self.taken.begin_step()
         kind = KINDS[self.kind]

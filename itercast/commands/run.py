@@ -184,7 +184,8 @@ def _facts(name: str, one: Forecasted) -> dict[str, Any]:
     facts = {"step_us": one.step_us, "loading_us": one.loading_us, "notes": program.notes}
     facts["limits_frac"], facts["batches_that_fit"] = limits(one.found), _batches_that_fit(one)
     facts |= {"sent_bytes": _sent(program), **_asked(one), **_told(name, [one])}
-    facts |= {"optimizer_steps": program.optimizer_steps, "from_cache": one.captured.kept}
+    facts |= {"optimizer_steps": program.optimizer_steps, "passes": program.passes}
+    facts |= {"from_cache": one.captured.kept}
     facts |= {rate: getattr(one.found, rate) or None for rate in ("samples_per_s", "tokens_per_s")}
     return {"case": name, **asdict(one.found), **facts}
 
@@ -312,6 +313,8 @@ def _print(name: str, one: Forecasted) -> None:
         table.add_row("its step alone", f"{one.step_us * 1e-3:.2f} ms")
         table.add_row("its batches, in one process here", f"{one.loading_us * 1e-3:.2f} ms")
         table.add_row("its DataLoader has", one.advice)
+    if program.passes:
+        table.add_row("its iteration is", ", ".join(program.passes))
     if program.optimizer_steps > 1:
         each_ms = found.iteration_us / program.optimizer_steps * 1e-3
         table.add_row("its optimizer steps", f"{program.optimizer_steps}, {each_ms:.2f} ms each")

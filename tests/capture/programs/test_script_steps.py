@@ -313,6 +313,29 @@ def test_an_iteration_of_several_optimizer_steps(
     assert list(program.notes) == (left_out if text == RARE else [])
 
 
+INTERLEAVED = """
+import torch
+makes, judges = torch.nn.Linear(8, 8).cuda(), torch.nn.Linear(8, 1).cuda()
+of_maker, of_judge = torch.optim.SGD(makes.parameters()), torch.optim.Adam(judges.parameters())
+for i in range(9):
+    made = makes(torch.randn(4, 8, device="cuda"))
+    for k in range(2):
+        judges(made.detach()).mean().backward()
+    judges(made).mean().backward()
+    of_judge.step()
+    of_maker.step()
+"""
+
+
+def test_backwards_and_updates_of_an_iteration_are_told_with_their_lines(tmp_path: Path) -> None:
+    """Both losses before both updates are one iteration, which begins with a backward."""
+    program = captured(written(tmp_path, INTERLEAVED), gpus=1)
+    updates = ("SGD train.py:11", "Adam train.py:10")
+    backwards = ("2 x backward train.py:8", "backward train.py:9")
+    assert set(program.passes) == {*backwards, *updates} and program.passes[:2] == backwards
+    assert program.optimizer_steps == 1 and program.ranks[0].host["backward"] == 3
+
+
 HEAD = """
 import torch
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
