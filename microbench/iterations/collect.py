@@ -18,10 +18,9 @@ from itercast.microbench.iterations.measure import Iteration
 from itercast.microbench.iterations.worker import IterationOrder, iteration_key, iteration_row
 from itercast.microbench.processes.lanes import run_lanes
 from itercast.microbench.processes.ranks import start_ranks, threads_of
-from itercast.microbench.processes.watch import log_tail, never, watch
+from itercast.microbench.processes.watch import EXIT_BROKEN, log_tail, never, watch
 from itercast.microbench.store import Row
 from itercast.microbench.sweep.cards import card_facts
-from itercast.microbench.sweep.gpu_chunk_worker import EXIT_BROKEN
 from itercast.microbench.sweep.scheduler import finished_keys
 
 log = logging.getLogger(__name__)

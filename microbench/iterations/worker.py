@@ -18,8 +18,8 @@ from itercast.microbench import store
 from itercast.microbench.iterations.in_step import IN_STEP, measure_in_step, op_rows
 from itercast.microbench.iterations.measure import Iteration, measure_iteration
 from itercast.microbench.processes.ranks import join_process_group, max_over_ranks
+from itercast.microbench.processes.watch import EXIT_BROKEN
 from itercast.microbench.store import Facts, Row
-from itercast.microbench.sweep.gpu_chunk_worker import EXIT_BROKEN
 from itercast.microbench.sweep.rows import Order, make_row
 from itercast.microbench.timing.clock import Anchor, keep_freed_memory
 from itercast.microbench.timing.gpu_watch import GpuWatch

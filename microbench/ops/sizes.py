@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from math import gcd
 from typing import Any, TypeVar, cast
@@ -47,7 +47,8 @@ def drawn(rng: np.random.Generator, stated: Any) -> Any:
     Anything else: itself.
     """
     if isinstance(stated, Mapping):
-        return str(rng.choice(list(stated), p=list(stated.values())))
+        shares = np.array(list(stated.values()))
+        return str(rng.choice(list(stated), p=shares / shares.sum()))
     if isinstance(stated, list):
         return drawn(rng, stated[int(rng.integers(len(stated)))])
     found = RANGE.fullmatch(stated) if isinstance(stated, str) else None
@@ -60,6 +61,23 @@ def drawn(rng: np.random.Generator, stated: Any) -> Any:
     if found[2] == "mostly" and rng.random() < MOSTLY:
         n = max(8, 8 * round(n / 8))
     return n * int(found[1] or 1)
+
+
+def swept(
+    rng: np.random.Generator, stated: Mapping[str, Any], make: Callable[..., P | None]
+) -> Iterator[P]:
+    """Yields points without end, of the kinds that the YAML file of a family states.
+
+    Each kind has a ``share`` of the points and the fields of one, ``drawn``; a key may name several
+    fields. ``make`` takes them by name and returns None where such a point is not to be measured.
+    """
+    shares = {kind: fields.get("share", 1.0) for kind, fields in stated.items()}
+    while True:
+        fields = {names: one for names, one in stated[drawn(rng, shares)].items()}
+        fields.pop("share", None)
+        p = make(**{n: drawn(rng, one) for names, one in fields.items() for n in names.split()})
+        if p is not None:
+            yield p
 
 
 def aligned(wanted: float, old: int) -> int:

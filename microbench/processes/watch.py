@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+EXIT_BROKEN = 75  # of a worker that needs another one to go on; sysexits.h: temporary failure
 POLL_S = 0.2
 LOG_BYTES = 400  # at the end of a log, logged when its process failed
 

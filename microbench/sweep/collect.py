@@ -26,8 +26,8 @@ from itercast.microbench.sweep.captured_points import (
 )
 from itercast.microbench.sweep.cards import card_facts
 from itercast.microbench.sweep.contention import measure_contention
-from itercast.microbench.sweep.gpu_chunk_worker import Pending
 from itercast.microbench.sweep.orders import Phase, WorkerOrder, known_families, phases, spent_s
+from itercast.microbench.sweep.under_way import under_way_path
 
 log = logging.getLogger(__name__)
 Progress = Callable[[int, float], None]
@@ -199,7 +199,7 @@ def run_worker(
         rows, elapsed_s = count_lines(order), time.monotonic() - begin_s
         if progress:
             progress(rows, min(1.0, elapsed_s / order.budget_s))
-        return rows, _pending_since(order)
+        return rows, _since(order)
 
     for _ in range(MAX_RESTARTS + 1):
         before = state()
@@ -226,7 +226,7 @@ def _run_once(order: WorkerOrder, state: Callable[[], object], until_s: float) -
         ended = watch(process, state, stalled_s, until_s)
     finally:
         if ended in ("stopped", "late"):  # not because of the points it was at
-            _pending_path(order).unlink(missing_ok=True)
+            under_way_path(order).unlink(missing_ok=True)
     if process.returncode != 0:
         _log_failure(order, ended, process.returncode)
     return int(process.returncode)
@@ -257,13 +257,9 @@ def count_lines(order: WorkerOrder) -> int:
     return journal.read_bytes().count(b"\n") if journal.is_file() else 0
 
 
-def _pending_path(order: WorkerOrder) -> Path:
-    return Pending(order).path
-
-
-def _pending_since(order: WorkerOrder) -> int:
-    """Time at which a GPU worker last began a point or a chunk; 0 before the first."""
+def _since(order: WorkerOrder) -> int:
+    """Time at which a worker last began a point or a chunk; 0 before the first."""
     try:
-        return _pending_path(order).stat().st_mtime_ns
+        return under_way_path(order).stat().st_mtime_ns
     except FileNotFoundError:
         return 0

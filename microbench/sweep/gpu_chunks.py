@@ -1,13 +1,14 @@
-"""Measures a chunk of points on a GPU, which runs asynchronously to the host.
+"""Measures chunks of points on a GPU, which runs asynchronously to the host.
 
 All points of a chunk are built. Then each is run once untimed, launched three times to time the
 host, and sampled for its device time; at last all are profiled in one session. After each step of a
-point the host waits for the device, so that an error is raised at the point that caused it; a file
-notes which point is under way.
+point the host waits for the device, so that an error is raised at the point that caused it.
 """
 
 from __future__ import annotations
 
+import gc
+import logging
 import math
 import statistics
 import time
@@ -15,19 +16,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 
+import pandas as pd
+
+from itercast.microbench.ops import families
 from itercast.microbench.ops.family import Workload
+from itercast.microbench.ops.matrix.gemm import Gemm
 from itercast.microbench.store import Row
 from itercast.microbench.sweep.rows import failure, one_line
 from itercast.microbench.sweep.scheduler import Chosen, Sweep
+from itercast.microbench.sweep.under_way import PROFILER, UnderWay
 from itercast.microbench.timing.clock import CallCost, summarise
-from itercast.microbench.timing.cuda_device import CudaDevice, Launched, Run
+from itercast.microbench.timing.cuda_device import CudaDevice, Launched
 from itercast.microbench.timing.host_timing import host_timing, launch_us
-from itercast.microbench.timing.kernels import kernel_facts
+from itercast.microbench.timing.kernels import kernel_facts, timing_disagreement
 from itercast.microbench.timing.nvml import combined, is_throttled
 from itercast.microbench.timing.references import reference_times, unstarved
 
+log = logging.getLogger(__name__)
 CHUNK_POINTS = 96
+CHUNK_S = 20.0  # of a chunk; after it no further point is begun
 CHUNK_ARENA_FRAC = 0.4  # of the arena, for operands of a chunk; results need memory, too
+PROFILE_EVERY = 4  # chunks; a profiler session takes a second and slows launches
+ANCHOR = Gemm(m=2048, n=2048, k=2048, dtype="bf16")
 SAMPLING_US = 6000.0  # for all samples of a point and cache state
 SAMPLES = (3, 10)
 LONG_RUN_US = 50_000.0  # longer points are launched once and sampled twice
@@ -36,32 +46,69 @@ LAUNCHES = 3
 BLOCKED_US = (200.0, 5000.0)  # device sleeps that show whether the host waits for the device
 MIN_DEVICE_US = 0.5  # resolution of CUDA events: cudaEventElapsedTime
 CONDITIONS_EVERY = 8  # points, between two readings of clocks and power
-PROFILING = -1  # noted instead of a point's number
 
 
 class Broken(Exception):
-    """Raised on a sticky CUDA error, after which the process cannot use the device.
+    """Raised on a sticky CUDA error, after which the process cannot use the device."""
 
-    ``culprit`` is the point that was running, where it is known.
+
+class GpuBench:
+    """Measures chunks on a GPU, one in four of them with a profiler.
+
+    ``broken``: the profiler broke the device. ``anchor``: a fixed product, timed in every chunk to
+    show drift of the GPU's speed.
     """
 
-    def __init__(self, reason: str, culprit: Chosen | None = None) -> None:
-        super().__init__(reason)
-        self.culprit = culprit
+    points, seconds = CHUNK_POINTS, CHUNK_S
+
+    def __init__(self, sweep: Sweep, under_way: UnderWay, device: CudaDevice) -> None:
+        self.sweep, self.under_way, self.device = sweep, under_way, device
+        self.anchor = families()["gemm"].build(ANCHOR, device.name).run
+        self.call_cost = CallCost(device.wait)
+        on_host = all(families()[n].on_host for n in sweep.order.families)
+        # a profiler would slow later host times
+        self.profiles = not on_host and under_way.died_at != PROFILER
+        self.chunks = 0
+        self.broken = False
+
+    def measure(
+        self, chosen: Sequence[Chosen], until_s: float
+    ) -> tuple[list[Row], list[list[Chosen]]]:
+        """Rows of a chunk, and chunks of points that memory or time did not suffice for.
+
+        Broken after a sticky error. Python collects its garbage between chunks only, so that it
+        delays no launch.
+        """
+        chunk = Chunk(self, chosen, until_s)
+        several = len(chosen) > 1  # a profiler session would cost more than a point alone
+        profiled = self.profiles and several and self.chunks % PROFILE_EVERY == 0
+        gc.disable()
+        try:
+            rows = chunk.measure(self.sweep, profiled)
+        finally:
+            gc.enable()
+        self.chunks += several
+        self.broken = chunk.lost
+        _log_chunk(rows, time.monotonic() - chunk.begin_s)
+        left = [chunk.rest, *([point] for point in chunk.later)]
+        del chunk
+        gc.collect()
+        return rows, left
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
-    """What all chunks of a worker share: the device and its reference measurements.
-
-    ``anchor`` is a fixed product, timed in every chunk to show drift of the GPU's speed. ``note``
-    writes the number of the point under way to disk, or PROFILING, or None for no point.
-    """
-
-    device: CudaDevice
-    anchor: Run
-    call_cost: CallCost
-    note: Callable[[int | None], None]
+def _log_chunk(rows: list[Row], wall_s: float) -> None:
+    """Log one line on a chunk: rows, seconds, whether events and profiler agree."""
+    checked, disagreeing = timing_disagreement(pd.DataFrame(rows))
+    launch_us = rows[0].get("tiny_launch_us", math.nan) if rows else math.nan
+    log.info(
+        "%d rows in %.1f s; of %d kernels timed by events and profiler %d disagree; "
+        "a launch takes %.1f us",
+        len(rows),
+        wall_s,
+        checked,
+        disagreeing,
+        launch_us,
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,7 +141,9 @@ class Chunk:
     all points were measured.
     """
 
-    def __init__(self, bench: Bench, chosen: Sequence[Chosen], until_s: float = math.inf) -> None:
+    def __init__(
+        self, bench: GpuBench, chosen: Sequence[Chosen], until_s: float = math.inf
+    ) -> None:
         """After ``until_s``, by time.monotonic(), no point but the first is begun."""
         self.bench, self.device = bench, bench.device
         self.begin_s, self.until_s = time.monotonic(), until_s
@@ -129,7 +178,7 @@ class Chunk:
                 break
             if point.failed is None:
                 self._try(point, partial(step, point))
-        self.bench.note(None)
+        self.bench.under_way.note(None)
 
     def _leave(self, first: int) -> None:
         """Leave the points from this one on to another chunk."""
@@ -139,14 +188,14 @@ class Chunk:
     def _try(self, point: Measured, action: Callable[[], None]) -> None:
         """Do a step of a point and wait for the device; a failure is kept with its reason."""
         begin = time.monotonic()
-        self.bench.note(point.number)
+        self.bench.under_way.note(point.chosen)
         try:
             self.device.settings(_dtype(point))
             action()
             self.device.wait()
         except Exception as exc:  # any failure becomes a row
             if self.device.broken():
-                raise Broken(one_line(exc), point.chosen) from exc
+                raise Broken(one_line(exc)) from exc
             point.failed = failure(exc)
         if point.failed is not None:
             point.workload = None
@@ -260,11 +309,9 @@ class Chunk:
             self.device.settings(_dtype(point))
             _workload(point).run()
 
-        self.bench.note(PROFILING)
+        self.bench.under_way.profiling()
         found = self.device.kernels([partial(run, p) for p in sampled])
         self.lost = self.device.broken()
-        if not self.lost:
-            self.bench.note(None)
         for point, kernels in zip(sampled, found, strict=True):
             point.facts = kernel_facts(kernels)
 

@@ -73,6 +73,18 @@ class Sweep:
             self.retests.append((now_s, *found))
         return *found, 0
 
+    def choose_chunk(self, now_s: float, points: int, seconds: float) -> list[Chosen]:
+        """Choose so many points at most, and one at least, that usually take so many seconds."""
+        chosen: list[Chosen] = []
+        left_s = min(self.order.budget_s - now_s, seconds)
+        while len(chosen) < points and (left_s > 0 or not chosen):
+            found = self.choose(now_s)
+            if found is None:
+                break
+            chosen.append(found)
+            left_s -= self.charge(found[0])
+        return chosen
+
     def charge(self, family: Family) -> float:
         """Charge a family its points' mean cost for a chosen one; ``settle`` corrects it."""
         name = family.name

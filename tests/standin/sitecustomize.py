@@ -127,8 +127,10 @@ def stand_in_for_cuda(torch: Any) -> None:
 
 
 def make_chunks_short(module: Any) -> None:
+    """A product of 2048 in bf16 takes half a minute on a CPU without bf16 instructions."""
     module.SAMPLES = (2, 2)
-    module.CHUNK_POINTS = 40
+    module.GpuBench.points = 40
+    module.ANCHOR = replace(module.ANCHOR, m=16, n=16, k=16)
 
 
 def make_points_few(module: Any) -> None:
@@ -151,11 +153,6 @@ def leave_out_profiles(module: Any) -> None:
 
 def make_the_device_quick(module: Any) -> None:
     module.WARM_UP_S = 0.0
-
-
-def make_the_anchor_small(module: Any) -> None:
-    """A product of 2048 in bf16 takes half a minute on a CPU without bf16 instructions."""
-    module.ANCHOR = replace(module.ANCHOR, m=16, n=16, k=16)
 
 
 def make_points_small(module: Any) -> None:
@@ -194,7 +191,6 @@ def make_products_short(module: Any) -> None:
 
 AFTER_IMPORT: dict[str, Callable[[Any], None]] = {
     "torch": stand_in_for_cuda,
-    "itercast.microbench.sweep.gpu_chunk_worker": make_the_anchor_small,
     "itercast.microbench.sweep.gpu_chunks": make_chunks_short,
     "itercast.microbench.sweep.scheduler": make_points_few,
     "itercast.microbench.timing.kernels": leave_out_profiles,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.slow_imports import torch
+from itercast.capture.base.yaml_text import facts_of
 from itercast.capture.opcall import OpCall, torch_dtype
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import (
@@ -20,15 +22,16 @@ from itercast.microbench.ops.family import (
     Values,
     Workload,
     itemsize_bytes,
-    log_uniform,
     logs,
 )
 from itercast.microbench.ops.memory.elementwise import memory_copy
 from itercast.microbench.ops.memory.traffic import computed_us, is_generated, moved_us
-from itercast.microbench.ops.sizes import resize_along
+from itercast.microbench.ops.sizes import resize_along, swept
 
 CLOCKS: float = assumed(__file__, "clocks")
 FEW: Mapping[str, float] = assumed(__file__, "few")
+MAX_ELEMENTS = 2**25
+SWEPT = facts_of(__file__)["sweep"]
 UNSORTED = 3072  # no assumption: gradients of at most so many look-ups are added without a sort
 
 
@@ -45,16 +48,12 @@ class Embedding:
 
 def sweep() -> Iterator[Embedding]:
     """Yields points without end: tables up to 32M elements."""
-    rng = np.random.default_rng(7)
-    while True:
-        p = Embedding(
-            op=str(rng.choice(["forward", "backward"])),
-            rows=log_uniform(rng, 64, 60000),
-            dim=8 * log_uniform(rng, 1, 128),
-            lookups=log_uniform(rng, 1, 16384),
-        )
-        if max(p.rows, p.lookups) * p.dim <= 2**25:
-            yield p
+    return swept(np.random.default_rng(7), SWEPT, _small)
+
+
+def _small(**fields: Any) -> Embedding | None:
+    p = Embedding(**fields)
+    return p if max(p.rows, p.lookups) * p.dim <= MAX_ELEMENTS else None
 
 
 def build(p: Embedding, device: str) -> Workload:

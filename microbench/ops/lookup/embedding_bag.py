@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from itercast.capture.base.slow_imports import torch
+from itercast.capture.base.yaml_text import facts_of
 from itercast.capture.opcall import OpCall, torch_dtype
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import (
@@ -20,7 +22,6 @@ from itercast.microbench.ops.family import (
     Values,
     Workload,
     itemsize_bytes,
-    log_uniform,
     logs,
     repeated,
 )
@@ -33,11 +34,11 @@ from itercast.microbench.ops.lookup.random_streams import (
     table_features,
     with_random_stream,
 )
-from itercast.microbench.ops.sizes import aligned
+from itercast.microbench.ops.sizes import aligned, swept
 
 MODES = ("sum", "mean", "max")  # as numbered by aten
 OPS = ("forward", "backward", "sparse_backward")
-USUAL_DIMS = (16, 32, 64, 128)
+SWEPT = facts_of(__file__)
 MAX_ELEMENTS = 2**24
 GPU_DTYPES = {"fp32": 0.88, "bf16": 0.1, "fp16": 0.02}  # no assumption: shares of a sweep
 GPU_BAGS = (512, 8192)
@@ -84,23 +85,18 @@ def sweep() -> Iterator[EmbeddingBag]:
     of 16, 32, 64 or 128 columns, as recommenders do.
     """
     rng = np.random.default_rng(11)
-    while True:
-        bags, recommender = log_uniform(rng, 1, 32768), bool(rng.random() < 0.5)
-        pooling = 1 if rng.random() < 0.25 else log_uniform(rng, 1, 100)
-        dim = int(rng.choice(USUAL_DIMS)) if recommender else 4 * log_uniform(rng, 1, 128)
-        op = str(rng.choice(OPS))
-        modes = MODES if op != "sparse_backward" else MODES[:2]  # max has no sparse gradient
-        p = EmbeddingBag(
-            op=op,
-            rows=log_uniform(rng, 4, 2**21),
-            dim=dim,
-            bags=bags,
-            lookups=bags * pooling,
-            mode="sum" if recommender else str(rng.choice(modes)),
-        )
-        gathered = p.lookups * p.dim * (4 if op == "backward" else 1)  # one thread adds gradients
-        if p.lookups <= 2**19 and max(p.rows * p.dim, gathered) <= MAX_ELEMENTS:
-            yield _with_random_bags(rng, p)
+    return (_with_random_bags(rng, p) for p in swept(rng, SWEPT["cpu"], _small))
+
+
+def _small(**fields: Any) -> EmbeddingBag | None:
+    p = _bags(**fields)
+    gathered = p.lookups * p.dim * (4 if p.op == "backward" else 1)  # one thread adds gradients
+    fits = p.lookups <= 2**19 and max(p.rows * p.dim, gathered) <= MAX_ELEMENTS
+    return p if fits and (p.op, p.mode) != ("sparse_backward", "max") else None  # there is none
+
+
+def _bags(bags: int, pooling: int, **fields: Any) -> EmbeddingBag:
+    return EmbeddingBag(bags=bags, lookups=bags * pooling, **fields)
 
 
 def _with_random_bags(rng: np.random.Generator, p: EmbeddingBag) -> EmbeddingBag:
@@ -264,17 +260,7 @@ def _bag(
 
 def gpu_points(rng: np.random.Generator) -> Iterator[EmbeddingBag]:
     """Yields points without end: tables of DLRMs with index streams of all kinds."""
-    while True:
-        bags, pooling = log_uniform(rng, *GPU_BAGS), log_uniform(rng, 1, GPU_POOLING)
-        p = EmbeddingBag(
-            op=str(rng.choice(["forward", "backward"])),
-            rows=log_uniform(rng, 1000, GPU_ROWS),
-            dim=int(rng.choice([16, 32, 48, 64, 96, 128, 192, 256])),
-            bags=bags,
-            lookups=bags * pooling,
-            mode=str(rng.choice(MODES, p=[0.92, 0.06, 0.02])),
-        )
-        yield _with_random_bags(rng, p)
+    return (_with_random_bags(rng, p) for p in swept(rng, SWEPT["gpu"], _bags))
 
 
 def resize(p: EmbeddingBag, factor: float, first_share: float) -> EmbeddingBag:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -23,53 +24,17 @@ from itercast.microbench.ops.family import (
     Workload,
     is_any,
     itemsize_bytes,
-    log_uniform,
     logs,
 )
 from itercast.microbench.ops.lookup.index_calls import ANSWERS, IndexOp
 from itercast.microbench.ops.memory.elementwise import memory_copy
-from itercast.microbench.ops.sizes import MAX_NUMEL, aligned, spread
+from itercast.microbench.ops.sizes import MAX_NUMEL, aligned, spread, swept
 
 FACTS = facts_of(__file__)
 GROUPS = {name: tuple[str, ...](ops.split()) for name, ops in FACTS["groups"].items()}
 INDEXED = GROUPS["by_element"] + GROUPS["by_slot"] + GROUPS["put"]
-OPS = tuple(FACTS["calls"])
 MAX_ELEMENTS = 2**23
 SLOW = {op: 2**most for most, ops in FACTS["slow"].items() for op in ops.split()}
-
-
-def _draw(rng: np.random.Generator) -> IndexOp:
-    op = str(rng.choice(GROUPS["common"] if rng.random() < 0.5 else OPS))
-    outer = 1 if rng.random() < 0.4 else log_uniform(rng, 1, 4096)
-    inner = 1 if rng.random() < 0.3 else log_uniform(rng, 1, 4096)
-    size, source, tensors, k = log_uniform(rng, 1, 65536), 1, 1, 1
-    if op in INDEXED:
-        outer = 1 if op in GROUPS["put"] or rng.random() < 0.7 else outer
-        source = log_uniform(rng, 2, 65536)
-        inner = inner if op not in GROUPS["by_element"] or rng.random() < 0.5 else 1
-    elif op in GROUPS["join"]:
-        tensors = log_uniform(rng, 2, 64) if rng.random() < 0.5 else 2
-        size = tensors if op == "stack" else max(size, tensors)
-        source = size
-    elif op in GROUPS["part"]:
-        size = 1 if op.startswith("select") else size
-        source = size + log_uniform(rng, 1, 4 * size + 16)
-    elif op == "constant_pad_nd":
-        source = size + int(rng.choice([1, 2, 6, size]))
-    elif op in GROUPS["shuffle"] + GROUPS["order"]:
-        size = source = max(2, size)
-        inner = inner if op in GROUPS["shuffle"] or rng.random() < 0.2 else 1
-        k = log_uniform(rng, 1, min(size, 256)) if op == "topk" else 1
-    elif op == "repeat":
-        size = log_uniform(rng, 2, 64)
-    else:  # windows of k, half of them overlapping
-        k, inner = log_uniform(rng, 2, 64), 1
-        step = max(1, k // int(rng.choice([1, 2])))
-        size = max(2, size)
-        source = (size - 1) * step + k
-    facts = {"size": size, "inner": inner, "source": source, "tensors": tensors, "k": k}
-    whole_numbers = op not in GROUPS["adds"] and rng.random() < 0.1
-    return IndexOp(op=op, outer=outer, dtype="int64" if whole_numbers else "fp32", **facts)
 
 
 def sweep() -> Iterator[IndexOp]:
@@ -78,10 +43,24 @@ def sweep() -> Iterator[IndexOp]:
     A few elements to 8M on the larger side, fewer where a CPU is slow.
     """
     rng = np.random.default_rng(13)
-    while True:
-        p = _draw(rng)
-        if max(moved(p), whole(p)) <= SLOW.get(p.op, MAX_ELEMENTS):
-            yield p
+    for p in swept(rng, FACTS["sweep"], _small):
+        whole_numbers = p.op not in GROUPS["adds"] and rng.random() < 0.1
+        yield replace(p, dtype="int64") if whole_numbers else p
+
+
+def _small(op: str, size: int, more: int = -1, overlap: int = 0, **fields: Any) -> IndexOp | None:
+    """A point from sizes as the YAML file states them; None where it is too large."""
+    if more >= 0:
+        fields["source"] = size + more
+    if op == "stack":
+        fields["tensors"] = size
+    if op in GROUPS["join"]:
+        fields["source"] = size
+    if overlap:  # of windows
+        fields["source"] = (size - 1) * max(1, fields["k"] // overlap) + fields["k"]
+    p = IndexOp(op=op, size=size, **fields)
+    fits = max(moved(p), whole(p)) <= SLOW.get(p.op, MAX_ELEMENTS)
+    return p if fits and (op != "topk" or p.k <= size) else None
 
 
 def build(p: IndexOp, device: str) -> Workload:

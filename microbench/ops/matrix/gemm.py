@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.slow_imports import torch
+from itercast.capture.base.yaml_text import facts_of
 from itercast.capture.opcall import BLOCK_SCALED, NARROW, OpCall, TensorSpec, torch_dtype
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import (
@@ -22,19 +24,19 @@ from itercast.microbench.ops.family import (
     Workload,
     is_any,
     itemsize_bytes,
-    log_uniform,
     logs,
     repeated,
 )
 from itercast.microbench.ops.memory.elementwise import memory_copy
-from itercast.microbench.ops.sizes import MAX_SIDE, aligned, tile_edge_or_any
+from itercast.microbench.ops.sizes import MAX_SIDE, aligned, swept
 
+SWEPT = facts_of(__file__)
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64), (32, 64))
 LARGE: int = assumed(__file__, "large_side")
 TENSOR_CORES = ("tf32", "fp16", "bf16")
 OLD_FLOPS_PER_CLOCK = assumed(__file__, "old_flops_per_clock")  # of an SM
 OLD_PEAK_FRAC = assumed(__file__, "old_peak_frac")
-BATCHED = ("bmm", "grouped_mm")
+MAX_FLOPS = 8e9
 GROUPED = "aten._grouped_mm.default"
 MATRICES = {"mm": "mm", "addmm": "addmm", "_addmm_activation": "addmm", "bmm": "bmm"}
 MATRICES |= {"baddbmm": "bmm", "addbmm": "bmm", "_scaled_mm": "scaled_mm"}  # the same kernels
@@ -75,19 +77,12 @@ def sweep() -> Iterator[Gemm]:
 
     Skinny, square and batched products, sizes from 1 to 8192, every layout.
     """
-    rng = np.random.default_rng(1)
-    layouts = ["nn", "nt", "tn"]
-    while True:
-        op = str(rng.choice(["mm", "addmm", "bmm", "grouped_mm"], p=[0.32, 0.32, 0.32, 0.04]))
-        m, n, k = (log_uniform(rng, 4, 4096) for _ in range(3))
-        batch = log_uniform(rng, 2, 256) if op in BATCHED else 1
-        if op in BATCHED:
-            m, n, k = (log_uniform(rng, 4, 512) for _ in range(3))
-        if op == "grouped_mm" or rng.random() < 0.5:  # real widths are multiples of 8 more often
-            m, n, k = (max(8, 8 * round(s / 8)) for s in (m, n, k))
-        if batch * m * n * k > 4e9:
-            continue
-        yield Gemm(op=op, m=m, n=n, k=k, batch=batch, layout=str(rng.choice(layouts)))
+    return swept(np.random.default_rng(1), SWEPT["cpu"], _short)
+
+
+def _short(**fields: Any) -> Gemm | None:
+    p = Gemm(**fields)
+    return p if flops(p) <= MAX_FLOPS else None
 
 
 def build(p: Gemm, device: str) -> Workload:
@@ -265,19 +260,7 @@ def gpu_points(rng: np.random.Generator) -> Iterator[Gemm]:
     m, n, k up to 16384; 15 % with m of 1 to 64, as in decoding; bmm in batches as of attention's
     heads; grouped_mm of 2 to 128 experts.
     """
-    while True:
-        op = str(rng.choice(["mm", "addmm", "bmm", "grouped_mm"], p=[0.47, 0.28, 0.2, 0.05]))
-        m, n, k = (tile_edge_or_any(rng, 16, 16384) for _ in range(3))
-        batch = 1
-        if op == "grouped_mm":
-            batch = int(rng.choice([2, 4, 8, 16, 32, 64, 128]))
-            m, n, k = (8 * round(tile_edge_or_any(rng, 64, 8192) / 8) for _ in range(3))
-        if op == "bmm":
-            batch = log_uniform(rng, 2, 1024)
-            m, n, k = (tile_edge_or_any(rng, 16, 2048) for _ in range(3))
-        if rng.random() < 0.15 and op != "grouped_mm":  # whose rows must be aligned
-            m = log_uniform(rng, 1, 64)  # decoding
-        yield Gemm(op=op, m=m, n=n, k=k, batch=batch, layout=str(rng.choice(["nn", "nt", "tn"])))
+    return swept(rng, SWEPT["gpu"], Gemm)
 
 
 def retype(p: Gemm, dtype: str, gpu: Gpu) -> Gemm | None:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import cycle
+from typing import Any
 
 import numpy as np
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.slow_imports import torch
+from itercast.capture.base.yaml_text import facts_of
 from itercast.capture.opcall import CELLS, GATES, OpCall, torch_dtype
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import (
@@ -33,16 +34,15 @@ from itercast.microbench.ops.family import (
     by_name,
     is_any,
     itemsize_bytes,
-    log_uniform,
     logs,
 )
 from itercast.microbench.ops.matrix.gemm import Gemm
 from itercast.microbench.ops.memory.elementwise import memory_copy
-from itercast.microbench.ops.sizes import MAX_BATCH, resize_along
+from itercast.microbench.ops.sizes import MAX_BATCH, resize_along, swept
 
 CALL = "itercast.recurrent"  # a network's call on a GPU, whose parameters are its arguments
 ONE_DNN = "lstm"  # oneDNN has layers of no other cell for PyTorch
-ON_CPU = (ONE_DNN, "gru")  # cells that sweeps of CPUs measure
+SWEPT = facts_of(__file__)["sweep"]
 MODE = 2  # an LSTM's number among recurrent networks, in torch and cuDNN
 POINTWISE: float = assumed(__file__, "pointwise_flops")
 STEP_KERNELS: Mapping[str, float] = assumed(__file__, "step_kernels")  # by architecture
@@ -74,26 +74,14 @@ def cell_of(op: str) -> str:
     return op.removesuffix("_backward")
 
 
-def _width(rng: np.random.Generator) -> int:
-    n = log_uniform(rng, 8, 1024)
-    return max(8, 8 * round(n / 8)) if rng.random() < 0.8 else n
-
-
 def sweep() -> Iterator[Recurrent]:
-    """Yields layers of LSTMs and GRUs in turn: widths of 8 to 1024, 256 steps of 128 sequences."""
-    rng, cells = np.random.default_rng(17), cycle(ON_CPU)
-    while True:
-        hidden, cell = _width(rng), next(cells)
-        inputs = hidden if rng.random() < 0.4 else _width(rng)  # layers after the first
-        p = Recurrent(
-            op=str(rng.choice([cell, f"{cell}_backward"])),
-            steps=log_uniform(rng, 1, 256),
-            batch=log_uniform(rng, 1, 128),
-            inputs=inputs if cell == ONE_DNN else 1,
-            hidden=hidden,
-        )
-        if flops(p) <= MAX_FLOPS and bytes_moved(p) <= MAX_BYTES:
-            yield p
+    """Yields layers of LSTMs and GRUs: widths of 8 to 1024, up to 256 steps of 128 sequences."""
+    return swept(np.random.default_rng(17), SWEPT, _small)
+
+
+def _small(inputs: int, hidden: int, **fields: Any) -> Recurrent | None:
+    p = Recurrent(inputs=inputs or hidden, hidden=hidden, **fields)
+    return p if flops(p) <= MAX_FLOPS and bytes_moved(p) <= MAX_BYTES else None
 
 
 def _on_gpus(p: Recurrent, rng: np.random.Generator) -> Recurrent:

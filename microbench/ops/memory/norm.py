@@ -28,12 +28,18 @@ from itercast.microbench.ops.family import (
     differentiated,
     is_any,
     itemsize_bytes,
-    log_uniform,
     logs,
 )
 from itercast.microbench.ops.memory.elementwise import memory_copy
 from itercast.microbench.ops.memory.traffic import computed_us, is_generated, moved_us
-from itercast.microbench.ops.sizes import MAX_BATCH, MAX_PIXELS_A_SIDE, MAX_ROWS, MAX_SIDE, spread
+from itercast.microbench.ops.sizes import (
+    MAX_BATCH,
+    MAX_PIXELS_A_SIDE,
+    MAX_ROWS,
+    MAX_SIDE,
+    spread,
+    swept,
+)
 
 FLOPS_PER_ELEMENT = {  # no assumption: counted in the formula of each op
     "layer": 8.0,  # mean 1, variance 3, normalise 2, scale and shift 2
@@ -47,7 +53,7 @@ FLOPS_PER_ELEMENT = {  # no assumption: counted in the formula of each op
     "group": 8.0,
     "group_backward": 12.0,
 }
-CALLS = facts_of(__file__)["calls"]
+FACTS = facts_of(__file__)
 MAX_ELEMENTS = 2**23
 PASSES: Mapping[str, int] = assumed(__file__, "passes")
 CLOCKS: Mapping[str, float] = assumed(__file__, "clocks")
@@ -77,23 +83,13 @@ def sweep() -> Iterator[Norm]:
 
     Token rows by model width, images by channels, up to 8M elements.
     """
-    rng = np.random.default_rng(3)
-    ops = list(FLOPS_PER_ELEMENT)
-    while True:
-        op = str(rng.choice(ops))
-        rows, cols, channels, groups = log_uniform(rng, 1, 32768), log_uniform(rng, 16, 8192), 1, 1
-        if op.startswith(("layer", "rms")) and rng.random() < 0.7:  # widths are round
-            cols = max(16, 16 * round(cols / 16))
-        if op.startswith(("batch", "group")):
-            rows, channels = log_uniform(rng, 1, 128), log_uniform(rng, 8, 1024)
-            cols = 1 if rng.random() < 0.1 else log_uniform(rng, 4, 16384)
-            channels = 8 * max(1, round(channels / 8)) if rng.random() < 0.7 else channels
-        if op.startswith("batch") and rows * cols < 2:
-            continue  # one value has no variance
-        if op.startswith("group"):
-            groups = int(rng.choice([g for g in (1, 4, 8, 16, 32, channels) if channels % g == 0]))
-        if rows * cols * channels <= MAX_ELEMENTS:
-            yield Norm(op=op, rows=rows, cols=cols, channels=channels, groups=groups)
+    return swept(np.random.default_rng(3), FACTS["sweep"], _small)
+
+
+def _small(groups: int = 1, **fields: Any) -> Norm | None:
+    p = Norm(groups=groups or fields["channels"], **fields)
+    divides = p.channels % p.groups == 0
+    return p if divides and p.rows * p.cols * p.channels <= MAX_ELEMENTS else None
 
 
 def build(p: Norm, device: str) -> Workload:
@@ -120,7 +116,7 @@ def build(p: Norm, device: str) -> Workload:
 
 
 def _call(op: str, operands: Mapping[str, Any]) -> Callable[[], Any]:
-    name, *arguments = CALLS[op]
+    name, *arguments = FACTS["calls"][op]
     return call_of(name, arguments, operands)
 
 

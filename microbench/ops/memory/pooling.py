@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -23,18 +24,16 @@ from itercast.microbench.ops.family import (
     Workload,
     is_any,
     itemsize_bytes,
-    log_uniform,
 )
 from itercast.microbench.ops.memory.elementwise import windowed_copy
-from itercast.microbench.ops.sizes import MAX_BATCH, resize_along
-from itercast.microbench.store import Row
+from itercast.microbench.ops.sizes import MAX_BATCH, resize_along, swept
 
 WINDOWED = ("max_pool2d_with_indices", "avg_pool2d")
 ADAPTIVE = ("_adaptive_avg_pool2d", "adaptive_max_pool2d")
 RESIZED = ("upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d")
 FORWARD = WINDOWED + ADAPTIVE + RESIZED
-CALLS = facts_of(__file__)["calls"]
-OPS = tuple(CALLS)
+FACTS = facts_of(__file__)
+CALLS = FACTS["calls"]
 INDEXED = ("max_pool2d_with_indices", "adaptive_max_pool2d")
 DILATED, DILATION_AT = WINDOWED[:1], 4  # x, kernel, stride, padding, dilation; or after a gradient
 SAME_AS = {"_upsample_nearest_exact2d": "upsample_nearest2d"}
@@ -68,42 +67,32 @@ class Pooling:
     dtype: str = "fp32"
 
 
-def _draw(rng: np.random.Generator) -> Pooling:
-    op = str(rng.choice(OPS))
-    base = op.removesuffix("_backward")
-    h = w = log_uniform(rng, 2, 256)
-    if rng.random() < 0.15:
-        h, w = 1, log_uniform(rng, 8, 16384)  # one-dimensional pooling
-    sizes: Row = {"batch": log_uniform(rng, 1, 64), "channels": log_uniform(rng, 1, 512)}
-    sizes["channels_last"] = sizes["channels"] > 1 and bool(rng.random() < 0.2)
-    if base in WINDOWED:
-        kernel, stride = int(rng.choice([2, 3, 3, 5])), int(rng.choice([1, 2, 2, 3]))
-        padding = int(rng.choice([0, kernel // 2]))
-        if h > 1:
-            h, w = max(h, kernel), max(w, kernel)
-            sizes |= {"kernel_h": kernel, "stride_h": stride, "padding_h": padding}
-        sizes |= {"kernel_w": kernel, "stride_w": stride, "padding_w": padding}
-        out_h = (h + 2 * padding - kernel) // stride + 1 if h > 1 else 1
-        out_w = (w + 2 * padding - kernel) // stride + 1
-    elif base in ADAPTIVE:
-        out = int(rng.choice([1, 2, 6, 7, 14]))
-        out_h, out_w = min(out, h), min(out, w)
-    else:
-        scale = float(rng.choice([0.5, 2, 2, 4]))
-        out_h, out_w = max(1, int(h * scale)), max(1, int(w * scale))
-    return Pooling(op=op, h=h, w=w, out_h=out_h, out_w=out_w, **sizes)
-
-
 def sweep() -> Iterator[Pooling]:
     """Yields points without end: images from 2x2 to 256x256 and rows, up to 8M elements a side."""
-    rng = np.random.default_rng(12)
-    while True:
-        p = _draw(rng)
-        pixels = max(p.h * p.w, p.out_h * p.out_w)
-        if p.channels_last and min(p.h * p.w, p.out_h * p.out_w) == 1:
-            continue  # both layouts are one
-        if p.batch * p.channels * pixels <= MAX_ELEMENTS and flops(p) <= 1e8:
-            yield p
+    return swept(np.random.default_rng(12), FACTS["sweep"], _small)
+
+
+def _small(op: str, h: int, w: int = 0, **fields: Any) -> Pooling | None:
+    """A point from sizes as the YAML file states them; None where it is too large."""
+    sizes = {name: fields.pop(name) for name in ("batch", "channels", "channels_last")}
+    sides = [h, w or h]
+    if "kernel" in fields:
+        kernel, stride = fields["kernel"], fields["stride"]
+        padding, axes = fields["padded"] * (kernel // 2), "hw" if h > 1 else "w"
+        sides = [max(side, kernel) if side > 1 else side for side in sides]
+        outs = [(side + 2 * padding - kernel) // stride + 1 if side > 1 else 1 for side in sides]
+        window = {"kernel": kernel, "stride": stride, "padding": padding}
+        sizes |= {f"{name}_{axis}": n for name, n in window.items() for axis in axes}
+    elif "out" in fields:
+        outs = [min(fields["out"], side) for side in sides]
+    else:
+        outs = [max(1, int(side * fields["scale"])) for side in sides]
+    p = Pooling(op=op, h=sides[0], w=sides[1], out_h=outs[0], out_w=outs[1], **sizes)
+    pixels = sorted((p.h * p.w, p.out_h * p.out_w))
+    if p.channels_last and (p.channels == 1 or pixels[0] == 1):
+        return None  # both layouts are one
+    fits = p.batch * p.channels * pixels[1] <= MAX_ELEMENTS and flops(p) <= 1e8
+    return p if fits else None
 
 
 def build(p: Pooling, device: str) -> Workload:

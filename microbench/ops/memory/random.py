@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -20,19 +21,13 @@ from itercast.microbench.ops.family import (
     Workload,
     is_any,
     itemsize_bytes,
-    log_uniform,
     logs,
 )
-from itercast.microbench.ops.sizes import MAX_NUMEL, spread
+from itercast.microbench.ops.sizes import MAX_NUMEL, spread, swept
 
 DROPOUT = ("native_dropout", "native_dropout_backward")
 FACTS = facts_of(__file__)
-OPS = tuple(FACTS["calls"])
-COMMON = (*DROPOUT, *3 * ("bernoulli_",), "normal_", "uniform_", "rand", "randn")  # of dropout
-INT64 = ("randint", "randperm")
-LARGEST = {"bernoulli_": 2**23, "native_dropout_backward": 2**23}
-LARGEST |= {"randperm": 2**20, "multinomial": 2**20}
-MAX_ELEMENTS = 2**22  # a core draws some 100 million numbers a second
+MAX_CATEGORIES = 2**20
 READS = (*DROPOUT, "bernoulli")
 FLOPS_PER_NUMBER: float = assumed(__file__, "flops_per_number")
 
@@ -54,22 +49,16 @@ class RandomOp:
 
 def sweep() -> Iterator[RandomOp]:
     """Yields points without end: 16 to 4M numbers, dropout masks up to 8M; rows of categories."""
-    rng = np.random.default_rng(14)
-    while True:
-        op = str(rng.choice(COMMON if rng.random() < 0.5 else OPS))
-        size = log_uniform(rng, 16, LARGEST.get(op, MAX_ELEMENTS))
-        if op != "multinomial":
-            yield RandomOp(op=op, size=size, dtype="int64" if op in INT64 else "fp32")
-            continue
-        p = RandomOp(
-            op=op,
-            size=size,
-            rows=log_uniform(rng, 1, 256),
-            draws=1 if rng.random() < 0.5 else log_uniform(rng, 1, min(size, 1024)),
-            replacement=bool(rng.random() < 0.5),
-        )
-        if p.rows * max(p.size, 16 * p.draws) <= LARGEST[op]:
-            yield p
+    return swept(np.random.default_rng(14), FACTS["sweep"], _quick)
+
+
+def _quick(**fields: Any) -> RandomOp | None:
+    """A core draws some 100 million numbers a second."""
+    p = RandomOp(**fields)
+    if p.op != "multinomial":
+        return p
+    drawn = p.rows * max(p.size, 16 * p.draws)
+    return p if p.draws <= p.size and drawn <= MAX_CATEGORIES else None
 
 
 def build(p: RandomOp, device: str) -> Workload:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -23,26 +24,21 @@ from itercast.microbench.ops.family import (
     Workload,
     is_any,
     itemsize_bytes,
-    log_uniform,
     logs,
     repeated,
 )
 from itercast.microbench.ops.memory.elementwise import Elementwise, memory_copy
-from itercast.microbench.ops.sizes import MAX_NUMEL, MAX_ROWS, MAX_SIDE, spread
+from itercast.microbench.ops.sizes import MAX_NUMEL, MAX_ROWS, MAX_SIDE, spread, swept
 
 SOFTMAX = ("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data")
 MOMENTS = ("var", "var_mean", "std")
 INDEXED = ("max", "min")  # with positions of the extremes
-LOGICAL = ("any", "all")
 SCANS = ("cumsum",)
 NLL = ("nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward", "nll_loss2d_backward")
 PAIRED = ("mse_loss", "mse_loss_backward", "binary_cross_entropy_with_logits")
 FACTS = facts_of(__file__)
-OPS = tuple(FACTS["calls"])
-COMMON = (*SOFTMAX, *NLL[:2], "sum", "mean", "sum", "mean", "linalg_vector_norm", "mse_loss")
 MAX_ELEMENTS = 2**23
 BLOCK_BYTES: int = assumed(__file__, "block_bytes")
-VOCABULARIES = (1000, 10000, 30522, 32000, 50257, 65024, 128256)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,26 +60,12 @@ def sweep() -> Iterator[Reduction]:
 
     Rows, columns and whole tensors up to 8M elements; ops of training more often.
     """
-    rng = np.random.default_rng(6)
-    while True:
-        op = str(rng.choice(COMMON if rng.random() < 0.6 else OPS))
-        outer, size, inner = log_uniform(rng, 1, 32768), log_uniform(rng, 2, 65536), 1
-        shape = rng.random()
-        if op in PAIRED:
-            outer, size = 1, log_uniform(rng, 2, MAX_ELEMENTS)
-        elif op.startswith("nll") or "softmax" in op:
-            size = int(rng.choice(VOCABULARIES)) if shape < 0.25 else size
-            inner = log_uniform(rng, 2, 4096) if "2d" in op or shape > 0.9 else 1
-            inner = 1 if op.startswith("nll_loss_") else inner
-        elif shape < 0.35:
-            inner = log_uniform(rng, 2, 4096)
-        elif shape < 0.6 and op not in SCANS:
-            outer, size = 1, log_uniform(rng, 2, MAX_ELEMENTS)
-        dtype = "bool" if op in LOGICAL else "fp32"
-        if op in ("sum", "cumsum") and rng.random() < 0.15:
-            dtype = str(rng.choice(["int64", "bool"]))
-        if outer * size * inner <= MAX_ELEMENTS:
-            yield Reduction(op=op, outer=outer, size=size, inner=inner, dtype=dtype)
+    return swept(np.random.default_rng(6), FACTS["sweep"], _small)
+
+
+def _small(**fields: Any) -> Reduction | None:
+    p = Reduction(**fields)
+    return p if p.outer * p.size * p.inner <= MAX_ELEMENTS else None
 
 
 def build(p: Reduction, device: str) -> Workload:

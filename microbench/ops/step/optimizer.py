@@ -23,10 +23,10 @@ from itercast.microbench.ops.family import (
     Values,
     Workload,
     itemsize_bytes,
-    log_uniform,
     repeated,
 )
 from itercast.microbench.ops.memory.elementwise import Elementwise
+from itercast.microbench.ops.sizes import swept
 
 FACTS = facts_of(__file__)
 ONE, TWO, FUSED, ADAMW = (
@@ -69,17 +69,13 @@ class OptimizerOp:
 def sweep() -> Iterator[OptimizerOp]:
     """Yields points without end: 1 to 200 tensors, up to 16M elements together, 4M where fused.
 
-    Square roots are drawn three times as often as other ops, as zeros among their inputs matter;
-    two in three of them have zeros.
+    Square roots are drawn three times as often as other ops, as zeros among their inputs matter.
     """
-    rng = np.random.default_rng(5)
-    while True:
-        tensors = log_uniform(rng, 1, 200)
-        op = str(rng.choice((*ONE, *TWO, ROOT, ROOT, NORM) if rng.random() < 0.6 else FUSED))
-        limit = 2**22 if op in FUSED else 2**24
-        numel = max(tensors, log_uniform(rng, 64, limit))
-        zeros = round(rng.random(), 3) if op == ROOT and rng.random() < 2 / 3 else 0.0
-        yield OptimizerOp(op=op, tensors=tensors, numel=numel, zero_frac=zeros)
+    return swept(np.random.default_rng(5), FACTS["cpu"], _drawn)
+
+
+def _drawn(tensors: int, numel: int = 0, each: int = 1, **fields: Any) -> OptimizerOp:
+    return OptimizerOp(tensors=tensors, numel=max(tensors * each, numel), **fields)
 
 
 def build(p: OptimizerOp, device: str) -> Workload:
@@ -221,18 +217,8 @@ OVERLOADS = ("default", "Scalar", "ScalarList", "List", "Tensor", "ScalarAndTens
 
 
 def gpu_points(rng: np.random.Generator) -> Iterator[OptimizerOp]:
-    """Yields points without end: foreach calls of AdamW and SGD over a model or a piece, fused.
-
-    A ResNet has 160 tensors, BERT and GPT-2 150 to 580, a DLRM 50 to 80.
-    """
-    while True:
-        ops = [(0.7, str(rng.choice(ADAMW))), (0.15, SGD), (0.15, str(rng.choice(FUSED)))]
-        op = ops[int(rng.choice(len(ops), p=[share for share, _ in ops]))][1]
-        tensors = log_uniform(rng, 40, 640) if rng.random() < 0.8 else log_uniform(rng, 1, 40)
-        counters = op in COUNTERS and rng.random() < 0.1
-        each = 1 if counters else ALIGNED * log_uniform(rng, 2_500, 1_000_000)
-        aligned = 0.0 if counters else 1.0 if rng.random() < 0.8 else round(rng.random(), 2)
-        yield OptimizerOp(op=op, tensors=tensors, numel=tensors * each, aligned_frac=aligned)
+    """Yields points without end: foreach calls of AdamW and SGD over a model or a piece, fused."""
+    return swept(rng, FACTS["gpu"], _drawn)
 
 
 def gpu_variant(p: OptimizerOp, rng: np.random.Generator) -> OptimizerOp:

@@ -24,8 +24,8 @@ from itercast.microbench.iterations.measure import Iteration, measure_iteration
 from itercast.microbench.iterations.worker import IterationOrder, iteration_row
 from itercast.microbench.ops.matrix.gemm import Gemm
 from itercast.microbench.ops.memory.elementwise import Elementwise
+from itercast.microbench.processes.watch import EXIT_BROKEN
 from itercast.microbench.store import Journal, read_rows, write_part
-from itercast.microbench.sweep.gpu_chunk_worker import EXIT_BROKEN
 
 ROOT = Path(__file__).parents[3]
 HEAVY = (

@@ -26,8 +26,8 @@ from itercast.microbench.iterations.measure import Iteration, _StepTimer, measur
 from itercast.microbench.iterations.measured_plan import PlanStep
 from itercast.microbench.iterations.worker import IterationOrder, RetryWhenDisturbed
 from itercast.microbench.ops.memory.fused import Fused, build
+from itercast.microbench.processes.watch import EXIT_BROKEN
 from itercast.microbench.store import read_journal
-from itercast.microbench.sweep.gpu_chunk_worker import EXIT_BROKEN
 from itercast.microbench.timing import gpu_watch
 from itercast.microbench.timing.gpu_watch import GpuWatch
 

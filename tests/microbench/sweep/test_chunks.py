@@ -15,10 +15,11 @@ from clockwork import Clockwork, Killed, Toy, order, toy_family
 from itercast.microbench import store
 from itercast.microbench.ops.family import GpuSweep, Workload
 from itercast.microbench.ops.matrix.gemm import FAMILY as GEMM
-from itercast.microbench.sweep import gpu_chunk_worker
+from itercast.microbench.processes.watch import EXIT_BROKEN
+from itercast.microbench.sweep import gpu_chunks, worker
 from itercast.microbench.sweep import scheduler as sweep_module
-from itercast.microbench.sweep.gpu_chunks import Bench, Chunk
-from itercast.microbench.timing.clock import CallCost
+from itercast.microbench.sweep.gpu_chunks import GpuBench
+from itercast.microbench.sweep.under_way import UnderWay
 
 Rows = list[dict[str, Any]]
 Work = Callable[..., Rows]
@@ -28,7 +29,7 @@ Work = Callable[..., Rows]
 def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Work:
     """Runs one worker over toys; returns all rows that the journal has then."""
 
-    def worker(
+    def run(
         points: Sequence[Toy], device: Clockwork | None = None, **asked: Any
     ) -> list[dict[str, Any]]:
         device = device or Clockwork()
@@ -36,12 +37,12 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Work:
         done = sweep_module.finished_keys(tmp_path, ("toy",))
         return measured(sweep_module.Sweep(order(tmp_path, "toy", **asked), done), device)
 
-    return worker
+    return run
 
 
 def know(monkeypatch: pytest.MonkeyPatch, known: dict[str, Any]) -> None:
     """Only these families exist."""
-    for module in (gpu_chunk_worker, sweep_module):
+    for module in (gpu_chunks, sweep_module):
         monkeypatch.setattr(module, "families", lambda: known)
 
 
@@ -49,8 +50,9 @@ def measured(sweep: sweep_module.Sweep, device: Clockwork, name: str = "run") ->
     """All rows of a journal, to which a worker has added its own."""
     root = Path(sweep.order.root)
     journal = store.Journal(root, name)
+    under_way = UnderWay(sweep)
     try:
-        gpu_chunk_worker.sweep_in_chunks(sweep, device, journal)
+        worker.measure(sweep, GpuBench(sweep, under_way, device), under_way, journal)
     finally:
         journal.close()
     return store.read_journal(root / ".journal" / f"{name}.jsonl")
@@ -125,7 +127,7 @@ def test_after_a_sticky_error_only_the_culprit_is_marked(work: Work, does: str) 
     points = [Toy(number=n, does=does if n == 4 else "ok") for n in range(1, 8)]
     with pytest.raises(SystemExit) as ended:
         work(points)
-    assert ended.value.code == gpu_chunk_worker.EXIT_BROKEN
+    assert ended.value.code == EXIT_BROKEN
     rows = work(points)  # a new process has a new device
     assert statuses(rows) == {n: "error" if n == 4 else "ok" for n in range(1, 8)}
     assert len({row["key"] for row in rows}) == len(rows) == 2 * 6 + 1
@@ -141,7 +143,7 @@ def test_a_point_that_kills_the_worker_without_a_word_is_found_out_at_once(work:
 
 
 def test_a_worker_of_a_later_run_tries_the_point_again(work: Work, tmp_path: Path) -> None:
-    """Its parent may have been killed, too; a point that was alone when that happened is marked."""
+    """Its parent may have been killed, too; a point at which that happened twice is marked."""
     points = [Toy(number=n, does="kill" if n == 2 else "ok") for n in range(1, 5)]
     for run_id in ("one", "two"):
         with pytest.raises(Killed):
@@ -151,10 +153,10 @@ def test_a_worker_of_a_later_run_tries_the_point_again(work: Work, tmp_path: Pat
     assert statuses(rows) == {1: "ok", 2: "error", 3: "ok", 4: "ok"}
 
 
-def test_a_chunk_of_which_nobody_knows_the_culprit_is_halved(work: Work) -> None:
-    """8 points, 4, 2 and 1: the worker dies four times, after all points of a chunk are sampled."""
+def test_a_chunk_of_which_nobody_knows_the_culprit_is_measured_point_by_point(work: Work) -> None:
+    """The worker dies after all points of a chunk are sampled, then when the third one is."""
     points = [Toy(number=n, does="poison" if n == 3 else "ok") for n in range(1, 9)]
-    for _ in range(4):
+    for _ in range(2):
         with pytest.raises(Killed):
             work(points)
     rows = work(points)
@@ -165,7 +167,7 @@ def test_a_chunk_of_which_nobody_knows_the_culprit_is_halved(work: Work) -> None
 def test_one_chunk_in_four_is_profiled_each_point_under_its_settings(
     work: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_chunk_worker, "CHUNK_POINTS", 4)
+    monkeypatch.setattr(GpuBench, "points", 4)
     device = Clockwork()
     dtypes = ("fp32", "tf32")
     points = [Toy(number=n, dtype=dtypes[n % 2]) for n in range(1, 17)]
@@ -201,7 +203,7 @@ def test_rows_are_kept_when_the_profiler_breaks_the_device(work: Work) -> None:
     points = [Toy(number=n) for n in range(1, 5)]
     with pytest.raises(SystemExit) as ended:
         work(points, Clockwork(profiler="sticky"))
-    assert ended.value.code == gpu_chunk_worker.EXIT_BROKEN
+    assert ended.value.code == EXIT_BROKEN
     assert len(work(points)) == 2 * 4
 
 
@@ -245,18 +247,12 @@ def test_a_chunk_without_time_measures_one_point_and_leaves_the_rest(
 ) -> None:
     device = Clockwork()
     toys = toy_family(device, [])
-    monkeypatch.setattr(sweep_module, "families", lambda: {"toy": toys})
+    know(monkeypatch, {"toy": toys, "gemm": fixed(GEMM)})
     chosen = [(toys, Toy(number=n), 0) for n in range(3)]
-    bench = Bench(
-        device=device,
-        anchor=lambda: 7.0,
-        call_cost=CallCost(device.wait),
-        note=lambda number: None,
-    )
-    chunk = Chunk(bench, chosen, until_s=0.0)
-    rows = chunk.measure(sweep_module.Sweep(order(tmp_path, "toy"), set()))
+    sweep = sweep_module.Sweep(order(tmp_path, "toy"), set())
+    rows, left = GpuBench(sweep, UnderWay(sweep), device).measure(chosen, until_s=0.0)
     assert statuses(rows) == {0: "ok"}
-    assert chunk.rest == chosen[1:]
+    assert left == [chosen[1:]]
 
 
 def test_garbage_is_not_collected_while_points_are_timed(work: Work) -> None:
@@ -300,4 +296,4 @@ def test_families_share_time_and_weights(tmp_path: Path, monkeypatch: pytest.Mon
     assert found["cpu"] == pytest.approx([0.1, 3.0], rel=0.2)
     assert found["cuda"] == pytest.approx([0.1, 1.0], rel=0.2)
     sweep.order = order(tmp_path, *known, budget_s=0.5)
-    assert len(gpu_chunk_worker.choose_chunk(sweep, 0.0)) < 60  # 0.5 s at 0.01 s a point or more
+    assert len(sweep.choose_chunk(0.0, 96, 20.0)) < 60  # 0.5 s at 0.01 s a point or more

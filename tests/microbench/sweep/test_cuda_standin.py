@@ -20,8 +20,9 @@ from itercast.microbench.ops import families
 from itercast.microbench.ops.matrix.gemm import Gemm
 from itercast.microbench.store import compact, read_rows, write_part
 from itercast.microbench.sweep import collect as collect_module
-from itercast.microbench.sweep import gpu_chunk_worker, worker
+from itercast.microbench.sweep import gpu_chunks, worker
 from itercast.microbench.sweep.rows import failure_status
+from itercast.microbench.sweep.scheduler import Sweep
 from itercast.microbench.timing.cuda_device import CudaDevice
 from itercast.microbench.timing.kernels import MARK
 from itercast.microbench.timing.nvml import Nvml, combined, is_throttled, reasons
@@ -185,11 +186,10 @@ def test_a_sweep_of_all_families_on_the_stand_in(
     stream: Stream, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The worker as on a GPU, the small points of its space, really run: rows of every family."""
-    monkeypatch.setattr("itercast.microbench.sweep.gpu_chunk_worker.CHUNK_POINTS", 39)
-    monkeypatch.setattr(gpu_chunk_worker, "ANCHOR", Gemm(m=16, n=16, k=16))  # bf16 is slow here
-    chunks = iter([gpu_chunk_worker.choose_chunk])  # one, however slow the machine
+    monkeypatch.setattr(gpu_chunks, "ANCHOR", Gemm(m=16, n=16, k=16))  # bf16 is slow here
+    chunks = iter([Sweep.choose_chunk])  # one, however slow the machine
     monkeypatch.setattr(
-        gpu_chunk_worker, "choose_chunk", lambda s, now_s: next(chunks, lambda *_: [])(s, now_s)
+        Sweep, "choose_chunk", lambda s, now_s, *_: next(chunks, lambda *_: [])(s, now_s, 39, 20.0)
     )
     for group in ("SHARDED", "WRAPPERS"):  # these ask torch for CUDA itself
         monkeypatch.setattr(f"itercast.microbench.ops.step.host.{group}", ())
