@@ -1,25 +1,24 @@
 """Measures ops inside training steps: each op of profiled steps as a row, by torch.profiler.
 
-The importer of Kineto traces reads the trace, so that traces of users give the same rows.
+The rows are those that the importer of Kineto traces makes of a user's trace.
 """
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields
-from pathlib import Path
+from functools import partial
 
 from itercast.capture.base.slow_imports import torch
 from itercast.capture.cases.registry import EvalCase
 from itercast.microbench import store
 from itercast.microbench.importers.traces.kineto import rows_of_calls
 from itercast.microbench.importers.traces.kineto_ops import answered, describe
-from itercast.microbench.importers.traces.kineto_tree import host_times, join, parse
 from itercast.microbench.iterations.measure import Iteration, prepared_step
 from itercast.microbench.ops import families
 from itercast.microbench.store import Row
 from itercast.microbench.sweep.rows import Order, failure, make_row
+from itercast.microbench.timing.traces import host_times, join, record
 
 IN_STEP, OPS = "in_step", "in_step_ops"  # families of profiled iterations and of their ops
 STEPS = 3
@@ -41,7 +40,7 @@ def measure_in_step(
             step = prepared_step(case, iteration, device)
             for _ in range(WARMUP):
                 step()
-            trace = parse(_profiled(step, device))
+            trace = record(partial(_steps, step, device), on_gpu=device == "cuda", shapes=True)
     except Exception as exc:  # any failure becomes a row, as where an engine is not supported
         return failure(exc), {}
     per_call = join(trace, answered)[0] if device == "cuda" else host_times(trace, answered)
@@ -53,21 +52,11 @@ def measure_in_step(
     return {"status": "ok", **measured}, rows
 
 
-def _profiled(step: Callable[[], None], device: str) -> str:
-    """The Chrome trace of STEPS steps, with the shapes of ops."""
-    from torch import profiler
-
-    kinds = [profiler.ProfilerActivity.CPU]
-    kinds += [profiler.ProfilerActivity.CUDA] if device == "cuda" else []
-    with profiler.profile(activities=kinds, record_shapes=True) as session:
-        for _ in range(STEPS):
-            step()
-        if device == "cuda":
-            torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        session.export_chrome_trace(str(path))
-        return path.read_text()
+def _steps(step: Callable[[], None], device: str) -> None:
+    for _ in range(STEPS):
+        step()
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def op_rows(

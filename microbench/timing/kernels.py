@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
-import tempfile
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pandas as pd
 
 from itercast.microbench.timing.nvml import Reading
+from itercast.microbench.timing.traces import Span, Trace, record
 
-Json = Any  # a value of a trace
 MARK = "itercast run "
-KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
-LAUNCHES = ("cuda_runtime", "cuda_driver")
 NAME_LENGTH = 120  # of a kernel; template arguments can have thousands of letters
 NAMES = 8  # of kernels in a row of the dataset
 # Before the runs, as CUPTI may lose the first kernels of a session:
@@ -35,8 +29,8 @@ def profile(
     runs: Sequence[Callable[[], object]],
     wait: Callable[[], None],
     first: Callable[[], object],
-) -> dict[str, Json]:
-    """Profile runs; returns a Chrome trace in which run n is inside an annotation ``MARK`` n.
+) -> Trace:
+    """Profile runs; returns a trace in which run n is inside an annotation ``MARK`` n.
 
     Each run is preceded by the same run without annotation, so that caches are warm. ``first``
     launches a tiny kernel, at the beginning, where the profiler may lose kernels.
@@ -47,9 +41,7 @@ def profile(
     """
     from torch import profiler  # lazy: traces are read where torch is absent
 
-    os.environ["TEARDOWN_CUPTI"] = "1"
-    kinds = [profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.CUDA]
-    with profiler.profile(activities=kinds) as session:
+    def run_all() -> None:
         for _ in range(LEADING_LAUNCHES):
             first()
         for number, run in enumerate(runs):
@@ -57,64 +49,45 @@ def profile(
             with profiler.record_function(f"{MARK}{number}"):
                 run()
             wait()
+
+    os.environ["TEARDOWN_CUPTI"] = "1"
+    trace = record(run_all, on_gpu=True)
     until_s = time.monotonic() + DETACH_S
     while time.monotonic() < until_s:
         wait()
         time.sleep(DETACH_S / 10)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        session.export_chrome_trace(str(path))
-        found: dict[str, Json] = json.loads(path.read_text(errors="replace"))
-    return found
+    return trace
 
 
-def kernels_by_run(trace: Mapping[str, Json], runs: int) -> list[list[tuple[str, float]]]:
+def kernels_by_run(trace: Trace, runs: int) -> list[list[tuple[str, float]]]:
     """(name, duration in us) of the kernels, copies and fills of each run, in launch order.
 
     A kernel belongs to the run during which the host launched it, on any thread. Where the trace
     lacks a kernel that a run launched (CUPTI lost records), the run's list is empty.
     """
-    events = [e for e in trace.get("traceEvents", ()) if e.get("ph") == "X"]
     marks = sorted(
-        (e["ts"], e["ts"] + e["dur"], int(e["name"].removeprefix(MARK)))
-        for e in events
-        if e.get("cat") == "user_annotation" and e["name"].startswith(MARK)
+        (op.start_us, op.start_us + op.duration_us, int(op.name.removeprefix(MARK)))
+        for op in trace.ops
+        if op.name.startswith(MARK)
     )
-    starts = [begin for begin, _, _ in marks]
-    launched = {
-        _correlation(e): e["ts"]
-        for e in events
-        if e.get("cat") in LAUNCHES and _correlation(e) is not None
-    }
+
+    def run_of(launch: Span) -> int | None:
+        index = bisect_right(marks, launch.start_us, key=lambda mark: mark[0]) - 1
+        return marks[index][2] if index >= 0 and launch.start_us <= marks[index][1] else None
+
     found: list[list[tuple[float, str, float]]] = [[] for _ in range(runs)]
-
-    def run_at(ts: float) -> int | None:
-        index = bisect_right(starts, ts) - 1
-        return marks[index][2] if index >= 0 and ts <= marks[index][1] else None
-
-    seen = set()
-    for event in events:
-        correlation = _correlation(event)
-        at = launched.get(correlation)
-        if event.get("cat") not in KERNELS or at is None:
-            continue
-        seen.add(correlation)
-        if (run := run_at(at)) is not None:
-            found[run].append((at, event["name"], float(event["dur"])))
-    lost = {run_at(e["ts"]) for e in events if _launches(e) and _correlation(e) not in seen}
+    for kernel in trace.kernels:
+        launch = trace.launches.get(kernel.correlation)
+        if launch is not None and (number := run_of(launch)) is not None:
+            found[number].append((launch.start_us, kernel.name, kernel.duration_us))
+    seen = {kernel.correlation for kernel in trace.kernels}
+    unseen = [launch for at, launch in trace.launches.items() if at not in seen]
+    # of the CUDA runtime; its other calls launch no kernel
+    lost = {run_of(launch) for launch in unseen if launch.name.startswith("cudaLaunchKernel")}
     return [
         [] if number in lost else [(name, us) for _, name, us in sorted(run)]
         for number, run in enumerate(found)
     ]
-
-
-def _launches(event: Mapping[str, Json]) -> bool:
-    """Whether an event is a call of the CUDA runtime that launches a kernel."""
-    return event.get("cat") == "cuda_runtime" and "LaunchKernel" in event["name"]
-
-
-def _correlation(event: Mapping[str, Json]) -> Json:
-    return event.get("args", {}).get("correlation")
 
 
 def kernel_facts(kernels: Sequence[tuple[str, float]]) -> Reading:

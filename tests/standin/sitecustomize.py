@@ -143,10 +143,10 @@ def make_points_few(module: Any) -> None:
 def leave_out_profiles(module: Any) -> None:
     """A profiler that looks for a GPU warns of every op; runs are run, nothing is seen."""
 
-    def profile(runs: Sequence[Callable[[], object]], *_: Any, **__: Any) -> dict[str, Any]:
+    def profile(runs: Sequence[Callable[[], object]], *_: Any, **__: Any) -> Any:
         for run in runs:
             run()
-        return {"traceEvents": []}
+        return module.Trace()
 
     module.profile = profile
 
@@ -180,8 +180,8 @@ def make_timing_short(module: Any) -> None:
 
 def time_ops_on_the_host(module: Any) -> None:
     """There are no kernels in a trace."""
-    profiled = module._profiled
-    module._profiled = lambda step, device: profiled(step, "cpu")
+    record = module.record
+    module.record = lambda run, on_gpu, shapes: record(run, on_gpu=False, shapes=shapes)
     module.join = lambda trace, owns: (module.host_times(trace, owns), 0)
 
 

@@ -19,14 +19,15 @@ from itercast.microbench.importers.base import (
     Hints,
     Imported,
     RowCollector,
-    Unreadable,
+    parsed_json,
     read_text,
     refuse,
+    text_of,
     whole,
 )
 from itercast.microbench.importers.traces.kineto_ops import answered, describe
-from itercast.microbench.importers.traces.kineto_tree import Trace, join, parse
 from itercast.microbench.store import Row
+from itercast.microbench.timing.traces import Trace, join, parse
 
 ABOUT = About(**facts_of(__file__)["about"])
 UNKNOWN = "op not described by a family"
@@ -49,8 +50,8 @@ def read(path: Path, hints: Hints = Hints()) -> Imported:  # noqa: B008  # froze
 def _file(collector: RowCollector, path: Path, hints: Hints) -> None:
     try:
         text = read_text(path)
-        trace = parse(text)
-    except Unreadable as exc:
+        trace = parse(parsed_json(text))
+    except ValueError as exc:
         return collector.unreadable(str(exc))
     collector.readable += 1
     gpu = gpu_named(trace.device) or hints.gpu
@@ -61,7 +62,7 @@ def _file(collector: RowCollector, path: Path, hints: Hints) -> None:
         return collector.drop(f"trace {device}: pass the GPU")
     common = {
         "gpu": gpu,
-        "stack": f"torch cuda-{trace.cuda}" if trace.cuda else "torch",
+        "stack": f"torch cuda-{text_of(trace.cuda)}" if trace.cuda else "torch",
         "run_id": collector.run_id(path, text),
         "origin": collector.name(path),
     }
@@ -77,8 +78,8 @@ def _file(collector: RowCollector, path: Path, hints: Hints) -> None:
 def step_us(path: Path) -> float:
     """Median time of a trace's profiler steps in us; ValueError where it is none or has none."""
     try:
-        steps = _steps_us(parse(read_text(path)))
-    except Unreadable as exc:
+        steps = _steps_us(parse(parsed_json(read_text(path))))
+    except ValueError as exc:
         raise ValueError(f"trace {str(path)!r}: {exc}") from None
     if not steps:
         raise ValueError(f"trace {str(path)!r} has no ProfilerStep: call step() of the profiler")

@@ -42,7 +42,6 @@ OPERANDS |= {step: sum(OPERANDS.get(c, 2) for c in calls) for step, calls in STE
 FLOPS |= {step: 2 * len(calls) for step, calls in STEPS.items()}
 EACH = "_foreach_div_each"  # no kernel takes such lists: a division for each tensor
 ALIGNED = 4  # elements that a kernel reads at once
-COUNTERS = ("_foreach_add_", "_foreach_div_")  # also over lists of step counters
 # Lists of at most so many elements per tensor hold step counters, not parameters.
 STEP_COUNTERS: int = assumed(__file__, "step_counter_elements")
 

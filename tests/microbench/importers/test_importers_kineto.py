@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from itercast.extras.published.readers import read_source
 from itercast.microbench.importers.base import Hints, Imported
 from itercast.microbench.importers.traces.kineto_ops import ATTENTION, describe
-from itercast.microbench.importers.traces.kineto_tree import parse
+from itercast.microbench.timing.traces import parse
 
 
 def op(name: str, at: float, last: float, external: int, **args: Any) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def test_a_real_trace_joins_and_names_what_models_call(tmp_path: Path) -> None:
         for _ in range(3):
             model(torch.randn(4, 8)).sum().backward()
             profiler.step()
-    real = parse(path.read_text())
+    real = parse(json.loads(path.read_text()))
     kernels: list[dict[str, Any]] = []
     for span in real.ops:
         inner = (o.start_us for o in real.ops if o is not span and o.thread == span.thread)

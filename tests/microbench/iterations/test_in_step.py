@@ -10,7 +10,6 @@ import pytest
 
 from itercast.capture.cases.registry import case
 from itercast.capture.recorder.log import capture_step
-from itercast.microbench.importers.traces.kineto_tree import Span, Trace, host_times
 from itercast.microbench.iterations import worker
 from itercast.microbench.iterations.in_step import STEPS, measure_in_step
 from itercast.microbench.iterations.measure import Iteration
@@ -18,6 +17,7 @@ from itercast.microbench.iterations.worker import IterationOrder
 from itercast.microbench.ops import find_family
 from itercast.microbench.ops.matrix.gemm import Gemm
 from itercast.microbench.store import read_journal
+from itercast.microbench.timing.traces import Span, Trace, host_times
 
 
 @pytest.mark.parametrize("name", ["mlp-s", "gpt-s", "resnet-s"])

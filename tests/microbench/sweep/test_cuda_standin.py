@@ -26,6 +26,7 @@ from itercast.microbench.sweep.scheduler import Sweep
 from itercast.microbench.timing.cuda_device import CudaDevice
 from itercast.microbench.timing.kernels import MARK
 from itercast.microbench.timing.nvml import Nvml, combined, is_throttled, reasons
+from itercast.microbench.timing.traces import Trace, parse
 
 H100 = load_gpu("h100-sxm-80gb")
 
@@ -157,9 +158,9 @@ def test_one_failing_profile_does_not_end_profiling(
     """Two in a row do. Without a GPU every session is without a kernel."""
     device, sessions = CudaDevice(l2_bytes=1e6), []
 
-    def session(runs: Any, wait: Any, first: Any) -> dict[str, Any]:
+    def session(runs: Any, wait: Any, first: Any) -> Trace:
         sessions.append(len(runs))
-        return kernel_trace if len(sessions) == 2 else {}
+        return parse(kernel_trace) if len(sessions) == 2 else Trace()
 
     monkeypatch.setattr("itercast.microbench.timing.cuda_device.profile", session)
     kernel_trace = {

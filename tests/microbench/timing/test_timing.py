@@ -23,6 +23,7 @@ from itercast.microbench.timing.kernels import (
     profile,
     timing_disagreement,
 )
+from itercast.microbench.timing.traces import parse
 
 
 class Log(TorchDispatchMode):
@@ -144,7 +145,7 @@ def test_kernels_belong_to_the_run_that_launched_them() -> None:
             event("gpu_user_annotation", 100, 7, f"{MARK}0"),
         ]
     }
-    found = kernels_by_run(trace, 3)
+    found = kernels_by_run(parse(trace), 3)
     assert found == [[("gemm", 7.0)], [("Memset", 2.0), ("second", 3.0)], []]
     assert kernel_facts(found[1]) == {
         "kernels": "Memset; second",
@@ -165,12 +166,12 @@ def test_the_profiler_marks_the_second_of_two_runs(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.delenv("TEARDOWN_CUPTI", raising=False)
     trace = profile([add, lambda: x * x], lambda: ran.append("wait"), lambda: ran.append("first"))
-    marks = [e for e in trace["traceEvents"] if e.get("cat") == "user_annotation"]
-    assert [e["name"] for e in marks] == [f"{MARK}0", f"{MARK}1"]
+    marks = [op for op in trace.ops if op.name.startswith(MARK)]
+    assert [op.name for op in marks] == [f"{MARK}0", f"{MARK}1"]
     assert ran[:67] == 64 * ["first"] + ["add", "add", "wait"]
     assert os.environ["TEARDOWN_CUPTI"] == "1"
-    adds = [e["ts"] for e in trace["traceEvents"] if e.get("name") == "aten::add"]
-    inside = [marks[0]["ts"] <= at <= marks[0]["ts"] + marks[0]["dur"] for at in adds]
+    adds = [op.start_us for op in trace.ops if op.name == "aten::add"]
+    inside = [0 <= at - marks[0].start_us <= marks[0].duration_us for at in adds]
     assert inside == [False, True]  # the first finds caches as the second leaves them
 
 
@@ -188,7 +189,7 @@ def test_a_run_of_which_a_kernel_was_lost_has_none() -> None:
             event("kernel", 130, 3, "second", correlation=3),
         ]
     }
-    assert kernels_by_run(trace, 2) == [[], [("second", 3.0)]]
+    assert kernels_by_run(parse(trace), 2) == [[], [("second", 3.0)]]
 
 
 def test_events_may_take_two_microseconds_more_than_the_kernel() -> None:

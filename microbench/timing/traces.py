@@ -1,13 +1,15 @@
-"""Parses a Chrome trace: nested ops, kernels, and which op launched which kernel."""
+"""Records and reads traces of torch.profiler: nested ops, kernels, and which op launched which."""
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from itercast.microbench.importers.base import Unreadable, number, parsed_json, text_of
 from itercast.microbench.store import Facts
 
 OPS = ("cpu_op", "Operator", "operator", "user_annotation")
@@ -27,35 +29,57 @@ class Span:
     args: Facts
 
 
+class Kernel(NamedTuple):
+    """A kernel, copy or fill; ``correlation`` is the id of its launch, or -1."""
+
+    name: str
+    duration_us: float
+    external: int
+    correlation: int
+
+
 @dataclass(slots=True)
 class Trace:
-    """Events of a trace by kind; kernels as (duration, external id, correlation)."""
+    """Events of a trace by kind; launches by correlation id."""
 
     device: str = ""
     cuda: str = ""
     distributed: Facts = field(default_factory=dict)
     ops: list[Span] = field(default_factory=list)
     launches: dict[int, Span] = field(default_factory=dict)
-    kernels: list[tuple[float, int, int]] = field(default_factory=list)
+    kernels: list[Kernel] = field(default_factory=list)
     malformed: int = 0
 
 
-def parse(text: str) -> Trace:
-    """Parse the text of a trace; raises Unreadable where it is none."""
-    found = parsed_json(text)
+def record(run: Callable[[], object], *, on_gpu: bool, shapes: bool = False) -> Trace:
+    """Profile a run; ``shapes``: ops have those of their inputs."""
+    from torch import profiler  # lazy: traces are read where torch is absent
+
+    kinds = [profiler.ProfilerActivity.CPU]
+    kinds += [profiler.ProfilerActivity.CUDA] if on_gpu else []
+    with profiler.profile(activities=kinds, record_shapes=shapes) as session:
+        run()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        session.export_chrome_trace(str(path))
+        return parse(json.loads(path.read_text(errors="replace")))
+
+
+def parse(found: Any) -> Trace:
+    """Parse a Chrome trace, whoever wrote it; ValueError where it is none."""
     events = found.get("traceEvents") if isinstance(found, Mapping) else None
     if not isinstance(events, list):
-        raise Unreadable("no list of traceEvents")
-    trace = Trace(cuda=text_of(found.get("cuda_runtime_version")))
+        raise ValueError("no list of traceEvents")
+    trace = Trace(cuda=_text(found.get("cuda_runtime_version")))
     devices = found.get("deviceProperties")
     first = devices[0] if isinstance(devices, list) and devices else None
-    trace.device = text_of(first.get("name")) if isinstance(first, Mapping) else ""
+    trace.device = _text(first.get("name")) if isinstance(first, Mapping) else ""
     ranks = found.get("distributedInfo")
     trace.distributed = ranks if isinstance(ranks, Mapping) else {}
     for event in events:
         _event(trace, event)
     if not trace.ops and not trace.kernels:
-        raise Unreadable("no ops and no kernels in the trace")
+        raise ValueError("no ops and no kernels in the trace")
     return trace
 
 
@@ -76,16 +100,21 @@ def _event(trace: Trace, event: Any) -> None:
         trace.malformed += 1
         return
     external, correlation = _identity(args, "External id"), _identity(args, "correlation")
+    name = _text(event.get("name"))
     if kind in KERNELS:
-        trace.kernels.append((number(duration), external, correlation))
+        trace.kernels.append(Kernel(name, float(duration), external, correlation))
         return
-    thread = f"{text_of(event.get('pid'))}/{text_of(event.get('tid'))}"
-    name = text_of(event.get("name"))
+    thread = f"{_text(event.get('pid'))}/{_text(event.get('tid'))}"
     span = Span(name, thread, float(start), float(duration), external, args)  # type: ignore[arg-type]
     if kind in OPS:
         trace.ops.append(span)
     elif correlation >= 0:
         trace.launches[correlation] = span
+
+
+def _text(value: Any) -> str:
+    """Text or a number as text; empty for other values."""
+    return str(value) if isinstance(value, str | int | float) else ""
 
 
 def _identity(args: Facts, key: str) -> int:
@@ -105,15 +134,15 @@ def join(trace: Trace, owns: Callable[[str], bool]) -> tuple[dict[int, float], i
     inside = _innermost(trace)
     total: dict[int, float] = defaultdict(float)
     orphans = 0
-    for duration_us, external, correlation in trace.kernels:
-        launch = trace.launches.get(correlation)
-        at = by_external.get(external)
+    for kernel in trace.kernels:
+        launch = trace.launches.get(kernel.correlation)
+        at = by_external.get(kernel.external)
         if at is None and launch is not None:
-            at = by_external.get(launch.external, inside.get(correlation))
+            at = by_external.get(launch.external, inside.get(kernel.correlation))
         if at is None:
             orphans += 1
         else:
-            total[owner[at]] += duration_us
+            total[owner[at]] += kernel.duration_us
     return dict(total), orphans
 
 
