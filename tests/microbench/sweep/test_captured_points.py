@@ -9,14 +9,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.ops.memory.elementwise import Elementwise
 from itercast.microbench.store import read_rows
 from itercast.microbench.sweep import scheduler as sweep_module
 from itercast.microbench.sweep.captured_points import (
-    MODELS,
     ModelCaptures,
     alternate,
     by_turns,
@@ -29,6 +30,7 @@ from itercast.microbench.sweep.captured_points import (
 from itercast.microbench.sweep.collect import collect
 from itercast.microbench.sweep.gpu_space import grid, on_gpu
 from itercast.microbench.sweep.orders import WorkerOrder
+from itercast.microbench.sweep.random_models import ORDER, random_model
 
 
 def points(op: str, count: int) -> list[Elementwise]:
@@ -66,7 +68,7 @@ def test_captures_go_on_where_a_killed_sweep_left_them(tmp_path: Path) -> None:
     again = ModelCaptures(path, "cpu", 0)
     assert again.done == 1 and again.points == first.points and again.points["gemm"]
     assert capture_seconds(path) == pytest.approx(first.seconds, abs=1e-3)
-    again.done = len(MODELS)  # one of each kind: families that none of them calls get no more
+    again.done = len(ORDER)  # one of each kind: families that none of them calls get no more
     assert again.due(1.0, ["gemm"]) and not again.due(1.0, ["collective"])
 
 
@@ -117,3 +119,14 @@ def test_what_is_no_file_of_points_is_named(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(ValueError, match="not a file of points"):
         collect(tmp_path / "out", "cpu", ["norm"], 1.0, wanted=path)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_random_models_of_all_kinds_can_be_made(device: str) -> None:
+    """Twice each kind; no memory is taken for their parameters."""
+    rng = np.random.default_rng(3)
+    for number in range(2 * len(ORDER)):
+        model = random_model(rng, number, device)
+        with torch.device("meta"):
+            assert list(model.build().parameters())
+            assert model.inputs(model.batch, model.seq)
