@@ -37,9 +37,7 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def working_folder(
-    shared_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Path]:
+def working_folder(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The working directory of all tests: logs are written here. Workers share captures and prices.
 
     Processes that tests start find the packages by PYTHONPATH.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clockwork import Clockwork, Killed, Toy, order, toy_family
+from clockwork import HARDWARE, Clockwork, Killed, Toy, order, toy_family
 
 from itercast.microbench import store
 from itercast.microbench.ops.family import GpuSweep, Workload
@@ -18,6 +18,7 @@ from itercast.microbench.ops.matrix.gemm import FAMILY as GEMM
 from itercast.microbench.processes.watch import EXIT_BROKEN
 from itercast.microbench.sweep import gpu_chunks, worker
 from itercast.microbench.sweep import scheduler as sweep_module
+from itercast.microbench.sweep.cpu_chunks import CpuBench
 from itercast.microbench.sweep.gpu_chunks import GpuBench
 from itercast.microbench.sweep.under_way import UnderWay
 
@@ -140,6 +141,28 @@ def test_a_point_that_kills_the_worker_without_a_word_is_found_out_at_once(work:
     rows = work(points)
     assert statuses(rows) == {1: "ok", 2: "error", 3: "ok", 4: "ok"}
     assert [r["reason"] for r in rows if r["status"] == "error"] == ["its worker process died"]
+
+
+def test_a_point_that_kills_the_worker_of_a_cpu_is_found_out_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real clocks; the journal of the first worker has no row, as all points are one chunk."""
+    points = [Toy(number=n, does="kill" if n == 2 else "ok") for n in range(1, 4)]
+    know(monkeypatch, {"toy": toy_family(Clockwork(name="cpu"), points)})
+    asked = replace(order(tmp_path, "toy"), hardware={**HARDWARE, "cold_share": {"0.5": 1.0}})
+
+    def sweep_once() -> None:
+        done = sweep_module.finished_keys(tmp_path, ("toy",))
+        sweep, journal = sweep_module.Sweep(asked, done), store.Journal(tmp_path, "run")
+        under_way = UnderWay(sweep)
+        worker.measure(sweep, CpuBench(sweep, under_way), under_way, journal)
+
+    with pytest.raises(Killed):
+        sweep_once()
+    sweep_once()
+    rows = store.read_journal(tmp_path / ".journal/run.jsonl")
+    assert statuses(rows) == {1: "ok", 2: "error", 3: "ok"}
+    assert sorted(r["cache"] for r in rows if r["status"] == "ok") == 2 * ["cold"] + 2 * ["warm"]
 
 
 def test_a_worker_of_a_later_run_tries_the_point_again(work: Work, tmp_path: Path) -> None:

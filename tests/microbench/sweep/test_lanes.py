@@ -41,7 +41,7 @@ def measured_on(root: Path, host: str, uuid: str, name: str, anchor_us: float = 
 
 @pytest.mark.slow
 def test_two_gpus_share_the_points_of_a_sweep(tmp_path: Path) -> None:
-    """Six points of a family, each measured once, on either GPU; host times by one worker alone."""
+    """Twelve points of a family, each measured once, on either GPU; host times by one worker."""
     words = ("collect", "--device", "cuda", "--devices", "all", "--budget", "100s", "--out")
     families = ("--family", "norm", "--family", "gemm", "--family", "host")
     (tmp_path / ".journal").mkdir()  # nothing is to be captured
@@ -55,7 +55,7 @@ def test_two_gpus_share_the_points_of_a_sweep(tmp_path: Path) -> None:
             **os.environ,
             "PYTHONPATH": f"{ROOT / 'tests/standin'}:{ROOT}",
             "STANDIN_GPUS": "2",
-            "STANDIN_POINTS": "6",
+            "STANDIN_POINTS": "12",
             "CUDA_VISIBLE_DEVICES": "",
         },
         capture_output=True,
@@ -64,13 +64,13 @@ def test_two_gpus_share_the_points_of_a_sweep(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     rows = pd.concat([store.read_rows([tmp_path], n) for n in ("norm", "gemm")])
-    assert rows["key"].is_unique and set(rows.groupby("family")["key"].count()) == {12}
+    assert rows["key"].is_unique and set(rows.groupby("family")["key"].count()) == {24}
     where = set(zip(rows["gpu_uuid"], rows["gpu_index"], strict=True))
     assert where == {("standin-0", 0), ("standin-1", 1)}
     assert set(store.read_rows([tmp_path], "host")["gpu_uuid"]) == {"standin-0"}
     card = yaml.safe_load((tmp_path / "norm/standin/itercast/card.yaml").read_text())
     assert {m["gpu_uuid"] for m in card["machines"]} == {"standin-0", "standin-1"}
-    assert sum(m["rows"] for m in card["machines"]) == 12
+    assert sum(m["rows"] for m in card["machines"]) == 24
 
 
 def test_host_times_have_one_lane_and_each_key_belongs_to_one() -> None:
