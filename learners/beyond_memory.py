@@ -8,6 +8,7 @@ files of features, of which XGBoost makes its matrices (``itercast.learners.mode
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
 import shutil
@@ -35,6 +36,8 @@ from itercast.learners.models.quantiles import Piece, Pieces
 from itercast.microbench.ops import families
 from itercast.microbench.ops.family import Family
 from itercast.microbench.store import read_rows, row_batches, row_count
+
+log = logging.getLogger(__name__)
 
 MIN_ROWS = 20  # of a family that is trained
 BYTES_PER_ROW = 5_000  # of memory that training takes. Measured: 4,200 for products, 71 features
@@ -95,13 +98,23 @@ def sample_evenly(batches: Iterable[pd.DataFrame], memory: int) -> pd.DataFrame:
     return kept.drop(columns="_drawn").reset_index(drop=True)
 
 
+def never_measured(rows: pd.DataFrame) -> Iterator[str]:
+    """A line for each op that failed at all of its points on a device, with the first reason."""
+    ok = rows["status"] == "ok"
+    for (gpu, op), points in rows.assign(ok=ok).groupby(["gpu", "op"]):
+        if not points["ok"].any():
+            reason = points["reason"].iloc[0] if "reason" in points else points["status"].iloc[0]
+            yield f"{op} on {gpu} was never measured, all {len(points)} points failed: {reason}"
+
+
 def usable_rows(
     roots: Sequence[Path], names: Sequence[str] | None, memory: int | None = None
 ) -> dict[str, pd.DataFrame]:
     """Rows to train on, by family: status ok, at least MIN_ROWS.
 
-    Of a family that outgrows so many bytes of ``memory`` a sample, drawn evenly. ValueError for an
-    unknown family, and where no family has enough.
+    Of a family that outgrows so many bytes of ``memory`` a sample, drawn evenly. Ops that failed
+    wherever they were tried are logged. ValueError for an unknown family, and where no family has
+    enough.
     """
     if others := sorted(set(names or []) - set(families())):
         raise unknown("family", others[0], families())
@@ -111,6 +124,8 @@ def usable_rows(
             rows = sample_evenly(ok_batches(roots, families()[name]), memory)
         elif len(rows := read_rows(roots, name)):
             check_rows(rows, families()[name])
+            for line in never_measured(rows):
+                log.warning("%s: %s", name, line)
             rows = rows[rows["status"] == "ok"].reset_index(drop=True)
         if len(rows) >= MIN_ROWS:
             tables[name] = rows

@@ -103,6 +103,17 @@ def test_what_fits_is_trained_in_memory_as_ever(root: Path, tmp_path: Path) -> N
     assert len({json.dumps(json.loads((b / "bundle.json").read_text())) for b in bundles}) == 1
 
 
+def test_an_op_that_always_failed_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """All batched products failed, of others every second: the first are named, with why."""
+    rows = timed(islice(gemm.sweep(), 200), lambda p: 3.0, repeat=0)
+    batched = rows["op"] == "bmm"
+    rows.loc[batched | (rows.index % 2 == 0), "status"] = "error"
+    write_rows(tmp_path, rows.assign(reason="no kernel"))
+    usable_rows([tmp_path], ["gemm"])
+    line = f"gemm: bmm on toy was never measured, all {batched.sum()} points failed: no kernel"
+    assert batched.any() and [r.message for r in caplog.records] == [line]
+
+
 def test_folders_of_killed_trainings_are_removed(tmp_path: Path) -> None:
     """One without a living owner goes; one whose training goes on stays."""
     killed = tmp_path / "cache" / "training" / "killed"
