@@ -178,11 +178,11 @@ def found(folder: Path, text: str, gpus: int = 1) -> tuple[TrainedModel, Program
 
 
 def captured(
-    model: TrainedModel, batch: int = 0, seq: int = 0, *, shallow: bool = False
+    model: TrainedModel, batch: int = 0, seq: int = 0, *, shallow: bool = False, dtype: str = ""
 ) -> StepCapture:
-    """One micro-batch of it as the script trains it, in its own size unless another is given."""
+    """One micro-batch of it as the script trains it, unless another size or dtype is given."""
     log, facts = ProgramLog(), model.facts
-    how = StepSettings(dtype=facts.dtype, amp=facts.amp, optimizer=facts.optimizer)
+    how = StepSettings(dtype=dtype or facts.dtype, amp=facts.amp, optimizer=facts.optimizer)
     with recorded_streams(log), gpus_that_are_not_there(H100, 1, 0, log):
         return model.capture(how, batch or facts.batch, seq or facts.seq, shallow=shallow)
 
@@ -214,6 +214,31 @@ def test_a_plan_of_one_gpu_is_the_script_as_it_is(
     assert bool(step.repeats) == (name in ("decoder", "images"))
     planned = forecast_step(step, replace(target, plan=plan))
     assert planned.iteration_us == pytest.approx(whole_us, rel=0.06)
+
+
+SHARDED = """
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+torch.distributed.init_process_group("nccl")
+policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+for part in (*model.layers, model):
+    fully_shard(part, mp_policy=policy)
+"""
+
+
+@pytest.mark.usefixtures("flags_of_the_test")
+def test_a_plan_of_fsdp_is_the_script_under_fsdp(tmp_path: Path, target: Target) -> None:
+    """In mixed precision, with a loss that casts its logits: both need the same memory."""
+    text = DECODER.replace(".cuda().bfloat16()", ".cuda()").replace("fused=True", "foreach=True")
+    text = text.replace('logits = model(ids, scale=0.5)["logits"]', "")  # held until the next step
+    text = text.replace("logits[:", 'model(ids)["logits"].float()[:')
+    begin = text.index("optimizer =")
+    (tmp_path / "alone").mkdir()
+    model, _ = found(tmp_path / "alone", text)
+    _, program = found(tmp_path, text[:begin] + SHARDED + text[begin:], 8)
+    plan = ParallelPlan.parse("dp=8,zero=3,amp")
+    step = captured(model, dtype="bf16")
+    planned = forecast_step(step, replace(target, plan=plan)).memory_bytes
+    assert planned == pytest.approx(forecast_program(program, target).memory_bytes, rel=0.02)
 
 
 PHASES = ("forward", "backward", "optimizer")
