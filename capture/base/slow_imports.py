@@ -7,6 +7,8 @@ prices are kept do without torch, pandas and xgboost.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import importlib
 import sys
 from collections.abc import Iterator
@@ -33,8 +35,22 @@ class LazyModule:
     def __getattr__(self, name: str) -> Any:
         with without_scikit_learn():
             module = importlib.import_module(self.__name__)
+        if self.__name__ == "xgboost":
+            atexit.register(_free_trees)
         self.__dict__ = module.__dict__  # the same, so that timed calls take no longer
         return getattr(module, name)
+
+
+def _free_trees() -> None:
+    """Free xgboost's trees and tables while its library is there.
+
+    When Python ends it clears modules that are still used in reverse order of import: xgboost
+    before ours, whose caches hold bundles.
+    """
+    kinds = (xgb.Booster, xgb.DMatrix)
+    for one in gc.get_objects():
+        if issubclass(type(one), kinds):
+            one.__del__()
 
 
 if not TYPE_CHECKING:

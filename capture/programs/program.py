@@ -88,8 +88,9 @@ def read_program(path: Path) -> tuple[ProgramCapture, InputLane | None]:
         lane, ranks = plain.pop("input"), plain.pop("ranks").items()
         by_rank = {int(r): typed(StepCapture, unpack(s), f"rank {r}") for r, s in ranks}
         peaks = {int(r): n for r, n in plain.pop("peak_bytes").items()}
-        texts = {name: tuple(map(str, plain.pop(name))) for name in ("passes", "notes")}
-        program = ProgramCapture(**plain, ranks=by_rank, peak_bytes=peaks, **texts)
+        notes, passes = (tuple(map(str, plain.pop(name))) for name in ("notes", "passes"))
+        told = {"notes": notes, "passes": passes}
+        program = ProgramCapture(**{**plain, **told}, ranks=by_rank, peak_bytes=peaks)
         return program, made_of(InputLane, lane, "input") if lane else None
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError) as exc:
         raise ValueError(f"{path}: not a captured program: {exc}") from exc
