@@ -176,7 +176,9 @@ def _learned(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> Iterator
             yield _priced(message, "collective", 0.0)
             continue
         modelled_us, group = found[0], Group(size=found[1], per_node=found[2])
-        scale = formula_us(message, whole, where) / formula_us(message, group, where)
+        scale = 1.0
+        if group != whole:
+            scale = formula_us(message, whole, where) / formula_us(message, group, where)
         shares = _assumed_shares(whole, scale, where)
         yield _priced(message, "collective", modelled_us * scale, shares)
 

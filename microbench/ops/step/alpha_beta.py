@@ -7,7 +7,7 @@ one (https://github.com/NVIDIA/nccl, src/graph/tuning.cc). Link domains are told
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -34,11 +34,18 @@ SWITCHES_ADD = ("hopper", "blackwell", "blackwell-ultra")  # whose NVSwitches ad
 NVLINK_ONLY = "ll128"  # a protocol that relies on stores of 128 bytes staying whole
 
 
+def is_among(values: Values, names: Sequence[str]) -> Values:
+    """Whether a name, or each of a column, is one of these; np.isin is slow for a single name."""
+    if np.ndim(values) == 0:
+        return np.bool_(str(values) in names)
+    return np.isin(values, names)
+
+
 def bus_factor(p: Point) -> Values:
     """busbw / algbw: all_reduce 2(n-1)/n; gather, scatter and all_to_all (n-1)/n; else 1."""
     n = np.asarray(p.world_size, dtype=float)
     share = (n - 1) / n
-    whole = np.isin(p.op, ["broadcast", "send_recv"])
+    whole = is_among(p.op, ["broadcast", "send_recv"])
     return np.where(np.equal(p.op, "all_reduce"), 2 * share, np.where(whole, 1.0, share))
 
 
@@ -49,7 +56,7 @@ def bytes_moved(p: Point) -> Values:
 
 def across_nodes(p: Point) -> Values:
     """Whether some ranks reach each other only over the network."""
-    stated = np.isin(p.link, ["nvlink", "pairwise", "bridged", "pcie"])
+    stated = is_among(p.link, ["nvlink", "pairwise", "bridged", "pcie"])
     return np.greater(p.world_size, p.ranks_per_node) & ~stated
 
 
@@ -72,7 +79,7 @@ def link_inside(p: Point, gpu: Gpu) -> Values:
 
 def over_pcie(p: Point, gpu: Gpu) -> Values:
     """Whether ranks of a node reach each other over PCIe."""
-    return np.isin(link_inside(p, gpu), ["pcie", "bridged"])
+    return is_among(link_inside(p, gpu), ["pcie", "bridged"])
 
 
 def link_rate(p: Point, gpu: Gpu) -> Values:
@@ -103,7 +110,7 @@ def ring_network_us(p: Point) -> Values:
     local, world = np.asarray(p.ranks_per_node, dtype=float), np.asarray(p.world_size, dtype=float)
     rate = network_rate(p)
     by_pairs = p.message_bytes * np.maximum(world - local, 0) / world / rate
-    seconds = np.where(np.isin(p.op, TO_ALL), by_pairs, bytes_moved(p) / (rate * local))
+    seconds = np.where(is_among(p.op, TO_ALL), by_pairs, bytes_moved(p) / (rate * local))
     seconds = np.where(np.equal(p.op, "send_recv"), p.message_bytes / rate, seconds)
     return np.where(across_nodes(p), seconds * 1e6, 0.0)
 
@@ -145,7 +152,7 @@ def _algorithms(p: Point, gpu: Gpu) -> Iterator[Values]:
     inside_share = np.where(pcie, LINK_SHARE["pcie"], LINK_SHARE["nvlink"])
     inside_share = inside_share * np.where(link_inside(p, gpu) == "pcie", PCIE_BOTH_WAYS, 1.0)
     near_us, reduces = link_us(p, gpu) / inside_share, np.equal(p.op, "all_reduce")
-    experts, pairs = np.isin(p.op, EXPERTS), np.isin(p.op, PAIRS)
+    experts, pairs = is_among(p.op, EXPERTS), is_among(p.op, PAIRS)
     sent = {"ring": ring_network_us(p), "tree": network_us(p)}
     if gpu.architecture in SWITCHES_ADD:
         yield _in_switches_us(p, gpu, nodes)

@@ -34,6 +34,7 @@ from itercast.microbench.ops.step.alpha_beta import (
     bytes_moved,
     floor_us,
     groups_beside,
+    is_among,
     link,
     link_us,
     network_us,
@@ -137,7 +138,7 @@ def _ring(send: Tensor, receive: Tensor, group: dist.ProcessGroup | None) -> Non
 
 def flops(p: Collective) -> Numbers:
     """One addition per element that a reducing rank receives."""
-    reduces = np.isin(p.op, ["all_reduce", "reduce_scatter"])
+    reduces = is_among(p.op, ["all_reduce", "reduce_scatter"])
     n = np.asarray(p.world_size, dtype=float)
     return np.where(reduces, (n - 1) / n, 0.0) * p.message_bytes / itemsize_bytes(p.dtype)
 
@@ -158,7 +159,7 @@ def features(p: Collective, gpu: Gpu) -> dict[str, Numbers | str]:
     local = np.maximum(1, np.minimum(p.ranks_per_node, p.world_size))
     bus_us = np.asarray(np.maximum(link_us(p, gpu), network_us(p)), dtype=float)
     moved = np.asarray(bytes_moved(p), dtype=float)
-    kinds = [np.isin(p.op, HALVES), np.isin(p.op, EXPERTS)]
+    kinds = [is_among(p.op, HALVES), is_among(p.op, EXPERTS)]
     return {
         "op": p.op,
         "dtype": p.dtype,
