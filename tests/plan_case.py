@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from itercast.capture.opcall import OpCall, StepCapture, TensorSpec
@@ -58,9 +59,9 @@ class Fixed:
         return 10.0
 
     def price(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> pd.DataFrame:
-        us = pd.Series(self.us(family, rows), index=rows.index)
+        us = np.broadcast_to(self.us(family, rows), len(rows)).astype(float)
         columns = {"predicted_us": us, "predicted_us_p10": us, "predicted_us_p90": us}
-        return pd.DataFrame({**columns, "in_envelope": True})
+        return pd.DataFrame({**columns, "in_envelope": True}, index=rows.index)
 
     def inside(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> list[bool]:
         return [True] * len(rows)

@@ -11,7 +11,7 @@ adds, and wherever a message crosses a network whose rate no node file states.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -192,7 +192,8 @@ def _modelled(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> list[tu
     if not nearest:
         return [()] * len(asked)
     rows = _rows([(m, group) for (m, _), group in nearest.items()], book, where)
-    us = dict(zip(nearest, book.expected("collective", rows)["predicted_us"].tolist(), strict=True))
+    priced = book.expected("collective", rows)
+    us = {one: row["predicted_us"] for one, row in zip(nearest, priced, strict=True)}
     return [
         (us[one], nearest[one].size, nearest[one].per_node) if one in us else () for one in asked
     ]
@@ -216,9 +217,9 @@ def _largest_known(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> di
 def _rows(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> pd.DataFrame:
     facts: Row = {"gpu": where.gpu.name, "threads": book.threads, "cache": "warm"}
     facts["node"] = where.node.name if where.node else where.gpu.name
-    return pd.DataFrame([asdict(m.among(**_crossed(m, g, where))) for m, g in asked]).assign(
-        **facts
-    )
+    points = [m.among(**_crossed(m, g, where)) for m, g in asked]
+    names = [f.name for f in fields(Collective)]
+    return pd.DataFrame({name: [getattr(p, name) for p in points] for name in names} | facts)
 
 
 def _priced(message: Message, family: str, us: float, shares: AssumedShares = ()) -> PricedOp:

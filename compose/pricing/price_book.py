@@ -145,7 +145,7 @@ class PriceBook:
             return
 
         def priced() -> dict[str, list[Any]]:
-            return {n: self.expected(n, self._rows(x)).to_dict("records") for n, x in asked.items()}
+            return {n: self.expected(n, self._rows(x)) for n, x in asked.items()}
 
         for family, rows in self.kept(list(asked), asked, priced).items():
             own = fresh[family]
@@ -172,17 +172,20 @@ class PriceBook:
         book = (self.gpu, self.threads, stack_of_row(self.stack))
         return kept_answer(self.pricer, families, (book, question), ask)
 
-    def expected(self, family: str, rows: pd.DataFrame) -> pd.DataFrame:
+    def expected(self, family: str, rows: pd.DataFrame) -> list[dict[str, Any]]:
         """Returns price rows with means in place of medians: only means add up to a sum's mean.
 
         Of a log-normal time: mean = median * exp(s**2 / 2), s the standard deviation of its log
         (Duan's smearing, doi:10.2307/2288126). Outside the training range, as on an unseen GPU, all
         ops err in the same direction rather than independently, and medians stay.
         """
-        table = self.pricer.price(family, rows, {self.gpu.name: self.gpu})
-        low, high = (np.log(table[f"predicted_us_{q}"].clip(lower=1e-9)) for q in ("p10", "p90"))
+        priced = self.pricer.price(family, rows, {self.gpu.name: self.gpu})
+        table = {str(name): column.to_numpy() for name, column in priced.items()}
+        low, high = (np.log(np.maximum(table[f"predicted_us_{q}"], 1e-9)) for q in ("p10", "p90"))
         s = (high - low) / DECILES_APART * table["in_envelope"]
-        return table.assign(predicted_us=table["predicted_us"] * np.exp(s**2 / 2))
+        table["predicted_us"] = table["predicted_us"] * np.exp(s**2 / 2)
+        values = zip(*(column.tolist() for column in table.values()), strict=True)
+        return [dict(zip(table, row, strict=True)) for row in values]
 
     def price(self, wanted: Sequence[Priceable]) -> list[PricedOp]:
         """Every op with its price; one pricer call per family."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -204,8 +205,7 @@ def learn_kernel(
     """
     z, value, count = merge_points(x[:, list(length_scales)], log_ratio, merge_distance)
     start = torch.tensor(np.log(np.array(list(length_scales.values())).T))
-    lengths = start.clone().requires_grad_()
-    scales = torch.tensor(np.log([*INITIAL_AMPLITUDES, INITIAL_NOISE])).requires_grad_()
+    lengths, scales = start.clone(), torch.tensor(np.log([*INITIAL_AMPLITUDES, INITIAL_NOISE]))
     points, target = torch.tensor(z), torch.tensor(value - np.median(value))
     spread = torch.tensor(1 / count)
     optimizer = torch.optim.Adam([lengths, scales], lr=0.1)
@@ -213,24 +213,40 @@ def learn_kernel(
     rng = np.random.default_rng(0)
     for _ in range(STEPS):
         some = torch.tensor(rng.permutation(len(z))[:SAMPLE])
-        covariance = torch.diag(torch.exp(2 * scales[-1]) * spread[some])
-        for term in range(len(INITIAL_AMPLITUDES)):
-            u = points[some] * torch.exp(-lengths[term])
-            square = (u * u).sum(1)
-            apart = (square[:, None] + square - 2 * u @ u.T).clamp_min(0)
-            covariance = covariance + torch.exp(2 * scales[term] - 0.5 * apart)
-        root = torch.linalg.cholesky(covariance)
-        solved = torch.cholesky_solve(target[some][:, None], root)[:, 0]
-        loss = 0.5 * target[some] @ solved + torch.log(torch.diagonal(root)).sum()
-        loss = loss + LENGTH_PENALTY * ((lengths - start) ** 2).sum()
-        optimizer.zero_grad()
-        loss.backward()
+        slopes = _slopes(points[some], target[some], spread[some], lengths, scales)
+        lengths.grad, scales.grad = slopes
+        lengths.grad += 2 * LENGTH_PENALTY * (lengths - start)
         optimizer.step()
         schedule.step()
-    found = np.exp(scales.detach().numpy())
-    return Kernel(
-        inverse=np.exp(-lengths.detach().numpy()), amplitude=found[:-1], noise=float(found[-1])
-    )
+    found = np.exp(scales.numpy())
+    return Kernel(inverse=np.exp(-lengths.numpy()), amplitude=found[:-1], noise=float(found[-1]))
+
+
+def _slopes(x: Any, target: Any, spread: Any, lengths: Any, scales: Any) -> tuple[Any, Any]:
+    """Derivatives of the negative log marginal likelihood by log lengths and log scales.
+
+    L = (y' K^-1 y + log det K) / 2, so that dL/dK = (K^-1 - K^-1 y y' K^-1) / 2. A term of K is
+    E_ij = exp(2 s - sum_d (u_id - u_jd)^2 / 2) with u = x exp(-l); torch's autograd takes twice as
+    long.
+    """
+    noise = torch.exp(2 * scales[-1]) * spread
+    scaled = [x * torch.exp(-one) for one in lengths]
+    terms = []
+    for u, scale in zip(scaled, scales, strict=False):  # the last scale is the noise's
+        square = (u * u).sum(1)
+        apart = (square[:, None] + square - 2 * u @ u.T).clamp_min_(0)
+        terms.append(apart.mul_(-0.5).add_(2 * scale).exp_())
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(torch.diag(noise) + sum(terms)))
+    solved = inverse @ target
+    by_covariance = 0.5 * (inverse - solved[:, None] * solved)
+    by_noise = 2 * (by_covariance.diagonal() * noise).sum()
+    by_term = [by_covariance * term for term in terms]
+    by_length = [
+        2 * (u * (u * w.sum(1)[:, None] - w @ u)).sum(0)
+        for u, w in zip(scaled, by_term, strict=True)
+    ]
+    by_scale = torch.stack([*(2 * w.sum() for w in by_term), by_noise])
+    return torch.stack(by_length), by_scale
 
 
 def fit_process(

@@ -130,7 +130,7 @@ def forecast_of(asked: dict[str, str]) -> dict[str, Any]:
         batch = max(case(model).batch, parsed.microbatches)
         size = micro_size(model, parsed, batch, None)
         optimizer = "sgd" if model.startswith("dlrm") else "adamw"
-        step = capture(model, **size, amp=parsed.amp, optimizer=optimizer, **options)
+        step = capture(model, **size, amp=parsed.autocast, optimizer=optimizer, **options)
         found = forecast_step(with_engine(step, engine), target)
     except ValueError as exc:
         return {"refused": str(exc)}
