@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.parallel.expert_precision import casts, wide_experts
+from itercast.compose.parallel.mixed_precision import casts, wide_experts
 from itercast.compose.parallel.placement import Cluster
 from itercast.microbench.hardware.host import EVENT_US
 from itercast.microbench.hardware.stack import has_dtensor

@@ -25,7 +25,7 @@ from itercast.compose.graph.product_roles import LINEAR_PRODUCTS
 from itercast.compose.graph.rewrite import COLLECTIVE
 from itercast.compose.parallel.cp import context_parallel
 from itercast.compose.parallel.ep import expert_parallel
-from itercast.compose.parallel.expert_precision import IN_HALF, casts
+from itercast.compose.parallel.mixed_precision import IN_HALF, casts
 from itercast.compose.parallel.placement import Cluster
 from itercast.compose.parallel.tp import tensor_parallel
 from itercast.compose.pricing.collectives import Message, price_messages

@@ -17,7 +17,7 @@ from itercast.compose.graph.product_roles import DTYPE_CAST, alias_weight_casts
 from itercast.compose.graph.rewrite import COLLECTIVE
 from itercast.compose.notes import CAST_WEIGHTS, WIDE_EXPERTS, notes
 from itercast.compose.parallel.ep import expert_parallel, expert_weights
-from itercast.compose.parallel.expert_precision import experts_in_half, module_in_half
+from itercast.compose.parallel.mixed_precision import experts_in_half, module_in_half
 from itercast.compose.parallel.narrow import CAST
 from itercast.compose.pricing.fallbacks import fallback_parts
 from itercast.compose.pricing.price_book import PriceBook
