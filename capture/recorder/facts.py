@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import isinf
 
 import torch
@@ -14,6 +15,8 @@ from itercast.capture.opcall import Args, Argument, Kwargs
 KNOWN_LIMIT = 2**24  # elements of the largest tensor whose values are computed: 0.1 s each
 
 FILLED_LIMIT = 2**20  # elements of one that the program filled with a number
+NUMBERS = {"zeros": 0, "zero_": 0, "ones": 1}  # what ops fill a tensor with
+GIVEN = ("full", "fill_")  # with their last argument
 AND, OR = ("bitwise_and", "logical_and", "mul"), ("bitwise_or", "logical_or")
 
 
@@ -120,12 +123,20 @@ def _compared_uniform(name: str, top: float, other: Argument) -> Fact | None:
     return Fact(mean=shares[name]) if name in shares else None
 
 
+@cache
+def may_be_certain(name: str) -> bool:
+    """Whether ``filled`` or ``absorbed`` may know an op's values: of most ops neither does."""
+    return _fills(name) in (*NUMBERS, *GIVEN) or name.removesuffix("_") in (*AND, *OR)
+
+
+def _fills(name: str) -> str:
+    return name.removesuffix("_like").removeprefix("new_")
+
+
 def filled(name: str, args: Args, output: Argument) -> Tensor | None:
     """The values of integers or a mask that the program filled with a number; else None."""
-    kind = name.removesuffix("_like").removeprefix("new_")
-    number = {"zeros": 0, "zero_": 0, "ones": 1}.get(kind)
-    if kind in ("full", "fill_"):
-        number = args[-1]
+    kind = _fills(name)
+    number = args[-1] if kind in GIVEN else NUMBERS.get(kind)
     small = isinstance(output, torch.Tensor) and output.numel() <= FILLED_LIMIT
     if not isinstance(number, int) or not small or not is_small_integer(output):
         return None

@@ -43,6 +43,7 @@ from itercast.capture.recorder.facts import (
     is_mask,
     is_number,
     is_small_integer,
+    may_be_certain,
     share_passing_finite_check,
 )
 from itercast.capture.recorder.fake_patches import CORRECTED
@@ -198,6 +199,8 @@ class Routing:
 
     def _note_certain(self, name: str, args: Args, output: Argument) -> bool:
         """Note integers and masks that the program filled itself, whatever the others are."""
+        if not may_be_certain(name):
+            return False
         with _disable_current_modes():
             values = filled(name, args, output)
             if values is None:
