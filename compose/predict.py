@@ -13,6 +13,7 @@ from itercast.compose.capture_model import capture_micro_batch, model_name
 from itercast.compose.forecast import Forecast
 from itercast.compose.graph.launch_modes import engine_on, with_engine
 from itercast.compose.machines.file import KnownMachine
+from itercast.compose.parallel.mixed_precision import HALF
 from itercast.compose.target import Target, find_target, forecast_step
 
 
@@ -50,13 +51,14 @@ def prepare(
 
     ``model`` is anything ``capture`` takes, with its ``options``, or a captured step. ``batch`` and
     ``seq`` are a replica's; a captured step and a module's inputs are one micro-batch of it. Under
-    a plan with amp ``dtype`` is bf16 unless stated, fp16 on a GPU without bf16.
+    a plan with amp ``dtype`` is bf16 unless stated, fp16 on a GPU without bf16. A captured step has
+    its precision already: FSDP's (amp and zero) is that of a step captured in bf16, without amp.
     """
     parsed = ParallelPlan.parse(plan)
     target = find_target(gpu, parsed, bundle, host, stack, machine, model_name(model))
     if isinstance(model, StepCapture):
         _check_captured(
-            parsed, inputs is not None or loss != "default" or options or lengths or packed
+            model, parsed, inputs is not None or loss != "default" or options or lengths or packed
         )
         step = model
     else:
@@ -73,15 +75,20 @@ def looking_up(step: StepCapture, indices: str) -> StepCapture:
     return with_added("index_streams", known, Callable)["stated"](step, indices)
 
 
-def _check_captured(plan: ParallelPlan, more: object) -> None:
+def _check_captured(step: StepCapture, plan: ParallelPlan, more: object) -> None:
     """ValueError for what a captured step cannot be asked, given whether ``more`` was stated."""
     if more:
         raise ValueError(
             "a captured step has its inputs, loss and options already: "
             "allowed are gpu, plan, bundle, engine, host, stack and indices"
         )
-    if plan.amp:
+    if plan.autocast:
         raise ValueError(
             f"plan {str(plan)!r}: amp is not allowed for a captured step, which is captured with "
             "amp=True or without"
+        )
+    if plan.amp and not any(p.dtype in HALF for p in step.parameters):
+        raise ValueError(
+            f"plan {str(plan)!r}: FSDP casts weights to half precision; allowed is a step that "
+            'is captured with dtype="bf16" or "fp16", without amp'
         )

@@ -12,6 +12,7 @@ from torch import nn
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture, micro_size
+from itercast.compose.predict import predict
 from itercast.compose.pricing.priced_op import priceable
 
 
@@ -137,6 +138,21 @@ def test_balanced_routing_in_a_module_of_ones_own() -> None:
 def test_what_cannot_be_captured_is_one_line(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         capture(*arguments)
+
+
+def test_a_captured_step_under_fsdps_mixed_precision_is_one_in_bf16() -> None:
+    """Its forecast is that of the model by its name; under autocast, or in fp32, it is refused."""
+    where: dict[str, Any] = {"gpu": "h100-sxm-80gb", "plan": "dp=8,zero=3,amp"}
+    half, whole, mixed = (
+        capture("gpt-s", dtype=dtype, amp=amp)
+        for dtype, amp in (("bf16", False), ("fp32", False), ("bf16", True))
+    )
+    assert predict(half, **where).iteration_us == predict("gpt-s", **where).iteration_us
+    for step in (whole, mixed):
+        with pytest.raises(ValueError, match='is captured with dtype="bf16" or "fp16"'):
+            predict(step, **where)
+    with pytest.raises(ValueError, match="captured with amp=True or without"):
+        predict(mixed, gpu="h100-sxm-80gb", plan="dp=8,amp")
 
 
 def test_errors_in_a_module_are_one_line_that_says_where() -> None:
