@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -28,8 +29,8 @@ from itercast.microbench.ops.family import (
 from itercast.microbench.ops.matrix.gemm import Gemm
 from itercast.microbench.ops.memory.elementwise import memory_copy
 from itercast.microbench.ops.memory.reduction import Reduction
-from itercast.microbench.ops.sizes import MATMUL_DTYPES, MAX_BATCH, aligned, drawn
-from itercast.microbench.store import Facts, Row
+from itercast.microbench.ops.sizes import MATMUL_DTYPES, MAX_BATCH, aligned, swept
+from itercast.microbench.store import Row
 
 BACKWARD_OVER_FORWARD: float = assumed(__file__, "backward_over_forward")
 MAX_FLOPS = 8e9
@@ -63,30 +64,27 @@ def sweep() -> Iterator[Attention]:
 
     Self-attention of 8 to 4096 tokens, cross-attention, and decoding of one token.
     """
-    rng = np.random.default_rng(4)
-    while True:
-        p = _draw(rng, SWEPT["cpu"])
-        scores = p.batch * p.heads * p.q_len * p.kv_len
-        if (p.dropout or p.masked) and scores > MAX_SCORES:
-            continue
-        if flops(p) < MAX_FLOPS and bytes_moved(p) < 2e8:
-            yield p
+    return swept(np.random.default_rng(4), SWEPT["cpu"], _small)
 
 
-def _draw(rng: np.random.Generator, stated: Facts) -> Attention:
-    d = {name: drawn(rng, one) for name, one in stated.items()}
-    lengths, heads, groups = d["lengths"], d["heads"], d["groups"]
+def _small(**fields: Any) -> Attention | None:
+    p = _call(**fields)
+    in_memory = (p.dropout or p.masked) and p.batch * p.heads * p.q_len * p.kv_len > MAX_SCORES
+    return p if not in_memory and flops(p) < MAX_FLOPS and bytes_moved(p) < 2e8 else None
+
+
+def _call(
+    heads: int, groups: int, length: int, lengths: str, kind: str, other: int, **fields: Any
+) -> Attention:
+    decodes = lengths == "decode"
     return Attention(
-        op="forward" if lengths == "decode" else d["op"],
-        batch=d["batch"],
+        **{**fields, "op": "forward" if decodes else fields["op"]},
         heads=heads,
         kv_heads=heads // groups if heads % groups == 0 else heads,
-        q_len=1 if lengths == "decode" else d["length"],
-        kv_len=d["other_length"] if lengths == "cross" else d["length"],
-        head_dim=d["head_dim"],
-        causal=d["kind"] == "causal" and lengths == "self",
-        masked=d["kind"] == "masked",
-        dropout=bool(rng.random() < d["dropout"]),
+        q_len=1 if decodes else length,
+        kv_len=other if lengths == "cross" else length,
+        causal=kind == "causal" and lengths == "self",
+        masked=kind == "masked",
     )
 
 
@@ -200,8 +198,7 @@ def gpu_points(rng: np.random.Generator) -> Iterator[Attention]:
 
     Training, mostly causal; grouped queries, masks, dropout, cross, decoding.
     """
-    while True:
-        yield _draw(rng, SWEPT["gpu"])
+    return swept(rng, SWEPT["gpu"], _call)
 
 
 def resize(p: Attention, factor: float, first_share: float) -> Attention:

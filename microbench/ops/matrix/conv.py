@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.slow_imports import torch
+from itercast.capture.base.yaml_text import facts_of
 from itercast.capture.opcall import OpCall, torch_dtype
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import (
@@ -21,9 +23,7 @@ from itercast.microbench.ops.family import (
     Values,
     Workload,
     itemsize_bytes,
-    log_uniform,
 )
-from itercast.microbench.ops.matrix.conv_layers import layer
 from itercast.microbench.ops.matrix.conv_rate import rate
 from itercast.microbench.ops.matrix.gemm import TENSOR_CORES, Gemm
 from itercast.microbench.ops.memory.elementwise import memory_copy
@@ -33,8 +33,10 @@ from itercast.microbench.ops.sizes import (
     MAX_PIXELS_A_SIDE,
     MAX_SIDE,
     aligned,
+    swept,
 )
 
+SWEPT = facts_of(__file__)
 MAX_FLOPS = 3e9
 MAX_GROUPED_FLOPS = 2e8  # grouped kernels reach a fraction of the peak
 MAX_BYTES = 2e8
@@ -88,17 +90,23 @@ def layers(rng: np.random.Generator) -> Iterator[Conv]:
 
     Layers of ResNets, U-Nets, ViT patches, MobileNets, audio and small CNNs.
     """
-    while True:
-        fields, backward = layer(rng), bool(rng.random() < 0.5)
-        first = fields["in_channels"] <= 3  # images need no gradient
-        p = Conv(
-            op="backward" if backward else "forward",
-            batch=log_uniform(rng, 1, 128),
-            need_input_grad=not (first and backward),
-            **fields,
-        )
-        if min(out_sizes(p)) >= 1:
-            yield p
+    return swept(rng, SWEPT, _layer)
+
+
+def _layer(size: int, kernel: int, **fields: Any) -> Conv | None:
+    """A layer from sizes as the YAML file states them; None where nothing is left of the image."""
+    padding = fields.pop("padding", fields.get("dilation", 1) * (kernel // 2))
+    if per_in := fields.pop("out_per_in", 0):
+        fields["out_channels"] = max(1, int(per_in * fields["in_channels"]))
+    if fields.pop("patches", False):
+        size, fields["stride"] = size * kernel, kernel
+    if fields.pop("depthwise", False):
+        fields["groups"] = fields["in_channels"]
+    for axis in "w" if "h" in fields else "hw":
+        fields |= {axis: size, f"kernel_{axis}": kernel, f"padding_{axis}": padding}
+    first = fields["in_channels"] <= 3 and fields["op"] == "backward"  # images need no gradient
+    p = Conv(**{"kernel_h": 1, **fields}, need_input_grad=not first)
+    return p if min(out_sizes(p)) >= 1 else None
 
 
 def build(p: Conv, device: str) -> Workload:
