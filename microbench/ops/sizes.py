@@ -64,19 +64,22 @@ def drawn(rng: np.random.Generator, stated: Any) -> Any:
 
 
 def swept(
-    rng: np.random.Generator, stated: Mapping[str, Any], make: Callable[..., P | None]
+    rng: np.random.Generator,
+    stated: Mapping[str, Any],
+    make: Callable[..., P],
+    fits: Callable[[P], bool] = lambda p: True,
 ) -> Iterator[P]:
     """Yields points without end, of the kinds that the YAML file of a family states.
 
     Each kind has a ``share`` of the points and the fields of one, ``drawn``; a key may name several
-    fields. ``make`` takes them by name and returns None where such a point is not to be measured.
+    fields. ``make`` takes them by name; points that do not fit are left out.
     """
     shares = {kind: fields.get("share", 1.0) for kind, fields in stated.items()}
     while True:
         fields = {names: one for names, one in stated[drawn(rng, shares)].items()}
         fields.pop("share", None)
         p = make(**{n: drawn(rng, one) for names, one in fields.items() for n in names.split()})
-        if p is not None:
+        if fits(p):
             yield p
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -48,12 +47,8 @@ class Embedding:
 
 def sweep() -> Iterator[Embedding]:
     """Yields points without end: tables up to 32M elements."""
-    return swept(np.random.default_rng(7), SWEPT, _small)
-
-
-def _small(**fields: Any) -> Embedding | None:
-    p = Embedding(**fields)
-    return p if max(p.rows, p.lookups) * p.dim <= MAX_ELEMENTS else None
+    rng = np.random.default_rng(7)
+    return swept(rng, SWEPT, Embedding, lambda p: max(p.rows, p.lookups) * p.dim <= MAX_ELEMENTS)
 
 
 def build(p: Embedding, device: str) -> Workload:

@@ -85,14 +85,13 @@ def sweep() -> Iterator[EmbeddingBag]:
     of 16, 32, 64 or 128 columns, as recommenders do.
     """
     rng = np.random.default_rng(11)
-    return (_with_random_bags(rng, p) for p in swept(rng, SWEPT["cpu"], _small))
+    return (_with_random_bags(rng, p) for p in swept(rng, SWEPT["cpu"], _bags, _fits))
 
 
-def _small(**fields: Any) -> EmbeddingBag | None:
-    p = _bags(**fields)
+def _fits(p: EmbeddingBag) -> bool:
     gathered = p.lookups * p.dim * (4 if p.op == "backward" else 1)  # one thread adds gradients
-    fits = p.lookups <= 2**19 and max(p.rows * p.dim, gathered) <= MAX_ELEMENTS
-    return p if fits and (p.op, p.mode) != ("sparse_backward", "max") else None  # there is none
+    small = p.lookups <= 2**19 and max(p.rows * p.dim, gathered) <= MAX_ELEMENTS
+    return small and (p.op, p.mode) != ("sparse_backward", "max")  # there is none
 
 
 def _bags(bags: int, pooling: int, **fields: Any) -> EmbeddingBag:

@@ -43,13 +43,13 @@ def sweep() -> Iterator[IndexOp]:
     A few elements to 8M on the larger side, fewer where a CPU is slow.
     """
     rng = np.random.default_rng(13)
-    for p in swept(rng, FACTS["sweep"], _small):
+    for p in swept(rng, FACTS["sweep"], _moves, _fits):
         whole_numbers = p.op not in GROUPS["adds"] and rng.random() < 0.1
         yield replace(p, dtype="int64") if whole_numbers else p
 
 
-def _small(op: str, size: int, more: int = -1, overlap: int = 0, **fields: Any) -> IndexOp | None:
-    """A point from sizes as the YAML file states them; None where it is too large."""
+def _moves(op: str, size: int, more: int = -1, overlap: int = 0, **fields: Any) -> IndexOp:
+    """A point from sizes as the YAML file states them."""
     if more >= 0:
         fields["source"] = size + more
     if op == "stack":
@@ -58,9 +58,12 @@ def _small(op: str, size: int, more: int = -1, overlap: int = 0, **fields: Any) 
         fields["source"] = size
     if overlap:  # of windows
         fields["source"] = (size - 1) * max(1, fields["k"] // overlap) + fields["k"]
-    p = IndexOp(op=op, size=size, **fields)
-    fits = max(moved(p), whole(p)) <= SLOW.get(p.op, MAX_ELEMENTS)
-    return p if fits and (op != "topk" or p.k <= size) else None
+    return IndexOp(op=op, size=size, **fields)
+
+
+def _fits(p: IndexOp) -> bool:
+    small = max(moved(p), whole(p)) <= SLOW.get(p.op, MAX_ELEMENTS)
+    return bool(small and (p.op != "topk" or p.k <= p.size))
 
 
 def build(p: IndexOp, device: str) -> Workload:

@@ -64,13 +64,12 @@ def sweep() -> Iterator[Attention]:
 
     Self-attention of 8 to 4096 tokens, cross-attention, and decoding of one token.
     """
-    return swept(np.random.default_rng(4), SWEPT["cpu"], _small)
+    return swept(np.random.default_rng(4), SWEPT["cpu"], _call, _fits)
 
 
-def _small(**fields: Any) -> Attention | None:
-    p = _call(**fields)
+def _fits(p: Attention) -> bool:
     in_memory = (p.dropout or p.masked) and p.batch * p.heads * p.q_len * p.kv_len > MAX_SCORES
-    return p if not in_memory and flops(p) < MAX_FLOPS and bytes_moved(p) < 2e8 else None
+    return bool(not in_memory and flops(p) < MAX_FLOPS and bytes_moved(p) < 2e8)
 
 
 def _call(

@@ -90,11 +90,11 @@ def layers(rng: np.random.Generator) -> Iterator[Conv]:
 
     Layers of ResNets, U-Nets, ViT patches, MobileNets, audio and small CNNs.
     """
-    return swept(rng, SWEPT, _layer)
+    return swept(rng, SWEPT, _layer, lambda p: bool(min(out_sizes(p)) >= 1))
 
 
-def _layer(size: int, kernel: int, **fields: Any) -> Conv | None:
-    """A layer from sizes as the YAML file states them; None where nothing is left of the image."""
+def _layer(size: int, kernel: int, **fields: Any) -> Conv:
+    """A layer from sizes as the YAML file states them."""
     padding = fields.pop("padding", fields.get("dilation", 1) * (kernel // 2))
     if per_in := fields.pop("out_per_in", 0):
         fields["out_channels"] = max(1, int(per_in * fields["in_channels"]))
@@ -105,8 +105,7 @@ def _layer(size: int, kernel: int, **fields: Any) -> Conv | None:
     for axis in "w" if "h" in fields else "hw":
         fields |= {axis: size, f"kernel_{axis}": kernel, f"padding_{axis}": padding}
     first = fields["in_channels"] <= 3 and fields["op"] == "backward"  # images need no gradient
-    p = Conv(**{"kernel_h": 1, **fields}, need_input_grad=not first)
-    return p if min(out_sizes(p)) >= 1 else None
+    return Conv(**{"kernel_h": 1, **fields}, need_input_grad=not first)
 
 
 def build(p: Conv, device: str) -> Workload:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -77,12 +76,9 @@ def sweep() -> Iterator[Gemm]:
 
     Skinny, square and batched products, sizes from 1 to 8192, every layout.
     """
-    return swept(np.random.default_rng(1), SWEPT["cpu"], _short)
-
-
-def _short(**fields: Any) -> Gemm | None:
-    p = Gemm(**fields)
-    return p if flops(p) <= MAX_FLOPS else None
+    return swept(
+        np.random.default_rng(1), SWEPT["cpu"], Gemm, lambda p: bool(flops(p) <= MAX_FLOPS)
+    )
 
 
 def build(p: Gemm, device: str) -> Workload:

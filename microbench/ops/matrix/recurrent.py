@@ -76,12 +76,15 @@ def cell_of(op: str) -> str:
 
 def sweep() -> Iterator[Recurrent]:
     """Yields layers of LSTMs and GRUs: widths of 8 to 1024, up to 256 steps of 128 sequences."""
-    return swept(np.random.default_rng(17), SWEPT, _small)
+    return swept(np.random.default_rng(17), SWEPT, _layer, _fits)
 
 
-def _small(inputs: int, hidden: int, **fields: Any) -> Recurrent | None:
-    p = Recurrent(inputs=inputs or hidden, hidden=hidden, **fields)
-    return p if flops(p) <= MAX_FLOPS and bytes_moved(p) <= MAX_BYTES else None
+def _layer(inputs: int, hidden: int, **fields: Any) -> Recurrent:
+    return Recurrent(inputs=inputs or hidden, hidden=hidden, **fields)
+
+
+def _fits(p: Recurrent) -> bool:
+    return bool(flops(p) <= MAX_FLOPS and bytes_moved(p) <= MAX_BYTES)
 
 
 def _on_gpus(p: Recurrent, rng: np.random.Generator) -> Recurrent:

@@ -83,13 +83,15 @@ def sweep() -> Iterator[Norm]:
 
     Token rows by model width, images by channels, up to 8M elements.
     """
-    return swept(np.random.default_rng(3), FACTS["sweep"], _small)
+    return swept(np.random.default_rng(3), FACTS["sweep"], _norm, _fits)
 
 
-def _small(groups: int = 1, **fields: Any) -> Norm | None:
-    p = Norm(groups=groups or fields["channels"], **fields)
-    divides = p.channels % p.groups == 0
-    return p if divides and p.rows * p.cols * p.channels <= MAX_ELEMENTS else None
+def _norm(groups: int = 1, **fields: Any) -> Norm:
+    return Norm(groups=groups or fields["channels"], **fields)
+
+
+def _fits(p: Norm) -> bool:
+    return p.channels % p.groups == 0 and p.rows * p.cols * p.channels <= MAX_ELEMENTS
 
 
 def build(p: Norm, device: str) -> Workload:

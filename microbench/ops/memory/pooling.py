@@ -69,11 +69,11 @@ class Pooling:
 
 def sweep() -> Iterator[Pooling]:
     """Yields points without end: images from 2x2 to 256x256 and rows, up to 8M elements a side."""
-    return swept(np.random.default_rng(12), FACTS["sweep"], _small)
+    return swept(np.random.default_rng(12), FACTS["sweep"], _resized, _fits)
 
 
-def _small(op: str, h: int, w: int = 0, **fields: Any) -> Pooling | None:
-    """A point from sizes as the YAML file states them; None where it is too large."""
+def _resized(op: str, h: int, w: int = 0, **fields: Any) -> Pooling:
+    """A point from sizes as the YAML file states them."""
     sizes = {name: fields.pop(name) for name in ("batch", "channels", "channels_last")}
     sides = [h, w or h]
     if "kernel" in fields:
@@ -87,12 +87,15 @@ def _small(op: str, h: int, w: int = 0, **fields: Any) -> Pooling | None:
         outs = [min(fields["out"], side) for side in sides]
     else:
         outs = [max(1, int(side * fields["scale"])) for side in sides]
-    p = Pooling(op=op, h=sides[0], w=sides[1], out_h=outs[0], out_w=outs[1], **sizes)
+    return Pooling(op=op, h=sides[0], w=sides[1], out_h=outs[0], out_w=outs[1], **sizes)
+
+
+def _fits(p: Pooling) -> bool:
+    """Whether it is small, and both layouts are not one where it is channels last."""
     pixels = sorted((p.h * p.w, p.out_h * p.out_w))
     if p.channels_last and (p.channels == 1 or pixels[0] == 1):
-        return None  # both layouts are one
-    fits = p.batch * p.channels * pixels[1] <= MAX_ELEMENTS and flops(p) <= 1e8
-    return p if fits else None
+        return False
+    return bool(p.batch * p.channels * pixels[1] <= MAX_ELEMENTS and flops(p) <= 1e8)
 
 
 def build(p: Pooling, device: str) -> Workload:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -49,16 +48,13 @@ class RandomOp:
 
 def sweep() -> Iterator[RandomOp]:
     """Yields points without end: 16 to 4M numbers, dropout masks up to 8M; rows of categories."""
-    return swept(np.random.default_rng(14), FACTS["sweep"], _quick)
+    return swept(np.random.default_rng(14), FACTS["sweep"], RandomOp, _is_quick)
 
 
-def _quick(**fields: Any) -> RandomOp | None:
+def _is_quick(p: RandomOp) -> bool:
     """A core draws some 100 million numbers a second."""
-    p = RandomOp(**fields)
-    if p.op != "multinomial":
-        return p
     drawn = p.rows * max(p.size, 16 * p.draws)
-    return p if p.draws <= p.size and drawn <= MAX_CATEGORIES else None
+    return p.op != "multinomial" or (p.draws <= p.size and drawn <= MAX_CATEGORIES)
 
 
 def build(p: RandomOp, device: str) -> Workload:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import numpy as np
 
@@ -60,12 +59,10 @@ def sweep() -> Iterator[Reduction]:
 
     Rows, columns and whole tensors up to 8M elements; ops of training more often.
     """
-    return swept(np.random.default_rng(6), FACTS["sweep"], _small)
-
-
-def _small(**fields: Any) -> Reduction | None:
-    p = Reduction(**fields)
-    return p if p.outer * p.size * p.inner <= MAX_ELEMENTS else None
+    rng = np.random.default_rng(6)
+    return swept(
+        rng, FACTS["sweep"], Reduction, lambda p: p.outer * p.size * p.inner <= MAX_ELEMENTS
+    )
 
 
 def build(p: Reduction, device: str) -> Workload:
