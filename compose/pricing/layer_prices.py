@@ -140,19 +140,19 @@ class PricedLayer:
         return self.backward_work.then(self.fold(self.trained_only(self.accumulate)))
 
     @cached_property
-    def into_work(self) -> Work:
-        """Work of copying all gradients into their bucket."""
-        return self.fold(self.trained_only(self.into_bucket))
+    def scattered(self) -> tuple[PricedOp, ...]:
+        """What FSDP copies before it scatters gradients: all of the layer by one call."""
+        return _at_once(self.trained_only(self.into_bucket))
 
     @cached_property
-    def out_work(self) -> Work:
-        """Work of copying all parameters out of their bucket."""
-        return self.fold(self.replicated_only(self.out_of_bucket))
+    def gathered(self) -> tuple[PricedOp, ...]:
+        """What FSDP copies after it gathered parameters: all of the layer by one call."""
+        return _at_once(self.replicated_only(self.out_of_bucket))
 
     @cached_property
-    def trained_out_work(self) -> Work:
-        """Work of copying the parameters that have a gradient out of their bucket."""
-        return self.fold(self.trained_only(self.out_of_bucket))
+    def gathered_trained(self) -> tuple[PricedOp, ...]:
+        """The same of parameters that have a gradient."""
+        return _at_once(self.trained_only(self.out_of_bucket))
 
     def trained_only(self, copies: Sequence[PricedOp]) -> tuple[PricedOp, ...]:
         """Of copies by parameter those of parameters with a gradient."""
@@ -163,6 +163,22 @@ class PricedLayer:
         """Of copies by parameter those of parameters that other replicas have too."""
         pairs = zip(copies, self.layer.parameters, strict=True)
         return tuple(op for op, p in pairs if not p.local)
+
+
+def _at_once(copies: Sequence[PricedOp]) -> tuple[PricedOp, ...]:
+    """Copies by parameter as one op that takes as long as all, launched once; of none, none.
+
+    Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py calls split_with_sizes_copy and
+    _chunk_cat for all parameters of a group.
+    """
+    if not copies:
+        return ()
+    total = AssumedTime()
+    for op in copies:
+        total.add_us(op.duration_us, op.assumed)
+    nbytes = sum(op.nbytes for op in copies)
+    how = {"duration_us": total.total_us, "assumed": total.shares, "nbytes": nbytes}
+    return (replace(copies[0], **how),)
 
 
 @dataclass(frozen=True, kw_only=True)

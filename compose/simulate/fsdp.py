@@ -79,8 +79,8 @@ def sharded_backward(program: RankTasks, *, scatter: bool, later: bool) -> None:
         work = work.then(x.later_work if later and not how.every_micro else x.backward_work)
         if scatter and x.numbered:
             own = _sharded(program, x)
-            program.copies += own.trained_only(own.into_bucket)
-            work = work.then(own.into_work)
+            program.copies += own.scattered
+            work = work.then(own.fold(own.scattered))
         program.lanes.work(work, x.layer.name)
         markers.append(program.lanes.done)
         if scatter and x.numbered and x.layer.trained_bytes:
@@ -138,11 +138,9 @@ def _gathered(program: RankTasks, x: PricedLayer, after: tuple[int, ...]) -> tup
     if not x.numbered or not nbytes:
         return NONE
     sent = _send(program, "all_gather", nbytes, None if program.lanes.on_cpu else after)
-    if program.how.frozen_whole:
-        program.copies += own.trained_only(own.out_of_bucket)
-        return sent, own.trained_out_work
-    program.copies += own.replicated_only(own.out_of_bucket)
-    return sent, own.out_work
+    copies = own.gathered_trained if program.how.frozen_whole else own.gathered
+    program.copies += copies
+    return sent, own.fold(copies)
 
 
 def _gathered_again(program: RankTasks, layers: Sequence[PricedLayer]) -> tuple[list[int], Work]:
