@@ -177,8 +177,8 @@ def _at_once(copies: Sequence[PricedOp]) -> tuple[PricedOp, ...]:
     for op in copies:
         total.add_us(op.duration_us, op.assumed)
     nbytes = sum(op.nbytes for op in copies)
-    how = {"duration_us": total.total_us, "assumed": total.shares, "nbytes": nbytes}
-    return (replace(copies[0], **how),)
+    whole = replace(copies[0], duration_us=total.total_us, assumed=total.shares, nbytes=nbytes)
+    return (whole,)
 
 
 @dataclass(frozen=True, kw_only=True)
