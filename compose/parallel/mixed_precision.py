@@ -2,8 +2,8 @@
 
 ``torch._grouped_mm`` is no op of autocast's lists (torch 2.13, aten/src/ATen/autocast_mode.h), so
 that under plain autocast experts stay in fp32. FSDP's mixed precision casts all parameters of a
-module and its inputs, once they are gathered, so that all of a step but the optimizer is in half
-precision; Megatron-LM and NeMo hold weights in half precision.
+module and its inputs, once they are gathered, so that all of a step but the loss of logits and the
+optimizer is in half precision; Megatron-LM and NeMo hold weights in half precision.
 """
 
 from __future__ import annotations
