@@ -75,6 +75,7 @@ def digest_of_code(*folders: Path) -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
+@cache
 def installed(package: str) -> str:
     """The version of a package; empty where it is not installed."""
     try:

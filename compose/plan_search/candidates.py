@@ -15,7 +15,7 @@ Plans never tried:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -35,6 +35,7 @@ from itercast.compose.plan_search.sizes import CaptureAt, CapturesBySize, Size
 from itercast.compose.pricing.layer_prices import AskedStep, prefetch_steps
 from itercast.compose.pricing.optimizer import STATE_COPIES
 from itercast.compose.pricing.price_book import PriceBook
+from itercast.compose.pricing.rank_graph import rank_graph
 from itercast.compose.simulate.iteration import quick_us
 from itercast.compose.simulate.memory_plan import memory
 from itercast.compose.simulate.rank import Rank
@@ -45,7 +46,6 @@ from itercast.microbench.hardware.node import Node
 OBJECTIVES = ("time", "cost", "memory")
 MISFIT_PENALTY = 1e18  # added to the score of plans that exceed the memory: they come last
 LARGEST_MICRO_BATCH: int = assumed(__file__, "largest_micro_batch")
-TOLD_EVERY = 100  # plans
 LONG_SEQUENCE: int = assumed(__file__, "long_sequence")
 
 
@@ -115,7 +115,7 @@ class Search:
         self.captures.announce(self._sizes(plans).values())
 
     def price(self, plans: Iterable[ParallelPlan]) -> None:
-        """Price ops and messages of plans in one call of the pricer for each family."""
+        """Price ops and messages of plans, one of each shape, in one call for each family."""
         prefetch_steps(self._asked(self._sizes(plans)), self.book)
 
     def _sizes(self, plans: Iterable[ParallelPlan]) -> dict[ParallelPlan, Size]:
@@ -128,8 +128,7 @@ class Search:
     def _asked(self, sizes: Mapping[ParallelPlan, Size]) -> Iterator[AskedStep]:
         """The step of each plan, and where its ranks lie."""
         for n, (plan, size) in enumerate(sizes.items()):
-            if n % TOLD_EVERY == 0:
-                self.tell(f"ops of plan {n} of {len(sizes)}")
+            self.tell(f"ops of shape {n + 1} of {len(sizes)} that plans share")
             if not plan.shard:
                 yield self.captures.at(size), plan, cluster(plan, self.book.gpu, self.node)
 
@@ -147,6 +146,18 @@ class Search:
             self.refused[str(plan)] = str(exc)
             return None
         return rank
+
+    def legal(self, plans: Sequence[ParallelPlan]) -> list[Rank]:
+        """The ranks of those of plans of one shape that no rule forbids: their ops are the same."""
+        first, book = plans[0], self.book
+        try:
+            if not first.shard:
+                step = self.captures.at(self.size(first))
+                rank_graph(step, first, book.gpu, book.stack, book.whole_cells)
+        except ValueError as exc:
+            self.refused[str(first)] = str(exc)
+            return []
+        return list(filter(None, map(self.allowed, plans)))
 
     def why_none(self) -> str:
         """Why no plan is legal: a rule, else the memory of plans that are not even looked at."""

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from heapq import heappop, heappush
+from itertools import count as count_up
 from math import exp, inf
 
 from itercast.capture.base.garbage import without_garbage_collection
 from itercast.capture.plan import ParallelPlan
 from itercast.capture.plan_keys import V_SHAPED
-from itercast.compose.parallel.device_memory import room_bytes, too_close
+from itercast.compose.parallel.device_memory import room_bytes
+from itercast.compose.plan_search.bounds import least_us, mean_us
 from itercast.compose.plan_search.candidates import OBJECTIVES, Scored, Search, candidate_plans
-from itercast.compose.plan_search.shapes import Shapes, mean_us
+from itercast.compose.plan_search.shapes import Shapes
 from itercast.compose.plan_search.simplest import PLANS_APART, simplest
 from itercast.compose.simulate.memory_plan import memory
-from itercast.compose.simulate.pipeline import CUT_BACKWARD
 from itercast.compose.simulate.rank import Rank
-from itercast.compose.simulate.stages import chunks_of, dealt, uneven
+from itercast.compose.simulate.stages import uneven
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,129 +57,25 @@ def shapes_of(search: Search, gpus: int, objective: str) -> Shapes:
     return Shapes(search, plans, {"time": 1 / gpus, "cost": 1.0, "memory": 0.0}[objective])
 
 
-def legal_plans(search: Search, gpus: int, objective: str) -> Iterator[Scored]:
-    """Yields legal plans without their ``variants``, with lower bounds of their times."""
-    shapes = shapes_of(search, gpus, objective)
-    while shapes.waiting:
-        yield from _listed(search, shapes.take(inf), objective)
+class Found:
+    """Legal plans of a search: those that wait to be looked at closer, and the best so far.
 
-
-def _listed(search: Search, plans: Iterable[ParallelPlan], objective: str) -> Iterator[Scored]:
-    for plan in plans:
-        yield from _bounded(search, plan, objective)
-
-
-def least_us(rank: Rank) -> float:
-    """A lower bound of the iteration: compute that any schedule must do one after the other.
-
-    The first micro-batch's forward on the stages before a rank, all of that rank's work, and the
-    last one's backward on its way back, without the weight gradients that may fill the bubble.
+    A plan waits by the least score that it may have: first by the mean compute of its ranks, then
+    by what its schedule does in a row, then by its memory, too; at last it is simulated.
     """
-    plan = rank.plan
-    if plan.pp == 1:
-        return mean_us(rank)
-    key = ("loads", *plan.parts("stages"), plan.schedule)
-    loads, ways = rank.model.once(key, partial(_loads_us, rank))
-    least, before = 0.0, 0.0
-    for load_us, way_us in zip(loads, ways, strict=True):
-        least = max(least, before + plan.microbatches * load_us)
-        before += way_us
-    return float(least)
-
-
-def _loads_us(rank: Rank) -> tuple[list[float], list[float]]:
-    """By rank a micro-batch's compute on all its layers, and the part that others wait for."""
-    each, pp, cut = [], rank.plan.pp, rank.plan.schedule in CUT_BACKWARD
-    for c in chunks_of(rank):
-        us = sum(n * (x.forward_work.lane_us + x.backward_work.lane_us) for x, n in c.runs)
-        off = sum(n * x.weight_us for x, n in c.runs) if cut else 0.0
-        each.append((us, us - off))
-    loads = [sum(us for us, _ in mine) for mine in dealt(rank.plan, each)]
-    return loads, [each[r][1] for r in range(pp)]
-
-
-def _bounded(search: Search, plan: ParallelPlan, objective: str) -> Iterator[Scored]:
-    """Yields a legal plan with its bound, also with uneven stages where they are better balanced.
-
-    Where it exceeds the memory, with recomputation too.
-    """
-    rank = search.allowed(plan)
-    if rank is None:
-        return
-    scored = search.scored(rank, least_us(rank))
-    yield scored
-    if plan.first == plan.last == 0 and (other := uneven(rank.model.layers, plan)):
-        yield from _bounded(search, other, objective)
-    if not scored.fits and not plan.recompute:
-        yield from _bounded(search, replace(plan, recompute="full"), objective)
-
-
-def variants(
-    search: Search, plans: Sequence[Scored], objective: str, limit: float = inf
-) -> Iterator[Scored]:
-    """Yields plans that differ from ``plans`` by a key or two, if their score may be below a limit.
-
-    A pipeline in the V-shaped schedules is no faster than a rank's mean share of all compute;
-    others are no faster than the plan's own bound.
-    """
-    shaped: list[Scored] = []
-    for rank in (b.rank for b in plans):
-        plan = rank.plan
-        plain = plan.schedule == "1f1b" and not plan.recompute and plan.first == plan.last == 0
-        if plan.pp > 1 and plain and _score(rank, mean_us(rank), objective) < limit:
-            for schedule in V_SHAPED:
-                with suppress(ValueError):  # a rule forbids it
-                    other = replace(plan, schedule=schedule, virtual=2)
-                    shaped += _bounded(search, other, objective)
-    yield from shaped
-    for rank in (b.rank for b in (*plans, *shaped)):
-        if _score(rank, least_us(rank), objective) < limit:
-            yield from _others(search, rank, objective)
-
-
-def _score(rank: Rank, time_us: float, objective: str) -> float:
-    """The least score of a plan that takes so long, whatever its memory."""
-    return Scored(rank=rank, iteration_us=time_us, memory_bytes=0, fits=True).score(objective)
-
-
-def _others(search: Search, rank: Rank, objective: str) -> Iterator[Scored]:
-    """The plan with local SGD; if it may exceed the memory, with as little recomputation as fits.
-
-    Budgets are tried in tenths, from what the excess leaves of the activations downwards, up to the
-    first that fits beyond the memory model's error; where none does, the first that may fit.
-    """
-    plan, used = rank.plan, memory(rank, search.optimizer)
-    if search.local:
-        with suppress(ValueError):
-            yield from _bounded(search, replace(plan, local=search.local), objective)
-    total, room = sum(used.values()), room_bytes(search.book.gpu, plan)
-    clear = total <= room and not too_close(total, room)
-    excess = max(0, total - room)
-    if plan.recompute or clear or excess >= used["activations"]:
-        return
-    may_fit: list[Scored] = []
-    for tenth in range(int(10 * (1 - excess / used["activations"])), 0, -1):
-        budget = replace(plan, recompute="budget", recomputed=tenth / 10)
-        may_fit += [one for one in list(_bounded(search, budget, objective))[:1] if one.fits]
-        if may_fit and not may_fit[-1].close:
-            yield may_fit[-1]
-            return
-    yield from may_fit[: 1 if excess else 0]
-
-
-class _Found:
-    """Legal plans of a search: those that wait to be simulated, and the best so far."""
 
     def __init__(
         self,
         search: Search,
-        objective: str,
-        count: int,
-        on_plan: Callable[[int, ParallelPlan], None],
+        objective: str = "time",
+        count: int = 10,
+        on_plan: Callable[[int, ParallelPlan], None] = lambda n, best: None,
     ) -> None:
         self.search, self.objective, self.count, self.on_plan = search, objective, count, on_plan
-        self.listed: list[Scored] = []
-        self.waiting: list[tuple[float, int]] = []  # a heap of bounds, each with its plan's place
+        self.listed: dict[ParallelPlan, Rank] = {}
+        self.weighed: list[Scored] = []  # with bounds of their times
+        self.waiting: list[tuple[float, int, Callable[[Rank], None], Rank]] = []  # a heap
+        self.numbers = count_up()  # of equal scores the first goes first
         self.best: list[Scored] = []
         self.tried: list[Scored] = []
 
@@ -198,24 +94,126 @@ class _Found:
         """The lowest bound of those that wait."""
         return self.waiting[0][0] if self.waiting else inf
 
-    def _score(self, plan: Scored) -> float:
-        return plan.score(self.objective)
+    def may_be_best(self, rank: Rank, time_us: float) -> bool:
+        """Whether a plan that takes so long may be one of the best, whatever its memory."""
+        return self._least(rank, time_us) < self.limit
 
-    def add(self, plans: Iterable[Scored]) -> None:
-        """Let plans wait."""
-        for plan in plans:
-            heappush(self.waiting, (self._score(plan), len(self.listed)))
-            self.listed.append(plan)
-            leader = self.best[0] if self.best else self.listed[self.waiting[0][1]]
-            self.on_plan(len(self.listed), leader.plan)
+    def add(self, plans: Iterable[Rank]) -> None:
+        """Let plans wait that do not yet."""
+        for rank in plans:
+            if rank.plan not in self.listed:
+                self.listed[rank.plan] = rank
+                self._wait(self._least(rank, mean_us(rank)), self._bound, rank)
+                leader = self.best[0].plan if self.best else self.waiting[0][-1].plan
+                self.on_plan(len(self.listed), leader)
 
     def simulate(self, below: float = inf) -> None:
         """Simulate plans in the order of their bounds, up to a score or that of the last best."""
         while self.next < min(below, self.limit):
-            found = self.search.simulated(self.listed[heappop(self.waiting)[1]].rank)
-            self.tried.append(found)
-            self.best = sorted([*self.best, found], key=self._score)[: self.count]
-            self.on_plan(len(self.listed), self.best[0].plan)
+            _, _, look, rank = heappop(self.waiting)
+            look(rank)
+
+    def near(self) -> list[Scored]:
+        """The plans within ``reach``, with bounds of their times and their memory."""
+        while self.next < self.reach:
+            _, _, look, rank = heappop(self.waiting)
+            if look != self._simulate:
+                look(rank)
+        return self.weighed
+
+    def _score(self, plan: Scored) -> float:
+        return plan.score(self.objective)
+
+    def _least(self, rank: Rank, time_us: float) -> float:
+        return self._score(Scored(rank=rank, iteration_us=time_us, memory_bytes=0, fits=True))
+
+    def _wait(self, score: float, look: Callable[[Rank], None], rank: Rank) -> None:
+        heappush(self.waiting, (score, next(self.numbers), look, rank))
+
+    def _bound(self, rank: Rank) -> None:
+        """Bound a plan by its schedule; add it with uneven stages where they balance it better."""
+        self._wait(self._least(rank, least_us(rank)), self._weigh, rank)
+        plan = rank.plan
+        if plan.first == plan.last == 0 and plan.recompute != "budget":
+            self.add(_legal(self.search, uneven(rank.model.layers, plan)))
+
+    def _weigh(self, rank: Rank) -> None:
+        """Learn a plan's memory; add it with recomputation where it exceeds the GPU's."""
+        scored = self.search.scored(rank, least_us(rank))
+        self.weighed.append(scored)
+        self._wait(self._score(scored), self._simulate, rank)
+        if not scored.fits and not rank.plan.recompute:
+            self.add(_legal(self.search, replace(rank.plan, recompute="full")))
+
+    def _simulate(self, rank: Rank) -> None:
+        found = self.search.simulated(rank)
+        self.tried.append(found)
+        self.best = sorted([*self.best, found], key=self._score)[: self.count]
+        self.on_plan(len(self.listed), self.best[0].plan)
+
+
+def _legal(search: Search, plan: ParallelPlan | None) -> list[Rank]:
+    """The rank of a plan; of none, or one that a rule forbids, nothing."""
+    rank = search.allowed(plan) if plan else None
+    return [rank] if rank else []
+
+
+def legal_plans(search: Search, gpus: int, objective: str) -> Found:
+    """All legal plans without their variants, none of them simulated."""
+    found, shapes = Found(search, objective), shapes_of(search, gpus, objective)
+    while shapes.waiting:
+        found.add(shapes.take(inf))
+    found.near()
+    return found
+
+
+def v_shaped(found: Found) -> Iterator[Rank]:
+    """Yields plans found with V-shaped schedules in place of 1F1B.
+
+    These are no faster than a rank's mean share of all compute.
+    """
+    for plan, rank in list(found.listed.items()):
+        plain = plan.schedule == "1f1b" and not plan.recompute and plan.first == plan.last == 0
+        if plan.pp > 1 and plain and found.may_be_best(rank, mean_us(rank)):
+            for schedule in V_SHAPED:
+                with suppress(ValueError):  # a rule forbids it
+                    shaped = replace(plan, schedule=schedule, virtual=2)
+                    yield from _legal(found.search, shaped)
+
+
+def others(found: Found) -> Iterator[Rank]:
+    """Yields plans found with local SGD, or with as little recomputation as fits.
+
+    They are no faster than without.
+    """
+    for scored in list(found.weighed):
+        if found.may_be_best(scored.rank, scored.iteration_us):
+            if found.search.local:
+                with suppress(ValueError):
+                    local = replace(scored.plan, local=found.search.local)
+                    yield from _legal(found.search, local)
+            yield from _recomputed(found.search, scored)
+
+
+def _recomputed(search: Search, scored: Scored) -> list[Rank]:
+    """The plan, if it may exceed the memory, with as little recomputation as fits.
+
+    Budgets are tried in tenths, from what the excess leaves of the activations downwards, up to the
+    first that fits beyond the memory model's error; where none does, the first that may fit.
+    """
+    plan, used = scored.plan, memory(scored.rank, search.optimizer)
+    excess = max(0, scored.memory_bytes - room_bytes(search.book.gpu, plan))
+    clear = scored.fits and not scored.close
+    if plan.recompute or clear or excess >= used["activations"]:
+        return []
+    may_fit = list[Rank]()
+    for tenth in range(int(10 * (1 - excess / used["activations"])), 0, -1):
+        for rank in _legal(search, replace(plan, recompute="budget", recomputed=tenth / 10)):
+            budget = search.scored(rank, 0.0)
+            if budget.fits and not budget.close:
+                return [rank]
+            may_fit += [rank] if budget.fits else []
+    return may_fit[: 1 if excess else 0]
 
 
 @without_garbage_collection()
@@ -228,20 +226,21 @@ def best_plans(
 ) -> SearchResult:
     """Returns the ``count`` best plans, found by branch and bound.
 
-    Of what has the lowest bound, a shape's plans are listed, a plan is simulated; until the next
-    bound is no better than the score of the last of the best. ``on_plan`` is told how many plans
-    are considered, and the best so far. KeyboardInterrupt ends the listing of plans; a second one,
-    the simulation.
+    Of what has the lowest bound, a shape's plans are listed, a plan is looked at closer or
+    simulated; until the next bound is no better than the score of the last of the best. ``on_plan``
+    is told how many plans are considered, and the best so far. KeyboardInterrupt ends the listing
+    of plans; a second one, the simulation.
     """
-    found, stopped = _Found(search, objective, count, on_plan), False
+    found, stopped = Found(search, objective, count, on_plan), False
     try:
         shapes = shapes_of(search, gpus, objective)
         while shapes.least < found.reach:
-            plans = shapes.take(max(shapes.least, min(found.next, found.reach)))
-            found.add(_listed(search, plans, objective))
+            found.add(shapes.take(max(shapes.least, min(found.next, found.reach))))
             found.simulate(below=shapes.least)
         found.simulate()
-        found.add(variants(search, list(found.listed), objective, found.limit))
+        found.add(v_shaped(found))
+        found.simulate()
+        found.add(others(found))
     except KeyboardInterrupt:
         stopped = True
     try:
@@ -250,7 +249,7 @@ def best_plans(
         stopped = True
     plainest, more = None, list[Scored]()
     if found.best and not stopped:
-        plainest, more = simplest(search, found.best[0], found.listed, objective)
+        plainest, more = simplest(search, found.best[0], found.near(), objective)
     tried = [*found.tried, *more]
     return SearchResult(
         best=found.best,

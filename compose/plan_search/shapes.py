@@ -14,6 +14,7 @@ from math import inf
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.plan import ParallelPlan
+from itercast.compose.plan_search.bounds import gpu_us
 from itercast.compose.plan_search.candidates import Search
 from itercast.compose.simulate.rank import Rank
 
@@ -75,31 +76,18 @@ class Shapes:
         """The lowest bound; infinite where all plans are listed."""
         return min((self.bounds[shape] for shape in self.waiting), default=inf)
 
-    def take(self, most: float) -> list[ParallelPlan]:
-        """The plans, with prices, of the coarsest shapes of those whose bound is ``most``."""
+    def take(self, most: float) -> list[Rank]:
+        """Ranks of the plans of the coarsest shapes of those whose bound is ``most``."""
         near = [shape for shape in self.waiting if self.bounds[shape] <= most]
         coarsest = min(shape.ranks_per_sample for shape in near)
         taken = {s: self.waiting.pop(s) for s in near if s.ranks_per_sample == coarsest}
-        plans = [plan for own in taken.values() for plan in own]
-        self.search.price(plans)
+        self.search.price([own[0] for own in taken.values()])
+        ranks = list[Rank]()
         for shape, own in taken.items():
-            rank = next(filter(None, map(self.search.allowed, own)), None)
-            least = FINER_TAKES * self.scores_per_us * gpu_us(rank) if rank else 0.0
+            alike = self.search.legal(own)
+            ranks += alike
+            least = FINER_TAKES * self.scores_per_us * gpu_us(alike[0]) if alike else 0.0
             for other in self.waiting:
                 if other.refines(shape):
                     self.bounds[other] = max(self.bounds[other], least)
-        return plans
-
-
-def gpu_us(rank: Rank) -> float:
-    """Time that all GPUs of a plan compute in a step."""
-    return mean_us(rank) * rank.plan.world_size
-
-
-def mean_us(rank: Rank) -> float:
-    """The mean over stages of the compute of all micro-batches, however layers are dealt."""
-    layers, plan = rank.model.layers, rank.plan
-    whole_us = sum(
-        x.layer.count * (x.forward_work.lane_us + x.backward_work.lane_us) for x in layers
-    )
-    return plan.microbatches * whole_us / plan.pp
+        return ranks

@@ -94,21 +94,27 @@ Sent = tuple[Message, Group]
 
 
 def price_messages(messages: Sequence[Message], book: PriceBook, where: Cluster) -> list[PricedOp]:
-    """Prices each message as if no other were sent; the book keeps prices without factors."""
+    """Prices each message as if no other were sent."""
     asked = [(m, where.on_one_cpu(where.groups[m.axis])) for m in messages]
-    prefetch_messages(asked, book, where)
-    known = book.sent[where.place]
-    sent = [known[m, g].among(g.size, g.per_node, book.machine) for m, g in asked]
+    known = book.once(("sent", where.place), dict[Sent, PricedOp])
+    if fresh := [one for one in dict.fromkeys(asked) if one not in known]:
+        prefetch_messages(fresh, book, where)
+        known |= {one: _beside(book.sent[where.place][one], *one, book) for one in fresh}
+    sent = [known[one] for one in asked]
     for link in where.crossings:
         for i, message in enumerate(messages):
             far = message.among(world_size=where.groups[message.axis].size, ranks_per_node=1)
             us = link.crossed_us(far, message.axis, sent[i].duration_us)
             sent[i] = replace(sent[i], duration_us=us)
-    return [_beside(op, *one, book) for op, one in zip(sent, asked, strict=True)]
+    return sent
 
 
 def _beside(op: PricedOp, message: Message, group: Group, book: PriceBook) -> PricedOp:
-    """The message with what it costs compute beside it, by its bytes/s over each rank's link."""
+    """The message by the machine's factors, with what it costs compute beside it.
+
+    The latter by its bytes/s over each rank's link.
+    """
+    op = op.among(group.size, group.per_node, book.machine)
     if op.duration_us == 0:
         return op
     moved = bytes_moved(message.among(world_size=group.size, ranks_per_node=group.per_node))

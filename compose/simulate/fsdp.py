@@ -19,14 +19,16 @@ reduce_dtype fp32), unless the software reduces them as they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.opcall import ITEMSIZE_BYTES
 from itercast.compose.pricing.collectives import Message, price_messages
 from itercast.compose.pricing.host import python_op
 from itercast.compose.pricing.layer_prices import PricedLayer
+from itercast.compose.pricing.priced_op import PricedOp
 from itercast.compose.pricing.work import Work
 from itercast.compose.simulate.rank import AMONG_GROUPS, Rank, RankTasks
 from itercast.microbench.hardware.stack import stack_of_row
@@ -36,17 +38,83 @@ NONE: tuple[list[int], Work] = ([], Work())
 FORWARD_SHARE: float = assumed(__file__, "forward_share")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """Layers that FSDP wraps as one, a numbered layer or the root, and what it sends of them.
+
+    All is priced once for equal layers of a program.
+    """
+
+    rank: Rank
+    layers: tuple[PricedLayer, ...]
+
+    @classmethod
+    def of(cls, program: RankTasks, *layers: PricedLayer) -> Unit:
+        """The unit of these layers in a program."""
+        made = partial(cls, rank=program.rank, layers=layers)
+        return program.once(("unit", *map(id, layers)), made)
+
+    @cached_property
+    def gathers(self) -> list[PricedOp]:
+        """The all_gather of parameters, along each axis."""
+        return self._priced("all_gather", trained=False)
+
+    @cached_property
+    def scatters(self) -> list[PricedOp]:
+        """The reduce_scatter of gradients, along each axis."""
+        return self._priced("reduce_scatter", trained=True)
+
+    @cached_property
+    def sums(self) -> list[PricedOp]:
+        """The sums of shares of gradients among groups that shard; local SGD has none."""
+        sums = [] if self.rank.strategy.every else summed_shares(self.layers, self.rank)
+        return price_messages(sums, self.rank.book, self.rank.where)
+
+    @cached_property
+    def gathered(self) -> tuple[tuple[PricedOp, ...], Work]:
+        """The copies out of what was gathered of a layer, and their work."""
+        x = self._sharded
+        copies = x.gathered_trained if self.rank.strategy.frozen_whole else x.gathered
+        return copies, x.fold(copies)
+
+    @cached_property
+    def scattered(self) -> tuple[tuple[PricedOp, ...], Work]:
+        """The copies of a layer's gradients into what is scattered, and their work."""
+        return self._sharded.scattered, self._sharded.fold(self._sharded.scattered)
+
+    @cached_property
+    def hooks(self) -> dict[float, tuple[PricedOp, Work]]:
+        """Host time of a layer's hooks, and its work, by the share of them that runs."""
+        (x,), how = self.layers, self.rank.strategy
+        event = "fsdp_layer" if how.regather else "fsdp_layer_kept"
+        count = len(x.layer.trained if how.frozen_whole else x.layer.replicated)
+        shares = (FORWARD_SHARE, 1 - FORWARD_SHARE, 1.0) if count else ()
+        ops = {share: python_op(event, count, self.rank.book, share) for share in shares}
+        return {share: (op, x.fold([op])) for share, op in ops.items()}
+
+    @property
+    def _sharded(self) -> PricedLayer:
+        """The layer with those parameters that ranks share out."""
+        (x,) = self.layers
+        return x if self.rank.plan.expert_shards > 1 else x.without_experts
+
+    def _priced(self, kind: str, *, trained: bool) -> list[PricedOp]:
+        nbytes = sharded_bytes(self.layers, self.rank, trained=trained)
+        messages = [_message(self.rank, kind, axis, n) for axis, n in nbytes.items()]
+        return price_messages(messages, self.rank.book, self.rank.where)
+
+
 def sharded_forward(program: RankTasks, *, gather: bool) -> None:
     """Add the forward of one micro-batch; ``gather``: parameters are sharded at its start."""
-    layers = program.rank.layers
-    root = sharded_bytes([x for x in layers if not x.numbered], program)
-    each = [sharded_bytes([x], program) for x in {id(x): x for x in layers if x.numbered}.values()]
-    sizes = sorted({(on, n) for one in (root, *each) for on, n in one.items()})
+    layers, rank = program.rank.layers, program.rank
+    root = Unit.of(program, *(x for x in layers if not x.numbered))
+    units = [root, *(Unit.of(program, x) for x in layers if x.numbered)]
+    sizes = {size for unit in units for size in sharded_bytes(unit.layers, rank).items()}
     kinds = ("all_gather", "reduce_scatter")
-    messages = [_message(program, kind, on, n) for kind in kinds for on, n in sizes]
-    price_messages(messages, program.rank.book, program.rank.where)  # one call of the pricer
-    if root and gather:
-        program.lanes.wait(_send(program, "all_gather", root))
+    messages = [_message(rank, kind, on, n) for kind in kinds for on, n in sorted(sizes)]
+    price_messages(messages, rank.book, rank.where)  # one call of the pricer
+    if gather:
+        program.lanes.wait(_send(program, root.gathers))
     markers: list[tuple[int, ...]] = [program.lanes.done]
     for k, x in enumerate(layers):
         sent, copies = _gathered(program, x, markers[max(0, k - 1)]) if gather else NONE
@@ -78,29 +146,30 @@ def sharded_backward(program: RankTasks, *, scatter: bool, later: bool) -> None:
             sent, copies = _gathered_again(program, layers[k + 1 : k + 2])
         work = work.then(x.later_work if later and not how.every_micro else x.backward_work)
         if scatter and x.numbered:
-            own = _sharded(program, x)
-            program.copies += own.scattered
-            work = work.then(own.fold(own.scattered))
+            into, packing = Unit.of(program, x).scattered
+            program.copies += into
+            work = work.then(packing)
         program.lanes.work(work, x.layer.name)
         markers.append(program.lanes.done)
         if scatter and x.numbered and x.layer.trained_bytes:
-            last += _reduce(program, [x])
+            last += _reduce(program, Unit.of(program, x))
             _wait_on_cpu(program, last)
         if program.lanes.on_cpu:
             sent, copies = _gathered_again(program, layers[k + 1 : k + 2])
     if scatter:
-        last += _reduce(program, [x for x in layers if not x.numbered])
+        root = (x for x in program.rank.layers if not x.numbered)
+        last += _reduce(program, Unit.of(program, *root))
     program.lanes.wait(last)
 
 
 def sharded_bytes(
-    layers: Sequence[PricedLayer], program: RankTasks, *, trained: bool = False
+    layers: Sequence[PricedLayer], rank: Rank, *, trained: bool = False
 ) -> dict[str, int]:
     """By axis the bytes of layers' parameters that its ranks share out, and so gather before use.
 
     ``trained``: of their gradients.
     """
-    plan, only = program.rank.plan, trained or program.how.frozen_whole
+    plan, only = rank.plan, trained or rank.strategy.frozen_whole
     dense = sum(x.layer.dense.padded_bytes(plan.shards, trained=only) for x in layers)
     found = {"shard": dense}
     if plan.expert_shards > 1:
@@ -110,23 +179,17 @@ def sharded_bytes(
     return {axis: n for axis, n in found.items() if n}
 
 
-def _sharded(program: RankTasks, x: PricedLayer) -> PricedLayer:
-    """A layer with those parameters that ranks share out."""
-    return x if program.rank.plan.expert_shards > 1 else x.without_experts
-
-
 def hooks(program: RankTasks, x: PricedLayer, share: float, times: int = 1) -> Work:
     """Host time of a layer's FSDP hooks, called ``times`` times.
 
     ``share`` of them runs in forward or in backward.
     """
-    event = "fsdp_layer" if program.how.regather else "fsdp_layer_kept"
-    count = len(x.layer.trained if program.how.frozen_whole else x.layer.replicated)
-    if not count:
+    known = Unit.of(program, x).hooks
+    if share not in known:
         return Work()
-    python = python_op(event, count, program.rank.book, share)
+    python, work = known[share]
     program.copies += [python] * times
-    return x.fold([python])
+    return work
 
 
 def _gathered(program: RankTasks, x: PricedLayer, after: tuple[int, ...]) -> tuple[list[int], Work]:
@@ -134,13 +197,13 @@ def _gathered(program: RankTasks, x: PricedLayer, after: tuple[int, ...]) -> tup
 
     On a GPU it starts after the tasks ``after``. Nothing where FSDP does not wrap the layer.
     """
-    nbytes, own = sharded_bytes([x], program), _sharded(program, x)
-    if not x.numbered or not nbytes:
+    unit = Unit.of(program, x)
+    if not x.numbered or not unit.gathers:
         return NONE
-    sent = _send(program, "all_gather", nbytes, None if program.lanes.on_cpu else after)
-    copies = own.gathered_trained if program.how.frozen_whole else own.gathered
+    sent = _send(program, unit.gathers, None if program.lanes.on_cpu else after)
+    copies, work = unit.gathered
     program.copies += copies
-    return sent, own.fold(copies)
+    return sent, work
 
 
 def _gathered_again(program: RankTasks, layers: Sequence[PricedLayer]) -> tuple[list[int], Work]:
@@ -150,21 +213,19 @@ def _gathered_again(program: RankTasks, layers: Sequence[PricedLayer]) -> tuple[
     return _gathered(program, layers[0], program.lanes.done)
 
 
-def _reduce(program: RankTasks, layers: Sequence[PricedLayer]) -> list[int]:
+def _reduce(program: RankTasks, unit: Unit) -> list[int]:
     """Scatter gradients within the groups that shard, and add up shares among these groups.
 
     Under local SGD groups do not add up gradients.
     """
-    sent = _send(program, "reduce_scatter", sharded_bytes(layers, program, trained=True))
-    shares = [] if program.how.every else summed_shares(layers, program)
-    scattered = tuple(sent) or None
+    sent = _send(program, unit.scatters)
     lane = "comm" if stack_of_row(program.rank.book.stack).one_stream else AMONG_GROUPS
-    return sent + [program.lanes.send(op, lane, scattered) for op in program.price(shares)]
+    return sent + _send(program, unit.sums, tuple(sent) or None, lane)
 
 
-def summed_shares(layers: Sequence[PricedLayer], program: RankTasks) -> list[Message]:
+def summed_shares(layers: Sequence[PricedLayer], rank: Rank) -> list[Message]:
     """The sums of a rank's shares of gradients, or averages of parameters, among the groups."""
-    plan, sums = program.rank.plan, list[Message]()
+    plan, sums = rank.plan, list[Message]()
     beyond = {"replicate": plan.dp * plan.cp // plan.shards}
     beyond["expert_replicate"] = plan.expert_replicas // plan.expert_shards
     for axis, groups in beyond.items():
@@ -173,7 +234,7 @@ def summed_shares(layers: Sequence[PricedLayer], program: RankTasks) -> list[Mes
         parts = (x.layer.experts if spread else x.layer.dense for x in layers)
         nbytes = sum(part.padded_bytes(ranks, trained=True) for part in parts)
         if nbytes and groups > 1:
-            sums.append(_message(program, "all_reduce", axis, max(1, nbytes // ranks)))
+            sums.append(_message(rank, "all_reduce", axis, max(1, nbytes // ranks)))
     return sums
 
 
@@ -184,20 +245,18 @@ def _wait_on_cpu(program: RankTasks, sent: Sequence[int]) -> None:
 
 def _send(
     program: RankTasks,
-    kind: str,
-    nbytes: Mapping[str, int],
+    messages: Sequence[PricedOp],
     after: tuple[int, ...] | None = None,
+    lane: str = "comm",
 ) -> list[int]:
-    """Send so many bytes along each axis."""
-    messages = [_message(program, kind, axis, n) for axis, n in nbytes.items()]
-    return [program.lanes.send(op, after=after) for op in program.price(messages)]
+    program.sent += messages
+    return [program.lanes.send(op, lane, after) for op in messages]
 
 
-def _message(program: RankTasks, kind: str, axis: str, nbytes: int) -> Message:
-    layers = program.rank.layers
-    dtype = next((p.dtype for x in layers for p in x.layer.trained), PRECISE)
+def _message(rank: Rank, kind: str, axis: str, nbytes: int) -> Message:
+    dtype = next((p.dtype for x in rank.layers for p in x.layer.trained), PRECISE)
     message = Message(kind=kind, axis=axis, message_bytes=nbytes, dtype=dtype)
-    return message if kind == "all_gather" else reduced_message(program.rank, message)
+    return message if kind == "all_gather" else reduced_message(rank, message)
 
 
 def reduced_message(rank: Rank, message: Message) -> Message:

@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.plan import ParallelPlan
+from itercast.compose.graph.identity_cache import Once
 from itercast.compose.machines.contention import Beside
 from itercast.compose.parallel.placement import Cluster
 from itercast.compose.pricing.collectives import Message, price_messages
@@ -256,6 +257,7 @@ class RankTasks:
         self.filled: list[LayerBucket] = []
         self.copied: list[int] = []  # to the host
         self.averaged: list[int] = []  # messages of parameters that the optimizer waits for
+        self.once = Once()  # what equal layers have in common
 
     def run(self) -> Run:
         """Simulate the program."""

@@ -251,7 +251,7 @@ class RankProgram(RankTasks):
             self.lanes.wait([self.lanes.send(self.host_copy(state, "d2h"), "d2h")])
         kinds = [b.message(k, self.how) for b in self.filled for k in self.how.after_update]
         if self.how.by_layer and not self.how.every_micro and rank.plan.pp > 1:
-            gathered = sharded_bytes(rank.layers, self).items()
+            gathered = sharded_bytes(rank.layers, rank).items()
             kinds += [Message(kind="all_gather", axis=on, message_bytes=n) for on, n in gathered]
         self.lanes.wait([self.lanes.send(m) for m in self.price(kinds)])
         self._average_copies(optimizer)
@@ -311,7 +311,7 @@ class RankProgram(RankTasks):
         )
         messages = [b.message("all_reduce", self.how) for b in filled]
         if every and self.how.by_layer:
-            messages += summed_shares(self.rank.layers, self)
+            messages += summed_shares(self.rank.layers, self.rank)
         messages += self._averaged_tables(optimizer)
         if self.how.outer:
             self._over_parameters(BEFORE_AVERAGE, "outer optimizer", self.how.every)

@@ -12,9 +12,9 @@ from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture, optimizer_of
 from itercast.compose.forecast import Forecast
 from itercast.compose.graph.launch_modes import engine_on, with_engine
+from itercast.compose.plan_search.bounds import least_us
 from itercast.compose.plan_search.candidates import Search, candidate_plans
 from itercast.compose.plan_search.open_search import size_of
-from itercast.compose.plan_search.search import least_us
 from itercast.compose.plan_search.sizes import CapturesBySize
 from itercast.compose.predict import looking_up
 from itercast.compose.target import Target, find_target, step_dtype

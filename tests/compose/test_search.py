@@ -7,21 +7,22 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from plan_case import GPU, capture_at, experts_at, search_of
+from plan_case import CPU, GPU, capture_at, experts_at, search_of
 
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture
+from itercast.compose.plan_search.bounds import least_us, mean_us
 from itercast.compose.plan_search.candidates import Search, candidate_plans
 from itercast.compose.plan_search.search import (
-    _bounded,
+    Found,
     best_plans,
-    least_us,
     legal_plans,
+    others,
     shapes_of,
-    variants,
+    v_shaped,
 )
-from itercast.compose.plan_search.shapes import FINER_TAKES, Shape, mean_us
+from itercast.compose.plan_search.shapes import FINER_TAKES, Shape
 from itercast.compose.simulate.iteration import quick_us
 from itercast.compose.simulate.memory_plan import memory
 from itercast.compose.simulate.stages import partition, uneven
@@ -34,16 +35,41 @@ def search() -> Search:
     return search_of()
 
 
+def with_variants(found: Found) -> Found:
+    """What is found, with V-shaped schedules, local SGD and least recomputation."""
+    for variants in (v_shaped, others):
+        found.add(variants(found))
+        found.near()
+    return found
+
+
+def looked_at(search: Search, plan: ParallelPlan) -> Found:
+    """A plan, and what else is tried as it is looked at."""
+    found = Found(search)
+    found.add([search.rank(plan)])
+    found.near()
+    return found
+
+
 @pytest.mark.parametrize("capture", [capture_at, experts_at])
 def test_no_better_plan_is_pruned(capture: Callable[[int, int], StepCapture]) -> None:
     search = search_of(capture_at=capture)
     result = best_plans(search, 4, "time", count=5)
-    listed = list(legal_plans(search, 4, "time"))
-    ranks = [bounded.rank for bounded in (*listed, *variants(search, listed, "time"))]
+    ranks = list(with_variants(legal_plans(search, 4, "time")).listed.values())
     times = sorted(quick_us(r, "adamw") for r in ranks)
     assert [s.iteration_us for s in result.best] == pytest.approx(times[:5])
     assert result.simulated < result.considered <= len(ranks)
     assert all(least_us(r) <= quick_us(r, "adamw") for r in ranks)
+
+
+@pytest.mark.parametrize("gpu", [CPU, GPU, load_gpu("h100-sxm-80gb")], ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize("text", ["dp=4,zero=3", "dp=4,zero=3,hsdp=2", "dp=2,pp=2,zero=3,micro=4"])
+def test_bounds_know_what_fsdp_sends_in_each_micro_batch(gpu: Gpu, text: str) -> None:
+    """Messages of the whole model take longer than compute, which alone would be no bound."""
+    rank = search_of(gpu).rank(ParallelPlan.parse(text))
+    simulated_us = quick_us(rank, "adamw")
+    assert mean_us(rank) < simulated_us / 4
+    assert 0.6 * simulated_us < least_us(rank) <= simulated_us
 
 
 def test_plans_finer_than_those_that_are_too_slow_are_not_listed(search: Search) -> None:
@@ -51,9 +77,9 @@ def test_plans_finer_than_those_that_are_too_slow_are_not_listed(search: Search)
     shapes, whole_us = shapes_of(search, 4, "time"), mean_us(search.rank(ParallelPlan()))
     cut = {n: Shape.of(ParallelPlan(accumulate=8 // n), search.batch) for n in (8, 4, 2)}
     for samples, times in ((8, 1), (4, 2)):
-        assert cut[samples] in {Shape.of(p, search.batch) for p in shapes.take(shapes.least)}
+        assert cut[samples] in {Shape.of(r.plan, search.batch) for r in shapes.take(shapes.least)}
         assert shapes.bounds[cut[2]] == pytest.approx(FINER_TAKES * times * whole_us / 4)
-    every = len(list(legal_plans(search, 4, "time")))
+    every = len(legal_plans(search, 4, "time").listed)
     assert best_plans(search, 4, "time", count=1).considered < every
 
 
@@ -81,7 +107,7 @@ def test_uneven_stages_are_the_best_balanced_of_all(text: str, better: bool) -> 
     assert (found is not None) == better
     assert slowest_us(found or plan) == pytest.approx(min(least, slowest_us(plan)))
     if found:
-        assert str(found) in {str(b.rank.plan) for b in _bounded(search, plan, "time")}
+        assert found in looked_at(search, plan).listed
 
 
 def test_ep_divides_dp_and_the_experts(search: Search) -> None:
@@ -165,14 +191,16 @@ def test_v_shaped_schedules_and_local_sgd_are_tried(search: Search) -> None:
     Of the plans on four GPUs local SGD is added to those with replicas that are whole.
     """
     search = replace(search, local=16)
-    listed = list(legal_plans(search, 4, "time"))
-    found = {str(b.plan) for b in variants(search, listed, "time")}
+    legal = legal_plans(search, 4, "time")
+    before = set(map(str, legal.listed))
+    found = set(map(str, with_variants(legal).listed)) - before
     assert {"dp=2,pp=2,micro=4,schedule=zbv:2", "dp=2,pp=2,micro=4,schedule=dualpipev:2"} <= found
     assert "dp=2,pp=2,micro=2,schedule=zbv:2" in found
     assert "dp=2,pp=2,micro=2,schedule=dualpipev:2" not in found
     assert {"dp=4,local=16", "dp=2,pp=2,micro=4,schedule=zbv:2,local=16"} <= found
     assert not any("zero" in p and "local" in p for p in found)
-    assert not list(variants(search, listed, "time", limit=0.0))  # none can be so fast
+    legal.best = [replace(legal.weighed[0], iteration_us=0.0)] * legal.count
+    assert not [*v_shaped(legal), *others(legal)]  # none can be so fast
 
 
 @pytest.mark.parametrize("lacking", [1 / 4, -0.001])
@@ -190,10 +218,12 @@ def test_no_more_is_recomputed_than_the_memory_takes(lacking: float) -> None:
     lacks = used["activations"] * lacking
     assert used["activations"] / 4 > used["parameters"]
     tight = searched(gpu_with_room(sum(used.values()) - lacks))
-    listed = next(_bounded(tight, plan, "time"))
-    (found,) = variants(tight, [listed], "time")
+    looked = looked_at(tight, plan)
+    listed = looked.weighed[0]
+    (recomputed,) = others(looked)
+    found = tight.scored(recomputed, 0.0)
     tenths = [replace(plan, recompute="budget", recomputed=n / 10) for n in range(1, 11)]
-    bounded = [next(_bounded(tight, p, "time")) for p in tenths]
+    bounded = [looked_at(tight, p).weighed[0] for p in tenths]
     fitting = [one.plan for one in bounded if one.fits and not one.close]
     assert listed.fits == (lacking < 0) and (listed.close or not listed.fits)
     assert found.fits and not found.close
@@ -222,7 +252,7 @@ def test_tables_are_spread_where_their_copies_do_not_fit() -> None:
     assert best[0].fits and best[0].plan.shard == "greedy"
     assert not any(s.fits for s in best if str(s.plan) == "dp=4")
     tighter = ranking_search(gpu_with_room(spread.memory_bytes / 2))
-    assert any(p.plan.shard and p.plan.recompute for p in legal_plans(tighter, 4, "time"))
+    assert any(p.shard and p.recompute for p in legal_plans(tighter, 4, "time").listed)
 
 
 def test_spread_tables_compete_with_copies_where_both_fit() -> None:
