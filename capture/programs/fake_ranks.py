@@ -25,12 +25,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from itercast.capture.programs.log import ProgramLog
 from itercast.capture.programs.reducer import python_reducer
 
-# Methods of a process group that return the handle of a collective.
-LAUNCHES = (
-    *("allreduce", "allreduce_coalesced", "allgather", "_allgather_base", "allgather_coalesced"),
-    *("allgather_into_tensor_coalesced", "reduce_scatter", "_reduce_scatter_base"),
-    *("reduce_scatter_tensor_coalesced", "broadcast", "reduce", "gather", "scatter"),
-    *("alltoall", "alltoall_base", "barrier", "send", "recv", "recv_anysource"),
+# Methods of a process group that return the handle of a collective, whatever torch calls them.
+LAUNCHES = tuple(
+    name
+    for name, method in vars(dist.ProcessGroup).items()
+    if "-> c10d::Work" in (method.__doc__ or "")
 )
 # Collectives of several tensors, for which torch has no kernels on fake ones.
 COALESCED = (

@@ -207,7 +207,11 @@ class ProgramLog(OpLog):
         if func.namespace == "fsdp":
             return self._copied(func, args, kwargs)
         if not is_collective(func) and func not in FUSED_ATTENTION:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            views = self.host["view_op"]
+            output = super().__torch_dispatch__(func, types, args, kwargs)
+            if func.is_view and self.compiled.number():  # in backward, which ``whole`` cannot see
+                self.host["view_op"] = views
+            return output
         output = func(*args, **kwargs)
         if func in FUSED_ATTENTION:
             log_attention(self, func, args, kwargs, output)

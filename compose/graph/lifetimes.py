@@ -16,7 +16,7 @@ A framework's own kernels save less for backward than a model's separate ops (``
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -233,11 +233,15 @@ def input_bytes(capture: StepCapture) -> int:
 
 def update_bytes(capture: StepCapture, calls: Container[int]) -> int:
     """Returns the peak bytes of temporaries of these calls of the optimizer, without its state."""
+    return most_bytes(span for span in lifetimes(capture) if span[0] in calls)
+
+
+def most_bytes(spans: Iterable[tuple[int, int, int]]) -> int:
+    """Returns the most bytes that are alive at once, from (first, last, bytes)."""
     change: dict[int, int] = {}
-    for first, last, nbytes in lifetimes(capture):
-        if first in calls:
-            change[first] = change.get(first, 0) + nbytes
-            change[last + 1] = change.get(last + 1, 0) - nbytes
+    for first, last, nbytes in spans:
+        change[first] = change.get(first, 0) + nbytes
+        change[last + 1] = change.get(last + 1, 0) - nbytes
     return max(accumulate(change[i] for i in sorted(change)), default=0)
 
 

@@ -41,7 +41,7 @@ def forecast_program(program: ProgramCapture, target: Target) -> Forecast:
         Shares(iteration_us, both.compute_us / 2, both.exposed_us / 2, both.comm_us / 2),
         _tally(ranks[slowest], book),
         runs[slowest],
-        memory={"tensors": max(program.peak_bytes.values())},
+        memory={"tensors": max(n + ranks[r].more_bytes for r, n in program.peak_bytes.items())},
         matmul_s=fmean(rank.matmul_s for rank in ranks.values()),
         host_gap_us=inf if len(program.ranks) == 1 else 0.0,  # else it may wait for other ranks
     )

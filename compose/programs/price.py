@@ -18,6 +18,7 @@ from itercast.capture.programs.program import (
 from itercast.compose.graph.cache_reuse import cold_fractions
 from itercast.compose.graph.cuda_variants import with_cuda_variants, with_whole_networks
 from itercast.compose.graph.inductor import inductor_kernels
+from itercast.compose.graph.lifetimes import lifetimes, most_bytes
 from itercast.compose.parallel.placement import Cluster, Group
 from itercast.compose.pricing.host import Launches, launch_costs, python_op
 from itercast.compose.pricing.price_book import PriceBook
@@ -36,7 +37,8 @@ UNPRICED = (HOST, *MARKS)  # Python of wrappers, and what takes no time
 class PricedRank:
     """A rank's launches in order; ``ops`` has None for marks, which take no time.
 
-    ``matmul_s``: seconds of its matrix products at peak.
+    ``matmul_s``: seconds of its matrix products at peak. ``more_bytes``: peak memory of compiled
+    kernels over that of the ops that they stand for, which a capture runs one by one; mostly < 0.
     """
 
     calls: tuple[OpCall, ...]
@@ -44,13 +46,15 @@ class PricedRank:
     launches: Launches
     on_cpu: bool
     matmul_s: float
+    more_bytes: int
 
 
 def price_rank(step: StepCapture, book: PriceBook, node: Node | None, per_node: int) -> PricedRank:
     """Price the launches of one rank; ``per_node`` GPUs reach each other without the network."""
     on_cpu = book.gpu.kind == "cpu"
     step = with_whole_networks(step, book.whole_cells)
-    step = inductor_kernels(step, apart=lambda call: not call.compiled)
+    eager, step = step, inductor_kernels(step, apart=lambda call: not call.compiled)
+    more_bytes = most_bytes(lifetimes(step)) - most_bytes(lifetimes(eager))
     step = step if on_cpu else _with_launches(with_cuda_variants(step))
     calls, cold = step.calls, cold_fractions(step, book.gpu, per_node if on_cpu else 1)
     asked = AskedCalls.of(calls, cold, (i for i, c in enumerate(calls) if c.op not in UNPRICED))
@@ -68,6 +72,7 @@ def price_rank(step: StepCapture, book: PriceBook, node: Node | None, per_node: 
         launches=launch_costs(launched, step.host, book),
         on_cpu=on_cpu,
         matmul_s=sum(asked.ops[i].matmul_s(book.gpu) for i in computed),
+        more_bytes=more_bytes,
     )
 
 

@@ -22,6 +22,7 @@ from itercast.capture.programs.script import Script, capture_script
 from itercast.capture.programs.trained.finder import Finder
 from itercast.capture.programs.trained.serve import TrainedModel
 from itercast.capture.step import StepSettings
+from itercast.compose.graph.launch_modes import with_engine
 from itercast.compose.programs.forecast import forecast_program
 from itercast.compose.programs.script_model import engine_of
 from itercast.compose.target import Target, find_target, forecast_step
@@ -241,6 +242,34 @@ def test_a_plan_of_fsdp_is_the_script_under_fsdp(tmp_path: Path, target: Target)
     run = forecast_program(program, target)
     assert planned.memory_bytes == pytest.approx(run.memory_bytes, rel=0.02)
     assert planned.iteration_us == pytest.approx(run.iteration_us, rel=0.05)
+
+
+LOSS = """
+def loss_of(ids):
+    logits = model(ids)["logits"].float()[:, :-1]
+    return F.cross_entropy(logits.reshape(-1, 1000), ids[:, 1:].reshape(-1))
+"""
+
+
+@pytest.mark.usefixtures("flags_of_the_test")
+@pytest.mark.parametrize("engine", ["eager", "compile"])
+def test_a_plan_of_a_compiled_model_is_the_compiled_script(
+    engine: str, tmp_path: Path, target: Target
+) -> None:
+    """16 x 512 tokens: kernels that inductor fuses keep fewer results than the ops they run."""
+    begin = DECODER.index("while True")
+    compiled = "loss_of = torch.compile(loss_of)\n" if engine == "compile" else ""
+    loop = """while True:
+    loss_of(torch.randint(0, 1000, (16, 512), device="cuda")).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    model, program = found(tmp_path, DECODER[:begin] + LOSS + compiled + loop)
+    run = forecast_program(program, target)
+    planned = forecast_step(with_engine(captured(model), engine), target)
+    assert planned.memory_bytes == pytest.approx(run.memory_bytes, rel=0.001)
+    assert planned.iteration_us == pytest.approx(run.iteration_us, rel=0.05)
+    assert (run.memory_bytes < program.peak_bytes[0]) == (engine == "compile")
 
 
 PHASES = ("forward", "backward", "optimizer")

@@ -182,6 +182,45 @@ def test_a_reduction_in_the_background_is_awaited_where_the_program_waits() -> N
     assert calls[2].kwargs["bytes"] == 4 * 256 * 256
 
 
+def of_many(x: torch.Tensor) -> dict[str, Callable[[], Any]]:
+    """Each collective of torch.distributed that returns a handle, on 8 ranks."""
+    parts = [torch.empty(32, 256) for _ in range(8)]
+    own: dict[str, Any] = {"async_op": True}
+    return {
+        "all_reduce": lambda: dist.all_reduce(x, **own),
+        "broadcast": lambda: dist.broadcast(x, 0, **own),
+        "reduce": lambda: dist.reduce(x, 0, **own),
+        "all_gather": lambda: dist.all_gather(parts, parts[0], **own),
+        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(x, parts[0], **own),
+        "reduce_scatter": lambda: dist.reduce_scatter(parts[0], parts, **own),
+        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(parts[0], x, **own),
+        "all_to_all": lambda: dist.all_to_all(parts, [torch.clone(p) for p in parts], **own),
+        "all_to_all_single": lambda: dist.all_to_all_single(torch.empty_like(x), x, **own),
+        "isend": lambda: dist.isend(x, 1),
+        "irecv": lambda: dist.irecv(x, 1),
+    }
+
+
+@pytest.mark.parametrize("name", of_many(torch.empty(0)))
+@pytest.mark.parametrize("future", [False, True])
+def test_the_handle_of_each_collective_tells_of_waiting(name: str, future: bool) -> None:
+    """Whatever method of a group torch calls for it: their names change from version to version."""
+
+    def program() -> Step:
+        dist.init_process_group("nccl")
+        x = torch.randn(256, 256)
+
+        def step() -> None:
+            work = of_many(x)[name]()
+            (work.get_future() if future else work).wait()
+
+        return step
+
+    ends = capture_program(program, 8).ranks[0].calls[-2:]
+    assert [c.op for c in ends] == ["itercast.record", "itercast.wait"] and ends[1].stream == 0
+    assert ends[0].args == ends[1].args
+
+
 @pytest.mark.parametrize(
     ("device", "source", "target", "expected"),
     [
