@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -43,20 +44,20 @@ class _Memory:
 
 def _place(saved: str | torch.device) -> str | torch.device:
     """Where a tensor goes that was on ``saved``."""
-    where = _serialization_tls.map_location
+    where: Any = _serialization_tls.map_location
     if not callable(where):
         place: str | torch.device = PLACES(saved)
         return place
-    moved = where(_Memory(), str(saved))
+    moved: _Memory | None = where(_Memory(), str(saved))
     return saved if moved is None else moved.place
 
 
 def _placed(tensor: Tensor) -> Tensor:
     """The tensor on its device; those that share memory in the file share it there."""
-    memory = tensor.untyped_storage()
+    memory: Any = tensor.untyped_storage()
     if torch._guards.detect_fake_mode(None) is None or memory._fake_device is None:
         return tensor
-    whole = vars(memory).get("whole")
+    whole: Tensor | None = vars(memory).get("whole")
     if whole is None:
         place = torch.device(_place(memory._fake_device))
         whole = memory.whole = torch.empty(memory.nbytes(), dtype=torch.uint8, device=place)
