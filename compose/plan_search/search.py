@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count as count_up
 from math import exp, inf
 
@@ -16,10 +16,12 @@ from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.plan_search.bounds import least_us, mean_us
 from itercast.compose.plan_search.candidates import OBJECTIVES, Scored, Search, candidate_plans
 from itercast.compose.plan_search.shapes import Shapes
-from itercast.compose.plan_search.simplest import PLANS_APART, simplest
+from itercast.compose.plan_search.simplest import PLANS_APART, keys, simplest
 from itercast.compose.simulate.memory_plan import memory
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.simulate.stages import uneven
+
+Waiting = tuple[float, int, Callable[[Rank], None], Rank]  # bound, number, what to do with it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +76,7 @@ class Found:
         self.search, self.objective, self.count, self.on_plan = search, objective, count, on_plan
         self.listed: dict[ParallelPlan, Rank] = {}
         self.weighed: list[Scored] = []  # with bounds of their times
-        self.waiting: list[tuple[float, int, Callable[[Rank], None], Rank]] = []  # a heap
+        self.waiting: list[Waiting] = []  # a heap
         self.numbers = count_up()  # of equal scores the first goes first
         self.best: list[Scored] = []
         self.tried: list[Scored] = []
@@ -113,13 +115,24 @@ class Found:
             _, _, look, rank = heappop(self.waiting)
             look(rank)
 
-    def near(self) -> list[Scored]:
-        """The plans within ``reach``, with bounds of their times and their memory."""
+    def near(self, shapes: Shapes, wanted: Callable[[ParallelPlan], bool]) -> list[Scored]:
+        """The plans wanted that may be within ``reach``, with their bounds and memory."""
+        shapes, others = shapes.only(wanted), list[Waiting]()
+        while shapes.least < self.reach:
+            self.add(shapes.take(shapes.least))
         while self.next < self.reach:
-            _, _, look, rank = heappop(self.waiting)
-            if look != self._simulate:
+            *_, look, rank = waiting = heappop(self.waiting)
+            if look != self._simulate and wanted(rank.plan):
                 look(rank)
-        return self.weighed
+            else:
+                others.append(waiting)
+        self.waiting = [*others, *self.waiting]
+        heapify(self.waiting)
+        return [scored for scored in self.weighed if wanted(scored.plan)]
+
+    def of_keys(self, shapes: Shapes) -> Callable[[int], list[Scored]]:
+        """Such plans by how many keys they have."""
+        return lambda count: self.near(shapes, lambda plan: keys(plan) == count)
 
     def _score(self, plan: Scored) -> float:
         return plan.score(self.objective)
@@ -163,7 +176,7 @@ def legal_plans(search: Search, gpus: int, objective: str) -> Found:
     found, shapes = Found(search, objective), shapes_of(search, gpus, objective)
     while shapes.waiting:
         found.add(shapes.take(inf))
-    found.near()
+    found.near(shapes, lambda plan: True)
     return found
 
 
@@ -234,8 +247,8 @@ def best_plans(
     found, stopped = Found(search, objective, count, on_plan), False
     try:
         shapes = shapes_of(search, gpus, objective)
-        while shapes.least < found.reach:
-            found.add(shapes.take(max(shapes.least, min(found.next, found.reach))))
+        while shapes.least < found.limit:
+            found.add(shapes.take(max(shapes.least, min(found.next, found.limit))))
             found.simulate(below=shapes.least)
         found.simulate()
         found.add(v_shaped(found))
@@ -249,7 +262,7 @@ def best_plans(
         stopped = True
     plainest, more = None, list[Scored]()
     if found.best and not stopped:
-        plainest, more = simplest(search, found.best[0], found.near(), objective)
+        plainest, more = simplest(search, found.best[0], found.of_keys(shapes), objective)
     tried = [*found.tried, *more]
     return SearchResult(
         best=found.best,

@@ -8,7 +8,7 @@ kernels are smaller and messages more. So where a shape is too slow no finer one
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import inf
 
@@ -75,6 +75,13 @@ class Shapes:
     def least(self) -> float:
         """The lowest bound; infinite where all plans are listed."""
         return min((self.bounds[shape] for shape in self.waiting), default=inf)
+
+    def only(self, wanted: Callable[[ParallelPlan], bool]) -> Shapes:
+        """Those of the plans that are wanted, with the same bounds."""
+        plans = (plan for own in self.waiting.values() for plan in own if wanted(plan))
+        few = Shapes(self.search, plans, self.scores_per_us)
+        few.bounds = self.bounds
+        return few
 
     def take(self, most: float) -> list[Rank]:
         """Ranks of the plans of the coarsest shapes of those whose bound is ``most``."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import groupby
-from math import exp, inf
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from functools import lru_cache
+from math import exp
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.plan import ParallelPlan
@@ -14,6 +15,7 @@ PLANS_APART: float = assumed(__file__, "plans_apart")
 GIVEN = ("node", "amp", "nodes")  # keys that a search does not choose
 
 
+@lru_cache(maxsize=2**14)
 def keys(plan: ParallelPlan) -> int:
     """How many keys a plan has, of those that one chooses."""
     parts = str(plan).split(",")
@@ -21,21 +23,20 @@ def keys(plan: ParallelPlan) -> int:
 
 
 def simplest(
-    search: Search, best: Scored, listed: Sequence[Scored], objective: str
+    search: Search, best: Scored, near: Callable[[int], Iterable[Scored]], objective: str
 ) -> tuple[Scored | None, list[Scored]]:
     """The plan with the fewest keys whose time or cost is the best one's within PLANS_APART.
 
     Of equally simple ones the best. It fits in memory beyond the memory model's error; None where
-    none such is as good. ``listed``: all legal plans with bounds of their times. Also returns the
-    plans that were simulated to find it.
+    none such is as good. ``near``: the legal plans of so many keys with bounds of their times. Also
+    returns the plans that were simulated to find it.
     """
     limit = best.score(objective) * (exp(PLANS_APART) if objective != "memory" else 1.0)
-    most = inf if best.close else keys(best.plan)
-    near = [b for b in listed if b.score(objective) <= limit and keys(b.plan) < most]
-    near = [b for b in near if not b.close]
+    most = len(fields(ParallelPlan)) if best.close else keys(best.plan)
     tried: list[Scored] = []
-    for _, alike in groupby(sorted(near, key=lambda b: keys(b.plan)), lambda b: keys(b.plan)):
+    for count in range(most):
         found: Scored | None = None
+        alike = [b for b in near(count) if b.score(objective) <= limit and not b.close]
         for bounded in sorted(alike, key=lambda b: b.score(objective)):
             if found is not None and bounded.score(objective) >= found.score(objective):
                 break

@@ -22,12 +22,14 @@ from itercast.compose.plan_search.search import (
     shapes_of,
     v_shaped,
 )
-from itercast.compose.plan_search.shapes import FINER_TAKES, Shape
+from itercast.compose.plan_search.shapes import FINER_TAKES, Shape, Shapes
 from itercast.compose.simulate.iteration import quick_us
 from itercast.compose.simulate.memory_plan import memory
 from itercast.compose.simulate.stages import partition, uneven
 from itercast.microbench.hardware.node import load_node
 from itercast.microbench.hardware.spec import Gpu, load_gpu
+
+NO_SHAPES = Shapes(search_of(), [], 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def with_variants(found: Found) -> Found:
     """What is found, with V-shaped schedules, local SGD and least recomputation."""
     for variants in (v_shaped, others):
         found.add(variants(found))
-        found.near()
+        found.near(NO_SHAPES, lambda plan: True)
     return found
 
 
@@ -47,7 +49,7 @@ def looked_at(search: Search, plan: ParallelPlan) -> Found:
     """A plan, and what else is tried as it is looked at."""
     found = Found(search)
     found.add([search.rank(plan)])
-    found.near()
+    found.near(NO_SHAPES, lambda plan: True)
     return found
 
 

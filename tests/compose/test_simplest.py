@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import exp
 
@@ -9,8 +10,14 @@ import pytest
 from plan_case import search_of
 
 from itercast.capture.plan import ParallelPlan
+from itercast.compose.plan_search.candidates import Scored
 from itercast.compose.plan_search.search import best_plans
 from itercast.compose.plan_search.simplest import PLANS_APART, keys, simplest
+
+
+def by_keys(listed: Sequence[Scored]) -> Callable[[int], list[Scored]]:
+    """Of these plans those with so many keys."""
+    return lambda count: [s for s in listed if keys(s.plan) == count]
 
 
 @pytest.mark.parametrize(
@@ -41,7 +48,7 @@ def test_the_best_plan_is_the_simplest_where_all_others_have_more_keys() -> None
     search = search_of()
     listed = best_plans(search, 4, "time", count=1000).best
     plainest = min(listed, key=lambda s: keys(s.plan))
-    assert simplest(search, plainest, listed, "time") == (plainest, [])
+    assert simplest(search, plainest, by_keys(listed), "time") == (plainest, [])
 
 
 def test_a_plan_too_close_to_the_memory_s_size_is_not_the_simplest() -> None:
@@ -54,7 +61,8 @@ def test_a_plan_too_close_to_the_memory_s_size_is_not_the_simplest() -> None:
     us = [s.score("time") for s in listed]
     best, *others = listed[next(i for i in range(len(us) - 1) if us[i + 1] <= near * us[i]) :]
     tight = replace(best, close=True)
-    found, _ = simplest(search, tight, [tight, *others], "time")
+    found, _ = simplest(search, tight, by_keys([tight, *others]), "time")
     within = [s for s in others if s.score("time") <= best.score("time") * near]
     assert found is not None and keys(found.plan) == min(keys(s.plan) for s in within)
-    assert simplest(search, tight, [replace(s, close=True) for s in others], "time") == (None, [])
+    unsure = by_keys([replace(s, close=True) for s in others])
+    assert simplest(search, tight, unsure, "time") == (None, [])
