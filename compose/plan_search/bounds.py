@@ -41,7 +41,8 @@ def least_us(rank: Rank) -> float:
     last one's backward on its way back, without the weight gradients that may fill the bubble.
     """
     plan = rank.plan
-    key = ("loads", *plan.parts("stages"), plan.schedule, stage_facts(rank))
+    facts = stage_facts(rank) if _sends_in_each(rank) else ()
+    key = ("loads", *plan.parts("stages"), plan.schedule, facts)
     loads, ways = rank.model.once(key, partial(_loads_us, rank))
     least, before = 0.0, 0.0
     for load_us, way_us in zip(loads, ways, strict=True):
@@ -50,12 +51,19 @@ def least_us(rank: Rank) -> float:
     return float(least)
 
 
+def _sends_in_each(rank: Rank) -> bool:
+    """Whether FSDP gathers parameters and scatters gradients in each micro-batch."""
+    return rank.strategy.by_layer and rank.strategy.every_micro
+
+
 def _loads_us(rank: Rank) -> tuple[list[float], list[float]]:
     """By rank a micro-batch's time on all its layers, and the compute that others wait for."""
-    each, cut = [], rank.plan.schedule in CUT_BACKWARD
-    for c in chunks_of(rank):
+    chunks, cut = chunks_of(rank), rank.plan.schedule in CUT_BACKWARD
+    known = dict[object, tuple[float, float]]()
+    for c in {c.key: c for c in chunks}.values():
         off = sum(n * x.weight_us for x, n in c.runs) if cut else 0.0
-        each.append((_micro_us(rank, c.runs), compute_us(c.runs) - off))
+        known[c.key] = (_micro_us(rank, c.runs), compute_us(c.runs) - off)
+    each = [known[c.key] for c in chunks]
     loads = [sum(us for us, _ in mine) for mine in dealt(rank.plan, each)]
     return loads, [each[r][1] for r in range(rank.plan.pp)]
 
@@ -66,7 +74,7 @@ def _micro_us(rank: Rank, runs: Sequence[Run]) -> float:
     They slow each other, as long as that beats taking turns.
     """
     us, how = compute_us(runs), rank.strategy
-    if not (how.by_layer and how.every_micro):
+    if not _sends_in_each(rank):
         return us
     own = replace(rank, layers=tuple(x for x, _ in runs))
     root = Unit(rank=own, layers=tuple(x for x, n in runs for _ in range(n) if not x.numbered))

@@ -30,12 +30,14 @@ from itercast.compose.graph.product_roles import alias_weight_casts
 from itercast.compose.parallel.captured_tables import captured_tables
 from itercast.compose.parallel.device_memory import room_bytes, too_close
 from itercast.compose.parallel.ep import expert_weights
-from itercast.compose.parallel.placement import cluster, gpus_per_domain
+from itercast.compose.parallel.placement import Cluster, Group, cluster, gpus_per_domain
 from itercast.compose.plan_search.sizes import CaptureAt, CapturesBySize, Size
+from itercast.compose.pricing.collectives import Message, prefetch_messages
 from itercast.compose.pricing.layer_prices import AskedStep, prefetch_steps
 from itercast.compose.pricing.optimizer import STATE_COPIES
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.rank_graph import rank_graph
+from itercast.compose.simulate.fsdp import units_of_stages
 from itercast.compose.simulate.iteration import quick_us
 from itercast.compose.simulate.memory_plan import memory
 from itercast.compose.simulate.rank import Rank
@@ -158,6 +160,18 @@ class Search:
             self.refused[str(first)] = str(exc)
             return []
         return list(filter(None, map(self.allowed, plans)))
+
+    def price_sharded(self, ranks: Iterable[Rank]) -> None:
+        """Price what FSDP sends in plans in one call of the pricer."""
+        asked, done = dict[tuple[Message, Group], Cluster](), set[tuple[int, ...]]()
+        for rank in (rank for rank in ranks if rank.plan.zero):
+            plan, where = rank.plan, rank.where
+            if (key := (id(rank.model), plan.zero, plan.stage_ranks, plan.shards)) not in done:
+                done.add(key)
+                sent = (m for unit in units_of_stages(rank) for m in unit.messages)
+                asked |= {(m, where.groups[m.axis]): where for m in sent}
+        for where in list(asked.values())[:1]:  # all are of one GPU and node
+            prefetch_messages(list(asked), self.book, where)
 
     def why_none(self) -> str:
         """Why no plan is legal: a rule, else the memory of plans that are not even looked at."""

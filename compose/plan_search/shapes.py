@@ -97,4 +97,5 @@ class Shapes:
             for other in self.waiting:
                 if other.refines(shape):
                     self.bounds[other] = max(self.bounds[other], least)
+        self.search.price_sharded(ranks)
         return ranks

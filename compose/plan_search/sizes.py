@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from itertools import product
 from typing import Any
 
-from itercast.capture.opcall import Argument, StepCapture, TensorSpec
+from itercast.capture.opcall import Argument, OpCall, StepCapture, TensorSpec, changed
 from itercast.capture.recorder.zeros import mark_zeros
 
 Size = tuple[int, int, bool]  # samples, tokens of each, and whether under autocast
@@ -54,8 +55,8 @@ class _Between:
         raise _OtherStep
 
     def _of_fields(self, a: Any, b: Any) -> Any:
-        names = [f.name for f in fields(a) if f.name != "zero_frac"]  # see mark_zeros
-        return replace(a, **{n: self.value(getattr(a, n), getattr(b, n)) for n in names})
+        values = {n: self.value(getattr(a, n), getattr(b, n)) for n in _names(a.__class__)}
+        return (changed if type(a) in (TensorSpec, OpCall) else replace)(a, **values)
 
     def _integer(self, a: int, b: int) -> int:
         for shift, (i, j) in product(SHIFTS, POWERS):
@@ -108,6 +109,12 @@ class CapturesBySize:
     def _between(self, small: Size, large: Size, size: Size) -> StepCapture:
         step: StepCapture = _Between((small, large), size).value(self.at(small), self.at(large))
         return replace(step, calls=mark_zeros(step.calls))
+
+
+@cache
+def _names(kind: Any) -> list[str]:
+    """The fields that change with the size; not that of zeros (see ``mark_zeros``)."""
+    return [f.name for f in fields(kind) if f.name != "zero_frac"]
 
 
 def _kind(size: Size) -> tuple[bool, bool]:

@@ -98,10 +98,27 @@ class Unit:
         (x,) = self.layers
         return x if self.rank.plan.expert_shards > 1 else x.without_experts
 
-    def _priced(self, kind: str, *, trained: bool) -> list[PricedOp]:
+    @property
+    def messages(self) -> list[Message]:
+        """All messages of its parameters and gradients."""
+        kinds = (("all_gather", False), ("reduce_scatter", True))
+        sent = [m for kind, trained in kinds for m in self._messages(kind, trained=trained)]
+        return sent + summed_shares(self.layers, self.rank)
+
+    def _messages(self, kind: str, *, trained: bool) -> list[Message]:
         nbytes = sharded_bytes(self.layers, self.rank, trained=trained)
-        messages = [_message(self.rank, kind, axis, n) for axis, n in nbytes.items()]
+        return [_message(self.rank, kind, axis, n) for axis, n in nbytes.items()]
+
+    def _priced(self, kind: str, *, trained: bool) -> list[PricedOp]:
+        messages = self._messages(kind, trained=trained)
         return price_messages(messages, self.rank.book, self.rank.where)
+
+
+def units_of_stages(rank: Rank) -> list[Unit]:
+    """What FSDP wraps as one of a model, on whichever stage a layer is."""
+    layers = [x for x in rank.model.layers for _ in range(1 if x.numbered else x.layer.count)]
+    root = tuple(x for x in layers if not x.numbered)
+    return [Unit(rank=rank, layers=one) for one in (root, *((x,) for x in layers))]
 
 
 def sharded_forward(program: RankTasks, *, gather: bool) -> None:

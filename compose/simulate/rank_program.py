@@ -21,7 +21,7 @@ from itercast.compose.pricing.optimizer import (
     scaled_update,
     state_bytes,
 )
-from itercast.compose.pricing.priced_op import PricedOp, priceable
+from itercast.compose.pricing.priced_op import Priceable, PricedOp, priceable
 from itercast.compose.pricing.work import Step, Work, fold
 from itercast.compose.simulate.data_parallel import LayerBucket, layer_buckets
 from itercast.compose.simulate.fsdp import (
@@ -224,14 +224,7 @@ class RankProgram(RankTasks):
                 self._copy_bucket(bucket, into=False)
         trained = [p for x in rank.layers for p in x.layer.trained]
         tensors = max(1, len(trained))
-        others = [p for p in trained if not p.matrix]
-        numel = self._own(others, lambda of: sum(p.nbytes // ITEMSIZE_BYTES[p.dtype] for p in of))
-        wanted = scaled_update(rank.model.graph.optimizer, max(1, numel), max(1, len(others)))
-        if self.how.fused_update:
-            if len(others) < len(trained):
-                raise ValueError(f"plan {str(rank.plan)!r}: Muon's products fit in no fused kernel")
-            wanted = fused_update(wanted)
-        ops = rank.book.price(wanted) if others else []
+        ops = rank.book.price(self.own_update())
         self.updates += ops
         state = self._own(trained, partial(state_bytes, optimizer))
         offloaded = self.how.offload == "optimizer" and state
@@ -250,11 +243,27 @@ class RankProgram(RankTasks):
         if offloaded:
             self.lanes.wait([self.lanes.send(self.host_copy(state, "d2h"), "d2h")])
         kinds = [b.message(k, self.how) for b in self.filled for k in self.how.after_update]
-        if self.how.by_layer and not self.how.every_micro and rank.plan.pp > 1:
-            gathered = sharded_bytes(rank.layers, rank).items()
-            kinds += [Message(kind="all_gather", axis=on, message_bytes=n) for on, n in gathered]
-        self.lanes.wait([self.lanes.send(m) for m in self.price(kinds)])
+        self.lanes.wait([self.lanes.send(m) for m in self.price([*kinds, *self.regathered()])])
         self._average_copies(optimizer)
+
+    def own_update(self) -> list[Priceable]:
+        """The optimizer's calls over the rank's part of all parameters but Muon's matrices."""
+        trained = [p for x in self.rank.layers for p in x.layer.trained]
+        if not (others := [p for p in trained if not p.matrix]):
+            return []
+        numel = self._own(others, lambda of: sum(p.nbytes // ITEMSIZE_BYTES[p.dtype] for p in of))
+        wanted = scaled_update(self.rank.model.graph.optimizer, max(1, numel), len(others))
+        if self.how.fused_update and len(others) < len(trained):
+            plan = str(self.rank.plan)
+            raise ValueError(f"plan {plan!r}: Muon's products fit in no fused kernel")
+        return fused_update(wanted) if self.how.fused_update else wanted
+
+    def regathered(self) -> list[Message]:
+        """What a pipeline's rank under ZeRO 1 gathers after the update: parameters kept whole."""
+        if not self.how.by_layer or self.how.every_micro or self.rank.plan.pp == 1:
+            return []
+        gathered = sharded_bytes(self.rank.layers, self.rank).items()
+        return [Message(kind="all_gather", axis=on, message_bytes=n) for on, n in gathered]
 
     def _own(
         self, parameters: Sequence[ParamSpec], count: Callable[[Sequence[ParamSpec]], int]

@@ -331,7 +331,10 @@ def stage_tails(
     for one in {id(x.book): x for x in fresh}.values():
         alike = [x for x in fresh if x.book is one.book]
         messages = [m for x in alike for m in reductions(x.layers, x.strategy, x.where, x.starts)]
+        programs = [RankProgram(x) for x in alike]
+        messages += [m for program in programs for m in program.regathered()]
         price_messages(messages, one.book, one.where)  # one call of the pricer for all of them
+        one.book.prefetch([op for program in programs for op in program.own_update()])
     made = [x.model.once(key, make) for x, (key, make) in zip(stages, asked, strict=True)]
     return [
         Tail(start_us=own[0].start_us, run=run, alone=alone)
