@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from itercast.capture.opcall import StepCapture
 from itercast.capture.programs.backward import Backward, backward_passes
 from itercast.capture.programs.fake_ranks import one_rank_of
+from itercast.capture.programs.gpus.loaded import load_to_devices
 from itercast.capture.programs.gpus.streams import recorded_streams
 from itercast.capture.programs.log import ProgramLog, ShardedAttention
 from itercast.capture.programs.objects import AwaitedError, Mailbox, objects_through
@@ -140,6 +141,7 @@ def _capture_rank(
         stack.enter_context(recorded_streams(log))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(behave_like_real_tensors())
+        stack.enter_context(load_to_devices())
         stack.enter_context(recurrent_networks(log))
         stack.enter_context(packed_sequences())
         stack.enter_context(run_uncompiled())

@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from itercast.capture.opcall import Argument
 from itercast.capture.recorder.attention import flex_as_sdpa
 from itercast.capture.recorder.fake import fake_tensor
-from itercast.capture.recorder.loaded import load_to_devices
 
 WARNS = "warn_if_padding_and_no_attention_mask"
 
@@ -159,7 +158,7 @@ def _flatten(one: TensorMetadata, result: list[object], mode: Any, state: Any) -
 
 @contextmanager
 def behave_like_real_tensors() -> Iterator[None]:
-    """Let fake tensors be converted in place, copied, loaded and formatted, and have addresses.
+    """Let fake tensors be converted in place, copied, listed and formatted, and have addresses.
 
     Functions of ``torch.nn.init`` do nothing: there is no data, and truncated distributions would
     read theirs. Functions that ``torch.jit`` would compile stay Python, which others replace. Torch
@@ -169,7 +168,6 @@ def behave_like_real_tensors() -> Iterator[None]:
     idle = dict.fromkeys(init, lambda tensor, *args, **kwargs: tensor)
     torch_log = logging.getLogger("torch._subclasses.fake_tensor")
     with (
-        load_to_devices(),
         patch.dict(vars(torch.nn.init), idle),
         patch.multiple(torch, tensor=_reading(torch.tensor), as_tensor=_reading(torch.as_tensor)),
         patch.object(torch.nn.Module, "_apply", _apply),
