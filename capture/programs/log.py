@@ -36,7 +36,8 @@ from itercast.capture.programs.program import (
     WAIT,
 )
 from itercast.capture.recorder.attention import WholeAttention
-from itercast.capture.recorder.log import DTYPES, OpLog, asked_of, in_tf32
+from itercast.capture.recorder.autocast import in_tf32
+from itercast.capture.recorder.log import DTYPES, OpLog, asked_of
 from itercast.capture.recorder.routing import Routing
 from itercast.capture.recorder.watch import MadeBy
 

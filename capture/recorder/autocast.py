@@ -97,3 +97,8 @@ def autocast_as_on_cuda(dtype: torch.dtype, enabled: bool = True) -> Iterator[No
     finally:
         torch.set_autocast_enabled("cuda", before[0])
         torch.set_autocast_dtype("cuda", before[1])
+
+
+def in_tf32(operator: str) -> bool:
+    """Whether torch's flags allow TF32 in matmul, conv or rnn: without any, in the last two."""
+    return str(torch._C._get_fp32_precision_getter("cuda", operator)) == "tf32"

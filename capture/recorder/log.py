@@ -25,6 +25,7 @@ from itercast.capture.base.user_errors import source_line
 from itercast.capture.base.yaml_text import facts_of
 from itercast.capture.opcall import (
     ALSO_IN_TORCH,
+    COMPLEX,
     ITEMSIZE_BYTES,
     Args,
     Argument,
@@ -36,7 +37,7 @@ from itercast.capture.opcall import (
     torch_dtype,
 )
 from itercast.capture.recorder.attention import WholeAttention
-from itercast.capture.recorder.autocast import autocast_as_on_cuda
+from itercast.capture.recorder.autocast import autocast_as_on_cuda, in_tf32
 from itercast.capture.recorder.fake_patches import (
     behave_like_real_tensors,
     modes_in_backward,
@@ -78,11 +79,6 @@ DEVICE = torch.ops.prim.device.default
 ITEM = "aten._local_scalar_dense.default"  # the host reads a number
 TF32_DTYPES = {**DTYPES, torch.float32: "tf32"}
 TF32_OPS = {op: kind for kind, ops in FACTS["tf32"].items() for op in ops.split()}
-
-
-def in_tf32(operator: str) -> bool:
-    """Whether torch's flags allow TF32 in matmul, conv or rnn: without any, in the last two."""
-    return str(torch._C._get_fp32_precision_getter("cuda", operator)) == "tf32"
 
 
 class OpLog(TorchDispatchMode):
@@ -173,6 +169,8 @@ class OpLog(TorchDispatchMode):
         self.names = TF32_DTYPES if op in TF32_OPS and self.tf32(TF32_OPS[op]) else DTYPES
         outputs = tuple(output) if isinstance(output, list | tuple) else (output,)
         sparse = any(map(is_sparse, (*args, *outputs)))
+        if any(isinstance(x, torch.Tensor) and x.is_complex() for x in (*args, *outputs)):
+            kwargs = {**kwargs, COMPLEX: True}
         if sparse:
             op, args, outputs = as_row_ops(op, args, outputs)
         described = self.describe(tuple(args))

@@ -10,7 +10,7 @@ import numpy as np
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.switches import is_on
-from itercast.capture.opcall import StepCapture
+from itercast.capture.opcall import OpCall, StepCapture
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.hardware.stack import stack_of_row
 from itercast.microbench.ops.family import Family
@@ -39,6 +39,14 @@ def with_attention_kernel(capture: StepCapture, stated: str) -> StepCapture:
         for c in capture.calls
     )
     return replace(capture, calls=calls)
+
+
+def has_unequal_widths(call: OpCall) -> bool:
+    """Whether it is attention whose values are of another width than its queries."""
+    if call.op not in SDPA_OPS:
+        return False
+    query, _, value = call.args[call.op.endswith("backward") :][:3]
+    return bool(query.shape[-1] != value.shape[-1])
 
 
 def kernel_ratio(

@@ -11,16 +11,16 @@ from dataclasses import replace
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.opcall import OpCall, StepCapture, TensorSpec
-from itercast.compose.graph.cross_entropy import over_logits, stepwise_cross_entropy
-from itercast.compose.graph.inductor import (
+from itercast.compose.graph.compiled.fused_calls import kernel_call, size_of
+from itercast.compose.graph.compiled.inductor import (
     COMPILED_PHASES,
     inductor_kernels,
     is_fusible,
-    kernel_call,
     read_by,
-    size_of,
     without_allocations,
 )
+from itercast.compose.graph.compiled.torchao_casts import with_torchao_casts
+from itercast.compose.graph.cross_entropy import over_logits, stepwise_cross_entropy
 from itercast.compose.graph.lifetimes import last_uses
 from itercast.compose.graph.rewrite import StepBuilder, fresh_storages, with_tensors
 from itercast.microbench.hardware.stack import stack_of_row
@@ -131,10 +131,11 @@ def _corrections(call: OpCall, first: Tensors, second: Tensors) -> Iterator[OpCa
             yield replace(call, op=f"aten._foreach_{name}", args=(made,), outputs=())
 
 
-def as_launched(capture: StepCapture) -> StepCapture:
+def as_launched(capture: StepCapture, *, gathered: bool = False) -> StepCapture:
     """Returns the step as its engine launches it.
 
-    torch.compile fuses neighbouring ops, and copies the batch into the inputs of a CUDA graph.
+    torch.compile fuses neighbouring ops, and copies the batch into the inputs of a CUDA graph; its
+    products in fp8 are torchao's. ``gathered``: FSDP gathers weights, those in fp8 as they are.
     """
     if capture.engine in CAPTURED_WHOLE:
         capture = with_capturable_adam(capture)
@@ -144,7 +145,8 @@ def as_launched(capture: StepCapture) -> StepCapture:
         capture = stepwise_cross_entropy(capture)
         return fused(capture, apart=over_logits(capture))
     launched = fused(capture) if capture.engine == FUSED_GRAPH else capture
-    launched = inductor_kernels(capture) if "compile" in capture.engine else launched
+    if "compile" in capture.engine:
+        launched = inductor_kernels(with_torchao_casts(capture, weights=not gathered))
     return _with_copied_inputs(launched) if capture.engine in GRAPHED_CALLS else launched
 
 

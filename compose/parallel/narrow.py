@@ -1,5 +1,6 @@
 """Runs the linear layers and experts of a captured step in fp8 or 4 bits, as Transformer Engine.
 
+Those of a compiled step cast as torchao's (``itercast.compose.graph.compiled.torchao_casts``).
 fp8, nvfp4 and mxfp4 have the same products: forward, gradients of inputs and of weights. A cast to
 nvfp4 is two kernels, since the scale of the matrix is known after its largest number.
 """
@@ -9,15 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from itercast.capture.opcall import ELEMENT_BYTES, OpCall, StepCapture, TensorSpec
+from itercast.compose.graph.compiled.torchao_casts import CAST, LARGEST
 from itercast.compose.graph.identity_cache import cached_by_identity
 from itercast.compose.graph.product_roles import LINEAR_PRODUCTS, alias_weight_casts
 from itercast.compose.graph.rewrite import StepBuilder, fresh_storages, with_tensors
 from itercast.compose.parallel.ep import expert_weights
 from itercast.microbench.ops.matrix.gemm import GROUPED
-
-# The op that stands for a cast: it reads 2 bytes per element and writes the narrow dtype twice, as
-# the matrix is stored and transposed. To fp8 a copy in bf16 moves as many bytes, to others fewer.
-CAST, LARGEST = "aten.clone.default", "aten.amax.default"
 
 
 @cached_by_identity
@@ -74,7 +72,11 @@ def _factors(call: OpCall) -> tuple[TensorSpec, ...]:
 
 
 def _cast(t: TensorSpec, storage: int, user: OpCall, dtype: str) -> list[OpCall]:
-    """The cast of the whole matrix behind ``t``, in the order in which it is stored."""
+    """The cast of the whole matrix behind ``t``, in the order in which it is stored.
+
+    It reads 2 bytes per element and writes the narrow dtype twice, as the matrix is stored and
+    transposed. To fp8 a copy in bf16 moves as many bytes, to others fewer.
+    """
     whole = t if t.contiguous else replace(t, shape=t.shape[::-1], stride=())
     share = (1 + ELEMENT_BYTES[dtype]) / 2  # of the bytes of a copy: 2 read, 2 written
     rows = max(1, round(share * whole.shape[0]))

@@ -237,7 +237,8 @@ class PriceBook:
             return 1.0
         if p.dtype not in SIXTEEN_BIT:
             return 1.0
-        kernel = w.kernel or stack_of_row(self.stack).attention_on(self.gpu)
+        stack = stack_of_row(self.stack)
+        kernel = w.kernel or stack.attention_on(self.gpu, unequal=w.unequal)
         rows: Mapping[tuple[str, str], float] = {}
         gpus = {self.gpu.name: self.gpu}
         if model is not None:

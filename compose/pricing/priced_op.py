@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from itercast.capture.opcall import BLOCK_SCALED, OpCall
+from itercast.compose.graph.attention_kernels import has_unequal_widths
 from itercast.compose.machines.contention import Beside
 from itercast.compose.machines.factors import Factors
 from itercast.microbench.hardware.spec import Gpu
@@ -100,8 +101,8 @@ class Priceable:
     """An op to price: its parameters in the family that answers for it, and its tensors' bytes.
 
     ``cold``: the share of its bytes that no cache holds. ``kernel``: the attention kernel, where
-    the step states one; ``channels_last``: images are NHWC in memory. ``waits``: the host waits for
-    its end.
+    the step states one; ``unequal``: attention's values are of another width than its queries.
+    ``channels_last``: images are NHWC in memory. ``waits``: the host waits for its end.
     """
 
     op: str
@@ -111,6 +112,7 @@ class Priceable:
     bytes_moved: float
     cold: float
     kernel: str = ""
+    unequal: bool = False
     channels_last: bool = False
     waits: bool = False
 
@@ -184,6 +186,7 @@ def priceable(call: OpCall, cold: float = 1.0) -> Priceable:
         bytes_moved=call.touched_bytes,
         cold=cold,
         kernel=str(call.kwargs.get("kernel", "")),
+        unequal=has_unequal_widths(call),
         channels_last=_channels_last(call),
         waits=_shaped_by_data(call),
     )

@@ -210,16 +210,18 @@ def rank_graph(
     ranks = plan.cpu_ranks if gpu.kind == "cpu" else 1
     cast = casts(capture, plan, stack)
     whole = once_of(capture)(("networks", *cells), partial(with_whole_networks, capture, cells))
-    key = ("rank graph", plan.expert_tp, cast, *plan.parts("ops"), gpu, ranks)
-    return once_of(whole)(key, partial(_rank_graph, whole, plan, gpu, ranks, cast))
+    gathered = plan.zero > 1  # weights, in the forms of ZeRO that are FSDP
+    key = ("rank graph", plan.expert_tp, cast, gathered, *plan.parts("ops"), gpu, ranks)
+    return once_of(whole)(key, partial(_rank_graph, whole, plan, gpu, ranks, cast, gathered))
 
 
 def _rank_graph(
-    capture: StepCapture, plan: ParallelPlan, gpu: Gpu, ranks: int, cast: str
+    capture: StepCapture, plan: ParallelPlan, gpu: Gpu, ranks: int, cast: str, gathered: bool
 ) -> RankGraph:
     """First what a rank of the plan computes, then as the device runs it, then its tables.
 
     ``cast``: what runs in half precision (see ``casts``). ``ranks``: processes on this CPU.
+    ``gathered``: see ``as_launched``.
     ValueError where the GPU has no units for a dtype.
     """
     if cast:
@@ -230,7 +232,7 @@ def _rank_graph(
     capture = context_parallel(expert_parallel(capture, plan), plan)
     capture = tensor_parallel(capture, plan, summed=gpu.kind != "cpu")
     unfused = capture if gpu.kind == "cpu" else with_byte_masks(capture)
-    capture = compressed(as_launched(unfused), plan)
+    capture = compressed(as_launched(unfused, gathered=gathered), plan)
     for dtype in sorted(_narrow(capture) - set(gpu.peak_flops_per_s)):
         units = sorted(gpu.peak_flops_per_s)
         raise ValueError(f"gpu {gpu.name!r}: no units for dtype {dtype!r}; it has {units}")

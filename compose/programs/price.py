@@ -16,8 +16,8 @@ from itercast.capture.programs.program import (
     launch_order,
 )
 from itercast.compose.graph.cache_reuse import cold_fractions
+from itercast.compose.graph.compiled.inductor import inductor_kernels
 from itercast.compose.graph.cuda_variants import with_cuda_variants, with_whole_networks
-from itercast.compose.graph.inductor import inductor_kernels
 from itercast.compose.graph.lifetimes import lifetimes, most_bytes
 from itercast.compose.parallel.placement import Cluster, Group
 from itercast.compose.pricing.host import Launches, launch_costs, python_op

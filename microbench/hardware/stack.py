@@ -84,10 +84,16 @@ class Stack:
     own_kernels: bool = False
     message_sms: Mapping[str, int] = field(default_factory=dict)
 
-    def attention_on(self, gpu: Gpu) -> str:
-        """The attention kernel that it takes on a GPU in 16 bit."""
+    def attention_on(self, gpu: Gpu, *, unequal: bool = False) -> str:
+        """The attention kernel that it takes on a GPU in 16 bit.
+
+        ``unequal``: values are of another width than queries, as in DeepSeek's latent attention.
+        torch's flash-attention refuses those (``check_head_dim_size_flash`` in sdp_utils.cpp).
+        """
         kernels = dict(self.attention)
-        return kernels.get(gpu.name) or kernels.get(gpu.architecture) or kernels[OTHER]
+        kernel = kernels.get(gpu.name) or kernels.get(gpu.architecture) or kernels[OTHER]
+        refused = unequal and kernel.startswith("flash") and has_dtensor(self.name)
+        return "memory-efficient" if refused else kernel
 
 
 def software_name(stack: str) -> str:

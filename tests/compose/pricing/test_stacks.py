@@ -14,7 +14,7 @@ from itercast.compose.graph.attention_kernels import (
 )
 from itercast.compose.pricing.power_limit import sustained_flops_per_s
 from itercast.compose.pricing.price_book import PriceBook
-from itercast.compose.pricing.priced_op import Priceable, PricedOp
+from itercast.compose.pricing.priced_op import Priceable, PricedOp, priceable
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.ops.matrix.attention import FAMILY as ATTENTION
 from itercast.microbench.ops.matrix.attention import Attention
@@ -87,6 +87,30 @@ def test_attention_takes_as_long_as_its_kernel(
     assert found.duration_us == pytest.approx(us)
     assumed = (("attention_kernels.over_flash_2", 1.0),)
     assert found.assumed == (assumed if us > 10 or us < 10 else ())
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(
+    ("width", "stack", "us"),
+    [
+        (128, "torch-2.2", 10.0),
+        # compute, a half, takes flash 2 2.0 times as long as the newest, memory-efficient 4.0 times
+        (64, "torch-2.2", 10 * (1 + 0.5 * (4.0 - 1)) / 1.5),
+        (64, "deepspeed", 10.0),  # models pad values for the package flash-attn
+        (64, "torch-2.11", 10 / 1.5),  # cuDNN takes such values
+    ],
+)
+def test_flash_attention_of_torch_takes_values_as_wide_as_queries(
+    width: int, stack: str, us: float, backward: bool
+) -> None:
+    q, v = (
+        TensorSpec(shape=(1, 8, 1000, n), dtype="bf16", storage=i)
+        for i, n in enumerate((128, width))
+    )
+    name = "itercast.sdpa" + "_backward" * backward
+    asked = priceable(OpCall(op=name, args=(v, q, q, v)[not backward :], outputs=(v,)), cold=0.0)
+    book = PriceBook(Rows("torch-2.5.1"), HOPPER, 0, stack=stack)
+    assert book.price([replace(asked, params=CALL)])[0].duration_us == pytest.approx(us)
 
 
 def test_a_published_kernel_is_taken_by_its_first_word() -> None:

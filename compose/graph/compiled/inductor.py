@@ -6,6 +6,8 @@ A kernel goes over its elements in one order, and reads and writes each tensor o
   make or read, and copies by index (``cat``, ``flip``) as loads.
 - A reduction over other dimensions than the last ones goes in another order: it is a kernel of its
   own, which computes its pointwise inputs again. So are the weights' gradients of a norm.
+- A reduction to few numbers, each of many, is split among blocks: what reads its result is another
+  kernel.
 - Backward computes pointwise results of forward again, where that saves no more bytes than it keeps
   (AOTAutograd's min-cut: torch/_functorch/partitioners.py).
 
@@ -17,19 +19,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from itercast.capture.opcall import OpCall, StepCapture, TensorSpec
+from itercast.capture.base.assumptions import assumed
+from itercast.capture.opcall import COMPLEX, OpCall, StepCapture, TensorSpec
+from itercast.compose.graph.compiled.fused_calls import (
+    NORM_GRADIENTS,
+    is_over_columns,
+    kernel_call,
+    name_of,
+    size_of,
+)
+from itercast.compose.graph.compiled.fusion_order import in_fusion_order
 from itercast.compose.graph.rewrite import StepBuilder
 from itercast.microbench.ops import find_family
 from itercast.microbench.ops.memory.elementwise_names import ALLOCATIONS, SAME_AS
-from itercast.microbench.ops.memory.fused import CALL
 
 COMPILED_PHASES = ("forward", "loss", "backward")
 FILLS = ("bernoulli_", "uniform_", "normal_", "random_", "exponential_", "fill_", "zero_")
+SHAPED_AS = ("ones_like", "zeros_like", "full_like")
 LOADS = {  # ops of family index without indices
     *("cat", "stack", "flip", "roll", "tril", "triu", "constant_pad_nd", "slice_backward"),
     *("select_backward", "narrow_copy", "repeat"),
 }
-NORM_GRADIENTS = ("native_layer_norm_backward", "_fused_rms_norm_backward")
+FEW_RESULTS, LONG_REDUCTION = assumed(__file__, "split_reductions")
 
 
 def inductor_kernels(
@@ -40,8 +51,15 @@ def inductor_kernels(
     Ops of a captured program are fused within one call of a compiled function.
     """
     capture = _with_norm_gradients_apart(without_allocations(capture), apart)
-    calls = capture.calls
-    fusible = [(is_fusible(c) or _is_load(c)) and not apart(c) for c in calls]
+
+    def fused(call: OpCall) -> bool:
+        return (is_fusible(call) or _is_load(call)) and not apart(call)
+
+    def moved(call: OpCall) -> bool:
+        return fused(call) and _is_pointwise(call)
+
+    capture = in_fusion_order(capture, fused, moved, _place)
+    calls, fusible = capture.calls, list(map(fused, capture.calls))
     uses = _Uses(calls, fusible)
     made, stretch = StepBuilder(capture), list[int]()
 
@@ -70,7 +88,7 @@ def without_allocations(capture: StepCapture) -> StepCapture:
     """
     made = StepBuilder(capture)
     for i, call in enumerate(capture.calls):
-        if SAME_AS.get(_name(call), _name(call)) in ALLOCATIONS:
+        if SAME_AS.get(name_of(call), name_of(call)) in ALLOCATIONS:
             made.done(i)
         else:
             made.add(i, call)
@@ -78,14 +96,18 @@ def without_allocations(capture: StepCapture) -> StepCapture:
 
 
 def read_by(call: OpCall) -> Sequence[TensorSpec]:
-    """The tensors that a call reads: one that it fills in place, as dropout's masks, is none."""
-    return call.tensors()[1:] if _name(call) in FILLS else call.tensors()
+    """The tensors that a call reads: one that it fills, or that gives the shape of one, is none."""
+    return call.tensors()[1:] if name_of(call) in (*FILLS, *SHAPED_AS) else call.tensors()
 
 
 def is_fusible(call: OpCall) -> bool:
-    """Whether a call is of a family whose ops are fused with their neighbours."""
+    """Whether a call is of a family whose ops are fused with their neighbours.
+
+    inductor has no kernels for complex numbers: torch's own run (fallback in lowering.py).
+    """
     family, _ = find_family(call)
-    return call.phase in COMPILED_PHASES and family is not None and family.fusible
+    real = call.phase in COMPILED_PHASES and COMPLEX not in call.kwargs
+    return real and family is not None and family.fusible
 
 
 def _is_load(call: OpCall) -> bool:
@@ -95,33 +117,13 @@ def _is_load(call: OpCall) -> bool:
     return known and params.op in LOADS
 
 
-def size_of(call: OpCall) -> int:
-    """Elements of the largest tensor that a call reads or writes."""
-    return max((t.numel for t in call.touched), default=0)
-
-
 def _place(call: OpCall) -> tuple[str, int, int]:
     return call.phase, call.stream, call.compiled
-
-
-def _name(call: OpCall) -> str:
-    return call.op.split(".")[1] if "." in call.op else call.op
 
 
 def _is_pointwise(call: OpCall) -> bool:
     family, _ = find_family(call)
     return family is not None and family.name in ("elementwise", "index")
-
-
-def _is_over_columns(call: OpCall) -> bool:
-    """Whether a call reduces other dimensions than the last ones, or sums a norm's gradients."""
-    family, params = find_family(call)
-    if family is None or family.name not in ("reduction", "norm"):
-        return False
-    if _name(call) in NORM_GRADIENTS:
-        return call.outputs[0].numel < size_of(call)
-    inner = getattr(params, "inner", 1)
-    return bool(inner > 1 and call.outputs[0].numel < size_of(call) and "nll" not in params.op)
 
 
 def _with_norm_gradients_apart(
@@ -131,7 +133,7 @@ def _with_norm_gradients_apart(
     made = StepBuilder(capture)
     for i, call in enumerate(capture.calls):
         weights = tuple(t for t in call.outputs[1:] if t.numel < call.outputs[0].numel)
-        fused = _name(call) in NORM_GRADIENTS and is_fusible(call) and not apart(call)
+        fused = name_of(call) in NORM_GRADIENTS and is_fusible(call) and not apart(call)
         if fused and weights:
             made.calls.append(replace(call, outputs=call.outputs[:1]))
             call = replace(call, outputs=weights)
@@ -165,47 +167,87 @@ class _Uses:
             for t in call.outputs:
                 self.makers.setdefault(t.storage, []).append(i)
         self.again = self._computed_again()
+        self.kept = {t.storage for leaves in self.again.values() for t in leaves}
 
     def maker(self, storage: int) -> int | None:
         """The call that alone writes a storage, where one does."""
         made = self.makers.get(storage, ())
         return made[0] if len(made) == 1 and storage not in self.given else None
 
+    def _pointwise_maker(self, storage: int) -> int | None:
+        """The fused pointwise call that alone writes a storage, where one does."""
+        at = self.maker(storage)
+        known = at is not None and self.fusible[at] and _is_pointwise(self.calls[at])
+        return at if known else None
+
+    def _is_written(self, at: int, storage: int) -> bool:
+        """Whether forward writes what a call makes anyway: one that is not fused with it reads it.
+
+        Between the two is a call that is not fused.
+        """
+        later = [i for i in self.readers[storage] if self.calls[i].phase != "backward"]
+        return not all(self.fusible[at : max(later, default=at) + 1])
+
     def _leaves(self, t: TensorSpec) -> dict[int, TensorSpec]:
-        """What pointwise ops of forward make a tensor of, by storage; itself where none do."""
+        """What pointwise ops of forward make a tensor of, by storage; itself where none do.
+
+        Not what these are made of in turn, where they are written anyway.
+        """
         found, seen, todo = dict[int, TensorSpec](), {t.storage}, [t]
         while todo:
             one = todo.pop()
-            at = self.maker(one.storage)
-            if at is None or not self.fusible[at] or not _is_pointwise(self.calls[at]):
+            at = self._pointwise_maker(one.storage)
+            if at is None or (one is not t and self._is_written(at, one.storage)):
                 found[one.storage] = one
                 continue
-            todo += [x for x in self.calls[at].tensors() if x.storage not in seen]
+            todo += [x for x in read_by(self.calls[at]) if x.storage not in seen]
             seen |= {x.storage for x in todo}
         return found
 
     def _computed_again(self) -> Mapping[int, tuple[TensorSpec, ...]]:
-        """By storage of a forward's result that backward computes again: what it reads for it."""
+        """By storage of a forward's result that backward computes again: what it reads for it.
+
+        Where that saves no bytes, only of what no pointwise call makes: chains would go on.
+        """
         phases = [call.phase for call in self.calls]
         kept: dict[int, TensorSpec] = {}
         for i, call in enumerate(self.calls):
             if phases[i] == "backward":
-                tensors = (t for t in call.tensors() if t.storage not in kept)
+                tensors = (t for t in read_by(call) if t.storage not in kept)
                 made = ((t, self.makers.get(t.storage)) for t in tensors)
                 kept |= {t.storage: t for t, at in made if not at or phases[at[0]] != "backward"}
         again: dict[int, tuple[TensorSpec, ...]] = {}
-        saved = set(kept)
-        for storage, t in kept.items():
+        saved, needed = set(kept), set[int]()
+        for storage, t in sorted(kept.items(), key=lambda item: -item[1].nbytes):
             readers = [i for i in self.readers[storage] if phases[i] == "backward"]
             leaves = self._leaves(t)
-            if storage in leaves or not all(self.fusible[i] for i in readers):
+            if storage in leaves.keys() | needed or not all(self.fusible[i] for i in readers):
+                continue
+            if not leaves:  # ones: the gradient that a step without a loss is given
                 continue
             if all(len(self.makers.get(name, ())) <= (name not in self.given) for name in leaves):
                 added = sum(x.nbytes for name, x in leaves.items() if name not in saved)
-                if added <= t.nbytes:
+                chained = any(self._pointwise_maker(name) is not None for name in leaves)
+                if added < t.nbytes + (not chained):
                     again[storage] = tuple(leaves.values())
                     saved |= set(leaves)
+                    needed |= set(leaves)
         return again
+
+    def leads_to(self, i: int, size: int, last: int) -> bool:
+        """Whether a call up to ``last`` over ``size`` elements reads what a call makes.
+
+        Directly, or what calls over other numbers of elements make of it.
+        """
+        seen, todo = {i}, [i]
+        while todo:
+            made = {t.storage for t in self.calls[todo.pop()].outputs}
+            found = {j for name in made for j in self.readers.get(name, ()) if i < j <= last}
+            if any(size_of(self.calls[j]) == size for j in found):
+                return True
+            todo += found - seen
+            seen |= found
+        return False
 
     def reads(self, i: int) -> Iterable[TensorSpec]:
         """What a call reads: in backward what it computes forward's results from."""
@@ -216,7 +258,9 @@ class _Uses:
     def is_needed(self, t: TensorSpec, kernel: _Kernel) -> bool:
         """Whether a kernel writes a result: another kernel reads it, or the step ends with it."""
         readers = set(self.readers.get(t.storage, ()))
-        if t.storage in self.given or max(self.makers[t.storage]) >= max(readers, default=0):
+        if t.storage in self.given or t.storage in self.kept:
+            return True
+        if max(self.makers[t.storage]) >= max(readers, default=0):
             return True
         if t.storage in self.again:
             readers = {i for i in readers if self.calls[i].phase != "backward"}
@@ -248,7 +292,7 @@ def _kernels(stretch: Sequence[int], uses: _Uses) -> list[_Kernel]:
     home: dict[int, int] = {}  # storage -> number of the kernel that makes it
     for i in stretch:
         call = uses.calls[i]
-        size, columns = size_of(call), _is_over_columns(call)
+        size, columns = size_of(call), is_over_columns(call)
         sources = {home[t.storage] for t in call.tensors() if t.storage in home}
         again = list(_producers(call, stretch, uses)) if columns else []
         first = 0 if again else max(sources, default=0)
@@ -276,9 +320,12 @@ def _joins(i: int, kernel: _Kernel, reads: bool, last: int, uses: _Uses) -> bool
     ``last``: the last call that may be fused with it.
     """
     call = uses.calls[i]
-    size, columns = size_of(call), _is_over_columns(call)
-    if reads and _is_load(call) and not all(map(_is_pointwise, _made(call, kernel, uses))):
+    size, columns = size_of(call), is_over_columns(call)
+    made = _made(call, kernel, uses) if reads else []
+    if _is_load(call) and not all(map(_is_pointwise, made)):
         return False  # it would read what other threads compute
+    if any(_is_split(one, kernel, size) for one in made):
+        return False
     if kernel.columns:
         return size == kernel.size if columns else reads and size < kernel.size
     if columns:
@@ -287,8 +334,16 @@ def _joins(i: int, kernel: _Kernel, reads: bool, last: int, uses: _Uses) -> bool
         return reads and all(_is_pointwise(uses.calls[j]) for j in kernel.members)
     if size == kernel.size or reads:
         return True
-    readers = (j for t in call.outputs for j in uses.readers.get(t.storage, ()) if j <= last)
-    return any(size_of(uses.calls[j]) == kernel.size for j in readers)
+    return uses.leads_to(i, kernel.size, last)
+
+
+def _is_split(call: OpCall, kernel: _Kernel, size: int) -> bool:
+    """Whether blocks share what a call of a kernel gives to one that goes over ``size`` elements.
+
+    Source: ``inner_reduction_splits`` in torch/_inductor/choices.py.
+    """
+    few = call.outputs[0].numel
+    return bool(few < min(size, FEW_RESULTS) and kernel.size > LONG_REDUCTION * few)
 
 
 def _made(call: OpCall, kernel: _Kernel, uses: _Uses) -> list[OpCall]:
@@ -311,63 +366,3 @@ def _producers(call: OpCall, stretch: Sequence[int], uses: _Uses) -> Iterator[in
             found.add(at)
             todo += uses.calls[at].tensors()
     yield from sorted(found)
-
-
-def kernel_call(
-    calls: Sequence[OpCall],
-    read: tuple[TensorSpec, ...],
-    written: tuple[TensorSpec, ...],
-    *,
-    backward: bool = True,
-) -> OpCall:
-    """One call in place of these, which reads and writes these tensors.
-
-    ``backward``: backward passes of norms and softmax read their rows again, too.
-    """
-    facts = {"ops": len(calls), "numel": max(map(size_of, calls))}
-    facts |= _read_again(calls, read, backward)
-    return replace(calls[0], op=CALL, args=read, kwargs=facts, outputs=written, within=0)
-
-
-def _read_again(
-    calls: Sequence[OpCall], inputs: Sequence[TensorSpec], backward: bool
-) -> dict[str, int]:
-    """What a kernel of these calls reads of its full-size inputs a second time, and of one row.
-
-    A norm, a softmax, and a reduction whose result a later call uses need all of a row before they
-    write any of it. inductor's loops over a row then run again (torch/_inductor/codegen/triton.py;
-    its softmax finds maximum and sum in one loop from torch 2.8 on).
-    """
-    size = max(map(size_of, calls))
-    full_bytes = sum(t.nbytes for t in inputs if t.numel == size)
-    awaited = (_rows_awaited(c, calls[i + 1 :], backward) for i, c in enumerate(calls))
-    rows = [n for n in awaited if n]
-    return {
-        "again_bytes": len(rows) * full_bytes,
-        "row_bytes": full_bytes // min(rows) if rows else 0,
-    }
-
-
-def _rows_awaited(call: OpCall, later: Sequence[OpCall], backward: bool) -> int:
-    """Number of rows that a call normalises, or reduces for a later call; 0 for others."""
-    family, _ = find_family(call)
-    name, result = _name(call), call.outputs[0]
-    if family is None or ("backward" in name and (not backward or _is_over_columns(call))):
-        return 0
-    if name in ("_softmax", "_log_softmax"):
-        return int(result.numel // max(1, result.shape[call.args[1]]))
-    if name.endswith("softmax_backward_data"):
-        return int(result.numel // max(1, result.shape[call.args[2]]))
-    if family.name == "norm" and "backward" in name:
-        return call.tensors()[2].numel  # after gradient and input: mean; of batch norms weight
-    if family.name == "norm":  # outputs: result, mean, ...
-        return call.outputs[1].numel if len(call.outputs) > 1 else 0
-    if family.name != "reduction" or result.numel == size_of(call):
-        return 0
-    made = {result.storage}
-    for c in later:
-        if made & {t.storage for t in c.tensors()}:
-            if size_of(c) == size_of(call):
-                return result.numel
-            made |= {t.storage for t in c.outputs}
-    return 0

@@ -1,0 +1,1 @@
+"""What torch.compile and torchao make of a step: kernels of several ops, casts to fp8."""

@@ -1,0 +1,92 @@
+"""One call in place of those that one kernel runs: what it reads, writes and reads again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from itercast.capture.opcall import OpCall, TensorSpec
+from itercast.microbench.ops import find_family
+from itercast.microbench.ops.memory.fused import CALL
+
+NORM_GRADIENTS = ("native_layer_norm_backward", "_fused_rms_norm_backward")
+
+
+def size_of(call: OpCall) -> int:
+    """Elements of the largest tensor that a call reads or writes."""
+    return max((t.numel for t in call.touched), default=0)
+
+
+def name_of(call: OpCall) -> str:
+    return call.op.split(".")[1] if "." in call.op else call.op
+
+
+def is_over_columns(call: OpCall) -> bool:
+    """Whether a call reduces other dimensions than the last ones, or sums a norm's gradients."""
+    family, params = find_family(call)
+    if family is None or family.name not in ("reduction", "norm"):
+        return False
+    if name_of(call) in NORM_GRADIENTS:
+        return call.outputs[0].numel < size_of(call)
+    inner = getattr(params, "inner", 1)
+    return bool(inner > 1 and call.outputs[0].numel < size_of(call) and "nll" not in params.op)
+
+
+def kernel_call(
+    calls: Sequence[OpCall],
+    read: tuple[TensorSpec, ...],
+    written: tuple[TensorSpec, ...],
+    *,
+    backward: bool = True,
+) -> OpCall:
+    """One call in place of these, which reads and writes these tensors.
+
+    ``backward``: backward passes of norms and softmax read their rows again, too.
+    """
+    facts = {"ops": len(calls), "numel": max(map(size_of, calls))}
+    facts |= _read_again(calls, read, backward)
+    return replace(calls[0], op=CALL, args=read, kwargs=facts, outputs=written, within=0)
+
+
+def _read_again(
+    calls: Sequence[OpCall], inputs: Sequence[TensorSpec], backward: bool
+) -> dict[str, int]:
+    """What a kernel of these calls reads of its full-size inputs a second time, and of one row.
+
+    A norm, a softmax, and a reduction whose result a later call uses need all of a row before they
+    write any of it. inductor's loops over a row then run again (torch/_inductor/codegen/triton.py;
+    its softmax finds maximum and sum in one loop from torch 2.8 on).
+    """
+    size = max(map(size_of, calls))
+    full_bytes = sum(t.nbytes for t in inputs if t.numel == size)
+    awaited = (_rows_awaited(c, calls[i + 1 :], backward) for i, c in enumerate(calls))
+    rows = [n for n in awaited if n]
+    return {
+        "again_bytes": len(rows) * full_bytes,
+        "row_bytes": full_bytes // min(rows) if rows else 0,
+    }
+
+
+def _rows_awaited(call: OpCall, later: Sequence[OpCall], backward: bool) -> int:
+    """Number of rows that a call normalises, or reduces for a later call; 0 for others."""
+    family, _ = find_family(call)
+    name, result = name_of(call), call.outputs[0]
+    if family is None or ("backward" in name and (not backward or is_over_columns(call))):
+        return 0
+    if name in ("_softmax", "_log_softmax"):
+        return int(result.numel // max(1, result.shape[call.args[1]]))
+    if name.endswith("softmax_backward_data"):
+        return int(result.numel // max(1, result.shape[call.args[2]]))
+    if family.name == "norm" and "backward" in name:
+        return call.tensors()[2].numel  # after gradient and input: mean; of batch norms weight
+    if family.name == "norm":  # outputs: result, mean, ...
+        return call.outputs[1].numel if len(call.outputs) > 1 else 0
+    if family.name != "reduction" or result.numel == size_of(call):
+        return 0
+    made = {result.storage}
+    for c in later:
+        if made & {t.storage for t in c.tensors()}:
+            if size_of(c) == size_of(call):
+                return result.numel
+            made |= {t.storage for t in c.outputs}
+    return 0

@@ -1,0 +1,96 @@
+"""Casts to fp8 of a compiled step, as torchao's Float8Linear makes them around each product.
+
+The scale of a tensor is known after its largest number: it is read for that, and again to be cast.
+Autograd keeps inputs in half precision; for the gradient of a weight its input and the output's
+gradient are cast transposed, as kernels want numbers side by side that are summed. Scales are of
+whole tensors. Source: torchao/float8/float8_linear.py in https://github.com/pytorch/ao.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+from itercast.capture.opcall import OpCall, StepCapture, TensorSpec
+from itercast.compose.graph.product_roles import LINEAR_PRODUCTS
+from itercast.compose.graph.rewrite import StepBuilder, fresh_storages, with_tensors
+from itercast.microbench.ops.matrix.gemm import GROUPED
+
+FP8, WIDE = "fp8", "bf16"
+CAST, LARGEST = "aten.clone.default", "aten.amax.default"  # what stands for a cast and its scale
+
+
+def with_torchao_casts(capture: StepCapture, *, weights: bool) -> StepCapture:
+    """The step with torchao's casts in place of one that writes both layouts.
+
+    ``weights``: each rank casts its weights, in forward and in backward; else FSDP gathers them in
+    fp8 (``enable_fsdp_float8_all_gather``), and what a rank casts of its shards is left out.
+    """
+    casts = _Casts(capture, weights)
+    for i, call in enumerate(capture.calls):
+        if call.op == CAST and casts.readers[call.outputs[0].storage]:
+            casts.replace_cast(i, call)
+            continue
+        copies = {t: replace(t, storage=casts.copy(t, call)) for t in _narrow(call)}
+        casts.made.add(i, with_tensors(call, copies))
+    return casts.made.step()
+
+
+def _narrow(call: OpCall) -> list[TensorSpec]:
+    """The factors in fp8 of a matrix product."""
+    is_product = call.op == GROUPED or call.op in LINEAR_PRODUCTS
+    return [t for t in call.tensors() if t.dtype == FP8] if is_product else []
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A tensor in half precision, and the scale that it is cast with."""
+
+    wide: TensorSpec
+    scale: TensorSpec
+
+
+class _Casts:
+    """Sources and copies in fp8 of a step while it is rewritten, by storage."""
+
+    def __init__(self, capture: StepCapture, weights: bool) -> None:
+        self.weights = weights
+        self.made, self.fresh = StepBuilder(capture), fresh_storages(capture)
+        self.readers = Counter(t.storage for c in capture.calls for t in _narrow(c))
+        self.sources: dict[int, _Source] = {}
+        self.copies: dict[tuple[int, bool], int] = {}  # by storage, and whether in backward
+
+    def replace_cast(self, i: int, call: OpCall) -> None:
+        """Cast what call i casts; of a gradient a copy for each product that reads it."""
+        storage, backward = call.outputs[0].storage, call.phase == "backward"
+        self._scale(storage, call.args[0], call)
+        both = backward and self.readers[storage] > 1
+        self._cast(storage, call, [storage, *([next(self.fresh)] if both else [])])
+        self.made.done(i)
+
+    def copy(self, t: TensorSpec, user: OpCall) -> int:
+        """The storage of what a product reads in place of ``t``, which is cast where it is not."""
+        key = (t.storage, user.phase == "backward")
+        if key not in self.copies:
+            if t.storage not in self.sources:
+                if not self.weights:
+                    return t.storage
+                self._scale(t.storage, replace(t, dtype=WIDE), user)
+            self._cast(t.storage, user, [next(self.fresh)])
+        return self.copies[key]
+
+    def _scale(self, storage: int, wide: TensorSpec, user: OpCall) -> None:
+        scale = TensorSpec(shape=(), dtype="fp32", storage=next(self.fresh))
+        self.sources[storage] = _Source(wide, scale)
+        self._call(user, LARGEST, (wide, (), False), (scale,))
+
+    def _cast(self, storage: int, user: OpCall, copies: list[int]) -> None:
+        source = self.sources[storage]
+        outputs = (replace(source.wide, dtype=FP8, storage=one) for one in copies)
+        self._call(user, CAST, (source.wide, source.scale), tuple(outputs))
+        self.copies[storage, user.phase == "backward"] = copies[0]
+
+    def _call(self, user: OpCall, op: str, args: Any, outputs: tuple[TensorSpec, ...]) -> None:
+        call = replace(user, op=op, args=args, kwargs={}, outputs=outputs, within=0)
+        self.made.calls.append(call)
