@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 STREAM = re.compile(r"/(?:dev|proc/(self|\d+))/fd/(\d+)")  # Linux's, of a process
@@ -29,6 +30,18 @@ def write_atomic(path: Path, data: bytes) -> None:
             _replace(target, data)
     except OSError as exc:  # such as a full disk; nobody knows the temporary name
         raise OSError(exc.errno, exc.strerror, str(path)) from exc
+
+
+def real_path(file: str) -> str:
+    """As ``os.path.realpath``, for many files of few folders: the path of each folder is kept."""
+    folder, name = os.path.split(os.path.abspath(file))
+    path = os.path.join(_real_folder(folder), name)
+    return os.path.realpath(file) if ".." in file or os.path.islink(path) else path
+
+
+@cache
+def _real_folder(path: str) -> str:
+    return os.path.realpath(path)
 
 
 def stream_of(path: Path) -> int | None:

@@ -108,8 +108,8 @@ def _groups_that_send_nothing(world_size: int, rank: int, log: ProgramLog) -> It
 def replaced(name: str, function: Any) -> Iterator[None]:
     """Put a function in the place of ``torch.distributed``'s, in all modules that imported it."""
     original, with_it = getattr(dist, name), []
-    for module in list(sys.modules.values()):
-        if vars(module).get(name) is original and module.__name__.startswith("torch.distributed"):
+    for place, module in list(sys.modules.items()):
+        if place.startswith("torch.distributed") and vars(module).get(name) is original:
             with_it.append(module)
     with ExitStack() as stack:
         for module in with_it:

@@ -32,7 +32,7 @@ from unittest.mock import patch
 import torch
 from torch.utils.data import dataloader
 
-from itercast.capture.base.files import write_atomic
+from itercast.capture.base.files import real_path, write_atomic
 from itercast.capture.base.user_errors import first_line
 from itercast.capture.input.batches import TakenBatches, real_batches
 from itercast.capture.programs.capture import capture_ranks, runs_of_steps
@@ -371,25 +371,24 @@ def main(order: str, result: str, temporary: str) -> int:
 def _loaded(script: Script) -> set[str]:
     """Files of the script and of modules that were imported, none of them ours."""
     loaded = [m for name, m in sys.modules.items() if not name.startswith("itercast")]
-    own = {str(Path(file).resolve()) for file in map(_file, loaded) if file}
-    return {str(script.path.resolve()), *own}
+    return {real_path(file) for file in (str(script.path), *map(_file, loaded)) if file}
 
 
 @cache
 def _lies_beside(script: Path, file: str) -> bool:
-    path = Path(file).resolve()
-    beside = path.is_relative_to(script.resolve().parent)
-    return path.is_file() and beside and not _installed(path)
+    path = real_path(file)
+    beside = path.startswith(_folder(script)) and not path.startswith(INSTALLED)
+    return beside and os.path.isfile(path)
+
+
+@cache
+def _folder(script: Path) -> str:
+    return os.path.join(script.resolve().parent, "")
 
 
 def _file(module: Any) -> str:
     """The file of a module; empty for one without."""
     return str(getattr(module, "__file__", None) or "")
-
-
-def _installed(path: Path) -> bool:
-    """Whether a file belongs to Python or a package, not to the user."""
-    return str(path).startswith(INSTALLED)
 
 
 if __name__ == "__main__":

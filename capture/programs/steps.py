@@ -6,9 +6,10 @@ import ast
 import gc
 import linecache
 from collections import Counter
-from collections.abc import Callable, Container, Hashable
+from collections.abc import Callable, Container, Hashable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -230,8 +231,16 @@ class Steps:
 
 def _optimizers(older: Container[Optimizer]) -> list[Optimizer]:
     """All that are alive but older ones."""
-    made = (one for one in gc.get_objects() if issubclass(type(one), Optimizer))
+    kinds, alive = set(map(id, _kinds(Optimizer))), gc.get_objects()
+    made = compress(alive, map(kinds.__contains__, map(id, map(type, alive))))  # many: no loop
     return [one for one in made if one not in older]
+
+
+def _kinds(kind: type[Any]) -> Iterator[type[Any]]:
+    """A class and all that inherit from it."""
+    yield kind
+    for one in kind.__subclasses__():
+        yield from _kinds(one)
 
 
 def _trained_by(optimizer: Any) -> set[int]:

@@ -92,9 +92,9 @@ class Asked:
     def answers(self, more: set[str], installed: tuple[str, ...]) -> dict[str, Any]:
         """The answers as plain values; files of ``more`` too, without those of packages."""
         skipped = (*SYSTEM, *installed)
-        there = {name for name in more if Path(name).is_file()}
-        names = (name for name in self._files | there if not name.startswith(skipped))
-        self._answers.files = {name: _digest(Path(name)) for name in sorted(names)}
+        own = {name for name in self._files | more if not name.startswith(skipped)}
+        names = sorted(name for name in own if name in self._files or Path(name).is_file())
+        self._answers.files = {name: _digest(Path(name)) for name in names}
         return asdict(self._answers)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from itercast.capture.base.files import stream_of, write_atomic
+from itercast.capture.base.files import real_path, stream_of, write_atomic
 
 
 def test_a_file_is_made_in_a_new_folder_and_replaced(tmp_path: Path) -> None:
@@ -75,3 +75,14 @@ def test_a_stream_is_written_between_what_is_printed(tmp_path: Path, path: str) 
 
 def test_other_processes_streams_are_no_streams_of_ours() -> None:
     assert stream_of(Path(f"/proc/{os.getppid()}/fd/1")) is None
+
+
+def test_real_paths_are_those_of_the_operating_system(tmp_path: Path) -> None:
+    """Links of files and of folders are followed, and ".." is of what a link leads to."""
+    file, link = tmp_path / "one" / "two" / "a.py", tmp_path / "link"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    link.symlink_to(file.parent)
+    (tmp_path / "b.py").symlink_to(file)
+    for path in (file, link / "a.py", link / ".." / "a.py", tmp_path / "b.py", Path("none.py")):
+        assert real_path(str(path)) == os.path.realpath(path)
