@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from math import inf
 from statistics import fmean
 
@@ -41,7 +42,7 @@ def forecast_program(program: ProgramCapture, target: Target) -> Forecast:
         Shares(iteration_us, both.compute_us / 2, both.exposed_us / 2, both.comm_us / 2),
         _tally(ranks[slowest], book),
         runs[slowest],
-        memory={"tensors": max(n + ranks[r].more_bytes for r, n in program.peak_bytes.items())},
+        memory={"tensors": max(_peak_bytes(program, ranks).values())},
         matmul_s=fmean(rank.matmul_s for rank in ranks.values()),
         host_gap_us=inf if len(program.ranks) == 1 else 0.0,  # else it may wait for other ranks
     )
@@ -78,7 +79,12 @@ def trace_of_program(program: ProgramCapture, target: Target) -> Trace:
     ranks, book, cores_frac = _priced(program, target)
     contention = book.contention
     runs, _ = simulate_program(ranks, contention, cores_frac, each_op=True)
-    return program_trace(runs, program.peak_bytes)
+    return program_trace(runs, _peak_bytes(program, ranks))
+
+
+def _peak_bytes(program: ProgramCapture, ranks: Mapping[int, PricedRank]) -> dict[int, int]:
+    """The peak memory of each captured rank, compiled where the program compiles."""
+    return {rank: n + ranks[rank].more_bytes for rank, n in program.peak_bytes.items()}
 
 
 def _per_node(program: ProgramCapture, target: Target) -> int:
