@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.serialization import _serialization_tls
 
-PLACES = torch._utils._get_restore_location
+LOCATION_OF = torch._utils._get_restore_location
 
 
 @contextmanager
@@ -37,16 +37,18 @@ class _Memory:
     def cpu(self) -> _Memory:
         return _Memory()
 
-    def cuda(self, device: int | torch.device | None = None, **kwargs: bool) -> _Memory:
-        of = device.index if isinstance(device, torch.device) else device
-        return _Memory("cuda" if of is None else f"cuda:{of}")
+    def cuda(self, device: int | str | torch.device | None = None, **options: bool) -> _Memory:
+        return _Memory(f"cuda:{device}" if isinstance(device, int) else str(device or "cuda"))
+
+    def to(self, device: str | torch.device, **options: bool) -> _Memory:
+        return _Memory(str(device))
 
 
 def _place(saved: str | torch.device) -> str | torch.device:
     """Where a tensor goes that was on ``saved``."""
     where: Any = _serialization_tls.map_location
     if not callable(where):
-        place: str | torch.device = PLACES(saved)
+        place: str | torch.device = LOCATION_OF(saved)
         return place
     moved: _Memory | None = where(_Memory(), str(saved))
     return saved if moved is None else moved.place

@@ -23,6 +23,8 @@ WHERE: dict[str, tuple[Any, str]] = {
     "the storage itself": (lambda storage, place: storage, "cpu"),
     "a storage that is moved": (lambda storage, place: storage.cuda(1), "cuda:1"),
     "a storage that is moved back": (lambda storage, place: storage.cuda(1).cpu(), "cpu"),
+    "a storage that is moved by name": (lambda storage, place: storage.cuda("cuda:1"), "cuda:1"),
+    "a storage that goes to a device": (lambda storage, place: storage.to("cuda:1"), "cuda:1"),
     "nothing": (lambda storage, place: None, "cuda:0"),
 }
 
