@@ -92,7 +92,7 @@ class Stack:
         """
         kernels = dict(self.attention)
         kernel = kernels.get(gpu.name) or kernels.get(gpu.architecture) or kernels[OTHER]
-        refused = unequal and kernel.startswith("flash") and has_dtensor(self.name)
+        refused = unequal and kernel.startswith("flash") and software_name(self.name) == "torch"
         return "memory-efficient" if refused else kernel
 
 
