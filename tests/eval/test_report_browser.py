@@ -65,13 +65,13 @@ def text(driver: Any, query: str) -> str:
 
 
 def scrolled(driver: Any) -> int:
-    """Scroll to the end of the page; returns how many charts are drawn."""
-    for _ in range(60):
-        driver.execute_script("scrollBy({top: 500, behavior: 'instant'})")
-        time.sleep(0.1)
-        if (found := count(driver, ".chart:has(.main-svg)")) == CHARTS:
-            break
-    return found
+    """Scroll to each chart and wait until it is drawn; returns how many are."""
+    for chart in driver.find_elements("css selector", ".chart"):
+        end = time.monotonic() + 60
+        while not chart.find_elements("css selector", ".main-svg") and time.monotonic() < end:
+            chart.parent.execute_script("arguments[0].scrollIntoView({behavior: 'instant'})", chart)
+            time.sleep(0.05)
+    return count(driver, ".chart:has(.main-svg)")
 
 
 def test_a_desk_has_all_charts_and_asks_nobody_else(driver: Any, page: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from itercast.capture.input.files import FileGroup
-from itercast.capture.input.lane import read_lane, write_lane
+from itercast.capture.input.lane import Batches, read_lane, write_lane
 from itercast.command_line import app
 from itercast.extras.input.file_groups import file_groups
 from itercast.extras.input.measure import load, main, measure_lane, run_loader, with_workers
@@ -218,17 +218,21 @@ def test_command_line_forecasts_and_its_file_feeds_predict(loaders: str, tmp_pat
         done = CliRunner().invoke(app, list(words))
         return done.exit_code, done.stdout, done.stderr
 
-    kept, group = (
-        str(tmp_path / "lane.json"),
-        FileGroup(kind=".jpg", files=9, nbytes=2 * 10**9, waiting_us=8000.0),
+    kept = str(tmp_path / "lane.json")
+    code, out, _ = run("input", f"{loaders}:waits", "--budget=500ms", f"--out={kept}", "--json")
+    assert code == 0 and json.loads(out)["workers"] == 2
+    times, group = (
+        Batches(wall_us=(8000.0,), cpu_us=(100.0,)),
+        FileGroup(kind=".jpg", files=9, nbytes=2 * 10**9, waiting_us=6000.0),
     )
-    asked = ("input", f"{loaders}:waits", "--budget=1500ms", f"--out={kept}", "--json")
-    code, out, _ = run(*asked, "--step=1ms")
-    assert out[0] == "{"
+    known = replace(read_lane(Path(kept)), alone=times, worker=times, receive_us=50.0, cores=4)
+    write_lane(replace(known, stages_us={"waiting": 6000.0}, files=(group,)), Path(kept))
+    code, out, _ = run("input", kept, "--step=1ms", "--json")
     found = json.loads(out)
     assert code == 0 and found["own"]["input_bound"] and found["own"]["stage"] == "workers"
-    assert found["if_kept_us"]["files on a fast tier"] < 0.9 * found["own"]["iteration_us"]
-    assert found["fewest"]["workers"] >= 3  # of 8 ms a batch
+    assert found["own"]["iteration_us"] == pytest.approx(8000 / 2, rel=0.05)
+    assert found["if_kept_us"]["files on a fast tier"] == pytest.approx(2000 / 2, rel=0.1)
+    assert found["fewest"]["workers"] in (7, 8)  # 8 ms a batch, 1 ms a step
     code, out, _ = run("input", kept, "mlp-s", "--gpu=v100-sxm-16gb", "--batch=4", "--json")
     assert code == 0 and json.loads(out)["own"]["input_bound"]
     plain = json.loads(run("predict", "mlp-s", "--gpu=v100-sxm-16gb", "--batch=4", "--json")[1])
@@ -240,8 +244,6 @@ def test_command_line_forecasts_and_its_file_feeds_predict(loaders: str, tmp_pat
     assert code == 0 and fed["idle_by_us"]["input"] == pytest.approx(late) and late > 1000
     assert fed["samples_per_s"] == pytest.approx(4e6 / fed["iteration_us"])
     assert "limited by workers" in run("input", kept)[1]
-    found = read_lane(Path(kept))
-    write_lane(replace(found, files=(group,)), Path(kept))
     code, out, _ = run("input", kept, "--step=1ms", "--tier-gb=1", "--json")
     told = json.loads(out)["if_kept_us"]
     assert code == 0 and told["1 GB: .jpg (50%)"] > told["files on a fast tier"]
