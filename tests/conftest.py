@@ -49,6 +49,7 @@ def working_folder(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory
         os.chdir(folder)
         yield folder
         os.chdir(before)
+    gc.unfreeze()  # what is freed at the end is found
 
 
 @pytest.fixture(autouse=True)

@@ -1,12 +1,10 @@
 """Runs an unchanged training script as one rank of many, on GPUs that need not exist.
 
-``python -m itercast.capture.programs.script ORDER RESULT`` captures the script that the JSON
-text ORDER names, and writes what it launched in one step to the file RESULT.
+``main`` captures the script that an order names, and writes what it launched in one step to a file.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import linecache
 import multiprocessing.util
@@ -335,7 +333,6 @@ def main(order: str, result: str, temporary: str) -> int:
     ``temporary`` is a folder for the script's files where the user names none.
     """
     given = json.loads(order)
-    gc.freeze()  # what was imported stays
     finder = Finder() if given["serve"] else None
     taken, asked = TakenBatches(), Asked(EmulatedGpu(**given["gpu"]))
     if "TMPDIR" not in os.environ:
@@ -389,9 +386,3 @@ def _folder(script: Path) -> str:
 def _file(module: Any) -> str:
     """The file of a module; empty for one without."""
     return str(getattr(module, "__file__", None) or "")
-
-
-if __name__ == "__main__":
-    if not sys.flags.safe_path:
-        del sys.path[0]  # the current folder, in which "python script.py" finds no modules
-    os._exit(main(*sys.argv[1:]))

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -30,8 +29,8 @@ from itercast.compose.parallel.placement import gpus_per_domain
 from itercast.compose.target import Target
 from itercast.microbench.hardware.emulated import emulated
 from itercast.microbench.hardware.machine import memory_bytes
-from itercast.microbench.processes.child_processes import START, held
-from itercast.microbench.processes.watch import end_group, session_bytes
+from itercast.microbench.processes.fork_server import Fork
+from itercast.microbench.processes.watch import session_bytes
 from itercast.microbench.store import Facts
 
 MODULE = "itercast.capture.programs.script"
@@ -111,9 +110,9 @@ class ScriptOrder:
         return None
 
     def command(self, result: Path, serve: str = "") -> list[str]:
-        """The words of its process, which writes what it captured to a file."""
+        """The words of its ``main``, which writes what it captured to a file."""
         facts = {**self.facts(serve), "gpu": asdict(emulated(self.target.gpu))}
-        return [MODULE, json.dumps(facts), str(result)]
+        return [json.dumps(facts), str(result)]
 
 
 def capturing(order: ScriptOrder, share: float = 1.0) -> Generator[None, None, CapturedScript]:
@@ -199,7 +198,7 @@ class TooMuchMemoryError(ValueError):
 class ScriptProcess:
     """A process that captures a script; it and all that it started are gone when this closes.
 
-    That holds too when this process is killed meanwhile (``child_processes``). So is the folder of
+    That holds too when this process is killed meanwhile (``fork_server``). So is the folder of
     its temporary files, unless TMPDIR says where they are.
     """
 
@@ -210,17 +209,10 @@ class ScriptProcess:
 
     def __enter__(self) -> ScriptProcess:
         with self._stack as stack:
-            variables = stack.enter_context(held())
             self._said = stack.enter_context(TemporaryFile())
             folder = stack.enter_context(TemporaryDirectory(ignore_cleanup_errors=True))
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", START, *self._command, folder],
-                env=os.environ | variables,
-                stdout=sys.__stderr__,
-                stderr=self._said,
-                start_new_session=True,
-            )
-            stack.callback(end_group, self.process)
+            self.process = Fork(MODULE, [*self._command, folder], 2, self._said.fileno())
+            stack.callback(self.process.end)
             self._stack = stack.pop_all()
         return self
 
@@ -246,7 +238,7 @@ class ScriptProcess:
             if (now_s := time.monotonic()) < look_s:
                 continue
             look_s = now_s + MEMORY_S
-            if (taken := session_bytes(self.process.pid)) > most:
+            if (taken := session_bytes(self.process.pid) if self.process.pid else 0) > most:
                 here = f"allowed are {most / 1e9:.1f} GB, {self._most_frac:.0%} of this machine's"
                 took = f"{self.script.name} takes {taken / 1e9:.1f} GB of memory; {here}"
                 raise TooMuchMemoryError(took)
@@ -257,7 +249,7 @@ class ScriptProcess:
                 raise ValueError(f"{late}: {doing}" if doing else late)
         if code := self.process.poll():
             kind = ScriptStopsError if code == STOPS else ValueError
-            raise kind(_reason(self._said, self.process.returncode, self.script))
+            raise kind(_reason(self._said, code, self.script))
 
     def _doing(self) -> str:
         """What the script does, as its process said last."""

@@ -16,29 +16,12 @@ import runpy
 import select
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 
 START = "itercast.microbench.processes.child_processes"  # this module, which runs others
 PARENT = "ITERCAST_PARENT"  # variable with the path of the parent's pipe and its inode
 _held: dict[int, int] = {}  # pipes of this process: the end to read from -> the one to write to
 _opened: list[int] = []  # the parent's pipe
-
-
-@contextmanager
-def held() -> Iterator[dict[str, str]]:
-    """A variable for processes that call ``end_with_parent``: they end with this context.
-
-    The kernel kills them then, and when this process ends inside the context.
-    """
-    end, kept = _pipe()
-    try:
-        yield {PARENT: _path(end)}
-    finally:
-        del _held[end]
-        os.close(kept)
-        os.close(end)
 
 
 @cache
@@ -92,7 +75,7 @@ def _end_with(path: str) -> None:
         end = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         end = -1
-    if end < 0 or os.fstat(end).st_ino != int(inode):  # the parent is gone, or its context ended
+    if end < 0 or os.fstat(end).st_ino != int(inode):  # the parent is gone
         os.kill(os.getpid(), signal.SIGKILL)
         return
     fcntl.fcntl(end, fcntl.F_SETOWN, os.getpid())

@@ -1,0 +1,186 @@
+"""Calls a function of a module in forks of one process, which has imported the module before.
+
+To import torch takes seconds, to fork milliseconds. ``python -m`` this module, ``MODULE SOCKET``
+imports MODULE. For each byte on the socket, with which four files come, it forks: the fork calls
+``main`` of the module with the words that the first file names, and ends with what it returns. Its
+output goes to the next two; the last one is told the number of its process, then how that ended.
+
+All of them end with the process that started the server (``child_processes``).
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib import import_module
+from tempfile import TemporaryFile
+
+from itercast.microbench.processes.child_processes import PARENT, START, ended_with_this
+
+MODULE = "itercast.microbench.processes.fork_server"  # this one
+AT_IMPORT = ("CUDA", "KMP_", "LD_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH", "TORCH")
+NUMBER = struct.Struct("i")
+_running: dict[str, tuple[object, _Server]] = {}  # by module, with what it may have read
+
+
+class Fork:
+    """A call of ``main(*words)`` of a module in a process of its own, which leads its session.
+
+    It runs in this folder, with the environment of now. ``pid`` is 0 until it has started,
+    ``returncode`` None until it has ended: what ``main`` returned, or -N where signal N ended it.
+    """
+
+    def __init__(self, module: str, words: Sequence[str], stdout: int, stderr: int) -> None:
+        self.pid, self.returncode = 0, None
+        self._module = module
+        self._told, tells = os.pipe()
+        try:
+            with TemporaryFile() as order:
+                order.write(json.dumps([words, os.getcwd(), dict(os.environ)]).encode())
+                order.flush()
+                _server(module).ask([order.fileno(), stdout, stderr, tells])
+        finally:
+            os.close(tells)
+
+    pid: int
+    returncode: int | None
+
+    def poll(self, wait_s: float | None = 0) -> int | None:
+        """How it ended, None while it runs."""
+        while self.returncode is None and select.select([self._told], [], [], wait_s)[0]:
+            told = os.read(self._told, NUMBER.size)
+            number = NUMBER.unpack(told)[0] if told else -signal.SIGKILL  # with its server
+            if told and not self.pid:
+                self.pid = number
+            else:
+                self.returncode = number
+                os.close(self._told)
+        return self.returncode
+
+    def end(self) -> None:
+        """Kill it and its process group, unless it has ended: its group ends with it."""
+        if self.poll() is None:
+            if self.pid:
+                try:
+                    os.killpg(self.pid, signal.SIGKILL)
+                except ProcessLookupError:  # it leads none yet
+                    os.kill(self.pid, signal.SIGKILL)
+            else:  # the server has not come to it
+                _running.pop(self._module)[1].end()
+            self.poll(None)
+
+
+class _Server:
+    """The process that imports a module and forks."""
+
+    def __init__(self, module: str) -> None:
+        self._asked, its = socket.socketpair()
+        with its:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", START, MODULE, module, str(its.fileno())],
+                env=os.environ | ended_with_this(),
+                pass_fds=[its.fileno()],
+                stdout=sys.__stderr__,
+                stderr=sys.__stderr__,
+                start_new_session=True,
+            )
+
+    def ask(self, files: list[int]) -> None:
+        """Pass it the files of a call."""
+        with suppress(BrokenPipeError):  # it ended: so does the pipe that is told
+            socket.send_fds(self._asked, [b"1"], files)
+
+    def lives(self) -> bool:
+        return self._process.poll() is None
+
+    def end(self) -> None:
+        """Kill it, and all of its forks with it."""
+        self._process.kill()
+        self._process.wait()
+        self._asked.close()
+
+
+def _server(module: str) -> _Server:
+    """The one of a module, started anew where Python and libraries might read something else."""
+    read = {name: v for name, v in os.environ.items() if name.startswith(AT_IMPORT)}, os.getpid()
+    known = _running.get(module)
+    if known is None or known[0] != read or not known[1].lives():
+        _running[module] = read, _Server(module)
+    return _running[module][1]
+
+
+def _serve(main: Callable[..., int], asked: socket.socket) -> None:
+    """Fork for each call until nobody can ask any more."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
+    while True:
+        byte, files, _, _ = socket.recv_fds(asked, 1, 4)
+        if not byte:
+            return
+        if os.fork() == 0:
+            asked.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _exit_with(_watched, main, *files)
+        for file in files:
+            os.close(file)
+
+
+def _watched(main: Callable[..., int], order: int, out: int, err: int, tells: int) -> int:
+    """Fork once more, for the call; tell its number and, once its group is killed, its end."""
+    pid = os.fork()
+    if pid == 0:
+        os.close(tells)
+        _exit_with(_call, main, order, out, err)
+    for file in (order, out, err):
+        os.close(file)
+    os.write(tells, NUMBER.pack(pid))
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    os.write(tells, NUMBER.pack(os.waitstatus_to_exitcode(status)))
+    return 0
+
+
+def _call(main: Callable[..., int], order: int, out: int, err: int) -> int:
+    os.setsid()
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    os.lseek(order, 0, os.SEEK_SET)
+    with os.fdopen(order) as file:
+        words, folder, environment = json.load(file)
+    for opened in (out, err):
+        os.close(opened)
+    os.chdir(folder)
+    environment[PARENT] = os.environ[PARENT]
+    os.environ.clear()
+    os.environ |= environment
+    return main(*words)
+
+
+def _exit_with(function: Callable[..., int], *args: object) -> None:
+    """End this process with what a call returns; 1 after a traceback if it fails."""
+    code = 1
+    try:
+        code = function(*args)
+    except BaseException:  # whatever it is, the fork must not go on as its server
+        traceback.print_exc(file=sys.__stderr__)
+    finally:
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the current folder, in which "python script.py" finds no modules
+    function = import_module(sys.argv[1]).main
+    gc.freeze()  # what was imported stays
+    _serve(function, socket.socket(fileno=int(sys.argv[2])))
