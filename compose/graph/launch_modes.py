@@ -11,12 +11,11 @@ from dataclasses import replace
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.opcall import OpCall, StepCapture, TensorSpec
-from itercast.compose.graph.compiled.fused_calls import kernel_call, size_of
+from itercast.compose.graph.compiled.fused_calls import kernel_call, read_by, size_of
 from itercast.compose.graph.compiled.inductor import (
     COMPILED_PHASES,
     inductor_kernels,
     is_fusible,
-    read_by,
     without_allocations,
 )
 from itercast.compose.graph.compiled.torchao_casts import with_torchao_casts

@@ -10,6 +10,8 @@ from itercast.microbench.ops import find_family
 from itercast.microbench.ops.memory.fused import CALL
 
 NORM_GRADIENTS = ("native_layer_norm_backward", "_fused_rms_norm_backward")
+FILLS = ("bernoulli_", "uniform_", "normal_", "random_", "exponential_", "fill_", "zero_")
+SHAPED_AS = ("ones_like", "zeros_like", "full_like")
 
 
 def size_of(call: OpCall) -> int:
@@ -19,6 +21,11 @@ def size_of(call: OpCall) -> int:
 
 def name_of(call: OpCall) -> str:
     return call.op.split(".")[1] if "." in call.op else call.op
+
+
+def read_by(call: OpCall) -> Sequence[TensorSpec]:
+    """The tensors that a call reads: one that it fills, or that gives the shape of one, is none."""
+    return call.tensors()[1:] if name_of(call) in (*FILLS, *SHAPED_AS) else call.tensors()
 
 
 def is_over_columns(call: OpCall) -> bool:

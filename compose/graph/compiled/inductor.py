@@ -8,15 +8,14 @@ A kernel goes over its elements in one order, and reads and writes each tensor o
   own, which computes its pointwise inputs again. So are the weights' gradients of a norm.
 - A reduction to few numbers, each of many, is split among blocks: what reads its result is another
   kernel.
-- Backward computes pointwise results of forward again, where that saves no more bytes than it keeps
-  (AOTAutograd's min-cut: torch/_functorch/partitioners.py).
+- Backward computes pointwise results of forward again (``itercast.compose.graph.compiled.kept``).
 
 Source of fusion: torch/_inductor/scheduler.py and codegen/simd.py in https://github.com/pytorch/pytorch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from itercast.capture.base.assumptions import assumed
@@ -26,16 +25,16 @@ from itercast.compose.graph.compiled.fused_calls import (
     is_over_columns,
     kernel_call,
     name_of,
+    read_by,
     size_of,
 )
 from itercast.compose.graph.compiled.fusion_order import in_fusion_order
+from itercast.compose.graph.compiled.kept import Again, with_kept_rows
 from itercast.compose.graph.rewrite import StepBuilder
 from itercast.microbench.ops import find_family
 from itercast.microbench.ops.memory.elementwise_names import ALLOCATIONS, SAME_AS
 
 COMPILED_PHASES = ("forward", "loss", "backward")
-FILLS = ("bernoulli_", "uniform_", "normal_", "random_", "exponential_", "fill_", "zero_")
-SHAPED_AS = ("ones_like", "zeros_like", "full_like")
 LOADS = {  # ops of family index without indices
     *("cat", "stack", "flip", "roll", "tril", "triu", "constant_pad_nd", "slice_backward"),
     *("select_backward", "narrow_copy", "repeat"),
@@ -58,9 +57,10 @@ def inductor_kernels(
     def moved(call: OpCall) -> bool:
         return fused(call) and _is_pointwise(call)
 
+    capture, again = with_kept_rows(capture, fused)
     capture = in_fusion_order(capture, fused, moved, _place)
     calls, fusible = capture.calls, list(map(fused, capture.calls))
-    uses = _Uses(calls, fusible)
+    uses = _Uses(calls, again)
     made, stretch = StepBuilder(capture), list[int]()
 
     def flush() -> None:
@@ -93,11 +93,6 @@ def without_allocations(capture: StepCapture) -> StepCapture:
         else:
             made.add(i, call)
     return made.step()
-
-
-def read_by(call: OpCall) -> Sequence[TensorSpec]:
-    """The tensors that a call reads: one that it fills, or that gives the shape of one, is none."""
-    return call.tensors()[1:] if name_of(call) in (*FILLS, *SHAPED_AS) else call.tensors()
 
 
 def is_fusible(call: OpCall) -> bool:
@@ -154,8 +149,8 @@ class _Kernel:
 class _Uses:
     """Who makes and reads each storage of a step, and what backward computes again from what."""
 
-    def __init__(self, calls: Sequence[OpCall], fusible: Sequence[bool]) -> None:
-        self.calls, self.fusible = calls, fusible
+    def __init__(self, calls: Sequence[OpCall], again: Again) -> None:
+        self.calls, self.again = calls, again
         self.makers: dict[int, list[int]] = {}
         self.readers: dict[int, list[int]] = {}
         self.given = set[int]()  # storages that are there before the step
@@ -166,73 +161,12 @@ class _Uses:
                     self.given.add(t.storage)
             for t in call.outputs:
                 self.makers.setdefault(t.storage, []).append(i)
-        self.again = self._computed_again()
         self.kept = {t.storage for leaves in self.again.values() for t in leaves}
 
     def maker(self, storage: int) -> int | None:
         """The call that alone writes a storage, where one does."""
         made = self.makers.get(storage, ())
         return made[0] if len(made) == 1 and storage not in self.given else None
-
-    def _pointwise_maker(self, storage: int) -> int | None:
-        """The fused pointwise call that alone writes a storage, where one does."""
-        at = self.maker(storage)
-        known = at is not None and self.fusible[at] and _is_pointwise(self.calls[at])
-        return at if known else None
-
-    def _is_written(self, at: int, storage: int) -> bool:
-        """Whether forward writes what a call makes anyway: one that is not fused with it reads it.
-
-        Between the two is a call that is not fused.
-        """
-        later = [i for i in self.readers[storage] if self.calls[i].phase != "backward"]
-        return not all(self.fusible[at : max(later, default=at) + 1])
-
-    def _leaves(self, t: TensorSpec) -> dict[int, TensorSpec]:
-        """What pointwise ops of forward make a tensor of, by storage; itself where none do.
-
-        Not what these are made of in turn, where they are written anyway.
-        """
-        found, seen, todo = dict[int, TensorSpec](), {t.storage}, [t]
-        while todo:
-            one = todo.pop()
-            at = self._pointwise_maker(one.storage)
-            if at is None or (one is not t and self._is_written(at, one.storage)):
-                found[one.storage] = one
-                continue
-            todo += [x for x in read_by(self.calls[at]) if x.storage not in seen]
-            seen |= {x.storage for x in todo}
-        return found
-
-    def _computed_again(self) -> Mapping[int, tuple[TensorSpec, ...]]:
-        """By storage of a forward's result that backward computes again: what it reads for it.
-
-        Where that saves no bytes, only of what no pointwise call makes: chains would go on.
-        """
-        phases = [call.phase for call in self.calls]
-        kept: dict[int, TensorSpec] = {}
-        for i, call in enumerate(self.calls):
-            if phases[i] == "backward":
-                tensors = (t for t in read_by(call) if t.storage not in kept)
-                made = ((t, self.makers.get(t.storage)) for t in tensors)
-                kept |= {t.storage: t for t, at in made if not at or phases[at[0]] != "backward"}
-        again: dict[int, tuple[TensorSpec, ...]] = {}
-        saved, needed = set(kept), set[int]()
-        for storage, t in sorted(kept.items(), key=lambda item: -item[1].nbytes):
-            readers = [i for i in self.readers[storage] if phases[i] == "backward"]
-            leaves = self._leaves(t)
-            if storage in leaves.keys() | needed or not all(self.fusible[i] for i in readers):
-                continue
-            if not leaves:  # ones: the gradient that a step without a loss is given
-                continue
-            if all(len(self.makers.get(name, ())) <= (name not in self.given) for name in leaves):
-                added = sum(x.nbytes for name, x in leaves.items() if name not in saved)
-                chained = any(self._pointwise_maker(name) is not None for name in leaves)
-                if added < t.nbytes + (not chained):
-                    again[storage] = tuple(leaves.values())
-                    saved |= set(leaves)
-                    needed |= set(leaves)
-        return again
 
     def leads_to(self, i: int, size: int, last: int) -> bool:
         """Whether a call up to ``last`` over ``size`` elements reads what a call makes.

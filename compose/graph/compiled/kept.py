@@ -1,0 +1,229 @@
+"""What torch.compile keeps of forward for backward, and what backward computes again from it.
+
+AOTAutograd cuts the graph of forward where the fewest bytes cross to backward, which computes again
+what lies behind the cut. It never does
+
+- what is no pointwise op: products, attention, look-ups, joins (``cat``), random numbers, sums;
+- what a call that is not fused reads in backward;
+- what is four times smaller than what it is made of;
+- what is fused with a result that one before it, and before a call that is not fused, reads too:
+  a residual sum after its layer, which would be made of all sums before it.
+
+A norm or softmax is a pointwise op on its input and on the numbers of each row, which are kept.
+A result counts 10 % more for each op from backward on, and twice where no kernel writes it anyway.
+Left out: chains of more than 100 pointwise ops, which torch cuts.
+Source: ``solve_min_cut`` in torch/_functorch/partitioners.py of torch 2.13,
+https://github.com/pytorch/pytorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from heapq import heapify, heappop, heappush
+
+from itercast.capture.opcall import OpCall, StepCapture, TensorSpec
+from itercast.compose.graph.compiled.fused_calls import name_of, read_by
+from itercast.compose.graph.compiled.min_cut import NEEDED, Flow
+from itercast.compose.graph.rewrite import StepBuilder, fresh_storages
+from itercast.microbench.ops import find_family
+
+FORWARD = ("forward", "loss")
+JOINS = ("cat", "stack")
+KEPT_LOADS = (*JOINS, "flip", "constant_pad_nd", "slice_backward", "select_backward")
+SOFTMAX = ("_softmax", "_log_softmax")
+SMALLER = 4  # ban_if_reduction
+AN_OP, FARTHEST, UNWRITTEN = 1.1, 100, 2  # factors and an exponent of get_node_weight
+
+Asked = Callable[[OpCall], bool]
+Again = dict[int, tuple[TensorSpec, ...]]
+
+
+def with_kept_rows(capture: StepCapture, fused: Asked) -> tuple[StepCapture, Again]:
+    """The step, and by storage of a result that backward computes again what it reads for it.
+
+    A softmax that is computed again has a second result: two numbers for each row.
+    """
+    made, fresh, rows = StepBuilder(capture), fresh_storages(capture), set[int]()
+    for i, call in enumerate(capture.calls):
+        if call.phase in FORWARD and name_of(call) in SOFTMAX and fused(call):
+            result = call.outputs[0]
+            count = result.numel // max(1, result.shape[call.args[1]])
+            numbers = TensorSpec(shape=(count, 2), dtype="fp32", storage=next(fresh))
+            call = replace(call, outputs=(result, numbers))
+            rows.add(numbers.storage)
+        made.add(i, call)
+    step = _Step(made.step(), fused)
+    again = {s: t for own in step.forwards() for s, t in _Forward(step, own).computed_again()}
+    unread = rows - {t.storage for leaves in again.values() for t in leaves}
+    calls = (
+        replace(c, outputs=c.outputs[:1]) if c.outputs and c.outputs[-1].storage in unread else c
+        for c in step.calls
+    )
+    return replace(made.step(), calls=tuple(calls)), again
+
+
+class _Step:
+    """Who makes and reads each storage of a step, and its largest tensor."""
+
+    def __init__(self, capture: StepCapture, fused: Asked) -> None:
+        self.calls = capture.calls
+        self.fused = list(map(fused, capture.calls))
+        self.makers: dict[int, list[int]] = {}
+        self.readers: dict[int, list[int]] = {}
+        self.largest: dict[int, TensorSpec] = {}
+        given = dict[int, None]()
+        for i, call in enumerate(capture.calls):
+            for t in read_by(call):
+                self.readers.setdefault(t.storage, []).append(i)
+                if t.storage not in self.makers:
+                    given[t.storage] = None
+            for t in call.outputs if call.phase in (*FORWARD, "backward") else ():
+                self.makers.setdefault(t.storage, []).append(i)
+            for t in call.touched:
+                if t.nbytes >= getattr(self.largest.get(t.storage), "nbytes", 0):
+                    self.largest[t.storage] = t
+        self.given = given.keys()
+        self.free = self.given - {t.storage for t in capture.inputs}  # parameters, buffers
+
+    def forwards(self) -> Iterable[list[int]]:
+        """The calls of each compiled function's forward."""
+        found: dict[tuple[str, int], list[int]] = {}
+        for i, call in enumerate(self.calls):
+            if call.phase in FORWARD:
+                found.setdefault((call.phase, call.compiled), []).append(i)
+        return [own for own in found.values() if any(self.fused[i] for i in own)]
+
+    def made_of(self, i: int) -> Sequence[TensorSpec]:
+        """What the first result of a call is made of: what it reads, and its other results."""
+        return (*read_by(self.calls[i]), *self.calls[i].outputs[1:])
+
+    def is_alone(self, i: int) -> bool:
+        """Whether a call is no pointwise op whose first result can be computed again."""
+        call = self.calls[i]
+        family, _ = find_family(call)
+        if not self.fused[i] or family is None or name_of(call) in KEPT_LOADS:
+            return True
+        if family.name == "norm" or name_of(call) in SOFTMAX or len(call.outputs) > 1:
+            return family.name == "reduction" and name_of(call) not in SOFTMAX
+        read = sum(t.nbytes for t in call.args if isinstance(t, TensorSpec))
+        few = call.outputs[0].nbytes * SMALLER < read
+        return family.name in ("random", "reduction") or few
+
+    def are_fused(self, i: int, reader: int) -> bool:
+        """Whether a call is fused with one that reads its result."""
+        both = (name_of(self.calls[j]) not in KEPT_LOADS and self.fused[j] for j in (i, reader))
+        return name_of(self.calls[reader]) in JOINS or all(both)
+
+
+class _Forward:
+    """What backward needs of one compiled function's forward, and what it can compute again."""
+
+    def __init__(self, step: _Step, own: Sequence[int]) -> None:
+        self.step, self.own = step, set(own)
+        self.compiled = step.calls[own[0]].compiled
+        self.makers: dict[int, int] = {}  # of what can be computed again
+        self.far = {to for i in own for t in step.calls[i].outputs for to in self._far(i, t)}
+        for i in own:
+            if not step.is_alone(i) and i not in self.far and self._is_inside(i):
+                self.makers[step.calls[i].outputs[0].storage] = i
+        touched = {t.storage for i in own for t in step.calls[i].touched}
+        self.needed = [s for s in touched if any(map(self._is_backward, step.readers.get(s, ())))]
+        self.distances: dict[int, int] = {}
+        for i in reversed(own):
+            results = [t.storage for t in step.calls[i].outputs]
+            self.distances |= {s: self._distance(s, results[:1]) for s in results}
+            self.distances |= {
+                t.storage: self._distance(t.storage, ()) for t in read_by(step.calls[i])
+            }
+
+    def computed_again(self) -> Iterable[tuple[int, tuple[TensorSpec, ...]]]:
+        """Storages of results that backward computes again, with what it computes them from."""
+        kept = self._kept()
+        for storage in self.needed:
+            found, seen, todo = dict[int, TensorSpec](), {storage}, [storage]
+            while todo and storage not in kept:
+                for t in self.step.made_of(self.makers[todo.pop()]):
+                    if t.storage in kept:
+                        found[t.storage] = t
+                    elif t.storage not in seen:
+                        seen.add(t.storage)
+                        todo.append(t.storage)
+            if found:  # not ones: the gradient that a step without a loss is given
+                yield storage, tuple(found.values())
+
+    def _kept(self) -> set[int]:
+        """The storages that are kept of forward."""
+        flow, sources = Flow(), list[tuple[int, bool]]()
+        kept = {s for s in self.needed if s not in self.makers}
+        seen, todo = set(self.needed), [s for s in self.needed if s in self.makers]
+        for storage in todo:
+            flow.edge((storage, True), NEEDED)
+        while todo:
+            storage = todo.pop()
+            flow.edge((storage, False), (storage, True), self._weight(storage))
+            if storage not in self.makers:
+                sources.append((storage, False))
+                continue
+            for t in self.step.made_of(self.makers[storage]):
+                if t.storage not in kept:
+                    flow.edge((t.storage, True), (storage, False))
+                    todo += [t.storage] if t.storage not in seen else []
+                    seen.add(t.storage)
+        behind = flow.behind_cut(sources)
+        cut = {s for s in seen - kept if (s, True) in behind and (s, False) not in behind}
+        return kept | cut | {s for s, _ in sources if (s, True) in behind}
+
+    def _is_backward(self, i: int) -> bool:
+        call = self.step.calls[i]
+        return call.phase == "backward" and call.compiled == self.compiled
+
+    def _is_inside(self, i: int) -> bool:
+        """Whether fused calls of this function alone read a call's result; none overwrites it."""
+        storage, step = self.step.calls[i].outputs[0].storage, self.step
+        if step.makers[storage] != [i] or storage in step.given:
+            return False
+        later = (max(step.makers.get(t.storage, (0,))) for t in step.made_of(i))
+        backward = (r for r in step.readers.get(storage, ()) if r not in self.own)
+        fused = all(self._is_backward(r) and step.are_fused(i, r) for r in backward)
+        return fused and all(last <= i for last in later)
+
+    def _far(self, i: int, t: TensorSpec) -> list[int]:
+        """Calls that a call is fused with, which run after one that is not fused: see above."""
+        step = self.step
+        readers = sorted(r for r in set(step.readers.get(t.storage, ())) if r in self.own)
+        if len(readers) < 2:
+            return []
+        seen, todo = set(readers), [(r, step.are_fused(i, r)) for r in readers]
+        heapify(todo)
+        while todo:
+            at, fused = heappop(todo)
+            if not fused:
+                return [r for r in readers if r > at and step.are_fused(i, r)]
+            for storage in {t.storage for t in step.calls[at].outputs}:
+                for r in step.readers.get(storage, ()):
+                    if r in self.own and r <= readers[-1] and r not in seen:
+                        seen.add(r)
+                        heappush(todo, (r, step.are_fused(at, r)))
+        return []
+
+    def _distance(self, storage: int, first: Sequence[int]) -> int:
+        """Ops between a result and backward, at least 1; the first result is made of others."""
+        readers = self.step.readers.get(storage, ())
+        if any(map(self._is_backward, readers)):
+            return 1
+        results = [t.storage for r in readers if r in self.own for t in self.step.calls[r].outputs]
+        known = (self.distances.get(s, FARTHEST) for s in (*first, *results))
+        return 1 + min(known, default=FARTHEST)
+
+    def _weight(self, storage: int) -> int:
+        """Bytes of what is kept, as torch weighs them."""
+        step = self.step
+        if storage in step.free:
+            return 0
+        made = [i for i in step.makers.get(storage, ()) if i in self.own]
+        readers = step.readers.get(storage, ())
+        returned = self.own.isdisjoint(readers)
+        written = not made or returned or not all(step.are_fused(made[-1], r) for r in readers)
+        factor = AN_OP ** min(self.distances[storage], FARTHEST) * (1 if written else UNWRITTEN)
+        return int(step.largest[storage].nbytes * factor)
