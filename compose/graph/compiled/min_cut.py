@@ -33,7 +33,8 @@ class Flow:
                 for a, b in pairs:
                     self.left[a][b] -= most
                     self.left[b][a] += most
-        found, todo = {NEEDED}, [NEEDED]
+        found: set[Hashable] = {NEEDED}
+        todo: list[Hashable] = [NEEDED]
         while todo:
             end = todo.pop()
             new = [a for a in self.left[end] if a not in found and self.left[a][end]]
