@@ -121,7 +121,7 @@ def replaced(name: str, function: Any) -> Iterator[None]:
 def _handles_tell(log: ProgramLog) -> Iterator[None]:
     """Tell the log when the current stream waits for a collective's handle."""
     group = dist.ProcessGroup
-    points: dict[int, tuple[int, Any, Any]] = {}  # handles are kept, so that no id is used twice
+    points: dict[int, tuple[int, Any]] = {}  # by the ids of handles that are alive
 
     def launching(method: Callable[..., Any]) -> Callable[..., Any]:
         """A collective that also remembers, by its handle, when its message ends, and tensors."""
@@ -130,7 +130,8 @@ def _handles_tell(log: ProgramLog) -> Iterator[None]:
             log.last_work = None
             work = method(*args, **kwargs)
             if log.last_work is not None and work is not None:
-                points[id(work)] = (log.last_work, work, args[1] if len(args) > 1 else None)
+                points[id(work)] = (log.last_work, args[1] if len(args) > 1 else None)
+                weakref.finalize(work, points.pop, id(work), None).atexit = False
             return work
 
         return launch
@@ -150,7 +151,7 @@ def _handles_tell(log: ProgramLog) -> Iterator[None]:
         stack.enter_context(patch.multiple(group, **launches))
         for handle in (dist.Work, FakeWork):
             tells: dict[str, Any] = {"wait": waiting(handle.wait)}
-            tells["get_future"] = lambda work: Arriving(log, *points[id(work)])
+            tells["get_future"] = lambda work: Arriving(log, work, *points[id(work)])
             stack.enter_context(patch.multiple(handle, **tells))
         yield
 
@@ -161,8 +162,8 @@ class Arriving:
     ``point``: where ``result`` is there.
     """
 
-    def __init__(self, log: ProgramLog, point: int, work: Any, result: Any) -> None:
-        self.log, self.point, self.work, self.result = log, point, work, result
+    def __init__(self, log: ProgramLog, work: Any, point: int, result: Any) -> None:
+        self.log, self.work, self.point, self.result = log, work, point, result
 
     def then(self, callback: Callable[[Any], Any]) -> Arriving:
         """Run ``callback`` on a stream of its own beside that of the program."""
@@ -170,7 +171,7 @@ class Arriving:
         self.log.wait(self.log.stream, self.point)
         result = callback(self)
         point, self.log.stream = self.log.record(self.log.stream), before
-        return Arriving(self.log, point, self.work, result)
+        return Arriving(self.log, self.work, point, result)
 
     def wait(self) -> Any:
         """Let the current stream wait for the result."""

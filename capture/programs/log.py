@@ -89,13 +89,16 @@ class ProgramLog(OpLog):
         self._arrives = {}
 
     def storage(self, tensor: Any) -> int:
-        """The number of the memory behind a tensor; its bytes count until it is freed."""
+        """The number of the memory behind a tensor; its bytes count until it is freed.
+
+        A tensor on the meta device has none.
+        """
         memory = tensor.untyped_storage()
         key = memory._cdata
         if key not in self._storages:
             self._storages[key] = next(self.numbers)
             weakref.finalize(memory, self._freed, key)
-            self.resized(key, memory.nbytes())
+            self.resized(key, 0 if tensor.is_meta else memory.nbytes())
         return self._storages[key]
 
     def resized(self, key: int, nbytes: int) -> None:

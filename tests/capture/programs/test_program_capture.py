@@ -221,6 +221,27 @@ def test_the_handle_of_each_collective_tells_of_waiting(name: str, future: bool)
     assert ends[0].args == ends[1].args
 
 
+@pytest.mark.parametrize("future", [False, True])
+def test_a_message_takes_no_memory_after_it_nor_a_model_on_the_meta_device(future: bool) -> None:
+    """Three messages one after another: 256 KiB of one, and of what was there before."""
+
+    def program() -> Step:
+        dist.init_process_group("nccl")
+        x, ghost = torch.randn(256, 256), torch.zeros(512, 512, device="meta")
+
+        def sent() -> Any:
+            return dist.all_reduce(x + 1, async_op=True)
+
+        def step() -> None:
+            for _ in range(3):
+                (sent().get_future() if future else sent()).wait()
+            ghost.add_(1)
+
+        return step
+
+    assert capture_program(program, 8).peak_bytes == {0: 2 * 4 * 256 * 256}
+
+
 @pytest.mark.parametrize(
     ("device", "source", "target", "expected"),
     [
