@@ -57,6 +57,8 @@ def inductor_kernels(
     def moved(call: OpCall) -> bool:
         return fused(call) and _is_pointwise(call)
 
+    if not any(map(fused, capture.calls)):
+        return capture
     capture, again = with_kept_rows(capture, fused)
     capture = in_fusion_order(capture, fused, moved, _place)
     calls, fusible = capture.calls, list(map(fused, capture.calls))
