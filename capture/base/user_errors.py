@@ -1,10 +1,13 @@
-"""Errors of models in one line, with the line of the user's code that they come from."""
+"""Errors in one line, with the line of the user's code that they come from, and its checks of data."""
 
 from __future__ import annotations
 
+import ast
 import importlib
+import linecache
 import os
 import traceback
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -52,3 +55,42 @@ def first_line(exc: BaseException) -> str:
     if exc.__cause__ is None or str(exc.__cause__) in told:
         return told
     return f"{told}, because of {first_line(exc.__cause__)}"
+
+
+def passing(file: str, line: int) -> bool | None:
+    """What a condition that is read in a line is where its check passes; None where none is made,
+    or several that differ.
+
+    A check is an ``assert``, or an ``if`` that does nothing but raise.
+    """
+    needed = set[bool]()
+    for check in _checks(file):
+        if check.test.lineno <= line <= (check.test.end_lineno or 0):
+            passes = isinstance(check, ast.Assert)
+            needed |= {passes == _wanted(leaf) for leaf in _leaves(check.test)}
+    return needed.pop() if len(needed) == 1 else None
+
+
+@cache
+def _checks(file: str) -> list[ast.Assert | ast.If]:
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return []
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.Assert | ast.If)]
+    return [node for node in found if isinstance(node, ast.Assert) or _raises(node)]
+
+
+def _raises(node: ast.If) -> bool:
+    return isinstance(node.body[-1], ast.Raise) and not node.orelse
+
+
+def _leaves(test: ast.expr) -> list[ast.expr]:
+    """The conditions that a test joins by ``and`` or ``or``."""
+    joined = test.values if isinstance(test, ast.BoolOp) else []
+    return [leaf for one in joined for leaf in _leaves(one)] or [test]
+
+
+def _wanted(condition: ast.expr) -> bool:
+    """Whether a condition holds where what is in it does."""
+    return not (isinstance(condition, ast.UnaryOp) and isinstance(condition.op, ast.Not))

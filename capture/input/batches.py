@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.multiprocessing as multiprocessing
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
@@ -90,14 +91,28 @@ def _faked(value: Any) -> Any:
 
 
 @contextmanager
-def _for_real() -> Iterator[None]:
+def _for_real(mode: TorchFunctionMode | None = None) -> Iterator[None]:
     """Run without the modes of a capture, those of torch functions included, and its hooks.
 
-    Modules that a dataset calls, such as torchvision's transforms, are no part of a step.
+    Modules that a dataset calls, such as torchvision's transforms, are no part of a step. ``mode``
+    stays on, which takes time at every call of torch.
     """
     unhooked = patch.multiple(module, _global_forward_hooks={}, _global_forward_pre_hooks={})
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), unhooked:
+    functions = _alone(mode) if mode else torch._C.DisableTorchFunction()
+    with _disable_current_modes(), functions, unhooked:
         yield
+
+
+@contextmanager
+def _alone(mode: TorchFunctionMode) -> Iterator[None]:
+    """Run under this mode of torch functions, and no other."""
+    others = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    try:
+        with mode:
+            yield
+    finally:
+        for one in reversed(others):
+            _push_mode(one)
 
 
 def _fill(owner: Any, seen: set[int]) -> None:
@@ -147,10 +162,12 @@ def _one_worker(loader: Any) -> Iterator[None]:
 
 
 @contextmanager
-def real_batches(taken: TakenBatches) -> Iterator[None]:
+def real_batches(taken: TakenBatches, gpu: Any = None) -> Iterator[None]:
     """Let DataLoaders load real data inside the context, although all else is fake.
 
-    What is read from files into storages, as safetensors does, becomes fake too.
+    What is read from files into storages, as safetensors does, becomes fake too. ``gpu`` is a mode
+    for what puts tensors on a GPU that is not there, and has its ``memory``: a loader without
+    workers is under it for its first batch, and for all where that puts something there.
     """
     from torch.utils.data import dataloader
 
@@ -166,21 +183,28 @@ def real_batches(taken: TakenBatches) -> Iterator[None]:
     take, make = dataloader._BaseDataLoaderIter.__next__, dataloader.DataLoader._get_iterator
     begin = dataloader._BaseDataLoaderIter.__init__
     loaders: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of iterators
+    on_host: WeakSet[Any] = WeakSet()  # loaders that put nothing on a GPU
 
     def beginning(iterator: Any, loader: Any) -> None:
         begin(iterator, loader)
         loaders[iterator] = loader
 
     def taking(iterator: Any) -> Any:
+        loader = loaders[iterator]
+        mode = None if loader.num_workers or loader in on_host else gpu
+        before = mode and mode.memory.puts
         try:
-            with _for_real():
+            with _for_real(mode):
                 start_ns = time.thread_time_ns()  # of no other thread, such as a progress bar's
                 batch = take(iterator)
                 took_us = (time.thread_time_ns() - start_ns) * 1e-3
         except StopIteration:
             taken.passed()
             raise
-        taken.note(loaders[iterator], took_us, batch)
+        taken.note(loader, took_us, batch)
+        if mode and mode.memory.puts > before:
+            return with_tensors(lambda value: mode.memory.put(_faked(value)), batch)
+        on_host.add(loader)
         return with_tensors(_faked, batch)
 
     def making(loader: Any) -> Any:

@@ -7,38 +7,35 @@ from __future__ import annotations
 
 import json
 import linecache
-import multiprocessing.util
 import os
 import runpy
-import socket
-import subprocess
 import sys
 import sysconfig
 import tempfile
 import traceback
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.utils.data import dataloader
 
 from itercast.capture.base.files import real_path, write_atomic
 from itercast.capture.base.user_errors import first_line
 from itercast.capture.input.batches import TakenBatches, real_batches
 from itercast.capture.programs.capture import capture_ranks, runs_of_steps
 from itercast.capture.programs.gpus.asked import Asked, EmulatedGpu
+from itercast.capture.programs.gpus.devices import OnCpu
+from itercast.capture.programs.gpus.loaded import weights_not_downloaded
 from itercast.capture.programs.gpus.machine import gpus_that_are_not_there
 from itercast.capture.programs.gpus.streams import recorded_streams
-from itercast.capture.programs.kernels import triton_kernels
+from itercast.capture.programs.kernels import own_kernels
 from itercast.capture.programs.log import ProgramLog
+from itercast.capture.programs.outside import RefusedError, nothing_outside
 from itercast.capture.programs.program import ProgramCapture, write_program
 from itercast.capture.programs.repeated.evaluations import Evaluations
 from itercast.capture.programs.steps import KINDS, EnoughSteps, Lines, Steps
@@ -48,28 +45,10 @@ from itercast.capture.programs.trained.facts import STOPS
 from itercast.capture.programs.trained.finder import Finder
 from itercast.capture.programs.trained.serve import TrainedModel, serve
 
-DATA = dataloader.__file__  # starts workers, which fork
-ENVIRONMENT = {  # nothing is sent or logged elsewhere, and nothing happens in other threads
-    "HF_HUB_OFFLINE": "1",
-    "WANDB_MODE": "disabled",
-    "DISABLE_MLFLOW_INTEGRATION": "TRUE",  # ours may be the reason that it is installed
-    "COMET_MODE": "disabled",
-    "TOKENIZERS_PARALLELISM": "false",
-    "HF_DEACTIVATE_ASYNC_LOAD": "1",
-}
-TOOLS = ("make", "ninja", "ldconfig", "git", "uname")  # that libraries ask or build with
-PROGRAMS = ("system", "posix_spawn", "posix_spawnp", "forkpty", "execv", "execve")
 PACKAGES = sysconfig.get_path("purelib")
 STDLIB = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 INSTALLED = (PACKAGES, str(Path(torch.__file__).parents[1]), sys.prefix, sys.base_prefix)
 OURS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}")
-
-
-class RefusedError(ValueError, PermissionError):
-    """Raised where a script does what a forecast cannot follow, with the line that does it.
-
-    Libraries that look for a newer version of themselves, or report on use, go on as offline.
-    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,9 +124,11 @@ def capture_script(
             if gpu.kind != "cpu":
                 there = min(per_node, world_size)
                 stack.enter_context(gpus_that_are_not_there(gpu, there, rank % per_node, log))
-            stack.enter_context(_nothing_outside(script))
-            stack.enter_context(real_batches(taken))
-            stack.enter_context(triton_kernels(log))
+            stack.enter_context(nothing_outside(script.owns))
+            on_gpu = OnCpu(log.gpu_memory) if gpu.kind != "cpu" else None
+            stack.enter_context(real_batches(taken, on_gpu))
+            stack.enter_context(own_kernels(log))
+            stack.enter_context(weights_not_downloaded(log.guesses))
             steps = _run_until(script, log, taken, finder)
         taken.copied_ahead = log.gpu_memory.beside
         if gpu.kind != "cpu" and not log.gpu_memory.used:
@@ -247,80 +228,6 @@ def _outside_torch(file: str) -> bool:
 def _short(file: str) -> str:
     """The path of a package's file, from the package on."""
     return str(Path(file).relative_to(PACKAGES)) if file.startswith(PACKAGES) else Path(file).name
-
-
-@contextmanager
-def _nothing_outside(script: Script) -> Iterator[None]:
-    """Refuse sockets and programs; workers of DataLoaders are left alone.
-
-    Of processes that a script starts for its ranks, that of this rank runs here, the others not.
-    """
-
-    def refuse(what: str) -> Callable[..., Any]:
-        def refused(*args: Any, **kwargs: Any) -> Any:
-            raise RefusedError(f"the script {what}, which a forecast does not allow")
-
-        return refused
-
-    def local(name: str, refused: Callable[..., Any]) -> Callable[..., Any]:
-        method = getattr(socket.socket, name)
-
-        def call(own: socket.socket, *args: Any) -> Any:  # workers pass batches by Unix sockets
-            return method(own, *args) if own.family == socket.AF_UNIX else refused()
-
-        return call
-
-    import torch.multiprocessing as mp
-
-    def of_workers(start: Callable[..., Any], refused: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            frames = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
-            return start(*args) if DATA in frames else refused()
-
-        return call
-
-    def not_found(own: Any, args: Any, *others: Any, **options: Any) -> None:
-        program = args if isinstance(args, str | bytes) else next(iter(args), "")
-        if os.path.basename(program) in TOOLS:
-            popen(own, args, *others, **options)
-            return
-        raise FileNotFoundError(f"{program!r}: a forecast starts no other programs")
-
-    others: dict[str, Any] = dict.fromkeys(PROGRAMS, refuse("starts another program"))
-
-    def spawned(function: Callable[..., Any], args: Any = (), *more: Any, **options: Any) -> None:
-        function(int(os.environ["LOCAL_RANK"]), *args)  # as one of the processes that it starts
-
-    popen = subprocess.Popen.__init__
-    start, started = BaseProcess.start, Counter[Any]()
-
-    def starting(own: Any) -> None:
-        if not script.owns(sys._getframe(1).f_code.co_filename):
-            start(own)
-            return
-        rank, started[own._target] = started[own._target], started[own._target] + 1
-        if rank == int(os.environ["LOCAL_RANK"]):
-            own.run()
-
-    join = BaseProcess.join
-
-    def joined(own: Any, timeout: float | None = None) -> None:
-        if own._popen is not None:
-            join(own, timeout)
-
-    with (
-        patch.object(os, "fork", of_workers(os.fork, refuse("forks"))),
-        patch.multiple(os, **others),
-        patch.object(subprocess.Popen, "__init__", not_found),
-        patch.object(multiprocessing.util, "spawnv_passfds", refuse("spawns processes")),
-        patch.dict(os.environ, ENVIRONMENT),
-        patch.object(socket.socket, "connect", local("connect", refuse("opens a connection"))),
-        patch.object(socket.socket, "bind", local("bind", refuse("opens a socket"))),
-        patch.multiple(mp, spawn=spawned, start_processes=spawned),
-        patch.multiple(BaseProcess, start=starting, join=joined),
-        patch.object(torch, "save", lambda *args, **options: None),  # there is no data
-    ):
-        yield
 
 
 def main(order: str, result: str, temporary: str) -> int:

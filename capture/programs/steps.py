@@ -41,7 +41,8 @@ class Step(NamedTuple):
     """What a rank launched in a step, what ended in it, and how often each optimizer stepped.
 
     By ids; ``UPDATES``: how often one did after a backward, others right after it not counted.
-    ``passes``: backwards and updates with the lines that called them, in order.
+    ``passes``: backwards and updates with the lines that called them, in order. ``evaluated``:
+    whether a model that is trained ran in evaluation.
     """
 
     calls: list[OpCall]
@@ -53,6 +54,7 @@ class Step(NamedTuple):
     places: set[Place]
     stepped: Counter[int]
     passes: list[tuple[str, Lines]]
+    evaluated: bool
 
 
 class Steps:
@@ -65,7 +67,8 @@ class Steps:
     of an optimizer.
 
     An iteration is one step, or several where a loop runs some of its lines less often: rollouts,
-    generators that critics outnumber. It lasts until the rarest of them has come again.
+    generators that critics outnumber. It lasts until the rarest of them has come again. It is a
+    later one if what is trained was evaluated in it, and not in others.
     """
 
     def __init__(
@@ -82,7 +85,7 @@ class Steps:
         self.kind, self.ends = 0, Counter[Hashable]()
         self.ended, self.kept = list[Step](), list[Step]()
         self.places, self.stepped, self.trained = set[Place](), Counter[int](), set[int]()
-        self.passes = list[tuple[str, Lines]]()
+        self.passes, self.evaluated = list[tuple[str, Lines]](), False
         self.enough, self.notes = False, list[str]()
         self.older = WeakSet(_optimizers(()))  # such as another rank's
         self.has_optimizer, self.waited, self.new_gradients = False, 0, False
@@ -112,7 +115,9 @@ class Steps:
         return tuple(f"{n} x {one}" if n > 1 else one for one, n in times.items())
 
     def trains_later(self) -> bool:
-        """Whether nothing was trained yet, but an optimizer is there."""
+        """Whether an optimizer is there, and a step of it to come before the one that is kept."""
+        if KINDS[self.kind] == "optimizer":
+            return self.done < self.wanted - 1
         if self.kind == 0 and not self.has_optimizer:
             self.has_optimizer = bool(_optimizers(self.older))
         return self.kind == 0 and self.has_optimizer
@@ -121,6 +126,9 @@ class Steps:
         """Note the end of one of ``KINDS``; owner: the optimizer, or the module."""
         if kind == "forward":
             self.evaluations.ran(owner, self.trains_later)
+            self.evaluated |= not owner.training and not self.trained.isdisjoint(
+                map(id, owner.parameters())
+            )
         at = KINDS.index("warm-up" if kind == "optimizer" and self.log.stream else kind)
         self._end(at, owner, self.lines())
 
@@ -176,8 +184,9 @@ class Steps:
         log = self.log
         launched = (log.calls, log.networks, log.host)
         taken = (log.peak_bytes, log.least_bytes, self.taken.samples)
-        self.ended.append(Step(*launched, *taken, self.places, self.stepped, self.passes))
-        self.places, self.stepped, self.passes = set(), Counter(), []
+        ran = (self.places, self.stepped, self.passes)
+        self.ended.append(Step(*launched, *taken, *ran, self.evaluated))
+        self.places, self.stepped, self.passes, self.evaluated = set(), Counter(), [], False
         log.reset()
         self.taken.begin_step()
         kind = KINDS[self.kind]
@@ -201,6 +210,9 @@ class Steps:
         before = {place for place in once if not _in_one_loop(place[1], lines)}
         rarest = min(often.keys() - before, key=often.__getitem__)
         last = [i for i, places in enumerate(steps) if rarest in places][-2:]
+        always = len(steps) > self.wanted + 1 and all(step.evaluated for step in self.ended[1:])
+        if self.ended[-1].evaluated and not always and len(steps) < LONGEST * self.wanted:
+            return False
         if len(last) == 2 and last[1] == len(steps) - 1 and not self._awaits_optimizers():
             self.kept = self.ended[last[0] + 1 :]
             return True

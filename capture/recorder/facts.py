@@ -109,8 +109,12 @@ def fact_of_comparison(
         return Fact(mean=min(1.0, known.mean))
     if name in ("logical_not", "bitwise_not"):
         return Fact(mean=1 - known.mean)
-    if name in ("mul", "bitwise_and", "logical_and") and second is not None and second.mean:
+    if second is None or second.mean is None:
+        return None
+    if name in AND:
         return Fact(mean=known.mean * second.mean)
+    if name in OR:
+        return Fact(mean=1 - (1 - known.mean) * (1 - second.mean))
     return None
 
 

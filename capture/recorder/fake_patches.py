@@ -80,6 +80,18 @@ def _deepcopy(tensor: Tensor, memo: dict[int, Tensor]) -> Tensor:
     return memo[id(tensor)]
 
 
+def _pickled(tensor: Tensor, protocol: int) -> Any:
+    """What pickle keeps of a tensor without data, which is what can be told of it."""
+    parameter = isinstance(tensor, torch.nn.Parameter)
+    form = tuple(tensor.size()), tensor.stride(), tensor.dtype, tensor.requires_grad
+    return _unpickled, (parameter, *form)
+
+
+def _unpickled(parameter: bool, size: Any, stride: Any, dtype: Any, trained: bool) -> Tensor:
+    made = torch.empty_strided(size, stride, dtype=dtype, requires_grad=trained)
+    return torch.nn.Parameter(made, trained) if parameter else made
+
+
 def _copied(tensor: Tensor, memo: dict[int, Tensor]) -> Any:
     """As ``Tensor.__deepcopy__``; the copy of one with data, such as a mesh's ranks, has them."""
     with _disable_current_modes() if type(tensor) is Tensor else nullcontext():
@@ -158,7 +170,7 @@ def _flatten(one: TensorMetadata, result: list[object], mode: Any, state: Any) -
 
 @contextmanager
 def behave_like_real_tensors() -> Iterator[None]:
-    """Let fake tensors be converted in place, copied, listed and formatted, and have addresses.
+    """Let fake tensors be converted in place, copied, pickled, formatted, and have addresses.
 
     Functions of ``torch.nn.init`` do nothing: there is no data, and truncated distributions would
     read theirs. Functions that ``torch.jit`` would compile stay Python, which others replace. Torch
@@ -179,6 +191,7 @@ def behave_like_real_tensors() -> Iterator[None]:
         patch.object(FakeTensor, "__format__", _format),
         patch.object(Tensor, "__deepcopy__", _copied),
         patch.object(FakeTensor, "__deepcopy__", _deepcopy),
+        patch.object(FakeTensor, "__reduce_ex__", _pickled),
         patch.object(torch_log, "disabled", True),
         patch.object(torch.jit._state._enabled, "enabled", False),
     ):

@@ -8,7 +8,8 @@ at random with a rate below one half is kept, and all numbers are finite. What i
 counts and indices is followed through the ops that routers use; the values of small integer tensors
 and masks are computed. An op whose shape depends on data of which nothing is known raises torch's
 error, unless guesses are asked for: then a mask is true for a share of its elements, as many values
-differ from all before them, repeats are one, and so is a number that is read.
+differ from all before them, repeats are one, and so is a number that is read. Checks of
+them pass (``user_errors.passing``).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from itercast.capture.base.assumptions import assumed
-from itercast.capture.base.user_errors import user_line
+from itercast.capture.base.user_errors import passing, user_line
 from itercast.capture.opcall import Args, Argument, Kwargs
 from itercast.capture.recorder.facts import (
     FILLED_LIMIT,
@@ -90,6 +91,10 @@ class Routing:
             return run_with_sparse(func, args, kwargs)
         known = self._fact(args[0]) if args else None
         if name in ("item", "_local_scalar_dense") and known is not None:
+            if known.guessed and args[0].dtype == torch.bool:
+                needed = passing(*user_line())
+                if needed is not None:
+                    return needed
             number = self._scalar(args[0], known)
             if number is not None:
                 return self._turned(number) if known.guessed else number

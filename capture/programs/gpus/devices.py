@@ -12,9 +12,11 @@ from unittest.mock import patch
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils import _device
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 OURS = ("torch", "itercast")  # packages whose code finds tensors on the CPU, where they are
+TYPES = ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool")
 PARSE_TO = torch._C._nn._parse_to
 AS_IT_IS = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 
@@ -23,17 +25,20 @@ class GpuMemory:
     """Which storages a program has put on its GPU; in truth all are on the CPU.
 
     ``stream`` tells the number of the current stream; ``beside``: whether the program put any there
-    on another one than the first, beside its step; ``used``: whether an op read any of them.
+    on another one than the first, beside its step; ``used``: whether an op read any of them;
+    ``puts``: how often it put one.
     """
 
     def __init__(self, stream: Callable[[], int] = int) -> None:
         self._keys = set[int]()
-        self._stream, self.beside, self.used = stream, False, False
+        self._stream, self.beside, self.used, self.puts = stream, False, False, 0
 
-    def put(self, tensor: Any) -> None:
-        """Put a tensor there because the program says so."""
+    def put(self, tensor: Any) -> Any:
+        """Put a tensor there because the program says so; this returns it."""
         self.beside |= self._stream() != 0
+        self.puts += 1
         self.add(tensor)
+        return tensor
 
     def add(self, tensor: Any) -> None:
         """Put the memory behind a tensor there; the parts of a distributed one too."""
@@ -89,8 +94,7 @@ def tensors_on_gpus(local_rank: int, memory: GpuMemory) -> Iterator[None]:
         return property(device)
 
     def to_gpu(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        memory.put(tensor)
-        return tensor
+        return memory.put(tensor)
 
     def all_to_gpu(module: Any, *args: Any, **kwargs: Any) -> Any:
         for tensor in (*module.parameters(), *module.buffers()):
@@ -99,8 +103,11 @@ def tensors_on_gpus(local_rank: int, memory: GpuMemory) -> Iterator[None]:
 
     name_or_cast = torch.Tensor.type
 
-    def of_type(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        made = name_or_cast(tensor, *args, **kwargs)
+    def of_type(tensor: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        known = _of_cpu(dtype)
+        made: Any = name_or_cast(tensor, known or dtype, *args, **kwargs)
+        if known:
+            memory.put(made)
         named = isinstance(made, str) and memory.holds(tensor)
         return f"torch.cuda.{made.rpartition('.')[2]}" if named else made
 
@@ -120,8 +127,74 @@ def tensors_on_gpus(local_rank: int, memory: GpuMemory) -> Iterator[None]:
         stack.enter_context(patch.object(torch.nn.Module, "cuda", all_to_gpu))
         stack.enter_context(patch.object(torch, "Generator", GeneratorOnCpu))
         stack.enter_context(patch.object(torch._C._nn, "_parse_to", _parse_to))
+        stack.enter_context(_of_old_types(memory))
+        stack.enter_context(_default_device(gpu, memory))
         stack.enter_context(OnCpu(memory))
         yield
+
+
+@contextmanager
+def _default_device(gpu: torch.device, memory: GpuMemory) -> Iterator[None]:
+    """Let ``torch.set_default_device`` and ``with torch.device`` put there what they say.
+
+    Torch lets them run below all other modes. The default is that of before when this ends.
+    """
+    default, run = torch.get_default_device, _device.DeviceContext.__torch_function__
+    before, makers = default(), _device._device_constructors()
+
+    def on_cpu(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if mode.device.type != "cuda" or func not in makers or (kwargs or {}).get("device"):
+            return run(mode, func, types, args, kwargs)
+        return memory.put(func(*args, **{**(kwargs or {}), "device": "cpu"}))
+
+    def asked() -> torch.device:
+        on_gpu = torch.device("cuda") == _device.CURRENT_DEVICE
+        return gpu if on_gpu else default()
+
+    try:
+        with (
+            patch.object(_device.DeviceContext, "__torch_function__", on_cpu),
+            patch.object(torch, "get_default_device", asked),
+        ):
+            yield
+    finally:
+        torch.set_default_device(None if before.type == "cpu" else before)
+
+
+@contextmanager
+def _of_old_types(memory: GpuMemory) -> Iterator[None]:
+    """Types such as ``torch.cuda.FloatTensor`` make tensors there, also as the default type."""
+
+    class Kind(type):
+        on_cpu: Any
+
+        def __instancecheck__(cls, value: Any) -> bool:
+            return isinstance(value, cls.on_cpu) and memory.holds(value)
+
+    def make(kind: Any, *args: Any) -> Any:
+        return memory.put(kind.on_cpu(*args))
+
+    def set_default(kind: Any) -> None:
+        known = _of_cpu(kind)
+        as_default(known or kind)
+        torch.set_default_device("cuda" if known else None)
+
+    as_default, kinds = torch.set_default_tensor_type, dict[str, Any]()
+    for name in (f"{one}Tensor" for one in TYPES):
+        on_cpu = getattr(torch, name)
+        facts = {"__new__": make, "on_cpu": on_cpu, "dtype": on_cpu.dtype, "is_cuda": True}
+        kinds[name] = Kind(name, (), {**facts, "__module__": "torch.cuda"})
+    with (
+        patch.multiple(torch.cuda, create=True, **kinds),
+        patch.object(torch, "set_default_tensor_type", set_default),
+    ):
+        yield
+
+
+def _of_cpu(kind: Any) -> str:
+    """The type of a CPU in place of one of a GPU, which is a class or its name; else nothing."""
+    name = kind if isinstance(kind, str) else torch.typename(kind) if isinstance(kind, type) else ""
+    return name.replace(".cuda", "") if name.startswith("torch.cuda.") else ""
 
 
 def stay(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -161,7 +234,8 @@ class OnCpu(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.device:  # a program may look at the name of its device
-            return func("cuda", *args) if isinstance(args[0], int) else func(*args, **kwargs)
+            by_number = args and isinstance(args[0], int)
+            return func("cuda", *args) if by_number else func(*args, **kwargs)
         if getattr(func, "__name__", "") == "_parse_to":  # of Module.to, which then asks Tensor.to
             return func(*args, **kwargs)
         if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], int):

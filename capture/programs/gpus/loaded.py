@@ -1,18 +1,22 @@
 """What ``torch.load`` makes of a file under fake tensors: shapes and places, no data.
 
 Torch sets a loaded fake tensor's device in Python alone, so that its kernels meet two devices, and
-takes no function as ``map_location`` (torch 2.13, torch/_utils.py).
+takes no function as ``map_location`` (torch 2.13, torch/_utils.py). Pretrained weights that
+would be downloaded are taken to be there: a forecast needs none of their numbers.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from traceback import StackSummary, extract_stack
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.serialization import _serialization_tls
 
 LOCATION_OF = torch._utils._get_restore_location
@@ -67,3 +71,36 @@ def _placed(tensor: Tensor) -> Tensor:
         tensor.size(), tensor.stride(), tensor.storage_offset()
     )
     return part.detach().requires_grad_(tensor.requires_grad)
+
+
+class Unknown(dict[str, Any]):
+    """Weights that fit every model, and what a file of them may hold beside."""
+
+    def __missing__(self, name: str) -> Unknown:
+        return Unknown()
+
+
+@contextmanager
+def weights_not_downloaded(guesses: dict[str, StackSummary]) -> Iterator[None]:
+    """Take those that ``torch.hub`` would download, as torchvision does, to be as the model's."""
+    hub, load = torch.hub.load_state_dict_from_url, torch.nn.Module.load_state_dict
+
+    def from_url(url: str, model_dir: str | None = None, *args: Any, **options: Any) -> Any:
+        folder = model_dir or os.path.join(torch.hub.get_dir(), "checkpoints")
+        name = options.get("file_name") or os.path.basename(url.partition("?")[0])
+        if os.path.exists(os.path.join(folder, name)):
+            return hub(url, model_dir, *args, **options)
+        guess = f"{name} is not on this machine: weights are taken to be of the model's own form"
+        guesses.setdefault(guess, extract_stack())
+        return Unknown()
+
+    def loading(model: Any, state_dict: Any, *args: Any, **options: Any) -> Any:
+        if isinstance(state_dict, Unknown):
+            return _IncompatibleKeys([], [])
+        return load(model, state_dict, *args, **options)
+
+    with (
+        patch.object(torch.hub, "load_state_dict_from_url", from_url),
+        patch.object(torch.nn.Module, "load_state_dict", loading),
+    ):
+        yield

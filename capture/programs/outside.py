@@ -1,0 +1,193 @@
+"""What a script may do outside of its process: nothing, and what it would need of that is here.
+
+Of processes that it starts for its ranks, that of this rank runs here. Pools of processes and
+managers of shared objects are threads of this process, which compute for real.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import importlib
+import multiprocessing.dummy
+import multiprocessing.util
+import os
+import socket
+import subprocess
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from multiprocessing.process import BaseProcess
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.multiprocessing as mp
+from torch.utils.data import dataloader
+
+DATA = dataloader.__file__  # starts workers, which fork
+ENVIRONMENT = {  # nothing is sent or logged elsewhere, and nothing happens in other threads
+    "HF_HUB_OFFLINE": "1",
+    "WANDB_MODE": "disabled",
+    "DISABLE_MLFLOW_INTEGRATION": "TRUE",  # ours may be the reason that it is installed
+    "COMET_MODE": "disabled",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_DEACTIVATE_ASYNC_LOAD": "1",
+}
+TOOLS = ("make", "ninja", "ldconfig", "git", "uname")  # that libraries ask or build with
+PROGRAMS = ("system", "posix_spawn", "posix_spawnp", "forkpty", "execv", "execve")
+POOLS = ("multiprocessing", "multiprocess")  # the latter is of Hugging Face's datasets
+OF_THREADS = [
+    "Process",
+    "_setup_queues",
+    "_get_sentinels",
+    "_get_worker_sentinels",
+    "_help_stuff_finish",
+]
+SHARED = (  # what a manager of shared objects makes
+    *("dict", "list", "Namespace", "Value", "Array", "Queue", "JoinableQueue", "Event", "Lock"),
+    *("RLock", "Semaphore", "BoundedSemaphore", "Condition", "Barrier", "Pool"),
+)
+
+
+class RefusedError(ValueError, PermissionError):
+    """Raised where a script does what a forecast cannot follow, with the line that does it.
+
+    Libraries that look for a newer version of themselves, or report on use, go on as offline.
+    """
+
+
+@contextmanager
+def nothing_outside(owns: Callable[[str], bool]) -> Iterator[None]:
+    """Refuse sockets and programs; workers of DataLoaders are left alone.
+
+    ``owns``: whether a file is the script's own.
+    """
+    others: dict[str, Any] = dict.fromkeys(PROGRAMS, _refuse("starts another program"))
+    spawns = _refuse("spawns processes")
+    with ExitStack() as stack:
+        for context in (
+            patch.object(os, "fork", _of_workers(os.fork, _refuse("forks"))),
+            patch.multiple(os, **others),
+            patch.object(subprocess.Popen, "__init__", _starting_tools()),
+            patch.object(multiprocessing.util, "spawnv_passfds", spawns),
+            patch.dict(os.environ, ENVIRONMENT),
+            patch.object(socket.socket, "connect", _local("connect", "opens a connection")),
+            patch.object(socket.socket, "bind", _local("bind", "opens a socket")),
+            patch.multiple(mp, spawn=_spawned, start_processes=_spawned),
+            patch.object(torch, "save", lambda *args, **options: None),  # there is no data
+            patch.object(concurrent.futures, "ProcessPoolExecutor", _Threads),
+        ):
+            stack.enter_context(context)
+        stack.enter_context(_rank_of_processes(owns))
+        for package in filter(find_spec, POOLS):
+            stack.enter_context(_threads_for_processes(package))
+        yield
+
+
+def _refuse(what: str) -> Callable[..., Any]:
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        raise RefusedError(f"the script {what}, which a forecast does not allow")
+
+    return refused
+
+
+def _local(name: str, what: str) -> Callable[..., Any]:
+    """A method of sockets that only Unix sockets have: workers pass batches by them."""
+    method, refused = getattr(socket.socket, name), _refuse(what)
+
+    def call(own: socket.socket, *args: Any) -> Any:
+        return method(own, *args) if own.family == socket.AF_UNIX else refused()
+
+    return call
+
+
+def _of_workers(start: Callable[..., Any], refused: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        frames = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
+        return start(*args) if DATA in frames else refused()
+
+    return call
+
+
+def _starting_tools() -> Callable[..., None]:
+    popen = subprocess.Popen.__init__
+
+    def not_found(own: Any, args: Any, *others: Any, **options: Any) -> None:
+        program = args if isinstance(args, str | bytes) else next(iter(args), "")
+        if os.path.basename(program) in TOOLS:
+            popen(own, args, *others, **options)
+            return
+        raise FileNotFoundError(f"{program!r}: a forecast starts no other programs")
+
+    return not_found
+
+
+def _spawned(function: Callable[..., Any], args: Any = (), *more: Any, **options: Any) -> None:
+    function(int(os.environ["LOCAL_RANK"]), *args)  # as one of the processes that it starts
+
+
+@contextmanager
+def _rank_of_processes(owns: Callable[[str], bool]) -> Iterator[None]:
+    """Of processes that the script starts for its ranks, run this rank's here, no other."""
+    start, join, started = BaseProcess.start, BaseProcess.join, Counter[Any]()
+
+    def starting(own: Any) -> None:
+        if not owns(sys._getframe(1).f_code.co_filename):
+            start(own)
+            return
+        rank, started[own._target] = started[own._target], started[own._target] + 1
+        if rank == int(os.environ["LOCAL_RANK"]):
+            own.run()
+
+    def joined(own: Any, timeout: float | None = None) -> None:
+        if own._popen is not None:
+            join(own, timeout)
+
+    with patch.multiple(BaseProcess, start=starting, join=joined):
+        yield
+
+
+class _Threads(ThreadPoolExecutor):
+    """As ``ProcessPoolExecutor``."""
+
+    def __init__(
+        self,
+        max_workers: int | None = None,
+        mp_context: Any = None,
+        initializer: Callable[..., object] | None = None,
+        initargs: tuple[Any, ...] = (),
+        **options: Any,
+    ) -> None:
+        super().__init__(max_workers, "", initializer, initargs)
+
+
+@contextmanager
+def _threads_for_processes(package: str) -> Iterator[None]:
+    """Pools and managers of a package such as ``multiprocessing`` start no process.
+
+    Nor do locks that wait for a process that is spawned: all contexts are that of forks.
+    """
+    context, dummy, managers, pool = (
+        importlib.import_module(f"{package}.{name}")
+        for name in ("context", "dummy", "managers", "pool")
+    )
+    fork = context._concrete_contexts["fork"]
+    of_threads = {name: vars(pool.ThreadPool)[name] for name in OF_THREADS}
+
+    def making(name: str) -> Callable[..., Any]:
+        return lambda manager, *args, **options: getattr(dummy, name)(*args, **options)
+
+    made: dict[str, Any] = {name: making(name) for name in SHARED}
+    made |= dict.fromkeys(("start", "connect", "shutdown"), lambda *args: None)
+    with (
+        patch.multiple(pool.Pool, create=True, **of_threads),
+        patch.multiple(managers.SyncManager, create=True, **made),
+        patch.object(managers.SyncManager, "__enter__", lambda manager: manager, create=True),
+        patch.object(context._default_context, "_actual_context", None),
+        patch.dict(context._concrete_contexts, dict.fromkeys(context._concrete_contexts, fork)),
+    ):
+        yield

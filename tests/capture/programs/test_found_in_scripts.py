@@ -1,0 +1,170 @@
+"""What scripts of strangers do, each in a few lines: devices, pools, weights, checks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from small_scripts import captured, written
+
+TRAIN = """
+import torch
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+"""
+STEP = "(model(torch.randn(4, 8, device='cuda')).sum()).backward(); optimizer.step()"
+STEPS = f"\nfor step in range(9):\n    {STEP}\n"
+DEFAULT_DEVICE = """
+import torch
+torch.set_default_device("cuda")
+assert torch.get_default_device() == torch.zeros(3).device == torch.device(type="cuda", index=0)
+model = torch.nn.Linear(8, 8)
+assert model.weight.is_cuda and torch.zeros(3, device="cpu").is_cpu
+torch.set_default_device(None)
+assert torch.zeros(3).is_cpu
+with torch.device("cuda"):
+    assert torch.nn.Linear(2, 2).bias.is_cuda
+    assert torch.cdist(torch.rand(2, 2), torch.eye(2)).is_cuda
+optimizer = torch.optim.AdamW(model.parameters())
+"""
+DEFAULT_TYPE = """
+import torch
+torch.set_default_tensor_type("torch.cuda.FloatTensor")
+model = torch.nn.Linear(8, 8)
+x = torch.cuda.FloatTensor(3, 8)
+assert x.is_cuda and x.shape == (3, 8) and model.weight.is_cuda and torch.arange(3).is_cuda
+assert isinstance(x, torch.cuda.FloatTensor) and not isinstance(x, torch.cuda.HalfTensor)
+assert not isinstance(torch.zeros(3, device="cpu"), torch.cuda.FloatTensor)
+assert x.type(torch.cuda.LongTensor).dtype == torch.int64 and x.type() == "torch.cuda.FloatTensor"
+assert torch.ones(3, device="cpu").type("torch.cuda.HalfTensor").is_cuda
+torch.set_default_tensor_type(torch.FloatTensor)
+assert torch.zeros(3).is_cpu
+torch.set_default_tensor_type(torch.cuda.FloatTensor)
+assert torch.zeros(3).is_cuda
+optimizer = torch.optim.AdamW(model.parameters())
+"""
+DATASET = """
+import torch
+class Crops(torch.utils.data.Dataset):
+    def __init__(self):
+        self.data = torch.arange(1000)
+    def __len__(self):
+        return 64
+    def __getitem__(self, i):
+        at = torch.randint(0, 900, (1,))
+        x = self.data[at : at + 8].float().to(torch.device("cuda"))
+        return x, torch.tensor(3.0, device="cuda"), torch.zeros(2).cuda()
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for batch in torch.utils.data.DataLoader(Crops(), batch_size=4):
+    assert all(x.is_cuda for x in batch)
+    (model(batch[0]).sum() * batch[1].sum()).backward()
+    optimizer.step()
+"""
+POOLS = """
+import concurrent.futures, functools, multiprocessing as mp, operator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import Manager, Pool
+begun = []
+double = functools.partial(operator.mul, 2)
+mp.set_start_method("spawn")
+shared, queue = mp.Value("i", -1), mp.get_context("forkserver").Queue()
+with shared.get_lock():
+    shared.value += 1
+with Pool(3, begun.append, (1,)) as pool:
+    assert pool.map(double, range(3)) == [0, 2, 4] and pool.starmap(operator.add, [(1, 2)]) == [3]
+    assert sorted(pool.imap_unordered(double, [1, 2])) == [2, 4]
+    assert pool.apply_async(double, (3,)).get() == 6
+assert begun == [1, 1, 1]
+with mp.get_context("spawn").Pool(2, maxtasksperchild=3) as pool:
+    assert pool.map(double, [2]) == [4]
+with ProcessPoolExecutor(max_workers=2, mp_context=mp.get_context("spawn")) as pool:
+    assert list(pool.map(double, [2, 3], chunksize=2)) == [4, 6]
+with Manager() as manager:
+    known, waiting = manager.dict(a=1), manager.Queue()
+    waiting.put(known["a"])
+    assert waiting.get() == 1 and manager.list([2])[0] == 2
+"""
+WEIGHTS = """
+state = torch.hub.load_state_dict_from_url("https://nowhere/resnet.pth", progress=False)
+assert model.load_state_dict(state) == model.load_state_dict(state["model"], strict=False)
+"""
+PICKLED = """
+import pickle
+again = pickle.loads(pickle.dumps(model))
+assert again.weight.shape == (8, 8) and isinstance(again.weight, torch.nn.Parameter)
+turned = pickle.loads(pickle.dumps(torch.zeros(2, 3, dtype=torch.half).t()))
+assert turned.stride() == (1, 3) and turned.dtype == torch.half and not turned.requires_grad
+"""
+CHECKS = """
+x = torch.randn(4, 8, device="cuda")
+assert (x > 0).all() and (x[0] < 9).all(), "data"
+assert not (x > 0).any()
+assert torch.allclose(x, x + 1)
+if (x > 0).any() or (
+    (x < -9).any()
+):
+    raise ValueError("data")
+if not torch.allclose(x, x + 1):
+    raise ValueError("data")
+if (torch.isnan(x) | torch.isinf(x)).any():
+    exit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [DEFAULT_DEVICE + STEPS, DEFAULT_TYPE + STEPS, DATASET, POOLS + TRAIN + STEPS]
+    + [TRAIN + more + STEPS for more in (PICKLED, CHECKS)],
+    ids=["default device", "default type", "dataset", "pools", "pickled", "checks"],
+)
+def test_a_script_goes_on(tmp_path: Path, text: str) -> None:
+    program = captured(written(tmp_path, text), gpus=1)
+    assert not program.notes
+    assert Counter(c.op for c in program.ranks[0].calls)["aten._foreach_lerp_.Scalar"] == 1
+
+
+def test_weights_that_are_not_there_are_noted(tmp_path: Path) -> None:
+    (note,) = captured(written(tmp_path, TRAIN + WEIGHTS + STEPS), gpus=1).notes
+    assert note.startswith("resnet.pth is not on this machine: weights are taken to be")
+
+
+def test_a_kernel_of_own_cuda_source_is_a_pass_over_its_tensors(tmp_path: Path) -> None:
+    kernel = "kernel = torch.cuda._compile_kernel('source', 'name')"
+    call = "kernel(grid=(1, 1, 1), block=(32, 1, 1), args=[model.weight, 64])\n    "
+    text = TRAIN + kernel + STEPS.replace("(model(", f"{call}(model(")
+    program = captured(written(tmp_path, text), gpus=1)
+    (fused,) = (c for c in program.ranks[0].calls if c.op == "itercast.fused")
+    assert fused.kwargs["numel"] == 64 and "kernels in Triton or CUDA" in program.notes[0]
+
+
+SAMPLES = """
+@torch.no_grad()
+def forwards(times):
+    model.eval()
+    for _ in range(times):
+        model(torch.randn(1, 8, device="cuda"))
+    model.train()
+for step in range(50):
+    (model(torch.randn(4, 8, device="cuda")).sum()).backward(); optimizer.step()
+    if step == 0: forwards(10**9)
+    if step % 2 and step < MOST: forwards(7)
+"""
+
+
+@pytest.mark.parametrize("most", [0, 50])
+def test_evaluations_between_some_steps_are_left_out(tmp_path: Path, most: int) -> None:
+    """Text is generated after the first step, and every second one is followed by seven forwards.
+
+    A loop of forwards runs twice in steps that are not kept.
+    """
+    text = TRAIN + SAMPLES.replace("MOST", str(most))
+    calls = captured(written(tmp_path, text), gpus=1).ranks[0].calls
+    assert Counter(c.op for c in calls)["aten.addmm.default"] == 1
+
+
+def test_evaluations_between_all_steps_are_part_of_them(tmp_path: Path) -> None:
+    text = TRAIN + SAMPLES.replace("step % 2 and step < MOST", "True")
+    calls = captured(written(tmp_path, text), gpus=1).ranks[0].calls
+    assert Counter(c.op for c in calls)["aten.addmm.default"] == 1 + 7
