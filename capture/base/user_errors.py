@@ -1,4 +1,4 @@
-"""Errors in one line, with the line of the user's code that they come from, and its checks of data."""
+"""Errors in one line, with the line of the user's code that they come from; its checks of data."""
 
 from __future__ import annotations
 
