@@ -34,6 +34,7 @@ UNFUSED = ("eager", "graph", EAGER_GRAPH)
 STILL_EAGER = ("accumulate_grad", "zero_grad", "backward")  # and the optimizer
 
 COPY = "aten.copy_.default"
+ONES = "aten.ones_like.default"  # the gradient that backward starts from, which autograd makes
 GATES = ("aten.silu.default", "aten.gelu.default", "aten.sigmoid.default")
 PRODUCT = "aten.mul.Tensor"
 TENSORS_A_LAUNCH = assumed(__file__, "tensors_a_launch")  # by the number of lists
@@ -70,7 +71,7 @@ def with_engine(capture: StepCapture, engine: str) -> StepCapture:
         raise ValueError(f"engine {engine!r}: allowed are {', '.join(known)}")
     host = dict(capture.host)
     if "compile" in engine:
-        phases = {call.phase for call in capture.calls} & set(COMPILED_PHASES)
+        phases = {c.phase for c in capture.calls if c.op != ONES} & set(COMPILED_PHASES)
         host = {
             name: n for name, n in host.items() if name in STILL_EAGER or name.endswith("_step")
         }

@@ -5,12 +5,11 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -35,6 +34,7 @@ from itercast.extras.published.lines import LineResult, ModelLine, Rows, model_l
 from itercast.extras.published.readers import node_sums_us, read_iterations
 from itercast.learners.train import errors
 from itercast.microbench.hardware.host import host_yaml
+from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.hardware.stack import asked_stack
 from itercast.microbench.importers.base import positive
 from itercast.microbench.store import Facts
@@ -47,7 +47,8 @@ HOST = "host_file"
 CALIBRATED_ON = 32  # models, or cases of a machine
 OF_ROWS = ("backward_us", "workspace_bytes")  # what was measured, too
 SIZES = ("rows", "cols", "inner", "experts", "topk")  # of a layer
-OF_BUILDERS = ("problem_source", *SIZES, "timer")  # what describes other models
+FLUSH = "flush_bytes"  # that a device writes between two calls that are timed
+OF_BUILDERS = ("problem_source", *SIZES, "timer", FLUSH)  # what describes other models
 ASSUMED = "assumed_frac"  # share of a step that rests on assumed numbers
 
 
@@ -127,11 +128,11 @@ def _answer(bundle: Path, asked: Facts) -> Answer:
         target = row_target(asked, bundle)
         step = captured_step(asked, target.plan)
         whole = forecast_step(step, target)
-        step_us, backward_us = timed_us(asked, whole), 0.0
+        step_us, backward_us = timed_us(asked, target.gpu, whole), 0.0
         published = float(asked.get("backward_us") or 0.0)
         if published > 0 and not asked["plan"] and asked["mode"] != "infer":
             ahead = forecast_step(captured_step({**asked, "mode": "infer"}, target.plan), target)
-            backward_us = step_us - timed_us(asked, ahead)
+            backward_us = timed_us(asked, target.gpu, whole, ahead)
     except ValueError as exc:
         return str(exc)[:120]
     share = step_us / whole.iteration_us
@@ -149,9 +150,18 @@ def last_rank_bytes(step: StepCapture, target: Target) -> int:
     return sum(stage_memory(rank, step.optimizer)[-1].values())
 
 
-def timed_us(asked: Facts, found: Forecast) -> float:
-    """What was timed of a step: its kernels alone where the timer was that of the device."""
-    return found.compute_us if asked.get("timer") == "device" else found.iteration_us
+def timed_us(asked: Facts, gpu: Gpu, found: Forecast, ahead: Forecast | None = None) -> float:
+    """What was timed of a step, of what comes after ``ahead``: its kernels where the device timed.
+
+    triton's do_bench zeroes FLUSH bytes before each call, while the host launches what is timed
+    (triton/testing.py). The device waits where the host takes longer than that and the kernels.
+    """
+    before = (ahead.compute_us, ahead.host_us, ahead.iteration_us) if ahead else (0.0, 0.0, 0.0)
+    if asked.get("timer") != "device":
+        return found.iteration_us - before[2]
+    kernels_us, host_us = found.compute_us - before[0], found.host_us - before[1]
+    flush_bytes = float(np.nan_to_num(asked.get(FLUSH, np.inf), nan=np.inf))
+    return max(kernels_us, host_us - flush_bytes / gpu.hbm_bytes_per_s * 1e6)
 
 
 def row_target(asked: Facts, bundle: Path) -> Target:
@@ -195,19 +205,22 @@ def measured_steps(rows: Rows, bundle: Path) -> list[MeasuredStep]:
 
 def captured_step(asked: Facts, plan: ParallelPlan) -> StepCapture:
     """Capture what a row describes: a model under a plan, a problem's text, or a layer."""
+    how = {"mode": asked["mode"], "loss": "none", "optimizer": "none"}
     if asked.get("problem_source"):
         from itercast.extras.published.sources.problem import problem  # needs torch
 
-        make: Callable[[], Any] = partial(problem, str(asked["problem_source"]))
+        make = partial(problem, str(asked["problem_source"]))
+        step = capture(make, dtype=asked["dtype"], **how)
     elif asked.get("rows"):
         from itercast.extras.published.sources.layers import layer  # needs torch
 
         sizes = {name: int(np.nan_to_num(asked.get(name, 0))) for name in SIZES}
-        make = partial(layer, str(asked["case"]), **sizes)
+        step = capture(layer(str(asked["case"]), str(asked["dtype"]), **sizes), (), **how)
+        host = {name: n for name, n in step.host.items() if name != "zero_grad"}  # not timed
+        step = replace(step, host=host)
     else:
         return step_of(asked, plan)
-    how = {"mode": asked["mode"], "dtype": asked["dtype"], "loss": "none", "optimizer": "none"}
-    return with_engine(capture(make, **how), str(asked["engine"]))
+    return with_engine(step, str(asked["engine"]))
 
 
 def judge(line: ModelLine, rows: Rows, seconds: float) -> Iterator[LineResult]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from itercast.capture.opcall import torch_dtype
 
 
 def rms(x: Tensor, scale: Tensor) -> Tensor:
@@ -56,13 +58,14 @@ def expert_loop(
 
 
 # By name: the function, and the shapes of its tensors in letters: n rows, c columns, i inner width,
-# j twice that, e experts, k experts of a token.
+# j twice that, e experts, k experts of a token. In capitals: in fp32 whatever the others are in, as
+# Liger's scripts make the weights of RMS norms, whose results are then in fp32.
 LAYERS: Mapping[str, tuple[Callable[..., Any], str]] = {
     "cross_entropy": (cross_entropy, "nc"),
     "wide_cross_entropy": (lambda x: cross_entropy(x.float()), "nc"),
     "linear_cross_entropy": (lambda x, w: cross_entropy(F.linear(x, w)), "nc ic"),
-    "rms_norm": (rms, "nc c"),
-    "add_rms_norm": (lambda x, y, w: rms(x + y, w), "nc nc c"),
+    "rms_norm": (rms, "nc C"),
+    "add_rms_norm": (lambda x, y, w: rms(x + y, w), "nc nc C"),
     "layer_norm": (lambda x, w, b: F.layer_norm(x, w.shape, w, b), "nc c c"),
     "batch_norm": (lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True), "nc c c"),
     "group_norm": (lambda x, w, b: F.group_norm(x[..., None], 8, w, b), "nc c c"),
@@ -80,10 +83,10 @@ LAYERS: Mapping[str, tuple[Callable[..., Any], str]] = {
 class Layer(nn.Module):
     """A layer with its inputs as parameters: a backward pass also makes the inputs' gradients."""
 
-    def __init__(self, call: Callable[..., Any], shapes: Sequence[Sequence[int]]) -> None:
+    def __init__(self, call: Callable[..., Any], tensors: Iterable[Tensor]) -> None:
         super().__init__()
         self.call = call
-        self.tensors = nn.ParameterList(torch.empty(*shape) for shape in shapes)
+        self.tensors = nn.ParameterList(tensors)
 
     def forward(self) -> Any:
         """The layer's output."""
@@ -91,11 +94,16 @@ class Layer(nn.Module):
 
 
 def layer(
-    name: str, rows: int, cols: int, inner: int = 0, experts: int = 0, topk: int = 0
-) -> tuple[Layer, tuple[()]]:
-    """A layer of these sizes, and its inputs: none. ValueError for an unknown name."""
+    name: str, dtype: str, rows: int, cols: int, inner: int = 0, experts: int = 0, topk: int = 0
+) -> Layer:
+    """A layer of these sizes on the meta device. ValueError for an unknown name."""
     if name not in LAYERS:
         raise ValueError(f"unknown layer {name!r}; known: {sorted(LAYERS)}")
     call, shapes = LAYERS[name]
     sizes = {"n": rows, "c": cols, "i": inner, "j": 2 * inner, "e": experts, "k": topk}
-    return Layer(call, [[sizes[letter] for letter in shape] for shape in shapes.split()]), ()
+
+    def made(shape: str) -> Tensor:
+        known = torch.float32 if shape.isupper() else torch_dtype(dtype)
+        return torch.empty([sizes[one] for one in shape.lower()], dtype=known, device="meta")
+
+    return Layer(call, map(made, shapes.split()))

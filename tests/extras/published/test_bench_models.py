@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,9 +21,11 @@ from itercast.extras.published.lines import ModelLine, model_lines
 from itercast.extras.published.models import (
     Answer,
     add_forecasts,
+    captured_step,
     judge,
     judged,
     last_rank_bytes,
+    timed_us,
     with_fitted_hosts,
 )
 from itercast.extras.published.readers import node_sums_us
@@ -108,6 +111,36 @@ def test_forecasts_are_of_the_rows_asked_and_others_are_counted() -> None:
     assert (found["backward"] > 0).all()
     assert (found["memory"] > 0).all()
     assert sum("unknown gpu 'x1'" in str(answer) for answer in known.values()) == 1
+
+
+def test_weights_of_a_published_rms_norm_are_in_fp32_and_so_is_its_result() -> None:
+    """As Liger's scripts make them: 4 x 8 numbers in bf16 times 8 in fp32."""
+    asked = {"case": "rms_norm", "rows": 4, "cols": 8, "dtype": "bf16", "mode": "train"}
+    for engine in ("eager", "compile"):
+        step = captured_step({**asked, "engine": engine}, ParallelPlan())
+        assert [(p.shape, p.dtype) for p in step.parameters] == [((4, 8), "bf16"), ((8,), "fp32")]
+        last = [c for c in step.calls if c.phase == "forward"][-1]
+        assert (last.op, last.outputs[0].dtype) == ("aten.mul.Tensor", "fp32")
+        assert "zero_grad" not in step.host
+    assert step.host["compiled_call"] == 2  # forward and backward; it has no loss
+
+
+def test_do_bench_waits_for_the_host_behind_256_mb_that_it_zeroes() -> None:
+    """256 MB take an H100 76.4 us: of a host's 300 us 223.6 are seen, where kernels take less."""
+    asked = {"case": "rms_norm", "rows": 4, "cols": 8, "dtype": "bf16", "mode": "train"}
+    target = find_target("h100-sxm-80gb", "", SHIPPED)
+    step = captured_step({**asked, "engine": "compile"}, ParallelPlan())
+    small = forecast_step(step, target)
+    slow = dataclasses.replace(small, host_us=300.0)
+    do_bench = {"timer": "device", "flush_bytes": 256e6}
+    waited = 300 - 256e6 / target.gpu.hbm_bytes_per_s * 1e6
+    assert small.compute_us < waited == pytest.approx(223.6, abs=0.1)
+    assert timed_us(do_bench, target.gpu, slow) == pytest.approx(waited)
+    assert timed_us({"timer": "device"}, target.gpu, slow) == small.compute_us
+    assert timed_us({"timer": "with_launch"}, target.gpu, slow) == small.iteration_us
+    long = dataclasses.replace(slow, compute_us=250.0)
+    assert timed_us(do_bench, target.gpu, long) == 250
+    assert timed_us(do_bench, target.gpu, long, ahead=slow) == 250 - small.compute_us
 
 
 def test_memory_of_a_pipeline_is_that_of_its_last_rank() -> None:
