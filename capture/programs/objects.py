@@ -46,18 +46,18 @@ class Mailbox:
         """How many objects were sent."""
         return sum(map(len, self.sent.values()))
 
-    def send(self, objects: list[Any], dst: int | None = None, **options: Any) -> None:
+    def send(self, object_list: list[Any], dst: int | None = None, **options: Any) -> None:
         """As ``torch.distributed.send_object_list``."""
-        self.sent[self.rank, _global(dst, "group_dst", options)] += objects
+        self.sent[self.rank, _global(dst, "group_dst", options)] += object_list
 
-    def receive(self, objects: list[Any], src: int | None = None, **options: Any) -> int:
+    def receive(self, object_list: list[Any], src: int | None = None, **options: Any) -> int:
         """As ``torch.distributed.recv_object_list``; AwaitedError where too few were sent."""
         peer = _global(src, "group_src", options)
         start = self.read[peer]
-        stop = self.read[peer] = start + len(objects)
+        stop = self.read[peer] = start + len(object_list)
         if len(self.sent[peer, self.rank]) < stop:
             raise AwaitedError(peer)
-        objects[:] = self.sent[peer, self.rank][start:stop]
+        object_list[:] = self.sent[peer, self.rank][start:stop]
         return peer
 
 
@@ -66,13 +66,30 @@ def _global(rank: int | None, name: str, options: dict[str, Any]) -> int:
     return rank if rank is not None else dist.get_global_rank(options["group"], options[name])
 
 
-def _gathered(objects: list[Any] | None, own: Any, *args: Any, **options: Any) -> None:
+def _all_gathered(object_list: list[Any], obj: Any, *args: Any, **options: Any) -> None:
     """All ranks have the same object as this one."""
-    if objects is not None:
-        objects[:] = [own] * len(objects)
+    object_list[:] = [obj] * len(object_list)
 
 
-def _kept(objects: list[Any], *args: Any, **options: Any) -> None:
+def _gathered(
+    obj: Any, object_gather_list: list[Any] | None = None, *args: Any, **options: Any
+) -> None:
+    """Of the ranks only that which gathers has a list."""
+    _all_gathered(object_gather_list or [], obj)
+
+
+def _scattered(
+    scatter_object_output_list: list[Any],
+    scatter_object_input_list: list[Any] | None = None,
+    *args: Any,
+    **options: Any,
+) -> None:
+    """A rank that scatters has its own object; others are taken to have none."""
+    own = dist.get_rank(options.get("group"))
+    scatter_object_output_list[0] = (scatter_object_input_list or {own: None})[own]
+
+
+def _kept(object_list: list[Any], *args: Any, **options: Any) -> None:
     """The source's objects are those that this rank has."""
 
 
@@ -82,8 +99,9 @@ def objects_through(mailbox: Mailbox) -> Iterator[None]:
     functions: dict[str, Any] = {
         "send_object_list": mailbox.send,
         "recv_object_list": mailbox.receive,
-        "all_gather_object": _gathered,
-        "gather_object": lambda own, objects=None, *args, **options: _gathered(objects, own),
+        "all_gather_object": _all_gathered,
+        "gather_object": _gathered,
+        "scatter_object_list": _scattered,
         "broadcast_object_list": _kept,
     }
     both = patch.multiple(dist, **functions), patch.multiple(dist.distributed_c10d, **functions)

@@ -1,7 +1,7 @@
 """What a script may do outside of its process: nothing, and what it would need of that is here.
 
-Of processes that it starts for its ranks, that of this rank runs here. Pools of processes and
-managers of shared objects are threads of this process, which compute for real.
+Of processes that it starts for its ranks, that of this rank runs here. Those that other modules
+start, pools of processes and managers of shared objects are threads here, which compute for real.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from unittest.mock import patch
 
 import torch
 import torch.multiprocessing as mp
+from torch.distributed.checkpoint import state_dict_saver
 from torch.utils.data import dataloader
 
 DATA = dataloader.__file__  # starts workers, which fork
@@ -78,14 +80,21 @@ def nothing_outside(owns: Callable[[str], bool]) -> Iterator[None]:
             patch.object(socket.socket, "connect", _local("connect", "opens a connection")),
             patch.object(socket.socket, "bind", _local("bind", "opens a socket")),
             patch.multiple(mp, spawn=_spawned, start_processes=_spawned),
-            patch.object(torch, "save", lambda *args, **options: None),  # there is no data
+            patch.object(torch, "save", _saved),
+            patch.object(state_dict_saver, "_save_state_dict", _saved),
             patch.object(concurrent.futures, "ProcessPoolExecutor", _Threads),
         ):
             stack.enter_context(context)
         stack.enter_context(_rank_of_processes(owns))
+        if find_spec("safetensors"):
+            stack.enter_context(patch("safetensors.torch.serialize_file", _saved))
         for package in filter(find_spec, POOLS):
             stack.enter_context(_threads_for_processes(package))
         yield
+
+
+def _saved(*args: Any, **options: Any) -> None:
+    """Save nothing: there is no data."""
 
 
 def _refuse(what: str) -> Callable[..., Any]:
@@ -106,11 +115,12 @@ def _local(name: str, what: str) -> Callable[..., Any]:
 
 
 def _of_workers(start: Callable[..., Any], refused: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any) -> Any:
-        frames = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
-        return start(*args) if DATA in frames else refused()
+    return lambda *args: start(*args) if _by_loader() else refused()
 
-    return call
+
+def _by_loader() -> bool:
+    """Whether a DataLoader runs now, which starts workers."""
+    return any(frame.f_code.co_filename == DATA for frame, _ in traceback.walk_stack(None))
 
 
 def _starting_tools() -> Callable[..., None]:
@@ -132,12 +142,18 @@ def _spawned(function: Callable[..., Any], args: Any = (), *more: Any, **options
 
 @contextmanager
 def _rank_of_processes(owns: Callable[[str], bool]) -> Iterator[None]:
-    """Of processes that the script starts for its ranks, run this rank's here, no other."""
+    """Of processes that the script starts for its ranks, run this rank's here, no other.
+
+    Those that modules outside of its folder start, such as readers of data, are threads.
+    """
     start, join, started = BaseProcess.start, BaseProcess.join, Counter[Any]()
 
     def starting(own: Any) -> None:
         if not owns(sys._getframe(1).f_code.co_filename):
-            start(own)
+            if _by_loader():
+                start(own)
+            else:
+                own._popen = _Thread(own.run)
             return
         rank, started[own._target] = started[own._target], started[own._target] + 1
         if rank == int(os.environ["LOCAL_RANK"]):
@@ -149,6 +165,29 @@ def _rank_of_processes(owns: Callable[[str], bool]) -> Iterator[None]:
 
     with patch.multiple(BaseProcess, start=starting, join=joined):
         yield
+
+
+class _Thread(threading.Thread):
+    """What a process is asked of that was started."""
+
+    def __init__(self, run: Callable[[], object]) -> None:
+        super().__init__(target=run, daemon=True)
+        self.pid = os.getpid()
+        self.start()
+
+    def poll(self, flag: int = 0) -> int | None:
+        """The exit code; None while it runs."""
+        return None if self.is_alive() else 0
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Wait until it ends."""
+        self.join(timeout)
+        return self.poll()
+
+    def terminate(self) -> None:
+        """Let it run until this process ends."""
+
+    kill = close = terminate
 
 
 class _Threads(ThreadPoolExecutor):

@@ -53,6 +53,10 @@ def gpus_that_are_not_there(
         yield
 
 
+SENSORS = (  # that the driver's library reads
+    *("utilization", "memory_usage", "device_memory_used", "temperature", "power_draw"),
+    "clock_rate",
+)
 SILENT = (
     *("init", "set_device", "empty_cache", "reset_peak_memory_stats", "ipc_collect"),
     *("reset_max_memory_allocated", "reset_accumulated_memory_stats", "manual_seed"),
@@ -75,7 +79,7 @@ def _cuda(gpu: EmulatedGpu | Asked, per_node: int, local_rank: int) -> dict[str,
         "current_device": local_rank,
         "memory_summary": "",
         "get_rng_state_all": [],
-        "utilization": 0,
+        **dict.fromkeys(SENSORS, 0),
         **dict.fromkeys(SILENT),
     }
     found: dict[str, Any] = {name: _answering(value) for name, value in answers.items()}

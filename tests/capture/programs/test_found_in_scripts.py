@@ -85,10 +85,32 @@ with Manager() as manager:
     known, waiting = manager.dict(a=1), manager.Queue()
     waiting.put(known["a"])
     assert waiting.get() == 1 and manager.list([2])[0] == 2
+import torch, reader
+process, results = reader.started()
+assert results.get() == 3.0 and process.pid and process.join() is None
+assert process.exitcode == 0 and not process.is_alive() and process.terminate() is None
+"""
+READER = """
+import multiprocessing as mp, torch
+def read(results):
+    results.put(torch.ones(3).sum().item())
+def started():
+    results = mp.Queue()
+    process = mp.Process(target=read, args=(results,), daemon=True)
+    process.start()
+    return process, results
 """
 WEIGHTS = """
 state = torch.hub.load_state_dict_from_url("https://nowhere/resnet.pth", progress=False)
 assert model.load_state_dict(state) == model.load_state_dict(state["model"], strict=False)
+"""
+SAVED = """
+import torch.distributed as dist, torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file, save_model
+dist.init_process_group()
+save_file(model.state_dict(), "model.safetensors", {"format": "pt"})
+save_model(model, "model.safetensors")
+dcp.save({"model": model.state_dict()}, checkpoint_id="checkpoint")
 """
 PICKLED = """
 import pickle
@@ -116,11 +138,16 @@ if (torch.isnan(x) | torch.isinf(x)).any():
 @pytest.mark.parametrize(
     "text",
     [DEFAULT_DEVICE + STEPS, DEFAULT_TYPE + STEPS, DATASET, POOLS + TRAIN + STEPS]
-    + [TRAIN + more + STEPS for more in (PICKLED, CHECKS)],
-    ids=["default device", "default type", "dataset", "pools", "pickled", "checks"],
+    + [TRAIN + more + STEPS for more in (SAVED, PICKLED, CHECKS)],
+    ids=["default device", "default type", "dataset", "pools", "saved", "pickled", "checks"],
 )
-def test_a_script_goes_on(tmp_path: Path, text: str) -> None:
-    program = captured(written(tmp_path, text), gpus=1)
+def test_a_script_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "library").mkdir()
+    (tmp_path / "library/reader.py").write_text(READER)
+    monkeypatch.syspath_prepend(tmp_path / "library")
+    (tmp_path / "own").mkdir()
+    program = captured(written(tmp_path / "own", text), gpus=1)
     assert not program.notes
     assert Counter(c.op for c in program.ranks[0].calls)["aten._foreach_lerp_.Scalar"] == 1
 

@@ -71,6 +71,8 @@ assert torch.cuda.nccl.version() >= (2, 20)
 assert len(torch.cuda.default_generators) == 4
 torch.cuda.random.set_rng_state(torch.cuda.random.get_rng_state(device=0), device="cuda:0")
 assert torch._C._cuda_getCurrentRawStream(0) == 0
+assert torch.cuda.utilization() == torch.cuda.power_draw(0) == torch.cuda.temperature() == 0
+assert torch.cuda.memory_usage() == torch.cuda.clock_rate("cuda") == 0
 assert torch.cuda.memory_stats()["allocated_bytes.all.current"] >= 4 * 72
 assert torch.cuda.memory_reserved() % 2**21 == 0 < torch.cuda.memory_reserved()
 free, total = torch.cuda.mem_get_info()
