@@ -105,11 +105,15 @@ def _refuse(what: str) -> Callable[..., Any]:
 
 
 def _local(name: str, what: str) -> Callable[..., Any]:
-    """A method of sockets that only Unix sockets have: workers pass batches by them."""
+    """A method of sockets that only Unix sockets have: workers pass batches by them.
+
+    Who asks for port 0 looks for a free one.
+    """
     method, refused = getattr(socket.socket, name), _refuse(what)
 
-    def call(own: socket.socket, *args: Any) -> Any:
-        return method(own, *args) if own.family == socket.AF_UNIX else refused()
+    def call(own: socket.socket, address: Any) -> Any:
+        allowed = own.family == socket.AF_UNIX or (name == "bind" and address[1] == 0)
+        return method(own, address) if allowed else refused()
 
     return call
 

@@ -105,6 +105,10 @@ state = torch.hub.load_state_dict_from_url("https://nowhere/resnet.pth", progres
 assert model.load_state_dict(state) == model.load_state_dict(state["model"], strict=False)
 """
 SAVED = """
+import socket
+with socket.socket() as free:
+    free.bind(("", 0))
+    assert free.getsockname()[1]
 import torch.distributed as dist, torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file, save_model
 dist.init_process_group()
