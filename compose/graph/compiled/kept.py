@@ -32,6 +32,7 @@ FORWARD = ("forward", "loss")
 JOINS = ("cat", "stack")
 KEPT_LOADS = (*JOINS, "flip", "constant_pad_nd", "slice_backward", "select_backward")
 SOFTMAX = ("_softmax", "_log_softmax")
+OPS = {"_softmax": 3, "_log_softmax": 2, "norm": 4}  # from input to result, without casts to fp32
 SMALLER = 4  # ban_if_reduction
 AN_OP, FARTHEST, UNWRITTEN = 1.1, 100, 2  # factors and an exponent of get_node_weight
 
@@ -132,10 +133,10 @@ class _Forward:
         self.distances: dict[int, int] = {}
         for i in reversed(own):
             results = [t.storage for t in step.calls[i].outputs]
-            self.distances |= {s: self._distance(s, results[:1]) for s in results}
-            self.distances |= {
-                t.storage: self._distance(t.storage, ()) for t in read_by(step.calls[i])
-            }
+            for storage in results:
+                self.distances[storage] = self._distance(storage, results[:1])
+            for t in read_by(step.calls[i]):
+                self.distances[t.storage] = self._distance(t.storage, ())
 
     def computed_again(self) -> Iterable[tuple[int, tuple[TensorSpec, ...]]]:
         """Storages of results that backward computes again, with what it computes them from."""
@@ -212,9 +213,12 @@ class _Forward:
         readers = self.step.readers.get(storage, ())
         if any(map(self._is_backward, readers)):
             return 1
-        results = [t.storage for r in readers if r in self.own for t in self.step.calls[r].outputs]
-        known = (self.distances.get(s, FARTHEST) for s in (*first, *results))
-        return 1 + min(known, default=FARTHEST)
+        calls = [self.step.calls[r] for r in readers if r in self.own]
+        known = [
+            _ops(c) + self.distances.get(t.storage, FARTHEST) for c in calls for t in c.outputs
+        ]
+        known += [1 + self.distances[s] for s in first if s in self.distances]
+        return min(known, default=FARTHEST)
 
     def _weight(self, storage: int) -> int:
         """Bytes of what is kept, as torch weighs them."""
@@ -227,3 +231,11 @@ class _Forward:
         written = not made or returned or not all(step.are_fused(made[-1], r) for r in readers)
         factor = AN_OP ** min(self.distances[storage], FARTHEST) * (1 if written else UNWRITTEN)
         return int(step.largest[storage].nbytes * factor)
+
+
+def _ops(call: OpCall) -> int:
+    """Pointwise ops from a call's input to its result in the graph that torch cuts."""
+    family, _ = find_family(call)
+    name = "norm" if family is not None and family.name == "norm" else name_of(call)
+    casts = 2 * any(t.dtype != "fp32" for t in call.outputs[:1])
+    return OPS[name] + casts if name in OPS else 1

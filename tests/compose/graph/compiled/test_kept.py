@@ -126,9 +126,45 @@ class Model(nn.Module):
         return self.head(h, labels)
 
 
+class Softmax(nn.Module):
+    """Attention by softmax, some of whose weights are dropped, behind a norm of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.all = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.register_buffer("hidden", torch.zeros(TOKENS, TOKENS, dtype=torch.bool))
+        self.register_buffer("left", torch.ones(TOKENS, TOKENS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.all(self.norm(x)).chunk(3, -1)
+        scores = (q @ k.transpose(1, 2) * 0.1).masked_fill(self.hidden, -1e9)
+        return x + (scores.softmax(-1) * self.left) @ v
+
+
+class Convolutions(nn.Module):
+    """Batch norms, and what overwrites its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Conv2d(2, 2, 3, padding=1, bias=False) for _ in range(3)])
+        self.norms = nn.ModuleList([nn.BatchNorm2d(2) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x[:, None].expand(-1, 2, -1, -1) * 1
+        h = F.relu(self.norms[0](self.layers[0](x)), inplace=True)
+        h = self.norms[1](self.layers[1](h))
+        h += x
+        return self.layers[2](F.relu(h, inplace=True))
+
+
 def inputs() -> tuple[torch.Tensor, torch.Tensor]:
     x = torch.randn(2, TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     return x, torch.zeros(2, TOKENS, dtype=torch.int64)
+
+
+def given_to(model: nn.Module) -> tuple[torch.Tensor, ...]:
+    """A model's inputs: labels only for a loss."""
+    return inputs() if isinstance(model, Head | Model) else inputs()[:1]
 
 
 def kept_by_torch(model: nn.Module) -> list[int]:
@@ -156,14 +192,14 @@ def kept_by_torch(model: nn.Module) -> list[int]:
         decompositions=select_decomp_table(),
     )
     torch._dynamo.reset()
-    torch.compile(model.to(torch.bfloat16), backend=backend)(*inputs())
+    torch.compile(model.to(torch.bfloat16), backend=backend)(*given_to(model))
     return sorted(found.values())
 
 
 def kept_by_forecast(model: nn.Module) -> list[int]:
     """Bytes of what forward makes and backward reads."""
     given = {"dtype": "bf16", "optimizer": "none", "loss": "none"}
-    step = as_launched(with_engine(capture(lambda: (model, inputs()), **given), "compile"))
+    step = as_launched(with_engine(capture(lambda: (model, given_to(model)), **given), "compile"))
     made = {t.storage: t for c in step.calls if c.phase == "forward" for t in c.outputs}
     read = {t.storage for c in step.calls if c.phase == "backward" for t in c.tensors()}
     return sorted(t.nbytes for s, t in made.items() if s in read)
@@ -180,6 +216,12 @@ def together(sizes: list[int]) -> list[int]:
 def test_backward_keeps_what_torch_keeps(joined: bool, cap: float, layers: int) -> None:
     """Blocks as nanochat's and Llama's, and a loss of their logits."""
     model = Model(joined, layers, cap)
+    assert together(kept_by_forecast(model)) == together(kept_by_torch(model))
+
+
+@pytest.mark.parametrize("make", [Softmax, Convolutions])
+def test_backward_keeps_what_torch_keeps_of_other_layers(make: type[nn.Module]) -> None:
+    model = make()
     assert together(kept_by_forecast(model)) == together(kept_by_torch(model))
 
 
