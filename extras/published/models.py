@@ -34,7 +34,7 @@ from itercast.extras.published.lines import LineResult, ModelLine, Rows, model_l
 from itercast.extras.published.readers import node_sums_us, read_iterations
 from itercast.learners.train import errors
 from itercast.microbench.hardware.host import host_yaml
-from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.hardware.stack import asked_stack
 from itercast.microbench.importers.base import positive
 from itercast.microbench.store import Facts
@@ -128,11 +128,11 @@ def _answer(bundle: Path, asked: Facts) -> Answer:
         target = row_target(asked, bundle)
         step = captured_step(asked, target.plan)
         whole = forecast_step(step, target)
-        step_us, backward_us = timed_us(asked, target.gpu, whole), 0.0
+        step_us, backward_us = timed_us(asked, whole), 0.0
         published = float(asked.get("backward_us") or 0.0)
         if published > 0 and not asked["plan"] and asked["mode"] != "infer":
             ahead = forecast_step(captured_step({**asked, "mode": "infer"}, target.plan), target)
-            backward_us = timed_us(asked, target.gpu, whole, ahead)
+            backward_us = timed_us(asked, whole, ahead)
     except ValueError as exc:
         return str(exc)[:120]
     share = step_us / whole.iteration_us
@@ -150,7 +150,7 @@ def last_rank_bytes(step: StepCapture, target: Target) -> int:
     return sum(stage_memory(rank, step.optimizer)[-1].values())
 
 
-def timed_us(asked: Facts, gpu: Gpu, found: Forecast, ahead: Forecast | None = None) -> float:
+def timed_us(asked: Facts, found: Forecast, ahead: Forecast | None = None) -> float:
     """What was timed of a step, of what comes after ``ahead``: its kernels where the device timed.
 
     triton's do_bench zeroes FLUSH bytes before each call, while the host launches what is timed
@@ -161,7 +161,8 @@ def timed_us(asked: Facts, gpu: Gpu, found: Forecast, ahead: Forecast | None = N
         return found.iteration_us - before[2]
     kernels_us, host_us = found.compute_us - before[0], found.host_us - before[1]
     flush_bytes = float(np.nan_to_num(asked.get(FLUSH, np.inf), nan=np.inf))
-    return max(kernels_us, host_us - flush_bytes / gpu.hbm_bytes_per_s * 1e6)
+    flush_us = flush_bytes / load_gpu(str(asked["gpu"])).hbm_bytes_per_s * 1e6
+    return max(kernels_us, host_us - flush_us)
 
 
 def row_target(asked: Facts, bundle: Path) -> Target:
