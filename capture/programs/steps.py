@@ -139,6 +139,7 @@ class Steps:
         if getattr(owner, "training", True):  # no evaluation
             self.places.add((kind, lines))
         if kind >= KINDS.index("backward"):
+            self.evaluations.training.update(lines)
             self.passes.append((KINDS[kind] if owner is None else type(owner).__name__, lines))
         if KINDS[kind] == "backward":
             self.new_gradients = True

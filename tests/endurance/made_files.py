@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import struct
 from collections.abc import Callable
@@ -42,6 +43,74 @@ def _text(path: Path, words: int) -> None:
 def _tokens(path: Path, count: int) -> None:
     """Tokens of 16 bits below 50,000, as nanoGPT's files."""
     np.random.default_rng(0).integers(0, 50_000, count, dtype=np.uint16).tofile(path)
+
+
+def _shard(path: Path, count: int) -> None:
+    """As ``_tokens`` behind a head of 1 KB, as llm.c's files; every 300th begins a document."""
+    head = np.zeros(256, dtype=np.int32)
+    head[:3] = 20240520, 1, count
+    tokens = np.random.default_rng(0).integers(0, 50_000, count, dtype=np.uint16)
+    tokens[::300] = 50256
+    path.write_bytes(head.tobytes() + tokens.tobytes())
+
+
+def _gzip(path: Path, count: int) -> None:
+    """So many MiB of letters, compressed."""
+    letters = np.random.default_rng(0).integers(32, 126, 2**20, dtype=np.uint8).tobytes()
+    path.write_bytes(gzip.compress(letters, 1) * count)
+
+
+def _pairs(first: Path, count: int) -> None:
+    """Pictures of 960 x 640, of which this is the first, and masks of them in ``masks``."""
+    from PIL import Image
+
+    drawn = np.random.default_rng(0)
+    for i in range(count):
+        for name, most, shape in (("imgs/{}.jpg", 255, (3,)), ("masks/{}_mask.gif", 2, ())):
+            path = first.parents[1] / name.format(i)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            pixels = drawn.integers(0, most, (640, 960, *shape), dtype=np.uint8)
+            Image.fromarray(pixels).save(path)
+
+
+def _views(folder: Path, count: int) -> None:
+    """Views of 800 x 800 of one thing, in Blender's form."""
+    from PIL import Image
+
+    drawn = np.random.default_rng(0)
+    for part in ("train", "val", "test"):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+        frames = []
+        for i in range(count):
+            pixels = drawn.integers(0, 255, (800, 800, 4), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / part / f"{i}.png")
+            frames.append({"file_path": f"./{part}/{i}", "transform_matrix": np.eye(4).tolist()})
+        facts = {"camera_angle_x": 0.69, "frames": frames}
+        (folder / f"transforms_{part}.json").write_text(json.dumps(facts))
+
+
+def _coco(folder: Path, count: int) -> None:
+    """Pictures of 640 x 480 with seven boxes each, as COCO names its files."""
+    from PIL import Image
+
+    drawn = np.random.default_rng(0)
+    (folder / "annotations").mkdir(parents=True)
+    for part in ("train2017", "val2017"):
+        (folder / part).mkdir()
+        pictures, boxes = [], []
+        for i in range(count):
+            name = f"{i:012d}.jpg"
+            pixels = drawn.integers(0, 255, (480, 640, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / part / name)
+            pictures.append({"id": i, "file_name": name, "height": 480, "width": 640})
+            for j in range(7):
+                outline = [20, 15, 120 + j, 15, 120 + j, 95 + j, 20, 95 + j]
+                box = {"bbox": [20, 15, 100 + j, 80 + j], "area": 8000, "iscrowd": 0}
+                at = {"id": 10 * i + j + 1, "image_id": i, "category_id": j + 1}
+                boxes.append({**at, **box, "segmentation": [outline]})
+        kinds = [{"id": k, "name": str(k)} for k in range(1, 91)]
+        facts = {"images": pictures, "annotations": boxes, "categories": kinds}
+        (folder / f"annotations/instances_{part}.json").write_text(json.dumps(facts))
 
 
 def _images(folder: Path, count: int) -> None:
@@ -130,6 +199,11 @@ def _model(folder: Path, what: dict[str, Any]) -> None:
 KINDS: dict[str, Callable[[Path, Any], None]] = {
     "text": _text,
     "tokens": _tokens,
+    "shard": _shard,
+    "gzip": _gzip,
+    "pairs": _pairs,
+    "views": _views,
+    "coco": _coco,
     "images": _images,
     "digits": _digits,
     "rows": _rows,

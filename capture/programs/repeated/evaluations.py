@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 PASSES = 2  # of a loop that run
+TRAINING = {"backward", "zero_grad"}  # methods
 
 
 class Evaluations:
@@ -21,6 +22,7 @@ class Evaluations:
 
     def __init__(self, outside_torch: Callable[[str], bool]) -> None:
         self.outside_torch = outside_torch
+        self.training = set[tuple[str, int]]()  # lines that run while a model is trained
         self.passes = Counter[tuple[CodeType, int]]()
 
     def ran(self, model: Any, trains_later: Callable[[], bool]) -> None:
@@ -28,13 +30,19 @@ class Evaluations:
         if model.training or torch.is_grad_enabled():
             return
         frame, loop = self._loop(sys._getframe(1))
-        if frame is None or not isinstance(loop, ast.For):
+        if frame is None or not isinstance(loop, ast.For) or self._trains(frame, loop):
             return
         place = (frame.f_code, frame.f_lineno)
         self.passes[place] += 1
         after = _after(frame.f_code.co_filename, loop)
         if after and self.passes[place] % PASSES == 0 and trains_later():
             _leave(frame, loop.lineno, after)
+
+    def _trains(self, frame: FrameType, loop: ast.For) -> bool:
+        """Whether a loop trains: it was seen to, or calls what only training does."""
+        file, lines = frame.f_code.co_filename, range(loop.lineno, (loop.end_lineno or 0) + 1)
+        seen = any(of == file and line in lines for of, line in self.training)
+        return seen or not TRAINING.isdisjoint(_methods(loop))
 
     def _loop(self, frame: FrameType | None) -> tuple[FrameType | None, ast.stmt | None]:
         """The innermost frame outside torch that runs a loop, and that loop."""
@@ -57,6 +65,12 @@ def _tree(file: str) -> ast.Module:
 @cache
 def _loops(file: str) -> list[ast.For | ast.While]:
     return [node for node in ast.walk(_tree(file)) if isinstance(node, ast.For | ast.While)]
+
+
+@cache
+def _methods(loop: ast.For) -> set[str]:
+    """Names of methods that a loop calls."""
+    return {node.attr for node in ast.walk(loop) if isinstance(node, ast.Attribute)}
 
 
 def _after(file: str, loop: ast.stmt) -> int:

@@ -199,3 +199,77 @@ def test_evaluations_between_all_steps_are_part_of_them(tmp_path: Path) -> None:
     text = TRAIN + SAMPLES.replace("step % 2 and step < MOST", "True")
     calls = captured(written(tmp_path, text), gpus=1).ranks[0].calls
     assert Counter(c.op for c in calls)["aten.addmm.default"] == 1 + 7
+
+
+TEACHER = """
+teacher = torch.nn.Linear(8, 8).cuda().eval()
+def update(loss):
+    loss.backward()
+    optimizer.step()
+def train(steps):
+    for step in range(steps):
+        x = torch.randn(4, 8, device="cuda")
+        with torch.no_grad():
+            target = teacher(x)
+        update((model(x) - target).sum())
+    print("trained")
+train(9)
+raise ValueError("the loop was left")
+"""
+
+
+def test_a_loop_that_trains_beside_a_model_in_evaluation_is_not_left(tmp_path: Path) -> None:
+    calls = captured(written(tmp_path, TRAIN + TEACHER), gpus=1).ranks[0].calls
+    assert Counter(c.op for c in calls)["aten.addmm.default"] == 2
+
+
+OTHERS_ATTENTION = """
+import torch
+from torch import Tensor
+from torch.library import custom_op
+@custom_op("flash_attn::_fwd", mutates_args=())
+def fwd(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, causal: bool) -> Tensor: ...
+@fwd.register_fake
+def _(q, k, v, cu_seqlens_q, causal):
+    return torch.empty_like(q)
+@custom_op("flash_attn::_bwd", mutates_args=("dq", "dk", "dv"))
+def bwd(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, causal: bool
+) -> None: ...
+class Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, starts):
+        ctx.save_for_backward(q, k, v)
+        return torch.ops.flash_attn._fwd(q, k, v, starts, True)
+    @staticmethod
+    def backward(ctx, grad):
+        made = [torch.empty_like(x) for x in ctx.saved_tensors]
+        torch.ops.flash_attn._bwd(grad, *ctx.saved_tensors, *made, True)
+        return *made, None
+model = torch.nn.Linear(64, 128, device="cuda")
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(3):
+    SHAPED
+    starts = torch.arange(3, device="cuda", dtype=torch.int32)
+    Attend.apply(q, k, v, starts).sum().backward()
+    optimizer.step()
+"""
+WHOLE = (
+    "q, k, v = model(torch.randn(2, 32, 64, device='cuda')).view(2, 32, 8, 16).split([4, 2, 2], 2)"
+)
+PACKED = "q, k, v = model(torch.randn(64, 64).cuda()).view(64, 8, 16).split([4, 2, 2], 1)"
+
+
+@pytest.mark.parametrize("shaped", [WHOLE, PACKED])
+def test_attention_of_other_libraries_is_attention(tmp_path: Path, shaped: str) -> None:
+    """Two sequences of 32 tokens, four heads of 16 for queries and two for keys and values."""
+    text = OTHERS_ATTENTION.replace("SHAPED", shaped)
+    program = captured(written(tmp_path, text), gpus=1)
+    attention = {c.op: c for c in program.ranks[0].calls if "itercast.sdpa" in c.op}
+    forward, backward = attention["itercast.sdpa"], attention["itercast.sdpa_backward"]
+    shapes = [(2, 4, 32, 16), (2, 2, 32, 16), (2, 2, 32, 16)]
+    assert [t.shape for t in forward.tensors()] == shapes
+    if shaped == WHOLE:
+        assert [t.shape for t in backward.tensors()] == [shapes[0], *shapes]
+    assert forward.kwargs["is_causal"] and forward.kwargs["enable_gqa"]
+    assert program.notes[0].startswith("attention in flash_attn's kernels takes the time of")
