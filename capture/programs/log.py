@@ -347,7 +347,8 @@ def log_attention(log: OpLog, func: Any, args: Any, kwargs: Any, output: Any) ->
 
 def _named(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """An op's arguments by name."""
-    return dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    names = (a.name for a in func._schema.arguments)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 @cache
