@@ -34,7 +34,7 @@ KEPT_LOADS = (*JOINS, "flip", "constant_pad_nd", "slice_backward", "select_backw
 SOFTMAX = ("_softmax", "_log_softmax")
 OPS = {"_softmax": 3, "_log_softmax": 2, "norm": 4}  # from input to result, without casts to fp32
 SMALLER = 4  # ban_if_reduction
-AN_OP, FARTHEST, UNWRITTEN = 1.1, 100, 2  # factors and an exponent of get_node_weight
+AN_OP, FARTHEST, UNWRITTEN = 1.1, 100, 2  # no assumption: defined by torch's get_node_weight
 
 Asked = Callable[[OpCall], bool]
 Again = dict[int, tuple[TensorSpec, ...]]
