@@ -40,20 +40,20 @@ class Fork:
     ``returncode`` None until it has ended: what ``main`` returned, or -N where signal N ended it.
     """
 
+    pid: int
+    returncode: int | None
+
     def __init__(self, module: str, words: Sequence[str], stdout: int, stderr: int) -> None:
         self.pid, self.returncode = 0, None
-        self._module = module
+        self._server = _server(module)  # which ends when nobody can ask it any more
         self._told, tells = os.pipe()
         try:
             with TemporaryFile() as order:
                 order.write(json.dumps([words, os.getcwd(), dict(os.environ)]).encode())
                 order.flush()
-                _server(module).ask([order.fileno(), stdout, stderr, tells])
+                self._server.ask([order.fileno(), stdout, stderr, tells])
         finally:
             os.close(tells)
-
-    pid: int
-    returncode: int | None
 
     def poll(self, wait_s: float | None = 0) -> int | None:
         """How it ended, None while it runs."""
@@ -76,7 +76,7 @@ class Fork:
                 except ProcessLookupError:  # it leads none yet
                     os.kill(self.pid, signal.SIGKILL)
             else:  # the server has not come to it
-                _running.pop(self._module)[1].end()
+                self._server.end()
             self.poll(None)
 
 

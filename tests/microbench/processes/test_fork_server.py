@@ -121,6 +121,21 @@ def test_a_fork_that_is_ended_takes_all_with_it_and_no_other(tmp_path: Path) -> 
     assert gone(other.pid)
 
 
+def test_a_fork_goes_on_while_others_need_another_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    fork = Fork("called", ["ignores", str(there)], 1, 2)
+    assert len(pids(there, 1)) == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert called("tell", "0")[0] == 0
+    time.sleep(0.5)  # in which its server would end
+    assert fork.poll() is None
+    fork.end()
+    assert gone(fork.pid)
+
+
 def test_a_fork_that_has_not_started_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its module takes a minute to import; the next call finds another server."""
     monkeypatch.setenv("PYTHON_SLOW", "60")
