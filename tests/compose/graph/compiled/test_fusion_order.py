@@ -123,9 +123,9 @@ def test_a_norm_after_a_residual_keeps_neither_its_wide_copy_nor_what_it_scales(
 class Norm(nn.Module):
     """transformers' norm alone, whose backward starts from a gradient that is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.float()

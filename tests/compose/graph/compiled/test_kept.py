@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_fusion_order import Norm
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -20,19 +21,6 @@ from itercast.compose.graph.compiled.min_cut import NEEDED, Flow
 from itercast.compose.graph.launch_modes import as_launched, with_engine
 
 TOKENS, WIDTH, HEADS, WORDS = 32, 64, 2, 512
-
-
-class Norm(nn.Module):
-    """As transformers writes it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return self.weight * normed.to(x.dtype)
 
 
 def norm(x: torch.Tensor) -> torch.Tensor:
@@ -88,7 +76,7 @@ class Block(nn.Module):
         super().__init__()
         self.attention = Attention(joined)
         self.mlp = Squared() if joined else Gated()
-        self.norms = nn.ModuleList([nn.Identity() if joined else Norm() for _ in "ab"])
+        self.norms = nn.ModuleList([nn.Identity() if joined else Norm(WIDTH) for _ in "ab"])
         self.norm = norm if joined else nn.Identity()
         self.scales = nn.Parameter(torch.ones(2)) if joined else None
 
