@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import gc
-import linecache
 from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterator
 from dataclasses import replace
@@ -19,7 +17,7 @@ from itercast.capture.base.durations import counted
 from itercast.capture.input.batches import TakenBatches
 from itercast.capture.opcall import Kwargs, OpCall
 from itercast.capture.programs.log import ProgramLog
-from itercast.capture.programs.repeated.evaluations import Evaluations
+from itercast.capture.programs.repeated.evaluations import Evaluations, loops
 
 # What ends a step, from what says least. CUDA graphs are warmed up on a stream of their own.
 KINDS = ("forward", "backward", "update", "warm-up", "optimizer")
@@ -264,9 +262,8 @@ def _trained_by(optimizer: Any) -> set[int]:
 def _in_one_loop(one: Lines, other: Lines) -> bool:
     """Whether a loop of the user's code runs both lines."""
     for (file, a), (also, b) in zip(one, other, strict=False):
-        tree = ast.parse("".join(linecache.getlines(file)))
-        loops = [n for n in ast.walk(tree) if isinstance(n, ast.For | ast.While)]
-        if any(n.lineno <= min(a, b) and max(a, b) <= (n.end_lineno or 0) for n in loops):
+        first, last = sorted((a, b))
+        if any(n.lineno <= first and last <= (n.end_lineno or 0) for n in loops(file)):
             return True
         if (file, a) != (also, b):
             return False

@@ -49,7 +49,7 @@ class Evaluations:
         while frame is not None:
             file, line = frame.f_code.co_filename, frame.f_lineno
             if self.outside_torch(file):
-                around = [x for x in _loops(file) if x.lineno <= line <= (x.end_lineno or 0)]
+                around = [x for x in loops(file) if x.lineno <= line <= (x.end_lineno or 0)]
                 within = [x for x in around if x.lineno >= frame.f_code.co_firstlineno]
                 if within:
                     return frame, max(within, key=lambda loop: loop.lineno)
@@ -63,7 +63,8 @@ def _tree(file: str) -> ast.Module:
 
 
 @cache
-def _loops(file: str) -> list[ast.For | ast.While]:
+def loops(file: str) -> list[ast.For | ast.While]:
+    """The loops in a file's code."""
     return [node for node in ast.walk(_tree(file)) if isinstance(node, ast.For | ast.While)]
 
 
