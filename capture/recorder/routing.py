@@ -2,14 +2,14 @@
 
 Convention: an index chosen by argmax, topk or sort is uniform over its range, so that ``index ==
 e`` is true for an equal share of the elements and every expert takes its share of the tokens,
-rounded up. Random integers are spread evenly over their range. Batches are full: no element of an
-integer input equals a named number (padding). A mask of ones is all true, a layer that is dropped
-at random with a rate below one half is kept, and all numbers are finite. What is known of masks,
-counts and indices is followed through the ops that routers use; the values of small integer tensors
-and masks are computed. An op whose shape depends on data of which nothing is known raises torch's
-error, unless guesses are asked for: then a mask is true for a share of its elements, as many values
-differ from all before them, repeats are one, and so is a number that is read. Checks of
-them pass (``user_errors.passing``).
+rounded up. Random integers, and indices drawn by weights, are spread evenly over their range.
+Batches are full: no element of an integer input equals a named number (padding). A mask of ones is
+all true, a layer that is dropped at random with a rate below one half is kept, and all numbers are
+finite. What is known of masks, counts and indices is followed through the ops that routers use; the
+values of small integer tensors and masks are computed. An op whose shape depends on data of which
+nothing is known raises torch's error, unless guesses are asked for: then a mask is true for a share
+of its elements, as many values differ from all before them, repeats are one, and so is a number
+that is read. Checks of them pass (``user_errors.passing``).
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ TURNS_AFTER = int(assumed(__file__, "turns_after"))
 TURNED = f"a number that nobody knows turned after a line had read it {TURNS_AFTER} times"
 GUESS = f"of data that nobody knows {100 * TRUE_SHARE:.0f} % is true in a mask, or distinct"
 COUNTED = ("arange", "linspace")
+DRAWN = ("randint", "randperm", "multinomial")
 ONES = ("ones", "ones_like", "new_ones")
 EMPTY = ("empty_like", "new_empty", "new_empty_strided")  # whose values are not their argument's
 INDEX_OUTPUT = {"argmax": 0, "argmin": 0, "topk": 1, "sort": 1, "max": 1, "min": 1}
@@ -112,6 +113,8 @@ class Routing:
         if name == "masked_select" and (count := self._count(args[1])) is not None:
             share = max(args[0].numel(), args[1].numel()) // args[1].numel()
             return args[0].new_empty((count * share,))
+        if name == "split_with_sizes" and GUESS in (self.guesses or ()):
+            args = (self._of_length(*args), *args[1:])
         if name == "index":
             if any(is_mask(i) for i in args[1]):
                 args = (args[0], self._positions(args[1]))
@@ -184,9 +187,11 @@ class Routing:
             self.facts[output] = Fact(mean=1.0)
         elif name == "rand":
             self.facts[output] = Fact(top=1.0)
-        elif name in ("randint", "randperm") and is_small_integer(output):
+        elif name in DRAWN and is_small_integer(output):
+            chosen = name == "multinomial"  # by weights that the host need not have
+            range_ = args[0].shape[-1:] if chosen else args
             with _disable_current_modes():
-                self.facts[output] = Fact(values=evenly_spread(args, output), drawn=True)
+                self.facts[output] = Fact(values=evenly_spread(range_, output), drawn=not chosen)
         elif (share := share_passing_finite_check(name, args)) is not None:
             self.facts[output] = Fact(mean=share)
         elif name in COUNTED or (name not in EMPTY and self._known_by_value(args)):
@@ -258,6 +263,13 @@ class Routing:
             with _disable_current_modes():
                 self.facts[output] = Fact(values=torch.arange(count)[:, None])
         return output
+
+    def _of_length(self, tensor: Tensor, lengths: list[int], axis: int = 0) -> Tensor:
+        """The tensor, as long as its parts, which the program knows, where that was a guess."""
+        shape = list(tensor.shape)
+        shape[axis] = sum(lengths)
+        same = shape == list(tensor.shape) or tensor.requires_grad
+        return tensor if same else tensor.new_empty(shape)
 
     def _bincount(self, args: Args, kwargs: Kwargs, top: float) -> Argument:
         """Return the bincount of balanced routing: every number below ``top`` is as frequent."""

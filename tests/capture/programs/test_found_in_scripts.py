@@ -123,6 +123,13 @@ assert again.weight.shape == (8, 8) and isinstance(again.weight, torch.nn.Parame
 turned = pickle.loads(pickle.dumps(torch.zeros(2, 3, dtype=torch.half).t()))
 assert turned.stride() == (1, 3) and turned.dtype == torch.half and not turned.requires_grad
 """
+CHOSEN = """
+weights = torch.rand(1, 3, device="cuda")
+loaders = [iter([1] * 9)]
+assert next(loaders[torch.ones(1).multinomial(1).item()]) == 1
+assert torch.multinomial(weights, 3).tolist() == [[0, 1, 2]]
+assert torch.distributions.Categorical(weights).sample().item() == 1
+"""
 CHECKS = """
 x = torch.randn(4, 8, device="cuda")
 assert (x > 0).all() and (x[0] < 9).all(), "data"
@@ -142,8 +149,8 @@ if (torch.isnan(x) | torch.isinf(x)).any():
 @pytest.mark.parametrize(
     "text",
     [DEFAULT_DEVICE + STEPS, DEFAULT_TYPE + STEPS, DATASET, POOLS + TRAIN + STEPS]
-    + [TRAIN + more + STEPS for more in (SAVED, PICKLED, CHECKS)],
-    ids=["default device", "default type", "dataset", "pools", "saved", "pickled", "checks"],
+    + [TRAIN + more + STEPS for more in (SAVED, PICKLED, CHOSEN, CHECKS)],
+    ids=["device", "default type", "dataset", "pools", "saved", "pickled", "chosen", "checks"],
 )
 def test_a_script_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.chdir(tmp_path)
@@ -221,6 +228,21 @@ raise ValueError("the loop was left")
 def test_a_loop_that_trains_beside_a_model_in_evaluation_is_not_left(tmp_path: Path) -> None:
     calls = captured(written(tmp_path, TRAIN + TEACHER), gpus=1).ranks[0].calls
     assert Counter(c.op for c in calls)["aten.addmm.default"] == 2
+
+
+PARTS = """
+boxes = [torch.zeros(n, 4, device="cuda") for n in (6, 2, 0)]
+known = torch.stack([torch.ones(6, device="cuda") * (torch.arange(6) < len(x)) for x in boxes])
+at = torch.nonzero(known)
+assert [len(part) for part in torch.split(at[:, 1], list(map(len, boxes)))] == [6, 2, 0]
+assert torch.split(at.t(), [6, 2], dim=1)[0].shape == (2, 6)
+"""
+
+
+def test_lengths_that_a_script_knows_come_before_guesses(tmp_path: Path) -> None:
+    """Half of 18 are taken to be true, 8 are."""
+    program = captured(written(tmp_path, TRAIN + PARTS + STEPS), gpus=1)
+    assert "50 % is true" in program.notes[0]
 
 
 OTHERS_ATTENTION = """
