@@ -49,13 +49,14 @@ import torch
 class Crops(torch.utils.data.Dataset):
     def __init__(self):
         self.data = torch.arange(1000)
+        self.epoch = torch.tensor(0).share_memory_()
     def __len__(self):
         return 64
     def __getitem__(self, i):
-        at = torch.randint(0, 900, (1,))
+        at = torch.randint(0, 900, (1,)) + int(self.epoch)
         x = self.data[at : at + 8].float().to(torch.device("cuda"))
         return x, torch.tensor(3.0, device="cuda"), torch.zeros(2).cuda()
-model = torch.nn.Linear(8, 8).cuda()
+model = torch.nn.Linear(8, 8).share_memory().cuda()
 optimizer = torch.optim.AdamW(model.parameters())
 for batch in torch.utils.data.DataLoader(Crops(), batch_size=4):
     assert all(x.is_cuda for x in batch)
