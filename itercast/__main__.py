@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import sys
+
+from itercast.capture.base.garbage import without_garbage_collection
 
 
 def main() -> None:
     """Run the command line."""
+    atexit.register(gc.freeze)  # last of all: else Python looks through all objects as it ends
     try:
-        from itercast.command_line import app  # takes some tenths of a second
+        with without_garbage_collection():
+            from itercast.command_line import app  # takes some tenths of a second
 
+        named = [one for one in app.registered_commands if [one.name] == sys.argv[1:2]]
+        app.registered_commands = named or app.registered_commands  # each takes milliseconds
         app()  # builds the command line first; a command that is stopped says so itself
     except KeyboardInterrupt:
         print("itercast: stopped", file=sys.stderr)

@@ -265,7 +265,7 @@ OF_A_SCRIPT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 for group, commands in GROUPS.items():
     for command in commands:
         context = OF_A_SCRIPT if command is run else {}
-        name = NAMED.get(command)
+        name = NAMED.get(command, command.__name__)
         app.command(name=name, rich_help_panel=group, context_settings=context)(command)
 for added, command in with_added("commands", {}, Callable).items():  # of our extras, too
     app.command(name=added, rich_help_panel="Extras")(command)

@@ -8,6 +8,8 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import cache
+from importlib.metadata import EntryPoints
 from pathlib import Path
 
 import pandas as pd
@@ -86,10 +88,20 @@ def test_all_tests_of_families_pass_for_the_added_one(installed: dict[str, str])
 
 def test_a_checkout_that_is_not_installed_has_its_extras(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU machine to which the repository was copied."""
-    monkeypatch.setattr(extensions, "entry_points", lambda group: [])
+    monkeypatch.setattr(extensions, "_installed", lambda: EntryPoints([]))
     found = extensions._added.__wrapped__("case_files")
     assert found.keys() >= {"example_cases", "policy_cases"}
     assert extensions._added.__wrapped__("nothing") == {}
+
+
+def test_files_of_packages_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all groups: there may be hundreds of packages."""
+    asked = list[str]()
+    monkeypatch.setattr(extensions, "_installed", cache(extensions._installed.__wrapped__))
+    monkeypatch.setattr(extensions, "entry_points", lambda: asked.append("") or EntryPoints([]))
+    for group in ("cases", "families"):
+        extensions._added.__wrapped__(group)
+    assert len(asked) == 1
 
 
 @pytest.mark.slow

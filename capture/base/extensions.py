@@ -27,7 +27,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import Distribution, EntryPoint, EntryPoints, entry_points
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -59,7 +59,7 @@ def _added(group: str) -> dict[str, tuple[Any, str]]:
     """What packages add to a group, and where each comes from, by name."""
     found: dict[str, tuple[Any, str]] = {}
     for point in sorted(_points(f"itercast.{group}"), key=lambda point: point.value):
-        package = point.dist.name if point.dist else OWN
+        package = _package(point.dist) or OWN
         where = f"entry point {point.name!r} of itercast.{group} in package {package!r}"
         if point.name in found:
             raise ValueError(f"{where}: added twice, also by {found[point.name][1]}")
@@ -69,12 +69,24 @@ def _added(group: str) -> dict[str, tuple[Any, str]]:
 
 def _points(group: str) -> list[EntryPoint]:
     """Entry points of a group; of a checkout, installed or not, those that its file states."""
-    found = list(entry_points(group=group))
+    found = list(_installed().select(group=group))
     if not CHECKOUT.is_file():
         return found
-    others = [point for point in found if point.dist is None or point.dist.name != OWN]
+    others = [point for point in found if _package(point.dist) != OWN]
     stated = _stated().get(group, {})
     return [*others, *(EntryPoint(name, value, group) for name, value in stated.items())]
+
+
+@cache
+def _installed() -> EntryPoints:
+    """The entry points of all packages, whose files are read once."""
+    return entry_points()
+
+
+@cache
+def _package(dist: Distribution | None) -> str:
+    """The name of a package, which is read from its metadata; empty for no package."""
+    return dist.name if dist else ""
 
 
 @cache

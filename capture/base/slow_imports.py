@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from itercast.capture.base.garbage import without_garbage_collection
+
 if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
@@ -33,7 +35,7 @@ class LazyModule:
         self.__name__ = name
 
     def __getattr__(self, name: str) -> Any:
-        with without_scikit_learn():
+        with without_scikit_learn(), without_garbage_collection():
             module = importlib.import_module(self.__name__)
         if self.__name__ == "xgboost":
             atexit.register(_free_trees)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 Opened = tuple[str, float]  # a path, and us of waiting from its opening to the next one's
 
@@ -69,6 +68,7 @@ class OpenedFiles:
     @contextmanager
     def noting(self) -> Iterator[None]:
         """Note what Python opens inside."""
+        from unittest.mock import patch  # which imports asyncio
 
         @functools.wraps(open)
         def noted(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from itercast.capture.base.garbage import without_garbage_collection
 from itercast.eval.tables import output, print_tables
 from itercast.options import Cluster, Json, Prices, Question, Trace, asks, prints_aside
 from itercast.outputs import file_to_write
@@ -36,6 +37,7 @@ Policy = Annotated[
 
 
 @asks
+@without_garbage_collection()
 def predict(
     question: Question,
     cluster: Cluster = None,

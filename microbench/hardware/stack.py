@@ -11,7 +11,7 @@ from typing import Any
 
 from itercast.capture.base.close_names import unknown
 from itercast.capture.base.extensions import with_added
-from itercast.capture.base.yaml_text import load_yaml, made_of, read_mapping
+from itercast.capture.base.yaml_text import facts_of, made_of, read_mapping
 from itercast.microbench.hardware.spec import Gpu
 
 FILE = Path(__file__).parent / "stacks" / "known.yaml"
@@ -127,7 +127,7 @@ def pick_version(stacks: Sequence[str], wanted: str) -> str:
 @cache
 def known_stacks() -> Mapping[str, Stack]:
     """All stacks by name: of the file that ships, and one of each file that packages add."""
-    shipped = load_yaml(FILE.read_text())
+    shipped = facts_of(str(FILE))
     found = {str(name): _stack(str(name), entry) for name, entry in shipped.items()}
     files = with_added("stacks", dict.fromkeys(found, FILE))
     for name in files.keys() - found:

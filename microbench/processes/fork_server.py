@@ -25,6 +25,7 @@ from contextlib import suppress
 from importlib import import_module
 from tempfile import TemporaryFile
 
+from itercast.capture.base.garbage import without_garbage_collection
 from itercast.microbench.processes.child_processes import PARENT, START, ended_with_this
 
 MODULE = "itercast.microbench.processes.fork_server"  # this one
@@ -181,6 +182,7 @@ def _exit_with(function: Callable[..., int], *args: object) -> None:
 if __name__ == "__main__":
     if not sys.flags.safe_path:
         del sys.path[0]  # the current folder, in which "python script.py" finds no modules
-    function = import_module(sys.argv[1]).main
+    with without_garbage_collection():
+        function = import_module(sys.argv[1]).main
     gc.freeze()  # what was imported stays
     _serve(function, socket.socket(fileno=int(sys.argv[2])))

@@ -62,7 +62,29 @@ def test_the_help_imports_nothing_slow() -> None:
     code = "import sys; sys.argv[1:] = ['--help']\n"
     code += "from itercast.__main__ import main\ntry: main()\nfinally: print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert not set(done.stdout.split()) & {"torch", "pandas", "numpy", "xgboost", "scipy", "mlflow"}
+    slow = {"torch", "pandas", "numpy", "xgboost", "scipy", "mlflow", "asyncio", "http.server"}
+    assert not set(done.stdout.split()) & slow
+
+
+WATCHED = """
+import atexit, gc, sys
+full = []
+gc.callbacks.append(lambda phase, info: full.append(1) if info["generation"] == 2 else None)
+atexit.register(lambda: print(sum(full), gc.get_freeze_count() > 0, len(app.registered_commands)))
+sys.argv[1:] = ["predict", "mlp-s", "--gpu", "a10"]
+from itercast.__main__ import main
+from itercast.command_line import app
+main()
+"""
+
+
+def test_a_forecast_never_looks_through_all_objects(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nor when Python ends; and of all commands it makes its own."""
+    monkeypatch.setenv("ITERCAST_CACHE", str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", WATCHED], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "0 True 1", done.stderr
 
 
 def test_ctrl_c_while_it_imports_is_one_line() -> None:

@@ -101,6 +101,7 @@ def test_a_cached_forecast_imports_neither_torch_nor_models(folder: Path) -> Non
         "pandera",
         "matplotlib",
         "sklearn",
+        "asyncio",
     }
 
 

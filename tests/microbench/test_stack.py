@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from itercast.capture.base import yaml_text
 from itercast.capture.base.assumptions import FILE, assumed
 from itercast.capture.base.switches import is_on, switching_off
 from itercast.capture.base.yaml_text import load_yaml
@@ -69,6 +70,11 @@ def test_every_stack_names_a_known_kernel_on_every_gpu() -> None:
     for stack in known_stacks().values():
         assert {stack.attention_on(gpu) for gpu in gpus} <= set(KERNELS), stack.name
         assert stack.source
+
+
+def test_the_file_of_stacks_is_read_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yaml_text, "SlowLoader", None)
+    assert "torch-2.11" in known_stacks.__wrapped__()
 
 
 def test_the_release_decides_the_attention_kernel() -> None:
