@@ -27,7 +27,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from functools import cache
-from importlib.metadata import Distribution, EntryPoint, EntryPoints, entry_points
+from importlib.metadata import Distribution, EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -78,7 +78,7 @@ def _points(group: str) -> list[EntryPoint]:
 
 
 @cache
-def _installed() -> EntryPoints:
+def _installed() -> Any:  # EntryPoints, before Python 3.12 SelectableGroups
     """The entry points of all packages, whose files are read once."""
     return entry_points()
 
