@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from itercast.capture.base.garbage import without_garbage_collection
 from itercast.capture.programs.program import COLLECTIVE, ProgramCapture, launch_order
 from itercast.commands.script_case import AsModule, print_under_plan, telling
 from itercast.errors import leave_if_failed
@@ -51,6 +52,7 @@ class Forecasted:
     order: ScriptOrder
 
 
+@without_garbage_collection()
 def run(
     script: Annotated[Path, typer.Argument(help="a training script as torchrun takes it")],
     arguments: Annotated[list[str] | None, typer.Argument(help="its own arguments")] = None,

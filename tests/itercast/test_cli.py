@@ -66,24 +66,34 @@ def test_the_help_imports_nothing_slow() -> None:
     assert not set(done.stdout.split()) & slow
 
 
+SCRIPT = """
+import torch
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters())
+for _ in range(3):
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+"""
 WATCHED = """
 import atexit, gc, sys
 full = []
 gc.callbacks.append(lambda phase, info: full.append(1) if info["generation"] == 2 else None)
 atexit.register(lambda: print(sum(full), gc.get_freeze_count() > 0, len(app.registered_commands)))
-sys.argv[1:] = ["predict", "mlp-s", "--gpu", "a10"]
 from itercast.__main__ import main
 from itercast.command_line import app
 main()
 """
 
 
+@pytest.mark.parametrize("words", ["predict mlp-s --gpu a10", "run --gpu a10 train.py"])
 def test_a_forecast_never_looks_through_all_objects(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: str
 ) -> None:
     """Nor when Python ends; and of all commands it makes its own."""
     monkeypatch.setenv("ITERCAST_CACHE", str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", WATCHED], capture_output=True, text=True)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    asked = [sys.executable, "-c", WATCHED, *words.replace("train", f"{tmp_path}/train").split()]
+    done = subprocess.run(asked, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "0 True 1", done.stderr
 
 
