@@ -146,6 +146,16 @@ def _rows(path: Path, what: dict[str, Any]) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
+def _hours(path: Path, count: int) -> None:
+    """Seven measured values an hour, the last one named OT, as a CSV."""
+    import pandas as pd
+
+    values = np.random.default_rng(0).normal(size=(count, 7))
+    table = pd.DataFrame(values, columns=[*"ABCDEF", "OT"])
+    table.insert(0, "date", pd.date_range("2016-07-01", periods=count, freq="h"))
+    table.to_csv(path, index=False)
+
+
 def _content(path: Path, text: Any) -> None:
     """That text; a mapping as JSON or YAML, by the file's name."""
     if not isinstance(text, str):
@@ -207,6 +217,7 @@ KINDS: dict[str, Callable[[Path, Any], None]] = {
     "images": _images,
     "digits": _digits,
     "rows": _rows,
+    "hours": _hours,
     "content": _content,
     "tokenizer": _tokenizer,
     "model": _model,
