@@ -18,6 +18,7 @@ from itercast.microbench import store
 from itercast.microbench.iterations.in_step import IN_STEP, measure_in_step, op_rows
 from itercast.microbench.iterations.measure import Iteration, measure_iteration
 from itercast.microbench.processes.ranks import join_process_group, max_over_ranks
+from itercast.microbench.processes.virtual_cores import VirtualCores
 from itercast.microbench.processes.watch import EXIT_BROKEN
 from itercast.microbench.store import Facts, Row
 from itercast.microbench.sweep.rows import Order, make_row
@@ -87,7 +88,7 @@ def run(order: IterationOrder) -> None:
         keep_freed_memory()
     if order.ranks > 1:
         rank, _ = join_process_group(order.device)
-    cpu = RetryWhenDisturbed(order.ranks > 1) if order.device == "cpu" else None
+    cpu = RetryWhenDisturbed(order.ranks) if order.device == "cpu" else None
     journal = store.Journal(Path(order.root), order.run_id) if rank == 0 else None
     ops = store.Journal(Path(order.root), f"{order.run_id}-ops") if order.in_step else None
     gpu = SingleGpu() if order.device == "cuda" else None
@@ -146,19 +147,21 @@ class RetryWhenDisturbed:
     They are noticed by an anchor, a fixed small job that takes longer beside them.
     """
 
-    def __init__(self, together: bool) -> None:
-        self.anchor = Anchor().times_us
+    def __init__(self, ranks: int) -> None:
+        self.anchor, self.cores = Anchor().times_us, VirtualCores(ranks)
+        self.cores.settle()
         anchors_us = []
         for _ in range(ANCHOR_SAMPLES):
             anchors_us.append(self.anchor()["anchor_us"])
             time.sleep(0.1)
         least_us = min(anchors_us)
-        self.least_us = max_over_ranks([least_us])[0] if together else least_us
+        self.least_us = max_over_ranks([least_us])[0] if ranks > 1 else least_us
 
     def measure(self, chosen: EvalCase, iteration: Iteration) -> Row:
         """The least disturbed of up to three measurements; all ranks decide by the same anchors."""
         rows: list[Row] = []
         while len(rows) < TRIES:
+            self.cores.settle()
             rows.append(measure_iteration(chosen, iteration, "cpu", anchor=self.anchor))
             if rows[-1]["status"] != "ok" or rows[-1]["anchor_us"] <= RETRY_ABOVE * self.least_us:
                 return rows[-1]

@@ -12,6 +12,8 @@ from typing import Any
 from itercast.capture.base.slow_imports import torch
 from itercast.microbench import store
 from itercast.microbench.hardware.machine import cpu_name, gpu_of, measure_cpu
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.processes.virtual_cores import VirtualCores
 from itercast.microbench.store import Row
 from itercast.microbench.timing.nvml import driver_version
 
@@ -21,7 +23,7 @@ COMMIT = "ITERCAST_COMMIT"  # environment variable with the commit, where git is
 def card_facts(root: Path, device: str) -> Row:
     """Facts for every card of this sweep: machine, versions, date."""
     known = store.read_hardware([root])
-    gpu = known.get(cpu_name()) or measure_cpu() if device == "cpu" else cuda_gpu()
+    gpu = known.get(cpu_name()) or _this_cpu() if device == "cpu" else cuda_gpu()
     return {
         "what": "single-op times swept by itercast collect",
         "when": datetime.date.today().isoformat(),
@@ -30,6 +32,11 @@ def card_facts(root: Path, device: str) -> Row:
         | (cuda_versions() if device == "cuda" else {}),
         "hardware": known.get(gpu.name, gpu).to_dict(),
     }
+
+
+def _this_cpu() -> Gpu:
+    VirtualCores().settle()
+    return measure_cpu()
 
 
 def cuda_versions() -> dict[str, str]:

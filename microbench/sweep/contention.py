@@ -18,6 +18,7 @@ from pathlib import Path
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.slow_imports import dist, torch
 from itercast.microbench.processes.ranks import join_process_group, max_over_ranks, start_ranks
+from itercast.microbench.processes.virtual_cores import VirtualCores
 
 RANKS = 2
 SIZES_MIB = (1, 4, 16)  # of gradient buckets
@@ -50,6 +51,7 @@ def _on_rank() -> float:
     """Measure on this rank; the result is the same on all ranks."""
     torch.set_num_threads(1)
     join_process_group("cpu")
+    VirtualCores(RANKS).settle()
     factors = [_beside(torch.zeros(mib * 2**18)) for mib in SIZES_MIB]
     dist.destroy_process_group()
     return statistics.median(factors)

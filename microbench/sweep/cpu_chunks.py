@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from itercast.microbench.hardware.machine import scratch_bytes
 from itercast.microbench.ops.family import Family, Point, Workload
 from itercast.microbench.processes.ranks import max_over_ranks, time_collective
+from itercast.microbench.processes.virtual_cores import VirtualCores
 from itercast.microbench.store import Row
 from itercast.microbench.sweep.orders import WorkerOrder
 from itercast.microbench.sweep.rows import failure
@@ -48,7 +49,9 @@ class CpuBench:
         self.sweep, self.order, self.under_way = sweep, sweep.order, under_way
         self.clock = Clock(self.order.threads, self.order.hardware["cold_share"], self.order.ranks)
         on_cpu = self.order.device == "cpu"
+        self.cores = VirtualCores(self.order.ranks) if on_cpu else None
         self.times_us = Anchor(self.order.threads).times_us if on_cpu else dict[str, float]
+        self.speed_us = self.times_us()
 
     def measure(
         self, chosen: Sequence[Chosen], until_s: float
@@ -60,6 +63,9 @@ class CpuBench:
         measured, room = list[Measured](), scratch_bytes(self.order.ranks)
         chunk_s = min(CHUNK_S, CHUNK_FRAC * self.order.budget_s)
         until_s = min(until_s, time.monotonic() + chunk_s)
+        if self.cores:
+            self.cores.settle()
+        self.speed_us = self.times_us()
         for family, point, repeat in chosen:
             if measured and (room <= 0 or agreed_s(self.order, time.monotonic() - until_s) >= 0):
                 break
@@ -81,12 +87,11 @@ class CpuBench:
         twin: Workload | None = None
         try:
             built = build_together(self.order, family, point)
-            before = self.times_us()
             if family.ranks > 1:
                 timing = time_collective(built.run, self.order.device)
             else:
                 timing, workload = self.clock.time_warm(built), built
-            speed = geometric_means(before, self.times_us())
+            speed = self._speed()
             row = self.sweep.row(chosen, "warm", {**asdict(timing), "status": "ok", **speed})
             if workload and timing.time_us < TWIN_US:
                 twin = family.build(point, self.order.device)
@@ -95,11 +100,16 @@ class CpuBench:
         cost_s = time.monotonic() - begin
         return Measured(chosen=chosen, rows=[row], cost_s=cost_s, workload=workload, twin=twin)
 
+    def _speed(self) -> dict[str, float]:
+        """Times of the anchors since they were last timed: their geometric means then and now."""
+        before, self.speed_us = self.speed_us, self.times_us()
+        return geometric_means(before, self.speed_us)
+
     def _cold(self, points: Sequence[Measured]) -> None:
         """Time all points with cold caches and add their rows."""
-        begin, before = time.monotonic(), self.times_us()
+        begin = time.monotonic()
         timings = self.clock.time_cold([(p.workload, p.twin) for p in points if p.workload])
-        speed = geometric_means(before, self.times_us())
+        speed = self._speed()
         shared_s = (time.monotonic() - begin) / max(1, len(points))
         for point, timing in zip(points, timings, strict=True):
             measured = {**asdict(timing), "status": "ok", **speed}

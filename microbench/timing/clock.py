@@ -24,6 +24,7 @@ FLUSHED = 0.98  # no assumption: share of cold access, of data touched once in a
 # no assumption: a lap through more than a cache finds nothing in it; as replacement is by chance in
 # part, a single flush needs several times as many bytes (four: 97 % of an update on a Xeon)
 FLUSH_OVER_LAP = 4.0
+ANCHOR_SIZE = 384  # no assumption: rows and columns of the product that shows the CPU's speed
 MIN_US = 0.5  # lower bound of a measured time: no op is faster
 
 
@@ -202,14 +203,15 @@ class Clock:
         result gets cold memory, too. A flush serves all pairs, as none has data of another.
         """
         samples_us: list[list[float]] = [[] for _ in pairs]
-        for _ in range(COLD_SAMPLES if pairs else 0):
+        for lap in range(1 + COLD_SAMPLES if pairs else 0):  # the first gets memory for results
             self._flush()
             for samples, (workload, twin) in zip(samples_us, pairs, strict=True):
                 kept = twin.run() if twin else None
                 time_us = self._timed_us(workload, workload.run)
                 del kept
                 less_us = self._timed_us(workload, workload.baseline) if workload.baseline else 0.0
-                samples.append(time_us - less_us)
+                if lap:
+                    samples.append(time_us - less_us)
         return [
             self._of_one_call(summarise(samples), workload)
             for samples, (workload, _) in zip(samples_us, pairs, strict=True)
@@ -235,16 +237,19 @@ class Clock:
 
 
 class Anchor:
-    """Two fixed small jobs whose times show how fast a shared CPU is at the moment.
+    """Two fixed jobs whose times show how fast a shared CPU is at the moment.
 
     ``anchor_us``: a matrix product on all threads. ``serial_us``: views on the calling thread, as
     cores of a shared machine slow down one by one and small ops run on a single one. Timed by the
     clock of so many ``threads``.
+
+    The product is long enough not to depend on what ran before; one of 192 x 192 took 122 us after
+    small ops and 210 us after a training step.
     """
 
     def __init__(self, threads: int = 0) -> None:
         self._now_ns = clock_of(threads)
-        a, x = torch.randn(192, 192), torch.ones(1)
+        a, x = torch.randn(ANCHOR_SIZE, ANCHOR_SIZE), torch.ones(1)
 
         def views() -> None:
             for _ in range(20):
@@ -253,12 +258,12 @@ class Anchor:
         self._jobs = {"anchor_us": lambda: torch.mm(a, a), "serial_us": views}
 
     def times_us(self) -> dict[str, float]:
-        """Medians of five runs after three untimed ones, whatever ran before; takes about 1 ms."""
+        """Medians of three runs after three untimed ones, whatever ran before; takes about 5 ms."""
         found = {}
         for name, job in self._jobs.items():
             for _ in range(3):
                 job()
-            found[name] = statistics.median(_elapsed_us(job, self._now_ns) for _ in range(5))
+            found[name] = statistics.median(_elapsed_us(job, self._now_ns) for _ in range(3))
         return found
 
 

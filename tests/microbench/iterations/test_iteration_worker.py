@@ -37,7 +37,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, *anchors_us: float) -> float:
     rows: Any = iter([{"status": "ok", "anchor_us": us} for us in anchors_us])
     monkeypatch.setattr(worker, "ANCHOR_SAMPLES", 1)
     monkeypatch.setattr(worker, "measure_iteration", lambda *_, **__: next(rows))
-    calm = RetryWhenDisturbed(together=False)
+    calm = RetryWhenDisturbed(ranks=1)
     calm.least_us = 100.0
     return float(calm.measure(case("mlp-s"), Iteration(case="mlp-s", batch=1))["anchor_us"])
 

@@ -73,15 +73,15 @@ def test_a_flush_reads_and_writes_until_nothing_is_warm(
 ) -> None:
     """A lap of 16 MiB finds 99 % cold: of four times as many half is read, half written.
 
-    Three samples of three ops share three flushes; before each its twin runs.
+    An untimed lap and three samples of three ops share four flushes; a twin runs before each.
     """
     clock, x, ran = Clock(0, cold_share), torch.ones(8), []
     pair = (Workload(run=lambda: ran.append("op")), Workload(run=lambda: ran.append("twin")))
     with Sizes() as sizes:
         clock.time_cold([pair, pair, (Workload(run=x.neg), None)])
     flushes = [n for n in sizes.nbytes if n > 2**20]
-    assert flushes == [mib * 2**20 // 2] * 3
-    assert ran == ["twin", "op"] * 6
+    assert flushes == [mib * 2**20 // 2] * 4
+    assert ran == ["twin", "op"] * 8
 
 
 def test_the_result_of_a_timed_op_does_not_get_the_memory_that_its_twin_just_used() -> None:
@@ -94,7 +94,7 @@ def test_the_result_of_a_timed_op_does_not_get_the_memory_that_its_twin_just_use
         return made
 
     clock.time_cold([(Workload(run=run), Workload(run=run))])
-    assert len(results) == 6 and all(
+    assert len(results) == 8 and all(
         a != b for a, b in zip(results[::2], results[1::2], strict=True)
     )
 

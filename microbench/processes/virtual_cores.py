@@ -1,0 +1,65 @@
+"""Waits, before something is timed, until a shared machine runs its virtual cores apart.
+
+Two virtual cores can be two threads of one core, most of all after a time with little work: both
+together are then as fast as one, and products take 1.6 times as long. Under load they are moved
+apart: on an AMD EPYC with two virtual cores after 0.8 s and 4.2 s, in the three of eight processes
+that began so (the third after half a second).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+from itercast.capture.base.slow_imports import dist, torch
+from itercast.microbench.processes.ranks import max_over_ranks
+
+SIZE = 384  # rows and columns of the product
+APART = 1.4  # no assumption: speed-up by all cores; 1.0 where two are one, 2.0 where they are two
+PATIENCE_S = 5.0
+
+
+class VirtualCores:
+    """The cores of this process, or of so many ``ranks`` of its group, which wait together."""
+
+    def __init__(self, ranks: int = 1) -> None:
+        self.ranks = ranks
+        self.patience_s = PATIENCE_S
+        self._a = torch.randn(SIZE, SIZE)
+
+    def settle(self) -> None:
+        """Work until the cores are apart; for five seconds at most over all calls."""
+        several = self.ranks > 1 or torch.get_num_threads() > 1
+        while several and self.patience_s > 0:
+            begin_s = time.monotonic()
+            alone_s, together_s = self.times_s()
+            if self.ranks * alone_s >= APART * together_s:
+                return
+            self.patience_s -= self._of_all(time.monotonic() - begin_s)
+
+    def times_s(self) -> tuple[float, float]:
+        """Time of a product on one thread of one rank, and on all threads of all ranks at once."""
+        threads, alone_s = torch.get_num_threads(), 0.0
+        torch.set_num_threads(1)
+        for rank in range(self.ranks):
+            if self.ranks > 1:
+                dist.barrier()
+            if self.ranks == 1 or rank == dist.get_rank():
+                alone_s = self._product_s()
+        torch.set_num_threads(threads)
+        if self.ranks > 1:
+            dist.barrier()
+        return self._of_all(alone_s), self._of_all(self._product_s())
+
+    def _product_s(self) -> float:
+        """Median of three runs after three untimed ones."""
+        times = []
+        for _ in range(6):
+            begin = time.perf_counter()
+            torch.mm(self._a, self._a)
+            times.append(time.perf_counter() - begin)
+        return statistics.median(times[3:])
+
+    def _of_all(self, seconds: float) -> float:
+        """The longest of all ranks."""
+        return max_over_ranks([seconds])[0] if self.ranks > 1 else seconds
