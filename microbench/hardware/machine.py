@@ -27,6 +27,7 @@ MEMORY_TRANSFERS_PER_CLOCK = assumed(__file__, "memory_transfers_per_clock")
 # no assumption: sizes that are measured; the last one exceeds the caches of most sockets
 TOUCHED_MIB = (0.125, *(2.0**n for n in range(-1, 11)))
 ADD_MIB = 0.125  # no assumption: of one add: read and written, half each
+COLD_ROUNDS = 5
 COLD_LAPS_MIB = 16.0  # no assumption: at least so many MiB are timed of each size
 SCRATCH_FRAC = 1 / 8  # of the machine's memory, for what measuring needs
 
@@ -82,11 +83,12 @@ def _touched_mib() -> list[float]:
 
 
 def measure_cold_share() -> dict[str, float]:
-    """Measure how soon data leave this CPU's caches as other data are touched; takes a second.
+    """Measure how soon data leave this CPU's caches as other data are touched; takes 7 seconds.
 
     Returns (t - t_warm) / (t_cold - t_warm), 0 to 1 and never falling, by MiB that are touched
-    between two uses; t is the time of a small add. As in training steps, all data are touched once
-    in a lap: those of so many adds that one lap has these MiB.
+    between two uses; t is the time of a small add, t_cold that between the three largest sizes. As
+    in training steps, all data are touched once in a lap: those of so many adds that one lap has
+    these MiB. Medians over rounds of all sizes, as others use a shared cache now and then.
     """
     b, size = torch.ones(16, 16), int(ADD_MIB * MIB / 8)
 
@@ -103,15 +105,16 @@ def measure_cold_share() -> dict[str, float]:
 
     sizes = _touched_mib()
     lap_us(1.0)  # wakes the threads
-    measured = [lap_us(mib) for mib in sizes]
-    near, cold = min(measured[:2]), max(measured)
-    shares = [(t - near) / max(cold - near, 1e-9) for t in measured]
+    rounds = [[lap_us(mib) for mib in sizes] for _ in range(COLD_ROUNDS)]
+    measured = [statistics.median(times) for times in zip(*rounds, strict=True)]
+    near, cold = min(measured[:2]), statistics.median(measured[-3:])
+    shares = [min(1.0, (t - near) / max(cold - near, 1e-9)) for t in measured]
     rising = itertools.accumulate(shares, max)
     return {f"{mib:g}": round(s, 3) for mib, s in zip(sizes, rising, strict=True)}
 
 
 def measure_cpu() -> Gpu:
-    """Measure this CPU: its peak by a 1024^3 product, bandwidth beyond its caches; takes 2 s."""
+    """Measure this CPU: its peak by a 1024^3 product, bandwidth beyond its caches; takes 8 s."""
     a, far_mib = torch.randn(1024, 1024), _touched_mib()[-1]
     peak = 2 * 1024**3 / _best_s(lambda: torch.mm(a, a), 10)
     bandwidth = far_mib * MIB / _best_s(touched_others(far_mib), 6)
