@@ -8,7 +8,7 @@ import platform
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +85,9 @@ def _touched_mib() -> list[float]:
 def measure_cold_share() -> dict[str, float]:
     """Measure how soon data leave this CPU's caches as other data are touched; takes 7 seconds.
 
-    Returns (t - t_warm) / (t_cold - t_warm), 0 to 1 and never falling, by MiB that are touched
-    between two uses; t is the time of a small add, t_cold that between the three largest sizes. As
-    in training steps, all data are touched once in a lap: those of so many adds that one lap has
-    these MiB. Medians over rounds of all sizes, as others use a shared cache now and then.
+    By MiB that are touched between two uses, see ``shares_of``; timed is a small add. As in
+    training steps, all data are touched once in a lap: those of so many adds that one lap has these
+    MiB. In rounds of all sizes, as others use a shared cache now and then.
     """
     b, size = torch.ones(16, 16), int(ADD_MIB * MIB / 8)
 
@@ -106,11 +105,19 @@ def measure_cold_share() -> dict[str, float]:
     sizes = _touched_mib()
     lap_us(1.0)  # wakes the threads
     rounds = [[lap_us(mib) for mib in sizes] for _ in range(COLD_ROUNDS)]
+    return {f"{mib:g}": s for mib, s in zip(sizes, shares_of(rounds), strict=True)}
+
+
+def shares_of(rounds: Sequence[Sequence[float]]) -> list[float]:
+    """Share of cold access, (t - t_warm) / (t_cold - t_warm), 0 to 1 and never falling.
+
+    ``rounds`` of times t by size, from small to large: t is the median of a size's, t_warm the
+    shorter one of the two smallest sizes, t_cold the median of the three largest.
+    """
     measured = [statistics.median(times) for times in zip(*rounds, strict=True)]
     near, cold = min(measured[:2]), statistics.median(measured[-3:])
     shares = [min(1.0, (t - near) / max(cold - near, 1e-9)) for t in measured]
-    rising = itertools.accumulate(shares, max)
-    return {f"{mib:g}": round(s, 3) for mib, s in zip(sizes, rising, strict=True)}
+    return [round(s, 3) for s in itertools.accumulate(shares, max)]
 
 
 def measure_cpu() -> Gpu:

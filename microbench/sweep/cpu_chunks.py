@@ -22,7 +22,7 @@ from itercast.microbench.sweep.under_way import UnderWay
 from itercast.microbench.timing.clock import Anchor, Clock, geometric_means
 
 TWIN_US = 2000.0  # no assumption: of longer ops cold code is a small part, and operands are large
-CHUNK_S = 1.0  # no assumption: after it no further point of a chunk is begun,
+CHUNK_S = 2.0  # no assumption: after it no further point of a chunk is begun,
 CHUNK_FRAC = 0.05  # no assumption: nor after this share of the sweep's time
 TIMES = ("time_us", "time_us_p20", "time_us_p80", "anchor_us", "serial_us", "cost_s")
 

@@ -20,7 +20,7 @@ WARM_TIME_S = 0.008
 WARM_SAMPLES = (5, 9)
 COLD_SAMPLES = 3
 NowNs = Callable[[], int]
-FLUSHED = 0.98  # no assumption: share of cold access, of data touched once in a lap
+FLUSHED = 0.95  # no assumption: share of cold access, of data touched once in a lap
 # no assumption: a lap through more than a cache finds nothing in it; as replacement is by chance in
 # part, a single flush needs several times as many bytes (four: 97 % of an update on a Xeon)
 FLUSH_OVER_LAP = 4.0

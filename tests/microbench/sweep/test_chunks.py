@@ -21,6 +21,7 @@ from itercast.microbench.sweep import scheduler as sweep_module
 from itercast.microbench.sweep.cpu_chunks import CpuBench
 from itercast.microbench.sweep.gpu_chunks import GpuBench
 from itercast.microbench.sweep.under_way import UnderWay
+from itercast.microbench.timing.clock import Anchor
 
 Rows = list[dict[str, Any]]
 Work = Callable[..., Rows]
@@ -163,6 +164,28 @@ def test_a_point_that_kills_the_worker_of_a_cpu_is_found_out_too(
     rows = store.read_journal(tmp_path / ".journal/run.jsonl")
     assert statuses(rows) == {1: "ok", 2: "error", 3: "ok"}
     assert sorted(r["cache"] for r in rows if r["status"] == "ok") == 2 * ["cold"] + 2 * ["warm"]
+
+
+def test_a_cpu_s_speed_is_that_before_and_after_a_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anchors of 100, 400, 900 and 1,600 us around two warm points and the cold ones."""
+    anchors = iter(
+        [{"anchor_us": us, "serial_us": 1.0} for us in (1.0, 100.0, 400.0, 900.0, 1600.0)]
+    )
+    monkeypatch.setattr(Anchor, "times_us", lambda self: next(anchors))
+    know(monkeypatch, {"toy": toy_family(Clockwork(name="cpu"), [Toy(number=1), Toy(number=2)])})
+    asked = replace(order(tmp_path, "toy"), hardware={**HARDWARE, "cold_share": {"0.5": 1.0}})
+    sweep = sweep_module.Sweep(asked, set())
+    bench = CpuBench(sweep, UnderWay(sweep))
+    rows, _ = bench.measure(sweep.choose_chunk(0.0, 2, 1.0), time.monotonic() + 60)
+    speeds = [(r["number"], r["cache"], round(r["anchor_us"])) for r in rows]
+    assert sorted(speeds) == [
+        (1, "cold", 1200),
+        (1, "warm", 200),
+        (2, "cold", 1200),
+        (2, "warm", 600),
+    ]
 
 
 def test_a_worker_of_a_later_run_tries_the_point_again(work: Work, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from itercast.microbench.hardware.machine import shares_of
 from itercast.microbench.ops.family import Workload
 from itercast.microbench.timing.clock import CallCost, Clock, clock_of, time_warm_cpu
 from itercast.microbench.timing.host_timing import launch_us
@@ -82,6 +83,14 @@ def test_a_flush_reads_and_writes_until_nothing_is_warm(
     flushes = [n for n in sizes.nbytes if n > 2**20]
     assert flushes == [mib * 2**20 // 2] * 4
     assert ran == ["twin", "op"] * 8
+
+
+def test_a_lap_that_others_disturbed_does_not_tell_when_data_leave_the_cache() -> None:
+    """Warm 1 us, cold 5 us, half of it at 2 us more: medians of three rounds of six sizes."""
+    quiet = [1.0, 1.0, 3.0, 5.0, 5.0, 5.0]
+    disturbed, other = [1.0, 4.0, 3.0, 5.0, 5.0, 40.0], [9.0, 1.0, 3.0, 5.0, 20.0, 5.0]
+    assert shares_of([quiet, disturbed, other]) == [0.0, 0.0, 0.5, 1.0, 1.0, 1.0]
+    assert shares_of([[1.0, 1.5, 1.2, 2.0, 3.0, 3.5]]) == [0.0, 0.25, 0.25, 0.5, 1.0, 1.0]
 
 
 def test_the_result_of_a_timed_op_does_not_get_the_memory_that_its_twin_just_used() -> None:
