@@ -27,6 +27,7 @@ REPETITIONS = 20
 MIN_TIME_S = 0.4
 GPU_TIME_S = (1.0, 6.0)  # of all repetitions: at least, until clocks have settled, and at most
 MIN_REPETITIONS = 8  # on a GPU, however long: for p20 and p80
+ANCHOR_EVERY_US = 2.5e5  # of steps between two times of the anchor
 PHASES = ("zero_grad", "forward", "loss", "backward", "optimizer")
 
 
@@ -88,8 +89,9 @@ def measure_iteration(
     of them calls this; a barrier precedes each step, and times are those of the slowest rank.
 
     - ``<phase>_us``: median by phase; on a GPU this is host time.
-    - ``anchor()`` times fixed reference workloads, by column in us; it is called after each step,
-      and the geometric means become columns.
+    - ``anchor()`` times fixed reference workloads, by column in us; it is called after steps of a
+      quarter of a second and at the end, and the geometric means become columns. A step that is not
+      timed follows it, as after other work a step of 2 ms takes twice as long.
     - ``watch`` reads the GPU's clocks and power during further, untimed steps.
 
     A failure on a GPU is returned as status and reason; on a CPU only lack of memory is.
@@ -161,7 +163,7 @@ class _StepTimer:
     """Repeats a step and keeps the times of its phases.
 
     ``marks``: the step adds (phase, ns) when one begins. ``together``: other ranks run it, too.
-    ``anchor`` times the machine's speed after each step. ``one_by_one``: the host waits for each.
+    ``anchor`` times the machine's speed. ``one_by_one``: the host waits for each.
     """
 
     def __init__(
@@ -179,6 +181,7 @@ class _StepTimer:
         self.one_by_one = one_by_one
         self.phases: dict[str, list[float]] = {}
         self.anchors: list[dict[str, float]] = []
+        self.every = 1  # so many steps the anchor is timed
 
     def repeat(self, repetitions: int) -> Row:
         """Warm up, repeat the step and return the measured columns."""
@@ -205,13 +208,13 @@ class _StepTimer:
         if not self.one_by_one:
             return self._back_to_back(count)
         if self.watch is None:
-            return [self.once() for _ in range(count)], {}
+            return [self._with_speed(n, count) for n in range(1, count + 1)], {}
         self.watch.begin()
-        times = []
+        times = list[float]()
         for _ in range(count):
             if not self.together and self.watch.due():
                 self._watched()
-            times.append(self.once())
+            times.append(self._with_speed(len(times) + 1, count))
         if self.together:  # all ranks must run the same number of steps
             self.watch.read()
         return times, self.watch.facts()
@@ -246,9 +249,24 @@ class _StepTimer:
         on_gpu = self.device == "cuda"
         least_s, most_s = GPU_TIME_S if on_gpu else (MIN_TIME_S, math.inf)
         count = max(repetitions, math.ceil(least_s * 1e6 / first_us))
+        self.every = self._agreed(math.ceil(ANCHOR_EVERY_US / first_us))
         if on_gpu:
             count = min(count, max(MIN_REPETITIONS, math.ceil(most_s * 1e6 / first_us)))
+        return self._agreed(count)
+
+    def _agreed(self, count: int) -> int:
         return rank0_value(count) if self.together else count
+
+    def _with_speed(self, number: int, count: int) -> float:
+        """Run a step, of so many the one of this number; after some of them time the anchor."""
+        step_us = self.once()
+        if self.anchor is not None and (number % self.every == 0 or number == count):
+            if self.together and self.step.barrier:
+                torch.distributed.barrier()  # ranks time their anchors together, as in a sweep
+            self.anchors.append(self.anchor())
+            for _ in range(self.step.steps if number < count else 0):
+                self.step.run()
+        return step_us
 
     def _memory(self) -> dict[str, int]:
         """Peak memory of the step, on a GPU."""
@@ -257,7 +275,7 @@ class _StepTimer:
         return {"peak_memory_bytes": int(torch.cuda.max_memory_allocated())}
 
     def once(self) -> float:
-        """Run one step; returns its time in us, keeps the times of its phases and the anchor."""
+        """Run one step; returns its time in us and keeps the times of its phases."""
         self.marks.clear()
         if self.together and self.step.barrier:
             torch.distributed.barrier()
@@ -270,10 +288,6 @@ class _StepTimer:
         ends = [at for _, at in self.marks[1:]] + [end]
         for (phase, at), until in zip(self.marks, ends, strict=False):  # a graph has no phases
             self.phases.setdefault(phase, []).append((until - at) / 1e3)
-        if self.anchor is not None:
-            if self.together and self.step.barrier:
-                torch.distributed.barrier()  # ranks time their anchors together, as in a sweep
-            self.anchors.append(self.anchor())
         return (end - start) / 1e3 / self.step.steps
 
     def anchor_us(self) -> dict[str, float]:

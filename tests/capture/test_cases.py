@@ -141,6 +141,19 @@ def test_measured_rows_state_phases_and_the_anchor(monkeypatch: pytest.MonkeyPat
     assert row["time_us"] == 6 * 0.1e6
 
 
+def test_no_other_work_is_between_short_steps() -> None:
+    """The anchor runs once in a quarter of a second: of steps of 2 ms not beside each."""
+    asked, anchors = iteration_of(case("mlp-s")), list[float]()
+
+    def anchor() -> dict[str, float]:
+        anchors.append(5.0)
+        return {"anchor_us": 5.0, "serial_us": 1.0}
+
+    row = measure_iteration(case("mlp-s"), asked, "cpu", anchor=anchor)
+    assert row["samples"] >= 20 and row["anchor_us"] == pytest.approx(5.0)
+    assert 1 <= len(anchors) <= 1 + row["samples"] * row["time_us"] / 1e5
+
+
 def test_a_cross_layer_by_hand() -> None:
     """W = 2 I, b = 1: x * (2 x + 1) + x = 2 x^2 + 2 x; the second layer starts from its result."""
     net = CrossNetwork(1, 2)

@@ -22,8 +22,11 @@ class Told(VirtualCores):
     def times_s(self) -> tuple[float, float]:
         return next(self.told)
 
+    def _load(self, until_s: float) -> None:
+        pass
+
     def _of_all(self, seconds: float) -> float:
-        return seconds + 2.0  # each takes two seconds
+        return seconds + 4.0  # each takes four seconds
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +41,7 @@ def test_it_waits_until_two_cores_are_faster_than_one() -> None:
     """1.33 ms on one thread and on two: one core. 1.70 and 0.85 ms: two cores."""
     cores = Told((1.33, 1.33), (1.70, 0.85), (9.0, 9.0))
     cores.settle()
-    assert next(cores.told) == (9.0, 9.0) and cores.patience_s == pytest.approx(3.0, abs=0.1)
+    assert next(cores.told) == (9.0, 9.0) and cores.patience_s == pytest.approx(6.0, abs=0.1)
 
 
 def test_ranks_on_one_core_slow_each_other() -> None:
@@ -49,7 +52,7 @@ def test_ranks_on_one_core_slow_each_other() -> None:
 
 
 def test_patience_ends_once_for_a_process() -> None:
-    """Cores that never come apart cost five seconds, not five seconds a point."""
+    """Cores that never come apart cost ten seconds, not ten seconds a point."""
     cores = Told(*[(1.0, 1.0)] * 9)
     cores.settle()
     cores.settle()

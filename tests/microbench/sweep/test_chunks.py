@@ -15,6 +15,7 @@ from clockwork import HARDWARE, Clockwork, Killed, Toy, order, toy_family
 from itercast.microbench import store
 from itercast.microbench.ops.family import GpuSweep, Workload
 from itercast.microbench.ops.matrix.gemm import FAMILY as GEMM
+from itercast.microbench.processes.virtual_cores import VirtualCores
 from itercast.microbench.processes.watch import EXIT_BROKEN
 from itercast.microbench.sweep import gpu_chunks, worker
 from itercast.microbench.sweep import scheduler as sweep_module
@@ -169,23 +170,22 @@ def test_a_point_that_kills_the_worker_of_a_cpu_is_found_out_too(
 def test_a_cpu_s_speed_is_that_before_and_after_a_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Anchors of 100, 400, 900 and 1,600 us around two warm points and the cold ones."""
-    anchors = iter(
-        [{"anchor_us": us, "serial_us": 1.0} for us in (1.0, 100.0, 400.0, 900.0, 1600.0)]
-    )
-    monkeypatch.setattr(Anchor, "times_us", lambda self: next(anchors))
-    know(monkeypatch, {"toy": toy_family(Clockwork(name="cpu"), [Toy(number=1), Toy(number=2)])})
+    """Anchors of 100, 121, 100 and 144 us around two warm points and the cold ones.
+
+    A third point is timed again: 100 and 400 us were around it, then 100 and 100 us are.
+    """
+    told = iter((1.0, 100.0, 121.0, 100.0, 400.0, 100.0, 100.0, 144.0))
+    monkeypatch.setattr(Anchor, "times_us", lambda _: {"anchor_us": next(told), "serial_us": 1.0})
+    monkeypatch.setattr(VirtualCores, "settle", lambda _: None)
+    points = [Toy(number=n) for n in (1, 2, 3)]
+    know(monkeypatch, {"toy": toy_family(Clockwork(name="cpu"), points)})
     asked = replace(order(tmp_path, "toy"), hardware={**HARDWARE, "cold_share": {"0.5": 1.0}})
     sweep = sweep_module.Sweep(asked, set())
     bench = CpuBench(sweep, UnderWay(sweep))
-    rows, _ = bench.measure(sweep.choose_chunk(0.0, 2, 1.0), time.monotonic() + 60)
-    speeds = [(r["number"], r["cache"], round(r["anchor_us"])) for r in rows]
-    assert sorted(speeds) == [
-        (1, "cold", 1200),
-        (1, "warm", 200),
-        (2, "cold", 1200),
-        (2, "warm", 600),
-    ]
+    rows, _ = bench.measure(sweep.choose_chunk(0.0, 3, 1.0), time.monotonic() + 60)
+    speeds = {(r["number"], r["cache"]): round(r["anchor_us"]) for r in rows}
+    assert [speeds[n, "warm"] for n in (1, 2, 3)] == [110, 110, 100]
+    assert [speeds[n, "cold"] for n in (1, 2, 3)] == [120, 120, 120]
 
 
 def test_a_worker_of_a_later_run_tries_the_point_again(work: Work, tmp_path: Path) -> None:
