@@ -28,6 +28,7 @@ MIN_TIME_S = 0.4
 GPU_TIME_S = (1.0, 6.0)  # of all repetitions: at least, until clocks have settled, and at most
 MIN_REPETITIONS = 8  # on a GPU, however long: for p20 and p80
 ANCHOR_EVERY_US = 2.5e5  # of steps between two times of the anchor
+SHORT_US = 2e4  # no assumption: of longer steps what ran before is a small part
 PHASES = ("zero_grad", "forward", "loss", "backward", "optimizer")
 
 
@@ -90,8 +91,8 @@ def measure_iteration(
 
     - ``<phase>_us``: median by phase; on a GPU this is host time.
     - ``anchor()`` times fixed reference workloads, by column in us; it is called after steps of a
-      quarter of a second and at the end, and the geometric means become columns. A step that is not
-      timed follows it, as after other work a step of 2 ms takes twice as long.
+      quarter of a second and at the end, and the geometric means become columns. Of short steps
+      one that is not timed follows it, so that caches hold what a step leaves in them.
     - ``watch`` reads the GPU's clocks and power during further, untimed steps.
 
     A failure on a GPU is returned as status and reason; on a CPU only lack of memory is.
@@ -181,7 +182,7 @@ class _StepTimer:
         self.one_by_one = one_by_one
         self.phases: dict[str, list[float]] = {}
         self.anchors: list[dict[str, float]] = []
-        self.every = 1  # so many steps the anchor is timed
+        self.every, self.short = 1, False  # after so many steps the anchor is timed
 
     def repeat(self, repetitions: int) -> Row:
         """Warm up, repeat the step and return the measured columns."""
@@ -250,6 +251,7 @@ class _StepTimer:
         least_s, most_s = GPU_TIME_S if on_gpu else (MIN_TIME_S, math.inf)
         count = max(repetitions, math.ceil(least_s * 1e6 / first_us))
         self.every = self._agreed(math.ceil(ANCHOR_EVERY_US / first_us))
+        self.short = bool(self._agreed(int(first_us < SHORT_US)))
         if on_gpu:
             count = min(count, max(MIN_REPETITIONS, math.ceil(most_s * 1e6 / first_us)))
         return self._agreed(count)
@@ -264,7 +266,7 @@ class _StepTimer:
             if self.together and self.step.barrier:
                 torch.distributed.barrier()  # ranks time their anchors together, as in a sweep
             self.anchors.append(self.anchor())
-            for _ in range(self.step.steps if number < count else 0):
+            for _ in range(self.step.steps if number < count and self.short else 0):
                 self.step.run()
         return step_us
 
