@@ -11,7 +11,7 @@ from itercast.capture.base.garbage import without_garbage_collection
 
 def main() -> None:
     """Run the command line."""
-    atexit.register(gc.freeze)  # last of all: else Python looks through all objects as it ends
+    atexit.register(_leave)  # is called last
     try:
         with without_garbage_collection():
             from itercast.command_line import app  # takes some tenths of a second
@@ -22,6 +22,12 @@ def main() -> None:
     except KeyboardInterrupt:
         print("itercast: stopped", file=sys.stderr)
         sys.exit(130)  # as of ``itercast.errors``
+
+
+def _leave() -> None:
+    """Keep Python from looking through all objects as it ends, which closes databases though."""
+    if "sqlalchemy" not in sys.modules:
+        gc.freeze()
 
 
 if __name__ == "__main__":

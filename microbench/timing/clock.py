@@ -24,7 +24,6 @@ FLUSHED = 0.95  # no assumption: share of cold access, of data touched once in a
 # no assumption: a lap through more than a cache finds nothing in it; as replacement is by chance in
 # part, a single flush needs several times as many bytes (four: 97 % of an update on a Xeon)
 FLUSH_OVER_LAP = 4.0
-ANCHOR_SIZE = 384  # no assumption: rows and columns of the product that shows the CPU's speed
 MIN_US = 0.5  # lower bound of a measured time: no op is faster
 
 
@@ -243,13 +242,13 @@ class Anchor:
     cores of a shared machine slow down one by one and small ops run on a single one. Timed by the
     clock of so many ``threads``.
 
-    The product is long enough not to depend on what ran before; one of 192 x 192 took 122 us after
-    small ops and 210 us after a training step.
+    The product runs often enough before it is timed not to depend on what ran before: after three
+    runs it took 122 us behind small ops and 210 us behind a training step.
     """
 
     def __init__(self, threads: int = 0) -> None:
         self._now_ns = clock_of(threads)
-        a, x = torch.randn(ANCHOR_SIZE, ANCHOR_SIZE), torch.ones(1)
+        a, x = torch.randn(192, 192), torch.ones(1)
 
         def views() -> None:
             for _ in range(20):
@@ -258,12 +257,12 @@ class Anchor:
         self._jobs = {"anchor_us": lambda: torch.mm(a, a), "serial_us": views}
 
     def times_us(self) -> dict[str, float]:
-        """Medians of three runs after three untimed ones, whatever ran before; takes about 5 ms."""
+        """Medians of nine runs after 24 untimed ones, whatever ran before; takes about 5 ms."""
         found = {}
         for name, job in self._jobs.items():
-            for _ in range(3):
+            for _ in range(24):
                 job()
-            found[name] = statistics.median(_elapsed_us(job, self._now_ns) for _ in range(3))
+            found[name] = statistics.median(_elapsed_us(job, self._now_ns) for _ in range(9))
         return found
 
 
