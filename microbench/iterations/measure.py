@@ -28,7 +28,7 @@ MIN_TIME_S = 0.4
 GPU_TIME_S = (1.0, 6.0)  # of all repetitions: at least, until clocks have settled, and at most
 MIN_REPETITIONS = 8  # on a GPU, however long: for p20 and p80
 ANCHOR_EVERY_US = 2.5e5  # of steps between two times of the anchor
-SHORT_US = 2e4  # no assumption: of longer steps what ran before is a small part
+FEW = 12  # no assumption: steps in that time; of so long ones what ran before is a small part
 PHASES = ("zero_grad", "forward", "loss", "backward", "optimizer")
 
 
@@ -182,7 +182,7 @@ class _StepTimer:
         self.one_by_one = one_by_one
         self.phases: dict[str, list[float]] = {}
         self.anchors: list[dict[str, float]] = []
-        self.every, self.short = 1, False  # after so many steps the anchor is timed
+        self.every = 1  # after so many steps the anchor is timed
 
     def repeat(self, repetitions: int) -> Row:
         """Warm up, repeat the step and return the measured columns."""
@@ -251,7 +251,6 @@ class _StepTimer:
         least_s, most_s = GPU_TIME_S if on_gpu else (MIN_TIME_S, math.inf)
         count = max(repetitions, math.ceil(least_s * 1e6 / first_us))
         self.every = self._agreed(math.ceil(ANCHOR_EVERY_US / first_us))
-        self.short = bool(self._agreed(int(first_us < SHORT_US)))
         if on_gpu:
             count = min(count, max(MIN_REPETITIONS, math.ceil(most_s * 1e6 / first_us)))
         return self._agreed(count)
@@ -266,7 +265,7 @@ class _StepTimer:
             if self.together and self.step.barrier:
                 torch.distributed.barrier()  # ranks time their anchors together, as in a sweep
             self.anchors.append(self.anchor())
-            for _ in range(self.step.steps if number < count and self.short else 0):
+            for _ in range(self.step.steps if number < count and self.every > FEW else 0):
                 self.step.run()
         return step_us
 

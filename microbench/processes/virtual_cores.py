@@ -1,9 +1,7 @@
 """Waits, before something is timed, until a shared machine runs its virtual cores apart.
 
 Two virtual cores can be two threads of one core, most of all after a time with little work: both
-together are then as fast as one, and products take 1.6 times as long. Under load they are moved
-apart: on an AMD EPYC with two virtual cores after 0.5, 0.8 and 4.2 s, in the three of eight
-processes that began so.
+together are then as fast as one. Under load such a machine moves them apart within seconds.
 """
 
 from __future__ import annotations

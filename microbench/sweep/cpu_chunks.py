@@ -52,7 +52,7 @@ class CpuBench:
         on_cpu = self.order.device == "cpu"
         self.cores = VirtualCores(self.order.ranks) if on_cpu else None
         self.times_us = Anchor(self.order.threads).times_us if on_cpu else dict[str, float]
-        self.speed_us, self.least_us = self.times_us(), math.inf
+        self.speed_us, self.least_us = dict[str, float](), math.inf
 
     def measure(
         self, chosen: Sequence[Chosen], until_s: float

@@ -242,8 +242,8 @@ class Anchor:
     cores of a shared machine slow down one by one and small ops run on a single one. Timed by the
     clock of so many ``threads``.
 
-    The product runs often enough before it is timed not to depend on what ran before: after three
-    runs it took 122 us behind small ops and 210 us behind a training step.
+    Each runs often enough before it is timed not to depend on what ran before: after three runs the
+    product took longer behind a training step than behind small ops, on an equally fast machine.
     """
 
     def __init__(self, threads: int = 0) -> None:

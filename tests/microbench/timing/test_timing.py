@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from itercast.microbench.hardware.machine import shares_of
 from itercast.microbench.ops.family import Workload
-from itercast.microbench.timing.clock import CallCost, Clock, clock_of, time_warm_cpu
+from itercast.microbench.timing.clock import Anchor, CallCost, Clock, clock_of, time_warm_cpu
 from itercast.microbench.timing.host_timing import launch_us
 from itercast.microbench.timing.kernels import (
     MARK,
@@ -106,6 +106,14 @@ def test_the_result_of_a_timed_op_does_not_get_the_memory_that_its_twin_just_use
     assert len(results) == 8 and all(
         a != b for a, b in zip(results[::2], results[1::2], strict=True)
     )
+
+
+def test_what_shows_the_speed_runs_until_it_is_warm_before_it_is_timed() -> None:
+    """Nine products are timed; 24 come before, whatever ran before those."""
+    anchor = Anchor()
+    with Log() as log:
+        assert set(anchor.times_us()) == {"anchor_us", "serial_us"}
+    assert log.ops.count("aten.mm.default") == 24 + 9
 
 
 def test_time_of_one_thread_leaves_out_what_other_processes_take() -> None:
