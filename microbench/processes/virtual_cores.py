@@ -6,6 +6,7 @@ together are then as fast as one. Under load such a machine moves them apart wit
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 
@@ -15,19 +16,23 @@ from itercast.microbench.processes.ranks import max_over_ranks
 SIZE = 384  # rows and columns of the product
 APART = 1.4  # no assumption: speed-up by all cores; 1.0 where two are one, 2.0 where they are two
 PATIENCE_S = 10.0
+PATIENCE_FRAC = 0.1  # no assumption: of a sweep's time
 LOAD_S = 0.25  # between two looks
 
 
 class VirtualCores:
-    """The cores of this process, or of so many ``ranks`` of its group, which wait together."""
+    """The cores of this process, or of so many ``ranks`` of its group, which wait together.
 
-    def __init__(self, ranks: int = 1) -> None:
+    They wait ten seconds at most over all calls, and a tenth of ``budget_s``.
+    """
+
+    def __init__(self, ranks: int = 1, budget_s: float = math.inf) -> None:
         self.ranks = ranks
-        self.patience_s = PATIENCE_S
+        self.patience_s = min(PATIENCE_S, PATIENCE_FRAC * budget_s)
         self._a = torch.randn(SIZE, SIZE)
 
     def settle(self) -> None:
-        """Work until the cores are apart; for ten seconds at most over all calls."""
+        """Work until the cores are apart, or patience ends."""
         several = self.ranks > 1 or torch.get_num_threads() > 1
         while several and self.patience_s > 0:
             begin_s = time.monotonic()

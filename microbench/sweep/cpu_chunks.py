@@ -50,7 +50,8 @@ class CpuBench:
         self.sweep, self.order, self.under_way = sweep, sweep.order, under_way
         self.clock = Clock(self.order.threads, self.order.hardware["cold_share"], self.order.ranks)
         on_cpu = self.order.device == "cpu"
-        self.cores = VirtualCores(self.order.ranks) if on_cpu else None
+        ranks, budget_s = self.order.ranks, self.order.budget_s
+        self.cores = VirtualCores(ranks, budget_s) if on_cpu else None
         self.times_us = Anchor(self.order.threads).times_us if on_cpu else dict[str, float]
         self.speed_us, self.least_us = dict[str, float](), math.inf
 

@@ -59,6 +59,11 @@ def test_patience_ends_once_for_a_process() -> None:
     assert len(list(cores.told)) == 9 - 3
 
 
+def test_a_short_sweep_waits_for_a_tenth_of_its_time() -> None:
+    assert VirtualCores(budget_s=20.0).patience_s == 2.0
+    assert VirtualCores(budget_s=1e3).patience_s == VirtualCores().patience_s == 10.0
+
+
 def test_one_thread_waits_for_nothing() -> None:
     torch.set_num_threads(1)
     Told().settle()
