@@ -1,0 +1,48 @@
+"""Ops of optimizers on fake tensors: which are answered without torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from itercast.capture.recorder.fake_patches import READ, run_quickly
+
+ADD = torch.ops.aten._foreach_add_.List
+
+
+class Seen(TorchDispatchMode):
+    """Notes the ops that reach torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[OpOverload] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_lists_are_written_over_without_torch_and_numbers_are_read() -> None:
+    """Of the same shapes and unknown; a number that the program made is counted on by torch."""
+    with FakeTensorMode():
+        some, others = ([torch.empty(n, 2) for n in (3, 4)] for _ in range(2))
+        one, two = torch.tensor(1.0), torch.tensor(2.0)
+        with Seen() as seen:
+            run_quickly(ADD, (some, others), {})
+            assert run_quickly(READ, (two,), {}) == 2
+            assert seen.ops == []
+            run_quickly(ADD, ([one], [two]), {})
+            assert seen.ops == [ADD]
+        assert run_quickly(READ, (one,), {}) == 3
+
+
+def test_lists_of_other_shapes_are_torchs_error() -> None:
+    with FakeTensorMode():
+        some, others = [torch.empty(3)], [torch.empty(4)]
+        with pytest.raises(RuntimeError, match="broadcast"):
+            run_quickly(ADD, (some, others), {})
