@@ -366,7 +366,7 @@ FAMILY = Family(
         **{f"aten.{op}.default": from_vector for op in ("mv", "addmv", "dot", "vdot")},
         GROUPED: from_grouped,
     },
-    weight=2.0,
+    weight=4.0,
     gpu_sweep=GpuSweep(
         points=gpu_points,
         dtypes=GPU_DTYPES,
