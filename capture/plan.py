@@ -41,6 +41,7 @@ WITH_SHARD = (
     *("dp", "zero", "hsdp", "ep", "amp", "compress", "local", "compress_shard", "tables"),
     *("accumulate", "recompute", "offload", "node", "nodes"),
     *("tp", "sp", "tp_overlap", "compress_tp", "cp"),
+    *("pp", "micro", "first", "last", "layers", "schedule", "compress_pp"),
 )
 
 
@@ -348,7 +349,7 @@ def _gradient_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
     one = p.stage_ranks == 1 and p.tables == ""
     yield p.shard != "" and one, "shard spreads tables over ranks: dp > 1, or tables=uvm or ssd"
     yield not 0 <= p.cached <= 1, f"a cache holds from 0 to 1 of a table's rows, got {p.cached}"
-    keys = {*WITH_SHARD, "shard", "shard_group", "imbalance", "micro", "cached", "recomputed"}
+    keys = {*WITH_SHARD, "shard", "shard_group", "imbalance", "virtual", "cached", "recomputed"}
     yield (
         p.shard != "" and not keys.issuperset(p.stated),
         f"shard goes with {', '.join(WITH_SHARD)} alone",

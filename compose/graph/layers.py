@@ -28,6 +28,7 @@ from itercast.compose.graph.lifetimes import (
     lives_of,
     node_ends,
 )
+from itercast.compose.graph.rewrite import COLLECTIVE
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +45,10 @@ class Layer:
 
     ``forward`` and ``backward`` are half-open ranges of the step's calls; ``ready_after`` of the
     parameters counts from the start of ``backward``. ``saved_bytes`` are made in forward and read
-    in backward, ``output_bytes`` cross to the next layer's forward. ``within_forward`` and
-    ``within_backward`` are memory over that at the start of the pass, gradients of parameters left
-    out; ``peak_bytes`` is the peak of backward with them.
+    in backward. To the next layer's forward cross ``output_bytes``, and ``passed_bytes`` that
+    earlier layers computed. ``within_forward`` and ``within_backward`` are memory over that at the
+    start of the pass, gradients of parameters left out; ``peak_bytes`` is the peak of backward with
+    them.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Layer:
     parameters: tuple[ParamSpec, ...]
     saved_bytes: int
     output_bytes: int
+    passed_bytes: int = 0
     within_forward: Within = Within()
     within_backward: Within = Within()
     peak_bytes: int = 0
@@ -155,7 +158,8 @@ def split_layers(
     backward_cuts = _backward_cuts(owners, lives, edges)
     ends = {i: end for cut in backward_cuts for i, end in node_ends(calls, cut).items()}
     held = held_lives(capture, by_storage, ends, instead)
-    layers = []
+    results = _results(capture, edges)
+    layers, passed = [], [v for s, v in by_storage.items() if s in results]
     for i, name in enumerate(names):
         forward, backward = forward_cuts[i : i + 2], backward_cuts[i]
         parameters = tuple(
@@ -171,6 +175,9 @@ def split_layers(
             parameters=parameters,
             saved_bytes=0,
             output_bytes=0,
+            passed_bytes=sum(
+                v.nbytes for v in passed if v.first < forward[0] and v.last_forward >= forward[1]
+            ),
             from_inputs=_reads_inputs_only(
                 calls, {p.storage for p in parameters}, edges[0], forward[0], forward[1]
             ),
@@ -192,6 +199,20 @@ def _reads_inputs_only(calls: Sequence[OpCall], own: set[int], start: int, a: in
                 return False
             weights |= {t.storage for t in call.outputs}
     return bool(own)
+
+
+def _results(capture: StepCapture, edges: tuple[int, int, int]) -> set[int]:
+    """Storages of what forward computes of weights and inputs, or receives.
+
+    Of weights alone (casts) or inputs alone (masks, rotary angles) each stage makes its own.
+    """
+    weights, results = {p.storage for p in capture.parameters}, set[int]()
+    for call in capture.calls[edges[0] : edges[1]]:
+        read = {t.storage for t in call.tensors()}
+        made = weights if read and read <= weights else results
+        if made is weights or read & (weights | results) or call.op == COLLECTIVE:
+            made |= {t.storage for t in call.outputs}
+    return results
 
 
 def _last_index(span: tuple[int, int]) -> int:

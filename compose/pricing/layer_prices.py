@@ -202,6 +202,14 @@ class PricedModel:
         """The layers in forward order, each as often as it is there."""
         return tuple(x for x in self.layers for _ in range(x.layer.count))
 
+    def added_to(self, first: PricedLayer) -> Mapping[str, int]:
+        """``added_bytes`` of a stage with this first layer: tables are on the model's first one."""
+        return self.added_bytes if self.has_tables(first) else {}
+
+    def has_tables(self, first: PricedLayer) -> bool:
+        """Whether a stage with this first layer is the model's first one, which has its tables."""
+        return first.layer.name == self.layers[0].layer.name
+
     @property
     def optimizer_tensors(self) -> int:
         """Parameters that the captured optimizer updates."""

@@ -113,7 +113,8 @@ class RankGraph:
     what synchronising its gradient adds (``gradient_copies``). ``buffers``: running statistics by
     dtype; ``input_bytes``: what forward reads beside parameters; ``update_share``: temporary bytes
     of the optimizer's step over bytes of gradients; ``optimizer``: its calls, but those of Muon's
-    ``matrices``, by storage, of which one has ``matrix_bytes`` of temporaries; ``tied``: weights of
+    ``matrices``, by storage, of which one has ``matrix_bytes`` of temporaries, and those of shards
+    of embedding ``tables``, which have ``table_bytes``; ``tied``: weights of
     the first layer that the last one uses too; ``unfused``: the calls before they are fused into
     kernels.
     """
@@ -124,11 +125,13 @@ class RankGraph:
     cold: Sequence[float]
     copies: Sequence[Sequence[Sequence[Priceable]]]
     optimizer: tuple[Priceable, ...]
+    tables: tuple[Priceable, ...]
     matrices: Mapping[int, MatrixUpdate]
     buffers: dict[str, list[TensorSpec]]
     input_bytes: int
     update_share: float
     matrix_bytes: int
+    table_bytes: int
     tied: tuple[ParamSpec, ...]
     unfused: StepCapture
     once: Once = field(default_factory=Once, compare=False)  # results of plans that share it
@@ -244,6 +247,8 @@ def _rank_graph(
     matrices = matrix_updates(capture, cold)
     of_muon = {i for m in matrices.values() for i in m.numbers}
     update = {i for i, c in enumerate(capture.calls) if c.phase == "optimizer"} - of_muon
+    of_tables = {i for i in update if capture.calls[i].module}  # a part of the spread tables' step
+    update -= of_tables
     return RankGraph(
         capture=capture,
         gpu=gpu,
@@ -251,11 +256,13 @@ def _rank_graph(
         cold=cold,
         copies=[gradient_copies(x, step_bytes, gpu, ranks) for x in layers],
         optimizer=tuple(priceable(capture.calls[i], cold[i]) for i in sorted(update)),
+        tables=tuple(priceable(capture.calls[i], cold[i]) for i in sorted(of_tables)),
         matrices=matrices,
         buffers=buffers(capture.calls),
         input_bytes=input_bytes(unfused),
         update_share=update_bytes(capture, update) / max(1, trained),  # calls of all ranks
         matrix_bytes=update_bytes(capture, of_muon),
+        table_bytes=update_bytes(capture, of_tables),
         tied=_tied(capture, layers),
         unfused=unfused,
     )

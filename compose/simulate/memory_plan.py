@@ -137,10 +137,13 @@ def _in_flight(rank: Rank) -> Iterator[tuple[Sizes, int]]:
 
 def _memory(rank: Rank, optimizer: str, sizes: Sizes, others: int) -> dict[str, int]:
     graph, copies_by_dtype = rank.model.graph, stack_of_row(rank.book.stack).held
-    update = (graph.update_share, others, graph.matrix_bytes)
+    first = sizes.runs[0][0]
+    of_one = max(graph.matrix_bytes, graph.table_bytes if rank.model.has_tables(first) else 0)
+    update = (graph.update_share, others, of_one)
     by_purpose = rank_memory(sizes, rank.plan, optimizer, *update, copies_by_dtype)
     by_purpose["activations"] += graph.input_bytes
-    return {name: n + rank.model.added_bytes.get(name, 0) for name, n in by_purpose.items()}
+    added = rank.model.added_to(first)
+    return {name: n + added.get(name, 0) for name, n in by_purpose.items()}
 
 
 def _held(rank: Rank) -> list[Stage]:
@@ -171,9 +174,9 @@ def rank_memory(
     """Bytes of parameters, gradients, optimizer, activations, buckets and temporary tensors.
 
     ``update_share``: temporary bytes of the optimizer's step over bytes of gradients;
-    ``matrix_bytes``: those of one matrix that Muon updates. ``others``: bytes of other
-    micro-batches' activations, which a pipeline has in flight. Offloaded state is
-    there in the optimizer's step alone. ``held``: what the software holds of a parameter, by dtype;
+    ``matrix_bytes``: those of one matrix that Muon updates, or of tables. ``others``: bytes of
+    other micro-batches' activations, which a pipeline has in flight. Offloaded state is there in
+    the optimizer's step alone. ``held``: what the software holds of a parameter, by dtype;
     then gradients are summed in a buffer from which they are sent, and zero=1 shards the optimizer
     alone. Not counted: the allocator's rounding, workspaces, the CUDA context.
     """

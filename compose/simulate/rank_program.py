@@ -223,14 +223,14 @@ class RankProgram(RankTasks):
             for bucket in self.filled:
                 self._copy_bucket(bucket, into=False)
         trained = [p for x in rank.layers for p in x.layer.trained]
-        tensors = max(1, len(trained))
+        tensors = len(trained)
         ops = rank.book.price(self.own_update())
         self.updates += ops
         state = self._own(trained, partial(state_bytes, optimizer))
         offloaded = self.how.offload == "optimizer" and state
         if offloaded:
             self.lanes.wait([self.lanes.send(self.host_copy(state, "h2d"), "h2d")])
-        if trained:
+        if trained or ops:
             python_us = (
                 rank.model.optimizer_host_us * tensors / max(1, rank.model.optimizer_tensors)
             )
@@ -248,11 +248,13 @@ class RankProgram(RankTasks):
 
     def own_update(self) -> list[Priceable]:
         """The optimizer's calls over the rank's part of all parameters but Muon's matrices."""
+        model = self.rank.model
+        tables = list(model.graph.tables) if model.has_tables(self.rank.layers[0]) else []
         trained = [p for x in self.rank.layers for p in x.layer.trained]
         if not (others := [p for p in trained if not p.matrix]):
-            return []
+            return tables
         numel = self._own(others, lambda of: sum(p.nbytes // ITEMSIZE_BYTES[p.dtype] for p in of))
-        wanted = scaled_update(self.rank.model.graph.optimizer, max(1, numel), len(others))
+        wanted = [*tables, *scaled_update(model.graph.optimizer, max(1, numel), len(others))]
         if self.how.fused_update and len(others) < len(trained):
             plan = str(self.rank.plan)
             raise ValueError(f"plan {plan!r}: Muon's products fit in no fused kernel")
@@ -354,7 +356,8 @@ class RankProgram(RankTasks):
         """
         rank = self.rank
         parameters = [p for x in rank.layers for p in x.layer.parameters if p.local]
-        held = sum(p.nbytes for p in parameters) + rank.model.added_bytes.get("parameters", 0)
+        added = rank.model.added_to(rank.layers[0])
+        held = sum(p.nbytes for p in parameters) + added.get("parameters", 0)
         if rank.plan.table_ranks == rank.plan.stage_ranks or not held:
             return []
         size = held * (1 + STATE_COPIES[optimizer])

@@ -101,7 +101,7 @@ def _messages(rank: Rank, chunk: Chunk, i: int) -> Sequence[PricedOp]:
     """
     plan = rank.plan
     _, last_layer = rank.model.graph.before_fusion(chunk.runs[-1][0].layer)
-    size = max(1, last_layer.output_bytes)
+    size = max(1, last_layer.output_bytes + last_layer.passed_bytes)
     per_node = rank.where.groups["pp"].per_node
     a, b = (rank_of_chunk(plan.schedule, plan.pp, c) for c in (i, i + 1))
     if a == b:

@@ -11,6 +11,7 @@ from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.capture.plan_keys import V_SHAPED
 from itercast.compose.pricing.layer_prices import PricedLayer, PricedModel
+from itercast.compose.pricing.rank_graph import until_read
 from itercast.compose.simulate.pipeline import chunks_of_rank
 from itercast.compose.simulate.rank import Rank
 
@@ -49,12 +50,21 @@ def chunks_of(rank: Rank) -> list[Chunk]:
     """
 
     def cut() -> list[Chunk]:
-        chunks = partition(rank.model.layers, rank.plan)
+        chunks = partition(rank.model.layers, rank.plan, _held_together(rank.model))
         # where the first rank has the last chunk
         shared = rank.plan.pp == 1 or rank.plan.schedule in V_SHAPED
         return chunks if shared else [*chunks[:-1], _with_tied(chunks[-1], rank.model)]
 
     return rank.model.once(("chunks", *layout(rank.plan)), cut)
+
+
+def _held_together(model: PricedModel) -> int:
+    """How many layers the first stage has at least: up to that which reads tables' vectors."""
+    calls = model.graph.capture.calls
+    sent = [i for i in model.graph.asked.messages if calls[i].kwargs["until_read"]]
+    ends = [i + 1 + sum(1 for _ in until_read(i, calls)) for i in sent]
+    read = max((i for i in ends if calls[i].phase == "forward"), default=0)
+    return 1 + sum(x.layer.count for x in model.layers if 0 < x.layer.forward[1] <= read)
 
 
 def layout(plan: ParallelPlan) -> tuple[object, ...]:
@@ -78,19 +88,23 @@ def stages_of(rank: Rank) -> list[Rank]:
     return stages
 
 
-def partition(layers: Sequence[PricedLayer], plan: ParallelPlan) -> list[Chunk]:
+def partition(layers: Sequence[PricedLayer], plan: ParallelPlan, together: int = 1) -> list[Chunk]:
     """Cuts the model into pp * virtual chunks of consecutive layers; ValueError for too few layers.
 
     A model of equal numbered layers, such as transformer blocks: these are spread evenly, and the
     first chunks get one more where they do not divide. What precedes and follows them (embedding,
     head) joins the first and the last chunk; it counts as layers only where there are fewer
     numbered layers than chunks. Other models are cut so that the slowest chunk is as fast as
-    possible.
+    possible. The first chunk has ``together`` layers or more.
     """
     chunks = plan.pp * plan.virtual
     runs = [(x, x.layer.count) for x in layers]
     total = sum(n for _, n in runs)
     numbered = sum(n for x, n in runs if x.numbered)
+    if together + chunks - 1 > total > chunks - 1:
+        left = f"{total - together} of {total} layers are left"
+        rule = f"{chunks} stages, {left} once the first has read its tables' vectors"
+        raise ValueError(f"plan {str(plan)!r}: {rule}")
     if chunks == 1:
         return [Chunk(runs=tuple(runs))]
     if chunks > total:
@@ -105,7 +119,12 @@ def partition(layers: Sequence[PricedLayer], plan: ParallelPlan) -> list[Chunk]:
     elif plan.layers:
         ends = _count_cuts(runs, _sizes(plan, total), whole=True)
     else:
-        ends = _cost_cuts([_unit_costs(layers)] * chunks)
+        us = _unit_costs(layers)
+        costs = [[sum(us[:together]), *us[together:]]] * chunks
+        ends = [end + together - 1 for end in _cost_cuts(costs)]
+    if ends[0] < together:
+        rule = f"the first stage reads its tables' vectors in layer {together}, it has {ends[0]}"
+        raise ValueError(f"plan {str(plan)!r}: {rule}")
     return [Chunk(runs=_between(runs, a, b)) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
 
 

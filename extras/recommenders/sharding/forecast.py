@@ -165,10 +165,7 @@ class Forecaster:
 
     def _update_us(self, rank: Rank) -> float:
         """Time of the calls that update shards."""
-        graph = rank.model.graph
-        calls = (c for c in graph.capture.calls if c.phase == "optimizer")
-        pairs = zip(graph.optimizer, calls, strict=True)
-        ops = self.book.price([w for w, c in pairs if c.module == "update tables"])
+        ops = self.book.price(list(rank.model.graph.tables))
         return rank.ranks_per_core * sum(op.duration_us for op in ops)
 
 

@@ -88,7 +88,7 @@ BAD = {
     "dp=4,shard=greedy:3": "shard's group is from 2 and divides dp \\* tp \\* cp, got 3",
     "dp=2,shard=": "shard is greedy or a JSON file",
     "shard=greedy": "shard spreads tables over ranks: dp > 1",
-    "dp=2,pp=2,shard=greedy": "shard goes with dp, zero, hsdp, ep, amp, compress, local",
+    "dp=2,gossip=ring,shard=greedy": "shard goes with dp, zero, hsdp, ep, amp, compress, local",
 }
 
 
