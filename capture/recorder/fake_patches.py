@@ -265,20 +265,33 @@ def _transformers_runs_eagerly() -> Iterator[None]:
 
 
 READ = torch.ops.aten._local_scalar_dense.default
+MADE = torch.ops.aten.lift_fresh.default  # what torch.tensor() ends with
+FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 def run_quickly(func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
     """Run an op on fake tensors; where its result is known, without torch, which takes longest.
 
-    A number that the program made has its value, and an op that writes over lists of unknown
+    A number that the program makes has its value, and an op that writes over lists of unknown
     numbers, as optimizers do with those of all parameters, changes nothing that is known.
     """
+    if func is MADE and type(args[0]) is Tensor and not args[0].dim():
+        return _number(args[0], torch._C._get_dispatch_mode(FAKE))
     if func is READ and type(args[0]) is FakeTensor and args[0].constant is not None:
         with _disable_current_modes():
             return args[0].constant.item()
     if func._schema.is_mutable and func._opname.startswith("_foreach_") and _alike(args):
         return None
     return func(*args, **kwargs)
+
+
+def _number(tensor: Tensor, mode: Any) -> Tensor:
+    """A fake tensor without axes, whose number is kept."""
+    with _disable_current_modes():
+        form = torch.empty((), dtype=tensor.dtype, device="meta")
+        made = FakeTensor(mode, form, tensor.device, constant=tensor.clone())
+    mode.fake_tensor_converter.add_constant_storage_mapping(made)
+    return made
 
 
 def _alike(args: Args) -> bool:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from itercast.capture.recorder.fake_patches import READ, run_quickly
+from itercast.capture.recorder.fake_patches import MADE, READ, run_quickly
 
 ADD = torch.ops.aten._foreach_add_.List
 
@@ -29,16 +29,21 @@ class Seen(TorchDispatchMode):
 
 def test_lists_are_written_over_without_torch_and_numbers_are_read() -> None:
     """Of the same shapes and unknown; a number that the program made is counted on by torch."""
+    real = torch.tensor(3.0)
     with FakeTensorMode():
         some, others = ([torch.empty(n, 2) for n in (3, 4)] for _ in range(2))
         one, two = torch.tensor(1.0), torch.tensor(2.0)
         with Seen() as seen:
             run_quickly(ADD, (some, others), {})
             assert run_quickly(READ, (two,), {}) == 2
+            three = run_quickly(MADE, (real,), {})
             assert seen.ops == []
             run_quickly(ADD, ([one], [two]), {})
             assert seen.ops == [ADD]
         assert run_quickly(READ, (one,), {}) == 3
+        assert isinstance(three, FakeTensor) and three.item() == 3
+        three.add_(some[0].sum())  # whose numbers nobody knows
+        assert three.constant is None
 
 
 def test_lists_of_other_shapes_are_torchs_error() -> None:
