@@ -91,6 +91,7 @@ class ParallelPlan:
     gossip: str = key(one_of("ring", "exp2"), "", "")  # averages in place of all_reduce
     sends: float = behind("gossip", share, 1.0, "")  # probability that a parameter is sent
     local: int = key(degree, 0, "")  # steps between averages of parameters; 0: no local SGD
+    sampled: float = behind("local", share, 1.0, "")  # of replicas, taking part until an average
     outer: bool = key(FLAG, False, "")  # DiLoCo's optimizer of these averages
     coconet: str = key(transforms, "", "prices")
     shard: str = key(named(f"is {GREEDY} or a JSON file of a sharding"), "", "")
@@ -152,6 +153,11 @@ class ParallelPlan:
     def table_ranks(self) -> int:
         """Ranks over which embedding tables are spread; other such groups have copies."""
         return self.shard_group or self.stage_ranks
+
+    @property
+    def participants(self) -> int:
+        """Replicas that step at a time; others, of which each round draws some, wait."""
+        return max(1, round(self.sampled * self.dp))
 
     @property
     def cpu_ranks(self) -> int:
@@ -361,6 +367,9 @@ def _local_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
     groups = p.stage_ranks % p.table_ranks != 0
     yield groups, f"shard's group is from 2 and divides dp * tp * cp, got {p.shard_group}"
     yield p.local > 0 and p.dp == 1, f"local={p.local} needs dp > 1"
+    yield not 0 < p.sampled <= 1, f"local's share is above 0 and up to 1, got {p.sampled}"
+    shared = p.sampled < 1 and (p.zero > 0 or p.shard != "")
+    yield shared, f"local={p.local}:{p.sampled:g} samples whole replicas: no zero, no shard"
     tables = p.local > 0 and p.shard != ""
     yield (
         tables and p.table_ranks == p.stage_ranks,

@@ -127,7 +127,7 @@ def forecast(
     is not part of ``unmodelled_frac``; where it is assumed, it is part of ``assumed_frac``.
     """
     rank = rank_of(step, plan, book, cluster(plan, book.gpu, node))
-    replicas, lengths = plan.microbatches * plan.dp, dict(step.lengths)
+    replicas, lengths = plan.microbatches * plan.participants, dict(step.lengths)
     tokens = step.tokens * plan.cp * replicas
     if lengths:
         tokens = round(step.samples * replicas * lengths["real_tokens"])
@@ -185,8 +185,8 @@ def report(
     network: str,
     room: int,
     world_size: int,
-    samples: int,
-    tokens: int,
+    samples: float,
+    tokens: float,
 ) -> Forecast:
     """Turns a simulated iteration into a forecast; samples and tokens are those of all ranks."""
     parts = _parts_frac(outcome)

@@ -168,7 +168,7 @@ PLANS += [
     "dp=4,cdp=1,zero=3",
     "pp=2,micro=4,cdp=1",
 ]
-PLANS += ["dp=4,local=4,accumulate=2", "dp=2,local=2,pp=2,micro=4"]
+PLANS += ["dp=4,local=4,accumulate=2", "dp=2,local=2,pp=2,micro=4", "dp=4,local=4:0.5"]
 PLANS += ["dp=2,coconet=split,reorder,fuse,overlap:4", "dp=2,compress=0.5,accumulate=2"]
 CUT = ["tp=2", "tp=2,sp,dp=2,zero=1", "cp=2,dp=2", "tp=2,pp=2,micro=4", "tp=2,sp,pp=2,micro=4"]
 CUT += ["tp=2,sp,tp_overlap,accumulate=2"]

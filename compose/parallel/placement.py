@@ -192,6 +192,9 @@ def cluster(plan: ParallelPlan, gpu: Gpu, node: Node | None = None) -> Cluster:
         axis: Group(size=n, per_node=max(1, min(n, per_node // inner[axis])))
         for axis, n in size.items()
     }
+    if plan.sampled < 1:  # participants are drawn from all nodes alike
+        drawn = ceil(plan.participants * groups["dp"].per_node / plan.dp)
+        groups["shard"] = Group(size=plan.participants, per_node=drawn)
     groups["intra_node"] = Group(size=2, per_node=2)
     groups["inter_node"] = Group(size=2, per_node=1)
     groups |= dict.fromkeys(TIERS, Group(size=1, per_node=1))

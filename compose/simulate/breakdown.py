@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf, log2
 from typing import Protocol
 
@@ -43,6 +43,15 @@ class Tally:
             if op.nodes > 1:
                 self.far_us += times * op.duration_us
                 self.doublings_us += times * op.duration_us * log2(op.nodes / 2)
+
+    def add_all(self, other: Tally, times: float) -> None:
+        """Add all that another one counted, ``times`` times."""
+        for name, us in other.us.items():
+            self.us[name] = self.us.get(name, 0.0) + times * us
+        for lane in ("compute", "comm", "host"):
+            getattr(self, lane).add_all(getattr(other, lane), times)
+        self.far_us += times * other.far_us
+        self.doublings_us += times * other.doublings_us
 
     @property
     def unmodelled_frac(self) -> float:
@@ -99,7 +108,8 @@ def on_slowest(
 
     ``ranks``: those of ``step``, with all layers; ``memories``: bytes of each, by purpose.
     """
-    micro, totals, loads = ranks[0].plan.microbatches, step.totals_us(), step.loads_us()
+    plan, totals, loads = ranks[0].plan, step.totals_us(), step.loads_us()
+    micro = plan.microbatches
     slowest = max(range(len(ranks)), key=lambda r: (loads[r], totals[r]))
     lanes, runs = step.lanes_of(slowest), step.runs_of(slowest)
     sends_us, bubble_us = step.schedule_us(slowest)
@@ -119,7 +129,7 @@ def on_slowest(
         tally,
         runs[-1][0],
         memory=memories[fullest],
-        matmul_s=micro * _mean_matmul_s(step.stages),
+        matmul_s=micro * _mean_matmul_s(step.stages) * plan.participants / plan.dp,
         host_gap_us=step.host_gap_us(slowest, lanes.idle_us),
         bubble_us=bubble_us,
         slowest=slowest,
@@ -268,6 +278,18 @@ class Outcome:
     def memory_bytes(self) -> int:
         """Peak of the fullest rank."""
         return sum(self.memory.values())
+
+
+def mean_of(outcomes: Sequence[tuple[Outcome, float]]) -> Outcome:
+    """The mean of iterations of so many shares; memory and tasks are those of the first."""
+    first, tally = outcomes[0][0], Tally(outcomes[0][0].tally.on_cpu)
+    by_name_us = AssumedTime()
+    for found, share in outcomes:
+        tally.add_all(found.tally, share)
+        by_name_us.add_all(AssumedTime(0.0, found.assumed_by_us), share)
+    names = [n for n, value in vars(first).items() if isinstance(value, float)]
+    mean = {n: sum(share * getattr(found, n) for found, share in outcomes) for n in names}
+    return replace(first, tally=tally, assumed_by_us=by_name_us.by_name_us, **mean)
 
 
 def broken_down(

@@ -179,7 +179,7 @@ class Rank:
     model: PricedModel
     book: PriceBook
     where: Cluster
-    kin: int = 0
+    kin: float = 0
     synchronised: bool = False
 
     @cached_property

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
+from math import comb
 from typing import Any
 
 from itercast.capture.plan import ParallelPlan
@@ -52,12 +55,16 @@ def crossings(
     axes: Sequence[str],
     sharers: int,
 ) -> list[Crossing]:
-    """The slowest of the links between pairs of groups; none within a group or a CPU."""
-    links = [job.cluster.link(a, b) for a, b in pairs if a != b and job.joined]
+    """The slowest of the links between pairs of groups; none within a group or a CPU.
+
+    Pairs that are there several times share their link.
+    """
+    apart = Counter((a, b) for a, b in pairs if a != b and job.joined)
+    links = [(job.cluster.link(a, b), n) for (a, b), n in apart.items()]
     if not links:
         return []
-    rate = min(link.bytes_per_s for link in links)
-    late_us = max(link.latency_us for link in links)
+    rate = min(link.bytes_per_s / n for link, n in links)
+    late_us = max(link.latency_us for link, _ in links)
     return [
         Crossing(
             kinds=tuple(kinds),
@@ -69,14 +76,58 @@ def crossings(
     ]
 
 
-def replicas(job: Job, plan: ParallelPlan, split: Sequence[int]) -> list[Rank]:
-    """A rank of each group, with a micro-batch of so many samples."""
-    groups = job.cluster.groups
-    ring = [(g, groups[(i + 1) % len(groups)]) for i, g in enumerate(groups)]
-    crossed = crossings(job, ring, REDUCED, ("shard",), plan.tp)
-    crossed += crossings(job, ring, ("send_recv",), NEIGHBOURS, plan.tp) if plan.gossip else []
-    pairs = zip(groups, split, strict=True)
-    return [replace(job.rank(g, plan, n, *crossed), kin=g.count) for g, n in pairs]
+def replicas(
+    job: Job, plan: ParallelPlan, split: Sequence[int], taking_part: Sequence[int], away: int = 1
+) -> list[Rank]:
+    """A rank of each of these groups by number, with a micro-batch of so many samples.
+
+    ``away``: of gossip, how far the neighbours are to which a replica, or a node of them, sends.
+    """
+    groups, share = [job.cluster.groups[i] for i in taking_part], plan.participants / plan.dp
+    ring, peers, found = _pairs(groups, 1), _peers(job, plan), list[Rank]()
+    for i, group in zip(taking_part, groups, strict=True):
+        crossed = crossings(job, ring, REDUCED, ("shard",), plan.tp)
+        if plan.gossip:
+            sharers = plan.tp * group.count // plan.tp // peers.count(group)
+            crossed += crossings(job, _pairs(peers, away), ("send_recv",), NEIGHBOURS, sharers)
+        rank = job.rank(group, plan, split[i], *crossed)
+        found.append(replace(rank, kin=share * group.count))
+    return found
+
+
+def _pairs(places: Sequence[GpuGroup], away: int) -> list[tuple[GpuGroup, GpuGroup]]:
+    """Each of the places in a ring, with the one to which it sends."""
+    return [(g, places[(i + away) % len(places)]) for i, g in enumerate(places)]
+
+
+def _peers(job: Job, plan: ParallelPlan) -> list[GpuGroup]:
+    """The group of each replica; of each node where those of a node are averaged first."""
+    found = list[GpuGroup]()
+    for group in job.cluster.groups:
+        target = job.targets[group.name]
+        shard = cluster(plan, target.gpu, target.node).groups["shard"]
+        near = shard.per_node if shard.per_node < shard.size else 1
+        found += [group] * max(1, group.count // plan.tp // near)
+    return found
+
+
+def rounds(job: Job, plan: ParallelPlan) -> list[tuple[float, tuple[int, ...], int]]:
+    """Kinds of steps that follow each other: their shares, which groups take part, and ``away``.
+
+    By exp2 neighbours are 1, 2, 4... away in turn. Of sampled participants the share of a set of
+    groups is the probability that all of them have some, and no other: of all C(n, k) choices of k
+    among n replicas C(m, k) are within groups of m, less those within fewer of these groups.
+    """
+    numbers = range(len(job.cluster.groups))
+    if plan.gossip == "exp2":
+        away = [2**i for i in range((len(_peers(job, plan)) - 1).bit_length())]
+        return [(1 / len(away), tuple(numbers), d) for d in away]
+    counts, within = [g.count // plan.tp for g in job.cluster.groups], dict[tuple[int, ...], int]()
+    for chosen in (c for n in numbers for c in combinations(numbers, n + 1)):
+        fewer = sum(n for some, n in within.items() if set(some) < set(chosen))
+        within[chosen] = comb(sum(counts[i] for i in chosen), plan.participants) - fewer
+    total = sum(within.values())
+    return [(n / total, chosen, 1) for chosen, n in within.items() if n]
 
 
 def stages(job: Job, plan: ParallelPlan, groups: Sequence[GpuGroup], rows: int) -> list[Rank]:
@@ -104,6 +155,7 @@ def report_job(
     even_us: float,
 ) -> Forecast:
     """The forecast: ``groups`` by number of the rank in ``found``, ``shares`` by group."""
+    samples = job.samples * plan.participants / plan.dp  # of those that take part, on average
     slowest, fullest = (job.targets[groups[i].name] for i in (found.slowest, found.fullest))
     told = report(
         found,
@@ -113,8 +165,8 @@ def report_job(
         network="",
         room=room_bytes(fullest.gpu, plan),
         world_size=plan.world_size,
-        samples=job.samples,
-        tokens=job.samples * job.seq,
+        samples=samples,
+        tokens=samples * job.seq,
     )
     pairs = zip(job.cluster.groups, shares, strict=True)
     parts = [{"group": g.name, "gpu": g.gpu, "gpus": g.count, **own} for g, own in pairs]

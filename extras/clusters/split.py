@@ -14,16 +14,18 @@ import numpy as np
 from itercast.capture.plan import ParallelPlan, micro_batch
 from itercast.capture.plan_keys import V_SHAPED
 from itercast.compose.forecast import Forecast
-from itercast.compose.simulate.breakdown import Outcome
+from itercast.compose.simulate.breakdown import Outcome, mean_of
 from itercast.compose.simulate.iteration import evaluate_ranks, quick_us
+from itercast.compose.simulate.rank import Rank
 from itercast.compose.simulate.stages import balanced
-from itercast.extras.clusters.job import Job, replicas, report_job, stages
+from itercast.extras.clusters.job import Job, replicas, report_job, rounds, stages
 
 # Keys of plans that act on one rank, or on replicas that all send the same messages.
 ALLOWED = (
     *("dp", "tp", "sp", "tp_overlap", "pp", "amp", "zero", "micro", "accumulate"),
     *("first", "last", "layers", "schedule", "virtual", "recompute", "recomputed", "offload"),
-    *("compress", "compress_tp", "compress_pp", "coconet", "local", "outer", "gossip", "sends"),
+    *("compress", "compress_tp", "compress_pp", "coconet", "local", "sampled", "outer"),
+    *("gossip", "sends"),
 )
 T = TypeVar("T")
 
@@ -35,8 +37,6 @@ def forecast_job(job: Job, plan: ParallelPlan) -> Forecast:
     if unequal or plan.schedule in V_SHAPED:
         wrong, known = ", ".join(unequal) or plan.schedule, ", ".join(ALLOWED)
         raise ValueError(f"{text}: {wrong} needs equal GPUs; allowed on a cluster: {known}")
-    if plan.gossip not in ("", "ring"):
-        raise ValueError(f"{text}: gossip is a ring on unlike GPUs, in the order of their groups")
     if plan.world_size != file.gpus:
         raise ValueError(f"{text} has {plan.world_size} ranks, {file.path} {file.gpus} GPUs")
     each = plan.tp if plan.pp == 1 else plan.tp * plan.dp
@@ -134,7 +134,20 @@ def _descend(start: T, others: Callable[[T], Iterator[T]], cost: Callable[[T], f
 
 
 def _side_by_side(job: Job, plan: ParallelPlan, split: Sequence[int]) -> Outcome:
-    ranks = replicas(job, plan, split)
+    """The mean step of all rounds; memory is that of the fullest group, whoever takes part."""
+    every = range(len(split))
+    kinds = [
+        (_evaluated(job, replicas(job, plan, split, chosen, away)), share)
+        for share, chosen, away in rounds(job, plan)
+    ]
+    if len(kinds) == 1:
+        return kinds[0][0]
+    whole = _evaluated(job, replicas(job, plan, split, every))
+    facts = {name: getattr(whole, name) for name in ("memory", "slowest", "fullest")}
+    return replace(mean_of(kinds), **facts)
+
+
+def _evaluated(job: Job, ranks: Sequence[Rank]) -> Outcome:
     if job.joined:
         return evaluate_ranks(ranks, job.optimizer)
     cores = ranks[0].book.gpu.sm_count

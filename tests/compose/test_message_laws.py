@@ -15,6 +15,7 @@ from law_case import (
     SPREAD,
     WIDTH,
     Bare,
+    forecast_for,
     model,
     node_of,
     outcome,
@@ -170,6 +171,19 @@ def test_replicas_that_step_alone_send_parameters_every_so_many(every: int) -> N
     assert found.iteration_us - alone.iteration_us == pytest.approx((8 + 8 + 8) / every)
     assert found.exposed_comm_us == pytest.approx(8 / every)
     assert found.memory == alone.memory
+
+
+def test_sampled_participants_are_of_all_nodes() -> None:
+    """Three eighths of 16 replicas on two nodes are six, three of each; others train nothing."""
+    whole, some = (f"dp=16,local=4{share}" for share in ("", ":0.375"))
+    group = rank_for("frozen", some).where.groups["shard"]
+    assert (group.size, group.per_node) == (6, 3)
+    times = [forecast_for(model("frozen"), text) for text in (whole, some)]
+    assert [f.samples_per_s * f.iteration_us * 1e-6 for f in times] == [16 * 4, 6 * 4]
+    assert times[1].mfu_frac * times[1].iteration_us == pytest.approx(
+        times[0].mfu_frac * times[0].iteration_us * 6 / 16
+    )
+    assert rank_for("frozen", "dp=8,local=4:0.01").where.groups["shard"].size == 1
 
 
 @pytest.mark.parametrize("every", [1, 4])

@@ -34,7 +34,7 @@ DEVICE: Gpu = replace(GPU, peak_flops_per_s={"fp32": 1e12, "bf16": 1e12}, hbm_by
 # A plan, and plans that differ from it in one key each.
 VARIANTS = {
     "dp=4": "dp=8; tp=2; amp; zero=1; cdp=2; compress=0.5; compress=int8; gossip=ring;"
-    "gossip=ring:0.5; local=1; local=4; local=4,outer;"
+    "gossip=ring:0.5; local=1; local=4; local=4:0.5; local=4,outer;"
     "coconet=split; coconet=split,overlap:4; coconet=split,overlap:8; accumulate=2; micro=4;"
     "recompute=full; recompute=full:0.5; recompute=selective; offload=optimizer; cp=2",
     "dp=4,tp=2,sp,zero=1": "zero=2; zero=3; hsdp=2; tp_overlap; accumulate=2; pp=2;"

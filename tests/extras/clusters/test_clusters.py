@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +46,6 @@ def on(tmp_path: Path, text: str, plan: str, case: str = "gpt-s", batch: int = 8
         ("groups: [h100]", "groups maps names to a gpu and a count"),
         ("gpus: 8", "unknown keys ['gpus']"),
         ("dp=2,cdp=1", "cdp needs equal GPUs; allowed on a cluster: dp, tp, sp"),
-        ("dp=2,gossip=exp2", "gossip is a ring on unlike GPUs"),
         ("tp=2", "a replica has 2 GPUs of one kind; group 'a' has 1"),
     ],
 )
@@ -110,7 +110,16 @@ def test_messages_cross_the_link_between_groups() -> None:
     assert link.crossed_us(total, "tp", 10.0) == 10.0
 
 
-@pytest.mark.parametrize("plan", ["dp=2,zero=3", "dp=2,accumulate=4", "pp=2,schedule=zb"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp=2,zero=3",
+        "dp=2,accumulate=4",
+        "pp=2,schedule=zb",
+        "dp=2,gossip=exp2",
+        "dp=2,local=4:0.5",
+    ],
+)
 def test_groups_of_equal_gpus_are_forecast_as_without_groups(tmp_path: Path, plan: str) -> None:
     found, whole = (
         on(tmp_path, ALIKE, plan),
@@ -173,3 +182,52 @@ def test_gossip_in_a_ring_crosses_the_slow_link(tmp_path: Path) -> None:
     nbytes = fast.memory_by_bytes["parameters"]
     assert slow.comm_us == pytest.approx(2 * nbytes / 1e7 * 1e6, rel=0.15)
     assert slow.iteration_us > fast.iteration_us
+
+
+def of_groups(rate: str, **counts: int) -> str:
+    """A cluster of these numbers of GPUs, by name, with eight samples each and equal links."""
+    listed = [f"{g}: {{gpu: {g}-sxm-80gb, count: {n}, rows: 8}}" for g, n in counts.items()]
+    links = [f"{{between: [{a}, {b}], bytes_per_s: {rate}}}" for a, b in combinations(counts, 2)]
+    return f"groups: {{{', '.join(listed)}}}\nlinks: [{', '.join(links)}]\n"
+
+
+@pytest.mark.parametrize(
+    ("counts", "plan", "sent"),
+    [
+        ((4, 4), "dp=8,gossip=exp2", (1 + 2 + 4) / 3),  # pairs over the link, 1, 2 and 4 ranks away
+        ((1, 2), "dp=3,gossip=exp2", 1),  # b to a from 1 away, a to b or b to a from 2 away
+        ((8, 8), "dp=16,gossip=exp2", 1),  # two nodes, of each rank an eighth
+        ((8, 8), "dp=16,gossip=ring", 2),
+        ((2, 2), "dp=4,local=1:0.5", 4 / 6),  # of six pairs four have one of each group
+        ((2, 2), "dp=4,local=2:0.75", 4 / 3 / 2),  # all threes do: 2 (3 - 1) / 3, every second step
+        ((2, 2), "dp=4,local=1:0.25", 0),
+    ],
+)
+def test_a_mean_round_crosses_the_link(
+    tmp_path: Path, counts: tuple[int, int], plan: str, sent: float
+) -> None:
+    """So many times the bytes of parameters at 1e7 bytes/s."""
+    text = of_groups("1e7", h100=counts[0], a100=counts[1])
+    found = on(tmp_path, text, plan)
+    us = found.memory_by_bytes["parameters"] / 1e7 * 1e6
+    assert found.comm_us / us == pytest.approx(sent, rel=0.02, abs=0.01)
+
+
+def test_a_round_lasts_as_its_slowest_participant(tmp_path: Path) -> None:
+    """Of six pairs of two H200, an H100 and an A100 one has no slower GPU than an H200.
+
+    In two more none is slower than the H100, three have the A100. Half of all samples are trained.
+    """
+
+    def asked(**counts: int) -> Forecast:
+        text = of_groups("1e18", **counts).replace("h200-sxm-80gb", "h200-sxm-141gb")
+        share = ":0.5" if len(counts) > 1 else ""
+        plan = f"dp={sum(counts.values())},local=1000000{share}"
+        return on(tmp_path, text, plan, "gpt2-small")
+
+    found = asked(h200=2, h100=1, a100=1)
+    alone = [asked(**{name: 2}).iteration_us for name in ("h200", "h100", "a100")]
+    assert alone == sorted(set(alone))
+    mean_us = (1 * alone[0] + 2 * alone[1] + 3 * alone[2]) / 6
+    assert found.iteration_us == pytest.approx(mean_us, rel=1e-4)
+    assert found.samples_per_s * found.iteration_us == pytest.approx(16 * 1e6)
