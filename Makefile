@@ -91,7 +91,7 @@ test: setup ## run the tests but for the slow ones (7 minutes on 2 cores)
 	$(PYTEST) -m "not slow and not pages"
 
 test-slow: setup ## run the slow tests: whole GPU campaigns on a stand-in, real plans and sweeps, learners on published rows (7 minutes)
-	$(PYTEST) -m slow
+	$(PYTEST) -m slow $$(grep -rl --include='test_*.py' mark.slow tests)
 
 test-pages: setup ## run the long commands that README and the docs show (4 minutes)
 	$(PYTEST) -m pages tests/test_code_blocks.py

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
-from servers import answering, free_port, page_at, until
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
@@ -90,6 +89,14 @@ def test_one_name_and_small(installed: Path) -> None:
     assert wheel.stat().st_size <= LARGEST_BYTES
 
 
+def test_the_start_page_of_the_ui_is_in_it(installed: Path) -> None:
+    """``tests/eval/test_tracking_ui.py`` opens it, and stops the UI."""
+    assert (packages(installed) / "itercast/eval/tracking/start_page.html").is_file()
+    (found,) = distributions(name="itercast", path=[str(packages(installed))])
+    (app,) = found.entry_points.select(group="mlflow.app")
+    assert (app.name, app.attr) == ("itercast", "create_app")
+
+
 def test_it_works_beside_a_users_modules_of_the_same_names(installed: Path, here: Path) -> None:
     command, python = str(installed / "bin/itercast"), str(installed / "bin/python")
     before = sorted(p.name for p in here.iterdir())
@@ -106,29 +113,3 @@ def test_it_works_beside_a_users_modules_of_the_same_names(installed: Path, here
     assert '"random"' in told
     left = {p.name for p in here.iterdir() if p.name != "__pycache__"} - set(before)
     assert left <= {"bundle", "mlflow.db", "mlartifacts"} and "bundle" in left
-
-
-def heed_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def test_the_ui_answers_and_stops(installed: Path, here: Path) -> None:
-    port = free_port()
-    words = [str(installed / "bin/itercast"), "ui", "--port", str(port)]
-    server = subprocess.Popen(
-        words,
-        cwd=here,
-        env=environment(here),
-        stdout=subprocess.PIPE,
-        preexec_fn=heed_interrupts,  # tests that a shell started in the background ignore them
-    )
-    try:
-        assert server.stdout is not None
-        assert f"127.0.0.1:{port}" in server.stdout.readline().decode()
-        answering(f"http://127.0.0.1:{port}/")
-        assert b"<html" in page_at(f"http://127.0.0.1:{port}/")
-        server.send_signal(signal.SIGINT)
-        until(lambda: server.poll() is not None, lambda: "it goes on")
-    finally:
-        server.kill()
-    assert server.wait() in (0, 128 + signal.SIGINT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,9 +26,16 @@ LEARNERS = {"blend": 4.2, "nearest": 9.9, "roofline": 40.0}
 pytestmark = pytest.mark.slow
 
 
+def heed_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+Server = tuple[subprocess.Popen[bytes], str]
+
+
 @pytest.fixture(scope="module")
-def address(empty_mlflow_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of ``itercast ui`` on a store with two families and three learners."""
+def server(empty_mlflow_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """``itercast ui`` on a store with two families and three learners, and its address."""
     folder = tmp_path_factory.mktemp("ui")
     (folder / "mlflow.db").write_bytes(empty_mlflow_store.read_bytes())
     with pytest.MonkeyPatch.context() as patch:
@@ -38,13 +46,24 @@ def address(empty_mlflow_store: Path, tmp_path_factory: pytest.TempPathFactory) 
     environment = {k: v for k, v in os.environ.items() if k != "MLFLOW_TRACKING_URI"}
     environment |= {"PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-m", "itercast", "ui", "--port", str(port)]
-    server = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE)
+    server = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        preexec_fn=heed_interrupts,  # tests that a shell started in the background ignore them
+    )
     try:
         answering(f"http://127.0.0.1:{port}/health")
-        yield f"http://127.0.0.1:{port}/"
+        yield server, f"http://127.0.0.1:{port}/"
     finally:
         server.terminate()
         server.wait()
+
+
+@pytest.fixture(scope="module")
+def address(server: Server) -> str:
+    return server[1]
 
 
 def fill() -> None:
@@ -126,3 +145,12 @@ def test_addresses_of_mlflow_lead_to_its_pages(driver: Any, address: str) -> Non
         "gemm · blend",
         "norm · nearest",
     )
+
+
+def test_the_ui_says_where_it_is_and_stops(server: Server) -> None:
+    """At Ctrl-C; the last test of this file."""
+    process, address = server
+    assert process.stdout is not None and address[:-1] in process.stdout.readline().decode()
+    process.send_signal(signal.SIGINT)
+    until(lambda: process.poll() is not None, lambda: "it goes on")
+    assert process.returncode in (0, 128 + signal.SIGINT)

@@ -18,7 +18,7 @@ from itercast.learners.train import Asked, Fits, Told, fit_in_turn, train
 from itercast.learners.unfinished import forget, resumed, unfinished
 
 ROOT = Path(__file__).parents[2]
-DATA, NAMES = ROOT / "datasets", ["pooling", "random"]
+DATA, NAMES = ROOT / "datasets", ["random", "pooling"]
 
 
 def content(folder: Path) -> dict[str, bytes]:

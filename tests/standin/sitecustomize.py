@@ -189,6 +189,10 @@ def make_products_short(module: Any) -> None:
     module.FACTS = {**module.FACTS, "seconds": 0.02, "mib": [1], "beside": 64}
 
 
+def make_rounds_few(module: Any) -> None:
+    module.ROUNDS = 2
+
+
 AFTER_IMPORT: dict[str, Callable[[Any], None]] = {
     "torch": stand_in_for_cuda,
     "itercast.microbench.sweep.gpu_chunks": make_chunks_short,
@@ -199,6 +203,7 @@ AFTER_IMPORT: dict[str, Callable[[Any], None]] = {
     "itercast.microbench.iterations.gpu_list": make_iterations_few,
     "itercast.microbench.iterations.measure": make_timing_short,
     "itercast.microbench.iterations.in_step": time_ops_on_the_host,
+    "itercast.extras.campaign.second": make_rounds_few,
     "itercast.extras.campaign.steady": make_products_short,
 }
 

@@ -1,13 +1,15 @@
-"""One rank of sharded DLRMs whose weights all ranks know: runs a step, saves what it computed."""
+"""Two ranks of sharded DLRMs whose weights both know: each runs a step, saves what it computed."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # once: each fork would import it
 import torch.distributed as dist
 
 from itercast.capture.base.yaml_text import made_of
@@ -57,13 +59,17 @@ def run_step(order: dict[str, Any], path: Path) -> None:
     )
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, rank: int) -> None:
     """Run every model of ``orders.json``, one after the other."""
-    dist.init_process_group("gloo")
+    group = f"file://{folder.absolute()}/group"
+    dist.init_process_group("gloo", init_method=group, rank=rank, world_size=2)
     for name, order in json.loads((folder / "orders.json").read_text()).items():
         run_step(order, folder / f"{name} {dist.get_rank()}.pt")
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    other = os.fork()  # it need not import torch again
+    main(Path(sys.argv[1]), int(other == 0))
+    if other:
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
