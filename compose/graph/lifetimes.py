@@ -150,6 +150,8 @@ def _kept(
             yield copy.storage, found[scaled.storage]
     elif weighted := _scaled(call):
         maker = makers.get(weighted.storage)
+        if maker and maker.op == COLLECTIVE:  # experts of other ranks
+            maker = makers.get(maker.args[0].storage)
         if maker and maker.op in EXPERT_PRODUCTS:
             yield weighted.storage, maker.args[0]
     elif call.op == PRODUCT and (normed := _weighted(call)):

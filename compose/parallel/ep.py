@@ -3,9 +3,10 @@
 Added: an all_to_all before and after the experts, in forward and in backward. Each rank holds
 1 / ep of the experts and computes the tokens that ep ranks route to them. ``ep=8:1.3`` states the
 imbalance, tokens of the busiest rank over the mean: that rank computes and sends so many times the
-tokens; 1 is balanced routing, as captured. With ``ep_once`` a token goes once to each node that has
-some of its experts (DeepEP, HybridEP), not to each of these. Memory: 1 / ep of the experts'
-parameters, gradients and optimizer state.
+tokens, and has memory for them; 1 is balanced routing, as captured. With ``ep_once`` a token goes
+once to each node that has some of its experts (DeepEP, HybridEP), not to each of these. Memory:
+1 / ep of the experts' parameters, gradients and optimizer state; buffers of what is sent and of
+what arrives (``with_buffers``).
 """
 
 from __future__ import annotations
@@ -23,7 +24,16 @@ from itercast.compose.graph.product_roles import (
     alias_weight_casts,
     weight_copies,
 )
-from itercast.compose.graph.rewrite import StepBuilder, collective, with_shape, with_tensors
+from itercast.compose.graph.rewrite import (
+    COLLECTIVE,
+    StepBuilder,
+    collective,
+    fresh_storages,
+    with_shape,
+    with_tensors,
+)
+
+DISPATCH, COMBINE = "dispatch", "combine"  # messages of tokens to experts, and of their results
 
 
 def expert_parallel(capture: StepCapture, plan: ParallelPlan) -> StepCapture:
@@ -40,16 +50,45 @@ def expert_parallel(capture: StepCapture, plan: ParallelPlan) -> StepCapture:
     before, after = _first_and_last_products(capture, weights)
     experts = next(iter(weights.values())).shape[0]
     routed = _routed(capture, experts, min(before)) if plan.ep_once else (0, 0)
-    made = StepBuilder(capture)
+    made, inside, tokens = StepBuilder(capture), set[int](), 0
     for i, call in enumerate(capture.calls):
         if i in before:
-            made.calls.append(_all_to_all(call.args[0], plan, call.phase, routed))
-        made.add(i, _local_call(call, plan, weights))
+            made.calls.append(_all_to_all(call.args[0], plan, call.phase, routed, DISPATCH))
+            inside, tokens = set[int](), call.args[0].shape[-2]
+        local = _local_call(call, plan, weights)
+        if tokens and (local is not call or inside & {t.storage for t in call.tensors()}):
+            inside |= {t.storage for t in call.outputs}
+            local = _between(call, tokens, plan) if local is call else local
+        made.add(i, local)
         if i in after:
-            made.calls.append(_all_to_all(call.outputs[0], plan, call.phase, routed))
+            made.calls.append(_all_to_all(call.outputs[0], plan, call.phase, routed, COMBINE))
+            tokens = 0
     return made.step(
         [_local_experts(p, plan) if p.storage in weights else p for p in capture.parameters]
     )
+
+
+def with_buffers(capture: StepCapture) -> StepCapture:
+    """Each message of tokens arrives in memory of its own, that of the busiest rank.
+
+    What is sent is there until then, as in torch's all_to_all_single and Megatron-LM's _AllToAll.
+    Experts read the tokens that arrived, which are saved for backward; all calls the results.
+    """
+    made, ids = StepBuilder(capture), fresh_storages(capture)
+    tokens, results = dict[int, int](), dict[int, int]()  # storages: sent -> arrived
+    for i, call in enumerate(capture.calls):
+        experts = call.op in EXPERT_PRODUCTS or call.op == COLLECTIVE
+        arrived = results | tokens if experts else results
+        there = {t for t in call.touched if t.storage in arrived}
+        call = with_tensors(call, {t: replace(t, storage=arrived[t.storage]) for t in there})
+        if call.op == COLLECTIVE and call.module in (DISPATCH, COMBINE):
+            sent, known = call.args[0], tokens if call.module == DISPATCH else results
+            known[sent.storage] = next(ids)
+            busiest = call.kwargs["scale"] if call.module == DISPATCH else 1.0
+            whole = _more(sent, sent.shape[-2], busiest)
+            call = replace(call, outputs=(replace(whole, storage=known[sent.storage]),))
+        made.add(i, call)
+    return made.step()
 
 
 def expert_weights(capture: StepCapture) -> dict[int, ParamSpec]:
@@ -87,6 +126,20 @@ def _local_call(call: OpCall, plan: ParallelPlan, weights: Mapping[int, ParamSpe
     for ends in call.args[2:]:
         change[ends] = replace(ends, shape=(ends.shape[0] // plan.ep,))
     return with_tensors(call, change)
+
+
+def _between(call: OpCall, tokens: int, plan: ParallelPlan) -> OpCall:
+    """A call between experts' products over the tokens of the busiest rank."""
+    if plan.imbalance == 1:
+        return call
+    return with_tensors(call, {t: _more(t, tokens, plan.imbalance) for t in call.touched})
+
+
+def _more(t: TensorSpec, tokens: int, times: float) -> TensorSpec:
+    """A tensor with a row for each token, of so many times the tokens."""
+    if t.shape[-2:-1] != (tokens,):
+        return t
+    return with_shape(t, (*t.shape[:-2], round(times * tokens), t.shape[-1]))
 
 
 def _share(t: TensorSpec, tokens: int | None, plan: ParallelPlan) -> TensorSpec:
@@ -136,5 +189,8 @@ def _routed(capture: StepCapture, experts: int, first: int) -> tuple[int, int]:
     return experts, max(1, round(rows.numel / rows.shape[-1] / tokens))
 
 
-def _all_to_all(t: TensorSpec, plan: ParallelPlan, phase: str, routed: tuple[int, int]) -> OpCall:
-    return collective("all_to_all", "ep", t, phase, scale=plan.imbalance, routed=routed)
+def _all_to_all(
+    t: TensorSpec, plan: ParallelPlan, phase: str, routed: tuple[int, int], name: str
+) -> OpCall:
+    sent = collective("all_to_all", "ep", t, phase, scale=plan.imbalance, routed=routed)
+    return replace(sent, module=name)

@@ -24,7 +24,7 @@ from itercast.compose.graph.lifetimes import input_bytes, read_instead, update_b
 from itercast.compose.graph.product_roles import LINEAR_PRODUCTS
 from itercast.compose.graph.rewrite import COLLECTIVE
 from itercast.compose.parallel.cp import context_parallel
-from itercast.compose.parallel.ep import expert_parallel
+from itercast.compose.parallel.ep import expert_parallel, with_buffers
 from itercast.compose.parallel.mixed_precision import IN_HALF, casts
 from itercast.compose.parallel.placement import Cluster
 from itercast.compose.parallel.tp import tensor_parallel
@@ -234,6 +234,7 @@ def _rank_graph(
         capture = added_keys()[name].step(capture, plan, value)
     capture = context_parallel(expert_parallel(capture, plan), plan)
     capture = tensor_parallel(capture, plan, summed=gpu.kind != "cpu")
+    capture = with_buffers(capture) if plan.ep > 1 else capture
     unfused = capture if gpu.kind == "cpu" else with_byte_masks(capture)
     capture = compressed(as_launched(unfused, gathered=gathered), plan)
     for dtype in sorted(_narrow(capture) - set(gpu.peak_flops_per_s)):

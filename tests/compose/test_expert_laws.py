@@ -6,11 +6,14 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 from drawn_plans import drawn
 from law_case import KIB, rank_for, run_of
 from plan_case import Flat
+from torch import nn
 
 from itercast.capture.plan import ParallelPlan
+from itercast.compose.capture_model import capture
 from itercast.compose.simulate.memory_plan import Sizes, memory, rank_memory
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.simulate.rank_program import RankProgram
@@ -131,3 +134,40 @@ def test_an_update_that_is_shared_out_covers_a_rank_s_own_experts(text: str, own
     wanted = sizes.dense.nbytes / 4 / rank.plan.dp + own * BLOCKS * EXPERTS / 4 / 4
     updates = {op.duration_us for op in program.run().updates}
     assert max(updates) == pytest.approx(wanted, rel=1e-3)
+
+
+class Lone(nn.Module):
+    """Four experts of 64 x 4 and 4 x 64, for 16 tokens each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        stacks = {"up": torch.zeros(4, 64, 4), "down": torch.zeros(4, 4, 64)}
+        self.blocks = nn.ModuleList([nn.ParameterDict(stacks)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        block = self.blocks[0]
+        return torch.bmm(torch.bmm(x, block["up"]), block["down"]).sum()
+
+
+@pytest.mark.parametrize(
+    ("text", "temporary"), [("", 1024 + 16384), ("ep=2", 32768), ("ep=2:2", 49152)]
+)
+def test_what_experts_send_is_there_until_it_arrived(text: str, temporary: int) -> None:
+    """Results of 64 tokens are 16,384 bytes, those between products 1,024.
+
+    They are most when the results go back: as sent and as arrived. A rank with twice the tokens
+    sends 32,768 bytes and receives 16,384, of its own tokens.
+    """
+    found = capture(Lone(), torch.zeros(4, 16, 64), mode="infer")
+    held = memory(rank_for(found, f"dp=2,{text}".strip(",")), "none")
+    assert held["activations"] + held["temporary"] == 4 * 16 * 64 * 4 + temporary  # the input
+
+
+def test_the_busiest_rank_saves_all_that_it_receives() -> None:
+    """Of 256 tokens more in a block: 96 numbers as arrived, 384 between products, twice."""
+    blocks = [
+        rank_for("moe", text).model.layers[1].layer for text in ("", "dp=4,ep=4", "dp=4,ep=4:2")
+    ]
+    alone, even, busiest = (x.saved_bytes for x in blocks)
+    assert even == alone
+    assert busiest - even == 256 * (96 + 384 + 384) * 4
