@@ -25,7 +25,7 @@ VALUES: dict[str, Sequence[str]] = {
     "accumulate": ("", "", "accumulate=2"),
     "recompute": ("", "", "recompute=full", "recompute=selective", "recompute=ops", BUDGET),
     "offload": ("", "", "", "offload=activations", "offload=optimizer"),
-    "exchange": ("", "", "", "", "cdp=2", "gossip=ring", "local=4", "compress=0.5"),
+    "exchange": ("", "", "", "", "cdp=2", "gossip=ring", "local=4", "local=4:0.5", "compress=0.5"),
     "coconet": ("", "", "", "", "coconet=split,reorder"),
 }
 
