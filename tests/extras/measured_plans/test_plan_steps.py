@@ -85,16 +85,15 @@ def test_stages_share_blocks_and_parameters() -> None:
 
 
 @pytest.mark.slow
-def test_every_kind_of_plan_runs_on_two_processes_once_each_round(tmp_path: Path) -> None:
+def test_every_kind_of_plan_runs_on_two_processes_once(tmp_path: Path) -> None:
     """Two processes have half of the threads each."""
     plans = ["dp=2,zero=3", "dp=2,zero=1,accumulate=2", "dp=2,compress=0.5", "tp=2"]
     plans += ["pp=2,micro=2", "dp=2,cdp=1", "dp=2,local=2,outer"]
     wanted = [Iteration(case="gpt-s", batch=2, seq=16, plan=plan) for plan in ["", *plans]]
     assert collect_iterations(tmp_path, "cpu", wanted, 0) == len(wanted)
     assert collect_iterations(tmp_path, "cpu", wanted, 0) == 0  # they are there
-    assert collect_iterations(tmp_path, "cpu", wanted[:1], 1) == 1
     rows = read_rows([tmp_path], "iteration")
-    assert sorted(rows["plan"]) == ["", "", *sorted(plans)]
+    assert sorted(rows["plan"]) == ["", *sorted(plans)]
     cores = os.cpu_count() or 1
     assert set(rows[rows["plan"] == ""]["threads"]) == {cores}
     assert set(rows[rows["plan"] != ""]["threads"]) == {max(1, cores // 2)}
