@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
@@ -40,9 +41,14 @@ def toy(name: str) -> Gpu:
     return Gpu(name=name, sm_count=8, peak_flops_per_s=peaks, hbm_bytes_per_s=1e12 * speed)
 
 
+def in_fp32() -> Iterator[gemm.Gemm]:
+    """The products that a CPU is swept for, but those in bf16."""
+    return (p for p in gemm.sweep() if p.dtype == "fp32")
+
+
 def measured(name: str, count: int, skip: int = 0) -> pd.DataFrame:
     """Rows of a GPU whose products take LAW times the roofline, with 2 % noise."""
-    rng, points = np.random.default_rng(len(name) + skip), islice(gemm.sweep(), skip, skip + count)
+    rng, points = np.random.default_rng(len(name) + skip), islice(in_fp32(), skip, skip + count)
     law = lambda p: LAW[name] * rng.lognormal(0, 0.02)  # noqa: E731
     return timed(points, law, toy(name), stack=f"s-{name}", timer="device")
 
