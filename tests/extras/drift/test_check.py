@@ -108,7 +108,7 @@ def test_too_few_rows_say_so(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_this_cpu_is_measured_and_judged(tmp_path: Path) -> None:
     """Whatever the verdict on a noisy machine: points of most families, a verdict, its code."""
-    found = CliRunner().invoke(app, ["check", "--budget", "15s", "--json"])
+    found = CliRunner().invoke(app, ["check", "--budget", "30s", "--json"])
     assert found.exit_code in (0, 1)
     told = json.loads(found.stdout)
     assert told["fits"] == (found.exit_code == 0)

@@ -23,12 +23,12 @@ COMMAND = (sys.executable, "-m", "itercast", "fleet")
 PLAN = """
 root: rows
 points: captured.json
-chunk: 12s
+chunk: 21s
 machines:
   one:
     gpu: cpu
     count: 2
-    minutes: 0.4
+    minutes: 0.7
     families: [norm, elementwise]
     python: {folder}/venv/bin/python
 """
