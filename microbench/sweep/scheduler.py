@@ -9,8 +9,10 @@ import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
+from itercast.capture.base.slow_imports import torch
 from itercast.capture.base.yaml_text import made_of
 from itercast.microbench import store
 from itercast.microbench.hardware.spec import Gpu
@@ -25,6 +27,7 @@ from itercast.microbench.sweep.rows import make_row
 
 RETEST_EVERY = 10  # points
 MIN_RETEST_AGE_FRAC = 0.3  # of the budget, between the two measurements
+SLOW_FLOPS = 2e8  # no assumption: a fifth of a second in the slowest layout of such products
 FIRST_COST_S = 0.01  # of a point, before one of its family was measured
 FIRST_COST_ON_DEMAND_S = 3.0
 Chosen = tuple[Family, Point, int]  # family, point, and how often the point was measured before
@@ -155,13 +158,24 @@ class Sweep:
 def space(name: str, captured: Path, gpu: Gpu | None, seed: int) -> Iterator[Point]:
     """Points of a family, captured and swept in turn; on a GPU with its sizes and dtypes."""
     if gpu is None or gpu.kind == "cpu":
-        return alternate(captured, name, families()[name].sweep(), seed)
+        known = families()[name]
+        return alternate(captured, name, known.sweep(), seed, partial(_quick, known))
     swept = on_gpu(name, grid(name, seed), gpu, seed)
 
     def as_called(points: Iterator[Point]) -> Iterator[Point]:
         return on_gpu(name, points, gpu, seed, captured=True)
 
     return alternate(captured, name, swept, seed, as_called)
+
+
+def _quick(family: Family, points: Iterator[Point]) -> Iterator[Point]:
+    """The points but long ones in 16 bits, where the CPU has no instructions for these."""
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return points
+    narrow = ("bf16", "fp16")
+    return (
+        p for p in points if getattr(p, "dtype", "") not in narrow or family.flops(p) <= SLOW_FLOPS
+    )
 
 
 def placed(point: Point, order: WorkerOrder) -> Point:

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from itercast.microbench.hardware.spec import load_gpu
+from itercast.microbench.ops.matrix.gemm import FAMILY as GEMM
+from itercast.microbench.ops.matrix.gemm import Gemm
 from itercast.microbench.ops.memory.elementwise import Elementwise
 from itercast.microbench.store import read_rows
 from itercast.microbench.sweep import scheduler as sweep_module
@@ -130,3 +132,12 @@ def test_random_models_of_all_kinds_can_be_made(device: str) -> None:
         with torch.device("meta"):
             assert list(model.build().parameters())
             assert model.inputs(model.batch, model.seq)
+
+
+def test_long_products_in_16_bits_are_left_out_of_slow_cpus() -> None:
+    """At 1 GFLOP/s a product of 2.1 GFLOPs takes two seconds, eight times over."""
+    sides = {"fp32": 1024, "bf16": 1024, "fp16": 256}
+    points = [Gemm(m=n, n=n, k=n, dtype=dtype) for dtype, n in sides.items()]
+    fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    found = list(sweep_module._quick(GEMM, iter(points)))
+    assert found == [p for p in points if fast or p.dtype != "bf16"]
