@@ -72,7 +72,7 @@ def sizes(question: Question, step: StepCapture, plan: ParallelPlan) -> Row:
     return {
         "batch": batch,
         "replicas": plan.dp,
-        "global_batch": batch * plan.dp,
+        "global_batch": batch * plan.participants,
         "microbatches": plan.microbatches,
         "seq": seq,
     }

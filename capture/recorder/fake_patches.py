@@ -297,11 +297,15 @@ def _number(tensor: Tensor, mode: Any) -> Tensor:
 def _alike(args: Args) -> bool:
     """Whether all lists of tensors are fake, of unknown floats, and of the same shapes."""
     lists = [a for a in args if isinstance(a, list) and a and isinstance(a[0], Tensor)]
-    shapes = [t.shape for t in lists[0]]
-    return all([t.shape for t in one] == shapes for one in lists) and all(
-        type(t) is FakeTensor and t.constant is None and t.is_floating_point()
-        for one in lists
-        for t in one
+    shapes = [[t.shape for t in one] for one in lists]
+    return (
+        len(lists) > 0
+        and shapes.count(shapes[0]) == len(shapes)
+        and all(
+            type(t) is FakeTensor and t.constant is None and t.is_floating_point()
+            for one in lists
+            for t in one
+        )
     )
 
 

@@ -88,7 +88,7 @@ def replicas(
     for i, group in zip(taking_part, groups, strict=True):
         crossed = crossings(job, ring, REDUCED, ("shard",), plan.tp)
         if plan.gossip:
-            sharers = plan.tp * group.count // plan.tp // peers.count(group)
+            sharers = group.count // peers.count(group)
             crossed += crossings(job, _pairs(peers, away), ("send_recv",), NEIGHBOURS, sharers)
         rank = job.rank(group, plan, split[i], *crossed)
         found.append(replace(rank, kin=share * group.count))

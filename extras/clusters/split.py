@@ -27,6 +27,7 @@ ALLOWED = (
     *("compress", "compress_tp", "compress_pp", "coconet", "local", "sampled", "outer"),
     *("gossip", "sends"),
 )
+MOST_GROUPS = 6  # whose every choice is simulated: 63 rounds
 T = TypeVar("T")
 
 
@@ -39,6 +40,9 @@ def forecast_job(job: Job, plan: ParallelPlan) -> Forecast:
         raise ValueError(f"{text}: {wrong} needs equal GPUs; allowed on a cluster: {known}")
     if plan.world_size != file.gpus:
         raise ValueError(f"{text} has {plan.world_size} ranks, {file.path} {file.gpus} GPUs")
+    if plan.sampled < 1 and len(file.groups) > MOST_GROUPS:
+        rule = f"participants are sampled of {MOST_GROUPS} groups at most"
+        raise ValueError(f"{text}: {rule}; {file.path} has {len(file.groups)}")
     each = plan.tp if plan.pp == 1 else plan.tp * plan.dp
     for group in file.groups:
         if group.count % each:

@@ -42,6 +42,13 @@ def cpu_name() -> str:
     return f"{slug(model)}-{cores()}c"
 
 
+def slow_dtypes() -> set[str]:
+    """Dtypes of 16 bits for which this CPU has no instructions that torch's products could use."""
+    known = {"bf16": "_is_mkldnn_bf16_supported", "fp16": "_is_mkldnn_fp16_supported"}
+    there = torch.backends.mkldnn.is_available()
+    return {d for d, asked in known.items() if not (there and getattr(torch.ops.mkldnn, asked)())}
+
+
 def last_cache_bytes() -> float:
     """Size of the largest CPU cache in bytes; an assumed size where the system states none."""
     sizes = []

@@ -12,9 +12,9 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
-from itercast.capture.base.slow_imports import torch
 from itercast.capture.base.yaml_text import made_of
 from itercast.microbench import store
+from itercast.microbench.hardware.machine import slow_dtypes
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops import families
 from itercast.microbench.ops.family import Family, Point
@@ -169,12 +169,10 @@ def space(name: str, captured: Path, gpu: Gpu | None, seed: int) -> Iterator[Poi
 
 
 def _quick(family: Family, points: Iterator[Point]) -> Iterator[Point]:
-    """The points but long ones in 16 bits, where the CPU has no instructions for these."""
-    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return points
-    narrow = ("bf16", "fp16")
+    """The points but long ones in a dtype of 16 bits for which this CPU has no instructions."""
+    slow = slow_dtypes()
     return (
-        p for p in points if getattr(p, "dtype", "") not in narrow or family.flops(p) <= SLOW_FLOPS
+        p for p in points if getattr(p, "dtype", "") not in slow or family.flops(p) <= SLOW_FLOPS
     )
 
 

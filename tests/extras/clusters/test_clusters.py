@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -231,3 +232,9 @@ def test_a_round_lasts_as_its_slowest_participant(tmp_path: Path) -> None:
     mean_us = (1 * alone[0] + 2 * alone[1] + 3 * alone[2]) / 6
     assert found.iteration_us == pytest.approx(mean_us, rel=1e-4)
     assert found.samples_per_s * found.iteration_us == pytest.approx(16 * 1e6)
+
+
+def test_participants_of_seven_groups_are_too_many_choices(tmp_path: Path) -> None:
+    text = re.sub(r"gpu: g\d", "gpu: h100", of_groups("1e18", **{f"g{n}": 1 for n in range(7)}))
+    with pytest.raises(ValueError, match=r"are sampled of 6 groups at most; .* has 7"):
+        on(tmp_path, text, "dp=7,local=2:0.5")
