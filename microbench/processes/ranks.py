@@ -73,7 +73,11 @@ def start_ranks(
 
 
 def join_process_group(device: str) -> tuple[int, int]:
-    """Join the process group that torchrun describes; returns (rank, world size)."""
+    """Join the process group that torchrun describes; returns (rank, world size).
+
+    Who joins calls ``dist.destroy_process_group`` at the end: gloo's threads that still run when a
+    process exits abort it now and then.
+    """
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo")

@@ -87,6 +87,7 @@ cores = VirtualCores(ranks=2)
 times = cores.times_s()
 assert list(times) == max_over_ranks(list(times)) and all(times)
 cores.settle()
+torch.distributed.destroy_process_group()
 """
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
     command = [sys.executable, *launch, sys.executable, "-c", program]
