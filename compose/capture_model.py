@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from itercast.capture.base.cache_folder import cache_folder, installed
+from itercast.capture.cases.external.adapters import Adapters
 from itercast.capture.cases.external.huggingface import hf_case
 from itercast.capture.cases.registry import EvalCase, case
 from itercast.capture.opcall import NARROW, StepCapture
 from itercast.capture.plan import ParallelPlan, micro_batch
 from itercast.capture.programs.trained.facts import Trained
 from itercast.capture.step import ALLOWED, StepSettings
+from itercast.compose.graph.quantised_weights import with_quantised_weights
 from itercast.compose.lengths import Lengths, lengths_of, with_lengths
 from itercast.compose.parallel.narrow import with_narrow_products
 from itercast.compose.parallel.positions import check_positions
@@ -126,7 +128,7 @@ def capture(
     attn: str = "sdpa",
     amp: bool = False,
     channels_last: bool = False,
-    lora: int = 0,
+    lora: str | int = "",
     whole: bool = False,
 ) -> StepCapture:
     """Capture one step of a model as op calls; nothing is run and no tensor is allocated.
@@ -142,7 +144,8 @@ def capture(
     runs under CUDA's autocast to ``dtype``. ``channels_last``: the model and its images are turned
     to that memory format (NHWC) first. Three of many equal layers of published cases and
     configurations are captured, unless ``whole``. ``optimizer``: that of ``optimizer_of`` where
-    none is named. ``lora``: rank of adapters on a frozen configuration's model.
+    none is named. ``lora``: rank of adapters on a frozen configuration's model, or what
+    ``itercast.capture.cases.external.adapters`` reads.
     """
     used = optimizer or optimizer_of(model)
     options: Row = {"mode": mode, "optimizer": used, "attn": attn, "amp": amp}
@@ -153,7 +156,8 @@ def capture(
     if isinstance(model, SizedModel):
         dtype = model.settings(options | {"dtype": dtype})["dtype"]
     settings = _settings(dtype or "fp32", **options)
-    if lora and not isinstance(model, Path):
+    adapters = Adapters.parse(lora)
+    if adapters and not isinstance(model, Path):
         raise ValueError("lora adapts the model of a Hugging Face configuration only")
     if isinstance(model, SizedModel):
         size = (batch or model.facts.batch, seq or model.facts.seq)
@@ -161,17 +165,21 @@ def capture(
     elif isinstance(model, str | Path):
         if inputs is not None or not isinstance(loss, str):
             raise ValueError(f"{str(model)!r} brings its own inputs and loss")
-        chosen = _case_of(model, settings, lora)
+        chosen = _case_of(model, settings, str(lora))
         shallow = not (whole or chosen.measured)
         step = capture_case(chosen, settings, batch, seq, shallow=shallow)
     else:
         keep_dtype = dtype is None and hasattr(model, "parameters")
         step = _capture_module(model, inputs, loss, settings, batch, seq, keep_dtype)
     check_positions(step)
+    if adapters and adapters.weights:
+        if dtype in NARROW:
+            raise ValueError(f"lora: weights in {adapters.weights} have no products in {dtype}")
+        step = with_quantised_weights(step, adapters.weights)
     return with_narrow_products(step, dtype) if dtype in NARROW else step
 
 
-def _case_of(model: str | Path, how: StepSettings, lora: int) -> EvalCase:
+def _case_of(model: str | Path, how: StepSettings, lora: str) -> EvalCase:
     """The case of a name or of a configuration."""
     if isinstance(model, str):
         return case(model)

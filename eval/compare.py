@@ -52,7 +52,7 @@ OPTIONAL |= {
     "attention_kernel": "",
     "amp": False,
     "stack": "",
-    "lora": 0,
+    "lora": "",
     "timing": SYNCHRONISED,  # as ``collect`` timed all steps before rows said so; importers say it
 }
 ASKED = ["gpu", "case", "batch", "seq", "plan", "mode", "loss", "optimizer", "dtype", "attn"]
@@ -232,7 +232,7 @@ def step_of(asked: Facts, plan: ParallelPlan) -> StepCapture:
     """
     model = model_of(asked)
     size = micro_size(model, plan, int(asked["batch"]), int(asked["seq"]))
-    options = {n: asked[n] for n in SETTINGS if n in asked} | {"lora": int(asked.get("lora", 0))}
+    options = {n: asked[n] for n in SETTINGS if n in asked} | {"lora": asked.get("lora", "")}
     step = with_engine(capture(model, **size, **options), str(asked.get("engine", "eager")))
     step = with_memory_format(step, str(asked.get("memory_format", "")))
     step = with_attention_kernel(step, str(asked.get("attention_kernel", "")))

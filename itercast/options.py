@@ -205,11 +205,12 @@ class Question:
     attn: Annotated[str, typer.Option(help="sdpa or eager")] = "sdpa"
     optimizer: Optimizer = ""
     lora: Annotated[
-        int,
+        str,
         typer.Option(
-            min=0, help="train LoRA adapters of this rank on --hf-config, its own weights frozen"
+            help="train LoRA adapters on --hf-config, its own weights frozen: their rank, or "
+            "rank=16,layers=all-linear,weights=nf4 (QLoRA)"
         ),
-    ] = 0
+    ] = ""
     channels_last: ChannelsLast = False
     plan: Annotated[str, typer.Option(help='parallel plan, e.g. "dp=2" or "dp=8,amp"')] = ""
     compiled: Annotated[bool, typer.Option("--compile", help="the model under torch.compile")] = (

@@ -155,7 +155,7 @@ def settings(asked: Facts) -> str:
     if asked.get("seq") or asked.get("attn") == "eager":
         parts.append(f"{asked.get('attn', 'sdpa')} attention")
     parts.append(launches(asked.get("compiled"), asked.get("cuda_graph")))
-    parts += [f"LoRA of rank {asked['lora']}"] if asked.get("lora") else []
+    parts += [f"LoRA {asked['lora']}"] if asked.get("lora") else []
     parts += ["channels last"] if asked.get("channels_last") else []
     parts += ["backward from the output"] if trained and asked.get("loss") == "none" else []
     return ", ".join(parts)

@@ -60,6 +60,8 @@ class _TensorParallel:
 
     def __init__(self, capture: StepCapture, plan: ParallelPlan, summed: bool) -> None:
         self.capture, self.plan, self.tp, self.summed = capture, plan, plan.tp, summed
+        if any(p.dtype == "uint8" for p in capture.parameters):
+            raise ValueError(f"plan {str(plan)!r}: tp does not cut weights in 4 bits (QLoRA)")
         self.copy_of = weight_copies(capture)
         self.roles = dict(_roles(capture, plan.expert_tp > 1))
         self.roles |= {s: self.roles[w] for s, w in self.copy_of.items() if w in self.roles}

@@ -16,6 +16,7 @@ from typing import Any
 from itercast.capture.base.remarks import remark
 from itercast.capture.base.slow_imports import torch
 from itercast.capture.cases.evalcase import EvalCase
+from itercast.capture.cases.external.adapters import Adapters
 from itercast.capture.cases.external.hf_inputs import make_inputs
 
 COUNTS = (  # settings that are 1 or more in every model that has them
@@ -76,18 +77,16 @@ def _kept(values: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in values.items() if k not in DROPPED}
 
 
-def hf_case(path: Path, *, mode: str, loss: str, attn: str, lora: int = 0) -> EvalCase:
+def hf_case(path: Path, *, mode: str, loss: str, attn: str, lora: str = "") -> EvalCase:
     """The case of the class ``architectures[0]``; the caller chooses batch and seq.
 
     Batches are full (``hf_inputs``): no padding or key-value cache, and no attention mask but that
-    of encoders with eager attention. The loss is the one that the model returns. ``lora``: rank of
-    adapters that alone are trained; 0: none.
+    of encoders with eager attention. The loss is the one that the model returns. ``lora``: the
+    adapters that alone are trained, as ``Adapters`` reads them; "": none.
     """
-    read = read_config(path)
-    if lora and (read.of_timm or lora < 0):
-        raise ValueError(
-            f"lora {lora} for {read.name}: allowed are ranks above 0, for models of transformers"
-        )
+    read, adapters = read_config(path), Adapters.parse(lora)
+    if adapters and read.of_timm:
+        raise ValueError(f"lora {lora} for {read.name}: adapts models of transformers only")
     if read.of_timm:
         from itercast.capture.cases.external.timm_config import timm_case  # needs torch
 
@@ -95,14 +94,14 @@ def hf_case(path: Path, *, mode: str, loss: str, attn: str, lora: int = 0) -> Ev
     labels = mode == "train" and loss == "default"
     return EvalCase(
         name=read.name,
-        build=lambda: build(read, attn, lora),
+        build=lambda: build(read, attn, adapters),
         inputs=lambda batch, seq: make_inputs(
             _model_class(read), _config(read), batch, seq, labels, masked=attn == "eager"
         ),
         loss=own_loss,
         batch=0,
         measured=False,
-        digest=f"{read.digest} lora {lora}" if lora else read.digest,
+        digest=f"{read.digest} lora {adapters}" if adapters else read.digest,
     )
 
 
@@ -157,8 +156,8 @@ def _check_counts(path: Path, values: dict[str, Any], other_names: Mapping[str, 
         raise ValueError(f"hf-config {str(path)!r}: {rule}, got {groups}")
 
 
-def build(read: HfConfig, attn: str, lora: int = 0) -> Any:
-    """Build the model with random weights in torch's default dtype; ``lora``: see ``hf_case``.
+def build(read: HfConfig, attn: str, adapters: Adapters | None = None) -> Any:
+    """Build the model with random weights in torch's default dtype; all frozen under ``adapters``.
 
     With ``attn`` sdpa transformers chooses: parts without SDPA, such as backbones of detectors, run
     eager attention. A remark is made if the whole model does.
@@ -170,11 +169,11 @@ def build(read: HfConfig, attn: str, lora: int = 0) -> Any:
     elif hasattr(config, "num_attention_heads") and not getattr(kind, "_supports_sdpa", False):
         remark(f"{read.architecture} has no sdpa attention in transformers: it is eager")
     model = _built(kind, config)
-    if not lora:
+    if not adapters:
         return model
     from itercast.capture.cases.external.lora import adapt  # lazy: names need no torch
 
-    return adapt(model, lora)
+    return adapt(model, adapters)
 
 
 def _built(kind: Any, config: Any) -> Any:

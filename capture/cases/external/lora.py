@@ -1,7 +1,7 @@
-"""LoRA (arXiv:2106.09685) on transformers models, as peft adapts them by default.
+"""LoRA (arXiv:2106.09685) on transformers models, as peft adapts them.
 
 All weights are frozen. Beside each adapted layer W x two small ones are trained: B A x, of RANK in
-the middle. They are kept in fp32, so where the base is in half precision x is cast before A, and
+the middle. peft keeps them in fp32, so where the base is in half precision x is cast before A, and
 the sum after B is cast back. No dropout.
 """
 
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from itercast.capture.base.assumptions import assumed
+from itercast.capture.cases.external.adapters import ALL_LINEAR, Adapters
+from itercast.capture.opcall import torch_dtype
 
 TARGETS: dict[str, list[str]] = assumed(__file__, "targets")
 
@@ -20,12 +22,12 @@ TARGETS: dict[str, list[str]] = assumed(__file__, "targets")
 class Adapted(nn.Module):
     """A frozen linear layer W with a trained low-rank adapter: two small layers, A and B."""
 
-    def __init__(self, base: Any, rank: int) -> None:
+    def __init__(self, base: Any, rank: int, dtype: torch.dtype) -> None:
         super().__init__()
         inputs, outputs = _sizes(base)
         self.base = base
-        self.down = nn.Linear(inputs, rank, bias=False, dtype=torch.float32)
-        self.up = nn.Linear(rank, outputs, bias=False, dtype=torch.float32)
+        self.down = nn.Linear(inputs, rank, bias=False, dtype=dtype)
+        self.up = nn.Linear(rank, outputs, bias=False, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns W x + 2 B A x; 2 is the scale that peft uses by default."""
@@ -34,29 +36,52 @@ class Adapted(nn.Module):
         return (y + 2.0 * beside).to(y.dtype)
 
 
-def adapt(model: Any, rank: int) -> Any:
-    """Freeze a transformers model and adapt the layers that peft takes by default.
+def adapt(model: Any, adapters: Adapters) -> Any:
+    """Freeze a transformers model and adapt the layers that are named, or that peft takes.
 
-    ValueError where no default is known, where the model has no such layers, and where a layer is
+    ValueError where peft knows no default, where the model has no such layers, and where a layer is
     narrower than the adapter.
     """
-    kind = str(getattr(model.config, "model_type", ""))
-    if kind not in TARGETS:
-        raise ValueError(f"lora: no default layers of model type {kind!r}; known: {list(TARGETS)}")
+    names = _adapted(model, adapters)
     model.requires_grad_(False)
-    found = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in TARGETS[kind]]
-    for name in found:
+    for name in names:
         parent, _, own = name.rpartition(".")
         owner = model.get_submodule(parent)
         width = min(getattr(owner, own).weight.shape)
-        if rank > width:
+        if adapters.rank > width:
             raise ValueError(
-                f"lora {rank}: {name} has a width of {width}, allowed are ranks up to it"
+                f"lora {adapters.rank}: {name} has a width of {width}, allowed are ranks up to it"
             )
-        setattr(owner, own, Adapted(getattr(owner, own), rank))
-    if not found:
-        raise ValueError(f"lora: this {kind!r} has no layers named {', '.join(TARGETS[kind])}")
+        dtype = torch_dtype(adapters.dtype)
+        setattr(owner, own, Adapted(getattr(owner, own), adapters.rank, dtype))
     return model
+
+
+def _adapted(model: Any, adapters: Adapters) -> list[str]:
+    """Names of the modules that get an adapter."""
+    kind = str(getattr(model.config, "model_type", ""))
+    linear = [name for name, module in model.named_modules() if _is_linear(module)]
+    layers = list(adapters.layers or TARGETS.get(kind, ()))
+    if not layers:
+        raise ValueError(
+            f"lora: no default layers of model type {kind!r}; known: {list(TARGETS)}. "
+            f"Others are named: rank={adapters.rank},layers={ALL_LINEAR}"
+        )
+    if layers == [ALL_LINEAR]:
+        head = model.get_output_embeddings()
+        found = [name for name in linear if model.get_submodule(name) is not head]
+    else:
+        found = [name for name in linear if name.rpartition(".")[2] in layers]
+    own = {name.rpartition(".")[2] for name in found}
+    if missing := [name for name in layers if name not in own | {ALL_LINEAR}]:
+        known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+        raise ValueError(f"lora: this {kind!r} has no linear layers named {missing[0]!r}; {known}")
+    return found
+
+
+def _is_linear(module: Any) -> bool:
+    """A linear layer, or GPT-2's."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 def _sizes(base: Any) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from itercast.microbench.store import Row
 
 TABLES = (".csv", ".csv.gz", ".parquet")
 TEXT = "problem_source"  # column whose text has several lines
-ITERATION_SIZES = ("batch", "seq", "world_size", "ranks_per_node", "lora", "rows", "cols")
+ITERATION_SIZES = ("batch", "seq", "world_size", "ranks_per_node", "rows", "cols")
 
 
 def importer(mapping: Path) -> Callable[[Path], Imported]:
