@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -21,51 +22,71 @@ from itercast.microbench.ops.memory.traffic import held_share
 # A freed block is reused for a tensor of at least 1 / this of the block's size.
 MAX_BLOCK_OVER_TENSOR: float = assumed(__file__, "max_block_over_tensor")
 MIB = 2.0**20
+HIT_FRAC = 0.5  # no assumption: a last cache takes less of the way to memory
 
 
 @cached_by_identity
-def cold_share(gpu: Gpu, ranks: int = 1) -> Callable[[float, float], float]:
+def cold_share(gpu: Gpu, ranks: int = 1) -> Callable[..., float]:
     """Returns which share of the difference between its warm and its cold row an op takes longer.
 
-    A function of the bytes touched since its data were last used, and of the bytes that it touches
-    itself: its warm row was measured in a loop, in which its own bytes lie between two uses. Of a
-    CPU's ``ranks``, which share its caches, each touches as many.
+    A function of the bytes touched since its data were last used, of the bytes that it touches
+    itself, and of the share of the data whose second use this is since they were in memory. Its
+    warm row was measured in a loop, in which its own bytes lie between two of many uses. Of a CPU's
+    ``ranks``, which share its caches, each touches as many.
 
     Interpolated in log(bytes) where the device states a measured curve; else what the last cache
     no longer holds (``held_share``).
     """
-    pairs = sorted((float(mib) * MIB, share) for mib, share in gpu.cold_share.items())
-    sizes, shares = np.log([s for s, _ in pairs]), [share for _, share in pairs]
 
-    @lru_cache(maxsize=2**16)
-    def lost(distance: float) -> float:
-        if not pairs:
-            return 1.0 - float(held_share(distance, gpu))
-        return float(np.interp(np.log(max(distance, 1.0)), sizes, shares))
+    def curve(stated: Mapping[str, float]) -> Callable[[float], float]:
+        pairs = sorted((float(mib) * MIB, share) for mib, share in stated.items())
+        sizes, shares = np.log([s for s, _ in pairs]), [share for _, share in pairs]
 
-    def share(distance: float, own_bytes: float) -> float:
-        warm = lost(own_bytes * ranks)
-        return max(0.0, lost(distance * ranks) - warm) / (1.0 - warm) if warm < 1.0 else 1.0
+        @lru_cache(maxsize=2**16)
+        def lost(distance: float) -> float:
+            if not pairs:
+                return 1.0 - float(held_share(distance, gpu))
+            return float(np.interp(np.log(max(distance, 1.0)), sizes, shares))
+
+        return lost
+
+    later, second_use = curve(gpu.cold_share), curve(gpu.cold_share_second or gpu.cold_share)
+
+    def share(distance: float, own_bytes: float, second: float = 0.0) -> float:
+        warm, away = later(own_bytes * ranks), distance * ranks
+        lost = later(away) + second * (second_use(away) - later(away))
+        return max(0.0, lost - warm) / (1.0 - warm) if warm < 1.0 else 1.0
 
     return share
+
+
+# When memory was last touched, as the bytes touched until then, and the share of it that came from
+# beyond the caches then.
+Use = tuple[float, float]
+NEVER: Use = (-math.inf, 0.0)
+
+
+def from_memory(lost: float) -> float:
+    """The share of data that came from memory, by how cold they were: 0 up to ``HIT_FRAC``."""
+    return max(0.0, lost - HIT_FRAC) / (1 - HIT_FRAC)
 
 
 class _Allocator:
     """Freed memory blocks of a caching allocator, reused by best fit."""
 
     def __init__(self) -> None:
-        self.free: list[tuple[int, float]] = []  # (bytes, clock when last touched), by bytes
+        self.free: list[tuple[int, Use]] = []  # (bytes, last use), by bytes
 
-    def allocate(self, nbytes: int) -> float:
-        """Takes a block; returns the clock when it was last touched, -inf for fresh memory."""
-        index = bisect_left(self.free, (nbytes, -float("inf")))
+    def allocate(self, nbytes: int) -> Use:
+        """Takes a block; returns its last use."""
+        index = bisect_left(self.free, (nbytes, NEVER))
         if index < len(self.free) and self.free[index][0] <= MAX_BLOCK_OVER_TENSOR * nbytes:
             return self.free.pop(index)[1]
-        return -float("inf")
+        return NEVER
 
-    def release(self, nbytes: int, touched: float) -> None:
+    def release(self, nbytes: int, use: Use) -> None:
         """Gives a block back after its tensor's last use."""
-        insort(self.free, (nbytes, touched))
+        insort(self.free, (nbytes, use))
 
 
 def cold_fractions(capture: StepCapture, gpu: Gpu, ranks: int = 1) -> list[float]:
@@ -73,6 +94,7 @@ def cold_fractions(capture: StepCapture, gpu: Gpu, ranks: int = 1) -> list[float
 
     ``ranks``: processes of the plan that run on this CPU, each with such a step.
 
+    Some caches keep what is used a second time: data that came from memory are cold again sooner.
     The reuse distance of a tensor is the bytes that all calls touched since its memory was last
     touched, in the steady state: two identical steps in a row, of which the second is reported. A
     tensor made within the step takes a freed block and frees it after its last use; a tensor that
@@ -86,29 +108,30 @@ def cold_fractions(capture: StepCapture, gpu: Gpu, ranks: int = 1) -> list[float
     if not is_on("cache_reuse"):
         return [1.0] * len(capture.calls)
     share, allocator = cold_share(gpu, ranks), _Allocator()
-    touched: dict[int, float] = {}  # storage -> clock of its last use
+    used: dict[int, Use] = {}  # storage -> its last use
     clock = 0.0  # bytes touched so far
     result = [0.0] * len(capture.calls)
-    on_cpu, never = gpu.kind == "cpu", -float("inf")
+    on_cpu = gpu.kind == "cpu"
     touching, order = list(_touching(capture.calls)), launch_order(capture.calls)
     for lap in range(2):
         for number in order:
             total, tensors = touching[number]
             cold = 0.0
             middle = clock + total / 2 if on_cpu else clock
+            at = middle if on_cpu else clock + total
             for storage, nbytes, makes, _ in tensors:
                 if makes:
-                    touched[storage] = allocator.allocate(nbytes)
-                if lap:
-                    cold += nbytes * share(middle - touched.get(storage, never), total)
+                    used[storage] = allocator.allocate(nbytes)
+                last, second = used.get(storage, NEVER)
+                cold += nbytes * share(middle - last, total, second)
+                known = lap or last > -math.inf  # else what the step before did is not
+                used[storage] = at, from_memory(share(middle - last, 0.0)) if known else 0.0
             if lap:
                 result[number] += cold / total if total else 0.0
             clock += total
-            at = middle if on_cpu else clock
             for storage, nbytes, _, frees in tensors:
-                touched[storage] = at
                 if frees:
-                    allocator.release(nbytes, at)
+                    allocator.release(nbytes, used[storage])
     times = Counter(order)
     return [total / max(1, times[number]) for number, total in enumerate(result)]
 

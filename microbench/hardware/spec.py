@@ -58,6 +58,8 @@ class Gpu:
     - ``link_joins``: GPUs that the fast link joins; 2 for a bridge, 0 for all GPUs of a node.
     - ``cold_share``: (t - t_warm) / (t_cold - t_warm), 0 to 1, of a small op, by MiB that are
       touched between two uses of its data; empty where it was not measured.
+    - ``cold_share_second``: the same of the second use of data that were in memory before; empty
+      where it is as that of later uses.
     - ``contention``: while a message and compute overlap, both run at 1/contention of their speed;
       0 where it was not measured.
     """
@@ -79,6 +81,7 @@ class Gpu:
     link_joins: int = 0
     pcie_bytes_per_s: float = 0.0
     cold_share: Mapping[str, float] = field(default_factory=dict)
+    cold_share_second: Mapping[str, float] = field(default_factory=dict)
     contention: float = 0.0
 
     def __hash__(self) -> int:

@@ -72,6 +72,23 @@ def test_a_measured_curve_is_followed_between_its_points() -> None:
     assert cold_share(replace(CHIP, cold_share=curve), 2)(4 * mib, 2 * mib) == pytest.approx(0.5)
 
 
+def test_a_second_use_of_what_was_in_memory_has_a_curve_of_its_own() -> None:
+    """Caches that keep what is used twice: 2 MiB after its first use half is gone, later a quarter.
+
+    x is used twice in a step, with 2 MiB between and 32 MiB, beyond all caches, behind.
+    """
+    mib = 2**20 // 4
+    x, z, y = tensor(0, mib), tensor(1, 2 * mib), tensor(2, 32 * mib)
+    step = StepCapture(calls=tuple(call([t], t) for t in (x, z, x, y)))
+    chip = replace(CHIP, cold_share={"1": 0.0, "4": 0.5, "16": 1.0})
+    twice = replace(chip, cold_share_second={"1": 0.0, "4": 1.0})
+    assert [cold_fractions(step, c)[2] for c in (chip, twice)] == pytest.approx([0.25, 0.5])
+    assert cold_fractions(step, chip)[0] == cold_fractions(step, twice)[0] == 1.0
+    # without the 32 MiB the cache keeps x from step to step: no use is the first one
+    short = StepCapture(calls=step.calls[:3])
+    assert cold_fractions(short, twice) == cold_fractions(short, chip)
+
+
 def test_ranks_that_share_a_cpu_find_less_in_its_cache(gpt: StepCapture) -> None:
     """No op is warmer beside a second rank, some are colder; GPUs have a cache each."""
     cpu = replace(CHIP, kind="cpu", l2_bytes=2e6)

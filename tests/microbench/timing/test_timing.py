@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from itercast.microbench.hardware import machine
 from itercast.microbench.hardware.machine import shares_of
 from itercast.microbench.ops.family import Workload
 from itercast.microbench.timing.clock import Anchor, CallCost, Clock, clock_of, time_warm_cpu
@@ -91,6 +92,30 @@ def test_a_lap_that_others_disturbed_does_not_tell_when_data_leave_the_cache() -
     disturbed, other = [1.0, 4.0, 3.0, 5.0, 5.0, 40.0], [9.0, 1.0, 3.0, 5.0, 20.0, 5.0]
     assert shares_of([quiet, disturbed, other]) == [0.0, 0.0, 0.5, 1.0, 1.0, 1.0]
     assert shares_of([[1.0, 1.5, 1.2, 2.0, 3.0, 3.5]]) == [0.0, 0.25, 0.25, 0.5, 1.0, 1.0]
+
+
+def test_second_uses_are_timed_of_data_that_were_not_used_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An add of 1/8 MiB in laps of one, two and four: each place twice, then the next places."""
+    places: list[int] = []
+    add = torch.add
+
+    def noted(x: torch.Tensor, y: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        places.append(x.data_ptr())
+        return add(x, y, out=out)
+
+    monkeypatch.setattr(machine, "TOUCHED_MIB", (0.125, 0.25, 0.5))
+    monkeypatch.setattr(machine, "COLD_LAPS_MIB", 0.5)
+    monkeypatch.setattr(machine, "COLD_ROUNDS", 1)
+    monkeypatch.setattr(torch, "add", noted)
+    again, second = machine.measure_cold_shares()
+    assert list(again) == list(second) == ["0.125", "0.25", "0.5"]
+    seconds = places[-24:]  # eight of each size
+    one, two, four = seconds[:8], seconds[8:16], seconds[16:]
+    assert one[::2] == one[1::2] and len(set(one)) == 4
+    assert [two[:2], two[4:6]] == [two[2:4], two[6:]] and len(set(two)) == 4
+    assert four[:4] == four[4:] and len(set(four)) == 4
 
 
 def test_the_result_of_a_timed_op_does_not_get_the_memory_that_its_twin_just_used() -> None:
