@@ -266,7 +266,7 @@ FAMILY = Family(
         "aten.mkldnn_rnn_layer_backward.default": from_layer,
         CALL: lambda call: Recurrent(**call.kwargs),
     },
-    weight=0.8,
+    weight=1.6,
     gpu_sweep=GpuSweep(
         variant=_on_gpus,
         resize=resize_along({"batch": MAX_BATCH, "steps": 512}),
