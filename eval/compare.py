@@ -30,7 +30,7 @@ from itercast.eval.iteration_parts import parts_us
 from itercast.eval.progress import progress_bar
 from itercast.eval.ranking import ranking_lines
 from itercast.eval.results import CaseResult, in_words, records, totals
-from itercast.eval.tables import output
+from itercast.eval.tables import beside_output
 from itercast.learners.bundle import Bundle
 from itercast.learners.features.machine_speed import iterations_at_reference_us
 from itercast.learners.models.compared import BLEND
@@ -88,7 +88,9 @@ def stated_rows(rows: pd.DataFrame) -> pd.DataFrame:
     if "hf_config" in rows:
         known |= rows["hf_config"].notna()
     if (~known).any():
-        output().print(f"{(~known).sum()} rows left out: no case and no configuration of that name")
+        beside_output().print(
+            f"{(~known).sum()} rows left out: no case and no configuration of that name"
+        )
     rows = rows[known].copy()
     for c, default in OPTIONAL.items():
         rows[c] = rows[c].where(rows[c].notna(), default) if c in rows else default
@@ -120,7 +122,7 @@ def compare_all(
             except ValueError as exc:
                 refused[str(exc)] += 1
     for reason, count in refused.most_common():
-        output().print(f"{count} not forecast: {reason}")
+        beside_output().print(f"{count} not forecast: {reason}")
     return results
 
 

@@ -19,6 +19,11 @@ def output() -> Console:
     return Console(width=None if wraps else WIDE)
 
 
+def beside_output() -> Console:
+    """Where is said what is left out: not among the answer, which may be one JSON object."""
+    return Console(stderr=True, width=None if sys.stderr.isatty() else WIDE)
+
+
 def print_tables(*tables: Table) -> None:
     """Print tables; where one is too wide its texts go on in the next line, numbers never do.
 

@@ -28,7 +28,7 @@ from itercast.eval.compare import ASKED, step_of
 from itercast.eval.iteration_parts import PARTS, parts_us
 from itercast.eval.progress import progress_bar
 from itercast.eval.results import COVERAGE, records
-from itercast.eval.tables import output
+from itercast.eval.tables import beside_output
 from itercast.extras.processes import processes
 from itercast.extras.published.lines import LineResult, ModelLine, Rows, model_lines
 from itercast.extras.published.readers import node_sums_us, read_iterations
@@ -109,7 +109,7 @@ def add_forecasts(rows: Rows, bundle: Path, known: dict[object, Answer], pool: E
         known.update(zip(new, tracked, strict=True))
     found = [known[k] for k in keys]
     for reason, count in Counter(f for f in found if isinstance(f, str)).most_common():
-        output().print(f"{count} not forecast: {reason}")
+        beside_output().print(f"{count} not forecast: {reason}")
     good = [not isinstance(f, str) for f in found]
     columns = [*MEASURED, *INTERVAL, ASSUMED, *PARTS]
     forecasts = pd.DataFrame([f for f in found if not isinstance(f, str)], columns=columns)

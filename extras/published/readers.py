@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from itercast.eval.compare import stated_rows
-from itercast.eval.tables import output
+from itercast.eval.tables import beside_output
 from itercast.extras.published.mapped.reader import importer
 from itercast.extras.published.sources import iterations, op_tables
 from itercast.microbench.hardware.spec import Gpu, load_gpu
@@ -45,11 +45,11 @@ def read_iterations(public: Path, folder: str) -> pd.DataFrame | None:
     How many rows the importer left out is printed by reason.
     """
     if not (public / folder).is_dir():
-        output().print(f"no folder {str(public / folder)!r}: its lines are left out")
+        beside_output().print(f"no folder {str(public / folder)!r}: its lines are left out")
         return None
     found = read_source(reader_of(folder), public / folder, Hints())
     for reason, count in sorted(found.dropped.items(), key=lambda item: -item[1]):
-        output().print(f"{folder}: {count} rows not imported: {reason}")
+        beside_output().print(f"{folder}: {count} rows not imported: {reason}")
     rows = found.rows["iteration"]
     rows = rows[rows["status"] == "ok"].reset_index(drop=True)
     return rows if set(rows["builder"]) & set(BUILDERS) else stated_rows(rows)

@@ -22,7 +22,7 @@ TARGETS: dict[str, list[str]] = assumed(__file__, "targets")
 class Adapted(nn.Module):
     """A frozen linear layer W with a trained low-rank adapter: two small layers, A and B."""
 
-    def __init__(self, base: Any, rank: int, dtype: torch.dtype) -> None:
+    def __init__(self, base: Any, rank: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         inputs, outputs = _sizes(base)
         self.base = base
