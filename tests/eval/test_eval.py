@@ -13,7 +13,7 @@ from rich.console import Console
 
 from itercast.capture.cases.registry import case as named
 from itercast.capture.programs.program import HOST
-from itercast.eval.compare import quiet_rounds, results_table
+from itercast.eval.compare import quiet_rounds, results_table, stated_rows
 from itercast.eval.ranking import (
     choices,
     ranking_lines,
@@ -185,3 +185,11 @@ def test_a_hand_written_ring_is_captured_on_every_rank() -> None:
     assert list(program.ranks) == [0, 1]
     steps = [[c.args[0] for c in r.calls if c.op == HOST] for r in program.ranks.values()]
     assert "adamw_step" not in steps[0] and "adamw_step" in steps[1]  # the last one updates
+
+
+def test_what_is_left_out_is_said_beside_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    """--json prints one object: the rows that no case explains are counted elsewhere."""
+    rows = pd.DataFrame({"case": ["gpt-s", "no-such-case"], "plan": ["", ""], "batch": [2, 2]})
+    assert list(stated_rows(rows)["case"]) == ["gpt-s"]
+    said = capsys.readouterr()
+    assert (said.out, "1 rows left out" in said.err) == ("", True)
