@@ -12,9 +12,8 @@ from unittest.mock import patch
 import torch
 from torch.utils._pytree import tree_leaves
 
+from itercast.capture.programs.library_kernels import FUSED
 from itercast.capture.programs.log import ProgramLog
-
-FUSED = "itercast.fused"  # a kernel that passes over tensors
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from itertools import count
 from traceback import StackSummary, extract_stack
 from typing import Any
@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from itercast.capture.opcall import OpCall
 from itercast.capture.programs.collectives import CollectiveCall, collective_of, is_collective
 from itercast.capture.programs.gpus.devices import GpuMemory
+from itercast.capture.programs.library_kernels import as_of_torch, by_name
 from itercast.capture.programs.packed import attend_nested
 from itercast.capture.programs.program import (
     COLLECTIVE,
@@ -48,8 +49,6 @@ EFFICIENT = torch.ops.aten._scaled_dot_product_efficient_attention.default
 EFFICIENT_BACKWARD = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
 FUSED_ATTENTION = (FLASH, FLASH_BACKWARD, EFFICIENT, EFFICIENT_BACKWARD)
 TORCHS = ("aten", "prim", "prims", "c10d", "_c10d_functional", "fsdp", "profiler", "quantized")
-QKV = (("q", "k", "v"), ("query", "key", "value"))  # names of arguments
-GRADIENTS = ("dout", "dO", "do", "grad", "grad_out", "grad_output")
 SELECTIVE = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
 EAGER_PYTHON = ("module_call", "view_op", "autograd_node")  # host events of ops run one by one
 LOSS = (torch.ops.aten._log_softmax.default,)  # of logits cut by vocabulary
@@ -213,7 +212,7 @@ class ProgramLog(OpLog):
         kwargs = kwargs or {}
         if func.namespace == "fsdp":
             return self._copied(func, args, kwargs)
-        others = func.namespace not in TORCHS and attends(func)
+        others = None if func.namespace in TORCHS else as_of_torch(func)
         if not is_collective(func) and func not in FUSED_ATTENTION and not others:
             views = self.host["view_op"]
             output = super().__torch_dispatch__(func, types, args, kwargs)
@@ -222,9 +221,8 @@ class ProgramLog(OpLog):
             return output
         output = func(*args, **kwargs)
         if others:
-            log_others_attention(self, func, args, kwargs, output)
-            guess = f"attention in {func.namespace}'s kernels takes the time of torch's own"
-            self.guesses.setdefault(guess, extract_stack())
+            guess = others(self, by_name(func, args, kwargs), output)
+            self.guesses.setdefault(guess.format(func.namespace), extract_stack())
             return output
         if func in FUSED_ATTENTION:
             log_attention(self, func, args, kwargs, output)
@@ -334,7 +332,7 @@ class ShardedAttention(WholeAttention):
 
 def log_attention(log: OpLog, func: Any, args: Any, kwargs: Any, output: Any) -> None:
     """Log a call of a fused kernel as attention by any other is logged."""
-    given = _named(func, args, kwargs)
+    given = by_name(func, args, kwargs)
     grouped = given["query"].shape[1] != given["key"].shape[1]
     options = {"is_causal": bool(given.get("is_causal", False)), "enable_gqa": grouped}
     options |= {"dropout_p": float(given.get("dropout_p", 0.0)), "masked": False}
@@ -343,45 +341,3 @@ def log_attention(log: OpLog, func: Any, args: Any, kwargs: Any, output: Any) ->
         log.add("itercast.sdpa", read, options, output[0])
     else:
         log.add("itercast.sdpa_backward", (args[0], *read), options, list(output[:3]))
-
-
-def _named(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """An op's arguments by name."""
-    names = (a.name for a in func._schema.arguments)
-    return {**dict(zip(names, args, strict=False)), **kwargs}
-
-
-@cache
-def attends(func: Any) -> bool:
-    """Whether an op has queries, keys and values, as those of flash-attn and xformers."""
-    names = {a.name for a in func._schema.arguments}
-    return any(names.issuperset(three) for three in QKV)
-
-
-def log_others_attention(log: OpLog, func: Any, args: Any, kwargs: Any, output: Any) -> None:
-    """Log a kernel of another library as attention of torch's.
-
-    Its tensors are (batch, length, heads, width), or (tokens, heads, width) of sequences that
-    ``cu_seqlens`` count, which are taken to be of mean length.
-    """
-    given = _named(func, args, kwargs)
-    three = next(names for names in QKV if names[0] in given)
-    starts = [x for name, x in given.items() if name.startswith("cu_seqlens") and x is not None]
-    count = max(1, starts[0].numel() - 1) if starts else 1
-
-    def laid(tensor: Any) -> Any:
-        if tensor.dim() == 3:
-            whole = tensor.shape[0] // count * count
-            tensor = tensor[:whole].unflatten(0, (count, -1))
-        return tensor.transpose(1, 2)
-
-    read = tuple(laid(given[name]) for name in three)
-    causal = given.get("causal", given.get("is_causal", False))
-    options = {"is_causal": bool(causal), "enable_gqa": read[0].shape[1] != read[1].shape[1]}
-    options |= {"dropout_p": float(given.get("dropout_p") or 0.0), "masked": False}
-    made = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor)]
-    gradient = next((x for name, x in given.items() if name in GRADIENTS), None)
-    if gradient is None:
-        log.add("itercast.sdpa", read, options, laid(made[0]))
-    else:
-        log.add("itercast.sdpa_backward", (laid(gradient), *read), options, list(read))

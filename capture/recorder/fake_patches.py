@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from itercast.capture.opcall import Args, Argument, Kwargs
 from itercast.capture.recorder.attention import flex_as_sdpa
 from itercast.capture.recorder.fake import fake_tensor
+from itercast.capture.recorder.fake_subclasses import make_subclass
 
 WARNS = "warn_if_padding_and_no_attention_mask"
 
@@ -190,6 +191,7 @@ def behave_like_real_tensors() -> Iterator[None]:
         patch.object(FakeTensor, "data_ptr", _address),
         patch.object(torch.UntypedStorage, "data_ptr", _storage_address),
         patch.object(FakeTensor, "__format__", _format),
+        patch.object(Tensor, "_make_subclass", staticmethod(make_subclass)),
         patch.object(Tensor, "__deepcopy__", _copied),
         patch.object(FakeTensor, "__deepcopy__", _deepcopy),
         patch.object(FakeTensor, "__reduce_ex__", _pickled),

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -36,7 +37,8 @@ from itercast.microbench.store import Facts
 MODULE = "itercast.capture.programs.script"
 POLL_S, MEMORY_S = 0.1, 1.0  # no assumption: seconds between looks at a file, at memory
 LAST_BYTES = 1 << 16  # of what a script wrote, among which is what it does
-ERROR = re.compile(r"[\w.]*(Error|Exception): ")  # begins the last line of a traceback
+# Begins the last line of a traceback, in C++ too.
+ERROR = re.compile(r"[\w.]*(Error|Exception): |what\(\): ")
 OURS = "itercast: "  # begins our lines among the script's
 MOST_MEMORY = 0.5  # of this machine's, for a script and what it starts
 
@@ -268,9 +270,11 @@ def _reason(said: IO[bytes], code: int, script: Path) -> str:
     lines = [line for line in said.read().decode(errors="replace").splitlines() if line.strip()]
     ours = [line.removeprefix(OURS) for line in lines if line.startswith(OURS)]
     others = [line.strip() for line in lines if not line.startswith((OURS, DOING))]
+    said_last = ([line for line in others if ERROR.match(line)] or others)[-1:]
     if not ours:
-        return (others or [f"{script.name} ended with {code}"])[-1]
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with {code}"
+        return ": ".join([f"{script.name} ended {how}", *said_last])
     by_itself = f"{script.name} exits" in ours[-1] and others
     if not by_itself:
         return ours[-1]
-    return f"{ours[-1]}: {([line for line in others if ERROR.match(line)] or others)[-1]}"
+    return f"{ours[-1]}: {said_last[0]}"

@@ -388,7 +388,7 @@ def test_modules_are_found_beside_the_script_alone(
     ("text", "message"),
     [
         ("import os; os._exit(0)", "train.py: no program was captured"),
-        ("import os; os.kill(os.getpid(), 11)", "train.py ended with -11"),
+        ("import os; os.kill(os.getpid(), 11)", "train.py ended by SIGSEGV"),
         (
             "import os, time, torch\nclass Slow(torch.utils.data.Dataset):\n"
             "    def __len__(self): return 9\n"

@@ -111,6 +111,13 @@ def tensors_on_gpus(local_rank: int, memory: GpuMemory) -> Iterator[None]:
         named = isinstance(made, str) and memory.holds(tensor)
         return f"torch.cuda.{made.rpartition('.')[2]}" if named else made
 
+    make = FakeTensor.__new__
+
+    def made_there(cls: Any, mode: Any, elem: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
+        """What a library's own op makes on the device of its arguments, below ``OnCpu``."""
+        made = make(cls, mode, elem, _on_cpu(device), *args, **kwargs)
+        return made if _on_cpu(device) is device else memory.put(made)
+
     own: Any = vars(FakeTensor)["device"]
     answers: dict[str, Any] = {
         "device": read(AS_IT_IS),
@@ -125,6 +132,7 @@ def tensors_on_gpus(local_rank: int, memory: GpuMemory) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.multiple(torch.Tensor, create=True, **answers))
         stack.enter_context(patch.object(FakeTensor, "device", read(own.__get__)))
+        stack.enter_context(patch.object(FakeTensor, "__new__", made_there))
         stack.enter_context(patch.object(torch.nn.Module, "cuda", all_to_gpu))
         stack.enter_context(patch.object(torch, "Generator", GeneratorOnCpu))
         stack.enter_context(patch.object(torch._C._nn, "_parse_to", _parse_to))

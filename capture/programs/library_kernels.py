@@ -1,0 +1,90 @@
+"""Kernels of other libraries that are logged as torch's own: attention, and weights in 4 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from itercast.capture.recorder.log import OpLog
+
+QKV = (("q", "k", "v"), ("query", "key", "value"))  # names of arguments
+GRADIENTS = ("dout", "dO", "do", "grad", "grad_out", "grad_output")
+FUSED = "itercast.fused"  # a kernel that passes over tensors
+ATTENTION = "attention in {}'s kernels takes the time of torch's own"
+QUANTISED = "kernels of {} pass once over weights in 4 bits, products are torch's"
+# Logs a call by the names of its arguments and its result; returns what was guessed.
+Logged = Callable[[OpLog, Mapping[str, Any], Any], str]
+
+
+@cache
+def as_of_torch(func: Any) -> Logged | None:
+    """What logs an op of a library as ops of torch; None of one that nothing is known of."""
+    if func.namespace == "bitsandbytes":
+        return log_product if func.__name__.startswith("gemm_4bit") else log_pass
+    names = {a.name for a in func._schema.arguments}
+    return log_attention if any(names.issuperset(three) for three in QKV) else None
+
+
+def by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """An op's arguments by name."""
+    names = (a.name for a in func._schema.arguments)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def log_pass(log: OpLog, given: Mapping[str, Any], output: Any) -> str:
+    """Log bitsandbytes' casts to and from blocks of 4 or 8 bits: each reads and writes all once."""
+    read, made = (
+        tuple(x for x in tree_leaves(values) if isinstance(x, torch.Tensor))
+        for values in (given, output)
+    )
+    numel = max((t.numel() for t in (*read, *made)), default=0)
+    log.add(FUSED, read, {"ops": 2, "numel": numel}, made)
+    return QUANTISED
+
+
+def log_product(log: OpLog, given: Mapping[str, Any], output: Any) -> str:
+    """Log a product by a matrix in 4 bits: the matrix is made whole, then multiplied.
+
+    So bitsandbytes (0.50, backends/cuda/ops.py) does with more than 1,536 rows, as in training.
+    """
+    x, rows = given["A"], list(given["shapeB"])
+    whole = torch.empty(rows, dtype=x.dtype, device=x.device)
+    log_pass(log, {n: v for n, v in given.items() if n not in ("A", "bias")}, whole)
+    flat, made = x.reshape(-1, x.shape[-1]), output.view(-1, rows[0])
+    bias = given.get("bias")
+    factors = (flat, whole.t()) if bias is None else (bias, flat, whole.t())
+    log.add("aten.mm.default" if bias is None else "aten.addmm.default", factors, {}, made)
+    return QUANTISED
+
+
+def log_attention(log: OpLog, given: Mapping[str, Any], output: Any) -> str:
+    """Log a kernel of another library as attention of torch's.
+
+    Its tensors are (batch, length, heads, width), or (tokens, heads, width) of sequences that
+    ``cu_seqlens`` count, which are taken to be of mean length.
+    """
+    three = next(names for names in QKV if names[0] in given)
+    starts = [x for name, x in given.items() if name.startswith("cu_seqlens") and x is not None]
+    count = max(1, starts[0].numel() - 1) if starts else 1
+
+    def laid(tensor: Any) -> Any:
+        if tensor.dim() == 3:
+            whole = tensor.shape[0] // count * count
+            tensor = tensor[:whole].unflatten(0, (count, -1))
+        return tensor.transpose(1, 2)
+
+    read = tuple(laid(given[name]) for name in three)
+    causal = given.get("causal", given.get("is_causal", False))
+    options = {"is_causal": bool(causal), "enable_gqa": read[0].shape[1] != read[1].shape[1]}
+    options |= {"dropout_p": float(given.get("dropout_p") or 0.0), "masked": False}
+    made = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor)]
+    gradient = next((x for name, x in given.items() if name in GRADIENTS), None)
+    if gradient is None:
+        log.add("itercast.sdpa", read, options, laid(made[0]))
+    else:
+        log.add("itercast.sdpa_backward", (laid(gradient), *read), options, list(read))
+    return ATTENTION

@@ -1,0 +1,81 @@
+"""Weights in 4 bits as bitsandbytes has them; its two ops are declared here as there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from small_scripts import captured, written
+
+IN_4_BITS = """
+import torch
+from torch.library import register_fake
+
+library = torch.library.Library("bitsandbytes", "FRAGMENT")
+library.define("gemm_4bit(Tensor A, Tensor B, int[] shapeB, Tensor absmax, int blocksize, "
+               "str quant_type, Tensor? bias=None) -> Tensor")
+library.define("dequantize_4bit(Tensor A, Tensor absmax, int blocksize, str quant_type, "
+               "int[] shape, ScalarType dtype) -> Tensor")
+
+@register_fake("bitsandbytes::gemm_4bit", lib=library)
+def _(A, B, shapeB, absmax, blocksize, quant_type, bias=None):
+    return torch.empty((*A.shape[:-1], shapeB[0]), dtype=A.dtype, device=A.device)
+
+@register_fake("bitsandbytes::dequantize_4bit", lib=library)
+def _(A, absmax, blocksize, quant_type, shape, dtype):
+    return torch.empty(shape, dtype=dtype, device=A.device)
+
+class Packed(torch.nn.Parameter):
+    def __new__(cls, data, kind="nf4"):
+        self = torch.Tensor._make_subclass(cls, data, False)
+        self.kind = kind
+        return self
+
+    def doubled(self):
+        return type(self)(torch.cat([self.data, self.data]), self.kind)
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, scales):
+        ctx.save_for_backward(weight, scales)
+        return torch.ops.bitsandbytes.gemm_4bit(x, weight, [16, 8], scales, 64, weight.kind)
+
+    @staticmethod
+    def backward(ctx, g):
+        weight, scales = ctx.saved_tensors
+        ops = torch.ops.bitsandbytes
+        return g @ ops.dequantize_4bit(weight, scales, 64, "nf4", [16, 8], g.dtype), None, None
+
+weight = Packed(torch.zeros(32, 1, dtype=torch.uint8).cuda()).doubled()
+assert isinstance(weight, Packed) and isinstance(weight, torch.nn.Parameter), type(weight)
+assert weight.is_cuda and weight.kind == "nf4" and weight.shape == (64, 1), weight.shape
+scales, x = torch.zeros(2).cuda(), torch.zeros(3, 4, 8).cuda()
+adapter = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(adapter.parameters())
+for step in range(3):
+    y = Product.apply(adapter(x), weight, scales)
+    assert y.is_cuda and y.shape == (3, 4, 16)
+    y.sum().backward()
+    optimizer.step()
+"""
+
+
+def test_weights_in_4_bits_are_made_whole_and_multiplied(tmp_path: Path) -> None:
+    """16 x 8 weights in 64 bytes and two scales of 4: read forward and backward, 512 bytes made.
+
+    The product of 12 rows of 8 is one of torch's, forward, and backward the gradient of its rows.
+    """
+    program = captured(written(tmp_path, IN_4_BITS), gpus=1)
+    calls = program.ranks[0].calls
+    passes = [c for c in calls if c.op == "itercast.fused"]
+    assert [c.phase for c in passes] == ["forward", "backward"]
+    for call in passes:
+        assert [t.nbytes for t in call.args] == [64, 8]
+        assert [t.nbytes for t in call.outputs] == [512]
+    made = {c.outputs[0].storage for c in passes}
+    products = [c for c in calls if c.op == "aten.mm.default" and c.args[1].storage in made]
+    shapes = [(c.phase, *(t.shape for t in c.args), c.outputs[0].shape) for c in products]
+    assert shapes == [
+        ("forward", (12, 8), (8, 16), (12, 16)),
+        ("backward", (12, 16), (16, 8), (12, 8)),
+    ]
+    assert "bitsandbytes" in program.notes[0]
