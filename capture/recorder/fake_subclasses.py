@@ -19,11 +19,13 @@ MAKE = Tensor._make_subclass
 def make_subclass(kind: Any, data: Tensor, require_grad: bool = False, **options: Any) -> Tensor:
     """What ``Tensor._make_subclass`` does, of fake tensors too; those share ``data``'s memory."""
     if not isinstance(data, FakeTensor):
-        return MAKE(kind, data, require_grad, **options)
+        as_torch: Tensor = MAKE(kind, data, require_grad, **options)
+        return as_torch
     made: Any = data.detach()
     made.__class__ = _also_fake(kind)
     made._is_param = issubclass(kind, torch.nn.Parameter)
-    return made.requires_grad_(require_grad)  # type: ignore[no-any-return]
+    found: Tensor = made.requires_grad_(require_grad)
+    return found
 
 
 @cache

@@ -113,10 +113,11 @@ def tensors_on_gpus(local_rank: int, memory: GpuMemory) -> Iterator[None]:
 
     make = FakeTensor.__new__
 
-    def made_there(cls: Any, mode: Any, elem: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
+    def made_there(cls: Any, *args: Any, **kwargs: Any) -> Any:
         """What a library's own op makes on the device of its arguments, below ``OnCpu``."""
-        made = make(cls, mode, elem, _on_cpu(device), *args, **kwargs)
-        return made if _on_cpu(device) is device else memory.put(made)
+        on_cpu = (*args[:2], *map(_on_cpu, args[2:]))  # mode, memory, device
+        made = make(cls, *on_cpu, **kwargs)
+        return made if on_cpu == args else memory.put(made)
 
     own: Any = vars(FakeTensor)["device"]
     answers: dict[str, Any] = {
