@@ -64,9 +64,12 @@ def device_name(device: str, measured: Path | None) -> str:
 
     if measured is None:
         return "cpu" if device == "cpu" else str(cuda_gpu().name)
+    if not measured.is_dir():
+        raise ValueError(f"measured {str(measured)!r}: no such folder")
     names = sorted(read_hardware([measured]))
     if len(names) != 1:
-        raise ValueError(f"measured {str(measured)!r}: rows of one device are judged, got {names}")
+        found = ", ".join(names) or "none"
+        raise ValueError(f"measured {str(measured)!r}: rows of one device are judged, got {found}")
     return names[0]
 
 
