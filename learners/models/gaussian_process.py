@@ -15,6 +15,7 @@ import numpy as np
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.slow_imports import torch
 from itercast.learners.models.interpolate import Array, interpolated
+from itercast.learners.models.one_cycle import Adam
 
 # Where the fit of hyperparameters starts: three terms (common trend, offsets of a curve, details).
 INITIAL_AMPLITUDES = (0.4, 0.3, 0.15)  # standard deviations of the log time
@@ -204,12 +205,11 @@ def learn_kernel(
     penalised by LENGTH_PENALTY * (log length - initial log length)^2.
     """
     z, value, count = merge_points(x[:, list(length_scales)], log_ratio, merge_distance)
-    start = torch.tensor(np.log(np.array(list(length_scales.values())).T))
+    start = torch.tensor(np.log(np.array(list(length_scales.values())).T)).contiguous()
     lengths, scales = start.clone(), torch.tensor(np.log([*INITIAL_AMPLITUDES, INITIAL_NOISE]))
     points, target = torch.tensor(z), torch.tensor(value - np.median(value))
     spread = torch.tensor(1 / count)
-    optimizer = torch.optim.Adam([lengths, scales], lr=0.1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, STEPS, pct_start=0.2)
+    optimizer = Adam([lengths, scales], 0.1, STEPS, rising=0.2)
     rng = np.random.default_rng(0)
     for _ in range(STEPS):
         some = torch.tensor(rng.permutation(len(z))[:SAMPLE])
@@ -217,7 +217,6 @@ def learn_kernel(
         lengths.grad, scales.grad = slopes
         lengths.grad += 2 * LENGTH_PENALTY * (lengths - start)
         optimizer.step()
-        schedule.step()
     found = np.exp(scales.numpy())
     return Kernel(inverse=np.exp(-lengths.numpy()), amplitude=found[:-1], noise=float(found[-1]))
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from itercast.capture.base.slow_imports import torch
 from itercast.learners.models.interpolate import Array
+from itercast.learners.models.one_cycle import Adam
 
 WIDTH = 128  # of the hidden layers
 INPUT_LIMIT = 4.0  # standardised inputs are clipped here, so that extrapolation stays bounded
@@ -90,8 +91,7 @@ def _train(
         bound = rows**-0.5
         for name, shape in ((f"w{i}", (members, rows, cols)), (f"b{i}", (members, 1, cols))):
             weights[name] = ((torch.rand(shape) * 2 - 1) * bound).requires_grad_()
-    optimizer = torch.optim.AdamW(weights.values(), lr=LEARNING_RATE, fused=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, steps, pct_start=0.1)
+    optimizer = Adam([*weights.values()], LEARNING_RATE, steps, rising=0.1, decay=0.01)
     batch, act = min(BATCH, len(inputs)), torch.nn.functional.silu
     for _ in range(steps):
         index = torch.randint(0, len(inputs), (members, batch))
@@ -99,8 +99,6 @@ def _train(
         h = act(torch.baddbmm(weights["b1"], h, weights["w1"]))
         guess = torch.baddbmm(weights["b2"], h, weights["w2"])[..., 0]
         loss = members * (guess - target[index]).abs().mean()
-        optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        schedule.step()
     return {k: v.detach().numpy() for k, v in weights.items()}
