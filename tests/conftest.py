@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import json
 import os
 import random
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import cache
 from pathlib import Path
@@ -16,9 +17,12 @@ import numpy as np
 import pytest
 import torch
 import typer.testing
+import yaml
 from plan_case import capture_at
 from toy_products import write_products
 
+from itercast.capture.base.files import write_atomic
+from itercast.capture.base.yaml_text import made_of
 from itercast.capture.opcall import StepCapture
 from itercast.microbench.hardware import machine
 from itercast.microbench.hardware.spec import Gpu
@@ -76,18 +80,32 @@ def little_to_collect() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def cpu_measured_once() -> Iterator[None]:
-    """Peaks of this CPU are measured once a session, not at the start of every sweep (3 s each)."""
-    found: list[Gpu] = []
+def measured_cpu(shared_folder: Path) -> Iterator[Callable[[], Gpu]]:
+    """This CPU, measured once for all workers, not at the start of every sweep (10 s each)."""
+    path = shared_folder / "cpu.json"
 
     def measured() -> Gpu:
-        if not found:
-            found.append(machine.measure_cpu())
-        return found[0]
+        with (shared_folder / "cpu.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.is_file():
+                path.write_text(json.dumps(machine.measure_cpu().to_dict()))
+        return made_of(Gpu, json.loads(path.read_text()), str(path))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cards, "measure_cpu", measured)
-        yield
+        yield measured
+
+
+@pytest.fixture
+def known_cpu(measured_cpu: Callable[[], Gpu]) -> Callable[[Path], None]:
+    """Lets sweeps of other processes into a folder know this CPU, as after a sweep before."""
+
+    def write(root: Path) -> None:
+        cpu = measured_cpu()
+        card = root / "norm" / cpu.name / "before" / "card.yaml"
+        write_atomic(card, yaml.safe_dump({"hardware": cpu.to_dict()}).encode())
+
+    return write
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
 from importlib.metadata import EntryPoints
 from pathlib import Path
@@ -106,9 +107,10 @@ def test_files_of_packages_are_read_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.slow
 def test_its_family_is_measured_and_trained_into_a_bundle(
-    installed: dict[str, str], tmp_path: Path
+    installed: dict[str, str], tmp_path: Path, known_cpu: Callable[[Path], None]
 ) -> None:
     """The bundle keeps the families that it had, and its scores."""
+    known_cpu(tmp_path / "rows")
     shutil.copytree(ROOT / "learners/shipped-cpu", tmp_path / "bundle")
     before = json.loads((tmp_path / "bundle/bundle.json").read_text())
     (tmp_path / "bundle/scores.json").write_text('{"gemm": {}}')

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -111,8 +112,11 @@ def test_collectives_are_swept_by_two_and_by_four_ranks_and_by_pairs_of_four(
     assert len(set(rows["op"])) >= 3
 
 
-def test_a_killed_sweep_resumes_and_repeats_nothing(tmp_path: Path) -> None:
+def test_a_killed_sweep_resumes_and_repeats_nothing(
+    tmp_path: Path, known_cpu: Callable[[Path], None]
+) -> None:
     without_captures(tmp_path, "gemm")
+    known_cpu(tmp_path)
     script = (
         "from pathlib import Path; from itercast.microbench.sweep.collect import collect;"
         f"collect(Path({str(tmp_path)!r}), 'cpu', ['gemm'], 300.0)"
