@@ -85,13 +85,15 @@ report: setup ## write the report pages anew, with learning curves (a few minute
 	@test -f reports/demo/evaluation.json || $(CLI) demo
 	$(CLI) report
 
+# Files whose tests take a minute each come first: the others fill what time is left.
+LONGEST = tests/extras/fleet/test_driver.py tests/microbench/sweep/test_collect.py
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PY) -m pytest -n logical --maxprocesses 4 --dist worksteal
 
 test: setup ## run the tests but for the slow ones (7 minutes on 2 cores)
 	$(PYTEST) -m "not slow and not pages"
 
 test-slow: setup ## run the slow tests: whole GPU campaigns on a stand-in, real plans and sweeps, learners on published rows (7 minutes)
-	$(PYTEST) -m slow $$(grep -rl --include='test_*.py' mark.slow tests)
+	$(PYTEST) -m slow $(LONGEST) $$(grep -rl --include='test_*.py' mark.slow tests)
 
 test-pages: setup ## run the long commands that README and the docs show (4 minutes)
 	$(PYTEST) -m pages tests/test_code_blocks.py
