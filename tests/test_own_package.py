@@ -18,7 +18,7 @@ import pytest
 
 from itercast.capture.base import extensions
 
-ADDED = "rtx-6000-ada"  # the GPU of the example
+ADDED = "our-rtx-6000-ada"  # the GPU of the example
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "examples/own-package"
 BROKEN = {

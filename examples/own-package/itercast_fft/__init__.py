@@ -2,4 +2,4 @@
 
 from pathlib import Path
 
-RTX_6000_ADA = Path(__file__).with_name("rtx-6000-ada.yaml")
+RTX_6000_ADA = Path(__file__).with_name("our-rtx-6000-ada.yaml")

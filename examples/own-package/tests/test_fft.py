@@ -36,4 +36,4 @@ def test_a_captured_call_is_answered() -> None:
 
 def test_itercast_finds_what_this_package_adds() -> None:
     assert families()["fft"] is FAMILY
-    assert load_gpu("rtx-6000-ada").peak("bf16") == 364.25e12
+    assert load_gpu("our-rtx-6000-ada").peak("bf16") == 364.25e12
