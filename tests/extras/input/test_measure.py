@@ -225,7 +225,9 @@ def test_command_line_forecasts_and_its_file_feeds_predict(loaders: str, tmp_pat
         Batches(wall_us=(8000.0,), cpu_us=(100.0,)),
         FileGroup(kind=".jpg", files=9, nbytes=2 * 10**9, waiting_us=6000.0),
     )
-    known = replace(read_lane(Path(kept)), alone=times, worker=times, receive_us=50.0, cores=4)
+    known = replace(
+        read_lane(Path(kept)), alone=times, worker=times, receive_us=50.0, cores=4, crowding=1.0
+    )
     write_lane(replace(known, stages_us={"waiting": 6000.0}, files=(group,)), Path(kept))
     code, out, _ = run("input", kept, "--step=1ms", "--json")
     found = json.loads(out)
