@@ -349,6 +349,8 @@ class Routing:
         if not isinstance(value, torch.Tensor):
             return None
         fact: Fact | None = self.facts.get(value)
+        if fact is not None and fact.values is not None and fact.values.shape != value.shape:
+            fact = None  # of what ``tensor.data`` was before it was replaced
         if fact is None and not isinstance(value, FakeTensor) and is_small_integer(value):
             return Fact(values=value)
         return fact

@@ -45,6 +45,9 @@ class Product(torch.autograd.Function):
         ops = torch.ops.bitsandbytes
         return g @ ops.dequantize_4bit(weight, scales, 64, "nf4", [16, 8], g.dtype), None, None
 
+replaced = torch.arange(2).cuda()
+replaced.data = torch.arange(8).cuda()  # as a parameter's when it is quantised
+assert len(replaced.chunk(4)) == 4
 weight = Packed(torch.zeros(32, 1, dtype=torch.uint8).cuda()).doubled()
 assert isinstance(weight, Packed) and isinstance(weight, torch.nn.Parameter), type(weight)
 assert weight.is_cuda and weight.kind == "nf4" and weight.shape == (64, 1), weight.shape
