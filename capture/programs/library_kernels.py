@@ -1,9 +1,9 @@
-"""Kernels of other libraries that are logged as torch's own: attention, and weights in 4 bits."""
+"""Kernels of other libraries that are logged as torch's own: attention, numbers in 4 and 8 bits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ QKV = (("q", "k", "v"), ("query", "key", "value"))  # names of arguments
 GRADIENTS = ("dout", "dO", "do", "grad", "grad_out", "grad_output")
 FUSED = "itercast.fused"  # a kernel that passes over tensors
 ATTENTION = "attention in {}'s kernels takes the time of torch's own"
-QUANTISED = "kernels of {} pass once over weights in 4 bits, products are torch's"
+QUANTISED = "kernels of {} pass over their tensors once, products are torch's"
 # Logs a call by the names of its arguments and its result; returns what was guessed.
 Logged = Callable[[OpLog, Mapping[str, Any], Any], str]
 
@@ -24,7 +24,10 @@ Logged = Callable[[OpLog, Mapping[str, Any], Any], str]
 def as_of_torch(func: Any) -> Logged | None:
     """What logs an op of a library as ops of torch; None of one that nothing is known of."""
     if func.namespace == "bitsandbytes":
-        return log_product if func.__name__.startswith("gemm_4bit") else log_pass
+        aliases = {a.name: a.alias_info for a in func._schema.arguments}
+        written = tuple(name for name, alias in aliases.items() if alias and alias.is_write)
+        by_product = func.__name__.startswith("gemm_4bit")
+        return log_product if by_product else partial(log_pass, written=written)
     names = {a.name for a in func._schema.arguments}
     return log_attention if any(names.issuperset(three) for three in QKV) else None
 
@@ -35,11 +38,15 @@ def by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def log_pass(log: OpLog, given: Mapping[str, Any], output: Any) -> str:
-    """Log bitsandbytes' casts to and from blocks of 4 or 8 bits: each reads and writes all once."""
+def log_pass(log: OpLog, given: Mapping[str, Any], output: Any, written: Sequence[str] = ()) -> str:
+    """Log bitsandbytes' casts to and from blocks of 4 or 8 bits, and updates with states in 8 bits.
+
+    Each reads all once and writes its results, or the arguments of these names.
+    """
+    made = [*tree_leaves(output), *(given[name] for name in written)]
     read, made = (
         tuple(x for x in tree_leaves(values) if isinstance(x, torch.Tensor))
-        for values in (given, output)
+        for values in (given, made)
     )
     numel = max((t.numel() for t in (*read, *made)), default=0)
     log.add(FUSED, read, {"ops": 2, "numel": numel}, made)

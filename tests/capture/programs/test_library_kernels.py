@@ -16,6 +16,12 @@ library.define("gemm_4bit(Tensor A, Tensor B, int[] shapeB, Tensor absmax, int b
 library.define("dequantize_4bit(Tensor A, Tensor absmax, int blocksize, str quant_type, "
                "int[] shape, ScalarType dtype) -> Tensor")
 
+library.define("optimizer_update_8bit(Tensor g, Tensor(a0!) p, Tensor(a1!) state) -> ()")
+
+@register_fake("bitsandbytes::optimizer_update_8bit", lib=library)
+def _(g, p, state):
+    pass
+
 @register_fake("bitsandbytes::gemm_4bit", lib=library)
 def _(A, B, shapeB, absmax, blocksize, quant_type, bias=None):
     return torch.empty((*A.shape[:-1], shapeB[0]), dtype=A.dtype, device=A.device)
@@ -53,7 +59,15 @@ assert isinstance(weight, Packed) and isinstance(weight, torch.nn.Parameter), ty
 assert weight.is_cuda and weight.kind == "nf4" and weight.shape == (64, 1), weight.shape
 scales, x = torch.zeros(2).cuda(), torch.zeros(3, 4, 8).cuda()
 adapter = torch.nn.Linear(8, 8).cuda()
-optimizer = torch.optim.SGD(adapter.parameters())
+state = torch.zeros(64, dtype=torch.uint8).cuda()
+
+class In8Bits(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self):
+        p = adapter.weight
+        torch.ops.bitsandbytes.optimizer_update_8bit(p.grad, p, state)
+
+optimizer = In8Bits(adapter.parameters())
 for step in range(3):
     y = Product.apply(adapter(x), weight, scales)
     assert y.is_cuda and y.shape == (3, 4, 16)
@@ -66,11 +80,13 @@ def test_weights_in_4_bits_are_made_whole_and_multiplied(tmp_path: Path) -> None
     """16 x 8 weights in 64 bytes and two scales of 4: read forward and backward, 512 bytes made.
 
     The product of 12 rows of 8 is one of torch's, forward, and backward the gradient of its rows.
+    The update in 8 bits writes the weight and its state.
     """
     program = captured(written(tmp_path, IN_4_BITS), gpus=1)
     calls = program.ranks[0].calls
     passes = [c for c in calls if c.op == "itercast.fused"]
-    assert [c.phase for c in passes] == ["forward", "backward"]
+    assert [c.phase for c in passes] == ["forward", "backward", "optimizer"]
+    *passes, update = passes
     for call in passes:
         assert [t.nbytes for t in call.args] == [64, 8]
         assert [t.nbytes for t in call.outputs] == [512]
@@ -81,4 +97,6 @@ def test_weights_in_4_bits_are_made_whole_and_multiplied(tmp_path: Path) -> None
         ("forward", (12, 8), (8, 16), (12, 16)),
         ("backward", (12, 16), (16, 8), (12, 8)),
     ]
+    assert [t.nbytes for t in update.args] == [256, 256, 64]  # gradient, weight, state of a byte
+    assert [t.nbytes for t in update.outputs] == [256, 64]
     assert "bitsandbytes" in program.notes[0]
