@@ -43,10 +43,10 @@ def log_pass(log: OpLog, given: Mapping[str, Any], output: Any, written: Sequenc
 
     Each reads all once and writes its results, or the arguments of these names.
     """
-    made = [*tree_leaves(output), *(given[name] for name in written)]
+    results = [*tree_leaves(output), *(given[name] for name in written)]
     read, made = (
         tuple(x for x in tree_leaves(values) if isinstance(x, torch.Tensor))
-        for values in (given, made)
+        for values in (given, results)
     )
     numel = max((t.numel() for t in (*read, *made)), default=0)
     log.add(FUSED, read, {"ops": 2, "numel": numel}, made)
