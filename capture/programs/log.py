@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_leaves
 from itercast.capture.opcall import OpCall
 from itercast.capture.programs.collectives import CollectiveCall, collective_of, is_collective
 from itercast.capture.programs.gpus.devices import GpuMemory
-from itercast.capture.programs.library_kernels import as_of_torch, by_name
-from itercast.capture.programs.packed import attend_nested
+from itercast.capture.programs.kernels.libraries import as_of_torch, by_name
+from itercast.capture.programs.kernels.packed import attend_nested
 from itercast.capture.programs.program import (
     COLLECTIVE,
     FIRST_GROUP_STREAM,

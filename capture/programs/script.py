@@ -33,7 +33,7 @@ from itercast.capture.programs.gpus.devices import OnCpu
 from itercast.capture.programs.gpus.loaded import weights_not_downloaded
 from itercast.capture.programs.gpus.machine import gpus_that_are_not_there
 from itercast.capture.programs.gpus.streams import recorded_streams
-from itercast.capture.programs.kernels import own_kernels
+from itercast.capture.programs.kernels.own import own_kernels
 from itercast.capture.programs.log import ProgramLog
 from itercast.capture.programs.outside import RefusedError, nothing_outside
 from itercast.capture.programs.program import ProgramCapture, write_program

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TypeVar
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from itercast.capture.recorder.sparse import check_layouts, fake_sparse, is_spar
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 Made = TypeVar("Made")
+MAKE_SUBCLASS = Tensor._make_subclass
 
 
 def fake_module(module: Module, dtype: torch.dtype | None = None) -> Module:
@@ -69,3 +71,27 @@ def fake_tensor(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         )
     parameter = isinstance(tensor, torch.nn.Parameter)
     return torch.nn.Parameter(new, tensor.requires_grad) if parameter else new
+
+
+def make_subclass(kind: Any, data: Tensor, require_grad: bool = False, **options: Any) -> Tensor:
+    """What ``Tensor._make_subclass`` does, of fake tensors too; those share ``data``'s memory.
+
+    Libraries' quantised weights are parameters of a class of their own. Torch makes no instance of
+    it over a fake tensor's memory, so that the new tensor gets a class that is both.
+    """
+    if not isinstance(data, FakeTensor):
+        as_torch: Tensor = MAKE_SUBCLASS(kind, data, require_grad, **options)
+        return as_torch
+    made: Any = data.detach()
+    made.__class__ = _also_fake(kind)
+    made._is_param = issubclass(kind, torch.nn.Parameter)
+    found: Tensor = made.requires_grad_(require_grad)
+    return found
+
+
+@cache
+def _also_fake(kind: Any) -> Any:
+    """A class of both, named as the library's; the class itself if it is such a one."""
+    if issubclass(kind, FakeTensor):
+        return kind
+    return type(kind)(kind.__name__, (kind, FakeTensor), {"__module__": kind.__module__})

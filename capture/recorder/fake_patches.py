@@ -21,8 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from itercast.capture.opcall import Args, Argument, Kwargs
 from itercast.capture.recorder.attention import flex_as_sdpa
-from itercast.capture.recorder.fake import fake_tensor
-from itercast.capture.recorder.fake_subclasses import make_subclass
+from itercast.capture.recorder.fake import fake_tensor, make_subclass
 
 WARNS = "warn_if_padding_and_no_attention_mask"
 

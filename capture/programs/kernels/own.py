@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 from torch.utils._pytree import tree_leaves
 
-from itercast.capture.programs.library_kernels import FUSED
+from itercast.capture.programs.kernels.libraries import FUSED
 from itercast.capture.programs.log import ProgramLog
 
 
