@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from itercast.capture.opcall import OpCall
 from itercast.capture.programs.collectives import CollectiveCall, collective_of, is_collective
 from itercast.capture.programs.gpus.devices import GpuMemory
-from itercast.capture.programs.kernels.libraries import as_of_torch, by_name
+from itercast.capture.programs.kernels.libraries import as_of_torch, by_name, without_outliers
 from itercast.capture.programs.kernels.packed import attend_nested
 from itercast.capture.programs.program import (
     COLLECTIVE,
@@ -219,11 +219,13 @@ class ProgramLog(OpLog):
             if func.is_view and self.compiled.number():  # in backward, which ``whole`` cannot see
                 self.host["view_op"] = views
             return output
-        output = func(*args, **kwargs)
         if others:
-            guess = others(self, by_name(func, args, kwargs), output)
+            given = by_name(func, args, kwargs)
+            output = without_outliers(func, given)
+            guess = others(self, given, output)
             self.guesses.setdefault(guess.format(func.namespace), extract_stack())
             return output
+        output = func(*args, **kwargs)
         if func in FUSED_ATTENTION:
             log_attention(self, func, args, kwargs, output)
             return output

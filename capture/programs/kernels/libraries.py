@@ -16,6 +16,7 @@ GRADIENTS = ("dout", "dO", "do", "grad", "grad_out", "grad_output")
 FUSED = "itercast.fused"  # a kernel that passes over tensors
 ATTENTION = "attention in {}'s kernels takes the time of torch's own"
 QUANTISED = "kernels of {} pass over their tensors once, products are torch's"
+INT8 = "products of {} in 8 bits take the time of 16 bits; no column has outliers"
 # Logs a call by the names of its arguments and its result; returns what was guessed.
 Logged = Callable[[OpLog, Mapping[str, Any], Any], str]
 
@@ -26,8 +27,8 @@ def as_of_torch(func: Any) -> Logged | None:
     if func.namespace == "bitsandbytes":
         aliases = {a.name: a.alias_info for a in func._schema.arguments}
         written = tuple(name for name, alias in aliases.items() if alias and alias.is_write)
-        by_product = func.__name__.startswith("gemm_4bit")
-        return log_product if by_product else partial(log_pass, written=written)
+        name = func.__name__.partition(".")[0]
+        return LOGGED.get(name, partial(log_pass, written=written))
     names = {a.name for a in func._schema.arguments}
     return log_attention if any(names.issuperset(three) for three in QKV) else None
 
@@ -66,6 +67,39 @@ def log_product(log: OpLog, given: Mapping[str, Any], output: Any) -> str:
     factors = (flat, whole.t()) if bias is None else (bias, flat, whole.t())
     log.add("aten.mm.default" if bias is None else "aten.addmm.default", factors, {}, made)
     return QUANTISED
+
+
+def log_int8_product(log: OpLog, given: Mapping[str, Any], output: Any) -> str:
+    """Log a product of rows and a matrix in 8 bits as one in 16 bits, which has measured rows."""
+    left, right = (given.get(f"C{name}", given.get(name)) for name in "AB")
+    rows, matrix = (torch.empty(t.shape, dtype=torch.half).flatten(0, -2) for t in (left, right))
+    made = output[0] if isinstance(output, tuple) else output
+    log.add("aten.mm.default", (rows, matrix.t()), {}, made.view(-1, made.shape[-1]))
+    return INT8
+
+
+LOGGED: Mapping[str, Logged] = {
+    "gemm_4bit": log_product,
+    "int8_linear_matmul": log_int8_product,
+    "int8_mixed_scaled_mm": log_int8_product,
+    "int8_scaled_mm": log_int8_product,
+}
+
+
+def without_outliers(func: Any, given: Mapping[str, Any]) -> Any:
+    """What an op returns, given its arguments; of LLM.int8() where no column has outliers.
+
+    Its columns with outliers, whose number depends on data, are multiplied in 16 bits
+    (arXiv:2208.07339: 0.1 % of the columns of large models).
+    """
+    name = func.__name__.partition(".")[0]
+    if func.namespace == "bitsandbytes" and name == "int8_vectorwise_quant":
+        return (*func(given["A"])[:2], None)
+    if func.namespace == "bitsandbytes" and name == "int8_mixed_scaled_mm":
+        factors = [given[name] for name in ("CA", "CB", "SCA", "SCB")]
+        scaled = torch.ops.bitsandbytes.int8_scaled_mm
+        return scaled(*factors, bias=given.get("bias"), dtype=given["A"].dtype), None
+    return func(**given)
 
 
 def log_attention(log: OpLog, given: Mapping[str, Any], output: Any) -> str:

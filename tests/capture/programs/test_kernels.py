@@ -100,3 +100,60 @@ def test_weights_in_4_bits_are_made_whole_and_multiplied(tmp_path: Path) -> None
     assert [t.nbytes for t in update.args] == [256, 256, 64]  # gradient, weight, state of a byte
     assert [t.nbytes for t in update.outputs] == [256, 64]
     assert "bitsandbytes" in program.notes[0]
+
+
+IN_8_BITS = """
+import torch
+from torch.library import register_fake
+
+library = torch.library.Library("bitsandbytes", "FRAGMENT")
+library.define("int8_vectorwise_quant(Tensor A, float threshold=0.0) -> (Tensor, Tensor, Tensor?)")
+library.define("int8_mixed_scaled_mm(Tensor A, Tensor CA, Tensor CB, Tensor SCA, Tensor SCB, "
+               "Tensor? outlier_cols=None, Tensor? bias=None) -> (Tensor, Tensor?)")
+library.define("int8_scaled_mm(Tensor A, Tensor B, Tensor row_stats, Tensor col_stats, "
+               "Tensor? bias=None, ScalarType? dtype=None) -> Tensor")
+
+@register_fake("bitsandbytes::int8_vectorwise_quant", lib=library)
+def _(A, threshold=0.0):
+    codes, scales = A.to(torch.int8), A.new_empty(A.shape[0], dtype=torch.float32)
+    many = None if threshold == 0.0 else torch.library.get_ctx().new_dynamic_size()
+    return codes, scales, None if many is None else A.new_empty(many, dtype=torch.int64)
+
+@register_fake("bitsandbytes::int8_mixed_scaled_mm", lib=library)
+def _(A, CA, CB, SCA, SCB, outlier_cols=None, bias=None):
+    raise AssertionError("its result depends on data")
+
+@register_fake("bitsandbytes::int8_scaled_mm", lib=library)
+def _(A, B, row_stats, col_stats, bias=None, dtype=None):
+    return torch.empty((*A.shape[:-1], B.shape[0]), device=A.device, dtype=dtype or torch.float16)
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, scales):
+        ops = torch.ops.bitsandbytes
+        codes, sizes, outliers = ops.int8_vectorwise_quant(x, 6.0)
+        assert outliers is None
+        return ops.int8_mixed_scaled_mm(x, codes, weight, sizes, scales, outliers)[0]
+
+    @staticmethod
+    def backward(ctx, g):
+        return g[:, :8], None, None
+
+weight, scales = torch.zeros(16, 8, dtype=torch.int8).cuda(), torch.zeros(16).cuda()
+adapter, x = torch.nn.Linear(8, 8).cuda(), torch.zeros(4, 8).cuda()
+optimizer = torch.optim.SGD(adapter.parameters())
+for step in range(3):
+    Product.apply(adapter(x), weight, scales).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_products_in_8_bits_have_no_outliers(tmp_path: Path) -> None:
+    """4 rows of 8 by 16 x 8, as in 16 bits; before it a pass that makes codes and scales."""
+    program = captured(written(tmp_path, IN_8_BITS), gpus=1)
+    calls = [c for c in program.ranks[0].calls if c.phase == "forward"]
+    (cast,) = (c for c in calls if c.op == "itercast.fused")
+    assert [t.nbytes for t in cast.outputs] == [32, 16]
+    (product,) = (c for c in calls if c.op == "aten.mm.default")
+    assert [(t.shape, t.dtype) for t in product.args] == [((4, 8), "fp16"), ((8, 16), "fp16")]
+    assert any("8 bits take the time of 16" in note for note in program.notes)
