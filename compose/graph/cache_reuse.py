@@ -22,7 +22,7 @@ from itercast.microbench.ops.memory.traffic import held_share
 # A freed block is reused for a tensor of at least 1 / this of the block's size.
 MAX_BLOCK_OVER_TENSOR: float = assumed(__file__, "max_block_over_tensor")
 MIB = 2.0**20
-HIT_FRAC = 0.5  # no assumption: a last cache takes less of the way to memory
+LAST_CACHE_FRAC: float = assumed(__file__, "last_cache_frac")
 
 
 @cached_by_identity
@@ -67,8 +67,8 @@ NEVER: Use = (-math.inf, 0.0)
 
 
 def from_memory(lost: float) -> float:
-    """The share of data that came from memory, by how cold they were: 0 up to ``HIT_FRAC``."""
-    return max(0.0, lost - HIT_FRAC) / (1 - HIT_FRAC)
+    """The share of data that came from memory, by how cold they were."""
+    return max(0.0, lost - LAST_CACHE_FRAC) / (1 - LAST_CACHE_FRAC)
 
 
 class _Allocator:
