@@ -67,7 +67,7 @@ def _adapted(model: Any, adapters: Adapters) -> list[str]:
             f"lora: no default layers of model type {kind!r}; known: {list(TARGETS)}. "
             f"Others are named: rank={adapters.rank},layers={ALL_LINEAR}"
         )
-    if layers == [ALL_LINEAR]:
+    if ALL_LINEAR in layers:
         head = model.get_output_embeddings()
         found = [name for name in linear if model.get_submodule(name) is not head]
     else:
@@ -75,7 +75,8 @@ def _adapted(model: Any, adapters: Adapters) -> list[str]:
     own = {name.rpartition(".")[2] for name in found}
     if missing := [name for name in layers if name not in own | {ALL_LINEAR}]:
         known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
-        raise ValueError(f"lora: this {kind!r} has no linear layers named {missing[0]!r}; {known}")
+        lacks = f"this {kind!r} has no linear layers named {missing[0]!r}"
+        raise ValueError(f"lora: {lacks}; it has {known}")
     return found
 
 

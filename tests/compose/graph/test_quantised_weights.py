@@ -113,6 +113,8 @@ def test_all_linear_layers_but_the_head_are_adapted(tmp_path: Path) -> None:
     sides = 2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 96)
     assert sum(p.shape[0] * p.shape[1] for p in trained) == 2 * 4 * sides
     assert {p.dtype for p in trained} == {"bf16"}
+    both = step(tmp_path, "rank=4,layers=all-linear+q_proj,dtype=bf16")
+    assert both.parameters == found.parameters
     some = step(tmp_path, "rank=4,layers=q_proj+down_proj")
     names = {p.name.split(".")[-3] for p in some.parameters if p.ready_after >= 0}
     assert names == {"q_proj", "down_proj"}
@@ -135,7 +137,7 @@ def test_what_lora_does_not_know_is_said(text: str, said: str) -> None:
 
 
 def test_layers_that_a_model_lacks_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no linear layers named 'c_attn'; .*q_proj"):
+    with pytest.raises(ValueError, match=r"no linear layers named 'c_attn'; it has .*q_proj"):
         step(tmp_path, "rank=4,layers=c_attn")
 
 
