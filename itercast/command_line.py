@@ -22,7 +22,6 @@ from itercast.commands.import_rows import import_rows
 from itercast.commands.plan import plan
 from itercast.commands.predict import predict
 from itercast.commands.run import run
-from itercast.commands.throughput import throughput
 from itercast.errors import OneLineGroup, when_stopped
 from itercast.eval.tables import print_tables
 from itercast.names import KINDS, kinds, listing
@@ -253,7 +252,7 @@ def ui(
 
 
 GROUPS = {  # in the order in which a newcomer needs them
-    "Forecast": (predict, run, plan, explain, throughput, price),
+    "Forecast": (predict, run, plan, explain, price),
     "Measure": (demo, collect, import_rows),
     "Learn": (train, calibrate),
     "Judge": (evaluate, compare),

@@ -1,1 +1,1 @@
-"""Replays of jobs on a cluster, by forecast throughputs."""
+"""Tables of forecast throughputs for schedulers of clusters, and replays of jobs by them."""

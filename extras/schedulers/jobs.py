@@ -1,6 +1,6 @@
 """Jobs of a trace, tables of throughputs, and what a replay of them comes to.
 
-Trace and table are in Gavel's layout (``itercast.compose.throughput``). A line of a
+Trace and table are in Gavel's layout (``itercast.extras.schedulers.table``). A line of a
 trace has nine fields, separated by tabs: job type, command, argument of the number of steps,
 whether it needs a data folder, steps, GPUs, priority, deadline, arrival in s.
 """

@@ -115,7 +115,7 @@ def plan(
 
 def _check_price(prices: Path, target: Target) -> None:
     """ValueError before the search where the file has no price of the GPU."""
-    from itercast.compose.throughput import prices_of
+    from itercast.compose.prices import prices_of
 
     prices_of(prices, [target.gpu.name])
 
@@ -220,7 +220,7 @@ def print_plans(
 ) -> None:
     """Print the plans as a table or as one JSON object, then log them to MLflow."""
     from itercast.commands.shared import log_last
-    from itercast.compose.throughput import bill
+    from itercast.compose.prices import bill
     from itercast.eval.tracking.logs import log_plans
 
     usd = [{"price": bill(r, prices)} if prices else {} for r in reports]

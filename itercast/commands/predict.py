@@ -98,7 +98,7 @@ def _price(found: Forecast, prices: Path | None) -> Row:
     """What a step costs by a file of prices."""
     if prices is None:
         return {}
-    from itercast.compose.throughput import bill
+    from itercast.compose.prices import bill
 
     return {"price": bill(found, prices)}
 

@@ -13,7 +13,7 @@ import yaml
 from itercast.capture.base.assumptions import leaving_out
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.target import find_node
-from itercast.compose.throughput import throughput_table
+from itercast.extras.schedulers.table import throughput_table
 from itercast.microbench.hardware.host import (
     REFERENCE,
     HostMachine,

@@ -20,15 +20,13 @@ from typing import Any
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.forecast import Forecast
 from itercast.compose.predict import predict
+from itercast.compose.prices import SECONDS_PER_HOUR, prices_of
 from itercast.compose.target import find_target
-from itercast.microbench.hardware.names import gpu_named, read_prices
 from itercast.microbench.hardware.node import USUAL_GPUS_PER_NODE, Node, load_node
 from itercast.microbench.store import Facts, Row
 
 OTHER_DEGREES = re.compile(r"(?:^|,)\s*(?:tp|pp|cp)\s*=\s*(\d+)")
 STATES_DP = re.compile(r"(?:^|,)\s*dp\s*=")
-SECONDS_PER_HOUR = 3600
-BILLION, MILLION = 1e9, 1e6
 MAX_DIGIT = 9  # replicas on a node, which Sia writes as one digit
 
 
@@ -85,33 +83,6 @@ class Cell:
         facts = {"gpu": self.gpu, "gpus": self.gpus, "batch": self.batch, "plan": self.plan}
         facts |= {"status": self.status, "reason": self.reason, **numbers}
         return {**facts, "energy_j_per_sample": joule, "usd_per_sample": self.usd_per_sample}
-
-
-def prices_of(path: Path, gpus: Sequence[str]) -> dict[str, float]:
-    """USD per hour of one GPU, for each of ``gpus``, from a file of prices."""
-    prices = read_prices(path)
-    for gpu in gpus:
-        if gpu not in prices:
-            names = ", ".join(sorted(prices)) or "none"
-            raise ValueError(f"prices {str(path)!r}: no price of {gpu!r}; it has {names}")
-    return {gpu: prices[gpu] for gpu in gpus}
-
-
-def bill(found: Forecast, path: Path) -> dict[str, float]:
-    """USD of a step, of a million samples and of a billion tokens (if there are any), all GPUs.
-
-    USD = hours of a step * sum over GPUs of their price per hour.
-    """
-    groups = found.cluster.get("groups") or [{"gpu": found.gpu, "gpus": found.world_size}]
-    counts = [(gpu_named(g["gpu"]) or g["gpu"], g["gpus"]) for g in groups]
-    prices = prices_of(path, [gpu for gpu, _ in counts])
-    second = sum(n * prices[gpu] for gpu, n in counts) / SECONDS_PER_HOUR
-    made = {"usd_per_step": second * found.iteration_us * 1e-6}
-    if found.samples_per_s:
-        made["usd_per_million_samples"] = MILLION * second / found.samples_per_s
-    if found.tokens_per_s:
-        made["usd_per_billion_tokens"] = BILLION * second / found.tokens_per_s
-    return made
 
 
 def spread(pattern: str, gpus: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +11,7 @@ import typer
 from rich import box
 from rich.table import Table
 
+from itercast.capture.base.slow_imports import pd
 from itercast.errors import leave_if_failed
 from itercast.eval.tables import print_tables
 from itercast.options import Json, Prices, Question, asks, prints_aside
@@ -19,7 +19,7 @@ from itercast.outputs import folder_to_write
 from itercast.stated import assumes, options, say, settings, stated
 
 if TYPE_CHECKING:  # the command line starts without pandas
-    from itercast.compose.throughput import Cell
+    from itercast.extras.schedulers.table import Cell
     from itercast.microbench.store import Row
 
 
@@ -46,8 +46,8 @@ def throughput(
     """
     names, counts = words("gpu", gpu), whole_numbers("gpus", gpus)
     batches = whole_numbers("batch", batch) if batch else [None]
-    from itercast.compose.throughput import throughput_table
     from itercast.eval.progress import progress_bar
+    from itercast.extras.schedulers.table import throughput_table
 
     if question.global_batch:
         raise ValueError("--global-batch: the GPUs vary here, give --batch, that of a replica")
@@ -113,26 +113,16 @@ def whole_numbers(option: str, text: str) -> list[int]:
 def _write(folder: Path, name: str, cells: Sequence[Cell]) -> None:
     """Write the table as CSV, and in the forms that Gavel and Sia read."""
     from itercast.capture.base.files import write_atomic
-    from itercast.compose.throughput import gavel_table, sia_rows
+    from itercast.extras.schedulers.table import gavel_table, sia_rows
 
     files = {folder / "throughput.csv": [{"case": name, **cell.row()} for cell in cells]}
     for gpu, file, row in sia_rows(cells):
         files.setdefault(folder / "sia" / gpu / name / file, []).append(row)
     for path, rows in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, _csv(rows).encode())
+        write_atomic(path, pd.DataFrame(rows, dtype=object).to_csv(index=False).encode())
     table = json.dumps(gavel_table(name, cells), indent=1)
     write_atomic(folder / "gavel.json", table.encode())
-
-
-def _csv(rows: Sequence[Row]) -> str:
-    from csv import DictWriter
-
-    text = StringIO()
-    writer = DictWriter(text, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
 
 
 def _table(name: str, cells: Sequence[Cell]) -> Table:

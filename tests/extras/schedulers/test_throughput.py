@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from itercast.api import predict
 from itercast.command_line import app
-from itercast.compose.throughput import spread
+from itercast.extras.schedulers.table import spread
 from itercast.learners.bundle import Bundle
 
 run = CliRunner()

@@ -1,0 +1,39 @@
+"""What steps cost by a file of prices: USD per hour of one GPU, by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from itercast.compose.forecast import Forecast
+from itercast.microbench.hardware.names import gpu_named, read_prices
+
+SECONDS_PER_HOUR = 3600
+BILLION, MILLION = 1e9, 1e6
+
+
+def prices_of(path: Path, gpus: Sequence[str]) -> dict[str, float]:
+    """USD per hour of one GPU, for each of ``gpus``, from a file of prices."""
+    prices = read_prices(path)
+    for gpu in gpus:
+        if gpu not in prices:
+            names = ", ".join(sorted(prices)) or "none"
+            raise ValueError(f"prices {str(path)!r}: no price of {gpu!r}; it has {names}")
+    return {gpu: prices[gpu] for gpu in gpus}
+
+
+def bill(found: Forecast, path: Path) -> dict[str, float]:
+    """USD of a step, of a million samples and of a billion tokens (if there are any), all GPUs.
+
+    USD = hours of a step * sum over GPUs of their price per hour.
+    """
+    groups = found.cluster.get("groups") or [{"gpu": found.gpu, "gpus": found.world_size}]
+    counts = [(gpu_named(g["gpu"]) or g["gpu"], g["gpus"]) for g in groups]
+    prices = prices_of(path, [gpu for gpu, _ in counts])
+    second = sum(n * prices[gpu] for gpu, n in counts) / SECONDS_PER_HOUR
+    made = {"usd_per_step": second * found.iteration_us * 1e-6}
+    if found.samples_per_s:
+        made["usd_per_million_samples"] = MILLION * second / found.samples_per_s
+    if found.tokens_per_s:
+        made["usd_per_billion_tokens"] = BILLION * second / found.tokens_per_s
+    return made
