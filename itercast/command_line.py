@@ -237,26 +237,12 @@ def list_names(
     typer.echo(json.dumps(names) if as_json else "\n".join(names))
 
 
-def ui(
-    port: Annotated[int, typer.Option(min=1, max=65535, help="port on this machine")] = 5000,
-) -> None:
-    """Serve the MLflow UI of this project; its first page compares learners."""
-    from itercast.eval.tracking.start_page import HOST, run_server
-    from itercast.eval.tracking.store import addresses, is_server, tracking_uri
-
-    if is_server(uri := tracking_uri()):
-        typer.echo("\n".join(addresses(uri)))
-    else:
-        typer.echo(f"MLflow UI: http://{HOST}:{port}  (Ctrl-C ends it)")
-        raise typer.Exit(run_server(port))
-
-
 GROUPS = {  # in the order in which a newcomer needs them
     "Forecast": (predict, run, plan, explain, price),
     "Measure": (demo, collect, import_rows),
     "Learn": (train, calibrate),
     "Judge": (evaluate, compare),
-    "Look": (report, ui, list_names),
+    "Look": (report, list_names),
 }
 NAMED = {import_rows: "import", list_names: "list"}  # words of Python
 OF_A_SCRIPT = {"ignore_unknown_options": True, "allow_interspersed_args": False}

@@ -90,8 +90,8 @@ def test_one_name_and_small(installed: Path) -> None:
 
 
 def test_the_start_page_of_the_ui_is_in_it(installed: Path) -> None:
-    """``tests/eval/test_tracking_ui.py`` opens it, and stops the UI."""
-    assert (packages(installed) / "itercast/eval/tracking/start_page.html").is_file()
+    """``tests/extras/ui/test_ui.py`` opens it, and stops the UI."""
+    assert (packages(installed) / "itercast/extras/ui/start_page.html").is_file()
     (found,) = distributions(name="itercast", path=[str(packages(installed))])
     (app,) = found.entry_points.select(group="mlflow.app")
     assert (app.name, app.attr) == ("itercast", "create_app")

@@ -121,13 +121,3 @@ def note(name: str, **facts: str) -> str:
     """An experiment's description in Markdown, from the file of this name."""
     text = (NOTES / f"{name}.md").read_text()
     return text.format(**facts) if facts else text
-
-
-def addresses(uri: str) -> list[str]:
-    """Name and address, on the server ``uri``, of every experiment of learners."""
-    found = connect().search_experiments(order_by=["last_update_time DESC"])
-    return [
-        f"{one.name}: {uri}/#/experiments/{one.experiment_id}/runs?{TRAINING_VIEW}"
-        for one in found
-        if one.name.startswith("ops/")
-    ]

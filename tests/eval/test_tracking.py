@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from itercast.eval.results import logged_groups
 from itercast.eval.tracking.fits import log_fit
 from itercast.eval.tracking.logs import log_evaluation
 from itercast.eval.tracking.registry import PINNED, judge
-from itercast.eval.tracking.start_page import lines
 from itercast.eval.tracking.store import NEWEST, NOTE, now_ms
 from itercast.learners.features.table import shape_places
 from itercast.learners.held_out import load_held_out
@@ -111,32 +109,6 @@ def test_a_second_training_takes_the_place_of_the_first(
     (own,) = (run.data.tags for run in newest if "verdict" in run.data.tags)
     assert own["champion_version"] == "1" and own["champion_reason"] == reasons["2"]
     assert float(own["champion_pct"]) > 0
-
-
-def run(family: str, learner: str, rank: int, error: float, **tags: str) -> Any:
-    """What the first page reads of a run."""
-    data = SimpleNamespace(
-        tags={"family": family, "learner": learner, **tags},
-        metrics={"rank": rank, "median_ape_pct": error},
-    )
-    return SimpleNamespace(data=data, info=SimpleNamespace(run_id=f"{family}-{learner}"))
-
-
-def test_the_first_page_has_a_line_per_family_the_best_first() -> None:
-    """Of equals the one that prices comes first, then smaller errors; the runner-up is no equal."""
-    runs = [
-        run("norm", "a", 1, 9.0, prices="yes"),
-        run("norm", "b", 1, 8.0),
-        run("gemm", "a", 3, 5.0, prices="yes"),
-        run("gemm", "b", 1, 2.0),
-        run("gemm", "c", 2, 4.0),
-    ]
-    gemm_line, norm_line = lines(runs)
-    names = [r.data.tags["learner"] for r in (*gemm_line.first, *gemm_line.others)]
-    assert (gemm_line.family, names) == ("gemm", ["b", "c", "a"])
-    assert gemm_line.prices is not None and gemm_line.prices.data.tags["learner"] == "a"
-    assert [r.data.tags["learner"] for r in norm_line.first] == ["a", "b"]
-    assert norm_line.ids == ["norm-a", "norm-b"]
 
 
 def test_datasets_have_our_digest_and_metrics_are_tied_to_model_and_dataset(logged: Any) -> None:

@@ -16,7 +16,7 @@ from servers import answering, free_port
 from toy_products import write_products
 
 from itercast.eval.tracking.fits import log_fit
-from itercast.eval.tracking.store import addresses
+from itercast.extras.ui.command import addresses
 from itercast.learners.held_out import save_held_out
 from itercast.learners.train import train
 

@@ -44,7 +44,7 @@ def server(empty_mlflow_store: Path, tmp_path_factory: pytest.TempPathFactory) -
         fill()
     port = free_port()
     environment = {k: v for k, v in os.environ.items() if k != "MLFLOW_TRACKING_URI"}
-    environment |= {"PYTHONPATH": str(Path(__file__).parents[2])}
+    environment |= {"PYTHONPATH": str(Path(__file__).parents[3])}
     command = [sys.executable, "-m", "itercast", "ui", "--port", str(port)]
     server = subprocess.Popen(
         command,

@@ -1,0 +1,1 @@
+"""The MLflow UI with a first page of ours."""
