@@ -41,7 +41,7 @@ SIMULATED: tuple[str, ...] = (
     "idle_us",
     "memory_bytes",
 )
-SIMULATED += ("assumed_by_us",)
+SIMULATED += ("assumed_by_us", "host_memory_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +56,12 @@ class Forecast:
     ``host_us``: all work of the rank's host in a step, whether or not the device waits for it.
     ``memory_room_bytes``: memory for tensors, without that of CUDA's context, NCCL and torch's
     allocator; ``fits``: the peak memory is within it; ``memory_verdict``: the same as far as the
-    memory model's error lets it be told. ``host``: the GPU's host, empty on a CPU.
-    ``energy_j``: of all GPUs in the iteration at their power limit, an upper bound; 0 where the
-    limit is not stated. ``stack``: the software that is forecast. ``network``: the node, links and
-    network that messages are priced by; empty for one rank and on a CPU. ``lengths``: of sequences
-    that are unlike (``itercast.compose.lengths.Lengths``); tokens are then those that are no
+    memory model's error lets it be told. ``host_memory_bytes``: what the fullest rank offloads to
+    its host. ``host``: the GPU's host, empty on a CPU. ``energy_j``: of all GPUs in the iteration
+    at their power limit, an upper bound; 0 where the limit is not stated. ``stack``: the software
+    that is forecast. ``network``: the node, links and network that messages are priced by; empty
+    for one rank and on a CPU. ``lengths``: of sequences that are unlike
+    (``itercast.compose.lengths.Lengths``); tokens are then those that are no
     padding. ``cluster``: on unlike GPUs (``itercast.extras.clusters``) what each group has, and
     the time with equal shares, 0 where there are none. ``notes``: what to know of how the step was
     forecast (``itercast.compose.notes``).
@@ -102,6 +103,7 @@ class Forecast:
     memory_room_bytes: int = 0
     fits: bool = True
     memory_verdict: str = ""
+    host_memory_bytes: int = 0
     host: str = ""
     stack: str = USUAL
     network: str = ""

@@ -11,10 +11,11 @@ from statistics import NormalDist, quantiles
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.input.lane import Batches, InputLane
 from itercast.compose.forecast import Forecast
+from itercast.compose.parallel.placement import host_cores
 from itercast.compose.simulate.rank import host_copy_us
 from itercast.compose.simulate.timeline import Task, simulate
 from itercast.compose.target import Target
-from itercast.microbench.hardware.node import USUAL_CORES_PER_GPU, USUAL_GPUS_PER_NODE
+from itercast.microbench.hardware.node import USUAL_GPUS_PER_NODE
 
 BATCHES = 240  # that are simulated, or three by each worker if those are more; the last two
 # thirds are counted, as many by each worker
@@ -182,8 +183,7 @@ def cores_of_a_rank(lane: InputLane, target: Target, world_size: int, cores: int
     if target.gpu.kind == "cpu":
         return (cores or lane.cores) / world_size
     each = target.node.gpus_per_node if target.node else USUAL_GPUS_PER_NODE
-    stated = cores or (target.node.cores if target.node else 0)
-    return stated / min(world_size, each) if stated else USUAL_CORES_PER_GPU
+    return cores / min(world_size, each) if cores else host_cores(target.node, world_size)
 
 
 def consumer(found: Forecast, lane: InputLane, target: Target, samples: int) -> Consumer:

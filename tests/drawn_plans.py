@@ -24,7 +24,7 @@ VALUES: dict[str, Sequence[str]] = {
     "hsdp": ("", "", "hsdp=2", "hsdp=4"),
     "accumulate": ("", "", "accumulate=2"),
     "recompute": ("", "", "recompute=full", "recompute=selective", "recompute=ops", BUDGET),
-    "offload": ("", "", "", "offload=activations", "offload=optimizer"),
+    "offload": ("", "", "", *(f"offload={x}" for x in ("activations", "optimizer", "parameters"))),
     "exchange": ("", "", "", "", "cdp=2", "gossip=ring", "local=4", "local=4:0.5", "compress=0.5"),
     "coconet": ("", "", "", "", "coconet=split,reorder"),
 }

@@ -8,7 +8,7 @@ from math import ceil
 
 from itercast.capture.base.durations import counted
 from itercast.capture.plan import ParallelPlan
-from itercast.microbench.hardware.node import USUAL_GPUS_PER_NODE, Node
+from itercast.microbench.hardware.node import USUAL_CORES_PER_GPU, USUAL_GPUS_PER_NODE, Node
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.step.alpha_beta import (
     CPU_COPIES,
@@ -62,6 +62,13 @@ def rate_of_cpu(node: Node) -> float:
     return node.network_bytes_per_s * node.gpus_per_node
 
 
+def host_cores(node: Node | None, ranks: int) -> float:
+    """A rank's share of the cores of its host; the usual number where none is stated."""
+    if node is None or not node.cores:
+        return USUAL_CORES_PER_GPU
+    return node.cores / min(ranks, node.gpus_per_node)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """The devices that a plan runs on: their links, and the groups of ranks by axis.
@@ -104,6 +111,18 @@ class Cluster:
         if group.size > group.per_node:
             return self.network_bytes_per_s
         return self.link_bytes_per_s(group.size)
+
+    @property
+    def cores_of_a_rank(self) -> float:
+        """A rank's share of its host's cores."""
+        return host_cores(self.node, self.gpus_per_node)
+
+    @property
+    def gpus_of_a_rank(self) -> float:
+        """GPUs whose part of their host each rank has: its own, and that of GPUs without ranks."""
+        if self.node is None:
+            return 1.0
+        return self.node.gpus_per_node / min(self.gpus_per_node, self.node.gpus_per_node)
 
     @property
     def network_bytes_per_s(self) -> float:

@@ -1,4 +1,4 @@
-"""Host time of a step: Python and autograd events without a kernel, and kernel launches."""
+"""Host time of a step: Python and autograd events without a kernel, kernel launches, CPU work."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from itercast.capture.base.assumptions import assumed
 from itercast.capture.opcall import StepCapture
 from itercast.compose.graph.launch_modes import launches
 from itercast.compose.graph.layers import Layer
+from itercast.compose.parallel.placement import Cluster
 from itercast.compose.pricing.optimizer import STATE_COPIES
 from itercast.compose.pricing.price_book import PriceBook, price_book
 from itercast.compose.pricing.priced_op import AssumedShares, AssumedTime, PricedOp
@@ -41,6 +43,7 @@ EVENTS_OVER_TENSORS = (
     "fsdp_layer_kept",
     "checkpoint_layer",
 )
+MEMORY_BYTES_PER_S: Mapping[str, float] = assumed(__file__, "memory_bytes_per_s")
 PYTHON = "python"  # phase of host work that no op stands for
 
 
@@ -241,3 +244,26 @@ def python_op(event: str, count: int, book: PriceBook, share: float = 1.0) -> Pr
         return replace(cost, op=event, duration_us=share * cost.duration_us)
 
     return book.once(("python", event, count, share), priced)
+
+
+def host_bytes_per_s(where: Cluster) -> float:
+    """Bytes that a rank's part of its host's cores read and write in a second.
+
+    The ranks of a node share out its cores, and its memory's bandwidth, evenly. torchrun gives each
+    one thread unless OMP_NUM_THREADS says otherwise: that is slower.
+    """
+    by_cores = where.cores_of_a_rank * MEMORY_BYTES_PER_S["core"]
+    return min(by_cores, where.gpus_of_a_rank * MEMORY_BYTES_PER_S["gpu"])
+
+
+def on_host(name: str, nbytes: float, where: Cluster) -> PricedOp:
+    """An op over so many bytes of host memory, read and written."""
+    return PricedOp(
+        op=name,
+        family="host",
+        phase=PYTHON,
+        duration_us=nbytes / host_bytes_per_s(where) * 1e6,
+        flops=0.0,
+        assumed=(("host.memory_bytes_per_s", 1.0),),
+        nbytes=nbytes,
+    )

@@ -130,6 +130,14 @@ def fused_update(calls: Sequence[Priceable]) -> list[Priceable]:
     return [replace(most, op=f"aten.{fused.op}.default", params=fused)]
 
 
+def update_bytes(calls: Iterable[Priceable]) -> float:
+    """Bytes that an optimizer's calls read and write; one by one or fused, as they are."""
+    return sum(
+        float(FAMILY.bytes_moved(c.params)) if isinstance(c.params, OptimizerOp) else c.bytes_moved
+        for c in calls
+    )
+
+
 def outer_update(calls: Sequence[str], numel: int, tensors: int, dtype: str) -> Iterator[Priceable]:
     """Calls of DiLoCo's outer optimizer over so many elements of a rank's parameters."""
     for name in calls:

@@ -250,7 +250,7 @@ class Outcome:
     peak, the mean over ranks. ``assumed_by_us``: what of the iteration rests on each assumption
     (see ``Forecast``). ``tasks`` show the last micro-batch and the optimizer. Where ranks are
     unlike, ``slowest`` and ``fullest`` are the numbers of the stage or kind that times and memory
-    are of.
+    are of. ``host_memory_bytes``: what a rank offloads, of the one that offloads most.
     """
 
     iteration_us: float
@@ -268,6 +268,7 @@ class Outcome:
     spans: tuple[Span, ...]
     slowest: int = 0
     fullest: int = 0
+    host_memory_bytes: int = 0
 
     @property
     def idle_us(self) -> float:

@@ -7,8 +7,13 @@
   frozen parameters are whole on every rank.
 
 Numbered layers are sharded one by one, the rest of the model as one, the root, which is gathered
-before forward and kept. Experts that ep spreads are sharded apart, among the ranks that have the
-same ones, as torchtitan and Megatron-LM do. With hsdp each scattered share is all-reduced among the
+before forward and kept. With offload=parameters a rank's shards lie in pinned host memory
+(``CPUOffloadPolicy``): they are copied to the GPU before each gather, one layer further ahead in
+forward (a stream of their own), and gradients to the host after each scatter, which the next one
+waits for (one stream). Sums of micro-batches' gradients, and the optimizer, run on the CPU. Source:
+torch/distributed/fsdp/_fully_shard, ``foreach_all_gather``, ``foreach_reduce``. Experts that ep
+spreads are sharded apart, among the ranks that have the same ones, as torchtitan and Megatron-LM
+do. With hsdp each scattered share is all-reduced among the
 groups of ranks that shard (HSDP). On a GPU a gather runs one layer ahead and a scatter behind, on
 the comm lane, and sums among groups beside the next scatter, on theirs (FSDP2's
 ``FSDPCommContext.all_reduce_stream``; not so of software that has one stream for both); on a CPU
@@ -25,6 +30,7 @@ from functools import cached_property, partial
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.opcall import ITEMSIZE_BYTES
+from itercast.compose.graph.layers import Layer
 from itercast.compose.pricing.collectives import Message, price_messages
 from itercast.compose.pricing.host import python_op
 from itercast.compose.pricing.layer_prices import PricedLayer
@@ -63,6 +69,13 @@ class Unit:
     def scatters(self) -> list[PricedOp]:
         """The reduce_scatter of gradients, along each axis."""
         return self._priced("reduce_scatter", trained=True)
+
+    @cached_property
+    def shards(self) -> tuple[int, int]:
+        """Bytes of a rank's shards of its parameters and of its gradients (``shard_bytes``)."""
+        plan = self.rank.plan
+        each = [shard_bytes(x.layer.dense, plan.shards, fp32=plan.amp) for x in self.layers]
+        return sum(n for n, _ in each), sum(n for _, n in each)
 
     @cached_property
     def sums(self) -> list[PricedOp]:
@@ -131,10 +144,12 @@ def sharded_forward(program: RankTasks, *, gather: bool) -> None:
     messages = [_message(rank, kind, on, n) for kind in kinds for on, n in sorted(sizes)]
     price_messages(messages, rank.book, rank.where)  # one call of the pricer
     if gather:
-        program.lanes.wait(_send(program, root.gathers))
+        fetched = program.fetch(root.shards[0], program.lanes.done)
+        program.lanes.wait(_send(program, root.gathers, (*program.lanes.done, *fetched)))
     markers: list[tuple[int, ...]] = [program.lanes.done]
     for k, x in enumerate(layers):
-        sent, copies = _gathered(program, x, markers[max(0, k - 1)]) if gather else NONE
+        after, earlier = (markers[max(0, k - n)] for n in (1, 2))
+        sent, copies = _gathered(program, x, after, earlier) if gather else NONE
         program.lanes.wait(sent)
         python = hooks(program, x, FORWARD_SHARE)
         program.lanes.work(python.then(copies).then(x.forward_work), x.layer.name)
@@ -169,13 +184,13 @@ def sharded_backward(program: RankTasks, *, scatter: bool, later: bool) -> None:
         program.lanes.work(work, x.layer.name)
         markers.append(program.lanes.done)
         if scatter and x.numbered and x.layer.trained_bytes:
-            last += _reduce(program, Unit.of(program, x))
+            last += _reduce(program, Unit.of(program, x), later=later)
             _wait_on_cpu(program, last)
         if program.lanes.on_cpu:
             sent, copies = _gathered_again(program, layers[k + 1 : k + 2])
     if scatter:
         root = (x for x in program.rank.layers if not x.numbered)
-        last += _reduce(program, Unit.of(program, *root))
+        last += _reduce(program, Unit.of(program, *root), later=later)
     program.lanes.wait(last)
 
 
@@ -196,6 +211,18 @@ def sharded_bytes(
     return {axis: n for axis, n in found.items() if n}
 
 
+def shard_bytes(layer: Layer, ranks: int, *, fp32: bool) -> tuple[int, int]:
+    """Bytes of one of so many ranks' shards of a layer's parameters, and of its gradients.
+
+    ``fp32``: those with a gradient are kept in fp32, as mixed precision does. Frozen ones lie as
+    they are, in 4 bits too.
+    """
+    every, trained = (layer.padded_bytes(ranks, trained=only) // ranks for only in (False, True))
+    size = next((ITEMSIZE_BYTES[p.dtype] for p in layer.trained), 1)
+    kept = trained * ITEMSIZE_BYTES[PRECISE] // size if fp32 else trained
+    return every - trained + kept, kept
+
+
 def hooks(program: RankTasks, x: PricedLayer, share: float, times: int = 1) -> Work:
     """Host time of a layer's FSDP hooks, called ``times`` times.
 
@@ -209,15 +236,19 @@ def hooks(program: RankTasks, x: PricedLayer, share: float, times: int = 1) -> W
     return work
 
 
-def _gathered(program: RankTasks, x: PricedLayer, after: tuple[int, ...]) -> tuple[list[int], Work]:
+def _gathered(
+    program: RankTasks, x: PricedLayer, after: tuple[int, ...], earlier: tuple[int, ...]
+) -> tuple[list[int], Work]:
     """Send the all_gather of a layer's parameters; returns it, and the work of copying them out.
 
-    On a GPU it starts after the tasks ``after``. Nothing where FSDP does not wrap the layer.
+    On a GPU it starts after the tasks ``after``, and the copy of shards in host memory after the
+    tasks ``earlier``. Nothing where FSDP does not wrap the layer.
     """
     unit = Unit.of(program, x)
     if not x.numbered or not unit.gathers:
         return NONE
-    sent = _send(program, unit.gathers, None if program.lanes.on_cpu else after)
+    fetched = program.fetch(unit.shards[0], earlier)
+    sent = _send(program, unit.gathers, None if program.lanes.on_cpu else (*after, *fetched))
     copies, work = unit.gathered
     program.copies += copies
     return sent, work
@@ -227,17 +258,19 @@ def _gathered_again(program: RankTasks, layers: Sequence[PricedLayer]) -> tuple[
     """Gather a layer's parameters for its backward where they are not kept; of no layer nothing."""
     if not layers or not program.how.regather or not layers[0].fetches:
         return NONE
-    return _gathered(program, layers[0], program.lanes.done)
+    return _gathered(program, layers[0], program.lanes.done, program.lanes.done)
 
 
-def _reduce(program: RankTasks, unit: Unit) -> list[int]:
+def _reduce(program: RankTasks, unit: Unit, *, later: bool) -> list[int]:
     """Scatter gradients within the groups that shard, and add up shares among these groups.
 
-    Under local SGD groups do not add up gradients.
+    Under local SGD groups do not add up gradients. ``later``: of a micro-batch after the first.
     """
-    sent = _send(program, unit.scatters)
+    behind = program.copied[-1:] if program.how.offload == "parameters" else []
+    sent = _send(program, unit.scatters, (*program.lanes.done, *behind))
     lane = "comm" if stack_of_row(program.rank.book.stack).one_stream else AMONG_GROUPS
-    return sent + _send(program, unit.sums, tuple(sent) or None, lane)
+    sent += _send(program, unit.sums, tuple(sent) or None, lane)
+    return sent + program.keep(unit.shards[1], tuple(sent), later=later)
 
 
 def summed_shares(layers: Sequence[PricedLayer], rank: Rank) -> list[Message]:

@@ -114,7 +114,7 @@ Stage = tuple[Sizes, list[int]]  # of a rank's layers, and by chunk the bytes sa
 def memory(rank: Rank, optimizer: str) -> dict[str, int]:
     """Peak memory of the fullest rank, by purpose: of ranks with equal layers one is enough."""
     most = dict[int, tuple[Sizes, int]]()
-    for sizes, others in _in_flight(rank):
+    for sizes, others in in_flight_sizes(rank):
         if id(sizes) not in most or most[id(sizes)][1] < others:
             most[id(sizes)] = (sizes, others)
     each = (_memory(rank, optimizer, *held) for held in most.values())
@@ -123,10 +123,10 @@ def memory(rank: Rank, optimizer: str) -> dict[str, int]:
 
 def stage_memory(rank: Rank, optimizer: str) -> list[dict[str, int]]:
     """Peak memory of each rank of a pipeline, by purpose; of one where there is none."""
-    return [_memory(rank, optimizer, *held) for held in _in_flight(rank)]
+    return [_memory(rank, optimizer, *held) for held in in_flight_sizes(rank)]
 
 
-def _in_flight(rank: Rank) -> Iterator[tuple[Sizes, int]]:
+def in_flight_sizes(rank: Rank) -> Iterator[tuple[Sizes, int]]:
     """By rank of a pipeline the sizes of its layers, and bytes of other micro-batches' results."""
     plan = rank.plan
     for r, (sizes, saved) in enumerate(_held(rank)):
@@ -178,16 +178,17 @@ def rank_memory(
     other micro-batches' activations, which a pipeline has in flight. Offloaded state is there in
     the optimizer's step alone. ``held``: what the software holds of a parameter, by dtype;
     then gradients are summed in a buffer from which they are sent, and zero=1 shards the optimizer
-    alone. Not counted: the allocator's rounding, workspaces, the CUDA context.
+    alone. Shards that lie in host memory are copied to the GPU beside what is gathered of them. Not
+    counted: the allocator's rounding, workspaces, the CUDA context.
     """
-    how, dtypes = strategy(plan), {*sizes.dense.by_dtype, *sizes.experts.by_dtype}
-    buffered = not held.keys().isdisjoint(dtypes)
-    held = IN_FP32 if plan.amp and plan.zero and not buffered else held
+    how, (buffered, held) = strategy(plan), held_by_software(sizes, plan, held)
     how = replace(how, buckets=False, by_layer=how.by_layer and plan.zero > 1) if buffered else how
     summed, state = sizes.held_by_rank(plan, optimizer, held)
     summed *= min(STAGES_HANDED_ON, plan.shards) if how.handed_on else 1
     trained, n, ranks = sizes.trained, plan.shards, (plan.shards, plan.expert_shards)
     sharded, shards = sizes.once(("sharded", ranks, how), partial(_sharded, sizes, ranks, how))
+    if how.offload == "parameters":
+        summed = state = shards = update_share = matrix_bytes = 0
     outer = OUTER_COPIES * trained // (n if how.by_layer else 1) if how.outer else 0
     fetched = state if how.offload == "optimizer" else 0  # for the update alone
     by_element = sum(
@@ -211,6 +212,14 @@ def rank_memory(
     for name, value in plan.more:
         by_purpose = added_keys()[name].memory(by_purpose, plan, value)
     return by_purpose
+
+
+def held_by_software(
+    sizes: Sizes, plan: ParallelPlan, held: Mapping[str, Held]
+) -> tuple[bool, Mapping[str, Held]]:
+    """Whether the software sums gradients in a buffer, and what is held of a parameter by dtype."""
+    buffered = not held.keys().isdisjoint({*sizes.dense.by_dtype, *sizes.experts.by_dtype})
+    return buffered, IN_FP32 if plan.amp and plan.zero and not buffered else held
 
 
 def _bucketed(sizes: Sizes, how: Strategy) -> int:
@@ -309,12 +318,15 @@ class _Units:
     - A numbered layer is gathered for its forward, and the one before is freed once it is there. In
       backward the next one is gathered beside it. After it its gradients are copied to be sent;
       the copy is freed after the next layer's backward.
+    - Shards in host memory are copied to the GPU to be gathered; gradients are there until they
+      are copied to the host.
     - One that reads no activation gets no gradient of its input, by which FSDP2 sees that backward
       has passed it: it waits for the end, as the root does.
     """
 
     def __init__(self, runs: Sequence[Run], ranks: Ranks, how: Strategy) -> None:
         (self.ranks, self.expert_ranks), self.how = ranks, how
+        self.on_host = how.offload == "parameters"
         self.root = sum(self._whole(x) * n for x, n in runs if not x.numbered)
         self.open = self.sent = self.waiting = self.of_root = 0
 
@@ -331,6 +343,10 @@ class _Units:
             nbytes += x.layer.experts.padded_bytes(self.expert_ranks, trained=trained)
         return nbytes
 
+    def _copied(self, whole: int) -> int:
+        """Bytes of a rank's shard of so many, on its way to or from the host; 0 if it has none."""
+        return whole // self.ranks if self.on_host else 0
+
     def _is_late(self, x: PricedLayer) -> bool:
         return not x.numbered or x.layer.from_inputs
 
@@ -340,12 +356,15 @@ class _Units:
         before, self.sent = self.sent, own
         gathered = self.root + self.open
         self.open += 0 if self.how.regather else own * n
-        return gathered + before + 2 * own, gathered + 2 * own
+        return gathered + before + 2 * own + self._copied(own), gathered + 2 * own
 
     def in_backward(self, x: PricedLayer, before: PricedLayer | None) -> int:
         """Bytes in the backward of a layer, where ``before`` is gathered next."""
-        own = [y for y in (x, before) if y and y.numbered and x.numbered and self.how.regather]
-        return self.root + self.open + self.waiting + self.sent + sum(map(self._whole, own))
+        ahead = self.root + self.open + self.waiting + self.sent
+        if not (x.numbered and self.how.regather):
+            return ahead
+        asked = self._whole(before) if before and before.numbered else 0
+        return ahead + self._whole(x) + asked + self._copied(asked)
 
     def after_backward(self, x: PricedLayer, n: int, before: PricedLayer | None) -> int:
         """Bytes while a layer's gradients and their copy to send are there."""
@@ -358,7 +377,7 @@ class _Units:
             self.open += self._whole(x) * n if x.numbered and self.how.regather else 0
             return 0
         self.open -= 0 if self.how.regather else self._whole(x) * n
-        self.sent = gradients
+        self.sent = gradients + self._copied(gradients)
         ahead = self._whole(before) if before and before.numbered and self.how.regather else 0
         return self.root + self.open + self.waiting + ahead + 2 * gradients
 
@@ -366,7 +385,7 @@ class _Units:
         """Bytes by which kept gradients grow; ``later``: earlier micro-batches' are there."""
         if not self.how.by_layer:
             return 0 if later else x.layer.trained_bytes
-        if (later and self.how.share_gradients) or self._is_late(x):
+        if (later and self.how.share_gradients) or self._is_late(x) or self.on_host:
             return 0
         share = x.layer.dense.padded_bytes(self.ranks, trained=True) // self.ranks
         experts = x.layer.experts.padded_bytes(self.expert_ranks, trained=True)

@@ -1,8 +1,9 @@
 """One rank of a plan: what it holds, and the tasks that its program puts on lanes.
 
 Lanes: host, compute, comm, that of messages among groups that shard, h2d and d2h for what is
-offloaded. Ops between two points where lanes wait for each other are one task
-(``itercast.compose.pricing.work``): a step has about as many tasks as messages.
+offloaded; parameters in host memory are updated on the host's. Ops between two points where lanes
+wait for each other are one task (``itercast.compose.pricing.work``): a step has about as many tasks
+as messages.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from itercast.compose.graph.identity_cache import Once
 from itercast.compose.machines.contention import Beside
 from itercast.compose.parallel.placement import Cluster
 from itercast.compose.pricing.collectives import Message, price_messages
+from itercast.compose.pricing.host import on_host
 from itercast.compose.pricing.layer_prices import PricedLayer, PricedModel
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import UNMODELLED, PricedOp
@@ -151,6 +153,11 @@ class Lanes:
             after = (self._add(waits, latency_us, after, op.op, op.phase, once=both),)
         us, facts = op.duration_us - latency_us, (op.phase, op.nbytes, once)
         return self._add(lane, us, after, op.op, *facts, beside=op.beside, nodes=op.nodes)
+
+    def on_host(self, op: PricedOp, after: Iterable[int]) -> None:
+        """Add work of the host's own, after these tasks and what it launches before."""
+        self.ahead = False
+        self.host = (self._add("host", op.duration_us, (*self.host, *after), op.op),)
 
     def resume(self, at_us: float, busy_us: float, products_frac: float) -> None:
         """Let what follows start ``at_us`` after the start, after ``busy_us`` of other work."""
@@ -299,6 +306,25 @@ class RankTasks:
         """Copy what a layer saved back before its backward, once the tasks ``after`` are done."""
         if x.fetches and self.how.offload == "activations":
             self.lanes.wait([self.lanes.send(self.host_copy(x.saved_bytes, "h2d"), "h2d", after)])
+
+    def fetch(self, nbytes: int, after: tuple[int, ...]) -> tuple[int, ...]:
+        """Copy a rank's shards that the host has to the GPU once the tasks ``after`` are done."""
+        if self.how.offload != "parameters" or not nbytes:
+            return ()
+        return (self.lanes.send(self.host_copy(nbytes, "h2d"), "h2d", after),)
+
+    def keep(self, nbytes: int, after: tuple[int, ...], *, later: bool) -> list[int]:
+        """Copy a rank's gradients to the host after these tasks, if the optimizer is there.
+
+        ``later``: the host waits for them, and adds them to those of earlier micro-batches.
+        """
+        if self.how.offload != "parameters" or not nbytes:
+            return []
+        self.copied.append(self.lanes.send(self.host_copy(nbytes, "d2h"), "d2h", after))
+        if later:  # the sum reads both and writes one
+            self.copies.append(on_host("sum of gradients", 3 * nbytes, self.rank.where))
+            self.lanes.on_host(self.copies[-1], self.copied[-1:])
+        return self.copied[-1:]
 
     def pause(self, i: int) -> None:
         """Let backward go on at layer ``i`` when the schedule does, if it pauses there."""

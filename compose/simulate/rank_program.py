@@ -10,7 +10,7 @@ from itercast.capture.opcall import ITEMSIZE_BYTES, ParamSpec
 from itercast.capture.step import update_event
 from itercast.compose.pricing.collectives import Message, price_messages
 from itercast.compose.pricing.gradient_copies import buffer_copies
-from itercast.compose.pricing.host import host_cost
+from itercast.compose.pricing.host import host_cost, on_host
 from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.compose.pricing.optimizer import (
     AFTER_AVERAGE,
@@ -20,6 +20,7 @@ from itercast.compose.pricing.optimizer import (
     outer_update,
     scaled_update,
     state_bytes,
+    update_bytes,
 )
 from itercast.compose.pricing.priced_op import Priceable, PricedOp, priceable
 from itercast.compose.pricing.work import Step, Work, fold
@@ -224,6 +225,9 @@ class RankProgram(RankTasks):
                 self._copy_bucket(bucket, into=False)
         trained = [p for x in rank.layers for p in x.layer.trained]
         tensors = len(trained)
+        if self.how.offload == "parameters":
+            self._update_on_host(optimizer, trained)
+            return
         ops = rank.book.price(self.own_update())
         self.updates += ops
         state = self._own(trained, partial(state_bytes, optimizer))
@@ -231,13 +235,7 @@ class RankProgram(RankTasks):
         if offloaded:
             self.lanes.wait([self.lanes.send(self.host_copy(state, "h2d"), "h2d")])
         if trained or ops:
-            python_us = (
-                rank.model.optimizer_host_us * tensors / max(1, rank.model.optimizer_tensors)
-            )
-            if self.how.by_layer:
-                event = {update_event(optimizer, "dtensor_step"): tensors}
-                self.copies.append(host_cost(event, rank.book))
-                python_us += self.copies[-1].duration_us
+            python_us = self._python_of_update(optimizer, tensors)
             self.lanes.work(_update_work(ops, rank, python_us), "optimizer")
             self._update_matrices([p for p in trained if p.matrix])
         if offloaded:
@@ -245,6 +243,25 @@ class RankProgram(RankTasks):
         kinds = [b.message(k, self.how) for b in self.filled for k in self.how.after_update]
         self.lanes.wait([self.lanes.send(m) for m in self.price([*kinds, *self.regathered()])])
         self._average_copies(optimizer)
+
+    def _python_of_update(self, optimizer: str, tensors: int) -> float:
+        """Host time of the optimizer's Python over so many tensors; of shards it is in DTensors."""
+        rank = self.rank
+        python_us = rank.model.optimizer_host_us * tensors / max(1, rank.model.optimizer_tensors)
+        if not self.how.by_layer:
+            return python_us
+        self.copies.append(host_cost({update_event(optimizer, "dtensor_step"): tensors}, rank.book))
+        return python_us + self.copies[-1].duration_us
+
+    def _update_on_host(self, optimizer: str, trained: Sequence[ParamSpec]) -> None:
+        """Add the step of an optimizer whose parameters lie in host memory, once gradients do."""
+        if any(p.matrix for p in trained):
+            plan = str(self.rank.plan)
+            raise ValueError(f"plan {plan!r}: Muon's products are a GPU's, not a host's")
+        python_us = self._python_of_update(optimizer, len(trained))
+        op = on_host("optimizer on the CPU", update_bytes(self.own_update()), self.rank.where)
+        self.updates.append(op)
+        self.lanes.on_host(replace(op, duration_us=op.duration_us + python_us), self.copied[-1:])
 
     def own_update(self) -> list[Priceable]:
         """The optimizer's calls over the rank's part of all parameters but Muon's matrices."""

@@ -28,16 +28,21 @@ def micro_batches(rank: Rank, optimizer: str) -> tuple[Runs, Run]:
     Returns the micro-batches before the last as pairs (run, how often it is repeated), and the run
     of the last one, which synchronises gradients and ends with the optimizer. Micro-batches that
     send nothing are not listed: they are part of the last run. Training steps follow each other:
-    where the host waits for no op nor for the step's end, it launches the next one meanwhile.
+    where the host waits for no op nor for the step's end, it launches the next one meanwhile. It
+    waits for gradients that it updates parameters by.
     """
     micro = rank.plan.microbatches
     every = rank.strategy.every_micro
     waits = any(w.stall_us > 0 for x in rank.layers for w in (x.forward_work, x.backward_work))
     ahead = optimizer != "none" and not waits and not rank.synchronised
+    ahead = ahead and rank.strategy.offload != "parameters"
     before, final = Runs(), RankProgram(rank, ahead=ahead)
-    if micro > 1 and (every or rank.strategy.offload == "activations"):
-        before = [(_one_micro_batch(rank, ahead, later=every), micro - 1 if every else 1)]
-        if micro > 2 and not every:
+    offload = rank.strategy.offload
+    first_differs = not every or offload == "parameters"
+    if micro > 1 and (every or offload == "activations"):
+        times = 1 if first_differs else micro - 1
+        before = [(_one_micro_batch(rank, ahead, later=not first_differs), times)]
+        if micro > 2 and first_differs:
             before.append((_one_micro_batch(rank, ahead, later=True), micro - 2))
     else:
         final.unsynchronised(micro - 1)

@@ -81,7 +81,7 @@ def stage_facts(rank: Rank) -> tuple[object, ...]:
     """What changes a stage's run, apart from its layers."""
     axes = ("shard", "replicate", "expert", "expert_shard", "expert_replicate")
     groups = (rank.where.groups[axis] for axis in axes)
-    shared = (rank.book, rank.ranks_per_core, rank.where.node, rank.where.crossings)
+    shared = (rank.book, rank.ranks_per_core, rank.where.place, rank.where.crossings)
     plan = rank.plan
     cut = plan.schedule in CUT_BACKWARD
     return (plan.microbatches > 1, plan.virtual > 1, cut, rank.strategy, *groups, *shared)

@@ -229,6 +229,8 @@ def forecast_table(case: str, found: Forecast, spread: Spread | None = None, of:
         table.add_row("tokens per second", f"{found.tokens_per_s:,.0f}{of}")
     table.add_row("model FLOPs utilisation", f"{100 * found.mfu_frac:.1f} %")
     table.add_row("peak memory", f"{found.memory_bytes / 1e6:.0f} MB")
+    if found.host_memory_bytes:
+        table.add_row("in host memory", f"{found.host_memory_bytes / 1e6:.0f} MB a GPU")
     if not found.fits:
         room = f"{found.memory_room_bytes / 1e6:.0f} MB are left for tensors"
         table.add_row("[red]does not fit[/]", room)

@@ -37,13 +37,15 @@ VARIANTS = {
     "gossip=ring:0.5; local=1; local=4; local=4:0.5; local=4,outer;"
     "coconet=split; coconet=split,overlap:4; coconet=split,overlap:8; accumulate=2; micro=4;"
     "recompute=full; recompute=full:0.5; recompute=selective; offload=optimizer; cp=2",
+    "dp=4,zero=3": "offload=parameters; offload=optimizer; accumulate=2; hsdp=2",
     "dp=4,tp=2,sp,zero=1": "zero=2; zero=3; hsdp=2; tp_overlap; accumulate=2; pp=2;"
     "recompute=full; compress_tp=int8; compress_tp=0.5",
     "dp=2,pp=2,micro=4": "micro=8; schedule=gpipe; schedule=zb; schedule=interleaved:2;"
     "schedule=zbv; first=1; last=1; layers=1+3; zero=1; zero=3; tp=2; compress=0.5;"
     "gossip=ring; coconet=split;"
     "offload=activations; recompute=full; offload=optimizer; cp=2; compress_pp=int8",
-    "dp=4,zero=3,pp=2,micro=4": "hsdp=2; offload=activations; micro=2; recompute=selective",
+    "dp=4,zero=3,pp=2,micro=4": "hsdp=2; offload=activations; micro=2;"
+    "recompute=selective; offload=parameters",
 }
 MIXTURE = {
     "dp=4,ep=2": "ep=4; ep=2:1.5; ep_overlap; ep_overlap,accumulate=2; ep_once; zero=1; pp=2;"

@@ -18,6 +18,7 @@ GOOD = [
     "pp=4,micro=8,first=2,last=3",
     "pp=2,micro=4,schedule=dualpipev:2",
     "accumulate=4,recompute=full:0.5,offload=optimizer",
+    "dp=8,zero=3,hsdp=4,amp,accumulate=4,offload=parameters",
     "tp=2,pp=2,compress_tp=int8,compress_pp=dct:0.5",
     "dp=4,tp=2,ep=2,compress=dct:0.25,compress_tp=int8,compress_ep=0.5",
     "dp=8,local=100,outer",

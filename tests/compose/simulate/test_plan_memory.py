@@ -18,6 +18,7 @@ from itercast.compose.pricing import host
 from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.compose.pricing.optimizer import STATE_COPIES
 from itercast.compose.pricing.rank_graph import rank_graph
+from itercast.compose.simulate.iteration import host_memory
 from itercast.compose.simulate.memory_plan import Sizes, rank_memory
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.hardware.stack import load_stack
@@ -165,6 +166,32 @@ def test_fsdp_gathers_two_layers_and_the_root() -> None:
     assert peak((late, 2)) == 8000 + (8000 + 8050 + 8000 + 8000 + 500)
     root = (block("last", 800), 1)
     assert peak((block("blocks.0", 8000), 1), root) == 4400 + (8000 + 8050 + 500 + 800 + 800)
+
+
+def test_shards_in_host_memory_are_on_the_gpu_on_their_way_alone() -> None:
+    """Two ranks under zero=3 with Adam's states; a rank's shards are half of all.
+
+    Two blocks of 8000: in backward of the second one its weights and gradients, 50 and 1000 saved,
+    the first one's weights and the shard that they are gathered of. No shard stays.
+    """
+    plan = ParallelPlan.parse("dp=2,zero=3,offload=parameters")
+    found = rank_memory(Sizes.of([(block("blocks.0", 8000), 2)]), plan, "adamw")
+    assert found["parameters"] == found["optimizer"] == found["gradients"] == 0
+    assert sum(found.values()) == 8000 + 8050 + 1000 + 8000 + 4000
+
+
+def test_host_memory_has_what_is_offloaded() -> None:
+    """Of the small GPT in fp32 on two ranks: weights, gradients and two states, each a half."""
+
+    def host(text: str) -> int:
+        return host_memory(rank_for("gpt", text), "adamw")
+
+    layers = rank_for("gpt", "").layers
+    half = sum(x.layer.padded_bytes(2, trained=True) for x in layers) // 2
+    assert host("dp=2,zero=3") == 0
+    assert host("dp=2,zero=3,offload=optimizer") == pytest.approx(2 * half, rel=0.01)
+    assert host("dp=2,zero=3,offload=parameters") == pytest.approx(4 * half, rel=0.01)
+    assert host("dp=2,zero=3,offload=activations") == sum(x.saved_bytes for x in layers)
 
 
 def test_tensor_parallel_ranks_share_the_optimizer_s_temporaries(gpt: StepCapture) -> None:
