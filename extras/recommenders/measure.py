@@ -18,7 +18,7 @@ from itercast.microbench.processes.watch import log_tail, never, watch
 from itercast.microbench.store import Row
 
 ROUNDS = 2
-STEPS = 8  # of a model in a round
+STEPS = 6  # of a model in a round
 LIMIT_S = 1800.0
 
 

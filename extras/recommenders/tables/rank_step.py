@@ -34,6 +34,7 @@ from itercast.extras.recommenders.tables.table_work import (
     PHASES,
     SPARSE_BACKWARD,
     TableWork,
+    choosing_calls,
     held_shards,
     in_a_row,
     lookup_calls,
@@ -66,6 +67,8 @@ class RankStep:
 
     def distribute_and_look_up(self, pooled: Sequence[TensorSpec]) -> None:
         """Add the exchange of row numbers, own lookups, and the exchange of ``pooled`` vectors."""
+        for asked, kept in self.work.chosen:
+            self._add(choosing_calls(asked, kept, self.ids), "pack numbers")
         for part in ("pack numbers", "send numbers", "sort numbers", "fetch rows"):
             self._part(part)
         self._part("look up", [forward for forward, _ in self.own])

@@ -93,6 +93,31 @@ def lookup_calls(
     return OpCall(op=BAGS[0], args=bag, outputs=(out,), **known), after
 
 
+def choosing_calls(asked: int, kept: int, ids: Iterator[int]) -> list[OpCall]:
+    """Ops on a CPU that choose the row numbers of a shard with a part of the rows, ``kept`` of all.
+
+    Those of ``itercast.extras.recommenders.sharded_dlrm.ShardedStep._of_shard`` that grow with the
+    row numbers; its other ops are among ``SMALL_OPS``.
+    """
+
+    def tensor(length: int, dtype: str = "int64") -> TensorSpec:
+        return TensorSpec(shape=(length,), dtype=dtype, storage=next(ids))
+
+    index, least, most, inside = tensor(asked), *(tensor(asked, "bool") for _ in range(3))
+    counted, where, chosen = tensor(asked), tensor(kept), tensor(kept)
+    steps = (
+        ("ge.Scalar", (index, 0), least),
+        ("lt.Scalar", (index, asked), most),
+        ("bitwise_and.Tensor", (least, most), inside),
+        ("cumsum.default", (inside, 0), counted),
+        ("constant_pad_nd.default", (counted, (1, 0), 0.0), tensor(asked + 1)),
+        ("nonzero.default", (inside,), where),
+        ("index.Tensor", (index, (where,)), chosen),
+        ("sub.Tensor", (chosen, 1), tensor(kept)),
+    )
+    return [OpCall(op=f"aten.{op}", args=args, outputs=(made,)) for op, args, made in steps]
+
+
 def traffic(held: Sequence[tuple[Shard, Lookup]], ranks: int) -> dict[str, np.ndarray]:
     """Bytes that ranks send and receive, shape (2, ranks), by what lookups of shards exchange.
 
@@ -128,12 +153,15 @@ def held_shards(
 class TableWork:
     """What tables add to the step of one rank.
 
-    ``mine``: the shards that it holds. By part of the step (``PHASES``), in bytes: what it copies,
-    and the messages that all ranks exchange; and its small ops (``SMALL_OPS``; none on a GPU).
+    ``mine``: the shards that it holds. ``chosen``: on a CPU the row numbers that it looks through
+    for each shard with a part of the rows, and how many it finds. By part of the step
+    (``PHASES``), in bytes: what it copies, and the messages that all ranks exchange; and its small
+    ops (``SMALL_OPS``; none on a GPU).
     ``fetched``: bytes by tier and kind (``tiers``), before the lookups.
     """
 
     mine: Sequence[tuple[Shard, Lookup]]
+    chosen: Sequence[tuple[int, int]]
     copied: Mapping[str, Sequence[float]]
     sent: Mapping[str, Sequence[float]]
     small_ops: Mapping[str, int]
@@ -156,8 +184,10 @@ def table_work(
     """The work of one rank; a message takes as long as the most that any rank sends or receives."""
     moved, spread = traffic(held, ranks), [(s, x) for s, x in held if not s.local]
     own = sum(s.rank == rank for s, _ in spread)
-    cut = [x for s, x in spread if s.rows < x.table.rows]
-    chosen = [PASSES_IN_PARTS * INDEX_BYTES * x.asked * x.table.pooling for x in cut]
+    cut = [(s.rows / x.table.rows, x) for s, x in spread if s.rows < x.table.rows]
+    numbers_of = [(share, x.asked * x.table.pooling) for share, x in cut]
+    passed = [] if on_cpu else [PASSES_IN_PARTS * INDEX_BYTES * n for _, n in numbers_of]
+    chosen = [(max(1, round(n)), max(1, round(share * n))) for share, n in numbers_of]
     lengths, numbers, vectors = (float(both.max()) for both in moved.values())
     packed, received = moved["vectors"][:, rank]
     rearranged = {
@@ -172,9 +202,10 @@ def table_work(
     alike = max((x.alike for _, x in held), default=1)
     return TableWork(
         mine=mine,
+        chosen=chosen if on_cpu else (),
         fetched=moved_bytes(mine, ranks, optimizer),
         copied={
-            "pack numbers": [*chosen, lengths + numbers],
+            "pack numbers": [*passed, lengths + numbers],
             "pack vectors": [packed],
             "update tables": [packed],
             **(rearranged if on_cpu else {}),

@@ -44,7 +44,7 @@ def sweep() -> Iterator[IndexOp]:
     """
     rng = np.random.default_rng(13)
     for p in swept(rng, FACTS["sweep"], _moves, _fits):
-        whole_numbers = p.op not in GROUPS["adds"] and rng.random() < 0.1
+        whole_numbers = p.op not in GROUPS["adds"] + GROUPS["masked"] and rng.random() < 0.1
         yield replace(p, dtype="int64") if whole_numbers else p
 
 
@@ -95,6 +95,7 @@ def build(p: IndexOp, device: str) -> Workload:
         "slots": lambda: [values(*_shape(p, n)).select(axis, 0) for n in sizes],
         "each": lambda: positions(*part),
         "positions": lambda: positions(p.size),
+        "mask": lambda: torch.randperm(p.source, device=device) < p.size,
         "indices": lambda: [None] * axis + [positions(p.size)],
     }
     return Workload(run=call_of(p.op.replace("_accumulate", ""), FACTS["calls"][p.op], operands))
@@ -141,15 +142,17 @@ def bytes_moved(p: IndexOp) -> Numbers:
 
     Where the result is as large as the source, that is written whole, and read unless it is only
     filled; a value added to is read first; sort and topk write int64 positions; repeat reads once.
+    nonzero reads the mask twice, first to count, and writes an int64 position where it is true.
     """
     item, n, full = itemsize_bytes(p.dtype), moved(p), whole(p)
-    by_slot = np.where(_is(p, "by_slot", "put"), p.size, 0.0)
+    by_slot = np.where(_is(p, "by_slot", "put", "masked"), p.size, 0.0)
     index = np.where(_is(p, "by_element"), n, by_slot)
     written = np.where(_is(p, "fills"), full, n + np.where(_is(p, "adds"), n, 0.0))
     written = written + np.where(_is(p, "rewrites"), 2.0 * full, 0.0)
     chosen = 1.0 * p.outer * p.inner * np.where(is_any(p.op, ("topk",)), p.k, p.size)
     written, index = (np.where(_is(p, "order"), chosen, count) for count in (written, index))
     read = np.where(is_any(p.op, ("repeat",)), 1.0 * p.outer * p.inner, n)
+    read, written = np.where(_is(p, "masked"), (2.0 * full, 0.0 * n), (read, written))
     return (read + written) * item + 8.0 * index
 
 

@@ -16,8 +16,8 @@ class IndexOp:
     """One call that picks or places ``size`` of ``source`` slots, outer x size x inner elements.
 
     ``source`` is the length of the indexed axis on the other side (the table of a gather, the
-    target of a scatter, the padded row, the result of a slice's backward); ``tensors`` are joined
-    by cat; ``k`` is topk's count or unfold's window.
+    target of a scatter, the padded row, the result of a slice's backward, a mask); ``tensors`` are
+    joined by cat; ``k`` is topk's count or unfold's window.
     """
 
     op: str
@@ -214,9 +214,18 @@ def from_unfold(call: OpCall) -> IndexOp | None:
     return _made(call, grad.dtype, outer=outer, size=size, inner=inner, source=source, k=window)
 
 
+def from_nonzero(call: OpCall) -> IndexOp | None:
+    """Describe nonzero(mask): ``size`` of ``source`` elements are chosen."""
+    mask, found = call.args[0], call.outputs[0]
+    if mask.numel < 1:
+        return None
+    chosen = min(mask.numel, max(1, found.shape[0]))
+    return _made(call, mask.dtype, outer=1, size=chosen, source=mask.numel)
+
+
 ANSWERS = answers_of(
     FACTS["answers"],
     *(from_index_on_axis, from_index, from_join, from_split, from_part_backward),
     *(from_part_scatter, from_narrow, from_pad, from_reorder, from_repeat, from_triangle),
-    *(from_order, from_unfold),
+    *(from_order, from_unfold, from_nonzero),
 )

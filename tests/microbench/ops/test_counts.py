@@ -114,6 +114,7 @@ COUNTED: list[tuple[Any, float | None, float | None]] = [
     (INDEX(op="slice_scatter"), None, (2 * N + 2 * FULL) * 4),
     (INDEX(op="repeat"), None, (8 + N) * 4),  # read once, written three times
     (INDEX(op="topk", k=2), None, (N + 16) * 4 + 16 * 8),
+    (IndexOp(op="nonzero", outer=1, size=30, source=100, dtype="bool"), 0, 2 * 100 + 8 * 30),
     (INDEX(op="sort"), None, 2 * N * 4 + N * 8),
     (INDEX(op="unfold_backward", k=2), None, (48 + FULL) * 4),
     (IndexOp(op="sort", outer=2, size=8, inner=4), 64 * 3, None),

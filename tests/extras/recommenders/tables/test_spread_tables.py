@@ -201,6 +201,18 @@ def test_shards_look_up_the_rows_of_the_stream(tmp_path: Path) -> None:
         ranks_of(found, places)
 
 
+def test_a_cpu_chooses_the_row_numbers_of_each_part_of_a_table() -> None:
+    """Three calls of 8 x 3 row numbers, one of 8, look them up in 4 parts of a quarter each."""
+    found = step()
+    sharding = (Placement("row_wise", ALL),) * 3
+    args = (found, captured_tables(found), sharding, 0, RANKS, PER_NODE)
+    on_cpu, on_gpu = (rank_step(*args, on_cpu=cpu) for cpu in (True, False))
+    points = [find_family(c)[1] for c in on_cpu.calls if c.op == "aten.nonzero.default"]
+    chosen = Counter((p.source, p.size) for p in points)
+    assert chosen == {(BATCH * BAG, 6): 3 * 4, (BATCH, 2): 4}
+    assert not any(c.op == "aten.nonzero.default" for c in on_gpu.calls)  # kernels over all tables
+
+
 def test_inference_sends_nothing_back() -> None:
     parts = ranks_of(step("none", mode="infer"), (Placement("row_wise", ALL),) * 3)
     assert [phase for phase, _ in messages(parts[0])] == ["forward"] * 3
