@@ -23,18 +23,19 @@ from itercast.microbench.store import Row
 
 MOST_POINTS = 4000  # of a family; more than any sweep measures
 HOST_EVENTS = (*EVENTS, *OPTIMIZERS, REPEATED)  # of no parallel wrapper
+OF_TABLES = ("embedding_bag", "sparse_update")
 MODELS = 24  # dense parts that are captured
 DENSE_POINTS = 80  # of a family, so that most of a sweep's time is left for lookups
-MOST_LOOKUPS = 2**16
-MOST_ELEMENTS = 2**22
+MOST_LOOKUPS = 2**17
+MOST_ELEMENTS = 2**24
 MOST_TABLES = 32  # looked up or updated one after the other
-MOST_TABLE_ELEMENTS = 2**25  # of all of them
+MOST_TABLE_ELEMENTS = 2**26  # of all of them
 
 
 def lookup_points() -> dict[str, list[Point]]:
     """Embedding bags and sparse updates of tables as in ``itercast.extras.recommenders.tasks``."""
     rng = np.random.default_rng(0)
-    drawn: dict[str, list[Point]] = {"embedding_bag": [], "sparse_update": []}
+    drawn: dict[str, list[Point]] = {name: [] for name in OF_TABLES}
     for sizes in islice(_tables(rng), MOST_POINTS):
         op = str(rng.choice(embedding_bag.OPS))
         drawn["embedding_bag"].append(with_random_stream(rng, EmbeddingBag(op=op, **sizes)))
@@ -48,10 +49,10 @@ def _tables(rng: np.random.Generator) -> Iterator[Row]:
     """Sizes of tables and of their lookups in a batch; two of three follow others like them."""
     while True:
         tables = log_uniform(rng, 2, MOST_TABLES) if rng.random() < 2 / 3 else 1
-        bags, pooling = log_uniform(rng, 16, 1024), log_uniform(rng, 1, 80)
+        bags, pooling = log_uniform(rng, 16, 1024), log_uniform(rng, 1, 128)
         sizes: Row = {
-            "rows": round(10 ** rng.uniform(2.0, 5.4)),
-            "dim": int(rng.choice([8, 16, 32, 64])),
+            "rows": round(10 ** rng.uniform(2.0, 6.7)),
+            "dim": int(rng.choice([8, 16, 32, 64, 128])),
             "bags": bags,
             "lookups": bags * pooling,
             "tables": tables,
@@ -64,7 +65,10 @@ def _tables(rng: np.random.Generator) -> Iterator[Row]:
 
 
 def dense_points() -> dict[str, list[Point]]:
-    """Points by family of the ops in perceptrons of random DLRMs, and copies of all sizes."""
+    """Points by family of a rank's ops beside lookups, and copies of all sizes.
+
+    Of random DLRMs whose tables are on another rank, and of every fourth with tables cut by rows.
+    """
     from itercast.extras.recommenders.sharding.step import dlrm_step, tables_of
     from itercast.extras.recommenders.tables.rank_step import rank_step  # torch is slow to import
     from itercast.extras.recommenders.tasks import any_configuration, unequal_task
@@ -76,10 +80,11 @@ def dense_points() -> dict[str, list[Point]]:
         wide = tuple(8 * log_uniform(rng, 4, 40) for _ in range(2))
         model = replace(model, batch=log_uniform(rng, 24, 320), bottom=wide, top=wide)
         model = replace(model, optimizer="sgd" if number % 3 else "adam")
-        step, elsewhere = dlrm_step(model), (Placement("table_wise", (1,)),) * len(model.tables)
-        for call in rank_step(step, tables_of(step, model), elsewhere, 0, 2, 2, on_cpu=True).calls:
+        by_rows, whole = Placement("row_wise", (0, 1)), Placement("table_wise", (1,))
+        step, places = dlrm_step(model), (whole if number % 4 else by_rows,) * len(model.tables)
+        for call in rank_step(step, tables_of(step, model), places, 0, 2, 2, on_cpu=True).calls:
             family, params = find_family(call)
-            if family is not None:
+            if family is not None and family.name not in OF_TABLES:
                 points.setdefault(family.name, {})[params] = None
     copies = (p for p in families()["elementwise"].sweep() if p.op in ("copy_", "clone"))
     points["elementwise"] = dict.fromkeys([*islice(copies, 100), *points.get("elementwise", ())])
