@@ -152,7 +152,8 @@ def bytes_moved(p: IndexOp) -> Numbers:
     chosen = 1.0 * p.outer * p.inner * np.where(is_any(p.op, ("topk",)), p.k, p.size)
     written, index = (np.where(_is(p, "order"), chosen, count) for count in (written, index))
     read = np.where(is_any(p.op, ("repeat",)), 1.0 * p.outer * p.inner, n)
-    read, written = np.where(_is(p, "masked"), (2.0 * full, 0.0 * n), (read, written))
+    masked = _is(p, "masked")
+    read, written = np.where(masked, 2.0 * full, read), np.where(masked, 0.0, written)
     return (read + written) * item + 8.0 * index
 
 
