@@ -7,10 +7,7 @@ that other packages add, whose code may change unseen.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import json
-import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -33,15 +30,4 @@ def kept_answer(bundle: Bundle, names: Iterable[str], question: Any, ask: Callab
         return ask()
     code = (digest_of_code(*CODE), *map(installed, LIBRARIES), switched_off(), left_out())
     key = hashlib.sha256(repr((bundle.digest, code, question)).encode()).hexdigest()[:24]
-    return kept(cache_folder("prices") / f"{key}.json.gz", ask, _packed, _unpacked)
-
-
-def _packed(answer: Any) -> bytes:
-    return gzip.compress(json.dumps(answer).encode(), 3)
-
-
-def _unpacked(data: bytes) -> Any:
-    try:
-        return json.loads(gzip.decompress(data))
-    except (EOFError, zlib.error) as exc:
-        raise ValueError(f"no answer: {exc}") from exc
+    return kept(cache_folder("prices") / f"{key}.json.gz", ask)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import json
 import logging
 import os
 import sys
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from itercast.capture.base.files import write_atomic
 
@@ -36,8 +39,24 @@ def _platform_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
+def packed(values: Any) -> bytes:
+    """Plain values as gzip JSON, which is read without any library of ours and never executed."""
+    return gzip.compress(json.dumps(values).encode(), 3)
+
+
+def unpacked(data: bytes) -> Any:
+    """The values that ``packed`` wrote; ValueError for anything else."""
+    try:
+        return json.loads(gzip.decompress(data))
+    except (OSError, EOFError, zlib.error, RecursionError) as exc:
+        raise ValueError(f"no gzip JSON: {exc}") from exc
+
+
 def kept(
-    path: Path, make: Callable[[], R], dumps: Callable[[R], bytes], loads: Callable[..., R]
+    path: Path,
+    make: Callable[[], R],
+    dumps: Callable[[R], bytes] = packed,
+    loads: Callable[..., R] = unpacked,
 ) -> R:
     """What the file holds; it is made and written if it is missing or ``loads`` raises ValueError.
 

@@ -1,18 +1,13 @@
-"""A captured program: what the ranks that do different work launch in one step.
-
-It is kept as gzip JSON, which is read without torch and never executed.
-"""
+"""A captured program: what the ranks that do different work launch in one step."""
 
 from __future__ import annotations
 
-import gzip
-import json
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 
+from itercast.capture.base.cache_folder import packed, unpacked
 from itercast.capture.base.files import write_atomic
 from itercast.capture.base.yaml_text import made_of, typed
 from itercast.capture.input.lane import InputLane
@@ -78,13 +73,13 @@ def write_program(program: ProgramCapture, path: Path, lane: InputLane | None = 
     """Write a captured program, with the input lane of its DataLoader."""
     plain = {f.name: pack(getattr(program, f.name)) for f in fields(program)}
     plain["input"] = asdict(lane) if lane else None
-    write_atomic(path, gzip.compress(json.dumps(plain).encode(), 3))
+    write_atomic(path, packed(plain))
 
 
 def read_program(path: Path) -> tuple[ProgramCapture, InputLane | None]:
     """A captured program and its input lane; ValueError for any other file."""
     try:
-        plain = json.loads(gzip.decompress(path.read_bytes()))
+        plain = unpacked(path.read_bytes())
         lane, ranks = plain.pop("input"), plain.pop("ranks").items()
         by_rank = {int(r): typed(StepCapture, unpack(s), f"rank {r}") for r, s in ranks}
         peaks = {int(r): n for r, n in plain.pop("peak_bytes").items()}
@@ -92,5 +87,5 @@ def read_program(path: Path) -> tuple[ProgramCapture, InputLane | None]:
         told = {"notes": notes, "passes": passes}
         program = ProgramCapture(**{**plain, **told}, ranks=by_rank, peak_bytes=peaks)
         return program, made_of(InputLane, lane, "input") if lane else None
-    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError) as exc:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
         raise ValueError(f"{path}: not a captured program: {exc}") from exc

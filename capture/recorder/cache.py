@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from itercast.capture.base.cache_folder import kept
+from itercast.capture.base.cache_folder import kept, packed, unpacked
 from itercast.capture.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 
 MARKS = {TensorSpec: "#t", OpCall: "#c", ParamSpec: "#p", StepCapture: "#s"}
@@ -47,14 +44,14 @@ def unpack(value: Any, known_tensors: dict[TensorSpec, TensorSpec] | None = None
 
 def dumps(capture: StepCapture) -> bytes:
     """The capture as gzip JSON."""
-    return gzip.compress(json.dumps(pack(capture)).encode(), 3)
+    return packed(pack(capture))
 
 
 def loads(data: bytes) -> StepCapture:
     """The capture that ``dumps`` wrote; ValueError for anything else."""
     try:
-        capture = unpack(json.loads(gzip.decompress(data)))
-    except (OSError, EOFError, zlib.error, ValueError, TypeError, RecursionError) as exc:
+        capture = unpack(unpacked(data))
+    except (ValueError, TypeError) as exc:
         raise ValueError(f"not a captured step: {exc}") from exc
     if not isinstance(capture, StepCapture):
         raise ValueError("not a captured step")

@@ -161,7 +161,8 @@ def test_a_key_that_a_package_adds_changes_what_it_says(monkeypatch: pytest.Monk
         return found | {"buckets": found["buckets"] + n}
 
     key = PlanKey(name="more", read=integer(1, 9), changes="ops prices", step=again, memory=held)
-    monkeypatch.setattr(extensions, "_added", lambda group: {"more": (key, "a test")})
+    added = {"plan_keys": {"more": (key, "a test")}}
+    monkeypatch.setattr(extensions, "_added", lambda group: added.get(group, {}))
     step, book = replace(capture_at(8, 64)), PriceBook(Flat(), DEVICE, 0)
     texts = ("dp=2", "dp=2,more=1", "dp=2,more=2")
     found = [forecast(step, ParallelPlan.parse(text), book) for text in texts]
