@@ -150,7 +150,8 @@ def step_line(asked: Facts, size: Mapping[str, int]) -> str:
 def settings(asked: Facts) -> str:
     """Precision, optimizer, attention, launches and the like of a step."""
     dtype, trained = asked["dtype"], asked.get("mode", "train") == "train"
-    parts = [f"{dtype} {_casts(asked)}, fp32 weights" if mixed(asked) else f"{dtype} throughout"]
+    casts = "by FSDP" if "zero=" in str(asked.get("plan", "")) else "autocast"
+    parts = [f"{dtype} {casts}, fp32 weights" if mixed(asked) else f"{dtype} throughout"]
     parts += [asked["optimizer"]] if trained else []
     if asked.get("seq") or asked.get("attn") == "eager":
         parts.append(f"{asked.get('attn', 'sdpa')} attention")
@@ -165,11 +166,6 @@ def launches(compiled: bool | None, graphed: bool | None) -> str:
     """How a step is launched, in words."""
     words = ["torch.compile"] * bool(compiled) + ["one CUDA graph"] * bool(graphed)
     return " in ".join(words) or "eager launches"
-
-
-def _casts(asked: Facts) -> str:
-    """What casts in mixed precision."""
-    return "by FSDP" if "zero=" in str(asked.get("plan", "")) else "autocast"
 
 
 def mixed(asked: Facts) -> bool:

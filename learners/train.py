@@ -184,13 +184,13 @@ def _scores(
 
 
 def _facts(report: FamilyReport, rows: pd.DataFrame, digest: str) -> Row:
-    """What the bundle keeps about a family's training: rows, errors on held-out shapes, ops."""
+    """What the bundle keeps about a family's training: rows, held-out errors, ops by dtype."""
     return {
         "digest": digest,
         "rows": report.rows,
         "errors": dict(report.learners[BLEND]),
         "retest_ape_pct": report.retest_ape_pct,
-        "ops": ops_by_dtype(rows),
+        "ops": {str(k): sorted(ops.unique()) for k, ops in rows.groupby("dtype")["op"]},
     }
 
 
@@ -198,11 +198,6 @@ def digest_of(rows: pd.DataFrame) -> str:
     """Twelve hexadecimal digits of a hash of all values of the rows, in their order."""
     hashes = pd.util.hash_pandas_object(rows.astype(str), index=False).to_numpy()
     return hashlib.sha256(hashes.tobytes()).hexdigest()[:12]
-
-
-def ops_by_dtype(rows: pd.DataFrame) -> dict[str, list[str]]:
-    """The ops that were measured, by dtype."""
-    return {str(dtype): sorted(ops.unique()) for dtype, ops in rows.groupby("dtype")["op"]}
 
 
 def hardware_of(

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from itercast.capture.base.cache_folder import cache_folder
@@ -66,7 +66,8 @@ class Root:
             raise ValueError(f"root {where!r}: {exc}; pip install 'itercast[fleet]'") from exc
         except (ValueError, RuntimeError, OSError) as exc:  # links that point at each other, too
             raise ValueError(f"root {where!r}: {_one_line(exc)}") from exc
-        self.local = "file" in _protocols(self.fs)
+        protocols = [self.fs.protocol] if isinstance(self.fs.protocol, str) else self.fs.protocol
+        self.local = "file" in protocols
         self._own_folder = Path(self.base) if self.local else None
 
     def names(self, below: str = "") -> set[str]:
@@ -125,10 +126,6 @@ class Root:
             self._put_once(PROBE, b"itercast")
         except Exception as exc:  # as above
             raise ValueError(f"root {self.where!r} cannot be written: {_one_line(exc)}") from exc
-
-
-def _protocols(fs: Any) -> tuple[str, ...]:
-    return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
 
 
 def _one_line(exc: BaseException) -> str:

@@ -27,22 +27,19 @@ def mark_zeros(calls: Sequence[OpCall]) -> tuple[OpCall, ...]:
     return tuple(_marked(call, zeros) for call in calls)
 
 
-def untouched_frac(rows: int, lookups: int) -> float:
-    """Expected share of a table's rows without a lookup: (1 - 1/rows)^lookups."""
-    return float((1 - 1 / rows) ** lookups)
-
-
 def _marked(call: OpCall, zeros: dict[int, float]) -> OpCall:
     """The call with ``zero_frac`` set; ``zeros`` (by storage) is updated for its outputs."""
     name = call.op.split(".")[1]
     if call.op in TABLE_GRADIENTS:
         lookups, table = call.args[TABLE_GRADIENTS[call.op]].numel, call.outputs[0]
-        zeros[table.storage] = untouched_frac(table.shape[0], lookups)
+        # The expected share of its rows without a lookup.
+        zeros[table.storage] = (1 - 1 / table.shape[0]) ** lookups
     elif name == "_foreach_addcmul_":  # squares += gradient * gradient
         for square, gradient in zip(call.args[0], call.args[1], strict=True):
             zeros[square.storage] = zeros.get(gradient.storage, 0.0)
     elif name == "_foreach_sqrt":
-        return replace(call, args=(_with_zeros(call.args[0], zeros), *call.args[1:]))
+        marked = (replace(t, zero_frac=zeros.get(t.storage, 0.0)) for t in call.args[0])
+        return replace(call, args=(tuple(marked), *call.args[1:]))
     elif call.op == "aten.add_.Tensor" and isinstance(call.args[1], TensorSpec):
         summed, other = call.args[:2]  # tied weights: zero where both parts are
         zeros[summed.storage] = zeros.get(summed.storage, 0.0) * zeros.get(other.storage, 0.0)
@@ -50,7 +47,3 @@ def _marked(call: OpCall, zeros: dict[int, float]) -> OpCall:
         for output in call.outputs:
             zeros.pop(output.storage, None)
     return call
-
-
-def _with_zeros(tensors: Sequence[TensorSpec], zeros: dict[int, float]) -> tuple[TensorSpec, ...]:
-    return tuple(replace(t, zero_frac=zeros.get(t.storage, 0.0)) for t in tensors)

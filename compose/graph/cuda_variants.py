@@ -210,12 +210,11 @@ def with_memory_format(capture: StepCapture, stated: str) -> StepCapture:
     """
     if stated != "nhwc" or any(c.op == GROUP_NORM for c in capture.calls):
         return capture
-    calls = tuple(_call_in_nhwc(c) if c.op in NHWC_OPS else c for c in capture.calls)
-    return replace(capture, calls=calls)
-
-
-def _call_in_nhwc(call: OpCall) -> OpCall:
-    return replace(call, args=tuple(_in_nhwc(v) for v in call.args))
+    calls = (
+        replace(c, args=tuple(map(_in_nhwc, c.args))) if c.op in NHWC_OPS else c
+        for c in capture.calls
+    )
+    return replace(capture, calls=tuple(calls))
 
 
 def _in_nhwc(value: Argument) -> Argument:

@@ -46,6 +46,7 @@ from itercast.compose.trace.events import Trace
 from itercast.microbench.hardware.node import Node
 
 OBJECTIVES = ("time", "cost", "memory")
+SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("zb", 1))  # with stages per rank
 MISFIT_PENALTY = 1e18  # added to the score of plans that exceed the memory: they come last
 LARGEST_MICRO_BATCH: int = assumed(__file__, "largest_micro_batch")
 LONG_SEQUENCE: int = assumed(__file__, "long_sequence")
@@ -269,7 +270,7 @@ def _variants(
             search.too_large.append(least)
             continue
         for sp in (False, True) if degrees.tp > 1 else (False,):
-            for schedule, virtual in _schedules(pp):
+            for schedule, virtual in SCHEDULES if pp > 1 else SCHEDULES[:1]:
                 for b in sizes:
                     micro = replica // b
                     if schedule == "interleaved" and micro % pp:
@@ -293,10 +294,6 @@ def _sharding(search: Search, degrees: ParallelPlan) -> list[tuple[int, int]]:
     inner = gpus_per_domain(search.book.gpu, search.node) // degrees.tp
     within = 1 < inner < replicas and replicas % inner == 0 and degrees.ep == 1
     return [(0, 0), (1, 0), (3, 0), *([(1, inner), (3, inner)] if within else [])]
-
-
-def _schedules(pp: int) -> list[tuple[str, int]]:
-    return [("1f1b", 1), ("interleaved", 2), ("zb", 1)] if pp > 1 else [("1f1b", 1)]
 
 
 def _least_bytes(search: Search, plan: ParallelPlan, parameter_bytes: int) -> float:

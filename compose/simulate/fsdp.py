@@ -185,7 +185,8 @@ def sharded_backward(program: RankTasks, *, scatter: bool, later: bool) -> None:
         markers.append(program.lanes.done)
         if scatter and x.numbered and x.layer.trained_bytes:
             last += _reduce(program, Unit.of(program, x), later=later)
-            _wait_on_cpu(program, last)
+            if program.lanes.on_cpu:
+                program.lanes.wait(last[-1:])
         if program.lanes.on_cpu:
             sent, copies = _gathered_again(program, layers[k + 1 : k + 2])
     if scatter:
@@ -286,11 +287,6 @@ def summed_shares(layers: Sequence[PricedLayer], rank: Rank) -> list[Message]:
         if nbytes and groups > 1:
             sums.append(_message(rank, "all_reduce", axis, max(1, nbytes // ranks)))
     return sums
-
-
-def _wait_on_cpu(program: RankTasks, sent: Sequence[int]) -> None:
-    if program.lanes.on_cpu:
-        program.lanes.wait(sent[-1:])
 
 
 def _send(

@@ -77,7 +77,8 @@ def write_pages(folder: Path, replay: bool = False) -> Path:
     compute the learning curve and what to sweep next, in minutes, where the sweep is on disk.
     """
     found = Evaluation.load(folder)
-    devices = [_device(name, found, folder, replay) for name in _device_names(found.results)]
+    names = sorted({r.gpu for r in found.results})
+    devices = [_device(name, found, folder, replay) for name in names]
     if len(devices) == 1:
         return _write(folder / PAGE, devices[0], found.machine, {})
     for device in devices:
@@ -101,10 +102,6 @@ def family_page(held_out: pd.DataFrame) -> str:
     drawn = [ops_section(device.ops), condition_section(device.ops)]
     title = f"How well held-out ops of {name} are forecast"
     return render(title, tiles(device), [*drawn, worst_section(device)], {}, {})
-
-
-def _device_names(results: Sequence[CaseResult]) -> list[str]:
-    return sorted({r.gpu for r in results})
 
 
 def _device(name: str, found: Evaluation, folder: Path, replay: bool) -> Device:

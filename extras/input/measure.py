@@ -92,7 +92,8 @@ def measure_lane(name: str, seconds: float, alive: Alive = lambda: None) -> Inpu
     crowding = 1.0
     if crowd > 1 and worker.mean_cpu_us:
         many = run_loader(with_workers(loader, crowd), seconds / 3, alive)
-        crowding = max(1.0, _mean([b.cpu_us for b in many.batches]) / _mean_cpu(one))
+        crowded, alone_us = (_mean([b.cpu_us for b in run.batches]) for run in (many, one))
+        crowding = max(1.0, crowded / max(1e-3, alone_us))
     return InputLane(
         loader=name,
         workers=loader.num_workers,
@@ -118,10 +119,6 @@ def _part(loader: DataLoader[Any], run: Run) -> float:
 
 def _mean(values: Any) -> float:
     return sum(values) / len(values) if values else 0.0
-
-
-def _mean_cpu(run: Run) -> float:
-    return max(1e-3, _mean([b.cpu_us for b in run.batches]))
 
 
 def stages(alone: Run, one: Run, receive_us: float) -> dict[str, float]:

@@ -157,11 +157,6 @@ def _cell(model: Any, gpu: str, pattern: str, facts: Row, asked: Facts) -> Cell:
     return Cell(plan=plan, forecast=found, **{**facts, "batch": replica})
 
 
-def job_type(name: str, batch: int) -> str:
-    """A model with its batch as Gavel's traces and tables name it."""
-    return f"{name} (batch size {batch})"
-
-
 def gavel_table(name: str, cells: Sequence[Cell]) -> dict[str, dict[str, dict[str, float]]]:
     """Iterations/s by GPU and by job type and number of GPUs; 0 where it does not fit."""
     table: dict[str, dict[str, dict[str, float]]] = {}
@@ -169,7 +164,7 @@ def gavel_table(name: str, cells: Sequence[Cell]) -> dict[str, dict[str, dict[st
         found = cell.forecast
         if found is None or cell.batch is None:
             continue
-        key = str((job_type(name, cell.batch), cell.gpus))
+        key = str((f"{name} (batch size {cell.batch})", cell.gpus))
         rate = 1e6 / found.iteration_us if found.fits else 0.0
         table.setdefault(cell.gpu, {})[key] = {"null": rate}
     return table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +101,7 @@ def fit(rest: Table, held: Table, options: Options, seed: int = 0) -> Trees:
         out = held.of_gpu(column)
         if len(out.x):
             own[column] = early_stopped(rest.of_gpu(column), out, OWN, OWN_ROUNDS, None)
-    if own and not _without_own(rest, own).any():
+    if own and (rest.x[:, list(own)] > 0).any(1).all():
         return Trees(common=None, own=own)
     shared, rounds = _shared(rest, options, seed), SEVERAL_GPUS_ROUNDS if rest.origin else ROUNDS
     return Trees(common=early_stopped(rest, held, {}, rounds, shared), own=own)
@@ -239,8 +239,3 @@ def _predict(booster: xgb.Booster, x: Array) -> Array:
     """Predict with all threads if the batch is large: a few rows are faster on one."""
     booster.set_param({"nthread": 0 if len(x) >= THREADED_ROWS else 1})
     return booster.inplace_predict(x)
-
-
-def _without_own(table: Table, own: Iterable[int]) -> Array:
-    """Mask of the rows of GPUs without trees of their own."""
-    return ~(table.x[:, list(own)] > 0).any(1)

@@ -41,7 +41,7 @@ def make_inputs(
     ``masked``: encoders of tokens get their attention mask, which tokenizers make for full
     sequences too: eager attention adds it to every score.
     """
-    name, kind = model.main_input_name, _class_name(model)
+    name, kind = model.main_input_name, (model if isinstance(model, type) else type(model)).__name__
     makers: dict[str, Callable[[], Any]] = {
         "input_ids": lambda: _tokens(config, kind, batch, seq),
         "pixel_values": lambda: _images(config, batch),
@@ -132,10 +132,6 @@ def _with_values(rows: list[Any]) -> Any:
 
     with _disable_current_modes():
         return torch.tensor(rows)
-
-
-def _class_name(model: Any) -> str:
-    return str((model if isinstance(model, type) else type(model)).__name__)
 
 
 def _tokens(config: Any, kind: str, batch: int, seq: int) -> Any:

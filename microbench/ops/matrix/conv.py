@@ -276,14 +276,11 @@ def resize(p: Conv, factor: float, first_share: float) -> Conv:
 def op_name(p: Conv) -> Values:
     """The op's name; those in groups, transposed and over volumes are run by other kernels."""
     found = np.asarray(p.op, dtype=str)
-    for kind, here in ((" in groups", 1.0 * p.groups > 1), (" transposed", p.transposed)):
+    kinds = {" in groups": 1.0 * p.groups > 1, " transposed": p.transposed}
+    kinds[" of volumes"] = 1.0 * p.depth * p.kernel_d > 1
+    for kind, here in kinds.items():
         found = np.char.add(found, np.where(here, kind, ""))
-    return np.char.add(found, np.where(volume(p), " of volumes", ""))
-
-
-def volume(p: Conv) -> Values:
-    """Whether it has three dimensions."""
-    return 1.0 * p.depth * p.kernel_d > 1
+    return found
 
 
 def fallback(p: Conv, measured: Measured) -> list[Part]:

@@ -149,10 +149,6 @@ def _backward(p: Norm) -> Values:
     return _is(p, *(o for o in FLOPS_PER_ELEMENT if o.endswith("backward")))
 
 
-def _by_row(p: Norm) -> Values:
-    return _is(p, "layer", "layer_backward", "rms", "rms_backward")
-
-
 def flops(p: Norm) -> Values:
     """FLOPS_PER_ELEMENT times the elements."""
     return by_name(p.op, FLOPS_PER_ELEMENT) * p.rows * p.cols * p.channels
@@ -164,9 +160,10 @@ def bytes_moved(p: Norm) -> Values:
     Lower bound: statistics are left out, and a forward reads x once although it needs it twice.
     """
     passes = np.where(_backward(p), 3.0, 2.0)
+    by_row = _is(p, "layer", "layer_backward", "rms", "rms_backward")
     vectors = np.where(_is(p, "rms", "rms_backward"), 1.0, 2.0)
     vectors = np.where(_backward(p), vectors + 1, vectors)  # dw (and db) written, w read
-    weights = vectors * np.where(_by_row(p), p.cols, p.channels)
+    weights = vectors * np.where(by_row, p.cols, p.channels)
     return (passes * p.rows * p.cols * p.channels + weights) * itemsize_bytes(p.dtype)
 
 
