@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from itercast.capture.base.cache_folder import cache_folder, installed
+from itercast.capture.base.cache_folder import cache_folder, digest_of_code, installed
 from itercast.capture.cases.external.adapters import Adapters
 from itercast.capture.cases.external.huggingface import hf_case
 from itercast.capture.cases.registry import EvalCase, case
@@ -29,6 +29,7 @@ from itercast.microbench.store import Row
 
 DTYPES = (*ALLOWED["dtype"], *NARROW)
 CAPTURE = Path(__file__).parents[1] / "capture"
+LIBRARIES = ("torch", "transformers", "timm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,8 @@ def capture_case(
     size = (int(batch or chosen.batch), int(seq or chosen.seq))
     if not size[0]:
         raise ValueError(f"{chosen.name}: a batch is required, and a seq for text")
-    key = repr((chosen.name, chosen.digest, *size, settings, shallow, code_digest(CAPTURE)))
+    code = (digest_of_code(CAPTURE), *map(installed, LIBRARIES))
+    key = repr((chosen.name, chosen.digest, *size, settings, shallow, *code))
     make = partial(_captured, chosen, settings, *size, shallow)
     return cached(hashlib.sha256(key.encode()).hexdigest()[:24], make, cache_folder("captures"))
 
@@ -98,21 +100,6 @@ def _captured(
         tokens=batch * seq,
         shallow=shallow,
     )
-
-
-def code_files(folder: Path) -> list[Path]:
-    """The files of ``capture`` that captures depend on: code and assumed numbers."""
-    rooms = [p for room in ("recorder", "cases") for p in (folder / room).rglob("*")]
-    files = sorted(p for p in rooms if p.suffix in (".py", ".yaml"))
-    single = ("step.py", "lamb.py", "opcall.py", "base/assumptions.py")
-    return [*files, *(folder / name for name in single)]
-
-
-def code_digest(folder: Path) -> str:
-    """Digest of these files and of torch's version, so that a changed model is captured anew."""
-    versions = [installed(name) for name in ("torch", "transformers", "timm")]
-    code = b"".join(p.read_bytes() for p in code_files(folder))
-    return hashlib.sha256(code + repr(versions).encode()).hexdigest()
 
 
 def capture(

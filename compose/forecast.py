@@ -110,6 +110,16 @@ class Forecast:
     lengths: dict[str, float] = field(default_factory=dict)
     cluster: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    @property
+    def lanes_us(self) -> tuple[float, ...]:
+        """Of the slowest rank: compute, exposed communication, bubble, gaps of the host, waiting.
+
+        They add up to the iteration.
+        """
+        idle = (self.idle_by_us.get(name, 0.0) for name in ("bubble", "host", "waiting"))
+        return (self.compute_us, self.exposed_comm_us, *idle)
+
     parts_frac: dict[str, float] = field(default_factory=dict)
 
 

@@ -99,13 +99,11 @@ def stated_rows(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(amp=amp & ~sharded, plan=plans)
 
 
-def compare_all(
-    rows: pd.DataFrame, folder: Path | None, prices: Bundle | None = None
-) -> list[CaseResult]:
+def compare_all(rows: pd.DataFrame, folder: Path | None) -> list[CaseResult]:
     """Forecast every measured iteration; no model is trained on iterations.
 
     ``folder`` is the bundle; None takes the one that ``predict`` would take for each GPU.
-    ``prices`` replaces its models. Rows that cannot be forecast are counted by reason and printed.
+    Rows that cannot be forecast are counted by reason and printed.
     """
     asked = [c for c in (*ASKED, "hf_config") if c in rows]
     rows = rows.assign(quiet=quiet_rounds(rows, asked))
@@ -118,7 +116,7 @@ def compare_all(
         for key, group in bar.track(groups, description="forecast"):
             try:
                 named = dict(zip(asked, key, strict=True))
-                results.append(_compare(named, group, folder, varied[str(named["case"])], prices))
+                results.append(_compare(named, group, folder, varied[str(named["case"])]))
             except ValueError as exc:
                 refused[str(exc)] += 1
     for reason, count in refused.most_common():
@@ -141,11 +139,7 @@ def quiet_rounds(rows: pd.DataFrame, asked: Sequence[str]) -> np.ndarray:
 
 
 def _compare(
-    asked: Facts,
-    rows: pd.DataFrame,
-    folder: Path | None,
-    varied: Sequence[str],
-    prices: Bundle | None,
+    asked: Facts, rows: pd.DataFrame, folder: Path | None, varied: Sequence[str]
 ) -> CaseResult:
     """Compare one iteration, measured once or several times, with its forecast.
 
@@ -155,7 +149,9 @@ def _compare(
     model's name.
     """
     rows = rows.sort_values("repeat") if "repeat" in rows else rows
-    target = _target(asked, rows, folder, prices)
+    target = _target(asked, folder)
+    if target.gpu.kind == "cpu":
+        target = replace(target, threads=int(rows["threads"].iloc[0]))
     step = step_of(asked, target.plan)
     found = forecast_step(step, target)
     times = list(_at_reference_us(rows, target.bundle, found, step))
@@ -182,15 +178,10 @@ def _compare(
     )
 
 
-def _target(asked: Facts, rows: pd.DataFrame, folder: Path | None, prices: Bundle | None) -> Target:
-    """What measured rows ran on, priced by ``prices`` where they are given."""
+def _target(asked: Facts, folder: Path | None) -> Target:
+    """What a measured row ran on."""
     stack = asked_stack(asked.get("stack"))
-    target = find_target(str(asked["gpu"]), str(asked["plan"]), folder, stack=stack)
-    if prices is not None:
-        target = replace(target, bundle=prices)
-    if target.gpu.kind == "cpu":
-        target = replace(target, threads=int(rows["threads"].iloc[0]))
-    return target
+    return find_target(str(asked["gpu"]), str(asked["plan"]), folder, stack=stack)
 
 
 def measured_steps(rows: pd.DataFrame, folder: Path | None) -> list[MeasuredStep]:
@@ -202,8 +193,7 @@ def measured_steps(rows: pd.DataFrame, folder: Path | None) -> list[MeasuredStep
         raise ValueError(f"a host is found from rows of family host or iteration, got {wanted}")
     found = []
     for row in records(stated_rows(rows)):
-        stack = asked_stack(row["stack"])
-        target = find_target(str(row["gpu"]), str(row["plan"]), folder, stack=stack)
+        target = _target(row, folder)
         step = step_of(row, target.plan)
         found.append(
             MeasuredStep(

@@ -19,13 +19,13 @@ from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO
 from warnings import catch_warnings
 
-from itercast.capture.base.cache_folder import bounded, cache_folder
+from itercast.capture.base.cache_folder import bounded, cache_folder, digest_of_code
 from itercast.capture.input.lane import InputLane
 from itercast.capture.programs.gpus.asked import Answers
 from itercast.capture.programs.program import ProgramCapture, read_program
 from itercast.capture.programs.told.doing import DOING
 from itercast.capture.programs.trained.facts import STOPS
-from itercast.compose.capture_model import CAPTURE, code_digest
+from itercast.compose.capture_model import CAPTURE
 from itercast.compose.parallel.placement import gpus_per_domain
 from itercast.compose.target import Target
 from itercast.microbench.hardware.emulated import emulated
@@ -99,7 +99,7 @@ class ScriptOrder:
     def key(self, serve: bool = False) -> str:
         """A digest of this, and of the code that runs here."""
         facts = self.facts("serve" if serve else "")
-        code = (code_digest(CAPTURE), *_code(), *_packages())
+        code = (digest_of_code(CAPTURE), *_packages())
         return digest((facts, self.target.gpu.kind, os.getcwd(), *code))
 
     def kept(self, key: str) -> Path | None:
@@ -174,12 +174,6 @@ def module_file(name: str) -> Path:
 def digest(value: object) -> str:
     """A short digest of plain values."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
-
-
-def _code() -> list[bytes]:
-    """Our code that runs scripts."""
-    files = (path for room in ("programs", "input") for path in (CAPTURE / room).rglob("*.py"))
-    return [path.read_bytes() for path in sorted(files)]
 
 
 @cache

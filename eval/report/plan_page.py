@@ -63,12 +63,6 @@ def _tile(label: str, r: Forecast, facts: Facts) -> Tile:
     return Tile(label=label, value=f"{r.iteration_us / 1e3:.1f} ms", beside=beside, off=not sure)
 
 
-def _times_us(r: Forecast) -> tuple[float, ...]:
-    """Times of the slowest rank by PARTS."""
-    idle = (r.idle_by_us.get(name, 0.0) for name in ("bubble", "host", "waiting"))
-    return (r.compute_us, r.exposed_comm_us, *idle)
-
-
 def _hover(one: Tried, r: Forecast | None) -> str:
     """What hovering over a plan shows."""
     plan, us, nbytes, memory = one
@@ -76,7 +70,7 @@ def _hover(one: Tried, r: Forecast | None) -> str:
     lines = [f"<b>{_short(plan)}</b>", told if memory == FITS else f"{told} ({memory})"]
     if r is not None:
         lines[1] += f", MFU {100 * r.mfu_frac:.1f} %"
-        pairs = zip(PARTS, _times_us(r), strict=True)
+        pairs = zip(PARTS, r.lanes_us, strict=True)
         lines += [f"{name} {us / 1e3:.3g} ms" for name, us in pairs if us > 0]
     return "<br>".join(lines)
 
@@ -147,7 +141,7 @@ def _parts(reports: Sequence[Forecast], simple: str) -> Section:
     for n, part in enumerate(PARTS):
         bar: Trace = {"type": "bar", "orientation": "h", "name": part, "y": labels}
         bar |= {"marker": {"color": charts.COLOURS[n]}, "hovertemplate": f"{part} %{{x}} ms"}
-        traces.append({**bar, "x": charts.short([_times_us(r)[n] / 1e3 for r in reports])})
+        traces.append({**bar, "x": charts.short([r.lanes_us[n] / 1e3 for r in reports])})
     figure = charts.figure(traces, {"title": {"text": "ms"}}, charts.NAMED_ROWS)
     figure = {**figure, "layout": {**figure["layout"], "barmode": "stack"}}  # type: ignore[dict-item]
     lines = 1 + max(label.count("<br>") for label in labels)
@@ -155,7 +149,7 @@ def _parts(reports: Sequence[Forecast], simple: str) -> Section:
     rows = [
         [
             name,
-            *(number(us / 1e3) for us in (r.iteration_us, *_times_us(r))),
+            *(number(us / 1e3) for us in (r.iteration_us, *r.lanes_us)),
             number(r.memory_bytes / 1e9),
             r.memory_verdict,
             number(100 * r.mfu_frac),

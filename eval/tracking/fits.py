@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from itercast.eval.tracking import registry, store
-from itercast.eval.tracking.logs import iterations_experiment
+from itercast.eval.tracking.logs import dataset_input, iterations_experiment, no_longer_newest
 from itercast.learners.bundle import Bundle
 from itercast.learners.held_out import load_held_out
 from itercast.learners.models.compared import BLEND, PHYSICS
@@ -68,7 +67,7 @@ def log_fit(
         entry, forecasts = report[family], held_out[held_out["family"] == family]
         digest = trained.models[family].facts["digest"]
         inputs = datasets(training, family, entry, digest, forecasts)
-        no_longer_newest(client, place, family)
+        no_longer_newest(client, place, {"family": family})
         for learner in entry["learners"]:
             run = log_learner(client, place, training, family, learner, inputs)
             if learner == BLEND:
@@ -76,13 +75,6 @@ def log_fit(
                 if page:
                     client.log_text(run.run_id, page(forecasts), PAGE)
                 registry.offer(client, run, device, family, trained, forecasts)
-
-
-def no_longer_newest(client: MlflowClient, experiment: str, family: str) -> None:
-    """Take the tag ``newest`` off the family's runs."""
-    where = f"{store.NEWEST} and tags.family = '{family}'"
-    for run in client.search_runs([experiment], where):
-        client.delete_tag(run.info.run_id, "newest")
 
 
 def _tags(training: Training, entry: Facts, learner: str) -> dict[str, str]:
@@ -170,33 +162,14 @@ def datasets(
     held_out: pd.DataFrame,
 ) -> list[DatasetInput]:
     """MLflow dataset inputs of a family: the training rows, then the held-out rows, by digest."""
-    from mlflow.entities import Dataset, DatasetInput, InputTag
-
     from itercast.learners.train import digest_of
 
-    def one(name: str, context: str, digest: str, facts: Facts, columns: object) -> DatasetInput:
-        found = Dataset(
-            name=name,
-            digest=digest,
-            source_type="local",
-            source=json.dumps({"uri": ", ".join(map(str, training.data)) or str(training.bundle)}),
-            schema=json.dumps({"mlflow_colspec": columns}),
-            profile=json.dumps(facts),
-        )
-        return DatasetInput(found, [InputTag("mlflow.data.context", context)])
-
+    source = ", ".join(map(str, training.data)) or str(training.bundle)
     kinds = {"f": "double", "i": "long", "b": "boolean"}
     columns = [
         {"name": str(name), "type": kinds.get(dtype.kind, "string")}
         for name, dtype in held_out.dtypes.items()
     ]
-    return [
-        one(f"{family}-rows", "training", digest, {"num_rows": entry["rows"]}, columns[:0]),
-        one(
-            f"{family}-held-out",
-            "validation",
-            digest_of(held_out),
-            {"num_rows": len(held_out)},
-            columns,
-        ),
-    ]
+    rows = dataset_input(f"{family}-rows", "training", digest, source, entry["rows"])
+    facts = (digest_of(held_out), source, len(held_out), columns)
+    return [rows, dataset_input(f"{family}-held-out", "validation", *facts)]

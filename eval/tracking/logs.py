@@ -66,10 +66,12 @@ def log_evaluation(
     report = store.log_run(client, place, f"{name} · {REPORT}", whole, plans, about, begin_ms)
     client.log_artifacts(report, str(folder))
     link = f"[report](#/experiments/{place}/runs/{report}/artifacts?{store.TRAINING_VIEW})"
-    inputs = [_measured_rows(facts, sum(len(group.cases) for group in groups))]
+    rows = sum(len(group.cases) for group in groups)
+    measured = ("measured-iterations", "validation", facts["digest"], facts["data"], rows)
+    inputs = [dataset_input(*measured)]
     for group in groups:
         own = {"kind": group.kind, "gpu": group.gpu, "learner": facts["learner"]}
-        _no_longer_newest(client, place, own)
+        no_longer_newest(client, place, own)
         tags = {**source, **own, "newest": "yes", "report": report, "warning": group.warning}
         tags[store.NOTE] = f"{group.warning} The {link} has all groups.".strip()
         params = {**about, **own, "cases": len(group.cases)}
@@ -81,25 +83,33 @@ def log_evaluation(
     client.set_experiment_tag(place, store.NOTE, store.note(ITERATIONS, latest=latest))
 
 
-def _no_longer_newest(client: MlflowClient, place: str, own: Mapping[str, str]) -> None:
+def no_longer_newest(client: MlflowClient, place: str, own: Mapping[str, str]) -> None:
     """Take the tag ``newest`` off the runs with these tags."""
     where = " and ".join([store.NEWEST, *(f"tags.{k} = '{v}'" for k, v in own.items())])
     for run in client.search_runs([place], where):
         client.delete_tag(run.info.run_id, "newest")
 
 
-def _measured_rows(facts: Mapping[str, str], rows: int) -> DatasetInput:
-    """MLflow's dataset input of the measured iterations."""
+def dataset_input(
+    name: str,
+    context: str,
+    digest: str,
+    source: str,
+    rows: int,
+    columns: Sequence[Mapping[str, str]] = (),
+) -> DatasetInput:
+    """MLflow's dataset input of measured rows: where they are, and what they are used for."""
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
     found = Dataset(
-        name="measured-iterations",
-        digest=facts["digest"],
+        name=name,
+        digest=digest,
         source_type="local",
-        source=json.dumps({"uri": facts["data"]}),
+        source=json.dumps({"uri": source}),
+        schema=json.dumps({"mlflow_colspec": list(columns)}),
         profile=json.dumps({"num_rows": rows}),
     )
-    return DatasetInput(found, [InputTag("mlflow.data.context", "validation")])
+    return DatasetInput(found, [InputTag("mlflow.data.context", context)])
 
 
 def log_bench(scores: Sequence[tuple[str, str, str, Mapping[str, float]]], folder: Path) -> None:

@@ -373,16 +373,8 @@ def _caption(facts: Row, reports: Sequence[Forecast]) -> list[str]:
 
 def waterfall(r: Forecast) -> str:
     """A bar that shows the parts of an iteration in order."""
-    idle = r.idle_by_us
-    parts_us = (
-        r.compute_us,
-        r.exposed_comm_us,
-        idle.get("bubble", 0.0),
-        idle.get("host", 0.0),
-        idle.get("waiting", 0.0),
-    )
     bar, drawn, total_us = "", 0, 0.0
-    for (_, mark, color), us in zip(PARTS, parts_us, strict=True):
+    for (_, mark, color), us in zip(PARTS, r.lanes_us, strict=True):
         total_us += us
         upto = round(BAR * min(1.0, total_us / r.iteration_us)) if r.iteration_us else 0
         bar += f"[{color}]{mark * (upto - drawn)}[/]" if upto > drawn else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import count
@@ -18,7 +17,7 @@ from itercast.capture.base.switches import switching_off
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.capture.plan_keys import PlanKey, integer
-from itercast.compose.capture_model import CAPTURE, capture, code_digest, code_files
+from itercast.compose.capture_model import CAPTURE, capture
 from itercast.compose.forecast import rank_of
 from itercast.compose.graph.rewrite import StepBuilder
 from itercast.compose.notes import without_effect
@@ -26,8 +25,8 @@ from itercast.compose.parallel.placement import cluster
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.simulate.iteration import evaluate
 from itercast.compose.target import find_target, forecast_step
+from itercast.learners import kept_answers, unfinished
 from itercast.learners.bundle import SHIPPED, Bundle
-from itercast.learners.kept_answers import kept_answer
 from itercast.microbench.hardware.spec import Gpu
 
 DEVICE: Gpu = replace(GPU, peak_flops_per_s={"fp32": 1e12, "bf16": 1e12}, hbm_bytes_per_s=1e9)
@@ -181,22 +180,6 @@ LLAMA = {
 }
 
 
-def test_the_digest_covers_every_file_that_captures_depend_on(tmp_path: Path) -> None:
-    """Changing any file of a copy of the code changes the digest, and undoing it restores it."""
-    copy = tmp_path / "capture"
-    for path in code_files(CAPTURE):
-        (copy / path.relative_to(CAPTURE)).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, copy / path.relative_to(CAPTURE))
-    before = code_digest(copy)
-    assert before == code_digest(CAPTURE)
-    for path in code_files(copy):
-        text = path.read_bytes()
-        path.write_bytes(text + b"\n# changed\n")
-        assert code_digest(copy) != before, path
-        path.write_bytes(text)
-    assert code_digest(copy) == before
-
-
 def test_answers_are_kept_by_question_bundle_and_what_is_switched_off(tmp_path: Path) -> None:
     """Not of a bundle in memory that differs from its files, as ``calibrate`` makes it."""
     answers = count(1)
@@ -205,7 +188,7 @@ def test_answers_are_kept_by_question_bundle_and_what_is_switched_off(tmp_path: 
     one, two = (Bundle.load(tmp_path / name) for name in ("one", "two"))
 
     def answer(bundle: Bundle, question: int) -> Any:
-        return kept_answer(bundle, ["gemm"], question, partial(next, answers))
+        return kept_answers.kept_answer(bundle, ["gemm"], question, partial(next, answers))
 
     assert (answer(one, 1), answer(one, 1), answer(one, 2)) == (1, 1, 2)
     assert answer(two, 1) == 3
@@ -216,12 +199,10 @@ def test_answers_are_kept_by_question_bundle_and_what_is_switched_off(tmp_path: 
     assert (answer(changed, 1), answer(changed, 1)) == (5, 6)
 
 
-def test_the_digest_finds_the_rooms_of_the_capture() -> None:
-    """A moved folder would leave the digest without files, and old captures in use."""
-    names = {path.relative_to(CAPTURE).as_posix() for path in code_files(CAPTURE)}
-    assert len(names) > 20
-    assert {p.relative_to(CAPTURE).as_posix() for p in CAPTURE.glob("recorder/*.py")} < names
-    assert {"step.py", "opcall.py", "cases/models/transformers.py", "recorder/log.py"} < names
+@pytest.mark.parametrize("folder", [CAPTURE, *kept_answers.CODE, *unfinished.CODE], ids=str)
+def test_digests_are_of_folders_with_code(folder: Path) -> None:
+    """A moved folder would leave a digest without files, and old captures and answers in use."""
+    assert any(folder.rglob("*.py"))
 
 
 def test_all_tables_of_a_recommender_are_captured() -> None:
