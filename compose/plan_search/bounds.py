@@ -82,7 +82,7 @@ def _micro_us(rank: Rank, runs: Sequence[Run]) -> float:
     for x, n in runs:
         if x.numbered:
             unit = Unit(rank=own, layers=(x,))
-            sent += [(op, n * (1 + how.regather)) for op in unit.gathers]
+            sent += [(op, n * (1 + (how.regather and x.fetches))) for op in unit.gathers]
             sent += [(op, n) for op in unit.scatters]
     sent_us = sum(n * (op.duration_us - op.latency_us) for op, n in sent)
     slowdowns = [min(op.beside or (rank.book.contention,)) for op, _ in sent if op.duration_us]

@@ -8,7 +8,8 @@ Plans never tried:
   but a model whose embedding tables are larger than all else takes the whole batch at once;
 - embedding tables spread over ranks (``shard``) in other models;
 - context parallelism of sequences shorter than ``LONG_SEQUENCE``;
-- recomputation where the plan fits without, ZeRO stage 2, more than two stages per rank;
+- recomputation where the plan fits without, parameters in host memory where it fits with that;
+- ZeRO stage 2, more than two stages per rank;
 - local SGD, unless the search is asked for a number of steps between averages;
 - HSDP (sharding within a node) of experts that are spread.
 """
@@ -205,12 +206,25 @@ class Search:
         return forecast(step, plan, self.book, self.node, bundle_name)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Bytes of a model's parameters, of those with a gradient, and of the largest layer."""
+
+    parameters: int
+    trained: int
+    layer: int
+
+
 def candidate_plans(search: Search, world: int) -> Iterator[ParallelPlan]:
     """Yields the plans to try on ``world`` GPUs; rules about layers are checked later."""
     domain = gpus_per_domain(search.book.gpu, search.node)
     first = search.captures.at((1, search.seq, search.amp))
     folded = split_layers(first)
-    parameter_bytes = sum(x.parameter_bytes * x.count for x in folded)
+    held = Held(
+        parameters=sum(x.parameter_bytes * x.count for x in folded),
+        trained=sum(x.trained_bytes * x.count for x in folded),
+        layer=max(x.parameter_bytes for x in folded),
+    )
     layers = sum(x.count for x in folded)
     long = search.seq >= LONG_SEQUENCE
     tables = _mostly_tables(first)
@@ -228,7 +242,7 @@ def candidate_plans(search: Search, world: int) -> Iterator[ParallelPlan]:
                 for ep in _divisors(dp) if experts else [1]:
                     if not any(n % ep for n in experts):
                         degrees = ParallelPlan(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, amp=search.amp)
-                        yield from _variants(search, degrees, parameter_bytes, tables)
+                        yield from _variants(search, degrees, held, tables)
     if tables and world > 1:
         yield from _beside_spread_tables(search, world, domain)
 
@@ -254,11 +268,12 @@ def _divisors(n: int) -> list[int]:
 
 
 def _variants(
-    search: Search, degrees: ParallelPlan, parameter_bytes: int, tables: bool
+    search: Search, degrees: ParallelPlan, held: Held, tables: bool
 ) -> Iterator[ParallelPlan]:
     """Yields plans of these degrees with every ZeRO stage, sp, schedule and micro-batch.
 
-    ``tables``: the model is mostly embedding tables.
+    Shards that are too large for a GPU lie in host memory. ``tables``: the model is mostly
+    embedding tables.
     """
     replica, pp = search.batch // degrees.dp, degrees.pp
     small = [b for b in _divisors(replica) if b <= search.largest]
@@ -266,9 +281,12 @@ def _variants(
     for zero, hsdp in _sharding(search, degrees):
         sharded = replace(degrees, zero=zero, hsdp=hsdp)
         room = room_bytes(search.book.gpu, sharded)
-        if (least := _least_bytes(search, sharded, parameter_bytes)) > room:
+        if (least := _least_bytes(search, sharded, held)) > room:
             search.too_large.append(least)
-            continue
+            moved = in_host_memory(search, sharded)
+            if moved is None or held.layer / (moved.tp * moved.ep) > room:
+                continue
+            sharded = moved
         for sp in (False, True) if degrees.tp > 1 else (False,):
             for schedule, virtual in SCHEDULES if pp > 1 else SCHEDULES[:1]:
                 for b in sizes:
@@ -296,14 +314,30 @@ def _sharding(search: Search, degrees: ParallelPlan) -> list[tuple[int, int]]:
     return [(0, 0), (1, 0), (3, 0), *([(1, inner), (3, inner)] if within else [])]
 
 
+<<<<<<< HEAD
 def _least_bytes(search: Search, plan: ParallelPlan, parameter_bytes: int) -> float:
+=======
+def _schedules(pp: int) -> list[tuple[str, int]]:
+    return [("1f1b", 1), ("interleaved", 2), ("zb", 1)] if pp > 1 else [("1f1b", 1)]
+
+
+def in_host_memory(search: Search, plan: ParallelPlan) -> ParallelPlan | None:
+    """The plan with its shards in host memory; None where a rule forbids it, or they are there."""
+    if plan.zero < 3 or plan.offload or search.book.gpu.kind == "cpu" or plan.ep > 1 or plan.local:
+        return None
+    return replace(plan, offload="parameters")
+
+
+def _least_bytes(search: Search, plan: ParallelPlan, held: Held) -> float:
+>>>>>>> 3288d0bc (plan takes --lora, and moves shards to host memory where nothing else fits)
     """Lower bound of a rank's parameters, gradients and optimizer state in bytes.
 
     As if layers were spread evenly and ep cut all parameters.
     """
-    per_rank = parameter_bytes / (plan.tp * plan.pp * plan.ep)
-    state = (STATE_COPIES[search.optimizer] - (search.optimizer == "muon")) * per_rank
-    shards = plan.shards / plan.ep
+    cut = plan.tp * plan.pp * plan.ep
+    copies, shards = STATE_COPIES[search.optimizer], plan.shards / plan.ep
+    state = (copies - (search.optimizer == "muon")) * held.trained / cut
+    kept = (held.parameters + held.trained) / cut
     if plan.zero == 3:
-        return (2 * per_rank + state) / shards
-    return 2 * per_rank + (state / shards if plan.zero else state)
+        return (kept + state) / shards
+    return kept + (state / shards if plan.zero else state)

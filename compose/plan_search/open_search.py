@@ -39,7 +39,7 @@ def open_search(
     script has its own batch on each GPU.
     ``local``: steps between averages of plans with local SGD; 0: none are tried. ``machine``: what
     measured steps told of the machine.
-    ``options`` are others of ``capture``: dtype, amp, channels_last.
+    ``options`` are others of ``capture``: dtype, amp, channels_last, lora.
     """
     samples, seq = size_of(model, gpus, global_batch, seq)
     options["optimizer"] = optimizer or optimizer_of(model)

@@ -14,7 +14,13 @@ from itercast.capture.plan import ParallelPlan
 from itercast.capture.plan_keys import V_SHAPED
 from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.plan_search.bounds import least_us, mean_us
-from itercast.compose.plan_search.candidates import OBJECTIVES, Scored, Search, candidate_plans
+from itercast.compose.plan_search.candidates import (
+    OBJECTIVES,
+    Scored,
+    Search,
+    candidate_plans,
+    in_host_memory,
+)
 from itercast.compose.plan_search.shapes import Shapes
 from itercast.compose.plan_search.simplest import PLANS_APART, keys, simplest
 from itercast.compose.simulate.memory_plan import memory
@@ -151,12 +157,18 @@ class Found:
             self.add(_legal(self.search, uneven(rank.model.layers, plan)))
 
     def _weigh(self, rank: Rank) -> None:
-        """Learn a plan's memory; add it with recomputation where it exceeds the GPU's."""
+        """Learn a plan's memory; add it with recomputation where it exceeds the GPU's.
+
+        Where it does so with that, too, shards move to host memory.
+        """
         scored = self.search.scored(rank, least_us(rank))
         self.weighed.append(scored)
         self._wait(self._score(scored), self._simulate, rank)
-        if not scored.fits and not rank.plan.recompute:
-            self.add(_legal(self.search, replace(rank.plan, recompute="full")))
+        if not scored.fits:
+            plan = rank.plan
+            further = in_host_memory(self.search, plan) if plan.recompute == "full" else None
+            smaller = further if plan.recompute else replace(plan, recompute="full")
+            self.add(_legal(self.search, smaller))
 
     def _simulate(self, rank: Rank) -> None:
         found = self.search.simulated(rank)

@@ -44,7 +44,12 @@ if TYPE_CHECKING:  # the command line starts without pandas
 
 MOST_REPORTS = 100  # of plans tried, the best ones have all numbers on a page
 BAR = 8  # characters of a waterfall
-STEP = ("dtype", "optimizer", "channels_last")  # options of a question that say what a step is
+STEP = (
+    "dtype",
+    "optimizer",
+    "channels_last",
+    "lora",
+)  # options of a question that say what a step is
 WHERE = ("seq", "bundle", "host", "stack")
 MACHINE = ("machine", "anchor")
 SIZE = ("batch", "global_batch")

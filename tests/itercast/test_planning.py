@@ -175,6 +175,45 @@ def test_a_configuration_is_planned(bundle: str, mlflow_store: str, tmp_path: Pa
     assert any("dp=2" in p["plan"] for p in found["plans"])
 
 
+LLAMA_70B = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+}
+
+
+@pytest.mark.parametrize(("gpus", "least", "moved"), [(2, 20e9, True), (4, 10e9, False)])
+def test_adapters_of_a_model_in_four_bits_are_planned(
+    mlflow_store: str, tmp_path: Path, gpus: int, least: float, moved: bool
+) -> None:
+    """QLoRA of 70 billion weights on GPUs of 25.8 GB: half of them do not fit beside a batch.
+
+    Shards are in host memory on two GPUs alone. ``predict`` says the same of a plan. Weights in 4
+    bits are not cut by tp, which is not proposed.
+    """
+    path = tmp_path / "llama.json"
+    path.write_text(json.dumps(LLAMA_70B))
+    step = ["--hf-config", str(path), "--lora", "rank=64,layers=all-linear,weights=nf4-dq"]
+    step += ["--seq", "2048", "--batch", "1", "--dtype", "bf16", "--gpu", "rtx-4090", "--json"]
+    result = run.invoke(app, ["plan", *step, "--gpus", str(gpus)])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert found["lora"] in found["command"] and not any("tp=" in p["plan"] for p in found["plans"])
+    best = found["plans"][0]
+    assert best["fits"] and ("offload=parameters" in best["plan"]) == moved
+    assert (best["host_memory_bytes"] > least) == moved
+    plan, batch = best["plan"], gpus // int(best["plan"].removeprefix("dp=").partition(",")[0])
+    step[step.index("--batch") + 1] = str(batch)
+    told = json.loads(run.invoke(app, ["predict", *step, "--plan", plan]).stdout.splitlines()[-1])
+    assert told["iteration_us"] == best["iteration_us"]
+    assert told["memory_bytes"] == best["memory_bytes"]
+
+
 def test_an_interrupted_search_keeps_what_it_has_found(
     bundle: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
