@@ -314,13 +314,6 @@ def _sharding(search: Search, degrees: ParallelPlan) -> list[tuple[int, int]]:
     return [(0, 0), (1, 0), (3, 0), *([(1, inner), (3, inner)] if within else [])]
 
 
-<<<<<<< HEAD
-def _least_bytes(search: Search, plan: ParallelPlan, parameter_bytes: int) -> float:
-=======
-def _schedules(pp: int) -> list[tuple[str, int]]:
-    return [("1f1b", 1), ("interleaved", 2), ("zb", 1)] if pp > 1 else [("1f1b", 1)]
-
-
 def in_host_memory(search: Search, plan: ParallelPlan) -> ParallelPlan | None:
     """The plan with its shards in host memory; None where a rule forbids it, or they are there."""
     if plan.zero < 3 or plan.offload or search.book.gpu.kind == "cpu" or plan.ep > 1 or plan.local:
@@ -329,7 +322,6 @@ def in_host_memory(search: Search, plan: ParallelPlan) -> ParallelPlan | None:
 
 
 def _least_bytes(search: Search, plan: ParallelPlan, held: Held) -> float:
->>>>>>> 3288d0bc (plan takes --lora, and moves shards to host memory where nothing else fits)
     """Lower bound of a rank's parameters, gradients and optimizer state in bytes.
 
     As if layers were spread evenly and ep cut all parameters.
