@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +93,7 @@ def _products(order: SteadyOrder, watch: GpuWatch) -> Iterator[tuple[Row, Callab
         by_dtype.setdefault(p.dtype, []).append(p)
     turns = itertools.chain.from_iterable(itertools.zip_longest(*by_dtype.values()))
     for p in filter(None, turns):
-
-        def measure(p: Gemm = p) -> Row:
-            return sustained(p, watch)
-
-        yield {"of": "gemm", **asdict(p)}, measure
+        yield {"of": "gemm", **asdict(p)}, partial(sustained, p, watch)
 
 
 def sustained(p: Gemm, watch: GpuWatch) -> Row:
@@ -148,11 +145,7 @@ def _transfers() -> Iterator[tuple[Row, Callable[[], Row]]]:
     ]
     listed += [Transfer(op=op, nbytes=n) for op in FACTS["collectives"] for n in sizes]
     for t in listed:
-
-        def measure(t: Transfer = t) -> Row:
-            return transfer(t)
-
-        yield asdict(t), measure
+        yield asdict(t), partial(transfer, t)
 
 
 def transfer(t: Transfer) -> Row:

@@ -37,7 +37,8 @@ def test_a_sweep_by_the_clock_hands_on_what_is_left(
     points.write_text(json.dumps({"gemm": [], "host": [{"op": "launch"}], "norm": [{"rows": 1}]}))
     orders = fake_workers(monkeypatch, {"host": 6.0, "norm": 354.0})
     monkeypatch.setattr(collect_module, "check_points", lambda path: 2)
-    assert run.collect_for(tmp_path, "cuda", None, 360.0, wanted=points) == 0
+    campaign = run.Run(root=tmp_path, seed=0, points=None)
+    assert campaign.sweep(None, 360.0, 20.0, points) == 0
     host, rest = orders
     assert (host.families, host.begin_s, host.budget_s) == (("host",), 1000.0, pytest.approx(20))
     assert (rest.families, rest.begin_s, rest.budget_s) == (("norm",), 1006.0, pytest.approx(354))
