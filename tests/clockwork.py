@@ -222,3 +222,8 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
     monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter_ns=read))
     return clock
+
+
+def event(cat: str, ts: float, dur: float, name: str = "x", **args: Any) -> dict[str, Any]:
+    """A slice of a profiler's trace, ``dur`` us long."""
+    return {"ph": "X", "cat": cat, "ts": ts, "dur": dur, "name": name, "args": args}

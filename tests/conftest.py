@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import typer.testing
 import yaml
+from browser import browser
 from plan_case import capture_at
 from toy_products import write_products
 
@@ -178,3 +180,10 @@ def flags_of_the_test() -> Iterator[None]:
     yield
     torch.backends.cudnn.allow_tf32 = True
     torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A real browser with a fresh profile for the tests of a file."""
+    with browser(tmp_path_factory.mktemp("profile")) as found:
+        yield found

@@ -42,6 +42,10 @@ def tensor(storage: int, *shape: int, dtype: str = "fp32") -> TensorSpec:
     return TensorSpec(shape=shape, dtype=dtype, storage=storage)
 
 
+def call(op: str, inputs: list[TensorSpec], output: TensorSpec, phase: str = "forward") -> OpCall:
+    return OpCall(op=f"aten.{op}", args=tuple(inputs), outputs=(output,), phase=phase)
+
+
 def product_flops(calls: Iterable[OpCall]) -> int:
     """FLOPs of matrix products."""
     found = (find_family(c) for c in calls)

@@ -415,7 +415,7 @@ class Stage(nn.Module):
         return x if self.head is None else self.head(x)  # type: ignore[no-any-return]
 
 
-def pipeline(device: torch.device, schedule: str, order: str = "one") -> None:
+def pipeline(device: torch.device, schedule: str, order: str) -> None:
     """16 micro-batches of two samples through a stage of each rank, or through two."""
     from torch.distributed import pipelining
 
@@ -443,29 +443,15 @@ def pipeline(device: torch.device, schedule: str, order: str = "one") -> None:
 ONE_WAY = 4 * ACTIVATION  # of all micro-batches between two stages
 
 
-@feature({"send": ONE_WAY, "recv": ONE_WAY}, gpus=2)
-def pipeline_gpipe(device: torch.device) -> None:
-    pipeline(device, "ScheduleGPipe")
-
-
-@feature({"send": ONE_WAY, "recv": ONE_WAY}, gpus=2)
-def pipeline_1f1b(device: torch.device) -> None:
-    pipeline(device, "Schedule1F1B")
-
-
-@feature({"send": 3 * ONE_WAY, "recv": 3 * ONE_WAY}, gpus=2)
-def pipeline_interleaved(device: torch.device) -> None:
-    pipeline(device, "ScheduleInterleaved1F1B", "loop")
-
-
-@feature({"send": 3 * ONE_WAY, "recv": 3 * ONE_WAY}, gpus=2)
-def pipeline_zero_bubble(device: torch.device) -> None:
-    pipeline(device, "ScheduleInterleavedZeroBubble", "loop")
-
-
-@feature({"send": 2 * ONE_WAY, "recv": 2 * ONE_WAY}, gpus=2)
-def pipeline_zero_bubble_v(device: torch.device) -> None:
-    pipeline(device, "ScheduleZBVZeroBubble", "v")
+for name, schedule, order, hops in (
+    ("gpipe", "ScheduleGPipe", "one", 1),
+    ("1f1b", "Schedule1F1B", "one", 1),
+    ("interleaved", "ScheduleInterleaved1F1B", "loop", 3),
+    ("zero_bubble", "ScheduleInterleavedZeroBubble", "loop", 3),
+    ("zero_bubble_v", "ScheduleZBVZeroBubble", "v", 2),
+):
+    run = partial(pipeline, schedule=schedule, order=order)
+    FEATURES[f"pipeline_{name}"] = run, 2, {"send": hops * ONE_WAY, "recv": hops * ONE_WAY}
 
 
 class Experts(nn.Module):

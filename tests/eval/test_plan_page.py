@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import browser, console_errors, outside_requests, serious_findings, shown_as
+from browser import console_errors, outside_requests, serious_findings, shown_as
 from plan_case import search_of
 
 from itercast.compose.parallel.device_memory import FITS, MISFITS
@@ -41,12 +40,6 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _plans(found: Any) -> dict[str, Any]:
     return {str(s.plan): s.plan for s in (found.best[0], found.simplest)}
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with browser(tmp_path_factory.mktemp("profile")) as found:
-        yield found
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1400, False), (390, True)])

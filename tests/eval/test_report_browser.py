@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import browser, console_errors, outside_requests, serious_findings, shown_as
+from browser import console_errors, outside_requests, serious_findings, shown_as
 from report_facts import DEVICE, OPS
 
 from itercast.eval.report.page import render
@@ -38,12 +37,6 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "report.html"
     path.write_text(render("toy", tiles(device), sections(device), {}, {}))
     return path
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with browser(tmp_path_factory.mktemp("profile")) as found:
-        yield found
 
 
 def opened(driver: Any, page: Path, **how: Any) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from servers import free_port
 from typer.testing import CliRunner
 
 from itercast.capture.base.yaml_text import load_yaml
@@ -31,12 +32,6 @@ from itercast.microbench.urls import Root, fetched, fetched_file, send_cards, se
 DATASETS = Path(__file__).parents[2] / "datasets"
 pytest.importorskip("s3fs", reason="pip install 'itercast[fleet]'")
 pytest.importorskip("moto.server", reason="pip install 'moto[server]'")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

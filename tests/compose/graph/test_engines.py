@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from plan_case import tensor
+from plan_case import call, tensor
 
-from itercast.capture.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.capture.opcall import OpCall, ParamSpec, StepCapture
 from itercast.compose.capture_model import capture
 from itercast.compose.graph.launch_modes import (
     as_launched,
@@ -20,10 +20,6 @@ from itercast.compose.graph.launch_modes import (
 from itercast.compose.graph.lifetimes import input_bytes
 from itercast.microbench.ops import find_family
 from itercast.microbench.ops.memory.fused import Fused
-
-
-def call(op: str, inputs: list[TensorSpec], output: TensorSpec, phase: str = "forward") -> OpCall:
-    return OpCall(op=f"aten.{op}", args=tuple(inputs), outputs=(output,), phase=phase)
 
 
 def step() -> StepCapture:

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 import pytest
-from browser import browser, console_errors, requests, serious_findings, shown_as
+from browser import console_errors, requests, serious_findings, shown_as
 from servers import answering, free_port, until
 
 ASKED = {"case": "gpt-s", "gpu": "h100-sxm-80gb", "batch": "8", "plan": "dp=8,amp", "dtype": "bf16"}
@@ -74,12 +74,6 @@ def test_what_cannot_be_asked_is_said(address: str, more: dict[str, str], said: 
 
 def test_pages_of_other_hosts_are_refused(address: str) -> None:
     assert asked(address, host="example.org") == (403, {"error": "only for this machine"})
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with browser(tmp_path_factory.mktemp("profile")) as found:
-        yield found
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1400, False), (390, True)])

@@ -33,6 +33,8 @@ from itercast.learners.bundle import SHIPPED
 from itercast.microbench.hardware.host import load_host
 from itercast.microbench.importers.base import About, RowCollector
 
+LINE = ModelLine(name="x", targets={"mape_pct": 5.0})
+
 
 def test_nodes_of_the_layer_count_once_per_layer(tmp_path: Path) -> None:
     """1 ms outside and 2 + 4 + 0.5 ms inside, three layers: 1 + 3 * 6.5 = 20.5 ms."""
@@ -164,17 +166,12 @@ def test_mixed_precision_is_what_a_row_states_but_under_fsdp() -> None:
     ]
 
 
-def line(**changed: object) -> ModelLine:
-    facts = {"name": "x", "known_best": "", "targets": {"mape_pct": 5.0}}
-    return ModelLine(**{**facts, **changed})  # type: ignore[arg-type]
-
-
 def test_calibration_is_judged_on_other_models() -> None:
     """Everything is twice as fast as forecast: the models left tell nothing but the noise."""
     step = np.arange(1.0, 11.0)
     rows = pd.DataFrame({"case": list("abcdefghij"), "time_us": step / 2, "step": step})
     rows = rows.assign(step_p10=0.9 * step, step_p90=1.1 * step)
-    (result,) = judge(line(calibrated=True), rows.assign(nodes=np.nan), 1.0)
+    (result,) = judge(dataclasses.replace(LINE, calibrated=True), rows.assign(nodes=np.nan), 1.0)
     assert result.rows == 5
     assert result.scores["itercast"]["mape_pct"] == pytest.approx(0, abs=1e-9)
     assert result.scores["itercast"]["kendall_tau"] == pytest.approx(1)
@@ -206,7 +203,7 @@ def test_a_machines_host_is_found_from_what_it_ran_eagerly(tmp_path: Path) -> No
     slow = {"this": 2.0, "that": 6.0}
     parts = [forwards(e, m, 256, 1024) for m in slow for e in ("eager", "eager+graph")]
     rows = pd.concat(parts, ignore_index=True)
-    fits = line(fits_hosts="engine == 'eager'")
+    fits = dataclasses.replace(LINE, fits_hosts="engine == 'eager'")
     with ThreadPoolExecutor(1) as pool:
         files = dict[str, str]()
         for name, slowdown in slow.items():
@@ -221,6 +218,6 @@ def test_a_machines_host_is_found_from_what_it_ran_eagerly(tmp_path: Path) -> No
         assert {m: h.slowdown for m, h in hosts.items()} == pytest.approx(slow, rel=0.02)
         again = add_forecasts(found, SHIPPED, {}, pool)  # type: ignore[arg-type]
         assert again["step"].to_numpy() == pytest.approx(rows["time_us"].to_numpy(), rel=0.02)
-        same = with_fitted_hosts(line(), rows, SHIPPED, pool, tmp_path)
+        same = with_fitted_hosts(LINE, rows, SHIPPED, pool, tmp_path)
     assert same is rows
     assert set(judged(fits, again)["engine"]) == {"eager+graph"}

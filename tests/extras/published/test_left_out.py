@@ -47,6 +47,8 @@ from itercast.microbench.ops import families
 
 DATASETS = Path(__file__).parents[3] / "datasets"
 
+LINE = ModelLine(name="x", targets={"mape_pct": 5.0})
+
 
 def entry(name: str, without: object, *sources: str) -> Assumption:
     return Assumption(
@@ -166,11 +168,6 @@ def test_a_source_left_out_is_forecast_by_the_others(tmp_path: Path) -> None:
     assert with_it == pytest.approx(0, abs=15)
 
 
-def line(**changed: object) -> ModelLine:
-    facts = {"name": "x", "known_best": "", "targets": {"mape_pct": 5.0}}
-    return ModelLine(**{**facts, **changed})  # type: ignore[arg-type]
-
-
 def iterations(source: str) -> pd.DataFrame:
     """A row that names its attention kernel; made up, measured in half of the forecast time."""
     row = {"gpu": "a100-sxm-80gb", "case": "gpt2-small", "batch": 8, "seq": 1024, "dtype": "bf16"}
@@ -182,7 +179,11 @@ def iterations(source: str) -> pd.DataFrame:
 
 
 def test_a_source_that_nothing_was_fitted_on_has_the_same_errors(tmp_path: Path) -> None:
-    found = ForecastLine(line=line(), rows=iterations("somebody"), seconds=1.0)
+    found = ForecastLine(
+        line=LINE,
+        rows=iterations("somebody"),
+        seconds=1.0,
+    )
     (result,) = run_models_left_out(tmp_path, [found], SHIPPED)
     assert result.part == "somebody"
     assert result.scores["left out"] == result.scores["itercast"]
@@ -193,10 +194,10 @@ def test_a_source_that_nothing_was_fitted_on_has_the_same_errors(tmp_path: Path)
 def test_forecasts_of_a_fitted_source_are_made_anew_without_it(tmp_path: Path) -> None:
     """Products of 50,257 words run at half an H100's peak without Lambda's rows, else a quarter."""
     rows = iterations("lambda-deeplearning-benchmark").assign(gpu="h100-sxm-80gb")
-    found = ForecastLine(line=line(), rows=rows, seconds=1.0)
+    found = ForecastLine(line=LINE, rows=rows, seconds=1.0)
     (left,) = run_models_left_out(tmp_path, [found], SHIPPED)
     assert left.scores["itercast"]["bias_pct"] == pytest.approx(100)
-    usual = ForecastLine(line=line(), rows=with_forecast(rows), seconds=1.0)
+    usual = ForecastLine(line=LINE, rows=with_forecast(rows), seconds=1.0)
     (again,) = run_models_left_out(tmp_path, [usual], SHIPPED)
     without, with_it = (again.scores[name]["bias_pct"] for name in ("left out", "itercast"))
     assert without < with_it

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import browser, requests, serious_findings, shown_as
+from browser import requests, serious_findings, shown_as
 from report_facts import RESULTS
 from servers import answering, free_port, until
 
@@ -92,12 +92,6 @@ def fill() -> None:
             metrics = [Metric(key, float(value), now, 0) for key, value in shown.items()]
             client.log_batch(run.info.run_id, metrics=metrics)
             client.set_terminated(run.info.run_id)
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with browser(tmp_path_factory.mktemp("profile")) as found:
-        yield found
 
 
 def shown(driver: Any, url: str, *words: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from clockwork import order
+from clockwork import event, order
 
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.ops import families
@@ -210,10 +210,6 @@ def test_a_sweep_of_all_families_on_the_stand_in(
         assert set(rows["timer"]) == {"with_launch" if name == "host" else "device"}
         assert set(rows["threads"]) == {0}
     assert set(read_rows([tmp_path], "norm")["cache"]) == {"warm", "cold"}
-
-
-def event(cat: str, ts: float, dur: float, name: str = "x", **args: Any) -> dict[str, Any]:
-    return {"ph": "X", "cat": cat, "ts": ts, "dur": dur, "name": name, "args": args}
 
 
 def test_readings_are_combined_and_reasons_have_names() -> None:

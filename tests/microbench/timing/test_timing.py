@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from clockwork import event
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from itercast.microbench.hardware import machine
@@ -164,10 +165,6 @@ def test_a_launch_is_the_least_of_three_less_what_no_step_pays() -> None:
     assert launch_us(replace(through, baseline=nothing), [9.0, 8.0], [4.0, 3.0], cost) == 5.0
     assert launch_us(replace(bound, calls=5), [9.0, 8.0], [], cost) == 1.5
     assert launch_us(bound, [0.6], [], cost) == 0.5  # no call from Python is cheaper
-
-
-def event(cat: str, ts: float, dur: float, name: str = "x", **args: Any) -> dict[str, Any]:
-    return {"ph": "X", "cat": cat, "ts": ts, "dur": dur, "name": name, "args": args}
 
 
 def test_kernels_belong_to_the_run_that_launched_them() -> None:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from plan_case import call
 from torch import nn
 
 from itercast.api import capture
-from itercast.capture.opcall import COMPLEX, OpCall, StepCapture, TensorSpec
+from itercast.capture.opcall import COMPLEX, StepCapture, TensorSpec
 from itercast.compose.graph.compiled.fusion_order import in_fusion_order
 from itercast.compose.graph.compiled.inductor import inductor_kernels
 from itercast.compose.graph.launch_modes import as_launched, with_engine
@@ -22,10 +23,6 @@ FULL = 2 * ROWS * WIDTH  # bytes of a tensor of activations in bf16
 
 def tensor(storage: int, *shape: int, dtype: str = "bf16") -> TensorSpec:
     return TensorSpec(shape=shape or (ROWS, WIDTH), dtype=dtype, storage=storage)
-
-
-def call(op: str, read: list[TensorSpec], made: TensorSpec, phase: str = "forward") -> OpCall:
-    return OpCall(op=f"aten.{op}", args=tuple(read), outputs=(made,), phase=phase)
 
 
 def moved(step: StepCapture) -> list[tuple[str, int, int]]:
