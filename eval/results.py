@@ -189,18 +189,3 @@ def logged_groups(
                 Group(kind=kind, gpu=gpu, metrics=summary(group), cases=cases, warning=warning)
             )
     return groups
-
-
-def log_errors(
-    found: Mapping[str, Sequence[CaseResult]],
-) -> tuple[pd.DataFrame, float | None]:
-    """log(measured / forecast), a column for each of ``found``, and the noise floor.
-
-    Of iterations that all of them forecast, by GPU, model and plan.
-    """
-    logs = {
-        name: {(r.gpu, r.model, r.plan): np.log(r.measured_us / r.predicted_us) for r in some}
-        for name, some in found.items()
-    }
-    floors = [summary(some).get(RETEST) for some in found.values() if some]
-    return pd.DataFrame(logs).dropna(), next(iter(floors), None)

@@ -16,7 +16,6 @@ import typer
 from itercast.capture.base.durations import seconds
 from itercast.capture.base.extensions import with_added
 from itercast.commands.calibrate import calibrate
-from itercast.commands.compare import compare
 from itercast.commands.explain import explain
 from itercast.commands.import_rows import import_rows
 from itercast.commands.plan import plan
@@ -241,7 +240,7 @@ GROUPS = {  # in the order in which a newcomer needs them
     "Forecast": (predict, run, plan, explain, price),
     "Measure": (demo, collect, import_rows),
     "Learn": (train, calibrate),
-    "Judge": (evaluate, compare),
+    "Judge": (evaluate,),
     "Look": (report, list_names),
 }
 NAMED = {import_rows: "import", list_names: "list"}  # words of Python

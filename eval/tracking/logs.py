@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
 ITERATIONS = "iterations"
 REPORT = "report"  # the run of a comparison that has its page
-RANKS = ((1, "1st"), (2, "2nd"))  # of two compared bundles
 
 
 def iterations_experiment(client: MlflowClient) -> str:
@@ -123,23 +121,6 @@ def log_bench(scores: Sequence[tuple[str, str, str, Mapping[str, float]]], folde
     for line, part, learner, metrics in scores:
         tags = {"line": line, "part": part, "learner": learner}
         store.log_run(client, place, f"{line} · {part} · {learner}", tags, metrics)
-
-
-def log_compared(first: Path, second: Path, found: Sequence[Facts]) -> None:
-    """Log a comparison of two bundles to experiment compared, as one run.
-
-    ``found``: each ``itercast.eval.bundles.Comparison`` as a dict.
-    """
-    client = store.connect()
-    place = store.experiment(client, "compared", store.note("compared"))
-    numbers = {
-        re.sub(r"[^\w. /-]", "", f"{row['family']}/{row['gpu']}/{name}"): error
-        for row in found
-        for (_, name), error in zip(RANKS, row["errors_pct"], strict=True)
-    }
-    counts = {f"{name}_better": sum(row["better"] == n for row in found) for n, name in RANKS}
-    tags = {"first": str(first), "second": str(second)}
-    store.log_run(client, place, f"{first.name} against {second.name}", tags, numbers | counts)
 
 
 def log_plans(facts: Facts, plans: Sequence[Facts]) -> None:

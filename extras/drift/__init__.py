@@ -1,1 +1,1 @@
-"""Whether a bundle still fits the machine: measure some points again, compare, judge."""
+"""Whether a bundle still fits the machine, and which of two bundles forecasts better."""

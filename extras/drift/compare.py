@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from itercast.eval.bundles import log_ratios
+from itercast.extras.drift.bundles import log_ratios
 from itercast.extras.drift.judge import Compared, FamilyDrift, judge
 from itercast.extras.drift.points import checkable, stratified_points
 from itercast.learners.bundle import Bundle

@@ -45,15 +45,11 @@ def by_source(errors: pd.Series) -> pd.DataFrame:
     return pd.DataFrame.from_dict(lines, orient="index")
 
 
-def log_errors(source: pd.Series, measured: pd.Series, predicted: pd.Series) -> pd.Series:
-    """log(measured / predicted), named after the sources."""
-    return pd.Series(np.log((measured / predicted).to_numpy(dtype=float)), index=source)
-
-
 def cpu_errors(data: Path) -> pd.Series:
-    """Log errors of a CPU's measured iterations; each case counts as a source of its own."""
+    """log(measured / predicted) of a CPU's iterations; each case counts as a source of its own."""
     found = pd.DataFrame(compare_all(measured_rows(data, None), SHIPPED_CPU))
-    return log_errors(found["case"], found["measured_us"], found["predicted_us"])
+    errors = np.log((found["measured_us"] / found["predicted_us"]).to_numpy(dtype=float))
+    return pd.Series(errors, index=found["case"])
 
 
 def main(

@@ -10,8 +10,7 @@ import numpy as np
 import pandas as pd
 
 from itercast.eval.compare import compare_all, measured_rows
-from itercast.eval.results import ITERATIONS
-from itercast.eval.results import log_errors as iteration_log_errors
+from itercast.eval.results import ITERATIONS, RETEST, summary
 from itercast.learners.beyond_memory import usable_rows
 from itercast.learners.bundle import Bundle
 from itercast.learners.features.machine_speed import (
@@ -107,11 +106,16 @@ def log_ratios(
 
 
 def _iterations(one: Path, other: Path, root: Path) -> Iterator[Comparison]:
+    """Of iterations that both forecast, by GPU; rows of one model count as one shape."""
     for gpu, part in measured_rows(root, None).groupby("gpu"):
-        errors, floor = iteration_log_errors(
-            {side: compare_all(part, folder) for side, folder in ((ONE, one), (OTHER, other))}
-        )
-        models = pd.factorize(errors.index.get_level_values(1))[0]
+        found = {side: compare_all(part, folder) for side, folder in ((ONE, one), (OTHER, other))}
+        logs = {
+            side: {(r.model, r.plan): np.log(r.measured_us / r.predicted_us) for r in some}
+            for side, some in found.items()
+        }
+        errors = pd.DataFrame(logs).dropna()
+        models = pd.factorize(errors.index.get_level_values(0))[0]
+        floor = summary(found[ONE]).get(RETEST) if found[ONE] else None
         yield from _compared(ITERATIONS, str(gpu), errors, models, floor)
 
 

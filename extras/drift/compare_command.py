@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,9 +16,11 @@ from rich.table import Table
 from itercast.eval.tables import print_tables
 from itercast.options import Json
 
-if TYPE_CHECKING:
-    from itercast.eval.bundles import Comparison
+if TYPE_CHECKING:  # the command line starts without pandas
+    from itercast.extras.drift.bundles import Comparison
+    from itercast.microbench.store import Facts
 
+RANKS = ((1, "1st"), (2, "2nd"))
 HEADS = ("family", "gpu", "points", "re-\ntest", "1st", "2nd", "2nd - 1st", "better")
 
 
@@ -34,8 +38,7 @@ def compare(
 ) -> None:
     """Compare two bundles: median errors by op family, and which is better beyond the noise."""
     from itercast.commands.shared import log_last
-    from itercast.eval.bundles import compare_bundles
-    from itercast.eval.tracking.logs import log_compared
+    from itercast.extras.drift.bundles import compare_bundles
 
     found = compare_bundles(first, second, data or [])
     plain = [asdict(one) for one in found]
@@ -69,3 +72,22 @@ def _table(found: list[Comparison]) -> Table:
         between = f"{low:+.1f} to {high:+.1f}"
         table.add_row(one.family, one.gpu, str(one.points), retest, *errors, between, better)
     return table
+
+
+def log_compared(first: Path, second: Path, found: Sequence[Facts]) -> None:
+    """Log a comparison of two bundles to experiment compared, as one run.
+
+    ``found``: each ``Comparison`` as a dict.
+    """
+    from itercast.eval.tracking import store
+
+    client = store.connect()
+    place = store.experiment(client, "compared", store.note("compared"))
+    numbers = {
+        re.sub(r"[^\w. /-]", "", f"{row['family']}/{row['gpu']}/{name}"): error
+        for row in found
+        for (_, name), error in zip(RANKS, row["errors_pct"], strict=True)
+    }
+    counts = {f"{name}_better": sum(row["better"] == n for row in found) for n, name in RANKS}
+    tags = {"first": str(first), "second": str(second)}
+    store.log_run(client, place, f"{first.name} against {second.name}", tags, numbers | counts)
