@@ -33,6 +33,7 @@ from itercast.capture.plan_keys import (
     number,
     one_of,
     share,
+    some_of,
     transforms,
 )
 
@@ -82,7 +83,7 @@ class ParallelPlan:
     cdp: int = key(integer(1, 2), 0, "")  # version of cyclic data parallelism
     recompute: str = key(one_of("full", "selective", "ops", "budget"), "", "prices")
     recomputed: float = behind("recompute", share, 1.0, "prices")  # of layers; budget: of bytes
-    offload: str = key(one_of("optimizer", "activations", "parameters"), "", "")
+    offload: str = key(some_of("optimizer", "parameters", "activations"), "", "")
     compress: str = key(codec, "", "")  # of gradients
     compress_tp: str = key(codec, "", "ops prices")  # of activations between tp ranks
     compress_pp: str = key(codec, "", "")  # between stages
@@ -321,11 +322,13 @@ def _gradient_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
     """Rules of what replicas do with parameters and gradients."""
     yield p.zero > 0 and p.dp * p.cp == 1, f"zero={p.zero} needs dp > 1 or cp > 1"
     yield p.hsdp > 0 and p.zero == 0, f"hsdp={p.hsdp} needs zero"
-    on_host = p.offload == "parameters"
+    on_host = "parameters" in p.offload
     yield (
         on_host and p.zero < 2,
         "offload=parameters needs zero=3, or 2: what lies in host memory is FSDP's shards",
     )
+    both = on_host and "optimizer" in p.offload
+    yield both, "offload=parameters has the optimizer's state in host memory, too"
     beside = p.ep > 1 or p.cdp > 0 or p.local > 0 or p.shard != "" or p.tables != ""
     yield on_host and beside, "offload=parameters: no ep, cdp, local, shard or tables"
     groups = p.hsdp == 1 or p.dp * p.cp % max(1, p.hsdp) != 0

@@ -108,6 +108,18 @@ def one_of(*names: str) -> Read[str]:
     return read
 
 
+def some_of(*names: str) -> Read[str]:
+    """Reads one of these names, or several with + between them, in this order."""
+
+    def read(key: str, text: str) -> str:
+        found = text.split("+")
+        if not set(found) <= set(names) or len(set(found)) < len(found):
+            raise ValueError(f"{key} is one of {', '.join(names)}, or some by +, got {text!r}")
+        return "+".join(name for name in names if name in found)
+
+    return read
+
+
 def named(what: str) -> Read[str]:
     def read(key: str, text: str) -> str:
         if not text:

@@ -210,7 +210,7 @@ def rank_graph(
     """
     if plan.amp and gpu.kind == "cpu":
         raise ValueError(f"plan {str(plan)!r}: amp is a GPU's autocast; a CPU casts other ops")
-    if plan.offload == "parameters" and gpu.kind == "cpu":
+    if "parameters" in plan.offload and gpu.kind == "cpu":
         raise ValueError(f"plan {str(plan)!r}: a CPU has all parameters in host memory")
     ranks = plan.cpu_ranks if gpu.kind == "cpu" else 1
     cast = casts(capture, plan, stack)

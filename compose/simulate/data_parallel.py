@@ -81,7 +81,7 @@ class Strategy:
     codec: Codec | None = None  # of gradients
     cyclic: bool = False  # replicas are staggered (``cyclic``)
     expert_replicas: int = 1  # ranks that have the same experts, where ep spreads them
-    offload: str = ""  # optimizer, activations, parameters
+    offload: str = ""  # optimizer, parameters, activations, joined by +
     bucket_bytes: int = 0  # of DDP; 0: 25 MiB, the first of a dtype 1 MiB
 
     @property

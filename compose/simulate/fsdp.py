@@ -267,7 +267,7 @@ def _reduce(program: RankTasks, unit: Unit, *, later: bool) -> list[int]:
 
     Under local SGD groups do not add up gradients. ``later``: of a micro-batch after the first.
     """
-    behind = program.copied[-1:] if program.how.offload == "parameters" else []
+    behind = program.copied[-1:] if "parameters" in program.how.offload else []
     sent = _send(program, unit.scatters, (*program.lanes.done, *behind))
     lane = "comm" if stack_of_row(program.rank.book.stack).one_stream else AMONG_GROUPS
     sent += _send(program, unit.sums, tuple(sent) or None, lane)

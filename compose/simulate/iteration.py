@@ -62,7 +62,7 @@ def host_memory(rank: Rank, optimizer: str) -> int:
         for x, n in sizes.runs:
             shard, gradients = shard_bytes(x.layer, plan.shards, fp32=plan.amp)
             bytes_of["parameters"] += n * (shard + (1 + states) * gradients)
-        found.append(round(bytes_of[plan.offload]))
+        found.append(round(sum(bytes_of[name] for name in plan.offload.split("+"))))
     return max(found)
 
 

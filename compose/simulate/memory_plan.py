@@ -187,10 +187,10 @@ def rank_memory(
     summed *= min(STAGES_HANDED_ON, plan.shards) if how.handed_on else 1
     trained, n, ranks = sizes.trained, plan.shards, (plan.shards, plan.expert_shards)
     sharded, shards = sizes.once(("sharded", ranks, how), partial(_sharded, sizes, ranks, how))
-    if how.offload == "parameters":
+    if "parameters" in how.offload:
         summed = state = shards = update_share = matrix_bytes = 0
     outer = OUTER_COPIES * trained // (n if how.by_layer else 1) if how.outer else 0
-    fetched = state if how.offload == "optimizer" else 0  # for the update alone
+    fetched = state if "optimizer" in how.offload else 0  # for the update alone
     by_element = sum(
         (part.nbytes - part.matrices) / (plan.shards_of(spread=spread) if how.share_update else 1)
         for part, spread in ((sizes.dense, False), (sizes.experts, True))
@@ -252,7 +252,7 @@ def _fullest(sizes: Sizes, ranks: Ranks, how: Strategy, others: int, kept: int |
     key = ("fullest", ranks, how, kept)
     found = sizes.once(key, lambda: max(_moments(sizes, ranks, how, kept), key=sum))
     gradients, activations, temporary = found
-    return gradients, activations + (0 if how.offload == "activations" else others), temporary
+    return gradients, activations + (0 if "activations" in how.offload else others), temporary
 
 
 def _moments(sizes: Sizes, ranks: Ranks, how: Strategy, kept: int | None) -> Iterator[Moment]:
@@ -266,7 +266,7 @@ def _moments(sizes: Sizes, ranks: Ranks, how: Strategy, kept: int | None) -> Ite
 
     def held(*layers: PricedLayer | None) -> int:
         """Bytes of all activations so far, or of those of these layers that are not offloaded."""
-        if how.offload != "activations":
+        if "activations" not in how.offload:
             return level
         return min(level, sum(x.saved_bytes for x in layers if x))
 
@@ -326,7 +326,7 @@ class _Units:
 
     def __init__(self, runs: Sequence[Run], ranks: Ranks, how: Strategy) -> None:
         (self.ranks, self.expert_ranks), self.how = ranks, how
-        self.on_host = how.offload == "parameters"
+        self.on_host = "parameters" in how.offload
         self.root = sum(self._whole(x) * n for x, n in runs if not x.numbered)
         self.open = self.sent = self.waiting = self.of_root = 0
 

@@ -298,18 +298,18 @@ class RankTasks:
 
         The one after that waits for it: what two layers save is on the GPU at a time.
         """
-        if self.how.offload == "activations":
+        if "activations" in self.how.offload:
             self.lanes.wait(self.copied[-1:])
             self.copied.append(self.lanes.send(self.host_copy(x.saved_bytes, "d2h"), "d2h"))
 
     def from_host(self, x: PricedLayer, after: tuple[int, ...]) -> None:
         """Copy what a layer saved back before its backward, once the tasks ``after`` are done."""
-        if x.fetches and self.how.offload == "activations":
+        if x.fetches and "activations" in self.how.offload:
             self.lanes.wait([self.lanes.send(self.host_copy(x.saved_bytes, "h2d"), "h2d", after)])
 
     def fetch(self, nbytes: int, after: tuple[int, ...]) -> tuple[int, ...]:
         """Copy a rank's shards that the host has to the GPU once the tasks ``after`` are done."""
-        if self.how.offload != "parameters" or not nbytes:
+        if "parameters" not in self.how.offload or not nbytes:
             return ()
         return (self.lanes.send(self.host_copy(nbytes, "h2d"), "h2d", after),)
 
@@ -318,7 +318,7 @@ class RankTasks:
 
         ``later``: the host waits for them, and adds them to those of earlier micro-batches.
         """
-        if self.how.offload != "parameters" or not nbytes:
+        if "parameters" not in self.how.offload or not nbytes:
             return []
         self.copied.append(self.lanes.send(self.host_copy(nbytes, "d2h"), "d2h", after))
         if later:  # the sum reads both and writes one

@@ -67,7 +67,7 @@ class RankProgram(RankTasks):
             self._average()
         if self.how.by_layer:
             sharded_forward(self, gather=gather)
-        elif self.how.offload == "activations":
+        elif "activations" in self.how.offload:
             for x in self.rank.layers:
                 self.lanes.work(x.forward_work, f"forward {x.layer.name}")
                 self.to_host(x)
@@ -117,7 +117,7 @@ class RankProgram(RankTasks):
         reduced: list[list[int]] = []
         waiting, marker = Work(), self.lanes.done
         for i in range(len(layers) - 1, -1, -1):
-            if i in self.pauses or self.how.offload == "activations":
+            if i in self.pauses or "activations" in self.how.offload:
                 self.lanes.work(waiting, "backward")
                 self.pause(i)
                 self.from_host(layers[i], marker)  # one layer ahead
@@ -225,13 +225,13 @@ class RankProgram(RankTasks):
                 self._copy_bucket(bucket, into=False)
         trained = [p for x in rank.layers for p in x.layer.trained]
         tensors = len(trained)
-        if self.how.offload == "parameters":
+        if "parameters" in self.how.offload:
             self._update_on_host(optimizer, trained)
             return
         ops = rank.book.price(self.own_update())
         self.updates += ops
         state = self._own(trained, partial(state_bytes, optimizer))
-        offloaded = self.how.offload == "optimizer" and state
+        offloaded = "optimizer" in self.how.offload and state
         if offloaded:
             self.lanes.wait([self.lanes.send(self.host_copy(state, "h2d"), "h2d")])
         if trained or ops:

@@ -35,11 +35,11 @@ def micro_batches(rank: Rank, optimizer: str) -> tuple[Runs, Run]:
     every = rank.strategy.every_micro
     waits = any(w.stall_us > 0 for x in rank.layers for w in (x.forward_work, x.backward_work))
     ahead = optimizer != "none" and not waits and not rank.synchronised
-    ahead = ahead and rank.strategy.offload != "parameters"
+    ahead = ahead and "parameters" not in rank.strategy.offload
     before, final = Runs(), RankProgram(rank, ahead=ahead)
     offload = rank.strategy.offload
-    first_differs = not every or offload == "parameters"
-    if micro > 1 and (every or offload == "activations"):
+    first_differs = not every or "parameters" in offload
+    if micro > 1 and (every or "activations" in offload):
         times = 1 if first_differs else micro - 1
         before = [(_one_micro_batch(rank, ahead, later=not first_differs), times)]
         if micro > 2 and first_differs:

@@ -109,6 +109,19 @@ def test_shards_are_copied_before_each_gather_and_gradients_after_each_scatter(n
     assert copied(name, f"{plan},zero=3,hsdp=2")["d2h"] == in_shards(name, 2, numbered=False)[1]
 
 
+def test_what_is_offloaded_together_is_copied_as_apart() -> None:
+    """Parameters and activations of the same step, whichever is named first."""
+    each = [copied("gpt", f"dp=4,zero=3,offload={x}") for x in ("parameters", "activations")]
+    both = {way: sum(one[way] for one in each) for way in ("h2d", "d2h")}
+    for text in ("parameters+activations", "activations+parameters"):
+        assert copied("gpt", f"dp=4,zero=3,offload={text}") == both
+    found = [
+        outcome("gpt", f"dp=4,zero=3,offload={x}").host_memory_bytes
+        for x in ("parameters", "activations", "parameters+activations")
+    ]
+    assert found[2] == found[0] + found[1]
+
+
 def test_of_adapters_beside_frozen_weights_little_goes_back() -> None:
     """Four layers of 64 x 64 + 64 frozen and two matrices of 4 x 64: in fp32, on four ranks."""
     assert in_shards("frozen", 4) == (4 * 4 * (64 * 64 + 64 + 2 * 256) // 4, 4 * 4 * 2 * 256 // 4)
