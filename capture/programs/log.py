@@ -32,7 +32,9 @@ from itercast.capture.programs.program import (
     COLLECTIVE,
     FIRST_GROUP_STREAM,
     HOST,
+    HOST_COPY,
     HOST_WAIT,
+    ON_CPU,
     RECORD,
     WAIT,
 )
@@ -69,6 +71,7 @@ class ProgramLog(OpLog):
         self.after_graph: list[Callable[[], None]] | None = None  # while a CUDA graph is captured
         self.ended: Callable[[str, Any], None] = lambda kind, owner: None  # told what may be a step
         self.gpu_memory = GpuMemory(lambda: self.stream)
+        self.host_memory, self._on_host = GpuMemory(), False  # shards that a program offloads
         self.points = count()
         self.live_bytes = self.peak_bytes = self.least_bytes = self.highest_bytes = 0
         self.grouped = False  # whether the program made a process group
@@ -138,6 +141,25 @@ class ProgramLog(OpLog):
         """Let the host wait for a point."""
         self._mark(HOST_WAIT, point, self.stream)
 
+    def copied(self, way: str, tensor: Any) -> None:
+        """Log a copy of a tensor in host memory to the GPU ("h2d"), or to there ("d2h")."""
+        self._mark(HOST_COPY, (way, tensor.numel() * tensor.element_size()), self.stream)
+        self._keep_on_host(tensor)
+
+    def _keep_on_host(self, tensor: Any) -> None:
+        self.storage(tensor)
+        self.host_memory.add(tensor)
+        self.resized(tensor.untyped_storage()._cdata, 0)
+
+    @contextmanager
+    def adding_on_host(self) -> Iterator[None]:
+        """Ops inside on tensors in host memory are the CPU's, as an optimizer's are."""
+        self._on_host = True
+        try:
+            yield
+        finally:
+            self._on_host = False
+
     def python(self, event: str, tensors: int = 1) -> None:
         """Log Python of a parallel wrapper that no op stands for."""
         self.calls.append(
@@ -173,6 +195,12 @@ class ProgramLog(OpLog):
     def add(self, op: str, args: Any, kwargs: Any, output: Any) -> None:
         """Log one call, and the call of a compiled function that it belongs to."""
         super().add(op, args, kwargs, output)
+        if self._on_host or self.phase == "optimizer":
+            tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+            if any(map(self.host_memory.holds, tensors)):
+                self.calls[-1] = replace(self.calls[-1], stream=ON_CPU)
+                for made in filter(torch.is_tensor, tree_leaves(output)):
+                    self._keep_on_host(made)
         if number := self.compiled.number():
             compiled = 0 if number in self._eager else number
             graph = 2 * number + (self.phase == "backward") if number in self._graphed else 0
@@ -190,8 +218,9 @@ class ProgramLog(OpLog):
         memory = (t.untyped_storage()._cdata for t in tree_leaves(written) if type(t) is FakeTensor)
         return not self._awaiting.isdisjoint(memory)
 
-    def _mark(self, op: str, point: int, stream: int) -> None:
-        self.calls.append(OpCall(op=op, args=(point,), phase=self.phase, stream=stream))
+    def _mark(self, op: str, told: Any, stream: int) -> None:
+        args = told if isinstance(told, tuple) else (told,)
+        self.calls.append(OpCall(op=op, args=args, phase=self.phase, stream=stream))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "prim" and not any(map(is_traceable_wrapper_subclass_type, types)):

@@ -104,7 +104,7 @@ def _priced(
         target.machine, target.known, target.model
     )
     per_node = _per_node(program, target)
-    ranks = {r: price_rank(s, book, target.node, per_node) for r, s in program.ranks.items()}
+    ranks = {r: price_rank(s, book, target.node, per_node, world) for r, s in program.ranks.items()}
     return ranks, book, world * threads / gpu.sm_count / len(ranks)
 
 

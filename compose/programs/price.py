@@ -11,7 +11,9 @@ from itercast.capture.opcall import OpCall, StepCapture
 from itercast.capture.programs.program import (
     COLLECTIVE,
     HOST,
+    HOST_COPY,
     MARKS,
+    ON_CPU,
     ProgramCapture,
     launch_order,
 )
@@ -20,11 +22,13 @@ from itercast.compose.graph.compiled.inductor import inductor_kernels
 from itercast.compose.graph.cuda_variants import with_cuda_variants, with_whole_networks
 from itercast.compose.graph.lifetimes import lifetimes, most_bytes
 from itercast.compose.parallel.placement import Cluster, Group
-from itercast.compose.pricing.host import Launches, launch_costs, python_op
+from itercast.compose.pricing.host import Launches, launch_costs, on_host, python_op
+from itercast.compose.pricing.optimizer import update_bytes
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import PricedOp, priceable
 from itercast.compose.pricing.rank_graph import AskedCalls, axis_among, ranks_of
 from itercast.compose.simulate.fsdp import FORWARD_SHARE
+from itercast.compose.simulate.rank import host_copy
 from itercast.compose.simulate.stage_rank import SCHEDULE_SHARE
 from itercast.microbench.hardware.node import Node
 from itercast.microbench.hardware.spec import Gpu
@@ -49,18 +53,27 @@ class PricedRank:
     more_bytes: int
 
 
-def price_rank(step: StepCapture, book: PriceBook, node: Node | None, per_node: int) -> PricedRank:
-    """Price the launches of one rank; ``per_node`` GPUs reach each other without the network."""
+def price_rank(
+    step: StepCapture, book: PriceBook, node: Node | None, per_node: int, world: int
+) -> PricedRank:
+    """Price the launches of one of ``world`` ranks.
+
+    ``per_node`` GPUs reach each other without the network.
+    """
     on_cpu = book.gpu.kind == "cpu"
     step = with_whole_networks(step, book.whole_cells)
     eager, step = step, inductor_kernels(step, apart=lambda call: not call.compiled)
     more_bytes = most_bytes(lifetimes(step)) - most_bytes(lifetimes(eager))
     step = step if on_cpu else _with_launches(with_cuda_variants(step))
     calls, cold = step.calls, cold_fractions(step, book.gpu, per_node if on_cpu else 1)
-    asked = AskedCalls.of(calls, cold, (i for i, c in enumerate(calls) if c.op not in UNPRICED))
+    of_host = [i for i, c in enumerate(calls) if c.stream == ON_CPU or c.op in UNPRICED]
+    asked = AskedCalls.of(calls, cold, sorted({*range(len(calls))} - {*of_host}))
     among = [ranks_of(call) for call in calls if call.op == COLLECTIVE]
     ranks = {axis_among(group): group for group in among}
-    priced = asked.sent(book, cluster_of(ranks, book.gpu, node, per_node))
+    where = cluster_of(ranks, book.gpu, node, per_node)
+    priced = asked.sent(book, where)
+    beside = replace(where, gpus_per_node=min(world, per_node))
+    priced |= _of_host({i: calls[i] for i in of_host}, beside)
     priced |= dict(zip(asked.ops, book.price(list(asked.ops.values())), strict=True))
     priced |= {i: _python(c, book) for i, c in enumerate(calls) if c.op == HOST}
     order = launch_order(calls)
@@ -74,6 +87,18 @@ def price_rank(step: StepCapture, book: PriceBook, node: Node | None, per_node: 
         matmul_s=sum(asked.ops[i].matmul_s(book.gpu) for i in computed),
         more_bytes=more_bytes,
     )
+
+
+def _of_host(calls: Mapping[int, OpCall], where: Cluster) -> dict[int, PricedOp]:
+    """Copies between host and GPU, and the CPU's work on what lies in host memory."""
+    found = dict[int, PricedOp]()
+    for i, c in calls.items():
+        if c.op == HOST_COPY:
+            way, nbytes = c.args
+            found[i] = host_copy(way, nbytes, where.gpu)
+        elif c.stream == ON_CPU:
+            found[i] = on_host(c.op, update_bytes([priceable(c)]), where)
+    return found
 
 
 def product_dtypes(program: ProgramCapture, gpu: Gpu) -> list[str]:

@@ -14,7 +14,9 @@ from itercast.capture.opcall import OpCall
 from itercast.capture.programs.program import (
     COLLECTIVE,
     FIRST_GROUP_STREAM,
+    HOST_COPY,
     HOST_WAIT,
+    ON_CPU,
     RECORD,
     WAIT,
 )
@@ -47,7 +49,11 @@ class RankLanes(Lanes):
         """Add all launches of one step."""
         for call, op in zip(self.priced.calls, self.priced.ops, strict=True):
             stream = self._stream(call)
-            if op is None or call.op == COLLECTIVE or stream != self.stream:
+            if op is not None and stream == ON_CPU:
+                self._close()
+                self.on_host(op, ())
+                continue
+            if op is None or call.op == HOST_COPY or call.op == COLLECTIVE or stream != self.stream:
                 self._close()
                 self._turn_to(stream)
             if call.op == RECORD:
@@ -56,6 +62,9 @@ class RankLanes(Lanes):
                 self.waits += self.points.get((number, call.args[0]), ())
             elif call.op == HOST_WAIT:
                 self.host += self.points.get((number, call.args[0]), ())
+            elif op is not None and call.op == HOST_COPY:
+                after, self.waits = self.done + self.waits + self.host, ()
+                self.done = (self._add(op.op, op.duration_us, after, op.op, COMM, op.nbytes),)
             elif op is not None and call.op == COLLECTIVE:
                 self._collective(call, op)
             elif op is not None:

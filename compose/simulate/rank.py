@@ -44,6 +44,19 @@ def host_copy_us(nbytes: float, gpu: Gpu) -> float:
     return nbytes / rate * 1e6
 
 
+def host_copy(way: str, nbytes: float, gpu: Gpu) -> PricedOp:
+    """A copy between a GPU and its host: to the GPU ("h2d"), or back ("d2h")."""
+    return PricedOp(
+        op=way,
+        family=UNMODELLED,
+        phase="comm",
+        duration_us=host_copy_us(nbytes, gpu),
+        flops=0.0,
+        assumed=(("rank.offload_frac", 1.0),),
+        nbytes=nbytes,
+    )
+
+
 @dataclass
 class Lanes:
     """Tasks of one rank, collected lane by lane as they are added.
@@ -281,17 +294,8 @@ class RankTasks:
 
     def host_copy(self, nbytes: float, lane: str) -> PricedOp:
         """A copy between GPU and host, on a lane of its own."""
-        copy = PricedOp(
-            op=lane,
-            family=UNMODELLED,
-            phase="comm",
-            duration_us=host_copy_us(nbytes, self.rank.book.gpu),
-            flops=0.0,
-            assumed=(("rank.offload_frac", 1.0),),
-            nbytes=nbytes,
-        )
-        self.sent.append(copy)
-        return copy
+        self.sent.append(host_copy(lane, nbytes, self.rank.book.gpu))
+        return self.sent[-1]
 
     def to_host(self, x: PricedLayer) -> None:
         """Copy what a layer saves to the host, beside the next layer's forward.

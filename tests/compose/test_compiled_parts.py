@@ -128,7 +128,7 @@ def test_only_what_one_call_launches_is_fused(tmp_path: Path) -> None:
 def test_a_timeline_of_each_op_takes_as_long_as_the_forecast(tmp_path: Path, gpu: str) -> None:
     step = captured(tmp_path, "first = torch.compile(first)")
     target = find_target(gpu, "", None)
-    priced = {0: price_rank(step, target.book, None, 8)}
+    priced = {0: price_rank(step, target.book, None, 8, 1)}
     whole, each = (simulate_program(priced, 1.2, each_op=each_op) for each_op in (False, True))
     assert len(each[0][0].tasks) > len(whole[0][0].tasks)
     assert each[0][0].end_us == pytest.approx(whole[0][0].end_us)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import runpy
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from law_case import rank_for
-from plan_case import CPU
+from plan_case import CPU, GPU
+from small_scripts import captured as captured_script
+from small_scripts import written
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import context_parallel
@@ -21,13 +26,17 @@ from itercast.capture.cases.registry import case
 from itercast.capture.opcall import OpCall
 from itercast.capture.plan import ParallelPlan
 from itercast.capture.programs.capture import capture_program
-from itercast.capture.programs.program import COLLECTIVE
+from itercast.capture.programs.program import COLLECTIVE, HOST_COPY, ON_CPU, launch_order
 from itercast.compose.capture_model import capture, micro_size
-from itercast.compose.pricing.priced_op import PricedOp
+from itercast.compose.predict import predict
+from itercast.compose.pricing.optimizer import update_bytes
+from itercast.compose.pricing.priced_op import PricedOp, priceable
+from itercast.compose.programs.forecast import forecast_program
 from itercast.compose.simulate.memory_plan import Sizes, rank_memory
 from itercast.compose.simulate.rank import Rank, Run
 from itercast.compose.simulate.replicas import micro_batches
 from itercast.compose.simulate.stage_rank import pipeline_of
+from itercast.compose.target import find_target
 from itercast.extras.benchmarks.programs import captured
 from itercast.microbench.iterations.collect import iteration_of
 from itercast.microbench.ops import find_family
@@ -234,3 +243,81 @@ def test_a_ring_does_what_torchs_context_parallelism_does(name: str, cp: int) ->
         total = sum(size * n for size, n in ring.items())
         assert {kind for kind, _ in sent_by(step.calls)} == {"send_recv"}
         assert sum(size * n for (_, size), n in sent_by(step.calls).items()) == total
+
+
+OFFLOADED = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 256), nn.Linear(256, 64)
+        self.a.requires_grad_(sys.argv[2] == "all")
+
+    def forward(self, x):
+        return x + self.b(self.a(x).relu())
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(4)), nn.Linear(64, 8)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).sum()
+
+def train():
+    dist.init_process_group("nccl")
+    model = Blocks()
+    for part in (*model.blocks, model):
+        fully_shard(part, offload_policy=CPUOffloadPolicy())
+    optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    for step in range(10):
+        for _ in range(int(sys.argv[1])):
+            model(torch.ones(16, 64, device="cuda")).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+if __name__ == "__main__":
+    train()
+"""
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.parametrize("trained", ["all", "half"])
+def test_a_script_with_shards_in_host_memory_copies_what_the_plan_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, micro: int, trained: str
+) -> None:
+    """To the GPU and back, byte for byte; the CPU updates as much, and adds as many gradients.
+
+    A step takes as long within a tenth.
+    """
+    path = written(tmp_path, OFFLOADED)
+    program = captured_script(path, str(micro), trained, gpus=4)
+    calls = [program.ranks[0].calls[i] for i in launch_order(program.ranks[0].calls)]
+    monkeypatch.setattr("sys.argv", ["train.py", str(micro), trained])
+    model = runpy.run_path(str(path))["Blocks"]()
+    step = capture(model, torch.ones(16, 64), batch=16)
+    text = f"dp=4,zero=3,offload=parameters,accumulate={micro}"
+    before, last = micro_batches(rank_for(step, text, GPU), "adamw")
+    sent, on_cpu = Counter[str](), Counter[str]()
+    for run, n in [*before, (last, 1)]:
+        for op in run.sent:
+            sent[op.op] += n * round(op.nbytes)
+        for op in run.added:
+            on_cpu[op.op.partition(" ")[0]] += n * round(op.nbytes) * (op.family == "host")
+    found = Counter[str]()
+    for call in (c for c in calls if c.op == HOST_COPY):
+        found[call.args[0]] += call.args[1]
+    assert found == {way: sent[way] for way in ("h2d", "d2h")}
+    host = [c for c in calls if c.stream == ON_CPU]
+    updates = [priceable(c) for c in host if c.phase == "optimizer"]
+    assert update_bytes(updates) == pytest.approx(on_cpu["optimizer"], rel=0.01)
+    added = sum(c.args[0].nbytes for c in host if c.phase != "optimizer")
+    assert 3 * added == on_cpu["sum"]
+    unchanged = forecast_program(program, find_target("h100-sxm-80gb", text))
+    planned_us = predict(step, gpu="h100-sxm-80gb", plan=text).iteration_us
+    assert unchanged.iteration_us == pytest.approx(planned_us, rel=0.1)
