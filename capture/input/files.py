@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import builtins
-import functools
-import io
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+CODE = (".py", ".pyc")  # which imports open
 Opened = tuple[str, float]  # a path, and us of waiting from its opening to the next one's
 
 
@@ -67,15 +67,27 @@ class OpenedFiles:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Note what Python opens inside."""
-        from unittest.mock import patch  # which imports asyncio
-
-        @functools.wraps(open)
-        def noted(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
-            if "r" in mode:
-                self.note(file)
-            return original(file, mode, *args, **options)
-
-        original = builtins.open
-        with patch.object(builtins, "open", noted), patch.object(io, "open", noted):
+        """Note what Python opens inside; ``open`` stays Python's own, which scripts may ask."""
+        _hear_of_files()
+        LISTENING.append(self)
+        try:
             yield
+        finally:
+            LISTENING.remove(self)
+
+
+LISTENING: list[OpenedFiles] = []
+
+
+@cache
+def _hear_of_files() -> None:
+    """Tell those that listen of files that are opened for reading, from here on."""
+
+    def heard(event: str, args: tuple[Any, ...]) -> None:
+        if event == "open" and LISTENING:
+            path, mode, _ = args
+            code = isinstance(path, str) and path.endswith(CODE)
+            if isinstance(mode, str) and "r" in mode and not code:
+                LISTENING[-1].note(path)
+
+    sys.addaudithook(heard)

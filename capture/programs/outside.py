@@ -11,6 +11,7 @@ import importlib
 import multiprocessing.dummy
 import multiprocessing.util
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -31,13 +32,14 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.utils.data import dataloader
 
 DATA = dataloader.__file__  # starts workers, which fork
-ENVIRONMENT = {  # nothing is sent or logged elsewhere, and nothing happens in other threads
+ENVIRONMENT = {  # nothing is sent or logged elsewhere or happens in other threads, errors are whole
     "HF_HUB_OFFLINE": "1",
     "WANDB_MODE": "disabled",
     "DISABLE_MLFLOW_INTEGRATION": "TRUE",  # ours may be the reason that it is installed
     "COMET_MODE": "disabled",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_DEACTIVATE_ASYNC_LOAD": "1",
+    "HYDRA_FULL_ERROR": "1",
 }
 TOOLS = ("make", "ninja", "ldconfig", "git", "uname")  # that libraries ask or build with
 PROGRAMS = ("system", "posix_spawn", "posix_spawnp", "forkpty", "execv", "execve")
@@ -131,13 +133,22 @@ def _starting_tools() -> Callable[..., None]:
     popen = subprocess.Popen.__init__
 
     def not_found(own: Any, args: Any, *others: Any, **options: Any) -> None:
-        program = args if isinstance(args, str | bytes) else next(iter(args), "")
-        if os.path.basename(program) in TOOLS:
-            popen(own, args, *others, **options)
-            return
-        raise FileNotFoundError(f"{program!r}: a forecast starts no other programs")
+        programs = _programs(args) if isinstance(args, str) else [str(next(iter(args), ""))]
+        other = next((p for p in programs if os.path.basename(p) not in TOOLS), None)
+        if other is not None:
+            raise FileNotFoundError(f"{other!r}: a forecast starts no other programs")
+        popen(own, args, *others, **options)
 
     return not_found
+
+
+def _programs(line: str) -> list[str]:
+    """The programs that a shell's line starts; the whole line where it holds lines of its own."""
+    if any(inner in line for inner in ("`", "$(", "\n")):
+        return [line]
+    words = list(shlex.shlex(line, posix=True, punctuation_chars=True))
+    first = [i for i in range(len(words)) if i == 0 or set(words[i - 1]) <= set("|&;(")]
+    return [words[i] for i in first]
 
 
 def _spawned(function: Callable[..., Any], args: Any = (), *more: Any, **options: Any) -> None:
@@ -228,6 +239,7 @@ def _threads_for_processes(package: str) -> Iterator[None]:
     made |= dict.fromkeys(("start", "connect", "shutdown"), lambda *args: None)
     with (
         patch.multiple(pool.Pool, create=True, **of_threads),
+        patch.object(dummy.DummyProcess, "pid", os.getpid(), create=True),
         patch.multiple(managers.SyncManager, create=True, **made),
         patch.object(managers.SyncManager, "__enter__", lambda manager: manager, create=True),
         patch.object(context._default_context, "_actual_context", None),

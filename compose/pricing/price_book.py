@@ -18,6 +18,7 @@ from itercast.compose.machines.contention import TAKING_TURNS, Beside, mixed, sl
 from itercast.compose.machines.factors import NONE, Factors
 from itercast.compose.machines.state import Machine
 from itercast.compose.pricing.fallbacks import fallback_parts
+from itercast.compose.pricing.padded_products import LEAST_GAIN, padded_parts
 from itercast.compose.pricing.power_limit import throttled_us
 from itercast.compose.pricing.priced_op import UNMODELLED, Priceable, PricedOp
 from itercast.learners.bundle import Bundle
@@ -194,7 +195,7 @@ class PriceBook:
 
     def _known(self, w: Priceable, parts: Sequence[Part]) -> PricedOp:
         """The op's price, computed once for ops that are equal."""
-        key = (w.op, w.phase, w.params, w.bytes_moved, w.cold, w.kernel, w.channels_last)
+        key = (w.op, w.phase, w.params, w.bytes_moved, w.cold, w.kernel, w.channels_last, w.padded)
         return self.once(("op", key), lambda: self._new(w, parts))
 
     def prefetch(self, wanted: Sequence[Priceable]) -> list[list[Part]]:
@@ -207,9 +208,25 @@ class PriceBook:
         return parts
 
     def _parts(self, w: Priceable) -> list[Part]:
-        """The ops that an op is priced as: itself, its family's fallback, a copy, or none."""
+        """The ops that an op is priced as: itself, its family's fallback, a copy, or none.
+
+        Behind those of a product that may be padded are the parts of the padded one.
+        """
         key = (w.params, w.channels_last, w.params is None and w.bytes_moved)
-        return self.once(("parts", key), lambda: self._found_parts(w))
+        found: list[Part] = self.once(("parts", key), lambda: self._found_parts(w))
+        return [*found, *padded_parts(w.run_by(self.gpu).params)] if self._may_pad(w) else found
+
+    def _may_pad(self, w: Priceable) -> bool:
+        return w.padded and self.gpu.kind != "cpu" and "gemm" in self.models
+
+    def _run_parts(self, w: Priceable, parts: Sequence[Part]) -> Sequence[Part]:
+        """Those of an op's parts that run: of a product that may be padded the faster ones."""
+        if not self._may_pad(w):
+            return parts
+        count = len(padded_parts(w.run_by(self.gpu).params))
+        own, padded = parts[:-count], parts[-count:]
+        own_us, padded_us = (sum(self._part_us(p, w.cold) for p in x) for x in (own, padded))
+        return padded if own_us > LEAST_GAIN * padded_us else own
 
     def _found_parts(self, w: Priceable) -> list[Part]:
         w = w.run_by(self.gpu)
@@ -260,7 +277,7 @@ class PriceBook:
 
     def _new(self, w: Priceable, parts: Sequence[Part]) -> PricedOp:
         """Prices an op: parts added up, attention's kernel, power limit, host time of its call."""
-        w = w.run_by(self.gpu)
+        w, parts = w.run_by(self.gpu), self._run_parts(w, parts)
         flops = float(w.family.flops(w.params)) if w.family is not None else 0.0
         ratio, own, call = self._kernel_ratio(w), w.name in self.models, self._call(w)
         known = own or (bool(parts) and all(part.checked for part in parts))

@@ -164,7 +164,7 @@ def _content(path: Path, text: Any) -> None:
 
 
 def _tokenizer(folder: Path, size: int) -> None:
-    """A tokenizer that knows few words, with a chat template."""
+    """A tokenizer of ``size`` tokens, few of which are in use, with a chat template."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -177,6 +177,10 @@ def _tokenizer(folder: Path, size: int) -> None:
     )
     made.train_from_iterator([prose(2000)], trainer)
     made.post_processor = processors.ByteLevel()
+    facts = json.loads(made.to_str())
+    known = facts["model"]["vocab"]
+    known |= {f"<unused {n}>": n for n in range(len(known), size)}
+    made = Tokenizer.from_str(json.dumps(facts))
     names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     names |= {"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
     wrapped = PreTrainedTokenizerFast(tokenizer_object=made, model_max_length=512, **names)

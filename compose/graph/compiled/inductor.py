@@ -8,6 +8,7 @@ A kernel goes over its elements in one order, and reads and writes each tensor o
   own, which computes its pointwise inputs again. So are the weights' gradients of a norm.
 - A reduction to few numbers, each of many, is split among blocks: what reads its result is another
   kernel.
+- A product with a side that is no multiple of 16 bytes may have its operands padded.
 - Backward computes pointwise results of forward again (``itercast.compose.graph.compiled.kept``).
 
 Source of fusion: torch/_inductor/scheduler.py and codegen/simd.py in https://github.com/pytorch/pytorch.
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from itercast.capture.base.assumptions import assumed
-from itercast.capture.opcall import COMPLEX, OpCall, StepCapture, TensorSpec
+from itercast.capture.opcall import COMPLEX, PADDED, OpCall, StepCapture, TensorSpec
 from itercast.compose.graph.compiled.fused_calls import (
     NORM_GRADIENTS,
     is_over_columns,
@@ -31,6 +32,7 @@ from itercast.compose.graph.compiled.fused_calls import (
 from itercast.compose.graph.compiled.fusion_order import in_fusion_order
 from itercast.compose.graph.compiled.kept import Again, with_kept_rows
 from itercast.compose.graph.rewrite import StepBuilder
+from itercast.compose.pricing.padded_products import is_padded
 from itercast.microbench.ops import find_family
 from itercast.microbench.ops.memory.elementwise_names import ALLOCATIONS, SAME_AS
 
@@ -78,7 +80,7 @@ def inductor_kernels(
         if fusible[index]:
             stretch.append(index)
         else:
-            made.add(index, call)
+            made.add(index, call if apart(call) else _padded_where_faster(call))
     flush()
     return made.step()
 
@@ -105,6 +107,12 @@ def is_fusible(call: OpCall) -> bool:
     family, _ = find_family(call)
     real = call.phase in COMPILED_PHASES and COMPLEX not in call.kwargs
     return real and family is not None and family.fusible
+
+
+def _padded_where_faster(call: OpCall) -> OpCall:
+    """A product with the fact that inductor may pad its operands; other calls as they are."""
+    product = call.phase in COMPILED_PHASES and is_padded(find_family(call)[1])
+    return replace(call, kwargs={**call.kwargs, PADDED: True}) if product else call
 
 
 def _is_load(call: OpCall) -> bool:

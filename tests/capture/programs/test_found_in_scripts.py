@@ -74,6 +74,7 @@ shared, queue = mp.Value("i", -1), mp.get_context("forkserver").Queue()
 with shared.get_lock():
     shared.value += 1
 with Pool(3, begun.append, (1,)) as pool:
+    assert all(worker.pid for worker in pool._pool)
     assert pool.map(double, range(3)) == [0, 2, 4] and pool.starmap(operator.add, [(1, 2)]) == [3]
     assert sorted(pool.imap_unordered(double, [1, 2])) == [2, 4]
     assert pool.apply_async(double, (3,)).get() == 6
@@ -296,3 +297,15 @@ def test_attention_of_other_libraries_is_attention(tmp_path: Path, shaped: str) 
         assert [t.shape for t in backward.tensors()] == [shapes[0], *shapes]
     assert forward.kwargs["is_causal"] and forward.kwargs["enable_gqa"]
     assert program.notes[0].startswith("attention in flash_attn's kernels takes the time of")
+
+
+ASKS_GIT = """
+import builtins, subprocess
+assert type(open) is type(len) and type(builtins.open) is type(len)
+told = subprocess.check_output("git --version 2>/dev/null || git --version", shell=True)
+assert told.startswith(b"git version")
+"""
+
+
+def test_scripts_ask_git_by_a_shell_s_line_and_find_python_s_own_open(tmp_path: Path) -> None:
+    assert captured(written(tmp_path, TRAIN + ASKS_GIT + STEPS)).ranks

@@ -1,0 +1,39 @@
+"""Products that torch.compile pads: sides made whole multiples of what tensor cores load at once.
+
+inductor times a product as it is and with padded copies of its operands, and takes the latter where
+it is faster (``shape_padding``, on by default).
+Source: torch/_inductor/fx_passes/pad_mm.py in https://github.com/pytorch/pytorch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from itercast.microbench.ops.family import Part, itemsize_bytes
+from itercast.microbench.ops.matrix.gemm import Gemm
+from itercast.microbench.ops.memory.elementwise import memory_copy
+
+# no assumption: get_alignment_size_dtype and is_padded_faster in that file
+ALIGNMENT = {"bf16": 8, "fp16": 8, "fp32": 4, "tf32": 4}
+LEAST_GAIN = 1.1
+
+
+def is_padded(p: object) -> bool:
+    """Whether an op is a product with a side that inductor may pad."""
+    return isinstance(p, Gemm) and p.op in ("mm", "addmm", "bmm") and _padded(p) != p
+
+
+def padded_parts(p: Gemm) -> list[Part]:
+    """The padded product, and a copy of each operand that grows."""
+    made = _padded(p)
+    grows = {name: getattr(made, name) != getattr(p, name) for name in ("m", "n", "k")}
+    operands = ((p.m, p.k, grows["m"] or grows["k"]), (p.k, p.n, grows["k"] or grows["n"]))
+    item = float(itemsize_bytes(p.dtype))
+    copies = [2 * p.batch * rows * columns * item for rows, columns, copied in operands if copied]
+    return [Part(family="gemm", params=made), *map(memory_copy, copies)]
+
+
+def _padded(p: Gemm) -> Gemm:
+    unit = ALIGNMENT.get(p.dtype, 1)
+    m, n, k = (x if x == 1 else -(-x // unit) * unit for x in (p.m, p.n, p.k))
+    return replace(p, m=m, n=n, k=k)
