@@ -13,12 +13,12 @@ from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.slow_imports import pd
 from itercast.capture.opcall import CELLS
 from itercast.compose.graph.attention_kernels import SIXTEEN_BIT, kernel_ratio
+from itercast.compose.graph.compiled.padded_products import LEAST_GAIN, padded_parts
 from itercast.compose.graph.identity_cache import Once, cached_by_identity
 from itercast.compose.machines.contention import TAKING_TURNS, Beside, mixed, slowdowns
 from itercast.compose.machines.factors import NONE, Factors
 from itercast.compose.machines.state import Machine
 from itercast.compose.pricing.fallbacks import fallback_parts
-from itercast.compose.pricing.padded_products import LEAST_GAIN, padded_parts
 from itercast.compose.pricing.power_limit import throttled_us
 from itercast.compose.pricing.priced_op import UNMODELLED, Priceable, PricedOp
 from itercast.learners.bundle import Bundle

@@ -31,8 +31,8 @@ from itercast.compose.graph.compiled.fused_calls import (
 )
 from itercast.compose.graph.compiled.fusion_order import in_fusion_order
 from itercast.compose.graph.compiled.kept import Again, with_kept_rows
+from itercast.compose.graph.compiled.padded_products import is_padded
 from itercast.compose.graph.rewrite import StepBuilder
-from itercast.compose.pricing.padded_products import is_padded
 from itercast.microbench.ops import find_family
 from itercast.microbench.ops.memory.elementwise_names import ALLOCATIONS, SAME_AS
 

@@ -13,9 +13,8 @@ from itercast.microbench.ops.family import Part, itemsize_bytes
 from itercast.microbench.ops.matrix.gemm import Gemm
 from itercast.microbench.ops.memory.elementwise import memory_copy
 
-# no assumption: get_alignment_size_dtype and is_padded_faster in that file
-ALIGNMENT = {"bf16": 8, "fp16": 8, "fp32": 4, "tf32": 4}
-LEAST_GAIN = 1.1
+ALIGNMENT = {"bf16": 8, "fp16": 8, "fp32": 4, "tf32": 4}  # get_alignment_size_dtype
+LEAST_GAIN = 1.1  # no assumption: is_padded_faster
 
 
 def is_padded(p: object) -> bool:

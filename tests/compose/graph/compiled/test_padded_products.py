@@ -9,7 +9,7 @@ import pytest
 from itercast.capture.opcall import PADDED, OpCall, TensorSpec
 from itercast.compose.capture_model import capture
 from itercast.compose.graph.compiled.inductor import inductor_kernels
-from itercast.compose.pricing.padded_products import is_padded, padded_parts
+from itercast.compose.graph.compiled.padded_products import is_padded, padded_parts
 from itercast.compose.pricing.price_book import PriceBook, price_book
 from itercast.compose.pricing.priced_op import priceable
 from itercast.compose.target import find_target
