@@ -300,7 +300,8 @@ def test_attention_of_other_libraries_is_attention(tmp_path: Path, shaped: str) 
 
 
 ASKS_GIT = """
-import builtins, subprocess
+import builtins, os, subprocess
+assert os.environ["HYDRA_FULL_ERROR"] == "1"
 assert type(open) is type(len) and type(builtins.open) is type(len)
 told = subprocess.check_output("git --version 2>/dev/null || git --version", shell=True)
 assert told.startswith(b"git version")

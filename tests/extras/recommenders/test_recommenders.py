@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
+from itercast.extras.recommenders import sharding_worker
 from itercast.extras.recommenders.judge import (
     Bench,
     Choice,
@@ -100,9 +103,29 @@ def test_all_parts_of_an_iteration_have_points(monkeypatch: pytest.MonkeyPatch) 
     kinds = {(p.skew > 0, p.repeats > 0, p.reuse != "") for p in lookups["sparse_update"][:200]}
     assert len(kinds) == 4  # uniform, Zipf, as a trace, by histogram
     dense = dense_points()
-    assert {"gemm", "elementwise", "host"} <= set(dense)
+    assert {"gemm", "elementwise", "host"} <= set(dense) and not set(lookups) & set(dense)
+    assert any(p.op == "nonzero" for p in dense["index"])  # of tables cut by rows
+    tasks = [unequal_task(np.random.default_rng(seed)) for seed in range(30)]
+    widths = {t.dim for task in tasks for t in task.tables}
+    assert widths <= {p.dim for p in lookups["sparse_update"]}
     assert any(p.op in ("copy_", "clone") for p in dense["elementwise"])
     assert {p.op for p in message_points()["collective"]} == {"all_to_all", "all_reduce"}
+
+
+def test_a_step_that_is_not_timed_goes_ahead_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One turn is not counted, two are; each model has its own step in the caches when timed."""
+    ran: list[str] = []
+    monkeypatch.setattr(
+        sharding_worker, "ShardedStep", lambda name, group: lambda: ran.append(name)
+    )
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        models: Any = ["a", "b"]
+        lines = list(sharding_worker.in_turn(models, 2, dist.group.WORLD))
+    finally:
+        dist.destroy_process_group()
+    assert ran == 3 * ["a", "a", "b", "b"]
+    assert [len(line["times_us"]) for line in lines] == [2, 2]
 
 
 @pytest.mark.slow
