@@ -72,7 +72,7 @@ ELEMENT_BYTES: Mapping[str, float] = {**ITEMSIZE_BYTES, **BLOCK_SCALED}
 NARROW = ("fp8", *BLOCK_SCALED)  # of products alone
 
 
-PADDED = "padded"  # fact of a product whose operands torch.compile pads where that is faster
+PADDABLE = "paddable"  # fact of a product whose operands torch.compile pads where that is faster
 COMPLEX = "complex"  # fact of a call on complex numbers, which are logged as pairs of real ones
 INDEX_BYTES = 8  # of one index of a sparse tensor: int64
 

@@ -110,6 +110,7 @@ class Forecast:
     lengths: dict[str, float] = field(default_factory=dict)
     cluster: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    parts_frac: dict[str, float] = field(default_factory=dict)
 
     @property
     def lanes_us(self) -> tuple[float, ...]:
@@ -119,8 +120,6 @@ class Forecast:
         """
         idle = (self.idle_by_us.get(name, 0.0) for name in ("bubble", "host", "waiting"))
         return (self.compute_us, self.exposed_comm_us, *idle)
-
-    parts_frac: dict[str, float] = field(default_factory=dict)
 
 
 def forecast(

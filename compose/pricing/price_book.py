@@ -195,7 +195,8 @@ class PriceBook:
 
     def _known(self, w: Priceable, parts: Sequence[Part]) -> PricedOp:
         """The op's price, computed once for ops that are equal."""
-        key = (w.op, w.phase, w.params, w.bytes_moved, w.cold, w.kernel, w.channels_last, w.padded)
+        runs = (w.cold, w.kernel, w.channels_last, w.paddable)
+        key = (w.op, w.phase, w.params, w.bytes_moved, *runs)
         return self.once(("op", key), lambda: self._new(w, parts))
 
     def prefetch(self, wanted: Sequence[Priceable]) -> list[list[Part]]:
@@ -217,7 +218,7 @@ class PriceBook:
         return [*found, *padded_parts(w.run_by(self.gpu).params)] if self._may_pad(w) else found
 
     def _may_pad(self, w: Priceable) -> bool:
-        return w.padded and self.gpu.kind != "cpu" and "gemm" in self.models
+        return w.paddable and self.gpu.kind != "cpu" and "gemm" in self.models
 
     def _run_parts(self, w: Priceable, parts: Sequence[Part]) -> Sequence[Part]:
         """Those of an op's parts that run: of a product that may be padded the faster ones."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from itercast.capture.opcall import BLOCK_SCALED, PADDED, OpCall
+from itercast.capture.opcall import BLOCK_SCALED, PADDABLE, OpCall
 from itercast.compose.graph.attention_kernels import has_unequal_widths
 from itercast.compose.machines.contention import Beside
 from itercast.compose.machines.factors import Factors
@@ -102,7 +102,7 @@ class Priceable:
 
     ``cold``: the share of its bytes that no cache holds. ``kernel``: the attention kernel, where
     the step states one; ``unequal``: attention's values are of another width than its queries.
-    ``padded``: a product whose operands inductor pads where that is faster.
+    ``paddable``: a product whose operands inductor pads where that is faster.
     ``channels_last``: images are NHWC in memory. ``waits``: the host waits for its end.
     """
 
@@ -114,7 +114,7 @@ class Priceable:
     cold: float
     kernel: str = ""
     unequal: bool = False
-    padded: bool = False
+    paddable: bool = False
     channels_last: bool = False
     waits: bool = False
 
@@ -189,7 +189,7 @@ def priceable(call: OpCall, cold: float = 1.0) -> Priceable:
         cold=cold,
         kernel=str(call.kwargs.get("kernel", "")),
         unequal=has_unequal_widths(call),
-        padded=PADDED in call.kwargs,
+        paddable=PADDABLE in call.kwargs,
         channels_last=_channels_last(call),
         waits=_shaped_by_data(call),
     )

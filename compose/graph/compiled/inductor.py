@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from itercast.capture.base.assumptions import assumed
-from itercast.capture.opcall import COMPLEX, PADDED, OpCall, StepCapture, TensorSpec
+from itercast.capture.opcall import COMPLEX, PADDABLE, OpCall, StepCapture, TensorSpec
 from itercast.compose.graph.compiled.fused_calls import (
     NORM_GRADIENTS,
     is_over_columns,
@@ -31,7 +31,7 @@ from itercast.compose.graph.compiled.fused_calls import (
 )
 from itercast.compose.graph.compiled.fusion_order import in_fusion_order
 from itercast.compose.graph.compiled.kept import Again, with_kept_rows
-from itercast.compose.graph.compiled.padded_products import is_padded
+from itercast.compose.graph.compiled.padded_products import is_paddable
 from itercast.compose.graph.rewrite import StepBuilder
 from itercast.microbench.ops import find_family
 from itercast.microbench.ops.memory.elementwise_names import ALLOCATIONS, SAME_AS
@@ -80,7 +80,7 @@ def inductor_kernels(
         if fusible[index]:
             stretch.append(index)
         else:
-            made.add(index, call if apart(call) else _padded_where_faster(call))
+            made.add(index, call if apart(call) else _marked_if_paddable(call))
     flush()
     return made.step()
 
@@ -109,10 +109,10 @@ def is_fusible(call: OpCall) -> bool:
     return real and family is not None and family.fusible
 
 
-def _padded_where_faster(call: OpCall) -> OpCall:
+def _marked_if_paddable(call: OpCall) -> OpCall:
     """A product with the fact that inductor may pad its operands; other calls as they are."""
-    product = call.phase in COMPILED_PHASES and is_padded(find_family(call)[1])
-    return replace(call, kwargs={**call.kwargs, PADDED: True}) if product else call
+    product = call.phase in COMPILED_PHASES and is_paddable(find_family(call)[1])
+    return replace(call, kwargs={**call.kwargs, PADDABLE: True}) if product else call
 
 
 def _is_load(call: OpCall) -> bool:

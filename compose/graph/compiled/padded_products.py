@@ -17,7 +17,7 @@ ALIGNMENT = {"bf16": 8, "fp16": 8, "fp32": 4, "tf32": 4}  # get_alignment_size_d
 LEAST_GAIN = 1.1  # no assumption: is_padded_faster
 
 
-def is_padded(p: object) -> bool:
+def is_paddable(p: object) -> bool:
     """Whether an op is a product with a side that inductor may pad."""
     return isinstance(p, Gemm) and p.op in ("mm", "addmm", "bmm") and _padded(p) != p
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from itercast.capture.opcall import PADDED, OpCall, TensorSpec
+from itercast.capture.opcall import PADDABLE, OpCall, TensorSpec
 from itercast.compose.capture_model import capture
 from itercast.compose.graph.compiled.inductor import inductor_kernels
-from itercast.compose.graph.compiled.padded_products import is_padded, padded_parts
+from itercast.compose.graph.compiled.padded_products import is_paddable, padded_parts
 from itercast.compose.pricing.price_book import PriceBook, price_book
 from itercast.compose.pricing.priced_op import priceable
 from itercast.compose.target import find_target
@@ -44,11 +44,11 @@ def test_operands_that_grow_are_copied(
     m, n, k = sides
     point = Gemm(m=m, n=n, k=k, dtype="bf16")
     first, *copies = padded_parts(point)
-    assert is_padded(point) and (first.params.m, first.params.n, first.params.k) == padded
+    assert is_paddable(point) and (first.params.m, first.params.n, first.params.k) == padded
     moved = [float(c.params.numel) * c.times for c in copies]
     assert moved == pytest.approx([n / 2 for n in copied], abs=0.5)
-    assert not is_padded(replace(point, m=16, n=24, k=32))
-    assert not is_padded(replace(point, dtype="fp8"))
+    assert not is_paddable(replace(point, m=16, n=24, k=32))
+    assert not is_paddable(replace(point, dtype="fp8"))
 
 
 def test_the_faster_one_of_both_runs() -> None:
@@ -58,15 +58,15 @@ def test_the_faster_one_of_both_runs() -> None:
     odd, whole = ((8192, n, 768) for n in (50257, 50264))
     eager_us, padded_us, whole_us = (
         us(product(*odd), book),
-        us(product(*odd, **{PADDED: True}), book),
+        us(product(*odd, **{PADDABLE: True}), book),
         us(product(*whole), book),
     )
     assert whole_us < padded_us < eager_us / 1.1
     small = product(64, 8, 65)  # two copies take longer than it
-    assert us(small, book) == us(replace(small, kwargs={PADDED: True}), book)
+    assert us(small, book) == us(replace(small, kwargs={PADDABLE: True}), book)
 
 
 def test_compiled_steps_mark_such_products() -> None:
     step = inductor_kernels(capture("gpt2-small"))
-    marked = [c for c in step.calls if PADDED in c.kwargs]
+    marked = [c for c in step.calls if PADDABLE in c.kwargs]
     assert len(marked) == 3 and all(50257 in (*c.args[0].shape, *c.args[1].shape) for c in marked)
