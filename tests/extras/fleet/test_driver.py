@@ -23,12 +23,12 @@ COMMAND = (sys.executable, "-m", "itercast", "fleet")
 PLAN = """
 root: rows
 points: captured.json
-chunk: 21s
+chunk: 39s
 machines:
   one:
     gpu: cpu
     count: 2
-    minutes: 0.7
+    minutes: 1.3
     families: [norm, elementwise]
     python: {folder}/venv/bin/python
 """
@@ -68,8 +68,8 @@ def test_a_plan_that_was_killed_is_measured_once(
 ) -> None:
     """Two chunks: rows of before the kill are kept, no point is there twice; then none is left.
 
-    They are measured by the software of a virtual environment that the plan names. On a loaded
-    machine the first chunk may end before its process learns that the command is dead.
+    They are measured by the software of a virtual environment that the plan names. Chunks take so
+    long that none ends before the kill: first rows come after 12 s here, after 20 on a slow machine.
     """
     make_venv(tmp_path)
     write_atomic(tmp_path / "captured.json", b'{"models": 40, "norm": []}')
