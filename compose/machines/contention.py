@@ -10,8 +10,9 @@ A message of b bytes/s over each rank's link
   have the rest of it: 1 / (1 - share).
 
 Within a node more is seen than these count: ``in_node``, unless products are planned so. Nothing is
-slower than if both took turns. Between nodes a byte costs about as much at any rate: a message that
-takes long slows what is beside it little.
+slower than if both took turns. A byte costs about as much at any rate: a message between nodes that
+takes long slows what is beside it little, but in all as much as it would in one node
+(``itercast.compose.pricing.collectives``).
 """
 
 from __future__ import annotations

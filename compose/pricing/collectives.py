@@ -98,8 +98,10 @@ def price_messages(messages: Sequence[Message], book: PriceBook, where: Cluster)
     asked = [(m, where.on_one_cpu(where.groups[m.axis])) for m in messages]
     known = book.once(("sent", where.place), dict[Sent, PricedOp])
     if fresh := [one for one in dict.fromkeys(asked) if one not in known]:
-        prefetch_messages(fresh, book, where)
-        known |= {one: _beside(book.sent[where.place][one], *one, book) for one in fresh}
+        prefetch_messages(
+            [*fresh, *((m, one) for m, g in fresh for one in _within(g))], book, where
+        )
+        known |= {one: _sent(*one, book, where) for one in fresh}
     sent = [known[one] for one in asked]
     for link in where.crossings:
         for i, message in enumerate(messages):
@@ -109,17 +111,30 @@ def price_messages(messages: Sequence[Message], book: PriceBook, where: Cluster)
     return sent
 
 
-def _beside(op: PricedOp, message: Message, group: Group, book: PriceBook) -> PricedOp:
+def _within(group: Group) -> list[Group]:
+    """The part of a group over several nodes that is in one of them, where it is a group."""
+    split = 1 < group.per_node < group.size
+    return [Group(size=group.per_node, per_node=group.per_node)] if split else []
+
+
+def _sent(message: Message, group: Group, book: PriceBook, where: Cluster) -> PricedOp:
     """The message by the machine's factors, with what it costs compute beside it.
 
-    The latter by its bytes/s over each rank's link.
+    The latter by its bytes/s over each rank's link; what compute loses is at least what it loses to
+    the same message in one node, as this one crosses links of a node, too.
     """
-    op = op.among(group.size, group.per_node, book.machine)
+    op = book.sent[where.place][message, group].among(group.size, group.per_node, book.machine)
     if op.duration_us == 0:
         return op
     moved = bytes_moved(message.among(world_size=group.size, ranks_per_node=group.per_node))
     rate = float(moved) / op.duration_us * 1e6
-    return replace(op, beside=book.beside(rate, in_node=group.size <= group.per_node))
+    beside = book.beside(rate, in_node=group.size <= group.per_node)
+    for near in (_sent(message, one, book, where) for one in _within(group)):
+        if beside and near.beside:
+            share = min(1.0, near.duration_us / op.duration_us)
+            least = (1 + share * (slower - 1) for slower in near.beside)
+            beside = tuple(map(max, beside, least))
+    return replace(op, beside=beside)
 
 
 def prefetch_messages(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> None:

@@ -21,7 +21,8 @@ from itercast.compose.pricing.priced_op import UNMODELLED
 from itercast.compose.simulate.iteration import quick_us
 from itercast.compose.simulate.stages import stages_of
 from itercast.compose.target import find_target, forecast_step
-from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.hardware.node import load_node
+from itercast.microbench.hardware.spec import Gpu, load_gpu
 
 ON_CPU = [(name, text, CPU) for name, text in CASES if name == "gpt"]
 
@@ -124,6 +125,21 @@ def test_more_samples_tokens_and_layers_are_never_faster(text: str) -> None:
         ):
             assert values == sorted(values)
         assert found[0].compute_us < found[1].compute_us < found[2].compute_us
+
+
+@pytest.mark.parametrize("text", ["dp={}", "dp={},zero=1", "dp={},zero=2", "dp={},zero=3"])
+@pytest.mark.parametrize("name", ["dgx-h100", "p3-16xlarge"])
+def test_as_much_work_a_gpu_over_more_nodes_is_never_faster(text: str, name: str) -> None:
+    """But for the optimizer, of which each rank has less: messages last longer, compute loses more.
+
+    Wide layers, behind which messages are hidden.
+    """
+    node, step = load_node(name), capture("gpt-s")
+    gpu, us = load_gpu(node.gpu), list[float]()
+    for ranks in (8, 16, 64, 256):
+        found = outcome(step, text.format(ranks), gpu, Bare, node)
+        us.append(found.iteration_us - found.tally.us.get("optimizer", 0.0))
+    assert all(more >= us[0] * (1 - 1e-9) for more in us)
 
 
 def test_a_share_of_the_layers_recomputes() -> None:

@@ -221,19 +221,20 @@ class Noting(Known):
 def test_a_model_of_collectives_gets_link_and_network() -> None:
     """Sixteen ranks of two nodes cross the network, as their numbers say.
 
-    The node states 12.5e9 bytes/s a GPU; two of sixteen ranks sit in one node.
+    The same message in one node is asked, too: it crosses links alone. The node states 12.5e9
+    bytes/s a GPU; two of sixteen ranks sit in one node.
     """
     noting, told, gpu = Noting(), list[Any](), load_gpu("a100-pcie-80gb")
     for n in (4, 16):
         book = PriceBook(noting, gpu, 0)
         price_messages([reduce_of(10**6)], book, cluster(ParallelPlan(dp=n), gpu))
         told += [link for link, _ in noting.told]
-    assert told == ["pcie", ""]
+    assert told == ["pcie", "", "pcie"]
     node = replace(load_node("dgx-a100"), network_bytes_per_s=12.5e9)
     where = cluster(ParallelPlan(tp=4, dp=16), GPU, node)
     inner = Message(kind="all_reduce", axis="tp", message_bytes=10**6)
     price_messages([reduce_of(10**6), inner], PriceBook(noting, GPU, 0), where)
-    assert [rate for _, rate in noting.told] == [12.5e9, 0.0]
+    assert [rate for _, rate in noting.told] == [12.5e9, 0.0, 0.0]
     assert where.slowest_bytes_per_s("dp") == 12.5e9
 
 

@@ -69,7 +69,7 @@ def test_a_plan_that_was_killed_is_measured_once(
     """Two chunks: rows of before the kill are kept, no point is there twice; then none is left.
 
     They are measured by the software of a virtual environment that the plan names. Chunks take so
-    long that none ends before the kill: first rows come after 12 s here, after 20 on a slow machine.
+    long that none ends before the kill: first rows come after 12 s, after 20 on a slow machine.
     """
     make_venv(tmp_path)
     write_atomic(tmp_path / "captured.json", b'{"models": 40, "norm": []}')
