@@ -182,6 +182,14 @@ def flags_of_the_test() -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
+@pytest.fixture
+def groups_end() -> Iterator[None]:
+    """Process groups that a script leaves end with the test."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A real browser with a fresh profile for the tests of a file."""

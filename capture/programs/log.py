@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
+from itercast.capture.collectives import CollectiveCall, collective_of, is_collective
 from itercast.capture.opcall import OpCall
-from itercast.capture.programs.collectives import CollectiveCall, collective_of, is_collective
 from itercast.capture.programs.gpus.devices import GpuMemory
 from itercast.capture.programs.kernels.libraries import as_of_torch, by_name, without_outliers
 from itercast.capture.programs.kernels.packed import attend_nested
@@ -40,7 +40,9 @@ from itercast.capture.programs.program import (
 )
 from itercast.capture.recorder.attention import WholeAttention
 from itercast.capture.recorder.autocast import in_tf32
-from itercast.capture.recorder.log import DTYPES, OpLog, asked_of
+from itercast.capture.recorder.facts import note_message
+from itercast.capture.recorder.fake import asked_of
+from itercast.capture.recorder.log import DTYPES, OpLog
 from itercast.capture.recorder.routing import Routing
 from itercast.capture.recorder.watch import MadeBy
 
@@ -263,7 +265,7 @@ class ProgramLog(OpLog):
             self._arrived(args[:1])
         else:
             self._launch(call)
-            self._note_numbers(call)
+        note_message(self.routing and self.routing.facts, func, args, kwargs, output)
         return output
 
     def _count_dispatch(self, func: Any, types: Any) -> None:
@@ -277,12 +279,6 @@ class ProgramLog(OpLog):
             self.foreach_event = None
         elif not self.compiled.number() and NestedTensor not in types:
             self.python("tp_loss" if func in LOSS else "dtensor_op")
-
-    def _note_numbers(self, call: CollectiveCall) -> None:
-        """Other ranks have the numbers that this one sends: counts of tokens for experts, sizes."""
-        facts: Any = self.routing.facts if self.routing is not None else {}
-        if (known := facts.get(call.read[0])) is not None:
-            facts.update((t, known) for t in call.written if t.shape == call.read[0].shape)
 
     def _copied(self, func: Any, args: Any, kwargs: Any) -> Any:
         """FSDP's copies into and out of its buffers: each is one kernel over all bytes."""

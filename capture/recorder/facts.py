@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import isinf
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
+from itercast.capture.collectives import exchanged
 from itercast.capture.opcall import Args, Argument, Kwargs
 
 KNOWN_LIMIT = 2**24  # elements of the largest tensor whose values are computed: 0.1 s each
@@ -49,6 +52,40 @@ def evenly_spread(args: Args, output: Tensor) -> Tensor:
     low, high = bounds if len(bounds) > 1 else (0, *bounds)
     places = (torch.arange(output.numel(), dtype=torch.float64) + 0.5) / max(1, output.numel())
     return (low + (high - low) * places).floor().to(output.dtype).reshape(output.shape)
+
+
+def note_message(facts: Any, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """Note of tensors that a message fills: other ranks have the numbers that this one sends.
+
+    Such are counts of tokens for experts, and sizes. ``facts``: what is known, by tensor; None
+    where that is not asked.
+    """
+    if facts is not None:
+        _bring(facts, *exchanged(func, args, kwargs, result))
+
+
+def _bring(facts: Any, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+    """Ranks' numbers follow one another; those of a list go to one of as many, each to its own."""
+    if len(read) == len(written) > 1:
+        for sent, filled in zip(read, written, strict=True):
+            _bring(facts, [sent], [filled])
+        return
+    known = [facts.get(tensor) for tensor in read]
+    for tensor in written:
+        facts.pop(tensor, None)
+    if not known or None in known:
+        return
+    facts.update((tensor, replace(known[0], values=None)) for tensor in written)
+    if any(fact.values is None for fact in known):
+        return
+    with _disable_current_modes():
+        numbers = torch.cat([fact.values.flatten() for fact in known])
+        sizes = [tensor.numel() for tensor in written]
+        times = -(-sum(sizes) // max(1, len(numbers)))
+        for tensor, values in zip(
+            written, numbers.repeat(times)[: sum(sizes)].split(sizes), strict=True
+        ):
+            facts[tensor] = replace(known[0], values=values.reshape(tensor.shape))
 
 
 def flatten_lists(values: Sequence[Argument]) -> list[Argument]:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -16,10 +17,12 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
+from itercast.capture.opcall import Args, Argument, Kwargs
 from itercast.capture.recorder.sparse import check_layouts, fake_sparse, is_sparse
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 Made = TypeVar("Made")
+DEVICE = torch.ops.prim.device.default
 MAKE_SUBCLASS = Tensor._make_subclass
 
 
@@ -95,3 +98,14 @@ def _also_fake(kind: Any) -> Any:
     if issubclass(kind, FakeTensor):
         return kind
     return type(kind)(kind.__name__, (kind, FakeTensor), {"__module__": kind.__module__})
+
+
+def asked_of(func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
+    """What an op of ``prim`` answers: mostly a fake tensor's device, several times for an op."""
+    if (
+        func is DEVICE
+        and type(args[0]) is FakeTensor
+        and not args[0].fake_mode.in_kernel_invocation
+    ):
+        return args[0].fake_device
+    return func(*args, **kwargs)

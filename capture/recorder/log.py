@@ -14,7 +14,6 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
     FakeTensorMode,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from itercast.capture.base.garbage import without_garbage_collection
 from itercast.capture.base.user_errors import source_line
 from itercast.capture.base.yaml_text import facts_of
+from itercast.capture.collectives import is_collective
 from itercast.capture.opcall import (
     ALSO_IN_TORCH,
     COMPLEX,
@@ -38,6 +38,8 @@ from itercast.capture.opcall import (
 )
 from itercast.capture.recorder.attention import WholeAttention
 from itercast.capture.recorder.autocast import autocast_as_on_cuda, in_tf32
+from itercast.capture.recorder.facts import note_message
+from itercast.capture.recorder.fake import asked_of
 from itercast.capture.recorder.fake_patches import (
     behave_like_real_tensors,
     modes_in_backward,
@@ -73,9 +75,8 @@ IN_PLACE: Mapping[str, str] = FACTS["in_place"]
 UNDECLARED_VIEWS, SILENT = (
     frozenset(f"aten::{op}" for op in FACTS[ops].split()) for ops in ("undeclared_views", "silent")
 )
-UNLOGGED = ("profiler::", "aten::item", "c10d::")  # a step's own messages are those of its plan
+UNLOGGED = ("profiler::", "aten::item")
 CAST = "aten._to_copy.default"
-DEVICE = torch.ops.prim.device.default
 ITEM = "aten._local_scalar_dense.default"  # the host reads a number
 TF32_DTYPES = {**DTYPES, torch.float32: "tf32"}
 TF32_OPS = {op: kind for kind, ops in FACTS["tf32"].items() for op in ops.split()}
@@ -225,6 +226,9 @@ class OpLog(TorchDispatchMode):
             output = func(*args, **kwargs)
         else:
             output = self.routing.call(func, args, kwargs)
+        if is_collective(func):  # a step's own messages are those of its plan
+            note_message(self.routing and self.routing.facts, func, args, kwargs, output)
+            return output
         name = func._schema.name
         if self.paused or name.startswith(UNLOGGED) or name in SILENT:
             return output
@@ -248,17 +252,6 @@ class OpLog(TorchDispatchMode):
         on_host = drawn or self.phase == "optimizer" or [c.op for c in self.calls[-1:]] == [ITEM]
         if not on_host:
             self.add(ITEM, (tensor,), {}, ())
-
-
-def asked_of(func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
-    """What an op of ``prim`` answers: mostly a fake tensor's device, several times for an op."""
-    if (
-        func is DEVICE
-        and type(args[0]) is FakeTensor
-        and not args[0].fake_mode.in_kernel_invocation
-    ):
-        return args[0].fake_device
-    return func(*args, **kwargs)
 
 
 @cache

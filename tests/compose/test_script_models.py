@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from small_scripts import H100, written
 
 from itercast.capture.input.batches import TakenBatches
@@ -29,6 +27,7 @@ from itercast.compose.target import Target, find_target, forecast_step
 from itercast.learners.bundle import Bundle
 from itercast.microbench.hardware.spec import load_gpu
 
+pytestmark = pytest.mark.usefixtures("groups_end")
 DECODER = """
 import torch, torch.nn as nn, torch.nn.functional as F
 class Block(nn.Module):
@@ -162,13 +161,6 @@ SCRIPTS = {
     "unusual": UNUSUAL,
     "several": SEVERAL,
 }
-
-
-@pytest.fixture(autouse=True)
-def _groups_end() -> Iterator[None]:
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def found(folder: Path, text: str, gpus: int = 1) -> tuple[TrainedModel, ProgramCapture]:

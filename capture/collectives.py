@@ -88,6 +88,12 @@ def collective_of(func: Any, args: Any, kwargs: Any, result: Any) -> CollectiveC
     )
 
 
+def exchanged(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Any, Any]:
+    """The tensors whose numbers an op of ``torch.distributed`` sends, and those that get them."""
+    call = collective_of(func, args, kwargs, result)
+    return (call.read, call.written) if call else (_tensors(args), _tensors(result))
+
+
 def _group(given: Mapping[str, Any]) -> Any:
     """The process group among a call's arguments: an object, or a name."""
     group: Any = given.get("process_group", given.get("group_name"))
