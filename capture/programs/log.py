@@ -38,7 +38,7 @@ from itercast.capture.programs.program import (
     RECORD,
     WAIT,
 )
-from itercast.capture.recorder.attention import WholeAttention
+from itercast.capture.recorder.attention import WholeAttention, by_kernel, kernel_left
 from itercast.capture.recorder.autocast import in_tf32
 from itercast.capture.recorder.facts import note_message
 from itercast.capture.recorder.fake import asked_of
@@ -363,6 +363,7 @@ def log_attention(log: OpLog, func: Any, args: Any, kwargs: Any, output: Any) ->
     grouped = given["query"].shape[1] != given["key"].shape[1]
     options = {"is_causal": bool(given.get("is_causal", False)), "enable_gqa": grouped}
     options |= {"dropout_p": float(given.get("dropout_p", 0.0)), "masked": False}
+    options |= by_kernel(kernel_left(masked=False))
     read = tuple(given[name] for name in ("query", "key", "value"))
     if func in (FLASH, EFFICIENT):
         log.add("itercast.sdpa", read, options, output[0])

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from itercast.capture.opcall import Args, Argument, Kwargs
 
 SDPA = torch.nn.functional.scaled_dot_product_attention  # context parallelism replaces it
+EAGER = "eager"
 MULTI_HEAD = torch.nn.functional.multi_head_attention_forward
 
 
@@ -47,6 +48,19 @@ def eager_attention(
     mixed = torch.is_autocast_enabled(query.device.type)
     weights = torch.softmax(scores, -1, dtype=torch.float32 if mixed else None)
     return torch.dropout(weights, dropout_p, train=dropout_p > 0) @ value
+
+
+def kernel_left(masked: bool) -> str:
+    """The kernel that is left where the program has switched kernels off; "" where torch chooses.
+
+    So do ``sdpa_kernel`` and ``torch.backends.cuda.enable_cudnn_sdp``. Flash takes no mask.
+    ``EAGER`` is torch's computation by separate ops.
+    """
+    on = torch.backends.cuda
+    efficient, flash = on.mem_efficient_sdp_enabled(), on.flash_sdp_enabled() and not masked
+    if on.cudnn_sdp_enabled():
+        return "" if flash or efficient else "cudnn"
+    return "flash-2" if flash else "memory-efficient" if efficient else EAGER
 
 
 @contextmanager
@@ -100,6 +114,7 @@ class _LoggedAttention(torch.autograd.Function):
         ctx: Any, log: Any, mask: Tensor | None, options: Kwargs, q: Tensor, k: Tensor, v: Tensor
     ) -> Argument:
         ctx.log, ctx.mask, ctx.options = log, mask, options
+        ctx.logged = _attention_options(mask, options)  # backward runs the kernel that forward ran
         ctx.save_for_backward(q, k, v)
         log.paused += 1
         if torch._guards.detect_fake_mode((q,)):
@@ -109,7 +124,7 @@ class _LoggedAttention(torch.autograd.Function):
         if q.dim() == 4:
             output = output.transpose(1, 2).contiguous().transpose(1, 2)
         log.paused -= 1
-        log.add("itercast.sdpa", (q, k, v), _attention_options(mask, options), output)
+        log.add("itercast.sdpa", (q, k, v), ctx.logged, output)
         return output
 
     @staticmethod
@@ -125,8 +140,7 @@ class _LoggedAttention(torch.autograd.Function):
                 computed = torch.autograd.grad(output, leaves, grad)
             grads = [torch.empty_like(t).copy_(g) for t, g in zip(leaves, computed, strict=True)]
         log.paused -= 1
-        options = _attention_options(ctx.mask, ctx.options)
-        log.add("itercast.sdpa_backward", (grad, q, k, v), options, grads)
+        log.add("itercast.sdpa_backward", (grad, q, k, v), ctx.logged, grads)
         return None, None, None, *grads
 
 
@@ -137,7 +151,13 @@ def _attention_options(mask: Tensor | None, options: Kwargs) -> Kwargs:
         "dropout_p": float(options.get("dropout_p", 0.0)),
         "enable_gqa": bool(options.get("enable_gqa", False)),
         "masked": mask is not None,
+        **by_kernel(kernel_left(mask is not None)),
     }
+
+
+def by_kernel(name: str) -> Kwargs:
+    """The options of attention by a kernel of this name, where there is one."""
+    return {"kernel": name} if name else {}
 
 
 class WholeAttention(TorchFunctionMode):
@@ -167,11 +187,11 @@ class WholeAttention(TorchFunctionMode):
 
     def replaced(self, *args: Argument, **kwargs: Argument) -> Argument:
         """What runs in place of scaled_dot_product_attention."""
-        if self.eager:
-            return eager_attention(*args, **kwargs)
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
         options = dict(zip(names, args, strict=False)) | kwargs
         mask, *qkv = (options.pop(n, None) for n in ("attn_mask", *names[:3]))
+        if self.eager or kernel_left(mask is not None) == EAGER:
+            return eager_attention(*qkv, mask, **options)
         return self.attend(mask, options, *qkv)
 
     def attend(self, mask: Any, options: Kwargs, *qkv: Tensor) -> Argument:

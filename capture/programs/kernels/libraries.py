@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from itercast.capture.recorder.attention import by_kernel
 from itercast.capture.recorder.log import OpLog
 
 QKV = (("q", "k", "v"), ("query", "key", "value"))  # names of arguments
 GRADIENTS = ("dout", "dO", "do", "grad", "grad_out", "grad_output")
 FUSED = "itercast.fused"  # a kernel that passes over tensors
-ATTENTION = "attention in {}'s kernels takes the time of torch's own"
+ATTENTION = "attention in {}'s kernels takes the time of "
+FLASH = re.compile(r"_?flash_attn_?([34]?)")  # namespaces of Dao's packages, and of the hub's
 QUANTISED = "kernels of {} pass over their tensors once, products are torch's"
 INT8 = "products of {} in 8 bits take the time of 16 bits; no column has outliers"
 # Logs a call by the names of its arguments and its result; returns what was guessed.
@@ -30,7 +33,10 @@ def as_of_torch(func: Any) -> Logged | None:
         name = func.__name__.partition(".")[0]
         return LOGGED.get(name, partial(log_pass, written=written))
     names = {a.name for a in func._schema.arguments}
-    return log_attention if any(names.issuperset(three) for three in QKV) else None
+    if not any(names.issuperset(three) for three in QKV):
+        return None
+    flash = FLASH.match(func.namespace)
+    return partial(log_attention, kernel=f"flash-{flash[1] or 2}" if flash else "")
 
 
 def by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -102,8 +108,8 @@ def without_outliers(func: Any, given: Mapping[str, Any]) -> Any:
     return func(**given)
 
 
-def log_attention(log: OpLog, given: Mapping[str, Any], output: Any) -> str:
-    """Log a kernel of another library as attention of torch's.
+def log_attention(log: OpLog, given: Mapping[str, Any], output: Any, kernel: str) -> str:
+    """Log a kernel of another library as attention of torch's, by this kernel if it is known.
 
     Its tensors are (batch, length, heads, width), or (tokens, heads, width) of sequences that
     ``cu_seqlens`` count, which are taken to be of mean length.
@@ -122,10 +128,11 @@ def log_attention(log: OpLog, given: Mapping[str, Any], output: Any) -> str:
     causal = given.get("causal", given.get("is_causal", False))
     options = {"is_causal": bool(causal), "enable_gqa": read[0].shape[1] != read[1].shape[1]}
     options |= {"dropout_p": float(given.get("dropout_p") or 0.0), "masked": False}
+    options |= by_kernel(kernel)
     made = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor)]
     gradient = next((x for name, x in given.items() if name in GRADIENTS), None)
     if gradient is None:
         log.add("itercast.sdpa", read, options, laid(made[0]))
     else:
         log.add("itercast.sdpa_backward", (laid(gradient), *read), options, list(read))
-    return ATTENTION
+    return ATTENTION + (kernel or "torch's own")

@@ -296,7 +296,10 @@ def test_attention_of_other_libraries_is_attention(tmp_path: Path, shaped: str) 
     if shaped == WHOLE:
         assert [t.shape for t in backward.tensors()] == [shapes[0], *shapes]
     assert forward.kwargs["is_causal"] and forward.kwargs["enable_gqa"]
-    assert program.notes[0].startswith("attention in flash_attn's kernels takes the time of")
+    assert {c.kwargs["kernel"] for c in attention.values()} == {"flash-2"}
+    assert program.notes[0].startswith(
+        "attention in flash_attn's kernels takes the time of flash-2"
+    )
 
 
 ASKS_GIT = """

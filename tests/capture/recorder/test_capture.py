@@ -17,6 +17,7 @@ import torch
 from op_calls import sequence
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from itercast.capture.cases.registry import case
 from itercast.capture.opcall import OpCall, StepCapture, TensorSpec
@@ -211,6 +212,56 @@ def test_attention_is_one_op_each_way() -> None:
     assert [c.op for c in calls] == ["itercast.sdpa", "itercast.sdpa_backward"]
     assert calls[0].outputs[0].shape == (2, 2, 8, 8)
     assert calls[0].outputs[0].stride == (128, 8, 16, 1)
+
+
+class Restricted(nn.Module):
+    """Attention by the kernels of a context that backward is outside of."""
+
+    def __init__(self, *kernels: SDPBackend, masked: bool) -> None:
+        super().__init__()
+        self.kernels, self.masked = list(kernels), masked
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones(8, 8, dtype=torch.bool) if self.masked else None
+        with sdpa_kernel(self.kernels):
+            return nn.functional.scaled_dot_product_attention(x, x, x, mask)
+
+
+FLASH, CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
+EFFICIENT, MATH = SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
+
+
+@pytest.mark.parametrize(
+    ("kernels", "masked", "expected"),
+    [
+        ((FLASH, CUDNN, EFFICIENT, MATH), False, ""),
+        ((FLASH, MATH), False, "flash-2"),
+        ((FLASH, EFFICIENT), True, "memory-efficient"),
+        ((CUDNN,), True, "cudnn"),
+    ],
+)
+def test_attention_runs_the_kernels_that_a_model_leaves_torch(
+    kernels: tuple[SDPBackend, ...], masked: bool, expected: str
+) -> None:
+    calls = capture_step(
+        lambda: nn.Sequential(nn.Linear(16, 16), Restricted(*kernels, masked=masked)),
+        lambda: {"input": torch.zeros(2, 4, 8, 16)},
+        lambda output, _: output.sum(),
+        StepSettings(),
+    ).calls
+    whole = [c for c in calls if "sdpa" in c.op]
+    assert [c.kwargs.get("kernel", "") for c in whole] == [expected] * 2
+
+
+def test_attention_without_fused_kernels_is_computed_op_by_op() -> None:
+    calls = capture_step(
+        lambda: nn.Sequential(nn.Linear(16, 16), Restricted(MATH, masked=False)),
+        lambda: {"input": torch.zeros(2, 4, 8, 16)},
+        lambda output, _: output.sum(),
+        StepSettings(),
+    ).calls
+    assert Counter(c.op for c in calls)["aten.bmm.default"] == 2 + 4
+    assert not any("sdpa" in c.op for c in calls)
 
 
 def test_stored_captures_come_back_equal_or_are_not_read() -> None:
