@@ -191,7 +191,8 @@ class WholeAttention(TorchFunctionMode):
         options = dict(zip(names, args, strict=False)) | kwargs
         mask, *qkv = (options.pop(n, None) for n in ("attn_mask", *names[:3]))
         if self.eager or kernel_left(mask is not None) == EAGER:
-            return eager_attention(*qkv, mask, **options)
+            q, k, v = qkv
+            return eager_attention(q, k, v, mask, **options)
         return self.attend(mask, options, *qkv)
 
     def attend(self, mask: Any, options: Kwargs, *qkv: Tensor) -> Argument:
