@@ -81,7 +81,7 @@ bench-scale: setup ## how forecasts and plan searches of thousands of GPUs scale
 ui: setup ## the MLflow UI
 	$(CLI) ui
 
-report: setup ## write the report pages anew, with learning curves (a few minutes); runs the demo if it never ran
+report: setup ## write the report pages anew; runs the demo if it never ran
 	@test -f reports/demo/evaluation.json || $(CLI) demo
 	$(CLI) report
 

@@ -208,10 +208,7 @@ def report(
         "reports"
     ),
 ) -> None:
-    """Write the report pages of demo and evaluate again, from the files that these left.
-
-    The first time each sweep is replayed, to find its error against minutes of sweep.
-    """
+    """Write the report pages of demo and evaluate again, from the files that these left."""
     from itercast.eval.report.write import rewrite
 
     for page in rewrite(reports):

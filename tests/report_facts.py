@@ -8,7 +8,6 @@ import numpy as np
 import pandas as pd
 
 from itercast.eval.report.blocks import Device
-from itercast.eval.report.sweeps import Step, SweepFacts
 from itercast.eval.results import CaseResult
 
 SCORES = {"mape_pct": 5.0, "median_ape_pct": 4.0, "p90_ape_pct": 9.0, "bias_pct": 0.5}
@@ -61,10 +60,4 @@ FIT = {
     "gemm": {"rows": 100, "retest_ape_pct": 3.0, "coverage_pct": 81.0, "learners": LEARNERS},
     "norm": {"rows": 50, "retest_ape_pct": None, "coverage_pct": 70.0, "learners": LEARNERS},
 }
-SWEEP = SweepFacts(
-    learning=[
-        Step(minutes=0.5, points=100, median_ape_pct=20.0, p90_ape_pct=60.0),
-        Step(minutes=1.0, points=200, median_ape_pct=10.0, p90_ape_pct=40.0),
-    ],
-)
-DEVICE = Device(name="toy", results=RESULTS, ops=OPS, fit=FIT, sweep=SWEEP, data="datasets")
+DEVICE = Device(name="toy", results=RESULTS, ops=OPS, fit=FIT)

@@ -9,7 +9,6 @@ import numpy as np
 import pandas as pd
 
 from itercast.eval.report.charts import Chart
-from itercast.eval.report.sweeps import SweepFacts
 from itercast.eval.results import CaseResult
 from itercast.microbench.store import Facts
 
@@ -51,17 +50,12 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What is known of one device: iterations, held-out ops, scores by family, the sweep.
-
-    ``data``: the dataset root with a sweep of it, empty if there is none.
-    """
+    """What is known of one device: iterations, held-out ops, scores by family."""
 
     name: str
     results: Sequence[CaseResult] = ()
     ops: pd.DataFrame = field(default_factory=pd.DataFrame)
     fit: Facts = field(default_factory=dict)
-    sweep: SweepFacts = field(default_factory=SweepFacts)
-    data: str = ""
 
 
 def number(value: float | None, digits: int = 1, sign: bool = False) -> str:

@@ -17,7 +17,6 @@ from itercast.eval.errors.error_parts import ErrorParts
 from itercast.eval.errors.intervals import LEVELS
 from itercast.eval.iteration_parts import PARTS
 from itercast.eval.report.op_errors import Groups, kinds, off_log
-from itercast.eval.report.sweeps import Step
 from itercast.eval.results import RETEST, CaseResult, grouped, records
 from itercast.microbench.store import Facts
 
@@ -291,31 +290,3 @@ def calibration(covered: Mapping[str, Sequence[float]]) -> Chart:
     x = {"title": {"text": "nominal level, %"}, "range": [0, 100]}
     y = {"title": {"text": "measurements covered, %"}, "range": [0, 102]}
     return Chart(figures={"": figure(traces, x, y)})
-
-
-def learning(steps: Sequence[Step]) -> Chart:
-    """Errors on held-out rows against minutes of sweep, or against points."""
-    return Chart(
-        figures={
-            "minutes of sweep": _learning([s.minutes for s in steps], "minutes of sweep", steps),
-            "points measured": _learning([s.points for s in steps], "points measured", steps),
-        },
-    )
-
-
-def _learning(at: Sequence[float], title: str, steps: Sequence[Step]) -> Figure:
-    curves = {
-        "median error": [s.median_ape_pct for s in steps],
-        "90 % of errors are below": [s.p90_ape_pct for s in steps],
-    }
-    text = [f"{s.points} points, {s.minutes:.2f} minutes" for s in steps]
-    traces = [
-        {
-            **curve_of(n, name, short(at), short(values), f"%{{text}}<br>{name} %{{y}} %"),
-            "text": text,
-        }
-        for n, (name, values) in enumerate(curves.items())
-    ]
-    values = [v for curve in curves.values() for v in curve]
-    y = _log_axis("error on held-out shapes, %", values)
-    return figure(traces, _log_axis(title, at), y)

@@ -26,13 +26,12 @@ class Evaluation:
     """Measured iterations beside their forecasts, and what the forecasts were learned from.
 
     ``fit``: scores of the op models on held-out shapes by family, as ``TrainReport.to_dict`` makes
-    them. ``data``: the dataset root with the sweep, ``bundle``: its models; empty if not known.
+    them. ``bundle``: where the models are; empty if not known.
     """
 
     results: Sequence[CaseResult]
     fit: Facts = field(default_factory=dict)
     machine: Mapping[str, str] = field(default_factory=dict)
-    data: str = ""
     bundle: str = ""
 
     def save(self, folder: Path) -> None:
@@ -49,7 +48,6 @@ class Evaluation:
             },
             "machine": dict(self.machine),
             "fit": dict(self.fit),
-            "data": self.data,
             "bundle": self.bundle,
         }
         write_atomic(folder / FILE, json.dumps(facts, indent=1).encode())
@@ -62,7 +60,7 @@ class Evaluation:
             facts = json.loads(path.read_text())
             return cls(
                 results=[_case(case) for case in facts["cases"]],
-                **{name: facts[name] for name in ("machine", "fit", "data", "bundle")},
+                **{name: facts[name] for name in ("machine", "fit", "bundle")},
             )
         except (OSError, ValueError, KeyError, TypeError) as exc:
             raise ValueError(f"report {str(path)!r}: no readable comparison ({exc})") from exc

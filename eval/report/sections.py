@@ -70,8 +70,7 @@ def sections(device: Device) -> list[Section]:
     if device.fit:
         found.append(learner_section(device.fit))
     found += [calibration_section(device)] if _covered(device) else []
-    found += [worst_section(device), *sweep_sections(device)]
-    return found
+    return [*found, worst_section(device)]
 
 
 def _covered(device: Device) -> dict[str, list[float]]:
@@ -160,33 +159,3 @@ def case_reason(r: CaseResult) -> str:
     if not r.predicted_us_p10 <= r.measured_us <= r.predicted_us_p90:
         found.append("outside its 80 % interval")
     return "; ".join(found) or "none of these: inside its 80 % interval"
-
-
-def sweep_sections(device: Device) -> list[Section]:
-    """Section with the learning curve of the device's sweep; none where no sweep of it is given."""
-    steps = device.sweep.learning
-    if not device.data:
-        return []
-    if not steps:
-        text = "Not computed yet: `make report` replays the sweep, in a few minutes."
-        return [Section(anchor="learning", title="More sweep, smaller error?", text=[text])]
-    last, before = steps[-1], steps[-2]
-    head = ["minutes", "points", "median %", "p90 %"]
-    rows = [
-        [f"{s.minutes:.2f}", str(s.points), number(s.median_ape_pct), number(s.p90_ape_pct)]
-        for s in steps
-    ]
-    return [
-        Section(
-            anchor="learning",
-            title="More sweep, smaller error?",
-            text=[
-                f"From {before.minutes:.2f} to {last.minutes:.2f} minutes of sweep the median "
-                f"error went from {before.median_ape_pct:.1f} to {last.median_ape_pct:.1f} %. "
-                "Families take their points in random order; each step is trained anew and scored "
-                "on the same held-out shapes."
-            ],
-            chart=charts.learning(steps),
-            table=Table(head=head, rows=rows, wide=()),
-        )
-    ]

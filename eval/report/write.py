@@ -17,15 +17,12 @@ from itercast.eval.report.evaluation import FILE, Evaluation, machine_of
 from itercast.eval.report.op_sections import condition_section, ops_section
 from itercast.eval.report.page import render
 from itercast.eval.report.sections import sections, tiles, worst_section
-from itercast.eval.report.sweeps import SweepFacts, sweep_facts
 from itercast.eval.results import CaseResult, logged_groups
 from itercast.eval.tables import output, print_tables
 from itercast.learners.held_out import load_held_out
-from itercast.microbench.ops import families
 from itercast.microbench.store import Facts
 
 PAGE = "report.html"
-SWEEPS = "sweeps"  # folder of what replays found, beside the page
 
 
 def report_comparison(
@@ -58,7 +55,6 @@ def report_comparison(
         results=results,
         fit=fit,
         machine=machine_of(rows),
-        data=str(data or ""),
         bundle=str(bundle or ""),
     ).save(out)
     page = write_pages(out)
@@ -70,15 +66,14 @@ def report_comparison(
         output().print("logged to MLflow; `itercast ui` shows it")
 
 
-def write_pages(folder: Path, replay: bool = False) -> Path:
+def write_pages(folder: Path) -> Path:
     """Write the page of every device that a comparison in ``folder`` is about.
 
-    One device: report.html; several: a folder each, and report.html with links. ``replay``: also
-    compute the learning curve and what to sweep next, in minutes, where the sweep is on disk.
+    One device: report.html; several: a folder each, and report.html with links.
     """
     found = Evaluation.load(folder)
     names = sorted({r.gpu for r in found.results})
-    devices = [_device(name, found, folder, replay) for name in names]
+    devices = [_device(name, found) for name in names]
     if len(devices) == 1:
         return _write(folder / PAGE, devices[0], found.machine, {})
     for device in devices:
@@ -104,19 +99,14 @@ def family_page(held_out: pd.DataFrame) -> str:
     return render(title, tiles(device), [*drawn, worst_section(device)], {}, {})
 
 
-def _device(name: str, found: Evaluation, folder: Path, replay: bool) -> Device:
-    root = Path(found.data)
-    swept = bool(found.data) and any((root / family / name).is_dir() for family in families())
-    sweep = sweep_facts(folder / SWEEPS, root, name, compute=replay) if swept else SweepFacts()
+def _device(name: str, found: Evaluation) -> Device:
     ops = load_held_out(Path(found.bundle)) if found.bundle else pd.DataFrame()
-    ops = ops[ops["gpu"] == name].reset_index(drop=True) if len(ops) else sweep.held_out
+    ops = ops[ops["gpu"] == name].reset_index(drop=True) if len(ops) else ops
     return Device(
         name=name,
         results=[r for r in found.results if r.gpu == name],
         ops=ops,
         fit=found.fit,
-        sweep=sweep,
-        data=found.data if swept else "",
     )
 
 
@@ -137,4 +127,4 @@ def rewrite(reports: Path) -> list[Path]:
         raise ValueError(
             f"reports {str(reports)!r}: no comparison there; run `itercast demo` first"
         )
-    return [write_pages(folder, replay=True) for folder in folders]
+    return [write_pages(folder) for folder in folders]

@@ -1,4 +1,4 @@
-"""Log comparisons, benchmarks, replays of sweeps and plan searches."""
+"""Log comparisons, benchmarks and plan searches."""
 
 from __future__ import annotations
 

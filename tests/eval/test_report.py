@@ -1,4 +1,4 @@
-"""The report on disk: evaluation.json, pages with every section, replayed sweeps, the command."""
+"""The report on disk: evaluation.json, pages with every section, the command."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import base64
 import gzip
 import json
 import re
-from dataclasses import asdict, replace
-from itertools import islice
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
 from report_facts import DEVICE, FIT, OPS, RESULTS
@@ -25,16 +23,11 @@ from itercast.eval.report.blocks import Device
 from itercast.eval.report.evaluation import Evaluation
 from itercast.eval.report.page import render
 from itercast.eval.report.sections import sections, tiles
-from itercast.eval.report.sweeps import sweep_facts
 from itercast.eval.report.write import rewrite, write_pages
 from itercast.extras.published.report import write_public_pages
 from itercast.learners.held_out import save_held_out
-from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.ops.matrix import gemm
-from itercast.microbench.store import write_card, write_part
 
 LINES = ("step", "memory")
-TOY = Gpu(name="toy", sm_count=8, peak_flops_per_s={"fp32": 1e13}, hbm_bytes_per_s=1e12)
 EVALUATION = Evaluation(results=RESULTS, fit=FIT, machine={"measured on": "<toy>"})
 
 
@@ -79,7 +72,7 @@ def test_every_section_is_on_the_page_with_its_numbers() -> None:
     assert anchors == re.findall(r'<a href="#(\w+)">', page)
     assert anchors == [
         *("iterations", "kinds", "waterfall", "ops", "families", "conditions", "learners"),
-        *("calibration", "worst", "learning"),
+        *("calibration", "worst"),
     ]
     assert rows_of(page, "iterations")[0][:5] == ["a", "1.10", "0.99 to 1.21", "1.00", "+10.0"]
     errors = ["10.0", "10.0", "10.0", "10.0", "+0.0", "10.0", "2.0"]  # of +10 and -10 %
@@ -87,7 +80,6 @@ def test_every_section_is_on_the_page_with_its_numbers() -> None:
     assert ["gemm", "4", "15.0", "146.0", "3.0", "+55.0"] in rows_of(page, "families")
     assert ["size: up to 4 KiB", "4"] in [row[:2] for row in rows_of(page, "conditions")]
     assert ["80", "33.3", "50.0"] in rows_of(page, "calibration")  # a; +10, -10, +20 %
-    assert rows_of(page, "learning")[1] == ["1.00", "200", "10.0", "40.0"]
     told = {t.label: (t.value, t.beside) for t in tiles(DEVICE)}
     assert told["Iterations, DDP"][0] == "20.0 %"  # the geometric mean of one
     assert (
@@ -122,7 +114,7 @@ def test_warnings_are_in_the_file_and_on_its_page(tmp_path: Path) -> None:
 
 def test_charts_have_axis_titles_legends_and_all_points() -> None:
     found = figures(page_of(DEVICE))
-    assert len(found) == 8
+    assert len(found) == 7
     assert next(iter(found[0]["figures"])) == "ratio of the two"  # two log axes hide 20 %
     for chart in found:
         for figure in chart["figures"].values():
@@ -152,10 +144,9 @@ def test_nothing_is_loaded_from_outside() -> None:
 
 
 def test_what_is_not_known_is_said() -> None:
-    """Without held-out rows, without a sweep, without a comparison."""
+    """Without held-out rows, without a comparison."""
     page = page_of(Device(name="toy", results=RESULTS))
-    assert "no forecasts of held-out rows are on disk" in page and "id=learning" not in page
-    assert "Not computed yet" in page_of(Device(name="toy", results=RESULTS, data="datasets"))
+    assert "no forecasts of held-out rows are on disk" in page
     assert "Calibration" in page and "Against other learners" not in page
     assert "iteration a" in page
     assert "Predicted against measured ops" in page_of(Device(name="toy", ops=OPS))
@@ -198,49 +189,3 @@ def test_the_command_writes_pages_anew(tmp_path: Path) -> None:
     EVALUATION.save(tmp_path / "demo")
     found = CliRunner().invoke(app, ["report", "--reports", str(tmp_path)])
     assert found.exit_code == 0 and str(tmp_path / "demo" / "report.html") in found.output
-
-
-@pytest.fixture(scope="module")
-def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """240 products that take 3 to 5 times the roofline, half a second of sweep each."""
-    root, rng, rows = tmp_path_factory.mktemp("sweep"), np.random.default_rng(0), []
-    for p in islice(gemm.sweep(), 240):
-        roof_us = max(gemm.flops(p) / 1e13, gemm.bytes_moved(p) / 1e12) * 1e6 + 2
-        facts = {"family": "gemm", "gpu": "toy", "threads": 0, "cache": "warm", "repeat": 0}
-        time_us = 3 * roof_us * (1 + 8 / p.m**0.5) * rng.lognormal(0, 0.02)
-        rows.append({**asdict(p), **facts, "status": "ok", "time_us": time_us, "cost_s": 0.5})
-    path = write_part(root, "gemm", "toy", pd.DataFrame(rows), "0")
-    write_card(path.parent, {"hardware": TOY.to_dict()})
-    return root
-
-
-def test_a_longer_sweep_has_more_points_and_smaller_errors(
-    sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An eighth to all of the points in training, half a second each.
-
-    What was found is read again, until rows are added, also by the page of a comparison whose
-    bundle kept no held-out forecasts; it is not computed unasked.
-    """
-    replace(EVALUATION, data=str(sweep)).save(tmp_path)
-    before = write_pages(tmp_path).read_text()
-    assert "Not computed yet" in before and "no forecasts of held-out rows" in before
-    after = write_pages(tmp_path, replay=True).read_text()
-    assert len(rows_of(after, "learning")) == 4 and rows_of(after, "families")[0][0] == "gemm"
-    assert "no forecasts of held-out rows" not in after
-    first = sweep_facts(tmp_path / "sweeps", sweep, "toy", compute=False)
-    steps, held_out = first.learning, first.held_out
-    whole = 240 - len(held_out)
-    assert [s.points for s in steps] == [int(whole * share) for share in (1 / 8, 1 / 4, 1 / 2, 1)]
-    assert [s.minutes for s in steps] == pytest.approx([s.points / 120 for s in steps])
-    assert steps[-1].median_ape_pct < steps[0].median_ape_pct
-    assert steps[-1].p90_ape_pct < 0.7 * steps[0].p90_ape_pct
-    off = 100 * (held_out["predicted_us"] / held_out["measured_us"] - 1).abs()
-    assert off.median() == pytest.approx(steps[-1].median_ape_pct)
-    monkeypatch.setattr("itercast.eval.report.sweeps.learning_curve", None)  # would fail if called
-    again = sweep_facts(tmp_path / "sweeps", sweep, "toy", compute=True)
-    assert again.learning == first.learning
-    pd.testing.assert_frame_equal(again.held_out, first.held_out)
-    facts = tmp_path / "sweeps" / "toy.json"
-    facts.write_text(facts.read_text().replace('"digest": "', '"digest": "other'))
-    assert not sweep_facts(tmp_path / "sweeps", sweep, "toy", compute=False).learning
