@@ -97,8 +97,8 @@ def collect(
 Memory = Annotated[
     str | None,
     typer.Option(
-        help="memory of a family's training, such as 4GiB; trees learn from larger data on disk; "
-        "default: half of the machine's"
+        help="memory of a family's training, such as 4GiB: of more rows as many as fit are drawn "
+        "evenly; default: half of the machine's"
     ),
 ]
 
@@ -124,7 +124,7 @@ def train(
 ) -> None:
     """Train one model per op family, compare it with baselines, and write a bundle."""
     from itercast.commands.shared import fit, log_training, report_table
-    from itercast.learners.beyond_memory import memory_bytes
+    from itercast.learners.training_rows import memory_bytes
     from itercast.microbench.urls import fetched
 
     folder = into or out

@@ -25,7 +25,6 @@ from itercast.learners.features.table import (
 )
 from itercast.learners.models.ensemble import CrossFit, Ensemble, cross_fit, fit_quick, refit
 from itercast.learners.models.kernels import stated_kernel
-from itercast.learners.models.quantiles import Pieces
 from itercast.learners.models.training_table import Table
 from itercast.learners.models.trees import Options
 from itercast.learners.transfer.achieved_rate import bounded_us, correction
@@ -228,23 +227,10 @@ class FamilyModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beyond:
-    """All rows of a family, of which only a sample is in memory: those that were not held out.
-
-    ``every`` has those too; ``envelope``: see ``FamilyModel``.
-    """
-
-    known: Pieces
-    every: Pieces
-    envelope: Mapping[str, tuple[float, float]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
     """Measured rows as learners need them: training table, features, encoder, launch times.
 
-    ``kind`` and ``at`` are the coordinates that calibrations use. ``beyond``: the rows that trees
-    learn from, where these are only a sample of them.
+    ``kind`` and ``at`` are the coordinates that calibrations use.
     """
 
     table: Table
@@ -255,13 +241,10 @@ class Prepared:
     query: QueryRows
     kind: np.ndarray
     at: np.ndarray
-    beyond: Beyond | None = None
 
     @property
     def envelope(self) -> dict[str, tuple[float, float]]:
         """Smallest and largest value of each numeric feature."""
-        if self.beyond is not None:
-            return dict(self.beyond.envelope)
         numbers = {name: v for name, v in self.features.items() if is_number(v)}
         return {name: (float(v.min()), float(v.max())) for name, v in numbers.items()}
 
@@ -345,7 +328,7 @@ def learn(prepared: Prepared, known: np.ndarray, options: Options) -> Learned:
     return Learned(
         prepared=prepared,
         crossed=crossed,
-        ensemble=refit(train, options, crossed, prepared.beyond.known if prepared.beyond else None),
+        ensemble=refit(train, options, crossed),
         source_gpus=prepared.source_gpus(known),
     )
 
@@ -363,8 +346,7 @@ def fit_model(
     ``unseen``: its offsets on GPUs that were left out
     (``itercast.learners.intervals.unseen_offsets``).
     """
-    every = prepared.beyond.every if prepared.beyond else None
-    ensemble = refit(prepared.table, options, crossed, every)
+    ensemble = refit(prepared.table, options, crossed)
     found = prepared.model(ensemble, np.arange(len(prepared.kind)))
     return replace(
         found, offsets=crossed.offsets, unseen_offsets=unseen, envelope=prepared.envelope

@@ -14,13 +14,6 @@ import pandas as pd
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.yaml_text import made_of
-from itercast.learners.beyond_memory import (
-    MIN_ROWS,
-    AllRows,
-    outgrows,
-    scratch_folder,
-    usable_rows,
-)
 from itercast.learners.bundle import Bundle
 from itercast.learners.compare import held_out_us
 from itercast.learners.family_model import FamilyModel, Learned, fit_model, learn, prepare
@@ -40,6 +33,7 @@ from itercast.learners.models import trees
 from itercast.learners.models.compared import BLEND
 from itercast.learners.models.noise import medians
 from itercast.learners.models.training_table import Table, frozen_split
+from itercast.learners.training_rows import MIN_ROWS, usable_rows
 from itercast.learners.transfer.offsets import Offsets
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.ops import families
@@ -58,12 +52,11 @@ class FamilyReport:
     ``parameters``: of the blend, which prices the family; ``learners``: errors of each, and its
     ``rank``, which learners that differ by less than the noise share; ``learner_seconds``: of
     those that were timed apart; ``shapes``: how many were held out. ``held_out``: the blend's
-    forecasts that were scored (``itercast.learners.held_out``). ``in_memory``: how many of the
-    rows all learners but trees know; ``trials``: of hyperparameters, see ``trees.Tuned``.
+    forecasts that were scored (``itercast.learners.held_out``). ``trials``: of hyperparameters,
+    see ``trees.Tuned``.
     """
 
     rows: int
-    in_memory: int
     parameters: Facts
     seconds: float
     retest_ape_pct: float | None
@@ -113,22 +106,18 @@ def train_family(
     gpus: Mapping[str, Gpu],
     anchors: Anchors,
     asked: Asked,
-    all_rows: AllRows | None = None,
 ) -> tuple[FamilyReport, FamilyModel]:
     """Score learners on held-out shapes, then fit the final model to all rows of the family.
 
     ``gpus``: hardware by name; ``anchors``: reference times of the machine's speed. Intervals come
-    from out-of-fold errors. ``all_rows``: what trees learn from, where ``rows`` are a sample.
+    from out-of-fold errors.
     """
     begin, digest = time.monotonic(), digest_of(rows)
     speed = learn_speed(rows, family, anchors)
     prepared = prepare(rows, family, gpus, speed)
-    places = shape_places(rows, family)
-    known, held = frozen_split(places, TEST_SHARE, rows["op"].to_numpy().astype(str))
+    op = rows["op"].to_numpy().astype(str)
+    known, held = frozen_split(shape_places(rows, family), TEST_SHARE, op)
     train = prepared.table.take(known)
-    if all_rows:
-        beyond = all_rows.encoded(prepared, speed, TEST_SHARE, places[known])
-        prepared = replace(prepared, beyond=beyond)
     tuned = trees.tune(train, asked.trials, asked.storage, f"{family.name}-{digest}")
     learned = learn(prepared, known, tuned.options)
     retest = retest_ape_pct(rows, family, speed)
@@ -137,8 +126,7 @@ def train_family(
     offsets = learned.crossed.offsets
     scored, coverage_pct = _scores(guesses, prepared.table.take(held), retest, offsets)
     report = FamilyReport(
-        rows=prepared.beyond.every.count if prepared.beyond else len(rows),
-        in_memory=len(rows),
+        rows=len(rows),
         parameters={"share_of_smooth_model": learned.crossed.share, **tuned.options},
         seconds=time.monotonic() - begin,
         retest_ape_pct=retest,
@@ -240,7 +228,7 @@ def fit_in_turn(
         if told:
             told(name)
         gpus = hardware_of(asked.roots, rows, asked.gpus)
-        report, model = fit_family(name, rows, gpus, anchors, asked)
+        report, model = train_family(rows, families()[name], gpus, anchors, asked)
         yield name, report, Bundle(models={name: model}, gpus=gpus, anchors=anchors)
 
 
@@ -295,20 +283,6 @@ def train_tables(
         bundles.append(bundle)
     joined([into, *bundles] if into else bundles).save(out)
     return TrainReport(families={name: reports[name] for name in tables})
-
-
-def fit_family(
-    name: str, rows: pd.DataFrame, gpus: Mapping[str, Gpu], anchors: Anchors, asked: Asked
-) -> tuple[FamilyReport, FamilyModel]:
-    """Train a family; where memory holds only a sample of its rows, trees get all from disk."""
-    family = families()[name]
-    if asked.memory is None or not outgrows(asked.roots, name, asked.memory):
-        return train_family(rows, family, gpus, anchors, asked)
-    with scratch_folder() as folder:
-        every = AllRows(
-            roots=asked.roots, family=family, anchors=anchors, memory=asked.memory, folder=folder
-        )
-        return train_family(rows, family, gpus, anchors, asked, every)
 
 
 def joined(bundles: Sequence[Bundle]) -> Bundle:

@@ -14,10 +14,10 @@ import pandas as pd
 from rich.table import Table
 
 from itercast.eval.results import RETEST, CaseResult, summary
-from itercast.learners.beyond_memory import usable_rows
 from itercast.learners.bundle import Bundle
 from itercast.learners.models.compared import BLEND
 from itercast.learners.train import errors, hardware_of
+from itercast.learners.training_rows import usable_rows
 from itercast.microbench.ops import families
 from itercast.microbench.store import Facts, read_rows
 

@@ -11,7 +11,6 @@ import pandas as pd
 
 from itercast.eval.compare import compare_all, measured_rows
 from itercast.eval.results import ITERATIONS, RETEST, summary
-from itercast.learners.beyond_memory import usable_rows
 from itercast.learners.bundle import Bundle
 from itercast.learners.features.machine_speed import (
     Speed,
@@ -23,6 +22,7 @@ from itercast.learners.features.table import shape_places
 from itercast.learners.held_out import load_held_out, log_errors
 from itercast.learners.models.noise import medians
 from itercast.learners.train import hardware_of
+from itercast.learners.training_rows import usable_rows
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops import families
 

@@ -28,13 +28,13 @@ from itercast.extras.published.models import (
     with_fitted_hosts,
 )
 from itercast.extras.published.readers import gpus_of
-from itercast.learners.beyond_memory import subsample_evenly
 from itercast.learners.bundle import Bundle
 from itercast.learners.family_model import FamilyModel, Prepared, learn_quickly, prepare
 from itercast.learners.intervals import log_error, unseen_offsets
 from itercast.learners.models.training_table import group_split
 from itercast.learners.models.trees import Options, default_options
 from itercast.learners.train import widen_unseen_offsets
+from itercast.learners.training_rows import subsample_evenly
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.importers.base import positive
 from itercast.microbench.ops import families

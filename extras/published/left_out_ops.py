@@ -17,10 +17,10 @@ from itercast.extras.published.fits.shipped import MAX_ROWS, OWN, own_rows
 from itercast.extras.published.left_out import compared
 from itercast.extras.published.lines import FOLDS, LineResult, Rows
 from itercast.extras.published.readers import gpus_of, reader_of
-from itercast.learners.beyond_memory import subsample_evenly
 from itercast.learners.family_model import learn_quickly, prepare
 from itercast.learners.features.table import shape_groups
 from itercast.learners.models.trees import default_options
+from itercast.learners.training_rows import subsample_evenly
 from itercast.microbench.hardware.spec import gpu_names
 from itercast.microbench.importers.base import Hints
 from itercast.microbench.importers.sources import importers, read_source

@@ -121,10 +121,10 @@ def fit(
     """
     from itercast.capture.base.files import write_atomic
     from itercast.eval.tracking.open_run import open_run
-    from itercast.learners.beyond_memory import usable_rows
     from itercast.learners.bundle import Bundle, check_out
     from itercast.learners.held_out import load_held_out, save_held_out, with_others
     from itercast.learners.train import SCORES, Asked, fit_in_turn, train_tables
+    from itercast.learners.training_rows import usable_rows
     from itercast.learners.unfinished import forget, resumed
 
     check_out(out)

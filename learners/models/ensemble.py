@@ -19,7 +19,6 @@ from itercast.learners.models.gaussian_process import (
     learn_kernel,
 )
 from itercast.learners.models.mlp import Network, fit_network
-from itercast.learners.models.quantiles import Rows
 from itercast.learners.models.training_table import Array, Table
 from itercast.learners.models.trees import Options, Rounds, Trees
 
@@ -187,18 +186,14 @@ def cross_fit(train: Table, options: Options) -> CrossFit:
     )
 
 
-def refit(
-    table: Table, options: Options, crossed: CrossFit, of_trees: Rows | None = None
-) -> Ensemble:
+def refit(table: Table, options: Options, crossed: CrossFit) -> Ensemble:
     """Fit the final model on all rows, with what cross-validation found.
 
     That is the number of trees, and the smooth model's weight (``share``) beside them.
-    ``of_trees``: all rows, for trees alone, where ``table`` is a sample of them.
     """
     settings, rounds = _with_new_columns(crossed.process, table), crossed.rounds
-    rows = table if of_trees is None else of_trees
     return Ensemble(
-        trees=boosted.refit(rows, options, rounds) if rounds and crossed.share < 1.0 else None,
+        trees=boosted.refit(table, options, rounds) if rounds and crossed.share < 1.0 else None,
         share=crossed.share,
         smooth=fit_smooth(table, MEMBERS, settings) if crossed.share else None,
     )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ import numpy as np
 from itercast.learners.models.kernels import StatedKernel
 
 Array = Any  # numpy arrays of float
-Batch = tuple[Array, Array]  # features and log ratios of the same rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +21,6 @@ class Table:
     ``stated_kernel`` is the covariance that the family states, if it does.
     """
 
-    pages = None  # see Pieces
-    threads = 1  # few rows are fitted on one, so that families can be trained side by side
     x: Array
     roofline_us: Array
     time_us: Array
@@ -35,23 +31,17 @@ class Table:
 
     def take(self, index: Array) -> Table:
         """Return the rows of these indices as a table."""
-        return Table(
+        return replace(
+            self,
             x=self.x[index],
             roofline_us=self.roofline_us[index],
             time_us=self.time_us[index],
             group=self.group[index],
-            origin=self.origin,
-            gpus=self.gpus,
-            stated_kernel=self.stated_kernel,
         )
 
     def of_gpu(self, column: int) -> Table:
         """The rows of the GPU with this column of x."""
         return self.take(np.flatnonzero(self.x[:, column] > 0))
-
-    def batches(self) -> list[Callable[[], Batch]]:
-        """A single batch."""
-        return [lambda: (self.x, self.log_ratio)]
 
     @property
     def log_ratio(self) -> Array:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from itercast.capture.base.cache_folder import cache_folder
 from itercast.capture.base.slow_imports import xgb
-from itercast.learners.models.quantiles import Rows, quantile_matrix
 from itercast.learners.models.training_table import Array, Table, group_split
 
 if TYPE_CHECKING:
@@ -107,9 +106,9 @@ def fit(rest: Table, held: Table, options: Options, seed: int = 0) -> Trees:
     return Trees(common=early_stopped(rest, held, {}, rounds, shared), own=own)
 
 
-def refit(rows: Rows, options: Options, rounds: Rounds) -> Trees:
-    """Fit on all rows, in memory or not, with known numbers of rounds."""
-    parameters = {**_parameters(options, 0), "nthread": rows.threads}
+def refit(rows: Table, options: Options, rounds: Rounds) -> Trees:
+    """Fit on all rows with known numbers of rounds."""
+    parameters = _parameters(options, 0)
     own = {
         column: xgb.train({**parameters, **OWN}, quantile_matrix(rows.of_gpu(column)), count)
         for column, count in rounds.own.items()
@@ -227,12 +226,22 @@ def _parameters(options: Options, seed: int) -> Options:
     return {**options, "objective": "reg:squarederror", "nthread": 1, "seed": seed}
 
 
-def _shared(rows: Rows, options: Options, seed: int) -> xgb.Booster | None:
+def quantile_matrix(rows: Table, cuts_of: xgb.DMatrix | None = None) -> xgb.DMatrix:
+    """The rows with every feature's value as the bin between two quantiles that holds it.
+
+    ``cuts_of``: a matrix whose quantiles are taken, to score trees while they are fitted to it.
+    """
+    return xgb.QuantileDMatrix(rows.x, label=rows.log_ratio, ref=cuts_of, nthread=1)
+
+
+def _shared(rows: Table, options: Options, seed: int) -> xgb.Booster | None:
     """Fit SHARED_ROUNDS on features without origin; None where all rows are one GPU's."""
     if not rows.origin:
         return None
-    parameters = {**_parameters(options, seed), "nthread": rows.threads}
-    return xgb.train(parameters, quantile_matrix(rows, zeroed=rows.origin), SHARED_ROUNDS)
+    x = rows.x.copy()
+    x[:, list(rows.origin)] = 0
+    hidden = quantile_matrix(replace(rows, x=x))
+    return xgb.train(_parameters(options, seed), hidden, SHARED_ROUNDS)
 
 
 def _predict(booster: xgb.Booster, x: Array) -> Array:

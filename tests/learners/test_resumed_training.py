@@ -14,11 +14,11 @@ import pandas as pd
 import pytest
 
 from itercast.extras.fleet.training import ZIP, fitted, through_ray
-from itercast.learners.beyond_memory import usable_rows
 from itercast.learners.bundle import Bundle
 from itercast.learners.models import trees
 from itercast.learners.models.training_table import Table
 from itercast.learners.train import train
+from itercast.learners.training_rows import usable_rows
 
 PATIENCE_S = 60
 # What the process runs that is killed: more trials than it can finish.

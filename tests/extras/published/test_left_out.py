@@ -36,12 +36,12 @@ from itercast.extras.published.left_out_ops import (
 from itercast.extras.published.lines import LineResult, ModelLine
 from itercast.extras.published.models import ForecastLine
 from itercast.extras.published.report import line_names, report
-from itercast.learners.beyond_memory import usable_rows
 from itercast.learners.bundle import SHIPPED
 from itercast.learners.family_model import prepare
 from itercast.learners.intervals import log_error
 from itercast.learners.models.trees import default_options
 from itercast.learners.train import hardware_of
+from itercast.learners.training_rows import usable_rows
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.ops import families
 

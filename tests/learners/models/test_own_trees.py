@@ -1,4 +1,4 @@
-"""Trees: of one GPU's own, from a table in memory, from files, and from pages on disk."""
+"""Trees: of one GPU's own, of all together, and from files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from itercast.learners.bundle import (
     tree_names,
 )
 from itercast.learners.models import trees
-from itercast.learners.models.quantiles import Piece, Pieces, quantile_matrix
 from itercast.learners.models.training_table import Table, group_split
 from itercast.learners.models.trees import Trees, default_options, fit
 
@@ -100,58 +99,14 @@ def test_trees_that_ship_are_read_when_they_are_used(tmp_path: Path) -> None:
     assert len(trees.own.loaded) == 5
 
 
-ROUNDS = trees.Rounds(common=trees.SHARED_ROUNDS + 5, own={2: 60})
-
-
-def two_gpus() -> Table:
-    """600 rows of two GPUs (columns 2 and 3), whose log ratio is a sum of features."""
-    x = np.random.default_rng(0).uniform(0, 1, (600, 4)).astype(np.float32)
-    x[:, 2] = np.arange(600) % 2
-    x[:, 3] = 1 - x[:, 2]
-    time_us = np.exp(x[:, :3].sum(1)).astype(float)
-    return Table(
-        x=x,
-        roofline_us=np.ones(600),
-        time_us=time_us,
-        group=np.arange(600),
-        origin=(2, 3),
-        gpus=(2, 3),
-    )
-
-
-def pieces(folder: Path, memory_bytes: float) -> Pieces:
-    """The rows of the table in six files."""
-    rows, found = two_gpus(), []
-    both = np.column_stack([rows.x, rows.log_ratio]).astype(np.float32)
-    for n in range(6):
-        path = folder / f"{n}.npy"
-        mine = slice(200 * (n // 2) + n % 2, 200 * (n // 2 + 1), 2)
-        np.save(path, both[mine])
-        found.append(Piece(path=path, rows=100, gpu=3 - n % 2, held=n == 5))
-    return Pieces(pieces=found, columns=4, origin=(2, 3), memory_bytes=memory_bytes, folder=folder)
-
-
-@pytest.mark.parametrize("memory_bytes", [1e9, 0.0])
-def test_files_and_pages_teach_what_memory_teaches(tmp_path: Path, memory_bytes: float) -> None:
-    """The same quantiles, and trees that forecast the same, common ones and a GPU's own."""
-    rows, files = two_gpus(), pieces(tmp_path, memory_bytes)
-    assert (files.pages is None) == (memory_bytes > 0)
-    for one, other in ((rows, files), (rows.of_gpu(3), files.of_gpu(3))):
-        cuts = [m.get_quantile_cut() for m in (quantile_matrix(one), quantile_matrix(other))]
-        for mine, theirs in zip(*cuts, strict=True):
-            np.testing.assert_array_equal(mine, theirs)
-    options = {**trees.DEFAULTS, "subsample": 1.0}
-    in_memory, from_disk = (trees.refit(r, options, ROUNDS) for r in (rows, files))
-    guess = from_disk.log_ratio(rows.x)
-    np.testing.assert_allclose(guess, in_memory.log_ratio(rows.x), atol=1e-4)
-    assert np.abs(guess - rows.log_ratio)[rows.x[:, 2] > 0].mean() < 0.1
-    assert not list(tmp_path.glob("pages*"))  # XGBoost's own files are gone
-
-
-def test_held_out_rows_are_left_out_and_origins_are_hidden(tmp_path: Path) -> None:
-    """500 of 600 rows are known; columns 2 and 3 are equal for all where they are hidden."""
-    known = pieces(tmp_path, 1e9).known
-    assert known.count == 500
-    assert quantile_matrix(known).num_row() == 500
-    hidden = quantile_matrix(known, zeroed=(2, 3)).get_data().toarray()
-    assert len(np.unique(hidden[:, 2:])) == 1
+def test_first_rounds_do_not_see_the_gpu(table: Table) -> None:
+    """Five shared trees forecast the sizes of one GPU alike on another; the next five do not."""
+    rounds = trees.SHARED_ROUNDS + 5
+    common = trees.refit(table, trees.DEFAULTS, trees.Rounds(common=rounds)).common
+    assert common is not None and common.num_boosted_rounds() == rounds == 10
+    elsewhere = table.x[:, [0, TWO, ONE, FEW]]
+    for end, alike in ((5, True), (10, False)):
+        one, other = (
+            common.inplace_predict(x, iteration_range=(0, end)) for x in (table.x, elsewhere)
+        )
+        assert np.allclose(one, other) == alike

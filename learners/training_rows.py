@@ -1,0 +1,110 @@
+"""The rows that families are trained on: all that are ok, or as many as memory holds."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from itercast.capture.base.close_names import unknown
+from itercast.learners.features.schema import check_rows
+from itercast.microbench.ops import families
+from itercast.microbench.ops.family import Family
+from itercast.microbench.store import read_rows, row_batches, row_count
+
+log = logging.getLogger(__name__)
+
+MIN_ROWS = 20  # of a family that is trained
+BYTES_PER_ROW = 5_000  # of memory that training takes. Measured: 4,200 for products, 71 features
+DEFAULT_SHARE = 0.5  # of the machine's memory
+UNITS = {"MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+CGROUP = Path("/sys/fs/cgroup/memory.max")  # the limit of a container or a job, or "max"
+
+
+def memory_bytes(text: str | None, trainings: int = 1) -> int:
+    """Bytes of a size such as 4GiB; without text half of the machine's, shared by ``trainings``."""
+    if text is None:
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        with suppress(OSError, ValueError):
+            whole = min(whole, int(CGROUP.read_text()))
+        return int(DEFAULT_SHARE * whole / trainings)
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(MiB|GiB|TiB)", text)
+    if not found or float(found[1]) * UNITS[found[2]] < 2**30:
+        raise ValueError(f"memory {text!r}: expected 1GiB or more, such as 4GiB")
+    return int(float(found[1]) * UNITS[found[2]])
+
+
+def ok_batches(roots: Sequence[Path], family: Family) -> Iterator[pd.DataFrame]:
+    """The family's rows with status ok, checked, batch by batch."""
+    for rows in row_batches(roots, family.name):
+        check_rows(rows, family)
+        yield rows[rows["status"] == "ok"].reset_index(drop=True)
+
+
+def first_of_kinds(rows: pd.DataFrame, limit: int) -> pd.DataFrame:
+    """The first rows of each GPU, software, op and dtype: ``limit`` in all, as even as possible."""
+    kinds = [c for c in ("gpu", "stack", "op", "dtype") if c in rows]
+    turn = rows.groupby(kinds, dropna=False).cumcount()
+    kept: pd.DataFrame = rows.loc[turn.sort_values(kind="stable").index[:limit]]
+    return kept
+
+
+def subsample_evenly(rows: pd.DataFrame, limit: int) -> pd.DataFrame:
+    """Draw at most ``limit`` rows, as evenly as possible over GPUs, software, ops and dtypes."""
+    if len(rows) <= limit:
+        return rows
+    mixed = rows.iloc[np.random.default_rng(0).permutation(len(rows))]
+    return first_of_kinds(mixed, limit).sort_index().reset_index(drop=True)
+
+
+def sample_evenly(batches: Iterable[pd.DataFrame], limit: int) -> pd.DataFrame:
+    """Draw ``limit`` of the batches' rows, as evenly as possible over their kinds."""
+    kept, rng = pd.DataFrame(), np.random.default_rng(0)
+    for rows in batches:
+        both = pd.concat([kept, rows.assign(_drawn=rng.random(len(rows)))])
+        kept = first_of_kinds(both.sort_values("_drawn", ignore_index=True), limit)
+    return kept.drop(columns="_drawn").reset_index(drop=True)
+
+
+def never_measured(rows: pd.DataFrame) -> Iterator[str]:
+    """A line for each op that failed at all of its points on a device, with the first reason."""
+    ok = rows["status"] == "ok"
+    for (gpu, op), points in rows.assign(ok=ok).groupby(["gpu", "op"]):
+        if not points["ok"].any():
+            reason = points["reason"].iloc[0] if "reason" in points else points["status"].iloc[0]
+            yield f"{op} on {gpu} was never measured, all {len(points)} points failed: {reason}"
+
+
+def usable_rows(
+    roots: Sequence[Path], names: Sequence[str] | None, memory: int | None = None
+) -> dict[str, pd.DataFrame]:
+    """Rows to train on, by family: status ok, at least MIN_ROWS.
+
+    Of a family that outgrows so many bytes of ``memory`` as many as fit, drawn evenly. Ops that
+    failed wherever they were tried are logged. ValueError for an unknown family, and where no
+    family has enough.
+    """
+    if others := sorted(set(names or []) - set(families())):
+        raise unknown("family", others[0], families())
+    tables = {}
+    for name in names or families():
+        if memory is not None and (count := row_count(roots, name)) * BYTES_PER_ROW > memory:
+            rows = sample_evenly(ok_batches(roots, families()[name]), memory // BYTES_PER_ROW)
+            log.warning("%s: of %d rows memory holds %d, drawn evenly", name, count, len(rows))
+        elif len(rows := read_rows(roots, name)):
+            check_rows(rows, families()[name])
+            for line in never_measured(rows):
+                log.warning("%s: %s", name, line)
+            rows = rows[rows["status"] == "ok"].reset_index(drop=True)
+        if len(rows) >= MIN_ROWS:
+            tables[name] = rows
+    if not tables:
+        where = ", ".join(str(r) for r in roots)
+        raise ValueError(f"no family has {MIN_ROWS} measured rows under {where}")
+    return tables

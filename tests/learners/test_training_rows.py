@@ -1,0 +1,102 @@
+"""The rows that are trained on: of too many a sample, without ops that failed or torn parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from toy_products import timed, write_rows
+from typer.testing import CliRunner
+
+from itercast.command_line import app
+from itercast.learners.train import train
+from itercast.learners.training_rows import BYTES_PER_ROW, usable_rows
+from itercast.microbench.ops.matrix import gemm
+from itercast.microbench.store import row_batches
+
+ROWS = 400
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """400 products in two parts, 3 times the roofline; every tenth failed."""
+    root = tmp_path_factory.mktemp("rows")
+    rows = timed(islice(gemm.sweep(), ROWS), lambda p: 3.0, repeat=0)
+    rows.loc[::10, "status"] = "oom"
+    for n in range(2):
+        write_rows(root, rows[200 * n : 200 * n + 200], part=str(n))
+    return root
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Batches of 64 rows: four of each part."""
+    monkeypatch.setattr(row_batches, "__defaults__", (64,))
+    monkeypatch.setenv("ITERCAST_CACHE", str(tmp_path / "cache"))
+
+
+def test_of_rows_that_outgrow_memory_as_many_as_fit_are_drawn(
+    root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of 400 rows memory holds 50, none that failed, as many products as batched ones."""
+    rows = usable_rows([root], ["gemm"], 50 * BYTES_PER_ROW)["gemm"]
+    assert len(rows) == 50 and (rows["status"] == "ok").all() and rows["m"].nunique() > 5
+    assert [r.message for r in caplog.records] == [
+        "gemm: of 400 rows memory holds 50, drawn evenly"
+    ]
+    counts = rows.groupby(["op", "dtype"]).size()
+    assert len(counts) > 2 and counts.max() - counts.min() <= 1
+    assert train([root], tmp_path, ["gemm"], memory=50 * BYTES_PER_ROW).families["gemm"].rows == 50
+
+
+def test_what_fits_is_trained_on_whole(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A byte for each row's need is enough; with one less they are counted as drawn."""
+    whole = usable_rows([root], ["gemm"])["gemm"]
+    for missing in (0, 1):
+        rows = usable_rows([root], ["gemm"], ROWS * BYTES_PER_ROW - missing)["gemm"]
+        assert len(rows) == len(whole) and len(caplog.records) == missing
+
+
+def test_an_op_that_always_failed_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """All batched products failed, of others every second: the first are named, with why."""
+    rows = timed(islice(gemm.sweep(), 200), lambda p: 3.0, repeat=0)
+    batched = rows["op"] == "bmm"
+    rows.loc[batched | (rows.index % 2 == 0), "status"] = "error"
+    write_rows(tmp_path, rows.assign(reason="no kernel"))
+    usable_rows([tmp_path], ["gemm"])
+    line = f"gemm: bmm on toy was never measured, all {batched.sum()} points failed: no kernel"
+    assert batched.any() and [r.message for r in caplog.records] == [line]
+
+
+def torn(root: Path, copy: Path) -> Iterator[Path]:
+    """Copies of a root: cut off in the middle, without its footer, no Parquet at all."""
+    part = next(root.glob("gemm/toy/*/part-0.parquet"))
+    data = part.read_bytes()
+    for n, bad in enumerate((data[: len(data) // 2], data[:-8], b"PAR1", b"", b"\0" * 100)):
+        path = copy / str(n) / part.relative_to(root)
+        path.parent.mkdir(parents=True)
+        path.write_bytes(bad)
+        yield copy / str(n)
+    inside = bytearray(data)
+    inside[40:240] = bytes(200)  # a page of values, with a whole footer
+    path = copy / "inside" / part.relative_to(root)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(inside)
+    yield copy / "inside"
+
+
+def test_a_torn_part_is_one_line(root: Path, tmp_path: Path) -> None:
+    """Its name and what is wrong; exit code 2, and no bundle."""
+    for bad in torn(root, tmp_path / "bad"):
+        out = tmp_path / "bundle"
+        said = CliRunner().invoke(
+            app, ["train", "--data", str(root), "--data", str(bad), "--out", str(out)]
+        )
+        assert said.exit_code == 2, said.output
+        *_, line = said.output.strip().splitlines()
+        assert line.startswith("itercast: part ") and "' is damaged or no Parquet: " in line
+        assert not out.exists()
+    with pytest.raises(ValueError, match="is damaged or no Parquet"):
+        list(row_batches([bad], "gemm"))
