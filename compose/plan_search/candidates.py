@@ -133,8 +133,9 @@ class Search:
         """The step of each plan, and where its ranks lie."""
         for n, (plan, size) in enumerate(sizes.items()):
             self.tell(f"ops of shape {n + 1} of {len(sizes)} that plans share")
-            if not plan.shard:
-                yield self.captures.at(size), plan, cluster(plan, self.book.gpu, self.node)
+            with suppress(ValueError):  # it cannot be captured: ``legal`` says so
+                if not plan.shard:
+                    yield self.captures.at(size), plan, cluster(plan, self.book.gpu, self.node)
 
     def rank(self, plan: ParallelPlan) -> Rank:
         """A rank of the plan; plans with the same tp, cp and ep share its priced layers."""
@@ -185,6 +186,21 @@ class Search:
             f"a {gpu.name} has {gpu.hbm_bytes / 1e9:.1f}"
         )
 
+    def step_of_few(self) -> StepCapture:
+        """The step of one sample; of two where it needs several, as norms over a batch do."""
+        try:
+            return self.captures.at((1, self.seq, self.amp))
+        except ValueError:
+            return self.captures.at((2, self.seq, self.amp))
+
+    def left_out(self) -> str:
+        """Which plans are left out as the model cannot be captured in their micro-batches, why."""
+        sizes = sorted({(samples, tokens) for samples, tokens, _ in self.captures.failed})
+        told = ", ".join(f"{n} x {tokens:,}" if tokens else f"{n}" for n, tokens in sizes)
+        why = next(iter(self.captures.failed.values()), "")
+        unit = "tokens" if self.seq else "samples"
+        return f"no plans with micro-batches of {told} {unit} a rank: {why}" if why else ""
+
     def scored(self, rank: Rank, iteration_us: float) -> Scored:
         """The rank with its plan's time and memory."""
         nbytes = sum(memory(rank, self.optimizer).values())
@@ -218,7 +234,7 @@ class Held:
 def candidate_plans(search: Search, world: int) -> Iterator[ParallelPlan]:
     """Yields the plans to try on ``world`` GPUs; rules about layers are checked later."""
     domain = gpus_per_domain(search.book.gpu, search.node)
-    first = search.captures.at((1, search.seq, search.amp))
+    first = search.step_of_few()
     folded = split_layers(first)
     held = Held(
         parameters=sum(x.parameter_bytes * x.count for x in folded),

@@ -70,11 +70,13 @@ class CapturesBySize:
     """The captures of a model by size; each is made when it is asked for.
 
     Steps of one sample are derived from one another: a length of 1 has strides of its own.
+    ``failed``: why the model cannot be captured at some sizes.
     """
 
     def __init__(self, capture_at: CaptureAt) -> None:
         self.capture_at = capture_at
         self.made: dict[Size, StepCapture] = {}
+        self.failed: dict[Size, str] = {}
         self.agree: dict[tuple[Size, ...], bool] = {}
         self.chosen: dict[Size, tuple[Size, ...]] = {}
 
@@ -86,11 +88,17 @@ class CapturesBySize:
             self.chosen |= dict.fromkeys(group, _chosen(group))
 
     def at(self, size: Size) -> StepCapture:
-        """The capture at a size; one that was not announced is captured."""
+        """The capture at a size; one that was not announced is captured. ValueError if it fails."""
+        if size in self.failed:
+            raise ValueError(self.failed[size])
         if size not in self.made:
             chosen = self.chosen.get(size, ())
             step = None if size in chosen else self._derived(chosen, size)
-            self.made[size] = self.capture_at(*size) if step is None else step
+            try:
+                self.made[size] = self.capture_at(*size) if step is None else step
+            except ValueError as exc:
+                self.failed[size] = str(exc)
+                raise
         return self.made[size]
 
     def _derived(self, chosen: tuple[Size, ...], size: Size) -> StepCapture | None:

@@ -142,6 +142,7 @@ def _found(
     dtype = "tf32" if rounded and facts["dtype"] == "fp32" else facts["dtype"]
     facts["unusual"] = unusual({**facts, "dtype": dtype}, {}, plan, target.gpu)
     counts, reports = run_search(search, facts, page)
+    facts["unusual"] += filter(None, [search.left_out()])
     unlike = {name: facts[name] for name in ("lengths", "packed")}
     if any(unlike.values()):
         sizes = {"batch": search.batch, "seq": search.seq, "node": where["node"], **unlike}

@@ -287,6 +287,30 @@ def test_a_script_is_captured_in_other_batches(tmp_path: Path) -> None:
     assert loss.outputs[0].shape == (6 * 49, 1000) and step.tokens == 6 * 50
 
 
+ANGLES = """
+        self.register_buffer("angles", torch.randn(128, 256), persistent=False)
+        self.mask = torch.ones(128, 128, dtype=torch.bool, device="cuda").tril()
+    def forward(self, ids, places, *, scale=1.0):
+        x = self.embed(ids) * self.angles + places[:, None]
+        x = x.masked_fill(self.mask.all(1)[:, None], 0)
+"""
+
+
+def test_tables_of_a_sequence_are_as_long_as_it_is(tmp_path: Path) -> None:
+    """128 angles, rows of a mask and given places for as many tokens: 50, and 300 rows of six."""
+    before = """
+    def forward(self, ids, *, scale=1.0):
+        x = self.embed(ids)
+"""
+    text = DECODER.replace(before, ANGLES)
+    text = text.replace("(ids, scale", '(ids, torch.arange(128, device="cuda"), scale')
+    model, _ = found(tmp_path, text)
+    whole = products(captured(model))
+    shapes = {tuple({512: 300}.get(n, n) for n in shape): n for shape, n in whole.items()}
+    assert products(captured(model, 6, 50)) == shapes
+    assert products(captured(model)) == whole  # the script's own are back
+
+
 def test_a_batch_behind_time_and_an_update_by_hand(tmp_path: Path) -> None:
     """10 sequences for 20 of 35 tokens: 350 rows of logits for 700, in two micro-batches."""
     model, program = found(tmp_path, RECURRENT)

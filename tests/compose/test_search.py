@@ -284,3 +284,31 @@ def test_where_no_plan_fits_the_least_memory_is_named() -> None:
     weights = sum(p.nbytes for p in capture_at(8, 64).parameters)
     assert min(search.too_large) == pytest.approx(4 * weights / 2, rel=0.01)
     assert search.why_none().startswith("parameters, gradients and optimizer take at least")
+
+
+def test_plans_whose_micro_batches_cannot_be_captured_are_left_out() -> None:
+    """Those of one sample: of the others the same are found as where all can be."""
+    tried = list[int]()
+
+    def several(samples: int, seq: int, autocast: bool = False) -> StepCapture:
+        tried.append(samples)
+        if samples == 1:
+            raise ValueError("norms over one sample")
+        return capture_at(samples, seq, autocast)
+
+    whole, search = search_of(), search_of(capture_at=several)
+    found = best_plans(search, 4, "time").best
+    plans = [s.plan for s in best_plans(whole, 4, "time", count=1000).best]
+    assert [s.plan for s in found] == [p for p in plans if whole.size(p)[0] > 1][: len(found)]
+    assert tried.count(1) == 1
+    assert (
+        search.left_out()
+        == "no plans with micro-batches of 1 x 64 tokens a rank: norms over one sample"
+    )
+    assert whole.left_out() == ""
+    with pytest.raises(ValueError, match="nothing"):
+        best_plans(search_of(capture_at=nothing), 4, "time")
+
+
+def nothing(samples: int, seq: int, autocast: bool = False) -> StepCapture:
+    raise ValueError("nothing can be captured")

@@ -55,14 +55,18 @@ class Scaled:
         """A length that a script stated as a number."""
         return (self._tokens | self._rows).get(value, value) if value > 1 else value
 
+    def table(self, shape: Sequence[int]) -> list[int]:
+        """The shape of what a model keeps for each token of a sequence: angles, a mask."""
+        return [self.wanted.seq if n == self.own.seq > 2 else n for n in shape]
+
     def shape(self, shape: Sequence[int]) -> list[int]:
-        """The shape of a tensor whose first axis is the batch; others may be tokens.
+        """The shape of a tensor whose first axis is the batch, or tokens; others may be tokens.
 
         Where time is first the second axis is the batch; the first may be tokens of all samples.
         """
-        first, others = self._rows, self._tokens
+        first, others = self._tokens | self._rows, self._tokens
         if self.own.time_first:
-            first, others = first | others, {self.own.batch: self.wanted.batch}
+            first, others = self._rows | self._tokens, {self.own.batch: self.wanted.batch}
         return [*(first.get(n, n) for n in shape[:1]), *(others.get(n, n) for n in shape[1:])]
 
 

@@ -100,7 +100,7 @@ class TrainedModel:
             return forward(*args, **named) if alone else loss(models[0](*args, **named))
 
         forward = whole.forward
-        with self._fresh(whole, run, dtype), _without_checkpointing(self.checkpoints):
+        with self._fresh(whole, run, size, dtype), _without_checkpointing(self.checkpoints):
             step = capture_shortened(
                 self.facts.model,
                 lambda: whole,
@@ -130,42 +130,53 @@ class TrainedModel:
         return tensor.cuda() if self.on_gpu else tensor
 
     @contextmanager
-    def _fresh(self, model: Any, forward: Any, dtype: torch.dtype | None) -> Iterator[None]:
+    def _fresh(
+        self, model: Any, forward: Any, size: Scaled, dtype: torch.dtype | None
+    ) -> Iterator[None]:
         """New parameters, without gradients or hooks, inside the context; all comes back after.
 
-        The model runs ``forward`` there.
+        The model runs ``forward`` there. Tables that it keeps of a sequence are those of a size.
         """
-        held = [(m, dict(m._parameters), dict(m._buffers)) for m in model.modules()]
-        own = model.__dict__.get("forward")
+        held = [
+            (place, to, {k: v for k, v in place.items() if isinstance(v, torch.Tensor)})
+            for m in model.modules()
+            for place, to in ((m._parameters, dtype), (m._buffers, dtype), (vars(m), None))
+        ]
+        own, made = model.__dict__.get("forward"), dict[int, torch.nn.Parameter]()
         try:
             with self.mode:
-                self._renew(held, dtype)
+                for place, to, old in held:
+                    place.update((k, self._renewed(v, size, to, made)) for k, v in old.items())
             model.forward = forward
             yield
         finally:
             model.__dict__.pop("forward", None)
             if own is not None:
                 model.forward = own
-            for module, parameters, buffers in held:
-                module._parameters.update(parameters)
-                module._buffers.update(buffers)
+            for place, _, old in held:
+                place.update(old)
 
-    def _renew(self, held: list[tuple[Any, ...]], dtype: torch.dtype | None) -> None:
-        """Give modules new parameters of the same form, tied ones the same."""
-        made: dict[int, torch.nn.Parameter] = {}
-        for module, parameters, buffers in held:
-            for name, old in parameters.items():
-                if old is not None and id(old) not in made:
-                    floats = dtype is not None and old.is_floating_point()
-                    new = torch.empty_strided(
-                        old.size(), old.stride(), dtype=dtype if floats else old.dtype
-                    )
-                    made[id(old)] = torch.nn.Parameter(self._placed(new), old.requires_grad)
-                if old is not None:
-                    module._parameters[name] = made[id(old)]
-            for name, old in buffers.items():
-                if old is not None and dtype is not None and old.is_floating_point():
-                    module._buffers[name] = self._placed(old.to(dtype))
+    def _renewed(
+        self,
+        old: torch.Tensor,
+        size: Scaled,
+        dtype: torch.dtype | None,
+        made: dict[int, torch.nn.Parameter],
+    ) -> torch.Tensor:
+        """A new parameter of the same form, tied ones the same; another tensor at a size.
+
+        Numbers are in ``dtype`` where they are floats and one is given.
+        """
+        to = dtype if dtype is not None and old.is_floating_point() else old.dtype
+        if isinstance(old, torch.nn.Parameter):
+            if id(old) not in made:
+                new = torch.empty_strided(old.size(), old.stride(), dtype=to)
+                made[id(old)] = torch.nn.Parameter(self._placed(new), old.requires_grad)
+            return made[id(old)]
+        shape = size.table(old.shape)
+        if to == old.dtype and shape == list(old.shape):
+            return old
+        return self._placed(old.new_empty(shape, dtype=to))
 
 
 @contextmanager
