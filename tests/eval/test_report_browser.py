@@ -15,7 +15,7 @@ from itercast.eval.report.page import render
 from itercast.eval.report.sections import sections, tiles
 
 MOST_BYTES = 3e6
-CHARTS = 8
+CHARTS = 7
 STYLES = """
 const style = (q, p) => getComputedStyle(document.querySelector(q))[p];
 return [style('body', 'backgroundColor'), style('body', 'color'),
