@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from itercast.capture.cases.kinds import Sizes
-from itercast.capture.reuse import expected_reuse
 from itercast.capture.step import Inputs
+from itercast.extras.lookups.reuse import expected_reuse
 
 
 class GatheredSage(nn.Module):

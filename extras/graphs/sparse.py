@@ -14,7 +14,14 @@ import numpy as np
 
 from itercast.capture.base.slow_imports import torch
 from itercast.capture.opcall import INDEX_BYTES, ITEMSIZE_BYTES, OpCall, TensorSpec, torch_dtype
-from itercast.capture.reuse import expected_hit_frac
+from itercast.extras.lookups.embedding_bag import EmbeddingBag
+from itercast.extras.lookups.random_streams import (
+    HIT_COST,
+    HOLDS_ROWS,
+    LINE_BYTES,
+    zipf_indices,
+)
+from itercast.extras.lookups.reuse import expected_hit_frac
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import (
     Family,
@@ -29,14 +36,7 @@ from itercast.microbench.ops.family import (
     log_uniform,
     logs,
 )
-from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
 from itercast.microbench.ops.lookup.index_calls import IndexOp
-from itercast.microbench.ops.lookup.random_streams import (
-    HIT_COST,
-    HOLDS_ROWS,
-    LINE_BYTES,
-    zipf_indices,
-)
 from itercast.microbench.ops.memory.elementwise import memory_copy
 from itercast.microbench.ops.sizes import MAX_NUMEL, MAX_SIDE, aligned
 

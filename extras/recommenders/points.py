@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from itercast.extras.lookups import embedding_bag
+from itercast.extras.lookups.embedding_bag import EmbeddingBag
+from itercast.extras.lookups.random_streams import with_random_stream
 from itercast.extras.recommenders import sparse_update
 from itercast.extras.recommenders.sparse_update import SparseUpdate
 from itercast.extras.recommenders.tables.placement import Placement
 from itercast.microbench.ops import families, find_family
 from itercast.microbench.ops.family import Point, log_uniform
-from itercast.microbench.ops.lookup import embedding_bag
-from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
-from itercast.microbench.ops.lookup.random_streams import with_random_stream
 from itercast.microbench.ops.step.collective import Collective
 from itercast.microbench.ops.step.host import EVENTS, OPTIMIZERS, REPEATED
 from itercast.microbench.store import Row

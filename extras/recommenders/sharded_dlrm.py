@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from itercast.extras.lookups.embedding_bag import EmbeddingBag
+from itercast.extras.lookups.random_streams import draw_stream
 from itercast.extras.recommenders.models.tables_dlrm import TablesDlrm
 from itercast.extras.recommenders.sharded_model import Shard, ShardedModel, Table
-from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
-from itercast.microbench.ops.lookup.random_streams import draw_stream
 
 LEARNING_RATE = 1e-3
 TABLE_OPTIMIZERS: dict[str, Any] = {

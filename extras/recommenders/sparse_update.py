@@ -14,6 +14,16 @@ import numpy as np
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.slow_imports import torch
 from itercast.capture.opcall import OpCall, torch_dtype
+from itercast.extras.lookups.embedding_bag import one_after_the_other
+from itercast.extras.lookups.random_streams import (
+    LINE_BYTES,
+    draw_rows,
+    row_bytes_from_memory,
+    stream_features,
+    table_features,
+    unique_rows,
+    with_random_stream,
+)
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import (
     Family,
@@ -30,17 +40,7 @@ from itercast.microbench.ops.family import (
     logs,
     repeated,
 )
-from itercast.microbench.ops.lookup.embedding_bag import one_after_the_other
 from itercast.microbench.ops.lookup.index_calls import IndexOp
-from itercast.microbench.ops.lookup.random_streams import (
-    LINE_BYTES,
-    draw_rows,
-    row_bytes_from_memory,
-    stream_features,
-    table_features,
-    unique_rows,
-    with_random_stream,
-)
 from itercast.microbench.ops.memory.elementwise import memory_copy
 from itercast.microbench.ops.sizes import spread
 
@@ -63,7 +63,7 @@ class SparseUpdate:
     """One step of the optimizer ``op`` on a (rows, dim) table with a gradient of ``lookups`` rows.
 
     ``skew``, ``repeats``, ``unique`` and ``reuse`` are those of the index stream, see
-    ``itercast.microbench.ops.lookup.random_streams``. ``tables``: as many equal tables are updated
+    ``itercast.extras.lookups.random_streams``. ``tables``: as many equal tables are updated
     one after the other; all else is that of one of them, and so is the time.
     """
 

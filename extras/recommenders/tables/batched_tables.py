@@ -13,14 +13,14 @@ from dataclasses import replace
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.opcall import ITEMSIZE_BYTES, OpCall, StepCapture, TensorSpec
+from itercast.extras.lookups.embedding_bag import EmbeddingBag
+from itercast.extras.lookups.random_streams import unique_rows
 from itercast.extras.recommenders.sharded_model import Shard, state_per_weight
 from itercast.extras.recommenders.tables.captured import CapturedTable, Lookup
 from itercast.extras.recommenders.tables.fetched_rows import shard_stream
 from itercast.extras.recommenders.tables.rank_step import RankStep
 from itercast.extras.recommenders.tables.table_work import TableWork
 from itercast.microbench.hardware.stack import TableSoftware
-from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
-from itercast.microbench.ops.lookup.random_streams import unique_rows
 from itercast.microbench.ops.memory.fused import CALL
 
 MODULE = "Tables"  # of the kernels over all tables

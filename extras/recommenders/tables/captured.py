@@ -7,9 +7,9 @@ from typing import Any
 
 from itercast.capture.opcall import OpCall, ParamSpec, StepCapture
 from itercast.compose.parallel import captured_tables as core
+from itercast.extras.lookups.embedding_bag import EmbeddingBag
 from itercast.extras.recommenders.sharded_model import UNIFORM, Shard, Table
 from itercast.microbench.ops import find_family
-from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

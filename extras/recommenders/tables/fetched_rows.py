@@ -16,15 +16,15 @@ import numpy as np
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.opcall import ITEMSIZE_BYTES, StepCapture, TensorSpec
-from itercast.capture.reuse import expected_reuse, rows_outside
 from itercast.compose.graph.identity_cache import cached_by_identity
 from itercast.compose.graph.rewrite import StepBuilder, collective
 from itercast.compose.parallel.placement import SSD, TIERS
 from itercast.compose.pricing.tiers import DRIVE, EVICT, FETCH, tier_us
+from itercast.extras.lookups.embedding_bag import EmbeddingBag
+from itercast.extras.lookups.reuse import expected_reuse, rows_outside
 from itercast.extras.recommenders.sharded_model import Shard, Table, state_per_weight
 from itercast.extras.recommenders.tables.captured import Lookup, captured_tables
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
 from itercast.microbench.store import Row
 
 MOST_DRAWS, HALVINGS = 1e4, 40  # of a search for a number of draws

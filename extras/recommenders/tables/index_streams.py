@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from itercast.capture.base.slow_imports import torch
-from itercast.capture.reuse import histogram, histogram_text
+from itercast.extras.lookups.reuse import histogram, histogram_text
 
 MAX_SKEW = 10.0
 UNREADABLE = (  # what unpickling damaged bytes raises

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from itercast.capture.opcall import OpCall, StepCapture
+from itercast.extras.lookups.embedding_bag import FAMILY, EmbeddingBag
 from itercast.extras.recommenders.tables.index_streams import IndexStream, parse_indices
-from itercast.microbench.ops.lookup.embedding_bag import FAMILY, EmbeddingBag
 
 
 def with_indices(capture: StepCapture, spec: str) -> StepCapture:

@@ -14,6 +14,7 @@ import numpy as np
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.opcall import OpCall, TensorSpec
 from itercast.compose.parallel.captured_tables import BAGS, ROWS
+from itercast.extras.lookups.embedding_bag import MODES
 from itercast.extras.recommenders.sharded_model import Shard
 from itercast.extras.recommenders.tables.captured import CapturedTable, Lookup
 from itercast.extras.recommenders.tables.fetched_rows import moved_bytes, shard_stream
@@ -24,7 +25,6 @@ from itercast.extras.recommenders.tables.placement import (
     message_bytes,
     shards,
 )
-from itercast.microbench.ops.lookup.embedding_bag import MODES
 from itercast.microbench.store import Row
 
 SMALL_OPS: Mapping[str, int] = assumed(__file__, "small_ops")

@@ -22,9 +22,9 @@ from itercast.extras.graphs.sparse import (
     bytes_moved,
     cached_bytes,
 )
+from itercast.extras.lookups.random_streams import HIT_COST, HOLDS_ROWS
 from itercast.microbench.hardware.spec import gpu_names, load_gpu
 from itercast.microbench.ops import families, find_family
-from itercast.microbench.ops.lookup.random_streams import HIT_COST, HOLDS_ROWS
 
 NODES, EDGES = 40, 160
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from itercast.extras.lookups import embedding_bag
 from itercast.extras.recommenders import sharding_worker
 from itercast.extras.recommenders.judge import (
     Bench,
@@ -29,7 +30,6 @@ from itercast.extras.recommenders.tasks import (
     unequal_task,
 )
 from itercast.learners.bundle import SHIPPED_CPU
-from itercast.microbench.ops.lookup import embedding_bag
 
 BENCH = Bench(ranks=2, bundle=SHIPPED_CPU, out=Path())
 

@@ -17,13 +17,13 @@ import pandas as pd
 import pytest
 
 from itercast.compose.pricing.price_book import PriceBook
+from itercast.extras.lookups.embedding_bag import EmbeddingBag
 from itercast.learners.bundle import COLUMNS, Bundle
 from itercast.learners.features.host_calls import COLD_POINTWISE, HostCall
 from itercast.learners.features.table import columns, roofline_us
 from itercast.learners.train import UNSEEN_GPU_OFFSETS, train
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.ops import families
-from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
 from itercast.microbench.ops.matrix.gemm import Gemm
 from itercast.microbench.ops.memory.norm import Norm
 from itercast.microbench.store import write_part

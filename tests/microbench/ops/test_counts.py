@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from itercast.extras.graphs.sparse import Sparse
+from itercast.extras.lookups.embedding_bag import EmbeddingBag
 from itercast.extras.published.experts import Experts
 from itercast.extras.recommenders.sparse_update import SparseUpdate
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.ops import families
-from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
 from itercast.microbench.ops.lookup.index_calls import IndexOp
 from itercast.microbench.ops.matrix import conv_rate
 from itercast.microbench.ops.matrix.attention import Attention

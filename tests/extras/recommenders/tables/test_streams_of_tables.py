@@ -10,8 +10,8 @@ import pytest
 from itercast.capture.opcall import StepCapture
 from itercast.compose.capture_model import capture
 from itercast.compose.graph.layers import split_layers
+from itercast.extras.lookups.embedding_bag import FAMILY
 from itercast.extras.recommenders.tables.known_streams import with_indices
-from itercast.microbench.ops.lookup.embedding_bag import FAMILY
 
 
 @pytest.fixture(scope="module")

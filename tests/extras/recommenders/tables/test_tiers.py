@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from itercast.capture.reuse import rows_outside
 from itercast.compose.capture_model import capture
 from itercast.compose.predict import predict
 from itercast.compose.pricing.tiers import EVICT, FETCH, tier_us
 from itercast.compose.target import find_target
+from itercast.extras.lookups.embedding_bag import EmbeddingBag
+from itercast.extras.lookups.reuse import rows_outside
 from itercast.extras.recommenders.sharded_model import RankingModel, Shard, Table
 from itercast.extras.recommenders.sharding.forecast import Forecaster
 from itercast.extras.recommenders.sharding.propose import choose
@@ -30,7 +31,6 @@ from itercast.extras.recommenders.tables.placement import (
     to_torchrec,
 )
 from itercast.microbench.hardware.spec import load_gpu
-from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
 
 A100 = "a100-sxm-80gb"
 TABLE = Table(name="t", rows=1_000_000, dim=32, pooling=4)  # rows of 128 bytes

@@ -11,6 +11,14 @@ import numpy as np
 from itercast.capture.base.slow_imports import torch
 from itercast.capture.base.yaml_text import facts_of
 from itercast.capture.opcall import OpCall, torch_dtype
+from itercast.extras.lookups.random_streams import (
+    LINE_BYTES,
+    draw_stream,
+    row_bytes_from_memory,
+    stream_features,
+    table_features,
+    with_random_stream,
+)
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import (
     Family,
@@ -26,14 +34,6 @@ from itercast.microbench.ops.family import (
     repeated,
 )
 from itercast.microbench.ops.lookup.index_calls import IndexOp
-from itercast.microbench.ops.lookup.random_streams import (
-    LINE_BYTES,
-    draw_stream,
-    row_bytes_from_memory,
-    stream_features,
-    table_features,
-    with_random_stream,
-)
 from itercast.microbench.ops.sizes import aligned, swept
 
 MODES = ("sum", "mean", "max")  # as numbered by aten
@@ -55,7 +55,7 @@ class EmbeddingBag:
     holds a row per lookup.
 
     The index stream: ``unique`` distinct rows, looked up as often as the histogram ``reuse`` says
-    (see ``itercast.capture.reuse``). Where ``reuse`` is empty, rows are drawn with
+    (see ``itercast.extras.lookups.reuse``). Where ``reuse`` is empty, rows are drawn with
     the Zipf exponent ``skew``, 0 for uniform; a share ``repeats`` of them repeats one of the 1,024
     before. ``spread``: standard deviation of the bags' lengths over their mean. ``weighted``: rows
     are multiplied by a weight per lookup. ``tables``: as many equal tables are looked up one after

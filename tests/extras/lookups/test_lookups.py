@@ -18,19 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from itercast.capture import reuse
-from itercast.extras.recommenders import sparse_update
-from itercast.extras.recommenders.sparse_update import SparseUpdate
-from itercast.extras.recommenders.tables.index_streams import parse_indices
-from itercast.microbench.hardware.spec import Gpu, gpu_names, load_gpu
-from itercast.microbench.ops.family import Workload
-from itercast.microbench.ops.lookup import embedding_bag
-from itercast.microbench.ops.lookup.embedding_bag import (
+from itercast.extras.lookups import embedding_bag, reuse
+from itercast.extras.lookups.embedding_bag import (
     EmbeddingBag,
     bytes_moved,
     cached_bytes,
 )
-from itercast.microbench.ops.lookup.random_streams import (
+from itercast.extras.lookups.random_streams import (
     HIT_COST,
     HOLDS_ROWS,
     draw_rows,
@@ -38,6 +32,11 @@ from itercast.microbench.ops.lookup.random_streams import (
     unique_rows,
     zipf_indices,
 )
+from itercast.extras.recommenders import sparse_update
+from itercast.extras.recommenders.sparse_update import SparseUpdate
+from itercast.extras.recommenders.tables.index_streams import parse_indices
+from itercast.microbench.hardware.spec import Gpu, gpu_names, load_gpu
+from itercast.microbench.ops.family import Workload
 
 TOY = Gpu(name="toy", sm_count=4, peak_flops_per_s={"fp32": 1e12}, l2_bytes=64 * 100)
 # 6 lookups of 4 columns in a table of 10 rows, which touch 3 rows 1, 2 and 3 times

@@ -1,7 +1,7 @@
 """Random index streams for measurements, of points of any family that looks rows up, and features.
 
 Such a point has ``rows``, ``lookups`` and its stream: ``unique`` distinct rows, looked up as often
-as the histogram ``reuse`` says (``itercast.capture.reuse``); where that is empty,
+as the histogram ``reuse`` says (``itercast.extras.lookups.reuse``); where that is empty,
 rows drawn with the Zipf exponent ``skew``, of which a share ``repeats`` repeats one of the 1,024
 before.
 """
@@ -15,7 +15,7 @@ import numpy as np
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.slow_imports import torch
-from itercast.capture.reuse import (
+from itercast.extras.lookups.reuse import (
     LEAST,
     MOST,
     draw_indices,
