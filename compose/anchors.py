@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import exp, log
 
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.forecast import Forecast, forecast
-from itercast.compose.host_fit import MeasuredStep
 from itercast.compose.machines.factors import NAMES, Factors
 from itercast.compose.machines.file import KnownMachine
 from itercast.compose.machines.state import Anchor, Machine
@@ -29,6 +28,24 @@ WORDS = {
     "ranks": "messages at twice the nodes",
 }
 UNKNOWN = 0.95  # no assumption: a factor is unknown whose interval is this wide of a new machine's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredStep:
+    """A measured step: its time, its capture, and where it ran.
+
+    ``phases_us``: the host's time of forward, loss and backward, None where it was not measured.
+    ``exposed_us``: the part of the step in which compute waited for messages, ``peak_bytes``: of
+    tensors, as torch's allocator counts them; both None where they were not measured.
+    """
+
+    label: str
+    time_us: float
+    step: StepCapture
+    target: Target
+    phases_us: float | None = None
+    exposed_us: float | None = None
+    peak_bytes: float | None = None
 
 
 def sensitivity(step: StepCapture, target: Target) -> tuple[float, ...]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the command line starts without pandas
-    from itercast.compose.host_fit import MeasuredStep
+    from itercast.compose.anchors import MeasuredStep
     from itercast.compose.machines.file import KnownMachine
 
 RATES = ("samples_per_s", "tokens_per_s", "mfu_pct")  # of all GPUs
@@ -37,7 +37,7 @@ def measured_steps(
     """The measured steps of a file; ValueError says what is wrong in which of them."""
     if path.suffix == ".parquet":
         from itercast.eval import compare
-        from itercast.learners.calibrate import read_few
+        from itercast.learners.score_file import read_few
 
         return compare.measured_steps(read_few([path]), bundle)
     from itercast.capture.base.yaml_text import read_values
@@ -51,7 +51,7 @@ def measured_steps(
 
 def _step(entry: Any, where: str, ask: Callable[..., Any]) -> MeasuredStep:
     """One measured step: options of ``itercast predict``, and its time."""
-    from itercast.compose.host_fit import MeasuredStep
+    from itercast.compose.anchors import MeasuredStep
 
     stated = (*TIMES, *BESIDE)
     known = set(signature(ask).parameters) - {"machine", "anchor"} | set(stated)

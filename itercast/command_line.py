@@ -15,7 +15,6 @@ import typer
 
 from itercast.capture.base.durations import seconds
 from itercast.capture.base.extensions import with_added
-from itercast.commands.calibrate import calibrate
 from itercast.commands.explain import explain
 from itercast.commands.import_rows import import_rows
 from itercast.commands.plan import plan
@@ -236,7 +235,7 @@ def list_names(
 GROUPS = {  # in the order in which a newcomer needs them
     "Forecast": (predict, run, plan, explain, price),
     "Measure": (demo, collect, import_rows),
-    "Learn": (train, calibrate),
+    "Learn": (train,),
     "Judge": (evaluate,),
     "Look": (report, list_names),
 }

@@ -33,6 +33,15 @@ def read_file(path: Path) -> pd.DataFrame:
     return rows
 
 
+def read_few(paths: Sequence[Path]) -> pd.DataFrame:
+    """Read rows in dataset form from Parquet files; ValueError names a file that is not."""
+    parts = {path: read_file(path) for path in paths}
+    for path, part in parts.items():
+        if "time_us" not in part:
+            raise ValueError(f"rows {str(path)!r}: the column 'time_us' is missing")
+    return pd.concat(parts.values(), ignore_index=True)
+
+
 def check_parameters(name: str, rows: pd.DataFrame) -> None:
     """ValueError where rows of a family lack a parameter that has no default."""
     family = families().get(name)

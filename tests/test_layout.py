@@ -21,8 +21,8 @@ ROOMS = {  # "." are the package's own files; each may import those before it
                     " explain"),
         ("eval", "tracking . errors report"),
         ("itercast", ". commands"),
-        ("extras", ". lookups campaign measured_plans benchmarks clusters drift explore fleet"
-                   " graphs input kinds nccl published recommenders rl schedulers ui"),
+        ("extras", ". lookups calibration campaign measured_plans benchmarks clusters drift explore"
+                   " fleet graphs input kinds nccl published recommenders rl schedulers ui"),
     )
 }  # fmt: skip
 FILES_IN_A_ROOM = 14

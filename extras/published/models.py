@@ -17,10 +17,10 @@ from scipy.stats import kendalltau
 
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
+from itercast.compose.anchors import MeasuredStep
 from itercast.compose.capture_model import capture
 from itercast.compose.forecast import Forecast, rank_of
 from itercast.compose.graph.launch_modes import with_engine
-from itercast.compose.host_fit import MeasuredStep, fit_host
 from itercast.compose.parallel.placement import cluster
 from itercast.compose.simulate.memory_plan import stage_memory
 from itercast.compose.target import Target, find_target
@@ -29,6 +29,7 @@ from itercast.eval.iteration_parts import PARTS, parts_us
 from itercast.eval.progress import progress_bar
 from itercast.eval.results import COVERAGE, records
 from itercast.eval.tables import beside_output
+from itercast.extras.calibration.host_fit import fit_host
 from itercast.extras.processes import processes
 from itercast.extras.published.lines import LineResult, ModelLine, Rows, model_lines
 from itercast.extras.published.readers import node_sums_us, read_iterations

@@ -11,8 +11,14 @@ import yaml
 from typer.testing import CliRunner
 
 from itercast.command_line import app
-from itercast.compose.anchors import anchors_of, in_words, next_run, sensitivity, told
-from itercast.compose.host_fit import MeasuredStep
+from itercast.compose.anchors import (
+    MeasuredStep,
+    anchors_of,
+    in_words,
+    next_run,
+    sensitivity,
+    told,
+)
 from itercast.compose.machines.factors import NAMES, Factors
 from itercast.compose.machines.file import read_machine
 from itercast.compose.machines.typical import typical

@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from itercast.extras.calibration.host_fit import host_of_events
 from itercast.learners.bundle import SHIPPED, Bundle
-from itercast.learners.calibrate import host_of_events
 from itercast.learners.features.table import columns
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.ops import families

@@ -15,8 +15,9 @@ import typer
 from rich.console import Console
 
 from itercast.capture.base.yaml_text import facts_of, made_of
-from itercast.compose.host_fit import MeasuredStep, fit_host
+from itercast.compose.anchors import MeasuredStep
 from itercast.eval.progress import run_program
+from itercast.extras.calibration.host_fit import fit_host, log_error
 from itercast.extras.published.lines import selected
 from itercast.extras.published.models import measured_steps
 from itercast.extras.published.readers import read_iterations
@@ -75,7 +76,7 @@ def main(
             "left out": usual,
             "fitted": hosts[name],
         }.items():
-            pct = 100 * np.expm1([row.log_error(host) for row in rows[name]])
+            pct = 100 * np.expm1([log_error(row, host) for row in rows[name]])
             median, bias = np.median(np.abs(pct)), np.median(pct)
             slow = f"{kind}, slowdown {host.slowdown:.2f}"
             console.print(f"  {slow}: {median:.0f} %, {bias:+.0f} %")

@@ -6,8 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from itercast.extras.calibration.few_rows import calibrate
 from itercast.learners.bundle import SHIPPED, Bundle
-from itercast.learners.calibrate import calibrate
 from itercast.learners.features.host_calls import (
     COLD_POINTWISE,
     HostCall,

@@ -14,8 +14,8 @@ import pytest
 from toy_products import timed, write_rows
 
 from itercast.capture.base.switches import switching_off
+from itercast.extras.calibration.few_rows import calibrate
 from itercast.learners.bundle import Bundle
-from itercast.learners.calibrate import calibrate
 from itercast.learners.features.table import launch_us, learn_launch_us
 from itercast.learners.train import train
 from itercast.learners.transfer.calibration import (

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from itercast.compose.anchors import MeasuredStep
 from itercast.compose.capture_model import capture
-from itercast.compose.host_fit import MeasuredStep, fit_host
 from itercast.compose.target import find_target, forecast_step
+from itercast.extras.calibration.host_fit import fit_host, host_us, runs_ahead
 from itercast.learners.bundle import SHIPPED
 from itercast.microbench.hardware.host import HostMachine, scaled_host
 
@@ -47,7 +48,7 @@ def test_both_numbers_of_a_host_come_from_the_time_of_forward_and_backward() -> 
         MeasuredStep(label=case, time_us=1.0, step=capture(case, batch=2), target=TARGET)
         for case in ("gpt-s", "mlp-m", "vit-s")
     ]
-    timed = [replace(step, phases_us=step.host_us(truth)) for step in steps]
+    timed = [replace(step, phases_us=host_us(step, truth)) for step in steps]
     found = fit_host("mine", timed, source="by hand")
     assert (found.slowdown, found.launch_us) == (2.0, 7.0)
 
@@ -55,9 +56,9 @@ def test_both_numbers_of_a_host_come_from_the_time_of_forward_and_backward() -> 
 def test_a_host_that_waits_for_the_gpu_is_not_timed() -> None:
     """96 blocks of some 30 launches each outgrow CUDA's queue; boolean indices wait for a shape."""
     short = MeasuredStep(label="", time_us=1.0, step=capture("mlp-m", batch=2), target=TARGET)
-    assert short.runs_ahead
-    assert not replace(short, step=capture("gpt2-xl", batch=1)).runs_ahead
+    assert runs_ahead(short)
+    assert not runs_ahead(replace(short, step=capture("gpt2-xl", batch=1)))
     # 64 tables of 32 kernels each outgrow it too, unless the GPU is done before the next launch
     tables = replace(short, step=capture("dlrm-r06"), phases_us=5_000.0)
-    assert not tables.runs_ahead
-    assert replace(tables, phases_us=50_000.0).runs_ahead
+    assert not runs_ahead(tables)
+    assert runs_ahead(replace(tables, phases_us=50_000.0))

@@ -53,7 +53,7 @@ def calibrate(
         _write_machine(iterations, rows, bundle, as_json=as_json)
     if out is None and host is None:
         return
-    from itercast.learners.calibrate import read_few
+    from itercast.learners.score_file import read_few
 
     few = read_few(rows)
     told: Row = {"rows": len(few)}
@@ -91,7 +91,7 @@ def _write_machine(path: Path, rows: list[Path], bundle: Path | None, *, as_json
 
 def _write_bundle(out: Path, few: pd.DataFrame, bundle: Path | None, hardware: Path | None) -> Row:
     """Write the corrected bundle; returns of which bundle it was made."""
-    from itercast.learners.calibrate import calibrate as pull
+    from itercast.extras.calibration.few_rows import calibrate as pull
     from itercast.learners.known_bundles import find_bundle
     from itercast.learners.score_file import check_parameters
     from itercast.microbench.hardware.spec import load_gpu
@@ -107,9 +107,8 @@ def _write_bundle(out: Path, few: pd.DataFrame, bundle: Path | None, hardware: P
 def _write_host(path: Path, few: pd.DataFrame, bundle: Path | None) -> Row:
     """Fit a host to timed Python events, else to iterations; write it, return its numbers."""
     from itercast.capture.base.files import write_atomic
-    from itercast.compose.host_fit import fit_host
     from itercast.eval.compare import measured_steps
-    from itercast.learners.calibrate import host_of_events
+    from itercast.extras.calibration.host_fit import fit_host, host_of_events
     from itercast.microbench.hardware.host import check_host_file, host_yaml
 
     name = check_host_file(path)

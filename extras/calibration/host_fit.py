@@ -1,0 +1,156 @@
+"""Fits how fast a host runs Python and launches ops, from measured steps or timed events.
+
+Where the host's time of forward and backward was measured, as in rows of ``itercast collect``, both
+numbers of a host come from it, whatever sets the pace of these steps:
+
+    time of a step = slowdown * events of the reference host + launch_us * launches
+
+Else all that the host does is ``slowdown`` times as slow as on the reference host, so that half of
+the forecasts are too slow; the steps must be limited by launches, not by kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+
+from itercast.capture.base.assumptions import assumed
+from itercast.compose.anchors import MeasuredStep
+from itercast.compose.target import forecast_step
+from itercast.microbench.hardware.host import (
+    EVENT_US,
+    LAUNCH_EVENT,
+    REFERENCE,
+    WARM_CALL,
+    HostMachine,
+    scaled_host,
+)
+
+SLOWDOWNS = (0.2, 40.0)  # no assumption: the range that is searched
+PACE_SET = 0.01  # no assumption: a tolerance, in log time
+HALVINGS = 10  # of that interval in log; leaves half a percent
+MIN_TIMED = 3  # steps whose host times suffice for two numbers
+NOTHING = 1e-9  # no assumption: of a host that does only the other thing
+QUEUE: int = assumed(__file__, "queue")
+
+
+def log_error(one: MeasuredStep, host: HostMachine) -> float:
+    """log(forecast / measured) of a step on a host."""
+    found = forecast_step(one.step, replace(one.target, host=host))
+    return float(np.log(found.iteration_us / one.time_us))
+
+
+def host_us(one: MeasuredStep, host: HostMachine) -> float:
+    """Host time of forward, loss and backward on a host that runs ahead of the GPU."""
+    layers = replace(one.target, host=host).priced(one.step).layers
+    return sum(
+        layer.layer.count * (layer.forward_work.host_us + layer.backward_work.host_us)
+        for layer in layers
+    )
+
+
+def runs_ahead(one: MeasuredStep) -> bool:
+    """Whether the host ran forward and backward without waiting for the GPU.
+
+    No op made it wait, and all kernels fit into the queue, or took less time than the host.
+    """
+    layers = one.target.priced(one.step).layers
+    ops = [(x.layer.count, op) for x in layers for op in (*x.forward, *x.backward)]
+    queued = sum(count * op.kernels for count, op in ops)
+    gpu_us = sum(count * op.duration_us for count, op in ops)
+    never_full = queued < QUEUE or gpu_us < (one.phases_us or 0.0)
+    return never_full and not any(op.waits for _, op in ops)
+
+
+def fit_host(
+    name: str, rows: Sequence[MeasuredStep], *, source: str, cpu: str = "", fitted_on: str = ""
+) -> HostMachine:
+    """Finds a host's two numbers by least squares, or its slowdown by bisection (see above).
+
+    ValueError where no host time was measured and the rows are limited by the GPU rather than the
+    host: no slowdown makes their forecasts right.
+    """
+    if two := _from_phases(rows):
+        slowdown, launch_us = (round(number, 3) for number in two)
+        return HostMachine(
+            name=name,
+            slowdown=slowdown,
+            launch_us=launch_us,
+            cpu=cpu,
+            source=source,
+            fitted_on=fitted_on,
+        )
+    low, high = np.log(SLOWDOWNS)
+    fastest = scaled_host(name, SLOWDOWNS[0], source=source)
+    if np.median([log_error(row, fastest) for row in rows]) > -PACE_SET:
+        raise ValueError(
+            f"host {name!r}: the GPU sets the pace of these {len(rows)} rows, so the host's speed "
+            "does not show; measure smaller batches"
+        )
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        host = scaled_host(name, float(np.exp(middle)), source=source)
+        too_slow = np.median([log_error(row, host) for row in rows]) > 0
+        low, high = (low, middle) if too_slow else (middle, high)
+    slowdown = round(float(np.exp((low + high) / 2)), 2)
+    return scaled_host(name, slowdown, cpu=cpu, source=source, fitted_on=fitted_on)
+
+
+def _from_phases(rows: Sequence[MeasuredStep]) -> tuple[float, float] | None:
+    """Slowdown and launch in us with the least relative errors; None where too few were timed."""
+    timed = [(row, row.phases_us) for row in rows if row.phases_us and runs_ahead(row)]
+    if len(timed) < MIN_TIMED:
+        return None
+    alone = (
+        HostMachine(name="events", slowdown=1.0, launch_us=NOTHING, source="by hand"),
+        HostMachine(name="launches", slowdown=NOTHING, launch_us=1.0, source="by hand"),
+    )
+    share = np.array([[host_us(row, one) / us for one in alone] for row, us in timed])
+    slowdown, launch_us = np.linalg.lstsq(share, np.ones(len(timed)))[0]
+    return (float(slowdown), float(launch_us)) if min(slowdown, launch_us) > 0 else None
+
+
+def host_of_events(rows: pd.DataFrame, name: str, source: str) -> HostMachine | None:
+    """Derives a host from measured times of Python and autograd events (rows of family ``host``).
+
+    ``slowdown`` is the median over events of the measured time / the reference host's;
+    ``launch_us`` the median time of a launch. None where no such row was measured beside a GPU.
+    """
+    rows = rows[rows["time_us"] > 0]
+    rows = rows[rows["status"] == "ok"] if "status" in rows else rows
+    mine = rows[rows["family"] == "host"]
+    if not len(mine):
+        return None
+    events = mine[mine["op"].map(lambda op: op != "launch" and EVENT_US.get(op, 0.0) > 0)]
+    if not len(events):
+        return None
+    tensors = events["tensors"].fillna(1) if "tensors" in events else np.ones(len(events))
+    pairs = zip(events["op"], tensors, strict=True)
+    reference_us = [REFERENCE.event_us(str(op), int(n)) for op, n in pairs]
+    slowdown = float((events["time_us"] / reference_us).median())
+    launches_us = _launches_us(rows)
+    launch_us = slowdown * REFERENCE.launch_us
+    if len(launches_us):
+        launch_us = float(np.median(launches_us))
+    return HostMachine(
+        name=name, slowdown=round(slowdown, 3), launch_us=round(launch_us, 3), source=source
+    )
+
+
+def _launches_us(rows: pd.DataFrame) -> np.ndarray:
+    """Measured host times of the launch of a pointwise op, in us.
+
+    ``launch_us`` of pointwise ops and the event ``launch`` both count, as long as they take in a
+    training step. Cold rows repeat the launch of their warm row and are left out.
+    """
+    events = rows.loc[(rows["family"] == "host") & (rows["op"] == "launch"), "time_us"]
+    found = [events / LAUNCH_EVENT]
+    if "launch_us" in rows:
+        calls = rows[(rows["launch_us"] > 0) & (rows["family"] == "elementwise")]
+        calls = calls[calls["cache"] != "cold"] if "cache" in calls else calls
+        found.append(WARM_CALL * calls["launch_us"])
+    launches: np.ndarray = pd.concat(found).to_numpy(dtype=float)
+    return launches
