@@ -155,6 +155,7 @@ class OpCall:
     number of the call of a function wrapped by torch.compile that it belongs to, 0 for none.
     ``graphed``: the number of the launch of a CUDA graph that launches it, 0 for none. ``within``:
     the number of the recurrent network's pass that it belongs to (``StepCapture.networks``).
+    ``recomputed``: a backward pass runs what forward has run before.
     """
 
     op: str
@@ -167,6 +168,7 @@ class OpCall:
     compiled: int = 0
     graphed: int = 0
     within: int = 0
+    recomputed: bool = False
 
     def tensors(self) -> tuple[TensorSpec, ...]:
         """All input tensors in order, also those inside lists."""

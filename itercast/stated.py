@@ -15,8 +15,8 @@ from itercast.capture.plan import ParallelPlan
 
 if TYPE_CHECKING:  # the command line starts without pandas
     from itercast.capture.opcall import StepCapture
-    from itercast.capture.programs.program import ProgramCapture
     from itercast.compose.forecast import Forecast
+    from itercast.compose.programs.samples import Batch
     from itercast.compose.target import Target
     from itercast.microbench.hardware.spec import Gpu
     from itercast.microbench.store import Facts, Row
@@ -120,16 +120,15 @@ def say(line: str, facts: Facts) -> None:
 
 
 def script_line(
-    name: str, program: ProgramCapture, worlds: Sequence[int], products: Sequence[str], engine: str
+    name: str, batch: Batch, worlds: Sequence[int], products: Sequence[str], engine: str
 ) -> str:
     """What is forecast of a script, in one line.
 
     ``worlds``: numbers of ranks; ``products``: dtypes of its products.
     """
-    samples = program.samples
-    each = f"{samples:,} samples a rank" if samples else "samples not known"
-    if samples and program.grouped and len(worlds) == 1 < worlds[0]:
-        each += f", {worlds[0] * samples:,} in all"
+    each = f"{batch.own_samples:,} samples a rank" if batch.own_samples else "samples not known"
+    if batch.samples and batch.grouped and len(worlds) == 1 < worlds[0]:
+        each += f", {batch.samples:,.0f} in all"
     ranks = f"one of {' or '.join(map(str, worlds))} ranks" if max(worlds) > 1 else "one process"
     parts = [f"products in {' and '.join(products)}"] * bool(products)
     parts.append(launches("compile" in engine, "graph" in engine))

@@ -38,7 +38,7 @@ class TakenBatches:
     """The batches that a program took from its DataLoaders, and what they took to make.
 
     ``samples``: of each batch since the last ``begin_step``. ``copied_ahead``: see ``InputLane``.
-    ``passed`` is called where a DataLoader has no batch left.
+    ``given`` is called with each tensor of a batch, ``passed`` where a DataLoader has none left.
     """
 
     def __init__(self) -> None:
@@ -47,6 +47,7 @@ class TakenBatches:
         self.loader: Any = None
         self.nbytes = 0
         self.copied_ahead = False
+        self.given: Callable[[torch.Tensor], None] = lambda tensor: None
         self.passed: Callable[[], None] = lambda: None
         self.begin_step()
 
@@ -202,10 +203,16 @@ def real_batches(taken: TakenBatches, gpu: Any = None) -> Iterator[None]:
             taken.passed()
             raise
         taken.note(loader, took_us, batch)
-        if mode and mode.memory.puts > before:
-            return with_tensors(lambda value: mode.memory.put(_faked(value)), batch)
-        on_host.add(loader)
-        return with_tensors(_faked, batch)
+        memory = mode.memory if mode and mode.memory.puts > before else None
+        if memory is None:
+            on_host.add(loader)
+
+        def made(value: torch.Tensor) -> Any:
+            tensor = memory.put(_faked(value)) if memory is not None else _faked(value)
+            taken.given(tensor)
+            return tensor
+
+        return with_tensors(made, batch)
 
     def making(loader: Any) -> Any:
         with _for_real(), _one_worker(loader):

@@ -170,8 +170,9 @@ def runs_of_steps(log: ProgramLog) -> Iterator[None]:
     graphed = patch.object(torch.cuda, "make_graphed_callables", partial(_graphed, log))
     repeated = MicroBatches(log).watched() if log.repeats else nullcontext()
     tracked = (ModuleTracker(log), repeated, _phases(log), _logged_wrappers(log), compiled, graphed)
+    others = (whole, modes_in_backward(), _recomputations(log), warnings.catch_warnings())
     with ExitStack() as stack:
-        for context in (*tracked, whole, modes_in_backward(), warnings.catch_warnings()):
+        for context in (*tracked, *others):
             stack.enter_context(context)
         warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global")
         stack.callback(setattr, log, "over", True)
@@ -215,6 +216,7 @@ def _told(made: Any, around: Callable[[], Any]) -> Any:
 def _backward(log: ProgramLog, made: Backward) -> Iterator[None]:
     """Calls inside are backward's; what it reaches may be updated after it."""
     before, log.phase = log.phase, "backward"
+    recomputing, log.recomputing = log.recomputing, False
     reaches = made.inputs or reached(made.roots).values()
     if made.accumulates:
         for event, times in (("backward", 1), ("accumulate_grad", len(reaches))):
@@ -222,10 +224,33 @@ def _backward(log: ProgramLog, made: Backward) -> Iterator[None]:
     try:
         yield
     finally:
-        log.phase = before
+        log.phase, log.recomputing = before, recomputing
     if before != "backward":
         log.awaits_update(reaches)
         log.ended("backward", None)
+
+
+@contextmanager
+def _recomputations(log: ProgramLog) -> Iterator[None]:
+    """Tell the log which ops of a backward pass are forward's, run again.
+
+    Checkpoints of all kinds do that where they enable gradients, which the pass itself needs not.
+    """
+    enter, leave = torch.enable_grad.__enter__, torch.enable_grad.__exit__
+    outer = list[bool]()
+
+    def entering(context: Any) -> None:
+        outer.append(log.recomputing)
+        log.recomputing = log.phase == "backward"
+        enter(context)
+
+    def leaving(context: Any, *exc: Any) -> None:
+        log.recomputing = outer.pop()
+        leave(context, *exc)
+
+    changed: dict[str, Any] = {"__enter__": entering, "__exit__": leaving}
+    with patch.multiple(torch.enable_grad, **changed):
+        yield
 
 
 @contextmanager

@@ -56,6 +56,14 @@ TORCHS = ("aten", "prim", "prims", "c10d", "_c10d_functional", "fsdp", "profiler
 SELECTIVE = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
 EAGER_PYTHON = ("module_call", "view_op", "autograd_node")  # host events of ops run one by one
 LOSS = (torch.ops.aten._log_softmax.default,)  # of logits cut by vocabulary
+COPIES = (
+    torch.ops.aten.cat.default,
+    torch.ops.aten.stack.default,
+    torch.ops.aten.clone.default,
+    torch.ops.aten._to_copy.default,
+)
+WAITED = torch.ops._c10d_functional.wait_tensor.default  # returns what it is given
+FROM_ONE = ("broadcast", "scatter")  # messages in which one rank has what others get
 
 
 class ProgramLog(OpLog):
@@ -74,6 +82,8 @@ class ProgramLog(OpLog):
         self.ended: Callable[[str, Any], None] = lambda kind, owner: None  # told what may be a step
         self.gpu_memory = GpuMemory(lambda: self.stream)
         self.host_memory, self._on_host = GpuMemory(), False  # shards that a program offloads
+        self.loaded = GpuMemory()  # batches of DataLoaders
+        self.recomputing = False
         self.points = count()
         self.live_bytes = self.peak_bytes = self.least_bytes = self.highest_bytes = 0
         self.grouped = False  # whether the program made a process group
@@ -197,6 +207,8 @@ class ProgramLog(OpLog):
     def add(self, op: str, args: Any, kwargs: Any, output: Any) -> None:
         """Log one call, and the call of a compiled function that it belongs to."""
         super().add(op, args, kwargs, output)
+        if self.recomputing:
+            self.calls[-1] = replace(self.calls[-1], recomputed=True)
         if self._on_host or self.phase == "optimizer":
             tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
             if any(map(self.host_memory.holds, tensors)):
@@ -234,6 +246,8 @@ class ProgramLog(OpLog):
         if output is not NotImplemented and func.namespace != "prim":
             with torch._C.DisableTorchFunction():  # modes that watch a program slow questions down
                 self.gpu_memory.follow(args, output)
+                if func in COPIES:
+                    self.loaded.follow(args, output)
         return output
 
     def _dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -263,6 +277,7 @@ class ProgramLog(OpLog):
         call = collective_of(func, args, kwargs, output)
         if call is None:
             self._arrived(args[:1])
+            output = args[0] if func is WAITED else output
         else:
             self._launch(call)
         note_message(self.routing and self.routing.facts, func, args, kwargs, output)
@@ -289,7 +304,8 @@ class ProgramLog(OpLog):
         whole = max(flat, key=torch.Tensor.numel)
         if func is torch.ops.fsdp.all_gather_copy_in.default:
             whole = output[0]
-        super().add("aten.copy_.default", (whole, whole), {}, whole)  # hooks are not compiled
+        of = [t[:0] for t in flat if t is not whole]
+        super().add("aten.copy_.default", (whole, whole), {"of": of}, whole)  # hooks: not compiled
         return output
 
     def _arrived(self, tensors: Any) -> None:
@@ -311,6 +327,8 @@ class ProgramLog(OpLog):
         sizes = [t.numel() * t.element_size() for t in call.buffers]
         facts = {"kind": call.kind, "ranks": call.ranks, "peer": call.peer, "bytes": sum(sizes)}
         facts["rank"] = dist.get_rank()
+        if call.kind in FROM_ONE and any(map(self.loaded.holds, call.read)):
+            facts["loaded"] = True
         launched, own = self.stream, self.stream
         if not call.blocking:
             own = self.stream_of((call.group, call.kind if call.peer >= 0 else "", call.peer))

@@ -43,8 +43,8 @@ class ProgramCapture:
     messages to and from a rank have a stream each, since NCCL runs them side by side.
 
     ``peak_bytes``: the most memory that a rank's tensors take during the step; ``held_bytes``: the
-    least, of the rank that takes most. ``samples`` and ``tokens`` of a rank's step, 0 where they
-    are not known. ``grouped``: its ranks made a process group. ``optimizer_steps``: how many steps
+    least, of the rank that takes most. ``samples``: those that DataLoaders give a rank in it, 0
+    without any. ``grouped``: its ranks made a process group. ``optimizer_steps``: how many steps
     of optimizers are in it, those without a backward between them counted once. ``passes``: which
     backwards and updates are in it, and the lines that call them. ``notes``: what was assumed of
     it, in sentences.
@@ -55,7 +55,6 @@ class ProgramCapture:
     peak_bytes: Mapping[int, int]
     held_bytes: int = 0
     samples: int = 0
-    tokens: int = 0
     grouped: bool = True
     optimizer_steps: int = 1
     passes: tuple[str, ...] = ()

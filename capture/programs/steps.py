@@ -87,7 +87,7 @@ class Steps:
         self.enough, self.notes = False, list[str]()
         self.older = WeakSet(_optimizers(()))  # such as another rank's
         self.has_optimizer, self.waited, self.new_gradients = False, 0, False
-        log.ended, taken.passed = self.end, self._waits
+        log.ended, taken.passed, taken.given = self.end, self._waits, log.loaded.add
 
     @property
     def done(self) -> int:

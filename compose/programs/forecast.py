@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from math import inf
 from statistics import fmean
 
 from itercast.capture.base.durations import counted
-from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
-from itercast.capture.programs.program import COLLECTIVE, ProgramCapture, launch_order
+from itercast.capture.programs.program import COLLECTIVE, ProgramCapture
 from itercast.compose.forecast import Forecast, report
 from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.parallel.placement import gpus_per_domain
 from itercast.compose.pricing.host import PYTHON
 from itercast.compose.pricing.price_book import PriceBook, price_book
 from itercast.compose.programs.price import PricedRank, cluster_of, price_rank
+from itercast.compose.programs.samples import batch_of
 from itercast.compose.programs.timeline import simulate_program
 from itercast.compose.simulate.breakdown import (
     Shares,
@@ -28,8 +28,6 @@ from itercast.compose.simulate.breakdown import (
 )
 from itercast.compose.target import Target
 from itercast.compose.trace.events import Trace, program_trace
-
-LOOKUP = "aten.embedding.default"
 
 
 def forecast_program(program: ProgramCapture, target: Target) -> Forecast:
@@ -47,9 +45,9 @@ def forecast_program(program: ProgramCapture, target: Target) -> Forecast:
         host_gap_us=inf if len(program.ranks) == 1 else 0.0,  # else it may wait for other ranks
     )
     world = program.world_size
-    together = world if program.grouped else 1  # others would train models of their own
+    batch = batch_of(program)
     everyone, per_node = {"world": tuple(range(world))}, _per_node(program, target)
-    return report(
+    found = report(
         outcome,
         book,
         plan=f"program on {counted(world, 'rank')}",
@@ -57,21 +55,10 @@ def forecast_program(program: ProgramCapture, target: Target) -> Forecast:
         room=room_bytes(book.gpu, ParallelPlan(dp=world)),
         network=cluster_of(everyone, book.gpu, target.node, per_node).network,
         world_size=world,
-        samples=together * program.samples,
-        tokens=together * (program.tokens or max(map(_tokens, program.ranks.values()))),
+        samples=batch.samples,
+        tokens=batch.tokens,
     )
-
-
-def _tokens(rank: StepCapture) -> int:
-    """Tokens of a rank's step: those that its forward looks up in the table asked most, if [B, T].
-
-    0 where it looks none up.
-    """
-    asked = Counter[int]()
-    for call in (rank.calls[i] for i in launch_order(rank.calls)):
-        if call.op == LOOKUP and call.phase == "forward" and len(call.args[1].shape) == 2:
-            asked[call.args[0].storage] += call.args[1].numel
-    return max(asked.values(), default=0)
+    return replace(found, notes=(batch.note,)) if batch.note else found
 
 
 def trace_of_program(program: ProgramCapture, target: Target) -> Trace:

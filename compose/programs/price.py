@@ -41,8 +41,9 @@ UNPRICED = (HOST, *MARKS)  # Python of wrappers, and what takes no time
 class PricedRank:
     """A rank's launches in order; ``ops`` has None for marks, which take no time.
 
-    ``matmul_s``: seconds of its matrix products at peak. ``more_bytes``: peak memory of compiled
-    kernels over that of the ops that they stand for, which a capture runs one by one; mostly < 0.
+    ``matmul_s``: seconds of its matrix products at peak, without those that are recomputed.
+    ``more_bytes``: peak memory of compiled kernels over that of the ops that they stand for, which
+    a capture runs one by one; mostly < 0.
     """
 
     calls: tuple[OpCall, ...]
@@ -84,7 +85,7 @@ def price_rank(
         ops=tuple(priced.get(i) for i in order),
         launches=launch_costs(launched, step.host, book),
         on_cpu=on_cpu,
-        matmul_s=sum(asked.ops[i].matmul_s(book.gpu) for i in computed),
+        matmul_s=sum(asked.ops[i].matmul_s(book.gpu) for i in computed if not calls[i].recomputed),
         more_bytes=more_bytes,
     )
 

@@ -29,11 +29,15 @@ from itercast.options import (
     Question,
     Stack,
     Trace,
+    whole_number,
 )
 from itercast.stated import assumes, of_dtype, say, script_line
 
+MOST_TIMES = 100  # no assumption: of a batch that fits, beyond which the number says nothing
+
 if TYPE_CHECKING:
     from itercast.capture.input.lane import InputLane
+    from itercast.capture.opcall import OpCall
     from itercast.compose.forecast import Forecast
     from itercast.compose.programs.scripts import CapturedScript, ScriptOrder
     from itercast.compose.target import Target
@@ -127,9 +131,10 @@ def _say(name: str, pairs: Sequence[tuple[str, int]], rows: Sequence[Forecasted 
 
 def _counts(text: str) -> list[int]:
     """Numbers of GPUs among commas; ValueError for others."""
-    if not all(word.isdecimal() and int(word) for word in text.split(",")):
-        raise ValueError(f"gpus {text!r}: allowed are numbers of at least 1, as 8 or 8,16")
-    return [int(word) for word in text.split(",")]
+    try:
+        return [whole_number(word) for word in text.split(",")]
+    except typer.BadParameter as exc:
+        raise ValueError(f"gpus {text!r}: {exc}; several are as 8,16") from None
 
 
 def _forecasts(orders: Sequence[ScriptOrder], trace: Path | None) -> list[Forecasted | str]:
@@ -183,7 +188,7 @@ def _facts(name: str, one: Forecasted) -> dict[str, Any]:
     from itercast.compose.explain.time_parts import limits
 
     program = one.captured.program
-    facts = {"step_us": one.step_us, "loading_us": one.loading_us, "notes": program.notes}
+    facts = {"step_us": one.step_us, "loading_us": one.loading_us, "notes": _notes(one)}
     facts["limits_frac"], facts["batches_that_fit"] = limits(one.found), _batches_that_fit(one)
     facts |= {"sent_bytes": _sent(program), **_asked(one), **_told(name, [one])}
     facts |= {"optimizer_steps": program.optimizer_steps, "passes": program.passes}
@@ -195,13 +200,14 @@ def _facts(name: str, one: Forecasted) -> dict[str, Any]:
 def _told(name: str, rows: Sequence[Forecasted]) -> Row:
     """What was forecast, what of it is unusual, and what is assumed, in words."""
     from itercast.compose.programs.price import product_dtypes
+    from itercast.compose.programs.samples import batch_of
     from itercast.compose.programs.script_model import engine_of
 
     program, gpu = rows[0].captured.program, rows[0].order.target.gpu
     products = product_dtypes(program, gpu)
     engine = engine_of(program.ranks[min(program.ranks)].calls)
     worlds = list(dict.fromkeys(one.found.world_size for one in rows))
-    line = script_line(name, program, worlds, products, engine)
+    line = script_line(name, batch_of(program), worlds, products, engine)
     wide = of_dtype({"dtype": "fp32"}, gpu) if products[:1] == ["fp32"] else ""
     facts = {"unusual": [wide] if wide else [], "assumes": assumes([one.found for one in rows])}
     return {"forecast_of": line, **facts}
@@ -245,7 +251,7 @@ def _compared(
             notes[f"{count} x {gpu}: {one}"] = None
             continue
         found = one.found
-        notes.update(dict.fromkeys(one.captured.program.notes))
+        notes.update(dict.fromkeys(_notes(one)))
         table.add_row(
             gpu,
             str(count),
@@ -265,11 +271,21 @@ def _compared(
 def _sent(program: ProgramCapture) -> dict[str, int]:
     """Bytes of the messages that the first captured rank takes part in during a step, by kind."""
     sent = Counter[str]()
-    calls = program.ranks[min(program.ranks)].calls
-    for call in (calls[i] for i in launch_order(calls)):
-        if call.op == COLLECTIVE:
-            sent[call.kwargs["kind"]] += call.kwargs["bytes"]
+    for call in _messages(program):
+        sent[call.kwargs["kind"]] += call.kwargs["bytes"]
     return dict(sent.most_common())
+
+
+def _messages(program: ProgramCapture) -> list[OpCall]:
+    """The messages of the first captured rank in a step; none of groups of itself alone."""
+    calls = program.ranks[min(program.ranks)].calls
+    launched = (calls[i] for i in launch_order(calls))
+    return [c for c in launched if c.op == COLLECTIVE and len(c.kwargs["ranks"]) > 1]
+
+
+def _notes(one: Forecasted) -> list[str]:
+    """What to know of how a step was captured and forecast, a sentence each."""
+    return [*one.found.notes, *one.captured.program.notes]
 
 
 def _batches_that_fit(one: Forecasted) -> float:
@@ -279,6 +295,17 @@ def _batches_that_fit(one: Forecasted) -> float:
     """
     found, held = one.found, one.captured.program.held_bytes
     return max(0, found.memory_room_bytes - held) / max(1, found.memory_bytes - held)
+
+
+def _fits(one: Forecasted) -> str:
+    """Whether a rank's batch fits, and how many times it would, in words."""
+    times, fits = _batches_that_fit(one), one.found.fits
+    if not times:
+        return "no; what it holds between batches alone is more"
+    if times > MOST_TIMES:
+        return f"yes; over {MOST_TIMES} times its batch would"
+    told = f"{times:,.1f}" if fits else f"{times:.2g}"
+    return f"{'yes' if fits else 'no'}; at least {told} times its batch would"
 
 
 def _workers(found: Forecast, lane: InputLane, target: Target, samples: int) -> str:
@@ -303,11 +330,12 @@ def _print(name: str, one: Forecasted) -> None:
     found, program = one.found, one.captured.program
     alone = found.world_size > 1 and not program.grouped
     table = forecast_table(name, found, of=" of one process" * alone)
-    times = f"at least {_batches_that_fit(one):,.1f} times its batch would"
-    table.add_row("fits", f"{'yes' if found.fits else 'no'}; {times}")
+    table.add_row("fits", _fits(one))
     if sent := _sent(program):
         told = ", ".join(f"{kind} of {nbytes / 1e6:,.1f} MB" for kind, nbytes in sent.items())
-        table.add_row("messages of a rank", f"{told}, among {found.world_size} ranks")
+        sizes = sorted({len(call.kwargs["ranks"]) for call in _messages(program)})
+        among = " or ".join(map(str, sizes))
+        table.add_row("messages of a rank", f"{told}, among {among} ranks")
     if one.loading_us:
         most = next(iter(limits(found)))
         limit = "its input as measured here" if most == IDLE_NAMES["input"] else "its step"

@@ -244,7 +244,7 @@ def test_several_gpus_and_numbers_of_them_make_a_table(own_cache: Path) -> None:
     assert line.endswith("; products in bf16, eager launches") and "host usual" in assumed
     assert rows[0]["assumes"].startswith("assumes stack torch-2.11, host usual, no node named (--")
     code, _, said = run("--gpus=2,none", str(EXAMPLE))
-    assert code == 2 and "gpus '2,none': allowed are numbers of at least 1" in said
+    assert code == 2 and "gpus '2,none': 'none' is no whole number from 1 to 99,999,999" in said
 
 
 REFUSES = """

@@ -1,0 +1,168 @@
+"""How many samples and tokens all ranks of a program take in a step, no matter how many share them.
+
+A weight's gradient is summed over the rows that a rank computes, and then over the ranks that
+compute others: rows times these ranks are the rows of the step. Ranks that split layers, or have
+other stages of a pipeline, are not among them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from itercast.capture.opcall import OpCall
+from itercast.capture.programs.program import COLLECTIVE, ProgramCapture, launch_order
+
+LOOKUP = "aten.embedding.default"
+ATTENTION = "itercast.sdpa"
+# Ops whose results are their operands, moved, cast, scaled or added up.
+MOVES = re.compile(
+    r"aten\.(_foreach)?_?(to_copy|copy|clone|cat|stack|add|mul|div|split_with_sizes_copy"
+    r"|constant_pad_nd|slice_backward|select_backward|lift_fresh_copy)_?\."
+)
+PASS_NO_ACTIVATIONS = ("broadcast", "scatter", "all_to_all", "barrier")  # to ranks that share them
+Groups = frozenset[tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What all ranks take in a step, 0 where it is not known; ``own_samples``: what one takes.
+
+    ``grouped``: ranks made a process group, else all is one rank's. ``note``: why it is not known.
+    """
+
+    samples: float
+    tokens: float
+    own_samples: int
+    grouped: bool
+    note: str = ""
+
+
+def batch_of(program: ProgramCapture) -> Batch:
+    """The batch of a step."""
+    asking = {rank: _lookups(step.calls) for rank, step in program.ranks.items()}
+    first = max(asking, key=lambda rank: sum(tokens for _, tokens in asking[rank]))
+    calls, lookups = program.ranks[first].calls, asking[first]
+    world, origins = program.world_size if program.grouped else 1, Origins(calls)
+    summed = _summed(calls, origins, {n for _, n in lookups})
+    alone = Batch(samples=0, tokens=0, own_samples=program.samples, grouped=program.grouped)
+    parts = _parts_of_sequences(calls, origins)
+    apart = world if not _passes_activations(calls, origins) else _size(summed)
+    if not apart or not _ranks(parts) <= _ranks(parts if summed is None else summed):
+        note = f"which of {world} ranks share samples is not known: rates are left out"
+        return replace(alone, note=note)
+    each = _size(parts)
+    rows = sum(rows for rows, _ in lookups) if len(set(lookups)) == 1 else 0
+    samples = rows * apart / each
+    if program.samples:
+        given = {c.kwargs["ranks"] for c in calls if c.kwargs.get("loaded")}
+        samples = program.samples * world / max(world / apart * each, _size(given))
+    return replace(
+        alone,
+        samples=samples,
+        tokens=sum(tokens for _, tokens in lookups) * apart,
+        own_samples=round(samples * each / apart),
+    )
+
+
+def _lookups(calls: Sequence[OpCall]) -> list[tuple[int, int]]:
+    """Rows and tokens of each lookup of forward in the table asked most, where they are [B, T]."""
+    asked = defaultdict[int, list[tuple[int, int]]](list)
+    for call in (calls[i] for i in launch_order(calls)):
+        if call.op == LOOKUP and call.phase == "forward" and len(call.args[1].shape) == 2:
+            asked[call.args[0].storage].append((call.args[1].shape[0], call.args[1].numel))
+    return max(asked.values(), key=lambda table: sum(n for _, n in table), default=[])
+
+
+class Origins:
+    """What computed the memory that calls read: found back through moves and messages."""
+
+    def __init__(self, calls: Iterable[OpCall]) -> None:
+        self.writers = defaultdict[int, list[OpCall]](list)
+        for call in calls:
+            for storage in {t.storage for t in call.outputs}:
+                self.writers[storage].append(call)
+
+    def of(self, storages: Iterable[int]) -> Iterator[tuple[OpCall, Groups]]:
+        """Yields calls that are no moves, and the groups of the messages on the way from them."""
+        waiting: list[tuple[int, Groups]] = [(storage, Groups()) for storage in set(storages)]
+        seen = set(waiting)
+        while waiting:
+            storage, groups = waiting.pop()
+            for call in self.writers[storage]:
+                if call.op != COLLECTIVE and not MOVES.match(call.op):
+                    yield call, groups
+                    continue
+                passed = groups | {call.kwargs["ranks"]} if call.op == COLLECTIVE else groups
+                found = {(t.storage, passed) for t in call.tensors()} - seen
+                seen |= found
+                waiting += found
+
+
+def _summed(calls: Sequence[OpCall], origins: Origins, tokens: set[int]) -> Groups | None:
+    """The groups over which the gradient of a weight is summed that all ``tokens`` pass.
+
+    Any weight's where no tokens are known, or none of them sees all; None where gradients of such
+    weights are not found, or differ.
+    """
+    found = dict[int, tuple[bool, Groups]]()
+    for call, groups in origins.of(
+        t.storage for c in calls if c.phase != "backward" for t in c.tensors()
+    ):
+        rows = _rows(call)
+        if rows and call.phase == "backward" and not call.recomputed:
+            _, before = found.get(id(call), (False, Groups()))
+            found[id(call)] = rows in tokens, max(before, groups, key=_size)
+    sure = {groups for of_all, groups in found.values() if of_all}
+    if sure:
+        return next(iter(sure)) if len(set(map(_size, sure))) == 1 else None
+    return max((groups for _, groups in found.values()), key=_size, default=None)
+
+
+def _rows(call: OpCall) -> int:
+    """The rows that the gradient of a weight sums up; 0 for other ops."""
+    name = call.op.split(".")[1]
+    if name in ("mm", "_scaled_mm"):
+        return int(call.args[0].shape[-1])
+    if name in ("embedding_dense_backward", "convolution_backward"):
+        return int(call.args[1].numel if name.startswith("embedding") else call.args[0].shape[0])
+    return 0
+
+
+def _passes_activations(calls: Sequence[OpCall], origins: Origins) -> bool:
+    """Whether a rank sends others what it computed in forward, before the last backward ends."""
+    last = max((i for i, c in enumerate(calls) if c.phase == "backward"), default=len(calls))
+    sent = [c for c in calls[:last] if c.op == COLLECTIVE and c.phase == "forward"]
+    return any(
+        made.phase == "forward"
+        for call in sent
+        if call.kwargs["kind"] not in PASS_NO_ACTIVATIONS
+        for made, _ in origins.of(t.storage for t in call.tensors())
+    )
+
+
+def _parts_of_sequences(calls: Sequence[OpCall], origins: Origins) -> Groups:
+    """The groups of ranks among which sequences are cut: keys reach attention in messages."""
+    found = Groups()
+    for call in calls:
+        if call.op == ATTENTION and call.phase == "forward":
+            for _, groups in origins.of(t.storage for t in call.tensors()):
+                found |= groups
+    return found
+
+
+def _ranks(groups: Groups) -> set[int]:
+    return {rank for group in groups for rank in group}
+
+
+def _size(groups: Iterable[tuple[int, ...]] | None) -> int:
+    """How many ranks groups along axes of a mesh reach one after the other; 0 if not known."""
+    if groups is None:
+        return 0
+    reached, size = set[int](), 1
+    for group in sorted(groups, key=len, reverse=True):
+        size = size * len(group) // max(1, len(reached.intersection(group)))
+        reached.update(group)
+    return size
