@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary, WeakSet
@@ -99,17 +99,16 @@ def _for_real(mode: TorchFunctionMode | None = None) -> Iterator[None]:
     stays on, which takes time at every call of torch.
     """
     unhooked = patch.multiple(module, _global_forward_hooks={}, _global_forward_pre_hooks={})
-    functions = _alone(mode) if mode else torch._C.DisableTorchFunction()
-    with _disable_current_modes(), functions, unhooked:
+    with _disable_current_modes(), _alone(mode), unhooked:
         yield
 
 
 @contextmanager
-def _alone(mode: TorchFunctionMode) -> Iterator[None]:
-    """Run under this mode of torch functions, and no other."""
+def _alone(mode: TorchFunctionMode | None) -> Iterator[None]:
+    """Run under this mode of torch functions, or none; kinds of tensors keep their own."""
     others = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
     try:
-        with mode:
+        with mode or nullcontext():
             yield
     finally:
         for one in reversed(others):

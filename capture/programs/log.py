@@ -44,6 +44,7 @@ from itercast.capture.recorder.facts import note_message
 from itercast.capture.recorder.fake import asked_of
 from itercast.capture.recorder.log import DTYPES, OpLog
 from itercast.capture.recorder.routing import Routing
+from itercast.capture.recorder.sparse import values_of
 from itercast.capture.recorder.watch import MadeBy
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention.default
@@ -108,9 +109,9 @@ class ProgramLog(OpLog):
     def storage(self, tensor: Any) -> int:
         """The number of the memory behind a tensor; its bytes count until it is freed.
 
-        A tensor on the meta device has none.
+        A sparse one's are those of its values, a tensor on the meta device has none.
         """
-        memory = tensor.untyped_storage()
+        memory = values_of(tensor).untyped_storage()
         key = memory._cdata
         if key not in self._storages:
             self._storages[key] = next(self.numbers)

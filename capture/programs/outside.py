@@ -159,12 +159,13 @@ def _spawned(function: Callable[..., Any], args: Any = (), *more: Any, **options
 def _rank_of_processes(owns: Callable[[str], bool]) -> Iterator[None]:
     """Of processes that the script starts for its ranks, run this rank's here, no other.
 
-    Those that modules outside of its folder start, such as readers of data, are threads.
+    Daemons, such as readers of data, and those that modules outside of its folder start, are
+    threads.
     """
     start, join, started = BaseProcess.start, BaseProcess.join, Counter[Any]()
 
     def starting(own: Any) -> None:
-        if not owns(sys._getframe(1).f_code.co_filename):
+        if own.daemon or not owns(sys._getframe(1).f_code.co_filename):
             if _by_loader():
                 start(own)
             else:

@@ -96,10 +96,13 @@ def flatten_lists(values: Sequence[Argument]) -> list[Argument]:
 def share_passing_finite_check(name: str, args: Args) -> float | None:
     """Share of elements for which a check for NaN or infinity is true, all numbers being finite.
 
-    ``x == x`` is such a check, and ``x == inf``. None for any other op.
+    ``x == x`` is such a check, and ``x == inf``; ``torch.distributions`` asks ``_is_all_true`` of
+    its arguments. None for any other op.
     """
     if name in ("isnan", "isinf"):
         return 0.0
+    if name == "_is_all_true":
+        return 1.0
     if name not in ("eq", "ne"):
         return None
     same = args[1] is args[0]

@@ -15,6 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _device
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from itercast.capture.recorder.sparse import values_of
+
 OURS = ("torch", "itercast")  # packages whose code finds tensors on the CPU, where they are
 TYPES = ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool")
 PARSE_TO = torch._C._nn._parse_to
@@ -74,8 +76,8 @@ def _parts(tensor: Any) -> list[torch.Tensor]:
         names, _ = tensor.__tensor_flatten__()
         held = (getattr(tensor, name) for name in names)  # a mesh is one of a DTensor's too
         return [part for one in held if isinstance(one, torch.Tensor) for part in _parts(one)]
-    unknown = tensor.is_meta or tensor.layout != torch.strided
-    return [] if unknown else [tensor]
+    memory = tensor if tensor.is_meta else values_of(tensor)
+    return [] if memory.is_meta or memory.layout != torch.strided else [memory]
 
 
 @contextmanager

@@ -127,6 +127,7 @@ assert turned.stride() == (1, 3) and turned.dtype == torch.half and not turned.r
 """
 CHOSEN = """
 weights = torch.rand(1, 3, device="cuda")
+drawn = torch.distributions.Normal(weights, weights.exp()).rsample()
 loaders = [iter([1] * 9)]
 assert next(loaders[torch.ones(1).multinomial(1).item()]) == 1
 assert torch.multinomial(weights, 3).tolist() == [[0, 1, 2]]
@@ -168,6 +169,76 @@ def test_a_script_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text:
 def test_weights_that_are_not_there_are_noted(tmp_path: Path) -> None:
     (note,) = captured(written(tmp_path, TRAIN + WEIGHTS + STEPS), gpus=1).notes
     assert note.startswith("resnet.pth is not on this machine: weights are taken to be")
+
+
+READERS = """
+import multiprocessing
+def read(queue):
+    while True:
+        queue.put([1.0] * 8)
+queue = multiprocessing.Queue(3)
+for _ in range(2):
+    multiprocessing.Process(target=read, args=(queue,), daemon=True).start()
+for step in range(9):
+    (model(torch.tensor([queue.get()]).cuda()).sum()).backward(); optimizer.step()
+"""
+
+
+def test_daemons_that_make_batches_run_beside_the_script(tmp_path: Path) -> None:
+    """Ranks run where they are started, up to their end: this process has none."""
+    calls = captured(written(tmp_path, TRAIN + READERS), gpus=1).ranks[0].calls
+    (product,) = (c for c in calls if c.op == "aten.addmm.default")
+    assert product.outputs[0].shape == (1, 8)
+
+
+NAMED_TENSORS = """
+class Named(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        made = super().__torch_function__(func, types, args, kwargs or {})
+        made.origin = args[0].origin
+        return made
+class Scans(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, i):
+        scan = torch.ones(16).as_subclass(Named)
+        scan.origin = i
+        assert (scan[:8] * 2).origin == i
+        return (scan[:8] * 2).as_subclass(torch.Tensor)
+for scans in torch.utils.data.DataLoader(Scans(), batch_size=4, num_workers=WORKERS):
+    (model(scans.cuda()).sum()).backward(); optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_datasets_use_kinds_of_tensors_with_functions_of_their_own(
+    tmp_path: Path, workers: str
+) -> None:
+    """As MONAI's, whose tensors keep the origin of a scan."""
+    text = TRAIN + NAMED_TENSORS.replace("WORKERS", workers)
+    assert captured(written(tmp_path, text), gpus=1).samples == 4
+
+
+SPARSE = """
+places, values = torch.tensor([[0, 1, 2, 0], [1, 2, 0, 2]]), torch.rand(4)
+graph = torch.sparse_coo_tensor(places, values, (3, 3)).cuda().coalesce()
+rows = graph.to_sparse_csr()
+assert graph.is_cuda and rows.device.type == "cuda"
+table = torch.nn.Embedding(10, 8, sparse=True).cuda()
+of_table = torch.optim.SparseAdam(table.parameters())
+for step in range(9):
+    x = model(table(torch.tensor([1, 2, 2]).cuda()))
+    (torch.spmm(graph, x) + rows @ x).sum().backward()
+    optimizer.step(); of_table.step(); of_table.zero_grad()
+"""
+
+
+def test_products_with_sparse_matrices_of_a_script(tmp_path: Path) -> None:
+    """Two of 3 x 3 with 3 x 8, each with 4 entries, and the two of their backward."""
+    calls = captured(written(tmp_path, TRAIN + SPARSE), gpus=1).ranks[0].calls
+    sparse = [c for c in calls if c.op == "aten.mm.default" and c.tensors()[0].nnz == 4]
+    assert [c.outputs[0].shape for c in sparse] == 4 * [(3, 8)]
 
 
 def test_a_kernel_of_own_cuda_source_is_a_pass_over_its_tensors(tmp_path: Path) -> None:
