@@ -64,6 +64,7 @@ class PricedOp:
     ``waits``: the host waits for its end. ``nbytes``: of a message or copy. ``nodes``: among how
     many a message is sent. ``product``: a matrix product, convolution or attention. ``beside``: by
     how much a message and compute slow each other; None: as any two tasks of the device.
+    ``hidden_us``: more time that a message takes, beside compute, which is no part of the duration.
     """
 
     op: str
@@ -81,12 +82,14 @@ class PricedOp:
     nodes: int = 1
     product: bool = False
     beside: Beside | None = None
+    hidden_us: float = 0.0
 
     def over(self, n: float) -> PricedOp:
         """Its mean over n steps, of which one has it."""
         if n == 1:
             return self
-        return replace(self, duration_us=self.duration_us / n, latency_us=self.latency_us / n)
+        times = ("duration_us", "latency_us", "hidden_us")
+        return replace(self, **{name: getattr(self, name) / n for name in times})
 
     def among(self, size: int, per_node: int, machine: Factors) -> PricedOp:
         """A message as long as it takes among these ranks of a machine."""

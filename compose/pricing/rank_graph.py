@@ -282,8 +282,9 @@ def price_calls(graph: RankGraph, plan: ParallelPlan, book: PriceBook, where: Cl
         if us:
             product_us = share * sum(op.duration_us for op in beside if op.product)
             contention = book.contention_of(sent, product_us / us)
-            both = side_by_side_us(us, sent.duration_us, contention)
-            ops[i] = replace(sent, duration_us=both - us)
+            exposed_us = side_by_side_us(us, sent.duration_us, contention) - us
+            hidden_us = max(0.0, sent.duration_us - exposed_us)
+            ops[i] = replace(sent, duration_us=exposed_us, hidden_us=hidden_us)
     return ops
 
 

@@ -22,7 +22,8 @@ class Tally:
 
     ``us``: time by family; host work is among it on a CPU alone, where it is on the compute lane.
     ``compute``, ``comm`` and ``host`` are sums by lane. ``far_us``: messages between nodes;
-    ``doublings_us``: these, times how often their two nodes were doubled.
+    ``doublings_us``: these, times how often their two nodes were doubled. ``hidden_us``: messages
+    beside compute, of those priced by what it does not hide.
     """
 
     on_cpu: bool
@@ -32,6 +33,7 @@ class Tally:
     host: AssumedTime = field(default_factory=AssumedTime)
     far_us: float = 0.0
     doublings_us: float = 0.0
+    hidden_us: float = 0.0
 
     def count(self, ops: Iterable[PricedOp], times: float = 1.0) -> None:
         """Count ops, messages and host work that run ``times`` times."""
@@ -40,6 +42,7 @@ class Tally:
                 self.us[op.family] = self.us.get(op.family, 0.0) + times * op.duration_us
             lane = {"comm": self.comm, PYTHON: self.host}.get(op.phase, self.compute)
             lane.add_us(times * op.duration_us, op.assumed)
+            self.hidden_us += times * op.hidden_us
             if op.nodes > 1:
                 self.far_us += times * op.duration_us
                 self.doublings_us += times * op.duration_us * log2(op.nodes / 2)
@@ -52,6 +55,7 @@ class Tally:
             getattr(self, lane).add_all(getattr(other, lane), times)
         self.far_us += times * other.far_us
         self.doublings_us += times * other.doublings_us
+        self.hidden_us += times * other.hidden_us
 
     @property
     def unmodelled_frac(self) -> float:
@@ -114,7 +118,6 @@ def on_slowest(
     lanes, runs = step.lanes_of(slowest), step.runs_of(slowest)
     sends_us, bubble_us = step.schedule_us(slowest)
     exposed_us = min(lanes.exposed_us + sends_us, max(0.0, max(totals) - lanes.compute_us))
-    comm_us = exposed_us + max(0.0, lanes.comm_us - lanes.exposed_us)
     pairs = zip(ranks, memories, strict=True)
     left = [room_bytes(r.book.gpu, r.plan) - sum(m.values()) for r, m in pairs]
     fullest = left.index(min(left))
@@ -124,6 +127,7 @@ def on_slowest(
         tally.count(run.added, n)
     for op, times in step.others_of(slowest):
         tally.count([op], times)
+    comm_us = exposed_us + max(0.0, lanes.comm_us - lanes.exposed_us) + tally.hidden_us
     return broken_down(
         Shares(max(totals), lanes.compute_us, exposed_us, comm_us),
         tally,

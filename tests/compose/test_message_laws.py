@@ -275,6 +275,22 @@ def test_collectives_overlap_the_products_they_belong_to() -> None:
     assert times[0].exposed_comm_us > times[1].exposed_comm_us
 
 
+@pytest.mark.parametrize(
+    ("case", "plan", "key"),
+    [
+        ("moe", "dp=4,ep=2,accumulate=4", "ep_overlap"),
+        ("moe", "dp=4,ep=2,zero=3,accumulate=4", "ep_overlap"),
+        ("gpt", "tp=2,sp", "tp_overlap"),
+        ("gpt", "tp=2,sp,pp=2,micro=4", "tp_overlap"),
+    ],
+)
+def test_messages_that_compute_hides_count_as_sent(case: str, plan: str, key: str) -> None:
+    """What is no longer exposed is sent beside compute: their sum stays."""
+    plain, less = (outcome(case, text, pricer=Slow) for text in (plan, f"{plan},{key}"))
+    assert less.exposed_comm_us < plain.exposed_comm_us
+    assert less.comm_us == pytest.approx(plain.comm_us)
+
+
 def test_messages_to_experts_run_beside_other_micro_batches() -> None:
     """Of four micro-batches three have another one's compute beside their messages.
 
