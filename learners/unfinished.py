@@ -27,8 +27,9 @@ from itercast.learners.train import (
     fit_in_turn,
 )
 
-HERE = Path(__file__).parent
-CODE = (HERE, HERE.parent / "microbench/ops")  # that decides what is learned from rows
+ROOT = Path(__file__).parents[1]
+# That decides what is learned from rows.
+CODE = [ROOT / room for room in ("learners", "microbench/ops", "extras")]
 
 
 def unfinished(out: Path) -> Path:
