@@ -2,7 +2,8 @@
 
 ``from itercast.capture.base.slow_imports import torch`` imports nothing yet. Formulas, names and
 readers of files do without torch, also where it is not installed; forecasts whose captures and
-prices are kept do without torch, pandas and xgboost.
+prices are kept do without torch, pandas and xgboost. What a script imports later is changed as soon
+as it is there (``once_imported``).
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import atexit
 import gc
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
 
 from itercast.capture.base.garbage import without_garbage_collection
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     import xgboost as xgb
 
-__all__ = ["dist", "pa", "pd", "pq", "torch", "without_scikit_learn", "xgb"]
+__all__ = ["dist", "once_imported", "pa", "pd", "pq", "torch", "without_scikit_learn", "xgb"]
 
 
 class LazyModule:
@@ -76,3 +79,33 @@ def without_scikit_learn() -> Iterator[None]:
         yield
     finally:
         del sys.modules["sklearn"]
+
+
+@contextmanager
+def once_imported(name: str, act: Callable[[Any], None]) -> Iterator[None]:
+    """Call ``act`` with the module of this name: now, or when the program imports it."""
+    if name in sys.modules:
+        act(sys.modules[name])
+        yield
+        return
+
+    class Finder:
+        @staticmethod
+        def find_spec(asked: str, path: Any = None, target: Any = None) -> Any:
+            found = PathFinder.find_spec(asked, path) if asked == name else None
+            loader: Any = found and found.loader
+            if loader:
+                loader.exec_module = partial(_load, loader.exec_module, act)
+            return found
+
+    finder: Any = Finder()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+def _load(load: Callable[[Any], None], act: Callable[[Any], None], module: Any) -> None:
+    load(module)
+    act(module)

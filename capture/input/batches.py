@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary, WeakSet
@@ -115,10 +116,13 @@ def _alone(mode: TorchFunctionMode | None) -> Iterator[None]:
             _push_mode(one)
 
 
-def _fill(owner: Any, seen: set[int]) -> None:
+Known = Callable[[torch.Tensor], torch.Tensor | None]  # the values of a fake tensor
+
+
+def _fill(owner: Any, seen: set[int], known: Known) -> None:
     """Give data to the fake tensors that an object holds, in attributes, lists and dicts too.
 
-    Constants keep their values, other tensors are zeros.
+    Tensors with ``known`` values have those, others zeros.
     """
     if id(owner) in seen or isinstance(owner, type | str | bytes):
         return
@@ -131,17 +135,18 @@ def _fill(owner: Any, seen: set[int]) -> None:
     for place in places[:MOST_PLACES]:
         value = held[place]
         if isinstance(value, FakeTensor):
-            held[place] = _with_data(value)
+            held[place] = _with_data(known, value)
         elif isinstance(value, tuple):
-            held[place] = tree_map(_with_data, value)
+            held[place] = tree_map(partial(_with_data, known), value)
         else:
-            _fill(value, seen)
+            _fill(value, seen, known)
 
 
-def _with_data(value: Any) -> Any:
+def _with_data(known: Known, value: Any) -> Any:
     if not isinstance(value, FakeTensor):
         return value
-    return torch.zeros(value.shape, dtype=value.dtype) if value.constant is None else value.constant
+    values = known(value)
+    return torch.zeros(value.shape, dtype=value.dtype) if values is None else values
 
 
 @contextmanager
@@ -162,10 +167,11 @@ def _one_worker(loader: Any) -> Iterator[None]:
 
 
 @contextmanager
-def real_batches(taken: TakenBatches, gpu: Any = None) -> Iterator[None]:
+def real_batches(taken: TakenBatches, known: Known, gpu: Any = None) -> Iterator[None]:
     """Let DataLoaders load real data inside the context, although all else is fake.
 
-    What is read from files into storages, as safetensors does, becomes fake too. ``gpu`` is a mode
+    A dataset that holds fake tensors gets data: the values that are ``known``, else zeros. What is
+    read from files into storages, as safetensors does, becomes fake too. ``gpu`` is a mode
     for what puts tensors on a GPU that is not there, and has its ``memory``: a loader without
     workers is under it for its first batch, and for all where that puts something there.
     """
@@ -215,7 +221,7 @@ def real_batches(taken: TakenBatches, gpu: Any = None) -> Iterator[None]:
 
     def making(loader: Any) -> Any:
         with _for_real(), _one_worker(loader):
-            _fill(loader.dataset, set())
+            _fill(loader.dataset, set(), known)
             return make(loader)
 
     with (

@@ -155,7 +155,7 @@ def _capture_rank(
 def _numbers(tensor: FakeTensor, log: ProgramLog, *, force: bool = False) -> Any:
     """As ``Tensor.numpy``: numbers that the host reads; they are ones where nobody knows them."""
     log.read_by_host(tensor)
-    known = log.routing.facts.get(tensor) if log.routing is not None else None
+    known = log.routing.facts.get(tensor)
     with _disable_current_modes():
         if known is not None and known.values is not None:
             return known.values.clone().numpy()

@@ -75,6 +75,8 @@ class ProgramLog(OpLog):
     alike some are repeated, in place of run.
     """
 
+    routing: Routing
+
     def __init__(self, *, repeats: bool = True) -> None:
         self.repeats = repeats
         self.guesses: dict[str, StackSummary] = {}  # what was guessed of data, where it was first

@@ -126,7 +126,7 @@ def capture_script(
                 stack.enter_context(gpus_that_are_not_there(gpu, there, rank % per_node, log))
             stack.enter_context(nothing_outside(script.owns))
             on_gpu = OnCpu(log.gpu_memory) if gpu.kind != "cpu" else None
-            stack.enter_context(real_batches(taken, on_gpu))
+            stack.enter_context(real_batches(taken, log.routing.known_values, on_gpu))
             stack.enter_context(own_kernels(log))
             stack.enter_context(weights_not_downloaded(log.guesses))
             steps = _run_until(script, log, taken, finder)

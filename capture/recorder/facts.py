@@ -7,10 +7,14 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import isinf
 from typing import Any
+from weakref import finalize
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
 
 from itercast.capture.collectives import exchanged
 from itercast.capture.opcall import Args, Argument, Kwargs
@@ -110,6 +114,17 @@ def share_passing_finite_check(name: str, args: Args) -> float | None:
     return float((name == "eq") == same) if same or infinite else None
 
 
+def overwrites(func: OpOverload) -> bool:
+    """Whether an op writes over its first argument."""
+    alias = func._schema.arguments[0].alias_info
+    return alias is not None and alias.is_write
+
+
+def is_random(func: OpOverload) -> bool:
+    """Whether an op's results are drawn at random."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
 def is_mask(value: object) -> bool:
     """Whether a value selects elements when it is used as an index."""
     return isinstance(value, torch.Tensor) and value.dtype in (torch.bool, torch.uint8)
@@ -200,3 +215,48 @@ def absorbed(name: str, facts: Sequence[Fact | None], output: Argument) -> Tenso
         if kind in OR and output.dtype == torch.bool and fact.values.all():
             return torch.ones(output.shape, dtype=output.dtype)
     return None
+
+
+class Known:
+    """What is known of tensors that are alive."""
+
+    def __init__(self) -> None:
+        self.facts: Any = WeakIdKeyDictionary()
+        self._overwritten = set[int]()  # memory of values that are no longer a tensor's
+
+    def _fact(self, value: Argument) -> Fact | None:
+        """What is known of a tensor; of a real one that is small, its values."""
+        if not isinstance(value, torch.Tensor):
+            return None
+        fact: Fact | None = self.facts.get(value)
+        if fact is None and not isinstance(value, FakeTensor) and is_small_integer(value):
+            fact = Fact(values=value)
+        if fact is None or fact.values is None:
+            return fact
+        overwritten = fact.values.untyped_storage()._cdata in self._overwritten
+        replaced = fact.values.shape != value.shape  # what ``tensor.data`` was before
+        return None if overwritten or replaced else fact
+
+    def _forget(self, values: Tensor) -> None:
+        """Nothing is known any more of the tensors that share the memory of these values."""
+        memory = values.untyped_storage()
+        self._overwritten.add(memory._cdata)
+        finalize(memory, self._overwritten.discard, memory._cdata)
+
+    def known_values(self, tensor: Tensor) -> Tensor | None:
+        """A fake tensor's values, which ops on it write over; None if nobody knows them."""
+        fact = self._fact(tensor)
+        constant: Tensor | None = tensor.constant  # type: ignore[attr-defined]
+        return constant if fact is None or fact.values is None else fact.values
+
+    def _known_by_value(self, args: Args) -> bool:
+        """Whether there are tensors among the arguments, all with known values."""
+        facts = [self._fact(a) for a in flatten_lists(args) if isinstance(a, torch.Tensor)]
+        return bool(facts) and all(f is not None and f.values is not None for f in facts)
+
+    def _with_values(self, value: Argument) -> Argument:
+        """Arguments with their tensors replaced by known values."""
+        if isinstance(value, list | tuple):
+            return [self._with_values(v) for v in value]
+        fact = self._fact(value)
+        return value if fact is None else fact.values

@@ -19,6 +19,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
+from itercast.capture.base.slow_imports import once_imported
 from itercast.capture.opcall import Args, Argument, Kwargs
 from itercast.capture.recorder.attention import flex_as_sdpa
 from itercast.capture.recorder.fake import fake_tensor, make_subclass
@@ -253,12 +254,15 @@ def _transformers_runs_eagerly() -> Iterator[None]:
     It would build causal masks that eager steps leave to the attention kernel. Its looks at token
     values are left out too: for padding, to warn of it, and for places of images, to count them.
     """
-    module: Any = sys.modules.get("transformers.utils.import_utils")
     models: Any = sys.modules.get("transformers.modeling_utils")
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, TRANSFORMERS_DISABLE_TORCH_CHECK="1"))
-        if hasattr(module, "is_fake_tensor"):
-            stack.enter_context(patch.object(module, "is_fake_tensor", lambda value: False))
+
+        def no_graph(module: Any) -> None:
+            never = patch.object(module, "is_fake_tensor", lambda value: False, create=True)
+            stack.enter_context(never)
+
+        stack.enter_context(once_imported("transformers.utils.import_utils", no_graph))
         if hasattr(models, "PreTrainedModel"):
             silent = patch.object(models.PreTrainedModel, WARNS, lambda *args: None, create=True)
             stack.enter_context(silent)

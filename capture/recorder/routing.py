@@ -18,7 +18,6 @@ from collections import Counter
 from dataclasses import replace
 from math import ceil, inf, prod
 from traceback import StackSummary, extract_stack
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +25,6 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.user_errors import passing, user_line
@@ -35,6 +33,7 @@ from itercast.capture.recorder.facts import (
     FILLED_LIMIT,
     KNOWN_LIMIT,
     Fact,
+    Known,
     absorbed,
     evenly_spread,
     fact_of_comparison,
@@ -43,8 +42,10 @@ from itercast.capture.recorder.facts import (
     index_axis,
     is_mask,
     is_number,
+    is_random,
     is_small_integer,
     may_be_certain,
+    overwrites,
     share_passing_finite_check,
 )
 from itercast.capture.recorder.fake_patches import CORRECTED, run_quickly
@@ -68,14 +69,14 @@ KEEP = {
 }
 
 
-class Routing:
+class Routing(Known):
     """Runs ops on fake tensors and keeps what is known about the values of integers and masks.
 
     ``guesses``: where it is given, what was guessed, and the stack where it was first.
     """
 
     def __init__(self, guesses: dict[str, StackSummary] | None = None) -> None:
-        self.facts: Any = WeakIdKeyDictionary()
+        super().__init__()
         self.guesses = guesses
         self.reads = Counter[tuple[str, int]]()  # of guesses, by the user's line
 
@@ -181,6 +182,12 @@ class Routing:
     ) -> None:
         """Keep what follows from an op for its output; ``known`` is about its first argument."""
         name = func._schema.name.removeprefix("aten::")
+        if known is not None and known.values is not None and overwrites(func):
+            if is_random(func) or not self._known_by_value(args):
+                self._forget(known.values)
+            else:
+                self._note_values(func, args, kwargs, output)
+            return
         if self.guesses is not None and self._note_certain(name, args, output):
             return
         if name in ONES:
@@ -344,32 +351,15 @@ class Routing:
         else:
             self.facts[output] = Fact(mean=total / max(1, prod(output.shape)))
 
-    def _fact(self, value: Argument) -> Fact | None:
-        """What is known of a tensor; of a real one that is small, its values."""
-        if not isinstance(value, torch.Tensor):
-            return None
-        fact: Fact | None = self.facts.get(value)
-        if fact is not None and fact.values is not None and fact.values.shape != value.shape:
-            fact = None  # of what ``tensor.data`` was before it was replaced
-        if fact is None and not isinstance(value, FakeTensor) and is_small_integer(value):
-            return Fact(values=value)
-        return fact
-
-    def _known_by_value(self, args: Args) -> bool:
-        """Whether there are tensors among the arguments, all with known values."""
-        facts = [self._fact(a) for a in flatten_lists(args) if isinstance(a, torch.Tensor)]
-        return bool(facts) and all(f is not None and f.values is not None for f in facts)
-
     def _note_values(self, func: OpOverload, args: Args, kwargs: Kwargs, output: Argument) -> None:
         """Keep the values of an op's outputs, computed by the same op.
 
         They are integers and masks, and floats of ``linspace``: rates of dropped layers, by depth.
         """
         outputs = [t for t in flatten_lists([output]) if isinstance(t, torch.Tensor)]
-        random = torch.Tag.nondeterministic_seeded in func.tags
         name = func._schema.name.removeprefix("aten::")
         floats = name in (*COUNTED, *KEEP) and sum(t.numel() for t in outputs) <= FILLED_LIMIT
-        if random or not (floats or all(map(is_small_integer, outputs))):
+        if is_random(func) or not (floats or all(map(is_small_integer, outputs))):
             for tensor in outputs:
                 self.facts.pop(tensor, None)
             return
@@ -391,10 +381,3 @@ class Routing:
         for tensor, known in zip(outputs, values, strict=True):
             self.facts[tensor] = Fact(values=known)
         return tuple(outputs) if isinstance(result, tuple) else outputs[0]
-
-    def _with_values(self, value: Argument) -> Argument:
-        """Arguments with their tensors replaced by known values."""
-        if isinstance(value, list | tuple):
-            return [self._with_values(v) for v in value]
-        fact = self._fact(value)
-        return value if fact is None else fact.values

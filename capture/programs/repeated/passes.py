@@ -45,7 +45,7 @@ class Form:
     @classmethod
     def of(cls, tensor: torch.Tensor, log: ProgramLog) -> Form:
         """The form of a fake tensor."""
-        fact = log.routing.facts.get(tensor) if log.routing is not None else None
+        fact = log.routing.facts.get(tensor)
         known: Any = fact and (fact.mean, fact.top, fact.drawn, fact.guessed)
         if fact is not None and fact.values is not None:
             with _disable_current_modes():
@@ -65,7 +65,7 @@ class Form:
         made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
         if self.on_gpu:
             log.gpu_memory.add(made)
-        if self.fact is not None and log.routing is not None:
+        if self.fact is not None:
             log.routing.facts[made] = self.fact
         return made
 

@@ -1,9 +1,15 @@
-"""Slow packages are imported when they are used, and leave as they should."""
+"""Slow packages are imported when they are used; modules are changed once they are there."""
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+
+from itercast.capture.base.slow_imports import once_imported
 
 TREES = """
 import atexit
@@ -25,3 +31,21 @@ def test_no_cycles_are_looked_for_while_a_package_is_imported() -> None:
     code += "pd.DataFrame; print(len(seen), gc.isenabled())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert int(done.stdout.split()[0]) < 10 and done.stdout.split()[1] == "True", done.stderr
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_module_is_changed_once_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: bool
+) -> None:
+    """Imported before or inside the context; others are as ever, and so are imports after it."""
+    (tmp_path / "asked.py").write_text("number = 1")
+    (tmp_path / "other.py").write_text("number = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    finders = list(sys.meta_path)
+    if before:
+        importlib.import_module("asked")
+    with once_imported("asked", lambda module: setattr(module, "number", 2)):
+        numbers = [importlib.import_module(name).number for name in ("asked", "other")]
+    assert numbers == [2, 1] and sys.meta_path == finders
+    for name in ("asked", "other"):
+        del sys.modules[name]

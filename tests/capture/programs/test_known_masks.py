@@ -1,0 +1,87 @@
+"""What scripts know of their masks decides whether attention is causal or masked."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_scripts import captured, written
+
+SDPA = torch.nn.functional.scaled_dot_product_attention
+MASKS = """
+import sys
+import torch
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+given, length = sys.argv[1], 32
+small = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **small))
+device = "cuda" if torch.cuda.is_available() else "cpu"
+
+def sample(i):
+    tokens = torch.randint(1, 64, (length,))
+    mask = torch.ones(length, dtype=torch.long)
+    if given == "zeros at the end":
+        mask[length - 1 - i % 5 :] = 0
+    if given == "lengths":
+        mask = (torch.arange(length) < length - i % 5).long()
+    if given == "positions":
+        return {"input_ids": tokens, "position_ids": torch.arange(length)}
+    if given == "packed positions":
+        return {"input_ids": tokens, "position_ids": torch.arange(length) % 8}
+    masked = {} if given == "nothing" else {"attention_mask": mask}
+    return {"input_ids": tokens, **masked}
+
+model.to(device)
+optimizer = torch.optim.SGD(model.parameters())
+for batch, _ in zip(DataLoader([sample(i) for i in range(64)], batch_size=4), range(4)):
+    batch = {name: tensor.to(device) for name, tensor in batch.items()}
+    if given.startswith("made on the GPU"):
+        batch["attention_mask"] = torch.ones(4, length, dtype=torch.long, device=device)
+    if given.endswith("cut"):
+        batch["attention_mask"][:, length // 2 :] = 0
+    if given.endswith("cut at random"):
+        batch["attention_mask"][:, 1:] = torch.rand(4, length - 1, device=device).long()
+    if given == "other tokens":
+        batch["attention_mask"] = (batch["input_ids"] != 0).long()
+    loss = model(**batch, labels=batch["input_ids"], use_cache=False).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "masked"),
+    [
+        *(("nothing", False), ("ones", False), ("other tokens", False), ("positions", False)),
+        ("made on the GPU", False),
+        *(("zeros at the end", True), ("lengths", True), ("packed positions", True)),
+        *(("cut", True), ("made on the GPU, cut", True), ("made on the GPU, cut at random", True)),
+    ],
+)
+def test_attention_is_masked_where_a_real_step_masks_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, masked: bool
+) -> None:
+    """A mask of ones is left to ``is_causal``, as transformers does; one with a zero is not.
+
+    The same script runs for real, too, and says what its attention was given.
+    """
+    path, real = written(tmp_path, MASKS), set[tuple[bool, bool]]()
+
+    def seen(*args: Any, attn_mask: Any = None, is_causal: bool = False, **options: Any) -> Any:
+        real.add((is_causal, attn_mask is not None))
+        return SDPA(*args, attn_mask=attn_mask, is_causal=is_causal, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.nn.functional, "scaled_dot_product_attention", seen)
+        patched.setattr(sys, "argv", [str(path), given])
+        runpy.run_path(str(path))
+    calls = captured(path, given, gpus=1).ranks[0].calls
+    attention = [c.kwargs for c in calls if c.op == "itercast.sdpa"]
+    assert [(c["is_causal"], c["masked"]) for c in attention] == [(not masked, masked)] == [*real]
