@@ -25,9 +25,10 @@ for step in range(10):
 
 
 def captured(
-    path: Path, *arguments: str, gpu: EmulatedGpu = H100, gpus: int = 64
+    path: Path, *arguments: str, gpu: EmulatedGpu = H100, gpus: int = 64, steps: int = 3
 ) -> ProgramCapture:
-    return capture_script(Script(path=path, arguments=arguments), gpu, gpus, 8, TakenBatches())
+    script = Script(path=path, arguments=arguments, steps=steps)
+    return capture_script(script, gpu, gpus, 8, TakenBatches())
 
 
 def written(folder: Path, text: str) -> Path:

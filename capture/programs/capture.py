@@ -278,7 +278,9 @@ def _phases(log: ProgramLog) -> Iterator[None]:
 
     def after_forward(module: Any, args: Any, output: Any) -> None:
         if not log.module:
+            log.returned = output
             log.ended("forward", module)
+            log.returned = None
 
     with ExitStack() as stack:
         for hook in (

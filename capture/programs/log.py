@@ -83,6 +83,7 @@ class ProgramLog(OpLog):
         super().__init__(Routing(self.guesses), in_tf32)
         self.after_graph: list[Callable[[], None]] | None = None  # while a CUDA graph is captured
         self.ended: Callable[[str, Any], None] = lambda kind, owner: None  # told what may be a step
+        self.returned: Any = None  # by the model whose forward ends
         self.gpu_memory = GpuMemory(lambda: self.stream)
         self.host_memory, self._on_host = GpuMemory(), False  # shards that a program offloads
         self.loaded = GpuMemory()  # batches of DataLoaders

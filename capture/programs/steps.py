@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Container, Hashable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import compress
@@ -17,7 +17,13 @@ from itercast.capture.base.durations import counted
 from itercast.capture.input.batches import TakenBatches
 from itercast.capture.opcall import Kwargs, OpCall
 from itercast.capture.programs.log import ProgramLog
-from itercast.capture.programs.repeated.evaluations import Evaluations, loops
+from itercast.capture.programs.repeated.evaluations import (
+    Evaluations,
+    Inference,
+    learned_from,
+    loops,
+)
+from itercast.capture.programs.trained.loss import tensors_of
 
 # What ends a step, from what says least. CUDA graphs are warmed up on a stream of their own.
 KINDS = ("forward", "backward", "update", "warm-up", "optimizer")
@@ -39,8 +45,8 @@ class Step(NamedTuple):
     """What a rank launched in a step, what ended in it, and how often each optimizer stepped.
 
     By ids; ``UPDATES``: how often one did after a backward, others right after it not counted.
-    ``passes``: backwards and updates with the lines that called them, in order. ``evaluated``:
-    whether a model that is trained ran in evaluation.
+    ``passes``: backwards and updates with the lines that called them, in order. ``inferences`` of
+    models in evaluation; ``evaluated``: where such a model is trained, and not by what they made.
     """
 
     calls: list[OpCall]
@@ -52,7 +58,8 @@ class Step(NamedTuple):
     places: set[Place]
     stepped: Counter[int]
     passes: list[tuple[str, Lines]]
-    evaluated: bool
+    inferences: list[Inference]
+    evaluated: set[Place]
 
 
 class Steps:
@@ -66,7 +73,8 @@ class Steps:
 
     An iteration is one step, or several where a loop runs some of its lines less often: rollouts,
     generators that critics outnumber. It lasts until the rarest of them has come again. It is a
-    later one if what is trained was evaluated in it, and not in others.
+    later one if what is trained was evaluated in it, and not in others, or if most of others have
+    another number of micro-batches.
     """
 
     def __init__(
@@ -83,7 +91,8 @@ class Steps:
         self.kind, self.ends = 0, Counter[Hashable]()
         self.ended, self.kept = list[Step](), list[Step]()
         self.places, self.stepped, self.trained = set[Place](), Counter[int](), set[int]()
-        self.passes, self.evaluated = list[tuple[str, Lines]](), False
+        self.passes = list[tuple[str, Lines]]()
+        self.inferences, self.earlier = list[Inference](), list[OpCall]()
         self.enough, self.notes = False, list[str]()
         self.older = WeakSet(_optimizers(()))  # such as another rank's
         self.has_optimizer, self.waited, self.new_gradients = False, 0, False
@@ -124,11 +133,21 @@ class Steps:
         """Note the end of one of ``KINDS``; owner: the optimizer, or the module."""
         if kind == "forward":
             self.evaluations.ran(owner, self.trains_later)
-            self.evaluated |= not owner.training and not self.trained.isdisjoint(
-                map(id, owner.parameters())
-            )
+            if not owner.training:
+                self._note_inference(owner)
         at = KINDS.index("warm-up" if kind == "optimizer" and self.log.stream else kind)
         self._end(at, owner, self.lines())
+
+    def _note_inference(self, model: Any) -> None:
+        """Note what a model in evaluation made: it may be there to be learned from."""
+        made = [getattr(t, "_local_tensor", t) for t in tensors_of(self.log.returned)]
+        one = Inference(
+            calls=len(self.earlier) + len(self.log.calls),
+            storages=set(map(self.log.storage, made)),
+            place=(KINDS.index("forward"), self.lines()),
+            trained=not self.trained.isdisjoint(map(id, model.parameters())),
+        )
+        self.inferences.append(one)
 
     def _end(self, kind: int, owner: Any, lines: Lines) -> None:
         if self.log.after_graph is not None:  # it ends whenever the graph is launched
@@ -150,7 +169,7 @@ class Steps:
         if kind < self.kind:
             return
         if kind > self.kind:
-            self.places = self.places.union(*(step.places for step in self.ended))
+            self._join(self.ended)
             self.kind, self.ends, self.ended, self.kept = kind, Counter(), [], []
         place = (id(owner), lines)
         self.ends[place] += 1
@@ -158,6 +177,14 @@ class Steps:
             self._next(lines)
         if KINDS[kind] == "backward":
             self._waits()
+
+    def _join(self, ended: Sequence[Step]) -> None:
+        """Let what ended as steps, of what says less, be part of the one that runs."""
+        for step in ended[::-1]:
+            self.places |= step.places
+            self.passes[:0] = step.passes
+            later = [replace(x, calls=x.calls + len(step.calls)) for x in self.inferences]
+            self.inferences, self.earlier[:0] = [*step.inferences, *later], step.calls
 
     def _waits(self) -> None:
         """End a script whose optimizers make no more steps, whatever it runs."""
@@ -180,12 +207,25 @@ class Steps:
         """Keep the step that ended, and begin the next one or end the script."""
         if self.enough:
             raise EnoughSteps
-        log = self.log
-        launched = (log.calls, log.networks, log.host)
-        taken = (log.peak_bytes, log.least_bytes, self.taken.samples)
-        ran = (self.places, self.stepped, self.passes)
-        self.ended.append(Step(*launched, *taken, *ran, self.evaluated))
-        self.places, self.stepped, self.passes, self.evaluated = set(), Counter(), [], False
+        log, inferences = self.log, self.inferences
+        learned = learned_from([*self.earlier, *log.calls], inferences)
+        self.ended.append(
+            Step(
+                calls=log.calls,
+                networks=log.networks,
+                host=log.host,
+                peak_bytes=log.peak_bytes,
+                least_bytes=log.least_bytes,
+                samples=self.taken.samples,
+                places=self.places | learned,
+                stepped=self.stepped,
+                passes=self.passes,
+                inferences=inferences,
+                evaluated={one.place for one in inferences if one.trained} - learned,
+            )
+        )
+        self.places, self.stepped, self.passes = set(), Counter(), []
+        self.inferences, self.earlier = [], []
         log.reset()
         self.taken.begin_step()
         kind = KINDS[self.kind]
@@ -209,17 +249,37 @@ class Steps:
         before = {place for place in once if not _in_one_loop(place[1], lines)}
         rarest = min(often.keys() - before, key=often.__getitem__)
         last = [i for i, places in enumerate(steps) if rarest in places][-2:]
-        always = len(steps) > self.wanted + 1 and all(step.evaluated for step in self.ended[1:])
-        if self.ended[-1].evaluated and not always and len(steps) < LONGEST * self.wanted:
-            return False
-        if len(last) == 2 and last[1] == len(steps) - 1 and not self._awaits_optimizers():
+        again = len(last) == 2 and last[1] == len(steps) - 1 and not self._awaits_optimizers()
+        late = len(steps) == LONGEST * self.wanted
+        unlike = self._is_evaluated() or (again and last[0] == len(steps) - 2 and self._is_uneven())
+        if again and (late or not unlike):
             self.kept = self.ended[last[0] + 1 :]
             return True
-        if len(steps) < LONGEST * self.wanted:
-            return False
-        if len(last) == 1:
-            self.notes = [f"what came once in {len(steps)} steps is left out{self.told(rarest[1])}"]
-        return True
+        if self.kept[-1].evaluated and not unlike:
+            self.kept = self.ended[-1:]
+        return late
+
+    def _is_evaluated(self) -> bool:
+        """Whether what is trained was evaluated in the last step, and not in all others."""
+        always = len(self.ended) > self.wanted + 1 and all(x.evaluated for x in self.ended[1:])
+        return bool(self.ended[-1].evaluated) and not always
+
+    def _is_uneven(self) -> bool:
+        """Whether the last step has another number of micro-batches than most."""
+        counts = Counter(len(step.passes) for step in self.ended)
+        return counts[len(self.ended[-1].passes)] < max(counts.values())
+
+    def _left_out(self) -> list[str]:
+        """What the loop runs in some steps, and not in the iteration that was kept."""
+        n, lines = len(self.ended), self.kept[-1].passes[-1][1]
+        kept = set[Place]().union(*(step.places | step.evaluated for step in self.kept))
+        others = Counter(p for step in self.ended for p in (step.places | step.evaluated) - kept)
+        ran = [place for place, _ in others.most_common() if _in_one_loop(place[1], lines)][:1]
+        notes = [f"what ran in {others[p]} of {n} steps is left out{self.told(p[1])}" for p in ran]
+        counts = [len(step.passes) for step in self.ended[1:]]
+        if len(self.kept) == 1 and (unlike := n - 1 - counts.count(len(self.kept[0].passes))):
+            notes.append(f"{unlike} of {n} steps have other numbers of micro-batches")
+        return notes
 
     def _awaits_optimizers(self) -> bool:
         """Whether one was made that has not stepped, nor another with its parameters."""
@@ -228,6 +288,8 @@ class Steps:
 
     def restore(self) -> None:
         """Let the log and the batches be those of the iteration that was kept."""
+        if KINDS[self.kind] == "optimizer":
+            self.notes += self._left_out()
         log, host = self.log, Counter[str]()
         log.calls, log.networks = [], []
         for step in self.kept:

@@ -6,12 +6,15 @@ import ast
 import linecache
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import cache
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
+
+from itercast.capture.opcall import OpCall
 
 PASSES = 2  # of a loop that run
 TRAINING = {"backward", "zero_grad"}  # methods
@@ -95,3 +98,36 @@ def _leave(frame: FrameType, head: int, after: int) -> None:
 
     frame.f_trace = at_line
     sys.settrace(lambda *args: None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inference:
+    """A forward of a model in evaluation: after so many calls of a step it had made ``storages``.
+
+    ``place``: where it is; ``trained``: whether an optimizer has the model's parameters.
+    """
+
+    calls: int
+    storages: Collection[int]
+    place: Any
+    trained: bool
+
+
+def learned_from(calls: Sequence[OpCall], inferences: Sequence[Inference]) -> set[Any]:
+    """The places of those whose results backward reads, itself or what was made of them."""
+    if not inferences:
+        return set()
+    bits = {one.place: 1 << n for n, one in enumerate(inferences)}
+    came_from, read, waiting = dict[int, int](), 0, list(inferences[::-1])
+    for n, call in enumerate(calls):
+        while waiting and waiting[-1].calls <= n:
+            one = waiting.pop()
+            came_from |= {s: came_from.get(s, 0) | bits[one.place] for s in one.storages}
+        mark = 0
+        for tensor in call.tensors():
+            mark |= came_from.get(tensor.storage, 0)
+        if call.phase == "backward":
+            read |= mark
+        elif mark:
+            came_from |= {t.storage: came_from.get(t.storage, 0) | mark for t in call.outputs}
+    return {place for place, bit in bits.items() if read & bit}

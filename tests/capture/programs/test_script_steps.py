@@ -309,7 +309,7 @@ def test_an_iteration_of_several_optimizer_steps(
     host = program.ranks[0].host
     assert host["accumulate_grad"] == gradients and host["backward"] == steps
     assert text != LOADED or host["module_call"] == 4  # of the model and its layers, no Identity
-    left_out = ["what came once in 60 steps is left out (train.py:18: critic(x))"]
+    left_out = ["what ran in 1 of 60 steps is left out (train.py:18: critic(x))"]
     assert list(program.notes) == (left_out if text == RARE else [])
 
 
