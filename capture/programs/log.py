@@ -85,7 +85,7 @@ class ProgramLog(OpLog):
         self.ended: Callable[[str, Any], None] = lambda kind, owner: None  # told what may be a step
         self.returned: Any = None  # by the model whose forward ends
         self.gpu_memory = GpuMemory(lambda: self.stream)
-        self.host_memory, self._on_host = GpuMemory(), False  # shards that a program offloads
+        self.host_memory, self._copies = GpuMemory(), False  # shards that a program offloads
         self.loaded = GpuMemory()  # batches of DataLoaders
         self.recomputing = False
         self.points = count()
@@ -168,13 +168,13 @@ class ProgramLog(OpLog):
         self.resized(tensor.untyped_storage()._cdata, 0)
 
     @contextmanager
-    def adding_on_host(self) -> Iterator[None]:
-        """Ops inside on tensors in host memory are the CPU's, as an optimizer's are."""
-        self._on_host = True
+    def reading_copies(self) -> Iterator[None]:
+        """Ops inside read the copies of what lies in host memory; others on it are the CPU's."""
+        before, self._copies = self._copies, True
         try:
             yield
         finally:
-            self._on_host = False
+            self._copies = before
 
     def python(self, event: str, tensors: int = 1) -> None:
         """Log Python of a parallel wrapper that no op stands for."""
@@ -213,7 +213,7 @@ class ProgramLog(OpLog):
         super().add(op, args, kwargs, output)
         if self.recomputing:
             self.calls[-1] = replace(self.calls[-1], recomputed=True)
-        if self._on_host or self.phase == "optimizer":
+        if self.host_memory and not self._copies:
             tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
             if any(map(self.host_memory.holds, tensors)):
                 self.calls[-1] = replace(self.calls[-1], stream=ON_CPU)

@@ -321,3 +321,47 @@ def test_a_script_with_shards_in_host_memory_copies_what_the_plan_copies(
     unchanged = forecast_program(program, find_target("h100-sxm-80gb", text))
     planned_us = predict(step, gpu="h100-sxm-80gb", plan=text).iteration_us
     assert unchanged.iteration_us == pytest.approx(planned_us, rel=0.1)
+
+
+FSDP1 = (
+    OFFLOADED.partition("def train")[0]
+    + """
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+dist.init_process_group("nccl")
+host = CPUOffload(offload_params=True)
+model = FullyShardedDataParallel(
+    Blocks(), auto_wrap_policy=ModuleWrapPolicy({Block}), cpu_offload=host, device_id=0,
+    use_orig_params=sys.argv[3] == "original")
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(5):
+    model(torch.ones(16, 64, device="cuda")).backward()
+    model.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+)
+
+
+@pytest.mark.parametrize("parameters", ["original", "flat"])
+def test_fsdp1_s_shards_in_host_memory_are_copied_clipped_and_updated_there(
+    tmp_path: Path, parameters: str
+) -> None:
+    """Of 33,088 numbers of a block a quarter lies on each of four ranks, of 520 of the head, too.
+
+    To the GPU go all in forward and blocks in backward, gradients come back once. The CPU reads
+    them for their norm, scales them, and updates: no op of an optimizer is left to the GPU.
+    """
+    assert 64 * 256 + 256 + 256 * 64 + 64 == 33_088
+    program = captured_script(written(tmp_path, FSDP1), "1", "all", parameters, gpus=4)
+    calls = program.ranks[0].calls
+    copied = Counter[str]()
+    for call in (c for c in calls if c.op == HOST_COPY):
+        copied[call.args[0]] += call.args[1]
+    assert copied == {"h2d": 8 * 33_088 + 520, "d2h": 4 * 33_088 + 520}
+    host = [c for c in calls if c.stream == ON_CPU]
+    scaled = [c for c in host if c.phase != "optimizer" and c.op.startswith("aten.mul_")]
+    assert sum(c.args[0].nbytes for c in scaled) == copied["d2h"]
+    updates = [c for c in calls if c.phase == "optimizer" and any(t.shape for t in c.tensors())]
+    assert {c.stream for c in updates} == {ON_CPU}  # Adam's counters of steps have no shape

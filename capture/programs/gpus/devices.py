@@ -35,6 +35,10 @@ class GpuMemory:
         self._keys = set[int]()
         self._stream, self.beside, self.used, self.puts = stream, False, False, 0
 
+    def __bool__(self) -> bool:
+        """Whether anything is there."""
+        return bool(self._keys)
+
     def put(self, tensor: Any) -> Any:
         """Put a tensor there because the program says so; this returns it."""
         self.beside |= self._stream() != 0
