@@ -7,6 +7,7 @@ https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -92,6 +93,15 @@ def exchanged(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Any, Any]
     """The tensors whose numbers an op of ``torch.distributed`` sends, and those that get them."""
     call = collective_of(func, args, kwargs, result)
     return (call.read, call.written) if call else (_tensors(args), _tensors(result))
+
+
+def in_parts(call: CollectiveCall) -> bool:
+    """Whether torch's compiler may send it in parts, beside those of a product (async TP)."""
+    config: Any = sys.modules.get("torch._inductor.config")
+    memory: Any = sys.modules.get("torch.distributed._symmetric_memory")
+    if call.kind not in ("all_gather", "reduce_scatter") or config is None or memory is None:
+        return False
+    return bool(config._micro_pipeline_tp and memory.is_symm_mem_enabled_for_group(call.group))
 
 
 def _group(given: Mapping[str, Any]) -> Any:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
-from itercast.capture.collectives import CollectiveCall, collective_of, is_collective
+from itercast.capture.collectives import CollectiveCall, collective_of, in_parts, is_collective
 from itercast.capture.opcall import OpCall
 from itercast.capture.programs.gpus.devices import GpuMemory
 from itercast.capture.programs.kernels.libraries import as_of_torch, by_name, without_outliers
@@ -333,6 +333,8 @@ class ProgramLog(OpLog):
         facts["rank"] = dist.get_rank()
         if call.kind in FROM_ONE and any(map(self.loaded.holds, call.read)):
             facts["loaded"] = True
+        if self.compiled.number() and in_parts(call):
+            facts["in_parts"] = True
         launched, own = self.stream, self.stream
         if not call.blocking:
             own = self.stream_of((call.group, call.kind if call.peer >= 0 else "", call.peer))

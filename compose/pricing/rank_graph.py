@@ -278,14 +278,22 @@ def price_calls(graph: RankGraph, plan: ParallelPlan, book: PriceBook, where: Cl
     by_experts = _beside_experts(graph, ops, plan) if plan.ep_overlap else {}
     for i, sent in ((i, ops[i]) for i in graph.asked.messages):
         share, beside = by_experts[i] if i in by_experts else _overlapped(i, calls, ops, plan)
-        us = share * sum(op.duration_us for op in beside)
-        if us:
-            product_us = share * sum(op.duration_us for op in beside if op.product)
-            contention = book.contention_of(sent, product_us / us)
-            exposed_us = side_by_side_us(us, sent.duration_us, contention) - us
-            hidden_us = max(0.0, sent.duration_us - exposed_us)
-            ops[i] = replace(sent, duration_us=exposed_us, hidden_us=hidden_us)
+        ops[i] = partly_hidden(sent, share, beside, book)
     return ops
+
+
+def partly_hidden(
+    sent: PricedOp, share: float, beside: Sequence[PricedOp], book: PriceBook
+) -> PricedOp:
+    """A message beside a share of these ops: it takes what they do not hide."""
+    us = share * sum(op.duration_us for op in beside)
+    if not us:
+        return sent
+    product_us = share * sum(op.duration_us for op in beside if op.product)
+    contention = book.contention_of(sent, product_us / us)
+    exposed_us = side_by_side_us(us, sent.duration_us, contention) - us
+    hidden_us = max(0.0, sent.duration_us - exposed_us)
+    return replace(sent, duration_us=exposed_us, hidden_us=hidden_us)
 
 
 def _beside_experts(graph: RankGraph, ops: Ops, plan: ParallelPlan) -> dict[int, Overlapped]:

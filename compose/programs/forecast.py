@@ -35,10 +35,11 @@ def forecast_program(program: ProgramCapture, target: Target) -> Forecast:
     ranks, book, cores_frac = _priced(program, target)
     runs, iteration_us = simulate_program(ranks, book.contention, cores_frac)
     slowest = max(ranks, key=lambda r: covered_us(lane_spans(runs[r])["compute"]))
-    both = shares(runs[slowest])  # steps
+    both, tally = shares(runs[slowest]), _tally(ranks[slowest], book)  # of two steps, of one
+    comm_us = both.comm_us / 2 + tally.hidden_us
     outcome = broken_down(
-        Shares(iteration_us, both.compute_us / 2, both.exposed_us / 2, both.comm_us / 2),
-        _tally(ranks[slowest], book),
+        Shares(iteration_us, both.compute_us / 2, both.exposed_us / 2, comm_us),
+        tally,
         runs[slowest],
         memory={"tensors": max(_peak_bytes(program, ranks).values())},
         matmul_s=fmean(rank.matmul_s for rank in ranks.values()),

@@ -27,6 +27,7 @@ from itercast.compose.pricing.optimizer import update_bytes
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import PricedOp, priceable
 from itercast.compose.pricing.rank_graph import AskedCalls, axis_among, ranks_of
+from itercast.compose.programs.in_parts import products_beside, sent_in_parts
 from itercast.compose.simulate.fsdp import FORWARD_SHARE
 from itercast.compose.simulate.rank import host_copy
 from itercast.compose.simulate.stage_rank import SCHEDULE_SHARE
@@ -63,6 +64,7 @@ def price_rank(
     """
     on_cpu = book.gpu.kind == "cpu"
     step = with_whole_networks(step, book.whole_cells)
+    beside_products = products_beside(step.calls)
     eager, step = step, inductor_kernels(step, apart=lambda call: not call.compiled)
     more_bytes = most_bytes(lifetimes(step)) - most_bytes(lifetimes(eager))
     step = step if on_cpu else _with_launches(with_cuda_variants(step))
@@ -77,6 +79,7 @@ def price_rank(
     priced |= _of_host({i: calls[i] for i in of_host}, beside)
     priced |= dict(zip(asked.ops, book.price(list(asked.ops.values())), strict=True))
     priced |= {i: _python(c, book) for i, c in enumerate(calls) if c.op == HOST}
+    priced |= sent_in_parts(calls, priced, beside_products, book)
     order = launch_order(calls)
     computed = [i for i in order if i in asked.ops]
     launched = StepCapture(calls=tuple(calls[i] for i in computed if not calls[i].graphed))

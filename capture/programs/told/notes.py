@@ -12,7 +12,7 @@ ON_HOST = "nothing that it computes with was moved to a GPU: this script would r
 
 
 def script_notes(captured: ProgramCapture) -> Iterator[str]:
-    """Yields notes on fp32 in TF32, and on ranks that send nothing."""
+    """Yields notes on fp32 in TF32, async tensor parallelism, and ranks that send nothing."""
     calls = [call for rank in captured.ranks.values() for call in rank.calls]
     networks = [network for rank in captured.ranks.values() for network in rank.networks]
     kinds = {TF32_OPS[c.op] for c in calls if "tf32" in (t.dtype for t in c.tensors())}
@@ -20,6 +20,9 @@ def script_notes(captured: ProgramCapture) -> Iterator[str]:
     if kinds:
         names = " and ".join(TF32_NAMES[kind] for kind in sorted(kinds))
         yield f"fp32 {names} run in TF32 where the GPU has it, as torch's flags allow"
+    if parts := sum("in_parts" in call.kwargs for call in calls):
+        beside = "sent in parts beside products, as torch.compile's async tensor parallelism does"
+        yield f"{parts} messages are {beside}"
     if captured.world_size > 1 and COLLECTIVE not in (call.op for call in calls):
         silent = f"{captured.world_size} ranks, no message seen: each makes a step of its own"
         yield silent if captured.grouped else f"{silent}; rates are of one process"
