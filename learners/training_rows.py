@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,8 +15,7 @@ import pandas as pd
 from itercast.capture.base.close_names import unknown
 from itercast.learners.features.schema import check_rows
 from itercast.microbench.ops import families
-from itercast.microbench.ops.family import Family
-from itercast.microbench.store import read_rows, row_batches, row_count
+from itercast.microbench.store import read_rows
 
 log = logging.getLogger(__name__)
 
@@ -40,13 +39,6 @@ def memory_bytes(text: str | None, trainings: int = 1) -> int:
     return int(float(found[1]) * UNITS[found[2]])
 
 
-def ok_batches(roots: Sequence[Path], family: Family) -> Iterator[pd.DataFrame]:
-    """The family's rows with status ok, checked, batch by batch."""
-    for rows in row_batches(roots, family.name):
-        check_rows(rows, family)
-        yield rows[rows["status"] == "ok"].reset_index(drop=True)
-
-
 def first_of_kinds(rows: pd.DataFrame, limit: int) -> pd.DataFrame:
     """The first rows of each GPU, software, op and dtype: ``limit`` in all, as even as possible."""
     kinds = [c for c in ("gpu", "stack", "op", "dtype") if c in rows]
@@ -61,15 +53,6 @@ def subsample_evenly(rows: pd.DataFrame, limit: int) -> pd.DataFrame:
         return rows
     mixed = rows.iloc[np.random.default_rng(0).permutation(len(rows))]
     return first_of_kinds(mixed, limit).sort_index().reset_index(drop=True)
-
-
-def sample_evenly(batches: Iterable[pd.DataFrame], limit: int) -> pd.DataFrame:
-    """Draw ``limit`` of the batches' rows, as evenly as possible over their kinds."""
-    kept, rng = pd.DataFrame(), np.random.default_rng(0)
-    for rows in batches:
-        both = pd.concat([kept, rows.assign(_drawn=rng.random(len(rows)))])
-        kept = first_of_kinds(both.sort_values("_drawn", ignore_index=True), limit)
-    return kept.drop(columns="_drawn").reset_index(drop=True)
 
 
 def never_measured(rows: pd.DataFrame) -> Iterator[str]:
@@ -94,14 +77,16 @@ def usable_rows(
         raise unknown("family", others[0], families())
     tables = {}
     for name in names or families():
-        if memory is not None and (count := row_count(roots, name)) * BYTES_PER_ROW > memory:
-            rows = sample_evenly(ok_batches(roots, families()[name]), memory // BYTES_PER_ROW)
-            log.warning("%s: of %d rows memory holds %d, drawn evenly", name, count, len(rows))
-        elif len(rows := read_rows(roots, name)):
-            check_rows(rows, families()[name])
-            for line in never_measured(rows):
-                log.warning("%s: %s", name, line)
-            rows = rows[rows["status"] == "ok"].reset_index(drop=True)
+        if not len(rows := read_rows(roots, name)):
+            continue
+        check_rows(rows, families()[name])
+        for line in never_measured(rows):
+            log.warning("%s: %s", name, line)
+        rows = rows[rows["status"] == "ok"].reset_index(drop=True)
+        if memory is not None and len(rows) * BYTES_PER_ROW > memory:
+            told = name, len(rows), memory // BYTES_PER_ROW
+            log.warning("%s: of %d rows memory holds %d, drawn evenly", *told)
+            rows = subsample_evenly(rows, memory // BYTES_PER_ROW)
         if len(rows) >= MIN_ROWS:
             tables[name] = rows
     if not tables:

@@ -27,7 +27,6 @@ Facts = Mapping[str, Any]  # of a row or a card, by name
 SOURCE = "itercast"
 FACTS = b"card"  # key of a part's metadata: the facts of its card, as JSON
 MACHINE = ("host", "gpu_uuid")  # columns that say where a row was measured
-BATCH_ROWS = 100_000
 OF_PARTS = ("machines", "rows", "sha256")  # of a card; computed from the parts
 FOLDER = re.compile(
     r"[\w+-][\w.+-]*"
@@ -184,25 +183,6 @@ def read_rows(roots: Sequence[Path], family: str) -> pd.DataFrame:
         with _readable(path):
             tables.append(pd.read_parquet(path))
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
-
-
-def row_batches(
-    roots: Sequence[Path], family: str, rows: int = BATCH_ROWS
-) -> Iterator[pd.DataFrame]:
-    """All rows of a family in the order of ``read_rows``, at most so many at a time."""
-    for path in _parts(roots, family):
-        with _readable(path), pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(rows):
-                yield batch.to_pandas()
-
-
-def row_count(roots: Sequence[Path], family: str) -> int:
-    """Number of rows of a family, as the parts' footers state it."""
-    count = 0
-    for path in _parts(roots, family):
-        with _readable(path):
-            count += pq.read_metadata(path).num_rows
-    return count
 
 
 def _parts(roots: Sequence[Path], family: str) -> list[Path]:
