@@ -54,6 +54,8 @@ class Forecast:
     the share of families whose models err by more than machines differ.
     ``idle_by_us`` splits idle time into host gaps, pipeline bubble and waiting for other stages.
     ``host_us``: all work of the rank's host in a step, whether or not the device waits for it.
+    ``host_held_us``: how long a program's host is busy or waits for the GPU from one batch to the
+    next; 0 where its waits are not known.
     ``memory_room_bytes``: memory for tensors, without that of CUDA's context, NCCL and torch's
     allocator; ``fits``: the peak memory is within it; ``memory_verdict``: the same as far as the
     memory model's error lets it be told. ``host_memory_bytes``: what the fullest rank offloads to
@@ -105,6 +107,7 @@ class Forecast:
     memory_verdict: str = ""
     host_memory_bytes: int = 0
     host: str = ""
+    host_held_us: float = 0.0
     stack: str = USUAL
     network: str = ""
     lengths: dict[str, float] = field(default_factory=dict)

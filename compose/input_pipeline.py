@@ -198,7 +198,10 @@ def consumer(found: Forecast, lane: InputLane, target: Target, samples: int) -> 
     copy_us = batches * host_copy_us(lane.batch_bytes, target.gpu)
     ahead, own = (copy_us, 0.0) if lane.copied_ahead else (0.0, copy_us)
     return Consumer(
-        device_us=found.iteration_us + own, copy_us=ahead, host_us=found.host_us, batches=batches
+        device_us=found.iteration_us + own,
+        copy_us=ahead,
+        host_us=max(found.host_us, found.host_held_us),
+        batches=batches,
     )
 
 
@@ -211,7 +214,8 @@ def with_input(found: Forecast, lane: InputLane, target: Target, samples: int) -
     cores = cores_of_a_rank(lane, target, found.world_size)
 
     def iteration_us(step_slower: float, loader_slower: float) -> float:
-        one = replace(found, iteration_us=found.iteration_us * step_slower)
+        held_us = found.host_held_us * step_slower
+        one = replace(found, iteration_us=found.iteration_us * step_slower, host_held_us=held_us)
         step = consumer(one, lane, target, samples)
         us = fed(lane.slower(loader_slower), step, lane.workers, cores).iteration_us
         return max(us, one.iteration_us)

@@ -39,7 +39,8 @@ class TakenBatches:
     """The batches that a program took from its DataLoaders, and what they took to make.
 
     ``samples``: of each batch since the last ``begin_step``. ``copied_ahead``: see ``InputLane``.
-    ``given`` is called with each tensor of a batch, ``passed`` where a DataLoader has none left.
+    ``came`` is called with each batch, ``given`` with each tensor of one, ``passed`` where a
+    DataLoader has none left.
     """
 
     def __init__(self) -> None:
@@ -48,6 +49,7 @@ class TakenBatches:
         self.loader: Any = None
         self.nbytes = 0
         self.copied_ahead = False
+        self.came: Callable[[], None] = lambda: None
         self.given: Callable[[torch.Tensor], None] = lambda tensor: None
         self.passed: Callable[[], None] = lambda: None
         self.begin_step()
@@ -63,6 +65,7 @@ class TakenBatches:
         self.took_us.append(took_us)
         self.loader = loader
         self.log.collect()
+        self.came()
 
     def lane(self, name: str) -> InputLane | None:
         """The input lane of the loader whose batch came last; None where no batch was timed."""

@@ -29,6 +29,7 @@ from itercast.capture.programs.gpus.devices import GpuMemory
 from itercast.capture.programs.kernels.libraries import as_of_torch, by_name, without_outliers
 from itercast.capture.programs.kernels.packed import attend_nested
 from itercast.capture.programs.program import (
+    BATCH,
     COLLECTIVE,
     FIRST_GROUP_STREAM,
     HOST,
@@ -156,6 +157,10 @@ class ProgramLog(OpLog):
     def host_wait(self, point: int) -> None:
         """Let the host wait for a point."""
         self._mark(HOST_WAIT, point, self.stream)
+
+    def batch(self) -> None:
+        """Let the host take a batch from a DataLoader."""
+        self._mark(BATCH, (), self.stream)
 
     def copied(self, way: str, tensor: Any) -> None:
         """Log a copy of a tensor in host memory to the GPU ("h2d"), or to there ("d2h")."""

@@ -17,8 +17,8 @@ from itercast.capture.recorder.cache import pack, unpack
 COLLECTIVE = "itercast.collective"
 HOST = "itercast.host"
 RECORD, WAIT, HOST_WAIT = "itercast.record", "itercast.wait", "itercast.host_wait"
-AGAIN, HOST_COPY = "itercast.again", "itercast.host_copy"
-MARKS = (RECORD, WAIT, HOST_WAIT, AGAIN, HOST_COPY)
+AGAIN, HOST_COPY, BATCH = "itercast.again", "itercast.host_copy", "itercast.batch"
+MARKS = (RECORD, WAIT, HOST_WAIT, AGAIN, HOST_COPY, BATCH)
 ON_CPU = -1  # stream of ops on tensors in host memory, which the host itself computes
 FIRST_GROUP_STREAM = 1000  # the streams of groups are numbered from here
 
@@ -28,7 +28,7 @@ class ProgramCapture:
     """One step of a program over ``world_size`` ranks: the launches of some, by their number.
 
     Beside op calls the launches are Python of parallel wrappers, ``itercast.host`` with the name of
-    an event and its number of tensors, and marks of five kinds, of which a copy takes its link's
+    an event and its number of tensors, and marks of six kinds, of which a copy takes its link's
     time. A *point* is a number:
 
         itercast.record      (point,)  all that its stream was given so far is done at this point
@@ -37,6 +37,7 @@ class ProgramCapture:
         itercast.again       (times,)  what follows, up to the next such mark, is launched so many
                                        times, each on memory of its own (``launch_order``)
         itercast.host_copy   (way, bytes)  its stream copies to the GPU ("h2d") or back ("d2h")
+        itercast.batch       ()       the host takes a batch from a DataLoader
 
     A collective is one call, ``itercast.collective``. If the program goes on beside it, it is on a
     stream of its group's own, between the marks that make it wait for its input and others for it;

@@ -96,7 +96,8 @@ class Steps:
         self.enough, self.notes = False, list[str]()
         self.older = WeakSet(_optimizers(()))  # such as another rank's
         self.has_optimizer, self.waited, self.new_gradients = False, 0, False
-        log.ended, taken.passed, taken.given = self.end, self._waits, log.loaded.add
+        log.ended, taken.came = self.end, log.batch
+        taken.given, taken.passed = log.loaded.add, self._waits
 
     @property
     def done(self) -> int:

@@ -59,7 +59,8 @@ def forecast_program(program: ProgramCapture, target: Target) -> Forecast:
         samples=batch.samples,
         tokens=batch.tokens,
     )
-    return replace(found, notes=(batch.note,)) if batch.note else found
+    held_us = iteration_us - runs[slowest].queued_us
+    return replace(found, host_held_us=held_us, notes=(batch.note,) if batch.note else ())
 
 
 def trace_of_program(program: ProgramCapture, target: Target) -> Trace:

@@ -7,11 +7,12 @@ Ranks that were not captured do what one that was captured does, at the same tim
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from itercast.capture.opcall import OpCall
 from itercast.capture.programs.program import (
+    BATCH,
     COLLECTIVE,
     FIRST_GROUP_STREAM,
     HOST_COPY,
@@ -25,7 +26,7 @@ from itercast.compose.pricing.work import Step, fold
 from itercast.compose.programs.price import PricedRank
 from itercast.compose.simulate.breakdown import lane_spans
 from itercast.compose.simulate.rank import LATENCY, Lanes, Run
-from itercast.compose.simulate.timeline import side_by_side
+from itercast.compose.simulate.timeline import Span, side_by_side
 
 COMM = "comm"  # phase of collectives
 
@@ -34,6 +35,7 @@ class RankLanes(Lanes):
     """Turns the launches of one rank into tasks: one between marks, or one for ``each_op``.
 
     ``lane``, ``done`` and ``waits`` are those of one ``stream``, ``others`` has those of others.
+    ``batches``: what the host has done, and launched, where it takes each batch of the last step.
     """
 
     def __init__(self, rank: int, priced: PricedRank, slowdown: float, each_op: bool) -> None:
@@ -41,12 +43,14 @@ class RankLanes(Lanes):
         self.rank, self.priced, self.each_op = rank, priced, each_op
         self.stream, self.others = 0, dict[int, tuple[tuple[int, ...], tuple[int, ...]]]()
         self.points: dict[Hashable, tuple[int, ...]] = {}
+        self.batches: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         self.open: list[Step] = []
         self.launched: dict[tuple[int, bool], Step] = {}  # by id of the op: it may be repeated
         self.counts: dict[Hashable, int] = defaultdict(int)
 
     def step(self, number: int) -> None:
         """Add all launches of one step."""
+        self.batches = []
         for call, op in zip(self.priced.calls, self.priced.ops, strict=True):
             stream = self._stream(call)
             if op is not None and stream == ON_CPU:
@@ -60,6 +64,8 @@ class RankLanes(Lanes):
                 self.points[number, call.args[0]] = self.done + self.waits
             elif call.op == WAIT:
                 self.waits += self.points.get((number, call.args[0]), ())
+            elif call.op == BATCH:
+                self.batches.append((self.host, self.done))
             elif call.op == HOST_WAIT:
                 self.host += self.points.get((number, call.args[0]), ())
             elif op is not None and call.op == HOST_COPY:
@@ -163,7 +169,16 @@ def _simulated(
     spans = side_by_side([one.tasks for one in lanes], [contention] * len(lanes))
     ends = [s.end_us for own, n in zip(spans, firsts, strict=True) for s in own[:n]]
     runs = {
-        one.rank: Run(tasks=tuple(one.tasks), spans=own)
+        one.rank: Run(tasks=tuple(one.tasks), spans=own, queued_us=_queued_us(one, own))
         for one, own in zip(lanes, spans, strict=True)
     }
     return runs, max(run.end_us for run in runs.values()) - max(ends, default=0.0)
+
+
+def _queued_us(lanes: RankLanes, spans: Sequence[Span]) -> float:
+    """What the GPU still has to compute where the host takes the batches of the last step."""
+
+    def end_us(tasks: Iterable[int]) -> float:
+        return max((spans[i].end_us for i in tasks), default=0.0)
+
+    return sum(max(0.0, end_us(done) - end_us(host)) for host, done in lanes.batches)

@@ -238,12 +238,14 @@ class Rank:
 class Run:
     """A simulated rank program: its tasks, their spans, and the ops added to the layers' own.
 
-    ``blocking_us``: of compute tasks the part that waits for collectives.
+    ``blocking_us``: of compute tasks the part that waits for collectives. ``queued_us``: what the
+    GPU still computes where a program's host takes batches, in all of a step.
     """
 
     tasks: tuple[Task, ...]
     spans: tuple[Span, ...]
     blocking_us: float = 0.0
+    queued_us: float = 0.0
     sent: tuple[PricedOp, ...] = ()
     updates: tuple[PricedOp, ...] = ()
     copies: tuple[PricedOp, ...] = ()

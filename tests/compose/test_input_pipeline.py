@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import exp
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 from plan_case import GPU, forecast_of
 from public_data import PUBLIC, needs_public
+from small_scripts import captured, written
 
 from itercast.capture.input.files import FileGroup
 from itercast.capture.input.lane import Batches, InputLane
@@ -22,6 +24,7 @@ from itercast.compose.input_pipeline import (
     fewest_workers,
     with_input,
 )
+from itercast.compose.programs.forecast import forecast_program
 from itercast.compose.simulate.rank import OFFLOAD_FRAC
 from itercast.compose.target import find_target
 
@@ -201,3 +204,36 @@ def test_the_interval_is_that_of_what_decides(batch_us: float, low: float, high:
     # step and loader alike: the longer of the two decides, so that both have to be short
     both = with_input(step, lane(20_000), target, 8)
     assert 10_000 * exp(-0.11) < both.iteration_us_p10 < both.iteration_us < both.iteration_us_p90
+
+
+LOADING = """
+import torch
+from torch.utils.data import DataLoader
+model = torch.nn.Sequential(*[torch.nn.Linear(4096, 4096) for _ in range(4)]).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for x in DataLoader([torch.zeros(4096)] * 64, batch_size=4):
+    loss = model(x.cuda().repeat(4096, 1)).sum()
+    loss.backward(); BEFORE; optimizer.step(); AFTER
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("0", "0"), ("loss.item()", "0"), ("0", "loss.item()")]
+)
+def test_a_host_that_waits_for_its_step_loads_after_it(
+    tmp_path: Path, before: str, after: str
+) -> None:
+    """Without workers a batch is loaded while the GPU computes what it was given.
+
+    |==load==|launch|             beside |==forward and backward==|==update==|
+    |launch|wait for backward....|==load==| beside the update
+    |launch|wait for the update..............|==load==|: the step and the load add up
+    """
+    program = captured(written(tmp_path, LOADING.replace("BEFORE", before).replace("AFTER", after)))
+    target = find_target("h100-sxm-80gb")
+    found = forecast_program(program, target)
+    update_us = found.by_family_us["optimizer"]
+    assert update_us > 100 and found.host_us < found.iteration_us / 4
+    held_us = {"00": found.host_us, "loss.item()0": found.iteration_us - update_us}
+    expected = held_us.get(before + after, found.iteration_us)
+    assert consumer(found, lane(1), target, 4).host_us == pytest.approx(expected, rel=0.05)
