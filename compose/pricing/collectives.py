@@ -132,8 +132,9 @@ def _sent(message: Message, group: Group, book: PriceBook, where: Cluster) -> Pr
     for near in (_sent(message, one, book, where) for one in _within(group)):
         if beside and near.beside:
             share = min(1.0, near.duration_us / op.duration_us)
-            least = (1 + share * (slower - 1) for slower in near.beside)
-            beside = tuple(map(max, beside, least))
+            both = zip(beside, near.beside, strict=True)
+            products, memory = (max(own, 1 + share * (slower - 1)) for own, slower in both)
+            beside = products, memory
     return replace(op, beside=beside)
 
 
