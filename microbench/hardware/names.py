@@ -1,18 +1,17 @@
-"""Names of GPUs: as drivers and published tables write them, and as hardware files are named."""
+"""Names of GPUs: as drivers and tables write them, and as hardware files are named."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.yaml_text import facts_of, read_mapping, typed
-from itercast.microbench.hardware.node import load_node, node_named, node_names
-from itercast.microbench.hardware.spec import gpu_names, load_gpu
+from itercast.microbench.hardware.node import load_node, node_named
+from itercast.microbench.hardware.spec import gpu_names
 
 FACTS = facts_of(__file__)
 FORMS: Mapping[str, str] = FACTS["forms"]
@@ -46,7 +45,7 @@ def parse(text: str) -> Name:
 
 
 @cache
-def _by_model() -> dict[str, dict[str, Name]]:
+def by_model() -> dict[str, dict[str, Name]]:
     """Hardware files and what their names state, by model; RTX cards also without that word."""
     found: dict[str, dict[str, Name]] = {}
     for file in gpu_names():
@@ -61,10 +60,10 @@ def _agrees(stated: Name, file: Name) -> bool:
     return all(not theirs or not ours or theirs == ours for theirs, ours in pairs)
 
 
-def _fitting(text: str) -> list[str]:
+def fitting(text: str) -> list[str]:
     """Hardware files that a name fits: one of exactly that name, else the usual ones first."""
     stated = parse(text)
-    files = _by_model().get(stated.model, {})
+    files = by_model().get(stated.model, {})
     found = [file for file, name in files.items() if _agrees(stated, name)]
     exact = [file for file in found if files[file] == stated]
     usual = [file for file in USUAL.get(stated.model, ()) if file in found]
@@ -77,57 +76,11 @@ def gpu_named(text: str) -> str | None:
     Where a name fits several files, the usual form of the card is taken (``usual_forms``). The name
     of a node stands for its GPU.
     """
-    if found := _fitting(text):
+    if found := fitting(text):
         return found[0]
-    known = parse(text).model in _by_model()
+    known = parse(text).model in by_model()
     node = None if known else node_named(text)
     return load_node(node).gpu if node else None
-
-
-def form_assumed(text: str) -> str:
-    """A note if several hardware files fit a name, and one was taken; empty if just one does."""
-    found = _fitting(text)
-    if len(found) < 2:
-        return ""
-    form = "" if parse(text).form else parse(found[0]).form.upper()
-    return f"{form or found[0]} assumed"
-
-
-def memory_is_open(text: str) -> bool:
-    """Whether the usual form of a named GPU comes with several usual sizes of memory."""
-    files = _fitting(text)
-    usual = USUAL.get(parse(text).model, files)
-    found = [parse(file) for file in files if file in usual]
-    return len({name.memory for name in found if name.form == found[0].form}) > 1
-
-
-def unknown_gpu(text: str) -> str:
-    """Why a name is refused, with the hardware files whose names are like it."""
-    models = _by_model()
-    like = get_close_matches(parse(text).model[:40], models, n=3)
-    known = ", ".join(sorted({file for model in like for file in models[model]}))
-    return f"unknown gpu: {text[:40]!r}" + (f"; known: {known}" if known else "")
-
-
-@cache
-def node_of(text: str) -> str:
-    """The node of a named system: itself, else the usual host of its GPU; empty without a file."""
-    if named := node_named(text):
-        return named
-    gpu = gpu_named(text)
-    ours = [name for name in node_names() if gpu and load_node(name).gpu == gpu]
-    usual = [name for name in ours if re.match(r"dgx-|hgx-", name)]
-    unbridged = [name for name in ours if load_node(name).topology != "pairwise"]
-    return next(iter([*usual, *unbridged]), "")
-
-
-@cache
-def link_of(text: str, ranks: int = 2) -> str:
-    """The kind of link among GPUs of a named system; empty where its GPU has no file."""
-    if node := node_of(text):
-        return load_node(node).link_among(ranks)
-    gpu = gpu_named(text)
-    return load_gpu(gpu).usual_link if gpu in gpu_names()[1:] else ""
 
 
 def read_prices(path: Path) -> dict[str, float]:

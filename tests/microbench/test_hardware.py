@@ -13,6 +13,12 @@ import yaml
 from itercast.capture.base.assumptions import leaving_out
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.target import find_node
+from itercast.extras.published.sources.device_names import (
+    form_assumed,
+    link_of,
+    node_of,
+    unknown_gpu,
+)
 from itercast.extras.schedulers.table import throughput_table
 from itercast.microbench.hardware.host import (
     REFERENCE,
@@ -24,14 +30,7 @@ from itercast.microbench.hardware.host import (
     scaled_host,
     usual_host,
 )
-from itercast.microbench.hardware.names import (
-    USUAL,
-    form_assumed,
-    gpu_named,
-    link_of,
-    node_of,
-    unknown_gpu,
-)
+from itercast.microbench.hardware.names import USUAL, gpu_named
 from itercast.microbench.hardware.node import Node, load_node, node_named, node_names
 from itercast.microbench.hardware.spec import COMPUTE_CAPABILITY, HERE, gpu_names, load_gpu
 
