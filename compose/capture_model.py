@@ -20,6 +20,7 @@ from itercast.capture.opcall import NARROW, StepCapture
 from itercast.capture.plan import ParallelPlan, micro_batch
 from itercast.capture.programs.trained.facts import Trained
 from itercast.capture.step import ALLOWED, StepSettings
+from itercast.compose.graph.layers import split_layers
 from itercast.compose.graph.quantised_weights import with_quantised_weights
 from itercast.compose.lengths import Lengths, lengths_of, with_lengths
 from itercast.compose.parallel.narrow import with_narrow_products
@@ -215,8 +216,21 @@ def micro_size(model: Any, plan: ParallelPlan, batch: int | None, seq: int | Non
         batch, seq = batch or model.replica_batch, seq or model.facts.seq
     if batch is None:
         return {"batch": None, "seq": seq}
-    share, length = micro_batch(plan, batch, seq or 0)
+    try:
+        share, length = micro_batch(plan, batch, seq or 0)
+    except ValueError as exc:
+        raise ValueError(f"{exc}{_lacking_layers(model, plan, seq)}") from None
     return {"batch": share, "seq": length or None}
+
+
+def _lacking_layers(model: Any, plan: ParallelPlan, seq: int | None) -> str:
+    """What else is wrong with a plan that has more stages than the model has layers."""
+    stages = plan.pp * plan.virtual
+    if stages == 1 or not isinstance(model, str | Path | SizedModel):
+        return ""
+    folded = split_layers(capture(model, batch=1, seq=seq))
+    layers = sum(x.count for x in folded if x.numbered) or sum(x.count for x in folded)
+    return f"; {stages} stages, the model has {layers} layers" if stages > layers else ""
 
 
 def model_name(model: Any) -> str:

@@ -64,6 +64,11 @@ class Layer:
     from_inputs: bool = False  # its weights meet no result of an earlier layer
     count: int = 1
 
+    @property
+    def numbered(self) -> bool:
+        """Whether it is one of a list of modules: those FSDP shards and checkpoints wrap."""
+        return self.name not in ("first", "last")
+
     @cached_property
     def dense(self) -> Layer:
         """The layer with the parameters alone that ep does not spread."""

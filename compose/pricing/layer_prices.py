@@ -79,8 +79,8 @@ class PricedLayer:
 
     @property
     def numbered(self) -> bool:
-        """Whether it is one of a list of modules: those FSDP shards and checkpoints wrap."""
-        return self.layer.name not in ("first", "last")
+        """Whether the layer is."""
+        return self.layer.numbered
 
     @cached_property
     def without_experts(self) -> PricedLayer:
@@ -295,7 +295,7 @@ def _price_layers(
             if layer.count == 1:
                 continue
             layer, done = replace(layer, count=layer.count - 1), 1
-        if share == 1 or layer.name in ("first", "last"):
+        if share == 1 or not layer.numbered:
             yield _price_layer(layer, graph, ops, added, plan, book, costs)
             continue
         single = replace(layer, count=1)
@@ -340,7 +340,7 @@ def _price_layer(
     spans = (layer.forward, layer.backward)
     forward, backward = ([ops[i] for i in range(*span)] for span in spans)
     how = Recomputed(saved_bytes=layer.saved_bytes)
-    if plan.recompute and layer.name not in ("first", "last"):
+    if plan.recompute and layer.numbered:
         how = recomputed(layer, graph, ops, plan, book)
         moved = tuple(
             replace(p, ready_after=p.ready_after + len(how.ops)) if p.ready_after >= 0 else p
