@@ -60,7 +60,7 @@ class TakenBatches:
 
     def note(self, loader: Any, took_us: float, batch: Any) -> None:
         """Note a batch that a loader gave after so much of this process's time."""
-        samples, self.nbytes = batch_size(batch)
+        samples, self.nbytes = batch_size(batch, loader)
         self.samples.append(samples)
         self.took_us.append(took_us)
         self.loader = loader

@@ -8,7 +8,7 @@ import importlib
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, ValuesView
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 import torch
 from torch.utils._pytree import tree_map
-from torch.utils.data import dataloader, get_worker_info
+from torch.utils.data import DataLoader, dataloader, get_worker_info
 from torch.utils.data._utils import fetch as fetchers
 
 from itercast.capture.input.files import Opened, OpenedFiles
@@ -128,11 +128,20 @@ def own_times(batches: Sequence[BatchTime], more_us: float = 0.0) -> Batches:
     )
 
 
-def batch_size(batch: Any) -> tuple[int, int]:
-    """Samples and bytes of a batch; samples are the length of its first tensor or list."""
+def batch_size(batch: Any, loader: DataLoader[Any]) -> tuple[int, int]:
+    """Samples and bytes of a batch.
+
+    Samples are as many as the loader asks for, if a tensor or a list of the batch is as long: all
+    its boxes may come first, or pictures one by one. Else as its first tensor or list is long.
+    """
     tensors = list(_tensors(batch))
     lengths = [t.shape[0] for t in tensors if t.dim()]
     samples = lengths[0] if lengths else len(batch) if hasattr(batch, "__len__") else 1
+    parts = batch.values() if isinstance(batch, dict) else batch
+    if isinstance(parts, list | tuple | ValuesView):
+        lengths += [len(part) for part in parts if isinstance(part, list | tuple)]
+    asked = (getattr(one, "batch_size", None) for one in (loader, loader.batch_sampler))
+    samples = next((n for n in asked if n in lengths), samples)
     return max(1, samples), sum(t.numel() * t.element_size() for t in tensors)
 
 

@@ -150,7 +150,7 @@ def run_loader(loader: DataLoader[Any], seconds: float, alive: Alive) -> Run:
                 except StopIteration:
                     break
                 took.append(clock.read()[1])
-                size = size if any(size) else batch_size(batch)
+                size = size if any(size) else batch_size(batch, loader)
                 del batch
                 log.collect()
                 alive()

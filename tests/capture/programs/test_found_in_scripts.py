@@ -220,6 +220,31 @@ def test_datasets_use_kinds_of_tensors_with_functions_of_their_own(
     assert captured(written(tmp_path, text), gpus=1).samples == 4
 
 
+LISTS = """
+class Boxes(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, i):
+        return torch.zeros(3, 8, 8), torch.zeros(7, 4)
+def together(batch):
+    xs, boxes = zip(*batch)
+    return {"boxes": torch.cat(boxes), "x": torch.stack(xs)}
+apart = lambda batch: tuple(zip(*batch))
+sampler = torch.utils.data.BatchSampler(range(64), 4, drop_last=True)
+known = {"together": {"batch_size": 4}, "apart": {"batch_sampler": sampler}}["NAME"]
+for batch in torch.utils.data.DataLoader(Boxes(), collate_fn=NAME, **known):
+    x = batch["x"] if "NAME" == "together" else torch.stack(batch[0])
+    (model(x.cuda()).sum()).backward(); optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("name", ["together", "apart"])
+def test_pictures_are_counted_not_their_boxes_or_colours(tmp_path: Path, name: str) -> None:
+    """4 pictures of 3 colours with 7 boxes each: all 28 boxes come first, or pictures in a list."""
+    text = TRAIN + LISTS.replace("NAME", name)
+    assert captured(written(tmp_path, text), gpus=1).samples == 4
+
+
 SPARSE = """
 places, values = torch.tensor([[0, 1, 2, 0], [1, 2, 0, 2]]), torch.rand(4)
 graph = torch.sparse_coo_tensor(places, values, (3, 3)).cuda().coalesce()
