@@ -301,7 +301,7 @@ def _fits(one: Forecasted) -> str:
     """Whether a rank's batch fits, and how many times it would, in words."""
     times, fits = _batches_that_fit(one), one.found.fits
     if not times:
-        return "no; what it holds between batches alone is more"
+        return "no; too much even without a batch"
     if times > MOST_TIMES:
         return f"yes; over {MOST_TIMES} times its batch would"
     told = f"{times:,.1f}" if fits else f"{times:.2g}"

@@ -1,0 +1,71 @@
+"""What ``itercast run`` says of memory, messages and numbers of GPUs, in words."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from itercast.command_line import app
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ITERCAST_CACHE", str(tmp_path / "cache"))
+
+
+def run(script: Path, *words: str, gpus: str = "1") -> tuple[int, str, str]:
+    asked = ["run", "--gpu=h100-sxm-80gb", f"--gpus={gpus}", str(script), *words]
+    done = CliRunner().invoke(app, asked)
+    return done.exit_code, done.stdout, done.stderr
+
+
+WIDE = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group("nccl")
+rows, width = map(int, sys.argv[1:])
+model = torch.nn.Linear(width, width, bias=False).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+pairs, _ = dist.new_subgroups(min(2, dist.get_world_size()))
+for _ in range(9):
+    model(torch.randn(rows, width, device="cuda")).sum().backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad, group=pairs)
+        dist.all_reduce(p.grad)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "told"),
+    [
+        (1, 150_000, "no; too much even without a batch"),  # 90 GB of weights
+        (12_000_000, 1024, "no; at least 0.83 times its batch would"),  # two of 49 GB each
+        (4_000_000, 1024, "yes; at least 2.5 times its batch would"),  # two of 16 GB each
+        (8, 1024, "yes; over 100 times its batch would"),
+    ],
+)
+def test_how_many_batches_fit_is_said_in_words(
+    tmp_path: Path, rows: int, width: int, told: str
+) -> None:
+    (script := tmp_path / "train.py").write_text(WIDE)
+    code, out, _ = run(script, str(rows), str(width))
+    assert code == 0 and re.search(r"fits +│ (.+?) +│", out)[1] == told  # type: ignore[index]
+    assert "messages of a rank" not in out  # there is no other
+
+
+def test_messages_say_among_how_many_they_are(tmp_path: Path) -> None:
+    (script := tmp_path / "train.py").write_text(WIDE)
+    code, out, _ = run(script, "8", "1024", gpus="8")
+    assert code == 0 and "all_reduce of 8.4 MB, among 2 or 8 ranks" in out
+
+
+@pytest.mark.parametrize("count", ["100000000", "0", "-8", "8.5", "1e3", ""])
+def test_a_number_of_gpus_that_nobody_has_is_refused(tmp_path: Path, count: str) -> None:
+    (script := tmp_path / "train.py").write_text(WIDE)
+    code, _, said = run(script, gpus=count)
+    assert code == 2 and said.count("\n") == 1
+    assert f"gpus {count!r}: {count!r} is no whole number from 1 to 99,999,999" in said
