@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from itercast.capture.base.garbage import without_garbage_collection
 from itercast.commands.script_case import AsModule, found_lines, of_script, searched
 from itercast.eval.tables import output, print_tables
 from itercast.options import Json, Question, asks, prints_aside
@@ -27,6 +28,7 @@ OPS = 10  # listed
 
 
 @asks
+@without_garbage_collection()
 def explain(
     question: Question,
     arguments: Annotated[
