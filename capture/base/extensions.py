@@ -18,6 +18,8 @@ The name of an entry point is the name of what it adds. Its group says what that
   these commands (``itercast.extras.clusters.questions`` has both).
 - ``itercast.plan_steps``: ``torch``, which makes the step of a rank under a plan, to be measured
   (``itercast.extras.measured_plans.steps.make_plan_step``).
+- ``itercast.plan_pages``: ``html``, which writes what `itercast plan --report` shows of a search
+  (``itercast.extras.explore.plan_page.write_page``).
 - ``itercast.plan_keys``: a ``PlanKey`` of ``itercast.capture.plan_keys``.
 - ``itercast.gpus``, ``itercast.nodes``, ``itercast.stacks``: the ``Path`` of a YAML file.
 """

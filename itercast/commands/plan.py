@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from rich import box
 from rich.table import Table
 
 from itercast.capture.base.durations import counted
+from itercast.capture.base.extensions import with_added
 from itercast.capture.base.slow_imports import without_scikit_learn
 from itercast.capture.plan import ParallelPlan
 from itercast.commands.script_case import AsModule, found_lines, searched
@@ -38,11 +39,9 @@ from itercast.stated import assumes, command, say, settings, unusual
 if TYPE_CHECKING:  # the command line starts without pandas
     from itercast.compose.forecast import Forecast
     from itercast.compose.plan_search.candidates import Search
-    from itercast.compose.plan_search.search import SearchResult
     from itercast.compose.target import Target
     from itercast.microbench.store import Facts, Row
 
-MOST_REPORTS = 100  # of plans tried, the best ones have all numbers on a page
 BAR = 8  # characters of a waterfall
 STEP = (
     "dtype",
@@ -286,35 +285,10 @@ def run_search(
     told |= {"stopped": True} if found.stopped else {}
     told |= {"simplest": str(found.simplest.plan) if found.simplest else ""}
     if page is not None:
-        _write_page(page, search, found, facts, reports)
+        written = with_added("plan_pages", {}, Callable)["html"]
+        written(page, search, found, facts, reports)
+        typer.echo(f"page of the search: {page}", err=True)
     return told, reports
-
-
-def _write_page(
-    path: Path, search: Search, found: SearchResult, facts: Facts, reports: Sequence[Forecast]
-) -> None:
-    """Write the page of a search."""
-    from itercast.capture.base.files import write_atomic
-    from itercast.compose.parallel.device_memory import room_bytes, verdict
-    from itercast.eval.report.plan_page import plan_page
-
-    gpu = search.book.gpu
-    known = {r.plan: r for r in reports}
-    order = sorted(found.tried, key=lambda s: s.score(facts["objective"]))
-    for scored in order[:MOST_REPORTS]:
-        if str(scored.plan) not in known:
-            known[str(scored.plan)] = search.report(scored.plan, facts["bundle"])
-    best = found.best[0].plan
-    simple = found.simplest.plan if found.simplest else best
-    held = {str(plan): search.trace(plan).held() for plan in dict.fromkeys((best, simple))}
-    told = [verdict(s.memory_bytes, room_bytes(gpu, s.plan)) for s in found.tried]
-    tried = [
-        (str(s.plan), s.iteration_us, s.memory_bytes, memory)
-        for s, memory in zip(found.tried, told, strict=True)
-    ]
-    text = plan_page(facts, tried, known, [str(s.plan) for s in found.best], str(simple), held)
-    write_atomic(path, text.encode())
-    typer.echo(f"page of the search: {path}", err=True)
 
 
 def plans_table(

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from textwrap import wrap
 
+from itercast.capture.base.files import write_atomic
 from itercast.compose.forecast import Forecast
-from itercast.compose.parallel.device_memory import FITS, MISFITS
+from itercast.compose.parallel.device_memory import FITS, MISFITS, room_bytes, verdict
+from itercast.compose.plan_search.candidates import Search
+from itercast.compose.plan_search.search import SearchResult
 from itercast.eval.report import charts
 from itercast.eval.report.blocks import Section, Table, Tile, number
 from itercast.eval.report.charts import Chart, Figure, Trace
@@ -18,8 +22,31 @@ Held = Mapping[str, Sequence[tuple[float, float]]]  # by rank, times in us and b
 PARTS = ("compute", "exposed communication", "bubble", "host gaps", "waiting")
 CLOSE = "too close to tell"  # memory within the memory model's error of what there is
 LABEL_WIDTH, LINE_PX = 20, 16  # characters of a line of a plan beside its bar, and its height
+MOST_REPORTS = 100  # of plans tried, the best ones have all numbers on a page
 MOST_RANKS = 8  # lines of a memory chart
 MOST_POINTS = 400  # of a line
+
+
+def write_page(
+    path: Path, search: Search, found: SearchResult, facts: Facts, reports: Sequence[Forecast]
+) -> None:
+    """Write the page of a search; ``reports``: of plans that were forecast already."""
+    gpu = search.book.gpu
+    known = {r.plan: r for r in reports}
+    order = sorted(found.tried, key=lambda s: s.score(facts["objective"]))
+    for scored in order[:MOST_REPORTS]:
+        if str(scored.plan) not in known:
+            known[str(scored.plan)] = search.report(scored.plan, facts["bundle"])
+    best = found.best[0].plan
+    simple = found.simplest.plan if found.simplest else best
+    held = {str(plan): search.trace(plan).held() for plan in dict.fromkeys((best, simple))}
+    told = [verdict(s.memory_bytes, room_bytes(gpu, s.plan)) for s in found.tried]
+    tried = [
+        (str(s.plan), s.iteration_us, s.memory_bytes, memory)
+        for s, memory in zip(found.tried, told, strict=True)
+    ]
+    text = plan_page(facts, tried, known, [str(s.plan) for s in found.best], str(simple), held)
+    write_atomic(path, text.encode())
 
 
 def plan_page(

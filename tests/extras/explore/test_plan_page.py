@@ -12,7 +12,7 @@ from plan_case import search_of
 
 from itercast.compose.parallel.device_memory import FITS, MISFITS
 from itercast.compose.plan_search.search import best_plans
-from itercast.eval.report.plan_page import plan_page
+from itercast.extras.explore.plan_page import plan_page
 
 CLOSE = "too close: 76 to 84 of 80 GB"
 
