@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from itercast.capture.opcall import OpCall, StepCapture, TensorSpec
 from itercast.compose.capture_model import capture
 from itercast.compose.forecast import Forecast
 from itercast.compose.plan_search.candidates import Search
+from itercast.compose.plan_search.search import Found, shapes_of
 from itercast.compose.plan_search.sizes import CaptureAt
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.microbench.hardware.spec import Gpu
@@ -98,3 +100,12 @@ def search_of(gpu: Gpu = GPU, capture_at: CaptureAt = capture_at) -> Search:
     """Plans of the small GPT, or another model, at eight samples a step."""
     book = PriceBook(Flat(), gpu, 0)
     return Search(capture_at=capture_at, book=book, node=None, batch=8, seq=64, optimizer="adamw")
+
+
+def legal_plans(search: Search, gpus: int, objective: str) -> Found:
+    """All legal plans without their variants, none of them simulated."""
+    found, shapes = Found(search, objective), shapes_of(search, gpus, objective)
+    while shapes.waiting:
+        found.add(shapes.take(inf))
+    found.near(shapes, lambda plan: True)
+    return found

@@ -183,15 +183,6 @@ def _legal(search: Search, plan: ParallelPlan | None) -> list[Rank]:
     return [rank] if rank else []
 
 
-def legal_plans(search: Search, gpus: int, objective: str) -> Found:
-    """All legal plans without their variants, none of them simulated."""
-    found, shapes = Found(search, objective), shapes_of(search, gpus, objective)
-    while shapes.waiting:
-        found.add(shapes.take(inf))
-    found.near(shapes, lambda plan: True)
-    return found
-
-
 def v_shaped(found: Found) -> Iterator[Rank]:
     """Yields plans found with V-shaped schedules in place of 1F1B.
 

@@ -285,8 +285,8 @@ def run_search(
     told |= {"stopped": True} if found.stopped else {}
     told |= {"simplest": str(found.simplest.plan) if found.simplest else ""}
     if page is not None:
-        written = with_added("plan_pages", {}, Callable)["html"]
-        written(page, search, found, facts, reports)
+        pages = with_added("plan_pages", dict[str, Callable[..., None]](), Callable)
+        pages["html"](page, search, found, facts, reports)
         typer.echo(f"page of the search: {page}", err=True)
     return told, reports
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from plan_case import CPU, GPU, capture_at, experts_at, search_of
+from plan_case import CPU, GPU, capture_at, experts_at, legal_plans, search_of
 
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
@@ -17,7 +17,6 @@ from itercast.compose.plan_search.candidates import Search, candidate_plans
 from itercast.compose.plan_search.search import (
     Found,
     best_plans,
-    legal_plans,
     others,
     shapes_of,
     v_shaped,

@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from plan_case import GPU, forecast_of, search_of
+from plan_case import GPU, forecast_of, legal_plans, search_of
 from typer.testing import CliRunner, Result
 
 from itercast.command_line import app
 from itercast.commands.plan import plans_table
 from itercast.commands.script_case import found_lines
-from itercast.compose.plan_search.search import best_plans, legal_plans
+from itercast.compose.plan_search.search import best_plans
 from itercast.learners.bundle import Bundle
 
 run = CliRunner()
