@@ -126,9 +126,12 @@ def script_line(
 
     ``worlds``: numbers of ranks; ``products``: dtypes of its products.
     """
-    each = f"{batch.own_samples:,} samples a rank" if batch.own_samples else "samples not known"
+    own = f"{batch.own_samples:,} sample{'' if batch.own_samples == 1 else 's'} a rank"
+    each = own if batch.own_samples else "samples not known"
     if batch.samples and batch.grouped and len(worlds) == 1 < worlds[0]:
         each += f", {batch.samples:,.0f} in all"
+        sharing = round(batch.own_samples * worlds[0] / batch.samples)
+        each += f", each shared by {sharing} ranks" if sharing > 1 else ""
     ranks = f"one of {' or '.join(map(str, worlds))} ranks" if max(worlds) > 1 else "one process"
     parts = [f"products in {' and '.join(products)}"] * bool(products)
     parts.append(launches("compile" in engine, "graph" in engine))

@@ -15,9 +15,11 @@ from typer.testing import CliRunner
 from itercast.command_line import app
 from itercast.commands.script_case import found_lines
 from itercast.compose.predict import predict
+from itercast.compose.programs.samples import Batch
 from itercast.compose.target import step_dtype
 from itercast.learners.bundle import Bundle
 from itercast.microbench.hardware.spec import load_gpu
+from itercast.stated import script_line
 
 run = CliRunner()
 ON_H100 = "--gpu h100-sxm-80gb"
@@ -196,3 +198,21 @@ def test_a_model_found_in_a_script_is_told_with_what_plans_leave_out() -> None:
     assert step.startswith(
         "as it is, on 4 GPUs for each of 5 updates: 1.00 ms; its model's step on"
     )
+
+
+@pytest.mark.parametrize(
+    ("own", "everyone", "ranks", "told"),
+    [
+        (2, 16, 8, "one of 8 ranks: 2 samples a rank, 16 in all; "),
+        (2, 8, 16, "one of 16 ranks: 2 samples a rank, 8 in all, each shared by 4 ranks; "),
+        (1, 1, 8, "one of 8 ranks: 1 sample a rank, 1 in all, each shared by 8 ranks; "),
+        (2, 2, 1, "one process: 2 samples a rank; "),
+        (0, 0, 8, "one of 8 ranks: samples not known; "),
+    ],
+)
+def test_ranks_that_share_samples_are_counted(
+    own: int, everyone: int, ranks: int, told: str
+) -> None:
+    batch = Batch(samples=everyone, tokens=0, own_samples=own, grouped=True)
+    line = script_line("a.py", batch, [ranks], ["bf16"], "eager")
+    assert line == f"a step of a.py as {told}products in bf16, eager launches"
