@@ -55,6 +55,7 @@ EFFICIENT = torch.ops.aten._scaled_dot_product_efficient_attention.default
 EFFICIENT_BACKWARD = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
 FUSED_ATTENTION = (FLASH, FLASH_BACKWARD, EFFICIENT, EFFICIENT_BACKWARD)
 TORCHS = ("aten", "prim", "prims", "c10d", "_c10d_functional", "fsdp", "profiler", "quantized")
+COPY = "aten.copy_.default"
 SELECTIVE = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
 EAGER_PYTHON = ("module_call", "view_op", "autograd_node")  # host events of ops run one by one
 LOSS = (torch.ops.aten._log_softmax.default,)  # of logits cut by vocabulary
@@ -86,7 +87,7 @@ class ProgramLog(OpLog):
         self.ended: Callable[[str, Any], None] = lambda kind, owner: None  # told what may be a step
         self.returned: Any = None  # by the model whose forward ends
         self.gpu_memory = GpuMemory(lambda: self.stream)
-        self.host_memory, self._copies = GpuMemory(), False  # shards that a program offloads
+        self.host_memory, self.reads_copies = GpuMemory(), False  # what a program keeps there
         self.loaded = GpuMemory()  # batches of DataLoaders
         self.recomputing = False
         self.points = count()
@@ -162,24 +163,32 @@ class ProgramLog(OpLog):
         """Let the host take a batch from a DataLoader."""
         self._mark(BATCH, (), self.stream)
 
-    def copied(self, way: str, tensor: Any) -> None:
-        """Log a copy of a tensor in host memory to the GPU ("h2d"), or to there ("d2h")."""
+    def copied(self, way: str, tensor: Any, *, non_blocking: bool = False) -> None:
+        """Log a copy to the GPU ("h2d") or to host memory ("d2h"), for which the host waits."""
         self._mark(HOST_COPY, (way, tensor.numel() * tensor.element_size()), self.stream)
-        self._keep_on_host(tensor)
+        if not non_blocking:
+            self.host_wait(self.record(self.stream))
 
-    def _keep_on_host(self, tensor: Any) -> None:
+    def keep_on_host(self, tensor: Any) -> None:
+        """Keep a tensor in host memory: it takes none of the GPU's, ops on it are the CPU's."""
         self.storage(tensor)
         self.host_memory.add(tensor)
+        self.gpu_memory.remove(tensor)
         self.resized(tensor.untyped_storage()._cdata, 0)
 
     @contextmanager
     def reading_copies(self) -> Iterator[None]:
         """Ops inside read the copies of what lies in host memory; others on it are the CPU's."""
-        before, self._copies = self._copies, True
+        before, self.reads_copies = self.reads_copies, True
         try:
             yield
         finally:
-            self._copies = before
+            self.reads_copies = before
+
+    def read_by_host(self, tensor: Any) -> None:
+        """Log that the host reads numbers, for which it waits unless they are in its memory."""
+        if not self.host_memory.holds(tensor):
+            super().read_by_host(tensor)
 
     def python(self, event: str, tensors: int = 1) -> None:
         """Log Python of a parallel wrapper that no op stands for."""
@@ -215,15 +224,20 @@ class ProgramLog(OpLog):
 
     def add(self, op: str, args: Any, kwargs: Any, output: Any) -> None:
         """Log one call, and the call of a compiled function that it belongs to."""
+        tensors = _tensors((args, kwargs))
+        kept = self.host_memory and not self.reads_copies
+        on_host = list(map(self.host_memory.holds, tensors)) if kept else []
+        if op == COPY and any(on_host) and any(map(self.gpu_memory.holds, tensors)):
+            waits = not (args[2:] or kwargs.get("non_blocking"))
+            self.copied("d2h" if on_host[0] else "h2d", args[0], non_blocking=not waits)
+            return
         super().add(op, args, kwargs, output)
         if self.recomputing:
             self.calls[-1] = replace(self.calls[-1], recomputed=True)
-        if self.host_memory and not self._copies:
-            tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-            if any(map(self.host_memory.holds, tensors)):
-                self.calls[-1] = replace(self.calls[-1], stream=ON_CPU)
-                for made in filter(torch.is_tensor, tree_leaves(output)):
-                    self._keep_on_host(made)
+        if any(on_host):
+            self.calls[-1] = replace(self.calls[-1], stream=ON_CPU)
+            for made in _tensors(output):
+                self.keep_on_host(made)
         if number := self.compiled.number():
             compiled = 0 if number in self._eager else number
             graph = 2 * number + (self.phase == "backward") if number in self._graphed else 0
@@ -254,7 +268,8 @@ class ProgramLog(OpLog):
         output = self._dispatched(func, types, args, kwargs)
         if output is not NotImplemented and func.namespace != "prim":
             with torch._C.DisableTorchFunction():  # modes that watch a program slow questions down
-                self.gpu_memory.follow(args, output)
+                if not (self.host_memory and any(map(self.host_memory.holds, _tensors(output)))):
+                    self.gpu_memory.follow(args, output)
                 if func in COPIES:
                     self.loaded.follow(args, output)
         return output
@@ -359,6 +374,11 @@ class ProgramLog(OpLog):
             point = self.record(own)
             self._arrives |= {t.storage: point for t in written}
             self.last_work = point
+
+
+def _tensors(values: Any) -> list[Any]:
+    """The tensors among an op's arguments or results."""
+    return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
 
 
 class ShardedAttention(WholeAttention):

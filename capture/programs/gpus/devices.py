@@ -54,6 +54,11 @@ class GpuMemory:
                 self._keys.add(memory._cdata)
                 weakref.finalize(memory, self._keys.discard, memory._cdata)
 
+    def remove(self, tensor: Any) -> None:
+        """Take the memory behind a tensor from there."""
+        for part in _parts(tensor):
+            self._keys.discard(part.untyped_storage()._cdata)
+
     def holds(self, tensor: Any) -> bool:
         """Whether a tensor was put there, or computed from one that was."""
         parts = _parts(tensor)

@@ -1,7 +1,8 @@
-"""What FSDP keeps in host memory: its copies, and what a CPU does with it.
+"""What a program keeps in host memory: its copies, and what a CPU does with it.
 
-FSDP2's ``CPUOffloadPolicy``, FSDP1's ``CPUOffload``. A capture finds all tensors on the CPU, where
-torch copies nothing. So copies are told to the log as torch makes them on a GPU: shards before they
+A capture finds all tensors on the CPU, where torch copies nothing. So copies are told to the log as
+torch makes them on a GPU: by ``cpu``, ``to``, ``cuda`` and ``copy_``, those of ``save_on_cpu``, and
+those of FSDP (``CPUOffloadPolicy``, ``CPUOffload``), which finds its shards on the CPU: before they
 are gathered, gradients after they are scattered.
 """
 
@@ -13,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.fsdp import _runtime_utils as fsdp1
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
@@ -22,12 +24,14 @@ from torch.overrides import TorchFunctionMode
 
 from itercast.capture.programs.log import ProgramLog
 
+CPU = torch.device("cpu")
 INPUTS: Any = vars(FSDPParam)["all_gather_inputs"]
 PRE_UNSHARD: Any = vars(FlatParamHandle)["pre_unshard"]
+MOVES = (torch.Tensor.cpu, torch.Tensor.to)
 
 
-class _ToHost(TorchFunctionMode):
-    """Tells a log which tensors are copied to the host, and whether the host waits for it."""
+class _Copies(TorchFunctionMode):
+    """Tells a log which tensors are copied to the host and back, and whether the host waits."""
 
     def __init__(self, log: ProgramLog) -> None:
         super().__init__()
@@ -36,21 +40,110 @@ class _ToHost(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if func is torch.Tensor.to and args[1:] == (torch.device("cpu"),):
-            self.log.copied("d2h", made)
-            if not (kwargs or {}).get("non_blocking"):
-                self.log.host_wait(self.log.record(self.log.stream))
+        kwargs = kwargs or {}
+        if self.log.reads_copies or (func not in MOVES and not kwargs):
+            return func(*args, **kwargs)
+        place = "cpu" if func is torch.Tensor.cpu else _place((*args[1:], kwargs.get("device")))
+        made, log = func(*args, **kwargs), self.log
+        if not isinstance(made, torch.Tensor):
+            return made
+        on_gpu = bool(args) and isinstance(args[0], torch.Tensor) and log.gpu_memory.holds(args[0])
+        if func in MOVES and place == "cpu" and on_gpu:
+            return self.copied("d2h", made, bool(kwargs.get("non_blocking")))
+        if func in MOVES and place == "cuda" and log.host_memory.holds(args[0]):
+            return self.copied("h2d", made, bool(kwargs.get("non_blocking")))
+        if func not in MOVES and (kwargs.get("pin_memory") or (place == "cpu" and on_gpu)):
+            log.keep_on_host(made)
+        return made
+
+    def copied(self, way: str, tensor: Any, non_blocking: bool) -> Any:
+        """A copy of a tensor on the other side."""
+        log = self.log
+        log.paused += 1
+        made = tensor.clone()
+        log.paused -= 1
+        if way == "h2d":
+            log.host_memory.remove(made)
+            log.gpu_memory.put(made)
+        else:
+            log.keep_on_host(made)
+        log.copied(way, made, non_blocking=non_blocking)
+        return made
+
+
+def _place(asked: Any) -> str:
+    """The kind of device that arguments name; "" where they name none."""
+    for value in asked:
+        if isinstance(value, torch.device):
+            return value.type
+        if isinstance(value, str):
+            return value.partition(":")[0]
+    return ""
+
+
+@contextmanager
+def host_memory(log: ProgramLog) -> Iterator[None]:
+    """Log the copies of tensors that lie in host memory."""
+    copies, to_gpu = _Copies(log), torch.Tensor.cuda
+
+    def cuda(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if not log.host_memory.holds(tensor):
+            return to_gpu(tensor, *args, **kwargs)
+        return copies.copied("h2d", tensor, bool(kwargs.get("non_blocking")))
+
+    def on_cpu(hooks: Any, pin_memory: bool = False, device_type: str = "cuda") -> None:
+        """As ``save_on_cpu``, which asks tensors where they are."""
+
+        def pack(tensor: Any) -> Any:
+            on_gpu = log.gpu_memory.holds(tensor)
+            return copies.copied("d2h", tensor, non_blocking=False) if on_gpu else tensor
+
+        def unpack(tensor: Any) -> Any:
+            on_host = log.host_memory.holds(tensor)
+            return copies.copied("h2d", tensor, pin_memory) if on_host else tensor
+
+        saved_tensors_hooks.__init__(hooks, pack, unpack)
+
+    with (
+        patch.object(torch.Tensor, "cuda", cuda),
+        patch.object(save_on_cpu, "__init__", on_cpu),
+        shards_of_fsdp(log),
+        copies,
+    ):
+        yield
+
+
+class _GradientsToHost(TorchFunctionMode):
+    """Tells a log which gradients FSDP2 copies to the host."""
+
+    def __init__(self, log: ProgramLog) -> None:
+        super().__init__()
+        self.log = log
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.Tensor.to or args[1:] != (CPU,):
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            made = func(*args, **kwargs)
+        self.log.copied("d2h", made, non_blocking=bool(kwargs.get("non_blocking")))
+        self.log.keep_on_host(made)
         return made
 
 
 @contextmanager
-def offloaded_shards(log: ProgramLog) -> Iterator[None]:
-    """Log the copies of shards and of gradients that lie in host memory."""
+def shards_of_fsdp(log: ProgramLog) -> Iterator[None]:
+    """Log the copies of shards and of gradients that FSDP keeps in host memory."""
+
+    def to_gpu(shard: Any) -> None:
+        log.keep_on_host(shard)
+        log.copied("h2d", shard, non_blocking=True)
 
     def inputs(parameter: Any) -> Any:
         if parameter.offload_to_cpu and parameter.sharded_state == ShardedState.SHARDED:
-            log.copied("h2d", parameter._sharded_param_data)
+            to_gpu(parameter._sharded_param_data)
         return INPUTS.fget(parameter)
 
     def gather(*args: Any, **kwargs: Any) -> Any:
@@ -60,20 +153,21 @@ def offloaded_shards(log: ProgramLog) -> Iterator[None]:
     def reduce(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         if not any(p.offload_to_cpu for p in parameters):
             return foreach_reduce(parameters, *args, **kwargs)
-        with _ToHost(log):
+        with _GradientsToHost(log):
             return foreach_reduce(parameters, *args, **kwargs)
 
     def pre_unshard(handle: Any) -> Any:
         if handle._offload_params and (
             handle._uses_param_mixed_precision or handle.needs_unshard()
         ):
-            log.copied("h2d", handle.flat_param._local_shard)
+            to_gpu(handle.flat_param._local_shard)
         with log.reading_copies():
             return PRE_UNSHARD(handle)
 
     def offload(state: Any, handle: Any, gradient: Any) -> None:
         if handle._offload_params:
-            log.copied("d2h", handle.flat_param._cpu_grad)
+            log.copied("d2h", handle.flat_param._cpu_grad, non_blocking=True)
+            log.keep_on_host(handle.flat_param._cpu_grad)
 
     with (
         patch.object(FSDPParam, "all_gather_inputs", property(inputs)),

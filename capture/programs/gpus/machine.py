@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from itercast.capture.programs.gpus.asked import Asked, EmulatedGpu
 from itercast.capture.programs.gpus.devices import GeneratorOnCpu, stay, tensors_on_gpus
-from itercast.capture.programs.gpus.host_memory import offloaded_shards
+from itercast.capture.programs.gpus.host_memory import host_memory
 from itercast.capture.programs.log import ProgramLog
 from itercast.capture.recorder.autocast import autocast_as_on_cuda
 
@@ -51,7 +51,7 @@ def gpus_that_are_not_there(
             stack.enter_context(patch.object(place, "autocast", AutocastAsOnGpus))
         stack.enter_context(_collectives_as_on_gpus())
         stack.enter_context(tensors_on_gpus(local_rank, log.gpu_memory))
-        stack.enter_context(offloaded_shards(log))
+        stack.enter_context(host_memory(log))
         yield
 
 

@@ -11,7 +11,7 @@ from small_scripts import H100, ITEM, TRAINING, captured, written
 
 from itercast.capture.input.batches import TakenBatches
 from itercast.capture.input.lane import Batches, InputLane
-from itercast.capture.programs.program import COLLECTIVE, read_program, write_program
+from itercast.capture.programs.program import COLLECTIVE, HOST_COPY, read_program, write_program
 from itercast.capture.programs.script import Script, capture_script
 from itercast.compose.programs.forecast import forecast_program
 from itercast.compose.target import find_target
@@ -227,7 +227,7 @@ def test_processes_that_a_script_starts_with_the_first_fsdp(tmp_path: Path, star
     for kind, times in (("all_gather", [2, 1]), ("reduce_scatter", [1, 1])):
         sizes = [size for name, size in sent if name == kind]
         assert [sizes.count(n) for n in (inner, outer)] == times, sent
-    assert Counter(c.op for c in calls)[ITEM] == 1  # the loss that numpy reads
+    assert Counter(c.op for c in calls)[HOST_COPY] == 1  # the loss that numpy reads
     assert not Path("never").exists()
 
 
