@@ -146,7 +146,9 @@ def capture(
     settings = _settings(dtype or "fp32", **options)
     adapters = Adapters.parse(lora)
     if adapters and not isinstance(model, Path):
-        raise ValueError("lora adapts the model of a Hugging Face configuration only")
+        name = model if isinstance(model, str) else type(model).__name__
+        only = "adapts the model of a Hugging Face configuration only"
+        raise ValueError(f"lora {lora!r} {only}, got {name}")
     if isinstance(model, SizedModel):
         size = (batch or model.facts.batch, seq or model.facts.seq)
         step = model.capture_at(settings, *size, not whole)

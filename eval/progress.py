@@ -41,6 +41,9 @@ class PlainLines(Progress):
         print(f"{task.description}{share} ({now_s - self.began_s:.0f} s)", file=sys.stderr)
 
 
+UsageError: Any = typer.BadParameter.__base__  # click's, which typer keeps under varying names
+
+
 def progress_bar() -> Progress:
     """A progress bar on stderr, so that --json on stdout stays clean; lines off a terminal."""
     console = Console(stderr=True)
@@ -49,8 +52,13 @@ def progress_bar() -> Progress:
 
 def run_program(main: Callable[..., None]) -> None:
     """Run a function by the words of the command line; an error is one line and exit code 2."""
+    program = typer.Typer(add_completion=False)
+    program.command()(main)
     try:
-        typer.run(main)
+        sys.exit(program(standalone_mode=False))
+    except UsageError as exc:
+        told = exc.format_message()
     except (RuntimeError, ValueError) as exc:
-        print(f"error: {exc}", file=sys.stderr)
-        sys.exit(2)
+        told = str(exc)
+    print(f"error: {told}", file=sys.stderr)
+    sys.exit(2)

@@ -339,13 +339,18 @@ def prints_aside() -> Iterator[None]:
         yield
 
 
+def without_units(dtypes: Sequence[str], gpu: Gpu) -> list[str]:
+    """What is forecast in place of products in dtypes that a GPU has no units for, a line each."""
+    known = ", ".join(gpu.peak_flops_per_s)
+    rest = "its products are forecast at the rate of fp32"
+    lacking = [d for d in dtypes if d not in ("fp32", *NARROW, *gpu.peak_flops_per_s)]
+    return [f"{gpu.name} has no {d} units ({known}): {rest}" for d in lacking if gpu.kind == "gpu"]
+
+
 def warn_of_dtype(dtype: str, target: Target) -> None:
     """Say in one line that a GPU has no units for a dtype, and at which rate it is forecast."""
-    gpu = target.gpu
-    if gpu.kind == "gpu" and dtype not in ("fp32", *NARROW, *gpu.peak_flops_per_s):
-        known = ", ".join(gpu.peak_flops_per_s)
-        rest = "its products are forecast at the rate of fp32"
-        typer.echo(f"itercast: {gpu.name} has no {dtype} units ({known}): {rest}", err=True)
+    for told in without_units([dtype], target.gpu):
+        typer.echo(f"itercast: {told}", err=True)
 
 
 def asks(command: Callable[Concatenate[Any, P], R], only: Sequence[str] = ()) -> Callable[..., R]:

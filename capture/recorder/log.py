@@ -47,7 +47,7 @@ from itercast.capture.recorder.fake_patches import (
     trilinear,
 )
 from itercast.capture.recorder.recurrent import recurrent_networks
-from itercast.capture.recorder.routing import Routing
+from itercast.capture.recorder.routing import Routing, by_position, takes_masks
 from itercast.capture.recorder.sparse import (
     FakeSparseOps,
     as_row_ops,
@@ -220,6 +220,8 @@ class OpLog(TorchDispatchMode):
         if _consists_of_others(func):  # such ops of inference tensors come whole
             with self:
                 return func.decompose(*args, **kwargs)
+        if takes_masks(func, args):
+            return by_position(self._run, func, args, kwargs)
         if func is torch.ops.aten._trilinear.default:
             return trilinear(self, *args[:3], expand=args[3:6], sumdim=args[6], along=args[7:])
         if self.routing is None:

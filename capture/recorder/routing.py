@@ -15,9 +15,11 @@ that is read. Checks of them pass (``user_errors.passing``).
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from math import ceil, inf, prod
 from traceback import StackSummary, extract_stack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,15 +113,9 @@ class Routing(Known):
             return self._histogram(*args)
         if name in CORRECTED:
             return CORRECTED[name](*args)
-        if name == "masked_select" and (count := self._count(args[1])) is not None:
-            share = max(args[0].numel(), args[1].numel()) // args[1].numel()
-            return args[0].new_empty((count * share,))
         if name == "split_with_sizes" and GUESS in (self.guesses or ()):
             args = (self._of_length(*args), *args[1:])
-        if name == "index":
-            if any(is_mask(i) for i in args[1]):
-                args = (args[0], self._positions(args[1]))
-        elif shaped and self._guesses():
+        if name != "index" and shaped and self._guesses():
             return self._compute_values(func, self._made_up(name, args, kwargs), kwargs)
         try:
             output = run_quickly(func, args, kwargs)
@@ -299,19 +295,6 @@ class Routing(Known):
             values[: total % over] += 1
         self.facts[output] = Fact(values=values)
 
-    def _positions(self, indices: Tensor) -> list[Argument]:
-        """Indices with each mask replaced by positions, one index tensor per axis of the mask."""
-        positions: list[Argument] = []
-        for index in indices:
-            if not is_mask(index):
-                positions.append(index)
-                continue
-            count = self._count(index)
-            if count is None:  # the op itself raises the error
-                return list(indices)
-            positions += [index.new_empty((count,), dtype=torch.int64) for _ in range(index.dim())]
-        return positions
-
     def _note_derived(
         self, name: str, args: Args, kwargs: Kwargs, output: Argument, known: Fact | None
     ) -> None:
@@ -381,3 +364,35 @@ class Routing(Known):
         for tensor, known in zip(outputs, values, strict=True):
             self.facts[tensor] = Fact(values=known)
         return tuple(outputs) if isinstance(result, tuple) else outputs[0]
+
+
+PUT = ("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
+MASKED = ("index", "_unsafe_index", "masked_select", *PUT)
+AT_POSITIONS, FILL = torch.ops.aten.index.Tensor, torch.ops.aten.masked_fill.Tensor
+
+
+def takes_masks(func: OpOverload, args: Args) -> bool:
+    """Whether an op chooses elements by masks."""
+    return func._opname in MASKED and any(map(is_mask, flatten_lists(args[1:2])))
+
+
+def by_position(run: Callable[..., Any], func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
+    """``run`` what torch runs for such an op: ``nonzero`` of each mask, then the op at positions.
+
+    One number in the place of a mask is a ``masked_fill``. Sources: ``expandTensors`` in
+    aten/src/ATen/native/IndexingUtils.h, ``canDispatchToMaskedFill`` in TensorAdvancedIndexing.cpp.
+    """
+    x, chosen, *rest = args
+    if func._opname == "masked_select":
+        shape = torch.broadcast_shapes(x.shape, chosen.shape)
+        x, mask = (run(torch.ops.aten.expand.default, (t, shape), {}) for t in (x, chosen))
+        func, chosen = AT_POSITIONS, [mask]
+    if func._opname in PUT and len(chosen) == 1 and rest[0].dim() == 0 and not any(rest[1:]):
+        mask = chosen[0].reshape(*chosen[0].shape, *(1,) * (x.dim() - chosen[0].dim()))
+        fill = torch.ops.aten.masked_fill_.Tensor if func._schema.is_mutable else FILL
+        return run(fill, (x, mask, rest[0]), kwargs)
+    places = list[Argument]()
+    for index in chosen:
+        found = run(torch.ops.aten.nonzero.default, (index,), {}) if is_mask(index) else None
+        places += [index] if found is None else found.unbind(1)
+    return run(func, (x, places, *rest), kwargs)

@@ -239,9 +239,7 @@ def _rank_graph(
     capture = with_buffers(capture) if plan.ep > 1 else capture
     unfused = capture if gpu.kind == "cpu" else with_byte_masks(capture)
     capture = compressed(as_launched(unfused, gathered=gathered), plan)
-    for dtype in sorted(_narrow(capture) - set(gpu.peak_flops_per_s)):
-        units = sorted(gpu.peak_flops_per_s)
-        raise ValueError(f"gpu {gpu.name!r}: no units for dtype {dtype!r}; it has {units}")
+    check_units(capture, gpu)
     capture = capture if gpu.kind == "cpu" else with_cuda_variants(capture)
     fused = capture.engine in (FUSED, FUSED_GRAPH)  # kernels of a framework's own
     layers = tuple(split_layers(capture, read_instead(unfused) if fused else {}))
@@ -369,6 +367,14 @@ def _tied(capture: StepCapture, layers: Sequence[Layer]) -> tuple[ParamSpec, ...
     return tuple(p for p in layers[0].parameters if p.storage in used)
 
 
-def _narrow(capture: StepCapture) -> set[str]:
-    """The dtypes of 8 and 4 bits among the tensors that a step reads."""
-    return {t.dtype for c in capture.calls for t in c.tensors() if t.dtype in NARROW}
+def check_units(capture: StepCapture, gpu: Gpu) -> None:
+    """ValueError where a product in 8 or 4 bits needs units that a GPU lacks; torch raises, too.
+
+    Packed pairs of 4 bits are logged as bytes.
+    """
+    products = (c for c in capture.calls if "mm" in c.op.split(".")[1])
+    read = {t.dtype for c in products for t in c.tensors()[:2]}
+    narrow = {"nvfp4" if dtype == "uint8" else dtype for dtype in read} & {*NARROW}
+    for dtype in sorted(narrow - set(gpu.peak_flops_per_s)):
+        units = sorted(gpu.peak_flops_per_s)
+        raise ValueError(f"gpu {gpu.name!r}: no units for dtype {dtype!r}; it has {units}")

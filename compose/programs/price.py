@@ -26,7 +26,7 @@ from itercast.compose.pricing.host import Launches, launch_costs, on_host, pytho
 from itercast.compose.pricing.optimizer import update_bytes
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import PricedOp, priceable
-from itercast.compose.pricing.rank_graph import AskedCalls, axis_among, ranks_of
+from itercast.compose.pricing.rank_graph import AskedCalls, axis_among, check_units, ranks_of
 from itercast.compose.programs.in_parts import products_beside, sent_in_parts
 from itercast.compose.simulate.fsdp import FORWARD_SHARE
 from itercast.compose.simulate.rank import host_copy
@@ -60,9 +60,12 @@ def price_rank(
 ) -> PricedRank:
     """Price the launches of one of ``world`` ranks.
 
-    ``per_node`` GPUs reach each other without the network.
+    ``per_node`` GPUs reach each other without the network. ValueError where the GPU has no units
+    for a dtype.
     """
     on_cpu = book.gpu.kind == "cpu"
+    if not on_cpu:
+        check_units(step, book.gpu)
     step = with_whole_networks(step, book.whole_cells)
     beside_products = products_beside(step.calls)
     eager, step = step, inductor_kernels(step, apart=lambda call: not call.compiled)

@@ -16,6 +16,7 @@ import typer
 
 from itercast.capture.base.yaml_text import facts_of
 from itercast.capture.cases.registry import case
+from itercast.eval.progress import run_program
 from itercast.microbench.iterations.collect import collect_iterations, iteration_of
 from itercast.microbench.iterations.measure import Iteration
 
@@ -49,4 +50,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_program(main)

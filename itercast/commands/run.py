@@ -30,6 +30,7 @@ from itercast.options import (
     Stack,
     Trace,
     whole_number,
+    without_units,
 )
 from itercast.stated import assumes, of_dtype, say, script_line
 
@@ -209,7 +210,10 @@ def _told(name: str, rows: Sequence[Forecasted]) -> Row:
     worlds = list(dict.fromkeys(one.found.world_size for one in rows))
     line = script_line(name, batch_of(program), worlds, products, engine)
     wide = of_dtype({"dtype": "fp32"}, gpu) if products[:1] == ["fp32"] else ""
-    facts = {"unusual": [wide] if wide else [], "assumes": assumes([one.found for one in rows])}
+    gpus = {one.order.target.gpu.name: one.order.target.gpu for one in rows}
+    unusual = [x for each in gpus.values() for x in without_units(products, each)]
+    unusual += [wide] if wide else []
+    facts = {"unusual": unusual, "assumes": assumes([one.found for one in rows])}
     return {"forecast_of": line, **facts}
 
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import itercast
 from itercast.command_line import GROUPS, app
-from itercast.eval.progress import LINE_EVERY_S, progress_bar
+from itercast.eval.progress import LINE_EVERY_S, progress_bar, run_program
 
 
 def test_lists() -> None:
@@ -130,3 +130,33 @@ def test_progress_is_told_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> 
         bar.told_s -= LINE_EVERY_S  # type: ignore[attr-defined]
         bar.update(task, description="train conv", completed=2)
     assert capsys.readouterr().err == "train conv 50 % (0 s)\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (["--count", "2"], 0, ""),
+        (["--number", "2"], 2, "error: No such option: --number"),
+        (["--count", "many"], 2, "error: Invalid value for '--count'"),
+        (["--count", "3"], 2, "error: count 3 is odd"),
+    ],
+)
+def test_programs_that_are_modules_tell_errors_in_one_line(
+    words: list[str],
+    code: int,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As ``python -m itercast.extras.recommenders`` does: no boxes, exit code 2."""
+
+    def main(count: int = 0) -> None:
+        if count % 2:
+            raise ValueError(f"count {count} is odd")
+
+    monkeypatch.setattr(sys, "argv", ["program", *words])
+    with pytest.raises(SystemExit) as left:
+        run_program(main)
+    lines = capsys.readouterr().err.splitlines()
+    assert (left.value.code or 0) == code and len(lines) == (code > 0)
+    assert "".join(lines).startswith(told)
