@@ -42,7 +42,7 @@ from itercast.capture.programs.program import (
 from itercast.capture.recorder.attention import WholeAttention, by_kernel, kernel_left
 from itercast.capture.recorder.autocast import in_tf32
 from itercast.capture.recorder.facts import note_message
-from itercast.capture.recorder.fake import asked_of
+from itercast.capture.recorder.fake import asked_of, below_transforms
 from itercast.capture.recorder.log import DTYPES, OpLog
 from itercast.capture.recorder.routing import Routing
 from itercast.capture.recorder.sparse import values_of
@@ -246,7 +246,7 @@ class ProgramLog(OpLog):
     def awaits_update(self, parameters: Iterable[Any]) -> None:
         """The next write to one of these outside modules, backward and optimizers is an update."""
         leaves = (getattr(p, "_local_tensor", p) for p in parameters if p.is_leaf)
-        self._awaiting = {p.untyped_storage()._cdata for p in leaves}
+        self._awaiting = {below_transforms(p).untyped_storage()._cdata for p in leaves}
 
     def _updates(self, func: Any, written: Any) -> bool:
         """Whether an op is the first of an update that a program makes by hand."""

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -109,3 +110,10 @@ def asked_of(func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
     ):
         return args[0].fake_device
     return func(*args, **kwargs)
+
+
+def below_transforms(tensor: Tensor) -> Tensor:
+    """The tensor itself, which transforms of ``torch.func`` wrap."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor

@@ -197,6 +197,7 @@ def behave_like_real_tensors() -> Iterator[None]:
         patch.object(FakeTensor, "__reduce_ex__", _pickled),
         patch.object(torch_log, "disabled", True),
         patch.object(torch.jit._state._enabled, "enabled", False),
+        patch.dict(os.environ, {"PYTORCH_JIT": "0"}),  # as above, for forward-mode gradients
     ):
         yield
 

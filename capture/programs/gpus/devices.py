@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _device
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from itercast.capture.recorder.fake import below_transforms
 from itercast.capture.recorder.sparse import values_of
 
 OURS = ("torch", "itercast")  # packages whose code finds tensors on the CPU, where they are
@@ -85,6 +86,7 @@ def _parts(tensor: Any) -> list[torch.Tensor]:
         names, _ = tensor.__tensor_flatten__()
         held = (getattr(tensor, name) for name in names)  # a mesh is one of a DTensor's too
         return [part for one in held if isinstance(one, torch.Tensor) for part in _parts(one)]
+    tensor = below_transforms(tensor)
     memory = tensor if tensor.is_meta else values_of(tensor)
     return [] if memory.is_meta or memory.layout != torch.strided else [memory]
 

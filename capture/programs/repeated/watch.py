@@ -37,6 +37,7 @@ from itercast.capture.programs.repeated.passes import (
     unlogged,
 )
 from itercast.capture.programs.trained.bare import is_wrapper
+from itercast.capture.recorder.fake import below_transforms
 from itercast.capture.recorder.watch import attributes
 
 ALIKE = 2  # micro-batches in a row that show what the next ones do
@@ -240,7 +241,7 @@ def _hooked(parameter: Any) -> bool:
 def _gradients(model: torch.nn.Module) -> list[tuple[int, bool, torch.dtype, int, int]]:
     """A model's parameters, whether they train, their memory and gradients, by identity."""
     return [
-        (id(p), p.requires_grad, p.dtype, p.untyped_storage()._cdata, id(p.grad))
+        (id(p), p.requires_grad, p.dtype, below_transforms(p).untyped_storage()._cdata, id(p.grad))
         for p in model.parameters()
     ]
 
