@@ -7,7 +7,8 @@ A kernel goes over its elements in one order, and reads and writes each tensor o
 - A reduction over other dimensions than the last ones goes in another order: it is a kernel of its
   own, which computes its pointwise inputs again. So are the weights' gradients of a norm.
 - A reduction to few numbers, each of many, is split among blocks: what reads its result is another
-  kernel.
+  kernel, which computes its pointwise inputs again.
+- Equal ops on equal tensors are one (``itercast.compose.graph.compiled.repeats``).
 - A product with a side that is no multiple of 16 bytes may have its operands padded.
 - Backward computes pointwise results of forward again (``itercast.compose.graph.compiled.kept``).
 
@@ -32,6 +33,7 @@ from itercast.compose.graph.compiled.fused_calls import (
 from itercast.compose.graph.compiled.fusion_order import in_fusion_order
 from itercast.compose.graph.compiled.kept import Again, with_kept_rows
 from itercast.compose.graph.compiled.padded_products import is_paddable
+from itercast.compose.graph.compiled.repeats import without_repeats
 from itercast.compose.graph.rewrite import StepBuilder
 from itercast.microbench.ops import find_family
 from itercast.microbench.ops.memory.elementwise_names import ALLOCATIONS, SAME_AS
@@ -42,6 +44,7 @@ LOADS = {  # ops of family index without indices
     *("select_backward", "narrow_copy", "repeat"),
 }
 FEW_RESULTS, LONG_REDUCTION = assumed(__file__, "split_reductions")
+MOST_READ = 4  # no assumption: realize_reads_threshold of torch/_inductor/config.py
 
 
 def inductor_kernels(
@@ -61,7 +64,7 @@ def inductor_kernels(
 
     if not any(map(fused, capture.calls)):
         return capture
-    capture, again = with_kept_rows(capture, fused)
+    capture, again = with_kept_rows(without_repeats(capture, fused), fused)
     capture = in_fusion_order(capture, fused, moved, _place)
     calls, fusible = capture.calls, list(map(fused, capture.calls))
     uses = _Uses(calls, again)
@@ -148,12 +151,18 @@ def _with_norm_gradients_apart(
 
 @dataclass
 class _Kernel:
-    """Calls of one kernel over ``size`` elements; ``again``: of these what others make, too."""
+    """Calls of one kernel over ``size`` elements.
+
+    ``again``: calls of others that do not read what this one makes; ``spared``: those that do not
+    read it in these storages. ``copies``: storages of what it computes again and does not write.
+    """
 
     size: int
     columns: bool
     members: list[int] = field(default_factory=list)
     again: Set[int] = frozenset()
+    spared: set[tuple[int, int]] = field(default_factory=set)
+    copies: set[int] = field(default_factory=set)
 
 
 class _Uses:
@@ -177,6 +186,13 @@ class _Uses:
         """The call that alone writes a storage, where one does."""
         made = self.makers.get(storage, ())
         return made[0] if len(made) == 1 and storage not in self.given else None
+
+    def last_reader(self, storage: int, phase: str) -> int:
+        """The last call that reads a storage; backward may compute it again instead."""
+        read = self.readers[storage]
+        if storage in self.again and phase != "backward":
+            read = [i for i in read if self.calls[i].phase != "backward"]
+        return max(read)
 
     def leads_to(self, i: int, size: int, last: int) -> bool:
         """Whether a call up to ``last`` over ``size`` elements reads what a call makes.
@@ -202,12 +218,15 @@ class _Uses:
     def is_needed(self, t: TensorSpec, kernel: _Kernel) -> bool:
         """Whether a kernel writes a result: another kernel reads it, or the step ends with it."""
         readers = set(self.readers.get(t.storage, ()))
+        if t.storage in kernel.copies:
+            return False
         if t.storage in self.given or t.storage in self.kept:
             return True
         if max(self.makers[t.storage]) >= max(readers, default=0):
             return True
         if t.storage in self.again:
             readers = {i for i in readers if self.calls[i].phase != "backward"}
+        readers -= {i for i in readers if (i, t.storage) in kernel.spared}
         return not readers <= {*kernel.members, *kernel.again}
 
     def call(self, kernel: _Kernel) -> OpCall | None:
@@ -240,6 +259,7 @@ def _kernels(stretch: Sequence[int], uses: _Uses) -> list[_Kernel]:
         sources = {home[t.storage] for t in call.tensors() if t.storage in home}
         again = list(_producers(call, stretch, uses)) if columns else []
         first = 0 if again else max(sources, default=0)
+        split = _split_from(call, (kernels[n] for n in sources), stretch, uses)
         joined = (
             number
             for number in reversed(range(first, len(kernels)))
@@ -250,10 +270,15 @@ def _kernels(stretch: Sequence[int], uses: _Uses) -> list[_Kernel]:
             kernels.append(_Kernel(size=size, columns=columns))
         kernel = kernels[at]
         kernel.size = max(kernel.size, size)
-        kernel.members += [j for j in again if j not in kernel.members] + [i]
+        apart = [j for j in split if j not in kernel.members]
+        kernel.members += [j for j in again if j not in kernel.members] + [*apart, i]
+        kernel.copies |= {t.storage for j in apart for t in uses.calls[j].outputs}
+        read = {(j, t.storage) for j in (i, *apart) for t in uses.calls[j].tensors()}
         for number, other in enumerate(kernels):
             if number != at and again:
                 other.again = other.again | {i, *again}
+            if number != at:
+                other.spared |= {pair for pair in read if pair[1] in kernel.copies}
         home |= {t.storage: at for t in call.outputs}
     return kernels
 
@@ -297,6 +322,25 @@ def _made(call: OpCall, kernel: _Kernel, uses: _Uses) -> list[OpCall]:
     return [c for c in made if read & {t.storage for t in c.outputs}]
 
 
+def _split_from(
+    call: OpCall, sources: Iterable[_Kernel], stretch: Sequence[int], uses: _Uses
+) -> list[int]:
+    """Pointwise calls that one computes again which waits for a split reduction in these kernels.
+
+    They are over as many elements and read few tensors: nobody writes them for it.
+    """
+    size = size_of(call)
+    if is_over_columns(call):
+        return []
+    made = ((one, kernel) for kernel in sources for one in _made(call, kernel, uses))
+    if not any(_is_split(one, kernel, size) for one, kernel in made):
+        return []
+    found = [j for j in _producers(call, stretch, uses) if size_of(uses.calls[j]) == size]
+    made_again = {t.storage for j in found for t in uses.calls[j].outputs}
+    read = {t.storage for j in found for t in uses.calls[j].tensors()} - made_again
+    return found if len(read) <= MOST_READ else []
+
+
 def _producers(call: OpCall, stretch: Sequence[int], uses: _Uses) -> Iterator[int]:
     """Pointwise calls of a stretch that a sum over columns computes again, in their order."""
     found = set[int]()
@@ -306,7 +350,7 @@ def _producers(call: OpCall, stretch: Sequence[int], uses: _Uses) -> Iterator[in
         at = uses.maker(t.storage)
         if at is None or at in found or at < stretch[0] or not _is_pointwise(uses.calls[at]):
             continue
-        if max(uses.readers[t.storage]) <= stretch[-1]:
+        if uses.last_reader(t.storage, call.phase) <= stretch[-1]:
             found.add(at)
             todo += uses.calls[at].tensors()
     yield from sorted(found)

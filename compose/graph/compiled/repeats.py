@@ -1,0 +1,71 @@
+"""Equal ops on equal tensors of a compiled step: torch.compile runs one of them.
+
+torchao's fp8 layers look for the largest number of a weight, and cast it, in forward and again in
+backward; queries, keys and values cast the same input. Source: ``fx_graph_cse`` in
+torch/_functorch/compile_utils.py in https://github.com/pytorch/pytorch, of forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+
+from itercast.capture.opcall import OpCall, StepCapture, TensorSpec
+from itercast.compose.graph.rewrite import StepBuilder, with_tensors
+from itercast.microbench.ops import find_family
+
+FAMILIES = ("elementwise", "reduction")  # no random numbers
+
+
+def without_repeats(capture: StepCapture, fused: Callable[[OpCall], bool]) -> StepCapture:
+    """The step where what reads a repeat's result reads that of the first one, if both are fused.
+
+    Captures do not say where in its memory a tensor begins: only calls on whole ones are compared.
+    """
+    repeats, made = _Repeats(capture), StepBuilder(capture)
+    for i, call in enumerate(capture.calls):
+        same = {t: replace(t, storage=repeats.same[t.storage]) for t in repeats.renamed(call)}
+        call = with_tensors(call, same)
+        if fused(call) and repeats.is_whole(call):
+            first = repeats.first.setdefault(repeats.key(call), call)
+            if first is not call:
+                both = zip(call.outputs, first.outputs, strict=True)
+                repeats.same |= {t.storage: one.storage for t, one in both}
+                made.done(i)
+                continue
+        repeats.writes.update((call.compiled, t.storage) for t in call.outputs)
+        made.add(i, call)
+    return made.step()
+
+
+class _Repeats:
+    """The first of equal calls while a step is gone through, and what their results are called."""
+
+    def __init__(self, capture: StepCapture) -> None:
+        self.first: dict[Hashable, OpCall] = {}
+        self.same: dict[int, int] = {}  # storage of a repeat's result -> of the first one's
+        self.writes = Counter[tuple[int, int]]()  # of a compiled function into a storage, so far
+        self.makers = Counter(t.storage for c in capture.calls for t in c.outputs)
+        self.largest: dict[int, int] = {}
+        for t in (t for c in capture.calls for t in c.touched):
+            self.largest[t.storage] = max(t.numel, self.largest.get(t.storage, 0))
+
+    def renamed(self, call: OpCall) -> list[TensorSpec]:
+        """The tensors of a call whose memory is that of an equal result."""
+        return [t for t in call.touched if t.storage in self.same]
+
+    def is_whole(self, call: OpCall) -> bool:
+        """Whether a call makes new tensors of whole ones alone, and nothing overwrites them."""
+        family, _ = find_family(call)
+        read = call.tensors()
+        whole = all(t.numel == self.largest[t.storage] for t in read)
+        alone = all(self.makers[t.storage] == 1 for t in call.outputs)
+        return family is not None and family.name in FAMILIES and bool(read) and whole and alone
+
+    def key(self, call: OpCall) -> Hashable:
+        """What is the same for equal calls: what they compute, of which tensors as written when."""
+        place = call.compiled, call.recomputed
+        written = tuple(self.writes[call.compiled, t.storage] for t in call.tensors())
+        forms = tuple((t.shape, t.dtype, t.stride) for t in call.outputs)
+        return place, call.op, call.args, tuple(sorted(call.kwargs.items())), written, forms
