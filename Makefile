@@ -113,7 +113,7 @@ endurance: setup ## kill fleets and their sweeps for 10 minutes; read 100,000 ho
 	$(PY) tests/endurance/nccl_logs.py
 	PYTHONPATH=. $(PY) tests/endurance/hostile.py $(if $(wildcard $(PUBLIC)),--public $(PUBLIC))
 
-scripts: setup ## forecast 45 unchanged scripts by strangers, those whose packages .venv has (MIRRORS=folder ONLY=name; an hour)
+scripts: setup ## forecast unchanged scripts by strangers, those whose packages .venv has (MIRRORS=folder ONLY=name; an hour)
 	$(PY) tests/endurance/scripts_of_others.py $(if $(MIRRORS),--mirrors $(MIRRORS)) $(if $(ONLY),--only "$(ONLY)")
 
 torchrun: setup ## 15 small scripts under torchrun on this CPU beside their forecasts (BUNDLE=folder; a quiet machine, 15 minutes)

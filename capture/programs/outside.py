@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib.util import find_spec
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -71,7 +72,8 @@ def nothing_outside(owns: Callable[[str], bool]) -> Iterator[None]:
     ``owns``: whether a file is the script's own.
     """
     others: dict[str, Any] = dict.fromkeys(PROGRAMS, _refuse("starts another program"))
-    spawns = _refuse("spawns processes")
+    spawns, files = _refuse("spawns processes"), set[str]()
+    moves: dict[str, Any] = {name: _moving(name, files) for name in ("rename", "replace")}
     with ExitStack() as stack:
         for context in (
             patch.object(os, "fork", _of_workers(os.fork, _refuse("forks"))),
@@ -82,7 +84,8 @@ def nothing_outside(owns: Callable[[str], bool]) -> Iterator[None]:
             patch.object(socket.socket, "connect", _local("connect", "opens a connection")),
             patch.object(socket.socket, "bind", _local("bind", "opens a socket")),
             patch.multiple(mp, spawn=_spawned, start_processes=_spawned),
-            patch.object(torch, "save", _saved),
+            patch.object(torch, "save", partial(_unwritten, files)),
+            patch.multiple(os, **moves),
             patch.object(state_dict_saver, "_save_state_dict", _saved),
             patch.object(concurrent.futures, "ProcessPoolExecutor", _Threads),
         ):
@@ -97,6 +100,25 @@ def nothing_outside(owns: Callable[[str], bool]) -> Iterator[None]:
 
 def _saved(*args: Any, **options: Any) -> None:
     """Save nothing: there is no data."""
+
+
+def _unwritten(files: set[str], values: object, f: Any, *args: Any, **options: Any) -> None:
+    """As ``torch.save``, which would write one of these files."""
+    if isinstance(f, str | os.PathLike):
+        files.add(os.path.abspath(f))
+
+
+def _moving(name: str, files: set[str]) -> Callable[..., None]:
+    """A function of ``os`` that moves files; of these, which were not written, it moves none."""
+    move = getattr(os, name)
+
+    def moved(source: Any, target: Any, **options: Any) -> None:
+        if not os.path.lexists(source) and os.path.abspath(source) in files:
+            files.add(os.path.abspath(target))
+        else:
+            move(source, target, **options)
+
+    return moved
 
 
 def _refuse(what: str) -> Callable[..., Any]:

@@ -115,6 +115,15 @@ import torch.distributed as dist, torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file, save_model
 dist.init_process_group()
 save_file(model.state_dict(), "model.safetensors", {"format": "pt"})
+import os, pathlib
+pathlib.Path("model.pt").write_text("a checkpoint that is there")
+torch.save(model.state_dict(), "model.pt.tmp")
+os.replace("model.pt.tmp", "model.pt")
+torch.save(model.state_dict(), f=pathlib.Path("last.tmp"))
+pathlib.Path("last.tmp").rename("last.pt")
+assert pathlib.Path("model.pt").read_text() == "a checkpoint that is there"
+pathlib.Path("model.pt").rename("moved.pt")
+assert os.path.exists("moved.pt")
 save_model(model, "model.safetensors")
 dcp.save({"model": model.state_dict()}, checkpoint_id="checkpoint")
 """
