@@ -261,6 +261,11 @@ def _unfused(p: Attention) -> list[Part]:
     return [*parts, *map(memory_copy, passes)]
 
 
+BEFORE_AMPERE = (
+    "pascal",
+    "volta",
+    "turing",
+)  # no flash: check_flash_attention_hardware_support in sdp_utils.cpp
 AFTER_AMPERE = ("hopper", "blackwell", "blackwell-ultra")
 
 
@@ -272,7 +277,8 @@ def fallback(p: Attention, measured: Measured) -> list[Part]:
     """
     if measured.gpu.kind == "cpu":
         return []
-    if is_unfused(p):
+    grouped = p.kv_heads != p.heads  # which the memory-efficient kernels do not take
+    if is_unfused(p) or (grouped and measured.gpu.architecture in BEFORE_AMPERE):
         return _unfused(p)
     if p.op != "backward":
         return []

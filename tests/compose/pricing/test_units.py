@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small_scripts import captured, written
 
+from itercast.compose.pricing.priced_op import Priceable
 from itercast.compose.programs.forecast import forecast_program
 from itercast.compose.programs.price import product_dtypes
 from itercast.compose.target import find_target
 from itercast.microbench.hardware.spec import load_gpu
+from itercast.microbench.ops.matrix.attention import FAMILY, Attention
 from itercast.options import without_units
 
 SCALED = """
@@ -54,3 +57,17 @@ def test_products_in_bf16_on_volta_are_named(tmp_path: Path) -> None:
     assert told.startswith("v100-sxm-16gb has no bf16 units (fp32, fp16, fp64)")
     assert not without_units(product_dtypes(program, new), new)
     assert not without_units(["bf16"], replace(old, kind="cpu"))
+
+
+@pytest.mark.parametrize(("gpu", "fused"), [("v100-sxm-32gb", False), ("a100-sxm-80gb", True)])
+def test_grouped_queries_are_fused_by_flash_kernels_alone(gpu: str, fused: bool) -> None:
+    """Which need Ampere; heads of their own take the memory-efficient kernels of Volta."""
+    target = find_target(gpu, "", None, "", "")
+    sizes: dict[str, Any] = {"batch": 2, "heads": 16, "q_len": 1024, "kv_len": 1024, "head_dim": 64}
+    grouped = Attention(op="forward", kv_heads=4, causal=True, dtype="fp16", **sizes)
+    asked = [
+        Priceable(op="", phase="forward", family=FAMILY, params=p, bytes_moved=1e6, cold=1.0)
+        for p in (grouped, replace(grouped, kv_heads=16))
+    ]
+    few, all_heads = (op.duration_us for op in target.book.price(asked))
+    assert (few < 1.5 * all_heads) == fused
