@@ -133,6 +133,13 @@ def log_errors(held_out: pd.DataFrame) -> pd.Series[float]:
     return error.groupby([held_out[n].astype(str) for n in names]).mean()
 
 
+def retest_of(*tables: pd.DataFrame) -> float | None:
+    """Median ``retest_pct`` of the points of held-out tables; None if all were measured once."""
+    found = [t["retest_pct"].dropna() for t in tables if "retest_pct" in t]
+    twice = pd.concat(found) if found else pd.Series(dtype=float)
+    return float(twice.median()) if len(twice) else None
+
+
 def save_held_out(folder: Path, held_out: pd.DataFrame) -> None:
     """Write held-out forecasts into a bundle's folder."""
     write_atomic(folder / FILE, held_out.to_parquet(index=False, compression="zstd"))

@@ -193,11 +193,19 @@ def hardware_of(
 ) -> dict[str, Gpu]:
     """Hardware of every GPU in the rows, by name.
 
-    As ``stated``, else by the datasets' cards, else by the hardware files.
+    As ``stated``, else by the datasets' cards, else by the hardware files. ValueError that names
+    the missing card where none of them has it.
     """
     known = read_hardware(roots)
     known |= {name: made_of(Gpu, facts, f"hardware of {name}") for name, facts in stated.items()}
-    return {str(n): known.get(str(n)) or load_gpu(str(n)) for n in rows["gpu"].unique()}
+    return {str(n): known.get(str(n)) or _known_gpu(str(n)) for n in rows["gpu"].unique()}
+
+
+def _known_gpu(name: str) -> Gpu:
+    try:
+        return load_gpu(name)
+    except ValueError as exc:
+        raise ValueError(f"rows of {name!r}: no card.yaml states its hardware; {exc}") from exc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

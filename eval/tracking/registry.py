@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 
 from itercast.learners.bundle import Bundle
-from itercast.learners.held_out import FILE, load_held_out, log_errors, save_held_out
+from itercast.learners.held_out import FILE, load_held_out, log_errors, retest_of, save_held_out
 from itercast.learners.models.noise import medians
 from itercast.microbench.ops import families
 
@@ -92,7 +92,7 @@ def judge(new: pd.DataFrame, old: pd.DataFrame | None) -> Verdict:
     both = medians(
         {name: errors[name].to_numpy() for name in ("new", "old")},
         np.arange(len(errors)),
-        float(new["retest_pct"].median()) if "retest_pct" in new else 0.0,
+        retest_of(new, old),
     )
     word = BETTER if both.better("new", "old") else WORSE if both.better("old", "new") else SAME
     return Verdict(

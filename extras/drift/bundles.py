@@ -19,7 +19,7 @@ from itercast.learners.features.machine_speed import (
     undisturbed,
 )
 from itercast.learners.features.table import shape_places
-from itercast.learners.held_out import load_held_out, log_errors
+from itercast.learners.held_out import load_held_out, log_errors, retest_of
 from itercast.learners.models.noise import medians
 from itercast.learners.train import hardware_of
 from itercast.learners.training_rows import usable_rows
@@ -74,8 +74,7 @@ def _held_out(one: Path, other: Path) -> Iterator[Comparison]:
     for (family, gpu), first in tables[0].groupby(["family", "gpu"]):
         second = tables[1][(tables[1]["family"] == family) & (tables[1]["gpu"] == gpu)]
         errors = log_errors(first).to_frame(ONE).join(log_errors(second).rename(OTHER), how="inner")
-        retest = first["retest_pct"].median()
-        floor = None if np.isnan(retest) else float(retest)
+        floor = retest_of(first, second)
         yield from _compared(str(family), str(gpu), errors, np.arange(len(errors)), floor)
 
 

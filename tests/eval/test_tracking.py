@@ -22,7 +22,7 @@ from itercast.eval.tracking.logs import log_evaluation
 from itercast.eval.tracking.registry import PINNED, judge
 from itercast.eval.tracking.store import NEWEST, NOTE, now_ms
 from itercast.learners.features.table import shape_places
-from itercast.learners.held_out import load_held_out
+from itercast.learners.held_out import load_held_out, retest_of
 from itercast.learners.models.compared import NAMES
 from itercast.learners.models.training_table import frozen_split
 from itercast.learners.train import SCORES
@@ -224,6 +224,25 @@ def test_a_champion_is_replaced_only_by_more_than_the_noise() -> None:
     worse, same = (judge(forecasts(e), old) for e in (errors * 2, errors))
     assert (worse.word, same.word) == ("worse", "no difference beyond the noise")
     assert "on 100 rows held out by both" in worse.reason and worse.gain_pct[1] < 0
+
+
+def test_models_are_compared_where_no_point_was_measured_twice() -> None:
+    """Of one training, or of both: the noise is then that of the points that were drawn alone."""
+    errors = np.random.default_rng(0).uniform(5, 15, 100)
+    once, twice = np.full(100, np.nan), np.where(np.arange(100) < 50, 4.0, np.nan)
+    for new, old in ((once, once), (once, twice), (twice, once)):
+        better = judge(
+            forecasts(errors / 4).assign(retest_pct=new), forecasts(errors).assign(retest_pct=old)
+        )
+        assert better.promote and np.isfinite(better.gain_pct).all()
+
+
+def test_two_trainings_have_one_retest_in_either_order() -> None:
+    """The median of 2, 4 and 6 %: points measured once say nothing."""
+    one = pd.DataFrame({"retest_pct": [2.0, np.nan, 4.0]})
+    other = pd.DataFrame({"retest_pct": [6.0, np.nan]})
+    assert retest_of(one, other) == retest_of(other, one) == 4.0
+    assert retest_of(one.iloc[1:2], pd.DataFrame({"op": ["mm"]})) is None
 
 
 def test_a_shape_stays_held_out_when_rows_are_added() -> None:

@@ -12,7 +12,7 @@ from toy_products import timed, write_rows
 from typer.testing import CliRunner
 
 from itercast.command_line import app
-from itercast.learners.train import train
+from itercast.learners.train import hardware_of, train
 from itercast.learners.training_rows import BYTES_PER_ROW, usable_rows
 from itercast.microbench.ops.matrix import gemm
 
@@ -90,3 +90,8 @@ def test_a_torn_part_is_one_line(root: Path, tmp_path: Path) -> None:
         *_, line = said.output.strip().splitlines()
         assert line.startswith("itercast: part ") and "' is damaged or no Parquet: " in line
         assert not out.exists()
+
+
+def test_rows_of_a_machine_without_a_card_say_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"rows of 'xeon-2c': no card.yaml states its hardware"):
+        hardware_of([tmp_path], pd.DataFrame({"gpu": ["xeon-2c"]}))
