@@ -32,8 +32,9 @@ from itercast.capture.programs.backward import Backward, backward_passes
 from itercast.capture.programs.fake_ranks import one_rank_of
 from itercast.capture.programs.gpus.loaded import load_to_devices
 from itercast.capture.programs.gpus.streams import recorded_streams
+from itercast.capture.programs.kernels.fused import ShardedAttention
 from itercast.capture.programs.kernels.packed import packed_sequences
-from itercast.capture.programs.log import ProgramLog, ShardedAttention
+from itercast.capture.programs.log import ProgramLog
 from itercast.capture.programs.objects import AwaitedError, Mailbox, objects_through
 from itercast.capture.programs.program import COLLECTIVE, ProgramCapture
 from itercast.capture.programs.reducer import reached

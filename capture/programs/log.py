@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from traceback import StackSummary, extract_stack
 from typing import Any
@@ -15,10 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nested._internal.nested_tensor import NestedTensor
-from torch.utils import checkpoint
 from torch.utils._python_dispatch import (
-    _get_current_dispatch_mode_stack,
-    is_traceable_wrapper_subclass,
     is_traceable_wrapper_subclass_type,
 )
 from torch.utils._pytree import tree_leaves
@@ -26,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 from itercast.capture.collectives import CollectiveCall, collective_of, in_parts, is_collective
 from itercast.capture.opcall import OpCall
 from itercast.capture.programs.gpus.devices import GpuMemory
+from itercast.capture.programs.kernels.fused import FUSED_ATTENTION, log_attention
 from itercast.capture.programs.kernels.libraries import as_of_torch, by_name, without_outliers
-from itercast.capture.programs.kernels.packed import attend_nested
 from itercast.capture.programs.program import (
     BATCH,
     COLLECTIVE,
@@ -39,7 +35,6 @@ from itercast.capture.programs.program import (
     RECORD,
     WAIT,
 )
-from itercast.capture.recorder.attention import WholeAttention, by_kernel, kernel_left
 from itercast.capture.recorder.autocast import in_tf32
 from itercast.capture.recorder.facts import note_message
 from itercast.capture.recorder.fake import asked_of, below_transforms
@@ -48,15 +43,8 @@ from itercast.capture.recorder.routing import Routing
 from itercast.capture.recorder.sparse import values_of
 from itercast.capture.recorder.watch import MadeBy
 
-FLASH = torch.ops.aten._scaled_dot_product_flash_attention.default
-FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
-# Values may be narrower or wider than keys.
-EFFICIENT = torch.ops.aten._scaled_dot_product_efficient_attention.default
-EFFICIENT_BACKWARD = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
-FUSED_ATTENTION = (FLASH, FLASH_BACKWARD, EFFICIENT, EFFICIENT_BACKWARD)
 TORCHS = ("aten", "prim", "prims", "c10d", "_c10d_functional", "fsdp", "profiler", "quantized")
 COPY = "aten.copy_.default"
-SELECTIVE = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
 EAGER_PYTHON = ("module_call", "view_op", "autograd_node")  # host events of ops run one by one
 LOSS = (torch.ops.aten._log_softmax.default,)  # of logits cut by vocabulary
 COPIES = (
@@ -379,42 +367,3 @@ class ProgramLog(OpLog):
 def _tensors(values: Any) -> list[Any]:
     """The tensors among an op's arguments or results."""
     return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
-
-
-class ShardedAttention(WholeAttention):
-    """Logs attention as one op; as a fused kernel of CUDA's that which others are to see.
-
-    These are distributed tensors, and selective checkpoints, which may save its result.
-    """
-
-    def __init__(self, log: OpLog) -> None:
-        super().__init__(log, eager=False)
-
-    def attend(self, mask: Any, options: dict[str, Any], *qkv: Any) -> Any:
-        """Attention of queries, keys and values."""
-        seen = mask is None and any(
-            isinstance(m, SELECTIVE) for m in _get_current_dispatch_mode_stack()
-        )
-        if not seen and not is_traceable_wrapper_subclass(qkv[0]):
-            return super().attend(mask, options, *qkv)
-        if isinstance(qkv[0], NestedTensor):
-            return attend_nested(partial(super().attend, mask, options), *qkv)
-        dropout_p = float(options.get("dropout_p", 0.0))
-        causal = bool(options.get("is_causal", False))
-        if qkv[0].shape[-1] != qkv[2].shape[-1]:
-            return EFFICIENT(*qkv, None, True, dropout_p, causal)[0]
-        return FLASH(*qkv, dropout_p, causal)[0]
-
-
-def log_attention(log: OpLog, func: Any, args: Any, kwargs: Any, output: Any) -> None:
-    """Log a call of a fused kernel as attention by any other is logged."""
-    given = by_name(func, args, kwargs)
-    grouped = given["query"].shape[1] != given["key"].shape[1]
-    options = {"is_causal": bool(given.get("is_causal", False)), "enable_gqa": grouped}
-    options |= {"dropout_p": float(given.get("dropout_p", 0.0)), "masked": False}
-    options |= by_kernel(kernel_left(masked=False))
-    read = tuple(given[name] for name in ("query", "key", "value"))
-    if func in (FLASH, EFFICIENT):
-        log.add("itercast.sdpa", read, options, output[0])
-    else:
-        log.add("itercast.sdpa_backward", (args[0], *read), options, list(output[:3]))
