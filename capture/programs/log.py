@@ -222,7 +222,7 @@ class ProgramLog(OpLog):
         super().add(op, args, kwargs, output)
         if self.recomputing:
             self.calls[-1] = replace(self.calls[-1], recomputed=True)
-        if any(on_host):
+        if any(on_host) and not any(t.dim() and self.gpu_memory.holds(t) for t in tensors):
             self.calls[-1] = replace(self.calls[-1], stream=ON_CPU)
             for made in _tensors(output):
                 self.keep_on_host(made)

@@ -8,6 +8,7 @@ are gathered, gradients after they are scattered.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -41,7 +42,8 @@ class _Copies(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.log.reads_copies or (func not in MOVES and not kwargs):
+        plain = self.log.reads_copies or (func not in MOVES and not kwargs)
+        if plain or _caller() == "torch":  # which finds all on the CPU, and asks for their place
             return func(*args, **kwargs)
         place = "cpu" if func is torch.Tensor.cpu else _place((*args[1:], kwargs.get("device")))
         made, log = func(*args, **kwargs), self.log
@@ -69,6 +71,14 @@ class _Copies(TorchFunctionMode):
             log.keep_on_host(made)
         log.copied(way, made, non_blocking=non_blocking)
         return made
+
+
+def _caller() -> str:
+    """The package whose code calls torch."""
+    frame = sys._getframe(2)
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith("itercast."):
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def _place(asked: Any) -> str:

@@ -68,6 +68,14 @@ def test_an_average_in_host_memory_is_the_cpu_s(tmp_path: Path) -> None:
     assert on_cpu(calls) == ["aten.lerp_.Scalar"]
 
 
+def test_what_torch_itself_asks_for_is_where_its_tensors_are(tmp_path: Path) -> None:
+    """Clipping moves its factor to where gradients are, which torch finds on the CPU here."""
+    clip = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+    calls = calls_of(tmp_path, AVERAGE, update=f"{clip}; {AVERAGED}")
+    assert copies(calls) == [("d2h", 512)]
+    assert on_cpu(calls) == ["aten.lerp_.Scalar"]
+
+
 def test_an_optimizer_in_host_memory_gets_gradients_and_sends_weights(tmp_path: Path) -> None:
     """As torchao's CPUOffloadOptimizer: gradients into pinned memory, weights back.
 
