@@ -133,6 +133,14 @@ def log_errors(held_out: pd.DataFrame) -> pd.Series[float]:
     return error.groupby([held_out[n].astype(str) for n in names]).mean()
 
 
+def shapes_of(errors: pd.DataFrame) -> np.ndarray:
+    """The shape of each point of joined ``log_errors``: its op's parameters without op and dtype.
+
+    Points of one shape (other dtypes, caches, numbers of threads) err alike.
+    """
+    return errors.index.get_level_values("params").to_numpy()
+
+
 def retest_of(*tables: pd.DataFrame) -> float | None:
     """Median ``retest_pct`` of the points of held-out tables; None if all were measured once."""
     found = [t["retest_pct"].dropna() for t in tables if "retest_pct" in t]

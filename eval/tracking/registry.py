@@ -15,11 +15,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pandas as pd
 
 from itercast.learners.bundle import Bundle
-from itercast.learners.held_out import FILE, load_held_out, log_errors, retest_of, save_held_out
+from itercast.learners.held_out import (
+    FILE,
+    load_held_out,
+    log_errors,
+    retest_of,
+    save_held_out,
+    shapes_of,
+)
 from itercast.learners.models.noise import medians
 from itercast.microbench.ops import families
 
@@ -91,7 +97,7 @@ def judge(new: pd.DataFrame, old: pd.DataFrame | None) -> Verdict:
         return Verdict(word=TOO_FEW, points=len(errors))
     both = medians(
         {name: errors[name].to_numpy() for name in ("new", "old")},
-        np.arange(len(errors)),
+        shapes_of(errors),
         retest_of(new, old),
     )
     word = BETTER if both.better("new", "old") else WORSE if both.better("old", "new") else SAME

@@ -19,7 +19,7 @@ from itercast.learners.features.machine_speed import (
     undisturbed,
 )
 from itercast.learners.features.table import shape_places
-from itercast.learners.held_out import load_held_out, log_errors, retest_of
+from itercast.learners.held_out import load_held_out, log_errors, retest_of, shapes_of
 from itercast.learners.models.noise import medians
 from itercast.learners.train import hardware_of
 from itercast.learners.training_rows import usable_rows
@@ -75,7 +75,7 @@ def _held_out(one: Path, other: Path) -> Iterator[Comparison]:
         second = tables[1][(tables[1]["family"] == family) & (tables[1]["gpu"] == gpu)]
         errors = log_errors(first).to_frame(ONE).join(log_errors(second).rename(OTHER), how="inner")
         floor = retest_of(first, second)
-        yield from _compared(str(family), str(gpu), errors, np.arange(len(errors)), floor)
+        yield from _compared(str(family), str(gpu), errors, shapes_of(errors), floor)
 
 
 def _on_rows(one: Bundle, other: Bundle, roots: Sequence[Path]) -> Iterator[Comparison]:

@@ -237,6 +237,14 @@ def test_models_are_compared_where_no_point_was_measured_twice() -> None:
         assert better.promote and np.isfinite(better.gain_pct).all()
 
 
+def test_points_of_four_shapes_are_too_few_to_replace_a_champion() -> None:
+    """25 conditions of each shape err alike: they are no 100 draws."""
+    errors = np.repeat([5.0, 8.0, 11.0, 14.0], 25)
+    shapes = {"params": [f"m={i // 25}" for i in range(100)], "threads": np.arange(100) % 25}
+    better = judge(forecasts(errors / 2).assign(**shapes), forecasts(errors).assign(**shapes))
+    assert better.points == 100 and not better.promote
+
+
 def test_two_trainings_have_one_retest_in_either_order() -> None:
     """The median of 2, 4 and 6 %: points measured once say nothing."""
     one = pd.DataFrame({"retest_pct": [2.0, np.nan, 4.0]})
