@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from math import exp, log
 
 from itercast.capture.opcall import StepCapture
@@ -18,6 +19,7 @@ from itercast.compose.target import Target, forecast_step
 
 RAISED = 0.25  # no assumption: by which log factors are raised for a finite difference
 OTHER_MEMORY = 5  # no assumption: times a forecast's error beyond which memory is not believed
+ALIKE = 3.0  # no assumption: deviations of a step beyond which two are not of one configuration
 ABSURD = 6.5  # no assumption: deviations of a new machine beyond which a step is not believed
 WORDS = {
     "products": "products",
@@ -87,12 +89,27 @@ def told(steps: Sequence[MeasuredStep], known: KnownMachine | None = None) -> Kn
     gpus = sorted({s.target.gpu.name for s in steps} | ({known.gpu} if known else set()))
     if len(gpus) > 1 or steps[0].target.gpu.kind == "cpu":
         raise ValueError(f"anchors are of GPUs of one kind, got {', '.join(gpus)}")
+    _agree(steps)
     machine, anchors = (known.machine, known.anchors) if known else (typical(), ())
     for one in steps:
         machine = machine.told(anchors_of(one))
         machine = replace(machine, measured=(*machine.measured, run_of(one.step, one.target)))
         anchors += (f"{one.label}: {one.time_us / 1e3:.6g} ms",)
     return KnownMachine(gpu=gpus[0], machine=machine, anchors=anchors)
+
+
+def _agree(steps: Sequence[MeasuredStep]) -> None:
+    """ValueError for steps of one configuration that differ by more than such steps do."""
+    limit = ALIKE * 2**0.5 * typical().typical.row
+    for one, other in combinations(steps, 2):
+        alike = run_of(one.step, one.target) == run_of(other.step, other.target)
+        ratio = max(one.time_us / other.time_us, other.time_us / one.time_us)
+        if alike and one.target.node == other.target.node and log(ratio) > limit:
+            raise ValueError(
+                f"anchors {one.label!r} and {other.label!r} are of one configuration, but take "
+                f"{one.time_us / 1e3:.4g} and {other.time_us / 1e3:.4g} ms: up to "
+                f"{exp(limit):.2g} times as long is believed"
+            )
 
 
 def anchors_of(one: MeasuredStep) -> list[Anchor]:

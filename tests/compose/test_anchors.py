@@ -74,6 +74,15 @@ def test_memory_of_another_configuration_is_refused(alone: MeasuredStep) -> None
         told([other])
 
 
+def test_two_times_of_one_configuration_agree(alone: MeasuredStep, far: MeasuredStep) -> None:
+    """Steps deviate by 0.081 in log time: three times that and the root of two is 1.41 times."""
+    assert typical().typical.row == 0.081
+    near, other = (replace(alone, time_us=x * alone.time_us) for x in (1.40, 1.42))
+    told([alone, near, replace(far, time_us=5 * far.time_us)])
+    with pytest.raises(ValueError, match=r"are of one configuration, but take .* up to 1.4 times"):
+        told([other, alone])
+
+
 def on(target: Target, machine: Factors) -> Target:
     """The target on a machine whose factors are known for sure."""
     mean = (*machine.logs,)
