@@ -150,11 +150,6 @@ def test_what_runs_is_read(run: Callable[[], Any], found: list[Any]) -> None:
     assert [p for p in described(run) if isinstance(p, kinds)] == found
 
 
-def test_a_mask_as_index_has_a_size_that_depends_on_data() -> None:
-    calls = logged(lambda: X.detach()[X > 0])
-    assert [find_family(c)[1] for c in calls if c.op == "aten.index.Tensor"] == [None]
-
-
 def test_pools_of_rows() -> None:
     """An empty stride is the kernel; a dilated pool of one dimension comes from ``max_pool1d``."""
     sizes = {"batch": 3, "channels": 9, "h": 1, "w": 8, "out_h": 1, "out_w": 2}
