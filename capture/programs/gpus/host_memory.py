@@ -32,16 +32,22 @@ MOVES = (torch.Tensor.cpu, torch.Tensor.to)
 
 
 class _Copies(TorchFunctionMode):
-    """Tells a log which tensors are copied to the host and back, and whether the host waits."""
+    """Tells a log which tensors are copied to the host and back, and whether the host waits.
+
+    ``reducing``: FSDP2 scatters gradients and moves them to the host.
+    """
 
     def __init__(self, log: ProgramLog) -> None:
         super().__init__()
-        self.log = log
+        self.log, self.reducing = log, False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.reducing and func is torch.Tensor.to and args[1:] == (CPU,):
+            moved = func(*args, **kwargs)
+            return self.copied("d2h", moved, bool(kwargs.get("non_blocking")))
         plain = self.log.reads_copies or (func not in MOVES and not kwargs)
         if plain or _caller() == "torch":  # which finds all on the CPU, and asks for their place
             return func(*args, **kwargs)
@@ -117,35 +123,16 @@ def host_memory(log: ProgramLog) -> Iterator[None]:
     with (
         patch.object(torch.Tensor, "cuda", cuda),
         patch.object(save_on_cpu, "__init__", on_cpu),
-        shards_of_fsdp(log),
+        shards_of_fsdp(copies),
         copies,
     ):
         yield
 
 
-class _GradientsToHost(TorchFunctionMode):
-    """Tells a log which gradients FSDP2 copies to the host."""
-
-    def __init__(self, log: ProgramLog) -> None:
-        super().__init__()
-        self.log = log
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is not torch.Tensor.to or args[1:] != (CPU,):
-            return func(*args, **kwargs)
-        with torch._C.DisableTorchFunction():
-            made = func(*args, **kwargs)
-        self.log.copied("d2h", made, non_blocking=bool(kwargs.get("non_blocking")))
-        self.log.keep_on_host(made)
-        return made
-
-
 @contextmanager
-def shards_of_fsdp(log: ProgramLog) -> Iterator[None]:
+def shards_of_fsdp(copies: _Copies) -> Iterator[None]:
     """Log the copies of shards and of gradients that FSDP keeps in host memory."""
+    log = copies.log
 
     def to_gpu(shard: Any) -> None:
         log.keep_on_host(shard)
@@ -161,10 +148,11 @@ def shards_of_fsdp(log: ProgramLog) -> Iterator[None]:
             return foreach_all_gather(*args, **kwargs)
 
     def reduce(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        if not any(p.offload_to_cpu for p in parameters):
+        copies.reducing = any(p.offload_to_cpu for p in parameters)
+        try:
             return foreach_reduce(parameters, *args, **kwargs)
-        with _GradientsToHost(log):
-            return foreach_reduce(parameters, *args, **kwargs)
+        finally:
+            copies.reducing = False
 
     def pre_unshard(handle: Any) -> Any:
         if handle._offload_params and (
