@@ -127,18 +127,17 @@ def test_more_samples_tokens_and_layers_are_never_faster(text: str) -> None:
         assert found[0].compute_us < found[1].compute_us < found[2].compute_us
 
 
-@pytest.mark.parametrize("text", ["dp={}", "dp={},zero=1", "dp={},zero=2", "dp={},zero=3"])
+@pytest.mark.parametrize("text", ["dp={}", "dp={},accumulate=2"])
 @pytest.mark.parametrize("name", ["dgx-h100", "p3-16xlarge"])
 def test_as_much_work_a_gpu_over_more_nodes_is_never_faster(text: str, name: str) -> None:
-    """But for the optimizer, of which each rank has less: messages last longer, compute loses more.
+    """All replicas do the same, and their messages are hidden: these last longer over nodes.
 
-    Wide layers, behind which messages are hidden.
+    Before that cost compute as much, 16 H100 were 0.7 % faster than 8.
     """
-    node, step = load_node(name), capture("gpt-s")
+    node, step = load_node(name), capture("bert-large", batch=64, dtype="fp16")
     gpu, us = load_gpu(node.gpu), list[float]()
     for ranks in (8, 16, 64, 256):
-        found = outcome(step, text.format(ranks), gpu, Bare, node)
-        us.append(found.iteration_us - found.tally.us.get("optimizer", 0.0))
+        us.append(outcome(step, text.format(ranks), gpu, Bare, node).iteration_us)
     assert all(more >= us[0] * (1 - 1e-9) for more in us)
 
 
