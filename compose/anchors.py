@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
 from math import exp, log
+from statistics import geometric_mean, mean
 
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
@@ -89,27 +89,43 @@ def told(steps: Sequence[MeasuredStep], known: KnownMachine | None = None) -> Kn
     gpus = sorted({s.target.gpu.name for s in steps} | ({known.gpu} if known else set()))
     if len(gpus) > 1 or steps[0].target.gpu.kind == "cpu":
         raise ValueError(f"anchors are of GPUs of one kind, got {', '.join(gpus)}")
-    _agree(steps)
     machine, anchors = (known.machine, known.anchors) if known else (typical(), ())
     for one in steps:
+        if run_of(one.step, one.target) in machine.measured:
+            raise ValueError(f"anchor {one.label!r}: the machine file was told of this run already")
+        anchors += (f"{one.label}: {one.time_us / 1e3:.6g} ms",)
+    for one in map(_mean, _runs(steps)):
         machine = machine.told(anchors_of(one))
         machine = replace(machine, measured=(*machine.measured, run_of(one.step, one.target)))
-        anchors += (f"{one.label}: {one.time_us / 1e3:.6g} ms",)
     return KnownMachine(gpu=gpus[0], machine=machine, anchors=anchors)
 
 
-def _agree(steps: Sequence[MeasuredStep]) -> None:
-    """ValueError for steps of one configuration that differ by more than such steps do."""
+def _runs(steps: Sequence[MeasuredStep]) -> list[list[MeasuredStep]]:
+    """Steps of one configuration together: what their forecast lacks is the same in all of them."""
+    runs = dict[tuple[str, str], list[MeasuredStep]]()
+    for one in steps:
+        runs.setdefault((run_of(one.step, one.target), repr(one.target.node)), []).append(one)
+    return list(runs.values())
+
+
+def _mean(run: Sequence[MeasuredStep]) -> MeasuredStep:
+    """One step for those of a run: the geometric mean of times, the mean share of messages.
+
+    ValueError where times differ by more than such steps do.
+    """
     limit = ALIKE * 2**0.5 * typical().typical.row
-    for one, other in combinations(steps, 2):
-        alike = run_of(one.step, one.target) == run_of(other.step, other.target)
-        ratio = max(one.time_us / other.time_us, other.time_us / one.time_us)
-        if alike and one.target.node == other.target.node and log(ratio) > limit:
-            raise ValueError(
-                f"anchors {one.label!r} and {other.label!r} are of one configuration, but take "
-                f"{one.time_us / 1e3:.4g} and {other.time_us / 1e3:.4g} ms: up to "
-                f"{exp(limit):.2g} times as long is believed"
-            )
+    one, other = (of(run, key=lambda step: step.time_us) for of in (min, max))
+    if log(other.time_us / one.time_us) > limit:
+        raise ValueError(
+            f"anchors {one.label!r} and {other.label!r} are of one configuration, but take "
+            f"{one.time_us / 1e3:.4g} and {other.time_us / 1e3:.4g} ms: up to "
+            f"{exp(limit):.2g} times as long is believed"
+        )
+    time_us = geometric_mean([step.time_us for step in run])
+    shares = [step.exposed_us / step.time_us for step in run if step.exposed_us is not None]
+    exposed_us = time_us * mean(shares) if shares else None
+    peak_bytes = max(step.peak_bytes or 0.0 for step in run) or None
+    return replace(one, time_us=time_us, exposed_us=exposed_us, peak_bytes=peak_bytes)
 
 
 def anchors_of(one: MeasuredStep) -> list[Anchor]:
@@ -126,9 +142,11 @@ def anchors_of(one: MeasuredStep) -> list[Anchor]:
     whole = tuple(map(sum, zip(waiting, other, strict=True)))
     limit = ABSURD * typical().log_deviation(whole, model)
     if abs(ratio) > limit:
+        mfu_pct = 100 * found.mfu_frac / exp(ratio)
+        peak = f" and {mfu_pct:.4g} % of the GPU's peak rate" if mfu_pct > 100 else ""
         raise ValueError(
             f"anchor {one.label!r}: {one.time_us / 1e3:.4g} ms is {exp(ratio):.2g} times the "
-            f"forecast, between {exp(-limit):.2g} and {exp(limit):.2g} are believed: another "
+            f"forecast{peak}, between {exp(-limit):.2g} and {exp(limit):.2g} are believed: another "
             f"configuration than stated? Likeliest: {misreading(one, target, ratio)}"
         )
     if one.exposed_us is None:
@@ -160,8 +178,8 @@ def _believe_memory(one: MeasuredStep, forecast_bytes: float) -> None:
     if abs(peak / forecast_bytes - 1) > OTHER_MEMORY * MEMORY_ERROR:
         raise ValueError(
             f"anchor {one.label!r}: peak memory of {peak / 1e9:.4g} GB, forecast "
-            f"{forecast_bytes / 1e9:.4g}: another configuration than stated? Likeliest: "
-            "recomputation, batch, dtype or sharding"
+            f"{forecast_bytes / 1e9:.4g}, the GPU has {one.target.gpu.hbm_bytes / 1e9:.4g}: "
+            "another configuration than stated? Likeliest: recomputation, batch, dtype or sharding"
         )
 
 

@@ -64,6 +64,8 @@ def _step(entry: Any, where: str, ask: Callable[..., Any]) -> MeasuredStep:
         raise ValueError(
             f"anchor {where}: one of {', '.join(TIMES)}, a positive number or a file, got {times}"
         )
+    if "mfu_pct" in times and times["mfu_pct"] > 100:
+        raise ValueError(f"anchor {where}: mfu_pct is of the GPU's peak, 100 at most, got {times}")
     beside = {name: _number(entry[name]) for name in BESIDE if name in entry}
     if not all(value == 0 or _positive(value) for value in beside.values()):
         raise ValueError(f"anchor {where}: {', '.join(BESIDE)} are numbers from 0, got {beside}")
@@ -110,4 +112,6 @@ def _time_us(name: str, value: Any, one: MeasuredStep) -> float:
     found = forecast_step(one.step, one.target)
     rates = {"samples_per_s": found.samples_per_s, "tokens_per_s": found.tokens_per_s}
     rates["mfu_pct"] = 100 * found.mfu_frac
+    if not rates[name]:
+        raise ValueError(f"anchor {one.label!r}: its step has none of {name}; state step_ms")
     return found.iteration_us * rates[name] / float(value)

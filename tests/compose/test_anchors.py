@@ -83,6 +83,22 @@ def test_two_times_of_one_configuration_agree(alone: MeasuredStep, far: Measured
         told([other, alone])
 
 
+def test_a_run_counts_once(alone: MeasuredStep, far: MeasuredStep) -> None:
+    """Times of 1.1 and 1.2 are as one of their geometric mean; a known run is told of once."""
+    twice = told([replace(alone, time_us=x * alone.time_us) for x in (1.1, 1.2)])
+    once = told([replace(alone, time_us=1.32**0.5 * alone.time_us)])
+    assert twice.machine.covariance == once.machine.covariance
+    assert twice.machine.mean == pytest.approx(once.machine.mean)
+    assert len(twice.anchors) == 2 and len(once.anchors) == 1
+    parts = [replace(far, time_us=x * far.time_us, exposed_us=far.time_us / 10) for x in (1.0, 1.2)]
+    share = (0.1 + 0.1 / 1.2) / 2
+    mean_us = 1.2**0.5 * far.time_us
+    whole = told([replace(far, time_us=mean_us, exposed_us=share * mean_us)]).machine
+    assert told(parts).machine.mean == pytest.approx(whole.mean)
+    with pytest.raises(ValueError, match=r"mlp-l.*: the machine file was told of this run already"):
+        told([far, alone], once)
+
+
 def on(target: Target, machine: Factors) -> Target:
     """The target on a machine whose factors are known for sure."""
     mean = (*machine.logs,)
@@ -135,6 +151,14 @@ def test_an_absurd_step_is_refused_with_the_likeliest_misreading(
         anchors_of(measured(plan, times, batch=1024))
 
 
+def test_a_rate_beyond_the_peak_is_called_so(alone: MeasuredStep) -> None:
+    """A time of MFU / 5 of the forecast is 500 % of the peak."""
+    forecast = forecast_step(alone.step, alone.target)
+    fast = replace(alone, time_us=forecast.iteration_us * forecast.mfu_frac / 5)
+    with pytest.raises(ValueError, match=r" times the forecast and 500 % of the GPU's peak rate,"):
+        anchors_of(fast)
+
+
 def test_a_cheaper_run_is_advised(far: MeasuredStep) -> None:
     assert next_run(far.step, far.target).startswith("measure next: plan ")
 
@@ -185,6 +209,9 @@ def test_a_machine_file_is_written_read_and_used(tmp_path: Path) -> None:
     [
         ("- {case: mlp-l, gpu: a100-sxm-80gb}", "one of step_ms"),
         ("- {case: mlp-l, step_ms: -1}", "one of step_ms"),
+        ("- {case: mlp-l, tokens_per_s: -1}", "one of step_ms"),
+        ("- {case: mlp-l, mfu_pct: 500}", "mfu_pct is of the GPU's peak, 100 at most, got .*500"),
+        ("- {case: mlp-l, gpu: a100-sxm-80gb, tokens_per_s: 3}", "has none of tokens_per_s; state"),
         ("- {case: mlp-l, gpu: a100-sxm-80gb, trace: gone.json}", "gone.json"),
         ("- {case: mlp-l, stepms: 3}", r"step 1: unknown \['stepms'\]; known: options of predict"),
         ("- {case: mlp-l, step_ms: 3, peak_memory_gb: x}", "numbers from 0"),
