@@ -9,7 +9,6 @@ import gzip
 import hashlib
 import json
 import os
-import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, fields
@@ -21,6 +20,7 @@ import numpy as np
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.close_names import unknown
+from itercast.capture.base.files import folder_at_once
 from itercast.capture.base.slow_imports import pd, xgb
 from itercast.capture.base.yaml_text import made_of
 from itercast.learners.family_model import FamilyModel
@@ -114,14 +114,6 @@ class Bundle:
         """
         check_out(folder)
         folder = Path(os.path.realpath(folder))
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        fresh = folder.with_name(f".{folder.name}.{os.getpid()}")
-        shutil.rmtree(fresh, ignore_errors=True)
-        fresh.mkdir()
-        for name, model in self.models.items():
-            if model.ensemble.trees is not None:
-                save_trees(model.ensemble.trees, fresh, name)
-            save_smooth(model.ensemble, fresh / f"{name}.npz")
         facts: Row = {
             "schema_version": SCHEMA_VERSION,
             "gpus": {n: g.to_dict() for n, g in self.gpus.items()},
@@ -129,10 +121,13 @@ class Bundle:
             "machines": {name: asdict(machine) for name, machine in self.machines.items()},
             "families": {name: family_facts(name, m) for name, m in self.models.items()},
         }
-        facts["digests"] = digests(fresh, facts)
-        (fresh / FACTS).write_text(json.dumps(facts, indent=1))
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(fresh, folder)
+        with folder_at_once(folder) as fresh:
+            for name, model in self.models.items():
+                if model.ensemble.trees is not None:
+                    save_trees(model.ensemble.trees, fresh, name)
+                save_smooth(model.ensemble, fresh / f"{name}.npz")
+            facts["digests"] = digests(fresh, facts)
+            (fresh / FACTS).write_text(json.dumps(facts, indent=1))
 
     @classmethod
     def load(cls, folder: Path) -> Bundle:

@@ -15,7 +15,8 @@ import pandas as pd
 from itercast.capture.base.close_names import unknown
 from itercast.learners.features.schema import check_rows
 from itercast.microbench.ops import families
-from itercast.microbench.store import read_rows
+from itercast.microbench.ops.family import Family
+from itercast.microbench.store import read_parts, read_rows
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,19 @@ def never_measured(rows: pd.DataFrame) -> Iterator[str]:
             yield f"{op} on {gpu} was never measured, all {len(points)} points failed: {reason}"
 
 
+def _check(rows: pd.DataFrame, roots: Sequence[Path], family: Family) -> None:
+    """ValueError where a row is not allowed, which names the first part that has such a row."""
+    try:
+        check_rows(rows, family)
+    except ValueError:
+        for path, part in read_parts(roots, family.name):
+            try:
+                check_rows(part.reindex(columns=rows.columns), family)
+            except ValueError as exc:
+                raise ValueError(f"part {str(path)!r}: {exc}") from None
+        raise
+
+
 def usable_rows(
     roots: Sequence[Path], names: Sequence[str] | None, memory: int | None = None
 ) -> dict[str, pd.DataFrame]:
@@ -79,7 +93,7 @@ def usable_rows(
     for name in names or families():
         if not len(rows := read_rows(roots, name)):
             continue
-        check_rows(rows, families()[name])
+        _check(rows, roots, families()[name])
         for line in never_measured(rows):
             log.warning("%s: %s", name, line)
         rows = rows[rows["status"] == "ok"].reset_index(drop=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pandas as pd
 
 from itercast.capture.base.cache_folder import digest_of_code
+from itercast.capture.base.files import folder_at_once
 from itercast.learners.bundle import Bundle
 from itercast.learners.features.machine_speed import Anchors
 from itercast.learners.held_out import load_held_out, save_held_out
@@ -52,10 +52,8 @@ def resumed(out: Path, fit_all: FitAll = fit_in_turn) -> FitAll:
             yield name, *read_family(folder)
         left = {name: rows for name, rows in tables.items() if name not in done}
         for name, report, bundle in fit_all(left, anchors, asked, told) if left else ():
-            fresh = place / f".{name}.{os.getpid()}"
-            write_family(fresh, name, report, bundle)
-            folders[name].parent.mkdir(parents=True, exist_ok=True)
-            os.replace(fresh, folders[name])
+            with folder_at_once(folders[name]) as fresh:
+                write_family(fresh, name, report, bundle)
             yield name, report, bundle
 
     return fit

@@ -178,11 +178,16 @@ def _machines(stated: Sequence[Facts], columns: Sequence[pd.DataFrame]) -> list[
 
 def read_rows(roots: Sequence[Path], family: str) -> pd.DataFrame:
     """All rows of a family under the roots, parts in order of names; empty where there are none."""
-    tables = []
+    tables = [rows for _, rows in read_parts(roots, family)]
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
+
+
+def read_parts(roots: Sequence[Path], family: str) -> Iterator[tuple[Path, pd.DataFrame]]:
+    """Each part of a family under the roots, in order of names, with its rows."""
     for path in _parts(roots, family):
         with _readable(path):
-            tables.append(pd.read_parquet(path))
-    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
+            rows = pd.read_parquet(path)
+        yield path, rows
 
 
 def _parts(roots: Sequence[Path], family: str) -> list[Path]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -30,6 +33,22 @@ def write_atomic(path: Path, data: bytes) -> None:
             _replace(target, data)
     except OSError as exc:  # such as a full disk; nobody knows the temporary name
         raise OSError(exc.errno, exc.strerror, str(path)) from exc
+
+
+@contextmanager
+def folder_at_once(folder: Path) -> Iterator[Path]:
+    """A fresh folder to write, which replaces ``folder`` in the end; nothing where that fails."""
+    fresh = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(fresh, ignore_errors=True)
+    try:
+        fresh.mkdir(parents=True)
+        yield fresh
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(fresh, folder)
+    except OSError as exc:
+        raise OSError(exc.errno, exc.strerror or str(exc), str(folder)) from exc
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
 
 
 def real_path(file: str) -> str:

@@ -14,12 +14,14 @@ import numpy as np
 import pandas as pd
 import pytest
 import xgboost as xgb
+from full_disk import full_disk
 from toy_products import TOY, products, write_products
 
 from itercast.learners.bundle import FACTS, SHIPPED, SHIPPED_CPU, Bundle, digests
 from itercast.learners.known_bundles import find_bundle
 from itercast.learners.models.tree_files import PER_NODE, read_trees
-from itercast.learners.train import train
+from itercast.learners.train import Asked, FamilyReport, train
+from itercast.learners.unfinished import resumed
 from itercast.microbench.ops.memory import elementwise
 from itercast.microbench.store import write_card, write_part
 
@@ -88,6 +90,25 @@ def test_a_file_that_was_not_written_with_the_bundle_is_refused(
     (copy / "gemm.npz").unlink()
     (copy / "attention.ubj.gz").unlink()
     assert "its file attention.ubj.gz is missing" in one_line(lambda: Bundle.load(copy))
+
+
+def test_a_full_disk_keeps_the_old_bundle_and_is_told_by_name(bundle: Path, tmp_path: Path) -> None:
+    """Beside it no other folder is left; also where a family of a training is kept."""
+    old, facts = tmp_path / "old", (bundle / FACTS).read_bytes()
+    shutil.copytree(bundle, old)
+    with full_disk(), pytest.raises(OSError, match=r"File too large: '.*/old'"):
+        Bundle.load(bundle).save(old)
+    assert [p.name for p in tmp_path.iterdir()] == ["old"] and (old / FACTS).read_bytes() == facts
+
+    made = Bundle.load(bundle)
+    report = FamilyReport(
+        rows=0, parameters={}, seconds=0, retest_ape_pct=None, coverage_pct=0, learners={}
+    )
+    fit = resumed(tmp_path / "new", lambda *_: iter([("gemm", report, made)]))
+    rows = {"gemm": products(3)}
+    with full_disk(), pytest.raises(OSError, match=r"File too large: '.*/.new.families/gemm/.*'"):
+        list(fit(rows, {}, Asked(roots=[]), None))
+    assert not list((tmp_path / ".new.families" / "gemm").iterdir())
 
 
 @pytest.mark.parametrize("folder", [SHIPPED, SHIPPED_CPU], ids=lambda folder: folder.name)

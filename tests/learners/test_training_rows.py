@@ -92,6 +92,16 @@ def test_a_torn_part_is_one_line(root: Path, tmp_path: Path) -> None:
         assert not out.exists()
 
 
+def test_a_row_that_is_not_allowed_comes_with_its_file(root: Path, tmp_path: Path) -> None:
+    """Of two roots the second has it, in its second part; the first has no batch at all."""
+    rows = timed(islice(gemm.sweep(), 40), lambda p: 3.0)
+    write_rows(tmp_path, rows.head(20).drop(columns="batch"), part="a")
+    bad = write_rows(tmp_path, rows.tail(20).assign(m=-1), part="b")
+    words = r"part '.*/part-b.parquet': rows of family gemm: m -1: allowed is greater_than"
+    with pytest.raises(ValueError, match=words):
+        usable_rows([root, bad], ["gemm"])
+
+
 def test_rows_of_a_machine_without_a_card_say_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"rows of 'xeon-2c': no card.yaml states its hardware"):
         hardware_of([tmp_path], pd.DataFrame({"gpu": ["xeon-2c"]}))

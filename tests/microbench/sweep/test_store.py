@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 import os
-import resource
 import tarfile
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
+from full_disk import full_disk
 
 from itercast.capture.base.files import write_atomic
 from itercast.extras.campaign import archive
@@ -173,14 +173,8 @@ def test_rows_cannot_lead_out_of_the_root(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_full_keeps_the_old_file_and_no_temporary_one(tmp_path: Path) -> None:
-    """A limit of file sizes fails in the middle of a write, as a full disk does."""
     path = tmp_path / "file"
     path.write_bytes(b"old")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-    try:
-        with pytest.raises(OSError, match=r"File too large: '.*/file'"):
-            write_atomic(path, bytes(10_000))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with full_disk(), pytest.raises(OSError, match=r"File too large: '.*/file'"):
+        write_atomic(path, bytes(10_000))
     assert [p.name for p in tmp_path.iterdir()] == ["file"] and path.read_bytes() == b"old"
