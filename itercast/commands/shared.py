@@ -93,16 +93,16 @@ def iterations(
     wanted, rows = gpu_iterations() if on_gpu else usual_iterations(names), 0
     end = time.monotonic() + budget_s
     with progress_bar() as bar:
-        for repeat in repeats:
-            task = bar.add_task(f"iterations, round {repeat + 1}", total=len(wanted))
-            show = partial(_completed, bar, task)
+        task = bar.add_task("iterations", total=len(wanted) * len(repeats))
+        for n, repeat in enumerate(repeats):
+            show = partial(_completed, bar, task, n * len(wanted))
             left_s = end - time.monotonic()
             rows += collect_iterations(out, device, wanted, repeat, show, left_s, devices=devices)
     return rows
 
 
-def _completed(bar: Progress, task: TaskID, rows: int) -> None:
-    bar.update(task, completed=rows)
+def _completed(bar: Progress, task: TaskID, before: int, rows: int) -> None:
+    bar.update(task, completed=before + rows)
 
 
 def fit(

@@ -77,7 +77,8 @@ def collect(
         left_s = {
             p: s for p, s in left_s.items() if s >= max(1.0, MIN_LEFT_FRAC * budget_s * p.share)
         }
-    end_s, start_s = begin_s + sum(left_s.values()), USUAL_START_S
+    whole_s, start_s = sum(left_s.values()), USUAL_START_S
+    end_s = begin_s + whole_s
     while left_s:
         wall_s = end_s - time.monotonic()
         measure_s = max(wall_s / 2, wall_s - start_s * len(left_s))
@@ -86,10 +87,20 @@ def collect(
         phase_s = max(1.0, min(1.0, share) * left_s.pop(phase))
         order = replace(order, budget_s=phase_s, torchrun=torchrun, only=bool(wanted), among=among)
         started_s = time.monotonic()
-        run_workers(order, progress)
+        run_workers(order, of_all(progress, moved, begin_s, whole_s))
         moved += store.compact(root, facts)
         start_s = max(0.0, time.monotonic() - started_s - phase_s)
     return moved
+
+
+def of_all(progress: Progress | None, before: int, begin_s: float, whole_s: float) -> Progress:
+    """Tells of all phases where one tells of itself: rows ``before`` it, the share of all time."""
+
+    def show(rows: int, _: float) -> None:
+        if progress:
+            progress(before + rows, min(1.0, (time.monotonic() - begin_s) / whole_s))
+
+    return show
 
 
 def unspent(
@@ -114,13 +125,15 @@ def measure_points(
 
     Families of several ranks are left out. Workers start before the budget begins.
     """
-    facts = card_facts(root, device)
+    facts, begin_s, moved = card_facts(root, device), time.monotonic(), 0
     alone = [p for p in phases(device, named_families(None, wanted)) if p.ranks == 1]
     whole = sum(p.share for p in alone)
     for phase in alone:
         order = order_of(root, device, facts, phase, wanted, seed)
-        run_worker(replace(order, budget_s=budget_s * phase.share / whole, only=True), progress)
-    return store.compact(root, facts)
+        order = replace(order, budget_s=budget_s * phase.share / whole, only=True)
+        run_worker(order, of_all(progress, moved, begin_s, budget_s))
+        moved += store.compact(root, facts)
+    return moved
 
 
 def order_of(

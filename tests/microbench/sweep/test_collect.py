@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,8 +22,8 @@ from itercast.microbench import store
 from itercast.microbench.ops.step.collective import OPS
 from itercast.microbench.processes.ranks import threads_of
 from itercast.microbench.sweep import collect as collect_module
-from itercast.microbench.sweep.collect import collect
-from itercast.microbench.sweep.orders import WorkerOrder, phases
+from itercast.microbench.sweep.collect import collect, measure_points
+from itercast.microbench.sweep.orders import Phase, WorkerOrder, phases
 from itercast.microbench.timing.clock import summarise
 
 
@@ -57,6 +58,42 @@ def test_phases_of_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     shares = {p.ranks: p.share for p in found if p.families == ("collective",)}
     shared = 0.46 + (0.34 if threads_of(1) > 1 else 0) + 2 * 0.1
     assert shares == {n: pytest.approx(0.1 / shared) for n in (2, 4)}
+
+
+@pytest.mark.parametrize("points", [False, True])
+def test_progress_is_that_of_all_phases(
+    points: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All cores, then one by one: of 2 s a phase tells 3 rows at its middle and 5 at its end."""
+    now_s, told = [100.0], list[tuple[int, float]]()
+
+    def work(order: WorkerOrder, progress: Callable[[int, float], None]) -> None:
+        for rows in (3, 5):
+            now_s[0] += order.budget_s / 2
+            progress(rows, 0.5)
+
+    for name, fake in (
+        ("card_facts", lambda *_: {"hardware": {"name": "toy", "contention": 1.0}}),
+        ("run_workers", work),
+        ("run_worker", work),
+        ("unspent", lambda *_: [1.0, 1.0]),
+        ("check_points", lambda _: None),
+    ):
+        monkeypatch.setattr(collect_module, name, fake)
+    halves = [Phase(families=("gemm",), threads=n, share=0.5) for n in (2, 1)]
+    monkeypatch.setattr(collect_module, "phases", lambda *_: halves)
+    moved = iter([5, 5] if points else [0, 5, 5])
+    monkeypatch.setattr(collect_module.store, "compact", lambda *_: next(moved))
+    clock = SimpleNamespace(monotonic=lambda: now_s[0], strftime=str, monotonic_ns=int)
+    monkeypatch.setattr(collect_module, "time", clock)
+    (tmp_path / "points.json").write_text('{"gemm": [1]}')
+    show = lambda rows, frac: told.append((rows, round(frac, 6)))  # noqa: E731
+    if points:
+        measure_points(tmp_path, "cpu", tmp_path / "points.json", 2.0, progress=show)
+    else:
+        monkeypatch.setattr(collect_module, "USUAL_START_S", 0.0)
+        collect(tmp_path, "cpu", ["gemm"], 2.0, progress=show)
+    assert told == [(3, 0.25), (5, 0.5), (8, 0.75), (10, 1.0)]
 
 
 def test_workers_that_bring_nothing_are_given_up(
