@@ -33,6 +33,7 @@ from itercast.learners.models import trees
 from itercast.learners.models.compared import BLEND
 from itercast.learners.models.noise import medians
 from itercast.learners.models.training_table import Table, frozen_split
+from itercast.learners.seen_shapes import packed, shape_hashes
 from itercast.learners.training_rows import MIN_ROWS, usable_rows
 from itercast.learners.transfer.offsets import Offsets
 from itercast.microbench.hardware.spec import Gpu, load_gpu
@@ -140,7 +141,7 @@ def train_family(
     return report, replace(
         _of_all_rows(learned, known, tuned.options),
         sensitivity=speed.sensitivity,
-        facts=_facts(report, rows, digest),
+        facts=_facts(report, rows, digest, family),
         host_calls=learn_host_calls(rows, family, gpus),
     )
 
@@ -171,7 +172,7 @@ def _scores(
     return scored, float(covered * 100)
 
 
-def _facts(report: FamilyReport, rows: pd.DataFrame, digest: str) -> Row:
+def _facts(report: FamilyReport, rows: pd.DataFrame, digest: str, family: Family) -> Row:
     """What the bundle keeps about a family's training: rows, held-out errors, ops by dtype."""
     return {
         "digest": digest,
@@ -179,6 +180,7 @@ def _facts(report: FamilyReport, rows: pd.DataFrame, digest: str) -> Row:
         "errors": dict(report.learners[BLEND]),
         "retest_ape_pct": report.retest_ape_pct,
         "ops": {str(k): sorted(ops.unique()) for k, ops in rows.groupby("dtype")["op"]},
+        "shapes": packed(shape_hashes(rows, family)),
     }
 
 

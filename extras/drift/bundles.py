@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +22,13 @@ from itercast.learners.features.machine_speed import (
 from itercast.learners.features.table import shape_places
 from itercast.learners.held_out import load_held_out, log_errors, retest_of, shapes_of
 from itercast.learners.models.noise import medians
-from itercast.learners.train import hardware_of
+from itercast.learners.seen_shapes import seen
+from itercast.learners.train import digest_of, hardware_of
 from itercast.learners.training_rows import usable_rows
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops import families
 
+log = logging.getLogger(__name__)
 ONE, OTHER = "one", "other"
 
 
@@ -82,7 +85,7 @@ def _on_rows(one: Bundle, other: Bundle, roots: Sequence[Path]) -> Iterator[Comp
     shared = sorted({*one.models} & {*other.models})
     names = [name for name in shared if any((root / name).is_dir() for root in roots)]
     for name, rows in (usable_rows(roots, names) if names else {}).items():
-        rows = undisturbed(undisturbed(rows, one.anchors), other.anchors)
+        rows = _unseen(name, undisturbed(undisturbed(rows, one.anchors), other.anchors), one, other)
         gpus, family = hardware_of(roots, rows), families()[name]
         for gpu, part in rows.groupby("gpu"):
             part = part.reset_index(drop=True)
@@ -91,6 +94,23 @@ def _on_rows(one: Bundle, other: Bundle, roots: Sequence[Path]) -> Iterator[Comp
             speed = Speed(anchors=one.anchors, sensitivity=one.models[name].sensitivity)
             retest = retest_ape_pct(part, family, speed)
             yield from _compared(name, str(gpu), errors, shape_places(part, family), retest)
+
+
+def _unseen(name: str, rows: pd.DataFrame, *bundles: Bundle) -> pd.DataFrame:
+    """The rows of a family whose shapes neither bundle was trained on, with a line on the others.
+
+    Of bundles that keep no shapes it is known whether they were trained on the very same rows.
+    """
+    known = np.zeros(len(rows), dtype=bool)
+    for facts in (bundle.models[name].facts for bundle in bundles):
+        if "shapes" in facts:
+            known |= seen(facts["shapes"], rows, families()[name])
+        else:
+            known |= facts.get("digest") == digest_of(rows)
+    if known.any():
+        told = "%s: %d of %d rows are left out, of shapes that a bundle was trained on"
+        log.warning(told, name, known.sum(), len(rows))
+    return rows[~known].reset_index(drop=True)
 
 
 def log_ratios(

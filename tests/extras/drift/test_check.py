@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
+from toy_products import TOY, products, write_rows
 from typer.testing import CliRunner
 
 from itercast.capture.base.files import write_atomic
@@ -167,7 +169,10 @@ def test_held_out_points_decide_beyond_the_noise(tmp_path: Path, mlflow_store: s
 def test_rows_and_iterations_of_a_dataset_decide(tmp_path: Path) -> None:
     """A bundle without products and one that knows them: both price the rows that are given."""
     root = tmp_path / "rows"
-    shutil.copytree(DATASETS / "norm", root / "norm")
+    write_part(root, "norm", CPU, read_rows([DATASETS], "norm").iloc[::2], "half")
+    shutil.copy(
+        next((DATASETS / "norm" / CPU).glob("*/card.yaml")), root / "norm" / CPU / "itercast"
+    )
     steps = read_rows([DATASETS], "iteration")
     place = root / "iteration/cpu/some"
     place.mkdir(parents=True)
@@ -181,6 +186,31 @@ def test_rows_and_iterations_of_a_dataset_decide(tmp_path: Path) -> None:
     assert rows["errors_pct"][0] == rows["errors_pct"][1]
     assert (whole["family"], whole["points"]) == ("whole iterations", 2)
     assert whole["errors_pct"][0] > 2 * whole["errors_pct"][1]  # products by their roofline alone
+
+
+def test_rows_that_a_bundle_was_trained_on_are_left_out(
+    learned: Path, tmp_path: Path, mlflow_store: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of 240 products it has seen 160; of the same on another GPU none; of its own rows all."""
+    bundle, root = learned / "bundle", tmp_path / "rows"
+    rows = products(240)
+    write_rows(root, rows)
+    write_rows(root, rows.assign(gpu="other"), replace(TOY, name="other"), part="other")
+    done = CliRunner().invoke(app, ["compare", str(bundle), str(bundle), "--data", str(root)])
+    assert done.exit_code == 0, done.stderr
+    line = "gemm: 160 of 480 rows are left out, of shapes that a bundle was trained on"
+    assert line in caplog.messages
+    only = ["compare", str(bundle), str(SHIPPED_CPU), "--data", str(learned)]
+    none = CliRunner().invoke(app, only)
+    assert none.exit_code == 2 and "nothing to compare in" in none.stderr
+
+
+def test_of_older_bundles_the_very_same_rows_are_known(tmp_path: Path) -> None:
+    """The shipped bundle keeps no shapes: its own rows are nothing to compare on."""
+    words = ["compare", str(SHIPPED_CPU), str(SHIPPED_CPU), "--data"]
+    shutil.copytree(DATASETS / "norm", tmp_path / "norm")
+    done = CliRunner().invoke(app, [*words, str(tmp_path)])
+    assert done.exit_code == 2 and "nothing to compare in" in done.stderr
 
 
 runner = CliRunner()
