@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from mlflow.entities import DatasetInput
 
 PAGE = "held_out.html"  # artifact of the run that prices a family
+WHOLE = "trainings"  # experiment of runs that are open while they train
+COMPARED = ("median_ape_pct", "bias_pct", "retest_ape_pct", "seconds")  # of a family, there
 SHOWN_DIGITS = 2  # after the point of a logged metric
 
 
@@ -40,6 +44,11 @@ class Training:
         """The bundle and the time, as runs show it."""
         when = pd.Timestamp(self.time_ms, unit="ms").strftime("%Y-%m-%d %H:%M")
         return f"{self.bundle} {when}"
+
+    @property
+    def source(self) -> str:
+        """Where its rows are."""
+        return ", ".join(map(str, self.data)) or str(self.bundle)
 
 
 def log_fit(
@@ -63,6 +72,7 @@ def log_fit(
     note = store.note("ops", **facts, iterations=iterations_experiment(client))
     place = store.experiment(client, f"ops/{device}", note)
     held_out, trained = load_held_out(bundle), Bundle.load(bundle)
+    verdicts = dict[str, registry.Verdict]()
     for family in sorted(report):
         entry, forecasts = report[family], held_out[held_out["family"] == family]
         digest = trained.models[family].facts["digest"]
@@ -74,7 +84,44 @@ def log_fit(
                 log_trials(client, place, run.run_id, family, entry.get("trials", ()))
                 if page:
                     client.log_text(run.run_id, page(forecasts), PAGE)
-                registry.offer(client, run, device, family, trained, forecasts)
+                offered = registry.offer(client, run, device, family, trained, forecasts)
+                verdicts[family] = offered
+    log_whole(client, training, trained, verdicts)
+
+
+def log_whole(
+    client: MlflowClient,
+    training: Training,
+    trained: Bundle,
+    verdicts: Mapping[str, registry.Verdict],
+) -> None:
+    """Log what tells trainings apart to the run that was open: rows, errors by family, verdicts."""
+    from mlflow.entities import Metric, Param
+
+    place, name = client.get_experiment_by_name(WHOLE), str(training.bundle)
+    order, where = ["attributes.start_time DESC"], [place.experiment_id] if place else []
+    runs = client.search_runs(where, order_by=order) if where else ()
+    run = next((run.info.run_id for run in runs if run.info.run_name == name), "")
+    if not run:  # it could not be logged when the training began
+        return
+    report = training.report
+    digests = [str(trained.models[family].facts["digest"]) for family in sorted(report)]
+    digest = hashlib.sha256("".join(digests).encode()).hexdigest()[:12]
+    numbers = {"rows": sum(entry["rows"] for entry in report.values())}
+    client.log_inputs(
+        run, [dataset_input("rows", "training", digest, training.source, numbers["rows"])]
+    )
+    numbers |= Counter(f"verdicts/{verdict.word}" for verdict in verdicts.values())
+    for family, entry in report.items():
+        found = {**shown_metrics(BLEND, entry), "seconds": entry["seconds"]}
+        numbers |= {f"{key}/{family}": found[key] for key in COMPARED if key in found}
+    params = {"device": training.device, "families": ", ".join(sorted(report)), "digest": digest}
+    params["gpus"] = ", ".join(sorted(trained.gpus))
+    now, digits = training.time_ms, SHOWN_DIGITS
+    metrics = [Metric(key, round(value, digits), now, 0) for key, value in numbers.items()]
+    client.log_batch(run, metrics, [Param(key, text) for key, text in params.items()])
+    told = "; ".join(f"{family}: {v.word}" for family, v in sorted(verdicts.items()))
+    client.set_tag(run, "verdict", told)
 
 
 def _tags(training: Training, entry: Facts, learner: str) -> dict[str, str]:
@@ -164,12 +211,11 @@ def datasets(
     """MLflow dataset inputs of a family: the training rows, then the held-out rows, by digest."""
     from itercast.learners.train import digest_of
 
-    source = ", ".join(map(str, training.data)) or str(training.bundle)
     kinds = {"f": "double", "i": "long", "b": "boolean"}
     columns = [
         {"name": str(name), "type": kinds.get(dtype.kind, "string")}
         for name, dtype in held_out.dtypes.items()
     ]
-    rows = dataset_input(f"{family}-rows", "training", digest, source, entry["rows"])
-    facts = (digest_of(held_out), source, len(held_out), columns)
+    rows = dataset_input(f"{family}-rows", "training", digest, training.source, entry["rows"])
+    facts = (digest_of(held_out), training.source, len(held_out), columns)
     return [rows, dataset_input(f"{family}-held-out", "validation", *facts)]

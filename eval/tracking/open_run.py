@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from itercast.eval.tracking import store
 from itercast.eval.tracking.attempt import attempt
+from itercast.microbench.sweep.cards import commit
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -36,7 +37,8 @@ class OpenRun:
         client = store.connect()
         place = store.experiment(client, experiment, store.note(experiment))
         end_left(client, place)
-        tags = {"mlflow.source.name": source, HOST: socket.gethostname(), PROCESS: str(os.getpid())}
+        tags = {"mlflow.source.name": source, "mlflow.source.git.commit": commit()}
+        tags |= {HOST: socket.gethostname(), PROCESS: str(os.getpid())}
         self.run_id = client.create_run(place, tags=tags, run_name=name).info.run_id
         for key, value in params.items():
             client.log_param(self.run_id, key, value)

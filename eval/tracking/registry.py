@@ -116,7 +116,7 @@ def offer(
     family: str,
     bundle: Bundle,
     held_out: pd.DataFrame,
-) -> None:
+) -> Verdict:
     """Register a family's model of a bundle, and make it the champion if ``judge`` says so."""
     name = f"{device}.{family}"
     verdict = judge(held_out, champion_held_out(client, name))
@@ -144,6 +144,7 @@ def offer(
     if verdict.promote:
         client.set_registered_model_alias(name, ALIAS, made.version)
         client.set_tag(run.run_id, "champion", f"yes: version {made.version}")
+    return verdict
 
 
 def champion_held_out(client: MlflowClient, name: str) -> pd.DataFrame | None:

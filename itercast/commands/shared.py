@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
@@ -135,7 +136,8 @@ def fit(
     fit_all = resumed(out, more.pop("fit_all", fit_in_turn))
     asked = Asked(roots=data, trials=trials, **more)
     tables = usable_rows(data, families, asked.memory)  # bad rows are refused before a run is open
-    facts = {"data": ", ".join(map(str, data)), "trials": trials}
+    facts = {"data": ", ".join(map(str, data)), "trials": trials, "memory": asked.memory}
+    facts["version"] = version("itercast")
     stopped = f"what is trained so far is kept beside {out}; the same command goes on"
     opened = open_run("trainings", str(out), facts, "itercast train")
     with when_stopped(stopped), progress_bar() as bar, opened as run:

@@ -19,6 +19,7 @@ from itercast.eval.report.write import family_page
 from itercast.eval.results import logged_groups
 from itercast.eval.tracking.fits import log_fit
 from itercast.eval.tracking.logs import log_evaluation
+from itercast.eval.tracking.open_run import open_run
 from itercast.eval.tracking.registry import PINNED, judge
 from itercast.eval.tracking.store import NEWEST, NOTE, now_ms
 from itercast.learners.features.table import shape_places
@@ -109,6 +110,33 @@ def test_a_second_training_takes_the_place_of_the_first(
     (own,) = (run.data.tags for run in newest if "verdict" in run.data.tags)
     assert own["champion_version"] == "1" and own["champion_reason"] == reasons["2"]
     assert float(own["champion_pct"]) > 0
+
+
+def test_a_training_s_own_run_tells_what_it_learned_from_and_what_it_changed(
+    trained: tuple[Path, dict[str, Any]],
+    mlflow_store: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Twice the same rows: one digest; the first is the champion, the second no better."""
+    root, report = trained
+    for _ in range(2):
+        with open_run("trainings", str(root / "bundle"), {"trials": TRIALS}, "itercast train"):
+            pass
+        logged = log(trained, tmp_path, monkeypatch)
+    second, first = runs_of(logged, "trainings")
+    assert first.data.tags["verdict"] == "gemm: first"
+    assert second.data.tags["verdict"] == "gemm: no difference beyond the noise"
+    assert first.data.metrics["verdicts/first"] == 1
+    for run in (first, second):
+        error = report["gemm"]["learners"]["blend"]["median_ape_pct"]
+        assert run.data.metrics["median_ape_pct/gemm"] == pytest.approx(error, abs=0.005)
+        assert run.data.metrics["rows"] == 160
+        assert run.data.params["families"] == "gemm" and run.data.params["gpus"] == "toy"
+        assert len(run.data.tags["mlflow.source.git.commit"]) == 40
+    rows = [run.inputs.dataset_inputs[0].dataset for run in (first, second)]
+    assert rows[0].digest == rows[1].digest == first.data.params["digest"]
+    assert json.loads(rows[0].profile) == {"num_rows": 160}
 
 
 def test_datasets_have_our_digest_and_metrics_are_tied_to_model_and_dataset(logged: Any) -> None:
