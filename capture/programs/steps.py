@@ -31,6 +31,7 @@ PATIENCE = 4  # times the steps asked for, until a script without an optimizer u
 LONGEST = 20  # times the steps asked for, within which what an iteration runs once comes again
 # Backwards, and passes over DataLoaders, after which no step of an optimizer is waited for.
 WAITED = 1000
+AVERAGES = -1  # no kind: updates of most weights that not each step makes, as a moving average's
 UPDATES = 0  # no id of an optimizer
 
 Lines = tuple[tuple[str, int], ...]  # files and lines of calls outside torch, the innermost last
@@ -47,6 +48,7 @@ class Step(NamedTuple):
     By ids; ``UPDATES``: how often one did after a backward, others right after it not counted.
     ``passes``: backwards and updates with the lines that called them, in order. ``inferences`` of
     models in evaluation; ``evaluated``: where such a model is trained, and not by what they made.
+    ``updated``: tensors that are written in place, by no module and no backward.
     """
 
     calls: list[OpCall]
@@ -60,6 +62,7 @@ class Step(NamedTuple):
     passes: list[tuple[str, Lines]]
     inferences: list[Inference]
     evaluated: set[Place]
+    updated: int
 
 
 class Steps:
@@ -146,7 +149,7 @@ class Steps:
             calls=len(self.earlier) + len(self.log.calls),
             storages=set(map(self.log.storage, made)),
             place=(KINDS.index("forward"), self.lines()),
-            trained=not self.trained.isdisjoint(map(id, model.parameters())),
+            parameters=set(map(id, model.parameters())),
         )
         self.inferences.append(one)
 
@@ -187,6 +190,11 @@ class Steps:
             later = [replace(x, calls=x.calls + len(step.calls)) for x in self.inferences]
             self.inferences, self.earlier[:0] = [*step.inferences, *later], step.calls
 
+    def _of_trained(self, inferences: Sequence[Inference]) -> set[Place]:
+        """The places of those whose model an optimizer has the parameters of."""
+        known = self.trained
+        return {one.place for one in inferences if not known.isdisjoint(one.parameters)}
+
     def _waits(self) -> None:
         """End a script whose optimizers make no more steps, whatever it runs."""
         self.waited += 1
@@ -222,7 +230,8 @@ class Steps:
                 stepped=self.stepped,
                 passes=self.passes,
                 inferences=inferences,
-                evaluated={one.place for one in inferences if one.trained} - learned,
+                evaluated=self._of_trained(inferences) - learned,
+                updated=_updated(log.calls),
             )
         )
         self.places, self.stepped, self.passes = set(), Counter(), []
@@ -244,7 +253,7 @@ class Steps:
 
     def _is_whole(self, lines: Lines) -> bool:
         """Whether an iteration ended, which is kept then, or is waited for no longer."""
-        steps = [step.places for step in self.ended]
+        steps = [step.places | self._averages(step, lines) for step in self.ended]
         often = Counter(place for places in steps for place in places)
         once = {place for place in steps[0] if often[place] == 1}
         before = {place for place in once if not _in_one_loop(place[1], lines)}
@@ -258,7 +267,19 @@ class Steps:
             return True
         if self.kept[-1].evaluated and not unlike:
             self.kept = self.ended[-1:]
+        if late:
+            further = f"--steps {2 * self.wanted} looks at twice as many"
+            self.notes.append(f"no iteration ended in {len(steps)} steps: one is taken; {further}")
         return late
+
+    def _averages(self, step: Step, lines: Lines) -> set[Place]:
+        """A place for updates of at least half as many tensors as are trained, beyond each step's.
+
+        The first step also has those that made the model.
+        """
+        least = min(step.updated for step in self.ended[1:] or self.ended)
+        more = step.updated - least >= max(1, len(self.trained) / 2)
+        return {(AVERAGES, lines)} if more and step is not self.ended[0] else set()
 
     def _is_evaluated(self) -> bool:
         """Whether what is trained was evaluated in the last step, and not in all others."""
@@ -273,10 +294,13 @@ class Steps:
     def _left_out(self) -> list[str]:
         """What the loop runs in some steps, and not in the iteration that was kept."""
         n, lines = len(self.ended), self.kept[-1].passes[-1][1]
-        kept = set[Place]().union(*(step.places | step.evaluated for step in self.kept))
-        others = Counter(p for step in self.ended for p in (step.places | step.evaluated) - kept)
-        ran = [place for place, _ in others.most_common() if _in_one_loop(place[1], lines)][:1]
-        notes = [f"what ran in {others[p]} of {n} steps is left out{self.told(p[1])}" for p in ran]
+        ran = {
+            id(one): one.places | one.evaluated | self._averages(one, lines) for one in self.ended
+        }
+        kept = set[Place]().union(*(ran[id(step)] for step in self.kept))
+        others = Counter(place for places in ran.values() for place in places - kept)
+        left = [place for place, _ in others.most_common() if _in_one_loop(place[1], lines)][:1]
+        notes = [f"what ran in {others[p]} of {n} steps is left out{self.told(p[1])}" for p in left]
         counts = [len(step.passes) for step in self.ended[1:]]
         if len(self.kept) == 1 and (unlike := n - 1 - counts.count(len(self.kept[0].passes))):
             notes.append(f"{unlike} of {n} steps have other numbers of micro-batches")
@@ -301,6 +325,13 @@ class Steps:
         log.host, log.peak_bytes = dict(host), max(step.peak_bytes for step in self.kept)
         log.least_bytes = min(step.least_bytes for step in self.kept)
         self.taken.samples = [n for step in self.kept for n in step.samples]
+
+
+def _updated(calls: Sequence[OpCall]) -> int:
+    """Number of tensors that calls outside modules and backward write in place."""
+    own = (call for call in calls if not call.module and call.phase != "backward" and call.args)
+    written = (call.args[0] for call in own if call.op.split(".")[1].endswith("_"))
+    return sum(len(one) if isinstance(one, tuple) else 1 for one in written)
 
 
 def _optimizers(older: Container[Optimizer]) -> list[Optimizer]:

@@ -104,13 +104,13 @@ def _leave(frame: FrameType, head: int, after: int) -> None:
 class Inference:
     """A forward of a model in evaluation: after so many calls of a step it had made ``storages``.
 
-    ``place``: where it is; ``trained``: whether an optimizer has the model's parameters.
+    ``place``: where it is; ``parameters``: the ids of the model's.
     """
 
     calls: int
     storages: Collection[int]
     place: Any
-    trained: bool
+    parameters: Collection[int]
 
 
 def learned_from(calls: Sequence[OpCall], inferences: Sequence[Inference]) -> set[Any]:

@@ -79,6 +79,83 @@ def test_an_iteration_has_a_rollout_and_all_that_learns_from_it(
     assert program.passes[0] == f"{micro_batches} x backward train.py:29"
 
 
+THROUGH_THE_HOST = """
+import torch
+policy = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)).cuda()
+optimizer = torch.optim.AdamW(policy.parameters())
+class Learner:
+    def rollout(self):
+        policy.eval()
+        with torch.no_grad():
+            return [policy(torch.randn(4, 8, device="cuda")).cpu().numpy() for _ in range(6)]
+    def train(self, rows):
+        policy.train()
+        for _ in range({epochs}):
+            for row in rows:
+                policy(torch.randn(4, 8, device="cuda")).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    def learn(self):
+        for iteration in range(9):
+            self.train(self.rollout())
+Learner().learn()
+"""
+
+
+def test_a_rollout_that_the_host_keeps_is_said_to_be_left_out(tmp_path: Path) -> None:
+    """As Stable-Baselines3's: nobody sees that its numbers are learned from 320 times."""
+    program = captured(written(tmp_path, THROUGH_THE_HOST.format(epochs=40)), gpus=1)
+    assert program.optimizer_steps == 1 and count(program, "addmm") == 2
+    made = 'return [policy(torch.randn(4, 8, device="cuda")).cpu().numpy() for _ in range(6)]'
+    assert program.notes == (f"what ran in 1 of 3 steps is left out (train.py:9: {made})",)
+
+
+AVERAGED = """
+import torch
+layers = [torch.nn.Linear(8, 8) for _ in range(3)]
+model = torch.nn.Sequential(*layers).cuda()
+average = [p.detach().clone() for p in model.parameters()]
+optimizer = torch.optim.AdamW(model.parameters())
+def update():
+    with torch.no_grad():
+        {update}
+for i in range(200):
+    model(torch.randn(4, 8, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if i % {every} == {first}:
+        update()
+"""
+EACH = "for a, p in zip(average, model.parameters()): a.lerp_(p, 0.1)"
+AT_ONCE = "torch._foreach_lerp_(average, list(model.parameters()), 0.1)"
+
+
+@pytest.mark.parametrize(("update", "lerps"), [(EACH, 6), (AT_ONCE, 1)])
+@pytest.mark.parametrize(("every", "first"), [(1, 0), (2, 0), (2, 1), (3, 0), (10, 0)])
+@pytest.mark.parametrize("steps", [3, 4])
+def test_an_average_of_weights_every_few_steps_is_one_of_so_many(
+    update: str, lerps: int, every: int, first: int, steps: int, tmp_path: Path
+) -> None:
+    """Six tensors are averaged, at once or one by one, after so many optimizer steps of 3 x 1."""
+    text = AVERAGED.format(update=update, every=every, first=first)
+    program = captured(written(tmp_path, text), gpus=1, steps=steps)
+    calls = [call for call in program.ranks[0].calls if call.phase != "optimizer"]
+    ops = Counter(call.op.split(".")[1] for call in calls)
+    assert ops["lerp_"] + ops["_foreach_lerp_"] == lerps
+    assert program.optimizer_steps == every and ops["addmm"] == 3 * every
+    assert not program.notes
+
+
+def test_an_average_that_comes_once_is_said_to_be_left_out(tmp_path: Path) -> None:
+    program = captured(written(tmp_path, AVERAGED.format(update=EACH, every=100, first=0)), gpus=1)
+    assert program.optimizer_steps == 1 and not count(program, "lerp_")
+    waited, left_out = program.notes
+    assert (
+        waited == "no iteration ended in 60 steps: one is taken; --steps 6 looks at twice as many"
+    )
+    assert left_out.startswith("what ran in 1 of 60 steps is left out (")
+
+
 UNEVEN = """
 import torch
 model = torch.nn.Linear(8, 8).cuda()
