@@ -22,6 +22,8 @@ from itercast.capture.opcall import CELLS, Argument, OpCall, StepCapture, Tensor
 from itercast.compose.graph.attention_kernels import SDPA_OPS, SIXTEEN_BIT
 from itercast.compose.graph.identity_cache import cached_by_identity
 from itercast.compose.graph.rewrite import StepBuilder, fresh_storages, with_tensors
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.ops.matrix.attention import BEFORE_AMPERE
 from itercast.microbench.ops.matrix.recurrent import CALL, Recurrent, cell_of, saved_numel
 from itercast.microbench.ops.memory.elementwise_names import ALLOCATIONS, SAME_AS
 
@@ -106,13 +108,13 @@ def _whole_calls(capture: StepCapture, passes: Mapping[int, Sequence[int]]) -> M
 
 
 @cached_by_identity
-def with_cuda_variants(capture: StepCapture) -> StepCapture:
+def with_cuda_variants(capture: StepCapture, gpu: Gpu) -> StepCapture:
     """Returns the step as a GPU runs it, from one ``with_byte_masks``.
 
     Where the call that completes a parameter's gradient (``ready_after``) is removed, the last call
     kept before it takes its place.
     """
-    capture = _with_weights(capture)
+    capture = _with_weights(capture, gpu)
     masks = {c.args[0].storage for c in capture.calls if _name(c) == "bernoulli_"}
     made, fused = StepBuilder(capture), _fused_casts(capture.calls)
     for i, call in enumerate(capture.calls):
@@ -126,7 +128,7 @@ def _name(call: OpCall) -> str:
     return call.op.split(".")[1] if call.op.startswith("aten.") else ""
 
 
-def _with_weights(capture: StepCapture) -> StepCapture:
+def _with_weights(capture: StepCapture, gpu: Gpu) -> StepCapture:
     """The step with what attention without a fused kernel leaves for its backward.
 
     Where keys have fewer heads than queries the kernel for fp32 and masks, memory-efficient, does
@@ -136,7 +138,7 @@ def _with_weights(capture: StepCapture) -> StepCapture:
     """
     fresh, kept, calls = fresh_storages(capture), dict[tuple[int, ...], TensorSpec](), []
     for call in capture.calls:
-        if _is_unfused(call):
+        if _is_unfused(call, gpu):
             forward = call.op == SDPA
             q, k, v = qkv = call.args[:3] if forward else call.args[1:4]
             heads, pairs = prod(q.shape[:-2]), q.shape[-2] * k.shape[-2]
@@ -154,13 +156,14 @@ def _with_weights(capture: StepCapture) -> StepCapture:
     return replace(capture, calls=tuple(calls)) if kept else capture
 
 
-def _is_unfused(call: OpCall) -> bool:
+def _is_unfused(call: OpCall, gpu: Gpu) -> bool:
     """Whether no fused kernel computes an attention of this kind: it has grouped queries."""
     if call.op not in SDPA_OPS:
         return False
     q, k = call.args[:2] if call.op == SDPA else call.args[1:3]
     grouped = len(q.shape) > 3 and q.shape[-3] != k.shape[-3]
-    return grouped and (q.dtype not in SIXTEEN_BIT or bool(call.kwargs.get("masked")))
+    flash = q.dtype in SIXTEEN_BIT and gpu.architecture not in BEFORE_AMPERE
+    return grouped and (not flash or bool(call.kwargs.get("masked")))
 
 
 def _fused_casts(calls: Sequence[OpCall]) -> set[int]:

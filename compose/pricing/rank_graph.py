@@ -158,7 +158,9 @@ class RankGraph:
         """The calls before fusion as a GPU runs them, and the layers that they make, by name."""
         if self.unfused.engine in UNFUSED:
             return self.capture, {x.name: x for x in self.layers}
-        calls = self.unfused if self.gpu.kind == "cpu" else with_cuda_variants(self.unfused)
+        calls = (
+            self.unfused if self.gpu.kind == "cpu" else with_cuda_variants(self.unfused, self.gpu)
+        )
         return calls, {x.name: x for x in split_layers(calls)}
 
     def before_fusion(self, layer: Layer) -> tuple[StepCapture, Layer]:
@@ -240,7 +242,7 @@ def _rank_graph(
     unfused = capture if gpu.kind == "cpu" else with_byte_masks(capture)
     capture = compressed(as_launched(unfused, gathered=gathered), plan)
     check_units(capture, gpu)
-    capture = capture if gpu.kind == "cpu" else with_cuda_variants(capture)
+    capture = capture if gpu.kind == "cpu" else with_cuda_variants(capture, gpu)
     fused = capture.engine in (FUSED, FUSED_GRAPH)  # kernels of a framework's own
     layers = tuple(split_layers(capture, read_instead(unfused) if fused else {}))
     step_bytes = sum(c.touched_bytes for c in capture.calls if c.op != COLLECTIVE)

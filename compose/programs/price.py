@@ -69,8 +69,9 @@ def price_rank(
     step = with_whole_networks(step, book.whole_cells)
     beside_products = products_beside(step.calls)
     eager, step = step, inductor_kernels(step, apart=lambda call: not call.compiled)
+    step = step if on_cpu else with_cuda_variants(step, book.gpu)
     more_bytes = most_bytes(lifetimes(step)) - most_bytes(lifetimes(eager))
-    step = step if on_cpu else _with_launches(with_cuda_variants(step))
+    step = step if on_cpu else _with_launches(step)
     calls, cold = step.calls, cold_fractions(step, book.gpu, per_node if on_cpu else 1)
     of_host = [i for i, c in enumerate(calls) if c.stream == ON_CPU or c.op in UNPRICED]
     asked = AskedCalls.of(calls, cold, sorted({*range(len(calls))} - {*of_host}))

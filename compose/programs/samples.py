@@ -54,8 +54,7 @@ def batch_of(program: ProgramCapture) -> Batch:
         note = f"which of {world} ranks share samples is not known: rates are left out"
         return replace(alone, note=note)
     each = _size(parts)
-    rows = sum(rows for rows, _ in lookups) if len(set(lookups)) == 1 else 0
-    samples = rows * apart / each
+    samples = _rows_of(lookups, program.ranks[first].host.get("backward", 0)) * apart / each
     if program.samples:
         given = {c.kwargs["ranks"] for c in calls if c.kwargs.get("loaded")}
         samples = program.samples * world / max(world / apart * each, _size(given))
@@ -74,6 +73,18 @@ def _lookups(calls: Sequence[OpCall]) -> list[tuple[int, int]]:
         if call.op == LOOKUP and call.phase == "forward" and len(call.args[1].shape) == 2:
             asked[call.args[0].storage].append((call.args[1].shape[0], call.args[1].numel))
     return max(asked.values(), key=lambda table: sum(n for _, n in table), default=[])
+
+
+def _rows_of(lookups: Sequence[tuple[int, int]], backwards: int) -> int:
+    """The samples that lookups are of; 0 where micro-batches, or lookups of one, differ in them.
+
+    Lookups before one backward, such as an encoder's and a decoder's, are of the same samples.
+    """
+    each, more = divmod(len(lookups), max(1, backwards))
+    each = 1 if more or not backwards else each
+    alike = all(len(set(lookups[n::each])) == 1 for n in range(each))
+    samples = {sum(rows for rows, _ in lookups[n::each]) for n in range(each)}
+    return samples.pop() if alike and len(samples) == 1 else 0
 
 
 class Origins:

@@ -215,6 +215,35 @@ def test_stages_share_samples(tmp_path: Path) -> None:
     assert (found.samples, found.own_samples) == (2 * 16, 16) and found.tokens == 2 * 16 * LENGTH
 
 
+ENCODED = """
+class Both(Model):  # an encoder of ids and a decoder of others, with one table, as T5 has
+    def forward(self, ids, more):
+        x = self.blocks[0](self.words(ids)).mean(1, keepdim=True)
+        return self.head(self.blocks[1](self.words(more) + x))
+model = Both().cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(9):
+    for micro in range({micro}):
+        ids, more = (torch.randint(0, 40, (4, n), device="cuda") for n in (16, {length}))
+        out = model(ids, more)
+        F.cross_entropy(out.flatten(0, 1), more.flatten()).backward()
+    summed(model)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.parametrize("length", [8, 16])
+def test_an_encoder_s_and_a_decoder_s_ids_are_of_the_same_samples(
+    micro: int, length: int, tmp_path: Path
+) -> None:
+    """On 8 ranks, 4 samples of 16 tokens and 8 or 16 more in each micro-batch."""
+    _, found = batch(tmp_path, ENCODED.format(micro=micro, length=length))
+    assert (found.samples, found.own_samples) == (8 * 4 * micro, 4 * micro)
+    assert found.tokens == 8 * 4 * micro * (16 + length)
+
+
 @pytest.mark.parametrize("text", [SERVED, CONTEXT % "lambda: None"])
 def test_what_no_gradient_tells_is_not_known(tmp_path: Path, text: str) -> None:
     _, found = batch(tmp_path, text)
