@@ -202,7 +202,8 @@ def test_a_fine_tuned_bert_has_the_sizes_of_its_name() -> None:
         found = model_of(row | sizes)
         assert json.loads(found.hf_config)["num_hidden_layers"] == 24
         assert found.attn == "eager"
-    assert model_of(tuned).doubt == "taken as BERT-large, the default of the recipe"
+    assert model_of(tuned).doubt.startswith("taken as BERT-large, the default of the recipe; opt")
+    assert "fp32 and TF32 ran BertAdam, a Python loop over parameters" in found.doubt
 
 
 def test_transformer_xl_is_a_case_on_one_gpu() -> None:
