@@ -164,6 +164,8 @@ def anchors_of(one: MeasuredStep) -> list[Anchor]:
 def _believe_exposed(one: MeasuredStep, found: Forecast, limit: float) -> None:
     """ValueError for exposed messages that leave a time for all else that cannot be."""
     exposed_us = one.exposed_us or 0.0
+    if exposed_us and not found.comm_us:
+        raise ValueError(f"anchor {one.label!r}: its step sends no messages to wait for")
     left_us, forecast_us = one.time_us - exposed_us, found.iteration_us - found.exposed_comm_us
     if abs(log(left_us / forecast_us)) > limit:
         raise ValueError(

@@ -52,7 +52,7 @@ def test_a_step_as_long_as_forecast_changes_no_forecast(far: MeasuredStep) -> No
     assert forecast_step(far.step, after).iteration_us == pytest.approx(far.time_us)
 
 
-def test_exposed_messages_tell_of_links_and_network(far: MeasuredStep) -> None:
+def test_exposed_messages_tell_of_links_and_network(alone: MeasuredStep, far: MeasuredStep) -> None:
     """As long as forecast they change no factor, but narrow the network's; longer ones slow it."""
     found = forecast_step(far.step, far.target)
     at, exposed_us = NAMES.index("network"), found.exposed_comm_us
@@ -64,6 +64,11 @@ def test_exposed_messages_tell_of_links_and_network(far: MeasuredStep) -> None:
     assert slow.mean[at] > 3 * abs(slow.mean[NAMES.index("products")])
     with pytest.raises(ValueError, match="only messages count that compute waits for"):
         told([replace(far, exposed_us=0.99 * far.time_us)])
+    assert told([replace(alone, exposed_us=0.0)]).machine.mean == pytest.approx(
+        told([alone]).machine.mean
+    )
+    with pytest.raises(ValueError, match="its step sends no messages to wait for"):
+        told([replace(alone, exposed_us=0.1 * alone.time_us)])
 
 
 def test_memory_of_another_configuration_is_refused(alone: MeasuredStep) -> None:
