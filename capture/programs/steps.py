@@ -253,7 +253,8 @@ class Steps:
 
     def _is_whole(self, lines: Lines) -> bool:
         """Whether an iteration ended, which is kept then, or is waited for no longer."""
-        steps = [step.places | self._averages(step, lines) for step in self.ended]
+        averages = self._averages(lines)
+        steps = [step.places | more for step, more in zip(self.ended, averages, strict=True)]
         often = Counter(place for places in steps for place in places)
         once = {place for place in steps[0] if often[place] == 1}
         before = {place for place in once if not _in_one_loop(place[1], lines)}
@@ -272,14 +273,15 @@ class Steps:
             self.notes.append(f"no iteration ended in {len(steps)} steps: one is taken; {further}")
         return late
 
-    def _averages(self, step: Step, lines: Lines) -> set[Place]:
-        """A place for updates of at least half as many tensors as are trained, beyond each step's.
+    def _averages(self, lines: Lines) -> list[set[Place]]:
+        """A place in steps that update at least half as many tensors as are trained beyond others.
 
-        The first step also has those that made the model.
+        Not in the first one, which also has the updates that made the model.
         """
-        least = min(step.updated for step in self.ended[1:] or self.ended)
-        more = step.updated - least >= max(1, len(self.trained) / 2)
-        return {(AVERAGES, lines)} if more and step is not self.ended[0] else set()
+        counts = [step.updated for step in self.ended]
+        enough = min(counts[1:] or counts) + max(1, len(self.trained) / 2)
+        later = [{(AVERAGES, lines)} if n >= enough else set[Place]() for n in counts[1:]]
+        return [set[Place](), *later]
 
     def _is_evaluated(self) -> bool:
         """Whether what is trained was evaluated in the last step, and not in all others."""
@@ -294,9 +296,8 @@ class Steps:
     def _left_out(self) -> list[str]:
         """What the loop runs in some steps, and not in the iteration that was kept."""
         n, lines = len(self.ended), self.kept[-1].passes[-1][1]
-        ran = {
-            id(one): one.places | one.evaluated | self._averages(one, lines) for one in self.ended
-        }
+        averages = zip(self.ended, self._averages(lines), strict=True)
+        ran = {id(step): step.places | step.evaluated | more for step, more in averages}
         kept = set[Place]().union(*(ran[id(step)] for step in self.kept))
         others = Counter(place for places in ran.values() for place in places - kept)
         left = [place for place, _ in others.most_common() if _in_one_loop(place[1], lines)][:1]
