@@ -93,21 +93,20 @@ def capture_ranks(
     wanted = list(ranks) or [0]
     if not all(0 <= rank < world_size for rank in wanted):
         raise ValueError(f"ranks {wanted}: allowed are 0 to {world_size - 1}")
-    mailbox, done = Mailbox(), dict[int, ProgramLog]()
-    before, repeats = (0, 0, 0, True), True
+    mailbox, done, repeats = Mailbox(), dict[int, ProgramLog](), True
     while waiting := [rank for rank in wanted if rank not in done]:
-        for rank in waiting:
-            try:
-                done[rank] = _capture_rank(run, world_size, rank, mailbox, lasting, repeats)
-                peers = _peers(done[rank]) if not ranks else set()
-            except AwaitedError as exc:
-                peers = {exc.rank}
-            except UnlikeError:
-                peers, repeats = set(), False
-            wanted += sorted(peers - set(wanted))
-        if (state := (len(done), len(wanted), mailbox.count, repeats)) == before:
+        ready = [rank for rank in waiting if not mailbox.lacks(rank)]
+        if not ready:
             raise ValueError(f"ranks {waiting} wait for each other's objects")
-        before = state
+        rank, peers = ready[-1], set[int]()
+        try:
+            done[rank] = _capture_rank(run, world_size, rank, mailbox, lasting, repeats)
+            peers = _peers(done[rank]) if not ranks else peers
+        except AwaitedError as exc:
+            peers = {exc.rank}
+        except UnlikeError:
+            repeats = False
+        wanted += sorted(peers - set(wanted))
     return ProgramCapture(
         world_size=world_size,
         ranks={

@@ -1,7 +1,7 @@
 """Python objects that ranks send each other, although one rank is captured after the other.
 
-A rank that waits for an object which no captured rank has sent yet is given up and captured again
-later. This ends because programs that do not hang send their objects in some order.
+A rank that waits for an object which no captured rank has sent yet is given up, and captured again
+when it was sent. This ends because programs that do not hang send their objects in some order.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class Mailbox:
         self.sent: dict[tuple[int, int], list[Any]] = defaultdict(list)
         self.rank = 0
         self.read: dict[int, int] = defaultdict(int)
+        self.awaited = dict[int, tuple[int, int]]()  # by rank: of whom it was to have how many
 
     def begin(self, rank: int) -> None:
         """Forget what the rank sent in an earlier attempt; it reads from the start again."""
@@ -41,10 +42,10 @@ class Mailbox:
             if pair[0] == rank:
                 self.sent[pair] = []
 
-    @property
-    def count(self) -> int:
-        """How many objects were sent."""
-        return sum(map(len, self.sent.values()))
+    def lacks(self, rank: int) -> bool:
+        """Whether what a rank waited for when it was given up has not been sent since."""
+        peer, count = self.awaited.get(rank, (rank, 0))
+        return len(self.sent[peer, rank]) < count
 
     def send(self, object_list: list[Any], dst: int | None = None, **options: Any) -> None:
         """As ``torch.distributed.send_object_list``."""
@@ -56,6 +57,7 @@ class Mailbox:
         start = self.read[peer]
         stop = self.read[peer] = start + len(object_list)
         if len(self.sent[peer, self.rank]) < stop:
+            self.awaited[self.rank] = peer, stop
             raise AwaitedError(peer)
         object_list[:] = self.sent[peer, self.rank][start:stop]
         return peer

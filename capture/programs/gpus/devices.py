@@ -132,6 +132,12 @@ def tensors_on_gpus(local_rank: int, memory: GpuMemory) -> Iterator[None]:
         made = make(cls, *on_cpu, **kwargs)
         return made if on_cpu == args else memory.put(made)
 
+    wrap = torch.Tensor._make_wrapper_subclass
+
+    def wrapped_there(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """A tensor of a library's class, which is where the one inside it says it is."""
+        return wrap(cls, *map(_on_cpu, args), **{n: _on_cpu(v) for n, v in kwargs.items()})
+
     own: Any = vars(FakeTensor)["device"]
     answers: dict[str, Any] = {
         "device": read(AS_IT_IS),
@@ -142,6 +148,7 @@ def tensors_on_gpus(local_rank: int, memory: GpuMemory) -> Iterator[None]:
         "pin_memory": stay,
         "share_memory_": stay,
         "type": of_type,
+        "_make_wrapper_subclass": staticmethod(wrapped_there),
     }
     with ExitStack() as stack:
         stack.enter_context(patch.multiple(torch.Tensor, create=True, **answers))

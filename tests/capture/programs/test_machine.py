@@ -87,13 +87,37 @@ assert begin.elapsed_time(end) > 0
 """
 
 
+WRAPPED = """
+from torch.utils._pytree import tree_map_only
+class Marked(torch.Tensor):  # such as torchao's weights of FSDP2 in 8 bits
+    @staticmethod
+    def __new__(cls, tensor):
+        facts = {"dtype": tensor.dtype, "device": tensor.device}
+        return torch.Tensor._make_wrapper_subclass(cls, tensor.size(), **facts)
+    def __init__(self, tensor):
+        self.inside = tensor
+    def __tensor_flatten__(self):
+        return ["inside"], None
+    @staticmethod
+    def __tensor_unflatten__(inner, facts, size, stride):
+        return Marked(inner["inside"])
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args, kwargs=None):
+        args, kwargs = tree_map_only(Marked, lambda x: x.inside, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, Marked, func(*args, **kwargs))
+with torch.device("meta"):
+    later = torch.nn.Linear(8, 8, bias=False)
+later.weight = torch.nn.Parameter(Marked(later.weight.data))
+later.to_empty(device="cuda").to_empty(device="cuda")
+assert later.weight.is_cuda and (later.weight + 1).device == torch.device("cuda", 0)
+"""
 DATA_PARALLEL = """
 model = torch.nn.DataParallel(model, device_ids=[0]).cuda()
 assert model(torch.randn(3, 8)).is_cuda
 """
 
 
-@pytest.mark.parametrize("text", [ACCELERATOR, DEVICES, ONLY_IN_CUDA_BUILDS, DATA_PARALLEL])
+@pytest.mark.parametrize("text", [ACCELERATOR, DEVICES, ONLY_IN_CUDA_BUILDS, WRAPPED, DATA_PARALLEL])
 def test_torch_answers_as_on_gpus(tmp_path: Path, text: str) -> None:
     program = captured(written(tmp_path, MODEL + text + STEPS), gpus=4)
     silent = "4 ranks, no message seen: each makes a step of its own; rates are of one process"

@@ -154,6 +154,28 @@ def test_ranks_outside_the_world_or_that_wait_for_each_other_are_named() -> None
         capture_program(program, 2)
 
 
+def test_a_rank_runs_again_once_another_has_sent_what_it_waits_for() -> None:
+    """Shapes go down a chain of four ranks and back: three are given up once, at what comes back.
+
+    Each rank is begun where the one before it waits: 0, 1, 2, 3, then 2, 1, 0.
+    """
+    begun = list[int]()
+
+    def program() -> Step:
+        dist.init_process_group("nccl")
+        rank, objects = dist.get_rank(), ["shape"]
+        begun.append(rank)
+        for step in (1, -1):
+            if 0 <= rank - step < 4:
+                dist.recv_object_list(objects, src=rank - step)
+            if 0 <= rank + step < 4:
+                dist.send_object_list(objects, dst=rank + step)
+        return lambda: None
+
+    assert sorted(capture_program(program, 4).ranks) == [0, 1, 2, 3]
+    assert begun == [0, 1, 2, 3, 2, 1, 0]
+
+
 def test_a_reduction_in_the_background_is_awaited_where_the_program_waits() -> None:
     def program() -> Step:
         dist.init_process_group("nccl")
