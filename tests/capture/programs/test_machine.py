@@ -117,7 +117,9 @@ assert model(torch.randn(3, 8)).is_cuda
 """
 
 
-@pytest.mark.parametrize("text", [ACCELERATOR, DEVICES, ONLY_IN_CUDA_BUILDS, WRAPPED, DATA_PARALLEL])
+@pytest.mark.parametrize(
+    "text", [ACCELERATOR, DEVICES, ONLY_IN_CUDA_BUILDS, WRAPPED, DATA_PARALLEL]
+)
 def test_torch_answers_as_on_gpus(tmp_path: Path, text: str) -> None:
     program = captured(written(tmp_path, MODEL + text + STEPS), gpus=4)
     silent = "4 ranks, no message seen: each makes a step of its own; rates are of one process"
