@@ -10,19 +10,26 @@ import pandas as pd
 from itercast.learners.features.table import shape_places
 from itercast.microbench.ops.family import Family
 
-
-def shape_hashes(rows: pd.DataFrame, family: Family) -> np.ndarray:
-    """32 bits of a hash of each row's shape and GPU."""
-    keys = pd.DataFrame({"place": shape_places(rows, family), "gpu": rows["gpu"].astype(str)})
-    hashes = pd.util.hash_pandas_object(keys, index=False).to_numpy()
-    return (hashes >> np.uint64(32)).astype("<u4")
+BITS = "<u4"
 
 
-def packed(hashes: np.ndarray) -> str:
-    """Different hashes as text, for a bundle's JSON."""
-    return b64encode(np.unique(hashes).tobytes()).decode()
+def with_shapes(shapes: str, rows: pd.DataFrame, family: Family) -> str:
+    """Text, for a bundle's JSON, of these shapes and of those of the rows."""
+    both = np.union1d(_unpacked(shapes), _hashes(rows, family))
+    return b64encode(both.tobytes()).decode()
 
 
 def seen(shapes: str, rows: pd.DataFrame, family: Family) -> np.ndarray:
-    """Whether each row is of one of these shapes, ``packed``, on the same GPU."""
-    return np.isin(shape_hashes(rows, family), np.frombuffer(b64decode(shapes), dtype="<u4"))
+    """Whether each row is of one of these shapes on the same GPU."""
+    return np.isin(_hashes(rows, family), _unpacked(shapes))
+
+
+def _hashes(rows: pd.DataFrame, family: Family) -> np.ndarray:
+    """32 bits of a hash of each row's shape and GPU."""
+    keys = pd.DataFrame({"place": shape_places(rows, family), "gpu": rows["gpu"].astype(str)})
+    hashes = pd.util.hash_pandas_object(keys, index=False).to_numpy()
+    return (hashes >> np.uint64(32)).astype(BITS)
+
+
+def _unpacked(shapes: str) -> np.ndarray:
+    return np.frombuffer(b64decode(shapes), dtype=BITS)

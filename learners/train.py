@@ -33,7 +33,7 @@ from itercast.learners.models import trees
 from itercast.learners.models.compared import BLEND
 from itercast.learners.models.noise import medians
 from itercast.learners.models.training_table import Table, frozen_split
-from itercast.learners.seen_shapes import packed, shape_hashes
+from itercast.learners.seen_shapes import with_shapes
 from itercast.learners.training_rows import MIN_ROWS, usable_rows
 from itercast.learners.transfer.offsets import Offsets
 from itercast.microbench.hardware.spec import Gpu, load_gpu
@@ -180,7 +180,7 @@ def _facts(report: FamilyReport, rows: pd.DataFrame, digest: str, family: Family
         "errors": dict(report.learners[BLEND]),
         "retest_ape_pct": report.retest_ape_pct,
         "ops": {str(k): sorted(ops.unique()) for k, ops in rows.groupby("dtype")["op"]},
-        "shapes": packed(shape_hashes(rows, family)),
+        "shapes": with_shapes("", rows, family),
     }
 
 

@@ -10,6 +10,7 @@ import pandas as pd
 
 from itercast.learners.bundle import Bundle
 from itercast.learners.family_model import FamilyModel
+from itercast.learners.seen_shapes import with_shapes
 from itercast.learners.transfer.calibration import Calibration, coordinates, points
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.ops import families
@@ -34,8 +35,11 @@ def calibrate(bundle: Bundle, rows: pd.DataFrame, gpus: Mapping[str, Gpu] | None
         if name not in models:
             continue
         model = models[str(name)]
-        found = measure(model, families()[str(name)], mine, hardware)
-        models[str(name)] = replace(model, calibrations={**model.calibrations, str(gpu): found})
+        family = families()[str(name)]
+        found = {**model.calibrations, str(gpu): measure(model, family, mine, hardware)}
+        shapes = with_shapes(model.facts.get("shapes", ""), mine, family)
+        facts = {**model.facts, "shapes": shapes}
+        models[str(name)] = replace(model, calibrations=found, facts=facts)
         used += len(mine)
     if not used:
         asked = sorted(set(rows["family"].astype(str)))

@@ -103,10 +103,8 @@ def _unseen(name: str, rows: pd.DataFrame, *bundles: Bundle) -> pd.DataFrame:
     """
     known = np.zeros(len(rows), dtype=bool)
     for facts in (bundle.models[name].facts for bundle in bundles):
-        if "shapes" in facts:
-            known |= seen(facts["shapes"], rows, families()[name])
-        else:
-            known |= facts.get("digest") == digest_of(rows)
+        known |= seen(facts.get("shapes", ""), rows, families()[name])
+        known |= facts.get("digest") == digest_of(rows)
     if known.any():
         told = "%s: %d of %d rows are left out, of shapes that a bundle was trained on"
         log.warning(told, name, known.sum(), len(rows))
