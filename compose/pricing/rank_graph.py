@@ -217,7 +217,7 @@ def rank_graph(
     ranks = plan.cpu_ranks if gpu.kind == "cpu" else 1
     cast = casts(capture, plan, stack)
     whole = once_of(capture)(("networks", *cells), partial(with_whole_networks, capture, cells))
-    gathered = plan.zero > 1  # weights, in the forms of ZeRO that are FSDP
+    gathered = plan.zero > 1 and "compile" in capture.engine  # weights, by FSDP
     key = ("rank graph", plan.expert_tp, cast, gathered, *plan.parts("ops"), gpu, ranks)
     return once_of(whole)(key, partial(_rank_graph, whole, plan, gpu, ranks, cast, gathered))
 
