@@ -161,11 +161,16 @@ def _metadata(tensor: Tensor) -> TensorMetadata:
 
 
 def _flatten(one: TensorMetadata, result: list[object], mode: Any, state: Any) -> None:
-    """Add metadata to a key of that cache: without symbols in one piece."""
+    """Add metadata to a key of that cache: without symbols in one piece.
+
+    Where in a storage a tensor lies matters to views alone, and is left out for other ops: those
+    that a model runs on one slice after another are the same. The key begins with the op.
+    """
     if mode.shape_env is not None:
         FLATTEN(one, result, mode, state)
         return
-    place = one.shape, one.stride, one.storage_offset, one.storage_bytes, one.layout
+    within = (one.storage_offset, one.storage_bytes) if getattr(result[0], "is_view", True) else ()
+    place = one.shape, one.stride, one.layout, *within
     kind = one.dtype, one.device, one.requires_grad, one.is_conj, one.is_neg, one.is_inference
     result.append((place, kind, one.is_quantized))
 
