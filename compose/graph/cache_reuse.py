@@ -111,7 +111,7 @@ def cold_fractions(capture: StepCapture, gpu: Gpu, ranks: int = 1) -> list[float
     used: dict[int, Use] = {}  # storage -> its last use
     clock = 0.0  # bytes touched so far
     result = [0.0] * len(capture.calls)
-    on_cpu = gpu.kind == "cpu"
+    on_cpu, twice = gpu.kind == "cpu", bool(gpu.cold_share_second)  # else once is as twice
     touching, order = list(_touching(capture.calls)), launch_order(capture.calls)
     for lap in range(2):
         for number in order:
@@ -123,8 +123,9 @@ def cold_fractions(capture: StepCapture, gpu: Gpu, ranks: int = 1) -> list[float
                 if makes:
                     used[storage] = allocator.allocate(nbytes)
                 last, second = used.get(storage, NEVER)
-                cold += nbytes * share(middle - last, total, second)
-                known = lap or last > -math.inf  # else what the step before did is not
+                if lap:
+                    cold += nbytes * share(middle - last, total, second)
+                known = twice and (lap or last > -math.inf)  # else what the step before did is not
                 used[storage] = at, from_memory(share(middle - last, 0.0)) if known else 0.0
             if lap:
                 result[number] += cold / total if total else 0.0

@@ -381,12 +381,13 @@ def _folded(layers: Sequence[Layer], capture: StepCapture) -> list[Layer]:
     """
     layers = _in_order(layers, capture)
     folded: list[Layer] = []
+    signatures = {id(x): _signature(x, capture.calls) for x in {id(x): x for x in layers}.values()}
     before: tuple[object, ...] = ()
     prefixes = [layer.name.rpartition(".")[0] for layer in layers]
     for i, (layer, prefix) in enumerate(zip(layers, prefixes, strict=True)):
         middle = prefixes[:i].count(prefix) == (prefixes.count(prefix) - 1) // 2
         more = capture.repeats.get(prefix, 0) if middle else 0
-        signature = _signature(layer, capture.calls)
+        signature = signatures[id(layer)]
         if folded and signature == before:
             folded[-1] = replace(folded[-1], count=folded[-1].count + 1 + more)
         else:

@@ -19,10 +19,12 @@ from itercast.capture.plan import ParallelPlan
 from itercast.capture.plan_keys import PlanKey, integer
 from itercast.compose.capture_model import CAPTURE, capture
 from itercast.compose.forecast import rank_of
+from itercast.compose.graph.launch_modes import with_engine
 from itercast.compose.graph.rewrite import StepBuilder
 from itercast.compose.notes import without_effect
 from itercast.compose.parallel.placement import cluster
 from itercast.compose.pricing.price_book import PriceBook
+from itercast.compose.pricing.rank_graph import rank_graph
 from itercast.compose.simulate.iteration import evaluate
 from itercast.compose.target import find_target, forecast_step
 from itercast.learners import kept_answers, unfinished
@@ -36,6 +38,7 @@ VARIANTS = {
     "gossip=ring:0.5; local=1; local=4; local=4:0.5; local=4,outer;"
     "coconet=split; coconet=split,overlap:4; coconet=split,overlap:8; accumulate=2; micro=4;"
     "recompute=full; recompute=full:0.5; recompute=selective; offload=optimizer; cp=2",
+    "dp=4,amp,zero=1": "zero=2; zero=3; hsdp=2; tp=2; accumulate=2; recompute=full",
     "dp=4,zero=3": "offload=parameters; offload=optimizer; accumulate=2; hsdp=2",
     "dp=4,tp=2,sp,zero=1": "zero=2; zero=3; hsdp=2; tp_overlap; accumulate=2; pp=2;"
     "recompute=full; compress_tp=int8; compress_tp=0.5",
@@ -100,6 +103,15 @@ def test_plans_share_no_result_that_differs(step: StepCapture, variants: dict[st
     }
     assert together == alone
     assert sum("refused" in found for found in alone.values()) < len(alone) / 4
+
+
+@pytest.mark.parametrize(("engine", "shared"), [("eager", True), ("compile", False)])
+def test_plans_that_run_the_same_ops_share_them(engine: str, shared: bool) -> None:
+    """Shards of state alone, or of weights, too: only a compiled step casts gathered ones apart."""
+    step = with_engine(capture_at(8, 64), engine)
+    plans = [ParallelPlan(dp=4, zero=zero) for zero in (1, 3)]
+    one, other = (rank_graph(step, plan, DEVICE) for plan in plans)
+    assert (one is other) == shared
 
 
 def test_every_key_is_varied() -> None:
