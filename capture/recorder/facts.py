@@ -24,6 +24,7 @@ KNOWN_LIMIT = 2**24  # elements of the largest tensor whose values are computed:
 FILLED_LIMIT = 2**20  # elements of one that the program filled with a number
 NUMBERS = {"zeros": 0, "zero_": 0, "ones": 1}  # what ops fill a tensor with
 GIVEN = ("full", "fill_")  # with their last argument
+SIGNS = {"gt": 1.0, "ge": 1.0, "lt": 0.0, "le": 0.0}  # of a number, such as a norm, beside 0
 AND, OR = ("bitwise_and", "logical_and", "mul"), ("bitwise_or", "logical_or")
 
 
@@ -48,6 +49,11 @@ def is_small_integer(tensor: Tensor) -> bool:
     """Whether a tensor holds integers or a mask, and is small enough to compute its values."""
     integers = not (tensor.is_floating_point() or tensor.is_complex())
     return integers and tensor.layout == torch.strided and tensor.numel() <= KNOWN_LIMIT
+
+
+def is_computed(tensor: Tensor) -> bool:
+    """Whether a tensor's values are computed where they are known: those above, and one number."""
+    return is_small_integer(tensor) or (tensor.layout == torch.strided and tensor.numel() == 1)
 
 
 def evenly_spread(args: Args, output: Tensor) -> Tensor:
@@ -112,6 +118,26 @@ def share_passing_finite_check(name: str, args: Args) -> float | None:
     same = args[1] is args[0]
     infinite = isinstance(args[1], float) and isinf(args[1])
     return float((name == "eq") == same) if same or infinite else None
+
+
+def all_alike(share: float, mask: Tensor) -> Fact:
+    """The fact about a mask that is all true (1.0), or all false."""
+    if mask.numel() > FILLED_LIMIT:
+        return Fact(mean=share)
+    with _disable_current_modes():
+        return Fact(mean=share, values=torch.full(mask.shape, bool(share)))
+
+
+def fact_of_number(name: str, args: Args, output: Tensor) -> Fact | None:
+    """What a comparison of one number that nobody knows says: it equals no other, and is positive.
+
+    None for any other op.
+    """
+    if name == "eq" and not output.dim():
+        return Fact(mean=0.0, guessed=True)
+    if name in SIGNS and output.numel() == 1 and is_number(args[1], 0):
+        return all_alike(SIGNS[name], output)
+    return None
 
 
 def overwrites(func: OpOverload) -> bool:
@@ -193,11 +219,11 @@ def _fills(name: str) -> str:
 
 
 def filled(name: str, args: Args, output: Argument) -> Tensor | None:
-    """The values of integers or a mask that the program filled with a number; else None."""
+    """The values of what is computed and the program filled with a number; else None."""
     kind = _fills(name)
     number = args[-1] if kind in GIVEN else NUMBERS.get(kind)
     small = isinstance(output, torch.Tensor) and output.numel() <= FILLED_LIMIT
-    if not isinstance(number, int) or not small or not is_small_integer(output):
+    if not isinstance(number, int | float) or not small or not is_computed(output):
         return None
     return torch.full(output.shape, number, dtype=output.dtype)
 

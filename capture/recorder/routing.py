@@ -37,11 +37,14 @@ from itercast.capture.recorder.facts import (
     Fact,
     Known,
     absorbed,
+    all_alike,
     evenly_spread,
     fact_of_comparison,
+    fact_of_number,
     filled,
     flatten_lists,
     index_axis,
+    is_computed,
     is_mask,
     is_number,
     is_random,
@@ -196,7 +199,7 @@ class Routing(Known):
             with _disable_current_modes():
                 self.facts[output] = Fact(values=evenly_spread(range_, output), drawn=not chosen)
         elif (share := share_passing_finite_check(name, args)) is not None:
-            self.facts[output] = Fact(mean=share)
+            self.facts[output] = all_alike(share, output)
         elif name in COUNTED or (name not in EMPTY and self._known_by_value(args)):
             self._note_values(func, args, kwargs, output)
         elif known is not None and func._schema.is_mutable:
@@ -207,8 +210,8 @@ class Routing(Known):
                 self._note_guessed(output)
         unknown = isinstance(output, torch.Tensor) and output not in self.facts
         if self.guesses is not None and unknown and output.dtype == torch.bool:
-            equal = name == "eq" and not output.dim()  # a number is not another one
-            self.facts[output] = Fact(mean=0.0 if equal else TRUE_SHARE, guessed=True)
+            unsaid = Fact(mean=TRUE_SHARE, guessed=True)
+            self.facts[output] = fact_of_number(name, args, output) or unsaid
 
     def _note_certain(self, name: str, args: Args, output: Argument) -> bool:
         """Note integers and masks that the program filled itself, whatever the others are."""
@@ -335,14 +338,11 @@ class Routing(Known):
             self.facts[output] = Fact(mean=total / max(1, prod(output.shape)))
 
     def _note_values(self, func: OpOverload, args: Args, kwargs: Kwargs, output: Argument) -> None:
-        """Keep the values of an op's outputs, computed by the same op.
-
-        They are integers and masks, and floats of ``linspace``: rates of dropped layers, by depth.
-        """
+        """Keep the values of outputs, computed by the same op; floats: one, and of ``linspace``."""
         outputs = [t for t in flatten_lists([output]) if isinstance(t, torch.Tensor)]
         name = func._schema.name.removeprefix("aten::")
         floats = name in (*COUNTED, *KEEP) and sum(t.numel() for t in outputs) <= FILLED_LIMIT
-        if is_random(func) or not (floats or all(map(is_small_integer, outputs))):
+        if is_random(func) or not (floats or all(map(is_computed, outputs))):
             for tensor in outputs:
                 self.facts.pop(tensor, None)
             return

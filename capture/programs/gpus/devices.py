@@ -146,6 +146,7 @@ def tensors_on_gpus(local_rank: int, memory: GpuMemory) -> Iterator[None]:
         "get_device": lambda tensor: local_rank if memory.holds(tensor) else -1,
         "cuda": to_gpu,
         "pin_memory": stay,
+        "record_stream": stay,
         "share_memory_": stay,
         "type": of_type,
         "_make_wrapper_subclass": staticmethod(wrapped_there),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.utils import cpp_extension
 from torch.utils._pytree import tree_leaves
 
 from itercast.capture.programs.kernels.libraries import FUSED
@@ -18,7 +20,10 @@ from itercast.capture.programs.log import ProgramLog
 
 @contextmanager
 def own_kernels(log: ProgramLog) -> Iterator[None]:
-    """Log a launch of a kernel as a pass over its arguments, which is a guess."""
+    """Log a launch of a kernel as a pass over its arguments, which is a guess.
+
+    So are functions of extensions that torch would compile for CUDA, but for one that is known.
+    """
 
     def launched(kernel: Any, *args: Any, **kwargs: Any) -> None:
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -36,8 +41,24 @@ def own_kernels(log: ProgramLog) -> Iterator[None]:
 
         __call__ = launched
 
+    class Built:  # as an extension
+        multi_tensor_adam = staticmethod(_multi_tensor_adam)
+
+        def __getattr__(self, name: str) -> Any:
+            return partial(launched, name)
+
+    def built(load: Any, name: str, sources: Any, *args: Any, **options: Any) -> Any:
+        files = [sources] if isinstance(sources, str) else sources
+        in_cuda = options.get("with_cuda") or options.get("cuda_sources")
+        if in_cuda or any(str(file).endswith(".cu") for file in files):
+            return Built()
+        return load(name, sources, *args, **options)
+
     with ExitStack() as stack:
         stack.enter_context(patch.object(torch.cuda, "_compile_kernel", Compiled, create=True))
+        for load in (cpp_extension.load, cpp_extension.load_inline):
+            patched = patch.object(cpp_extension, load.__name__, partial(built, load))
+            stack.enter_context(patched)
         if find_spec("triton") is not None:
             from triton.runtime.autotuner import Autotuner
             from triton.runtime.jit import JITFunction
@@ -45,3 +66,15 @@ def own_kernels(log: ProgramLog) -> Iterator[None]:
             stack.enter_context(patch.object(JITFunction, "run", launched))
             stack.enter_context(patch.object(Autotuner, "run", first))
         yield
+
+
+def _multi_tensor_adam(chunk: int, overflow: Any, lists: Any, *numbers: float) -> None:
+    """An update by DeepSpeed's FusedAdam, which passes over what torch's does, whatever its rates.
+
+    ``lists``: of gradients, parameters and the two moments.
+    """
+    gradients, parameters, means, squares = lists
+    steps = [torch.tensor(1.0) for _ in parameters]
+    rates: Any = dict.fromkeys(("lr", "beta1", "beta2", "weight_decay", "eps"), 0.0)
+    rates |= {"amsgrad": False, "maximize": False}
+    torch._fused_adamw_(parameters, gradients, means, squares, [], steps, **rates)

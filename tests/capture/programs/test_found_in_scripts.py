@@ -155,6 +155,11 @@ if not torch.allclose(x, x + 1):
     raise ValueError("data")
 if (torch.isnan(x) | torch.isinf(x)).any():
     exit(3)
+bad, norm = torch.zeros(1, device="cuda"), x.norm()  # as DeepSpeed looks for an overflow
+bad += torch.isfinite(x.amax()).logical_and(torch.isfinite(x.amin())).logical_not()
+assert bad.bool().byte()[0].item() == 0
+if (~torch.isfinite(norm) | (norm < 0)).any():
+    exit(4)
 """
 
 

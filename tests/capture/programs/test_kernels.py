@@ -157,3 +157,42 @@ def test_products_in_8_bits_have_no_outliers(tmp_path: Path) -> None:
     (product,) = (c for c in calls if c.op == "aten.mm.default")
     assert [(t.shape, t.dtype) for t in product.args] == [((4, 8), "fp16"), ((8, 16), "fp16")]
     assert any("8 bits take the time of 16" in note for note in program.notes)
+
+
+EXTENSION = """
+import torch
+from torch.utils.cpp_extension import load, load_inline
+
+updates = load("fused_adam", ["adam.cpp", "adam.cu"])  # as DeepSpeed's
+others = load_inline("others", "", cuda_sources="...", functions=["scale_"])
+weight = torch.nn.Parameter(torch.zeros(1024, device="cuda"))
+
+class FusedAdam(torch.optim.Optimizer):
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state.update(m=torch.zeros_like(p), v=torch.zeros_like(p))
+            lists = [[p.grad], [p.data], [state["m"]], [state["v"]]]
+            seen = torch.zeros(1, dtype=torch.int, device="cuda")
+            updates.multi_tensor_adam(65536, seen, lists, 0.1, 0.9, 0.99, 1e-8, 1, 1, 1, 0.0)
+
+optimizer = FusedAdam([weight], {})
+for step in range(3):
+    scaled = weight * 2
+    others.scale_(scaled.data, 0.5)
+    scaled.sum().backward()
+    optimizer.step()
+"""
+
+
+def test_extensions_in_cuda_are_not_compiled(tmp_path: Path) -> None:
+    """An update of 1,024 numbers reads four tensors of 4,096 bytes, as torch's fused one."""
+    program = captured(written(tmp_path, EXTENSION), gpus=1)
+    calls = program.ranks[0].calls
+    (update,) = (c for c in calls if c.op.startswith("aten._fused_adamw_"))
+    sizes = [t.nbytes for t in update.tensors()]
+    assert sizes.count(4096) >= 4 and update.phase == "optimizer"
+    (other,) = (c for c in calls if c.op == "itercast.fused")
+    assert [t.nbytes for t in other.args] == [4096] and other.phase == "forward"
+    assert "kernels in Triton or CUDA" in program.notes[0]
