@@ -84,6 +84,6 @@ def _micro_us(rank: Rank, runs: Sequence[Run]) -> float:
             unit = Unit(rank=own, layers=(x,))
             sent += [(op, n * (1 + (how.regather and x.fetches))) for op in unit.gathers]
             sent += [(op, n) for op in unit.scatters]
-    sent_us = sum(n * (op.duration_us - op.latency_us) for op, n in sent)
+    sent_us = sum(n * op.duration_us for op, n in sent)
     slowdowns = [min(op.beside or (rank.book.contention,)) for op, _ in sent if op.duration_us]
     return side_by_side_us(us, sent_us, min(TAKING_TURNS, *slowdowns))

@@ -16,7 +16,6 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.slow_imports import pd
 from itercast.compose.parallel.placement import TIERS, Cluster, Group
 from itercast.compose.pricing.price_book import PriceBook
@@ -27,7 +26,6 @@ from itercast.microbench.ops.step.collective import Collective
 from itercast.microbench.store import Row
 
 LATENCY = "alpha_beta.step_us"  # the assumption that times by formula rest on
-EMPTY_BYTES: int = assumed(__file__, "empty_bytes")  # so few bytes take the latency alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,26 +142,13 @@ def prefetch_messages(asked: Sequence[Sent], book: PriceBook, where: Cluster) ->
     fresh = [one for one in dict.fromkeys(asked) if one not in sent]
     if not fresh:
         return
-    on_cpu = where.gpu.kind == "cpu"
     for message, group in [one for one in fresh if one[0].axis in TIERS]:
         us = tier_us(message.axis, message.kind, message.message_bytes, where.gpu)
         sent[message, group] = _priced(message, UNMODELLED, us, ((RATES[message.axis], 1.0),))
         fresh.remove((message, group))
-    wanted = list(dict.fromkeys([*fresh, *map(_empty, fresh if on_cpu else ())]))
     learned = "collective" in book.models
-    made = _learned(wanted, book, where) if learned else (_by_formula(*x, where) for x in wanted)
-    found = dict(zip(wanted, made, strict=True))
-    for one, op in found.items():
-        if on_cpu and one[0].message_bytes > EMPTY_BYTES:
-            latency_us = min(op.duration_us, found[_empty(one)].duration_us)
-            op = replace(op, latency_us=latency_us)
-        sent[one] = op
-
-
-def _empty(one: Sent) -> Sent:
-    """The same message with so few bytes that it takes its latency alone."""
-    message, group = one
-    return replace(message, message_bytes=min(EMPTY_BYTES, message.message_bytes)), group
+    made = _learned(fresh, book, where) if learned else (_by_formula(*x, where) for x in fresh)
+    sent.update(zip(fresh, made, strict=True))
 
 
 def _by_formula(message: Message, group: Group, where: Cluster) -> PricedOp:

@@ -57,8 +57,8 @@ class AssumedTime:
 class PricedOp:
     """One call with its duration; ``family`` is "unmodelled" where no learned model priced it.
 
-    ``latency_us``: the part of a message on a CPU during which ranks sleep. ``call_launches``: host
-    time of its call over that of a pointwise op; it launches ``kernels`` kernels of equal length.
+    ``call_launches``: host time of its call over that of a pointwise op; it launches ``kernels``
+    kernels of equal length.
     ``assumed``: shares of ``duration_us`` that rest on assumptions, by their names. ``leads``: the
     share of the step's host time that comes before it, where a CUDA graph launches all ops.
     ``waits``: the host waits for its end. ``nbytes``: of a message or copy. ``nodes``: among how
@@ -72,7 +72,6 @@ class PricedOp:
     phase: str
     duration_us: float
     flops: float
-    latency_us: float = 0.0
     kernels: int = 1
     call_launches: float = 1.0
     assumed: AssumedShares = ()
@@ -88,8 +87,7 @@ class PricedOp:
         """Its mean over n steps, of which one has it."""
         if n == 1:
             return self
-        times = ("duration_us", "latency_us", "hidden_us")
-        return replace(self, **{name: getattr(self, name) / n for name in times})
+        return replace(self, duration_us=self.duration_us / n, hidden_us=self.hidden_us / n)
 
     def among(self, size: int, per_node: int, machine: Factors) -> PricedOp:
         """A message as long as it takes among these ranks of a machine."""

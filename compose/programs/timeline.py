@@ -25,7 +25,7 @@ from itercast.compose.pricing.priced_op import PricedOp
 from itercast.compose.pricing.work import Step, fold
 from itercast.compose.programs.price import PricedRank
 from itercast.compose.simulate.breakdown import lane_spans
-from itercast.compose.simulate.rank import LATENCY, Lanes, Run
+from itercast.compose.simulate.rank import Lanes, Run
 from itercast.compose.simulate.timeline import Span, side_by_side
 
 COMM = "comm"  # phase of collectives
@@ -110,8 +110,7 @@ class RankLanes(Lanes):
         key = self._key(call)
         self.counts[key] += 1
         named = replace(op, op=call.kwargs["kind"], phase=COMM, nbytes=call.kwargs["bytes"])
-        late = f"{LATENCY} {self.stream}"
-        self.done = (self._message(named, self.lane, late, after, (key, self.counts[key])),)
+        self.done = (self._message(named, self.lane, after, (key, self.counts[key])),)
 
     def _key(self, call: OpCall) -> Hashable:
         """Equal for the launches of all ranks that take part in a collective or message."""

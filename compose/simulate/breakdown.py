@@ -12,7 +12,7 @@ from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.pricing.host import PYTHON
 from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.compose.pricing.priced_op import UNMODELLED, AssumedTime, PricedOp
-from itercast.compose.simulate.rank import LATENCY, Rank, Run
+from itercast.compose.simulate.rank import Rank, Run
 from itercast.compose.simulate.timeline import Span, Task
 
 
@@ -184,7 +184,7 @@ def lane_spans(run: Run) -> Mapping[str, list[Span]]:
     by_lane: dict[str, list[Span]] = defaultdict(list)
     for task, span in zip(run.tasks, run.spans, strict=True):
         lane = task.lanes[0].partition(" ")[0]
-        if lane in (LATENCY, "comm", "h2d", "d2h") or task.once is not None:
+        if lane in ("comm", "h2d", "d2h") or task.once is not None:
             by_lane["comm"].append(span)
         else:
             by_lane["compute" if lane == "stream" else lane].append(span)

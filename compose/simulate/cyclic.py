@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from itercast.capture.base.assumptions import assumed
 from itercast.compose.pricing.collectives import Message, price_messages
 from itercast.compose.pricing.priced_op import PricedOp
 from itercast.compose.pricing.work import side_by_side_us
@@ -35,30 +36,42 @@ from itercast.compose.simulate.breakdown import Shares
 from itercast.compose.simulate.fsdp import reduced_message
 from itercast.compose.simulate.rank import Rank, RankTasks
 
-Slots = Sequence[tuple[Sequence[PricedOp], int]]  # messages of a slot, and how many are alike
+EMPTY_BYTES: int = assumed(__file__, "empty_bytes")  # so few bytes take the latency alone
 
 
-def slots_of(rank: Rank) -> Slots:
-    """The messages from one replica to another in each slot of a step."""
+def messages_of(rank: Rank) -> Sequence[tuple[Sequence[Message], int]]:
+    """The messages from one replica to another in a slot, and how many slots are alike."""
     n, trained = rank.plan.dp, sum(x.layer.trained_bytes for x in rank.layers)
     dtype = next((p.dtype for x in rank.layers for p in x.layer.parameters), "fp32")
     sums = Message(kind="send_recv", axis="dp", message_bytes=max(1, trained // n), dtype=dtype)
     if not rank.plan.zero:
-        return [(price_messages([sums], rank.book, rank.where), 2 * n)]
+        return [([sums], 2 * n)]
     held = sum(x.layer.parameter_bytes for x in rank.layers)
     handed_on = replace(sums, message_bytes=max(1, held // n))
-    sent = price_messages([handed_on, reduced_message(rank, sums)], rank.book, rank.where)
-    return [(sent[:1], n), (sent, n)]
+    return [([handed_on], n), ([handed_on, reduced_message(rank, sums)], n)]
+
+
+def slots_of(rank: Rank) -> Sequence[tuple[Sequence[PricedOp], int]]:
+    """The same, priced."""
+    return [(price_messages(x, rank.book, rank.where), count) for x, count in messages_of(rank)]
+
+
+def latency_us(messages: Sequence[Message], rank: Rank) -> float:
+    """The part of these messages during which ranks of a CPU sleep, as for empty ones; else 0."""
+    if rank.book.gpu.kind != "cpu":
+        return 0.0
+    empty = [replace(m, message_bytes=min(EMPTY_BYTES, m.message_bytes)) for m in messages]
+    return sum(op.duration_us for op in price_messages(empty, rank.book, rank.where))
 
 
 def steady_us(
-    compute_us: float, message_us: float, slots: int, contention: float, latency_us: float = 0.0
+    compute_us: float, message_us: float, slots: int, contention: float, asleep_us: float = 0.0
 ) -> float:
     """Time of ``slots`` slots in steady state, in each compute and messages side by side.
 
-    ``latency_us`` of the messages does not slow compute.
+    ``asleep_us`` of the messages does not slow compute.
     """
-    both_us = side_by_side_us(compute_us / slots, message_us - latency_us, contention)
+    both_us = side_by_side_us(compute_us / slots, message_us - asleep_us, contention)
     return slots * max(both_us, message_us)
 
 
@@ -77,12 +90,14 @@ def staggered(rank: Rank, alone: Shares) -> Shares:
     A step has 2 dp slots of time; in each its messages run beside the slot's compute.
     """
     end_us = comm_us = slowed_us = 0.0
-    for sent, count in slots_of(rank):
-        message_us, latency_us = sum(m.duration_us for m in sent), sum(m.latency_us for m in sent)
+    for messages, count in messages_of(rank):
+        sent = price_messages(messages, rank.book, rank.where)
+        message_us = sum(m.duration_us for m in sent)
+        asleep_us = min(message_us, latency_us(messages, rank))
         own_us = alone.end_us * count / (2 * rank.plan.dp)
         contention = max(rank.book.contention_of(m, rank.products_frac) for m in sent)
-        end_us += steady_us(own_us, message_us, count, contention, latency_us)
+        end_us += steady_us(own_us, message_us, count, contention, asleep_us)
         comm_us += count * message_us
-        slowed_us += (contention - 1) * min(own_us, count * (message_us - latency_us))
+        slowed_us += (contention - 1) * min(own_us, count * (message_us - asleep_us))
     slowed_us = min(end_us, alone.compute_us + slowed_us)
     return Shares(end_us, slowed_us, max(0.0, end_us - max(slowed_us, alone.end_us)), comm_us)

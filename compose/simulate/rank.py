@@ -32,7 +32,6 @@ from itercast.microbench.hardware.stack import stack_of_row
 OFFLOAD_FRAC: Mapping[str, float] = assumed(__file__, "offload_frac")  # of the peak rate
 OTHERS = "other micro-batches"  # name of a rank's work on them while backward of one pauses
 Pause = tuple[float, float]  # us from the program's start to its end, us of such work
-LATENCY = "latency"  # lane of messages' latency, which slows nothing
 AMONG_GROUPS = "comm groups"  # lane of messages among groups that shard (HSDP): a stream apart
 MESSAGES = ("comm", AMONG_GROUPS)  # lanes of messages between ranks
 
@@ -154,17 +153,10 @@ class Lanes:
         if lane in MESSAGES:
             self.messages += 1
             once = self.messages
-        return self._message(op, lane, LATENCY, self.done if after is None else after, once)
+        return self._message(op, lane, self.done if after is None else after, once)
 
-    def _message(
-        self, op: PricedOp, lane: str, waits: str, after: tuple[int, ...], once: Hashable
-    ) -> int:
-        """Add a message after its latency on the lane ``waits``, which slows nothing."""
-        latency_us = min(op.latency_us, op.duration_us)  # a part of a message may be shorter
-        if latency_us:
-            both = None if once is None else (LATENCY, once)
-            after = (self._add(waits, latency_us, after, op.op, op.phase, once=both),)
-        us, facts = op.duration_us - latency_us, (op.phase, op.nbytes, once)
+    def _message(self, op: PricedOp, lane: str, after: tuple[int, ...], once: Hashable) -> int:
+        us, facts = op.duration_us, (op.phase, op.nbytes, once)
         return self._add(lane, us, after, op.op, *facts, beside=op.beside, nodes=op.nodes)
 
     def on_host(self, op: PricedOp, after: Iterable[int]) -> None:

@@ -1,7 +1,7 @@
 """Chrome traces of simulated iterations, for Perfetto: a process per rank, threads, flows, memory.
 
 Times are in us from the iteration's start. Threads: the schedule of a pipeline, host, compute,
-messages (with their latency, and those between stages, on threads of their own), copies. Flows go
+messages (those between stages on threads of their own), copies. Flows go
 from a launch to its kernel, from compute to the messages that wait for it, and between ranks.
 """
 
@@ -19,7 +19,6 @@ THREADS = {  # lanes, in the order in which a process shows them
     "compute": "compute",
     "comm": "messages",
     AMONG_GROUPS: "messages among groups that shard",
-    "latency": "latency of messages",
     "h2d": "copies to the device",
     "d2h": "copies to the host",
 }
@@ -50,7 +49,7 @@ class Part:
         """When task ``i`` runs; None where it is left out."""
         span = self.spans[i]
         start, end = (self.start_us + self.stretch * us for us in (span.start_us, span.end_us))
-        free = self.messages and self.tasks[i].lanes[0] in (*MESSAGES, "latency")
+        free = self.messages and self.tasks[i].lanes[0] in MESSAGES
         if self.tasks[i].lanes[0] == "compute" and not span.duration_us:
             return None  # Python alone, which launches nothing
         if not free and start < self.since_us:
@@ -126,7 +125,7 @@ class Trace:
         """The arrows from the compute that a message waits for."""
         for j in part.tasks[i].after:
             before, lane = part.placed(j), part.tasks[j].lanes[0]
-            if before is not None and lane in ("compute", "latency"):
+            if before is not None and lane == "compute":
                 to = (rank, part.tasks[i].lanes[0], span.start_us)
                 self.flow("message", (rank, lane, before.start_us), to)
 
@@ -180,14 +179,14 @@ def thread_number(lane: str) -> int:
     """The number of the thread that shows a lane, by which a process orders its threads.
 
     After the fixed lanes come pairs: "chunk A to B" (messages of a pipeline from chunk A, those to
-    later chunks first), or "stream N" and "latency N" of a captured script.
+    later chunks first), or "stream N" of a captured script.
     """
     if lane in NUMBERS:
         return NUMBERS[lane]
     words = lane.split()
     if words[0] == CHUNK:
         return len(NUMBERS) + 2 * int(words[1]) + (int(words[-1]) < int(words[1]))
-    return len(NUMBERS) + 2 * int(words[-1]) + (words[0] == "latency")
+    return len(NUMBERS) + int(words[-1])
 
 
 def program_trace(runs: Mapping[int, Run], peak_bytes: Mapping[int, int]) -> Trace:

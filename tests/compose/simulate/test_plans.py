@@ -242,7 +242,7 @@ def test_a_cyclic_slot_is_as_long_as_its_compute_or_its_messages() -> None:
     assert steady_us(80, 2, 8, 1.0) == 80  # 8 slots of 10 us, a message of 2 in each
     assert steady_us(80, 40, 8, 1.0) == 8 * 40
     assert steady_us(80, 2, 8, 2.0) == 8 * 12  # on a CPU the two add up
-    assert steady_us(80, 2, 8, 2.0, latency_us=1) == 8 * 11  # but for the ranks' sleep
+    assert steady_us(80, 2, 8, 2.0, asleep_us=1) == 8 * 11  # but for the ranks' sleep
 
 
 def test_cyclic_messages_between_nodes_are_hidden(gpt: StepCapture) -> None:
