@@ -47,7 +47,8 @@ from itercast.capture.programs.trained.serve import TrainedModel, serve
 
 PACKAGES = sysconfig.get_path("purelib")
 STDLIB = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
-INSTALLED = (PACKAGES, str(Path(torch.__file__).parents[1]), sys.prefix, sys.base_prefix)
+NAMED = (PACKAGES, str(Path(torch.__file__).parents[1]), sys.prefix, sys.base_prefix)
+INSTALLED = (*NAMED, *map(real_path, NAMED))  # an environment may be reached by a link
 OURS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -378,3 +379,15 @@ def test_a_kernel_in_triton_is_a_pass_over_its_tensors(
     (call,) = (c for c in program.ranks[0].calls if c.op == "itercast.fused")
     assert [t.nbytes for t in call.args] == [256, 256] and call.kwargs["numel"] == 64
     assert "Triton" in program.notes[0]
+
+
+def test_packages_of_an_environment_behind_a_link_are_no_files_of_the_script(
+    tmp_path: Path,
+) -> None:
+    """Else a forecast that is kept reads all that torch imports to see whether it changed."""
+    (tmp_path / "env").symlink_to(sys.prefix)
+    code = "import yaml; from itercast.capture.programs.script import INSTALLED, real_path\n"
+    code += "print(all(f.startswith(INSTALLED) for f in (yaml.__file__, real_path(yaml.__file__))))"
+    python = tmp_path / "env" / "bin" / Path(sys.executable).name
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
