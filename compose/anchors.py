@@ -34,20 +34,30 @@ UNKNOWN = 0.95  # no assumption: a factor is unknown whose interval is this wide
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStep:
-    """A measured step: its time, its capture, and where it ran.
+    """A measured step: its model's name, its time, its capture, and where it ran.
 
     ``phases_us``: the host's time of forward, loss and backward, None where it was not measured.
     ``exposed_us``: the part of the step in which compute waited for messages, ``peak_bytes``: of
     tensors, as torch's allocator counts them; both None where they were not measured.
     """
 
-    label: str
+    name: str
     time_us: float
     step: StepCapture
     target: Target
     phases_us: float | None = None
     exposed_us: float | None = None
     peak_bytes: float | None = None
+
+    @property
+    def label(self) -> str:
+        """The names of the model and its plan."""
+        return f"{self.name} {self.plan}".strip()
+
+    @property
+    def plan(self) -> str:
+        """The plan's text, empty for one process without any."""
+        return str(self.target.plan) if self.target.plan != ParallelPlan() else ""
 
 
 def sensitivity(step: StepCapture, target: Target) -> tuple[float, ...]:

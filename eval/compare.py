@@ -158,18 +158,56 @@ def _compare(
     quiet = rows["quiet"].to_numpy()
     first, last = times[0], times[-1]
     apart = [str(asked[n]) for n in varied]
-    return CaseResult(
+    return replace(
+        _result(found, target, float(np.exp(np.median(np.log(times)[quiet])))),
         case=str(asked["case"]),
         plan=str(asked["plan"]),
         model=" ".join([str(asked["case"]), *apart]),
-        ranks=target.plan.world_size,
         samples=int(asked["batch"]) * target.plan.dp,
+        rounds_us=(first, last) if len(times) > 1 else (first,),
+        retest_ape_pct=100 * abs(last / first - 1) if len(times) > 1 else None,
+    )
+
+
+def compare_steps(steps: Sequence[MeasuredStep]) -> list[CaseResult]:
+    """Forecast steps that a user measured, each with its own options."""
+    results = []
+    with progress_bar() as bar:
+        for one in bar.track(steps, description="forecast"):
+            found = forecast_step(one.step, one.target)
+            named = {"case": one.name, "plan": one.plan, "model": one.name}
+            results.append(replace(_result(found, one.target, one.time_us), **named))
+    return results
+
+
+def step_rows(steps: Sequence[MeasuredStep]) -> pd.DataFrame:
+    """What reports and MLflow say of the measurements: a row of each step."""
+    return pd.DataFrame(
+        {
+            "case": one.name,
+            "plan": one.plan,
+            "gpu": one.target.gpu.name,
+            "stack": one.target.stack,
+            "time_us": one.time_us,
+        }
+        for one in steps
+    )
+
+
+def _result(found: Forecast, target: Target, measured_us: float) -> CaseResult:
+    """A forecast beside a time measured once; the caller names its case."""
+    return CaseResult(
+        case="",
+        plan="",
+        model="",
+        ranks=target.plan.world_size,
+        samples=round(found.samples_per_s * found.iteration_us / 1e6),
         predicted_us=found.iteration_us,
         predicted_us_p10=found.iteration_us_p10,
         predicted_us_p90=found.iteration_us_p90,
-        measured_us=float(np.exp(np.median(np.log(times)[quiet]))),
-        rounds_us=(first, last) if len(times) > 1 else (first,),
-        retest_ape_pct=100 * abs(last / first - 1) if len(times) > 1 else None,
+        measured_us=measured_us,
+        rounds_us=(measured_us,),
+        retest_ape_pct=None,
         by_family_us=dict(found.by_family_us),
         unmodelled_frac=found.unmodelled_frac,
         gpu=target.gpu.name,
@@ -197,7 +235,7 @@ def measured_steps(rows: pd.DataFrame, folder: Path | None) -> list[MeasuredStep
         step = step_of(row, target.plan)
         found.append(
             MeasuredStep(
-                label=f"{row['case']} {row['plan']}",
+                name=str(row["case"]),
                 time_us=float(row["time_us"]),
                 step=step,
                 target=target,

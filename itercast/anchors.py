@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ if TYPE_CHECKING:  # the command line starts without pandas
 RATES = ("samples_per_s", "tokens_per_s", "mfu_pct")  # of all GPUs
 TIMES = ("step_ms", "trace", *RATES)  # trace: a file of torch.profiler, whose steps are marked
 BESIDE = ("exposed_comm_ms", "peak_memory_gb")  # what may be stated beside a step's time
+FILES = ("hf_config", "trace")  # stated as paths from the folder of the file that states them
 
 
 def known_machine(
@@ -34,7 +36,10 @@ def known_machine(
 def measured_steps(
     path: Path, ask: Callable[..., Any], bundle: Path | None = None
 ) -> list[MeasuredStep]:
-    """The measured steps of a file; ValueError says what is wrong in which of them."""
+    """The measured steps of a file; ValueError says what is wrong in which of them.
+
+    ``bundle``: the folder that forecasts them where a step names none.
+    """
     if path.suffix == ".parquet":
         from itercast.eval import compare
         from itercast.learners.score_file import read_few
@@ -46,19 +51,21 @@ def measured_steps(
     entries = found if isinstance(found, list) else [] if found is None else [found]
     if not entries:
         raise ValueError(f"anchor file {str(path)!r}: no measured steps in it")
-    return [_step(one, f"{path.name}, step {n}", ask) for n, one in enumerate(entries, start=1)]
+    asking = partial(ask, bundle=bundle) if bundle else ask
+    return [_step(one, path, f"step {n}", asking) for n, one in enumerate(entries, start=1)]
 
 
-def _step(entry: Any, where: str, ask: Callable[..., Any]) -> MeasuredStep:
+def _step(entry: Any, path: Path, which: str, ask: Callable[..., Any]) -> MeasuredStep:
     """One measured step: options of ``itercast predict``, and its time."""
     from itercast.compose.anchors import MeasuredStep
 
-    stated = (*TIMES, *BESIDE)
+    where, stated = f"{path.name}, {which}", (*TIMES, *BESIDE, "source")
     known = set(signature(ask).parameters) - {"machine", "anchor"} | set(stated)
     if not isinstance(entry, Mapping) or set(entry) - known:
         strange = sorted(set(entry) - known) if isinstance(entry, Mapping) else entry
         given = f"unknown {strange!r}; known: options of predict, and {', '.join(stated)}"
         raise ValueError(f"anchor {where}: {given}")
+    entry = {n: path.parent / str(v) if n in FILES else v for n, v in entry.items()}
     times = {name: _number(entry[name]) for name in TIMES if name in entry}
     if len(times) != 1 or not ("trace" in times or _positive(*times.values())):
         raise ValueError(
@@ -70,12 +77,10 @@ def _step(entry: Any, where: str, ask: Callable[..., Any]) -> MeasuredStep:
     if not all(value == 0 or _positive(value) for value in beside.values()):
         raise ValueError(f"anchor {where}: {', '.join(BESIDE)} are numbers from 0, got {beside}")
     asked = {name: value for name, value in entry.items() if name not in stated}
-    if "hf_config" in asked:
-        asked["hf_config"] = Path(str(asked["hf_config"]))
-    step, target = ask(**asked).prepared()
-    label = " ".join(str(asked[n]) for n in ("case", "hf_config", "model", "plan") if n in asked)
+    question = ask(**asked)
+    step, target = question.prepared()
     ((name, value),) = times.items()
-    draft = MeasuredStep(label=label, time_us=1.0, step=step, target=target)
+    draft = MeasuredStep(name=question.name, time_us=1.0, step=step, target=target)
     time_us, exposed_us = _time_us(name, value, draft), _scaled(beside, "exposed_comm_ms", 1e3)
     if (exposed_us or 0.0) >= time_us:
         raise ValueError(f"anchor {where}: exposed_comm_ms is less than the step, got {beside}")

@@ -174,15 +174,18 @@ def evaluate(
     case: Annotated[list[str] | None, typer.Option(help="only this case; repeatable")] = None,
     measured: Annotated[
         Path | None,
-        typer.Option(help="dataset root with measured iterations, or its URL", parser=fetched_root),
+        typer.Option(
+            help="dataset root with measured iterations, or its URL, or a YAML list of your own "
+            "measured steps, as --anchor takes it",
+            parser=fetched_root,
+        ),
     ] = None,
     bundle: Bundle = None,
     out: Annotated[Path, folder_to_write("report folder")] = Path("reports/evaluate"),
     as_json: Json = False,
 ) -> None:
     """Compare forecasts with measured iterations; measures this CPU unless --measured is given."""
-    from itercast.commands.shared import iterations
-    from itercast.eval.compare import compare_all, measured_rows
+    from itercast.commands.shared import compared, iterations
     from itercast.eval.report.write import report_comparison
     from itercast.eval.results import summary
     from itercast.eval.tracking.store import now_ms
@@ -192,8 +195,7 @@ def evaluate(
         with when_stopped(f"what was measured is in {root}; the same command goes on"):
             iterations(root, "cpu", (0, 1), case)
     with prints_aside() if as_json else nullcontext():
-        rows = measured_rows(root, case)
-        results = compare_all(rows, bundle)
+        rows, results = compared(root, case, bundle)
         report_comparison(
             out, results, rows, {}, root, bundle, source="itercast evaluate", begin_ms=begin_ms
         )

@@ -201,7 +201,7 @@ def measured_steps(rows: Rows, bundle: Path) -> list[MeasuredStep]:
         row = {**record, HOST: ""}
         target = row_target(row, bundle)
         step, time_us = captured_step(row, target.plan), float(row["time_us"])
-        steps.append(MeasuredStep(label=row["case"], time_us=time_us, step=step, target=target))
+        steps.append(MeasuredStep(name=row["case"], time_us=time_us, step=step, target=target))
     return steps
 
 

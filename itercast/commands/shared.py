@@ -22,10 +22,13 @@ from itercast.eval.progress import progress_bar
 from itercast.microbench.hardware.machine import cpu_name
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from itercast.compose.explain.assumptions import AssumedPart
     from itercast.compose.forecast import Forecast
     from itercast.compose.spread import Spread
     from itercast.compose.trace.events import Trace
+    from itercast.eval.results import CaseResult
     from itercast.microbench.store import Facts, Row
 
 P = ParamSpec("P")
@@ -100,6 +103,28 @@ def iterations(
             left_s = end - time.monotonic()
             rows += collect_iterations(out, device, wanted, repeat, show, left_s, devices=devices)
     return rows
+
+
+def compared(
+    measured: Path, names: Sequence[str] | None, bundle: Path | None
+) -> tuple[pd.DataFrame, list[CaseResult]]:
+    """Measured iterations and how well they are forecast.
+
+    ``measured``: a dataset root, a file of measured steps, or a folder of such files (YAML).
+    """
+    from itercast.anchors import measured_steps
+    from itercast.eval.compare import compare_all, compare_steps, measured_rows, step_rows
+    from itercast.options import Question
+
+    files = [measured] if measured.is_file() else sorted(measured.glob("*.yaml"))
+    if not files:
+        rows = measured_rows(measured, names)
+        return rows, compare_all(rows, bundle)
+    read = {file.stem: measured_steps(file, Question, bundle) for file in files}
+    steps = {k: [x for x in each if not names or x.name in names] for k, each in read.items()}
+    if not any(steps.values()):
+        raise ValueError(f"measured {str(measured)!r}: no step of {', '.join(names or ())} there")
+    return step_rows(steps), compare_steps(steps)
 
 
 def _completed(bar: Progress, task: TaskID, before: int, rows: int) -> None:

@@ -32,7 +32,7 @@ def measured(plan: str, times: float, batch: int = 64) -> MeasuredStep:
     """A step of a perceptron that takes ``times`` as long as its forecast."""
     step, target = prepare("mlp-l", gpu=GPU, plan=plan, batch=batch, dtype="bf16")
     us = times * forecast_step(step, target).iteration_us
-    return MeasuredStep(label=f"mlp-l {plan}", time_us=us, step=step, target=target)
+    return MeasuredStep(name="mlp-l", time_us=us, step=step, target=target)
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ def measured(slowdown: float, *batches: int) -> list[MeasuredStep]:
         step = capture("gpt-s", batch=batch, dtype="bf16")
         host = scaled_host("truth", slowdown, source="by hand")
         time_us = forecast_step(step, replace(target, host=host)).iteration_us
-        found.append(MeasuredStep(label=str(batch), time_us=time_us, step=step, target=target))
+        found.append(MeasuredStep(name=str(batch), time_us=time_us, step=step, target=target))
     return found
 
 
@@ -45,7 +45,7 @@ def test_both_numbers_of_a_host_come_from_the_time_of_forward_and_backward() -> 
     """Whatever sets the pace: these steps are not said to take any time."""
     truth = HostMachine(name="truth", slowdown=2.0, launch_us=7.0, source="by hand")
     steps = [
-        MeasuredStep(label=case, time_us=1.0, step=capture(case, batch=2), target=TARGET)
+        MeasuredStep(name=case, time_us=1.0, step=capture(case, batch=2), target=TARGET)
         for case in ("gpt-s", "mlp-m", "vit-s")
     ]
     timed = [replace(step, phases_us=host_us(step, truth)) for step in steps]
@@ -55,7 +55,7 @@ def test_both_numbers_of_a_host_come_from_the_time_of_forward_and_backward() -> 
 
 def test_a_host_that_waits_for_the_gpu_is_not_timed() -> None:
     """96 blocks of some 30 launches each outgrow CUDA's queue; boolean indices wait for a shape."""
-    short = MeasuredStep(label="", time_us=1.0, step=capture("mlp-m", batch=2), target=TARGET)
+    short = MeasuredStep(name="", time_us=1.0, step=capture("mlp-m", batch=2), target=TARGET)
     assert runs_ahead(short)
     assert not runs_ahead(replace(short, step=capture("gpt2-xl", batch=1)))
     # 64 tables of 32 kernels each outgrow it too, unless the GPU is done before the next launch
