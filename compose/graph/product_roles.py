@@ -97,12 +97,13 @@ def _partner(
     - A weight that multiplies them: its storage.
     - The loss, or the end of the step: "loss". Language model heads are cut by vocabulary with and
       without a loss, as in Megatron-LM.
-    - A residual sum, a choice of experts, a norm that is not of each head, or a product of a tensor
-      with itself, which sums over columns (the interaction of a DLRM's features): None.
+    - A residual sum, a choice of experts, a norm that is not of each head, or a product of a whole
+      tensor with itself, which sums over columns (the interaction of a DLRM's features): None.
+      Queries and keys that one layer made are parts of a tensor.
 
     Passed over are norms of each head and sums before a softmax (mask or bias of attention).
     """
-    derived = {start.storage}
+    derived = {start.storage: start.numel}
     for i, call in enumerate(calls):
         tensors = call.tensors()
         inputs = [t for t in tensors if t.storage in derived]
@@ -118,12 +119,19 @@ def _partner(
         residual = name in ("add", "add_") and any(t.numel == inputs[0].numel for t in others)
         if name in CHOICES or (residual and not _is_softmaxed(call, calls[i + 1 :])):
             return None
-        if name == "bmm" and call.args[0].storage == call.args[1].storage:
+        if name == "bmm" and _is_square(call, derived):
             return None
         if name in NORMS and not _by_head(inputs[0], start):
             return None
-        derived |= {t.storage for t in call.outputs}
+        derived |= {t.storage: max(t.numel, derived.get(t.storage, 0)) for t in call.outputs}
     return "loss"
+
+
+def _is_square(product: OpCall, sizes: dict[int, int]) -> bool:
+    """Whether a product is of a whole tensor with itself; ``sizes``: elements by storage."""
+    one, other = product.args[:2]
+    whole = one.storage == other.storage and one.numel == other.numel
+    return whole and one.numel == sizes.get(one.storage)
 
 
 def _by_head(normed: TensorSpec, start: TensorSpec) -> bool:
