@@ -52,7 +52,7 @@ def least_us(rank: Rank) -> float:
 
 
 def _sends_in_each(rank: Rank) -> bool:
-    """Whether FSDP gathers parameters and scatters gradients in each micro-batch."""
+    """Whether FSDP gathers parameters in each micro-batch."""
     return rank.strategy.by_layer and rank.strategy.every_micro
 
 
@@ -78,12 +78,13 @@ def _micro_us(rank: Rank, runs: Sequence[Run]) -> float:
         return us
     own = replace(rank, layers=tuple(x for x, _ in runs))
     root = Unit(rank=own, layers=tuple(x for x, n in runs for _ in range(n) if not x.numbered))
-    sent = [(op, 1) for op in (*root.gathers, *root.scatters)]
+    scatters = int(how.scatters_each)
+    sent = [*((op, 1) for op in root.gathers), *((op, scatters) for op in root.scatters)]
     for x, n in runs:
         if x.numbered:
             unit = Unit(rank=own, layers=(x,))
             sent += [(op, n * (1 + (how.regather and x.fetches))) for op in unit.gathers]
-            sent += [(op, n) for op in unit.scatters]
+            sent += [(op, n * scatters) for op in unit.scatters]
     sent_us = sum(n * op.duration_us for op, n in sent)
     slowdowns = [min(op.beside or (rank.book.contention,)) for op, _ in sent if op.duration_us]
     return side_by_side_us(us, sent_us, min(TAKING_TURNS, *slowdowns))

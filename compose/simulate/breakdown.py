@@ -153,7 +153,7 @@ def _accumulations(rank: Rank) -> int:
 
     0 where gradient shards are added instead, and where gradients are copied into buckets.
     """
-    if rank.strategy.every_micro:
+    if rank.strategy.scatters_each:
         return 0
     how = rank.strategy
     return max(0, rank.plan.microbatches - 1 - (bool(how.reduce) and not how.early))

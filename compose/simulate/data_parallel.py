@@ -64,7 +64,8 @@ class Strategy:
     after_update: tuple[str, ...] = ()  # once the optimizer is done
     copies_in: int = 0  # passes over each gradient into its bucket
     copies_out: int = 0
-    every_micro: bool = False
+    every_micro: bool = False  # gather parameters in each micro-batch, not in the first alone
+    scatters_each: bool = False  # scatter gradients after each micro-batch, not the last alone
     by_layer: bool = False  # gather parameters before, scatter gradients after each layer
     regather: bool = False  # in backward too
     frozen_whole: bool = False  # only parameters with a gradient are sharded
@@ -118,13 +119,15 @@ def _replicas(plan: ParallelPlan) -> Strategy:
         one = plan.zero == 0
         return Strategy(buckets=one, cyclic=True, share_update=not one, share_gradients=not one)
     if plan.zero:
+        scatters_each = plan.zero > 1 and plan.pp == 1
         return Strategy(
             by_layer=True,
             regather=plan.zero == 3,
             frozen_whole=plan.zero == 1,
-            every_micro=plan.zero > 1,
+            every_micro=plan.zero == 3 or scatters_each,
+            scatters_each=scatters_each,
             share_update=True,
-            share_gradients=plan.zero > 1,
+            share_gradients=scatters_each,
             every=every,
             outer=plan.outer,
         )

@@ -6,6 +6,9 @@
 - zero=1: gathered in the first micro-batch, scattered in the last, gradients whole in between;
   frozen parameters are whole on every rank.
 
+In a pipeline gradients stay whole until the last micro-batch with zero=2 and 3, too, and with
+zero=2 parameters: torch/distributed/pipelining/stage.py, ``backward_maybe_with_nosync``.
+
 Numbered layers are sharded one by one, the rest of the model as one, the root, which is gathered
 before forward and kept. With offload=parameters a rank's shards lie in pinned host memory
 (``CPUOffloadPolicy``): they are copied to the GPU before each gather, one layer further ahead in
@@ -176,7 +179,7 @@ def sharded_backward(program: RankTasks, *, scatter: bool, later: bool) -> None:
         work = copies.then(python)
         if not program.lanes.on_cpu:
             sent, copies = _gathered_again(program, layers[k + 1 : k + 2])
-        work = work.then(x.later_work if later and not how.every_micro else x.backward_work)
+        work = work.then(x.later_work if later and not how.scatters_each else x.backward_work)
         if scatter and x.numbered:
             into, packing = Unit.of(program, x).scattered
             program.copies += into

@@ -58,7 +58,7 @@ def _one_micro_batch(rank: Rank, ahead: bool, *, later: bool) -> Run:
     """A micro-batch before the last one; ``later``: not the step's first."""
     program = RankProgram(rank, ahead=ahead)
     program.forward(last=False)
-    program.backward(later=later, sync=rank.strategy.every_micro)
+    program.backward(later=later, sync=rank.strategy.scatters_each)
     return program.run()
 
 

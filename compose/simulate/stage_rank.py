@@ -129,7 +129,7 @@ def _messages(rank: Rank, chunk: Chunk, i: int) -> Sequence[PricedOp]:
 
 def stage_runs(rank: Rank, chunk: Chunk) -> StageRuns:
     """The runs of a chunk: forward (F), backward (A), and its parts (B, W) where it may be cut."""
-    each = rank.strategy.every_micro
+    each = rank.strategy.scatters_each
 
     def run(kind: str, *, later: bool) -> Run:
         program = _begun(replace(rank, layers=_part(chunk.layers, kind)), kind)
@@ -358,5 +358,5 @@ def _tail(stage: Rank, after: Sequence[Ending], tied_bytes: int, optimizer: str)
     if tied_bytes:
         tail.reduce_tied(tied_bytes)
     tail.update(optimizer)
-    alone.backward(later=later, sync=stage.strategy.every_micro)
+    alone.backward(later=later, sync=stage.strategy.scatters_each)
     return tail.run(), alone.run()

@@ -133,7 +133,7 @@ def _stretched(run: Run, span: Span, micro: int) -> Part:
 def _tail(found: Pipeline, r: int, end_us: float) -> Iterator[Part]:
     """What a rank does after its last backward, and the messages that overlap that one."""
     tail = found.tails[r]
-    each = found.ranks[r].strategy.every_micro
+    each = found.ranks[r].strategy.scatters_each
     yield Part(
         tasks=tail.run.tasks,
         spans=tail.run.spans,

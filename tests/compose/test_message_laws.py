@@ -47,7 +47,7 @@ def sent(rank: Rank) -> dict[str, int]:
     for i in range(micro):
         program, last = RankProgram(rank), i == micro - 1
         program.forward(last=last)
-        program.backward(later=i > 0, sync=last or rank.strategy.every_micro)
+        program.backward(later=i > 0, sync=last or rank.strategy.scatters_each)
         if last:
             program.update("adamw")
         for op in program.run().sent:
@@ -75,6 +75,20 @@ def test_replicas_send_the_bytes_counted_by_hand(micro: int) -> None:
     assert found[2] == {"all_gather": micro * once, "reduce_scatter": micro * 4 * adapter}
     twice = once + 4 * (16_640 + adapter)
     assert found[3] == {"all_gather": micro * twice, "reduce_scatter": micro * 4 * adapter}
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_pipeline_scatters_gradients_once(zero: int) -> None:
+    """Four micro-batches: as torch's pipelines run FSDP2, gradients are whole up to the last one.
+
+    Without stages each micro-batch scatters. Parameters of zero=3 are gathered in each.
+    """
+    alone = rank_for("gpt", f"dp=4,zero={zero},accumulate=4")
+    stage = rank_for("gpt", f"dp=4,zero={zero},pp=2,micro=4")
+    assert sent(alone)["reduce_scatter"] == 4 * sent(stage)["reduce_scatter"]
+    assert zero == 2 or sent(stage)["all_gather"] == sent(alone)["all_gather"]
+    whole = rank_for("gpt", "dp=4,zero=1,pp=2,micro=4")
+    assert memory(stage, "adamw")["gradients"] == memory(whole, "adamw")["gradients"]
 
 
 @pytest.mark.parametrize("plan", ["dp=8", "dp=8,zero=1", "dp=8,zero=3", "dp=8,hsdp=4,zero=2"])

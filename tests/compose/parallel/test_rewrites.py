@@ -95,6 +95,34 @@ def test_overlapped_collectives_cost_what_contention_adds() -> None:
 TOKENS, WIDTH, WIDE, RANK = 32, 64, 128, 4
 
 
+class Fused(nn.Module):
+    """Attention that is not fused, of queries, keys and values that one layer makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, seq, _ = x.shape
+        parts = self.qkv(x).split(WIDTH, dim=2)
+        q, k, v = (t.view(batch, seq, 4, WIDTH // 4).transpose(1, 2) for t in parts)
+        y = (q @ k.transpose(2, 3)).softmax(-1) @ v
+        found: torch.Tensor = x + self.out(y.transpose(1, 2).reshape(batch, seq, WIDTH))
+        return found
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_fused_queries_and_keys_of_one_sample_are_cut(batch: int) -> None:
+    """Scores of one sample multiply two parts of one tensor as it lies in memory, of two copies.
+
+    A rank of two has half of both layers.
+    """
+    x = torch.zeros(batch, 8, WIDTH)
+    step = capture(lambda: (Fused(), x, torch.Tensor.sum), (), optimizer="none")
+    part = tensor_parallel(step, ParallelPlan(tp=2))
+    assert [2 * own.nbytes for own in part.parameters] == [p.nbytes for p in step.parameters]
+
+
 class Block(nn.Module):
     """A pair of linear layers with an adapter each."""
 
