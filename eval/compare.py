@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from itercast.compose.target import Target, find_target, forecast_step
 from itercast.eval.iteration_parts import parts_us
 from itercast.eval.progress import progress_bar
 from itercast.eval.ranking import ranking_lines
-from itercast.eval.results import CaseResult, in_words, records, totals
+from itercast.eval.results import CaseResult, in_words, over_sources, records, totals
 from itercast.eval.tables import beside_output
 from itercast.learners.bundle import Bundle
 from itercast.learners.features.machine_speed import iterations_at_reference_us
@@ -169,28 +169,31 @@ def _compare(
     )
 
 
-def compare_steps(steps: Sequence[MeasuredStep]) -> list[CaseResult]:
-    """Forecast steps that a user measured, each with its own options."""
-    results = []
+def compare_steps(steps: Mapping[str, Sequence[MeasuredStep]]) -> list[CaseResult]:
+    """Forecast steps that users measured, by source, each with its own options."""
+    results, every = [], [(source, one) for source, mine in steps.items() for one in mine]
     with progress_bar() as bar:
-        for one in bar.track(steps, description="forecast"):
-            found = forecast_step(one.step, one.target)
-            named = {"case": one.name, "plan": one.plan, "model": one.name}
-            results.append(replace(_result(found, one.target, one.time_us), **named))
+        for source, one in bar.track(every, description="forecast"):
+            found = _result(forecast_step(one.step, one.target), one.target, one.time_us)
+            model = f"{one.name} on {one.target.gpu.name}"
+            named = {"case": one.name, "plan": one.plan, "model": model, "source": source}
+            results.append(replace(found, **named))
     return results
 
 
-def step_rows(steps: Sequence[MeasuredStep]) -> pd.DataFrame:
+def step_rows(steps: Mapping[str, Sequence[MeasuredStep]]) -> pd.DataFrame:
     """What reports and MLflow say of the measurements: a row of each step."""
     return pd.DataFrame(
         {
+            "source": source,
             "case": one.name,
             "plan": one.plan,
             "gpu": one.target.gpu.name,
             "stack": one.target.stack,
             "time_us": one.time_us,
         }
-        for one in steps
+        for source, mine in steps.items()
+        for one in mine
     )
 
 
@@ -324,5 +327,6 @@ def results_table(results: Sequence[CaseResult]) -> Table:
     for r in results:
         table.add_row(r.case, r.plan, *r.cells)
     lines = [f"{name}: {in_words(group)}" for name, group in totals(results).items()]
-    table.caption = "\n".join([*lines, *ranking_lines(results)])
+    lines += [*filter(None, [over_sources(results)]), *ranking_lines(results)]
+    table.caption = "\n".join(lines)
     return table

@@ -50,7 +50,8 @@ class CaseResult:
     ``measured_us`` is scaled to the machine's reference speed. ``model`` names case and settings,
     without the plan. ``samples`` counts all replicas of a step. ``rounds_us`` are the first and the
     last measurement; with one, ``retest_ape_pct`` is None.
-    ``parts_us``: the forecast by ``itercast.eval.iteration_parts.PARTS``.
+    ``parts_us``: the forecast by ``itercast.eval.iteration_parts.PARTS``. ``source``: the file of
+    measured steps that has it.
     """
 
     case: str
@@ -69,6 +70,7 @@ class CaseResult:
     gpu: str = ""
     parts_us: Mapping[str, float] = field(default_factory=dict)
     assumed_frac: float = 0.0
+    source: str = ""
 
     @property
     def label(self) -> str:
@@ -125,7 +127,13 @@ def kind_of(plan: str) -> str:
 
 
 def totals(results: Sequence[CaseResult]) -> dict[str, list[CaseResult]]:
-    """The groups, and all plans together where there are several kinds of them; of each GPU."""
+    """The groups, and all plans together where there are several kinds of them; of each GPU.
+
+    Of files of measured steps a group is what one of them has.
+    """
+    sources = list(dict.fromkeys(r.source for r in results))
+    if sources != [""]:
+        return {source: [r for r in results if r.source == source] for source in sources}
     gpus = sorted({r.gpu for r in results})
     if len(gpus) > 1:
         each = {gpu: totals([r for r in results if r.gpu == gpu]) for gpu in gpus}
@@ -134,6 +142,19 @@ def totals(results: Sequence[CaseResult]) -> dict[str, list[CaseResult]]:
     plans = [r for r in results if r.plan]
     more = len(groups) - (ONE_PROCESS in groups) > 1
     return {**groups, **({"all plans": plans} if more else {})}
+
+
+def over_sources(results: Sequence[CaseResult]) -> str:
+    """The mean over sources of their mean errors, biases and coverage; empty for one source."""
+    groups = list(totals(results).values()) if any(r.source for r in results) else []
+    if len(groups) < 2:
+        return ""
+    table = pd.DataFrame([summary(group) for group in groups])
+    error, bias, covered = table[["mape_pct", "bias_pct", COVERAGE]].mean()
+    return (
+        f"mean over {len(groups)} sources: error {error:.1f} %, bias {bias:+.1f}; "
+        f"80 % intervals cover {covered:.0f} %"
+    )
 
 
 def in_words(results: Sequence[CaseResult]) -> str:
