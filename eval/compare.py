@@ -176,8 +176,7 @@ def compare_steps(steps: Mapping[str, Sequence[MeasuredStep]]) -> list[CaseResul
         for source, one in bar.track(every, description="forecast"):
             found = _result(forecast_step(one.step, one.target), one.target, one.time_us)
             model = f"{one.name} on {one.target.gpu.name}"
-            named = {"case": one.name, "plan": one.plan, "model": model, "source": source}
-            results.append(replace(found, **named))
+            results.append(replace(found, case=one.name, plan=one.plan, model=model, source=source))
     return results
 
 

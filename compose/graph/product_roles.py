@@ -129,9 +129,9 @@ def _partner(
 
 def _is_square(product: OpCall, sizes: dict[int, int]) -> bool:
     """Whether a product is of a whole tensor with itself; ``sizes``: elements by storage."""
-    one, other = product.args[:2]
-    whole = one.storage == other.storage and one.numel == other.numel
-    return whole and one.numel == sizes.get(one.storage)
+    one, other = product.tensors()[:2]
+    alike = one.storage == other.storage and one.numel == other.numel
+    return alike and one.numel == sizes.get(one.storage)
 
 
 def _by_head(normed: TensorSpec, start: TensorSpec) -> bool:
