@@ -51,8 +51,8 @@ def notes(step: StepCapture, plan: ParallelPlan, stack: str) -> Iterator[str]:
 def without_effect(plan: ParallelPlan, where: Cluster) -> Iterator[str]:
     """Yields a note for each key of a plan that is forecast as if it were not there."""
     alone, experts = plan.microbatches == 1, where.groups["ep"]
-    if plan.zero == 2 and alone:
-        yield "zero=2 is forecast as zero=1: both scatter the gradients of one micro-batch once"
+    if plan.zero == 2 and (alone or plan.pp > 1):
+        yield "zero=2 is forecast as zero=1: both scatter gradients once a step"
     if plan.cdp == 2:
         yield "cdp=2 is forecast as cdp=1: both send the same, with gradients of other steps"
     if plan.ep_overlap and alone:

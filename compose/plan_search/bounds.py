@@ -41,7 +41,7 @@ def least_us(rank: Rank) -> float:
     last one's backward on its way back, without the weight gradients that may fill the bubble.
     """
     plan = rank.plan
-    facts = stage_facts(rank) if _sends_in_each(rank) else ()
+    facts = stage_facts(rank) if _gathers_in_each(rank) else ()
     key = ("loads", *plan.parts("stages"), plan.schedule, facts)
     loads, ways = rank.model.once(key, partial(_loads_us, rank))
     least, before = 0.0, 0.0
@@ -51,7 +51,7 @@ def least_us(rank: Rank) -> float:
     return float(least)
 
 
-def _sends_in_each(rank: Rank) -> bool:
+def _gathers_in_each(rank: Rank) -> bool:
     """Whether FSDP gathers parameters in each micro-batch."""
     return rank.strategy.by_layer and rank.strategy.every_micro
 
@@ -74,7 +74,7 @@ def _micro_us(rank: Rank, runs: Sequence[Run]) -> float:
     They slow each other, as long as that beats taking turns.
     """
     us, how = compute_us(runs), rank.strategy
-    if not _sends_in_each(rank):
+    if not _gathers_in_each(rank):
         return us
     own = replace(rank, layers=tuple(x for x, _ in runs))
     root = Unit(rank=own, layers=tuple(x for x, n in runs for _ in range(n) if not x.numbered))

@@ -6,8 +6,8 @@
   copied back. Memory: a second copy of the gradients.
 - zero=1, 2, 3: FSDP2, see ``fsdp``. An all_gather before each layer, a reduce_scatter
   after it, a copy for each, the optimizer on 1/n. Frozen parameters are sharded and gathered from
-  zero=2 on. Memory: optimizer state / n; from 2 on gradients / n; with 3 two whole layers at a
-  time.
+  zero=2 on. Memory: optimizer state / n; from 2 on gradients / n, but in a pipeline; with 3 two
+  whole layers at a time.
 - gossip (Bluefog, arXiv:2111.04287): parameters are averaged with neighbours, from the start of
   forward on; the optimizer waits for the average. Replicas of one node are averaged first
   (reduce_scatter, all_gather after it), so that each sends its part to the next node's. With a

@@ -7,7 +7,8 @@
   frozen parameters are whole on every rank.
 
 In a pipeline gradients stay whole until the last micro-batch with zero=2 and 3, too, and with
-zero=2 parameters: torch/distributed/pipelining/stage.py, ``backward_maybe_with_nosync``.
+zero=2 parameters: torch/distributed/pipelining/stage.py, ``backward_maybe_with_nosync``. There
+zero=3 gathers less than here, not in a forward right after a backward.
 
 Numbered layers are sharded one by one, the rest of the model as one, the root, which is gathered
 before forward and kept. With offload=parameters a rank's shards lie in pinned host memory

@@ -117,7 +117,7 @@ def compared(
     from itercast.options import Question
 
     files = [measured] if measured.is_file() else sorted(measured.glob("*.yaml"))
-    if not files:
+    if not files or (measured / "iteration").is_dir():
         rows = measured_rows(measured, names)
         return rows, compare_all(rows, bundle)
     read = {file.stem: measured_steps(file, Question, bundle) for file in files}

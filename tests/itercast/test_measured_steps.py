@@ -47,6 +47,13 @@ def test_a_folder_of_steps_is_summed_up_by_file(tmp_path: Path) -> None:
     assert over_sources(results[:1]) == ""
 
 
+def test_a_dataset_root_is_one_with_hardware_files_beside_its_rows(tmp_path: Path) -> None:
+    (tmp_path / "node.yaml").write_text("gpu: a100-sxm-80gb")
+    (tmp_path / "iteration").mkdir()
+    with pytest.raises(ValueError, match="no measured iteration"):
+        compared(tmp_path, None, None)
+
+
 def test_paths_are_from_the_file_that_states_them(tmp_path: Path) -> None:
     config = json.loads((LARGE_RUNS / "models/llama-2-7b.json").read_text())
     small = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 512}

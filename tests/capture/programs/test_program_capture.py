@@ -288,6 +288,31 @@ def test_resharding(device: str, source: Any, target: Any, expected: list[tuple[
     assert [(c.kwargs["kind"], c.kwargs["bytes"]) for c in sent] == expected
 
 
+@pytest.mark.parametrize(("reshards", "gathers"), [(False, 1), (True, 5)])
+def test_fsdp_in_a_pipeline_scatters_gradients_once(reshards: bool, gathers: int) -> None:
+    """Four micro-batches through two stages of two ranks, gradients whole up to the last one.
+
+    So are parameters (ZeRO 2), unless forward gives them up (ZeRO 3). Then a forward gathers that
+    does not follow a backward, two of the first stage and one of the last, and each backward but
+    one that follows another: F F B F B F B B and F B F B F B F B.
+    """
+
+    def program() -> Step:
+        dist.init_process_group("nccl")
+        mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("pp", "dp"))
+        rank, model = mesh["pp"].get_local_rank(), nn.Linear(64, 64)
+        fully_shard(model, mesh=mesh["dp"], reshard_after_forward=reshards)
+        stage = PipelineStage(model, rank, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+        schedule = Schedule1F1B(stage, 4, loss_fn=lambda y, t: ((y - t) ** 2).mean())
+        x = torch.randn(16, 64)
+        return lambda: schedule.step(x) if rank == 0 else schedule.step(target=x)
+
+    capture = capture_program(program, 4)
+    for rank in capture.ranks:
+        kinds = Counter(c.kwargs["kind"] for c in collectives(capture, rank))
+        assert kinds == {"send": 4, "recv": 4, "reduce_scatter": 1, "all_gather": gathers}
+
+
 def test_a_pipeline_is_captured_on_every_stage() -> None:
     """1F1B of 4 micro-batches on 3 stages: each boundary carries 4 activations and 4 gradients.
 
