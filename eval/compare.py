@@ -29,7 +29,7 @@ from itercast.compose.target import Target, find_target, forecast_step
 from itercast.eval.iteration_parts import parts_us
 from itercast.eval.progress import progress_bar
 from itercast.eval.ranking import ranking_lines
-from itercast.eval.results import CaseResult, in_words, over_sources, records, totals
+from itercast.eval.results import CaseResult, by_source, in_words, over_sources, records, totals
 from itercast.eval.tables import beside_output
 from itercast.learners.bundle import Bundle
 from itercast.learners.features.machine_speed import iterations_at_reference_us
@@ -325,7 +325,10 @@ def results_table(results: Sequence[CaseResult]) -> Table:
         table.add_column(head, justify="right", no_wrap=True)
     for r in results:
         table.add_row(r.case, r.plan, *r.cells)
-    lines = [f"{name}: {in_words(group)}" for name, group in totals(results).items()]
-    lines += [*filter(None, [over_sources(results)]), *ranking_lines(results)]
-    table.caption = "\n".join(lines)
+    sources = by_source(results)
+    several = len(sources) > 1
+    groups = sources if several else totals(results)
+    lines = [f"{name}: {in_words(group)}" for name, group in groups.items()]
+    lines += [over_sources(sources)] if several else []
+    table.caption = "\n".join([*lines, *ranking_lines(results)])
     return table

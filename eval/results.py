@@ -127,13 +127,7 @@ def kind_of(plan: str) -> str:
 
 
 def totals(results: Sequence[CaseResult]) -> dict[str, list[CaseResult]]:
-    """The groups, and all plans together where there are several kinds of them; of each GPU.
-
-    Of files of measured steps a group is what one of them has.
-    """
-    sources = list(dict.fromkeys(r.source for r in results))
-    if sources != [""]:
-        return {source: [r for r in results if r.source == source] for source in sources}
+    """The groups, and all plans together where there are several kinds of them; of each GPU."""
     gpus = sorted({r.gpu for r in results})
     if len(gpus) > 1:
         each = {gpu: totals([r for r in results if r.gpu == gpu]) for gpu in gpus}
@@ -144,12 +138,15 @@ def totals(results: Sequence[CaseResult]) -> dict[str, list[CaseResult]]:
     return {**groups, **({"all plans": plans} if more else {})}
 
 
-def over_sources(results: Sequence[CaseResult]) -> str:
-    """The mean over sources of their mean errors, biases and coverage; empty for one source."""
-    groups = list(totals(results).values()) if any(r.source for r in results) else []
-    if len(groups) < 2:
-        return ""
-    table = pd.DataFrame([summary(group) for group in groups])
+def by_source(results: Sequence[CaseResult]) -> dict[str, list[CaseResult]]:
+    """Results by the file of measured steps that has them."""
+    sources = dict.fromkeys(r.source for r in results)
+    return {source: [r for r in results if r.source == source] for source in sources}
+
+
+def over_sources(groups: Mapping[str, Sequence[CaseResult]]) -> str:
+    """The mean over sources of their mean errors, biases and coverage."""
+    table = pd.DataFrame([summary(group) for group in groups.values()])
     error, bias, covered = table[["mape_pct", "bias_pct", COVERAGE]].mean()
     return (
         f"mean over {len(groups)} sources: error {error:.1f} %, bias {bias:+.1f}; "

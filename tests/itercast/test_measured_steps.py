@@ -10,7 +10,8 @@ import yaml
 
 from itercast.anchors import measured_steps
 from itercast.commands.shared import compared
-from itercast.eval.results import over_sources, totals
+from itercast.eval.compare import results_table
+from itercast.eval.results import by_source, over_sources
 from itercast.options import Question
 
 LARGE_RUNS = Path(__file__).resolve().parents[2] / "datasets/large_runs"
@@ -42,9 +43,11 @@ def test_a_folder_of_steps_is_summed_up_by_file(tmp_path: Path) -> None:
     written(tmp_path / "a.yaml", {"step_ms": right_ms})
     written(tmp_path / "b.yaml", *[{"step_ms": right_ms / 2}] * 3)
     _, results = compared(tmp_path, None, None)
-    assert {name: len(group) for name, group in totals(results).items()} == {"a": 1, "b": 3}
-    assert over_sources(results).startswith("mean over 2 sources: error 50.0 %, bias +50.0")
-    assert over_sources(results[:1]) == ""
+    groups = by_source(results)
+    assert {name: len(group) for name, group in groups.items()} == {"a": 1, "b": 3}
+    assert over_sources(groups).startswith("mean over 2 sources: error 50.0 %, bias +50.0")
+    assert over_sources(groups) in (results_table(results).caption or "")
+    assert "sources" not in (results_table(results[1:]).caption or "")
 
 
 def test_a_dataset_root_is_one_with_hardware_files_beside_its_rows(tmp_path: Path) -> None:
