@@ -123,6 +123,16 @@ def test_fused_queries_and_keys_of_one_sample_are_cut(batch: int) -> None:
     assert [2 * own.nbytes for own in part.parameters] == [p.nbytes for p in step.parameters]
 
 
+@pytest.mark.parametrize("attn", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["gpt-s", "llama-s", "bert-s", "vit-m", "moe-s"])
+def test_what_a_rank_holds_does_not_depend_on_the_batch(name: str, attn: str) -> None:
+    one, two = (
+        tensor_parallel(capture(name, batch=n, attn=attn), ParallelPlan(tp=2)).parameters
+        for n in (1, 2)
+    )
+    assert [p.shape for p in one] == [p.shape for p in two]
+
+
 class Block(nn.Module):
     """A pair of linear layers with an adapter each."""
 
