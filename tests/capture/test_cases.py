@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import math
 import subprocess
 import sys
@@ -149,9 +150,11 @@ def test_no_other_work_is_between_short_steps() -> None:
         anchors.append(5.0)
         return {"anchor_us": 5.0, "serial_us": 1.0}
 
+    begin_s = time.monotonic()
     row = measure_iteration(case("mlp-s"), asked, "cpu", anchor=anchor)
+    whole_s = time.monotonic() - begin_s  # a busy machine stops between steps
     assert row["samples"] >= 20 and row["anchor_us"] == pytest.approx(5.0)
-    assert 1 <= len(anchors) <= 1 + row["samples"] * row["time_us"] / 1e5
+    assert 1 <= len(anchors) <= min(row["samples"] / 2, 1 + whole_s / 0.25)
 
 
 def test_a_cross_layer_by_hand() -> None:
