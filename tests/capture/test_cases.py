@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 import math
 import subprocess
 import sys
+import time
 from itertools import pairwise
 from typing import Any
 
