@@ -22,7 +22,7 @@ ROOMS = {  # "." are the package's own files; each may import those before it
         ("eval", "tracking . errors report"),
         ("itercast", ". commands"),
         ("extras", ". lookups calibration campaign measured_plans benchmarks clusters drift explore"
-                   " fleet graphs input kinds nccl published recommenders rl schedulers ui"),
+                   " fleet graphs images input kinds nccl published recommenders rl schedulers ui"),
     )
 }  # fmt: skip
 FILES_IN_A_ROOM = 14

@@ -1,1 +1,1 @@
-"""Op families bound by memory: pointwise ops, norms, reductions, pooling, random numbers."""
+"""Op families bound by memory: pointwise ops, norms, reductions, random numbers."""

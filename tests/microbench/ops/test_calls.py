@@ -16,11 +16,12 @@ from torch import nn
 from torch.nn import functional
 
 from itercast.capture.opcall import OpCall
+from itercast.extras.images import pooling
 from itercast.microbench.ops import find_family
 from itercast.microbench.ops.lookup.index_calls import IndexOp
 from itercast.microbench.ops.matrix import attention, conv, recurrent
 from itercast.microbench.ops.matrix.gemm import GROUPED, Gemm, build, flops, from_grouped, sweep
-from itercast.microbench.ops.memory import norm, pooling, reduction
+from itercast.microbench.ops.memory import norm, reduction
 from itercast.microbench.ops.memory.elementwise import Elementwise
 from itercast.microbench.ops.memory.random import RandomOp
 from itercast.microbench.ops.step.optimizer import OptimizerOp, bytes_moved

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from itercast.extras.graphs.sparse import Sparse
+from itercast.extras.images.pooling import Pooling
 from itercast.extras.lookups.embedding_bag import EmbeddingBag
 from itercast.extras.published.experts import Experts
 from itercast.extras.recommenders.sparse_update import SparseUpdate
@@ -22,7 +23,6 @@ from itercast.microbench.ops.matrix.gemm import Gemm
 from itercast.microbench.ops.matrix.recurrent import Recurrent
 from itercast.microbench.ops.memory.elementwise import Elementwise
 from itercast.microbench.ops.memory.norm import Norm
-from itercast.microbench.ops.memory.pooling import Pooling
 from itercast.microbench.ops.memory.random import RandomOp
 from itercast.microbench.ops.memory.reduction import Reduction
 from itercast.microbench.ops.step.optimizer import OptimizerOp

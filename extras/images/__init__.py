@@ -1,0 +1,1 @@
+"""Ops on images that convolutional networks have beside convolutions: pooling, resampling."""
