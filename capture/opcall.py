@@ -260,7 +260,8 @@ class StepCapture:
     the number of the captured layer that stands for each. ``engine`` is how the calls are launched:
     eager, graph, compile or compile+graph; ``optimizer`` is one of ``STATE_COPIES``.
     ``inputs``: the tensors of the batch that the step is given, dense ones. ``lengths``: of its
-    sequences, where they are unlike (``itercast.compose.lengths.Lengths.facts``). ``networks``:
+    sequences, where they are unlike (``itercast.extras.lengths.sequences.Lengths.facts``).
+    ``networks``:
     recurrent networks, forward and backward in turn, that a GPU runs as one call each: arguments of
     ``itercast.microbench.ops.matrix.recurrent.CALL``. ``synchronised``: the host waits for the
     device at the end of each step, as where steps are timed one by one; else steps follow each

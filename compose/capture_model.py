@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from itercast.capture.base.cache_folder import cache_folder, digest_of_code, installed
+from itercast.capture.base.extensions import function_of
 from itercast.capture.cases.external.adapters import Adapters
 from itercast.capture.cases.external.huggingface import hf_case
 from itercast.capture.cases.registry import EvalCase, case
@@ -22,7 +23,6 @@ from itercast.capture.programs.trained.facts import Trained
 from itercast.capture.step import ALLOWED, StepSettings
 from itercast.compose.graph.layers import split_layers
 from itercast.compose.graph.quantised_weights import with_quantised_weights
-from itercast.compose.lengths import Lengths, lengths_of, with_lengths
 from itercast.compose.parallel.narrow import with_narrow_products
 from itercast.compose.parallel.positions import check_positions
 from itercast.compose.target import Target, step_dtype
@@ -250,28 +250,11 @@ def capture_micro_batch(
     """Capture one micro-batch of a rank, with unlike ``lengths`` if they are stated."""
     plan = target.plan
     size = micro_size(model, plan, options.pop("batch", None), options.pop("seq", None))
-    unlike = _unlike_lengths(size, plan, lengths, packed)
+    rewrite: Callable[[StepCapture], StepCapture] | None = None
+    if lengths or packed:
+        size["seq"], rewrite = function_of("lengths", "stated")(lengths, plan, packed, **size)
     amp = options.pop("amp", plan.autocast)
     dtype = step_dtype(options.pop("dtype", None), amp or plan.amp, [target.gpu])
     step = capture(model, **size, amp=amp, dtype=dtype, **options)
     check_positions(step, plan.cp)
-    return with_lengths(step, unlike, packed=packed) if unlike else step
-
-
-def _unlike_lengths(size: Row, plan: ParallelPlan, spec: str, packed: bool) -> Lengths | None:
-    """The lengths of a micro-batch's sequences; ``size`` gets the length to capture it at."""
-    if not spec:
-        if packed:
-            raise ValueError("packed sequences need --lengths: how long they are")
-        return None
-    rows, context = size["batch"], size["seq"]
-    if not (rows and context):
-        lacks = (
-            "a batch (--batch)" if not rows else "a model of sequences, and their length (--seq)"
-        )
-        raise ValueError(f"lengths {spec!r} need {lacks}")
-    if plan.cp > 1:
-        raise ValueError(f"plan {str(plan)!r}: cp cuts sequences of one length: no lengths")
-    sequence_lengths = lengths_of(spec, plan, rows=rows, context=context, packed=packed)
-    size["seq"] = max(1, round(sequence_lengths.row_tokens))
-    return sequence_lengths
+    return rewrite(step) if rewrite else step

@@ -10,7 +10,6 @@ from typing import Any
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.graph.identity_cache import Once
 from itercast.compose.machines.factors import NAMES
 from itercast.compose.machines.state import DEVIATES
 from itercast.compose.machines.typical import typical
@@ -23,8 +22,6 @@ from itercast.compose.pricing.priced_op import UNMODELLED
 from itercast.compose.simulate.breakdown import Outcome
 from itercast.compose.simulate.iteration import evaluate
 from itercast.compose.simulate.rank import Rank
-from itercast.compose.trace.events import Trace
-from itercast.compose.trace.plan import plan_trace
 from itercast.microbench.hardware.node import Node
 from itercast.microbench.hardware.stack import USUAL
 from itercast.microbench.ops import families
@@ -63,7 +60,7 @@ class Forecast:
     at their power limit, an upper bound; 0 where the limit is not stated. ``stack``: the software
     that is forecast. ``network``: the node, links and network that messages are priced by; empty
     for one rank and on a CPU. ``lengths``: of sequences that are unlike
-    (``itercast.compose.lengths.Lengths``); tokens are then those that are no
+    (``itercast.extras.lengths.sequences.Lengths``); tokens are then those that are no
     padding. ``cluster``: on unlike GPUs (``itercast.extras.clusters``) what each group has, and
     the time with equal shares, 0 where there are none. ``notes``: what to know of how the step was
     forecast (``itercast.compose.notes``).
@@ -158,23 +155,6 @@ def forecast(
     )
     remarks = (*notes(step, plan, book.stack), *without_effect(plan, rank.where))
     return replace(numbers, lengths=lengths, notes=remarks)
-
-
-def trace(
-    step: StepCapture, plan: ParallelPlan, book: PriceBook, node: Node | None = None
-) -> Trace:
-    """The trace of the step that ``forecast`` reports, op by op."""
-    return plan_trace(shown_rank(step, plan, book, node), step.optimizer)
-
-
-def shown_rank(
-    step: StepCapture, plan: ParallelPlan, book: PriceBook, node: Node | None = None
-) -> Rank:
-    """The rank that ``forecast`` simulates, with a task for every op."""
-    rank = rank_of(step, plan, book, cluster(plan, book.gpu, node))
-    layers = tuple(replace(x, shown=True) for x in rank.model.layers)
-    model = replace(rank.model, layers=layers, once=Once())
-    return replace(rank, model=model, layers=model.each_layer)
 
 
 def rank_of(step: StepCapture, plan: ParallelPlan, book: PriceBook, where: Cluster) -> Rank:

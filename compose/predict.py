@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from itercast.capture.base.extensions import with_added
+from itercast.capture.base.extensions import function_of
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture_micro_batch, model_name
@@ -45,9 +45,9 @@ def prepare(
     ``stack`` the software with its release; the usual ones where they are empty. ``indices`` says
     how embedding bags look rows up: uniform, zipf:EXPONENT, or a file of real lookups
     (``itercast.extras.recommenders.tables.index_streams``). ``lengths`` says how long sequences
-    are, up to ``seq``: a file or a distribution (``itercast.compose.lengths``); they are padded to
-    the longest of a micro-batch, or ``packed`` into rows of ``seq`` tokens. ``machine``: what
-    measured steps told of the machine; a typical one where it is None.
+    are, up to ``seq``: a file or a distribution (``itercast.extras.lengths.sequences``); they
+    are padded to the longest of a micro-batch, or ``packed`` into rows of ``seq`` tokens.
+    ``machine``: what measured steps told of the machine; a typical one where it is None.
 
     ``model`` is anything ``capture`` takes, with its ``options``, or a captured step. ``batch`` and
     ``seq`` are a replica's; a captured step and a module's inputs are one micro-batch of it. Under
@@ -69,10 +69,7 @@ def prepare(
 
 def looking_up(step: StepCapture, indices: str) -> StepCapture:
     """The step whose embedding bags look rows up as a text says; unchanged where it is empty."""
-    known = dict[str, Callable[[StepCapture, str], StepCapture]]()
-    if not indices:
-        return step
-    return with_added("index_streams", known, Callable)["stated"](step, indices)
+    return function_of("index_streams", "stated")(step, indices) if indices else step
 
 
 def _check_captured(step: StepCapture, plan: ParallelPlan, more: object) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.forecast import Forecast, forecast, trace
+from itercast.compose.forecast import Forecast, forecast
 from itercast.compose.machines.factors import NONE, Factors
 from itercast.compose.machines.file import KnownMachine
 from itercast.compose.machines.state import Machine
@@ -16,7 +16,6 @@ from itercast.compose.machines.typical import typical
 from itercast.compose.parallel.placement import cluster
 from itercast.compose.pricing.layer_prices import PricedModel, price_model
 from itercast.compose.pricing.price_book import PriceBook, price_book
-from itercast.compose.trace.events import Trace
 from itercast.learners.bundle import Bundle
 from itercast.learners.known_bundles import find_bundle, find_gpu
 from itercast.microbench.hardware.host import REFERENCE, USUAL, HostMachine, load_host
@@ -151,11 +150,6 @@ def find_target(
 def forecast_step(step: StepCapture, target: Target) -> Forecast:
     """Forecast an iteration from a captured step, whose batch is one micro-batch of the plan."""
     return forecast(step, target.plan, target.book, target.node, target.bundle_name)
-
-
-def trace_of(step: StepCapture, target: Target) -> Trace:
-    """The trace of an iteration of a captured step: all ranks, stages and micro-batches."""
-    return trace(step, target.plan, target.book, target.node)
 
 
 def checkpoint_policy(step: StepCapture, target: Target) -> list[Row]:

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from itercast.capture.base.durations import seconds
-from itercast.capture.base.extensions import with_added
+from itercast.capture.base.extensions import function_of, with_added
 from itercast.commands.explain import explain
 from itercast.commands.import_rows import import_rows
 from itercast.commands.plan import plan
@@ -134,7 +134,7 @@ def train(
     where, at_once = data or ["datasets"], os.cpu_count() or 1 if address else 1
     more: dict[str, object] = {"memory": memory_bytes(memory, at_once), "storage": storage}
     if address:
-        more["fit_all"] = with_added("trainers", {}, Callable)["ray"](address, where)
+        more["fit_all"] = function_of("trainers", "ray")(address, where)
     roots = list(map(fetched, where))
     report = fit(roots, folder, family, trials, into is not None, **more)
     if as_json:

@@ -17,12 +17,14 @@ ROOMS = {  # "." are the package's own files; each may import those before it
         ("capture", "base . recorder input programs cases"),
         ("microbench", "hardware . ops timing processes importers sweep iterations"),
         ("learners", "features models transfer ."),
-        ("compose", "graph machines parallel pricing simulate trace . plan_search programs"
+        ("compose", "graph machines parallel pricing simulate . plan_search programs"
                     " explain"),
         ("eval", "tracking . errors report"),
         ("itercast", ". commands"),
-        ("extras", ". lookups calibration campaign measured_plans benchmarks clusters drift explore"
-                   " fleet graphs images input kinds nccl published recommenders rl schedulers ui"),
+        ("extras", ". lengths lookups trace calibration campaign measured_plans benchmarks"
+                   " clusters"
+                   " drift explore fleet graphs images input kinds nccl published recommenders rl"
+                   " schedulers ui"),
     )
 }  # fmt: skip
 FILES_IN_A_ROOM = 14

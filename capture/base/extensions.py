@@ -20,6 +20,10 @@ The name of an entry point is the name of what it adds. Its group says what that
   (``itercast.extras.measured_plans.steps.make_plan_step``).
 - ``itercast.plan_pages``: ``html``, which writes what `itercast plan --report` shows of a search
   (``itercast.extras.explore.plan_page.write_page``).
+- ``itercast.lengths``: ``stated``, which rewrites a step whose sequences have unlike lengths
+  (``itercast.extras.lengths.sequences.unlike_lengths``).
+- ``itercast.traces``: ``step`` and ``program``, which make the timelines that ``--trace`` writes
+  (``itercast.extras.trace.forecasts`` has both).
 - ``itercast.plan_keys``: a ``PlanKey`` of ``itercast.capture.plan_keys``.
 - ``itercast.gpus``, ``itercast.nodes``, ``itercast.stacks``: the ``Path`` of a YAML file.
 """
@@ -27,7 +31,7 @@ The name of an entry point is the name of what it adds. Its group says what that
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.metadata import Distribution, EntryPoint, entry_points
 from pathlib import Path
@@ -54,6 +58,14 @@ def with_added(group: str, own: Mapping[str, T], kind: Any = Path) -> dict[str, 
             raise ValueError(f"{where}: {name!r} is a name that itercast has; take another")
         found[name] = value
     return found
+
+
+def function_of(group: str, name: str) -> Callable[..., Any]:
+    """The function that a package adds to ``itercast.GROUP``; ValueError where none does."""
+    added: dict[str, Callable[..., Any]] = with_added(group, {}, Callable)
+    if name not in added:
+        raise ValueError(f"no installed package adds {name!r} to itercast.{group}")
+    return added[name]
 
 
 @cache

@@ -25,7 +25,7 @@ from itercast.capture.base.assumptions import assumed
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan, micro_batch
 from itercast.capture.plan_keys import GREEDY
-from itercast.compose.forecast import Forecast, forecast, rank_of, trace
+from itercast.compose.forecast import Forecast, forecast, rank_of
 from itercast.compose.graph.layers import split_layers
 from itercast.compose.graph.product_roles import alias_weight_casts
 from itercast.compose.parallel.captured_tables import captured_tables
@@ -43,7 +43,6 @@ from itercast.compose.simulate.iteration import quick_us
 from itercast.compose.simulate.memory_plan import memory
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.simulate.stages import chunks_of
-from itercast.compose.trace.events import Trace
 from itercast.microbench.hardware.node import Node
 
 OBJECTIVES = ("time", "cost", "memory")
@@ -211,10 +210,6 @@ class Search:
     def simulated(self, rank: Rank) -> Scored:
         """The rank with its plan's simulated iteration time, and its memory."""
         return self.scored(rank, quick_us(rank, self.optimizer))
-
-    def trace(self, plan: ParallelPlan) -> Trace:
-        """The trace of a plan's iteration."""
-        return trace(self.captures.at(self.size(plan)), plan, self.book, self.node)
 
     def report(self, plan: ParallelPlan, bundle_name: str) -> Forecast:
         """The whole forecast of a plan."""

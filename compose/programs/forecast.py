@@ -27,12 +27,11 @@ from itercast.compose.simulate.breakdown import (
     shares,
 )
 from itercast.compose.target import Target
-from itercast.compose.trace.events import Trace, program_trace
 
 
 def forecast_program(program: ProgramCapture, target: Target) -> Forecast:
     """The forecast of one step in a steady state: the second of two that follow each other."""
-    ranks, book, cores_frac = _priced(program, target)
+    ranks, book, cores_frac = priced_program(program, target)
     runs, iteration_us = simulate_program(ranks, book.contention, cores_frac)
     slowest = max(ranks, key=lambda r: covered_us(lane_spans(runs[r])["compute"]))
     both, tally = shares(runs[slowest]), _tally(ranks[slowest], book)  # of two steps, of one
@@ -41,7 +40,7 @@ def forecast_program(program: ProgramCapture, target: Target) -> Forecast:
         Shares(iteration_us, both.compute_us / 2, both.exposed_us / 2, comm_us),
         tally,
         runs[slowest],
-        memory={"tensors": max(_peak_bytes(program, ranks).values())},
+        memory={"tensors": max(peak_bytes(program, ranks).values())},
         matmul_s=fmean(rank.matmul_s for rank in ranks.values()),
         host_gap_us=inf if len(program.ranks) == 1 else 0.0,  # else it may wait for other ranks
     )
@@ -63,15 +62,7 @@ def forecast_program(program: ProgramCapture, target: Target) -> Forecast:
     return replace(found, host_held_us=held_us, notes=(batch.note,) if batch.note else ())
 
 
-def trace_of_program(program: ProgramCapture, target: Target) -> Trace:
-    """The trace of the ops and messages of two steps of all captured ranks."""
-    ranks, book, cores_frac = _priced(program, target)
-    contention = book.contention
-    runs, _ = simulate_program(ranks, contention, cores_frac, each_op=True)
-    return program_trace(runs, _peak_bytes(program, ranks))
-
-
-def _peak_bytes(program: ProgramCapture, ranks: Mapping[int, PricedRank]) -> dict[int, int]:
+def peak_bytes(program: ProgramCapture, ranks: Mapping[int, PricedRank]) -> dict[int, int]:
     """The peak memory of each captured rank, compiled where the program compiles."""
     return {rank: n + ranks[rank].more_bytes for rank, n in program.peak_bytes.items()}
 
@@ -83,7 +74,7 @@ def _per_node(program: ProgramCapture, target: Target) -> int:
     return gpus_per_domain(target.gpu, target.node)
 
 
-def _priced(
+def priced_program(
     program: ProgramCapture, target: Target
 ) -> tuple[dict[int, PricedRank], PriceBook, float]:
     """The captured ranks with prices, and the share of a CPU's cores that one of them takes."""

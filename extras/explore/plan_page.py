@@ -7,6 +7,7 @@ from pathlib import Path
 from textwrap import wrap
 
 from itercast.capture.base.files import write_atomic
+from itercast.capture.plan import ParallelPlan
 from itercast.compose.forecast import Forecast
 from itercast.compose.parallel.device_memory import FITS, MISFITS, room_bytes, verdict
 from itercast.compose.plan_search.candidates import Search
@@ -15,6 +16,8 @@ from itercast.eval.report import charts
 from itercast.eval.report.blocks import Section, Table, Tile, number
 from itercast.eval.report.charts import Chart, Figure, Trace
 from itercast.eval.report.page import render
+from itercast.extras.trace.forecasts import shown_rank
+from itercast.extras.trace.plan import plan_trace
 from itercast.microbench.store import Facts
 
 Tried = tuple[str, float, int, str]  # plan, time in us, bytes of memory, ``verdict`` on them
@@ -39,7 +42,7 @@ def write_page(
             known[str(scored.plan)] = search.report(scored.plan, facts["bundle"])
     best = found.best[0].plan
     simple = found.simplest.plan if found.simplest else best
-    held = {str(plan): search.trace(plan).held() for plan in dict.fromkeys((best, simple))}
+    held = {str(plan): memory_held(search, plan) for plan in dict.fromkeys((best, simple))}
     told = [verdict(s.memory_bytes, room_bytes(gpu, s.plan)) for s in found.tried]
     tried = [
         (str(s.plan), s.iteration_us, s.memory_bytes, memory)
@@ -47,6 +50,13 @@ def write_page(
     ]
     text = plan_page(facts, tried, known, [str(s.plan) for s in found.best], str(simple), held)
     write_atomic(path, text.encode())
+
+
+def memory_held(search: Search, plan: ParallelPlan) -> Held:
+    """The memory of each rank over an iteration under a plan."""
+    step = search.captures.at(search.size(plan))
+    rank = shown_rank(step, plan, search.book, search.node)
+    return plan_trace(rank, step.optimizer).held()
 
 
 def plan_page(

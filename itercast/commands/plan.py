@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from rich import box
 from rich.table import Table
 
 from itercast.capture.base.durations import counted
-from itercast.capture.base.extensions import with_added
+from itercast.capture.base.extensions import function_of
 from itercast.capture.base.slow_imports import without_scikit_learn
 from itercast.capture.plan import ParallelPlan
 from itercast.commands.script_case import AsModule, found_lines, searched
@@ -180,10 +180,9 @@ def _on_cluster(
     if not alone:
         told = "--gpu, --gpus, --node, --lengths, --packed, --local or --objective"
         raise ValueError(f"--cluster goes without {told}")
-    from itercast.commands.shared import on_unlike_gpus
 
     with prints_aside(), without_scikit_learn():
-        found, settled, counts = on_unlike_gpus("plan")(question, path, asked)
+        found, settled, counts = function_of("unlike_gpus", "plan")(question, path, asked)
     line = _command(question, {"cluster": path, **settled})
     facts = {"case": question.name, "gpu": path.stem, "objective": "time", "unusual": []}
     facts |= {**settled, **counts, "command": line}
@@ -285,8 +284,7 @@ def run_search(
     told |= {"stopped": True} if found.stopped else {}
     told |= {"simplest": str(found.simplest.plan) if found.simplest else ""}
     if page is not None:
-        pages = with_added("plan_pages", dict[str, Callable[..., None]](), Callable)
-        pages["html"](page, search, found, facts, reports)
+        function_of("plan_pages", "html")(page, search, found, facts, reports)
         typer.echo(f"page of the search: {page}", err=True)
     return told, reports
 

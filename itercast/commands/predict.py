@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from itercast.capture.base.extensions import function_of
 from itercast.capture.base.garbage import without_garbage_collection
 from itercast.eval.tables import output, print_tables
 from itercast.options import Cluster, Json, Prices, Question, Trace, asks, prints_aside
@@ -65,7 +66,7 @@ def predict(
         return
     step, target = question.prepared(whole=trace is not None)  # a timeline shows every op
     from itercast.commands.shared import write_trace
-    from itercast.compose.target import forecast_step, trace_of
+    from itercast.compose.target import forecast_step
 
     found = forecast_step(step, target)
     if target.plan.dp > 1 and "cut" not in target.plan.stated:
@@ -75,7 +76,7 @@ def predict(
     if strict and found.unmodelled_frac > 0:
         raise typer.Exit(_not_modelled(found, step, target))
     if trace is not None:
-        write_trace(trace, trace_of(step, target))
+        write_trace(trace, "step", step, target)
     if policy is not None:
         _write_policy(policy, step, target)
     noisy = _spread_of(found, target) if spread else None
@@ -111,10 +112,8 @@ def _on_cluster(question: Question, cluster: Path, *, alone: bool) -> tuple[Fore
         options = "--gpu, --lengths, --packed, --machine, --anchor, --strict, --trace, --input, "
         options += "--policy or --spread"
         raise ValueError(f"--cluster goes without {options}")
-    from itercast.commands.shared import on_unlike_gpus
-
     with prints_aside():
-        answer: tuple[Forecast, Row] = on_unlike_gpus("predict")(question, cluster)
+        answer: tuple[Forecast, Row] = function_of("unlike_gpus", "predict")(question, cluster)
     return answer
 
 

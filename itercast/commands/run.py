@@ -157,7 +157,7 @@ def _forecasts(orders: Sequence[ScriptOrder], trace: Path | None) -> list[Foreca
 
 def _forecast(order: ScriptOrder, captured: CapturedScript, trace: Path | None) -> Forecasted:
     """Forecast a captured script with its input."""
-    from itercast.compose.programs.forecast import forecast_program, trace_of_program
+    from itercast.compose.programs.forecast import forecast_program
 
     target = order.target
     program, lane = captured.program, captured.lane
@@ -173,7 +173,7 @@ def _forecast(order: ScriptOrder, captured: CapturedScript, trace: Path | None) 
     if trace is not None:
         from itercast.commands.shared import write_trace
 
-        write_trace(trace, trace_of_program(program, target))
+        write_trace(trace, "program", program, target)
     return Forecasted(
         found=found,
         step_us=step_us,

@@ -131,7 +131,7 @@ def print_under_plan(order: ScriptOrder, text: str, trace: Path | None, as_json:
     The plan is of as many GPUs as the script is asked for, where that is more than one.
     """
     from itercast.commands.shared import add_parts, forecast_table, write_trace
-    from itercast.compose.target import forecast_step, trace_of
+    from itercast.compose.target import forecast_step
 
     plan = ParallelPlan.parse(text)
     if order.world_size not in (1, plan.world_size):
@@ -142,7 +142,7 @@ def print_under_plan(order: ScriptOrder, text: str, trace: Path | None, as_json:
         step, target = case.prepared(plan, plan.world_size)
         found, facts = forecast_step(step, target), case.facts()
     if trace is not None:
-        write_trace(trace, trace_of(step, target))
+        write_trace(trace, "step", step, target)
     if as_json:
         told = {
             "script": {"arguments": list(order.arguments), **facts},

@@ -16,7 +16,7 @@ import typer
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
-from itercast.capture.base.extensions import with_added
+from itercast.capture.base.extensions import function_of
 from itercast.errors import when_stopped
 from itercast.eval.progress import progress_bar
 from itercast.microbench.hardware.machine import cpu_name
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from itercast.compose.explain.assumptions import AssumedPart
     from itercast.compose.forecast import Forecast
     from itercast.compose.spread import Spread
-    from itercast.compose.trace.events import Trace
     from itercast.eval.results import CaseResult
     from itercast.microbench.store import Facts, Row
 
@@ -210,10 +209,11 @@ def say_logged() -> None:
     typer.echo(f"logged to MLflow at {tracking_uri()}; `itercast ui` shows it", err=True)
 
 
-def write_trace(path: Path, trace: Trace) -> None:
-    """Write a Chrome trace, compressed where the file's name ends in .gz."""
+def write_trace(path: Path, what: str, *forecast: object) -> None:
+    """Write the timeline of a step or program, compressed where the file's name ends in .gz."""
     from itercast.capture.base.files import write_atomic
 
+    trace = function_of("traces", what)(*forecast)
     text = json.dumps(trace.to_json(), separators=(",", ":")).encode()
     write_atomic(path, gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
 
@@ -325,14 +325,6 @@ def spread_line(spread: Spread) -> str:
         for us in (spread.median_us, spread.p10_us, spread.p90_us, spread.mean_us)
     )
     return f"median {median} ms, 80 % of steps {low} to {high}, mean {mean}"
-
-
-def on_unlike_gpus(command: str) -> Callable[..., Any]:
-    """What answers ``--cluster`` of a command, ``predict`` or ``plan``, by its entry point."""
-    added: dict[str, Callable[..., Any]] = with_added("unlike_gpus", {}, Callable)
-    if command not in added:
-        raise ValueError("no installed package forecasts steps on unlike GPUs: --cluster")
-    return added[command]
 
 
 def cluster_line(facts: Facts) -> str:

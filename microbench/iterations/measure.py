@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from itercast.capture.base.extensions import with_added
+from itercast.capture.base.extensions import function_of
 from itercast.capture.base.slow_imports import torch
 from itercast.capture.cases.registry import EvalCase
 from itercast.capture.step import BACK_TO_BACK, SYNCHRONISED, TIMINGS, StepSettings, make_step
@@ -127,8 +127,8 @@ def _prepare(
 
     if iteration.plan:
         sizes, settings = (iteration.batch, iteration.seq), iteration.settings()
-        makers = with_added("plan_steps", dict[str, Callable[..., PlanStep]](), Callable)
-        step = makers["torch"](case, iteration.plan, *sizes, settings, device, on_phase)
+        make = function_of("plan_steps", "torch")
+        step: PlanStep = make(case, iteration.plan, *sizes, settings, device, on_phase)
     else:
         step = PlanStep(run=_one_process(case, iteration, device, on_phase))
     if iteration.timing == BACK_TO_BACK:

@@ -21,9 +21,10 @@ from itercast.capture.programs.trained.finder import Finder
 from itercast.capture.programs.trained.serve import TrainedModel
 from itercast.capture.step import StepSettings
 from itercast.compose.graph.launch_modes import with_engine
-from itercast.compose.programs.forecast import forecast_program, trace_of_program
+from itercast.compose.programs.forecast import forecast_program
 from itercast.compose.programs.script_model import engine_of
 from itercast.compose.target import Target, find_target, forecast_step
+from itercast.extras.trace.forecasts import trace_program
 from itercast.learners.bundle import Bundle
 from itercast.microbench.hardware.spec import load_gpu
 
@@ -262,7 +263,7 @@ def test_a_plan_of_a_compiled_model_is_the_compiled_script(
     assert planned.memory_bytes == pytest.approx(run.memory_bytes, rel=0.001)
     assert planned.iteration_us == pytest.approx(run.iteration_us, rel=0.05)
     assert (run.memory_bytes < program.peak_bytes[0]) == (engine == "compile")
-    assert trace_of_program(program, target).counted == [(0, 0.0, run.memory_bytes)]
+    assert trace_program(program, target).counted == [(0, 0.0, run.memory_bytes)]
 
 
 PHASES = ("forward", "backward", "optimizer")

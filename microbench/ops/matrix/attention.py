@@ -166,7 +166,7 @@ def from_call(call: OpCall) -> Attention | None:
 
     q, k and v are (batch..., heads, length, head_dim), or (batch, length, head_dim) of one head;
     None for fewer axes. The keyword ``sequences`` states others of unlike length
-    (``itercast.compose.lengths``).
+    (``itercast.extras.lengths.sequences``).
     """
     backward = call.op.endswith("backward")
     q, k = call.args[1:3] if backward else call.args[:2]

@@ -13,12 +13,13 @@ from unseen_ops import GPU, MODELS, learned
 
 from itercast.capture.opcall import OpCall, ParamSpec, StepCapture
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.forecast import forecast, shown_rank
+from itercast.compose.forecast import forecast
 from itercast.compose.graph.launch_modes import with_engine
 from itercast.compose.pricing.host import host_cost, launch_costs
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import priceable
 from itercast.compose.simulate.replicas import micro_batches
+from itercast.extras.trace.forecasts import shown_rank
 from itercast.learners.features.host_calls import KERNEL_SHARE, HostCall
 from itercast.microbench.hardware.host import EVENT_US, HostMachine
 from itercast.microbench.ops.step.host import EVENTS

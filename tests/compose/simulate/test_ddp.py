@@ -13,7 +13,7 @@ from plan_case import Fixed, tensor
 
 from itercast.capture.opcall import OpCall, ParamSpec, StepCapture
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.forecast import forecast, shown_rank
+from itercast.compose.forecast import forecast
 from itercast.compose.parallel.placement import cluster
 from itercast.compose.pricing.collectives import Message, price_messages
 from itercast.compose.pricing.price_book import PriceBook
@@ -21,6 +21,7 @@ from itercast.compose.simulate.cyclic import EMPTY_BYTES
 from itercast.compose.simulate.data_parallel import fill_buckets
 from itercast.compose.simulate.replicas import micro_batches
 from itercast.compose.simulate.timeline import Span, Task, simulate
+from itercast.extras.trace.forecasts import shown_rank
 from itercast.microbench.hardware.node import load_node
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 

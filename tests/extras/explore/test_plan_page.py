@@ -12,7 +12,7 @@ from plan_case import search_of
 
 from itercast.compose.parallel.device_memory import FITS, MISFITS
 from itercast.compose.plan_search.search import best_plans
-from itercast.extras.explore.plan_page import plan_page
+from itercast.extras.explore.plan_page import memory_held, plan_page
 
 CLOSE = "too close: 76 to 84 of 80 GB"
 
@@ -28,7 +28,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tried = [(str(s.plan), s.iteration_us, s.memory_bytes, FITS) for s in found.tried]
     close, large = (("dp=4,micro=9", 2e5, 80, CLOSE), ("dp=4,micro=8", 1e5, 99, MISFITS))
     tried += [large, close]
-    held = {plan: search.trace(reports_plan).held() for plan, reports_plan in _plans(found).items()}
+    held = {plan: memory_held(search, reports_plan) for plan, reports_plan in _plans(found).items()}
     facts = {"case": "gpt-s", "gpu": "toy-gpu", "gpus": 4, "global_batch": 8, "seq": 64}
     facts |= {"dtype": "fp32", "optimizer": "adamw"}
     path = tmp_path_factory.mktemp("page") / "plans.html"

@@ -10,7 +10,9 @@ of squared lengths.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +64,25 @@ class Lengths:
             "attention_tokens": self.squares / (self.rows * self.row_tokens),
             "imbalance": self.imbalance,
         }
+
+
+def unlike_lengths(
+    spec: str, plan: ParallelPlan, packed: bool, *, batch: int | None, seq: int | None
+) -> tuple[int, Callable[[StepCapture], StepCapture]]:
+    """The length to capture a micro-batch of ``batch`` samples at, and what its step becomes.
+
+    ``seq``: the context. ValueError where lengths are not stated, or mean nothing.
+    """
+    if not spec:
+        raise ValueError("packed sequences need --lengths: how long they are")
+    if not (batch and seq):
+        lacks = "a model of sequences, and their length (--seq)" if batch else "a batch (--batch)"
+        raise ValueError(f"lengths {spec!r} need {lacks}")
+    if plan.cp > 1:
+        raise ValueError(f"plan {str(plan)!r}: cp cuts sequences of one length: no lengths")
+    lengths = lengths_of(spec, plan, rows=batch, context=seq, packed=packed)
+    rewrite = partial(with_lengths, lengths=lengths, packed=packed)
+    return max(1, round(lengths.row_tokens)), rewrite
 
 
 def read_lengths(spec: str, context: int) -> np.ndarray:

@@ -12,7 +12,7 @@ from itercast.compose.simulate.rank import MESSAGES, Rank, Run
 from itercast.compose.simulate.replicas import micro_batches
 from itercast.compose.simulate.stage_rank import Pipeline, pipeline_of
 from itercast.compose.simulate.timeline import Span
-from itercast.compose.trace.events import CHUNK, MOST_EVENTS, THREADS, Part, Trace
+from itercast.extras.trace.events import CHUNK, MOST_EVENTS, THREADS, Part, Trace
 
 WORDS = {"F": "forward", "B": "backward", "W": "weight gradients", "A": "backward"}
 

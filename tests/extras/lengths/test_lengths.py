@@ -16,7 +16,7 @@ from itercast.capture.cases.registry import case
 from itercast.capture.opcall import OpCall, StepCapture, TensorSpec
 from itercast.capture.plan import ParallelPlan
 from itercast.command_line import app
-from itercast.compose.lengths import lengths_of, with_lengths
+from itercast.extras.lengths.sequences import lengths_of, with_lengths
 from itercast.learners.bundle import Bundle
 from itercast.microbench.ops.matrix.attention import flops, from_call
 

@@ -10,9 +10,11 @@ from plan_case import GPU, Flat, capture_at
 
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.forecast import Forecast, forecast, trace
+from itercast.compose.forecast import Forecast, forecast
 from itercast.compose.pricing.price_book import PriceBook
-from itercast.compose.trace import events as traces
+from itercast.extras.trace import events as traces
+from itercast.extras.trace.forecasts import shown_rank
+from itercast.extras.trace.plan import plan_trace
 
 PLANS = (
     *("", "accumulate=4", "dp=2", "dp=4,zero=3,accumulate=2", "dp=2,tp=2", "tp=2,recompute=full"),
@@ -30,7 +32,7 @@ def step() -> StepCapture:
 def traced(step: StepCapture, text: str) -> tuple[list[dict[str, Any]], Forecast]:
     """Events of a plan's trace, and its forecast."""
     plan, book = ParallelPlan.parse(text), PriceBook(Flat(), GPU, 0)
-    events: Any = trace(step, plan, book).to_json()["traceEvents"]
+    events: Any = plan_trace(shown_rank(step, plan, book), step.optimizer).to_json()["traceEvents"]
     return events, forecast(step, plan, book)
 
 
@@ -112,7 +114,7 @@ def test_messages_have_their_sizes(step: StepCapture) -> None:
 def test_many_equal_ranks_are_one_process(
     step: StepCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("itercast.compose.trace.plan.MOST_EVENTS", 10)
+    monkeypatch.setattr("itercast.extras.trace.plan.MOST_EVENTS", 10)
     events, _ = traced(step, "dp=4,pp=2,micro=4")
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {0: "rank 0, stage 0, as 3 others", 4: "rank 4, stage 1, as 3 others"}

@@ -1,1 +1,0 @@
-"""Traces of simulated iterations for Perfetto."""
