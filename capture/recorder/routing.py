@@ -293,7 +293,7 @@ class Routing(Known):
     def _spread(self, output: Argument, total: int, over: int) -> None:
         """Note counts in ``output`` that differ by at most one and add up to ``total``."""
         with _disable_current_modes():
-            values = torch.zeros(output.shape, dtype=torch.int64)
+            values = torch.zeros(output.shape, dtype=output.dtype)
             values[:over] = total // over
             values[: total % over] += 1
         self.facts[output] = Fact(values=values)

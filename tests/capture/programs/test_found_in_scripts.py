@@ -161,13 +161,20 @@ assert bad.bool().byte()[0].item() == 0
 if (~torch.isfinite(norm) | (norm < 0)).any():
     exit(4)
 """
+SHARES = """
+best = torch.randn(4, 8, device="cuda").topk(5).indices
+right = best.t().eq(torch.zeros(1, 4, dtype=torch.long, device="cuda"))
+for k in (1, 5):  # as torch's imagenet example counts what is right
+    right[:k].reshape(-1).float().sum(0, keepdim=True).mul_(100 / 4)
+torch.histc(best, 8, 0, 8).float().div_(3)
+"""
 
 
 @pytest.mark.parametrize(
     "text",
     [DEFAULT_DEVICE + STEPS, DEFAULT_TYPE + STEPS, DATASET, POOLS + TRAIN + STEPS]
-    + [TRAIN + more + STEPS for more in (SAVED, PICKLED, CHOSEN, CHECKS)],
-    ids=["device", "default type", "dataset", "pools", "saved", "pickled", "chosen", "checks"],
+    + [TRAIN + more + STEPS for more in (SAVED, PICKLED, CHOSEN, CHECKS, SHARES)],
+    ids=["device", "type", "dataset", "pools", "saved", "pickled", "chosen", "checks", "shares"],
 )
 def test_a_script_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.chdir(tmp_path)
