@@ -226,6 +226,10 @@ class ProgramLog(OpLog):
             self.calls[-1] = replace(self.calls[-1], stream=ON_CPU)
             for made in _tensors(output):
                 self.keep_on_host(made)
+        self._note_compiled()
+
+    def _note_compiled(self) -> None:
+        """Say of the last call which call of a compiled function it belongs to, if to one."""
         if number := self.compiled.number():
             compiled = 0 if number in self._eager else number
             graph = 2 * number + (self.phase == "backward") if number in self._graphed else 0
@@ -357,6 +361,7 @@ class ProgramLog(OpLog):
                 stream=own,
             )
         )
+        self._note_compiled()
         self.last_work = None
         if not call.blocking:
             point = self.record(own)

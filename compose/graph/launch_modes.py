@@ -18,6 +18,7 @@ from itercast.compose.graph.compiled.inductor import (
     is_fusible,
     without_allocations,
 )
+from itercast.compose.graph.compiled.repeats import without_repeats
 from itercast.compose.graph.compiled.torchao_casts import with_torchao_casts
 from itercast.compose.graph.cross_entropy import over_logits, stepwise_cross_entropy
 from itercast.compose.graph.lifetimes import last_uses
@@ -146,7 +147,8 @@ def as_launched(capture: StepCapture, *, gathered: bool = False) -> StepCapture:
         return fused(capture, apart=over_logits(capture))
     launched = fused(capture) if capture.engine == FUSED_GRAPH else capture
     if "compile" in capture.engine:
-        launched = inductor_kernels(with_torchao_casts(capture, weights=not gathered))
+        cast = with_torchao_casts(capture, weights=not gathered)
+        launched = inductor_kernels(without_repeats(cast))
     return _with_copied_inputs(launched) if capture.engine in GRAPHED_CALLS else launched
 
 

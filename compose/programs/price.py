@@ -19,6 +19,7 @@ from itercast.capture.programs.program import (
 )
 from itercast.compose.graph.cache_reuse import cold_fractions
 from itercast.compose.graph.compiled.inductor import inductor_kernels
+from itercast.compose.graph.compiled.repeats import without_repeats
 from itercast.compose.graph.cuda_variants import with_cuda_variants, with_whole_networks
 from itercast.compose.graph.lifetimes import lifetimes, most_bytes
 from itercast.compose.parallel.placement import Cluster, Group
@@ -66,9 +67,10 @@ def price_rank(
     on_cpu = book.gpu.kind == "cpu"
     if not on_cpu:
         check_units(step, book.gpu)
-    step = with_whole_networks(step, book.whole_cells)
+    eager = with_whole_networks(step, book.whole_cells)
+    step = without_repeats(eager, apart=uncompiled)
     beside_products = products_beside(step.calls)
-    eager, step = step, inductor_kernels(step, apart=lambda call: not call.compiled)
+    step = inductor_kernels(step, apart=uncompiled)
     step = step if on_cpu else with_cuda_variants(step, book.gpu)
     more_bytes = most_bytes(lifetimes(step)) - most_bytes(lifetimes(eager))
     step = step if on_cpu else _with_launches(step)
@@ -95,6 +97,11 @@ def price_rank(
         matmul_s=sum(asked.ops[i].matmul_s(book.gpu) for i in computed if not calls[i].recomputed),
         more_bytes=more_bytes,
     )
+
+
+def uncompiled(call: OpCall) -> bool:
+    """Whether a program launches a call itself, and no compiled function does."""
+    return not call.compiled
 
 
 def _of_host(calls: Mapping[int, OpCall], where: Cluster) -> dict[int, PricedOp]:

@@ -282,7 +282,10 @@ def _sent(program: ProgramCapture) -> dict[str, int]:
 
 def _messages(program: ProgramCapture) -> list[OpCall]:
     """The messages of the first captured rank in a step; none of groups of itself alone."""
-    calls = program.ranks[min(program.ranks)].calls
+    from itercast.compose.graph.compiled.repeats import without_repeats
+    from itercast.compose.programs.price import uncompiled
+
+    calls = without_repeats(program.ranks[min(program.ranks)], apart=uncompiled).calls
     launched = (calls[i] for i in launch_order(calls))
     return [c for c in launched if c.op == COLLECTIVE and len(c.kwargs["ranks"]) > 1]
 

@@ -8,7 +8,6 @@ A kernel goes over its elements in one order, and reads and writes each tensor o
   own, which computes its pointwise inputs again. So are the weights' gradients of a norm.
 - A reduction to few numbers, each of many, is split among blocks: what reads its result is another
   kernel, which computes its pointwise inputs again.
-- Equal ops on equal tensors are one (``itercast.compose.graph.compiled.repeats``).
 - A product with a side that is no multiple of 16 bytes may have its operands padded.
 - Backward computes pointwise results of forward again (``itercast.compose.graph.compiled.kept``).
 
@@ -31,9 +30,8 @@ from itercast.compose.graph.compiled.fused_calls import (
     size_of,
 )
 from itercast.compose.graph.compiled.fusion_order import in_fusion_order
-from itercast.compose.graph.compiled.kept import Again, with_kept_rows
+from itercast.compose.graph.compiled.kept import Again, is_backward, with_kept_rows
 from itercast.compose.graph.compiled.padded_products import is_paddable
-from itercast.compose.graph.compiled.repeats import without_repeats
 from itercast.compose.graph.rewrite import StepBuilder
 from itercast.microbench.ops import find_family
 from itercast.microbench.ops.memory.elementwise_names import ALLOCATIONS, SAME_AS
@@ -64,7 +62,7 @@ def inductor_kernels(
 
     if not any(map(fused, capture.calls)):
         return capture
-    capture, again = with_kept_rows(without_repeats(capture, fused), fused)
+    capture, again = with_kept_rows(capture, fused)
     capture = in_fusion_order(capture, fused, moved, _place)
     calls, fusible = capture.calls, list(map(fused, capture.calls))
     uses = _Uses(calls, again)
@@ -187,11 +185,11 @@ class _Uses:
         made = self.makers.get(storage, ())
         return made[0] if len(made) == 1 and storage not in self.given else None
 
-    def last_reader(self, storage: int, phase: str) -> int:
+    def last_reader(self, storage: int, call: OpCall) -> int:
         """The last call that reads a storage; backward may compute it again instead."""
         read = self.readers[storage]
-        if storage in self.again and phase != "backward":
-            read = [i for i in read if self.calls[i].phase != "backward"]
+        if storage in self.again and not is_backward(call):
+            read = [i for i in read if not is_backward(self.calls[i])]
         return max(read)
 
     def leads_to(self, i: int, size: int, last: int) -> bool:
@@ -212,8 +210,7 @@ class _Uses:
     def reads(self, i: int) -> Iterable[TensorSpec]:
         """What a call reads: in backward what it computes forward's results from."""
         for t in read_by(self.calls[i]):
-            in_backward = self.calls[i].phase == "backward"
-            yield from self.again.get(t.storage, (t,)) if in_backward else (t,)
+            yield from self.again.get(t.storage, (t,)) if is_backward(self.calls[i]) else (t,)
 
     def is_needed(self, t: TensorSpec, kernel: _Kernel) -> bool:
         """Whether a kernel writes a result: another kernel reads it, or the step ends with it."""
@@ -225,7 +222,7 @@ class _Uses:
         if max(self.makers[t.storage]) >= max(readers, default=0):
             return True
         if t.storage in self.again:
-            readers = {i for i in readers if self.calls[i].phase != "backward"}
+            readers = {i for i in readers if not is_backward(self.calls[i])}
         readers -= {i for i in readers if (i, t.storage) in kernel.spared}
         return not readers <= {*kernel.members, *kernel.again}
 
@@ -350,7 +347,7 @@ def _producers(call: OpCall, stretch: Sequence[int], uses: _Uses) -> Iterator[in
         at = uses.maker(t.storage)
         if at is None or at in found or at < stretch[0] or not _is_pointwise(uses.calls[at]):
             continue
-        if uses.last_reader(t.storage, call.phase) <= stretch[-1]:
+        if uses.last_reader(t.storage, call) <= stretch[-1]:
             found.add(at)
             todo += uses.calls[at].tensors()
     yield from sorted(found)

@@ -9,6 +9,7 @@ what lies behind the cut. It never does
 - what is fused with a result that one before it, and before a call that is not fused, reads too:
   a residual sum after its layer, which would be made of all sums before it.
 
+What a checkpoint runs again is a forward of its own, and so is kept for the rest of backward.
 A norm or softmax is a pointwise op on its input and on the numbers of each row, which are kept.
 A result counts 10 % more for each op from backward on, and twice where no kernel writes it anyway.
 Left out: chains of more than 100 pointwise ops, which torch cuts.
@@ -47,7 +48,7 @@ def with_kept_rows(capture: StepCapture, fused: Asked) -> tuple[StepCapture, Aga
     """
     made, fresh, rows = StepBuilder(capture), fresh_storages(capture), set[int]()
     for i, call in enumerate(capture.calls):
-        if call.phase in FORWARD and name_of(call) in SOFTMAX and fused(call):
+        if _is_forward(call) and name_of(call) in SOFTMAX and fused(call):
             result = call.outputs[0]
             count = result.numel // max(1, result.shape[call.args[1]])
             numbers = TensorSpec(shape=(count, 2), dtype="fp32", storage=next(fresh))
@@ -62,6 +63,15 @@ def with_kept_rows(capture: StepCapture, fused: Asked) -> tuple[StepCapture, Aga
         for c in step.calls
     )
     return replace(made.step(), calls=tuple(calls)), again
+
+
+def is_backward(call: OpCall) -> bool:
+    """Whether a call is of backward, and nothing that a checkpoint runs again."""
+    return call.phase == "backward" and not call.recomputed
+
+
+def _is_forward(call: OpCall) -> bool:
+    return call.phase in FORWARD or call.recomputed
 
 
 class _Step:
@@ -88,10 +98,10 @@ class _Step:
         self.free = self.given - {t.storage for t in capture.inputs}  # parameters, buffers
 
     def forwards(self) -> Iterable[list[int]]:
-        """The calls of each compiled function's forward."""
+        """The calls of each compiled function's forward, and those that checkpoints run again."""
         found: dict[tuple[str, int], list[int]] = {}
         for i, call in enumerate(self.calls):
-            if call.phase in FORWARD:
+            if _is_forward(call):
                 found.setdefault((call.phase, call.compiled), []).append(i)
         return [own for own in found.values() if any(self.fused[i] for i in own)]
 
@@ -177,7 +187,7 @@ class _Forward:
 
     def _is_backward(self, i: int) -> bool:
         call = self.step.calls[i]
-        return call.phase == "backward" and call.compiled == self.compiled
+        return is_backward(call) and call.compiled == self.compiled
 
     def _is_inside(self, i: int) -> bool:
         """Whether fused calls of this function alone read a call's result; none overwrites it."""

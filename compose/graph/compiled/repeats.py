@@ -1,7 +1,8 @@
-"""Equal ops on equal tensors of a compiled step: torch.compile runs one of them.
+"""Equal ops and messages on equal tensors of a compiled step: torch.compile runs one of them.
 
 torchao's fp8 layers look for the largest number of a weight, and cast it, in forward and again in
-backward; queries, keys and values cast the same input. Source: ``fx_graph_cse`` in
+backward; queries, keys and values cast the same input. Layers that ``ColwiseParallel`` cuts gather
+theirs one by one, which is the same for queries, keys and values. Source: ``fx_graph_cse`` in
 torch/_functorch/compile_utils.py in https://github.com/pytorch/pytorch, of forward and backward.
 """
 
@@ -12,22 +13,26 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 
 from itercast.capture.opcall import OpCall, StepCapture, TensorSpec
-from itercast.compose.graph.rewrite import StepBuilder, with_tensors
+from itercast.compose.graph.compiled.inductor import COMPILED_PHASES
+from itercast.compose.graph.rewrite import COLLECTIVE, StepBuilder, with_tensors
 from itercast.microbench.ops import find_family
 
-FAMILIES = ("elementwise", "reduction")  # no random numbers
+FAMILIES = ("elementwise", "index", "reduction")  # no random numbers
 
 
-def without_repeats(capture: StepCapture, fused: Callable[[OpCall], bool]) -> StepCapture:
-    """The step where what reads a repeat's result reads that of the first one, if both are fused.
+def without_repeats(
+    capture: StepCapture, *, apart: Callable[[OpCall], bool] = lambda call: False
+) -> StepCapture:
+    """The step where what reads a repeat's result reads that of the first one.
 
-    Captures do not say where in its memory a tensor begins: only calls on whole ones are compared.
+    Calls for which ``apart`` is true stay. Captures do not say where in its memory a tensor begins:
+    only calls on whole ones are compared, or on all parts of one (``cat`` of what a gather brings).
     """
     repeats, made = _Repeats(capture), StepBuilder(capture)
     for i, call in enumerate(capture.calls):
         same = {t: replace(t, storage=repeats.same[t.storage]) for t in repeats.renamed(call)}
         call = with_tensors(call, same)
-        if fused(call) and repeats.is_whole(call):
+        if call.phase in COMPILED_PHASES and not apart(call) and repeats.is_whole(call):
             first = repeats.first.setdefault(repeats.key(call), call)
             if first is not call:
                 both = zip(call.outputs, first.outputs, strict=True)
@@ -58,10 +63,13 @@ class _Repeats:
     def is_whole(self, call: OpCall) -> bool:
         """Whether a call makes new tensors of whole ones alone, and nothing overwrites them."""
         family, _ = find_family(call)
-        read = call.tensors()
-        whole = all(t.numel == self.largest[t.storage] for t in read)
+        known = call.op == COLLECTIVE or (family is not None and family.name in FAMILIES)
+        read = Counter[int]()
+        for t in call.tensors():
+            read[t.storage] += t.numel
+        whole = all(n >= self.largest[storage] for storage, n in read.items())
         alone = all(self.makers[t.storage] == 1 for t in call.outputs)
-        return family is not None and family.name in FAMILIES and bool(read) and whole and alone
+        return known and bool(read and call.outputs) and whole and alone
 
     def key(self, call: OpCall) -> Hashable:
         """What is the same for equal calls: what they compute, of which tensors as written when."""

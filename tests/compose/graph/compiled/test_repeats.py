@@ -1,15 +1,18 @@
-"""Casts to fp8 of a compiled script: what torchao asks twice is computed once."""
+"""Compiled scripts: equal casts are computed once, equal messages are sent once."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from small_scripts import captured, written
 
 from itercast.capture.opcall import OpCall
+from itercast.capture.programs.program import COLLECTIVE
 from itercast.compose.graph.compiled.inductor import inductor_kernels
 from itercast.compose.graph.compiled.repeats import without_repeats
+from itercast.compose.programs.price import uncompiled
 
 LAYER = """
 import torch
@@ -69,7 +72,7 @@ def test_tensors_are_read_for_their_scale_and_for_their_casts(tmp_path: Path) ->
     whose two casts are one kernel; the weight's scale is there; the input is kept in fp8.
     """
     step = captured(written(tmp_path, LAYER), gpus=1).ranks[0]
-    calls = inductor_kernels(step, apart=lambda call: not call.compiled).calls
+    calls = inductor_kernels(without_repeats(step, apart=uncompiled), apart=uncompiled).calls
     forward = [(2 * X, 0), (2 * X, X), (2 * W, 0), (2 * W, W)]
     assert bytes_of(calls, "forward") == forward
     assert bytes_of(calls, "backward") == [(2 * G, 0), (2 * G, 2 * G), (2 * W, W), (X, X)]
@@ -98,5 +101,94 @@ for step in range(10):
 """
     text = text.replace("OTHER", "y.add_(1)" if overwritten else "pass")
     step = captured(written(tmp_path, text), gpus=1).ranks[0]
-    found = without_repeats(step, lambda call: bool(call.compiled)).calls
+    found = without_repeats(step).calls
     assert sum("sin" in c.op for c in found) == 1 + overwritten
+
+
+LAYERS = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module)
+dist.init_process_group("nccl")
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.RMSNorm(512)
+        self.a, self.b, self.c, self.out = (nn.Linear(512, 512, bias=False) for _ in range(4))
+    def forward(self, x):
+        h = self.norm(x)
+        return self.out(self.a(h) * self.b(h) * self.c(h))
+cut = {name: ColwiseParallel(input_layouts=Shard(1)) for name in "abc"}
+block = parallelize_module(Block().cuda(), init_device_mesh("cuda", (4,)), {
+    "norm": SequenceParallel(), "out": RowwiseParallel(output_layouts=Shard(1)), **cut})
+model = torch.compile(block) if "compiled" in sys.argv else block
+optimizer = torch.optim.SGD(block.parameters())
+for _ in range(4):
+    x = torch.randn(2, 256, 512, device="cuda", requires_grad=True)
+    model(x).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("words", "gathers"), [(("compiled",), 1), ((), 3)])
+def test_layers_that_share_their_input_gather_it_once_if_compiled(
+    tmp_path: Path, words: tuple[str, ...], gathers: int
+) -> None:
+    """Three layers gather 2 x 1,024 x 512 rows, and lay them out by samples again (``cat``).
+
+    Each of their gradients is scattered on its own, and that of ``out`` is gathered, as torch's
+    graphs have it: forward 1 gather and 1 scatter, backward 1 gather and 3 scatters.
+    """
+    step = captured(written(tmp_path, LAYERS), *words, gpus=4).ranks[0]
+    calls = without_repeats(step, apart=uncompiled).calls
+    sent = Counter((c.phase, c.kwargs["kind"]) for c in calls if c.op == COLLECTIVE)
+    assert sent["forward", "all_gather"] == gathers
+    assert sum(c.op == "aten.cat.default" and c.phase == "forward" for c in calls) == gathers + 1
+    assert sent["forward", "reduce_scatter"] == sent["backward", "all_gather"] == 1
+    assert sent["backward", "reduce_scatter"] == 3
+
+
+CHECKPOINT = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(512, 512, bias=False) for _ in range(3))
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+block = Gated().cuda().bfloat16()
+model = torch.compile(lambda x: checkpoint(block, x, use_reentrant=False))
+optimizer = torch.optim.SGD(block.parameters())
+for _ in range(4):
+    x = torch.randn(1024, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    model(x).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_backward_computes_pointwise_results_of_a_checkpoint_in_its_own_kernels(
+    tmp_path: Path,
+) -> None:
+    """What the checkpoint runs again makes ``silu(gate) * up`` alone: 2 tensors read, 1 written.
+
+    The gradient's kernel computes ``silu`` itself: it reads gate, up and the gradient, and writes
+    two gradients; the last kernel adds what both layers give to x. Each tensor is of 1 MiB.
+    """
+    step = captured(written(tmp_path, CHECKPOINT), gpus=1).ranks[0]
+    kernels = [c for c in inductor_kernels(step, apart=uncompiled).calls if "fused" in c.op]
+    whole = [
+        (c.recomputed, *(sum(t.nbytes == 2**20 for t in some) for some in (c.tensors(), c.outputs)))
+        for c in kernels
+        if c.phase == "backward"
+    ]
+    assert [one for one in whole if sum(one[1:]) > 2] == [
+        (True, 2, 1),
+        (False, 3, 2),
+        (False, 2, 1),
+    ]
