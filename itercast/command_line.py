@@ -16,14 +16,13 @@ import typer
 from itercast.capture.base.durations import seconds
 from itercast.capture.base.extensions import function_of, with_added
 from itercast.commands.explain import explain
-from itercast.commands.import_rows import import_rows
 from itercast.commands.plan import plan
 from itercast.commands.predict import predict
 from itercast.commands.run import run
 from itercast.errors import OneLineGroup, when_stopped
 from itercast.eval.tables import print_tables
 from itercast.names import KINDS, kinds, listing
-from itercast.options import Bundle, Families, Hardware, Json, fetched_root, prints_aside
+from itercast.options import Bundle, Families, Json, fetched_root, prints_aside
 from itercast.outputs import folder_to_write
 
 app = typer.Typer(
@@ -144,32 +143,6 @@ def train(
     log_training(report, folder, roots)
 
 
-def price(
-    rows: Annotated[Path, typer.Argument(help="Parquet file of ops, as in a dataset")],
-    out: Annotated[Path, typer.Option(help="Parquet file to write", dir_okay=False)],
-    bundle: Bundle = None,
-    hardware: Hardware = None,
-    among: Annotated[
-        str, typer.Option(help="stacks, as the rows name them: write the fastest one of each row")
-    ] = "",
-    as_json: Json = False,
-) -> None:
-    """Forecast the time of every op in a Parquet file; write its rows with their forecasts."""
-    from itercast.learners.known_bundles import find_bundle
-    from itercast.learners.score_file import read_file, write_forecasts
-    from itercast.microbench.hardware.spec import load_gpu
-
-    gpus = None
-    if hardware is not None:
-        gpu = load_gpu(str(hardware))
-        gpus = {gpu.name: gpu}
-    asked = read_file(rows)
-    folder, known = find_bundle(str(asked["gpu"].iloc[0]), bundle)
-    write_forecasts(asked, known, out, gpus, tuple(filter(None, among.split(","))))
-    told = {"rows": len(asked), "bundle": str(folder), "out": str(out)}
-    typer.echo(json.dumps(told) if as_json else f"priced {len(asked)} rows of {rows} into {out}")
-
-
 def evaluate(
     case: Annotated[list[str] | None, typer.Option(help="only this case; repeatable")] = None,
     measured: Annotated[
@@ -235,19 +208,18 @@ def list_names(
 
 
 GROUPS = {  # in the order in which a newcomer needs them
-    "Forecast": (predict, run, plan, explain, price),
-    "Measure": (demo, collect, import_rows),
+    "Forecast": (predict, run, plan, explain),
+    "Measure": (demo, collect),
     "Learn": (train,),
     "Judge": (evaluate,),
     "Look": (report, list_names),
 }
-NAMED = {import_rows: "import", list_names: "list"}  # words of Python
 OF_A_SCRIPT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 for group, commands in GROUPS.items():
     for command in commands:
         context = OF_A_SCRIPT if command is run else {}
-        name = NAMED.get(command, command.__name__)
+        name = "list" if command is list_names else command.__name__  # a word of Python
         app.command(name=name, rich_help_panel=group, context_settings=context)(command)
 for added, command in with_added("commands", {}, Callable).items():  # of our extras, too
     app.command(name=added, rich_help_panel="Extras")(command)

@@ -22,9 +22,8 @@ ROOMS = {  # "." are the package's own files; each may import those before it
         ("eval", "tracking . errors report"),
         ("itercast", ". commands"),
         ("extras", ". lengths lookups trace calibration campaign measured_plans benchmarks"
-                   " clusters"
-                   " drift explore fleet graphs images input kinds nccl published recommenders rl"
-                   " schedulers ui"),
+                   " clusters drift explore fleet graphs images imports input kinds nccl priced"
+                   " published recommenders rl schedulers ui"),
     )
 }  # fmt: skip
 FILES_IN_A_ROOM = 14

@@ -12,20 +12,18 @@ from pathlib import Path
 from itercast.capture.base.close_names import unknown
 from itercast.capture.base.extensions import with_added
 from itercast.microbench.importers.base import Hints, Imported, Unreadable, read_text
-from itercast.microbench.importers.traces import kineto
 
 Reader = Callable[..., Imported]  # reads a path, with or without hints
-OWN: Mapping[str, Reader] = {"kineto": kineto.read}
 
 
 @cache
 def importers() -> Mapping[str, Reader]:
-    """All importers by name: our own, and those that packages add, one by one or as tables.
+    """All importers by name: those that packages add, one by one or as tables.
 
     Entry points of ``itercast.importer_tables`` are mappings from names to importers.
     """
     tables: Mapping[str, Mapping[str, Reader]] = with_added("importer_tables", {}, Mapping)
-    known = {**OWN, **{name: one for table in tables.values() for name, one in table.items()}}
+    known = {name: one for table in tables.values() for name, one in table.items()}
     return with_added("importers", known, Callable)
 
 

@@ -13,9 +13,10 @@ import pytest
 from toy_products import timed, write_rows
 
 from itercast.eval.report.op_sections import software_sections
+from itercast.extras.priced.forecasts import write_forecasts
 from itercast.learners.bundle import Bundle
 from itercast.learners.features.table import shape_groups
-from itercast.learners.score_file import read_file, write_forecasts
+from itercast.learners.score_file import read_file
 from itercast.learners.train import train
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.ops.matrix import gemm

@@ -27,13 +27,13 @@ from rich.table import Table
 
 from itercast.capture.base.yaml_text import facts_of, made_of
 from itercast.eval.progress import run_program
+from itercast.extras.imports.write import write
 from itercast.learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
 from itercast.learners.train import Asked, joined, train, train_tables
 from itercast.learners.training_rows import subsample_evenly
 from itercast.microbench.hardware.spec import gpu_names, load_gpu
 from itercast.microbench.importers.base import Hints, Imported
 from itercast.microbench.importers.sources import read_source
-from itercast.microbench.importers.write import write
 from itercast.microbench.ops import families
 from itercast.microbench.store import read_rows
 

@@ -41,8 +41,8 @@ def import_rows(
     as_json: Json = False,
 ) -> None:
     """Convert published measurements into dataset rows; prints how many were left out, and why."""
+    from itercast.extras.imports.write import write
     from itercast.microbench.importers.sources import read_source
-    from itercast.microbench.importers.write import write
     from itercast.microbench.urls import written
 
     hints, hardware = given(gpu, nodes, gpus_per_node, node)

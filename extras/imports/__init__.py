@@ -1,0 +1,1 @@
+"""The command ``itercast import``, and the importer of torch.profiler traces."""

@@ -1,0 +1,1 @@
+"""The command ``itercast price``: forecasts of single ops, as rows of a Parquet file."""
