@@ -44,7 +44,9 @@ def gpus_that_are_not_there(
         )
         stack.enter_context(patch.multiple(torch._C, create=True, **_only_in_cuda_builds()))
         stack.enter_context(patch.object(torch.version, "cuda", "13.0"))
-        stack.enter_context(patch.object(torch.cuda.nvtx, "_nvtx", Nvtx()))
+        stack.enter_context(patch.object(torch.cuda.nvtx, "_nvtx", Library()))
+        stack.enter_context(patch.object(torch.cuda, "_cudart", Library()))
+        stack.enter_context(patch.object(torch.backends.cuda, "is_built", _answering(True)))
         stack.enter_context(patch.object(torch.nn.RNNBase, "flatten_parameters", stay))
         stack.enter_context(_optimizers_as_on_gpus())
         for place in (torch, torch.amp, torch.amp.autocast_mode, torch.cuda.amp):
@@ -64,6 +66,7 @@ SILENT = (
     *("reset_max_memory_allocated", "reset_accumulated_memory_stats", "manual_seed"),
     *("manual_seed_all", "set_per_process_memory_fraction", "_lazy_init", "set_rng_state"),
     *("seed", "seed_all", "set_rng_state_all", "_sleep", "memory_snapshot"),
+    "set_sync_debug_mode",
 )
 ALIKE = (  # in torch.cuda and torch.accelerator
     *("is_available", "device_count", "empty_cache", "memory_allocated", "max_memory_allocated"),
@@ -79,6 +82,7 @@ def _cuda(gpu: EmulatedGpu | Asked, per_node: int, local_rank: int) -> dict[str,
         "is_initialized": True,
         "device_count": per_node,
         "current_device": local_rank,
+        "can_device_access_peer": True,
         "memory_summary": "",
         "get_rng_state_all": [],
         **dict.fromkeys(SENSORS, 0),
@@ -89,7 +93,7 @@ def _cuda(gpu: EmulatedGpu | Asked, per_node: int, local_rank: int) -> dict[str,
     found["get_device_capability"] = lambda *args: tuple(gpu.compute_capability)
     found["get_device_properties"] = lambda *args: Properties(gpu)
     found["get_arch_list"] = lambda: ["sm_{}{}".format(*gpu.compute_capability)]
-    found["is_bf16_supported"] = lambda *args: gpu.has_bf16
+    found["is_bf16_supported"] = _answering(gpu.has_bf16)
     found["device"] = found["device_of"] = nullcontext
     found["get_rng_state"] = lambda *args, **kwargs: torch.get_rng_state()
     found["default_generators"] = tuple(GeneratorOnCpu(f"cuda:{n}") for n in range(per_node))
@@ -145,14 +149,23 @@ def _only_in_cuda_builds() -> dict[str, Any]:
         "_nccl_version": lambda: major << 32 | minor << 16 | patched,
         "_nccl_version_suffix": lambda: b"",
         "_cuda_getCurrentRawStream": lambda device: 0,
+        "_is_flash_attention_available": lambda: True,
     }
 
 
-class Nvtx:
-    """As ``torch._C._nvtx``, whose ranges name parts of a step for profilers: they are nowhere."""
+class Library:
+    """As ``torch._C._nvtx`` and CUDA's runtime, which name parts of a step for profilers: nowhere.
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return _answering(0)
+    Each function says that it succeeded.
+    """
+
+    success = 0
+
+    def __getattr__(self, name: str) -> Library:
+        return self
+
+    def __call__(self, *args: Any) -> int:
+        return self.success
 
 
 class Properties:

@@ -80,6 +80,12 @@ free, total = torch.cuda.mem_get_info()
 assert free == total - torch.cuda.memory_reserved()
 with torch.cuda.nvtx.range("forward"):
     assert torch.cuda.nvtx.range_push("layer") == torch.cuda.nvtx.range_pop() == 0
+assert torch.backends.cuda.is_built() and torch.backends.cuda.is_flash_attention_available()
+assert torch.cuda.is_bf16_supported(including_emulation=False) and torch.cuda.is_tf32_supported()
+assert torch.cuda.can_device_access_peer(0, 1)
+torch.cuda.set_sync_debug_mode("warn")
+with torch.cuda.profiler.profile():
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(0, 8, 0))
 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 begin.record()
 model(x.float())
