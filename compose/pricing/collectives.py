@@ -207,11 +207,15 @@ def _modelled(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> list[tu
 
 
 def _largest_known(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> dict[Sent, Group]:
-    """For each message the largest group inside the model's envelope; its own where none is."""
+    """For each message the largest group inside the model's envelope; its own where none is.
+
+    As if all links were usual: over slower ones than any measured the same ranks do the same.
+    """
     tried = [(one, smaller) for one in asked for smaller in _smaller(one[1])]
     found: dict[Sent, Group] = {}
     if tried:
         rows = _rows([(one[0], smaller) for one, smaller in tried], book, where)
+        rows = rows.assign(network_bytes_per_s=0.0, link_bytes_per_s=0.0)
         inside = book.pricer.inside("collective", rows, {where.gpu.name: where.gpu})
         for (one, smaller), known in zip(tried, inside, strict=True):
             if known:

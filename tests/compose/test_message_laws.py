@@ -36,6 +36,7 @@ from itercast.compose.simulate.rank import AMONG_GROUPS, Rank
 from itercast.compose.simulate.rank_program import RankProgram
 from itercast.compose.simulate.stage_rank import stage_messages
 from itercast.compose.simulate.stages import stages_of
+from itercast.learners.bundle import SHIPPED, Bundle
 from itercast.microbench.hardware.node import Node, load_node, node_names
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.ops.step.alpha_beta import CPU_STEP_US, LINK_SHARE
@@ -493,6 +494,26 @@ def test_more_bandwidth_is_never_slower(text: str, rate: str, of_what: str) -> N
             gpu = replace(gpu, **changed)
         times.append(outcome("gpt", text, gpu, Bare, node).iteration_us)
     assert times[0] >= times[1]
+
+
+def test_a_slower_network_than_any_measured_is_no_faster() -> None:
+    """By the shipped models, 16 H100 in two nodes, of which each sends half of what they add up.
+
+    The slowest cluster with rows is one of 25e9 bytes/s for 16 ranks. Priced by a node's ranks and
+    formulas below that, 25 MiB of an all_reduce took 4.0 ms over 1e9 bytes/s a GPU, 4.3 over 2e9.
+    """
+    gpu, node = load_gpu("h100-sxm-80gb"), load_node("dgx-h100")
+    kinds, rates = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"), (0.2, 1, 2, 6, 25)
+    sizes = (25 * 2**20, 2**30)
+    messages = [Message(kind=k, axis="dp", message_bytes=n) for k in kinds for n in sizes]
+    book, times = PriceBook(Bundle.load(SHIPPED), gpu, 0), list[list[float]]()
+    for rate in rates:
+        slow = replace(node, network_bytes_per_s=rate * 1e9)
+        where = cluster(ParallelPlan.parse("dp=16,node=n"), gpu, slow)
+        times.append([op.duration_us for op in price_messages(messages, book, where)])
+    for slower, faster in itertools.pairwise(times):
+        assert all(a > b for a, b in zip(slower, faster, strict=True))
+    assert times[1][0] > 25 * 2**20 / (8 * 1e9) * 1e6  # a tree sends all of it over eight NICs
 
 
 def totals(name: str, text: str) -> tuple[int, int]:
