@@ -221,7 +221,8 @@ def _result(found: Forecast, target: Target, measured_us: float) -> CaseResult:
 def _target(asked: Facts, folder: Path | None) -> Target:
     """What a measured row ran on."""
     stack = asked_stack(asked.get("stack"))
-    return find_target(str(asked["gpu"]), str(asked["plan"]), folder, stack=stack)
+    gpu, plan, name = (str(asked[key]) for key in ("gpu", "plan", "case"))
+    return find_target(gpu, plan, folder, stack=stack, model=name)
 
 
 def measured_steps(rows: pd.DataFrame, folder: Path | None) -> list[MeasuredStep]:

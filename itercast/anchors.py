@@ -60,6 +60,8 @@ def _step(entry: Any, path: Path, which: str, ask: Callable[..., Any]) -> Measur
     from itercast.compose.anchors import MeasuredStep
 
     where, stated = f"{path.name}, {which}", (*TIMES, *BESIDE, "source")
+    if isinstance(entry, Mapping):
+        entry = {str(name).replace("-", "_"): value for name, value in entry.items()}
     known = set(signature(ask).parameters) - {"machine", "anchor"} | set(stated)
     if not isinstance(entry, Mapping) or set(entry) - known:
         strange = sorted(set(entry) - known) if isinstance(entry, Mapping) else entry

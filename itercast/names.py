@@ -28,9 +28,9 @@ def hosts() -> list[str]:
 def bundles() -> list[Path]:
     """Folders of the bundles that are there: local ones, then those that ship."""
     from itercast.learners.bundle import SHIPPED, SHIPPED_CPU
-    from itercast.learners.known_bundles import LOCAL
+    from itercast.learners.known_bundles import local_bundles
 
-    return [p for p in (*LOCAL, SHIPPED, SHIPPED_CPU) if (p / "bundle.json").is_file()]
+    return [*local_bundles(), SHIPPED, SHIPPED_CPU]
 
 
 def listing(kind: str) -> list[str]:

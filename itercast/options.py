@@ -72,8 +72,8 @@ NodeName = Annotated[
 Bundle = Annotated[
     Path | None,
     typer.Option(
-        help="bundle folder; default: runs/demo/bundle or bundles/local if it has rows of the GPU, "
-        "else a shipped one"
+        help="bundle folder; default: the newest of runs/demo/bundle and bundles/local that has "
+        "rows of the GPU, else a shipped one"
     ),
 ]
 Hardware = Annotated[
@@ -213,9 +213,7 @@ class Question:
     ] = ""
     channels_last: ChannelsLast = False
     plan: Annotated[str, typer.Option(help='parallel plan, e.g. "dp=2" or "dp=8,amp"')] = ""
-    compiled: Annotated[bool, typer.Option("--compile", help="the model under torch.compile")] = (
-        False
-    )
+    compile: Annotated[bool, typer.Option(help="the model under torch.compile")] = False
     cuda_graph: Annotated[
         bool, typer.Option("--cuda-graph", help="the whole step launched as one CUDA graph")
     ] = False
@@ -259,12 +257,12 @@ class Question:
     def arguments(self) -> Row:
         """The other arguments of ``itercast.api.predict``."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
-        for name in ("case", "hf_config", "model", "compiled", "cuda_graph", "global_batch"):
+        for name in ("case", "hf_config", "model", "compile", "cuda_graph", "global_batch"):
             del given[name]
         given["machine"] = self.known_machine()
         del given["anchor"]
         given["batch"] = self.replica_batch()
-        engines = ["compile"] * self.compiled + ["graph"] * self.cuda_graph
+        engines = ["compile"] * self.compile + ["graph"] * self.cuda_graph
         return {**given, "engine": "+".join(engines) or "eager"}
 
     def known_machine(self) -> KnownMachine | None:

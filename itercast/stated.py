@@ -83,7 +83,7 @@ def command(name: str, asked: Facts) -> str:
     words = ["itercast", name, *([str(asked["case"])] if asked.get("case") else [])]
     for option, value in asked.items():
         if option != "case":
-            flag = {"compiled": "--compile"}.get(option, f"--{option.replace('_', '-')}")
+            flag = f"--{option.replace('_', '-')}"
             words += [flag] if value is True else [flag, str(value)]
     return shlex.join(words)
 
@@ -157,7 +157,7 @@ def settings(asked: Facts) -> str:
     parts += [asked["optimizer"]] if trained else []
     if asked.get("seq") or asked.get("attn") == "eager":
         parts.append(f"{asked.get('attn', 'sdpa')} attention")
-    parts.append(launches(asked.get("compiled"), asked.get("cuda_graph")))
+    parts.append(launches(asked.get("compile"), asked.get("cuda_graph")))
     parts += [f"LoRA {asked['lora']}"] if asked.get("lora") else []
     parts += ["channels last"] if asked.get("channels_last") else []
     parts += ["backward from the output"] if trained and asked.get("loss") == "none" else []

@@ -16,17 +16,23 @@ LOCAL = (Path("runs/demo/bundle"), Path("bundles/local"))
 
 
 def find_bundle(gpu: str, path: Path | None = None) -> tuple[Path, Bundle]:
-    """The bundle at ``path``; else a local one with this device's rows; else a shipped one."""
+    """The bundle at ``path``; else the newest local one with its rows; else one that ships."""
     if path is not None:
         return path, _load(path)
     name = cpu_name() if gpu == "cpu" else gpu
-    for folder in LOCAL:
-        bundle = _load_local(folder) if (folder / "bundle.json").is_file() else None
+    for folder in local_bundles():
+        bundle = _load_local(folder)
         if bundle is not None and name in bundle.gpus:
             return folder, bundle
     of_cpu = gpu == "cpu" or (gpu not in gpu_names() and gpu in _load(SHIPPED_CPU).gpus)
     shipped = SHIPPED_CPU if of_cpu else SHIPPED
     return shipped, _load(shipped)
+
+
+def local_bundles() -> list[Path]:
+    """Folders of bundles that ``demo`` and ``train`` wrote here, the newest first."""
+    written = {p: _changed_ns(p) for p in LOCAL}
+    return sorted(filter(written.get, LOCAL), key=lambda p: -written[p])
 
 
 def _load_local(folder: Path) -> Bundle | None:
@@ -40,8 +46,13 @@ def _load_local(folder: Path) -> Bundle | None:
 
 def _load(folder: Path) -> Bundle:
     """The bundle in a folder, read once until its ``bundle.json`` changes."""
+    return _load_at(folder, _changed_ns(folder))
+
+
+def _changed_ns(folder: Path) -> int:
+    """When the ``bundle.json`` of a folder was written; 0 without one."""
     facts = folder / "bundle.json"
-    return _load_at(folder, facts.stat().st_mtime_ns if facts.is_file() else 0)
+    return facts.stat().st_mtime_ns if facts.is_file() else 0
 
 
 @lru_cache(maxsize=8)

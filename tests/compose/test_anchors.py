@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import yaml
+from typer.main import get_command
 from typer.testing import CliRunner
 
+from itercast import anchors
 from itercast.command_line import app
 from itercast.compose.anchors import (
     MeasuredStep,
@@ -24,6 +27,8 @@ from itercast.compose.machines.file import read_machine
 from itercast.compose.machines.typical import typical
 from itercast.compose.predict import prepare
 from itercast.compose.target import Target, forecast_step
+from itercast.eval import compare
+from itercast.options import Question
 
 GPU = "a100-sxm-80gb"
 
@@ -207,6 +212,29 @@ def test_a_machine_file_is_written_read_and_used(tmp_path: Path) -> None:
     for name in ("iteration_us", "iteration_us_p90", "machine"):
         assert one[name] == other[name]
     assert one["iteration_us"] > ms * 1e3 / 1.2  # slower than on a typical machine
+
+
+def test_a_measured_step_states_each_option_of_predict_by_its_name(tmp_path: Path) -> None:
+    """``--channels-last --compile`` in YAML, as on the command line."""
+    path = tmp_path / "steps.yaml"
+    path.write_text("- {case: mlp-l, gpu: a10, channels-last: true, compile: true, step_ms: 9}")
+    (one,) = anchors.measured_steps(path, Question)
+    assert one.step.engine == "compile"
+    command = get_command(app).commands["predict"]  # type: ignore[attr-defined]
+    options = {opt for param in command.params for opt in param.opts}
+    assert {f"--{f.name.replace('_', '-')}" for f in fields(Question)} - {"--case"} <= options
+
+
+def test_rows_of_two_models_are_of_two_runs() -> None:
+    """A perceptron that takes 3 times as long as another one of the same batch is believed."""
+    cases = ["mlp-s", "mlp-l"]
+    how = {"gpu": GPU, "batch": 8192, "optimizer": "adamw", "dtype": "fp32"}
+    rows = pd.DataFrame({"family": "iteration", "case": cases, **how})
+    steps = compare.measured_steps(rows.assign(time_us=1.0), None)
+    times = [1.2 * forecast_step(one.step, one.target).iteration_us for one in steps]
+    assert times[1] > 3 * times[0]
+    known = told(compare.measured_steps(rows.assign(time_us=times), None))
+    assert sorted(known.machine.models) == sorted(cases)
 
 
 @pytest.mark.parametrize(

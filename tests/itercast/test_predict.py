@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +23,8 @@ from itercast.compose.capture_model import capture
 from itercast.compose.predict import predict
 from itercast.compose.pricing.priced_op import priceable
 from itercast.compose.target import find_target
-from itercast.learners.bundle import Bundle
+from itercast.learners.bundle import SHIPPED_CPU, Bundle
+from itercast.learners.known_bundles import LOCAL
 from itercast.learners.train import Asked, train_family
 from itercast.microbench.hardware.machine import cpu_name
 from itercast.microbench.hardware.spec import Gpu
@@ -188,6 +191,20 @@ def test_a_local_bundle_of_an_older_version_is_ignored(
     (tmp_path / "bundles/local/bundle.json").write_text('{"schema_version": 1}')
     assert find_target("h100-sxm-80gb").bundle_name.endswith("shipped")
     assert "local bundle ignored: bundle 'bundles/local': schema version 1" in caplog.text
+
+
+def test_the_local_bundle_that_was_written_last_forecasts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training after the demo, then a demo after the training."""
+    monkeypatch.chdir(tmp_path)
+    for folder in LOCAL:
+        shutil.copytree(SHIPPED_CPU, folder)
+    (gpu,) = Bundle.load(SHIPPED_CPU).gpus
+    for last, other in (LOCAL, LOCAL[::-1]):
+        os.utime(last / "bundle.json", (2, 2))
+        os.utime(other / "bundle.json", (1, 1))
+        assert find_target(gpu).bundle_name == str(last)
 
 
 def test_a_forecast_says_for_which_software_it_is(folder: Path) -> None:
