@@ -111,7 +111,7 @@ def _time_us(name: str, value: Any, one: MeasuredStep) -> float:
     if name == "step_ms":
         return float(value) * 1e3
     if name == "trace":
-        from itercast.microbench.importers.traces.kineto import step_us
+        from itercast.microbench.importers.profiler_steps import step_us
 
         return step_us(Path(str(value)))
     from itercast.compose.target import forecast_step

@@ -21,7 +21,7 @@ ROOMS = {  # "." are the package's own files; each may import those before it
                     " explain"),
         ("eval", "tracking . errors report"),
         ("itercast", ". commands"),
-        ("extras", ". lengths lookups trace calibration campaign measured_plans benchmarks"
+        ("extras", ". lengths lookups kineto trace calibration campaign measured_plans benchmarks"
                    " clusters drift explore fleet graphs images imports input kinds nccl priced"
                    " published recommenders rl schedulers ui"),
     )

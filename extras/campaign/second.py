@@ -11,10 +11,10 @@ from pathlib import Path
 from itercast.extras.campaign.prepare import point_of_row
 from itercast.extras.campaign.run import Run
 from itercast.extras.campaign.steady import SUSTAINED, TRANSFER, SteadyOrder
+from itercast.extras.kineto.in_step import OPS
 from itercast.microbench import store
 from itercast.microbench.iterations.collect import collect_iterations
 from itercast.microbench.iterations.gpu_list import iterations_of, write_configurations
-from itercast.microbench.iterations.in_step import OPS
 from itercast.microbench.ops import families
 from itercast.microbench.ops.family import Point
 from itercast.microbench.processes.ranks import start_ranks

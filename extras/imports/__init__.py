@@ -1,1 +1,1 @@
-"""The command ``itercast import``, and the importer of torch.profiler traces."""
+"""The command ``itercast import``: measurements that others published, as datasets."""

@@ -1,1 +1,1 @@
-"""Importers of published measurements into dataset rows; one file per source."""
+"""What importers of published measurements share: reading damaged files, checking rows."""

@@ -13,9 +13,13 @@ from pathlib import Path
 
 from itercast.capture.cases.registry import EvalCase, case, case_names
 from itercast.microbench import store
-from itercast.microbench.iterations.in_step import IN_STEP
 from itercast.microbench.iterations.measure import Iteration
-from itercast.microbench.iterations.worker import IterationOrder, iteration_key, iteration_row
+from itercast.microbench.iterations.worker import (
+    IN_STEP,
+    IterationOrder,
+    iteration_key,
+    iteration_row,
+)
 from itercast.microbench.processes.lanes import run_lanes
 from itercast.microbench.processes.ranks import start_ranks, threads_of
 from itercast.microbench.processes.watch import EXIT_BROKEN, log_tail, never, watch

@@ -11,11 +11,11 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from itercast.capture.base.extensions import function_of
 from itercast.capture.base.slow_imports import torch
 from itercast.capture.cases.registry import EvalCase, case
 from itercast.capture.step import SYNCHRONISED
 from itercast.microbench import store
-from itercast.microbench.iterations.in_step import IN_STEP, measure_in_step, op_rows
 from itercast.microbench.iterations.measure import Iteration, measure_iteration
 from itercast.microbench.processes.ranks import join_process_group, max_over_ranks
 from itercast.microbench.processes.virtual_cores import VirtualCores
@@ -26,6 +26,7 @@ from itercast.microbench.timing.clock import Anchor, keep_freed_memory
 from itercast.microbench.timing.gpu_watch import GpuWatch
 from itercast.microbench.timing.nvml import Nvml, is_throttled
 
+IN_STEP = "in_step"  # the family of profiled iterations
 RETRY_ABOVE = 2.0  # times the shortest anchor: other processes used the CPU, measure again
 TRIES = 3
 # Seconds that an iteration takes: building it, 15 to 25 steps; torch.compile takes a minute
@@ -99,8 +100,8 @@ def run(order: IterationOrder) -> None:
         config, begin_s = config_of(order, iteration), time.monotonic()
         chosen = case_of(config, iteration)
         if ops is not None:
-            measured, rows = measure_in_step(chosen, iteration, order.device)
-            ops.append(op_rows(order, order.repeat, iteration, rows))
+            measured, rows = function_of("profiled_steps", "ops")(order, chosen, iteration)
+            ops.append(rows)
         elif cpu:
             measured = cpu.measure(chosen, iteration)
         else:

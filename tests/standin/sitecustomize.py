@@ -202,7 +202,7 @@ AFTER_IMPORT: dict[str, Callable[[Any], None]] = {
     "itercast.microbench.sweep.gpu_space": make_points_small,
     "itercast.microbench.iterations.gpu_list": make_iterations_few,
     "itercast.microbench.iterations.measure": make_timing_short,
-    "itercast.microbench.iterations.in_step": time_ops_on_the_host,
+    "itercast.extras.kineto.in_step": time_ops_on_the_host,
     "itercast.extras.campaign.second": make_rounds_few,
     "itercast.extras.campaign.steady": make_products_short,
 }

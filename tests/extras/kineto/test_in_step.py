@@ -10,8 +10,8 @@ import pytest
 
 from itercast.capture.cases.registry import case
 from itercast.capture.recorder.log import capture_step
+from itercast.extras.kineto.in_step import STEPS, measure_in_step
 from itercast.microbench.iterations import worker
-from itercast.microbench.iterations.in_step import STEPS, measure_in_step
 from itercast.microbench.iterations.measure import Iteration
 from itercast.microbench.iterations.worker import IterationOrder
 from itercast.microbench.ops import find_family

@@ -11,18 +11,27 @@ from functools import partial
 
 from itercast.capture.base.slow_imports import torch
 from itercast.capture.cases.registry import EvalCase
+from itercast.extras.kineto.ops import answered, describe
+from itercast.extras.kineto.rows import rows_of_calls
 from itercast.microbench import store
-from itercast.microbench.importers.traces.kineto import rows_of_calls
-from itercast.microbench.importers.traces.kineto_ops import answered, describe
 from itercast.microbench.iterations.measure import Iteration, prepared_step
+from itercast.microbench.iterations.worker import IN_STEP, IterationOrder
 from itercast.microbench.ops import families
 from itercast.microbench.store import Row
-from itercast.microbench.sweep.rows import Order, failure, make_row
+from itercast.microbench.sweep.rows import failure, make_row
 from itercast.microbench.timing.traces import host_times, join, record
 
-IN_STEP, OPS = "in_step", "in_step_ops"  # families of profiled iterations and of their ops
+OPS = "in_step_ops"  # the family of the ops of profiled iterations
 STEPS = 3
 WARMUP = 3
+
+
+def measure_ops(
+    order: IterationOrder, case: EvalCase, iteration: Iteration
+) -> tuple[Row, Iterator[Row]]:
+    """Profile steps of an iteration; returns the columns of its row, and the rows of its ops."""
+    measured, rows = measure_in_step(case, iteration, order.device)
+    return measured, op_rows(order, iteration, rows)
 
 
 def measure_in_step(
@@ -60,7 +69,7 @@ def _steps(step: Callable[[], None], device: str) -> None:
 
 
 def op_rows(
-    order: Order, repeat: int, iteration: Iteration, rows: Mapping[str, list[Row]]
+    order: IterationOrder, iteration: Iteration, rows: Mapping[str, list[Row]]
 ) -> Iterator[Row]:
     """Rows of ops with the iteration that they were part of, and how often a step calls them.
 
@@ -78,8 +87,8 @@ def op_rows(
                 order,
                 family=OPS,
                 params={"of": family, **params},
-                repeat=repeat,
-                key=store.point_key({**key, "repeat": repeat, "point": point}),
+                repeat=order.repeat,
+                key=store.point_key({**key, "repeat": order.repeat, "point": point}),
                 timer=IN_STEP,
                 measured={**row, **where, "status": "ok", "calls": row["samples"] / STEPS},
             )

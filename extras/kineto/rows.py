@@ -1,39 +1,19 @@
-"""Reads torch.profiler traces: kernel time of each op, and times of profiler steps."""
+"""Rows of the ops that a torch.profiler trace has, by family."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from itercast.microbench.importers.base import parsed_json, read_text
-from itercast.microbench.importers.traces.kineto_ops import answered, describe
+from itercast.extras.kineto.ops import answered, describe
 from itercast.microbench.store import Row
-from itercast.microbench.timing.traces import Trace, parse
+from itercast.microbench.timing.traces import Trace
 
 UNKNOWN = "op not described by a family"
-STEP = re.compile(r"ProfilerStep#\d+")
-
-
-def step_us(path: Path) -> float:
-    """Median time of a trace's profiler steps in us; ValueError where it is none or has none."""
-    try:
-        steps = steps_us(parse(parsed_json(read_text(path))))
-    except ValueError as exc:
-        raise ValueError(f"trace {str(path)!r}: {exc}") from None
-    if not steps:
-        raise ValueError(f"trace {str(path)!r} has no ProfilerStep: call step() of the profiler")
-    return float(np.median(steps))
-
-
-def steps_us(trace: Trace) -> list[float]:
-    """Times of a trace's profiler steps in us."""
-    return [op.duration_us for op in trace.ops if STEP.fullmatch(op.name)]
 
 
 def rows_of_calls(
@@ -61,6 +41,7 @@ def rows_of_calls(
 
 
 def spread(samples: list[float]) -> Row:
+    """The columns of a row that samples make up: median, p20 and p80 in us, their number."""
     low, middle, high = np.percentile(samples, [20, 50, 80])
     spread = {"time_us_p20": float(low), "time_us_p80": float(high)}
     return {"time_us": float(middle), **spread, "samples": len(samples)}

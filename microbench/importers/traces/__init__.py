@@ -1,1 +1,0 @@
-"""Importer of torch.profiler traces."""
