@@ -80,6 +80,7 @@ class ParallelPlan:
     )
     virtual: int = behind("schedule", integer(2, 1000), 1, "stages")  # interleaved, per rank
     accumulate: int = key(degree, 1, "")  # micro-batches without a pipeline
+    no_sync: bool = key(FLAG, False, "")  # gradients are scattered in the last one alone
     cdp: int = key(integer(1, 2), 0, "")  # version of cyclic data parallelism
     recompute: str = key(one_of("full", "selective", "ops", "budget"), "", "prices")
     recomputed: float = behind("recompute", share, 1.0, "prices")  # of layers; budget: of bytes
@@ -334,7 +335,10 @@ def _gradient_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
     groups = p.hsdp == 1 or p.dp * p.cp % max(1, p.hsdp) != 0
     yield groups, f"hsdp is from 2 and divides dp * cp, got {p.hsdp}"
     yield p.compress != "" and p.dp == 1, "compress needs dp > 1"
-    yield p.compress != "" and p.zero > 0, "compress acts on all_reduce: zero=0"
+    late = p.no_sync and (p.zero < 2 or p.accumulate == 1)
+    yield late, "no_sync needs zero=2 or 3 and accumulate: others scatter once a step as they are"
+    sharded = p.compress != "" and p.zero > 0 and (p.compress, p.amp) != ("0.5", True)
+    yield sharded, "compress with zero is 0.5, with amp: FSDP's reduce_dtype of 16 bits"
     yield p.compress != "" and p.cdp > 0, "compress acts on all_reduce: no cdp"
     for axis, way in (("tp", p.compress_tp), ("pp", p.compress_pp), ("ep", p.compress_ep)):
         yield way != "" and getattr(p, axis) == 1, f"compress_{axis} needs {axis} > 1"

@@ -22,7 +22,7 @@ VALUES: dict[str, Sequence[str]] = {
     "ep": ("", "ep=2", "ep=4", "ep=4,etp=1", "ep=2:1.5"),
     "zero": ("", "zero=1", "zero=2", "zero=3"),
     "hsdp": ("", "", "hsdp=2", "hsdp=4"),
-    "accumulate": ("", "", "accumulate=2"),
+    "accumulate": ("", "", "accumulate=2", "accumulate=2,no_sync"),
     "recompute": ("", "", "recompute=full", "recompute=selective", "recompute=ops", BUDGET),
     "offload": ("", "", "", *(f"offload={x}" for x in ("activations", "optimizer", "parameters"))),
     "exchange": ("", "", "", "", "cdp=2", "gossip=ring", "local=4", "local=4:0.5", "compress=0.5"),

@@ -5,9 +5,9 @@
   ready, a full bucket is all-reduced behind backward; then each is awaited and its gradients are
   copied back. Memory: a second copy of the gradients.
 - zero=1, 2, 3: FSDP2, see ``fsdp``. An all_gather before each layer, a reduce_scatter
-  after it, a copy for each, the optimizer on 1/n. Frozen parameters are sharded and gathered from
-  zero=2 on. Memory: optimizer state / n; from 2 on gradients / n, but in a pipeline; with 3 two
-  whole layers at a time.
+  after it (with no_sync in the last micro-batch alone), a copy for each, the optimizer on 1/n.
+  Frozen parameters are sharded and gathered from zero=2 on. Memory: optimizer state / n; from 2 on
+  gradients / n, but in a pipeline and with no_sync; with 3 two whole layers at a time.
 - gossip (Bluefog, arXiv:2111.04287): parameters are averaged with neighbours, from the start of
   forward on; the optimizer waits for the average. Replicas of one node are averaged first
   (reduce_scatter, all_gather after it), so that each sends its part to the next node's. With a
@@ -119,12 +119,13 @@ def _replicas(plan: ParallelPlan) -> Strategy:
         one = plan.zero == 0
         return Strategy(buckets=one, cyclic=True, share_update=not one, share_gradients=not one)
     if plan.zero:
-        scatters_each = plan.zero > 1 and plan.pp == 1
+        gathers_each = plan.zero > 1 and plan.pp == 1
+        scatters_each = gathers_each and not plan.no_sync
         return Strategy(
             by_layer=True,
             regather=plan.zero == 3,
             frozen_whole=plan.zero == 1,
-            every_micro=plan.zero == 3 or scatters_each,
+            every_micro=plan.zero == 3 or gathers_each,
             scatters_each=scatters_each,
             share_update=True,
             share_gradients=scatters_each,

@@ -1,6 +1,7 @@
 """ZeRO as FSDP2 runs it: parameters are gathered before each layer, gradients scattered after it.
 
-- zero=3: gathered in forward and in backward, scattered after every micro-batch;
+- zero=3: gathered in forward and in backward, scattered after every micro-batch, with no_sync
+  after the last one: gradients are whole until then (``set_requires_gradient_sync(False)``);
 - zero=2: gathered in forward and kept until the layer's backward is done (reshard_after_forward
   off);
 - zero=1: gathered in the first micro-batch, scattered in the last, gradients whole in between;
@@ -23,7 +24,7 @@ the comm lane, and sums among groups beside the next scatter, on theirs (FSDP2's
 ``FSDPCommContext.all_reduce_stream``; not so of software that has one stream for both); on a CPU
 there are no streams and torch waits for each where it is. With amp parameters are gathered in half
 precision and gradients reduced in fp32, as FSDP2's tutorial and torchtitan do (param_dtype bf16,
-reduce_dtype fp32), unless the software reduces them as they are.
+reduce_dtype fp32), unless the software or compress=0.5 reduces them as they are.
 """
 
 from __future__ import annotations
@@ -310,8 +311,9 @@ def _message(rank: Rank, kind: str, axis: str, nbytes: int) -> Message:
 
 
 def reduced_message(rank: Rank, message: Message) -> Message:
-    """A message of gradients, in fp32 with amp unless the software reduces them as they are."""
-    if not rank.plan.amp or stack_of_row(rank.book.stack).reduces_half:
+    """A message of gradients, in fp32 with amp unless something reduces them as they are."""
+    half = rank.plan.compress or stack_of_row(rank.book.stack).reduces_half
+    if not rank.plan.amp or half:
         return message
     nbytes = message.message_bytes * ITEMSIZE_BYTES[PRECISE] // ITEMSIZE_BYTES[message.dtype]
     return replace(message, message_bytes=nbytes, dtype=PRECISE)

@@ -92,12 +92,24 @@ def test_a_pipeline_scatters_gradients_once(zero: int) -> None:
     assert memory(stage, "adamw")["gradients"] == memory(whole, "adamw")["gradients"]
 
 
+@pytest.mark.parametrize("zero", [2, 3])
+def test_without_sync_gradients_are_scattered_once(zero: int) -> None:
+    """Of four micro-batches; gradients are whole as under zero=1, parameters gathered in each."""
+    each, once, whole = (
+        rank_for("gpt", f"dp=4,accumulate=4,{text}")
+        for text in (f"zero={zero}", f"zero={zero},no_sync", "zero=1")
+    )
+    assert sent(each)["reduce_scatter"] == 4 * sent(once)["reduce_scatter"]
+    assert sent(each)["all_gather"] == sent(once)["all_gather"]
+    assert memory(once, "adamw")["gradients"] == memory(whole, "adamw")["gradients"]
+
+
 @pytest.mark.parametrize("plan", ["dp=8", "dp=8,zero=1", "dp=8,zero=3", "dp=8,hsdp=4,zero=2"])
 def test_mixed_precision_gathers_in_half_and_reduces_in_fp32(plan: str) -> None:
     """As FSDP2 with param_dtype bf16 and reduce_dtype fp32, and DDP under autocast.
 
     Shards, their gradients and states take what they do in fp32: 16 bytes a parameter, with the
-    layers' results in bf16 but for the loss of logits. DeepSpeed reduces in bf16, too.
+    layers' results in bf16 but for the loss of logits. DeepSpeed and compress=0.5 reduce in bf16.
     """
     precise, half = (capture("gpt-s", batch=4, seq=64, dtype=d) for d in ("fp32", "bf16"))
     autocast = ParallelPlan.parse(f"{plan},amp").autocast
@@ -112,6 +124,7 @@ def test_mixed_precision_gathers_in_half_and_reduces_in_fp32(plan: str) -> None:
     deepspeed = replace(rank, book=PriceBook(Flat(), GPU, 0, stack="deepspeed"))
     assert (
         sent(deepspeed)
+        == sent(rank_for(mixed, f"{plan},amp,compress=0.5"))
         == sent(bare)
         == {kind: n // 2 for kind, n in sent(rank_for(precise, plan)).items()}
     )

@@ -38,7 +38,8 @@ VARIANTS = {
     "gossip=ring:0.5; local=1; local=4; local=4:0.5; local=4,outer;"
     "coconet=split; coconet=split,overlap:4; coconet=split,overlap:8; accumulate=2; micro=4;"
     "recompute=full; recompute=full:0.5; recompute=selective; offload=optimizer; cp=2",
-    "dp=4,amp,zero=1": "zero=2; zero=3; hsdp=2; tp=2; accumulate=2; recompute=full",
+    "dp=4,amp,zero=1": "zero=2; zero=3; hsdp=2; tp=2; accumulate=2; recompute=full; compress=0.5",
+    "dp=4,zero=3,accumulate=2": "no_sync; accumulate=4",
     "dp=4,zero=3": "offload=parameters; offload=optimizer; accumulate=2; hsdp=2",
     "dp=4,tp=2,sp,zero=1": "zero=2; zero=3; hsdp=2; tp_overlap; accumulate=2; pp=2;"
     "recompute=full; compress_tp=int8; compress_tp=0.5",
