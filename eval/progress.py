@@ -1,13 +1,11 @@
-"""What programs show on a terminal: progress bars, and errors in one line."""
+"""Progress bars on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
-import typer
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
@@ -41,24 +39,7 @@ class PlainLines(Progress):
         print(f"{task.description}{share} ({now_s - self.began_s:.0f} s)", file=sys.stderr)
 
 
-UsageError: Any = typer.BadParameter.__base__  # click's, which typer keeps under varying names
-
-
 def progress_bar() -> Progress:
     """A progress bar on stderr, so that --json on stdout stays clean; lines off a terminal."""
     console = Console(stderr=True)
     return Progress(console=console) if console.is_terminal else PlainLines(console)
-
-
-def run_program(main: Callable[..., None]) -> None:
-    """Run a function by the words of the command line; an error is one line and exit code 2."""
-    program = typer.Typer(add_completion=False)
-    program.command()(main)
-    try:
-        sys.exit(program(standalone_mode=False))
-    except UsageError as exc:
-        told = exc.format_message()
-    except (RuntimeError, ValueError) as exc:
-        told = str(exc)
-    print(f"error: {told}", file=sys.stderr)
-    sys.exit(2)

@@ -121,7 +121,7 @@ class Root:
         raise AssertionError  # not reached
 
     def check(self) -> None:
-        """Write and read a small file; OSError says why that cannot be done."""
+        """Write and read a small file; ValueError says why that cannot be done."""
         try:
             self._put_once(PROBE, b"itercast")
         except Exception as exc:  # as above

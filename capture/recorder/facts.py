@@ -219,7 +219,7 @@ def _fills(name: str) -> str:
 
 
 def filled(name: str, args: Args, output: Argument) -> Tensor | None:
-    """The values of what is computed and the program filled with a number; else None."""
+    """The values of a small tensor of known values that the op fills with one number; else None."""
     kind = _fills(name)
     number = args[-1] if kind in GIVEN else NUMBERS.get(kind)
     small = isinstance(output, torch.Tensor) and output.numel() <= FILLED_LIMIT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf, log2
 from typing import Protocol
 
@@ -283,18 +283,6 @@ class Outcome:
     def memory_bytes(self) -> int:
         """Peak of the fullest rank."""
         return sum(self.memory.values())
-
-
-def mean_of(outcomes: Sequence[tuple[Outcome, float]]) -> Outcome:
-    """The mean of iterations of so many shares; memory and tasks are those of the first."""
-    first, tally = outcomes[0][0], Tally(outcomes[0][0].tally.on_cpu)
-    by_name_us = AssumedTime()
-    for found, share in outcomes:
-        tally.add_all(found.tally, share)
-        by_name_us.add_all(AssumedTime(0.0, found.assumed_by_us), share)
-    names = [n for n, value in vars(first).items() if isinstance(value, float)]
-    mean = {n: sum(share * getattr(found, n) for found, share in outcomes) for n in names}
-    return replace(first, tally=tally, assumed_by_us=by_name_us.by_name_us, **mean)
 
 
 def broken_down(

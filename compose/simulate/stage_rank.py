@@ -157,10 +157,10 @@ def _part(layers: Sequence[PricedLayer], kind: str) -> tuple[PricedLayer, ...]:
 def _begun(
     stage: Rank, kind: str, pauses: Mapping[int, Pause] = MappingProxyType({})
 ) -> RankProgram:
-    """A program that begins with an action of a kind: weight gradients wait for no message.
+    """The empty program of a pipeline action, with the host's work for the messages it waits for.
 
-    The host is ahead of the device if it does not wait for messages. Source of what it waits for:
-    ``Stack.waits``.
+    ``kind`` W, weight gradients, waits for none. Where the software does not make the host wait for
+    messages (``Stack.waits``), the host runs ahead of the device.
     """
     ahead = stage.plan.virtual > 1 or not stack_of_row(stage.book.stack).waits
     program = RankProgram(stage, ahead=ahead, pauses=pauses)

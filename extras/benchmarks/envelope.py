@@ -18,9 +18,10 @@ import pandas as pd
 import typer
 from rich.table import Table
 
-from itercast.eval.progress import progress_bar, run_program
+from itercast.eval.progress import progress_bar
 from itercast.eval.tables import print_tables
 from itercast.extras.campaign.catalogue import catalogue, step_us, steps
+from itercast.extras.programs import run_program
 from itercast.learners.bundle import SHIPPED, Bundle
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.ops.family import Point

@@ -17,9 +17,10 @@ from itercast.capture.opcall import StepCapture
 from itercast.compose.graph.lifetimes import last_uses
 from itercast.compose.target import find_target, forecast_step
 from itercast.eval.compare import measured_rows, step_of
-from itercast.eval.progress import progress_bar, run_program
+from itercast.eval.progress import progress_bar
 from itercast.eval.results import records
 from itercast.eval.tables import print_tables
+from itercast.extras.programs import run_program
 from itercast.microbench.hardware.stack import asked_stack
 
 LEAST_BYTES = (0.0, 10e9)  # peaks of the rows in a line of the table

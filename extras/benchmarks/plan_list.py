@@ -16,7 +16,7 @@ import typer
 
 from itercast.capture.base.yaml_text import facts_of
 from itercast.capture.cases.registry import case
-from itercast.eval.progress import run_program
+from itercast.extras.programs import run_program
 from itercast.microbench.iterations.collect import collect_iterations, iteration_of
 from itercast.microbench.iterations.measure import Iteration
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from itercast.eval.progress import run_program
+from itercast.extras.programs import run_program
 
 ALIKE = ("gpu", "model", "ranks", "samples")  # of both iterations of a pair
 SHARE = 0.8  # of the pairs

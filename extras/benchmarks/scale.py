@@ -10,9 +10,9 @@ import statistics
 import time
 
 from itercast.capture.base.slow_imports import without_scikit_learn
-from itercast.eval.progress import run_program
 from itercast.extras.benchmarks.speed import fresh_folder, print_table
 from itercast.extras.processes import in_new_process
+from itercast.extras.programs import run_program
 from itercast.microbench.store import Row
 
 GPU = "h100-sxm-80gb"

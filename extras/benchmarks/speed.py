@@ -22,9 +22,9 @@ import pandas as pd
 import typer
 from rich.table import Table
 
-from itercast.eval.progress import run_program
 from itercast.eval.tables import print_tables
 from itercast.extras.processes import in_new_process
+from itercast.extras.programs import run_program
 from itercast.learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
 from itercast.microbench.ops import families
 

@@ -108,8 +108,12 @@ def _write_host(path: Path, few: pd.DataFrame, bundle: Path | None) -> Row:
     """Fit a host to timed Python events, else to iterations; write it, return its numbers."""
     from itercast.capture.base.files import write_atomic
     from itercast.eval.compare import measured_steps
-    from itercast.extras.calibration.host_fit import fit_host, host_of_events
-    from itercast.microbench.hardware.host import check_host_file, host_yaml
+    from itercast.extras.calibration.host_fit import (
+        check_host_file,
+        fit_host,
+        host_of_events,
+        host_yaml,
+    )
 
     name = check_host_file(path)
     source = f"itercast calibrate, {len(few)} rows on {', '.join(sorted(set(few['gpu'])))}"

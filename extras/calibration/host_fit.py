@@ -12,10 +12,13 @@ the forecasts are too slow; the steps must be limited by launches, not by kernel
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
+import yaml
 
 from itercast.capture.base.assumptions import assumed
 from itercast.compose.anchors import MeasuredStep
@@ -24,9 +27,9 @@ from itercast.microbench.hardware.host import (
     EVENT_US,
     LAUNCH_EVENT,
     REFERENCE,
+    USUAL,
     WARM_CALL,
     HostMachine,
-    scaled_host,
 )
 
 SLOWDOWNS = (0.2, 40.0)  # no assumption: the range that is searched
@@ -154,3 +157,26 @@ def _launches_us(rows: pd.DataFrame) -> np.ndarray:
         found.append(WARM_CALL * calls["launch_us"])
     launches: np.ndarray = pd.concat(found).to_numpy(dtype=float)
     return launches
+
+
+def scaled_host(name: str, slowdown: float, **facts: Any) -> HostMachine:
+    """Makes a host that is ``slowdown`` times as slow as the reference host in all it does.
+
+    Launches and Python events take ``slowdown`` times as long. ``facts`` are further fields.
+    """
+    launch_us = round(slowdown * EVENT_US["launch"], 3)
+    return HostMachine(name=name, slowdown=slowdown, launch_us=launch_us, **facts)
+
+
+def check_host_file(path: Path) -> str:
+    """Returns the name of the host that a file is written for; ValueError if it cannot be one."""
+    if path.suffix not in {".yaml", ".yml"} or path.stem in (USUAL, REFERENCE.name):
+        wanted = f"NAME.yaml, with a name other than {USUAL} and {REFERENCE.name}"
+        raise ValueError(f"host file {str(path)!r}: allowed is {wanted}")
+    return path.stem
+
+
+def host_yaml(host: HostMachine) -> str:
+    """The text of a host file; the name is the file's."""
+    facts = {f.name: getattr(host, f.name) for f in fields(host) if f.name != "name"}
+    return yaml.safe_dump(facts, sort_keys=False, width=100)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 
 from itercast.capture.base.yaml_text import made_of
 from itercast.extras.campaign import second as again
 from itercast.extras.campaign import smoke
 from itercast.extras.campaign.run import Run
 from itercast.extras.campaign.summary import summary
+from itercast.microbench import store
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.iterations.collect import collect_iterations, measured_iterations
+from itercast.microbench.iterations.collect import collect_iterations
 from itercast.microbench.iterations.gpu_list import FIRST, gpu_iterations
+from itercast.microbench.iterations.measure import Iteration
 from itercast.microbench.ops import families
 from itercast.microbench.sweep.cards import card_facts
 from itercast.microbench.sweep.orders import known_families
@@ -136,3 +139,14 @@ def chosen_stages(plan: str, parts: Sequence[str]) -> tuple[Stage, ...]:
         if name not in known:
             raise ValueError(f"part {name!r}: stages of plan {plan} are {', '.join(known)}")
     return tuple(s for s in PLANS[plan] if not parts or s.name in parts)
+
+
+def measured_iterations(root: Path, gpu: str) -> set[Iteration]:
+    """Iterations that have a row with status ok under a root, of repeat 0."""
+    rows = store.read_rows([root], "iteration")
+    if rows.empty:
+        return set()
+    rows = rows[(rows["gpu"] == gpu) & (rows["status"] == "ok") & (rows["repeat"] == 0)]
+    names = [f.name for f in fields(Iteration) if f.name in rows]
+    stated = rows[names].to_dict("records")  # without what older rows do not say
+    return {Iteration(**{str(n): v for n, v in row.items() if v == v}) for row in stated}

@@ -14,7 +14,8 @@ import numpy as np
 from itercast.capture.plan import ParallelPlan, micro_batch
 from itercast.capture.plan_keys import V_SHAPED
 from itercast.compose.forecast import Forecast
-from itercast.compose.simulate.breakdown import Outcome, mean_of
+from itercast.compose.pricing.priced_op import AssumedTime
+from itercast.compose.simulate.breakdown import Outcome, Tally
 from itercast.compose.simulate.iteration import evaluate_ranks, quick_us
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.simulate.stages import balanced
@@ -149,6 +150,18 @@ def _side_by_side(job: Job, plan: ParallelPlan, split: Sequence[int]) -> Outcome
     whole = _evaluated(job, replicas(job, plan, split, every))
     facts = {name: getattr(whole, name) for name in ("memory", "slowest", "fullest")}
     return replace(mean_of(kinds), **facts)
+
+
+def mean_of(outcomes: Sequence[tuple[Outcome, float]]) -> Outcome:
+    """The mean of iterations of so many shares; memory and tasks are those of the first."""
+    first, tally = outcomes[0][0], Tally(outcomes[0][0].tally.on_cpu)
+    by_name_us = AssumedTime()
+    for found, share in outcomes:
+        tally.add_all(found.tally, share)
+        by_name_us.add_all(AssumedTime(0.0, found.assumed_by_us), share)
+    names = [n for n, value in vars(first).items() if isinstance(value, float)]
+    mean = {n: sum(share * getattr(found, n) for found, share in outcomes) for n in names}
+    return replace(first, tally=tally, assumed_by_us=by_name_us.by_name_us, **mean)
 
 
 def _evaluated(job: Job, ranks: Sequence[Rank]) -> Outcome:

@@ -17,8 +17,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from itercast.eval.progress import progress_bar, run_program
+from itercast.eval.progress import progress_bar
 from itercast.extras.benchmarks.error_table import error_table
+from itercast.extras.programs import run_program
 from itercast.extras.recommenders.choices import RANKS, judge_tasks, processes, with_bar
 from itercast.extras.recommenders.judge import (
     Bench,

@@ -18,7 +18,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from itercast.eval.progress import progress_bar, run_program
+from itercast.eval.progress import progress_bar
+from itercast.extras.programs import run_program
 from itercast.extras.recommenders.judge import (
     Bench,
     Choice,

@@ -9,9 +9,9 @@ import time
 
 import numpy as np
 
-from itercast.eval.progress import run_program
 from itercast.extras.benchmarks.speed import fresh_folder, print_table
 from itercast.extras.processes import in_new_process
+from itercast.extras.programs import run_program
 
 TABLES, SHARDINGS, TOGETHER = 64, 1000, 10  # forecast so many at once
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from itercast.capture.base.assumptions import assumed, is_among, left_out
 from itercast.capture.base.close_names import unknown
@@ -152,26 +149,3 @@ def usual_host(known: Sequence[HostMachine]) -> HostMachine:
         source=f"median of the hosts {', '.join(host.name for host in known)}",
         fitted_on=", ".join(sorted({source for host in known for source in host.sources})),
     )
-
-
-def scaled_host(name: str, slowdown: float, **facts: Any) -> HostMachine:
-    """Makes a host that is ``slowdown`` times as slow as the reference host in all it does.
-
-    Launches and Python events take ``slowdown`` times as long. ``facts`` are further fields.
-    """
-    launch_us = round(slowdown * EVENT_US["launch"], 3)
-    return HostMachine(name=name, slowdown=slowdown, launch_us=launch_us, **facts)
-
-
-def check_host_file(path: Path) -> str:
-    """Returns the name of the host that a file is written for; ValueError if it cannot be one."""
-    if path.suffix not in {".yaml", ".yml"} or path.stem in (USUAL, REFERENCE.name):
-        wanted = f"NAME.yaml, with a name other than {USUAL} and {REFERENCE.name}"
-        raise ValueError(f"host file {str(path)!r}: allowed is {wanted}")
-    return path.stem
-
-
-def host_yaml(host: HostMachine) -> str:
-    """The text of a host file; the name is the file's."""
-    facts = {f.name: getattr(host, f.name) for f in fields(host) if f.name != "name"}
-    return yaml.safe_dump(facts, sort_keys=False, width=100)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from itercast.microbench.processes.ranks import start_ranks, threads_of
 from itercast.microbench.processes.watch import EXIT_BROKEN, log_tail, never, watch
 from itercast.microbench.store import Row
 from itercast.microbench.sweep.cards import card_facts
+from itercast.microbench.sweep.rows import new_run_id
 from itercast.microbench.sweep.scheduler import finished_keys
 
 log = logging.getLogger(__name__)
@@ -49,17 +49,6 @@ def usual_iterations(names: Sequence[str] | None = None) -> list[Iteration]:
     chosen = [c for c in chosen if c.measured or names]
     replicated = [c for c in chosen if c.name in DDP_CASES]
     return [*(iteration_of(c) for c in chosen), *(iteration_of(c, "dp=2") for c in replicated)]
-
-
-def measured_iterations(root: Path, gpu: str) -> set[Iteration]:
-    """Iterations that have a row with status ok under a root, of repeat 0."""
-    rows = store.read_rows([root], "iteration")
-    if rows.empty:
-        return set()
-    rows = rows[(rows["gpu"] == gpu) & (rows["status"] == "ok") & (rows["repeat"] == 0)]
-    names = [f.name for f in fields(Iteration) if f.name in rows]
-    stated = rows[names].to_dict("records")  # without what older rows do not say
-    return {Iteration(**{str(n): v for n, v in row.items() if v == v}) for row in stated}
 
 
 def collect_iterations(
@@ -147,8 +136,7 @@ def _order(root: Path, device: str, gpu: str, ranks: int, repeat: int) -> Iterat
 
 
 def _run_id(order: IterationOrder) -> str:
-    now = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.monotonic_ns() % 10**6:06d}"
-    return f"{now}-{os.getpid()}-i{order.repeat}-r{order.ranks}-{order.lane}"
+    return new_run_id(f"i{order.repeat}-r{order.ranks}-{order.lane}")
 
 
 def _write_failure(order: IterationOrder, culprit: Iteration, code: int) -> None:
@@ -165,14 +153,13 @@ def _run(
 ) -> tuple[str, int, int]:
     """Run one process or group of ranks: how it ended, its exit code, iterations finished."""
     on_gpu = order.device == "cuda"
-    printed = Path(order.root) / "logs" / f"{order.run_id}.log" if on_gpu else None
+    printed = order.printed if on_gpu else None
     process = start_ranks(
         "itercast.microbench.iterations.worker", asdict(order), order.ranks, log=printed
     )
-    journal = Path(order.root) / ".journal" / f"{order.run_id}.jsonl"
 
     def rows() -> int:
-        found = journal.read_bytes().count(b"\n") if journal.is_file() else 0
+        found = order.rows()
         progress(before + found)
         return found
 

@@ -69,7 +69,7 @@ class Fork:
         return self.returncode
 
     def end(self) -> None:
-        """Kill it and its process group, unless it has ended: its group ends with it."""
+        """Kill the process and its group; one that has ended has taken its group along."""
         if self.poll() is None:
             if self.pid:
                 try:

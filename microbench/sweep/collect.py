@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import subprocess
 import threading
 import time
@@ -27,6 +26,7 @@ from itercast.microbench.sweep.captured_points import (
 from itercast.microbench.sweep.cards import card_facts
 from itercast.microbench.sweep.contention import measure_contention
 from itercast.microbench.sweep.orders import Phase, WorkerOrder, known_families, phases, spent_s
+from itercast.microbench.sweep.rows import new_run_id
 from itercast.microbench.sweep.under_way import under_way_path
 
 log = logging.getLogger(__name__)
@@ -140,11 +140,9 @@ def order_of(
     root: Path, device: str, facts: Row, phase: Phase, points: Path, seed: int
 ) -> WorkerOrder:
     """The order to a phase's worker, without its budget."""
-    label = f"t{phase.threads}-r{phase.ranks}"
-    now = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.monotonic_ns() % 10**6:06d}"
     return WorkerOrder(
         root=str(root),
-        run_id=f"{now}-{os.getpid()}-{label}",
+        run_id=new_run_id(f"t{phase.threads}-r{phase.ranks}"),
         device=device,
         gpu=facts["hardware"]["name"],
         families=phase.families,
@@ -209,7 +207,7 @@ def run_worker(
     left_s, until_s = order.budget_s, late if guarded else math.inf
 
     def state() -> tuple[int, int]:
-        rows, elapsed_s = count_lines(order), time.monotonic() - begin_s
+        rows, elapsed_s = order.rows(), time.monotonic() - begin_s
         if progress:
             progress(rows, min(1.0, elapsed_s / order.budget_s))
         return rows, _since(order)
@@ -247,27 +245,16 @@ def _run_once(order: WorkerOrder, state: Callable[[], object], until_s: float) -
 
 def _log_failure(order: WorkerOrder, ended: str, code: int) -> None:
     """Log one line on a worker that failed or was killed."""
-    output = log_tail(log_path(order)) if order.device == "cuda" else ""
+    output = log_tail(order.printed) if order.device == "cuda" else ""
     log.warning("worker of %s %s, exit code %d: %s", order.families[0], ended, code, output)
 
 
 def start_worker(order: WorkerOrder) -> subprocess.Popen[bytes]:
     """Start a worker process, or a group of ranks, with the order as its argument."""
-    printed = log_path(order) if order.device == "cuda" else None
+    printed = order.printed if order.device == "cuda" else None
     return start_ranks(
         "itercast.microbench.sweep.worker", asdict(order), order.ranks, order.torchrun, log=printed
     )
-
-
-def log_path(order: WorkerOrder) -> Path:
-    """Path of the output of the order's workers on a GPU."""
-    return Path(order.root) / "logs" / f"{order.run_id}.log"
-
-
-def count_lines(order: WorkerOrder) -> int:
-    """Number of rows in the order's journal."""
-    journal = Path(order.root) / ".journal" / f"{order.run_id}.jsonl"
-    return journal.read_bytes().count(b"\n") if journal.is_file() else 0
 
 
 def _since(order: WorkerOrder) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import socket
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from itercast.capture.base.slow_imports import torch
 from itercast.microbench.store import Facts, Row
@@ -37,6 +39,26 @@ class Order:
     begin_s: float = 0.0  # time.monotonic() when the budget begins; 0: when the worker is ready
     lane: int = 0  # number among the ``lanes`` that share what is measured, a GPU each
     lanes: int = 1
+
+    @property
+    def journal(self) -> Path:
+        """The file of the rows that its worker has measured."""
+        return Path(self.root) / ".journal" / f"{self.run_id}.jsonl"
+
+    @property
+    def printed(self) -> Path:
+        """The file of what its worker prints, on a GPU."""
+        return Path(self.root) / "logs" / f"{self.run_id}.log"
+
+    def rows(self) -> int:
+        """How many rows its worker has measured so far."""
+        return self.journal.read_bytes().count(b"\n") if self.journal.is_file() else 0
+
+
+def new_run_id(label: str) -> str:
+    """A name that no other run has, of its time, process and ``label``."""
+    now = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.monotonic_ns() % 10**6:06d}"
+    return f"{now}-{os.getpid()}-{label}"
 
 
 def software() -> str:

@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 import itercast
 from itercast.command_line import GROUPS, app
-from itercast.eval.progress import LINE_EVERY_S, progress_bar, run_program
+from itercast.eval.progress import LINE_EVERY_S, progress_bar
+from itercast.extras.programs import run_program
 
 
 def test_lists() -> None:

@@ -13,6 +13,7 @@ import yaml
 from itercast.capture.base.assumptions import leaving_out
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.target import find_node
+from itercast.extras.calibration.host_fit import check_host_file, host_yaml, scaled_host
 from itercast.extras.published.sources.device_names import (
     form_assumed,
     link_of,
@@ -23,11 +24,8 @@ from itercast.extras.schedulers.table import throughput_table
 from itercast.microbench.hardware.host import (
     REFERENCE,
     HostMachine,
-    check_host_file,
     host_names,
-    host_yaml,
     load_host,
-    scaled_host,
     usual_host,
 )
 from itercast.microbench.hardware.names import USUAL, gpu_named

@@ -78,7 +78,10 @@ class MicroBatches:
 
     @contextmanager
     def _backward(self, made: Backward) -> Iterator[None]:
-        """Note what of the passes that wait for it runs inside the context."""
+        """Note the backward, inside the context, of the open forward passes that it reaches.
+
+        UnlikeError where a repeated pass waits for its own and this is no plain ``backward()``.
+        """
         usual = made.accumulates and not (made.inputs or made.differentiable)
         if not usual and None in self.open.values():
             raise UnlikeError

@@ -16,13 +16,13 @@ from rich.console import Console
 
 from itercast.capture.base.yaml_text import facts_of, made_of
 from itercast.compose.anchors import MeasuredStep
-from itercast.eval.progress import run_program
-from itercast.extras.calibration.host_fit import fit_host, log_error
+from itercast.extras.calibration.host_fit import fit_host, host_yaml, log_error
+from itercast.extras.programs import run_program
 from itercast.extras.published.lines import selected
 from itercast.extras.published.models import measured_steps
 from itercast.extras.published.readers import read_iterations
 from itercast.learners.bundle import SHIPPED
-from itercast.microbench.hardware.host import REFERENCE, HostMachine, host_yaml, usual_host
+from itercast.microbench.hardware.host import REFERENCE, HostMachine, usual_host
 
 ROWS = 40  # of a source that has many
 COMMAND = "python -m itercast.extras.published.fits.hosts PUBLIC"

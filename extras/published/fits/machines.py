@@ -28,9 +28,9 @@ from itercast.compose.anchors import sensitivity
 from itercast.compose.machines.state import Machine, Spread
 from itercast.compose.machines.typical import stated
 from itercast.compose.target import forecast_step
-from itercast.eval.progress import run_program
 from itercast.eval.results import records
 from itercast.extras.processes import processes
+from itercast.extras.programs import run_program
 from itercast.extras.published.fits.machine_fit import (
     SENSITIVITY,
     calibrated,

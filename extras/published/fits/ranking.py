@@ -18,7 +18,7 @@ from scipy.stats import kendalltau
 
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.machines.state import Spread
-from itercast.eval.progress import run_program
+from itercast.extras.programs import run_program
 from itercast.extras.published.fits.machine_fit import groups_of, left_out
 from itercast.extras.published.roles import ROLES
 

@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from itercast.capture.base.yaml_text import facts_of, made_of
-from itercast.eval.progress import run_program
 from itercast.extras.imports.write import write
+from itercast.extras.programs import run_program
 from itercast.learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
 from itercast.learners.train import Asked, joined, train, train_tables
 from itercast.learners.training_rows import subsample_evenly

@@ -14,7 +14,7 @@ import pandas as pd
 import typer
 
 from itercast.eval.compare import compare_all, measured_rows
-from itercast.eval.progress import run_program
+from itercast.extras.programs import run_program
 from itercast.learners.bundle import SHIPPED_CPU
 
 NOMINAL = 0.8  # of measured iterations that an interval is to cover

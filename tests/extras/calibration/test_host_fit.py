@@ -9,9 +9,9 @@ import pytest
 from itercast.compose.anchors import MeasuredStep
 from itercast.compose.capture_model import capture
 from itercast.compose.target import find_target, forecast_step
-from itercast.extras.calibration.host_fit import fit_host, host_us, runs_ahead
+from itercast.extras.calibration.host_fit import fit_host, host_us, runs_ahead, scaled_host
 from itercast.learners.bundle import SHIPPED
-from itercast.microbench.hardware.host import HostMachine, scaled_host
+from itercast.microbench.hardware.host import HostMachine
 
 TARGET = find_target("h100-sxm-80gb", "", SHIPPED)
 
