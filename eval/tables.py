@@ -13,6 +13,11 @@ WIDE = 100_000  # characters of a line in a file, a pipe or a log
 LEAST = 14  # characters that a narrow terminal leaves a column of text
 
 
+def three_digits(value: float) -> str:
+    """A number with three digits, or all before the point: 0.158, 26.2, 1,540."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def output() -> Console:
     """The output: as wide as its terminal, or as COLUMNS says; elsewhere lines do not end."""
     wraps = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()

@@ -22,6 +22,7 @@ from itercast.eval.report.op_sections import (
     software_sections,
 )
 from itercast.eval.results import COVERAGE, RETEST, CaseResult, grouped, records, summary
+from itercast.eval.tables import three_digits
 
 WORST = 10
 UNSURE_FRAC = 0.1  # of an iteration that no model covers, or that is assumed, is a reason
@@ -143,8 +144,7 @@ def worst_section(device: Device) -> Section:
 
 def milliseconds(time_us: float) -> str:
     """A time in ms with three digits."""
-    ms = time_us / 1e3
-    return f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}"
+    return three_digits(time_us / 1e3)
 
 
 def case_reason(r: CaseResult) -> str:

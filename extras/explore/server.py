@@ -92,11 +92,12 @@ class Handler(BaseHTTPRequestHandler):
         self._send(status, "application/json", json.dumps(value).encode())
 
     def _send(self, status: int, kind: str, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        with suppress(ConnectionError):  # the page has asked anew, or is closed
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Print nothing for each request."""

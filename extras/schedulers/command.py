@@ -18,7 +18,8 @@ from itercast.options import Json
 def replay(
     trace: Annotated[Path, typer.Argument(help="jobs in the layout of Gavel's traces")],
     throughputs: Annotated[
-        list[Path], typer.Option(help="gavel.json of `itercast throughput`; repeatable")
+        list[Path],
+        typer.Option(help="gavel.json of `itercast throughput`, or a folder of such; repeatable"),
     ],
     gpus: Annotated[str, typer.Option(help="the cluster, e.g. v100-sxm-16gb=4,a100-sxm-80gb=4")],
     as_json: Json = False,

@@ -51,9 +51,12 @@ class Replay:
 
 
 def read_rates(paths: Sequence[Path]) -> Rates:
-    """Tables in Gavel's layout, joined; jobs that share GPUs are left out."""
+    """Tables in Gavel's layout, joined; jobs that share GPUs are left out.
+
+    A folder stands for each ``gavel.json`` below it.
+    """
     rates: dict[tuple[str, int], dict[str, float]] = {}
-    for path in paths:
+    for path in (one for given in paths for one in sorted(given.rglob("gavel.json")) or [given]):
         try:
             table = json.loads(path.read_text())
             if not isinstance(table, dict):

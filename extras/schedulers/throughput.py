@@ -13,7 +13,7 @@ from rich.table import Table
 
 from itercast.capture.base.slow_imports import pd
 from itercast.errors import leave_if_failed
-from itercast.eval.tables import print_tables
+from itercast.eval.tables import print_tables, three_digits
 from itercast.options import Json, Prices, Question, asks, prints_aside
 from itercast.outputs import folder_to_write
 from itercast.stated import assumes, options, say, settings, stated
@@ -144,10 +144,10 @@ def _table(name: str, cells: Sequence[Cell]) -> Table:
         table.add_row(
             *place,
             f"{found.iteration_us / 1e3:.1f}",
-            f"{found.samples_per_s:.1f}",
+            three_digits(found.samples_per_s),
             memory_cell(found),
-            "-" if joule is None else f"{joule:.3g}",
-            "-" if usd is None else f"{1e6 * usd:.3g}",
+            "-" if joule is None else three_digits(joule),
+            "-" if usd is None else three_digits(1e6 * usd),
         )
     notes += memory_legend([cell.forecast for cell in cells if cell.forecast])
     table.caption = "\n".join(dict.fromkeys(notes))

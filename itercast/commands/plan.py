@@ -20,7 +20,7 @@ from itercast.capture.base.extensions import function_of
 from itercast.capture.base.slow_imports import without_scikit_learn
 from itercast.capture.plan import ParallelPlan
 from itercast.commands.script_case import AsModule, found_lines, searched
-from itercast.eval.tables import print_tables
+from itercast.eval.tables import print_tables, three_digits
 from itercast.options import (
     Cluster,
     GpuName,
@@ -318,7 +318,7 @@ def plans_table(
             memory_cell(r),
             f"{100 * r.mfu_frac:.1f}",
             waterfall(r),
-            *(f"{usd[unit]:.3g}" for unit in units),
+            *(three_digits(usd[unit]) for unit in units),
         )
     table.caption = "\n".join(_caption(facts, reports))
     return table

@@ -11,7 +11,7 @@ import typer
 
 from itercast.capture.base.extensions import function_of
 from itercast.capture.base.garbage import without_garbage_collection
-from itercast.eval.tables import output, print_tables
+from itercast.eval.tables import output, print_tables, three_digits
 from itercast.options import Cluster, Json, Prices, Question, Trace, asks, prints_aside
 from itercast.outputs import file_to_write
 from itercast.stated import assumes, question_facts, say_step
@@ -182,7 +182,7 @@ def _print(
         typer.echo(line)
     table = forecast_table(name, found, spread)
     for unit, usd in facts.get("price", {}).items():
-        table.add_row(unit.replace("usd_per_", "USD per ").replace("_", " "), f"{usd:.4g}")
+        table.add_row(unit.replace("usd_per_", "USD per ").replace("_", " "), three_digits(usd))
     add_parts(table, found)
     print_tables(table)
     if explain:

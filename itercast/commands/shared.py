@@ -19,6 +19,7 @@ from rich.table import Table
 from itercast.capture.base.extensions import function_of
 from itercast.errors import when_stopped
 from itercast.eval.progress import progress_bar
+from itercast.eval.tables import three_digits
 from itercast.microbench.hardware.machine import cpu_name
 
 if TYPE_CHECKING:
@@ -251,7 +252,7 @@ def forecast_table(case: str, found: Forecast, spread: Spread | None = None, of:
     if spread:
         table.add_row(f"slowest of {spread.ranks} ranks", spread_line(spread))
     if found.samples_per_s:  # a script that has no DataLoader does not say
-        table.add_row("samples per second", f"{found.samples_per_s:,.1f}{of}")
+        table.add_row("samples per second", three_digits(found.samples_per_s) + of)
     if found.tokens_per_s:
         table.add_row("tokens per second", f"{found.tokens_per_s:,.0f}{of}")
     table.add_row("model FLOPs utilisation", f"{100 * found.mfu_frac:.1f} %")
@@ -287,12 +288,17 @@ def memory_cell(found: Forecast) -> str:
 
 
 def memory_legend(found: Sequence[Forecast]) -> list[str]:
-    """What the marks of ``memory_cell`` say, of those that are there."""
-    room = max((r.memory_room_bytes for r in found), default=0) / 1e9
+    """What the marks of ``memory_cell`` say, of those that are there, and of their GPUs."""
     words = {"!": "more than", "?": "too close to tell whether they fit to"}
-    cells = list(map(memory_cell, found))
-    left = f"the {room:.1f} GB that a GPU has left for tensors"
-    return [f"{m}: {text} {left}" for m, text in words.items() if any(m in c for c in cells)]
+    lines = []
+    for mark, text in words.items():
+        rooms = sorted(r.memory_room_bytes for r in found if mark in memory_cell(r))
+        ends = dict.fromkeys(f"{room / 1e9:.1f}" for room in (*rooms[:1], *rooms[-1:]))
+        if ends:
+            lines.append(
+                f"{mark}: {text} the {' to '.join(ends)} GB that a GPU has left for tensors"
+            )
+    return lines
 
 
 def surely_fits(reports: Sequence[Forecast]) -> str:

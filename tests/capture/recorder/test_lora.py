@@ -51,6 +51,13 @@ def test_rank_times_inputs_and_outputs_are_trained(tmp_path: Path, rank: int) ->
     assert {name.split(".")[-3] for name in shapes} == {"q_proj", "v_proj"}
 
 
+def test_default_layers_of_newer_models_are_known(tmp_path: Path) -> None:
+    """Qwen3's queries (64 x 4 heads of 16) and values (64 x 2 of 16), as PEFT adapts them."""
+    qwen = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16}
+    shapes = trained(step(tmp_path, qwen, lora=4))
+    assert sum(a * b for a, b in shapes.values()) == 4 * 4 * (64 + 64 + 64 + 32)
+
+
 def test_a_rank_above_a_layers_width_is_refused(tmp_path: Path) -> None:
     """Values have 64 inputs and 32 outputs."""
     assert trained(step(tmp_path, lora=32))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -16,6 +18,8 @@ from urllib.parse import urlencode
 import pytest
 from browser import console_errors, requests, serious_findings, shown_as
 from servers import answering, free_port, until
+
+from itercast.extras.explore.server import Handler
 
 ASKED = {"case": "gpt-s", "gpu": "h100-sxm-80gb", "batch": "8", "plan": "dp=8,amp", "dtype": "bf16"}
 
@@ -70,6 +74,17 @@ def test_the_answer_is_that_of_predict(address: str) -> None:
 def test_what_cannot_be_asked_is_said(address: str, more: dict[str, str], said: str) -> None:
     status, answer = asked(address, **more)
     assert status == 400 and said in answer["error"]
+
+
+def test_a_page_that_asks_anew_leaves_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    """Each move of a slider closes the connection of the forecast before."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    ours, theirs = socket.socketpair()
+    with server, theirs:
+        ours.sendall(b"GET /names HTTP/1.0\r\nHost: localhost\r\n\r\n")
+        ours.close()
+        server.process_request_thread(theirs, ("", 0))
+    assert capfd.readouterr().err == ""
 
 
 def test_pages_of_other_hosts_are_refused(address: str) -> None:

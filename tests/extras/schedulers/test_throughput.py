@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from plan_case import GPU
 from typer.testing import CliRunner
 
@@ -99,6 +100,17 @@ def check_files(out: Path, cells: list[dict[str, Any]]) -> None:
     assert [(r["num_nodes"], r["num_replicas"]) for r in scaled[1:3]] == [("1", "1"), ("1", "2")]
 
 
+def test_marks_say_what_the_marked_gpus_hold(bundle: Path) -> None:
+    """124 M parameters with their state take 16 * 124 M = 2 GB: one GPU has 2 GB, the other 16."""
+    small = bundle.parent / "small.yaml"
+    small.write_text(yaml.safe_dump(replace(GPU, name="small", hbm_bytes=2e9).to_dict()))
+    words = ["throughput", "gpt2-small", "--gpu", f"{small},toy-gpu", "--gpus", "1", "--batch", "1"]
+    told = run.invoke(app, [*words, "--bundle", str(bundle)]).stdout
+    found = predict("gpt2-small", gpu=str(small), batch=1, bundle=bundle)
+    room = f"{found.memory_room_bytes / 1e9:.1f}"
+    assert f"!: more than the {room} GB that a GPU has left for tensors" in told
+
+
 def test_plans_are_spread_over_the_gpus() -> None:
     """Eight GPUs at tp=2 leave four replicas; three GPUs do not divide."""
     assert spread("tp=2,zero=1", 8) == "dp=4,tp=2,zero=1"
@@ -157,6 +169,7 @@ def test_a_table_tells_the_scheduler_where_jobs_are_fast(rates: Path, tmp_path: 
     trace = tmp_path / "jobs.trace"
     trace.write_text(trace_line("a", 100, 1, 0) + trace_line("b", 20, 1, 0))
     found = replay(rates, trace)
+    assert found == replay(tmp_path, trace)  # a folder of tables
     blind, best = found["fifo"], found["fifo, best GPU"]
     assert (blind["mean_completion_s"], blind["makespan_s"]) == (55, 100)
     assert (best["mean_completion_s"], best["makespan_s"]) == (15, 20)
