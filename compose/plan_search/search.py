@@ -107,7 +107,7 @@ class Found:
         return self._least(rank, time_us) < self.limit
 
     def add(self, plans: Iterable[Rank]) -> None:
-        """Let plans wait that do not yet."""
+        """Queue the plans that were never queued, and tell how many there are."""
         for rank in plans:
             if rank.plan not in self.listed:
                 self.listed[rank.plan] = rank

@@ -220,7 +220,10 @@ class ScriptProcess:
         return self._looks(lambda: self.process.poll() is not None)
 
     def written(self, *paths: Path) -> None:
-        """Wait until it has written one of some files; ValueError as for ``ends``, or if none."""
+        """Wait until the script writes one of some files.
+
+        ValueError as for ``ends``, and where it ends without.
+        """
         for _ in self._looks(lambda: any(path.is_file() for path in paths)):
             time.sleep(POLL_S)
         if not any(path.is_file() for path in paths):

@@ -196,6 +196,7 @@ class RankProgram(RankTasks):
         return ops
 
     def _copy_bucket(self, bucket: LayerBucket, *, into: bool) -> None:
+        """Add the copies of gradients ``into`` a bucket, or out of it once it is decoded."""
         layers, work = self.rank.layers, Work()
         every = max(1, self.how.every) / self.how.sends
         times = self.how.copies_in if into else self.how.copies_out

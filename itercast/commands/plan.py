@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # the command line starts without pandas
     from itercast.compose.forecast import Forecast
     from itercast.compose.plan_search.candidates import Search
     from itercast.compose.target import Target
+    from itercast.microbench.hardware.spec import Gpu
     from itercast.microbench.store import Facts, Row
 
 BAR = 8  # characters of a waterfall
@@ -112,7 +113,7 @@ def plan(
     how: Row = {"gpus": gpus, "module": module}
     with searched(question, gpu, node, arguments or [], **how) as (model, script):
         facts |= {**script, "module": module}
-        facts, reports = _found(question, model, facts, page, prices)
+        facts, reports = _search_model(question, model, facts, page, prices)
     facts["seconds"] = time.perf_counter() - begin
     print_plans(facts, reports, as_json, prices)
 
@@ -124,10 +125,17 @@ def _check_price(prices: Path, target: Target) -> None:
     prices_of(prices, [target.gpu.name])
 
 
-def _found(
+def _unusual(facts: Row, plan: ParallelPlan, gpu: Gpu) -> list[str]:
+    """What of the asked step is unusual; a script whose flags round products of fp32 asks tf32."""
+    rounded = "tf32" in facts.get("script", {}).get("products", [])[:1]
+    dtype = "tf32" if rounded and facts["dtype"] == "fp32" else facts["dtype"]
+    return unusual({**facts, "dtype": dtype}, {}, plan, gpu)
+
+
+def _search_model(
     question: Question, model: Any, facts: Row, page: Path | None, prices: Path | None
 ) -> tuple[Row, list[Forecast]]:
-    """The best plans of a model, and what was asked and settled."""
+    """Search the plans of a model; returns what was asked and settled, and the best plans."""
     gpu, gpus, asked = facts["gpu"], facts["gpus"], {n: facts[n] for n in (*STEP, *WHERE, "amp")}
     samples, where = question.samples_over(gpus), {n: facts[n] for n in ("node", "local")}
     known = {"machine": question.known_machine()}
@@ -137,9 +145,7 @@ def _found(
     facts |= {"amp": search.amp, "stack": target.stack, **_settled(search, target)}
     facts["command"] = _command(question, facts)
     plan = ParallelPlan(dp=gpus, node=where["node"])
-    rounded = "tf32" in facts.get("script", {}).get("products", [])[:1]  # as its own flags allow
-    dtype = "tf32" if rounded and facts["dtype"] == "fp32" else facts["dtype"]
-    facts["unusual"] = unusual({**facts, "dtype": dtype}, {}, plan, target.gpu)
+    facts["unusual"] = _unusual(facts, plan, target.gpu)
     counts, reports = run_search(search, facts, page)
     facts["unusual"] += filter(None, [search.left_out()])
     unlike = {name: facts[name] for name in ("lengths", "packed")}
