@@ -229,7 +229,7 @@ def _other_plans(one: MeasuredStep, target: Target) -> Iterator[tuple[str, float
 
 
 def in_words(machine: Machine, gpu: str) -> list[str]:
-    """One line for each factor: how much slower or faster than a typical machine, and how sure."""
+    """One line for each factor: how many times as long as on a typical machine, and how sure."""
     lines = []
     for at, name in enumerate(NAMES):
         spread, left = machine.typical.spread[at], machine.covariance[at][at] ** 0.5
@@ -237,8 +237,8 @@ def in_words(machine: Machine, gpu: str) -> list[str]:
             lines.append(f"{WORDS[name]}: unknown")
             continue
         time, low, high = machine.interval(name)
-        rates = f"{1 / time:.2f} ({1 / high:.2f} to {1 / low:.2f})"
-        lines.append(f"{WORDS[name]}: {rates} of the rate of a typical {gpu}")
+        factor = f"{time:.2f} ({low:.2f} to {high:.2f})"
+        lines.append(f"{WORDS[name]}: {factor} times as long as with a typical {gpu}")
     return lines
 
 

@@ -58,7 +58,7 @@ def collect(
     budget: Annotated[
         str, typer.Option(help="time for this dataset root, earlier runs included: 90s, 10m, 1h")
     ] = "5m",
-    out: Annotated[str, typer.Option(help="dataset root: a folder or a URL")] = "datasets",
+    out: Annotated[str, folder_to_write("dataset root: a folder or a URL")] = "datasets",
     seed: Annotated[int, typer.Option(help="seed of the order of points")] = 0,
     torchrun: Annotated[
         str,
@@ -83,8 +83,6 @@ def collect(
 
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device {device!r}: allowed are cpu and cuda")
-    if Path(out).is_file():
-        raise ValueError(f"out {out!r} is a file; rows go into a folder")
     gpus = gpu_count(devices, device)
     kept = f"what was measured is in {out}; the same command goes on"
     with when_stopped(kept), written(out) as root:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -27,11 +28,17 @@ import yaml
 from browser import browser
 from typer.testing import CliRunner
 
+from itercast.anchors import BESIDE, TIMES
 from itercast.capture.base.assumptions import all_assumptions
 from itercast.capture.plan import ParallelPlan
 from itercast.command_line import app
+from itercast.compose.machines.factors import NAMES
+from itercast.compose.machines.file import KEYS, LATER
+from itercast.compose.machines.typical import REST
 from itercast.extras.campaign.stages import PLANS
+from itercast.extras.nccl import nccl_tests
 from itercast.learners.bundle import SCHEMA_VERSION, SHIPPED
+from itercast.microbench.hardware.host import HostMachine
 from itercast.microbench.hardware.node import Node
 from itercast.microbench.hardware.spec import Gpu
 
@@ -202,6 +209,15 @@ def test_every_field_of_a_format_is_described() -> None:
     missing = [n for n in sorted(names - {*others.split(), "more"}) if f"`{n}`" not in text]
     assert not missing
     assert f"`schema_version` ({SCHEMA_VERSION})" in text
+    keys = {
+        "Measured steps": (*TIMES, *BESIDE, "source"),
+        "Machine file": (*KEYS, *LATER, *NAMES, *REST),
+        "Host file": {f.name for f in fields(HostMachine)} - {"name"},
+        "Logs of nccl-tests": re.findall(r'stated\.get\("(\w+)"', inspect.getsource(nccl_tests)),
+    }
+    for title, of_file in keys.items():
+        section = text.split(f"\n## {title}\n")[1].split("\n## ")[0]
+        assert [name for name in of_file if f"`{name}`" not in section] == [], title
 
 
 def test_the_campaigns_stages_are_stated() -> None:

@@ -11,6 +11,7 @@ import typer
 
 from itercast.names import completing
 from itercast.options import Json
+from itercast.outputs import folder_to_write
 
 if TYPE_CHECKING:  # the command line starts without pandas
     from itercast.microbench.hardware.spec import Gpu
@@ -27,7 +28,7 @@ def import_rows(
         ),
     ],
     path: Annotated[Path, typer.Argument(help="clone, folder or file of that source")],
-    out: Annotated[str, typer.Option(help="dataset root: a folder or a URL")] = "imported",
+    out: Annotated[str, folder_to_write("dataset root: a folder or a URL")] = "imported",
     gpu: Annotated[
         str, typer.Option(help="nccl-tests, kineto: GPU name or YAML file, if the log does not say")
     ] = "",

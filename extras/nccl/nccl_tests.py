@@ -99,7 +99,8 @@ def _log(
     op = log.collective or text_of(stated.get("collective")) or _named(path.name)
     if not op or not all(facts.values()):
         lacking = next((name for name, value in facts.items() if not value), "collective")
-        reason = f"{lacking} is not stated: pass it, or write a sources.yaml"
+        where = "an option" if lacking in facts else "the file's name"
+        reason = f"{lacking} is not stated: {where} or a sources.yaml can"
         return collector.drop(reason, len(log.rows))
     if op not in OPS:
         return collector.drop(f"unknown collective: {op[:40]!r}", len(log.rows))

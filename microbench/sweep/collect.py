@@ -78,6 +78,9 @@ def collect(
             p: s for p, s in left_s.items() if s >= max(1.0, MIN_LEFT_FRAC * budget_s * p.share)
         }
     whole_s, start_s = sum(left_s.values()), USUAL_START_S
+    if not left_s:
+        told = "rows of %s under %s took its budget of %g s already, a larger one goes on"
+        log.warning(told, facts["hardware"]["name"], root, budget_s)
     end_s = begin_s + whole_s
     while left_s:
         wall_s = end_s - time.monotonic()

@@ -129,7 +129,11 @@ def test_a_step_of_one_gpu_tells_of_kernels_and_host_alone(alone: MeasuredStep) 
     j = dict(zip(NAMES, sensitivity(alone.step, alone.target), strict=True))
     assert j["links"] == j["network"] == j["ranks"] == 0
     assert sum(j.values()) == pytest.approx(1, abs=0.05)
-    lines = in_words(told([alone]).machine, GPU)
+    machine = told([alone]).machine
+    lines = in_words(machine, GPU)
+    longer = machine.interval("host")[0]  # of a step that took 1.2 times as long as forecast
+    assert 1 < longer < 1.2
+    assert any(f"the host: {longer:.2f} (" in one and "times as long as" in one for one in lines)
     assert "messages between nodes: unknown" in lines
     assert "messages within a node: unknown" in lines
 

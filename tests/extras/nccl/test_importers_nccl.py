@@ -156,7 +156,7 @@ def test_a_command_after_rows_begins_a_run(tmp_path: Path) -> None:
     (tmp_path / "glued").mkdir()
     glued = imported(tmp_path / "glued", f"{COMMANDS[0]}\n{TABLE}{TABLE}", HERE)
     assert len(glued.rows["collective"]) == 4
-    assert glued.dropped["collective is not stated: pass it, or write a sources.yaml"] == 4
+    assert glued.dropped["collective is not stated: the file's name or a sources.yaml can"] == 4
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_what_nobody_states_is_counted_and_flags_supply_it(tmp_path: Path) -> No
     (tmp_path / "in").mkdir()
     found = imported(tmp_path / "in", bare)
     assert found.rows == {}
-    assert found.dropped["gpu is not stated: pass it, or write a sources.yaml"] == 4
+    assert found.dropped["gpu is not stated: an option or a sources.yaml can"] == 4
     words = ["import", "nccl-tests", str(tmp_path / "in"), "--out", str(tmp_path / "out")]
     assert CliRunner().invoke(app, words).exit_code == 1
     flags = ["--node", "aws-p5", "--nodes", "4"]

@@ -150,7 +150,7 @@ def test_collectives_are_swept_by_two_and_by_four_ranks_and_by_pairs_of_four(
 
 
 def test_a_killed_sweep_resumes_and_repeats_nothing(
-    tmp_path: Path, known_cpu: Callable[[Path], None]
+    tmp_path: Path, known_cpu: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     without_captures(tmp_path, "gemm")
     known_cpu(tmp_path)
@@ -175,3 +175,4 @@ def test_a_killed_sweep_resumes_and_repeats_nothing(
     assert len(keys) == len(set(keys))
     assert set(store.read_rows([tmp_path], "gemm")["cache"]) == {"warm", "cold"}
     assert collect(tmp_path, "cpu", ["gemm"], 0.5) == 0  # the budget is spent: nothing to do
+    assert "took its budget of 0.5 s already, a larger one goes on" in caplog.text
