@@ -15,6 +15,7 @@ from itercast.eval.results import by_source, over_sources
 from itercast.options import Question
 
 LARGE_RUNS = Path(__file__).resolve().parents[2] / "datasets/large_runs"
+REPORTED_RUNS = LARGE_RUNS.parent / "reported_runs"
 STEP = {"case": "mlp-l", "gpu": "a100-sxm-80gb", "batch": 64, "dtype": "bf16", "source": "a log"}
 
 
@@ -67,13 +68,13 @@ def test_paths_are_from_the_file_that_states_them(tmp_path: Path) -> None:
     assert one.label == "small"
 
 
-def test_large_runs_are_as_many_as_their_page_says() -> None:
-    """By file of ``datasets/large_runs``; each states its source and plan."""
-    lines = [x.split("|") for x in (LARGE_RUNS / "README.md").read_text().splitlines() if "`" in x]
+@pytest.mark.parametrize("folder", [LARGE_RUNS, REPORTED_RUNS], ids=lambda path: path.name)
+def test_published_steps_are_as_many_as_their_page_says(folder: Path) -> None:
+    """By file of the folder; each states its source and plan."""
+    lines = [x.split("|") for x in (folder / "README.md").read_text().splitlines() if "`" in x]
     stated = {name.strip(" `"): int(n) for _, name, _, n, *_ in (x for x in lines if len(x) > 4)}
-    read = {path: yaml.safe_load(path.read_text()) for path in LARGE_RUNS.glob("*.yaml")}
+    read = {path: yaml.safe_load(path.read_text()) for path in folder.glob("*.yaml")}
     assert {path.stem: len(steps) for path, steps in read.items()} == stated
     assert all("# Source: " in path.read_text() for path in read)
-    assert all(
-        (LARGE_RUNS / step["hf_config"]).is_file() for steps in read.values() for step in steps
-    )
+    models = [step["hf_config"] for steps in read.values() for step in steps if "case" not in step]
+    assert all((folder / model).is_file() for model in models)
