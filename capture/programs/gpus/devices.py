@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -151,12 +152,15 @@ def tensors_on_gpus(local_rank: int, memory: GpuMemory) -> Iterator[None]:
         "type": of_type,
         "_make_wrapper_subclass": staticmethod(wrapped_there),
     }
+    set_rng_state = partial(_set_state, torch.default_generator)
     with ExitStack() as stack:
         stack.enter_context(patch.multiple(torch.Tensor, create=True, **answers))
         stack.enter_context(patch.object(FakeTensor, "device", read(own.__get__)))
         stack.enter_context(patch.object(FakeTensor, "__new__", made_there))
         stack.enter_context(patch.object(torch.nn.Module, "cuda", all_to_gpu))
         stack.enter_context(patch.object(torch, "Generator", GeneratorOnCpu))
+        for place in (torch, torch.random):
+            stack.enter_context(patch.object(place, "set_rng_state", set_rng_state))
         stack.enter_context(patch.object(torch._C._nn, "_parse_to", _parse_to))
         stack.enter_context(_of_old_types(memory))
         stack.enter_context(_default_device(gpu, memory))
@@ -251,6 +255,15 @@ class GeneratorOnCpu(torch.Generator):
         made = super().__new__(cls)
         made.device = torch.device(device)
         return made
+
+    def set_state(self, new_state: torch.Tensor) -> torch._C.Generator:
+        return _set_state(self, new_state)
+
+
+def _set_state(generator: torch._C.Generator, state: torch.Tensor) -> torch._C.Generator:
+    """Set a generator's state, but for one that was on a GPU: nobody knows it."""
+    unknown = isinstance(state, FakeTensor)
+    return generator if unknown else torch._C.Generator.set_state(generator, state)
 
 
 class OnCpu(TorchFunctionMode):

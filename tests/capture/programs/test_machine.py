@@ -71,6 +71,9 @@ ONLY_IN_CUDA_BUILDS = """
 assert torch.cuda.nccl.version() >= (2, 20)
 assert len(torch.cuda.default_generators) == 4
 torch.cuda.random.set_rng_state(torch.cuda.random.get_rng_state(device=0), device="cuda:0")
+generator = torch.Generator()  # whose state accelerate sends to all ranks
+generator.set_state(generator.get_state().to("cuda").cpu())
+torch.set_rng_state(torch.get_rng_state().cuda().cpu())
 assert torch._C._cuda_getCurrentRawStream(0) == 0
 assert torch.cuda.utilization() == torch.cuda.power_draw(0) == torch.cuda.temperature() == 0
 assert torch.cuda.memory_usage() == torch.cuda.clock_rate("cuda") == 0
