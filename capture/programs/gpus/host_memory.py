@@ -28,6 +28,7 @@ from itercast.capture.programs.log import ProgramLog
 CPU = torch.device("cpu")
 INPUTS: Any = vars(FSDPParam)["all_gather_inputs"]
 PRE_UNSHARD: Any = vars(FlatParamHandle)["pre_unshard"]
+FLAT_TO: Any = vars(FlatParamHandle)["flat_param_to"]
 MOVES = (torch.Tensor.cpu, torch.Tensor.to)
 
 
@@ -162,6 +163,12 @@ def shards_of_fsdp(copies: _Copies) -> Iterator[None]:
         with log.reading_copies():
             return PRE_UNSHARD(handle)
 
+    def flat_to(handle: Any, *where: Any, **how: Any) -> None:
+        """Whole parameters of a state dict in host memory, whose GPU memory FSDP frees then."""
+        if where == (CPU,) and not handle._offload_params:
+            handle.flat_param.data = copies.copied("d2h", handle.flat_param.data, False)
+        FLAT_TO(handle, *where, **how)
+
     def offload(state: Any, handle: Any, gradient: Any) -> None:
         if handle._offload_params:
             log.copied("d2h", handle.flat_param._cpu_grad, non_blocking=True)
@@ -172,6 +179,7 @@ def shards_of_fsdp(copies: _Copies) -> Iterator[None]:
         patch.object(groups, "foreach_all_gather", gather),
         patch.object(groups, "foreach_reduce", reduce),
         patch.object(FlatParamHandle, "pre_unshard", pre_unshard),
+        patch.object(FlatParamHandle, "flat_param_to", flat_to),
         patch.object(fsdp1, "_offload_grad", offload),
     ):
         yield

@@ -102,3 +102,33 @@ def test_a_number_that_was_copied_to_the_host_is_read_without_waiting(tmp_path: 
     assert copies(calls) == [("d2h", 4)]
     assert ITEM not in [c.op for c in calls]
     assert ITEM in [c.op for c in calls_of(tmp_path, update="optimizer.step(); loss.item()")]
+
+
+STATE = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import FullStateDictConfig, StateDictType
+dist.init_process_group("nccl")
+def each(module, recurse, nonwrapped_numel):
+    return recurse or isinstance(module, nn.Linear)
+net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+model = FSDP(net, device_id=0, use_orig_params="whole" in sys.argv, auto_wrap_policy=each)
+optimizer = torch.optim.SGD(model.parameters())
+for step in range(5):
+    model(torch.randn(8, 64, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    whole = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, whole):
+        assert model.state_dict()["0.weight"].shape == (64, 64)
+"""
+
+
+@pytest.mark.parametrize("words", [(), ("whole",)])
+def test_fsdp_copies_whole_parameters_of_a_state_dict_to_the_host(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    """Two layers of 64 x 64 + 64 numbers in fp32, one after the other, there and back."""
+    calls = captured(written(tmp_path, STATE), *words, gpus=8).ranks[0].calls
+    assert copies(calls) == 2 * [("d2h", 4 * 4160), ("h2d", 4 * 4160)]
