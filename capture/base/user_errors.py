@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import linecache
 import os
 import traceback
@@ -22,12 +21,17 @@ def is_own_error(exc: BaseException) -> bool:
 
 
 def source_line(exc: BaseException) -> str:
-    """The last file and line that is neither ours nor torch's, in brackets; or nothing."""
+    """The last file and line not of ours, torch's or Python's, in brackets; or nothing."""
     frames = traceback.extract_tb(exc.__traceback__)
     own = f"{Path(torch.__file__).parent}{os.sep}", str(OUR_CODE)
-    ours = (*own, "<frozen importlib", f"{Path(importlib.__file__).parent}{os.sep}")
-    users = [f for f in frames if not f.filename.startswith(ours)]
+    ours = (*own, "<frozen importlib")
+    users = [f for f in frames if not f.filename.startswith(ours) and not _of_python(f.filename)]
     return f" ({Path(users[-1].filename).name}:{users[-1].lineno})" if users else ""
+
+
+def _of_python(file: str) -> bool:
+    """Whether a file is of Python's own library, in whose folder packages may lie, too."""
+    return file.startswith(f"{Path(os.__file__).parent}{os.sep}") and "-packages" not in file
 
 
 def user_line() -> tuple[str, int]:

@@ -25,6 +25,27 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
 
 
+def test_a_batch_that_changes_no_input_is_said() -> None:
+    """Samples a second grew with --batch, the time did not: 32 rows are 32 rows."""
+
+    def fixed() -> tuple[Any, ...]:
+        return torch.nn.Linear(8, 8), torch.ones(32, 8), torch.sum
+
+    def sized(batch: int = 32) -> tuple[Any, ...]:
+        return torch.nn.Linear(8, 8), torch.ones(batch, 8), torch.sum
+
+    told = "batch 64 only counts: the inputs stay as they are, of 32, as "
+    assert told in "".join(predict(fixed, gpu="a10", batch=64).notes)
+    assert capture(fixed, batch=64).samples == 64
+    assert not capture(fixed, batch=32).remarks and not capture(sized, batch=64).remarks
+
+
+def test_an_error_names_no_line_of_pythons_own() -> None:
+    """torch calls the module through contextlib."""
+    with pytest.raises(ValueError, match=r"unexpected keyword argument 'y'$"):
+        capture(torch.nn.Linear(8, 8), {"y": torch.ones(2, 8)}, torch.sum)
+
+
 def test_a_module_with_a_tensor_and_a_loss() -> None:
     target = torch.zeros(5, dtype=torch.int64)
     step = capture(mlp(), torch.randn(5, 8), lambda y: nn.functional.cross_entropy(y, target))

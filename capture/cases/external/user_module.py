@@ -31,12 +31,14 @@ class UserModel:
 
     ``inputs`` is a tensor, a tuple of positional arguments or a dict by name; None: those of a
     transformers model, or no inputs at all. ``loss(output)`` returns a scalar; None takes the
-    ``loss`` attribute of the output, or the output itself if it is a scalar.
+    ``loss`` attribute of the output, or the output itself if it is a scalar. ``sizes``: of batch
+    and seq those that the inputs follow, as they are made by them.
     """
 
     module: Any
     inputs: Any = None
     loss: Callable[[Any], Any] | None = None
+    sizes: tuple[str, ...] = ()
 
 
 def load_function(name: str) -> Callable[..., Any]:
@@ -75,7 +77,8 @@ def call_function(function: Callable[..., Any], batch: int | None, seq: int | No
         kinds = ", ".join(type(p).__name__ for p in parts)
         allowed = "a torch module, (module, inputs) or (module, inputs, loss)"
         raise ValueError(f"model: {name} returns {allowed}, got {kinds}")
-    return UserModel(**dict(zip(("module", "inputs", "loss"), parts, strict=False)))
+    named = dict(zip(("module", "inputs", "loss"), parts, strict=False))
+    return UserModel(**named, sizes=tuple(given))
 
 
 def capture_user_model(
@@ -112,8 +115,16 @@ def capture_user_model(
         if is_own_error(exc):
             raise
         raise ValueError(f"the model fails without data: {one_line_error(exc)}") from exc
-    samples, length = _sizes(made["inputs"])
-    samples = batch or samples
+    rows, length = _sizes(made["inputs"])
+    samples = batch or rows
+    stated = {"batch": (batch, rows), "seq": (seq, length)}
+    remarks = tuple(
+        f"{name} {asked} only counts: the inputs stay as they are, of {own}, as no function of the "
+        f"model has a parameter {name}"
+        for name, (asked, own) in stated.items()
+        if asked and own and asked != own and name not in made["model"].sizes
+    )
+    step = replace(step, remarks=(*step.remarks, *remarks))
     return replace(step, samples=samples, tokens=samples * (seq or length))
 
 
