@@ -20,7 +20,6 @@ Scores = Mapping[str, Mapping[str, float]]  # by learner: errors in % and ``rank
 
 
 def learner_table(
-    title: str,
     lines: Sequence[tuple[str, Sequence[str], Scores]],
     facts: Sequence[str] = (),
 ) -> Table:
@@ -29,7 +28,7 @@ def learner_table(
     Bold are the learners that no other is better than beyond the noise: one, or several that tie.
     """
     learners = [n for n in reversed(NAMES) if any(n in scores for _, _, scores in lines)]
-    title = f"median absolute error on {title}, %; bold: none is better beyond the noise"
+    title = "median absolute error on held-out shapes, %; bold: none is better beyond the noise"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column("family", no_wrap=True)
     for head in (*facts, *(HEADS.get(name, name) for name in learners)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import numpy as np
 import pandas as pd
@@ -192,7 +191,7 @@ def summary(results: Sequence[CaseResult]) -> dict[str, float]:
 
 
 def logged_groups(
-    results: Sequence[CaseResult], warnings: Mapping[tuple[str, str], str] = MappingProxyType({})
+    results: Sequence[CaseResult], warnings: Mapping[tuple[str, str], str]
 ) -> list[Group]:
     """Results by GPU and kind of plan, with scores and single cases, as runs of MLflow show them.
 

@@ -24,7 +24,6 @@ from itercast.learners.train import (
     Told,
     TrainReport,
     digest_of,
-    fit_in_turn,
 )
 
 ROOT = Path(__file__).parents[1]
@@ -37,7 +36,7 @@ def unfinished(out: Path) -> Path:
     return out.absolute().with_name(f".{out.name}.families")
 
 
-def resumed(out: Path, fit_all: FitAll = fit_in_turn) -> FitAll:
+def resumed(out: Path, fit_all: FitAll) -> FitAll:
     """Trains only families that an earlier training of ``out`` did not finish on the same rows."""
     place = unfinished(out)
 

@@ -80,7 +80,7 @@ class Machine:
             logs = logs + self.mean[len(NAMES) + self.models.index(model)] * EVERYWHERE
         return Factors.of_logs(logs.tolist())
 
-    def log_deviation(self, sensitivity: Sequence[float], model: str = "") -> float:
+    def log_deviation(self, sensitivity: Sequence[float], model: str) -> float:
         """Standard deviation of the log of a measured step, by its sensitivity to the factors."""
         known = self._with(model)
         j = known._direction(sensitivity, model)

@@ -33,7 +33,7 @@ class AssumedTime:
     total_us: float = 0.0
     by_name_us: dict[str, float] = field(default_factory=dict)
 
-    def add_us(self, time_us: float, shares: AssumedShares = ()) -> None:
+    def add_us(self, time_us: float, shares: AssumedShares) -> None:
         """Add a time, of which each assumption has its share."""
         self.total_us += time_us
         for name, share in shares:

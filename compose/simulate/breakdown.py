@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf, log2
+from math import log2
 from typing import Protocol
 
 from itercast.compose.parallel.device_memory import room_bytes
@@ -292,7 +292,7 @@ def broken_down(
     *,
     memory: dict[str, int],
     matmul_s: float,
-    host_gap_us: float = inf,
+    host_gap_us: float,
     bubble_us: float = 0.0,
     slowest: int = 0,
     fullest: int = 0,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from itercast.eval.tracking import registry, store
+from itercast.eval.tracking import open_run, registry, store
 from itercast.eval.tracking.logs import dataset_input, iterations_experiment, no_longer_newest
 from itercast.learners.bundle import Bundle
 from itercast.learners.held_out import load_held_out
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from mlflow.entities import DatasetInput
 
 PAGE = "held_out.html"  # artifact of the run that prices a family
-WHOLE = "trainings"  # experiment of runs that are open while they train
 COMPARED = ("median_ape_pct", "bias_pct", "retest_ape_pct", "seconds")  # of a family, there
 SHOWN_DIGITS = 2  # after the point of a logged metric
 
@@ -98,7 +97,7 @@ def log_whole(
     """Log what tells trainings apart to the run that was open: rows, errors by family, verdicts."""
     from mlflow.entities import Metric, Param
 
-    place, name = client.get_experiment_by_name(WHOLE), str(training.bundle)
+    place, name = client.get_experiment_by_name(open_run.EXPERIMENT), str(training.bundle)
     order, where = ["attributes.start_time DESC"], [place.experiment_id] if place else []
     runs = client.search_runs(where, order_by=order) if where else ()
     run = next((run.info.run_id for run in runs if run.info.run_name == name), "")

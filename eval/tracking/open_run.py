@@ -1,4 +1,4 @@
-"""A run that MLflow shows while a command works, and that ends as FINISHED, FAILED or KILLED."""
+"""The run of a training that MLflow shows meanwhile; it ends as FINISHED, FAILED or KILLED."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from itercast.microbench.sweep.cards import commit
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
+EXPERIMENT, SOURCE = "trainings", "itercast train"
 HOST, PROCESS = "host", "process"  # tags of where an open run's command works
 
 
@@ -33,11 +34,11 @@ class OpenRun:
     def _metric(self, name: str, value: float) -> None:
         store.connect().log_metric(self.run_id, name, value, store.now_ms())
 
-    def _begin(self, experiment: str, name: str, params: Mapping[str, object], source: str) -> None:
+    def _begin(self, name: str, params: Mapping[str, object]) -> None:
         client = store.connect()
-        place = store.experiment(client, experiment, store.note(experiment))
+        place = store.experiment(client, EXPERIMENT, store.note(EXPERIMENT))
         end_left(client, place)
-        tags = {"mlflow.source.name": source, "mlflow.source.git.commit": commit()}
+        tags = {"mlflow.source.name": SOURCE, "mlflow.source.git.commit": commit()}
         tags |= {HOST: socket.gethostname(), PROCESS: str(os.getpid())}
         self.run_id = client.create_run(place, tags=tags, run_name=name).info.run_id
         for key, value in params.items():
@@ -48,12 +49,10 @@ class OpenRun:
 
 
 @contextmanager
-def open_run(
-    experiment: str, name: str, params: Mapping[str, object], source: str
-) -> Iterator[OpenRun]:
+def open_run(name: str, params: Mapping[str, object]) -> Iterator[OpenRun]:
     """A run while the context lasts: FAILED where it raises, KILLED where it is interrupted."""
     run, state = OpenRun(), "FAILED"
-    attempt(run._begin, experiment, name, params, source)
+    attempt(run._begin, name, params)
     try:
         yield run
         state = "FINISHED"

@@ -164,7 +164,7 @@ def fit(
     facts = {"data": ", ".join(map(str, data)), "trials": trials, "memory": asked.memory}
     facts["version"] = version("itercast")
     stopped = f"what is trained so far is kept beside {out}; the same command goes on"
-    opened = open_run("trainings", str(out), facts, "itercast train")
+    opened = open_run(str(out), facts)
     with when_stopped(stopped), progress_bar() as bar, opened as run:
         task, begun = bar.add_task("train", total=None), list[str]()
 
@@ -232,7 +232,7 @@ def report_table(report: Row) -> Table:
             "-" if share is None else f"{share:.0f}",
         )
         lines.append((name, facts, entry["learners"]))
-    table = learner_table("held-out shapes", lines, ("rows", "re-\ntest", "co-\nvered"))
+    table = learner_table(lines, ("rows", "re-\ntest", "co-\nvered"))
     covered = [(e["rows"], e["coverage_pct"]) for e in report.values() if e.get("coverage_pct")]
     if covered:
         share = sum(n * pct for n, pct in covered) / sum(n for n, _ in covered)

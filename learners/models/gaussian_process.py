@@ -180,9 +180,7 @@ def initial_length_scales(x: Array) -> dict[int, tuple[float, ...]]:
     return {int(i): tuple(float(r * spread[i] * root) for r in INITIAL_LENGTHS) for i in used}
 
 
-def merge_points(
-    z: Array, log_ratio: Array, distance: float = MERGE_DISTANCE
-) -> tuple[Array, Array, Array]:
+def merge_points(z: Array, log_ratio: Array, distance: float) -> tuple[Array, Array, Array]:
     """Merge points of one grid cell: mean position, median value, how many (4 at most)."""
     index = np.unique(np.round(z / distance), axis=0, return_inverse=True)[1].reshape(-1)
     order, count = np.argsort(index, kind="stable"), np.bincount(index)
@@ -197,7 +195,7 @@ def learn_kernel(
     x: Array,
     log_ratio: Array,
     length_scales: Mapping[int, Sequence[float]],
-    merge_distance: float = MERGE_DISTANCE,
+    merge_distance: float,
 ) -> Kernel:
     """Fit length scales, amplitudes and noise of a kernel by marginal likelihood (Adam).
 

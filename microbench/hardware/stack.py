@@ -153,7 +153,7 @@ def stack_names() -> list[str]:
     return sorted(known_stacks())
 
 
-def load_stack(name: str = USUAL) -> Stack:
+def load_stack(name: str) -> Stack:
     """The stack of this name or release; ValueError, naming the known ones, where there is none.
 
     ``torch-2.3`` is the newest known torch that is not newer; ``torch`` the newest of all;

@@ -91,9 +91,7 @@ def _sample_us(workload: Workload, before: Callable[[], object], now_ns: NowNs) 
     return time_us
 
 
-def time_warm_cpu(
-    workload: Workload, disturb: Callable[[], object], now_ns: NowNs = time.perf_counter_ns
-) -> Timing:
+def time_warm_cpu(workload: Workload, disturb: Callable[[], object], now_ns: NowNs) -> Timing:
     """Time with operands in cache; before each sample ``disturb`` runs other ops, as in a step.
 
     In a tight loop of one op its code and branch history stay in caches, and small ops take half as

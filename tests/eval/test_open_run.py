@@ -15,7 +15,7 @@ from itercast.eval.tracking.open_run import open_run
 KILLED = """
 import os
 from itercast.eval.tracking.open_run import open_run
-with open_run("trainings", "lost", {}, "itercast train"):
+with open_run("lost", {}):
     os.kill(os.getpid(), 9)
 """
 
@@ -29,7 +29,7 @@ def runs() -> dict[str, Any]:
 
 
 def test_a_run_is_there_from_the_first_second(mlflow_store: str) -> None:
-    with open_run("trainings", "mine", {"trials": 3}, "itercast train") as run:
+    with open_run("mine", {"trials": 3}) as run:
         run.progress("families", 2)
         found = runs()["mine"]
         assert found.info.status == "RUNNING" and found.data.params == {"trials": "3"}
@@ -43,7 +43,7 @@ def test_a_run_is_there_from_the_first_second(mlflow_store: str) -> None:
 def test_a_run_ends_as_its_command_does(
     mlflow_store: str, raised: type[BaseException], ends: str
 ) -> None:
-    with pytest.raises(raised), open_run("trainings", "mine", {}, "itercast train"):
+    with pytest.raises(raised), open_run("mine", {}):
         raise raised
     assert runs()["mine"].info.status == ends
 
@@ -52,7 +52,7 @@ def test_a_run_whose_command_is_gone_is_ended_by_the_next(mlflow_store: str) -> 
     """As after a loss of power; that of a living command stays."""
     subprocess.run([sys.executable, "-c", KILLED], check=False)
     assert runs()["lost"].info.status == "RUNNING"
-    with open_run("trainings", "first", {}, ""), open_run("trainings", "second", {}, ""):
+    with open_run("first", {}), open_run("second", {}):
         assert {n: r.info.status for n, r in runs().items()} == {
             "lost": "KILLED",
             "first": "RUNNING",
@@ -69,6 +69,6 @@ def test_without_a_store_the_command_works(
     (tmp_path / "damaged.db").write_text("no database")
     monkeypatch.setattr("itercast.eval.tracking.attempt.warned", set())
     monkeypatch.setenv("MLFLOW_TRACKING_URI", place)
-    with open_run("trainings", "mine", {}, "itercast train") as run:
+    with open_run("mine", {}) as run:
         run.progress("families", 1)
     assert len(caplog.records) == 1 and "not logged to MLflow" in caplog.text

@@ -121,7 +121,7 @@ def test_a_training_s_own_run_tells_what_it_learned_from_and_what_it_changed(
     """Twice the same rows: one digest; the first is the champion, the second no better."""
     root, report = trained
     for _ in range(2):
-        with open_run("trainings", str(root / "bundle"), {"trials": TRIALS}, "itercast train"):
+        with open_run(str(root / "bundle"), {"trials": TRIALS}):
             pass
         logged = log(trained, tmp_path, monkeypatch)
     second, first = runs_of(logged, "trainings")

@@ -152,19 +152,19 @@ def _fused(op: str, tensors: Callable[[], list[Tensor]]) -> Callable[[], object]
     return lambda: call(*lists, **rates, amsgrad=amsgrad, maximize=False)
 
 
-def _of_op(p: OptimizerOp, table: Mapping[str, int], default: int) -> Values:
-    """The table's value for each op, or the default."""
-    return sum(np.equal(p.op, op) * (n - default) for op, n in table.items()) + default
+def _of_op(p: OptimizerOp, table: Mapping[str, int]) -> Values:
+    """The table's value for each op, 2 for ops that it lacks."""
+    return sum(np.equal(p.op, op) * (n - 2) for op, n in table.items()) + 2
 
 
 def flops(p: OptimizerOp) -> Values:
     """Two per element; fused Adam 16 (two averages, decay, root, division), SGD 4 to 6."""
-    return 1.0 * _of_op(p, FLOPS, 2) * p.numel
+    return 1.0 * _of_op(p, FLOPS) * p.numel
 
 
 def bytes_moved(p: OptimizerOp) -> Values:
     """Every operand once each time it is read or written; step counters are neglected."""
-    return 1.0 * _of_op(p, OPERANDS, 2) * p.numel * itemsize_bytes(p.dtype)
+    return 1.0 * _of_op(p, OPERANDS) * p.numel * itemsize_bytes(p.dtype)
 
 
 def features(p: OptimizerOp, gpu: Gpu) -> dict[str, Numbers | str]:

@@ -108,5 +108,5 @@ def test_learners_that_tie_within_the_noise_are_all_bold() -> None:
     assert [cell(scored(e, 2)) for e in (8.84, 99.94, 99.96, 1313.4)] == [
         *("8.8", "99.9", "100", "1313")
     ]
-    table = learner_table("x", [(name, ("9",), some) for name, some in SCORES.items()], ("rows",))
+    table = learner_table([(name, ("9",), some) for name, some in SCORES.items()], ("rows",))
     assert [c.header for c in table.columns] == ["family", "rows", "blend", "near-\nest", "linear"]
