@@ -1,7 +1,6 @@
 PY := .venv/bin/python
 CLI := $(PY) -m itercast
 BUDGET ?= 5m
-OUT ?= datasets
 PYTHON ?= python3
 
 .PHONY: help setup demo collect campaign train evaluate others bench-public ablate shipped shipped-cpu bench-speed bench-scale dlrm fleet-demo programs predict check ui report test test-slow test-pages docs lint endurance scripts torchrun features laws forecasts clean

@@ -26,6 +26,7 @@ from itercast.learners.held_out import (
     save_held_out,
     shapes_of,
 )
+from itercast.learners.models import noise
 from itercast.learners.models.noise import medians
 from itercast.microbench.ops import families
 
@@ -77,7 +78,8 @@ class Verdict:
         if self.word == FIRST:
             return "the first model of this device and family"
         if self.word == TOO_FEW:
-            return f"only {self.points} rows held out by both, {FEWEST} are needed to compare"
+            needed = f"{FEWEST} of {noise.FEWEST} shapes are needed to compare"
+            return f"{self.points} rows held out by both, {needed}"
         (new, old), (low, high) = self.pct, self.gain_pct
         return (
             f"{self.word}: median error {new:.2f} %, champion {old:.2f} %, on {self.points} rows "
@@ -100,12 +102,14 @@ def judge(new: pd.DataFrame, old: pd.DataFrame | None) -> Verdict:
         shapes_of(errors),
         retest_of(new, old),
     )
+    if (gain_pct := both.interval_pct("new", "old")) is None:
+        return Verdict(word=TOO_FEW, points=len(errors))
     word = BETTER if both.better("new", "old") else WORSE if both.better("old", "new") else SAME
     return Verdict(
         word=word,
         points=len(errors),
         pct=(both.pct["new"], both.pct["old"]),
-        gain_pct=both.interval_pct("new", "old"),
+        gain_pct=gain_pct,
     )
 
 

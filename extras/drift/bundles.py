@@ -36,7 +36,8 @@ ONE, OTHER = "one", "other"
 class Comparison:
     """Median absolute errors in % of two bundles on the same measured points of a GPU.
 
-    ``difference_pct``: what lies between is the noise of the second error minus the first.
+    ``difference_pct``: what lies between is the noise of the second error minus the first; None
+    where points are of too few shapes to say.
     ``better``: 1 or 2, or 0 where the difference is within the noise.
     """
 
@@ -45,7 +46,7 @@ class Comparison:
     points: int
     retest_pct: float | None
     errors_pct: tuple[float, float]
-    difference_pct: tuple[float, float]
+    difference_pct: tuple[float, float] | None
     better: int
 
 

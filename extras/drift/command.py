@@ -78,7 +78,11 @@ def known_gpu(bundle: LearnedBundle, name: str) -> Gpu:
     from itercast.learners.known_bundles import find_gpu
 
     if name != "cpu" and name not in bundle.gpus:
-        raise ValueError(f"bundle: no rows of {name}; it has {sorted(bundle.gpus)}")
+        known = ", ".join(sorted(bundle.gpus))
+        raise ValueError(
+            f"bundle: no rows of {name}, which `itercast collect` measures and `itercast train` "
+            f"learns from; it has {known}"
+        )
     return find_gpu(name, bundle)
 
 

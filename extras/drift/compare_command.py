@@ -66,10 +66,12 @@ def _table(found: list[Comparison]) -> Table:
             f"{error:.1f}" if one.better == other else f"[bold]{error:.1f}[/]"
             for error, other in zip(one.errors_pct, (2, 1), strict=True)
         ]
-        low, high = one.difference_pct
         retest = "-" if one.retest_pct is None else f"{one.retest_pct:.1f}"
-        better = ("no difference", "1st", "2nd")[one.better]
-        between = f"{low:+.1f} to {high:+.1f}"
+        better, between = ("no difference", "1st", "2nd")[one.better], "-"
+        if one.difference_pct:
+            between = "{:+.1f} to {:+.1f}".format(*one.difference_pct)
+        else:
+            better = "too few points"
         table.add_row(one.family, one.gpu, str(one.points), retest, *errors, between, better)
     return table
 

@@ -33,16 +33,16 @@ class Medians:
     drawn: pd.DataFrame
     shapes: int
 
-    def interval_pct(self, one: str, other: str) -> tuple[float, float]:
-        """LEVELS quantiles of the second's median error minus the first's; endless if too few."""
+    def interval_pct(self, one: str, other: str) -> tuple[float, float] | None:
+        """LEVELS quantiles of the second's median error minus the first's; None if too few."""
         if self.shapes < FEWEST:
-            return -float("inf"), float("inf")
+            return None
         low, high = np.quantile(self.drawn[other] - self.drawn[one], LEVELS)
         return float(low), float(high)
 
     def better(self, one: str, other: str) -> bool:
         """Whether the first has the smaller median error beyond the noise."""
-        return self.interval_pct(one, other)[0] > 0
+        return (self.interval_pct(one, other) or (0.0, 0.0))[0] > 0
 
     def ranks(self) -> dict[str, int]:
         """By forecaster, 1 + how many others are better beyond the noise."""

@@ -25,7 +25,7 @@ from itercast.compose.anchors import (
 from itercast.compose.machines.factors import NAMES, Factors
 from itercast.compose.machines.file import read_machine
 from itercast.compose.machines.typical import typical
-from itercast.compose.predict import prepare
+from itercast.compose.predict import predict, prepare
 from itercast.compose.target import Target, forecast_step
 from itercast.eval import compare
 from itercast.options import Question
@@ -227,6 +227,21 @@ def test_a_measured_step_states_each_option_of_predict_by_its_name(tmp_path: Pat
     command = get_command(app).commands["predict"]  # type: ignore[attr-defined]
     options = {opt for param in command.params for opt in param.opts}
     assert {f"--{f.name.replace('_', '-')}" for f in fields(Question)} - {"--case"} <= options
+
+
+def test_what_the_page_of_machines_shows_is_what_commands_print(tmp_path: Path) -> None:
+    """Its steps, what they tell, and the forecasts for 1,024 GPUs with and without them."""
+    page = (Path(__file__).parents[2] / "docs/machines.md").read_text()
+    steps, machine = tmp_path / "steps.yaml", tmp_path / "machine.yaml"
+    steps.write_text(page.split('```yaml title="steps.yaml"\n')[1].split("```")[0])
+    run = CliRunner().invoke(app, ["calibrate", str(steps), "--iterations", str(machine)])
+    assert "\n".join(run.stdout.splitlines()[: len(NAMES)]) in page
+    shown = {"forecasts {} ms, {} to {}": read_machine(machine), "it is {} ms, {} to {}": None}
+    for words, known in shown.items():
+        plan = "dp=1024,amp,node=dgx-a100"
+        found = predict("gpt2-small", gpu=GPU, plan=plan, batch=16, machine=known)
+        times = found.iteration_us, found.iteration_us_p10, found.iteration_us_p90
+        assert words.format(*(round(us / 1e3) for us in times)) in page
 
 
 def test_rows_of_two_models_are_of_two_runs() -> None:

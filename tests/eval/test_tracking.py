@@ -248,7 +248,7 @@ def test_a_champion_is_replaced_only_by_more_than_the_noise() -> None:
     assert not judge(forecasts(errors * 0.999 * np.tile([1.05, 0.95], 50)), old).promote
     assert not judge(forecasts(errors * 2), old).promote
     few = judge(forecasts(errors[:10] / 2), old)
-    assert not few.promote and few.reason.startswith("only 10 rows held out by both, 20")
+    assert not few.promote and few.reason.startswith("10 rows held out by both, 20 of 10 shapes")
     worse, same = (judge(forecasts(e), old) for e in (errors * 2, errors))
     assert (worse.word, same.word) == ("worse", "no difference beyond the noise")
     assert "on 100 rows held out by both" in worse.reason and worse.gain_pct[1] < 0
