@@ -71,7 +71,8 @@ def _file(collector: RowCollector, path: Path, stated: Facts, hints: Hints) -> N
         is_json = text.lstrip()[:1] == "{"
         logs = [parse_json(text)] if is_json else parse_text(text)
         if not any(log.rows or log.empty or log.host_times for log in logs):
-            raise Unreadable("no table of nccl-tests in it")
+            fits = " whose numbers fit together" if any(log.unknown for log in logs) else ""
+            raise Unreadable(f"no table of nccl-tests{fits} in it")
     except Unreadable as exc:
         return collector.unreadable(str(exc))
     collector.readable += 1

@@ -226,6 +226,17 @@ def test_sources_yaml_states_hardware_and_doubts(tmp_path: Path) -> None:
     assert {name: row[name] for name in expected} == expected
 
 
+def test_a_table_that_contradicts_its_average_is_told_from_no_table(tmp_path: Path) -> None:
+    """Bus rates of 0.05, 0.05, 0.09 and 0.02 GB/s: 0.0525 on average, not 9."""
+    table = [line for line in LOG.splitlines() if "   0.10 " not in line]
+    text = "\n".join([*table, "# Avg bus bandwidth    : {}\n"])
+    assert len(imported(tmp_path, text.format(0.0525)).rows["collective"]) == 4
+    with pytest.raises(ValueError, match="no table of nccl-tests whose numbers fit together in it"):
+        imported(tmp_path, text.format(9))
+    with pytest.raises(ValueError, match="no table of nccl-tests in it"):
+        imported(tmp_path, "make: *** [all] Error 2\n")
+
+
 def test_what_nobody_states_is_counted_and_flags_supply_it(tmp_path: Path) -> None:
     bare = "all_reduce_perf\n" + "\n".join(LOG.splitlines()[9:]) + "\n"
     (tmp_path / "in").mkdir()
