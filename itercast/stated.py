@@ -92,7 +92,8 @@ def assumes(found: Sequence[Forecast]) -> str:
     """What forecasts take for granted, and how much of their time no measurement decides."""
     one = {name: _each(found, name) for name in ("stack", "host", "network", "bundle")}
     hint = "no node named (--node, --plan node=...)"
-    one["network"] = one["network"].replace("no node named", hint, 1)
+    head, *others = one["network"].split("no node named: ")
+    one["network"] = f"{head}{hint}: {''.join(others)}" if others else head
     parts = [f"stack {one['stack']}"] * bool(one["stack"])
     parts += [f"host {one['host']}"] * bool(one["host"]) + [one["network"]] * bool(one["network"])
     upto = "up to " if len(found) > 1 else ""

@@ -175,6 +175,7 @@ def test_a_table_of_throughput_says_the_command_that_repeats_it(here: Path) -> N
     first = json.loads(run.invoke(app, shlex.split(words)).stdout)
     again = json.loads(run.invoke(app, [*shlex.split(first["command"])[1:], "--json"]).stdout)
     assert again == first and first["question"]["seq"] == 64
+    assert first["assumes"].count("no node named") == 1  # of two networks
     assert [cell["batch"] for cell in first["cells"]] == [4] * 4  # the case's own
 
 
