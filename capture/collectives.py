@@ -24,6 +24,7 @@ CALL = re.compile(
 KINDS = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
 KINDS |= {"isend": "send", "irecv": "recv"}
 INTO_WHOLE = ("all_gather", "scatter", "recv")  # the whole buffer is written, else it is read
+REDUCTIONS: Any = dist.ReduceOp.RedOpType
 WRITTEN = ("output_tensors", "output_tensor", "output", "outputs", "output_lists", "out")
 
 
@@ -89,10 +90,18 @@ def collective_of(func: Any, args: Any, kwargs: Any, result: Any) -> CollectiveC
     )
 
 
-def exchanged(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Any, Any]:
-    """The tensors whose numbers an op of ``torch.distributed`` sends, and those that get them."""
+def exchanged(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Any, Any, int]:
+    """The tensors whose numbers an op of ``torch.distributed`` sends, and those that get them.
+
+    And how many equal numbers are added up to one: those of all ranks, or 1.
+    """
     call = collective_of(func, args, kwargs, result)
-    return (call.read, call.written) if call else (_tensors(args), _tensors(result))
+    if call is None:
+        return _tensors(args), _tensors(result), 1
+    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    op: Any = named.get("reduce_op")
+    adds = op == "sum" if op is None or isinstance(op, str) else op.op() == int(REDUCTIONS.SUM)
+    return call.read, call.written, len(call.ranks) if adds and call.kind == "all_reduce" else 1
 
 
 def in_parts(call: CollectiveCall) -> bool:

@@ -67,22 +67,27 @@ def evenly_spread(args: Args, output: Tensor) -> Tensor:
 def note_message(facts: Any, func: Any, args: Any, kwargs: Any, result: Any) -> None:
     """Note of tensors that a message fills: other ranks have the numbers that this one sends.
 
-    Such are counts of tokens for experts, and sizes. ``facts``: what is known, by tensor; None
-    where that is not asked.
+    Such are counts of tokens for experts, sizes, and how many ranks have a batch. ``facts``: what
+    is known, by tensor; None where that is not asked.
     """
     if facts is not None:
         _bring(facts, *exchanged(func, args, kwargs, result))
 
 
-def _bring(facts: Any, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
-    """Ranks' numbers follow one another; those of a list go to one of as many, each to its own."""
+def _bring(facts: Any, read: Sequence[Tensor], written: Sequence[Tensor], added: int) -> None:
+    """Ranks' numbers follow one another; those of a list go to one of as many, each to its own.
+
+    ``added``: so many equal numbers become one, their sum.
+    """
     if len(read) == len(written) > 1:
         for sent, filled in zip(read, written, strict=True):
-            _bring(facts, [sent], [filled])
+            _bring(facts, [sent], [filled], added)
         return
-    known = [facts.get(tensor) for tensor in read]
+    known = [facts.get(t, _constant(t)) for t in read]
     for tensor in written:
         facts.pop(tensor, None)
+        if isinstance(tensor, FakeTensor):
+            tensor.constant = None
     if not known or None in known:
         return
     facts.update((tensor, replace(known[0], values=None)) for tensor in written)
@@ -90,12 +95,19 @@ def _bring(facts: Any, read: Sequence[Tensor], written: Sequence[Tensor]) -> Non
         return
     with _disable_current_modes():
         numbers = torch.cat([fact.values.flatten() for fact in known])
+        numbers = (numbers * added).to(numbers.dtype)
         sizes = [tensor.numel() for tensor in written]
         times = -(-sum(sizes) // max(1, len(numbers)))
         for tensor, values in zip(
             written, numbers.repeat(times)[: sum(sizes)].split(sizes), strict=True
         ):
             facts[tensor] = replace(known[0], values=values.reshape(tensor.shape))
+
+
+def _constant(tensor: Tensor) -> Fact | None:
+    """What is known of a tensor that the program made of a number."""
+    number: Tensor | None = getattr(tensor, "constant", None)
+    return None if number is None else Fact(values=number)
 
 
 def flatten_lists(values: Sequence[Argument]) -> list[Argument]:

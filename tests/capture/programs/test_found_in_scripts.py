@@ -430,3 +430,24 @@ assert told.startswith(b"git version")
 
 def test_scripts_ask_git_by_a_shell_s_line_and_find_python_s_own_open(tmp_path: Path) -> None:
     assert captured(written(tmp_path, TRAIN + ASKS_GIT + STEPS)).ranks
+
+
+def test_numbers_that_all_ranks_have_are_added_up(tmp_path: Path) -> None:
+    """Of 8 ranks: a loop that goes on while each of them has a batch, and what is most of ones."""
+    text = """
+import torch, torch.distributed as dist
+dist.init_process_group("nccl")
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+for step in range(9):
+    batches, most = (torch.tensor(1, device="cuda") for _ in range(2))
+    dist.all_reduce(batches)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    counts = torch.ones(2, dtype=torch.long, device="cuda")
+    dist.all_reduce(counts)
+    if batches < 8 or (most, *counts.tolist()) != (1, 8, 8):
+        break
+    model(torch.randn(4, 8, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+    assert captured(written(tmp_path, text), gpus=8).ranks[0].calls
