@@ -116,7 +116,10 @@ def _write_host(path: Path, few: pd.DataFrame, bundle: Path | None) -> Row:
     )
 
     name = check_host_file(path)
-    source = f"itercast calibrate, {len(few)} rows on {', '.join(sorted(set(few['gpu'])))}"
+    gpus = sorted(set(few["gpu"]))
+    if len(gpus) > 1:
+        raise ValueError(f"a host is beside GPUs of one kind, got rows of {', '.join(gpus)}")
+    source = f"itercast calibrate, {len(few)} rows on {gpus[0]}"
     found = host_of_events(few, name, source)
     if found is None:
         found = fit_host(name, measured_steps(few, bundle), source=source)

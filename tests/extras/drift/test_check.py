@@ -260,3 +260,8 @@ def test_the_host_of_measured_iterations_is_written_and_used(tmp_path: Path, row
     assert found["iteration_us"] == pytest.approx(predicted("dgx-a100")["iteration_us"], rel=0.05)
     assert found["iteration_us"] > usual["iteration_us"]
     assert found["assumed_frac"] < usual["assumed_frac"]  # a named host is known
+    both = pd.concat([pd.read_parquet(rows).assign(gpu=gpu) for gpu in ("h100-sxm-80gb", "a10")])
+    both.to_parquet(rows)
+    refused = runner.invoke(app, ["calibrate", str(rows), "--host", str(mine)])
+    assert refused.exit_code == 2
+    assert "a host is beside GPUs of one kind, got rows of a10, h100-sxm-80gb" in refused.stderr
