@@ -80,15 +80,16 @@ class ProgramLog(OpLog):
         self.recomputing = False
         self.points = count()
         self.live_bytes = self.peak_bytes = self.least_bytes = self.highest_bytes = 0
+        self.measuring = list[Any]()  # what else has ``highest_bytes`` of its own
         self.grouped = False  # whether the program made a process group
         self.over = False  # what is freed when all steps are over is not of the last one
         self._awaiting: set[int] = set()  # memory of parameters that a backward pass reached
         self._group_streams: dict[Any, int] = {}
-        self._arrives: dict[int, int] = {}  # storage -> point at which a collective has filled it
+        self.arrives: dict[int, int] = {}  # storage -> point at which a collective has filled it
         self._sizes: dict[int, int] = {}  # storage's number -> bytes
         self.numbers = count()
         self.last_work: int | None = None  # point of the last collective that was not blocking
-        self.compiled, self._calls_of_compiled = MadeBy(), 0  # calls of compiled functions
+        self.compiled, self.compiled_calls = MadeBy(), count(1)  # of compiled functions
         self._eager: set[int] = set()  # calls whose ops are not fused
         self._graphed: set[int] = set()  # calls that launch a CUDA graph in each phase
         self.foreach_event: tuple[str, int] | None = None  # of an update of lists of DTensors
@@ -97,17 +98,18 @@ class ProgramLog(OpLog):
         """Forget what was launched so far; memory in use stays."""
         super().reset()
         self.peak_bytes = self.least_bytes = self.live_bytes
-        self._arrives = {}
+        self.arrives = {}
 
-    def storage(self, tensor: Any) -> int:
+    def storage(self, tensor: Any, number: int | None = None) -> int:
         """The number of the memory behind a tensor; its bytes count until it is freed.
 
-        A sparse one's are those of its values, a tensor on the meta device has none.
+        A sparse one's are those of its values, a tensor on the meta device has none. ``number``: of
+        a tensor that is new, in place of the next one.
         """
         memory = values_of(tensor).untyped_storage()
         key = memory._cdata
         if key not in self._storages:
-            self._storages[key] = next(self.numbers)
+            self._storages[key] = next(self.numbers) if number is None else number
             weakref.finalize(memory, self._freed, key)
             self.resized(key, 0 if tensor.is_meta else memory.nbytes())
         return self._storages[key]
@@ -117,18 +119,23 @@ class ProgramLog(OpLog):
         if key not in self._storages:
             return
         number = self._storages[key]
-        self.live_bytes += nbytes - self._sizes.get(number, 0)
+        self.take(nbytes - self._sizes.get(number, 0))
         self._sizes[number] = nbytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def take(self, nbytes: int, meanwhile: int = 0) -> None:
+        """Count memory that is taken, or given back below 0; ``meanwhile``: more until then."""
+        self.live_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + meanwhile)
         self.least_bytes = min(self.least_bytes, self.live_bytes)
-        self.highest_bytes = max(self.highest_bytes, self.live_bytes)
+        for one in (self, *self.measuring):
+            one.highest_bytes = max(one.highest_bytes, self.live_bytes + meanwhile)
 
     def _freed(self, key: int) -> None:
         number = self._storages.pop(key)
         self.live_bytes -= self._sizes.pop(number, 0)
         if not self.over:
             self.least_bytes = min(self.least_bytes, self.live_bytes)
-        self._arrives.pop(number, None)
+        self.arrives.pop(number, None)
 
     def _alias(self, tensor: Any, result: Any) -> None:
         """Nothing: autograd's sums keep a memory of their own until they are freed."""
@@ -195,8 +202,7 @@ class ProgramLog(OpLog):
         if self.compiled.running:
             yield
             return
-        self._calls_of_compiled += 1
-        number = self._calls_of_compiled
+        number = next(self.compiled_calls)
         counted = dict(self.host)
         self._eager |= set() if fused else {number}
         self._graphed |= {number} if graphed else set()
@@ -328,7 +334,7 @@ class ProgramLog(OpLog):
         """Let the current stream wait for the collective that fills a tensor, if one still does."""
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
-                point = self._arrives.pop(self.storage(tensor), None)
+                point = self.arrives.pop(self.storage(tensor), None)
                 if point is not None:
                     self.wait(self.stream, point)
 
@@ -365,7 +371,7 @@ class ProgramLog(OpLog):
         self.last_work = None
         if not call.blocking:
             point = self.record(own)
-            self._arrives |= {t.storage: point for t in written}
+            self.arrives |= {t.storage: point for t in written}
             self.last_work = point
 
 

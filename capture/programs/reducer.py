@@ -238,8 +238,8 @@ def edges(outputs: Sequence[Tensor], beyond: range = range(0)) -> list[tuple[Any
         if node is None or edge in found:
             continue
         found[edge] = None
-        if node._sequence_nr() not in beyond and not hasattr(node, "reaches"):
-            waiting += node.next_functions
+        if node._sequence_nr() not in beyond:
+            waiting += getattr(node, "beyond", node.next_functions)
     return list(found)
 
 

@@ -91,9 +91,10 @@ class MadeBy:
 
     def number(self) -> int:
         """The number that the op that runs now belongs to, 0 for none."""
-        if self.running or not self._nodes:
-            return self.running
-        node = torch._C._current_autograd_node()
+        return self.running or self.of(torch._C._current_autograd_node())
+
+    def of(self, node: Any) -> int:
+        """The number that made one of autograd's nodes, 0 for none."""
         made = -1 if node is None else node._sequence_nr()
         at = bisect_right(self._nodes, (made, math.inf)) - 1
         return self._nodes[at][1] if at >= 0 else 0

@@ -50,7 +50,7 @@ class GpuMemory:
 
     def add(self, tensor: Any) -> None:
         """Put the memory behind a tensor there; the parts of a distributed one too."""
-        for part in _parts(tensor):
+        for part in parts(tensor):
             memory = part.untyped_storage()
             if memory._cdata not in self._keys:
                 self._keys.add(memory._cdata)
@@ -58,13 +58,13 @@ class GpuMemory:
 
     def remove(self, tensor: Any) -> None:
         """Take the memory behind a tensor from there."""
-        for part in _parts(tensor):
+        for part in parts(tensor):
             self._keys.discard(part.untyped_storage()._cdata)
 
     def holds(self, tensor: Any) -> bool:
         """Whether a tensor was put there, or computed from one that was."""
-        parts = _parts(tensor)
-        return bool(parts) and parts[0].untyped_storage()._cdata in self._keys
+        held = parts(tensor)
+        return bool(held) and held[0].untyped_storage()._cdata in self._keys
 
     def follow(self, args: Any, output: Any) -> None:
         """Put there what an op computed, if one of its arguments is there."""
@@ -81,12 +81,12 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [t for v in value for t in _tensors(v)] if isinstance(value, list | tuple) else []
 
 
-def _parts(tensor: Any) -> list[torch.Tensor]:
+def parts(tensor: Any) -> list[torch.Tensor]:
     """The tensors with memory that a tensor consists of; none for one on the meta device."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         held = (getattr(tensor, name) for name in names)  # a mesh is one of a DTensor's too
-        return [part for one in held if isinstance(one, torch.Tensor) for part in _parts(one)]
+        return [part for one in held if isinstance(one, torch.Tensor) for part in parts(one)]
     tensor = below_transforms(tensor)
     memory = tensor if tensor.is_meta else values_of(tensor)
     return [] if memory.is_meta or memory.layout != torch.strided else [memory]

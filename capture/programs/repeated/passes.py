@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_unflatten
 from itercast.capture.opcall import OpCall
 from itercast.capture.programs.log import ProgramLog
 from itercast.capture.programs.program import COLLECTIVE, MARKS
+from itercast.capture.programs.reducer import edges
 from itercast.capture.programs.repeated.fold import renumbered
 
 PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))  # values that say all
@@ -155,7 +157,7 @@ class Repeated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Any, again: Again) -> Any:  # type: ignore[override]
         """The model's outputs; ``anchor`` is a tensor that trains."""
-        ctx.again, ctx.reaches = again, again.of.reaches
+        ctx.again, ctx.reaches, ctx.beyond = again, again.of.reaches, ()
         made = again.forward()
         ctx.mark_non_differentiable(*(t for t, form in made if not form.trains))
         ctx.set_materialize_grads(False)
@@ -230,3 +232,18 @@ def unlogged(log: ProgramLog) -> Iterator[None]:
         yield
     finally:
         log.paused -= 1
+
+
+def watched(log: ProgramLog, outputs: Sequence[torch.Tensor], beyond: range = range(0)) -> bool:
+    """Whether others than the program's graph have nodes of autograd that add to gradients.
+
+    Such as hook into them.
+    """
+    with unlogged(log):
+        unwatched = _most_references([torch.empty(()).requires_grad_() + 1])
+    return _most_references(outputs, beyond) > unwatched
+
+
+def _most_references(outputs: Sequence[torch.Tensor], beyond: range = range(0)) -> int:
+    nodes = (node for node, _ in edges(outputs, beyond) if hasattr(node, "variable"))
+    return max(map(sys.getrefcount, nodes), default=0)

@@ -11,12 +11,9 @@ hooks, whose Python may do anything, but for those of forward that use their arg
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dis import get_instructions
 from functools import partial
-from types import FunctionType
 from typing import Any
 from unittest.mock import patch
 
@@ -27,25 +24,22 @@ from torch.utils._pytree import tree_flatten
 from itercast.capture.programs.backward import Backward, backward_passes
 from itercast.capture.programs.log import ProgramLog
 from itercast.capture.programs.reducer import Reducer, edges, reached
+from itercast.capture.programs.repeated.alike import hooked
 from itercast.capture.programs.repeated.fold import again
+from itercast.capture.programs.repeated.layers import Layers
 from itercast.capture.programs.repeated.passes import (
     Again,
     Pass,
     UnlikeError,
     form_of,
     storages,
-    unlogged,
+    watched,
 )
 from itercast.capture.programs.trained.bare import is_wrapper
 from itercast.capture.recorder.fake import below_transforms
 from itercast.capture.recorder.watch import attributes
 
 ALIKE = 2  # micro-batches in a row that show what the next ones do
-FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
-OUTSIDE = frozenset(  # what code does that uses more than its arguments
-    ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "STORE_GLOBAL", "IMPORT_NAME", "MAKE_FUNCTION")
-)
 
 
 class MicroBatches:
@@ -56,7 +50,7 @@ class MicroBatches:
     """
 
     def __init__(self, log: ProgramLog) -> None:
-        self.log, self.inside = log, False
+        self.log, self.inside, self.layers = log, False, Layers(log)
         self.wrapper: torch.nn.Module | None = None
         self.known: dict[int, list[Pass]] = {}
         self.open: dict[int, Pass | None] = {}
@@ -67,13 +61,16 @@ class MicroBatches:
         run = torch.nn.Module._call_impl
 
         def called(module: Any, *args: Any, **kwargs: Any) -> Any:
-            outermost = not self.inside and self.log.phase == "forward"
-            if not (outermost and torch.is_grad_enabled() and self.log.after_graph is None):
+            trains = self.log.phase == "forward" and torch.is_grad_enabled()
+            known = not self.inside or id(module) in self.layers.places
+            if not (trains and known and self.log.after_graph is None):
                 return run(module, *args, **kwargs)
-            around = self._through if is_wrapper(module) else self._run
+            outermost = self._through if is_wrapper(module) else self._run
+            around = self.layers.run if self.inside else outermost
             return around(module, partial(run, module, *args, **kwargs))
 
-        with patch.object(torch.nn.Module, "_call_impl", called), backward_passes(self._backward):
+        watching = patch.object(torch.nn.Module, "_call_impl", called)
+        with watching, self.layers.watched(), backward_passes(self._backward):
             yield
 
     @contextmanager
@@ -83,7 +80,7 @@ class MicroBatches:
         UnlikeError where a repeated pass waits for its own and this is no plain ``backward()``.
         """
         usual = made.accumulates and not (made.inputs or made.differentiable)
-        if not usual and None in self.open.values():
+        if not usual and (None in self.open.values() or self.layers.repeated):
             raise UnlikeError
         with ExitStack() as stack:
             for one in self.open.values():
@@ -105,6 +102,7 @@ class MicroBatches:
     def _run(self, model: Any, run: Callable[[], Any]) -> Any:
         """Run a model, with a ``forward`` that may be repeated."""
         own, held = model.__dict__.get("forward"), self._held(model)
+        self.layers.find(model)
         self.log.calls.append(again(1))
         self.inside = True
         if held is not None:
@@ -121,10 +119,7 @@ class MicroBatches:
         """What must stay as it is for a model's passes to be alike; None where they never are."""
         parameters, inner = list(model.parameters()), list(model.modules())[1:]
         trains = model.training and any(p.requires_grad for p in parameters)
-        hooks = [hook for one in inner for n in FORWARD_HOOKS for hook in getattr(one, n).values()]
-        backward = any(getattr(one, name) for one in inner for name in BACKWARD_HOOKS)
-        hooked = backward or not all(map(_uses_arguments_alone, hooks))
-        if not trains or hooked or any(map(_hooked, parameters)):
+        if not trains or hooked(inner) or any(map(_hooked, parameters)):
             return None
         devices = ("cpu", "cuda")
         casts = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
@@ -176,10 +171,8 @@ class MicroBatches:
         made = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         one.made, one.reaches = storages(made, self.log), reached(made)
         one.ends = [(t.grad_fn._sequence_nr(), t.output_nr) if t.grad_fn else (-1, 0) for t in made]
-        with unlogged(self.log):
-            unwatched = _most_references([torch.empty(()).requires_grad_() + 1])
         apart = len({*one.made, *one.given}) == len(one.made) + len({*one.given})
-        return None not in one.leaves and apart and _most_references(made) == unwatched
+        return None not in one.leaves and apart and not watched(self.log, made)
 
     def _begin(self, one: Pass, roots: tuple[Any, ...]) -> Any:
         """Note where backward comes to a pass: a handle, None where it cannot be repeated.
@@ -226,13 +219,6 @@ def _next_node() -> int:
     return int(torch._C._autograd._get_sequence_nr())
 
 
-def _uses_arguments_alone(hook: Any) -> bool:
-    """Whether a hook's Python does the same in each pass: all that it can change is compared."""
-    if not isinstance(hook, FunctionType) or hook.__defaults__ or hook.__kwdefaults__:
-        return False
-    return OUTSIDE.isdisjoint(one.opname for one in get_instructions(hook))
-
-
 def _hooked(parameter: Any) -> bool:
     """Whether others than DDP's reducer are told of a parameter's gradient."""
     after = (parameter._post_accumulate_grad_hooks or {}).values()
@@ -247,9 +233,3 @@ def _gradients(model: torch.nn.Module) -> list[tuple[int, bool, torch.dtype, int
         (id(p), p.requires_grad, p.dtype, below_transforms(p).untyped_storage()._cdata, id(p.grad))
         for p in model.parameters()
     ]
-
-
-def _most_references(outputs: list[torch.Tensor]) -> int:
-    """References to autograd's nodes that add to gradients; whoever hooks into one has another."""
-    nodes = (node for node, _ in edges(outputs) if hasattr(node, "variable"))
-    return max(map(sys.getrefcount, nodes), default=0)

@@ -1,0 +1,136 @@
+"""Runs some of a model's equal layers: others of their kind repeat what these launch.
+
+Two in a row that launch the same, given the same, show what others do, whose memory alone differs.
+The last of a kind run, since backward comes to them first, and so do the first of each step, in
+which it is shown anew. Hooks on a layer run each time, as do those of its parameters: what DDP and
+FSDP do. So does a layer whose launches wait for some outside, or that has hooks inside.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._pytree import tree_flatten
+
+from itercast.capture.programs.log import ProgramLog
+from itercast.capture.programs.repeated.alike import Place, places
+from itercast.capture.programs.repeated.layer_passes import (
+    Again,
+    Given,
+    Kind,
+    Measured,
+    Numbers,
+    Recording,
+)
+from itercast.capture.programs.repeated.passes import UnlikeError, form_of
+
+
+class Layers:
+    """Watches the layers of the models that a program trains, and repeats those that are alike."""
+
+    def __init__(self, log: ProgramLog) -> None:
+        self.log, self.calls = log, log.calls
+        self.places, self.models, self.kinds = dict[int, Place](), set[int](), list[Kind]()
+        self.cast = dict[int, bool]()  # whether layers are repeated, since casts were forgotten
+        self.repeated = False  # whether any was in this step
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Be told inside the context where autocast forgets what it cast."""
+        forget = torch.clear_autocast_cache
+
+        def forgotten() -> None:
+            self.cast.clear()
+            forget()
+
+        with patch.object(torch, "clear_autocast_cache", forgotten):
+            yield
+
+    def find(self, model: torch.nn.Module) -> None:
+        """Find a model's layers, in each step anew."""
+        if self.calls is not self.log.calls:
+            self.calls = self.log.calls
+            self.places, self.models, self.kinds, self.repeated = {}, set(), [], False
+        if id(model) not in self.models:
+            self.models.add(id(model))
+            self.places |= places(model)
+
+    def run(self, layer: Any, run: Callable[[], Any]) -> Any:
+        """Run a layer, with a ``forward`` that may be repeated."""
+        place, own = self.places.pop(id(layer)), layer.__dict__.get("forward")
+        layer.__dict__["forward"] = partial(self._forward, layer, place, layer.forward)
+        try:
+            return run()
+        finally:
+            self.places[id(layer)] = place
+            layer.__dict__.pop("forward")
+            if own is not None:
+                layer.__dict__["forward"] = own
+
+    def _forward(self, layer: Any, place: Place, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """A layer's forward, or a repetition of it."""
+        log, (leaves, structure) = self.log, tree_flatten((args, kwargs))
+        run = partial(forward, *args, **kwargs)
+        forms = [form_of(leaf, log, trains=True) for leaf in leaves]
+        trained = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
+        usual = None not in forms and len(trained) == 1 and trained[0].grad_fn is not None
+        held = place.held() if usual and not log.host_memory else None
+        if held is None:
+            return run()
+        cast_before = self._cast_before(layer)
+        casts = [
+            (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")
+        ]
+        modes = [type(mode) for mode in _get_current_function_mode_stack()]
+        around = casts, cast_before, modes, log.stream, bool(log.compiled.running)
+        kind, given = self._kind((held, structure, forms, around)), Given(layer, leaves, log)
+        if "backward" in kind.shown or ("forward" in kind.shown and not place.last):
+            self.cast[id(layer)] = self.repeated = True
+            return Again(log, kind, given).output()
+        return self._recorded(kind, given, run, place)
+
+    def _cast_before(self, layer: Any) -> bool:
+        """Whether autocast has kept a layer's weights since it ran before."""
+        casts = torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled()
+        if casts and self.cast.get(id(layer)):
+            raise UnlikeError
+        before = casts and id(layer) in self.cast
+        self.cast[id(layer)] = False
+        return before
+
+    def _kind(self, key: Any) -> Kind:
+        found = next((kind for kind in self.kinds if kind.key == key), None)
+        if found is None:
+            self.kinds.append(found := Kind(key=key))
+        return found
+
+    def _recorded(self, kind: Kind, given: Given, run: Callable[[], Any], place: Place) -> Any:
+        """Run forward, and note what it launches, and backward after it."""
+        log, drawn, networks = self.log, random.getstate(), len(self.log.networks)
+        names = Numbers.names(log, given)
+        measured, first_node = Measured(log), int(torch._C._autograd._get_sequence_nr())
+        output = run()
+        calls = [names.call(call) for call in log.calls[measured.start :]]
+        leaves, structure = tree_flatten(output)
+        forms = [form_of(leaf, log, trains=True) for leaf in leaves]
+        made = (
+            [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] if None not in forms else []
+        )
+        storages = list(map(log.storage, made))
+        forward = measured.launched(calls, (forms, structure), list(map(names.of, storages)))
+        trained = [t for t in made if t.grad_fn is not None]
+        new = len({*storages}) == len(storages) and all(n >= names.since[0] for n in storages)
+        same = random.getstate() == drawn and len(log.networks) == networks
+        same = same and place.held() == kind.key[0]
+        arrived = log.arrives.keys().isdisjoint(storages)
+        if len(trained) == 1 and new and same and arrived and forward.can_repeat():
+            kind.note("forward", forward)
+            Recording(log, kind, forward, names).watch(given, trained[0], first_node)
+        return output
