@@ -206,7 +206,7 @@ class Recording:
         numbers = {id(p): i for i, p in enumerate(given.parameters)}
         self.kind.compiled = self.names.of(self.log.compiled.of(output.grad_fn), 2)
         self.kind.watched |= watched(self.log, (output,), range(first_node))
-        hooks = [(output.grad_fn, partial(self._begins, output.output_nr))]
+        hooks: list[Any] = [(output.grad_fn, partial(self._begins, output.output_nr))]
         hooks += [(given.trained.grad_fn, partial(self._ends, given.trained.output_nr))]
         for node, _ in edges((output,), range(first_node)):
             at = numbers.get(id(getattr(node, "variable", None)))
@@ -291,7 +291,8 @@ class Again:
             if sent and sent != [log.storage(gradients[at])]:
                 raise UnlikeError
 
-        given.trained.grad_fn.register_prehook(alone)
+        node: Any = given.trained.grad_fn
+        node.register_prehook(alone)
         parameters = given.parameters if self.kind.watched else ()
         made_by = self.numbers.of(self.kind.compiled, 2)
         with nullcontext() if log.compiled.running else log.compiled.stretch(made_by):

@@ -42,7 +42,8 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         Layer.runs += 1
-        return x + self.down(torch.relu(self.up(self.norm(x))))
+        wide: Tensor = self.up(self.norm(x)).relu()
+        return x + self.down(wide)  # type: ignore[no-any-return]
 
 
 class Counts(Layer):
