@@ -154,7 +154,7 @@ def check_zero(name: str, text: str) -> None:
     layers = rank_for(name, text).model.layers
     units = [x.layer.parameter_bytes for x in layers if x.numbered]
     root = sum(x.layer.parameter_bytes for x in layers if not x.numbered)
-    sharded = ("zero", "hsdp", *(["offload"] if "offload=parameters" in text else []))
+    sharded = ("zero", "hsdp", "no_sync", *(["offload"] if "offload=parameters" in text else []))
     whole = peak(name, without(text, *sharded))
     assert peak(name, text) <= 1.02 * whole + 3 * max([root, *units])
 
