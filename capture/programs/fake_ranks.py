@@ -75,14 +75,14 @@ def one_rank_of(
 
 @contextmanager
 def _groups_that_send_nothing(world_size: int, rank: int, log: ProgramLog) -> Iterator[None]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+    import torch.testing._internal.distributed.fake_pg  # registers the backend
 
     init, new_group = dist.init_process_group, dist.new_group
 
     def fake_init(*args: Any, **kwargs: Any) -> None:
         log.grouped = True
         with _disable_current_modes():
-            init("fake", store=FakeStore(), rank=rank, world_size=world_size)
+            init("fake", store=own_store(), rank=rank, world_size=world_size)
 
     def fake_group(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
@@ -98,7 +98,9 @@ def _groups_that_send_nothing(world_size: int, rank: int, log: ProgramLog) -> It
         dist.barrier(group)
 
     new: dict[str, Any] = {"init_process_group": fake_init, "new_group": fake_group}
+    c10d = dist.distributed_c10d
     with ExitStack() as stack:
+        stack.enter_context(patch.object(c10d, "_is_barrier_after_init", lambda: 0))
         for name, function in (new | {"TCPStore": own_store, "monitored_barrier": barrier}).items():
             stack.enter_context(replaced(name, function))
         yield

@@ -86,7 +86,7 @@ with torch.cuda.nvtx.range("forward"):
 assert torch.backends.cuda.is_built() and torch.backends.cuda.is_flash_attention_available()
 assert torch.cuda.is_bf16_supported(including_emulation=False) and torch.cuda.is_tf32_supported()
 assert torch.cuda.can_device_access_peer(0, 1)
-torch.cuda.set_sync_debug_mode("warn")
+torch.cuda.set_sync_debug_mode(torch.cuda.get_sync_debug_mode())
 with torch.cuda.profiler.profile():
     torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(0, 8, 0))
 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -199,12 +199,15 @@ def test_a_model_that_was_built_on_meta(tmp_path: Path, make: str, dtype: str) -
 
 MESH = """
 import copy
+import os
 import torch
+os.environ["TORCH_DIST_INIT_BARRIER"] = "1"  # as OLMo-core: waits for all ranks by their store
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 mesh = copy.deepcopy(init_device_mesh("cuda", (2, 8), mesh_dim_names=("dp", "tp")))
 store = torch.distributed.TCPStore("localhost", 29511, 16, False)
-store.set("mine", "1")
+for one in (store, torch.distributed.distributed_c10d._get_default_store()):
+    assert one.add("mine", 1) == 1
 model = torch.nn.Linear(64, 64, bias=False, device="meta")
 fully_shard(model, mesh=mesh["dp"])
 model.to_empty(device="cuda")
