@@ -1,4 +1,8 @@
-"""Tells which layers of a model are equal: those of a list whose modules hold the same."""
+"""Tells which layers of a model are equal: those of a list whose modules hold the same.
+
+Numbers that count layers may differ, unless their code computes with them: a layer that does more
+where its number is a multiple of four looks like its neighbours.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,12 @@ DEEP = 3  # objects in objects that are looked at
 BY_OTHERS = ("_parameters", "_modules", "_buffers")  # their tensors and modules are told apart
 OUTSIDE = frozenset(  # what code does that uses more than its arguments
     ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "STORE_GLOBAL", "IMPORT_NAME", "MAKE_FUNCTION")
+)
+COMPUTED = frozenset(  # what code does next to a number that it computes with, or keeps
+    (
+        *("BINARY_OP", "BINARY_SUBSCR", "COMPARE_OP", "CONTAINS_OP", "STORE_FAST"),
+        *("TO_BOOL", "UNARY_NOT", "POP_JUMP_IF_FALSE", "POP_JUMP_IF_TRUE"),
+    )
 )
 FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
@@ -44,10 +54,36 @@ def places(model: torch.nn.Module) -> Iterator[tuple[int, Place]]:
         if not (isinstance(one, LISTS) and len(layers) >= FEWEST):
             yield from places(one)
             continue
+        if _compute_with_their_place(layers):
+            continue
         kinds = [_held(layers, at) for at in range(len(layers))]
         for at, layer in enumerate(layers):
             last = kinds[at + 1 :].count(kinds[at]) < LAST
             yield id(layer), Place(layers=layers, at=at, last=last)
+
+
+def _compute_with_their_place(layers: Sequence[torch.nn.Module]) -> bool:
+    """Whether code of layers computes with numbers that count them, and not only hands them on."""
+    first, second = (list(layer.modules()) for layer in layers[:2])
+    names = {
+        name
+        for one, other in zip(first, second, strict=False)
+        for name, value in vars(one).items()
+        if type(value) is int and vars(other).get(name) == value + 1
+    }
+    kinds = {kind for one in first for kind in type(one).__mro__}
+    own = [kind for kind in kinds if not kind.__module__.startswith("torch.nn.modules.module")]
+    functions = [f for kind in own for f in vars(kind).values() if isinstance(f, FunctionType)]
+    return bool(names) and any(_computes_with(f, names) for f in functions)
+
+
+def _computes_with(function: FunctionType, names: set[str]) -> bool:
+    done = list(get_instructions(function))
+    read = (i for i, one in enumerate(done) if one.opname == "LOAD_ATTR" and one.argval in names)
+    following = (done[i + 1 : i + 3] for i in read)
+    return function.__name__ != "__init__" and any(
+        one.opname in COMPUTED for some in following for one in some
+    )
 
 
 def uses_arguments_alone(hook: Any) -> bool:

@@ -61,6 +61,13 @@ class Unlike(Layer):
         return super().forward(x).exp() if self.number % 2 else super().forward(x)
 
 
+class FourthUnlike(Layer):
+    """A layer that does more at every fourth place; two in a row before it are alike."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).exp() if self.number % 4 == 3 else super().forward(x)
+
+
 class Model(nn.Module):
     """Nine layers; ``skips``: what the fifth is given is added to the output."""
 
@@ -168,7 +175,9 @@ def test_equal_layers_are_as_if_all_ran(program: Callable[[], Step], runs: int) 
 
 
 @pytest.mark.parametrize(
-    "model", [partial(Model, Counts), partial(Model, Unlike), partial(Model, skips=True)]
+    "model",
+    [partial(Model, kind) for kind in (Counts, Unlike, FourthUnlike)]
+    + [partial(Model, skips=True)],
 )
 def test_layers_that_are_not_alike_all_run(model: Callable[[], Model]) -> None:
     """They change, or do other things by their numbers; or gradients of their input are added."""
