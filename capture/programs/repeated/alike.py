@@ -108,11 +108,19 @@ def _held(layers: Sequence[torch.nn.Module], at: int) -> Any:
     first, module = layers[0], layers[at]
     names = [name for name, _ in first.named_modules()]
     inner, known = list(module.modules()), list(first.modules())
-    if hooked(inner[1:]) or len(inner) != len(known):
+    if hooked(inner[1:]) or len(inner) != len(known) or _keep_results(inner):
         return None
     pairs = zip(names, inner, known, strict=True)
     facts = [(name, type(one), _of(vars(one), vars(other), at, DEEP)) for name, one, other in pairs]
     return facts, [tensor_held(t) for t in (*module.parameters(), *module.buffers())]
+
+
+def _keep_results(modules: Sequence[torch.nn.Module]) -> bool:
+    """Whether modules hold what backward goes through, as a mixture's loss of balance."""
+    values = [value for one in modules for value in vars(one).values()]
+    lists = [value for value in values if isinstance(value, list | tuple)]
+    every = (*values, *(x for some in lists for x in some))
+    return any(isinstance(x, torch.Tensor) and x.grad_fn is not None for x in every)
 
 
 def _of(value: Any, first: Any, at: int, deep: int) -> Any:

@@ -39,11 +39,14 @@ class Layers:
         self.log, self.calls = log, log.calls
         self.places, self.models, self.kinds = dict[int, Place](), set[int](), list[Kind]()
         self.cast = dict[int, bool]()  # whether layers are repeated, since casts were forgotten
-        self.repeated = False  # whether any was in this step
+        self.repeated = self.ever = False  # whether any was, in this step and in all
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Be told inside the context where autocast forgets what it cast."""
+        """Be told inside the context where autocast forgets what it cast.
+
+        UnlikeError for what fails after any layer was repeated: it may not have without.
+        """
         forget = torch.clear_autocast_cache
 
         def forgotten() -> None:
@@ -51,7 +54,12 @@ class Layers:
             forget()
 
         with patch.object(torch, "clear_autocast_cache", forgotten):
-            yield
+            try:
+                yield
+            except Exception as exc:
+                if self.ever:
+                    raise UnlikeError from exc
+                raise
 
     def find(self, model: torch.nn.Module) -> None:
         """Find a model's layers, in each step anew."""
@@ -92,7 +100,7 @@ class Layers:
         around = casts, cast_before, modes, log.stream, bool(log.compiled.running)
         kind, given = self._kind((held, structure, forms, around)), Given(layer, leaves, log)
         if "backward" in kind.shown or ("forward" in kind.shown and not place.last):
-            self.cast[id(layer)] = self.repeated = True
+            self.cast[id(layer)] = self.repeated = self.ever = True
             return Again(log, kind, given).output()
         return self._recorded(kind, given, run, place)
 

@@ -68,6 +68,25 @@ class FourthUnlike(Layer):
         return super().forward(x).exp() if self.number % 4 == 3 else super().forward(x)
 
 
+class Balanced(Layer):
+    """A layer that keeps a loss of its own, which the model adds up."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        Layer.runs += 1
+        wide = self.up(self.norm(x)).relu()
+        self.loss = wide.pow(2).mean()
+        return x + self.down(wide)  # type: ignore[no-any-return]
+
+
+class Hiding(Balanced):
+    """A layer that keeps its loss where nobody looks for it, so that the program fails."""
+
+    loss = property(
+        lambda self: self.hidden["loss"],
+        lambda self, value: setattr(self, "hidden", {"loss": value}),
+    )
+
+
 class Model(nn.Module):
     """Nine layers; ``skips``: what the fifth is given is added to the output."""
 
@@ -81,7 +100,8 @@ class Model(nn.Module):
         for number, layer in enumerate(self.layers):
             kept = x if number == 4 else kept
             x = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
-        return x + kept if self.skips else x
+        own = [layer.loss for layer in self.layers if isinstance(layer, Balanced)]
+        return x + sum(own) + kept if self.skips else x + sum(own)  # type: ignore[no-any-return]
 
 
 def training(model: Any, micro: int = 1) -> Step:
@@ -176,11 +196,11 @@ def test_equal_layers_are_as_if_all_ran(program: Callable[[], Step], runs: int) 
 
 @pytest.mark.parametrize(
     "model",
-    [partial(Model, kind) for kind in (Counts, Unlike, FourthUnlike)]
+    [partial(Model, kind) for kind in (Counts, Unlike, FourthUnlike, Balanced, Hiding)]
     + [partial(Model, skips=True)],
 )
 def test_layers_that_are_not_alike_all_run(model: Callable[[], Model]) -> None:
-    """They change, or do other things by their numbers; or gradients of their input are added."""
+    """They change, do other things by their numbers, keep results; or gradients of inputs add."""
     program = lambda: training(model())  # noqa: E731
     found, whole = (captured(program, repeats) for repeats in (True, False))
     assert launches(found) == launches(whole) and found.peak_bytes == whole.peak_bytes
