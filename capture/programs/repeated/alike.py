@@ -126,12 +126,14 @@ def _keep_results(modules: Sequence[torch.nn.Module]) -> bool:
 def _of(value: Any, first: Any, at: int, deep: int) -> Any:
     """What is the same in equal layers, of an attribute of the one at a place and of the first.
 
-    Numbers that count layers are, and those that depend on depth, zero or not.
+    Numbers that count layers are, and fractions that depend on depth, zero or not.
     """
     if isinstance(value, torch.Tensor):
         return tensor_held(value)
-    if type(value) in (int, float) and type(first) is type(value) and value != first:
-        return "place" if value == first + at else (type(value), value > 0)
+    if type(value) is type(first) is int and 0 < at == value - first:
+        return "place"
+    if type(value) is type(first) is float and value != first:
+        return float, value > 0
     if isinstance(value, bool | int | float | str | torch.dtype | torch.device | type(None)):
         return value
     if value is first or deep == 0:
@@ -141,6 +143,8 @@ def _of(value: Any, first: Any, at: int, deep: int) -> Any:
         pairs = value.items() if len(value) <= 100 else ()
         inner = [(k, _of(v, of.get(k), at, deep - 1)) for k, v in pairs if k not in BY_OTHERS]
         return type(value), len(value), [one for one in inner if type(one[0]) is str]
+    if isinstance(value, tuple) and isinstance(first, tuple) and len(value) == len(first):
+        return [_of(v, of, at, deep - 1) for v, of in zip(value, first, strict=True)]
     if isinstance(value, list | tuple | set):
         return type(value), len(value)
     if hasattr(value, "__code__"):

@@ -68,6 +68,17 @@ class FourthUnlike(Layer):
         return super().forward(x).exp() if self.number % 4 == 3 else super().forward(x)
 
 
+class Narrowing(Layer):
+    """A layer that reads a part of its input, the fourth less than its neighbours."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.read = ((16, 8, 8, 4, 8, 8, 8, 8, 8)[number],)  # a tuple, as strides are
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x[..., : self.read[0]].sum()
+
+
 class Balanced(Layer):
     """A layer that keeps a loss of its own, which the model adds up."""
 
@@ -196,7 +207,7 @@ def test_equal_layers_are_as_if_all_ran(program: Callable[[], Step], runs: int) 
 
 @pytest.mark.parametrize(
     "model",
-    [partial(Model, kind) for kind in (Counts, Unlike, FourthUnlike, Balanced, Hiding)]
+    [partial(Model, kind) for kind in (Counts, Unlike, FourthUnlike, Narrowing, Balanced, Hiding)]
     + [partial(Model, skips=True)],
 )
 def test_layers_that_are_not_alike_all_run(model: Callable[[], Model]) -> None:
