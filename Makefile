@@ -3,7 +3,7 @@ CLI := $(PY) -m itercast
 BUDGET ?= 5m
 PYTHON ?= python3
 
-.PHONY: help setup demo collect campaign train evaluate others bench-public ablate shipped shipped-cpu bench-speed bench-scale dlrm fleet-demo programs predict check ui report test test-slow test-pages docs lint endurance scripts torchrun features laws forecasts clean
+.PHONY: help setup demo collect campaign train retrain evaluate others bench-public ablate shipped shipped-cpu bench-speed bench-scale dlrm fleet-demo programs predict check ui report test test-slow test-pages docs lint endurance scripts torchrun features laws forecasts clean
 PUBLIC ?= ../shared/public-data
 
 help: ## list the targets
@@ -35,6 +35,8 @@ campaign: ## everything on a GPU box, resumable (PART=smoke,ops BUDGET=9m PLAN=u
 
 train: setup ## train one model per op family on datasets/
 	$(CLI) train --data datasets --out bundles/local
+
+retrain: train ## train again, with the rows that have joined datasets/
 
 evaluate: setup ## predicted against measured iterations
 	$(CLI) evaluate
