@@ -41,9 +41,13 @@ def can_be_made(path: Path | str | None) -> Path | str | None:
     """Parses an option that names a folder to write: it is there, or can be made; or a URL."""
     if path is not None and "://" not in str(path):
         there = next(p for p in (Path(path), *Path(path).absolute().parents) if p.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK):
-            why = "no permission" if there.is_dir() else f"{str(there)!r} is a file"
-            raise typer.BadParameter(f"{str(path)!r}: nothing can be written there ({why})")
+        try:
+            with tempfile.TemporaryFile(dir=there):
+                pass
+        except OSError as exc:
+            why = exc.strerror if there.is_dir() else f"{str(there)!r} is a file"
+            told = f"{str(path)!r}: nothing can be written there ({why})"
+            raise typer.BadParameter(told) from None
     return path
 
 

@@ -58,6 +58,8 @@ def read_rates(paths: Sequence[Path]) -> Rates:
     rates: dict[tuple[str, int], dict[str, float]] = {}
     for path in (one for given in paths for one in sorted(given.rglob("gavel.json")) or [given]):
         try:
+            if path.is_dir():
+                raise ValueError("no gavel.json in this folder or below it")
             table = json.loads(path.read_text())
             if not isinstance(table, dict):
                 raise ValueError("expected an object: steps/s by GPU and by job")
