@@ -213,7 +213,9 @@ class Question:
     ] = ""
     channels_last: ChannelsLast = False
     plan: Annotated[str, typer.Option(help='parallel plan, e.g. "dp=2" or "dp=8,amp"')] = ""
-    compile: Annotated[bool, typer.Option(help="the model under torch.compile")] = False
+    compile: Annotated[bool, typer.Option("--compile", help="the model under torch.compile")] = (
+        False
+    )
     cuda_graph: Annotated[
         bool, typer.Option("--cuda-graph", help="the whole step launched as one CUDA graph")
     ] = False
