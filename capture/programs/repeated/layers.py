@@ -39,7 +39,7 @@ class Layers:
         self.log, self.calls = log, log.calls
         self.places, self.models, self.kinds = dict[int, Place](), set[int](), list[Kind]()
         self.cast = dict[int, bool]()  # whether layers are repeated, since casts were forgotten
-        self.repeated = self.ever = False  # whether any was, in this step and in all
+        self.repeated = False  # whether any was
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -57,7 +57,7 @@ class Layers:
             try:
                 yield
             except Exception as exc:
-                if self.ever:
+                if self.repeated:
                     raise UnlikeError from exc
                 raise
 
@@ -65,7 +65,7 @@ class Layers:
         """Find a model's layers, in each step anew."""
         if self.calls is not self.log.calls:
             self.calls = self.log.calls
-            self.places, self.models, self.kinds, self.repeated = {}, set(), [], False
+            self.places, self.models, self.kinds = {}, set(), []
         if id(model) not in self.models:
             self.models.add(id(model))
             self.places |= places(model)
@@ -100,7 +100,7 @@ class Layers:
         around = casts, cast_before, modes, log.stream, bool(log.compiled.running)
         kind, given = self._kind((held, structure, forms, around)), Given(layer, leaves, log)
         if "backward" in kind.shown or ("forward" in kind.shown and not place.last):
-            self.cast[id(layer)] = self.repeated = self.ever = True
+            self.cast[id(layer)] = self.repeated = True
             return Again(log, kind, given).output()
         return self._recorded(kind, given, run, place)
 
