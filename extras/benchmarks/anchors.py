@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Annotated
 
@@ -26,20 +25,19 @@ from itercast.options import Question
 KINDS = ("of the same model", "of another model")
 
 
-def pairs(steps: Sequence[MeasuredStep]) -> Iterator[tuple[str, MeasuredStep, MeasuredStep]]:
+def pairs(steps: Sequence[MeasuredStep]) -> Iterator[tuple[str, int, int]]:
     """Kind of anchor, a step and its anchor: the next one of each kind in the order of the file.
 
     A step of the same run is none: it would be the answer.
     """
+    runs = [run_of(step.step, step.target) for step in steps]
     for at, step in enumerate(steps):
-        following = [*steps[at + 1 :], *steps[:at]]
-        others = [
-            x for x in following if run_of(x.step, x.target) != run_of(step.step, step.target)
-        ]
+        following = (*range(at + 1, len(steps)), *range(at))
+        others = [i for i in following if runs[i] != runs[at]]
         for kind in KINDS:
             same = kind == KINDS[0]
-            if found := [x for x in others if (x.name == step.name) == same][:1]:
-                yield kind, step, found[0]
+            for other in [i for i in others if (steps[i].name == step.name) == same][:1]:
+                yield kind, at, other
 
 
 def anchored(source: str, steps: Sequence[MeasuredStep]) -> Iterator[dict[str, object]]:
@@ -47,20 +45,18 @@ def anchored(source: str, steps: Sequence[MeasuredStep]) -> Iterator[dict[str, o
 
     An anchor that ``--anchor`` refuses tells nothing: the step has no line.
     """
-
-    @cache
-    def alone_us(at: int) -> float:
-        return forecast_step(steps[at].step, steps[at].target).iteration_us
-
-    numbers = {id(step): at for at, step in enumerate(steps)}
-    for kind, step, other in pairs(steps):
+    alone_us = [forecast_step(one.step, one.target).iteration_us for one in steps]
+    for kind, at, other in pairs(steps):
         try:
-            known = told([other]).machine
+            known = told([steps[other]]).machine
         except ValueError:
             continue
-        with_it = forecast_step(step.step, replace(step.target, known=known)).iteration_us
-        times = {"without": alone_us(numbers[id(step)]), "with": with_it}
-        errors = {name: 100 * (us / step.time_us - 1) for name, us in times.items()}
+        target = replace(steps[at].target, known=known)
+        times = {
+            "without": alone_us[at],
+            "with": forecast_step(steps[at].step, target).iteration_us,
+        }
+        errors = {name: 100 * (us / steps[at].time_us - 1) for name, us in times.items()}
         yield {"source": source, "kind": kind, **errors}
 
 

@@ -34,9 +34,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_an_anchor_is_the_next_step_of_another_run(file: Path) -> None:
     """The first and the last take each other for no anchor; the only BERT has none of its own."""
-    steps = measured_steps(file, Question)
-    at = {id(step): n for n, step in enumerate(steps)}
-    found = [(kind, at[id(step)], at[id(other)]) for kind, step, other in pairs(steps)]
+    found = list(pairs(measured_steps(file, Question)))
     same, other = "of the same model", "of another model"
     assert found == [
         *((same, 0, 1), (other, 0, 2), (same, 1, 3), (other, 1, 2)),
