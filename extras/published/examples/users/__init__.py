@@ -1,0 +1,1 @@
+"""Models of `datasets/user_runs` that no configuration describes."""

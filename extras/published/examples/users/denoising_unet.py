@@ -1,0 +1,173 @@
+"""U-Net that removes noise from images (arXiv:2105.05233), also by a text (arXiv:2112.10752)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from itercast.capture.step import Inputs
+
+GROUPS = 32  # of channels, in each norm
+
+
+class ResidualPart(nn.Module):
+    """Two 3x3 convolutions, each behind a norm and SiLU; the time's vector is added between."""
+
+    def __init__(self, inside: int, outside: int, time: int, dropped: float) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.GroupNorm(GROUPS, inside), nn.GroupNorm(GROUPS, outside)
+        self.conv1 = nn.Conv2d(inside, outside, 3, padding=1)
+        self.conv2 = nn.Conv2d(outside, outside, 3, padding=1)
+        self.time, self.dropout = nn.Linear(time, outside), nn.Dropout(dropped)
+        self.skip = nn.Conv2d(inside, outside, 1) if inside != outside else nn.Identity()
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        """(batch, inside, h, w) to (batch, outside, h, w)."""
+        y = self.conv1(F.silu(self.norm1(x))) + self.time(F.silu(time))[:, :, None, None]
+        return self.skip(x) + self.conv2(self.dropout(F.silu(self.norm2(y))))
+
+
+class Attended(nn.Module):
+    """Attention of ``x`` to itself, or to a context of another width; no biases but of ``out``."""
+
+    def __init__(self, width: int, context: int, heads: int, bias: bool = False) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q = nn.Linear(width, width, bias=bias)
+        self.k, self.v = (nn.Linear(context or width, width, bias=bias) for _ in range(2))
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """(batch, tokens, width) to the same."""
+        read = x if context is None else context
+        parts = (self.q(x), self.k(read), self.v(read))
+        q, k, v = (p.unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in parts)
+        y = F.scaled_dot_product_attention(q, k, v)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class AttentionPart(nn.Module):
+    """Pixels attend to each other; with a ``context`` in a block that also attends to that."""
+
+    def __init__(self, width: int, head_width: int, context: int) -> None:
+        super().__init__()
+        heads = width // head_width
+        self.norm = nn.GroupNorm(GROUPS, width)
+        self.itself = Attended(width, 0, heads, bias=not context)
+        self.has_context = bool(context)
+        if context:
+            self.enter, self.leave = nn.Linear(width, width), nn.Linear(width, width)
+            self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
+            self.text = Attended(width, context, heads)
+            self.up, self.down = nn.Linear(width, 8 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor, context: Tensor | None) -> Tensor:
+        """(batch, width, h, w) to the same; context (batch, words, channels)."""
+        y = self.norm(x).flatten(2).transpose(1, 2)
+        if self.has_context:
+            y = self.enter(y)
+            y = y + self.itself(self.norms[0](y))
+            y = y + self.text(self.norms[1](y), context)
+            value, gate = self.up(self.norms[2](y)).chunk(2, dim=-1)
+            y = self.leave(y + self.down(value * F.gelu(gate)))
+        else:
+            y = self.itself(y)
+        return x + y.transpose(1, 2).unflatten(2, x.shape[-2:])
+
+
+class Level(nn.Module):
+    """A residual part, then attention where ``head_width`` is not 0."""
+
+    def __init__(self, residual: ResidualPart, width: int, head_width: int, context: int) -> None:
+        super().__init__()
+        self.residual = residual
+        self.attention = AttentionPart(width, head_width, context) if head_width else None
+
+    def forward(self, x: Tensor, time: Tensor, context: Tensor | None) -> Tensor:
+        """(batch, inside, h, w) to (batch, outside, h, w)."""
+        x = self.residual(x, time)
+        return x if self.attention is None else self.attention(x, context)
+
+
+class DenoisingUnet(nn.Module):
+    """U-Net with two parts a level on the way down, three on the way up.
+
+    ``widths`` of channels by level; ``attended``: levels whose pixels attend to each other;
+    ``context``: width of the text's vectors, 0 without a text.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        widths: tuple[int, ...],
+        attended: tuple[int, ...],
+        head_width: int = 64,
+        context: int = 0,
+        dropped: float = 0.0,
+    ) -> None:
+        super().__init__()
+        base, time = widths[0], 4 * widths[0]
+        self.base = base
+        self.times = nn.Sequential(nn.Linear(base, time), nn.SiLU(), nn.Linear(time, time))
+        self.stem = nn.Conv2d(channels, base, 3, padding=1)
+
+        def part(inside: int, outside: int, level: int) -> Level:
+            chosen = head_width if level in attended else 0
+            return Level(ResidualPart(inside, outside, time, dropped), outside, chosen, context)
+
+        self.down, self.up, kept, inside = nn.ModuleList(), nn.ModuleList(), [base], base
+        for level, width in enumerate(widths):
+            for _ in range(2):
+                self.down.append(part(inside, width, level))
+                inside = width
+                kept.append(inside)
+            if level < len(widths) - 1:
+                self.down.append(nn.Conv2d(inside, inside, 3, stride=2, padding=1))
+                kept.append(inside)
+        self.middle = nn.ModuleList(
+            (
+                Level(ResidualPart(inside, inside, time, dropped), inside, head_width, context),
+                Level(ResidualPart(inside, inside, time, dropped), inside, 0, context),
+            )
+        )
+        for level, width in reversed(list(enumerate(widths))):
+            for _ in range(3):
+                self.up.append(part(inside + kept.pop(), width, level))
+                inside = width
+            if level:
+                self.up.append(nn.Conv2d(inside, inside, 3, padding=1))
+        self.norm, self.head = (
+            nn.GroupNorm(GROUPS, inside),
+            nn.Conv2d(inside, channels, 3, padding=1),
+        )
+
+    def forward(
+        self,
+        images: Tensor,
+        times: Tensor,
+        noise: Tensor | None = None,
+        text: Tensor | None = None,
+    ) -> Tensor:
+        """(batch, channels, h, w) to the same; ``noise`` is the loss's."""
+        turns = 1e4 ** -(torch.arange(self.base // 2, device=times.device) * 2 / self.base)
+        angles = times[:, None].float() * turns
+        time = self.times(torch.cat((angles.cos(), angles.sin()), dim=1).type_as(images))
+        x = self.stem(images)
+        kept = [x]
+        for part in self.down:
+            x = part(x, time, text) if isinstance(part, Level) else part(x)
+            kept.append(x)
+        for part in self.middle:
+            x = part(x, time, text)
+        for part in self.up:
+            if isinstance(part, Level):
+                x = part(torch.cat((x, kept.pop()), dim=1), time, text)
+            else:
+                x = part(F.interpolate(x, scale_factor=2.0, mode="nearest"))
+        return self.head(F.silu(self.norm(x)))
+
+
+def noise_loss(output: Tensor, inputs: Inputs) -> Tensor:
+    """Mean square of the noise that is left."""
+    return F.mse_loss(output.float(), inputs["noise"].float())
