@@ -3,7 +3,7 @@ CLI := $(PY) -m itercast
 BUDGET ?= 5m
 PYTHON ?= python3
 
-.PHONY: help setup demo collect campaign train retrain evaluate others bench-public ablate shipped shipped-cpu bench-speed bench-scale dlrm fleet-demo programs predict check ui report test test-slow test-pages docs lint endurance scripts torchrun features laws forecasts clean
+.PHONY: help setup demo collect campaign train retrain evaluate others bench-public ablate shipped shipped-cpu bench-speed bench-scale dlrm programs predict check ui report test test-slow test-pages docs lint endurance scripts torchrun features laws forecasts clean
 PUBLIC ?= ../shared/public-data
 
 help: ## list the targets
@@ -60,9 +60,6 @@ shipped-cpu: setup ## rebuild the CPU bundle from datasets/, compare (REPLACE=ye
 dlrm: setup ## recommendation models: lookups, iterations and choice of a sharding on this CPU (15 minutes)
 	$(PY) -m itercast.extras.recommenders
 
-fleet-demo: setup ## two unlike machines on this CPU as a fleet, one killed on the way; trained apart and together (5 minutes)
-	$(PY) -m itercast.extras.fleet.demo
-
 programs: setup ## captured programs and plans against measured iterations of several processes (3 minutes)
 	$(PY) -m itercast.extras.benchmarks.programs
 
@@ -77,7 +74,6 @@ bench-speed: setup ## how fast predict and price answer (BUNDLE=learners/shipped
 
 bench-scale: setup ## how forecasts and plan searches of thousands of GPUs scale
 	$(PY) -m itercast.extras.benchmarks.scale
-	$(PY) -m itercast.extras.recommenders.scale
 
 ui: setup ## the MLflow UI
 	$(CLI) ui
