@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 from rich.table import Table
 
-from itercast.eval.results import RETEST, CaseResult, summary
+from itercast.eval.results import COLUMNS, RETEST, CaseResult, summary
 from itercast.learners.bundle import Bundle
 from itercast.learners.models.compared import BLEND
 from itercast.learners.train import errors, hardware_of
@@ -104,3 +104,15 @@ def iteration_errors(results: Sequence[CaseResult]) -> Scores:
         kinds = (kind for kind, starts in KINDS.items() if r.case.startswith(starts))
         groups[next(kinds, OTHERS)].append(r)
     return {f"{kind} ({len(group)})": summary(group) for kind, group in groups.items() if group}
+
+
+def error_table(title: str, scored: Mapping[str, Mapping[str, float]]) -> Table:
+    """A table of errors in % by name: absolute errors, bias (signed mean), retest; "-": unknown."""
+    table = Table(title=f"{title}, errors in %")
+    table.add_column("", overflow="fold")
+    for head in COLUMNS:
+        table.add_column(head, justify="right")
+    for name, scores in scored.items():
+        cells = (f"{scores[key]:.1f}" if key in scores else "-" for key in COLUMNS.values())
+        table.add_row(name, *cells)
+    return table

@@ -29,7 +29,7 @@ def gpu_report(
 ) -> None:
     """Train on the rows of one GPU; print errors on held-out rows of it, and on an unseen GPU."""
     from itercast.extras.benchmarks import gpu_report as tables
-    from itercast.extras.benchmarks.error_table import error_table
+    from itercast.extras.benchmarks.gpu_report import error_table
     from itercast.extras.campaign.summary import summary
     from itercast.learners.bundle import Bundle
     from itercast.learners.train import train

@@ -24,7 +24,7 @@ from itercast.compose.target import find_target
 from itercast.eval.compare import compare_all, measured_rows
 from itercast.eval.results import CaseResult, summary
 from itercast.eval.tables import print_tables
-from itercast.extras.benchmarks.error_table import error_table
+from itercast.extras.benchmarks.gpu_report import error_table
 from itercast.extras.programs import run_program
 from itercast.microbench.iterations.collect import collect_iterations, iteration_of
 from itercast.microbench.iterations.measure import Iteration

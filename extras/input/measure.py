@@ -9,12 +9,14 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from math import ceil, log10
+from pathlib import Path, PurePath
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +24,7 @@ from torch.utils.data import DataLoader, dataloader
 
 from itercast.capture.base.cores import cores
 from itercast.capture.base.user_errors import one_line_error
+from itercast.capture.input.files import FileGroup, Opened
 from itercast.capture.input.lane import InputLane, write_lane
 from itercast.capture.input.timers import (
     BatchLog,
@@ -33,13 +36,13 @@ from itercast.capture.input.timers import (
     timed_batches,
     worker_times,
 )
-from itercast.extras.input.file_groups import file_groups
 
 MIN_BATCHES, MAX_BATCHES = 3, 400  # of one way to load
 WARM_UP = 1  # batches that are not counted, where more than twice as many were made
 PREFETCH = 2  # torch's default
 Alive = Callable[[], None]  # called for every batch
 Measure = Callable[[str, float, Alive], InputLane]  # from a name and seconds
+UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,3 +216,43 @@ def main(order: str, result: str, what: str = "loader", measure: Measure = measu
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1], sys.argv[2]))
+
+
+def file_groups(batches: Iterable[Iterable[Opened]], part: float) -> tuple[FileGroup, ...]:
+    """The files of measured batches, which are a ``part`` of an epoch, in groups.
+
+    Files that were opened again are all that there are: shards, or those of a short epoch.
+    """
+    waits, reads, count = dict[str, float](), 0, 0
+    for batch in batches:
+        count += 1
+        for path, us in batch:
+            waits[path], reads = waits.get(path, 0.0) + us, reads + 1
+    more = 1.0 if reads > len(waits) or not 0 < part < 1 else 1 / part
+    groups: dict[str, list[tuple[int, float]]] = {}
+    for path, us in waits.items():
+        if size := _size(path):
+            groups.setdefault(_kind(path, size), []).append((size, us))
+    return tuple(
+        FileGroup(
+            kind=kind,
+            files=round(more * len(own)),
+            nbytes=round(more * sum(size for size, _ in own)),
+            waiting_us=sum(us for _, us in own) / count,
+        )
+        for kind, own in sorted(groups.items())
+    )
+
+
+def _size(path: str) -> int:
+    """Bytes of a file; 0 where it is gone or no file."""
+    try:
+        return os.stat(path).st_size if os.path.isfile(path) else 0
+    except OSError:
+        return 0
+
+
+def _kind(path: str, size: int) -> str:
+    """Such as ``.jpg up to 100 kB``: the ending, and the power of ten that a file does not pass."""
+    digits = min(ceil(log10(size)), 14)
+    return f"{PurePath(path).suffix or 'files'} up to {10 ** (digits % 3)} {UNITS[digits // 3]}"

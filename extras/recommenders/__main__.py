@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 
 from itercast.eval.progress import progress_bar
-from itercast.extras.benchmarks.error_table import error_table
+from itercast.extras.benchmarks.gpu_report import error_table
 from itercast.extras.programs import run_program
 from itercast.extras.recommenders.choices import RANKS, judge_tasks, processes, with_bar
 from itercast.extras.recommenders.judge import (

@@ -1,11 +1,17 @@
-"""Plain stacks of convolutions: torchvision's VGG, and one over volumes with norms and strides."""
+"""Plain stacks of convolutions: torchvision's VGG, one over volumes with norms and strides.
+
+And ResNets for images of 32 x 32 pixels.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from itercast.capture.cases.models.vision import ResNet, convolution
 
 
 class Vgg(nn.Module):
@@ -56,3 +62,12 @@ def _volumes(into: int, width: int, count: int, stride: int) -> Iterator[nn.Modu
         yield nn.Conv3d(width if i else into, width, 3, stride=1 if i else stride, padding=1)
         yield nn.BatchNorm3d(width)
         yield nn.ReLU(inplace=True)
+
+
+class CifarResNet(ResNet):
+    """A ResNet whose stem keeps the image's size, as https://github.com/kuangliu/pytorch-cifar."""
+
+    def __init__(self, width: int, **sizes: Any) -> None:
+        super().__init__(width, **sizes)
+        self.stem = convolution(3, width, 3)
+        self.add_module("pool", nn.Identity())

@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from itercast.capture.opcall import StepCapture
+from itercast.capture.opcall import ITEMSIZE_BYTES, OpCall, StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.capture.plan_keys import GREEDY
 from itercast.compose.graph.codecs import Codec
 from itercast.compose.graph.identity_cache import cached_by_identity
+from itercast.compose.graph.rewrite import COLLECTIVE, StepBuilder, fresh_storages
 from itercast.compose.parallel.placement import Cluster
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.extras.recommenders.sharded_model import state_per_weight
 from itercast.extras.recommenders.tables.batched_tables import BatchedStep, as_stored
 from itercast.extras.recommenders.tables.captured import captured_tables
-from itercast.extras.recommenders.tables.compressed import compressed_vectors
 from itercast.extras.recommenders.tables.fetched_rows import with_frozen_tables_in
 from itercast.extras.recommenders.tables.placement import (
     Placement,
@@ -26,6 +26,8 @@ from itercast.extras.recommenders.tables.placement import (
 )
 from itercast.extras.recommenders.tables.rank_step import RankStep, rank_step
 from itercast.extras.recommenders.tables.shard_times import ShardTimes, table_software
+
+VECTORS = ("send vectors", "send gradients")  # exchanges of sharded tables, of pooled vectors
 
 
 def tables_elsewhere(
@@ -130,3 +132,33 @@ def _slowest_rank(
 def _in_tier(place: Placement, tier: str, cached: float) -> Placement:
     """The placement in a tier of memory; copies stay in the GPU's own."""
     return place if place.kind == "data_parallel" else replace(place, tier=tier, cached=cached)
+
+
+def compressed_vectors(step: StepCapture, codec: Codec | None) -> StepCapture:
+    """The step of a rank with sharded tables whose pooled vectors and gradients travel as codes.
+
+    They are encoded when they are sent and decoded before they are read; what ran beside the
+    exchange still does.
+    """
+    of_vectors = [c for c in step.calls if c.op == COLLECTIVE and c.module in VECTORS]
+    if codec is None or not of_vectors:
+        return step
+    dtype = of_vectors[0].outputs[0].dtype
+    made, ids = StepBuilder(step), fresh_storages(step)
+    waiting: dict[int, OpCall] = {}  # by storage that is received, what decodes it
+    for i, call in enumerate(step.calls):
+        for decode in [d for s, d in waiting.items() if s in {t.storage for t in call.tensors()}]:
+            made.calls.append(replace(decode, phase=call.phase))
+            waiting = {s: d for s, d in waiting.items() if d is not decode}
+        if call not in of_vectors:
+            made.add(i, call)
+            continue
+        numbers = call.args[0].nbytes // ITEMSIZE_BYTES[dtype]
+        whole = replace(call.args[0], shape=(numbers,), stride=(), dtype=dtype)
+        codes, arrived = codec.coded(whole, next(ids)), codec.coded(whole, next(ids))
+        made.calls.append(replace(codec.encode(whole, codes, call.phase), module=call.module))
+        made.add(i, replace(call, args=(codes,), outputs=(arrived,)))
+        decode = codec.decode(arrived, whole, call.phase)
+        decode = replace(decode, outputs=call.outputs, module=call.module)
+        waiting |= {t.storage: decode for t in call.outputs}
+    return made.step()

@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 from itercast.capture.base.files import write_atomic
 from itercast.command_line import app
 from itercast.eval.learner_ranking import cell, learner_table
-from itercast.extras.benchmarks.error_table import error_table
-from itercast.extras.benchmarks.gpu_report import iteration_errors, only_gpu
+from itercast.extras.benchmarks.gpu_report import error_table, iteration_errors, only_gpu
 from itercast.microbench.store import read_rows, write_part
 
 DATASETS = Path(__file__).parents[3] / "datasets"

@@ -15,8 +15,14 @@ from typer.testing import CliRunner
 from itercast.capture.input.files import FileGroup
 from itercast.capture.input.lane import Batches, read_lane, write_lane
 from itercast.command_line import app
-from itercast.extras.input.file_groups import file_groups
-from itercast.extras.input.measure import load, main, measure_lane, run_loader, with_workers
+from itercast.extras.input.measure import (
+    file_groups,
+    load,
+    main,
+    measure_lane,
+    run_loader,
+    with_workers,
+)
 from itercast.extras.input.process import measured_lane
 from itercast.extras.rl.environment import measure_environment, measured_environment
 

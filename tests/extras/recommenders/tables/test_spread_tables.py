@@ -24,7 +24,7 @@ from itercast.compose.predict import predict
 from itercast.compose.simulate.memory_plan import memory
 from itercast.compose.simulate.replicas import micro_batches
 from itercast.extras.recommenders.tables.captured import captured_tables
-from itercast.extras.recommenders.tables.compressed import VECTORS, compressed_vectors
+from itercast.extras.recommenders.tables.elsewhere import VECTORS, compressed_vectors
 from itercast.extras.recommenders.tables.known_streams import with_indices
 from itercast.extras.recommenders.tables.placement import KINDS, Placement, Sharding
 from itercast.extras.recommenders.tables.rank_step import rank_step
