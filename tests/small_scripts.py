@@ -8,7 +8,7 @@ from itercast.capture.input.batches import TakenBatches
 from itercast.capture.programs.gpus.machine import EmulatedGpu
 from itercast.capture.programs.program import ProgramCapture
 from itercast.capture.programs.script import Script, capture_script
-from itercast.microbench.hardware.emulated import emulated
+from itercast.compose.programs.scripts import emulated
 from itercast.microbench.hardware.spec import load_gpu
 
 H100 = emulated(load_gpu("h100-sxm-80gb"))

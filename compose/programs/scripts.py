@@ -21,15 +21,15 @@ from warnings import catch_warnings
 
 from itercast.capture.base.cache_folder import bounded, cache_folder, digest_of_code
 from itercast.capture.input.lane import InputLane
-from itercast.capture.programs.gpus.asked import Answers
+from itercast.capture.programs.gpus.asked import Answers, EmulatedGpu
 from itercast.capture.programs.program import ProgramCapture, read_program
 from itercast.capture.programs.told.doing import DOING
 from itercast.capture.programs.trained.facts import STOPS
 from itercast.compose.capture_model import CAPTURE
 from itercast.compose.parallel.placement import gpus_per_domain
 from itercast.compose.target import Target
-from itercast.microbench.hardware.emulated import emulated
 from itercast.microbench.hardware.machine import memory_bytes
+from itercast.microbench.hardware.spec import COMPUTE_CAPABILITY, Gpu
 from itercast.microbench.processes.fork_server import Fork
 from itercast.microbench.processes.watch import session_bytes
 from itercast.microbench.store import Facts
@@ -275,3 +275,14 @@ def _reason(said: IO[bytes], code: int, script: Path) -> str:
     if not by_itself:
         return ours[-1]
     return f"{ours[-1]}: {said_last[0]}"
+
+
+def emulated(gpu: Gpu) -> EmulatedGpu:
+    """The facts that programs can ask; of an architecture we don't know, those of Hopper."""
+    return EmulatedGpu(
+        name=gpu.name,
+        kind=gpu.kind,
+        memory_bytes=int(gpu.hbm_bytes),
+        sm_count=int(gpu.sm_count),
+        compute_capability=COMPUTE_CAPABILITY.get(gpu.architecture, (9, 0)),
+    )

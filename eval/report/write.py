@@ -44,8 +44,8 @@ def report_comparison(
     """
     if not results:
         raise ValueError("nothing could be forecast")
-    from itercast.eval.tracking.attempt import attempt
     from itercast.eval.tracking.logs import log_evaluation
+    from itercast.eval.tracking.open_run import attempt
 
     print_tables(results_table(results))
     warnings = systematic_errors(results)

@@ -196,7 +196,7 @@ def log_training(report: Row, out: Path, data: Sequence[Path]) -> None:
 
 def log_last(write: Callable[P, object], *args: P.args, **options: P.kwargs) -> bool:
     """Log what a command has answered to MLflow, and say where; one warning if that fails."""
-    from itercast.eval.tracking.attempt import attempt
+    from itercast.eval.tracking.open_run import attempt
 
     if done := attempt(write, *args, **options):
         say_logged()

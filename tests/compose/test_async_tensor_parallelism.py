@@ -17,7 +17,7 @@ from itercast.capture.programs.program import COLLECTIVE
 from itercast.compose.forecast import Forecast
 from itercast.compose.pricing.priced_op import PricedOp
 from itercast.compose.programs.forecast import forecast_program
-from itercast.compose.programs.in_parts import products_beside, sent_in_parts
+from itercast.compose.programs.price import products_beside, sent_in_parts
 from itercast.compose.target import find_target
 
 SCRIPT = """

@@ -11,9 +11,9 @@ from itercast.capture.opcall import StepCapture
 from itercast.capture.programs.script import Script, capture_script
 from itercast.compose.graph.launch_modes import fused
 from itercast.compose.programs.price import price_rank
+from itercast.compose.programs.scripts import emulated
 from itercast.compose.programs.timeline import simulate_program
 from itercast.compose.target import find_target
-from itercast.microbench.hardware.emulated import emulated
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.ops.memory.fused import CALL
 

@@ -67,7 +67,7 @@ def test_without_a_store_the_command_works(
     """One warning at once, and no further attempts."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "damaged.db").write_text("no database")
-    monkeypatch.setattr("itercast.eval.tracking.attempt.warned", set())
+    monkeypatch.setattr("itercast.eval.tracking.open_run.warned", set())
     monkeypatch.setenv("MLFLOW_TRACKING_URI", place)
     with open_run("mine", {}) as run:
         run.progress("families", 1)

@@ -10,8 +10,8 @@ from small_scripts import captured, written
 from itercast.capture.opcall import OpCall, StepCapture, TensorSpec
 from itercast.compose.graph.cuda_variants import with_cuda_variants
 from itercast.compose.programs.forecast import forecast_program
+from itercast.compose.programs.scripts import emulated
 from itercast.compose.target import find_target
-from itercast.microbench.hardware.emulated import emulated
 from itercast.microbench.hardware.spec import load_gpu
 
 GROUPED = """

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from itercast.api import capture
 from itercast.capture.opcall import OpCall, StepCapture, TensorSpec
-from itercast.compose.graph.compiled.min_cut import NEEDED, Flow
+from itercast.compose.graph.compiled.kept import NEEDED, Flow
 from itercast.compose.graph.launch_modes import as_launched, with_engine
 
 TOKENS, WIDTH, HEADS, WORDS = 32, 64, 2, 512
