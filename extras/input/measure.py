@@ -214,10 +214,6 @@ def main(order: str, result: str, what: str = "loader", measure: Measure = measu
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2]))
-
-
 def file_groups(batches: Iterable[Iterable[Opened]], part: float) -> tuple[FileGroup, ...]:
     """The files of measured batches, which are a ``part`` of an epoch, in groups.
 
@@ -256,3 +252,7 @@ def _kind(path: str, size: int) -> str:
     """Such as ``.jpg up to 100 kB``: the ending, and the power of ten that a file does not pass."""
     digits = min(ceil(log10(size)), 14)
     return f"{PurePath(path).suffix or 'files'} up to {10 ** (digits % 3)} {UNITS[digits // 3]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2]))
