@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from itercast.capture.base.files import write_atomic
 from itercast.capture.base.yaml_text import load_yaml
 from itercast.command_line import app
-from itercast.extras.fleet import demo
 from itercast.extras.fleet.chunks import HOST, START_S, TOGETHER, deal, simulate
 from itercast.extras.fleet.driver import task_options
 from itercast.extras.fleet.plan import load_plan
@@ -165,16 +164,6 @@ def test_without_ray_one_line_says_what_to_install(
 
 FOLDER = Path(__file__).parents[3] / "examples/fleet"
 H100 = load_plan(FOLDER / "gpus.yaml").machines[0]
-
-
-def test_the_demo_fits_its_five_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six chunks of 20 s one after the other, as both machines need cores of the same two."""
-    monkeypatch.setattr(demo, "RUN", tmp_path / "run")
-    plan = load_plan(demo.write_plan())
-    chunks = deal(plan)
-    assert sorted(c.machines for c in chunks) == ["one"] * 3 + ["two"] * 3
-    assert sum(cost.wall_s for cost in simulate(plan, chunks)) < 180
-    assert {c.points == {} for c in chunks} == {True}  # so that no model is captured
 
 
 def test_files_of_clusters_ask_for_the_gpus_of_their_plan() -> None:
