@@ -33,7 +33,6 @@ from itercast.compose.pricing.collectives import Message, price_messages
 from itercast.compose.pricing.priced_op import PricedOp
 from itercast.compose.pricing.work import side_by_side_us
 from itercast.compose.simulate.breakdown import Shares
-from itercast.compose.simulate.fsdp import reduced_message
 from itercast.compose.simulate.rank import Rank, RankTasks
 
 EMPTY_BYTES: int = assumed(__file__, "empty_bytes")  # so few bytes take the latency alone
@@ -48,7 +47,7 @@ def messages_of(rank: Rank) -> Sequence[tuple[Sequence[Message], int]]:
         return [([sums], 2 * n)]
     held = sum(x.layer.parameter_bytes for x in rank.layers)
     handed_on = replace(sums, message_bytes=max(1, held // n))
-    return [([handed_on], n), ([handed_on, reduced_message(rank, sums)], n)]
+    return [([handed_on], n), ([handed_on, rank.strategy.of_gradients(sums)], n)]
 
 
 def slots_of(rank: Rank) -> Sequence[tuple[Sequence[PricedOp], int]]:

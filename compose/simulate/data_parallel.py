@@ -42,7 +42,9 @@ from itercast.compose.graph.codecs import Codec
 from itercast.compose.parallel.placement import Cluster
 from itercast.compose.pricing.collectives import Message
 from itercast.compose.pricing.layer_prices import PricedLayer
+from itercast.microbench.hardware.stack import Stack
 
+PRECISE = "fp32"
 BUCKET_BYTES = 25 * 2**20  # DDP's default
 WHOLE_MODEL = 2**62  # bytes
 FIRST_BUCKET_BYTES = 2**20  # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
@@ -84,16 +86,42 @@ class Strategy:
     expert_replicas: int = 1  # ranks that have the same experts, where ep spreads them
     offload: str = ""  # optimizer, parameters, activations, joined by +
     bucket_bytes: int = 0  # of DDP; 0: 25 MiB, the first of a dtype 1 MiB
+    in_fp32: bool = False  # gradients are reduced in fp32, whatever they are computed in
 
     @property
     def handed_on(self) -> bool:
         """Whether staggered replicas hold one stage at a time."""
         return self.cyclic and self.share_update
 
+    @property
+    def late(self) -> bool:
+        """Whether all gradients are sent at once after backward, all sharded weights before it."""
+        return self.bucket_bytes == WHOLE_MODEL
 
-def reduced_late(how: Strategy, *, in_half: bool) -> Strategy:
-    """Gradients of a dtype in one bucket, which is full when backward is done."""
-    codec = Codec.of(str(FP16_RATIO)) if in_half and how.codec is None else how.codec
+    def of_gradients(self, message: Message) -> Message:
+        """A message of gradients, in fp32 where they are reduced in it."""
+        if not self.in_fp32:
+            return message
+        wider = ITEMSIZE_BYTES[PRECISE] / ITEMSIZE_BYTES[message.dtype]
+        return replace(message, message_bytes=round(wider * message.message_bytes), dtype=PRECISE)
+
+
+def by_software(how: Strategy, plan: ParallelPlan, stack: Stack, dtype: str) -> Strategy:
+    """How replicas of a plan whose gradients are of ``dtype`` are kept equal by a stack.
+
+    Gradients are reduced in fp32 under mixed precision (with ``zero``; DDP's are in it), and where
+    the buffer that sums them is in fp32, unless the plan or the stack halves them. With
+    ``reduces_late`` DDP has one bucket of each dtype, full when backward is done, and ZeRO 1 shards
+    the model as one.
+    """
+    half = bool(plan.compress) or stack.reduces_half
+    buffer = stack.held.get(dtype)
+    summed = buffer is not None and buffer.gradient >= ITEMSIZE_BYTES[PRECISE]
+    how = replace(how, in_fp32=not half and (bool(plan.amp and plan.zero) or summed))
+    if not stack.reduces_late or not (how.reduce or how.frozen_whole):
+        return how
+    packed = plan.amp and stack.reduces_half and how.codec is None
+    codec = Codec.of(str(FP16_RATIO)) if packed else how.codec
     return replace(how, bucket_bytes=WHOLE_MODEL, codec=codec)
 
 
@@ -204,7 +232,7 @@ class LayerBucket:
 
     def messages(self, how: Strategy, where: Cluster) -> list[Message]:
         """What replicas send of the bucket once it is full; by gossip first within nodes."""
-        sent = [self.message(kind, how) for kind in how.reduce]
+        sent = [how.of_gradients(self.message(kind, how)) for kind in how.reduce]
         group = where.groups[self.axis]
         if not how.early or self.axis != "shard":
             return sent

@@ -12,25 +12,28 @@ zero=2 parameters: torch/distributed/pipelining/stage.py, ``backward_maybe_with_
 zero=3 gathers less than here, not in a forward right after a backward.
 
 Numbered layers are sharded one by one, the rest of the model as one, the root, which is gathered
-before forward and kept. With offload=parameters a rank's shards lie in pinned host memory
-(``CPUOffloadPolicy``): they are copied to the GPU before each gather, one layer further ahead in
-forward (a stream of their own), and gradients to the host after each scatter, which the next one
-waits for (one stream). Sums of micro-batches' gradients, and the optimizer, run on the CPU. Source:
+before forward and kept. Megatron's distributed optimizer overlaps nothing unless asked to: under
+``reduces_late`` zero=1 has the whole model as the root.
+
+With offload=parameters a rank's shards lie in pinned host memory (``CPUOffloadPolicy``): they are
+copied to the GPU before each gather, one layer further ahead in forward (a stream of their own),
+and gradients to the host after each scatter, which the next one waits for (one stream). Sums of
+micro-batches' gradients, and the optimizer, run on the CPU. Source:
 torch/distributed/fsdp/_fully_shard, ``foreach_all_gather``, ``foreach_reduce``. Experts that ep
 spreads are sharded apart, among the ranks that have the same ones, as torchtitan and Megatron-LM
-do. With hsdp each scattered share is all-reduced among the
-groups of ranks that shard (HSDP). On a GPU a gather runs one layer ahead and a scatter behind, on
-the comm lane, and sums among groups beside the next scatter, on theirs (FSDP2's
-``FSDPCommContext.all_reduce_stream``; not so of software that has one stream for both); on a CPU
-there are no streams and torch waits for each where it is. With amp parameters are gathered in half
-precision and gradients reduced in fp32, as FSDP2's tutorial and torchtitan do (param_dtype bf16,
-reduce_dtype fp32), unless the software or compress=0.5 reduces them as they are.
+do. With hsdp each scattered share is all-reduced among the groups of ranks that shard (HSDP). On a
+GPU a gather runs one layer ahead and a scatter behind, on the comm lane, and sums among groups
+beside the next scatter, on theirs (FSDP2's ``FSDPCommContext.all_reduce_stream``; not so of
+software that has one stream for both); on a CPU there are no streams and torch waits for each where
+it is. With amp parameters are gathered in half precision and gradients reduced in fp32, as FSDP2's
+tutorial and torchtitan do (param_dtype bf16, reduce_dtype fp32), unless the software or
+compress=0.5 reduces them as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 from itercast.capture.base.assumptions import assumed
@@ -41,10 +44,10 @@ from itercast.compose.pricing.host import python_op
 from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.compose.pricing.priced_op import PricedOp
 from itercast.compose.pricing.work import Work
+from itercast.compose.simulate.data_parallel import PRECISE
 from itercast.compose.simulate.rank import AMONG_GROUPS, Rank, RankTasks
 from itercast.microbench.hardware.stack import stack_of_row
 
-PRECISE = "fp32"
 NONE: tuple[list[int], Work] = ([], Work())
 FORWARD_SHARE: float = assumed(__file__, "forward_share")
 
@@ -132,6 +135,11 @@ class Unit:
         return price_messages(messages, self.rank.book, self.rank.where)
 
 
+def is_apart(rank: Rank, x: PricedLayer) -> bool:
+    """Whether a layer is sharded as one of its own; software that sends late has one for all."""
+    return x.numbered and not rank.strategy.late
+
+
 def units_of_stages(rank: Rank) -> list[Unit]:
     """What FSDP wraps as one of a model, on whichever stage a layer is."""
     layers = [x for x in rank.model.layers for _ in range(1 if x.numbered else x.layer.count)]
@@ -142,8 +150,8 @@ def units_of_stages(rank: Rank) -> list[Unit]:
 def sharded_forward(program: RankTasks, *, gather: bool) -> None:
     """Add the forward of one micro-batch; ``gather``: parameters are sharded at its start."""
     layers, rank = program.rank.layers, program.rank
-    root = Unit.of(program, *(x for x in layers if not x.numbered))
-    units = [root, *(Unit.of(program, x) for x in layers if x.numbered)]
+    root = Unit.of(program, *(x for x in layers if not is_apart(rank, x)))
+    units = [root, *(Unit.of(program, x) for x in layers if is_apart(rank, x))]
     sizes = {size for unit in units for size in sharded_bytes(unit.layers, rank).items()}
     kinds = ("all_gather", "reduce_scatter")
     messages = [_message(rank, kind, on, n) for kind in kinds for on, n in sorted(sizes)]
@@ -182,20 +190,21 @@ def sharded_backward(program: RankTasks, *, scatter: bool, later: bool) -> None:
         if not program.lanes.on_cpu:
             sent, copies = _gathered_again(program, layers[k + 1 : k + 2])
         work = work.then(x.later_work if later and not how.scatters_each else x.backward_work)
-        if scatter and x.numbered:
+        apart = scatter and is_apart(program.rank, x)
+        if apart:
             into, packing = Unit.of(program, x).scattered
             program.copies += into
             work = work.then(packing)
         program.lanes.work(work, x.layer.name)
         markers.append(program.lanes.done)
-        if scatter and x.numbered and x.layer.trained_bytes:
+        if apart and x.layer.trained_bytes:
             last += _reduce(program, Unit.of(program, x), later=later)
             if program.lanes.on_cpu:
                 program.lanes.wait(last[-1:])
         if program.lanes.on_cpu:
             sent, copies = _gathered_again(program, layers[k + 1 : k + 2])
     if scatter:
-        root = (x for x in program.rank.layers if not x.numbered)
+        root = (x for x in program.rank.layers if not is_apart(program.rank, x))
         last += _reduce(program, Unit.of(program, *root), later=later)
     program.lanes.wait(last)
 
@@ -251,7 +260,7 @@ def _gathered(
     tasks ``earlier``. Nothing where FSDP does not wrap the layer.
     """
     unit = Unit.of(program, x)
-    if not x.numbered or not unit.gathers:
+    if not is_apart(program.rank, x) or not unit.gathers:
         return NONE
     fetched = program.fetch(unit.shards[0], earlier)
     sent = _send(program, unit.gathers, None if program.lanes.on_cpu else (*after, *fetched))
@@ -305,15 +314,5 @@ def _send(
 
 
 def _message(rank: Rank, kind: str, axis: str, nbytes: int) -> Message:
-    dtype = next((p.dtype for x in rank.layers for p in x.layer.trained), PRECISE)
-    message = Message(kind=kind, axis=axis, message_bytes=nbytes, dtype=dtype)
-    return message if kind == "all_gather" else reduced_message(rank, message)
-
-
-def reduced_message(rank: Rank, message: Message) -> Message:
-    """A message of gradients, in fp32 with amp unless something reduces them as they are."""
-    half = rank.plan.compress or stack_of_row(rank.book.stack).reduces_half
-    if not rank.plan.amp or half:
-        return message
-    nbytes = message.message_bytes * ITEMSIZE_BYTES[PRECISE] // ITEMSIZE_BYTES[message.dtype]
-    return replace(message, message_bytes=nbytes, dtype=PRECISE)
+    message = Message(kind=kind, axis=axis, message_bytes=nbytes, dtype=rank.gradient_dtype)
+    return message if kind == "all_gather" else rank.strategy.of_gradients(message)

@@ -24,7 +24,13 @@ from itercast.compose.pricing.layer_prices import PricedLayer, PricedModel
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import UNMODELLED, PricedOp
 from itercast.compose.pricing.work import Step, Work
-from itercast.compose.simulate.data_parallel import LayerBucket, Strategy, reduced_late, strategy
+from itercast.compose.simulate.data_parallel import (
+    PRECISE,
+    LayerBucket,
+    Strategy,
+    by_software,
+    strategy,
+)
 from itercast.compose.simulate.timeline import SHARED, Span, Task, simulate_shared
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.hardware.stack import stack_of_row
@@ -220,10 +226,14 @@ class Rank:
     @cached_property
     def strategy(self) -> Strategy:
         """How data parallelism keeps the replicas of this rank equal: DDP, ZeRO..."""
-        how, stack = strategy(self.plan), stack_of_row(self.book.stack)
-        if not (how.reduce and stack.reduces_late):
-            return how
-        return reduced_late(how, in_half=self.plan.amp and stack.reduces_half)
+        stack = stack_of_row(self.book.stack)
+        return by_software(strategy(self.plan), self.plan, stack, self.gradient_dtype)
+
+    @cached_property
+    def gradient_dtype(self) -> str:
+        """The dtype of the first parameter with a gradient."""
+        trained = (p.dtype for x in self.layers for p in x.layer.trained)
+        return next(trained, PRECISE)
 
 
 @dataclass(frozen=True, kw_only=True)

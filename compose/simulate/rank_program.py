@@ -215,7 +215,7 @@ class RankProgram(RankTasks):
         axis = "inter_node" if pipeline.per_node < pipeline.size else "intra_node"
         dtype = self.rank.model.graph.tied[0].dtype
         message = Message(kind="all_reduce", axis=axis, message_bytes=nbytes, dtype=dtype)
-        self.lanes.wait([self.lanes.send(self.price([message])[0])])
+        self.lanes.wait([self.lanes.send(self.price([self.how.of_gradients(message)])[0])])
 
     def update(self, optimizer: str) -> None:
         """Add the optimizer and the messages after it; offloaded state moves over PCIe."""

@@ -34,6 +34,7 @@ from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.simulate.memory_plan import memory
 from itercast.compose.simulate.rank import AMONG_GROUPS, Rank
 from itercast.compose.simulate.rank_program import RankProgram
+from itercast.compose.simulate.replicas import micro_batches
 from itercast.compose.simulate.stage_rank import stage_messages
 from itercast.compose.simulate.stages import stages_of
 from itercast.learners.bundle import SHIPPED, Bundle
@@ -134,6 +135,45 @@ def test_mixed_precision_gathers_in_half_and_reduces_in_fp32(plan: str) -> None:
     wider = (4 - 2) * 4 * 64 * 512  # logarithms of probabilities of 4 x 64 tokens
     activations = memory(bare, "adamw")["activations"] + wider
     assert bytes_[1]["activations"] == pytest.approx(activations, rel=0.02)
+
+
+def under(stack: str, model: Any, plan: str) -> Rank:
+    """The rank of a plan, on this software."""
+    return replace(rank_for(model, plan), book=PriceBook(Flat(), GPU, 0, stack=stack))
+
+
+@pytest.mark.parametrize("stack", ["megatron-core", "deepspeed"])
+@pytest.mark.parametrize("groups", ["", ",hsdp=4"])
+def test_zero_1_of_software_that_reduces_late_sends_all_at_once(stack: str, groups: str) -> None:
+    """As many bytes, in one gather before forward and one scatter after backward, beside nothing.
+
+    NeMo, and torch's FSDP2, send 4 of each, one of a layer. Sums among groups are late, too.
+    """
+    plan = f"dp=8,zero=1{groups}"
+    late, early = (under(name, "frozen", plan) for name in (stack, "nemo"))
+    assert sent(late) == sent(early)
+    runs = [micro_batches(rank, "adamw")[1] for rank in (late, early)]
+    count = 2 + bool(groups)
+    assert [len(run.sent) for run in runs] == [count, 4 * count]
+    messages = [i for i, t in enumerate(runs[0].tasks) if not {"host", "compute"} & {*t.lanes}]
+    compute = [s for s, t in zip(runs[0].spans, runs[0].tasks, strict=True) if "compute" in t.lanes]
+    for span in (runs[0].spans[i] for i in messages):
+        assert all(x.end_us <= span.start_us or x.start_us >= span.end_us for x in compute)
+
+
+@pytest.mark.parametrize(("stack", "times"), [("megatron-core", 2), ("nemo", 2), ("deepspeed", 1)])
+@pytest.mark.parametrize("plan", ["dp=8", "dp=8,zero=1", "dp=8,zero=1,pp=2"])
+def test_gradients_are_reduced_in_the_dtype_of_the_buffer_that_sums_them(
+    stack: str, times: int, plan: str
+) -> None:
+    """Megatron's of bf16 weights in fp32, twice the bytes; weights travel as they are.
+
+    Of fp16 weights in fp16; DeepSpeed sends bf16 gradients beside their fp32 sums.
+    """
+    for dtype, wider in (("bf16", times), ("fp16", 1)):
+        half = capture("gpt-s", batch=4, seq=64, dtype=dtype)
+        bare, found = sent(under("torch", half, plan)), sent(under(stack, half, plan))
+        assert found == {n: b * (1 if n == "all_gather" else wider) for n, b in bare.items()}
 
 
 @pytest.mark.parametrize("micro", [1, 3])

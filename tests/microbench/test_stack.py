@@ -43,7 +43,10 @@ H100, A100 = load_gpu("h100-sxm-80gb"), load_gpu("a100-sxm-80gb")
         ("torch-2023-12-31", "torch-2.1"),
         ("torch-2021-01-01", "torch-1.13"),
         ("vllm-0.24.0", "vllm"),
-        ("Megatron Bridge / Megatron-Core", "megatron-core"),
+        ("Megatron Bridge / Megatron-Core", "nemo"),
+        ("Megatron-Core", "megatron-core"),
+        ("deepspeed", "deepspeed-0.10"),
+        ("deepspeed-0.3.15", "deepspeed-0.3"),
         ("trt-llm", "trtllm"),
     ],
 )
