@@ -165,10 +165,15 @@ def test_a_share_of_the_layers_recomputes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stack", "whole"), [("torch-2.0.1", True), ("torch-2.1", False), ("megatron-core", True)]
+    ("stack", "whole"),
+    [
+        ("torch-2.0.1", True),
+        ("torch-2.1", False),
+        *((name, True) for name in ("megatron-core", "deepspeed", "transformers-4.46")),
+    ],
 )
-def test_old_checkpoints_run_the_whole_layer_again(stack: str, whole: bool) -> None:
-    """Backward runs all of a block's forward again; from torch 2.1 on, what backward reads.
+def test_reentrant_checkpoints_run_the_whole_layer_again(stack: str, whole: bool) -> None:
+    """Backward runs all of a block's forward again; torch's own from 2.1 on what backward reads.
 
     Nothing reads the result of the last product.
     """
