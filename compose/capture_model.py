@@ -21,6 +21,7 @@ from itercast.capture.opcall import NARROW, StepCapture
 from itercast.capture.plan import ParallelPlan, micro_batch
 from itercast.capture.programs.trained.facts import Trained
 from itercast.capture.step import ALLOWED, StepSettings
+from itercast.compose.graph.launch_modes import with_engine
 from itercast.compose.graph.layers import split_layers
 from itercast.compose.graph.quantised_weights import with_quantised_weights
 from itercast.compose.parallel.narrow import with_narrow_products
@@ -131,8 +132,9 @@ def capture(
     bf16 (``itercast.compose.parallel.narrow``). ``amp``: weights stay in fp32, the forward pass
     runs under CUDA's autocast to ``dtype``. ``channels_last``: the model and its images are turned
     to that memory format (NHWC) first. Three of many equal layers of published cases and
-    configurations are captured, unless ``whole``. ``optimizer``: that of ``optimizer_of`` where
-    none is named. ``lora``: rank of adapters on a frozen configuration's model, or what
+    configurations are captured, unless ``whole``. A module or a script that is under torch.compile
+    is launched so (``engine``). ``optimizer``: that of ``optimizer_of`` where none is named.
+    ``lora``: rank of adapters on a frozen configuration's model, or what
     ``itercast.capture.cases.external.adapters`` reads.
     """
     used = optimizer or optimizer_of(model)
@@ -151,7 +153,7 @@ def capture(
         raise ValueError(f"lora {lora!r} {only}, got {name}")
     if isinstance(model, SizedModel):
         size = (batch or model.facts.batch, seq or model.facts.seq)
-        step = model.capture_at(settings, *size, not whole)
+        step = with_engine(model.capture_at(settings, *size, not whole), model.engine)
     elif isinstance(model, str | Path):
         if inputs is not None or not isinstance(loss, str):
             raise ValueError(f"{str(model)!r} brings its own inputs and loss")
@@ -204,7 +206,8 @@ def _capture_module(
             return call_function(model, batch, seq)
         return UserModel(module=model, inputs=inputs, loss=None if isinstance(loss, str) else loss)
 
-    return capture_user_model(make, settings, batch=batch, seq=seq, keep_dtype=keep_dtype)
+    step = capture_user_model(make, settings, batch=batch, seq=seq, keep_dtype=keep_dtype)
+    return with_engine(step, step.engine)
 
 
 def micro_size(model: Any, plan: ParallelPlan, batch: int | None, seq: int | None) -> Row:

@@ -41,9 +41,10 @@ def prepare(
 ) -> tuple[StepCapture, Target]:
     """The captured micro-batch of a step on ``gpu`` under ``plan``, and the target of its forecast.
 
-    ``engine`` runs the step: eager, graph or compile. ``host`` names the machine the GPU sits in,
-    ``stack`` the software with its release; the usual ones where they are empty. ``indices`` says
-    how embedding bags look rows up: uniform, zipf:EXPONENT, or a file of real lookups
+    ``engine`` runs the step: graph, compile, or eager, which leaves a model that is under
+    torch.compile so. ``host`` names the machine the GPU sits in, ``stack`` the software with its
+    release; the usual ones where they are empty. ``indices`` says how embedding bags look rows up:
+    uniform, zipf:EXPONENT, or a file of real lookups
     (``itercast.extras.recommenders.tables.index_streams``). ``lengths`` says how long sequences
     are, up to ``seq``: a file or a distribution (``itercast.extras.lengths.sequences``); they
     are padded to the longest of a micro-batch, or ``packed`` into rows of ``seq`` tokens.
@@ -64,7 +65,8 @@ def prepare(
     else:
         options |= {"inputs": inputs, "loss": loss}
         step = capture_micro_batch(model, target, lengths, packed, options)
-    return with_engine(looking_up(step, indices), engine_on(target.stack, engine)), target
+    launched = step.engine if engine == "eager" else engine
+    return with_engine(looking_up(step, indices), engine_on(target.stack, launched)), target
 
 
 def looking_up(step: StepCapture, indices: str) -> StepCapture:

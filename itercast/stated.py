@@ -37,6 +37,8 @@ def question_facts(question: Question, step: StepCapture, target: Target, found:
         **options(question),
         "dtype": question.dtype_on([target.gpu]),
         "optimizer": step.optimizer,
+        "compile": "compile" in step.engine,
+        "cuda_graph": "graph" in step.engine,
         "plan": str(target.plan),
         "bundle": target.bundle_name,
         "host": "" if target.gpu.kind == "cpu" else target.host.name,

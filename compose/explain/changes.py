@@ -17,6 +17,7 @@ from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import SizedModel
 from itercast.compose.forecast import Forecast
+from itercast.compose.graph.launch_modes import FUSED
 from itercast.compose.predict import prepare
 from itercast.compose.target import Target, forecast_step
 from itercast.microbench.hardware.node import Node
@@ -89,7 +90,7 @@ def _other_questions(
         for other in OTHER_GPUS:
             if other != gpu.name and not plan.node:
                 yield other, GPU, {**asked, "gpu": other}
-        if not asked.get("engine") or asked["engine"] == "eager":
+        if step.engine in ("eager", FUSED):
             yield "torch.compile", SOFTWARE, {**asked, "engine": "compile"}
             yield "a CUDA graph", SOFTWARE, {**asked, "engine": "graph"}
     for text, changed in _other_plans(plan):

@@ -53,7 +53,7 @@ def open_search(
     def capture_at(samples: int, length: int, autocast: bool) -> StepCapture:
         size: Row = {"batch": samples, "seq": length or None, "amp": autocast}
         step = capture(model, **size, **options)
-        return with_engine(step, script.engine if script else engine_on(target.stack, "eager"))
+        return with_engine(step, engine_on(target.stack, step.engine))
 
     search = Search(
         capture_at=capture_at,

@@ -49,7 +49,6 @@ class ScriptCase:
         script does, unless the plan states how.
         """
         from itercast.compose.capture_model import capture, micro_size
-        from itercast.compose.graph.launch_modes import with_engine
         from itercast.compose.target import find_node
 
         facts = self.model.facts
@@ -65,7 +64,7 @@ class ScriptCase:
         plan = replace(plan, amp=how["amp"], recompute=plan.recompute or facts.recompute)
         size = micro_size(self.model, plan, samples // plan.dp, facts.seq)
         how |= {"amp": plan.autocast}
-        step = with_engine(capture(self.model, **size, **how), self.model.engine)
+        step = capture(self.model, **size, **how)
         node = find_node(plan, self.target.gpu)
         return step, replace(self.target, plan=plan, node=node)
 
@@ -121,8 +120,7 @@ def of_script(model: SizedModel, asked: Row) -> Row:
     plan = replace(plan, amp=how.pop("amp"))
     if not asked["plan"] and not asked["batch"]:
         plan = replace(plan, accumulate=model.facts.micro, recompute=model.facts.recompute)
-    engine = model.engine if asked["engine"] == "eager" else asked["engine"]
-    return {**how, "plan": str(plan), "engine": engine}
+    return {**how, "plan": str(plan)}
 
 
 def print_under_plan(order: ScriptOrder, text: str, trace: Path | None, as_json: bool) -> None:

@@ -210,14 +210,33 @@ def test_a_module_without_parameters_is_left_as_it_was() -> None:
     assert module(x, x).tolist() == [1, 1, 1]
 
 
-def test_compiled_modules_are_captured_as_written() -> None:
-    x = torch.randn(5, 8)
-    inside = nn.Sequential(torch.compile(nn.Linear(8, 6)), nn.ReLU(), nn.Linear(6, 3))
-    plain, compiled, partly = (
-        capture(m, x, lambda y: y.sum()) for m in (mlp(), torch.compile(mlp()), inside)
-    )
-    assert compiled == plain
-    assert [c.op for c in partly.calls] == [c.op for c in plain.calls]
+def in_place(module: nn.Module, **options: Any) -> nn.Module:
+    module.compile(**options)
+    return module
+
+
+@pytest.mark.parametrize("compiled_by", [torch.compile, in_place])
+def test_a_module_under_torch_compile_is_forecast_so(compiled_by: Any) -> None:
+    """As the same module under ``engine``, which it was forecast without: eager, in silence."""
+    x, gpu = torch.randn(5, 8), "h100-sxm-80gb"
+    plain, compiled = (capture(m, x, torch.sum) for m in (mlp(), compiled_by(mlp())))
+    assert [c.op for c in compiled.calls] == [c.op for c in plain.calls]
+    assert (plain.engine, compiled.engine) == ("eager", "compile")
+    assert compiled.host["compiled_call"] == 3 and "module_call" not in compiled.host
+    eager, asked = (predict(plain, gpu=gpu, engine=how) for how in ("eager", "compile"))
+    assert asked.host_us < eager.host_us
+    assert predict(compiled, gpu=gpu) == asked
+    assert predict(compiled_by(mlp()), x, torch.sum, gpu=gpu) == asked
+    graphed = compiled_by(mlp(), mode="reduce-overhead")
+    assert capture(graphed, x, torch.sum).engine == "compile+graph"
+
+
+def test_torch_compile_of_parts_of_a_module_is_said() -> None:
+    layers = [torch.compile(nn.Linear(8, 6)), nn.ReLU(), in_place(nn.Linear(6, 3))]
+    partly = capture(nn.Sequential(*layers), torch.randn(5, 8), torch.sum)
+    assert partly.engine == "eager"
+    (told,) = partly.remarks
+    assert told.startswith("0 and 1 more: torch.compile of parts of a model is forecast eager; ")
 
 
 def test_an_encoder_is_written_out_in_inference_as_in_training() -> None:

@@ -93,13 +93,15 @@ def capture_user_model(
 
     Samples per step are ``batch``, else the first axis of the first input; tokens are samples times
     ``seq``, else the number of elements of a first input of integers. Floating-point tensors take
-    the settings' dtype unless ``keep_dtype``.
+    the settings' dtype unless ``keep_dtype``. The engine is that of a model under torch.compile.
     """
     made: dict[str, Any] = {}
 
     def build() -> Any:
         dtype = None if keep_dtype else torch.get_default_dtype()
-        made["model"] = _fake_model(build_fake_else_real(make), dtype)
+        given = build_fake_else_real(make)
+        made["compiled"] = _compiled(given.module)
+        made["model"] = _fake_model(given, dtype)
         return made["model"].module
 
     def inputs() -> dict[str, Any]:
@@ -124,7 +126,13 @@ def capture_user_model(
         for name, (asked, own) in stated.items()
         if asked and own and asked != own and name not in made["model"].sizes
     )
-    step = replace(step, remarks=(*step.remarks, *remarks))
+    compiled = made["compiled"]
+    engine = compiled.get("", step.engine)
+    if compiled and "" not in compiled:
+        first, more = next(iter(compiled)), f" and {len(compiled) - 1} more" * (len(compiled) > 1)
+        parts = f"{first}{more}: torch.compile of parts of a model is forecast eager"
+        remarks += (f"{parts}; --compile (engine='compile') compiles all of it",)
+    step = replace(step, engine=engine, remarks=(*step.remarks, *remarks))
     return replace(step, samples=samples, tokens=samples * (seq or length))
 
 
@@ -135,6 +143,17 @@ def _sizes(inputs: Any) -> tuple[int, int]:
         return 1, 0
     tokens = len(first.shape) > 1 and not first.is_floating_point()
     return first.shape[0], first.numel() // max(1, first.shape[0]) if tokens else 0
+
+
+def _compiled(module: torch.nn.Module) -> dict[str, str]:
+    """Engines of the modules that are under torch.compile, by their names; "" is the whole."""
+    found = {}
+    for name, part in module.named_modules():
+        call: Any = part if hasattr(part, "_orig_mod") else part._compiled_call_impl
+        if call is not None:
+            how = call.get_compiler_config() or {}  # None of a backend without one
+            found[name] = "compile+graph" if how.get("triton.cudagraphs") else "compile"
+    return found
 
 
 def _fake_model(model: UserModel, dtype: torch.dtype | None) -> UserModel:
