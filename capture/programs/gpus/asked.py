@@ -18,7 +18,6 @@ SYSTEM = ("/proc/", "/sys/", "/dev/", "/etc/", "/usr/")
 SET_HERE = ("ITERCAST_PARENT", "TORCHINDUCTOR_CACHE_DIR")  # variables of this process, by us, torch
 READ_ALL = ("copy", "popitem", "__iter__")  # functions that read every variable, whatever its name
 WRITES = os.O_WRONLY | os.O_RDWR
-BF16_FROM = 8  # major compute capability of the first GPUs with bf16: Ampere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +29,6 @@ class EmulatedGpu:
     memory_bytes: int
     sm_count: int
     compute_capability: tuple[int, int]
-
-    @property
-    def has_bf16(self) -> bool:
-        """Whether its tensor cores take bf16."""
-        return self.compute_capability[0] >= BF16_FROM
 
 
 @dataclass(slots=True)

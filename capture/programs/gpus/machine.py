@@ -94,7 +94,6 @@ def _cuda(gpu: EmulatedGpu | Asked, per_node: int, local_rank: int) -> dict[str,
     found["get_device_capability"] = lambda *args: tuple(gpu.compute_capability)
     found["get_device_properties"] = lambda *args: Properties(gpu)
     found["get_arch_list"] = lambda: ["sm_{}{}".format(*gpu.compute_capability)]
-    found["is_bf16_supported"] = _answering(gpu.has_bf16)
     found["device"] = found["device_of"] = nullcontext
     found["get_rng_state"] = lambda *args, **kwargs: torch.get_rng_state()
     found["default_generators"] = tuple(GeneratorOnCpu(f"cuda:{n}") for n in range(per_node))

@@ -84,7 +84,9 @@ assert free == total - torch.cuda.memory_reserved()
 with torch.cuda.nvtx.range("forward"):
     assert torch.cuda.nvtx.range_push("layer") == torch.cuda.nvtx.range_pop() == 0
 assert torch.backends.cuda.is_built() and torch.backends.cuda.is_flash_attention_available()
-assert torch.cuda.is_bf16_supported(including_emulation=False) and torch.cuda.is_tf32_supported()
+native = torch.cuda.get_device_capability() >= (8, 0)  # before, torch emulates bf16
+assert torch.cuda.is_bf16_supported() and torch.cuda.is_tf32_supported() == native
+assert torch.cuda.is_bf16_supported(including_emulation=False) == native
 assert torch.cuda.can_device_access_peer(0, 1)
 torch.cuda.set_sync_debug_mode(torch.cuda.get_sync_debug_mode())
 with torch.cuda.profiler.profile():
@@ -134,6 +136,12 @@ def test_torch_answers_as_on_gpus(tmp_path: Path, text: str) -> None:
     program = captured(written(tmp_path, MODEL + text + STEPS), gpus=4)
     silent = "4 ranks, no message seen: each makes a step of its own; rates are of one process"
     assert program.notes == (silent,)
+
+
+def test_torch_emulates_bf16_before_ampere(tmp_path: Path) -> None:
+    """``is_bf16_supported`` is true there, unless told to leave emulation out; so it was false."""
+    script = written(tmp_path, MODEL + ONLY_IN_CUDA_BUILDS + STEPS)
+    assert captured(script, gpu=replace(H100, compute_capability=(7, 0)), gpus=4).ranks
 
 
 def test_a_script_that_moves_nothing_to_a_gpu_gets_a_note(tmp_path: Path) -> None:
