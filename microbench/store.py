@@ -28,6 +28,7 @@ SOURCE = "itercast"
 FACTS = b"card"  # key of a part's metadata: the facts of its card, as JSON
 MACHINE = ("host", "gpu_uuid")  # columns that say where a row was measured
 OF_PARTS = ("machines", "rows", "sha256")  # of a card; computed from the parts
+ROOM_BYTES = 2**16  # more than the rows of a chunk
 FOLDER = re.compile(
     r"[\w+-][\w.+-]*"
 )  # of a family, a GPU or a source; never a path out of the root
@@ -59,6 +60,18 @@ class Journal:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def check_room(root: Path) -> None:
+    """OSError where no more rows can be written under a root, as on a full disk."""
+    probe = root / ".journal" / f"room-{os.getpid()}"
+    try:
+        probe.write_bytes(bytes(ROOM_BYTES))
+    except OSError as exc:
+        kept = f"{exc.strerror}; rows measured so far are kept, and the same command goes on"
+        raise OSError(exc.errno, kept, str(root)) from exc
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 def read_journal(path: Path) -> list[Row]:

@@ -166,6 +166,8 @@ def _run(
     until_s = order.begin_s + order.budget_s + grace_s
     ended = watch(process, rows, stalled_s if on_gpu else never, until_s if on_gpu else math.inf)
     code = int(process.returncode)
+    if code != 0:
+        store.check_room(Path(order.root))
     if printed and code not in (0, EXIT_BROKEN):
         log.warning("iterations: %s, code %d: %s", ended, code, log_tail(printed))
     return ended, code, rows()

@@ -18,7 +18,7 @@ from itercast.microbench import store
 from itercast.microbench.iterations.measure import Iteration, measure_iteration
 from itercast.microbench.processes.ranks import join_process_group, max_over_ranks
 from itercast.microbench.processes.virtual_cores import VirtualCores
-from itercast.microbench.processes.watch import EXIT_BROKEN
+from itercast.microbench.processes.watch import EXIT_BROKEN, ending_on_full_disks
 from itercast.microbench.store import Facts, Row
 from itercast.microbench.sweep.rows import Order, make_row
 from itercast.microbench.timing.clock import Anchor, keep_freed_memory
@@ -189,4 +189,5 @@ class SingleGpu:
 if __name__ == "__main__":
     fields: Row = json.loads(sys.argv[1])
     listed = tuple(Iteration(**values) for values in fields["iterations"])
-    run(IterationOrder(**{**fields, "iterations": listed}))
+    with ending_on_full_disks():
+        run(IterationOrder(**{**fields, "iterations": listed}))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a disk, a quota, a limit of file sizes
 EXIT_BROKEN = 75  # of a worker that needs another one to go on; sysexits.h: temporary failure
 POLL_S = 0.2
 LOG_BYTES = 400  # at the end of a log, logged when its process failed
@@ -41,6 +44,17 @@ def watch(
         return "ended"
     finally:
         end_group(process)
+
+
+@contextmanager
+def ending_on_full_disks() -> Iterator[None]:
+    """End a worker that cannot write its rows without a traceback: its parent says why."""
+    try:
+        yield
+    except OSError as exc:
+        if exc.errno not in FULL:
+            raise
+        raise SystemExit(EXIT_BROKEN) from exc
 
 
 def never() -> float:

@@ -242,6 +242,7 @@ def _run_once(order: WorkerOrder, state: Callable[[], object], until_s: float) -
         if ended in ("stopped", "late"):  # not because of the points it was at
             under_way_path(order).unlink(missing_ok=True)
     if process.returncode != 0:
+        store.check_room(Path(order.root))
         _log_failure(order, ended, process.returncode)
     return int(process.returncode)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from itercast.capture.base.slow_imports import torch
 from itercast.microbench import store
 from itercast.microbench.processes.ranks import join_process_group, rank0_value
-from itercast.microbench.processes.watch import EXIT_BROKEN
+from itercast.microbench.processes.watch import EXIT_BROKEN, ending_on_full_disks
 from itercast.microbench.sweep.captured_points import ModelCaptures
 from itercast.microbench.sweep.cpu_chunks import CpuBench, agreed_s
 from itercast.microbench.sweep.gpu_chunks import Broken, GpuBench
@@ -104,4 +104,5 @@ if __name__ == "__main__":
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("microbench").setLevel(logging.INFO)
     fields = json.loads(sys.argv[1])
-    run(WorkerOrder(**{**fields, "families": tuple(fields["families"])}))
+    with ending_on_full_disks():
+        run(WorkerOrder(**{**fields, "families": tuple(fields["families"])}))

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from clockwork import order
+from full_disk import full_disk
 
 from itercast.capture.base.files import write_atomic
 from itercast.microbench import store
@@ -176,3 +177,20 @@ def test_a_killed_sweep_resumes_and_repeats_nothing(
     assert set(store.read_rows([tmp_path], "gemm")["cache"]) == {"warm", "cold"}
     assert collect(tmp_path, "cpu", ["gemm"], 0.5) == 0  # the budget is spent: nothing to do
     assert "took its budget of 0.5 s already, a larger one goes on" in caplog.text
+
+
+def test_a_sweep_whose_disk_is_full_ends_with_one_line_and_keeps_its_rows(
+    tmp_path: Path, known_cpu: Callable[[Path], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It went on to the end of its budget, printed tracebacks, and ended as if all were well."""
+    without_captures(tmp_path, "gemm")
+    known_cpu(tmp_path)
+    full = f"File too large; rows measured so far are kept.*: '{tmp_path}'"
+    with full_disk(10_000), pytest.raises(OSError, match=full):
+        collect(tmp_path, "cpu", ["gemm"], 60.0)
+    assert "Traceback" not in capfd.readouterr().err
+    (journal,) = (tmp_path / ".journal").glob("*.jsonl")
+    finished = {r["key"] for r in store.read_journal(journal)}
+    assert finished
+    collect(tmp_path, "cpu", ["gemm"], 0.5)
+    assert set(store.read_rows([tmp_path], "gemm")["key"]) == finished
