@@ -14,7 +14,7 @@ from itercast.compose.machines.factors import NAMES
 from itercast.compose.machines.state import DEVIATES
 from itercast.compose.machines.typical import typical
 from itercast.compose.notes import notes, without_effect
-from itercast.compose.parallel.device_memory import room_bytes, verdict
+from itercast.compose.parallel.device_memory import MISFITS, lacking_on_host, room_bytes, verdict
 from itercast.compose.parallel.placement import Cluster, cluster
 from itercast.compose.pricing.layer_prices import price_model
 from itercast.compose.pricing.price_book import PriceBook
@@ -55,12 +55,12 @@ class Forecast:
     next; 0 where its waits are not known.
     ``memory_room_bytes``: memory for tensors, without that of CUDA's context, NCCL and torch's
     allocator; ``fits``: the peak memory is within it; ``memory_verdict``: the same as far as the
-    memory model's error lets it be told. ``host_memory_bytes``: what the fullest rank offloads to
-    its host. ``host``: the GPU's host, empty on a CPU. ``energy_j``: of all GPUs in the iteration
-    at their power limit, an upper bound; 0 where the limit is not stated. ``stack``: the software
-    that is forecast. ``network``: the node, links and network that messages are priced by; empty
-    for one rank and on a CPU. ``lengths``: of sequences that are unlike
-    (``itercast.extras.lengths.sequences.Lengths``); tokens are then those that are no
+    memory model's error lets it be told, and why a host has too little. ``host_memory_bytes``: what
+    the fullest rank offloads to its host. ``host``: the GPU's host, empty on a CPU. ``energy_j``:
+    of all GPUs in the iteration at their power limit, an upper bound; 0 where the limit is not
+    stated. ``stack``: the software that is forecast. ``network``: the node, links and network that
+    messages are priced by; empty for one rank and on a CPU. ``lengths``: of sequences that are
+    unlike (``itercast.extras.lengths.sequences.Lengths``); tokens are then those that are no
     padding. ``cluster``: on unlike GPUs (``itercast.extras.clusters``) what each group has, and
     the time with equal shares, 0 where there are none. ``notes``: what to know of how the step was
     forecast (``itercast.compose.notes``).
@@ -154,6 +154,8 @@ def forecast(
         tokens=tokens,
     )
     remarks = (*notes(step, plan, book.stack), *without_effect(plan, rank.where))
+    if lacking := lacking_on_host(rank.where, numbers.host_memory_bytes):
+        numbers = replace(numbers, fits=False, memory_verdict=f"{MISFITS}: {lacking}")
     return replace(numbers, lengths=lengths, notes=remarks)
 
 

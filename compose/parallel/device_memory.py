@@ -1,10 +1,11 @@
-"""What CUDA, NCCL and torch's allocator leave of a GPU's memory for tensors."""
+"""What CUDA, NCCL and torch's allocator leave of a GPU's memory for tensors, and its host's."""
 
 from __future__ import annotations
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.plan import ParallelPlan
 from itercast.capture.plan_keys import GREEDY
+from itercast.compose.parallel.placement import Cluster
 from itercast.microbench.hardware.spec import Gpu
 
 FITS, MISFITS = "fits", "does not fit"  # a third verdict says how close it is
@@ -40,6 +41,18 @@ def verdict(memory_bytes: float, room: float) -> str:
 def too_close(memory_bytes: float, room: float) -> bool:
     """Whether the memory model's error does not let it be told if so many bytes fit."""
     return memory_bytes * (1 - MEMORY_ERROR) <= room < memory_bytes * (1 + MEMORY_ERROR)
+
+
+def lacking_on_host(where: Cluster, offloaded_bytes: float) -> str:
+    """Why what ranks offload does not fit their host; "" where it does, or no file states that."""
+    node = where.node
+    if node is None or not node.memory_bytes:
+        return ""
+    ranks = min(where.gpus_per_node, node.gpus_per_node)
+    if ranks * offloaded_bytes <= node.memory_bytes:
+        return ""
+    told = f"{ranks} x {offloaded_bytes / 1e9:,.0f} GB in host memory"
+    return f"{told}, {node.name} has {node.memory_bytes / 1e9:,.0f} GB"
 
 
 def table_room_bytes(gpu: Gpu, ranks: int) -> int:

@@ -29,7 +29,7 @@ from itercast.compose.forecast import Forecast, forecast, rank_of
 from itercast.compose.graph.layers import split_layers
 from itercast.compose.graph.product_roles import alias_weight_casts
 from itercast.compose.parallel.captured_tables import captured_tables
-from itercast.compose.parallel.device_memory import room_bytes, too_close
+from itercast.compose.parallel.device_memory import lacking_on_host, room_bytes, too_close
 from itercast.compose.parallel.ep import expert_weights
 from itercast.compose.parallel.placement import Cluster, Group, cluster, gpus_per_domain
 from itercast.compose.plan_search.sizes import CaptureAt, CapturesBySize, Size
@@ -39,7 +39,7 @@ from itercast.compose.pricing.optimizer import STATE_COPIES
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.rank_graph import rank_graph
 from itercast.compose.simulate.fsdp import units_of_stages
-from itercast.compose.simulate.iteration import quick_us
+from itercast.compose.simulate.iteration import host_memory, quick_us
 from itercast.compose.simulate.memory_plan import memory
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.simulate.stages import chunks_of
@@ -204,7 +204,8 @@ class Search:
         """The rank with its plan's time and memory."""
         nbytes = sum(memory(rank, self.optimizer).values())
         room = room_bytes(self.book.gpu, rank.plan)
-        fits = {"fits": nbytes <= room, "close": too_close(nbytes, room)}
+        on_host = lacking_on_host(rank.where, host_memory(rank, self.optimizer))
+        fits = {"fits": nbytes <= room and not on_host, "close": too_close(nbytes, room)}
         return Scored(rank=rank, iteration_us=iteration_us, memory_bytes=nbytes, **fits)
 
     def simulated(self, rank: Rank) -> Scored:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from textwrap import wrap
 
@@ -43,7 +44,11 @@ def write_page(
     best = found.best[0].plan
     simple = found.simplest.plan if found.simplest else best
     held = {str(plan): memory_held(search, plan) for plan in dict.fromkeys((best, simple))}
-    told = [verdict(s.memory_bytes, room_bytes(gpu, s.plan)) for s in found.tried]
+    rooms = [room_bytes(gpu, s.plan) for s in found.tried]
+    told = [
+        verdict(s.memory_bytes, room) if s.fits or s.memory_bytes > room else MISFITS
+        for s, room in zip(found.tried, rooms, strict=True)
+    ]
     tried = [
         (str(s.plan), s.iteration_us, s.memory_bytes, memory)
         for s, memory in zip(found.tried, told, strict=True)
@@ -230,7 +235,9 @@ def _curves(ranks: Held) -> Figure:
     distinct = {tuple(curve): name for name, curve in reversed(list(ranks.items())) if curve}
     traces = []
     for n, (curve, name) in enumerate(list(reversed(distinct.items()))[:MOST_RANKS]):
-        some = curve[:: max(1, len(curve) // MOST_POINTS)]
+        each = max(1, len(curve) // MOST_POINTS)
+        highest = (max(curve[i : i + each], key=itemgetter(1)) for i in range(0, len(curve), each))
+        some = list(highest)
         x, y = charts.short([us / 1e3 for us, _ in some]), charts.short([b / 1e9 for _, b in some])
         line = charts.curve_of(n, name, x, y, f"{name}<br>%{{x}} ms<br>%{{y}} GB")
         traces.append({**line, "mode": "lines"})

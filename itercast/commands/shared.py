@@ -261,7 +261,7 @@ def forecast_table(case: str, found: Forecast, spread: Spread | None = None, of:
         table.add_row("in host memory", f"{found.host_memory_bytes / 1e6:.0f} MB a GPU")
     if not found.fits:
         room = f"{found.memory_room_bytes / 1e6:.0f} MB are left for tensors"
-        table.add_row("[red]does not fit[/]", room)
+        table.add_row("[red]does not fit[/]", _lacking_on_host(found) or room)
     if found.memory_verdict.startswith("too close"):
         table.add_row("[yellow]memory[/]", f"{found.memory_verdict} (the model's error)")
     if not found.host and not found.cluster and found.gpu != cpu_name():
@@ -292,13 +292,20 @@ def memory_legend(found: Sequence[Forecast]) -> list[str]:
     words = {"!": "more than", "?": "too close to tell whether they fit to"}
     lines = []
     for mark, text in words.items():
-        rooms = sorted(r.memory_room_bytes for r in found if mark in memory_cell(r))
+        marked = [r for r in found if mark in memory_cell(r) and not _lacking_on_host(r)]
+        rooms = sorted(r.memory_room_bytes for r in marked)
         ends = dict.fromkeys(f"{room / 1e9:.1f}" for room in (*rooms[:1], *rooms[-1:]))
         if ends:
             lines.append(
                 f"{mark}: {text} the {' to '.join(ends)} GB that a GPU has left for tensors"
             )
-    return lines
+    return [*lines, *(f"!: {why}" for why in dict.fromkeys(map(_lacking_on_host, found)) if why)]
+
+
+def _lacking_on_host(found: Forecast) -> str:
+    """Why a plan that fits its GPUs does not fit their host; "" of others."""
+    on_gpu = found.memory_bytes > found.memory_room_bytes
+    return "" if found.fits or on_gpu else found.memory_verdict.partition(": ")[2]
 
 
 def surely_fits(reports: Sequence[Forecast]) -> str:

@@ -30,7 +30,7 @@ class Node:
     - ``network_bytes_per_s``: a GPU's share of the network cards; 0 where it is not stated.
     - ``gpus_per_domain``: GPUs connected by the fast link, over several hosts in a rack-scale
       machine; 0 means all GPUs of the host, or two where bridges join pairs.
-    - ``cores``: CPU cores of the host; 0 where they are not stated.
+    - ``cores``, ``memory_bytes``: CPU cores and memory of the host; 0 where they are not stated.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Node:
     gpus_per_domain: int = 0
     host: str = ""
     cores: int = 0
+    memory_bytes: float = 0.0
     also: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -53,7 +54,7 @@ class Node:
                 f"{self.name}: gpus_per_node must be at least 1, got {self.gpus_per_node}"
             )
         names = ("link_bytes_per_s", "network_bytes_per_s", "nics", "gpus_per_domain", "cores")
-        for name in names:
+        for name in (*names, "memory_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(
                     f"{self.name}: {name} must be at least 0, got {getattr(self, name)}"

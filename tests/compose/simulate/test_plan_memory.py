@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from law_case import rank_for
-from plan_case import CPU
+from law_case import book_for, model, node_of, rank_for
+from plan_case import CPU, GPU, Flat, search_of
 
 from itercast.capture.opcall import ITEMSIZE_BYTES, ParamSpec, StepCapture
 from itercast.capture.plan import ParallelPlan
+from itercast.commands.shared import memory_legend
 from itercast.compose.capture_model import capture
+from itercast.compose.forecast import forecast
 from itercast.compose.graph.layers import Layer, Within
 from itercast.compose.graph.lifetimes import input_bytes, lifetimes
-from itercast.compose.parallel.device_memory import room_bytes
+from itercast.compose.parallel.device_memory import FITS, MISFITS, room_bytes
 from itercast.compose.pricing import host
 from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.compose.pricing.optimizer import STATE_COPIES
@@ -192,6 +194,25 @@ def test_host_memory_has_what_is_offloaded() -> None:
     assert host("dp=2,zero=3,offload=optimizer") == pytest.approx(2 * half, rel=0.01)
     assert host("dp=2,zero=3,offload=parameters") == pytest.approx(4 * half, rel=0.01)
     assert host("dp=2,zero=3,offload=activations") == sum(x.saved_bytes for x in layers)
+
+
+def test_what_a_host_has_no_memory_for_does_not_fit() -> None:
+    """Of two ranks of a host each offloads a half: memory of both does, a byte less does not."""
+    plan, step = ParallelPlan.parse("dp=2,zero=3,offload=parameters"), model("gpt")
+    each = host_memory(rank_for("gpt", str(plan)), "adamw")
+    book, search = book_for(Flat, GPU), search_of()
+    nodes = [node_of(memory_bytes=2 * each + more) for more in (0, -1)]
+    found = [forecast(step, plan, book, node) for node in nodes]
+    assert [one.fits for one in found] == [True, False]
+    assert found[0].memory_verdict == FITS
+    assert found[1].memory_verdict.startswith(MISFITS) and "toy has" in found[1].memory_verdict
+    (told,) = memory_legend(found)
+    assert told.startswith("!: 2 x ")
+    scored = [
+        search.scored(rank_for("gpt", str(plan), node=node_of(memory_bytes=n)), 1.0).fits
+        for n in (0, 2 * each, 2 * each - 1)
+    ]
+    assert scored == [True, True, False]
 
 
 def test_tensor_parallel_ranks_share_the_optimizer_s_temporaries(gpt: StepCapture) -> None:

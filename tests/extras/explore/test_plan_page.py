@@ -18,12 +18,12 @@ CLOSE = "too close: 76 to 84 of 80 GB"
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of a small GPT's plans on four GPUs."""
+def searched() -> tuple[Any, ...]:
+    """What a page shows of a small GPT's plans on four GPUs."""
     search = search_of()
     found = best_plans(search, 4, "time", count=5)
     assert found.simplest is not None
-    best, simple = (str(s.plan) for s in (found.best[0], found.simplest))
+    simple = str(found.simplest.plan)
     reports = {str(s.plan): search.report(s.plan, "") for s in (*found.best, found.simplest)}
     tried = [(str(s.plan), s.iteration_us, s.memory_bytes, FITS) for s in found.tried]
     close, large = (("dp=4,micro=9", 2e5, 80, CLOSE), ("dp=4,micro=8", 1e5, 99, MISFITS))
@@ -31,11 +31,22 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     held = {plan: memory_held(search, reports_plan) for plan, reports_plan in _plans(found).items()}
     facts = {"case": "gpt-s", "gpu": "toy-gpu", "gpus": 4, "global_batch": 8, "seq": 64}
     facts |= {"dtype": "fp32", "optimizer": "adamw"}
+    return facts, tried, reports, [str(s.plan) for s in found.best], simple, held
+
+
+@pytest.fixture(scope="module")
+def page(searched: tuple[Any, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "plans.html"
-    order = [str(s.plan) for s in found.best]
-    path.write_text(plan_page(facts, tried, reports, order, simple, held))
-    assert best in path.read_text()
+    path.write_text(plan_page(*searched))
+    assert searched[3][0] in path.read_text()
     return path
+
+
+def test_a_memory_curve_of_many_points_keeps_its_peak(searched: tuple[Any, ...]) -> None:
+    """Of 4,000 points one in ten is drawn: the highest of each ten, not the first."""
+    *others, held = searched
+    curve = [(float(i), 987.0 * 1e9 * (i == 1234)) for i in range(4000)]
+    assert "987" in plan_page(*others, {plan: {"rank 0": curve} for plan in held})
 
 
 def _plans(found: Any) -> dict[str, Any]:
