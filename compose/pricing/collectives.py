@@ -2,7 +2,8 @@
 
 Inside its training envelope the family model prices them. Beyond it, the model's time for the
 largest smaller group inside the envelope is scaled by formula_us(group) / formula_us(smaller
-group). Without a model the time is ``formula_us``, counted as unmodelled.
+group); so is that over the GPU's own links where a node's are faster. Without a model the time is
+``formula_us``, counted as unmodelled.
 
 Times rest on assumptions (``PricedOp.assumed``) where there is no model, for the part that scaling
 adds, and wherever a message crosses a network whose rate no node file states.
@@ -174,8 +175,20 @@ def _smaller(group: Group) -> Iterator[Group]:
         group = Group(size=half, per_node=min(half, group.per_node))
 
 
+def _as_measured(where: Cluster) -> Cluster:
+    """The cluster with links at most as fast as the GPU's own, which its rows were measured over.
+
+    What faster ones gain is the formula's: the models have nothing to tell of them.
+    """
+    node, own = where.node, where.gpu.link_bytes_per_s
+    if node is None or not 0 < own < node.link_bytes_per_s:
+        return where
+    return replace(where, node=replace(node, link_bytes_per_s=own))
+
+
 def _learned(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> Iterator[PricedOp]:
-    answer = partial(_modelled, asked, book, where)
+    measured = _as_measured(where)
+    answer = partial(_modelled, asked, book, measured)
     known = book.kept(["collective"], (where.place, list(asked)), answer)
     for one, found in zip(asked, known, strict=True):
         message, whole = one
@@ -184,8 +197,8 @@ def _learned(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> Iterator
             continue
         modelled_us, group = found[0], Group(size=found[1], per_node=found[2])
         scale = 1.0
-        if group != whole:
-            scale = formula_us(message, whole, where) / formula_us(message, group, where)
+        if group != whole or measured is not where:
+            scale = formula_us(message, whole, where) / formula_us(message, group, measured)
         shares = _assumed_shares(whole, scale, where)
         yield _priced(message, "collective", modelled_us * scale, shares)
 

@@ -569,6 +569,25 @@ def test_a_slower_network_than_any_measured_is_no_faster() -> None:
     assert times[1][0] > 25 * 2**20 / (8 * 1e9) * 1e6  # a tree sends all of it over eight NICs
 
 
+@pytest.mark.parametrize("name", ["dgx-h100", "dgx-a100", "dgx-b200"])
+def test_links_faster_than_a_gpus_own_make_no_message_slower(name: str) -> None:
+    """By the shipped models, which have rows over the GPU's own links alone.
+
+    Far from these rows they tended to the formula, some took longer over links twice as fast.
+    """
+    node = load_node(name)
+    gpu, kinds = load_gpu(node.gpu), ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+    sizes = (2**16, 2**22, 2**28)
+    messages = [Message(kind=k, axis="dp", message_bytes=n) for k in kinds for n in sizes]
+    book, times = PriceBook(Bundle.load(SHIPPED), gpu, 0), list[list[float]]()
+    for factor in (1, 1.25, 1.5, 2, 4):
+        fast = replace(node, link_bytes_per_s=factor * node.link_bytes_per_s)
+        where = cluster(ParallelPlan.parse("dp=8,node=n"), gpu, fast)
+        times.append([op.duration_us for op in price_messages(messages, book, where)])
+    for slower, faster in itertools.pairwise(times):
+        assert all(a >= b for a, b in zip(slower, faster, strict=True)), (slower, faster)
+
+
 def totals(name: str, text: str) -> tuple[int, int]:
     """Bytes of parameters and of gradients over the ranks of one model-parallel replica."""
     rank = rank_for(name, text)
