@@ -70,6 +70,11 @@ GATES = {**CELLS, **{f"{cell}_backward": n for cell, n in CELLS.items()}}
 BLOCK_SCALED: Mapping[str, float] = {"nvfp4": 0.5 + 1 / 16, "mxfp4": 0.5 + 1 / 32}
 ELEMENT_BYTES: Mapping[str, float] = {**ITEMSIZE_BYTES, **BLOCK_SCALED}
 NARROW = ("fp8", *BLOCK_SCALED)  # of products alone
+# Products by integers of 8 or 4 bits, which nobody's rows have, and what is said of them.
+BY_INTEGERS = tuple(
+    f"aten.{op}.default" for op in ("_int_mm", "_weight_int8pack_mm", "_weight_int4pack_mm")
+)
+AS_IN_16_BITS = "products by integers of 8 or 4 bits take the time of 16 bits, which has rows"
 
 
 PADDABLE = "paddable"  # fact of a product whose operands torch.compile pads where that is faster

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from itercast.capture.opcall import StepCapture
+from itercast.capture.opcall import AS_IN_16_BITS, BY_INTEGERS, StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.parallel.mixed_precision import casts, wide_experts
 from itercast.compose.parallel.placement import Cluster
@@ -39,6 +39,8 @@ def notes(step: StepCapture, plan: ParallelPlan, stack: str) -> Iterator[str]:
     slow = {c.module for c in step.calls if SLOW_PATHS.search(c.module)}
     if slow:
         yield SLOW_PATH.format(", ".join(sorted(slow)))
+    if any(c.op in BY_INTEGERS for c in step.calls):
+        yield AS_IN_16_BITS
     if plan.tp > 1 and step.engine == "eager" and has_dtensor(stack):
         yield DTENSOR.format(EVENT_US["tp_product"] / 1e3)
     cast = casts(step, plan, stack)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from itercast.capture.opcall import AS_IN_16_BITS, BY_INTEGERS
 from itercast.capture.programs.program import COLLECTIVE, ProgramCapture
 from itercast.capture.recorder.log import TF32_OPS
 
@@ -12,7 +13,7 @@ ON_HOST = "nothing that it computes with was moved to a GPU: this script would r
 
 
 def script_notes(captured: ProgramCapture) -> Iterator[str]:
-    """Yields notes on fp32 in TF32, async tensor parallelism, and ranks that send nothing."""
+    """Yields notes on TF32, integers, async tensor parallelism, and ranks that send nothing."""
     calls = [call for rank in captured.ranks.values() for call in rank.calls]
     networks = [network for rank in captured.ranks.values() for network in rank.networks]
     kinds = {TF32_OPS[c.op] for c in calls if "tf32" in (t.dtype for t in c.tensors())}
@@ -20,6 +21,8 @@ def script_notes(captured: ProgramCapture) -> Iterator[str]:
     if kinds:
         names = " and ".join(TF32_NAMES[kind] for kind in sorted(kinds))
         yield f"fp32 {names} run in TF32 where the GPU has it, as torch's flags allow"
+    if any(c.op in BY_INTEGERS for c in calls):
+        yield AS_IN_16_BITS
     if parts := sum("in_parts" in call.kwargs for call in calls):
         beside = "sent in parts beside products, as torch.compile's async tensor parallelism does"
         yield f"{parts} messages are {beside}"

@@ -10,7 +10,14 @@ import numpy as np
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.slow_imports import torch
 from itercast.capture.base.yaml_text import facts_of
-from itercast.capture.opcall import BLOCK_SCALED, NARROW, OpCall, TensorSpec, torch_dtype
+from itercast.capture.opcall import (
+    BLOCK_SCALED,
+    BY_INTEGERS,
+    NARROW,
+    OpCall,
+    TensorSpec,
+    torch_dtype,
+)
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import (
     Family,
@@ -228,6 +235,16 @@ def from_mm(call: OpCall) -> Gemm | None:
     return Gemm(op=kind, m=m, n=b.shape[-1], k=k, batch=batch, layout=layout, dtype=a.dtype)
 
 
+def from_integers(call: OpCall) -> Gemm:
+    """Describe a product by integers of 8 or 4 bits, _int_mm(A, B) or A by packed weights.
+
+    As one in 16 bits, of which there are rows.
+    """
+    a, made = call.args[0], call.outputs[0]
+    dtype = "fp16" if a.dtype == "int8" else a.dtype
+    return Gemm(op="mm", m=a.shape[0], n=made.shape[-1], k=a.shape[-1], layout="nt", dtype=dtype)
+
+
 def from_vector(call: OpCall) -> Gemm | None:
     """Describe mv(A, x), addmv(y, A, x), dot(x, y) or vdot(x, y): products with one column."""
     op = call.op.split(".")[1]
@@ -365,6 +382,7 @@ FAMILY = Family(
         **{f"aten.{op}.dtype": from_mm for op in ("mm", "addmm", "bmm", "baddbmm")},  # of results
         **{f"aten.{op}.default": from_vector for op in ("mv", "addmv", "dot", "vdot")},
         GROUPED: from_grouped,
+        **dict.fromkeys(BY_INTEGERS, from_integers),
     },
     weight=4.0,
     gpu_sweep=GpuSweep(

@@ -151,6 +151,18 @@ def test_what_runs_is_read(run: Callable[[], Any], found: list[Any]) -> None:
     assert [p for p in described(run) if isinstance(p, kinds)] == found
 
 
+def test_products_by_integers_are_products_in_16_bits() -> None:
+    """Of 32 x 16 and 16 x 24; they were priced as passes over their memory."""
+    rows, matrix = (torch.ones(*shape, dtype=torch.int8) for shape in ((32, 16), (16, 24)))
+    found = Gemm(m=32, n=24, k=16, layout="nt", dtype="fp16")
+    assert described(lambda: torch._int_mm(rows, matrix)) == [found]
+    assert flops(found) == 2 * 32 * 24 * 16
+    weights, scales = torch.ones(24, 16, dtype=torch.int8), torch.ones(24, dtype=torch.bfloat16)
+    half = torch.ones(32, 16, dtype=torch.bfloat16)
+    (packed,) = described(lambda: torch._weight_int8pack_mm(half, weights, scales))
+    assert packed == replace(found, dtype="bf16")
+
+
 def test_pools_of_rows() -> None:
     """An empty stride is the kernel; a dilated pool of one dimension comes from ``max_pool1d``."""
     sizes = {"batch": 3, "channels": 9, "h": 1, "w": 8, "out_h": 1, "out_w": 2}
