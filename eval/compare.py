@@ -174,9 +174,12 @@ def compare_steps(steps: Mapping[str, Sequence[MeasuredStep]]) -> list[CaseResul
     results, every = [], [(source, one) for source, mine in steps.items() for one in mine]
     with progress_bar() as bar:
         for source, one in bar.track(every, description="forecast"):
-            found = _result(forecast_step(one.step, one.target), one.target, one.time_us)
-            model = f"{one.name} on {one.target.gpu.name}"
-            results.append(replace(found, case=one.name, plan=one.plan, model=model, source=source))
+            found = forecast_step(one.step, one.target)
+            length = round(found.samples_per_s and found.tokens_per_s / found.samples_per_s)
+            model = f"{one.name} x {length} ({one.step.engine}) on {one.target.gpu.name}"
+            result = _result(found, one.target, one.time_us)
+            named = {"case": one.name, "plan": one.plan, "model": model, "source": source}
+            results.append(replace(result, **named))
     return results
 
 

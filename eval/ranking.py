@@ -1,11 +1,11 @@
 """How well forecasts rank the plans of a model, or software for a call, and what they choose.
 
-Plans differ in ranks and samples per step, so they are compared by time per sample.
+Compared are plans of one step of one model: of as many samples, on as many ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,20 +14,21 @@ from scipy.stats import kendalltau
 
 from itercast.eval.results import CaseResult
 
-FEWEST = 3  # a model with fewer measured plans gets no ranking
+FEWEST = 3  # a step with fewer measured plans gets no ranking
 SOFTWARE = ("top1_pct", "top3_pct", "pairwise_pct", "slower_pct")  # see ``software_metrics``
 CLOSE_PCT = 5.0  # a chosen plan counts as good if it is at most this much slower than the best
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking:
-    """Kendall's tau-b between forecast and measured time per sample over the plans of one model.
+    """Kendall's tau-b between forecast and measured time over the plans of one step of a model.
 
     ``retest_tau`` is the tau between two rounds of measurements (the noise floor); None where fewer
     than three plans were measured twice.
     """
 
     model: str
+    ranks: int
     plans: int
     kendall_tau: float
     retest_tau: float | None
@@ -35,7 +36,7 @@ class Ranking:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The plan with the best forecast for a model and number of ranks, and how it measured.
+    """The plan with the best forecast for a step of a model, and how it measured.
 
     ``slower_pct``: how much slower it is than the plan that measured best.
     """
@@ -49,20 +50,19 @@ class Choice:
 
 
 def rankings(results: Sequence[CaseResult]) -> list[Ranking]:
-    """Rankings of all models with at least three measured plans; one process counts as a plan."""
+    """Rankings of all steps with at least three measured plans; one process counts as a plan."""
     found = []
-    for model, mine in _by(results, lambda r: r.model).items():
+    for mine in _by_step(results):
         if len({r.plan for r in mine}) < FEWEST:
             continue
         twice = [r for r in mine if len(r.rounds_us) > 1]
-        retest = _tau([(r.rounds_us[0] / r.samples, r.rounds_us[-1] / r.samples) for r in twice])
+        retest = _tau([(r.rounds_us[0], r.rounds_us[-1]) for r in twice])
         found.append(
             Ranking(
-                model=str(model),
+                model=mine[0].model,
+                ranks=mine[0].ranks,
                 plans=len(mine),
-                kendall_tau=_tau(
-                    [(r.predicted_us / r.samples, r.measured_us / r.samples) for r in mine]
-                ),
+                kendall_tau=_tau([(r.predicted_us, r.measured_us) for r in mine]),
                 retest_tau=retest if len(twice) >= FEWEST else None,
             )
         )
@@ -74,14 +74,13 @@ def _tau(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def choices(results: Sequence[CaseResult]) -> list[Choice]:
-    """Choices for every model and number of ranks with at least two measured plans."""
+    """Choices for every step with at least two measured plans."""
     found = []
-    for mine in _by(results, lambda r: (r.model, r.ranks)).values():
+    for mine in _by_step(results):
         if len({r.plan for r in mine}) < 2:
             continue
-        chosen = min(mine, key=lambda r: r.predicted_us / r.samples)
-        best = min(mine, key=lambda r: r.measured_us / r.samples)
-        ratio = (chosen.measured_us / chosen.samples) / (best.measured_us / best.samples)
+        chosen = min(mine, key=lambda r: r.predicted_us)
+        best = min(mine, key=lambda r: r.measured_us)
         found.append(
             Choice(
                 model=chosen.model,
@@ -89,7 +88,7 @@ def choices(results: Sequence[CaseResult]) -> list[Choice]:
                 plans=len(mine),
                 chosen=chosen.plan,
                 best=best.plan,
-                slower_pct=100 * (ratio - 1),
+                slower_pct=100 * (chosen.measured_us / best.measured_us - 1),
             )
         )
     return found
@@ -98,7 +97,7 @@ def choices(results: Sequence[CaseResult]) -> list[Choice]:
 def ranking_metrics(results: Sequence[CaseResult]) -> dict[str, float]:
     """Metrics of ``rankings`` and ``choices``; those that no result tells are missing.
 
-    ``kendall_tau*``: mean and smallest over models, mean between two rounds of measurements.
+    ``kendall_tau*``: mean and smallest over steps, mean between two rounds of measurements.
     ``chosen_close_frac``: share of ``choices`` at most CLOSE_PCT slower than the best plan.
     """
     taus = [r.kendall_tau for r in rankings(results)]
@@ -118,18 +117,18 @@ def ranking_lines(results: Sequence[CaseResult]) -> list[str]:
     """The metrics of ``ranking_metrics`` as sentences; none where there are too few plans."""
     ranked, chosen, lines = rankings(results), choices(results), []
     if ranked:
-        each = ", ".join(f"{r.model} {r.kendall_tau:.2f} ({r.plans})" for r in ranked)
+        each = ", ".join(f"{r.model} on {r.ranks} {r.kendall_tau:.2f} ({r.plans})" for r in ranked)
         metrics = ranking_metrics(results)
         floor = metrics.get("kendall_tau_retest")
         noise = f" (two rounds of measurements: {floor:.2f})" if floor is not None else ""
         lines.append(
-            f"ranking of a model's plans by time per sample: Kendall tau "
+            f"ranking of a model's plans of one batch on as many ranks: Kendall tau "
             f"{metrics['kendall_tau']:.2f} on average{noise}; by model (plans): {each}"
         )
     if chosen:
         close = sum(c.slower_pct <= CLOSE_PCT for c in chosen)
         text = (
-            f"chosen plan against the best measured plan on as many ranks: within {CLOSE_PCT:g} % "
+            f"chosen plan against the best measured plan of such a step: within {CLOSE_PCT:g} % "
             f"in {close} of {len(chosen)} cases"
         )
         far = [c for c in chosen if c.slower_pct > CLOSE_PCT]
@@ -169,10 +168,9 @@ def software_metrics(
     return {**dict(zip(SOFTWARE, means, strict=True)), "calls": float(len(scores))}
 
 
-def _by(
-    results: Sequence[CaseResult], key: Callable[[CaseResult], Hashable]
-) -> dict[Hashable, list[CaseResult]]:
-    groups: dict[Hashable, list[CaseResult]] = {}
+def _by_step(results: Sequence[CaseResult]) -> Iterator[list[CaseResult]]:
+    """The plans of each step: of one model, as many ranks and as many samples."""
+    groups: dict[tuple[str, int, int], list[CaseResult]] = {}
     for r in results:
-        groups.setdefault(key(r), []).append(r)
-    return groups
+        groups.setdefault((r.model, r.ranks, r.samples), []).append(r)
+    yield from groups.values()
