@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from itercast.capture.base.yaml_text import made_of
+from itercast.extras.campaign import second as again
 from itercast.extras.campaign import smoke
 from itercast.extras.campaign.run import Run
 from itercast.extras.campaign.summary import summary
 from itercast.microbench import store
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.iterations.collect import collect_iterations
-from itercast.microbench.iterations.gpu_list import (
-    FIRST,
-    gpu_iterations,
-    iterations_of,
-    write_configurations,
-)
+from itercast.microbench.iterations.gpu_list import FIRST, gpu_iterations
 from itercast.microbench.iterations.measure import Iteration
 from itercast.microbench.ops import families
 from itercast.microbench.sweep.cards import card_facts
@@ -31,11 +26,6 @@ log = logging.getLogger("itercast.campaign")
 RETEST_EVERY = 10  # iterations
 SMOKE_ITERATION_FRAC = 0.3  # of the smoke stage
 RETEST_FRAC = 0.3  # of stage second, for iterations
-ROUNDS = 3  # of the iterations whose pace the host sets
-EVENTS_FRAC = 0.25  # of the hosts' stage, for single events, those of parallel wrappers among them
-CORES = 4  # that each of their processes is pinned to
-CALLS_FRAC = 0.6  # of the optimizers' stage, for their calls; the rest for whole steps
-Measure = Callable[[Run, float, float], int]  # budget in s, s until workers are killed -> rows
 
 
 def smoke_test(run: Run, budget_s: float, grace_s: float) -> int:
@@ -46,7 +36,7 @@ def smoke_test(run: Run, budget_s: float, grace_s: float) -> int:
     begin_s = time.monotonic()
     rows = run.sweep(None, (1 - SMOKE_ITERATION_FRAC) * budget_s, grace_s)
     left_s = budget_s - (time.monotonic() - begin_s)
-    rows += _iterations(run, gpu_iterations()[:1], left_s, grace_s)
+    rows += _iterations(run, slice(1), left_s, grace_s)
     gpu = made_of(Gpu, card_facts(run.root, "cuda")["hardware"], str(run.root))
     for line in summary(run.root, gpu.name):
         log.info("%s", line)
@@ -56,21 +46,19 @@ def smoke_test(run: Run, budget_s: float, grace_s: float) -> int:
     return rows
 
 
-def sweep(*names: str, drawn: bool = False) -> Measure:
-    """Measures points of these families, of all without names: those of the campaign's file.
-
-    ``drawn``: points of each family's own sweep instead.
-    """
-    return lambda run, budget_s, grace_s: run.sweep(
-        names or None, budget_s, grace_s, None if drawn else run.points
-    )
+def ops(run: Run, budget_s: float, grace_s: float) -> int:
+    """Sweep points of all families."""
+    return run.sweep(None, budget_s, grace_s)
 
 
-def steps(most: int | None = None) -> Measure:
-    """Measures training iterations, as many as fit the budget; the first ones have every kind."""
-    return lambda run, budget_s, grace_s: _iterations(
-        run, gpu_iterations()[:most], budget_s, grace_s
-    )
+def iterations(run: Run, budget_s: float, grace_s: float) -> int:
+    """Measure training iterations, as many as fit the budget."""
+    return _iterations(run, slice(None), budget_s, grace_s)
+
+
+def some_iterations(run: Run, budget_s: float, grace_s: float) -> int:
+    """Measure the first iterations of the list, which have every kind."""
+    return _iterations(run, slice(len(FIRST)), budget_s, grace_s)
 
 
 def second(run: Run, budget_s: float, grace_s: float) -> int:
@@ -82,55 +70,25 @@ def second(run: Run, budget_s: float, grace_s: float) -> int:
     gpu = card_facts(run.root, "cuda")["hardware"]["name"]
     measured = measured_iterations(run.root, gpu)
     again = [i for i in gpu_iterations() if i in measured][::RETEST_EVERY]
-    rows = _iterations(run, again, RETEST_FRAC * budget_s, grace_s, repeat=1)
+    rows = collect_iterations(
+        run.root, "cuda", again, 1, run.progress, RETEST_FRAC * budget_s, grace_s, run.devices
+    )
     names = tuple(
         n for n in known_families(None) if not families()[n].on_host
     )  # has few points, all measured by now
     return rows + run.sweep(names, budget_s - (time.monotonic() - begin_s), grace_s, run.points)
 
 
-def hosts(run: Run, budget_s: float, grace_s: float) -> int:
-    """Stage "hosts": time host events, then steps that the host bounds; returns the number of rows.
-
-    Each round has another order and an equal share of the time left; processes are pinned.
-    """
-    end_s = time.monotonic() + budget_s
-    rows = run.sweep(("host",), EVENTS_FRAC * budget_s, grace_s, None)
-    for repeat in range(ROUNDS):
-        wanted = iterations_of("hosts")
-        random.Random(f"{run.seed} {repeat}").shuffle(wanted)
-        left_s = (end_s - time.monotonic()) / (ROUNDS - repeat)
-        rows += _iterations(run, wanted, left_s, grace_s, repeat=repeat, cores=CORES)
-    return rows
+def points(run: Run, budget_s: float, grace_s: float) -> int:
+    """Sweep the points of the file only."""
+    return run.sweep(None, budget_s, grace_s, run.points)
 
 
-def optimizers(run: Run, budget_s: float, grace_s: float) -> int:
-    """Sweep optimizer calls of the campaign's file; then whole steps, some in CUDA graphs."""
-    end_s = time.monotonic() + budget_s
-    rows = run.sweep(("optimizer",), CALLS_FRAC * budget_s, grace_s, run.points)
-    return rows + _iterations(run, iterations_of("optimizers"), end_s - time.monotonic(), grace_s)
-
-
-def held_out(run: Run, budget_s: float, grace_s: float) -> int:
-    """Measure iterations of networks that nothing was swept for."""
-    write_configurations(run.root)
-    return _iterations(run, iterations_of("held_out"), budget_s, grace_s)
-
-
-def _iterations(
-    run: Run,
-    wanted: Sequence[Iteration],
-    budget_s: float,
-    grace_s: float,
-    *,
-    repeat: int = 0,
-    cores: int = 0,
-) -> int:
-    """Measure iterations on the campaign's GPUs; pinned ones, one at a time. The number of rows."""
-    devices = 1 if cores else run.devices
-    progress = run.progress
+def _iterations(run: Run, which: slice, budget_s: float, grace_s: float) -> int:
+    """Measure the iterations ``which`` of all of a GPU, once; returns the number of rows."""
+    wanted = gpu_iterations()[which]
     return collect_iterations(
-        run.root, "cuda", wanted, repeat, progress, budget_s, grace_s, devices, cores=cores
+        run.root, "cuda", wanted, 0, run.progress, budget_s, grace_s, run.devices
     )
 
 
@@ -144,30 +102,32 @@ class Stage:
 
     name: str
     seconds: float
-    measure: Measure
+    measure: Callable[[Run, float, float], int]
     least_s: float = 5.0
 
 
 PLANS: dict[str, tuple[Stage, ...]] = {
     "first": (
         Stage(name="smoke", seconds=60, measure=smoke_test, least_s=30),
-        Stage(name="ops", seconds=540, measure=sweep(drawn=True)),
-        Stage(name="iterations", seconds=300, measure=steps()),
+        Stage(name="ops", seconds=540, measure=ops),
+        Stage(name="iterations", seconds=300, measure=iterations),
         Stage(name="second", seconds=240, measure=second),
     ),
-    # What the first one left open: hosts, points that models call, models that none was swept for.
+    # What the first one left open, in three runs of at most ten minutes.
     "second": (
-        Stage(name="hosts", seconds=360, measure=hosts),
-        Stage(name="products", seconds=240, measure=sweep("gemm")),
-        Stage(name="attention", seconds=300, measure=sweep("attention")),
-        Stage(name="optimizers", seconds=180, measure=optimizers),
-        Stage(name="held_out", seconds=120, measure=held_out),
-        Stage(name="convolutions", seconds=240, measure=sweep("conv", "norm", "pooling")),
+        Stage(name="hosts", seconds=360, measure=again.hosts),
+        Stage(name="products", seconds=240, measure=again.products),
+        Stage(name="attention", seconds=300, measure=again.attention),
+        Stage(name="optimizers", seconds=180, measure=again.optimizers),
+        Stage(name="held_out", seconds=120, measure=again.held_out),
+        Stage(name="convolutions", seconds=240, measure=again.convolutions),
+        Stage(name="traces", seconds=240, measure=again.traces),
+        Stage(name="transfers", seconds=120, measure=again.transfers),
     ),
     # For a GPU that is forecast from others: points measured there, and iterations to compare.
     "unseen": (
-        Stage(name="points", seconds=180, measure=sweep()),
-        Stage(name="iterations", seconds=240, measure=steps(len(FIRST))),
+        Stage(name="points", seconds=180, measure=points),
+        Stage(name="iterations", seconds=240, measure=some_iterations),
     ),
 }
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from itercast.capture.base.yaml_text import facts_of
-from itercast.extras.kineto.ops import answered, describe
+from itercast.extras.kineto.ops import answered
+from itercast.extras.kineto.rows import rows_of_calls, spread
 from itercast.microbench.hardware.names import gpu_named
 from itercast.microbench.importers.base import (
     About,
@@ -98,37 +94,3 @@ def _step_row(trace: Trace, steps: list[float], path: Path) -> Row:
         "doubts": "profiled: slower on the host than without; batch and plan are not in a trace",
         **spread(steps),
     }
-
-
-UNKNOWN = "op not described by a family"
-
-
-def rows_of_calls(
-    trace: Trace, per_call: Mapping[int, float]
-) -> tuple[dict[str, list[Row]], Counter[str]]:
-    """Rows by family of timed calls, one per parameters, and why others have none.
-
-    ``per_call``: us by the index of an op in the trace; a row has their median.
-    """
-    times: dict[Any, list[float]] = defaultdict(list)
-    unknown: Counter[str] = Counter()
-    for at, time_us in per_call.items():
-        op = trace.ops[at]
-        found = describe(op.name, op.args)
-        if found is None:
-            bare = answered(op.name) and "Input Dims" not in op.args
-            reason = "op without shapes, record_shapes was off" if bare else UNKNOWN
-            unknown[f"{reason}: {op.name[:60]}"] += 1
-        else:
-            times[found].append(time_us)
-    rows: dict[str, list[Row]] = defaultdict(list)
-    for (family, point), samples in times.items():
-        rows[family].append({**asdict(point), **spread(samples)})
-    return rows, unknown
-
-
-def spread(samples: list[float]) -> Row:
-    """The columns of a row that samples make up: median, p20 and p80 in us, their number."""
-    low, middle, high = np.percentile(samples, [20, 50, 80])
-    spread = {"time_us_p20": float(low), "time_us_p80": float(high)}
-    return {"time_us": float(middle), **spread, "samples": len(samples)}

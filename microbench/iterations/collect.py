@@ -14,6 +14,7 @@ from itercast.capture.cases.registry import EvalCase, case, case_names
 from itercast.microbench import store
 from itercast.microbench.iterations.measure import Iteration
 from itercast.microbench.iterations.worker import (
+    IN_STEP,
     IterationOrder,
     iteration_key,
     iteration_row,
@@ -60,6 +61,7 @@ def collect_iterations(
     grace_s: float = GRACE_S,
     devices: int = 1,
     *,
+    in_step: bool = False,
     cores: int = 0,
 ) -> int:
     """Measure the iterations without a row of this repeat; returns the number of new rows.
@@ -67,16 +69,17 @@ def collect_iterations(
     On a CPU the ranks of a plan share its cores. On a GPU the budget is wall time, starts of
     workers included: no iteration is begun that would exceed it, an iteration that ends its process
     gets an error row, and a worker is killed ``grace_s`` after the budget. ``devices``: GPUs that
-    share the iterations of one process. ``cores``: that each process is pinned to.
+    share the iterations of one process. ``in_step``: steps are profiled, and each of their ops
+    becomes a row; ``cores``: that each process is pinned to.
     """
     end_s = time.monotonic() + budget_s
     facts = {**card_facts(root, device), "what": "training iterations measured by itercast collect"}
     store.compact(root, facts)
-    done = finished_keys(root, ("iteration",))
+    done = finished_keys(root, ("iteration", IN_STEP))
     moved = 0
     for ranks in sorted({w.ranks for w in wanted}):
         order = _order(root, device, facts["hardware"]["name"], ranks, repeat)
-        order = replace(order, cores=cores)
+        order = replace(order, in_step=in_step, cores=cores)
         left = [w for w in wanted if w.ranks == ranks and iteration_key(order, w) not in done]
         order = replace(order, lanes=min(devices, len(left)) if ranks == 1 and left else 1)
         measure = partial(_measure, order, left, end_s, grace_s)

@@ -138,6 +138,13 @@ def _prepare(
     return _StepTimer(step, marks, device, iteration.ranks > 1, anchor, watch)
 
 
+def prepared_step(case: EvalCase, iteration: Iteration, device: str) -> Callable[[], None]:
+    """The step of one process as a function to run; ValueError for a plan."""
+    if iteration.plan:
+        raise ValueError(f"plan {iteration.plan!r}: steps of one process are profiled only")
+    return _one_process(case, iteration, device, lambda phase: None)
+
+
 def _one_process(
     case: EvalCase, iteration: Iteration, device: str, on_phase: Callable[[str], None]
 ) -> Callable[[], None]:

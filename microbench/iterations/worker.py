@@ -11,6 +11,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from itercast.capture.base.extensions import function_of
 from itercast.capture.base.slow_imports import torch
 from itercast.capture.cases.registry import EvalCase, case
 from itercast.capture.step import SYNCHRONISED
@@ -25,6 +26,7 @@ from itercast.microbench.timing.clock import Anchor, keep_freed_memory
 from itercast.microbench.timing.gpu_watch import GpuWatch
 from itercast.microbench.timing.nvml import Nvml, is_throttled
 
+IN_STEP = "in_step"  # the family of profiled iterations
 RETRY_ABOVE = 2.0  # times the shortest anchor: other processes used the CPU, measure again
 TRIES = 3
 # Seconds that an iteration takes: building it, 15 to 25 steps; torch.compile takes a minute
@@ -40,7 +42,13 @@ class IterationOrder(Order):
     repeat: int
     iterations: tuple[Iteration, ...]
     budget_s: float = math.inf  # no iteration is begun that would exceed it
+    in_step: bool = False  # each op of profiled steps is a row, too
     cores: int = 0  # that the process is pinned to; 0: as the machine schedules it
+
+    @property
+    def family(self) -> str:
+        """The family of iterations' rows; profiled ones, which take longer, have their own."""
+        return IN_STEP if self.in_step else "iteration"
 
 
 def iteration_key(order: IterationOrder, iteration: Iteration) -> str:
@@ -48,7 +56,7 @@ def iteration_key(order: IterationOrder, iteration: Iteration) -> str:
 
     What older rows have no column for, and mean nevertheless, is left out of it.
     """
-    row = {"family": "iteration", "gpu": order.gpu, "threads": order.threads, "cache": "warm"}
+    row = {"family": order.family, "gpu": order.gpu, "threads": order.threads, "cache": "warm"}
     point = {k: v for k, v in asdict(iteration).items() if (k, v) not in ALWAYS_MEANT}
     return store.point_key({**row, "repeat": order.repeat, "point": point})
 
@@ -57,7 +65,7 @@ def iteration_row(order: IterationOrder, iteration: Iteration, measured: Facts) 
     """The dataset row of an iteration; ``measured`` has its status, times and more."""
     return make_row(
         order,
-        family="iteration",
+        family=order.family,
         params=asdict(iteration),
         repeat=order.repeat,
         key=iteration_key(order, iteration),
@@ -83,6 +91,7 @@ def run(order: IterationOrder) -> None:
         rank, _ = join_process_group(order.device)
     cpu = RetryWhenDisturbed(order.ranks) if order.device == "cpu" else None
     journal = store.Journal(Path(order.root), order.run_id) if rank == 0 else None
+    ops = store.Journal(Path(order.root), f"{order.run_id}-ops") if order.in_step else None
     gpu = SingleGpu() if order.device == "cuda" else None
     end_s = (order.begin_s or time.monotonic()) + order.budget_s
     for iteration in order.iterations:
@@ -90,7 +99,10 @@ def run(order: IterationOrder) -> None:
             break
         config, begin_s = config_of(order, iteration), time.monotonic()
         chosen = case_of(config, iteration)
-        if cpu:
+        if ops is not None:
+            measured, rows = function_of("profiled_steps", "ops")(order, chosen, iteration)
+            ops.append(rows)
+        elif cpu:
             measured = cpu.measure(chosen, iteration)
         else:
             watch = gpu.watch if gpu else None

@@ -51,7 +51,7 @@ def profile(
             wait()
 
     os.environ["TEARDOWN_CUPTI"] = "1"
-    trace = record(run_all)
+    trace = record(run_all, on_gpu=True)
     until_s = time.monotonic() + DETACH_S
     while time.monotonic() < until_s:
         wait()

@@ -51,12 +51,13 @@ class Trace:
     malformed: int = 0
 
 
-def record(run: Callable[[], object]) -> Trace:
-    """Profile a run on a GPU and its host."""
+def record(run: Callable[[], object], *, on_gpu: bool, shapes: bool = False) -> Trace:
+    """Profile a run; ``shapes``: ops have those of their inputs."""
     from torch import profiler  # lazy: traces are read where torch is absent
 
-    kinds = [profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.CUDA]
-    with profiler.profile(activities=kinds) as session:
+    kinds = [profiler.ProfilerActivity.CPU]
+    kinds += [profiler.ProfilerActivity.CUDA] if on_gpu else []
+    with profiler.profile(activities=kinds, record_shapes=shapes) as session:
         run()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
@@ -143,6 +144,16 @@ def join(trace: Trace, owns: Callable[[str], bool]) -> tuple[dict[int, float], i
         else:
             total[owner[at]] += kernel.duration_us
     return dict(total), orphans
+
+
+def host_times(trace: Trace, owns: Callable[[str], bool]) -> dict[int, float]:
+    """Time on the host, by index, of each outermost op for which ``owns`` is true."""
+    owner = _owners(trace, owns)
+    return {
+        at: op.duration_us
+        for at, op in enumerate(trace.ops)
+        if owner[at] == at and owns(op.name) and op.duration_us > 0
+    }
 
 
 def _nested(spans: list[tuple[int, Span]]) -> list[tuple[int, int]]:

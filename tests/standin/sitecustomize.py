@@ -178,6 +178,17 @@ def make_timing_short(module: Any) -> None:
     module.GPU_TIME_S = (0.05, 0.1)
 
 
+def time_ops_on_the_host(module: Any) -> None:
+    """There are no kernels in a trace."""
+    record = module.record
+    module.record = lambda run, on_gpu, shapes: record(run, on_gpu=False, shapes=shapes)
+    module.join = lambda trace, owns: (module.host_times(trace, owns), 0)
+
+
+def make_products_short(module: Any) -> None:
+    module.FACTS = {**module.FACTS, "seconds": 0.02, "mib": [1], "beside": 64}
+
+
 def make_rounds_few(module: Any) -> None:
     module.ROUNDS = 2
 
@@ -191,7 +202,9 @@ AFTER_IMPORT: dict[str, Callable[[Any], None]] = {
     "itercast.microbench.sweep.gpu_space": make_points_small,
     "itercast.microbench.iterations.gpu_list": make_iterations_few,
     "itercast.microbench.iterations.measure": make_timing_short,
-    "itercast.extras.campaign.stages": make_rounds_few,
+    "itercast.extras.kineto.in_step": time_ops_on_the_host,
+    "itercast.extras.campaign.second": make_rounds_few,
+    "itercast.extras.campaign.steady": make_products_short,
 }
 
 

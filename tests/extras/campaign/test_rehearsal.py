@@ -157,7 +157,7 @@ def test_the_same_points_on_another_gpu(tmp_path: Path, prepared: Path) -> None:
 
 @pytest.mark.slow
 def test_the_second_campaign_in_two_runs(tmp_path: Path, prepared: Path) -> None:
-    """Hosts in rounds, here two, and products; then optimizers, beside those rows."""
+    """Hosts in rounds, here two; products alone and sustained; ops in steps, then alone; copies."""
     small: dict[str, list[Any]] = {
         "gemm": [Gemm(m=n, n=8, k=8) for n in (8, 16)],
         "optimizer": [OptimizerOp(op="_foreach_mul_", tensors=2, numel=64)],
@@ -173,13 +173,24 @@ def test_the_second_campaign_in_two_runs(tmp_path: Path, prepared: Path) -> None
     }, said
     assert (steps["status"] == "ok").all() and (steps["cores"] > 0).all()
     assert steps["run_id"].nunique() == 2  # a process for each round
+    held = store.read_rows([tmp_path / "home"], "sustained")
+    assert sorted(held["m"]) == [8, 16] and (held["status"] == "ok").all(), held["reason"]
     assert sorted(store.read_rows([tmp_path / "home"], "gemm")["m"].unique()) == [8, 16]
 
-    more = ("--part", "optimizers", "--from", one)
-    finished(start(tmp_path / "b", prepared, *plan, *more), WHOLE_S)
+    more = ("--part", "optimizers,traces,transfers", "--from", one)
+    said = finished(start(tmp_path / "b", prepared, *plan, *more), WHOLE_S)
     root = tmp_path / "b"
-    assert sorted(store.read_rows([root], "gemm")["m"].unique()) == [8, 16]  # of the first run
-    assert set(store.read_rows([root], "optimizer")["op"]) == {"_foreach_mul_"}
+    inside = store.read_rows([root], "in_step_ops")
+    assert inside[inside["of"] == "gemm"]["calls"].sum() == 8, said  # 3 forward, 5 backward
+    assert set(inside["timer"]) == {"in_step"}
+    alone = store.read_rows([root], "gemm")
+    keys = ["op", "m", "n", "k", "layout"]
+    assert set(inside[inside["of"] == "gemm"][keys].itertuples(index=False)) <= set(
+        alone[keys].itertuples(index=False)
+    )
+    copies = store.read_rows([root], "transfer")
+    assert {"h2d", "d2h", "d2d", "all_reduce"} <= set(copies["op"])
+    assert (copies[copies["op"] == "d2d"]["status"] == "ok").all()
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("first")
     for gpu in (A100, V100, P4):
         write(folder, measured(layers("layer", 1), 60, "norm", gpu, OTHERS, OLD), "neusight")
-    host = {"launch_us": 30.0, "cache": "warm", "empty_us": 2.0, "starved": False}
+    host = {"launch_us": 30.0, "cache": "warm", "empty_us": 2.0, "gap_us": 1.0, "starved": False}
     host["tiny_launch_us"] = 5.0 / COLD_POINTWISE
     for op in ("layer", "batch"):
         own = measured(layers(op, 2), 60, "norm", H100, OWN, TORCH, **host)

@@ -79,6 +79,7 @@ def test_a_chunk_gives_cold_and_warm_rows(work: Work) -> None:
     assert first["warm"]["time_us"] == 9.0
     assert first["cold"]["time_us"] == 109.0
     assert first["warm"]["empty_us"] == 1.5
+    assert first["warm"]["gap_us"] == pytest.approx(0.5)  # (50 * 2 + 49 * 0.5 - 50 * 2) / 49
     assert first["warm"]["tiny_launch_us"] == 5.0
     assert first["warm"]["launch_us"] >= 0.5  # 5 less what torch.ops.aten costs here
     assert first["warm"]["drift_us"] == 7.0
