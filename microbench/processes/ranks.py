@@ -17,12 +17,11 @@ from itercast.capture.base.slow_imports import dist, torch
 from itercast.microbench.processes.child_processes import START, ended_with_this
 from itercast.microbench.processes.lanes import visible_gpus
 from itercast.microbench.store import Facts
-from itercast.microbench.timing.clock import MIN_US, Timing, other_ops, summarise
+from itercast.microbench.timing.clock import MIN_US, Timing, summarise
 
-CALLS = 4  # of a collective, between two barriers
-ROUNDS = 4  # of other ops before each call, half a millisecond per round
+SAMPLES, MOST_CALLS = 8, 8  # of a collective on CPUs; calls of each
 BACK_TO_BACK_US = 3e4  # of all samples of a collective on GPUs, of DEVICE_CALLS calls each
-BETWEEN_OPS_US = 1.5e5  # the same on CPUs
+BETWEEN_LAYERS_US = 3e5  # the same on CPUs, of each rank
 DEVICE_CALLS = 5
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
 # TEARDOWN_CUPTI: torch's profiler detaches CUPTI after a session, which would slow launches
@@ -93,19 +92,24 @@ def rank0_value(value: int) -> int:
 
 def max_over_ranks(samples: list[float]) -> list[float]:
     """The maximum over all ranks, sample by sample."""
+    return _over_ranks(samples, dist.ReduceOp.MAX)
+
+
+def _over_ranks(samples: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
+    """Maximum, minimum or sum over all ranks, sample by sample."""
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     tensor = torch.tensor(samples, dtype=torch.float64, device=device)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    dist.all_reduce(tensor, op=op)
     return [float(x) for x in tensor.tolist()]
 
 
-def time_collective(run: Callable[[], object], device: str) -> Timing:
-    """Times a collective on its slowest rank: back to back on GPUs, between other ops on CPUs.
+def time_collective(run: Callable[[], object], device: str, waits: bool = True) -> Timing:
+    """Times a collective: on GPUs back to back on its slowest rank, on CPUs between layers.
 
     On GPUs nccl-tests measures so too; on CPUs a collective of a step meets ranks that arrive at
-    different times.
+    different times. ``waits``: each rank waits for all others, so that their waiting is part of it.
     """
-    return _back_to_back(run) if device == "cuda" else _between_other_ops(run)
+    return _back_to_back(run) if device == "cuda" else _between_layers(run, waits)
 
 
 def _back_to_back(run: Callable[[], object]) -> Timing:
@@ -121,34 +125,37 @@ def _back_to_back(run: Callable[[], object]) -> Timing:
     return summarise(max_over_ranks([once() for _ in range(repetitions)]))
 
 
-def _between_other_ops(run: Callable[[], object]) -> Timing:
-    """Time a call as the time in us that it adds to other ops of a few ms; 4 to 8 samples.
+def _between_layers(run: Callable[[], object], waits: bool) -> Timing:
+    """Time of a call in us between layers of a few ms; 8 samples, each the mean of 1 to 8 calls.
 
-    Right after a barrier, when all ranks and threads are awake, a call is three times faster than
-    in a step, where ranks arrive at different times and threads sleep.
+    Most calls wait little for other ranks, a few long, and a step has the sum of its calls, so that
+    means count. A call adds to a step its mean over ranks or, without ``waits``, its time on the
+    rank that arrives last.
     """
-    other = other_ops()
+    layer = _layer()
 
-    def nothing() -> None:
-        """The baseline: no collective."""
-
-    def once(last: Callable[[], object]) -> float:
-        dist.barrier()
+    def once() -> float:
+        layer()
         start = time.perf_counter_ns()
-        for _ in range(CALLS):
-            for _ in range(ROUNDS):
-                other()
-            last()
+        run()
         return (time.perf_counter_ns() - start) / 1e3
 
-    once(run)
-    first_us = max_over_ranks([once(run)])[0]
-    repetitions = min(8, max(4, int(BETWEEN_OPS_US / max(first_us, 1.0))))
-    pairs = [(once(run), once(nothing)) for _ in range(repetitions)]
-    with_us = max_over_ranks([t for t, _ in pairs])
-    without_us = max_over_ranks([t for _, t in pairs])
-    alone_us = summarise(without_us).time_us
-    return summarise([max(MIN_US, t - alone_us) / CALLS for t in with_us])
+    once()
+    start = time.perf_counter_ns()
+    once()
+    taken_us = max_over_ranks([(time.perf_counter_ns() - start) / 1e3])[0]
+    calls = min(MOST_CALLS, max(1, int(BETWEEN_LAYERS_US / SAMPLES / taken_us)))
+    over = dist.ReduceOp.SUM if waits else dist.ReduceOp.MIN
+    times_us = _over_ranks([once() for _ in range(SAMPLES * calls)], over)
+    each = calls * (dist.get_world_size() if waits else 1)
+    return summarise([max(MIN_US, sum(times_us[i::SAMPLES]) / each) for i in range(SAMPLES)])
+
+
+def _layer() -> Callable[[], object]:
+    """The ops of a small layer, a few ms."""
+    x, up, down = torch.randn(256, 512), torch.randn(512, 1024), torch.randn(1024, 512)
+    functional = torch.nn.functional
+    return lambda: functional.layer_norm(x + functional.gelu(x @ up) @ down, (512,))
 
 
 def _device_us(run: Callable[[], object]) -> float:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 
 from itercast.microbench.hardware.machine import scratch_bytes
 from itercast.microbench.ops.family import Family, Point, Workload
+from itercast.microbench.ops.step.alpha_beta import ONE_SENDER, is_among
 from itercast.microbench.processes.ranks import max_over_ranks, time_collective
 from itercast.microbench.processes.virtual_cores import VirtualCores
 from itercast.microbench.store import Row
@@ -90,7 +91,9 @@ class CpuBench:
         try:
             built = build_together(self.order, family, point)
             if family.ranks > 1:
-                timing, speed = time_collective(built.run, self.order.device), self._speed()
+                waits = not is_among(point.op, ONE_SENDER)
+                timing = time_collective(built.run, self.order.device, waits)
+                speed = self._speed()
             else:
                 (timing, speed), workload = self._time_warm(built), built
             row = self.sweep.row(chosen, "warm", {**asdict(timing), "status": "ok", **speed})

@@ -18,6 +18,7 @@ from itercast.microbench.ops.family import Point, Values
 HALVES = ("all_gather", "reduce_scatter")  # each half of an all_reduce's steps
 EXPERTS = ("moe_dispatch", "moe_combine")  # by kernels of experts, not by NCCL
 TO_ALL = ("all_to_all", *EXPERTS)  # each rank has something for each other
+ONE_SENDER = ("broadcast", "send_recv")  # what a rank receives comes from one, which waits for none
 PAIRS = (*TO_ALL, "send_recv")  # sent straight from rank to rank
 CPU_COPIES = assumed(__file__, "cpu_copies")
 CPU_STEP_US = assumed(__file__, "cpu_step_us")
@@ -45,7 +46,7 @@ def bus_factor(p: Point) -> Values:
     """busbw / algbw: all_reduce 2(n-1)/n; gather, scatter and all_to_all (n-1)/n; else 1."""
     n = np.asarray(p.world_size, dtype=float)
     share = (n - 1) / n
-    whole = is_among(p.op, ["broadcast", "send_recv"])
+    whole = is_among(p.op, ONE_SENDER)
     return np.where(np.equal(p.op, "all_reduce"), 2 * share, np.where(whole, 1.0, share))
 
 
