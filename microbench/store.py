@@ -66,6 +66,7 @@ def check_room(root: Path) -> None:
     """OSError where no more rows can be written under a root, as on a full disk."""
     probe = root / ".journal" / f"room-{os.getpid()}"
     try:
+        probe.parent.mkdir(parents=True, exist_ok=True)
         probe.write_bytes(bytes(ROOM_BYTES))
     except OSError as exc:
         kept = f"{exc.strerror}; rows measured so far are kept, and the same command goes on"
