@@ -66,8 +66,8 @@ def capture_case(
 ) -> StepCapture:
     """Capture one step of a case on fake tensors, or read it from the cache.
 
-    ``shallow``: three layers of every list of equal layers are captured, of layers of several kinds
-    the first two of equal neighbours; which stand for others is in ``repeats`` and ``order``.
+    ``shallow``: three layers of every list of equal layers are captured, two of each kind where
+    there are several, and the last; which stand for others is in ``repeats`` and ``order``.
     """
     from itercast.capture.recorder.cache import cached
 

@@ -262,7 +262,7 @@ class Known:
         self.facts: Any = WeakIdKeyDictionary()
         self._overwritten = set[int]()  # memory of values that are no longer a tensor's
 
-    def _fact(self, value: Argument) -> Fact | None:
+    def fact(self, value: Argument) -> Fact | None:
         """What is known of a tensor; of a real one that is small, its values."""
         if not isinstance(value, torch.Tensor):
             return None
@@ -283,18 +283,18 @@ class Known:
 
     def known_values(self, tensor: Tensor) -> Tensor | None:
         """A fake tensor's values, which ops on it write over; None if nobody knows them."""
-        fact = self._fact(tensor)
+        fact = self.fact(tensor)
         constant: Tensor | None = tensor.constant  # type: ignore[attr-defined]
         return constant if fact is None or fact.values is None else fact.values
 
     def _known_by_value(self, args: Args) -> bool:
         """Whether there are tensors among the arguments, all with known values."""
-        facts = [self._fact(a) for a in flatten_lists(args) if isinstance(a, torch.Tensor)]
+        facts = [self.fact(a) for a in flatten_lists(args) if isinstance(a, torch.Tensor)]
         return bool(facts) and all(f is not None and f.values is not None for f in facts)
 
     def _with_values(self, value: Argument) -> Argument:
         """Arguments with their tensors replaced by known values."""
         if isinstance(value, list | tuple):
             return [self._with_values(v) for v in value]
-        fact = self._fact(value)
+        fact = self.fact(value)
         return value if fact is None else fact.values

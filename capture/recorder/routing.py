@@ -96,7 +96,7 @@ class Routing(Known):
         name = func._schema.name.removeprefix("aten::")
         if makes_or_takes_sparse(name, args):
             return run_with_sparse(func, args, kwargs)
-        known = self._fact(args[0]) if args else None
+        known = self.fact(args[0]) if args else None
         if name in ("item", "_local_scalar_dense") and known is not None:
             if known.guessed and args[0].dtype == torch.bool:
                 needed = passing(*user_line())
@@ -161,7 +161,7 @@ class Routing(Known):
         most = kwargs.get("minlength", next(iter(counted), 0))
 
         def made(value: Argument) -> Argument:
-            fact = self._fact(value)
+            fact = self.fact(value)
             if not isinstance(value, FakeTensor) or (fact is not None and fact.values is not None):
                 return value
             top = fact.top if fact is not None and fact.top is not None else inf
@@ -173,7 +173,7 @@ class Routing(Known):
 
     def drawn(self, tensor: Tensor) -> bool:
         """Whether a tensor was drawn as random integers, or computed from such: the host has it."""
-        fact = self._fact(tensor)
+        fact = self.fact(tensor)
         return fact is not None and fact.drawn
 
     def _note_output(
@@ -220,7 +220,7 @@ class Routing(Known):
         with _disable_current_modes():
             values = filled(name, args, output)
             if values is None:
-                values = absorbed(name, [self._fact(a) for a in args], output)
+                values = absorbed(name, [self.fact(a) for a in args], output)
         if values is not None:
             self.facts[output] = Fact(values=values, mean=1.0 if name in ONES else None)
         return values is not None
@@ -246,7 +246,7 @@ class Routing(Known):
 
     def _count(self, mask: Tensor) -> int | None:
         """How many elements of a mask are true: its mean times its size, rounded up."""
-        fact = self._fact(mask) or Fact()
+        fact = self.fact(mask) or Fact()
         unknown = fact.mean is None and fact.values is None
         if (unknown or fact.guessed) and not self._guesses():
             return None
@@ -323,7 +323,7 @@ class Routing(Known):
             self.facts[output] = Fact(mean=float(known.mean >= 1))
         else:
             other = args[1] if len(args) > 1 else None
-            fact = fact_of_comparison(name, known, other, self._fact(other), args)
+            fact = fact_of_comparison(name, known, other, self.fact(other), args)
             if fact is not None:
                 self.facts[output] = fact
 
@@ -346,7 +346,7 @@ class Routing(Known):
             for tensor in outputs:
                 self.facts.pop(tensor, None)
             return
-        drawn = any(f is not None and f.drawn for f in map(self._fact, flatten_lists(args)))
+        drawn = any(f is not None and f.drawn for f in map(self.fact, flatten_lists(args)))
         if kwargs.get("device") is not None:  # on meta it would have no values
             kwargs = {**kwargs, "device": torch.device("cpu")}
         with _disable_current_modes():

@@ -1,7 +1,7 @@
 """Captures a step of a deep model by a few layers of each list, or whole where that breaks it.
 
-A list of equal layers is cut to three, one of kinds that alternate to two periods. Of equal
-neighbours in a list of several kinds the first two run; others pass on what they are given.
+A list of equal layers is cut to three, one of kinds that alternate to two periods. In a list of
+several kinds two of each run, and the last of all; others pass on what they are given.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -92,8 +91,8 @@ def capture_shortened(
 ) -> StepCapture:
     """Capture one step of a model as ``capture_step`` does.
 
-    ``shallow``: three layers of every list of equal layers are captured, of layers of several kinds
-    the first two of equal neighbours; which stand for others is in ``repeats`` and ``order``.
+    ``shallow``: three layers of every list of equal layers are captured, two of each kind where
+    there are several, and the last; which stand for others is in ``repeats`` and ``order``.
     """
     left = list[Shortened]()
 
@@ -169,18 +168,17 @@ def _shorten(layers: Any, order: Sequence[int], undo: ExitStack) -> None:
 def standing(kinds: Sequence[object]) -> tuple[int, ...]:
     """For each layer of a list of several kinds the number of the one that stands for it.
 
-    It is of the same kind and comes after the same kind. Those of two periods stand for all, if
-    kinds alternate, and the last of them for the last of all alone. Of equal neighbours the first
-    stands for itself, the second for those behind it, here and wherever such neighbours are.
+    Of each kind the first stands for itself, since work beside it is done once, and the second for
+    all others. Those of two periods stand for all, if kinds alternate, and the last of them for
+    the last of all alone.
     """
     whole = min(2 * _period(kinds), len(kinds))
-    last = dict[tuple[object, object], int]()
+    run = {kind: list[int]() for kind in kinds}
     order = []
-    for i, (before, kind) in enumerate(pairwise([None, *kinds[:-1]])):
-        pair = before, kind
-        if i < whole - 1 and (before != kind or pair not in last):
-            last[pair] = i
-        order.append(last[pair])
+    for i, kind in enumerate(kinds[:-1]):
+        if len(run[kind]) < 2 and i < whole - 1:
+            run[kind].append(i)
+        order.append(run[kind][-1])
     return (*order, whole - 1)
 
 

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from math import floor
 
 from itercast.capture.base.extensions import with_added
@@ -121,8 +121,9 @@ class PricedLayer:
 
     def fold(self, ops: Sequence[PricedOp]) -> Work:
         """Sum up ops, given in launch order, to their time on the host and on the compute lane."""
-        steps = [self.launches.step(op, added=op.phase == ADDED) for op in ops]
-        return fold(steps, self.on_cpu, shown=self.shown)
+        each = {id(op): op for op in ops}  # equal ones are one object
+        steps = {at: self.launches.step(op, added=op.phase == ADDED) for at, op in each.items()}
+        return fold([steps[id(op)] for op in ops], self.on_cpu, shown=self.shown)
 
     @cached_property
     def forward_work(self) -> Work:
@@ -288,18 +289,23 @@ def _price_layers(
     whole, done = replace(plan, recompute="", recomputed=1.0), 0
     share = 1.0 if plan.recompute == "budget" else plan.recomputed
     leader, led = led_by_graph(graph.layers, ops, costs)
-    for layer, added in zip(graph.layers, graph.prices(book)[1], strict=True):
+    copies = graph.prices(book)[1]
+
+    @cache  # those of kinds that alternate are there many times
+    def priced(layer: Layer, how: ParallelPlan) -> PricedLayer:
+        return _price_layer(layer, graph, ops, copies[layer.name], how, book, costs)
+
+    for layer in graph.layers:
         if layer is leader:
             single, how = replace(layer, count=1), plan if share == 1 else whole
-            yield _price_layer(single, graph, led, added, how, book, costs)
+            yield _price_layer(single, graph, led, copies[layer.name], how, book, costs)
             if layer.count == 1:
                 continue
             layer, done = replace(layer, count=layer.count - 1), 1
         if share == 1 or not layer.numbered:
-            yield _price_layer(layer, graph, ops, added, plan, book, costs)
+            yield priced(layer, plan)
             continue
-        single = replace(layer, count=1)
-        pair = [_price_layer(single, graph, ops, added, p, book, costs) for p in (whole, plan)]
+        pair = [priced(replace(layer, count=1), how) for how in (whole, plan)]
         for n in range(done, done + layer.count):
             yield pair[floor((n + 1) * share) > floor(n * share)]
         done += layer.count
@@ -348,6 +354,7 @@ def _price_layer(
         )
         layer = replace(layer, parameters=moved)
     accumulate, into, out = copies
+    weights = graph.once(("weights", layer.backward), partial(_weights, layer, graph.capture))
     return PricedLayer(
         layer=layer,
         forward=(*how.forward, *forward),
@@ -360,21 +367,22 @@ def _price_layer(
         saved_bytes=how.saved_bytes,
         kept=how.kept,
         matmul_s=sum(map(graph.matmul_s, spans)),
-        weights=frozenset(len(how.ops) + i for i in _weights(layer, graph.capture)),
+        weights=frozenset(len(how.ops) + i for i in weights),
     )
 
 
-def _weights(layer: Layer, capture: StepCapture) -> Iterator[int]:
+def _weights(layer: Layer, capture: StepCapture) -> list[int]:
     """Calls, counted from the start of a layer's backward, whose results no earlier layer needs.
 
     They compute gradients of weights alone, which only the optimizer waits for.
     """
     a, b = layer.backward
     later = (c for c in capture.calls[b:] if c.phase == "backward")
-    needed = {t.storage for c in later for t in c.tensors()}
+    needed, found = {t.storage for c in later for t in c.tensors()}, list[int]()
     for i in range(b - 1, a - 1, -1):
         call = capture.calls[i]
         if needed.isdisjoint(t.storage for t in call.outputs):
-            yield i - a
+            found.append(i - a)
         else:
             needed |= {t.storage for t in call.tensors()}
+    return found

@@ -109,13 +109,13 @@ def axis_among(ranks: tuple[int, ...]) -> str:
 class RankGraph:
     """A rank's op calls of one micro-batch and their layers.
 
-    ``cold``: the share of each call's bytes that no cache holds; ``copies``: by layer and parameter
-    what synchronising its gradient adds (``gradient_copies``). ``buffers``: running statistics by
-    dtype; ``input_bytes``: what forward reads beside parameters; ``update_share``: temporary bytes
-    of the optimizer's step over bytes of gradients; ``optimizer``: its calls, but those of Muon's
-    ``matrices``, by storage, of which one has ``matrix_bytes`` of temporaries, and those of shards
-    of embedding ``tables``, which have ``table_bytes``; ``tied``: weights of
-    the first layer that the last one uses too; ``unfused``: the calls before they are fused into
+    ``cold``: the share of each call's bytes that no cache holds; ``copies``: by a layer's name and
+    parameter what synchronising its gradient adds (``gradient_copies``). ``buffers``: running
+    statistics by dtype; ``input_bytes``: what forward reads beside parameters; ``update_share``:
+    temporary bytes of the optimizer's step over bytes of gradients; ``optimizer``: its calls, but
+    those of Muon's ``matrices``, by storage, of which one has ``matrix_bytes`` of temporaries, and
+    those of shards of embedding ``tables``, which have ``table_bytes``; ``tied``: weights of the
+    first layer that the last one uses too; ``unfused``: the calls before they are fused into
     kernels.
     """
 
@@ -123,7 +123,7 @@ class RankGraph:
     gpu: Gpu
     layers: tuple[Layer, ...]
     cold: Sequence[float]
-    copies: Sequence[Sequence[Sequence[Priceable]]]
+    copies: Mapping[str, Sequence[Sequence[Priceable]]]
     optimizer: tuple[Priceable, ...]
     tables: tuple[Priceable, ...]
     matrices: Mapping[int, MatrixUpdate]
@@ -179,19 +179,20 @@ class RankGraph:
         """The calls whose times are asked for, as ops and messages."""
         return AskedCalls.of(self.capture.calls, self.cold, self.priced)
 
-    def prices(self, book: PriceBook) -> tuple[dict[int, PricedOp], list[LayerCopies]]:
-        """Times of the ops by number of the call, and of each layer's copies."""
+    def prices(self, book: PriceBook) -> tuple[dict[int, PricedOp], dict[str, LayerCopies]]:
+        """Times of the ops by number of the call, and of each layer's copies by its name."""
         return self.once(("prices", book), partial(self._prices, book))
 
     def to_price(self) -> list[Priceable]:
         """The ops, and then the copies."""
-        copies = (op for kinds in self.copies for one in kinds for op in one)
+        copies = (op for kinds in self.copies.values() for one in kinds for op in one)
         return [*self.asked.ops.values(), *copies]
 
-    def _prices(self, book: PriceBook) -> tuple[dict[int, PricedOp], list[LayerCopies]]:
+    def _prices(self, book: PriceBook) -> tuple[dict[int, PricedOp], dict[str, LayerCopies]]:
         found = iter(book.price(self.to_price()))
         ops = {i: next(found) for i in self.asked.ops}
-        return ops, [tuple(tuple(islice(found, len(one))) for one in x) for x in self.copies]
+        kinds = self.copies.items()
+        return ops, {n: tuple(tuple(islice(found, len(one))) for one in x) for n, x in kinds}
 
     def matmul_s(self, span: tuple[int, int]) -> float:
         """Seconds of the matrix products of a range of calls at the GPU's peak."""
@@ -246,7 +247,7 @@ def _rank_graph(
     fused = capture.engine in (FUSED, FUSED_GRAPH)  # kernels of a framework's own
     layers = tuple(split_layers(capture, read_instead(unfused) if fused else {}))
     step_bytes = sum(c.touched_bytes for c in capture.calls if c.op != COLLECTIVE)
-    cold = cold_fractions(capture, gpu, ranks)
+    cold, named = cold_fractions(capture, gpu, ranks), {x.name: x for x in layers}
     matrices = matrix_updates(capture, cold)
     of_muon = {i for m in matrices.values() for i in m.numbers}
     update = {i for i, c in enumerate(capture.calls) if c.phase == "optimizer"} - of_muon
@@ -257,7 +258,7 @@ def _rank_graph(
         gpu=gpu,
         layers=layers,
         cold=cold,
-        copies=[gradient_copies(x, step_bytes, gpu, ranks) for x in layers],
+        copies={n: gradient_copies(x, step_bytes, gpu, ranks) for n, x in named.items()},
         optimizer=tuple(priceable(capture.calls[i], cold[i]) for i in sorted(update)),
         tables=tuple(priceable(capture.calls[i], cold[i]) for i in sorted(of_tables)),
         matrices=matrices,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
@@ -78,7 +78,8 @@ def recomputed(
             nbytes = _kept_bytes(*graph.before_fusion(layer))
             kept = replace(reduce(_joined, items, kept), nbytes=nbytes)
         saved = boundary + kept.nbytes
-    again = [replace(ops[i], leads=0.0) for i in span if i not in kept.calls]
+    left = (ops[i] for i in sorted({*span} - {*kept.calls}))
+    again = [replace(op, leads=0.0) if op.leads else op for op in left]
     if again:
         again.insert(0, python_op("checkpoint_layer", _saved(layer, capture), book))
     if kept.calls:
@@ -101,7 +102,7 @@ def _front(
     """What a layer may save, which plans with all budgets share."""
 
     def searched() -> Front:
-        items = _items(layer, span, graph.capture, ops)
+        items = bundled(_items(layer, span, graph.capture, ops))
         return Front.of(items, layer.saved_bytes - graph.before_fusion(layer)[1].output_bytes)
 
     return graph.once(("front", layer.forward, book), searched)
@@ -194,6 +195,19 @@ def _joined(one: Item, other: Item) -> Item:
         nbytes=one.nbytes + other.nbytes,
         time_us=one.time_us + other.time_us,
     )
+
+
+def bundled(items: Iterable[Item]) -> list[Item]:
+    """The items, equal ones in bundles of 1, 2, 4, ... and the rest, whose sums are any number."""
+    alike, found = dict[tuple[int, float], list[Item]](), list[Item]()
+    for item in items:
+        alike.setdefault((item.nbytes, item.time_us), []).append(item)
+    for same in alike.values():
+        size = 1
+        while same:
+            found.append(reduce(_joined, same[:size]))
+            same, size = same[size:], 2 * size
+    return found
 
 
 def _items(

@@ -32,6 +32,18 @@ class UnlikeError(BaseException):
     """
 
 
+class Values:
+    """The numbers in a tensor with data; those of another one may equal them."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        with _disable_current_modes():
+            self.numbers = tensor.clone()  # the program may write to it
+
+    def __eq__(self, other: object) -> bool:
+        with _disable_current_modes():
+            return isinstance(other, Values) and torch.equal(self.numbers, other.numbers)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
     """A tensor that a model is given or returns, without its memory; ``known``: of its values."""
@@ -46,12 +58,11 @@ class Form:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, log: ProgramLog) -> Form:
-        """The form of a fake tensor."""
-        fact = log.routing.facts.get(tensor)
+        """The form of a fake tensor, or of a batch's integers, which have data."""
+        fact = log.routing.fact(tensor)
         known: Any = fact and (fact.mean, fact.top, fact.drawn, fact.guessed)
         if fact is not None and fact.values is not None:
-            with _disable_current_modes():
-                known += (fact.values.tolist(),)
+            known += (Values(fact.values),)
         return cls(
             shape=tuple(tensor.shape),
             stride=tuple(tensor.stride()),
@@ -214,7 +225,8 @@ def form_of(leaf: Any, log: ProgramLog, trains: bool = False) -> Any:
 
     So do inputs that train, unless ``trains``: their graph goes on outside the model.
     """
-    if type(leaf) is FakeTensor and leaf.layout == torch.strided:
+    known = type(leaf) is torch.Tensor and log.routing.fact(leaf)
+    if (type(leaf) is FakeTensor or known) and leaf.layout == torch.strided:
         return Form.of(leaf, log) if trains or not leaf.requires_grad else None
     return (type(leaf), leaf) if isinstance(leaf, PLAIN) else None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 from itercast.capture.programs.capture import capture_ranks, runs_of_steps
@@ -98,11 +99,32 @@ class Hiding(Balanced):
     )
 
 
-class Model(nn.Module):
-    """Nine layers; ``skips``: what the fifth is given is added to the output."""
+class Masked(Layer):
+    """A layer that is given a mask, which it reads."""
 
-    def __init__(self, kind: type[Layer] = Layer, recompute: bool = False, skips: bool = False):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        x = super().forward(x)
+        return x if mask.all() else x * mask
+
+
+def masks(fifth: bool = True) -> list[Tensor]:
+    """A mask for each layer, with data, as a DataLoader makes it; the others' are all true."""
+    with _disable_current_modes():
+        return [torch.full((8, 1), fifth or number != 4) for number in range(LAYERS)]
+
+
+class Model(nn.Module):
+    """Nine layers, given ``masks``; ``skips``: what the fifth is given is added to the output."""
+
+    def __init__(
+        self,
+        kind: type[Layer] = Layer,
+        recompute: bool = False,
+        skips: bool = False,
+        masks: Sequence[Tensor] = (),
+    ):
         super().__init__()
+        self.masks = masks
         self.layers = nn.ModuleList(kind(number) for number in range(LAYERS))
         self.first, self.recompute, self.skips = nn.Linear(WIDTH, WIDTH), recompute, skips
 
@@ -110,7 +132,8 @@ class Model(nn.Module):
         x = kept = self.first(x)
         for number, layer in enumerate(self.layers):
             kept = x if number == 4 else kept
-            x = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
+            given = (x, *self.masks[number : number + 1])
+            x = checkpoint(layer, *given, use_reentrant=False) if self.recompute else layer(*given)
         own = [layer.loss for layer in self.layers if isinstance(layer, Balanced)]
         return x + sum(own) + kept if self.skips else x + sum(own)  # type: ignore[no-any-return]
 
@@ -185,6 +208,7 @@ def launches(program: ProgramCapture) -> list[Any]:
         (lambda: training(Model()), 6),
         (lambda: training(Model(recompute=True)), 6 + 6),
         (lambda: training(Model(), micro=2), 6 + 6),
+        (lambda: training(Model(Masked, masks=masks())), 6),
         (partial(replicated, 1), 6),
         (partial(replicated, 2), 6 + 6),
         (partial(sharded, False), 6),
@@ -208,10 +232,13 @@ def test_equal_layers_are_as_if_all_ran(program: Callable[[], Step], runs: int) 
 @pytest.mark.parametrize(
     "model",
     [partial(Model, kind) for kind in (Counts, Unlike, FifthUnlike, Narrowing, Balanced, Hiding)]
-    + [partial(Model, skips=True)],
+    + [partial(Model, skips=True), lambda: Model(Masked, masks=masks(fifth=False))],
 )
 def test_layers_that_are_not_alike_all_run(model: Callable[[], Model]) -> None:
-    """They change, do other things by their numbers, keep results; or gradients of inputs add."""
+    """They change, do other things by their numbers, keep results; or gradients of inputs add.
+
+    Or one is given another mask.
+    """
     program = lambda: training(model())  # noqa: E731
     found, whole = (captured(program, repeats) for repeats in (True, False))
     assert launches(found) == launches(whole) and found.peak_bytes == whole.peak_bytes

@@ -8,16 +8,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from plan_case import capture_at, experts_at
+from plan_case import GPU, Flat, capture_at, experts_at
 from torch import nn
 
 from itercast.capture.cases.registry import case
 from itercast.capture.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.capture.plan import ParallelPlan
 from itercast.capture.recorder.truncate import Shortened, capture_shortened, shorten_lists
 from itercast.capture.step import StepSettings
-from itercast.compose.capture_model import capture_case
+from itercast.compose.capture_model import capture, capture_case
 from itercast.compose.graph.layers import Layer, split_layers
+from itercast.compose.parallel.placement import cluster
 from itercast.compose.plan_search.sizes import CaptureAt, CapturesBySize
+from itercast.compose.pricing.layer_prices import price_model
+from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.work import Step, Work, fold
 from itercast.compose.simulate.rank import Lanes
 from itercast.compose.simulate.timeline import simulate
@@ -73,8 +77,9 @@ class Alternating(nn.Module):
     ("widths", "order"),
     [
         ([8, 32] * 4, (0, 1, 2, 1, 2, 1, 2, 3)),  # two periods
-        ([8, 8, 8, 8, 32] * 2, (0, 1, 1, 1, 4, 5, 1, 1, 1, 9)),  # of neighbours two
+        ([8, 8, 8, 8, 32] * 2, (0, 1, 1, 1, 4, 1, 1, 1, 1, 9)),  # of each kind two
         ([8] + [32] * 9, (0, 1, 2, 2, 2, 2, 2, 2, 2, 9)),
+        ([8, 32, 8, 8, 32, 8, 32, 32, 8, 32, 32], (0, 1, 2, 2, 4, 2, 4, 4, 2, 4, 10)),  # no period
     ],
 )
 @pytest.mark.parametrize("shallow", [False, True])
@@ -103,6 +108,15 @@ def test_layers_of_two_kinds_are_captured_by_few_of_each(
     layers = [x for x in split_layers(step) if x.name.startswith("blocks")]
     found = [x.parameter_bytes for x in layers for _ in range(x.count)]
     assert found == [4 * {8: 144, 32: 552}[width] for width in widths]
+
+
+def test_layers_for_which_one_stands_are_priced_once() -> None:
+    """Eight that alternate are priced as four: the first and the last, and the two between."""
+    step = capture(Alternating((8, 32) * 2), {"x": torch.zeros(4, 8)}, lambda out: out.sum())
+    step, plan = replace(step, order={"blocks": (0, 1, 2, 1, 2, 1, 2, 3)}), ParallelPlan()
+    priced = price_model(step, plan, PriceBook(Flat(), GPU, 0), cluster(plan, GPU)).layers
+    assert len([x for x in priced if x.numbered]) == 8
+    assert len({id(x) for x in priced if x.numbered}) == 4
 
 
 def test_a_list_inside_a_layer_stays_whole() -> None:

@@ -14,7 +14,7 @@ from itercast.api import checkpoint, predict
 from itercast.capture.cases.registry import case
 from itercast.capture.plan import ParallelPlan
 from itercast.command_line import app
-from itercast.compose.pricing.recompute import Front, Item
+from itercast.compose.pricing.recompute import Front, Item, bundled
 
 
 def item(number: int, nbytes: int, time_us: float) -> Item:
@@ -43,6 +43,20 @@ def test_no_other_subset_saves_more() -> None:
         best = max(sum(times[i] for i in s) for s in fit)
         found = front.best(room)
         assert found.time_us == pytest.approx(best) and found.nbytes <= room
+
+
+def test_of_equal_items_any_number_is_saved() -> None:
+    """Six of 3 bytes and 2 us, as 1 + 2 + 3 of them, beside one of 2 bytes and 1 us."""
+    items = [*(item(i, 3, 2.0) for i in range(6)), item(6, 2, 1.0)]
+    bundles = bundled(items)
+    assert [b.calls for b in bundles] == [(0,), (1, 2), (3, 4, 5), (6,)]
+    whole, front = (Front.of(some, 20) for some in (items, bundles))
+    for room in range(21):
+        assert (
+            front.best(room).time_us
+            == whole.best(room).time_us
+            == (room // 3) * 2 + (room % 3 == 2)
+        )
 
 
 def test_more_bytes_recompute_less() -> None:
