@@ -35,13 +35,13 @@ class OpenRun:
 
     run_id: str = ""
 
-    def progress(self, name: str, value: float) -> None:
-        """Log a number that grows while the command works."""
-        if self.run_id and not attempt(self._metric, name, value):
+    def progress(self, name: str, value: int) -> None:
+        """Tell a number that grows while the command works: a tag, as metrics are compared."""
+        if self.run_id and not attempt(self._tag, name, value):
             self.run_id = ""
 
-    def _metric(self, name: str, value: float) -> None:
-        store.connect().log_metric(self.run_id, name, value, store.now_ms())
+    def _tag(self, name: str, value: int) -> None:
+        store.connect().set_tag(self.run_id, name, value)
 
     def _begin(self, name: str, params: Mapping[str, object]) -> None:
         client = store.connect()

@@ -161,7 +161,7 @@ def fit(
     fit_all = resumed(out, more.pop("fit_all", fit_in_turn))
     asked = Asked(roots=data, trials=trials, **more)
     tables = usable_rows(data, families, asked.memory)  # bad rows are refused before a run is open
-    facts = {"data": ", ".join(map(str, data)), "trials": trials, "memory": asked.memory}
+    facts = {"data": ", ".join(map(str, data)), "trials": trials, "memory_bytes": asked.memory}
     facts["version"] = version("itercast")
     stopped = f"what is trained so far is kept beside {out}; the same command goes on"
     opened = open_run(str(out), facts)
@@ -170,11 +170,11 @@ def fit(
 
         def told(name: str) -> None:
             bar.update(task, description=f"train {name}")
-            run.progress("families", len(begun))
+            run.progress("families_trained", len(begun))
             begun.append(name)
 
         trained = train_tables(tables, asked, out, told, kept[0] if kept else None, fit_all)
-        run.progress("families", len(trained.families))
+        run.progress("families_trained", len(trained.families))
     report, held_out = trained.to_dict(), trained.held_out()
     save_held_out(out, with_others(held_out, kept[1]) if kept else held_out)
     write_atomic(out / SCORES, json.dumps(others | report).encode())

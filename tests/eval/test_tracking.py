@@ -127,10 +127,12 @@ def test_a_training_s_own_run_tells_what_it_learned_from_and_what_it_changed(
     second, first = runs_of(logged, "trainings")
     assert first.data.tags["verdict"] == "gemm: first"
     assert second.data.tags["verdict"] == "gemm: no difference beyond the noise"
-    assert first.data.metrics["verdicts/first"] == 1
+    assert [run.data.metrics["verdicts/first"] for run in (first, second)] == [1, 0]
+    assert set(first.data.metrics) == set(second.data.metrics)  # a gap is "NaN" side by side
     for run in (first, second):
         error = report["gemm"]["learners"]["blend"]["median_ape_pct"]
         assert run.data.metrics["median_ape_pct/gemm"] == pytest.approx(error, abs=0.005)
+        assert run.data.metrics["median_ape_pct"] == run.data.metrics["median_ape_pct/gemm"]
         assert run.data.metrics["rows"] == 160
         assert run.data.params["families"] == "gemm" and run.data.params["gpus"] == "toy"
         assert len(run.data.tags["mlflow.source.git.commit"]) == 40
