@@ -178,8 +178,8 @@ def compare_steps(steps: Mapping[str, Sequence[MeasuredStep]]) -> list[CaseResul
             length = round(found.samples_per_s and found.tokens_per_s / found.samples_per_s)
             model = f"{one.name} x {length} ({one.step.engine}) on {one.target.gpu.name}"
             result = _result(found, one.target, one.time_us)
-            named = {"case": one.name, "plan": one.plan, "model": model, "source": source}
-            results.append(replace(result, **named))
+            result = replace(result, case=one.name, plan=one.plan, model=model, source=source)
+            results.append(result)
     return results
 
 
