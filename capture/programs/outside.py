@@ -42,7 +42,9 @@ ENVIRONMENT = {  # nothing is sent or logged elsewhere or happens in other threa
     "HF_DEACTIVATE_ASYNC_LOAD": "1",
     "HYDRA_FULL_ERROR": "1",
 }
-TOOLS = ("make", "ninja", "ldconfig", "git", "uname")  # that libraries ask or build with
+TOOLS = (  # that libraries ask or build with
+    *("make", "ninja", "ldconfig", "git", "uname", "hostname", "ls", "lscpu", "nproc", "echo"),
+)
 PROGRAMS = ("system", "posix_spawn", "posix_spawnp", "forkpty", "execv", "execve")
 POOLS = ("multiprocessing", "multiprocess")  # the latter is of Hugging Face's datasets
 OF_THREADS = [
@@ -51,6 +53,7 @@ OF_THREADS = [
     "_get_sentinels",
     "_get_worker_sentinels",
     "_help_stuff_finish",
+    "_wrap_exception",
 ]
 SHARED = (  # what a manager of shared objects makes
     *("dict", "list", "Namespace", "Value", "Array", "Queue", "JoinableQueue", "Event", "Lock"),
@@ -155,6 +158,8 @@ def _starting_tools() -> Callable[..., None]:
     popen = subprocess.Popen.__init__
 
     def not_found(own: Any, args: Any, *others: Any, **options: Any) -> None:
+        if args in ("nvidia-smi -L", ["nvidia-smi", "-L"]):
+            args, options["shell"] = ["echo", _listed_gpus()], False
         programs = _programs(args) if isinstance(args, str) else [str(next(iter(args), ""))]
         other = next((p for p in programs if os.path.basename(p) not in TOOLS), None)
         if other is not None:
@@ -162,6 +167,12 @@ def _starting_tools() -> Callable[..., None]:
         popen(own, args, *others, **options)
 
     return not_found
+
+
+def _listed_gpus() -> str:
+    """GPUs that need not be there, as ``nvidia-smi -L`` lists them."""
+    names = map(torch.cuda.get_device_name, range(torch.cuda.device_count()))
+    return "\n".join(f"GPU {i}: {name} (UUID: GPU-{i})" for i, name in enumerate(names))
 
 
 def _programs(line: str) -> list[str]:

@@ -143,10 +143,14 @@ def all_alike(share: float, mask: Tensor) -> Fact:
 def fact_of_number(name: str, args: Args, output: Tensor) -> Fact | None:
     """What a comparison of one number that nobody knows says: it equals no other, and is positive.
 
-    None for any other op.
+    Of many floats it equals one, as a time step does of its schedule. None for any other op.
     """
     if name == "eq" and not output.dim():
         return Fact(mean=0.0, guessed=True)
+    if name == "eq" and all(isinstance(t, Tensor) and t.is_floating_point() for t in args[:2]):
+        least, most = sorted(t.numel() for t in args[:2])
+        if least == 1 < most:
+            return Fact(mean=1 / most)
     if name in SIGNS and output.numel() == 1 and is_number(args[1], 0):
         return all_alike(SIGNS[name], output)
     return None
@@ -190,7 +194,7 @@ def fact_of_comparison(
     """
     if known is None:
         return None
-    if known.top:
+    if known.top and not (name in ("eq", "ne") and args[0].is_floating_point()):
         return _compared_uniform(name, known.top, other)
     if known.mean is None:
         return None

@@ -78,7 +78,11 @@ with Pool(3, begun.append, (1,)) as pool:
     assert pool.map(double, range(3)) == [0, 2, 4] and pool.starmap(operator.add, [(1, 2)]) == [3]
     assert sorted(pool.imap_unordered(double, [1, 2])) == [2, 4]
     assert pool.apply_async(double, (3,)).get() == 6
-assert begun == [1, 1, 1]
+    try:
+        pool.map(functools.partial(operator.truediv, 1), [0])
+    except ZeroDivisionError:
+        begun.append(1)
+assert begun == [1, 1, 1, 1]
 with mp.get_context("spawn").Pool(2, maxtasksperchild=3) as pool:
     assert pool.map(double, [2]) == [4]
 with ProcessPoolExecutor(max_workers=2, mp_context=mp.get_context("spawn")) as pool:
@@ -101,6 +105,19 @@ def started():
     process = mp.Process(target=read, args=(results,), daemon=True)
     process.start()
     return process, results
+"""
+ASKED = """
+import os, subprocess
+assert subprocess.check_output(["hostname"]) and subprocess.getoutput("ls -d /") == "/"
+listed = os.popen("nvidia-smi -L").read().splitlines()
+assert len(listed) == 1 and listed[0].startswith("GPU 0: NVIDIA h100")
+assert subprocess.check_output(["nvidia-smi", "-L"], text=True).splitlines() == listed
+"""
+SCHEDULE = """
+schedule = torch.rand(1000, device="cuda")
+chosen = schedule[torch.randint(0, 1000, (4,))]
+places = [(schedule == t).nonzero().item() for t in chosen]
+assert len(places) == 4 and schedule[places].shape == (4,)
 """
 WEIGHTS = """
 state = torch.hub.load_state_dict_from_url("https://nowhere/resnet.pth", progress=False)
@@ -173,8 +190,11 @@ torch.histc(best, 8, 0, 8).float().div_(3)
 @pytest.mark.parametrize(
     "text",
     [DEFAULT_DEVICE + STEPS, DEFAULT_TYPE + STEPS, DATASET, POOLS + TRAIN + STEPS]
-    + [TRAIN + more + STEPS for more in (SAVED, PICKLED, CHOSEN, CHECKS, SHARES)],
-    ids=["device", "type", "dataset", "pools", "saved", "pickled", "chosen", "checks", "shares"],
+    + [TRAIN + more + STEPS for more in (SAVED, PICKLED, CHOSEN, CHECKS, SHARES, ASKED, SCHEDULE)],
+    ids=[
+        *("device", "type", "dataset", "pools", "saved", "pickled", "chosen", "checks", "shares"),
+        *("asked", "schedule"),
+    ],
 )
 def test_a_script_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.chdir(tmp_path)
