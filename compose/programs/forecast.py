@@ -14,7 +14,7 @@ from itercast.compose.forecast import Forecast, report
 from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.parallel.placement import gpus_per_domain
 from itercast.compose.pricing.host import PYTHON
-from itercast.compose.pricing.price_book import PriceBook, price_book
+from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.programs.price import PricedRank, cluster_of, price_rank
 from itercast.compose.programs.samples import batch_of
 from itercast.compose.programs.timeline import simulate_program
@@ -80,9 +80,7 @@ def priced_program(
     """The captured ranks with prices, and the share of a CPU's cores that one of them takes."""
     gpu, world = target.gpu, program.world_size
     threads = max(1, gpu.sm_count // world) if gpu.kind == "cpu" else 0
-    book = price_book(target.bundle, gpu, threads, target.stack, target.host).on(
-        target.machine, target.known, target.model
-    )
+    book = replace(target, threads=threads).book
     per_node = _per_node(program, target)
     ranks = {r: price_rank(s, book, target.node, per_node, world) for r, s in program.ranks.items()}
     return ranks, book, world * threads / gpu.sm_count / len(ranks)

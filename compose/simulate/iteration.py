@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from itercast.compose.parallel.device_memory import room_bytes
+from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.compose.pricing.optimizer import STATE_COPIES
-from itercast.compose.simulate.breakdown import Outcome, on_slowest
+from itercast.compose.simulate.breakdown import Outcome, Shares, Tally, broken_down
 from itercast.compose.simulate.fsdp import shard_bytes
 from itercast.compose.simulate.memory_plan import (
     held_by_software,
@@ -42,7 +44,73 @@ def evaluate_ranks(ranks: Sequence[Rank], optimizer: str, crowding: float = 1.0)
     step = _simulated(ranks, optimizer, crowding)
     memories = by_rank(ranks, lambda rank: stage_memory(rank, optimizer))
     offloaded = max(host_memory(rank, optimizer) for rank in ranks)
-    return replace(on_slowest(step, ranks, memories), host_memory_bytes=offloaded)
+    return replace(_on_slowest(step, ranks, memories), host_memory_bytes=offloaded)
+
+
+def _on_slowest(
+    step: Pipeline | Replicas, ranks: Sequence[Rank], memories: Sequence[dict[str, int]]
+) -> Outcome:
+    """Break a simulated step down on its slowest rank; its memory is that of the fullest rank.
+
+    ``ranks``: those of ``step``, with all layers; ``memories``: bytes of each, by purpose.
+    """
+    plan, totals, loads = ranks[0].plan, step.totals_us(), step.loads_us()
+    micro = plan.microbatches
+    slowest = max(range(len(ranks)), key=lambda r: (loads[r], totals[r]))
+    lanes, runs = step.lanes_of(slowest), step.runs_of(slowest)
+    sends_us, bubble_us = step.schedule_us(slowest)
+    exposed_us = min(lanes.exposed_us + sends_us, max(0.0, max(totals) - lanes.compute_us))
+    pairs = zip(ranks, memories, strict=True)
+    left = [room_bytes(r.book.gpu, r.plan) - sum(m.values()) for r, m in pairs]
+    fullest = left.index(min(left))
+    tally = Tally(ranks[slowest].book.gpu.kind == "cpu")
+    _tally_layers(tally, step.stages[slowest].layers, micro, _accumulations(ranks[slowest]))
+    for run, n in runs:
+        tally.count(run.added, n)
+    for op, times in step.others_of(slowest):
+        tally.count([op], times)
+    comm_us = exposed_us + max(0.0, lanes.comm_us - lanes.exposed_us) + tally.hidden_us
+    return broken_down(
+        Shares(max(totals), lanes.compute_us, exposed_us, comm_us),
+        tally,
+        runs[-1][0],
+        memory=memories[fullest],
+        matmul_s=micro * _mean_matmul_s(step.stages) * plan.participants / plan.dp,
+        host_gap_us=step.host_gap_us(slowest, lanes.idle_us),
+        bubble_us=bubble_us,
+        slowest=slowest,
+        fullest=fullest,
+    )
+
+
+def _mean_matmul_s(ranks: Sequence[Rank]) -> float:
+    """Matrix products of a micro-batch at peak, in seconds: the mean over all ranks of the job."""
+    alike = [rank.kin or 1 for rank in ranks]
+    sums_s = (n * sum(x.matmul_s for x in r.layers) for n, r in zip(alike, ranks, strict=True))
+    return sum(sums_s) / sum(alike)
+
+
+def _accumulations(rank: Rank) -> int:
+    """Counts how often layers add their gradients to those of earlier micro-batches.
+
+    0 where gradient shards are added instead, and where gradients are copied into buckets.
+    """
+    if rank.strategy.scatters_each:
+        return 0
+    how = rank.strategy
+    return max(0, rank.plan.microbatches - 1 - (bool(how.reduce) and not how.early))
+
+
+def _tally_layers(
+    tally: Tally, layers: Sequence[PricedLayer], micro: int, accumulations: int
+) -> None:
+    """Add the ops of layers in ``micro`` micro-batches, and so many sums of their gradients."""
+    counted: dict[int, tuple[PricedLayer, int]] = {}
+    for x in layers:
+        counted[id(x)] = (x, counted.get(id(x), (x, 0))[1] + 1)
+    for x, n in counted.values():
+        tally.count([*x.forward, *x.backward], n * micro)
+        tally.count(x.trained_only(x.accumulate), n * accumulations)
 
 
 def host_memory(rank: Rank, optimizer: str) -> int:

@@ -308,15 +308,16 @@ def finish_us(
 
     An exact longest path over the ranks' programs and one link per boundary and direction.
     """
-    order = _order(schedule, stages, micro, len(chunks) // stages, _detached(chunks))
-    _, _, ends, _ = _times(order, schedule, chunks)
+    order, _, _, ends, _ = _times(schedule, chunks, stages, micro)
     return tuple(float(t) for t in ends[order.last])
 
 
 def _times(
-    order: _Timing, schedule: str, chunks: Sequence[StageTimes]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    schedule: str, chunks: Sequence[StageTimes], stages: int, micro: int
+) -> tuple[_Timing, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """By action how long it and its message take, when it ends and when its message arrives."""
+    detached = frozenset(c for c, chunk in enumerate(chunks) if chunk.detached)
+    order = _order(schedule, stages, micro, len(chunks) // stages, detached)
     each = np.array([c.of(run_as(kind, schedule)) for kind in TIMES for c in chunks])
     took = np.concatenate((each[:, 0], each[:, 0] - each[:, 1]))[order.takes]
     sent = np.zeros(3 * len(chunks) + 1)
@@ -328,7 +329,7 @@ def _times(
         end = np.maximum(ends[before[a:b]], arrives[waits[a:b]]) + took[a:b]
         ends[a:b] = end
         arrives[a:b] = np.maximum(end, arrives[behind[a:b]]) + sending[a:b]
-    return took, sending, ends, arrives
+    return order, took, sending, ends, arrives
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -345,8 +346,7 @@ def endings(
     schedule: str, chunks: Sequence[StageTimes], stages: int, micro: int
 ) -> list[list[Ending]]:
     """By rank its chunks' last actions, in order: last chunks of the model end first."""
-    order = _order(schedule, stages, micro, len(chunks) // stages, _detached(chunks))
-    took, _, ends, _ = _times(order, schedule, chunks)
+    order, took, _, ends, _ = _times(schedule, chunks, stages, micro)
     last = [dict[int, int]() for _ in range(stages)]
     for n, (kind, i, c) in enumerate(order.actions, start=1):
         if kind != "F" and i == micro - 1:
@@ -369,8 +369,7 @@ def loads_us(
     schedule: str, chunks: Sequence[StageTimes], stages: int, micro: int
 ) -> tuple[float, ...]:
     """By rank the time of all its actions."""
-    order = _order(schedule, stages, micro, len(chunks) // stages, _detached(chunks))
-    took = _times(order, schedule, chunks)[0]
+    order, took, *_ = _times(schedule, chunks, stages, micro)
     ranks = [rank_of_chunk(schedule, stages, c) for *_, c in order.actions]
     return tuple(np.bincount(ranks, weights=took[1:]).tolist())
 
@@ -382,8 +381,8 @@ def action_spans(
 
     Those of a rank are in its order. Also the messages: from which chunk, to which one, when.
     """
-    order = _order(schedule, stages, micro, len(chunks) // stages, _detached(chunks))
-    took, sending, ends, arrives = (t.tolist() for t in _times(order, schedule, chunks))
+    order, *arrays = _times(schedule, chunks, stages, micro)
+    took, sending, ends, arrives = (t.tolist() for t in arrays)
     actions, messages = list[tuple[Action, Span]](), list[tuple[int, int, Span]]()
     for n, action in enumerate(order.actions, start=1):
         kind, _, c = action
@@ -392,7 +391,3 @@ def action_spans(
             to = c + 1 if kind == "F" else c - 1
             messages.append((c, to, Span(arrives[n] - sending[n], arrives[n])))
     return actions, messages
-
-
-def _detached(chunks: Sequence[StageTimes]) -> frozenset[int]:
-    return frozenset(c for c, chunk in enumerate(chunks) if chunk.detached)

@@ -16,7 +16,6 @@ from itercast.compose.forecast import rank_of
 from itercast.compose.parallel.device_memory import table_room_bytes
 from itercast.compose.parallel.placement import cluster
 from itercast.compose.pricing.layer_prices import prefetch_steps
-from itercast.compose.pricing.price_book import price_book
 from itercast.compose.pricing.rank_graph import until_read
 from itercast.compose.simulate.iteration import evaluate, quick_us
 from itercast.compose.simulate.rank import Rank
@@ -75,9 +74,7 @@ class Forecaster:
         threads = max(1, gpu.sm_count // world_size) if gpu.kind == "cpu" else 0
         self.model, self.world_size = model, world_size
         self.target = replace(target, plan=plan, threads=threads)
-        self.book = price_book(target.bundle, gpu, threads, target.stack, target.host).on(
-            target.machine, target.known, target.model
-        )
+        self.book = self.target.book
         self.where = cluster(plan, gpu, target.node)
         self.room_bytes = table_room_bytes(gpu, world_size)
         self.per_node = self.where.groups["tables"].per_node
