@@ -90,7 +90,7 @@ def make_case(
 
 
 def _of(named: str) -> Callable[..., Any]:
-    """A class or function, which needs torch: of ``inputs``, of ``models``, or named in full."""
+    """Import a class or function by its name in ``inputs``, in ``models``, or in full."""
     module, _, name = named.rpartition(".")
     own = not module or module.startswith("models.")
     where = f"{__package__}.{module or 'inputs'}" if own else module

@@ -156,7 +156,7 @@ class PricedLayer:
         return _at_once(self.trained_only(self.out_of_bucket))
 
     def trained_only(self, copies: Sequence[PricedOp]) -> tuple[PricedOp, ...]:
-        """Of copies by parameter those of parameters with a gradient."""
+        """Of copies, one per parameter of the layer, those of parameters that have a gradient."""
         pairs = zip(copies, self.layer.parameters, strict=True)
         return tuple(op for op, p in pairs if p.ready_after >= 0)
 

@@ -259,7 +259,7 @@ class _StepTimer:
         return rank0_value(count) if self.together else count
 
     def _with_speed(self, number: int, count: int) -> float:
-        """Run a step, of so many the one of this number; after some of them time the anchor."""
+        """Time of step ``number`` of ``count``; after every so many the anchor is timed, too."""
         step_us = self.once()
         if self.anchor is not None and (number % self.every == 0 or number == count):
             if self.together and self.step.barrier:

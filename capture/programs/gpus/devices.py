@@ -118,6 +118,7 @@ def tensors_on_gpus(local_rank: int, memory: GpuMemory) -> Iterator[None]:
     name_or_cast = torch.Tensor.type
 
     def of_type(tensor: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As ``Tensor.type``: names the type, or casts to one such as torch.cuda.FloatTensor."""
         known = _of_cpu(dtype)
         made: Any = name_or_cast(tensor, known or dtype, *args, **kwargs)
         if known:

@@ -237,7 +237,7 @@ class LossRecorder(TorchFunctionMode):
     def _noted(
         self, function: Callable[..., Any], run: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Run what stands for a function, and record it where it is of what a model made."""
+        """Run ``run`` for ``function``; record it if it reads a model's output or weights."""
         read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         own = self.names if torch.is_grad_enabled() else ()
         model = isinstance(function, torch.nn.Module)

@@ -88,7 +88,7 @@ def sweep() -> Iterator[Collective]:
 
 
 def build(p: Collective, device: str) -> Workload:
-    """Buffers for groups of ``p.world_size`` ranks each, into which all that exist are divided."""
+    """Buffers of one rank; all ranks that exist are divided into groups of ``p.world_size``."""
     if not dist.is_initialized() or dist.get_world_size() % p.world_size:
         raise ValueError(f"{p.op} needs process groups of {p.world_size} ranks")
     dtype = torch_dtype(p.dtype)
