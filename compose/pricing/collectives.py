@@ -2,8 +2,8 @@
 
 Inside its training envelope the family model prices them. Beyond it, the model's time for the
 largest smaller group inside the envelope is scaled by formula_us(group) / formula_us(smaller
-group); so is that over the GPU's own links where a node's are faster. Without a model the time is
-``formula_us``, counted as unmodelled.
+group); so is that over the GPU's own links where a node's are faster, and over the slowest measured
+ones where they are slower. Without a model the time is ``formula_us``, counted as unmodelled.
 
 Times rest on assumptions (``PricedOp.assumed``) where there is no model, for the part that scaling
 adds, and wherever a message crosses a network whose rate no node file states.
@@ -17,15 +17,19 @@ from functools import partial
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from itercast.capture.base.slow_imports import pd
 from itercast.compose.parallel.placement import TIERS, Cluster, Group
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import UNMODELLED, AssumedShares, PricedOp
 from itercast.compose.pricing.tiers import RATES, tier_us
+from itercast.learners.features.table import columns
 from itercast.microbench.ops.step.alpha_beta import bytes_moved, floor_us
-from itercast.microbench.ops.step.collective import Collective
+from itercast.microbench.ops.step.collective import FAMILY, Collective
 from itercast.microbench.store import Row
 
+LINKS = ("network_bytes_per_s", "link_bytes_per_s")
 LATENCY = "alpha_beta.step_us"  # the assumption that times by formula rest on
 
 
@@ -212,11 +216,23 @@ def _modelled(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> list[tu
     if not nearest:
         return [()] * len(asked)
     rows = _rows([(m, group) for (m, _), group in nearest.items()], book, where)
-    priced = book.expected("collective", rows)
-    us = {one: row["predicted_us"] for one, row in zip(nearest, priced, strict=True)}
+    known = _no_slower(rows, book)
+    own, faster = (floor_us(columns(x, FAMILY), where.gpu) for x in (rows, known))
+    priced = zip(nearest, book.expected("collective", known), own / faster, strict=True)
+    us = {one: row["predicted_us"] * float(scale) for one, row, scale in priced}
     return [
         (us[one], nearest[one].size, nearest[one].per_node) if one in us else () for one in asked
     ]
+
+
+def _no_slower(rows: pd.DataFrame, book: PriceBook) -> pd.DataFrame:
+    """The messages over links no slower than any measured; the formula says what others lose."""
+    envelope = getattr(book.models["collective"], "envelope", {})
+    if book.gpu.kind == "cpu" or "log_bus_rate" not in envelope:
+        return rows
+    rate = FAMILY.features(columns(rows, FAMILY), book.gpu)["log_bus_rate"]
+    faster = np.exp2(np.maximum(0.0, envelope["log_bus_rate"][0] - rate))
+    return rows.assign(**{name: rows[name] * faster for name in LINKS})
 
 
 def _largest_known(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> dict[Sent, Group]:
