@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from itercast.capture.cases.models.transformers import rotate
-from itercast.extras.published.examples.speedrun import normed
+from itercast.extras.published.examples.nanochat import normed
 
 CAP = 30.0  # of logits
 
