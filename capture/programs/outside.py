@@ -32,6 +32,8 @@ import torch.multiprocessing as mp
 from torch.distributed.checkpoint import state_dict_saver
 from torch.utils.data import dataloader
 
+from itercast.capture.programs.kept_files import files_kept
+
 DATA = dataloader.__file__  # starts workers, which fork
 ENVIRONMENT = {  # nothing is sent or logged elsewhere or happens in other threads, errors are whole
     "HF_HUB_OFFLINE": "1",
@@ -93,6 +95,7 @@ def nothing_outside(owns: Callable[[str], bool]) -> Iterator[None]:
             patch.object(concurrent.futures, "ProcessPoolExecutor", _Threads),
         ):
             stack.enter_context(context)
+        stack.enter_context(files_kept(files))
         stack.enter_context(_rank_of_processes(owns))
         if find_spec("safetensors"):
             stack.enter_context(patch("safetensors.torch.serialize_file", _saved))
@@ -107,8 +110,9 @@ def _saved(*args: Any, **options: Any) -> None:
 
 def _unwritten(files: set[str], values: object, f: Any, *args: Any, **options: Any) -> None:
     """As ``torch.save``, which would write one of these files."""
-    if isinstance(f, str | os.PathLike):
-        files.add(os.path.abspath(f))
+    named = getattr(f, "name", f)  # of a file that is open
+    if isinstance(named, str | os.PathLike):
+        files.add(os.path.abspath(named))
 
 
 def _moving(name: str, files: set[str]) -> Callable[..., None]:

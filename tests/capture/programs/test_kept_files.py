@@ -1,0 +1,42 @@
+"""A forecast of a script leaves the files that lay there as they were."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from small_scripts import TRAINING, captured, written
+
+SAVES = """
+    with open("model.pt", "wb") as file:
+        torch.save(model.state_dict(), file)
+    with open("new.pt", "wb") as file:
+        torch.save(model.state_dict(), file)
+    import json, os, pathlib
+    pathlib.Path("log.json").write_text(json.dumps([step]))
+    assert pathlib.Path("log.json").read_text() == f"[{step}]"
+    pathlib.Path("best.tmp").write_text("of this step")
+    os.replace("best.tmp", "best.txt")
+    with open("history.txt", "a") as file:
+        file.write("more")
+"""
+
+
+def test_files_that_a_script_writes_over_are_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = written(tmp_path, TRAINING + SAVES)
+    before = {"model.pt": "trained for a week", "log.json": "[9]", "best.txt": "of a week"}
+    for name, text in before.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "history.txt").write_text("some ")
+    # left by a run that was killed: what lies at its place is not the user's
+    (tmp_path / ".log.json.before-itercast").write_text("[8]")
+
+    captured(script)
+
+    found = {p.name: p.read_text() for p in tmp_path.iterdir() if p.is_file()}
+    assert found.pop("train.py")
+    assert found.pop("history.txt").startswith("some more")
+    assert found == before | {"log.json": "[8]"}
