@@ -1,8 +1,8 @@
 """Files that lay there before a script ran for a forecast are there afterwards.
 
 A file that the script empties or replaces is set aside in its folder, as ``.NAME.before-itercast``,
-and given back when the script ends; a process that is killed leaves it there. What is added to a
-file stays, and what the script deletes is deleted.
+and given back when the script ends; where its process was killed, by the one that started it
+(``give_back``). What is added to a file stays, and what the script deletes is deleted.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from pathlib import Path
 from typing import Any
+
+KEPT, END = "kept", "\0"  # name of a list of files, end of a path in it
 
 
 class KeptFiles:
-    """Files that a script writes over, by where they are meanwhile; and files that it makes."""
+    """Files that a script writes over, and files that it makes; ``listed`` names the first."""
 
-    def __init__(self) -> None:
-        self._aside, self._made = dict[str, str](), set[str]()
+    def __init__(self, listed: Path) -> None:
+        self._listed, self._aside, self._made = listed, set[str](), set[str]()
         self._process = os.getpid()  # workers of a DataLoader are others
 
     def about_to_write(self, file: Any) -> None:
@@ -27,26 +30,40 @@ class KeptFiles:
         if not isinstance(file, str | bytes | os.PathLike) or os.getpid() != self._process:
             return
         path = os.path.abspath(os.fsdecode(file))
-        folder, name = os.path.split(path)
-        aside = os.path.join(folder, f".{name}.before-itercast")
         if path in self._made:
             return
-        if os.path.lexists(aside):  # by this process, that of another rank, or one that was killed
-            self._aside[path] = aside
+        if os.path.lexists(_aside(path)):  # by this process, another rank's, or one killed
+            self._keep(path)
         elif os.path.isfile(path):
-            self._aside[path] = aside
-            os.rename(path, aside)
+            self._keep(path)
+            os.rename(path, _aside(path))
         elif not os.path.lexists(path):
             self._made.add(path)
 
+    def _keep(self, path: str) -> None:
+        if path not in self._aside:
+            self._aside.add(path)
+            with self._listed.open("a") as file:
+                file.write(path + END)
+
     def give_back(self, unwritten: set[str]) -> None:
         """Put files back in their place, and remove those of ``unwritten`` that were made empty."""
-        for path, aside in self._aside.items():
-            with suppress(FileNotFoundError):  # the process of another rank has given it back
-                os.replace(aside, path)
+        give_back(self._listed)
         for path in unwritten & self._made:
             if os.path.isfile(path) and not os.path.getsize(path):
                 os.unlink(path)
+
+
+def _aside(path: str) -> str:
+    folder, name = os.path.split(path)
+    return os.path.join(folder, f".{name}.before-itercast")
+
+
+def give_back(listed: Path) -> None:
+    """Put the files of a list back in their place, those that are not there yet."""
+    for path in listed.read_text().split(END)[:-1] if listed.exists() else ():
+        with suppress(FileNotFoundError):  # given back, by this process or another rank's
+            os.replace(_aside(path), path)
 
 
 LISTENING: list[KeptFiles] = []
@@ -74,10 +91,13 @@ def _hear_of_files() -> None:
 
 
 @contextmanager
-def files_kept(unwritten: set[str]) -> Iterator[None]:
-    """Keep the files that a script writes over inside; ``unwritten``: those it saved no data to."""
+def files_kept(unwritten: set[str], listed: Path) -> Iterator[None]:
+    """Keep the files that a script writes over inside, and list them in a file.
+
+    ``unwritten``: files that it saved no data to.
+    """
     _hear_of_files()
-    own = KeptFiles()
+    own = KeptFiles(listed)
     LISTENING.append(own)
     try:
         yield

@@ -24,6 +24,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -44,9 +45,8 @@ ENVIRONMENT = {  # nothing is sent or logged elsewhere or happens in other threa
     "HF_DEACTIVATE_ASYNC_LOAD": "1",
     "HYDRA_FULL_ERROR": "1",
 }
-TOOLS = (  # that libraries ask or build with
-    *("make", "ninja", "ldconfig", "git", "uname", "hostname", "ls", "lscpu", "nproc", "echo"),
-)
+# Programs that libraries ask or build with.
+TOOLS = ("make", "ninja", "ldconfig", "git", "uname", "hostname", "ls", "lscpu", "nproc", "echo")
 PROGRAMS = ("system", "posix_spawn", "posix_spawnp", "forkpty", "execv", "execve")
 POOLS = ("multiprocessing", "multiprocess")  # the latter is of Hugging Face's datasets
 OF_THREADS = [
@@ -71,10 +71,10 @@ class RefusedError(ValueError, PermissionError):
 
 
 @contextmanager
-def nothing_outside(owns: Callable[[str], bool]) -> Iterator[None]:
+def nothing_outside(owns: Callable[[str], bool], kept: Path) -> Iterator[None]:
     """Refuse sockets and programs; workers of DataLoaders are left alone.
 
-    ``owns``: whether a file is the script's own.
+    ``owns``: whether a file is the script's own; ``kept``: a list of files that it writes over.
     """
     others: dict[str, Any] = dict.fromkeys(PROGRAMS, _refuse("starts another program"))
     spawns, files = _refuse("spawns processes"), set[str]()
@@ -95,7 +95,7 @@ def nothing_outside(owns: Callable[[str], bool]) -> Iterator[None]:
             patch.object(concurrent.futures, "ProcessPoolExecutor", _Threads),
         ):
             stack.enter_context(context)
-        stack.enter_context(files_kept(files))
+        stack.enter_context(files_kept(files, kept))
         stack.enter_context(_rank_of_processes(owns))
         if find_spec("safetensors"):
             stack.enter_context(patch("safetensors.torch.serialize_file", _saved))

@@ -33,6 +33,7 @@ from itercast.capture.programs.gpus.devices import OnCpu
 from itercast.capture.programs.gpus.loaded import weights_not_downloaded
 from itercast.capture.programs.gpus.machine import gpus_that_are_not_there
 from itercast.capture.programs.gpus.streams import recorded_streams
+from itercast.capture.programs.kept_files import KEPT
 from itercast.capture.programs.kernels.own import own_kernels
 from itercast.capture.programs.log import ProgramLog
 from itercast.capture.programs.outside import RefusedError, nothing_outside
@@ -109,11 +110,12 @@ def capture_script(
     per_node: int,
     taken: TakenBatches,
     finder: Finder | None = None,
+    kept: Path | None = None,
 ) -> ProgramCapture:
     """Capture a step of a script, mostly from one step of its optimizer to the next (``Steps``).
 
     ``per_node`` GPUs share a node. RefusedError names the line of the script that cannot run so.
-    A ``finder`` finds the model that it trains.
+    A ``finder`` finds the model that it trains. ``kept``: a list of the files that it writes over.
     """
     notes, optimizer_steps, passes = dict[str, None](), list[int](), list[tuple[str, ...]]()
 
@@ -125,7 +127,8 @@ def capture_script(
             if gpu.kind != "cpu":
                 there = min(per_node, world_size)
                 stack.enter_context(gpus_that_are_not_there(gpu, there, rank % per_node, log))
-            stack.enter_context(nothing_outside(script.owns))
+            listed = kept or Path(stack.enter_context(tempfile.TemporaryDirectory()), KEPT)
+            stack.enter_context(nothing_outside(script.owns, listed))
             on_gpu = OnCpu(log.gpu_memory) if gpu.kind != "cpu" else None
             stack.enter_context(real_batches(taken, log.routing.known_values, on_gpu))
             stack.enter_context(own_kernels(log))
@@ -254,7 +257,7 @@ def main(order: str, result: str, temporary: str) -> int:
         )
         with asked.noted():
             size = given["world_size"], given["per_node"]
-            captured = capture_script(script, asked, *size, taken, finder)
+            captured = capture_script(script, asked, *size, taken, finder, Path(temporary, KEPT))
             trained = TrainedModel.of(finder, asked.kind != "cpu") if finder else None
     except ValueError as exc:
         line = (str(exc).splitlines() or [type(exc).__name__])[0]

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,6 +23,7 @@ from warnings import catch_warnings
 from itercast.capture.base.cache_folder import bounded, cache_folder, digest_of_code
 from itercast.capture.input.lane import InputLane
 from itercast.capture.programs.gpus.asked import Answers, EmulatedGpu
+from itercast.capture.programs.kept_files import KEPT, give_back
 from itercast.capture.programs.program import ProgramCapture, read_program
 from itercast.capture.programs.told.doing import DOING
 from itercast.capture.programs.trained.facts import STOPS
@@ -191,6 +193,22 @@ class TooMuchMemoryError(ValueError):
     """Raised where a script takes more memory than its share, of which there is more later."""
 
 
+@contextmanager
+def _ends_when_asked() -> Iterator[None]:
+    """End as by an exception where a signal asks this process to, so that contexts close."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ours = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
+    for asks in ours:
+        signal.signal(asks, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        for asks in ours:
+            signal.signal(asks, signal.SIG_DFL)
+
+
 class ScriptProcess:
     """A process that captures a script; it and all that it started are gone when this closes.
 
@@ -207,6 +225,8 @@ class ScriptProcess:
         with self._stack as stack:
             self._said = stack.enter_context(TemporaryFile())
             folder = stack.enter_context(TemporaryDirectory(ignore_cleanup_errors=True))
+            stack.callback(give_back, Path(folder, KEPT))  # once the process is killed
+            stack.enter_context(_ends_when_asked())
             self.process = Fork(MODULE, [*self._command, folder], 2, self._said.fileno())
             stack.callback(self.process.end)
             self._stack = stack.pop_all()

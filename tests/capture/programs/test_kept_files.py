@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -40,3 +43,17 @@ def test_files_that_a_script_writes_over_are_given_back(
     assert found.pop("train.py")
     assert found.pop("history.txt").startswith("some more")
     assert found == before | {"log.json": "[8]"}
+
+
+def test_files_are_given_back_by_a_command_that_is_asked_to_end(tmp_path: Path) -> None:
+    text = "open('model.pt', 'w').close()\nimport time\ntime.sleep(300)\n"
+    script, model = written(tmp_path, text), tmp_path / "model.pt"
+    model.write_text("trained for a week")
+    command = [sys.executable, "-m", "itercast", "run", "--gpu=h100-sxm-80gb", str(script)]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL) as run:
+        while not (tmp_path / ".model.pt.before-itercast").exists() and run.poll() is None:
+            time.sleep(0.05)
+        run.terminate()
+        run.wait()
+    assert [p.name for p in tmp_path.glob("*model*")] == ["model.pt"]
+    assert model.read_text() == "trained for a week"
