@@ -67,14 +67,19 @@ class Nanochat(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(batch, seq) integers to (batch, seq, vocab)."""
-        at = torch.arange(tokens.shape[1], device=tokens.device, dtype=torch.float32)
-        turns = torch.arange(self.head_dim, device=tokens.device, dtype=torch.float32)
-        angles = at[:, None] * 1e4 ** -(turns % (self.head_dim // 2) * 2 / self.head_dim)
+        angles = angles_of(tokens, self.head_dim)
         x = first = normed(self.tokens(tokens))
         for block in self.blocks:
             x = block(x, first, tokens, angles)
         logits: Tensor = self.head(normed(x))
         return CAP * torch.tanh(logits.float() / CAP)
+
+
+def angles_of(tokens: Tensor, head_dim: int) -> Tensor:
+    """Angles of rotary positions, (seq, head_dim), for tokens of (batch, seq)."""
+    at = torch.arange(tokens.shape[1], device=tokens.device, dtype=torch.float32)
+    turns = torch.arange(head_dim, device=tokens.device, dtype=torch.float32)
+    return at[:, None] * 1e4 ** -(turns % (head_dim // 2) * 2 / head_dim)
 
 
 def normed(x: torch.Tensor) -> torch.Tensor:
@@ -124,9 +129,7 @@ class SpeedrunGpt(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """(batch, seq) integers to (batch, seq, vocab)."""
-        at = torch.arange(tokens.shape[1], device=tokens.device, dtype=torch.float32)
-        turns = torch.arange(self.head_dim, device=tokens.device, dtype=torch.float32)
-        angles = at[:, None] * 1e4 ** -(turns % (self.head_dim // 2) * 2 / self.head_dim)
+        angles = angles_of(tokens, self.head_dim)
         x = self.tokens(tokens)
         for block in self.blocks:
             x = block(x, angles)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from itercast.capture.cases.models.transformers import rotate
-from itercast.extras.published.examples.nanochat import normed
+from itercast.extras.published.examples.nanochat import angles_of, normed
 
 CAP = 30.0  # of logits
 
@@ -61,9 +61,7 @@ class GolfGpt(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(batch, seq) integers to (batch, seq, vocab)."""
-        at = torch.arange(tokens.shape[1], device=tokens.device, dtype=torch.float32)
-        turns = torch.arange(self.head_dim, device=tokens.device, dtype=torch.float32)
-        angles = at[:, None] * 1e4 ** -(turns % (self.head_dim // 2) * 2 / self.head_dim)
+        angles = angles_of(tokens, self.head_dim)
         x = first = normed(self.tokens(tokens))
         kept: list[Tensor] = []
         for number, block in enumerate(self.blocks):
