@@ -2,7 +2,8 @@
 
 A file that the script empties or replaces is set aside in its folder, as ``.NAME.before-itercast``,
 and given back when the script ends; where its process was killed, by the one that started it
-(``give_back``). What is added to a file stays, and what the script deletes is deleted.
+(``give_back``). What is added to a file stays, and what the script deletes is deleted. Checkpoints
+that it made are removed: they hold no data.
 """
 
 from __future__ import annotations
@@ -16,42 +17,28 @@ from pathlib import Path
 from typing import Any
 
 KEPT, END = "kept", "\0"  # name of a list of files, end of a path in it
+MARK = b"saved by itercast, without data\n"  # checkpoints begin so (``saved``)
 
 
 class KeptFiles:
-    """Files that a script writes over, and files that it makes; ``listed`` names the first."""
+    """Files that a script writes over or makes, which ``listed`` names."""
 
     def __init__(self, listed: Path) -> None:
-        self._listed, self._aside, self._made = listed, set[str](), set[str]()
-        self._process = os.getpid()  # workers of a DataLoader are others
+        self._listed, self._written = listed, set[str]()
 
     def about_to_write(self, file: Any) -> None:
         """Set a file aside that another one is about to take the place of."""
-        if not isinstance(file, str | bytes | os.PathLike) or os.getpid() != self._process:
+        if not isinstance(file, str | bytes | os.PathLike):
             return
         path = os.path.abspath(os.fsdecode(file))
-        if path in self._made:
+        if path in self._written:
             return
-        if os.path.lexists(_aside(path)):  # by this process, another rank's, or one killed
-            self._keep(path)
-        elif os.path.isfile(path):
-            self._keep(path)
+        self._written.add(path)
+        with self._listed.open("a") as listed:
+            listed.write(path + END)
+        # what is aside was put there by this process, another rank's, or one killed
+        if os.path.isfile(path) and not os.path.lexists(_aside(path)):
             os.rename(path, _aside(path))
-        elif not os.path.lexists(path):
-            self._made.add(path)
-
-    def _keep(self, path: str) -> None:
-        if path not in self._aside:
-            self._aside.add(path)
-            with self._listed.open("a") as file:
-                file.write(path + END)
-
-    def give_back(self, unwritten: set[str]) -> None:
-        """Put files back in their place, and remove those of ``unwritten`` that were made empty."""
-        give_back(self._listed)
-        for path in unwritten & self._made:
-            if os.path.isfile(path) and not os.path.getsize(path):
-                os.unlink(path)
 
 
 def _aside(path: str) -> str:
@@ -60,10 +47,18 @@ def _aside(path: str) -> str:
 
 
 def give_back(listed: Path) -> None:
-    """Put the files of a list back in their place, those that are not there yet."""
+    """Put the files of a list back in their place, and remove those made without data."""
     for path in listed.read_text().split(END)[:-1] if listed.exists() else ():
-        with suppress(FileNotFoundError):  # given back, by this process or another rank's
-            os.replace(_aside(path), path)
+        with suppress(FileNotFoundError):  # done, by this process or another rank's
+            if os.path.lexists(_aside(path)):
+                os.replace(_aside(path), path)
+            elif os.path.isfile(path) and _is_without_data(path):
+                os.unlink(path)
+
+
+def _is_without_data(path: str) -> bool:
+    with open(path, "rb") as file:
+        return file.read(len(MARK)) == MARK
 
 
 LISTENING: list[KeptFiles] = []
@@ -91,11 +86,8 @@ def _hear_of_files() -> None:
 
 
 @contextmanager
-def files_kept(unwritten: set[str], listed: Path) -> Iterator[None]:
-    """Keep the files that a script writes over inside, and list them in a file.
-
-    ``unwritten``: files that it saved no data to.
-    """
+def files_kept(listed: Path) -> Iterator[None]:
+    """Keep the files that a script writes over inside, and list them in a file."""
     _hear_of_files()
     own = KeptFiles(listed)
     LISTENING.append(own)
@@ -103,4 +95,4 @@ def files_kept(unwritten: set[str], listed: Path) -> Iterator[None]:
         yield
     finally:
         LISTENING.remove(own)
-        own.give_back(unwritten)
+        give_back(listed)

@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from importlib.util import find_spec
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -77,8 +76,7 @@ def nothing_outside(owns: Callable[[str], bool], kept: Path) -> Iterator[None]:
     ``owns``: whether a file is the script's own; ``kept``: a list of files that it writes over.
     """
     others: dict[str, Any] = dict.fromkeys(PROGRAMS, _refuse("starts another program"))
-    spawns, files = _refuse("spawns processes"), set[str]()
-    moves: dict[str, Any] = {name: _moving(name, files) for name in ("rename", "replace")}
+    spawns = _refuse("spawns processes")
     with ExitStack() as stack:
         for context in (
             patch.object(os, "fork", _of_workers(os.fork, _refuse("forks"))),
@@ -89,13 +87,11 @@ def nothing_outside(owns: Callable[[str], bool], kept: Path) -> Iterator[None]:
             patch.object(socket.socket, "connect", _local("connect", "opens a connection")),
             patch.object(socket.socket, "bind", _local("bind", "opens a socket")),
             patch.multiple(mp, spawn=_spawned, start_processes=_spawned),
-            patch.object(torch, "save", partial(_unwritten, files)),
-            patch.multiple(os, **moves),
             patch.object(state_dict_saver, "_save_state_dict", _saved),
             patch.object(concurrent.futures, "ProcessPoolExecutor", _Threads),
         ):
             stack.enter_context(context)
-        stack.enter_context(files_kept(files, kept))
+        stack.enter_context(files_kept(kept))
         stack.enter_context(_rank_of_processes(owns))
         if find_spec("safetensors"):
             stack.enter_context(patch("safetensors.torch.serialize_file", _saved))
@@ -106,26 +102,6 @@ def nothing_outside(owns: Callable[[str], bool], kept: Path) -> Iterator[None]:
 
 def _saved(*args: Any, **options: Any) -> None:
     """Save nothing: there is no data."""
-
-
-def _unwritten(files: set[str], values: object, f: Any, *args: Any, **options: Any) -> None:
-    """As ``torch.save``, which would write one of these files."""
-    named = getattr(f, "name", f)  # of a file that is open
-    if isinstance(named, str | os.PathLike):
-        files.add(os.path.abspath(named))
-
-
-def _moving(name: str, files: set[str]) -> Callable[..., None]:
-    """A function of ``os`` that moves files; of these, which were not written, it moves none."""
-    move = getattr(os, name)
-
-    def moved(source: Any, target: Any, **options: Any) -> None:
-        if not os.path.lexists(source) and os.path.abspath(source) in files:
-            files.add(os.path.abspath(target))
-        else:
-            move(source, target, **options)
-
-    return moved
 
 
 def _refuse(what: str) -> Callable[..., Any]:

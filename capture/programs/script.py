@@ -39,6 +39,7 @@ from itercast.capture.programs.log import ProgramLog
 from itercast.capture.programs.outside import RefusedError, nothing_outside
 from itercast.capture.programs.program import ProgramCapture, write_program
 from itercast.capture.programs.repeated.evaluations import Evaluations
+from itercast.capture.programs.saved import saved_for_loading
 from itercast.capture.programs.steps import KINDS, EnoughSteps, Lines, Steps
 from itercast.capture.programs.told.doing import said
 from itercast.capture.programs.told.notes import ON_HOST, script_notes
@@ -131,6 +132,7 @@ def capture_script(
             stack.enter_context(nothing_outside(script.owns, listed))
             on_gpu = OnCpu(log.gpu_memory) if gpu.kind != "cpu" else None
             stack.enter_context(real_batches(taken, log.routing.known_values, on_gpu))
+            stack.enter_context(saved_for_loading(log.routing.known_values))
             stack.enter_context(own_kernels(log))
             stack.enter_context(weights_not_downloaded(log.guesses))
             steps = _run_until(script, log, taken, finder)

@@ -26,7 +26,7 @@ LOCATION_OF = torch._utils._get_restore_location
 def load_to_devices() -> Iterator[None]:
     """Place loaded fake tensors as torch places real ones."""
     with (
-        patch.object(torch._utils, "_get_restore_location", _place),
+        patch.object(torch._utils, "_get_restore_location", place_of),
         patch.object(torch._utils, "_restore_device_fake_mode", _placed),
     ):
         yield
@@ -48,7 +48,7 @@ class _Memory:
         return _Memory(str(device))
 
 
-def _place(saved: str | torch.device) -> str | torch.device:
+def place_of(saved: str | torch.device) -> str | torch.device:
     """Where a tensor goes that was on ``saved``."""
     where: Any = _serialization_tls.map_location
     if not callable(where):
@@ -65,7 +65,7 @@ def _placed(tensor: Tensor) -> Tensor:
         return tensor
     whole: Tensor | None = vars(memory).get("whole")
     if whole is None:
-        place = torch.device(_place(memory._fake_device))
+        place = torch.device(place_of(memory._fake_device))
         whole = memory.whole = torch.empty(memory.nbytes(), dtype=torch.uint8, device=place)
     part = whole.view(tensor.dtype).as_strided(
         tensor.size(), tensor.stride(), tensor.storage_offset()

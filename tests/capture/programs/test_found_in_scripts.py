@@ -132,17 +132,34 @@ import torch.distributed as dist, torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file, save_model
 dist.init_process_group()
 save_file(model.state_dict(), "model.safetensors", {"format": "pt"})
-import os, pathlib
-pathlib.Path("model.pt").write_text("a checkpoint that is there")
-torch.save(model.state_dict(), "model.pt.tmp")
-os.replace("model.pt.tmp", "model.pt")
-torch.save(model.state_dict(), f=pathlib.Path("last.tmp"))
-pathlib.Path("last.tmp").rename("last.pt")
-assert pathlib.Path("model.pt").read_text() == "a checkpoint that is there"
-pathlib.Path("model.pt").rename("moved.pt")
-assert os.path.exists("moved.pt")
 save_model(model, "model.safetensors")
 dcp.save({"model": model.state_dict()}, checkpoint_id="checkpoint")
+"""
+LOADED = """
+import io, os, pathlib, shutil
+model.tied = model.weight
+numbers = torch.tensor([1, 2, 5]), torch.tensor(0.5, dtype=torch.bfloat16)
+state = {"model": model.state_dict(), "epoch": 3, "numbers": numbers, "noise": torch.rand(7)}
+torch.save(state, "model.pt.tmp")
+os.replace("model.pt.tmp", "model.pt")
+shutil.copyfile("model.pt", "best.pt")
+found = torch.load(pathlib.Path("best.pt"), map_location="cpu", weights_only=True)
+assert found["epoch"] == 3 and found["numbers"][0].tolist() == [1, 2, 5]
+assert found["numbers"][1].item() == 0.5 and found["noise"].shape == (7,)
+assert found["model"]["weight"].is_cpu and torch.load("best.pt")["model"]["weight"].is_cuda
+model.load_state_dict(found["model"])
+buffer = io.BytesIO()
+torch.save(model, f=buffer)
+buffer.seek(0)
+again = torch.load(buffer, weights_only=False)
+assert again.tied is again.weight and isinstance(again.weight, torch.nn.Parameter)
+from torch.distributed.fsdp import fully_shard
+torch.distributed.init_process_group()
+sharded = torch.nn.Linear(64, 8).cuda()
+fully_shard(sharded)
+torch.save(sharded.state_dict(), "sharded.pt")
+sharded.load_state_dict(torch.load("sharded.pt"))
+assert torch.load("sharded.pt")["weight"].to_local().shape == sharded.weight.to_local().shape
 """
 PICKLED = """
 import pickle
@@ -190,9 +207,23 @@ torch.histc(best, 8, 0, 8).float().div_(3)
 @pytest.mark.parametrize(
     "text",
     [DEFAULT_DEVICE + STEPS, DEFAULT_TYPE + STEPS, DATASET, POOLS + TRAIN + STEPS]
-    + [TRAIN + more + STEPS for more in (SAVED, PICKLED, CHOSEN, CHECKS, SHARES, ASKED, SCHEDULE)],
+    + [
+        TRAIN + more + STEPS
+        for more in (SAVED, LOADED, PICKLED, CHOSEN, CHECKS, SHARES, ASKED, SCHEDULE)
+    ],
     ids=[
-        *("device", "type", "dataset", "pools", "saved", "pickled", "chosen", "checks", "shares"),
+        *(
+            "device",
+            "type",
+            "dataset",
+            "pools",
+            "saved",
+            "loaded",
+            "pickled",
+            "chosen",
+            "checks",
+            "shares",
+        ),
         *("asked", "schedule"),
     ],
 )

@@ -45,6 +45,35 @@ def test_files_that_a_script_writes_over_are_given_back(
     assert found == before | {"log.json": "[8]"}
 
 
+CACHES = """
+import os, torch
+class Cached(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, i):
+        path = f"sample{i}.pt"
+        if not os.path.exists(path):
+            torch.save(torch.full((8,), float(i)), path)
+        assert torch.load(path).tolist() == [i] * 8
+        return torch.load(path)
+loader = torch.utils.data.DataLoader(Cached(), batch_size=4, num_workers=1)
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for batch in loader:
+    model(batch.cuda()).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_what_a_dataset_caches_is_read_and_is_gone_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache that a forecast left would be read by a training."""
+    monkeypatch.chdir(tmp_path)
+    captured(written(tmp_path, CACHES))
+    assert [p.name for p in tmp_path.iterdir()] == ["train.py"]
+
+
 def test_files_are_given_back_by_a_command_that_is_asked_to_end(tmp_path: Path) -> None:
     text = "open('model.pt', 'w').close()\nimport time\ntime.sleep(300)\n"
     script, model = written(tmp_path, text), tmp_path / "model.pt"
