@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from itercast.learners.models.compared import NAMES
 
@@ -38,10 +39,10 @@ def learner_table(
     return table
 
 
-def cell(score: Mapping[str, float] | None) -> str:
+def cell(score: Mapping[str, float] | None) -> Text:
     """A learner's median error in three digits or more (8.8, 51.3, 313), bold if none is better."""
     if score is None:
-        return "-"
+        return Text("-")
     pct = score["median_ape_pct"]
     text = f"{pct:.0f}" if pct >= WHOLE_PCT else f"{pct:.1f}"
-    return f"[bold]{text}[/]" if score.get("rank") == BEST_RANK else text
+    return Text(text, "bold" if score.get("rank") == BEST_RANK else "")

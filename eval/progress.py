@@ -41,5 +41,5 @@ class PlainLines(Progress):
 
 def progress_bar() -> Progress:
     """A progress bar on stderr, so that --json on stdout stays clean; lines off a terminal."""
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False)
     return Progress(console=console) if console.is_terminal else PlainLines(console)

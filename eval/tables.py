@@ -19,14 +19,18 @@ def three_digits(value: float) -> str:
 
 
 def output() -> Console:
-    """The output: as wide as its terminal, or as COLUMNS says; elsewhere lines do not end."""
+    """The output: as wide as its terminal, or as COLUMNS says; elsewhere lines do not end.
+
+    Brackets are text (``pip install transformers[torch]``): what has a colour is a ``Text``.
+    """
     wraps = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
-    return Console(width=None if wraps else WIDE)
+    return Console(width=None if wraps else WIDE, markup=False)
 
 
 def beside_output() -> Console:
     """Where is said what is left out: not among the answer, which may be one JSON object."""
-    return Console(stderr=True, width=None if sys.stderr.isatty() else WIDE)
+    width = None if sys.stderr.isatty() else WIDE
+    return Console(stderr=True, width=width, markup=False)
 
 
 def print_tables(*tables: Table) -> None:
@@ -37,14 +41,14 @@ def print_tables(*tables: Table) -> None:
     width = output().width
     for table in tables:
         if _width(table) > width:
-            Console(width=max(width, _fold(table))).print(table)
+            Console(width=max(width, _fold(table)), markup=False).print(table)
         else:
             output().print(table)
 
 
 def _width(table: Table) -> int:
     """Characters of a table that has as many as it wants."""
-    wide = Console(width=WIDE)
+    wide = Console(width=WIDE, markup=False)
     return Measurement.get(wide, wide.options, table).maximum
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
+from rich.text import Text
 
 from itercast.capture.base.files import write_atomic
 from itercast.eval.compare import compared_facts, results_table
@@ -50,7 +51,7 @@ def report_comparison(
     print_tables(results_table(results))
     warnings = systematic_errors(results)
     for warned in warnings:
-        output().print(f"[red]warning[/]: {warned.text}", highlight=False)
+        output().print(Text("warning", "red") + f": {warned.text}", highlight=False)
     Evaluation(
         results=results,
         fit=fit,

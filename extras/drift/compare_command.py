@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from itercast.eval.tables import print_tables
 from itercast.options import Json
@@ -63,7 +64,7 @@ def _table(found: list[Comparison]) -> Table:
         table.add_column(head, justify="left" if head in HEADS[:2] else "right")
     for one in found:
         errors = [
-            f"{error:.1f}" if one.better == other else f"[bold]{error:.1f}[/]"
+            Text(f"{error:.1f}", "" if one.better == other else "bold")
             for error, other in zip(one.errors_pct, (2, 1), strict=True)
         ]
         retest = "-" if one.retest_pct is None else f"{one.retest_pct:.1f}"

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from itercast.capture.base.durations import seconds
-from itercast.eval.tables import print_tables
+from itercast.eval.tables import beside_output, print_tables
 from itercast.options import Cores, Json, Question, asks
 from itercast.outputs import file_to_write
 from itercast.stated import question_facts, say_step
@@ -66,7 +66,7 @@ def input_lane(
     else:
         from itercast.extras.input.process import measured_lane
 
-        with Console(stderr=True).status(f"measuring {loader}"):
+        with beside_output().status(f"measuring {loader}"):
             lane = measured_lane(loader, seconds(budget), limit)
     own = lane.workers if workers is None else workers
     lane = replace(lane, workers=own, copied_ahead=copied_ahead or lane.copied_ahead)
@@ -191,8 +191,9 @@ def _step_table(who: str, own: Fed, best: Fed, kept: Mapping[str, Fed]) -> Table
     """The verdict, and the number of workers that a step takes."""
     table = Table(title=who, show_header=False)
     table.add_row("step alone", f"{own.alone_us * MS:.2f} ms")
-    late = f"[red]input bound[/], by {own.stage}" if own.input_bound else "not input bound"
-    table.add_row(f"with {own.workers} workers", f"{own.iteration_us * MS:.2f} ms, {late}")
+    late = [("input bound", "red"), f", by {own.stage}"] if own.input_bound else ["not input bound"]
+    step = Text.assemble(f"{own.iteration_us * MS:.2f} ms, ", *late)
+    table.add_row(f"with {own.workers} workers", step)
     if own.burst:
         table.add_row("full queues last", f"{own.burst:.1f} iterations")
     table.add_row("cores in use", f"{own.cores_used:.1f}")

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from itercast.capture.base.durations import counted, seconds
-from itercast.eval.tables import print_tables
+from itercast.eval.tables import beside_output, print_tables
 from itercast.options import Cores, Json, Question, asks
 from itercast.outputs import file_to_write
 from itercast.stated import question_facts, say_step
@@ -87,7 +86,7 @@ def _lane(environment: str, budget_s: float, limit_s: int) -> InputLane:
     if ":" in environment:
         from itercast.extras.rl.environment import measured_environment
 
-        with Console(stderr=True).status(f"measuring {environment}"):
+        with beside_output().status(f"measuring {environment}"):
             return measured_environment(environment, budget_s, limit_s)
     us = 1e6 * seconds(environment, "environment")
     step = Batches(wall_us=(us,), cpu_us=(us,))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from itercast.capture.base.garbage import without_garbage_collection
 from itercast.commands.script_case import AsModule, found_lines, of_script, searched
@@ -148,7 +149,7 @@ def _changes_table(gains: Sequence[Change]) -> Table:
     for head in ("change", "kind", "ms", "samples/s %", "memory"):
         table.add_column(head, justify="right" if head in ("ms", "samples/s %") else "left")
     for one in gains:
-        fits = "fits" if one.fits else "[red]too much[/]"
+        fits = Text("fits") if one.fits else Text("too much", "red")
         gain = f"{_percent(one):+d}"
         table.add_row(one.name, one.kind, f"{one.iteration_us / 1e3:.2f}", gain, fits)
     return table

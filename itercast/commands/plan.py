@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from itercast.capture.base.durations import counted
 from itercast.capture.base.extensions import function_of
@@ -326,19 +327,16 @@ def plans_table(
             waterfall(r),
             *(three_digits(usd[unit]) for unit in units),
         )
-    table.caption = "\n".join(_caption(facts, reports))
+    table.caption = _caption(facts, reports)
     return table
 
 
-def _caption(facts: Row, reports: Sequence[Forecast]) -> list[str]:
+def _caption(facts: Row, reports: Sequence[Forecast]) -> Text:
     """What stands below a table of plans."""
     from itercast.commands.shared import lengths_line, memory_cell, memory_legend, surely_fits
 
-    legend = "slowest rank: " + ", ".join(
-        f"[{color}]{mark}[/] {name}" for name, mark, color in PARTS
-    )
+    legend = Text(", ").join(Text(mark, color) + f" {name}" for name, mark, color in PARTS)
     lines = [
-        legend,
         *(
             ["*: the simplest plan that may be as good as the best"]
             if facts.get("simplest")
@@ -352,15 +350,15 @@ def _caption(facts: Row, reports: Sequence[Forecast]) -> list[str]:
         lines.append(surely_fits(reports))
     if reports[0].lengths:
         lines.append(f"the best: {lengths_line(reports[0].lengths)}")
-    return lines
+    return Text.assemble("slowest rank: ", legend, "\n", "\n".join(lines))
 
 
-def waterfall(r: Forecast) -> str:
+def waterfall(r: Forecast) -> Text:
     """A bar that shows the parts of an iteration in order."""
-    bar, drawn, total_us = "", 0, 0.0
+    bar, drawn, total_us = Text(), 0, 0.0
     for (_, mark, color), us in zip(PARTS, r.lanes_us, strict=True):
         total_us += us
         upto = round(BAR * min(1.0, total_us / r.iteration_us)) if r.iteration_us else 0
-        bar += f"[{color}]{mark * (upto - drawn)}[/]" if upto > drawn else ""
+        bar.append(mark * (upto - drawn), color)
         drawn = max(drawn, upto)
     return bar

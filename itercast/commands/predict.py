@@ -188,7 +188,7 @@ def _print(
     if explain:
         print_tables(assumptions_table(parts))
         for line in assumption_sources(parts):
-            output().print(line, markup=False, highlight=False)
+            output().print(line, highlight=False)
 
 
 def _not_modelled(found: Forecast, step: StepCapture, target: Target) -> int:

@@ -248,11 +248,11 @@ def _compared(
     table.add_column("GPU", no_wrap=True)
     for head in heads:
         table.add_column(head, justify="right")
-    notes = dict[str, None]()
+    notes, failed = dict[str, None](), dict[str, list[str]]()
     for (gpu, count), one in zip(pairs, rows, strict=True):
         if isinstance(one, str):
             table.add_row(gpu, str(count), *["-"] * (len(heads) - 1))
-            notes[f"{count} x {gpu}: {one}"] = None
+            failed.setdefault(one, []).append(f"{count} x {gpu}")
             continue
         found = one.found
         notes.update(dict.fromkeys(_notes(one)))
@@ -268,7 +268,8 @@ def _compared(
             f"{found.memory_room_bytes / 1e9:.1f}",
         )
     legend = memory_legend([one.found for one in rows if not isinstance(one, str)])
-    table.caption = "\n".join([*notes, *legend]) or None
+    reasons = [f"{', '.join(where)}: {reason}" for reason, where in failed.items()]
+    table.caption = "\n".join([*reasons, *notes, *legend]) or None
     return table
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 import typer
 from rich.progress import Progress, TaskID
 from rich.table import Table
+from rich.text import Text
 
 from itercast.capture.base.extensions import function_of
 from itercast.errors import when_stopped
@@ -261,9 +262,9 @@ def forecast_table(case: str, found: Forecast, spread: Spread | None = None, of:
         table.add_row("in host memory", f"{found.host_memory_bytes / 1e6:.0f} MB a GPU")
     if not found.fits:
         room = f"{found.memory_room_bytes / 1e6:.0f} MB are left for tensors"
-        table.add_row("[red]does not fit[/]", _lacking_on_host(found) or room)
+        table.add_row(Text("does not fit", "red"), _lacking_on_host(found) or room)
     if found.memory_verdict.startswith("too close"):
-        table.add_row("[yellow]memory[/]", f"{found.memory_verdict} (the model's error)")
+        table.add_row(Text("memory", "yellow"), f"{found.memory_verdict} (the model's error)")
     if not found.host and not found.cluster and found.gpu != cpu_name():
         table.add_row(
             "this machine", f"{cpu_name()}; `itercast check` says whether the bundle fits"
@@ -279,12 +280,13 @@ def forecast_table(case: str, found: Forecast, spread: Spread | None = None, of:
     return table
 
 
-def memory_cell(found: Forecast) -> str:
+def memory_cell(found: Forecast) -> Text:
     """GB of the fullest rank, marked where they do not fit or may not (``memory_legend``)."""
     used = f"{found.memory_bytes / 1e9:.1f}"
     if not found.fits:
-        return f"[red]{used}![/]"
-    return f"[yellow]{used}?[/]" if found.memory_verdict.startswith("too close") else used
+        return Text(f"{used}!", "red")
+    close = found.memory_verdict.startswith("too close")
+    return Text(f"{used}?", "yellow") if close else Text(used)
 
 
 def memory_legend(found: Sequence[Forecast]) -> list[str]:

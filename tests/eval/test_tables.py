@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.table import Table
 
-from itercast.eval.tables import print_tables
+from itercast.eval.tables import output, print_tables
 
 PLAN = "dp=64,tp=8,pp=4,zero=1,micro=32,schedule=interleaved:4,recompute=selective"
 NUMBER = "123,456.78"
@@ -40,3 +40,14 @@ def test_on_a_narrow_terminal_plans_go_on_and_numbers_stay_whole(
     assert [cell.strip() for cell in first[1:]] == [NUMBER] * 6
     assert "".join(row[0].strip() for row in (first, *others)) == PLAN
     assert sum(map(len, first)) + len(first) + 1 == max(columns, 96)
+
+
+def test_brackets_are_text(capsys: pytest.CaptureFixture[str]) -> None:
+    """Names, plans and errors of users may have them; read as markup [torch] would vanish."""
+    table = Table("[red]head[/]", title="a[title]", caption="[caption]")
+    table.add_row("pip install transformers[torch]")
+    print_tables(table)
+    output().print("a[line]")
+    out = capsys.readouterr().out
+    for text in ("[red]head[/]", "a[title]", "[caption]", "transformers[torch]", "a[line]"):
+        assert text in out

@@ -250,7 +250,7 @@ def test_several_gpus_and_numbers_of_them_make_a_table(own_cache: Path) -> None:
 REFUSES = """
 import os, torch
 if os.environ["WORLD_SIZE"] != "1":
-    raise SystemExit("for one GPU")
+    raise SystemExit("for one GPU: pip install transformers[torch]")
 model = torch.nn.Linear(8, 8).cuda()
 optimizer = torch.optim.SGD(model.parameters())
 for _ in range(9):
@@ -260,14 +260,16 @@ for _ in range(9):
 
 
 def test_a_table_with_cells_that_fail_says_so_by_its_exit_code(tmp_path: Path) -> None:
-    """1 for some, 2 for all, as for one; what could be forecast is printed."""
+    """1 for some, 2 for all, as for one; what could be forecast is printed, an error once."""
     script = tmp_path / "train.py"
     script.write_text(REFUSES)
     code, out, _ = run("--gpu=a100-sxm-80gb", "--gpus=1,2", "--json", str(script))
     found, why = json.loads(out)
-    assert code == 1 and found["world_size"] == 1 and "exits with 'for one GPU'" in why
+    assert code == 1 and found["world_size"] == 1 and "exits with 'for one GPU: pip" in why
     code, out, _ = run("--gpu=a100-sxm-80gb", "--gpus=2,4", str(script))
-    assert code == 2 and "4 x a100-sxm-80gb: train.py exits" in " ".join(out.split())
+    said = " ".join(out.split())
+    assert code == 2 and "2 x a100-sxm-80gb, 4 x a100-sxm-80gb: train.py exits" in said
+    assert said.count("transformers[torch]") == 1
 
 
 ALONE = """
