@@ -9,6 +9,8 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from itercast.capture.base.extensions import function_of
+
 if TYPE_CHECKING:  # the command line starts without pandas
     from itercast.compose.anchors import MeasuredStep
     from itercast.compose.machines.file import KnownMachine
@@ -111,9 +113,7 @@ def _time_us(name: str, value: Any, one: MeasuredStep) -> float:
     if name == "step_ms":
         return float(value) * 1e3
     if name == "trace":
-        from itercast.microbench.importers.profiler_steps import step_us
-
-        return step_us(Path(str(value)))
+        return float(function_of("profiled_steps", "step_us")(Path(str(value))))
     from itercast.compose.target import forecast_step
 
     found = forecast_step(one.step, one.target)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
+from typing import Any
+
+from itercast.capture.base.extensions import with_added
 
 KINDS = {  # the function that names them, imported when asked for
     "gpus": "microbench.hardware.spec.gpu_names",
@@ -14,7 +17,7 @@ KINDS = {  # the function that names them, imported when asked for
     "cases": "capture.cases.registry.case_names",
     "families": "microbench.ops.families",
     "bundles": "names.bundles",
-    "sources": "microbench.importers.sources.importers",
+    "sources": "names.importers",
 }
 
 
@@ -31,6 +34,13 @@ def bundles() -> list[Path]:
     from itercast.learners.known_bundles import local_bundles
 
     return [*local_bundles(), SHIPPED, SHIPPED_CPU]
+
+
+def importers() -> Mapping[str, Callable[..., Any]]:
+    """Importers by name: those that packages add, one by one or as tables."""
+    tables: Mapping[str, Mapping[str, Any]] = with_added("importer_tables", {}, Mapping)
+    known = {name: one for table in tables.values() for name, one in table.items()}
+    return with_added("importers", known, Callable)
 
 
 def listing(kind: str) -> list[str]:

@@ -15,14 +15,14 @@ ROOMS = {  # "." are the package's own files; each may import those before it
     package: tuple("" if room == "." else room for room in rooms.split())
     for package, rooms in (
         ("capture", "base . recorder input programs cases"),
-        ("microbench", "hardware . ops timing processes importers sweep iterations"),
+        ("microbench", "hardware . ops timing processes sweep iterations"),
         ("learners", "features models transfer ."),
         ("compose", "graph machines parallel pricing simulate . plan_search programs"
                     " explain"),
         ("eval", "tracking . errors report"),
         ("itercast", ". commands"),
-        ("extras", ". lengths lookups kineto trace calibration campaign measured_plans benchmarks"
-                   " clusters drift explore fleet graphs images imports input kinds nccl priced"
+        ("extras", ". imports lengths lookups kineto trace calibration campaign measured_plans"
+                   " benchmarks clusters drift explore fleet graphs images input kinds nccl priced"
                    " published recommenders rl schedulers ui"),
     )
 }  # fmt: skip

@@ -19,7 +19,7 @@ The name of an entry point is the name of what it adds. Its group says what that
 - ``itercast.plan_steps``: ``torch``, which makes the step of a rank under a plan, to be measured
   (``itercast.extras.measured_plans.steps.make_plan_step``).
 - ``itercast.profiled_steps``: ``ops``, which measures the ops of a profiled iteration
-  (``itercast.extras.kineto.in_step.measure_ops``).
+  (``itercast.extras.kineto.in_step.measure_ops``), and ``step_us``, the time of a traced step.
 - ``itercast.plan_pages``: ``html``, which writes what `itercast plan --report` shows of a search
   (``itercast.extras.explore.plan_page.write_page``).
 - ``itercast.lengths``: ``stated``, which rewrites a step whose sequences have unlike lengths

@@ -1,1 +1,1 @@
-"""The command ``itercast import``: measurements that others published, as datasets."""
+"""The command ``itercast import`` and what importers share: damaged files read, rows checked."""

@@ -14,8 +14,8 @@ from itercast.options import Json
 from itercast.outputs import folder_to_write
 
 if TYPE_CHECKING:  # the command line starts without pandas
+    from itercast.extras.imports.base import Hints
     from itercast.microbench.hardware.spec import Gpu
-    from itercast.microbench.importers.base import Hints
     from itercast.microbench.store import Facts, Row
 
 
@@ -42,8 +42,8 @@ def import_rows(
     as_json: Json = False,
 ) -> None:
     """Convert published measurements into dataset rows; prints how many were left out, and why."""
+    from itercast.extras.imports.sources import read_source
     from itercast.extras.imports.write import write
-    from itercast.microbench.importers.sources import read_source
     from itercast.microbench.urls import written
 
     hints, hardware = given(gpu, nodes, gpus_per_node, node)
@@ -76,9 +76,9 @@ def print_report(report: Facts) -> None:
 
 def given(gpu: str, nodes: int, gpus_per_node: int, node: str) -> tuple[Hints, Gpu | None]:
     """Hints about the machine from the options, and the GPU they name; ValueError if unknown."""
+    from itercast.extras.imports.base import Hints
     from itercast.microbench.hardware.node import load_node
     from itercast.microbench.hardware.spec import load_gpu
-    from itercast.microbench.importers.base import Hints
 
     kind = load_node(node) if node else None
     named = gpu or (kind.gpu if kind else "")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pandas as pd
 
+from itercast.extras.imports.base import Imported
 from itercast.microbench import store
 from itercast.microbench.hardware.spec import Gpu, gpu_names, load_gpu
-from itercast.microbench.importers.base import Imported
 from itercast.microbench.store import Row
 
 

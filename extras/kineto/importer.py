@@ -7,10 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from itercast.capture.base.yaml_text import facts_of
-from itercast.extras.kineto.ops import answered
-from itercast.extras.kineto.rows import rows_of_calls, spread
-from itercast.microbench.hardware.names import gpu_named
-from itercast.microbench.importers.base import (
+from itercast.extras.imports.base import (
     About,
     Hints,
     Imported,
@@ -21,7 +18,10 @@ from itercast.microbench.importers.base import (
     text_of,
     whole,
 )
-from itercast.microbench.importers.profiler_steps import steps_us
+from itercast.extras.kineto.ops import answered
+from itercast.extras.kineto.profiler_steps import steps_us
+from itercast.extras.kineto.rows import rows_of_calls, spread
+from itercast.microbench.hardware.names import gpu_named
 from itercast.microbench.store import Row
 from itercast.microbench.timing.traces import Trace, join, parse
 

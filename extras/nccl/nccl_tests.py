@@ -11,11 +11,7 @@ import numpy as np
 import pandas as pd
 
 from itercast.capture.base.yaml_text import facts_of
-from itercast.extras.nccl.nccl_text import Log, parse_json, parse_text
-from itercast.microbench.hardware.names import gpu_named
-from itercast.microbench.hardware.node import Node, load_node, node_named
-from itercast.microbench.hardware.spec import gpu_names, load_gpu
-from itercast.microbench.importers.base import (
+from itercast.extras.imports.base import (
     About,
     Hints,
     Imported,
@@ -28,6 +24,10 @@ from itercast.microbench.importers.base import (
     text_of,
     whole,
 )
+from itercast.extras.nccl.nccl_text import Log, parse_json, parse_text
+from itercast.microbench.hardware.names import gpu_named
+from itercast.microbench.hardware.node import Node, load_node, node_named
+from itercast.microbench.hardware.spec import gpu_names, load_gpu
 from itercast.microbench.store import Facts, Row
 
 FACTS = facts_of(__file__)

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from itercast.capture.base.yaml_text import facts_of
 from itercast.capture.opcall import ITEMSIZE_BYTES
-from itercast.microbench.importers.base import Unreadable, number, parsed_json, text_of, whole
+from itercast.extras.imports.base import Unreadable, number, parsed_json, text_of, whole
 from itercast.microbench.store import Facts
 
 START = re.compile(r"\w_perf\b|Collective test starting|\bnThread |nccl-tests version")

@@ -12,6 +12,8 @@ import numpy as np
 import pandas as pd
 
 from itercast.eval.ranking import SOFTWARE, software_metrics
+from itercast.extras.imports.base import Hints
+from itercast.extras.imports.sources import read_source
 from itercast.extras.published.baselines import CURVES, RANKERS, by_learner, calls
 from itercast.extras.published.lines import LineResult, OpLine, Rows
 from itercast.extras.published.readers import gpus_of, reader_of
@@ -19,8 +21,6 @@ from itercast.learners.family_model import Prepared, learn, learn_quickly, prepa
 from itercast.learners.models.trees import default_options
 from itercast.learners.train import errors
 from itercast.learners.transfer.calibration import Calibration, points
-from itercast.microbench.importers.base import Hints
-from itercast.microbench.importers.sources import read_source
 from itercast.microbench.ops import families
 
 log = logging.getLogger(__name__)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from itercast.capture.base.assumptions import leaving_out
+from itercast.extras.imports.base import positive
 from itercast.extras.processes import processes
 from itercast.extras.published.fits.shipped import MAX_ROWS, OWN, SOURCES
 from itercast.extras.published.left_out import assumptions, compared, fitted_sources
@@ -36,7 +37,6 @@ from itercast.learners.models.trees import Options, default_options
 from itercast.learners.train import widen_unseen_offsets
 from itercast.learners.training_rows import subsample_evenly
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.importers.base import positive
 from itercast.microbench.ops import families
 
 HELD_SHARE = 0.2  # of the shapes; to learn errors on measured GPUs

@@ -12,6 +12,8 @@ import numpy as np
 import pandas as pd
 
 from itercast.capture.base.assumptions import leaving_out
+from itercast.extras.imports.base import Hints
+from itercast.extras.imports.sources import read_source
 from itercast.extras.processes import processes
 from itercast.extras.published.fits.shipped import MAX_ROWS, OWN, own_rows
 from itercast.extras.published.left_out import compared
@@ -22,9 +24,8 @@ from itercast.learners.features.table import shape_groups
 from itercast.learners.models.trees import default_options
 from itercast.learners.training_rows import subsample_evenly
 from itercast.microbench.hardware.spec import gpu_names
-from itercast.microbench.importers.base import Hints
-from itercast.microbench.importers.sources import importers, read_source
 from itercast.microbench.ops import families
+from itercast.names import importers
 
 log = logging.getLogger(__name__)
 KNOWN_ROWS = 8_000  # of a family to learn from, at most

@@ -30,13 +30,13 @@ from itercast.eval.progress import progress_bar
 from itercast.eval.results import COVERAGE, records
 from itercast.eval.tables import beside_output
 from itercast.extras.calibration.host_fit import fit_host, host_yaml
+from itercast.extras.imports.base import positive
 from itercast.extras.processes import processes
 from itercast.extras.published.lines import LineResult, ModelLine, Rows, model_lines
 from itercast.extras.published.readers import node_sums_us, read_iterations
 from itercast.learners.train import errors
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.hardware.stack import asked_stack
-from itercast.microbench.importers.base import positive
 from itercast.microbench.store import Facts
 
 Answer = Mapping[str, float] | str  # forecasts by part, or the error message

@@ -11,11 +11,11 @@ import pandas as pd
 
 from itercast.eval.compare import stated_rows
 from itercast.eval.tables import beside_output
+from itercast.extras.imports.base import Hints
+from itercast.extras.imports.sources import Reader, read_source
 from itercast.extras.published.mapped.reader import importer
 from itercast.extras.published.sources import iterations, op_tables
 from itercast.microbench.hardware.spec import Gpu, load_gpu
-from itercast.microbench.importers.base import Hints
-from itercast.microbench.importers.sources import Reader, read_source
 
 MAPPINGS = Path(__file__).parent / "sources/mappings"
 PUBLISHED: Mapping[str, Reader] = {

@@ -26,13 +26,14 @@ import numpy as np
 import pandas as pd
 
 from itercast.capture.plan import ParallelPlan
+from itercast.extras.imports.base import Hints
+from itercast.extras.imports.sources import read_source
 from itercast.extras.priced.forecasts import write_forecasts
 from itercast.learners.bundle import FACTS, SHIPPED_CPU, Bundle
 from itercast.learners.score_file import read_file
 from itercast.microbench.hardware.node import load_node
 from itercast.microbench.hardware.spec import load_gpu
-from itercast.microbench.importers.base import Hints
-from itercast.microbench.importers.sources import importers, read_source
+from itercast.names import importers
 
 ROOT = Path(__file__).parents[2]
 KEPT = Path("runs/hostile")

@@ -30,12 +30,12 @@ from itercast.capture.opcall import StepCapture
 from itercast.compose.target import forecast_step
 from itercast.eval.progress import progress_bar
 from itercast.eval.results import records
+from itercast.extras.imports.base import positive
 from itercast.extras.processes import WORKERS, in_new_process
 from itercast.extras.published.left_out import assumptions, fitted_sources
 from itercast.extras.published.left_out_models import TRAINED_ON, sampled, train_without
 from itercast.extras.published.models import captured_step, read_lines, row_target, timed_us
 from itercast.learners.bundle import FACTS, SHIPPED
-from itercast.microbench.importers.base import positive
 from itercast.microbench.store import Facts
 
 log = logging.getLogger(__name__)

@@ -29,6 +29,7 @@ from itercast.compose.machines.state import Machine, Spread
 from itercast.compose.machines.typical import stated
 from itercast.compose.target import forecast_step
 from itercast.eval.results import records
+from itercast.extras.imports.base import positive
 from itercast.extras.processes import processes
 from itercast.extras.programs import run_program
 from itercast.extras.published.fits.machine_fit import (
@@ -43,7 +44,6 @@ from itercast.extras.published.models import captured_step, read_lines, row_targ
 from itercast.extras.published.roles import FEW_PCT, ROLES, role_of
 from itercast.learners.bundle import SHIPPED
 from itercast.learners.train import errors
-from itercast.microbench.importers.base import positive
 from itercast.microbench.store import Facts, Row
 
 TYPICAL = Path(__file__).parents[3] / "compose/machines/typical.yaml"

@@ -26,14 +26,14 @@ from rich.console import Console
 from rich.table import Table
 
 from itercast.capture.base.yaml_text import facts_of, made_of
+from itercast.extras.imports.base import Hints, Imported
+from itercast.extras.imports.sources import read_source
 from itercast.extras.imports.write import write
 from itercast.extras.programs import run_program
 from itercast.learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
 from itercast.learners.train import Asked, joined, train, train_tables
 from itercast.learners.training_rows import subsample_evenly
 from itercast.microbench.hardware.spec import gpu_names, load_gpu
-from itercast.microbench.importers.base import Hints, Imported
-from itercast.microbench.importers.sources import read_source
 from itercast.microbench.ops import families
 from itercast.microbench.store import read_rows
 

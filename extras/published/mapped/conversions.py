@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from itercast.extras.imports.base import Unreadable, read_json, text_of
 from itercast.extras.published.sources.device_names import link_of, node_of, unknown_gpu
 from itercast.microbench.hardware.names import gpu_named
-from itercast.microbench.importers.base import Unreadable, read_json, text_of
 from itercast.microbench.store import Facts
 
 OTHERS = "*"  # key of a table of values: what all values have that it does not list

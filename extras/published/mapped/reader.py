@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from itercast.extras.imports.base import MAX_SIZE, Imported, RowCollector, positive, refuse
 from itercast.extras.published.mapped.conversions import Cells, Place
 from itercast.extras.published.mapped.source import CLOSED, Rule, Skip, Source, Table, load
 from itercast.extras.published.mapped.tables import columns_in, read_table, titles_in
-from itercast.microbench.importers.base import MAX_SIZE, Imported, RowCollector, positive, refuse
 from itercast.microbench.ops import families
 from itercast.microbench.store import Row
 

@@ -12,8 +12,8 @@ import yaml
 
 from itercast.capture.base.yaml_text import OwnLoader
 from itercast.capture.opcall import ITEMSIZE_BYTES
+from itercast.extras.imports.base import About
 from itercast.extras.published.mapped.conversions import columns_of
-from itercast.microbench.importers.base import About
 from itercast.microbench.ops import families
 from itercast.microbench.store import Facts, Row
 

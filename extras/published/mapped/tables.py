@@ -17,14 +17,14 @@ import yaml
 from pandas.api.types import is_numeric_dtype
 
 from itercast.capture.base.yaml_text import load_yaml
-from itercast.extras.published.mapped.source import JSON, Table
-from itercast.microbench.importers.base import (
+from itercast.extras.imports.base import (
     RowCollector,
     Unreadable,
     read_bytes,
     read_json,
     read_text,
 )
+from itercast.extras.published.mapped.source import JSON, Table
 from itercast.microbench.store import Row
 
 MAX_HEADER = 2**16  # characters that the names of columns may take

@@ -8,12 +8,7 @@ from pathlib import Path
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.yaml_text import facts_of
-from itercast.extras.published.sources.device_names import form_assumed, memory_is_open, unknown_gpu
-from itercast.extras.published.sources.models import Model, model_of
-from itercast.extras.published.sources.plans import network_doubt, plan_of
-from itercast.extras.published.sources.timm_models import timm_config
-from itercast.microbench.hardware.names import gpu_named
-from itercast.microbench.importers.base import (
+from itercast.extras.imports.base import (
     About,
     Imported,
     RowCollector,
@@ -21,6 +16,11 @@ from itercast.microbench.importers.base import (
     refuse,
     whole,
 )
+from itercast.extras.published.sources.device_names import form_assumed, memory_is_open, unknown_gpu
+from itercast.extras.published.sources.models import Model, model_of
+from itercast.extras.published.sources.plans import network_doubt, plan_of
+from itercast.extras.published.sources.timm_models import timm_config
+from itercast.microbench.hardware.names import gpu_named
 from itercast.microbench.store import Row
 
 FACTS = facts_of(__file__)

@@ -10,8 +10,8 @@ from typing import Any
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.yaml_text import facts_of
+from itercast.extras.imports.base import whole
 from itercast.extras.published.sources.timm_models import by_timm
-from itercast.microbench.importers.base import whole
 
 KNOWN = facts_of(__file__)
 # "Llama-3.1-8B", "llama31_8b", "meta-llama/Meta-Llama-3-70B": 3.1 differs from 3 in its positions.

@@ -11,10 +11,10 @@ from typing import Any
 import pandas as pd
 
 from itercast.capture.base.yaml_text import facts_of
+from itercast.extras.imports.base import About, Imported, RowCollector, number, refuse, whole
 from itercast.extras.kineto.ops import answered, describe
 from itercast.extras.published.sources.device_names import unknown_gpu
 from itercast.microbench.hardware.names import gpu_named
-from itercast.microbench.importers.base import About, Imported, RowCollector, number, refuse, whole
 from itercast.microbench.store import Row
 
 FACTS = facts_of(__file__)

@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 
 from itercast.capture.base.assumptions import assumed
+from itercast.extras.imports.base import whole
 from itercast.microbench.hardware.node import node_named
-from itercast.microbench.importers.base import whole
 
 RECOMPUTE = {
     "true": "full",

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from itercast.extras.imports.base import Hints, Imported
 from itercast.extras.kineto.ops import ATTENTION, describe
 from itercast.extras.published.readers import read_source
-from itercast.microbench.importers.base import Hints, Imported
 from itercast.microbench.timing.traces import parse
 
 

@@ -12,10 +12,10 @@ from nccl_logs import wrong_rows
 from typer.testing import CliRunner
 
 from itercast.command_line import app
+from itercast.extras.imports.base import Hints, Imported
 from itercast.extras.nccl.nccl_text import version
 from itercast.extras.published.readers import read_source
 from itercast.microbench.hardware.node import load_node
-from itercast.microbench.importers.base import Hints, Imported
 from itercast.microbench.store import read_rows
 
 LOG = """\

@@ -17,6 +17,7 @@ from itercast.compose.capture_model import capture
 from itercast.compose.graph.launch_modes import as_launched
 from itercast.compose.target import find_target, forecast_step
 from itercast.eval.compare import compare_all, stated_rows, step_of
+from itercast.extras.imports.base import About, RowCollector
 from itercast.extras.published.lines import ModelLine, model_lines
 from itercast.extras.published.models import (
     Answer,
@@ -31,7 +32,6 @@ from itercast.extras.published.models import (
 from itercast.extras.published.readers import node_sums_us
 from itercast.learners.bundle import SHIPPED
 from itercast.microbench.hardware.host import load_host
-from itercast.microbench.importers.base import About, RowCollector
 
 LINE = ModelLine(name="x", targets={"mape_pct": 5.0})
 

@@ -11,14 +11,14 @@ import pandas as pd
 import pytest
 from public_data import PUBLIC, needs_public
 
+from itercast.extras.imports.base import Hints
+from itercast.extras.imports.sources import read_source
 from itercast.extras.published.baselines import alpha_beta, interpolation
 from itercast.extras.published.benchmark import calibrated, run_line
 from itercast.extras.published.fits.widths import by_source, coverage, half_width
 from itercast.extras.published.lines import LineResult, OpLine, op_lines
 from itercast.extras.published.report import markdown, run
 from itercast.microbench.hardware.spec import load_gpu
-from itercast.microbench.importers.base import Hints
-from itercast.microbench.importers.sources import read_source
 
 SIZES = [2.0**i for i in range(10, 28)]
 

@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 
 from itercast.capture.plan import ParallelPlan
 from itercast.command_line import app
+from itercast.extras.imports.base import MAX_REASONS, Hints, Imported
+from itercast.extras.imports.sources import read_source
 from itercast.extras.published.mapped.source import load
 from itercast.extras.published.readers import MAPPINGS
 from itercast.learners.features.table import columns
-from itercast.microbench.importers.base import MAX_REASONS, Hints, Imported
-from itercast.microbench.importers.sources import read_source
 from itercast.microbench.ops import families
 from itercast.microbench.store import read_rows
 

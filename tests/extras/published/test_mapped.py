@@ -10,11 +10,11 @@ import pandas as pd
 import pytest
 import yaml
 
+from itercast.extras.imports.base import Imported
 from itercast.extras.published.mapped import reader
 from itercast.extras.published.mapped.conversions import ARITHMETIC, Cells, Place, known
 from itercast.extras.published.mapped.source import load
 from itercast.extras.published.readers import MAPPINGS
-from itercast.microbench.importers.base import Imported
 
 TINY = """
 where: https://example.org

@@ -16,8 +16,8 @@ import yaml
 
 from itercast.capture.plan import ParallelPlan
 from itercast.eval.compare import stated_rows, step_of
+from itercast.extras.imports.base import Hints, Imported
 from itercast.extras.published.readers import read_source
-from itercast.microbench.importers.base import Hints, Imported
 
 LIGER = "kernel_name,kernel_provider,kernel_operation_mode,metric_unit,x_name,x_value,y_value_50,"
 LIGER += "y_value_20,y_value_80,extra_benchmark_config_str,gpu_name,liger_version\n"

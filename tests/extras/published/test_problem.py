@@ -12,12 +12,12 @@ import yaml
 from public_data import PUBLIC, needs_public
 
 from itercast.capture.plan import ParallelPlan
+from itercast.extras.imports.base import Hints
 from itercast.extras.published.readers import read_source
 from itercast.extras.published.sources.models import model_of
 from itercast.extras.published.sources.plans import plan_of
 from itercast.extras.published.sources.problem import problem
 from itercast.extras.published.sources.timm_models import timm_config
-from itercast.microbench.importers.base import Hints
 
 HEAD = "import torch\nimport torch.nn as nn\nimport torch.nn.functional as F\n"
 CONV = f"""{HEAD}

@@ -16,15 +16,16 @@ from itercast.capture.opcall import OpCall, TensorSpec
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import priceable
+from itercast.extras.imports.base import Hints, Imported
+from itercast.extras.imports.sources import read_source
 from itercast.learners.features.table import feature_table, is_number
 from itercast.learners.known_bundles import find_bundle, find_gpu
 from itercast.microbench.hardware.node import node_names
 from itercast.microbench.hardware.spec import gpu_names, load_gpu
-from itercast.microbench.importers.base import Hints, Imported
-from itercast.microbench.importers.sources import importers, read_source
 from itercast.microbench.ops import families
 from itercast.microbench.ops.matrix.recurrent import CALL, Recurrent
 from itercast.microbench.ops.step.collective import OPS
+from itercast.names import importers
 
 pytestmark = needs_public()
 LARGE = ("neusight", "aiconfigurator", "aiconfigurator-more", "miopen", "vidur")

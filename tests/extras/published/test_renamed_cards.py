@@ -11,8 +11,8 @@ import pytest
 import yaml
 from public_data import PUBLIC, needs_public
 
+from itercast.extras.imports.base import Hints, Imported
 from itercast.extras.published.readers import read_source
-from itercast.microbench.importers.base import Hints, Imported
 
 pytestmark = needs_public()
 LINES = 4000  # of a text file that are copied

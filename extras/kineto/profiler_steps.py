@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from statistics import median
 
-from itercast.microbench.importers.base import parsed_json, read_text
+from itercast.extras.imports.base import parsed_json, read_text
 from itercast.microbench.timing.traces import Trace, parse
 
 STEP = re.compile(r"ProfilerStep#\d+")

@@ -1,30 +1,18 @@
-"""All importers by name, and how an importer is run."""
+"""How an importer is run."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 from itercast.capture.base.close_names import unknown
-from itercast.capture.base.extensions import with_added
-from itercast.microbench.importers.base import Hints, Imported, Unreadable, read_text
+from itercast.extras.imports.base import Hints, Imported, Unreadable, read_text
+from itercast.names import importers
 
 Reader = Callable[..., Imported]  # reads a path, with or without hints
-
-
-@cache
-def importers() -> Mapping[str, Reader]:
-    """All importers by name: those that packages add, one by one or as tables.
-
-    Entry points of ``itercast.importer_tables`` are mappings from names to importers.
-    """
-    tables: Mapping[str, Mapping[str, Reader]] = with_added("importer_tables", {}, Mapping)
-    known = {name: one for table in tables.values() for name, one in table.items()}
-    return with_added("importers", known, Callable)
 
 
 def read_source(source: str, path: Path, hints: Hints) -> Imported:
@@ -35,7 +23,7 @@ def read_source(source: str, path: Path, hints: Hints) -> Imported:
     if not path.exists():
         raise ValueError(f"{str(path)!r}: no such file or folder")
     read = readers[source]
-    found = read(*(path, hints)[: len(inspect.signature(read).parameters)])
+    found: Imported = read(*(path, hints)[: len(inspect.signature(read).parameters)])
     return replace(found, commit=commit_of(path))
 
 

@@ -1,1 +1,0 @@
-"""What importers of published measurements share: reading damaged files, checking rows."""
