@@ -13,7 +13,6 @@ program = capture(build_and_parallelise, world_size=64)  # as torchrun would run
 predict(program, gpu="h100-sxm-80gb", plan="node=dgx-h100").iteration_us
 
 time_parts(predict("gpt2-small", gpu="h100-sxm-80gb"))  # where the time goes
-changes("gpt2-small", {"gpu": "h100-sxm-80gb"})  # what would gain most
 
 checkpoint(model, Path("policy.json"))  # as `itercast predict --policy` chose
 """
@@ -25,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # imported when used: together they take over a second
     from itercast.capture.opcall import StepCapture
-    from itercast.compose.explain.changes import changes
     from itercast.compose.explain.time_parts import time_parts
     from itercast.compose.forecast import Forecast
     from itercast.forecasting import capture, checkpoint, predict
@@ -34,12 +32,11 @@ MODULES = {
     "Forecast": "compose.forecast",
     "StepCapture": "capture.opcall",
     "capture": "forecasting",
-    "changes": "compose.explain.changes",
     "checkpoint": "forecasting",
     "predict": "forecasting",
     "time_parts": "compose.explain.time_parts",
 }
-__all__ = ["Forecast", "StepCapture", "capture", "changes", "checkpoint", "predict", "time_parts"]
+__all__ = ["Forecast", "StepCapture", "capture", "checkpoint", "predict", "time_parts"]
 
 
 def __getattr__(name: str) -> Any:

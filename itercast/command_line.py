@@ -15,7 +15,6 @@ import typer
 
 from itercast.capture.base.durations import seconds
 from itercast.capture.base.extensions import function_of, with_added
-from itercast.commands.explain import explain
 from itercast.commands.plan import plan
 from itercast.commands.predict import predict
 from itercast.commands.run import run
@@ -206,7 +205,7 @@ def list_names(
 
 
 GROUPS = {  # in the order in which a newcomer needs them
-    "Forecast": (predict, run, plan, explain),
+    "Forecast": (predict, run, plan),
     "Measure": (demo, collect),
     "Learn": (train,),
     "Judge": (evaluate,),

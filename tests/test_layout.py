@@ -22,8 +22,8 @@ ROOMS = {  # "." are the package's own files; each may import those before it
         ("eval", "tracking . errors report"),
         ("itercast", ". commands"),
         ("extras", ". imports lengths lookups kineto trace calibration campaign measured_plans"
-                   " benchmarks clusters drift explore fleet graphs images input kinds nccl priced"
-                   " published recommenders rl schedulers ui"),
+                   " benchmarks clusters drift explain explore fleet graphs images input kinds nccl"
+                   " priced published recommenders rl schedulers ui"),
     )
 }  # fmt: skip
 FILES_IN_A_ROOM = 14

@@ -113,16 +113,6 @@ def telling(*orders: ScriptOrder) -> Iterator[list[ScriptOrder]]:
         yield [replace(o, tell=partial(tell, r)) for o, r in zip(orders, running, strict=True)]
 
 
-def of_script(model: SizedModel, asked: Row) -> Row:
-    """What ``predict`` is asked of a script's model: as it is, but for what is asked for."""
-    plan = ParallelPlan.parse(asked["plan"])
-    how = model.settings({**asked, "amp": plan.amp})
-    plan = replace(plan, amp=how.pop("amp"))
-    if not asked["plan"] and not asked["batch"]:
-        plan = replace(plan, accumulate=model.facts.micro, recompute=model.facts.recompute)
-    return {**how, "plan": str(plan)}
-
-
 def print_under_plan(order: ScriptOrder, text: str, trace: Path | None, as_json: bool) -> None:
     """Print the forecast of the model that a script trains under a plan; ValueError for another.
 

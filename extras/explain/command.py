@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,15 +12,18 @@ from rich.table import Table
 from rich.text import Text
 
 from itercast.capture.base.garbage import without_garbage_collection
-from itercast.commands.script_case import AsModule, found_lines, of_script, searched
+from itercast.capture.plan import ParallelPlan
+from itercast.commands.script_case import AsModule, found_lines, searched
 from itercast.eval.tables import output, print_tables
 from itercast.options import Json, Question, asks, prints_aside
 from itercast.stated import assumes, question_facts, say_step
 
 if TYPE_CHECKING:  # the command line starts without pandas
-    from itercast.compose.explain.changes import Change
-    from itercast.compose.explain.time_parts import HotOp, TimePart
+    from itercast.compose.capture_model import SizedModel
+    from itercast.compose.explain.time_parts import TimePart
     from itercast.compose.forecast import Forecast
+    from itercast.extras.explain.changes import Change
+    from itercast.extras.explain.hot_ops import HotOp
     from itercast.microbench.store import Row
 
 SCRIPTED = ("software", "plan", "batch")  # kinds of changes that a user of the same GPU can make
@@ -53,15 +56,16 @@ def _explain(question: Question, model: Any, script: Row, as_json: bool) -> None
     if script:
         from itercast.compose.predict import prepare  # imports what is slow
 
-        asked |= of_script(model, asked)
+        asked |= _of_script(model, asked)
         step, target = prepare(model, **asked)
     else:
         step, target = question.prepared()
-    from itercast.compose.explain.changes import changes
-    from itercast.compose.explain.largest_batch import largest_batch
-    from itercast.compose.explain.time_parts import hot_ops, time_parts
+    from itercast.compose.explain.time_parts import time_parts
     from itercast.compose.target import forecast_step
     from itercast.eval.progress import progress_bar
+    from itercast.extras.explain.changes import changes
+    from itercast.extras.explain.hot_ops import hot_ops
+    from itercast.extras.explain.largest_batch import largest_batch
 
     found = forecast_step(step, target)
     own = {**script, "assumes": assumes([found])}
@@ -87,6 +91,16 @@ def _explain(question: Question, model: Any, script: Row, as_json: bool) -> None
     print_tables(_parts_table(title, parts), _ops_table(ops), _changes_table(listed))
     output().print(_left_out([one for one in gains if one not in listed]), highlight=False)
     output().print("\n".join(_advice(found, step.samples, largest, gains)))
+
+
+def _of_script(model: SizedModel, asked: Row) -> Row:
+    """What ``predict`` is asked of a script's model: as it is, but for what is asked for."""
+    plan = ParallelPlan.parse(asked["plan"])
+    how = model.settings({**asked, "amp": plan.amp})
+    plan = replace(plan, amp=how.pop("amp"))
+    if not asked["plan"] and not asked["batch"]:
+        plan = replace(plan, accumulate=model.facts.micro, recompute=model.facts.recompute)
+    return {**how, "plan": str(plan)}
 
 
 def _gains(one: Change, found: Forecast) -> bool:

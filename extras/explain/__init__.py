@@ -1,0 +1,1 @@
+"""The command ``itercast explain``: the longest ops, and what a change gains."""
