@@ -1,8 +1,8 @@
 """What one measured step tells of others: `python -m itercast.extras.benchmarks.anchors FOLDER`.
 
 FOLDER holds files of measured steps, one a source, as ``--anchor`` takes them. Each step is
-forecast on a typical machine, and with one other step of its file as anchor: the next one of the
-same model, and the next one of another model.
+forecast on a typical machine, and with one other step of its file on such a GPU as anchor: the next
+one of the same model, and the next one of another model.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ KINDS = ("of the same model", "of another model")
 def pairs(steps: Sequence[MeasuredStep]) -> Iterator[tuple[str, int, int]]:
     """Kind of anchor, a step and its anchor: the next one of each kind in the order of the file.
 
-    A step of the same run is none: it would be the answer.
+    A step of the same run is none: it would be the answer. Nor is one on another GPU.
     """
     runs = [run_of(step.step, step.target) for step in steps]
+    gpus = [step.target.gpu.name for step in steps]
     for at, step in enumerate(steps):
         following = (*range(at + 1, len(steps)), *range(at))
-        others = [i for i in following if runs[i] != runs[at]]
+        others = [i for i in following if runs[i] != runs[at] and gpus[i] == gpus[at]]
         for kind in KINDS:
             same = kind == KINDS[0]
             for other in [i for i in others if (steps[i].name == step.name) == same][:1]:

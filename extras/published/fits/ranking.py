@@ -1,9 +1,10 @@
 """How well plans are ranked: `python -m itercast.extras.published.fits.ranking PARTS`.
 
-A set is all measured steps of one model, length, number format and number of GPUs on one machine,
-under two plans or more, of sources that find causes; the fit leaves the source out. Plans are
-ranked by time per sample as forecast on a typical machine, and after one step of the set as an
-anchor, each in turn. PARTS is the folder that ``itercast.extras.published.fits.machines`` writes.
+A set is all measured steps of one model, number of samples, length, number format and number of
+GPUs on one machine, under two plans or more, of sources that find causes; the fit leaves the source
+out. Plans are ranked by their time as forecast on a typical machine, and after one step of the set
+as an anchor, each in turn. PARTS is the folder that ``itercast.extras.published.fits.machines``
+writes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from itercast.extras.programs import run_program
 from itercast.extras.published.fits.machine_fit import groups_of, left_out
 from itercast.extras.published.roles import ROLES
 
-SET = ["source", "machine", "model", "seq", "dtype", "world_size"]
+SET = ["source", "machine", "model", "samples", "seq", "dtype", "world_size"]
 CLOSE_PCT = 3.0  # no assumption: a chosen plan that takes so much longer than the best is as good
 
 
@@ -31,8 +32,7 @@ def ranked(steps: pd.DataFrame, typical: Spread) -> dict[str, float]:
     (group,) = groups_of(steps)
     covariance = group.covariance(np.array(typical.spread), typical.model, typical.row)
     shared = covariance - typical.row**2 * np.eye(len(group.y))
-    samples = steps["batch"] * [ParallelPlan.parse(plan).dp for plan in steps["plan"]]
-    measured = np.log((steps["time_us"] / samples).to_numpy(dtype=float))
+    measured = np.log(steps["time_us"].to_numpy(dtype=float))
     told = [np.zeros(len(measured)), *(shared / np.diag(covariance) * group.y).T]
     scores = np.array([_scores(measured - group.y + moved, measured) for moved in told])
     tau, loss = scores[:, 0], scores[:, 1]
@@ -54,7 +54,9 @@ def _scores(forecast: np.ndarray, measured: np.ndarray) -> tuple[float, float]:
 def ranks(steps: pd.DataFrame) -> pd.DataFrame:
     """``ranked`` of each set of steps, by the fit over the other sources."""
     lines, without = {}, left_out(steps)
-    for name, mine in steps.drop_duplicates([*SET, "plan", "batch"]).groupby(SET):
+    replicas = [ParallelPlan.parse(plan).participants for plan in steps["plan"]]
+    steps = steps.assign(samples=(steps["batch"] * replicas).round().astype(int))
+    for name, mine in steps.drop_duplicates([*SET, "plan"]).groupby(SET, dropna=False):
         if mine["plan"].nunique() > 1:
             lines[" ".join(map(str, name[1:]))] = ranked(mine, without[str(name[0])])
     return pd.DataFrame.from_dict(lines, orient="index")

@@ -1,4 +1,4 @@
-"""Steps of two models on one machine that takes 1.2 times as long as forecast."""
+"""Steps of two models on one machine that takes 1.2 times as long as forecast, one on another."""
 
 from __future__ import annotations
 
@@ -14,16 +14,22 @@ from itercast.extras.benchmarks.anchors import anchored, lines, pairs
 from itercast.options import Question
 
 SLOWER = 1.2
-ASKED = [("gpt2-small", 2), ("gpt2-small", 4), ("bert-base", 4), ("gpt2-small", 2)]
+ASKED = [
+    ("gpt2-small", 2, "a100-sxm-80gb"),
+    ("gpt2-small", 4, "a100-sxm-80gb"),
+    ("bert-base", 4, "a100-sxm-80gb"),
+    ("gpt2-small", 2, "a100-sxm-80gb"),
+    ("gpt2-small", 8, "h100-sxm-80gb"),
+]
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four measured steps: the last is of the first one's configuration."""
+    """Five measured steps: the fourth is of the first one's configuration."""
     path = tmp_path_factory.mktemp("steps") / "own.yaml"
     steps = [
-        {"case": case, "batch": batch, "gpu": "a100-sxm-80gb", "plan": "amp", "step_ms": 1.0}
-        for case, batch in ASKED
+        {"case": case, "batch": batch, "gpu": gpu, "plan": "amp", "step_ms": 1.0}
+        for case, batch, gpu in ASKED
     ]
     path.write_text(yaml.safe_dump(steps))
     for step, read in zip(steps, measured_steps(path, Question), strict=True):
@@ -33,7 +39,10 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_anchor_is_the_next_step_of_another_run(file: Path) -> None:
-    """The first and the last take each other for no anchor; the only BERT has none of its own."""
+    """The first and the fourth take each other for no anchor; the only BERT has none of its own.
+
+    The one on an H100 has none, and is none.
+    """
     found = list(pairs(measured_steps(file, Question)))
     same, other = "of the same model", "of another model"
     assert found == [

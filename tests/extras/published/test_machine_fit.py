@@ -15,7 +15,7 @@ from itercast.extras.published.fits.machine_fit import (
     scaled,
     with_anchors,
 )
-from itercast.extras.published.fits.ranking import ranked
+from itercast.extras.published.fits.ranking import ranked, ranks
 
 SPREAD = np.array([0.3, 0.05, 0.05, 0.05, 0.05, 0.05])
 
@@ -84,24 +84,40 @@ def test_a_step_that_is_not_believed_is_no_anchor() -> None:
     assert (first, other) == (0.0, 2.3)
 
 
+def two_plans() -> pd.DataFrame:
+    """Steps of 8 samples, forecast at 100 and 110 us; the first, all network, takes 200."""
+    plans = {
+        "dp=8": (200.0, "d_network", 100.0, 1),
+        "dp=4,tp=2": (110.0, "d_products", 110.0, 2),
+    }
+    rows = [
+        {
+            **{"source": "s", "machine": "m", "model": "a", "plan": plan, "batch": batch},
+            **{"seq": np.nan, "dtype": "bf16", "world_size": 8, **dict.fromkeys(SENSITIVITY, 0.0)},
+            **{name: 1.0, "time_us": time_us, "log_ratio": np.log(time_us / forecast_us)},
+        }
+        for plan, (time_us, name, forecast_us, batch) in plans.items()
+    ]
+    return pd.DataFrame(rows)
+
+
 def test_an_anchor_tells_which_plan_is_best() -> None:
-    """Forecast 12.5 and 13.75 us a sample; the first, all network, takes 25.
+    """The first plan is forecast to be the better one.
 
     As an anchor it is taken for 0.09 / (0.09 + 0.01) of log(2) more: the second is chosen. That
     one, all products, is as forecast and tells nothing, so that one of two choices is right.
     """
-    plans = {"dp=8": (200.0, "d_network", 100.0), "dp=4,tp=2": (55.0, "d_products", 55.0)}
-    rows = [
-        {
-            **{"source": "s", "machine": "m", "model": "a", "plan": plan, "batch": 1},
-            **dict.fromkeys(SENSITIVITY, 0.0),
-            **{name: 1.0, "time_us": time_us, "log_ratio": np.log(time_us / forecast_us)},
-        }
-        for plan, (time_us, name, forecast_us) in plans.items()
-    ]
     typical = Spread(spread=(0.3,) * 6, model=0.0, row=0.1)
-    found = ranked(pd.DataFrame(rows), typical)
+    found = ranked(two_plans(), typical)
     assert (found["tau"], found["tau_anchor"]) == (-1.0, 0.0)
-    loss = 100 * ((200 / 8) / (55 / 4) - 1)
+    loss = 100 * (200 / 110 - 1)
     assert found["loss_pct"] == pytest.approx(loss)
     assert found["loss_pct_anchor"] == pytest.approx(loss / 2)
+
+
+def test_plans_of_as_many_samples_are_ranked() -> None:
+    """8 samples and 2 x 4 are a set, of a model without a length, too; 8 and 1 x 4 are none."""
+    steps = pd.concat([two_plans(), two_plans().assign(source="t", machine="n")], ignore_index=True)
+    found = ranks(steps)
+    assert len(found) == 2 and (found["plans"] == 2).all()
+    assert ranks(steps.assign(batch=1)).empty
