@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from itercast.capture.base.cores import cores
 from itercast.capture.input.lane import Batches, InputLane
@@ -32,7 +32,7 @@ from itercast.capture.recorder.facts import is_small_integer
 from itercast.capture.recorder.fake import fake_tensor
 
 CONTEXT = "_DataLoader__multiprocessing_context"
-MOST_PLACES = 1000  # of a list or dict that are searched for tensors without data
+MOST_PLACES = 1000  # of a list or dict that are searched where none holds a tensor without data
 
 
 class TakenBatches:
@@ -122,27 +122,29 @@ def _alone(mode: TorchFunctionMode | None) -> Iterator[None]:
 Known = Callable[[torch.Tensor], torch.Tensor | None]  # the values of a fake tensor
 
 
-def _fill(owner: Any, seen: set[int], known: Known) -> None:
+def _fill(owner: Any, seen: set[int], known: Known) -> bool:
     """Give data to the fake tensors that an object holds, in attributes, lists and dicts too.
 
-    Tensors with ``known`` values have those, others zeros.
+    Tensors with ``known`` values have those, others zeros. Returns whether it holds any.
     """
     if id(owner) in seen or isinstance(owner, type | str | bytes):
-        return
+        return False
     seen.add(id(owner))
     if isinstance(owner, list | dict):
         held: Any = owner
     else:
         held = getattr(owner, "__dict__", {})
-    places = range(len(held)) if isinstance(held, list) else list(held)
-    for place in places[:MOST_PLACES]:
+    found = False
+    for number, place in enumerate(range(len(held)) if isinstance(held, list) else list(held)):
+        if number >= MOST_PLACES and not found:
+            break
         value = held[place]
-        if isinstance(value, FakeTensor):
-            held[place] = _with_data(known, value)
-        elif isinstance(value, tuple):
+        if isinstance(value, FakeTensor | tuple):
+            found |= any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(value))
             held[place] = tree_map(partial(_with_data, known), value)
         else:
-            _fill(value, seen, known)
+            found |= _fill(value, seen, known)
+    return found
 
 
 def _with_data(known: Known, value: Any) -> Any:

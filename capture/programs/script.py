@@ -34,7 +34,7 @@ from itercast.capture.programs.gpus.loaded import weights_not_downloaded
 from itercast.capture.programs.gpus.machine import gpus_that_are_not_there
 from itercast.capture.programs.gpus.streams import recorded_streams
 from itercast.capture.programs.kept_files import KEPT
-from itercast.capture.programs.kernels.own import own_kernels
+from itercast.capture.programs.kernels.own import WITHOUT_CUDA, own_kernels
 from itercast.capture.programs.log import ProgramLog
 from itercast.capture.programs.outside import RefusedError, nothing_outside
 from itercast.capture.programs.program import ProgramCapture, write_program
@@ -198,7 +198,9 @@ def _refusal(exc: BaseException, done: int, script: Script) -> RefusedError:
     if isinstance(exc, SystemExit):
         return RefusedError(_too_few(done, script, f"exits with {exc.code!r}"))
     where = _place(traceback.extract_tb(exc.__traceback__), script)
-    return RefusedError(f"{first_line(exc)}{where}")
+    install = WITHOUT_CUDA.get(getattr(exc, "name", None) or "")
+    hint = f"; its Python is enough: {install}" if install else ""
+    return RefusedError(f"{first_line(exc)}{where}{hint}")
 
 
 def _too_few(done: int, script: Script, how: str) -> str:

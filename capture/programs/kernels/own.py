@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +18,13 @@ from torch.utils._pytree import tree_leaves
 
 from itercast.capture.programs.kernels.libraries import FUSED
 from itercast.capture.programs.log import ProgramLog
+
+# What packages compile for CUDA: they can be installed without, where there is no CUDA.
+COMPILED = ("flash_attn_2_cuda", "adam_atan2_backend")
+WITHOUT_CUDA = {  # Dao-AILab/flash-attention, setup.py
+    "flash_attn": "FLASH_ATTENTION_FORCE_BUILD=TRUE FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE "
+    "pip install --no-deps --no-build-isolation flash-attn"
+}
 
 
 @contextmanager
@@ -41,21 +50,25 @@ def own_kernels(log: ProgramLog) -> Iterator[None]:
 
         __call__ = launched
 
-    class Built:  # as an extension
+    class Built(ModuleType):  # as an extension
         multi_tensor_adam = staticmethod(_multi_tensor_adam)
 
         def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
             return partial(launched, name)
 
     def built(load: Any, name: str, sources: Any, *args: Any, **options: Any) -> Any:
         files = [sources] if isinstance(sources, str) else sources
         in_cuda = options.get("with_cuda") or options.get("cuda_sources")
         if in_cuda or any(str(file).endswith(".cu") for file in files):
-            return Built()
+            return Built(name)
         return load(name, sources, *args, **options)
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(torch.cuda, "_compile_kernel", Compiled, create=True))
+        lacking = {name: Built(name) for name in COMPILED if find_spec(name) is None}
+        stack.enter_context(patch.dict(sys.modules, lacking))
         for load in (cpp_extension.load, cpp_extension.load_inline):
             patched = patch.object(cpp_extension, load.__name__, partial(built, load))
             stack.enter_context(patched)

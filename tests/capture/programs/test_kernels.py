@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from unittest.mock import patch
 
+import pytest
 from small_scripts import captured, written
 
 IN_4_BITS = """
@@ -165,6 +168,7 @@ from torch.utils.cpp_extension import load, load_inline
 
 updates = load("fused_adam", ["adam.cpp", "adam.cu"])  # as DeepSpeed's
 others = load_inline("others", "", cuda_sources="...", functions=["scale_"])
+import flash_attn_2_cuda  # of a package that is installed without
 weight = torch.nn.Parameter(torch.zeros(1024, device="cuda"))
 
 class FusedAdam(torch.optim.Optimizer):
@@ -181,6 +185,7 @@ optimizer = FusedAdam([weight], {})
 for step in range(3):
     scaled = weight * 2
     others.scale_(scaled.data, 0.5)
+    flash_attn_2_cuda.passes(scaled.data[:256])
     scaled.sum().backward()
     optimizer.step()
 """
@@ -193,6 +198,15 @@ def test_extensions_in_cuda_are_not_compiled(tmp_path: Path) -> None:
     (update,) = (c for c in calls if c.op.startswith("aten._fused_adamw_"))
     sizes = [t.nbytes for t in update.tensors()]
     assert sizes.count(4096) >= 4 and update.phase == "optimizer"
-    (other,) = (c for c in calls if c.op == "itercast.fused")
-    assert [t.nbytes for t in other.args] == [4096] and other.phase == "forward"
+    others = [c for c in calls if c.op == "itercast.fused"]
+    assert [t.nbytes for c in others for t in c.args] == [4096, 1024]
+    assert {c.phase for c in others} == {"forward"}
     assert "kernels in Triton or CUDA" in program.notes[0]
+
+
+def test_what_is_not_installed_is_told_with_what_a_forecast_needs(tmp_path: Path) -> None:
+    with (
+        patch.dict(sys.modules, flash_attn=None),
+        pytest.raises(ValueError, match=r"its Python is enough: .*SKIP_CUDA_BUILD=TRUE pip"),
+    ):
+        captured(written(tmp_path, "from flash_attn import flash_attn_func"), gpus=1)

@@ -164,11 +164,14 @@ class Scaled(torch.utils.data.Dataset):
     def __init__(self):
         self.inner = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.arange(64))
         self.factors = [torch.tensor(2.0)]
+        self.packs = [{"lengths": torch.tensor([3, 5])} for _ in range(1100)]
     def __len__(self):
         return 64
     def __getitem__(self, i):
         x, y = self.inner[i]
-        return torch.full((8,), self.factors[0].item()) * x, y
+        first, last = self.packs[1050 + i % 50]["lengths"]  # as torchtune's, which counts tokens
+        parts = torch.full((first,), self.factors[0].item()), torch.full((last,), 1.0)
+        return torch.cat(parts) * x, y
 model = torch.nn.Linear(8, 8).cuda()
 optimizer = torch.optim.SGD(model.parameters())
 for x, y in torch.utils.data.DataLoader(Scaled(), batch_size=4):
