@@ -156,7 +156,7 @@ def evaluate(
 ) -> None:
     """Compare forecasts with measured iterations; measures this CPU unless --measured is given."""
     from itercast.commands.shared import compared, iterations
-    from itercast.eval.report.write import report_comparison
+    from itercast.eval.evaluation import report_comparison
     from itercast.eval.results import summary
     from itercast.eval.tracking.store import now_ms
 
@@ -172,18 +172,6 @@ def evaluate(
     if as_json:
         cases = [{**asdict(one), "error_pct": one.error_pct} for one in results]
         typer.echo(json.dumps({**summary(results), "out": str(out), "cases": cases}))
-
-
-def report(
-    reports: Annotated[Path, typer.Option(help="folder that holds the report folders")] = Path(
-        "reports"
-    ),
-) -> None:
-    """Write the report pages of demo and evaluate again, from the files that these left."""
-    from itercast.eval.report.write import rewrite
-
-    for page in rewrite(reports):
-        typer.echo(page)
 
 
 def demo(
@@ -209,7 +197,7 @@ GROUPS = {  # in the order in which a newcomer needs them
     "Measure": (demo, collect),
     "Learn": (train,),
     "Judge": (evaluate,),
-    "Look": (report, list_names),
+    "Look": (list_names,),
 }
 OF_A_SCRIPT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from itercast.eval.report.blocks import Device
 from itercast.eval.results import CaseResult
+from itercast.extras.pages.blocks import Device
 
 SCORES = {"mape_pct": 5.0, "median_ape_pct": 4.0, "p90_ape_pct": 9.0, "bias_pct": 0.5}
 

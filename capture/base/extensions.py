@@ -20,8 +20,8 @@ The name of an entry point is the name of what it adds. Its group says what that
   (``itercast.extras.measured_plans.steps.make_plan_step``).
 - ``itercast.profiled_steps``: ``ops``, which measures the ops of a profiled iteration
   (``itercast.extras.kineto.in_step.measure_ops``), and ``step_us``, the time of a traced step.
-- ``itercast.plan_pages``: ``html``, which writes what `itercast plan --report` shows of a search
-  (``itercast.extras.explore.plan_page.write_page``).
+- ``itercast.pages``: ``comparison``, ``family`` and ``plan``, which make the HTML pages of
+  `itercast evaluate`, of a family's training, and of `itercast plan --report`.
 - ``itercast.lengths``: ``stated``, which rewrites a step whose sequences have unlike lengths
   (``itercast.extras.lengths.sequences.unlike_lengths``).
 - ``itercast.traces``: ``step`` and ``program``, which make the timelines that ``--trace`` writes

@@ -13,10 +13,10 @@ from itercast.compose.forecast import Forecast
 from itercast.compose.parallel.device_memory import FITS, MISFITS, room_bytes, verdict
 from itercast.compose.plan_search.candidates import Search
 from itercast.compose.plan_search.search import SearchResult
-from itercast.eval.report import charts
-from itercast.eval.report.blocks import Section, Table, Tile, number
-from itercast.eval.report.charts import Chart, Figure, Trace
-from itercast.eval.report.page import render
+from itercast.extras.pages import charts
+from itercast.extras.pages.blocks import Section, Table, Tile, number
+from itercast.extras.pages.charts import Chart, Figure, Trace
+from itercast.extras.pages.page import render
 from itercast.extras.trace.forecasts import shown_rank
 from itercast.extras.trace.plan import plan_trace
 from itercast.microbench.store import Facts

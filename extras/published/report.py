@@ -9,11 +9,11 @@ from pathlib import Path
 
 from itercast.capture.base.files import write_atomic
 from itercast.capture.plan import ParallelPlan
+from itercast.eval.evaluation import Evaluation
 from itercast.eval.iteration_parts import PARTS
 from itercast.eval.ranking import SOFTWARE
-from itercast.eval.report.evaluation import Evaluation
-from itercast.eval.report.write import write_pages
 from itercast.eval.results import COVERAGE, CaseResult, records
+from itercast.extras.pages.write import write_pages
 from itercast.extras.processes import processes
 from itercast.extras.published.baselines import RANKERS
 from itercast.extras.published.benchmark import read_folders, run_line

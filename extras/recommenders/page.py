@@ -8,9 +8,9 @@ from pathlib import Path
 import pandas as pd
 
 from itercast.capture.base.files import write_atomic
-from itercast.eval.report.blocks import Section, Table
-from itercast.eval.report.charts import predicted_measured
-from itercast.eval.report.page import render
+from itercast.extras.pages.blocks import Section, Table
+from itercast.extras.pages.charts import predicted_measured
+from itercast.extras.pages.page import render
 from itercast.extras.recommenders.judge import Judged
 from itercast.microbench.hardware.machine import cpu_name
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from itercast.commands.shared import fit, iterations, log_training, report_table, sweep
 from itercast.errors import when_stopped
 from itercast.eval.compare import compare_all, measured_rows
-from itercast.eval.report.write import report_comparison
+from itercast.eval.evaluation import report_comparison
 from itercast.eval.tables import output, print_tables
 from itercast.eval.tracking.store import now_ms
 from itercast.learners.held_out import has_held_out

@@ -291,7 +291,7 @@ def run_search(
     told |= {"stopped": True} if found.stopped else {}
     told |= {"simplest": str(found.simplest.plan) if found.simplest else ""}
     if page is not None:
-        function_of("plan_pages", "html")(page, search, found, facts, reports)
+        function_of("pages", "plan")(page, search, found, facts, reports)
         typer.echo(f"page of the search: {page}", err=True)
     return told, reports
 

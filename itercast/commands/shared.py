@@ -185,13 +185,13 @@ def fit(
 
 def log_training(report: Row, out: Path, data: Sequence[Path]) -> None:
     """Log a training to MLflow, after its answer, and say how long that took."""
-    from itercast.eval.report.write import family_page
     from itercast.eval.tracking.fits import log_fit
     from itercast.learners.bundle import Bundle
 
     begin, gpus = time.monotonic(), sorted(Bundle.load(out).gpus)
     device = gpus[0] if len(gpus) == 1 else "all"
-    if log_last(log_fit, report, device, out, data, family_page):
+    page = function_of("pages", "family")
+    if log_last(log_fit, report, device, out, data, page):
         typer.echo(f"logging took {time.monotonic() - begin:.0f} s", err=True)
 
 

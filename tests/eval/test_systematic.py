@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from report_facts import case
 
-from itercast.eval.errors.systematic import systematic_errors
 from itercast.eval.results import KINDS, ONE_PROCESS, CaseResult, grouped, kind_of, totals
+from itercast.eval.systematic import systematic_errors
 
 
 def cases(

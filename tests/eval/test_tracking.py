@@ -15,13 +15,13 @@ import yaml
 from report_facts import RESULTS
 from toy_products import products
 
-from itercast.eval.report.write import family_page
 from itercast.eval.results import logged_groups
 from itercast.eval.tracking.fits import log_fit
 from itercast.eval.tracking.logs import log_evaluation
 from itercast.eval.tracking.open_run import open_run
 from itercast.eval.tracking.registry import PINNED, judge
 from itercast.eval.tracking.store import NEWEST, NOTE, now_ms
+from itercast.extras.pages.write import family_page
 from itercast.learners.features.table import shape_places
 from itercast.learners.held_out import load_held_out, retest_of
 from itercast.learners.models.compared import NAMES

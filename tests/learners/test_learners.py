@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 from toy_products import timed, write_rows
 
-from itercast.eval.report.op_sections import software_sections
+from itercast.extras.pages.op_sections import software_sections
 from itercast.extras.priced.forecasts import write_forecasts
 from itercast.learners.bundle import Bundle
 from itercast.learners.features.table import shape_groups

@@ -6,21 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from itercast.eval.errors.error_parts import error_parts, factors
-from itercast.eval.errors.intervals import LEVELS, at_stated, coverage_pct
-from itercast.eval.errors.systematic import systematic_errors
+from itercast.eval.error_parts import error_parts, factors
+from itercast.eval.intervals import LEVELS, at_stated, coverage_pct
 from itercast.eval.iteration_parts import PARTS
 from itercast.eval.ranking import ranking_lines
-from itercast.eval.report import charts
-from itercast.eval.report.blocks import Device, Section, Table, Tile, number
-from itercast.eval.report.op_errors import scores, worst
-from itercast.eval.report.op_sections import (
-    condition_section,
-    family_section,
-    learner_section,
-    ops_section,
-    software_sections,
-)
 from itercast.eval.results import (
     COLUMNS,
     COVERAGE,
@@ -31,7 +20,18 @@ from itercast.eval.results import (
     summary,
     totals,
 )
+from itercast.eval.systematic import systematic_errors
 from itercast.eval.tables import three_digits
+from itercast.extras.pages import charts
+from itercast.extras.pages.blocks import Device, Section, Table, Tile, number
+from itercast.extras.pages.op_errors import scores, worst
+from itercast.extras.pages.op_sections import (
+    condition_section,
+    family_section,
+    learner_section,
+    ops_section,
+    software_sections,
+)
 
 WORST = 10
 UNSURE_FRAC = 0.1  # of an iteration that no model covers, or that is assumed, is a reason

@@ -1,70 +1,23 @@
-"""Writes pages: after a comparison, or anew from what comparisons left on disk."""
+"""Writes the pages of a comparison, and of one family's held-out forecasts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
-from rich.text import Text
 
 from itercast.capture.base.files import write_atomic
-from itercast.eval.compare import compared_facts, results_table
-from itercast.eval.errors.systematic import systematic_errors
-from itercast.eval.ranking import ranking_metrics
-from itercast.eval.report.blocks import Device
-from itercast.eval.report.evaluation import FILE, Evaluation, machine_of
-from itercast.eval.report.op_sections import condition_section, ops_section
-from itercast.eval.report.page import render
-from itercast.eval.report.sections import sections, tiles, worst_section
-from itercast.eval.results import CaseResult, logged_groups
-from itercast.eval.tables import output, print_tables
+from itercast.eval.evaluation import FILE, Evaluation
+from itercast.eval.systematic import systematic_errors
+from itercast.extras.pages.blocks import Device
+from itercast.extras.pages.op_sections import condition_section, ops_section
+from itercast.extras.pages.page import render
+from itercast.extras.pages.sections import sections, tiles, worst_section
 from itercast.learners.held_out import load_held_out
-from itercast.microbench.store import Facts
 
 PAGE = "report.html"
-
-
-def report_comparison(
-    out: Path,
-    results: Sequence[CaseResult],
-    rows: pd.DataFrame,
-    fit: Facts,
-    data: Path | None,
-    bundle: Path | None,
-    *,
-    source: str,
-    begin_ms: int,
-) -> None:
-    """Print the table, write the report to ``out``, and log both to MLflow.
-
-    ``fit``: scores of the op models, empty where none was trained; ``data`` and ``bundle``: the
-    dataset they learned from and where they are. ``source``: the command that compared, from
-    ``begin_ms`` on.
-    """
-    if not results:
-        raise ValueError("nothing could be forecast")
-    from itercast.eval.tracking.logs import log_evaluation
-    from itercast.eval.tracking.open_run import attempt
-
-    print_tables(results_table(results))
-    warnings = systematic_errors(results)
-    for warned in warnings:
-        output().print(Text("warning", "red") + f": {warned.text}", highlight=False)
-    Evaluation(
-        results=results,
-        fit=fit,
-        machine=machine_of(rows),
-        bundle=str(bundle or ""),
-    ).save(out)
-    page = write_pages(out)
-    groups = logged_groups(results, {(w.gpu, w.group): w.text for w in warnings})
-    facts = compared_facts(rows, data, bundle, source)
-    output().print(f"report: {page}")
-    asked = (out.name, groups, facts, ranking_metrics(results), out, begin_ms)
-    if attempt(log_evaluation, *asked):
-        output().print("logged to MLflow; `itercast ui` shows it")
 
 
 def write_pages(folder: Path) -> Path:

@@ -13,11 +13,11 @@ from textwrap import wrap
 import numpy as np
 import pandas as pd
 
-from itercast.eval.errors.error_parts import ErrorParts
-from itercast.eval.errors.intervals import LEVELS
+from itercast.eval.error_parts import ErrorParts
+from itercast.eval.intervals import LEVELS
 from itercast.eval.iteration_parts import PARTS
-from itercast.eval.report.op_errors import Groups, kinds, off_log
 from itercast.eval.results import RETEST, CaseResult, grouped, records
+from itercast.extras.pages.op_errors import Groups, kinds, off_log
 from itercast.microbench.store import Facts
 
 Json = object  # plain values

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.stats import binomtest
 
-from itercast.eval.errors.error_parts import error_parts, factors
-from itercast.eval.errors.intervals import STATED
+from itercast.eval.error_parts import error_parts, factors
+from itercast.eval.intervals import STATED
 from itercast.eval.results import RETEST, CaseResult, grouped, summary
 
 CHANCE = 0.05  # what happens by chance more often than this is no warning

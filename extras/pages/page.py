@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup, escape
 
-from itercast.eval.report.blocks import Section, Tile
+from itercast.extras.pages.blocks import Section, Tile
 
 
 def render(

@@ -17,13 +17,13 @@ from report_facts import DEVICE, FIT, OPS, RESULTS
 from typer.testing import CliRunner
 
 from itercast.command_line import app
-from itercast.eval.errors.systematic import systematic_errors
+from itercast.eval.evaluation import Evaluation
 from itercast.eval.iteration_parts import PARTS
-from itercast.eval.report.blocks import Device
-from itercast.eval.report.evaluation import Evaluation
-from itercast.eval.report.page import render
-from itercast.eval.report.sections import sections, tiles
-from itercast.eval.report.write import rewrite, write_pages
+from itercast.eval.systematic import systematic_errors
+from itercast.extras.pages.blocks import Device
+from itercast.extras.pages.page import render
+from itercast.extras.pages.sections import sections, tiles
+from itercast.extras.pages.write import rewrite, write_pages
 from itercast.extras.published.report import write_public_pages
 from itercast.learners.held_out import save_held_out
 

@@ -10,11 +10,11 @@ import pytest
 from plan_case import forecast_of
 from report_facts import FIT, OPS, case, op
 
-from itercast.eval.errors.error_parts import error_parts, factors
-from itercast.eval.errors.intervals import LEVELS, at_stated, coverage_pct
+from itercast.eval.error_parts import error_parts, factors
+from itercast.eval.intervals import LEVELS, at_stated, coverage_pct
 from itercast.eval.iteration_parts import PARTS, parts_us
-from itercast.eval.report.op_errors import by_condition, by_family, kinds, reason, sizes, worst
-from itercast.eval.report.sections import case_reason
+from itercast.extras.pages.op_errors import by_condition, by_family, kinds, reason, sizes, worst
+from itercast.extras.pages.sections import case_reason
 
 FORECAST = forecast_of(
     iteration_us=100.0,

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 
-from itercast.eval.report.charts import Chart
 from itercast.eval.results import CaseResult
+from itercast.extras.pages.charts import Chart
 from itercast.microbench.store import Facts
 
 

@@ -1,4 +1,4 @@
-"""A comparison on disk: evaluation.json with cases, error summaries and where they come from."""
+"""Tells what a comparison found: its table, its files, its run in MLflow."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import pandas as pd
+from rich.text import Text
 
+from itercast.capture.base.extensions import function_of
 from itercast.capture.base.files import write_atomic
-from itercast.eval.errors.systematic import systematic_errors
+from itercast.eval.compare import compared_facts, results_table
 from itercast.eval.ranking import choices, ranking_metrics, rankings
-from itercast.eval.results import CaseResult, summary, totals
+from itercast.eval.results import CaseResult, logged_groups, summary, totals
+from itercast.eval.systematic import systematic_errors
+from itercast.eval.tables import output, print_tables
 from itercast.microbench.store import Facts
 
 FILE = "evaluation.json"
@@ -23,7 +27,7 @@ FILE = "evaluation.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Measured iterations beside their forecasts, and what the forecasts were learned from.
+    """A comparison: measured iterations, their forecasts, and what these were learned from.
 
     ``fit``: scores of the op models on held-out shapes by family, as ``TrainReport.to_dict`` makes
     them. ``bundle``: where the models are; empty if not known.
@@ -80,3 +84,44 @@ def machine_of(rows: pd.DataFrame) -> dict[str, str]:
         "stack": ", ".join(sorted(set(rows["stack"]))),
         "compared": f"{today} by python {python} on {os.cpu_count()} cores",
     }
+
+
+def report_comparison(
+    out: Path,
+    results: Sequence[CaseResult],
+    rows: pd.DataFrame,
+    fit: Facts,
+    data: Path | None,
+    bundle: Path | None,
+    *,
+    source: str,
+    begin_ms: int,
+) -> None:
+    """Print the table, write the report to ``out``, and log both to MLflow.
+
+    ``fit``: scores of the op models, empty where none was trained; ``data`` and ``bundle``: the
+    dataset they learned from and where they are. ``source``: the command that compared, from
+    ``begin_ms`` on.
+    """
+    if not results:
+        raise ValueError("nothing could be forecast")
+    from itercast.eval.tracking.logs import log_evaluation
+    from itercast.eval.tracking.open_run import attempt
+
+    print_tables(results_table(results))
+    warnings = systematic_errors(results)
+    for warned in warnings:
+        output().print(Text("warning", "red") + f": {warned.text}", highlight=False)
+    Evaluation(
+        results=results,
+        fit=fit,
+        machine=machine_of(rows),
+        bundle=str(bundle or ""),
+    ).save(out)
+    page = function_of("pages", "comparison")(out)
+    groups = logged_groups(results, {(w.gpu, w.group): w.text for w in warnings})
+    facts = compared_facts(rows, data, bundle, source)
+    output().print(f"report: {page}")
+    asked = (out.name, groups, facts, ranking_metrics(results), out, begin_ms)
+    if attempt(log_evaluation, *asked):
+        output().print("logged to MLflow; `itercast ui` shows it")

@@ -11,8 +11,8 @@ import pytest
 from browser import console_errors, outside_requests, serious_findings, shown_as
 from report_facts import DEVICE, OPS
 
-from itercast.eval.report.page import render
-from itercast.eval.report.sections import sections, tiles
+from itercast.extras.pages.page import render
+from itercast.extras.pages.sections import sections, tiles
 
 MOST_BYTES = 3e6
 CHARTS = 7

@@ -1,1 +1,0 @@
-"""What errors of iterations say: where they sit, what intervals hold, what is beyond chance."""

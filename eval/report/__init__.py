@@ -1,1 +1,0 @@
-"""The report: one self-contained HTML page per device, made of what a comparison left on disk."""

@@ -1,0 +1,1 @@
+"""HTML pages with charts: of a comparison, of one family's held-out ops."""
