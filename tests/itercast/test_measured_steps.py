@@ -15,7 +15,7 @@ from itercast.eval.results import by_source, over_sources
 from itercast.options import Question
 
 LARGE_RUNS = Path(__file__).resolve().parents[2] / "datasets/large_runs"
-REPORTED_RUNS, USER_RUNS = (LARGE_RUNS.parent / name for name in ("reported_runs", "user_runs"))
+PAGES = [LARGE_RUNS.parent / name for name in ("reported_runs", "user_runs", "mixed_runs")]
 STEP = {"case": "mlp-l", "gpu": "a100-sxm-80gb", "batch": 64, "dtype": "bf16", "source": "a log"}
 
 
@@ -68,9 +68,7 @@ def test_paths_are_from_the_file_that_states_them(tmp_path: Path) -> None:
     assert one.label == "small"
 
 
-@pytest.mark.parametrize(
-    "folder", [LARGE_RUNS, REPORTED_RUNS, USER_RUNS], ids=lambda path: path.name
-)
+@pytest.mark.parametrize("folder", [LARGE_RUNS, *PAGES], ids=lambda path: path.name)
 def test_published_steps_are_as_many_as_their_page_says(folder: Path) -> None:
     """By file of the folder; each states its source and plan."""
     lines = [x.split("|") for x in (folder / "README.md").read_text().splitlines() if "`" in x]
