@@ -78,13 +78,12 @@ def collect(
     """Measure ops on this machine into a dataset; continues an interrupted sweep."""
     from itercast.commands.shared import sweep
     from itercast.microbench.processes.lanes import gpu_count
-    from itercast.microbench.urls import written
 
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device {device!r}: allowed are cpu and cuda")
     gpus = gpu_count(devices, device)
     kept = f"what was measured is in {out}; the same command goes on"
-    with when_stopped(kept), written(out) as root:
+    with when_stopped(kept), function_of("roots", "written")(out) as root:
         rows = sweep(root, device, family, seconds(budget), seed, torchrun, points, gpus)
     typer.echo(json.dumps({"rows": rows, "out": out}) if as_json else f"{rows} new rows in {out}")
 
@@ -120,7 +119,6 @@ def train(
     """Train one model per op family, compare it with baselines, and write a bundle."""
     from itercast.commands.shared import fit, log_training, report_table
     from itercast.learners.training_rows import memory_bytes
-    from itercast.microbench.urls import fetched
 
     folder = into or out
     if folder is None or (into and out):
@@ -131,7 +129,7 @@ def train(
     more: dict[str, object] = {"memory": memory_bytes(memory, at_once), "storage": storage}
     if address:
         more["fit_all"] = function_of("trainers", "ray")(address, where)
-    roots = list(map(fetched, where))
+    roots = list(map(function_of("roots", "fetched"), where))
     report = fit(roots, folder, family, trials, into is not None, **more)
     if as_json:
         typer.echo(json.dumps(report))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVa
 
 import typer
 
+from itercast.capture.base.extensions import function_of
 from itercast.capture.base.slow_imports import without_scikit_learn
 from itercast.capture.cases.external.huggingface import read_config
 from itercast.capture.opcall import NARROW
@@ -35,10 +36,9 @@ R = TypeVar("R")
 
 def fetched_root(text: str) -> Path:
     """Parses an option that names a dataset root: the folder, or a local copy of the URL."""
-    from itercast.microbench.urls import fetched
-
     try:
-        return fetched(text)
+        root: Path = function_of("roots", "fetched")(text)
+        return root
     except (ValueError, OSError) as exc:
         raise typer.BadParameter(str(exc)) from exc
 

@@ -21,7 +21,7 @@ ROOMS = {  # "." are the package's own files; each may import those before it
                     " explain"),
         ("eval", "tracking ."),
         ("itercast", ". commands"),
-        ("extras", ". imports pages lengths lookups kineto trace calibration campaign"
+        ("extras", ". roots imports pages lengths lookups kineto trace calibration campaign"
                    " measured_plans benchmarks clusters drift explain explore fleet graphs images"
                    " input kinds nccl priced published recommenders rl schedulers ui"),
     )

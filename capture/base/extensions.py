@@ -12,6 +12,8 @@ The name of an entry point is the name of what it adds. Its group says what that
   address and dataset roots: it trains families elsewhere.
 - ``itercast.index_streams``: ``stated``, which tells embedding bags of a captured step how they
   look rows up (``itercast.extras.recommenders.tables.known_streams.with_indices``).
+- ``itercast.roots``: ``fetched`` and ``written``, the local folder of a dataset root to read or to
+  write, which may be at a URL (``itercast.extras.roots.urls`` has both).
 - ``itercast.tables_elsewhere``: a function that says what one rank does of a step whose embedding
   tables are spread over ranks (``itercast.compose.pricing.layer_prices.TablesElsewhere``).
 - ``itercast.unlike_gpus``: ``predict`` and ``plan``, functions that answer ``--cluster FILE`` of
@@ -22,6 +24,8 @@ The name of an entry point is the name of what it adds. Its group says what that
   (``itercast.extras.kineto.in_step.measure_ops``), and ``step_us``, the time of a traced step.
 - ``itercast.pages``: ``comparison``, ``family`` and ``plan``, which make the HTML pages of
   `itercast evaluate`, of a family's training, and of `itercast plan --report`.
+- ``itercast.inputs``: ``with_input``, which feeds a forecast step by a DataLoader, and ``advice``,
+  how many workers hide it (``itercast.extras.input.pipeline`` has both).
 - ``itercast.lengths``: ``stated``, which rewrites a step whose sequences have unlike lengths
   (``itercast.extras.lengths.sequences.unlike_lengths``).
 - ``itercast.traces``: ``step`` and ``program``, which make the timelines that ``--trace`` writes

@@ -29,12 +29,12 @@ from itercast.extras.campaign.prepare import PREPARED_POINTS, prepare, use_prepa
 from itercast.extras.campaign.run import Run
 from itercast.extras.campaign.stages import PLANS, Stage, chosen_stages
 from itercast.extras.campaign.summary import summary
+from itercast.extras.roots.urls import fetched_file
 from itercast.microbench import store
 from itercast.microbench.processes.lanes import gpu_count
 from itercast.microbench.sweep.captured_points import check_points
 from itercast.microbench.sweep.cards import card_facts
 from itercast.microbench.sweep.collect import GRACE_S
-from itercast.microbench.urls import fetched_file
 
 log = logging.getLogger("itercast.campaign")
 PREPARED = Path("runs/campaign")  # written by --prepare, read by runs

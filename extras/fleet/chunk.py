@@ -28,6 +28,7 @@ import pandas as pd
 from itercast.capture.base.files import write_atomic
 from itercast.capture.base.yaml_text import made_of
 from itercast.extras.fleet.chunks import ITERATIONS, Chunk, Plain
+from itercast.extras.roots.urls import PROBE, Root
 from itercast.microbench import store
 from itercast.microbench.iterations.collect import collect_iterations
 from itercast.microbench.iterations.measure import Iteration
@@ -37,7 +38,6 @@ from itercast.microbench.sweep.cards import card_facts, cuda_gpu
 from itercast.microbench.sweep.collect import collect
 from itercast.microbench.sweep.rows import machine
 from itercast.microbench.timing.nvml import Nvml
-from itercast.microbench.urls import PROBE, Root
 
 CLOSE_S = 6.0  # before the deadline, for the end of the sweep and the upload
 WAIT_S = 0.2  # between looks for free cores

@@ -37,7 +37,7 @@ def fleet(
     from itercast.extras.fleet.chunks import deal, simulate
     from itercast.extras.fleet.driver import left_of, results, with_ray
     from itercast.extras.fleet.plan import load_plan
-    from itercast.microbench.urls import Root
+    from itercast.extras.roots.urls import Root
 
     asked = words[1:] if words[0] == "status" else words
     if len(asked) != 1:

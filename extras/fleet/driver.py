@@ -22,8 +22,8 @@ from itercast.extras.fleet.chunk import DONE, LATE, REFUSED, THROTTLED, ChunkOrd
 from itercast.extras.fleet.chunks import HOST, TOGETHER, Chunk, Plain, gpus_of
 from itercast.extras.fleet.plan import FleetPlan, Machines
 from itercast.extras.fleet.task import begun_chunks, over_nodes, run_chunk
+from itercast.extras.roots.urls import OF_ROOT, Root, send_cards
 from itercast.microbench.store import Row
-from itercast.microbench.urls import OF_ROOT, Root, send_cards
 
 log = logging.getLogger(__name__)
 LOCAL = "local"  # address: a cluster of this machine alone, started and ended with the plan

@@ -13,12 +13,12 @@ from itercast.capture.base.close_names import unknown
 from itercast.capture.base.durations import seconds
 from itercast.capture.base.yaml_text import made_of, read_mapping
 from itercast.capture.cases.registry import case_names
+from itercast.extras.roots.urls import check_url, is_url
 from itercast.microbench.hardware.names import read_prices
 from itercast.microbench.hardware.spec import gpu_names
 from itercast.microbench.ops import families
 from itercast.microbench.sweep.captured_points import check_points
 from itercast.microbench.sweep.orders import known_families
-from itercast.microbench.urls import check_url, is_url
 
 MAX_MINUTES = 7 * 24 * 60  # of measuring by the machines of one kind
 MAX_COUNT = 10_000  # machines of one kind

@@ -17,13 +17,13 @@ from pathlib import Path
 import pandas as pd
 
 from itercast.extras.fleet.driver import connected
+from itercast.extras.roots.urls import fetched
 from itercast.learners.bundle import Bundle
 from itercast.learners.features.machine_speed import Anchors, undisturbed
 from itercast.learners.train import Asked, FamilyReport, FitAll, Fits, Told, fit_in_turn
 from itercast.learners.training_rows import usable_rows
 from itercast.learners.unfinished import read_family, write_family
 from itercast.microbench.store import Row
-from itercast.microbench.urls import fetched
 
 OF_ASKED = ("trials", "memory", "storage", "gpus")
 TRIES = 3  # of a task whose node dies

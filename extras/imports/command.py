@@ -44,7 +44,7 @@ def import_rows(
     """Convert published measurements into dataset rows; prints how many were left out, and why."""
     from itercast.extras.imports.sources import read_source
     from itercast.extras.imports.write import write
-    from itercast.microbench.urls import written
+    from itercast.extras.roots.urls import written
 
     hints, hardware = given(gpu, nodes, gpus_per_node, node)
     imported = read_source(source, path, hints)

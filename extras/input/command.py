@@ -21,8 +21,8 @@ from itercast.stated import question_facts, say_step
 if TYPE_CHECKING:
     from itercast.capture.input.lane import InputLane
     from itercast.capture.opcall import StepCapture
-    from itercast.compose.input_pipeline import Consumer, Fed
     from itercast.compose.target import Target
+    from itercast.extras.input.pipeline import Consumer, Fed
     from itercast.microbench.store import Row
 
 MS = 1e-3
@@ -91,7 +91,7 @@ def _consumer(
 
     No consumer where nothing takes them.
     """
-    from itercast.compose.input_pipeline import Consumer, consumer, cores_of_a_rank
+    from itercast.extras.input.pipeline import Consumer, consumer, cores_of_a_rank
 
     if question is None or asked is None:
         known = Consumer(host_us=step_us) if step_us else None
@@ -117,7 +117,7 @@ def _print(
     *,
     as_json: bool,
 ) -> None:
-    from itercast.compose.input_pipeline import fed, fewest_workers
+    from itercast.extras.input.pipeline import fed, fewest_workers
 
     own = fed(lane, step, lane.workers, cores) if step else None
     best = fewest_workers(lane, step, cores) if step else None
@@ -136,7 +136,7 @@ def _kept(lane: InputLane, step: Consumer, cores: float, tier_gb: float) -> dict
 
     Of a tier of ``tier_gb``: the step with the files staged there that are waited for most.
     """
-    from itercast.compose.input_pipeline import fed
+    from itercast.extras.input.pipeline import fed
 
     gone = {"files on a fast tier": ("waiting",), "decoded items in memory": ("waiting", "decode")}
     timed = [name for name, stages in gone.items() if stages[-1] in lane.stages_us]
@@ -167,7 +167,7 @@ def _lane_facts(lane: InputLane, own: Fed | None, best: Fed | None) -> dict[str,
 
 def _lane_table(lane: InputLane, cores: float) -> Table:
     """The stages of a batch, and what the loader yields with several numbers of workers."""
-    from itercast.compose.input_pipeline import Consumer, fed
+    from itercast.extras.input.pipeline import Consumer, fed
 
     table = Table(title=f"{lane.loader}: batches of {lane.batch_samples}", show_header=False)
     for name, us in lane.stages_us.items():

@@ -15,9 +15,9 @@ import numpy as np
 
 from itercast.capture.input.lane import InputLane
 from itercast.capture.opcall import StepCapture
-from itercast.compose.input_pipeline import ALIKE, MAX_WORKERS, cores_of_a_rank, crowding
 from itercast.compose.simulate.rank import host_copy_us
 from itercast.compose.target import Target, forecast_step
+from itercast.extras.input.pipeline import ALIKE, MAX_WORKERS, cores_of_a_rank, crowding
 
 MAX_ENVS = 2**18  # also times that are drawn to find the slowest worker of a round
 

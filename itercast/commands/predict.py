@@ -120,9 +120,10 @@ def _on_cluster(question: Question, cluster: Path, *, alone: bool) -> tuple[Fore
 def _with_input(found: Forecast, path: Path, step: StepCapture, target: Target) -> Forecast:
     """The forecast with the DataLoader of a file."""
     from itercast.capture.input.lane import read_lane
-    from itercast.compose.input_pipeline import with_input
 
-    return with_input(found, read_lane(path), target, step.samples * target.plan.microbatches)
+    samples = step.samples * target.plan.microbatches
+    fed: Forecast = function_of("inputs", "with_input")(found, read_lane(path), target, samples)
+    return fed
 
 
 def _spread_of(found: Forecast, target: Target) -> Spread:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from itercast.capture.base.extensions import function_of
 from itercast.capture.base.garbage import without_garbage_collection
 from itercast.capture.programs.program import COLLECTIVE, ProgramCapture, launch_order
 from itercast.commands.script_case import AsModule, print_under_plan, telling
@@ -37,11 +38,9 @@ from itercast.stated import assumes, of_dtype, say, script_line
 MOST_TIMES = 100  # no assumption: of a batch that fits, beyond which the number says nothing
 
 if TYPE_CHECKING:
-    from itercast.capture.input.lane import InputLane
     from itercast.capture.opcall import OpCall
     from itercast.compose.forecast import Forecast
     from itercast.compose.programs.scripts import CapturedScript, ScriptOrder
-    from itercast.compose.target import Target
     from itercast.microbench.store import Row
 
 
@@ -164,12 +163,11 @@ def _forecast(order: ScriptOrder, captured: CapturedScript, trace: Path | None) 
     found, loading_us, advice = forecast_program(program, target), 0.0, ""
     step_us = found.iteration_us
     if lane is not None:
-        from itercast.compose.input_pipeline import with_input
-
         made = lane.worker if lane.workers else lane.alone
         loading_us = made.mean_us * program.samples / lane.batch_samples
-        advice = _workers(found, lane, target, program.samples)
-        found = with_input(found, lane, target, program.samples)
+        fed = (found, lane, target, program.samples)
+        advice = function_of("inputs", "advice")(*fed)
+        found = function_of("inputs", "with_input")(*fed)
     if trace is not None:
         from itercast.commands.shared import write_trace
 
@@ -314,20 +312,6 @@ def _fits(one: Forecasted) -> str:
         return f"yes; over {MOST_TIMES} times its batch would"
     told = f"{times:,.1f}" if fits else f"{times:.2g}"
     return f"{'yes' if fits else 'no'}; at least {told} times its batch would"
-
-
-def _workers(found: Forecast, lane: InputLane, target: Target, samples: int) -> str:
-    """How many workers a loader has, and how many hide it from the step."""
-    from itercast.compose.input_pipeline import consumer, cores_of_a_rank, fewest_workers
-
-    own = f"{lane.workers} workers"
-    if not lane.workers:
-        return own
-    cores = cores_of_a_rank(lane, target, found.world_size)
-    best = fewest_workers(lane, consumer(found, lane, target, samples), cores)
-    if best.input_bound:
-        return f"{own}; more do not hide it: it is limited by {best.stage}"
-    return f"{own}; {best.workers} hide it, on a rank's {cores:.0f} cores of its host"
 
 
 def _print(name: str, one: Forecasted) -> None:

@@ -81,7 +81,7 @@ for x in torch.utils.data.DataLoader(Slow(), batch_size=2, num_workers=1):
 
 
 def test_the_table_says_how_many_workers_hide_a_loader(tmp_path: Path) -> None:
-    """How many depends on what a batch takes here: tests/compose/test_input_pipeline.py counts."""
+    """How many depends on what a batch takes here; tests/extras/input counts it."""
     script = tmp_path / "train.py"
     script.write_text(IN_WORKERS)
     code, out, _ = run("--gpu=h100-sxm-80gb", str(script))

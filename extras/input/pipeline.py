@@ -205,6 +205,18 @@ def consumer(found: Forecast, lane: InputLane, target: Target, samples: int) -> 
     )
 
 
+def advice(found: Forecast, lane: InputLane, target: Target, samples: int) -> str:
+    """How many workers a loader has, and how many hide it from the step."""
+    own = f"{lane.workers} workers"
+    if not lane.workers:
+        return own
+    cores = cores_of_a_rank(lane, target, found.world_size)
+    best = fewest_workers(lane, consumer(found, lane, target, samples), cores)
+    if best.input_bound:
+        return f"{own}; more do not hide it: it is limited by {best.stage}"
+    return f"{own}; {best.workers} hide it, on a rank's {cores:.0f} cores of its host"
+
+
 def with_input(found: Forecast, lane: InputLane, target: Target, samples: int) -> Forecast:
     """The forecast of the same step where its batches come from a loader with its own workers.
 

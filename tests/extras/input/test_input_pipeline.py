@@ -15,7 +15,10 @@ from small_scripts import captured, written
 
 from itercast.capture.input.files import FileGroup
 from itercast.capture.input.lane import Batches, InputLane
-from itercast.compose.input_pipeline import (
+from itercast.compose.programs.forecast import forecast_program
+from itercast.compose.simulate.rank import OFFLOAD_FRAC
+from itercast.compose.target import find_target
+from itercast.extras.input.pipeline import (
     HALF_WIDTH,
     Consumer,
     consumer,
@@ -24,9 +27,6 @@ from itercast.compose.input_pipeline import (
     fewest_workers,
     with_input,
 )
-from itercast.compose.programs.forecast import forecast_program
-from itercast.compose.simulate.rank import OFFLOAD_FRAC
-from itercast.compose.target import find_target
 
 
 def lane(wall: float, cpu: float = 0.0, workers: int = 2, **facts: Any) -> InputLane:

@@ -26,10 +26,11 @@ from typer.testing import CliRunner
 from itercast.capture.base.yaml_text import load_yaml
 from itercast.command_line import app
 from itercast.extras.campaign.archive import pack, unpack
-from itercast.microbench import store, urls
-from itercast.microbench.urls import Root, fetched, fetched_file, send_cards, sent, written
+from itercast.extras.roots import urls
+from itercast.extras.roots.urls import Root, fetched, fetched_file, send_cards, sent, written
+from itercast.microbench import store
 
-DATASETS = Path(__file__).parents[2] / "datasets"
+DATASETS = Path(__file__).parents[3] / "datasets"
 pytest.importorskip("s3fs", reason="pip install 'itercast[fleet]'")
 pytest.importorskip("moto.server", reason="pip install 'moto[server]'")
 

@@ -1,0 +1,1 @@
+"""Dataset roots at URLs."""
