@@ -7,6 +7,8 @@ The name of an entry point is the name of what it adds. Its group says what that
 - ``itercast.commands``: a function that typer runs as ``itercast NAME``.
 - ``itercast.importers``: a function ``read(path)`` or ``read(path, hints)``;
   ``itercast.importer_tables``: a dict of such by name.
+- ``itercast.configurations``: ``timm``, which makes a case of the name, values and digest of
+  timm's ``config.json`` (``itercast.extras.images.timm_config.timm_case``).
 - ``itercast.learners``: a ``Fit`` of ``itercast.learners.models.compared``.
 - ``itercast.trainers``: ``ray``, which makes a ``FitAll`` of ``itercast.learners.train`` from an
   address and dataset roots: it trains families elsewhere.

@@ -1,1 +1,1 @@
-"""Ops on images that convolutional networks have beside convolutions: pooling, resampling."""
+"""Images: pooling and resampling, which stand beside convolutions; timm's configurations."""

@@ -1,1 +1,1 @@
-"""Models from outside this project: Hugging Face and timm configurations, users' modules."""
+"""Models from outside this project: Hugging Face configurations, users' modules."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from itercast.capture.base.extensions import function_of
 from itercast.capture.base.remarks import remark
 from itercast.capture.base.slow_imports import torch
 from itercast.capture.cases.evalcase import EvalCase
@@ -88,9 +89,8 @@ def hf_case(path: Path, *, mode: str, loss: str, attn: str, lora: str = "") -> E
     if adapters and read.of_timm:
         raise ValueError(f"lora {lora} for {read.name}: adapts models of transformers only")
     if read.of_timm:
-        from itercast.capture.cases.external.timm_config import timm_case  # needs torch
-
-        return timm_case(read.name, read.values, read.digest)
+        case: EvalCase = function_of("configurations", "timm")(read.name, read.values, read.digest)
+        return case
     labels = mode == "train" and loss == "default"
     return EvalCase(
         name=read.name,
