@@ -62,7 +62,7 @@ class Lamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update all parameters that have gradients, which are overwritten."""
+        """Update all parameters that have gradients; the gradients are overwritten."""
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             for p in params:

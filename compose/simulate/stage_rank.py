@@ -285,7 +285,10 @@ class Pipeline:
 
 
 def by_rank(ranks: Sequence[Rank], of: Callable[[Rank], Sequence[T]]) -> list[T]:
-    """Of each rank its own one of what ``of`` lists for all; once for ranks that are the same."""
+    """What belongs to each rank in turn: of ``ranks[i]`` the ``i``-th of what ``of`` lists for it.
+
+    Shorter lists start again at their first. ``of`` is called once for ranks that are one object.
+    """
     listed = {id(rank): of(rank) for rank in {id(r): r for r in ranks}.values()}
     return [listed[id(rank)][i % len(listed[id(rank)])] for i, rank in enumerate(ranks)]
 

@@ -95,7 +95,10 @@ def retyped(family: Family, p: Point, gpu: Gpu, rng: np.random.Generator) -> Poi
 
 
 def resized(family: Family, p: Point, gpu: Gpu, rng: np.random.Generator, captured: bool) -> Point:
-    """Resizes a point to a roofline drawn log-uniformly, one in ten below 3 us, if it can grow."""
+    """Resizes a point to a roofline drawn log-uniformly, one in ten below 3 us, if it can grow.
+
+    A ``captured`` point, of a model's step, stays as it is where its roofline is worth timing.
+    """
     low, high = limits_us(family, gpu)
     us, first_share = roofline_us(family, p, gpu), float(rng.random())
     wanted_us = float(np.exp(rng.uniform(np.log(low), np.log(high))))

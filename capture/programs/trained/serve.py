@@ -163,9 +163,10 @@ class TrainedModel:
         dtype: torch.dtype | None,
         made: dict[int, torch.nn.Parameter],
     ) -> torch.Tensor:
-        """A new parameter of the same form, tied ones the same; another tensor at a size.
+        """What stands for a tensor of the model: of a parameter a new one of its shape and strides.
 
-        Numbers are in ``dtype`` where they are floats and one is given.
+        Tied parameters stay tied, by ``made`` (new ones by the id of the old). Other tensors have
+        the shape that they have at ``size``. Floats are in ``dtype`` where one is given.
         """
         to = dtype if dtype is not None and old.is_floating_point() else old.dtype
         if isinstance(old, torch.nn.Parameter):

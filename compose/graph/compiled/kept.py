@@ -234,7 +234,10 @@ class _Forward:
         return min(known, default=FARTHEST)
 
     def _weight(self, storage: int) -> int:
-        """Bytes of what is kept, as torch weighs them."""
+        """Weight of a result in the cut between forward and backward, as torch's get_node_weight.
+
+        Its bytes, more the farther it is from backward, twice if it is written for backward alone.
+        """
         step = self.step
         if storage in step.free:
             return 0
