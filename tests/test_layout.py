@@ -23,7 +23,7 @@ ROOMS = {  # "." are the package's own files; each may import those before it
         ("itercast", ". commands"),
         ("extras", ". roots imports pages lengths lookups kineto trace calibration campaign"
                    " measured_plans benchmarks clusters drift explain explore fleet graphs images"
-                   " input kinds nccl priced published recommenders rl schedulers ui"),
+                   " input kinds nccl noise priced published recommenders rl schedulers ui"),
     )
 }  # fmt: skip
 FILES_IN_A_ROOM = 14

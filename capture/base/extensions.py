@@ -16,6 +16,8 @@ The name of an entry point is the name of what it adds. Its group says what that
   look rows up (``itercast.extras.recommenders.tables.known_streams.with_indices``).
 - ``itercast.roots``: ``fetched`` and ``written``, the local folder of a dataset root to read or to
   write, which may be at a URL (``itercast.extras.roots.urls`` has both).
+- ``itercast.spreads``: ``step``, the distribution of a forecast step whose ranks are noisy
+  (``itercast.extras.noise.spread.spread_of``).
 - ``itercast.tables_elsewhere``: a function that says what one rank does of a step whose embedding
   tables are spread over ranks (``itercast.compose.pricing.layer_prices.TablesElsewhere``).
 - ``itercast.unlike_gpus``: ``predict`` and ``plan``, functions that answer ``--cluster FILE`` of

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pandas as pd
 
 from itercast.eval.learner_ranking import BEST_RANK
-from itercast.eval.ranking import SOFTWARE, software_metrics
 from itercast.eval.results import RETEST
 from itercast.extras.pages import charts
 from itercast.extras.pages.blocks import Device, Section, Table, number
 from itercast.extras.pages.op_errors import Groups, by_condition, by_family, scores
+from itercast.extras.software_ranking import SOFTWARE, software_metrics
 from itercast.learners.models.compared import BLEND
 from itercast.microbench.store import Facts
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from itercast.eval.ranking import SOFTWARE, software_metrics
 from itercast.extras.imports.base import Hints
 from itercast.extras.imports.sources import read_source
 from itercast.extras.published.baselines import CURVES, RANKERS, by_learner, calls
 from itercast.extras.published.lines import LineResult, OpLine, Rows
 from itercast.extras.published.readers import gpus_of, reader_of
+from itercast.extras.software_ranking import SOFTWARE, software_metrics
 from itercast.learners.family_model import Prepared, learn, learn_quickly, prepare
 from itercast.learners.models.trees import default_options
 from itercast.learners.train import errors

@@ -11,7 +11,6 @@ from itercast.capture.base.files import write_atomic
 from itercast.capture.plan import ParallelPlan
 from itercast.eval.evaluation import Evaluation
 from itercast.eval.iteration_parts import PARTS
-from itercast.eval.ranking import SOFTWARE
 from itercast.eval.results import COVERAGE, CaseResult, records
 from itercast.extras.pages.write import write_pages
 from itercast.extras.processes import processes
@@ -22,6 +21,7 @@ from itercast.extras.published.left_out_models import run_models_left_out, sampl
 from itercast.extras.published.left_out_ops import NAME, op_sources, run_left_out
 from itercast.extras.published.lines import FIRST_FOLDERS, LineResult, Rows, model_lines, op_lines
 from itercast.extras.published.models import ForecastLine, forecast_lines, judge, read_lines
+from itercast.extras.software_ranking import SOFTWARE
 from itercast.microbench.ops import families
 from itercast.microbench.store import Facts
 

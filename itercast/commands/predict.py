@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,7 +19,6 @@ from itercast.stated import assumes, question_facts, say_step
 if TYPE_CHECKING:  # no command but predict pays for these
     from itercast.capture.opcall import StepCapture
     from itercast.compose.forecast import Forecast
-    from itercast.compose.spread import Spread
     from itercast.compose.target import Target
     from itercast.microbench.store import Row
 
@@ -79,7 +78,7 @@ def predict(
         write_trace(trace, "step", step, target)
     if policy is not None:
         _write_policy(policy, step, target)
-    noisy = _spread_of(found, target) if spread else None
+    noisy = function_of("spreads", "step")(found, target) if spread else None
     facts = question_facts(question, step, target, found) | _machine_facts(step, target)
     facts |= _price(found, prices)
     _print(question.name, found, facts, noisy, as_json=as_json, explain=explain_assumptions)
@@ -126,12 +125,6 @@ def _with_input(found: Forecast, path: Path, step: StepCapture, target: Target) 
     return fed
 
 
-def _spread_of(found: Forecast, target: Target) -> Spread:
-    from itercast.compose.spread import SIGMA, step_spread
-
-    return step_spread(found, SIGMA["cpu" if target.gpu.kind == "cpu" else "gpu"])
-
-
 def _say_whole_matrix(step: StepCapture, replicas: int) -> None:
     """Say, of a step with sparse products, that the plan does not cut their matrix."""
     from itercast.microbench.ops import find_family
@@ -160,7 +153,7 @@ def _write_policy(path: Path, step: StepCapture, target: Target) -> None:
 
 
 def _print(
-    name: str, found: Forecast, facts: Row, spread: Spread | None, *, as_json: bool, explain: bool
+    name: str, found: Forecast, facts: Row, spread: Any, *, as_json: bool, explain: bool
 ) -> None:
     """Print a forecast as one JSON object or as tables."""
     from itercast.commands.shared import (

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from itercast.compose.explain.assumptions import AssumedPart
     from itercast.compose.forecast import Forecast
-    from itercast.compose.spread import Spread
     from itercast.eval.results import CaseResult
     from itercast.microbench.store import Facts, Row
 
@@ -243,7 +242,7 @@ def report_table(report: Row) -> Table:
     return table
 
 
-def forecast_table(case: str, found: Forecast, spread: Spread | None = None, of: str = "") -> Table:
+def forecast_table(case: str, found: Forecast, spread: Any = None, of: str = "") -> Table:
     """A table of one forecast: times, rates (``of``: whose), memory; ``add_parts`` ends it."""
     table = Table(title=f"{case} on {found.gpu}", show_header=False)
     ms = 1e-3
@@ -251,7 +250,7 @@ def forecast_table(case: str, found: Forecast, spread: Spread | None = None, of:
     low, high = found.iteration_us_p10 * ms, found.iteration_us_p90 * ms
     table.add_row("80 % interval", f"{low:.2f} to {high:.2f} ms")
     if spread:
-        table.add_row(f"slowest of {spread.ranks} ranks", spread_line(spread))
+        table.add_row(f"slowest of {spread.ranks} ranks", spread.in_words)
     if found.samples_per_s:  # a script that has no DataLoader does not say
         table.add_row("samples per second", three_digits(found.samples_per_s) + of)
     if found.tokens_per_s:
@@ -331,15 +330,6 @@ def add_parts(table: Table, found: Forecast) -> None:
         table.add_row(f"  {part.name}", f"{part.time_us * 1e-3:.2f} ms")
     if (hidden_us := found.comm_us - found.exposed_comm_us) > 0:
         table.add_row("beside compute, messages of", f"{hidden_us * 1e-3:.2f} ms")
-
-
-def spread_line(spread: Spread) -> str:
-    """How long steps take that wait for the slowest rank, in one line."""
-    median, low, high, mean = (
-        f"{us * 1e-3:.2f}"
-        for us in (spread.median_us, spread.p10_us, spread.p90_us, spread.mean_us)
-    )
-    return f"median {median} ms, 80 % of steps {low} to {high}, mean {mean}"
 
 
 def cluster_line(facts: Facts) -> str:

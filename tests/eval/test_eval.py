@@ -19,7 +19,6 @@ from itercast.eval.ranking import (
     ranking_lines,
     ranking_metrics,
     rankings,
-    software_metrics,
 )
 from itercast.eval.results import CaseResult, in_words, summary
 from itercast.extras.benchmarks.programs import PROGRAMS, captured, scores
@@ -138,32 +137,6 @@ def test_ranking_is_said_where_there_are_plans() -> None:
     assert "Kendall tau 0.33" in tau
     assert "in 0 of 1 cases; a on 2: tp=2 is 14 % slower than pp=2" in chosen
     assert ranking_lines(PLANS[:1]) == [] and ranking_metrics(PLANS[:1]) == {}
-
-
-def test_the_fastest_software_of_each_call() -> None:
-    """Two calls of four stacks and one of two.
-
-    The first one's order is right but for one pair of six. The second one's fastest (1 us) comes
-    last, the choice takes 2: 3 of 6 pairs are in order.
-    """
-    call = np.array([0, 0, 0, 0, 1, 1, 1, 1, 2, 2])
-    measured = np.array([1.0, 2, 3, 4, 1, 2, 3, 4, 1, 2])
-    guess = np.array([1.0, 2, 4, 3, 9, 2, 3, 4, 5, 1])
-    stack = np.array([*"abcdabcdab"])
-    found = software_metrics(call, stack, guess, measured, 4)
-    assert found == pytest.approx(
-        {
-            "top1_pct": 50,
-            "top3_pct": 50,
-            "pairwise_pct": 100 * (5 / 6 + 3 / 6) / 2,
-            "slower_pct": 100 * (0 + 1) / 2,
-            "calls": 2,
-        }
-    )
-    assert software_metrics(call, stack, guess, measured, 2)["calls"] == 3
-    assert software_metrics(call, stack, guess, measured, 5) == {}
-    twice = np.array([*"abcaabcdab"])  # the first call's first stack was measured twice
-    assert software_metrics(call, twice, guess, measured, 4)["calls"] == 1
 
 
 def test_errors_of_programs_and_plans() -> None:

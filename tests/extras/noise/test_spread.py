@@ -14,11 +14,11 @@ from plan_case import GPU, forecast_of
 from typer.testing import CliRunner
 
 from itercast.command_line import app
-from itercast.compose.spread import SIGMA, Spread, mean_slowdown, step_spread
+from itercast.extras.noise.spread import SIGMA, Spread, mean_slowdown, step_spread
 from itercast.learners.bundle import Bundle
 from itercast.microbench.store import read_rows
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 FOUND = forecast_of(  # 70 us of kernels, 10 of the host, 15 of messages, 5 of bubble
     iteration_us=100.0,

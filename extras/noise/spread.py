@@ -17,6 +17,7 @@ from statistics import NormalDist, fmean
 
 from itercast.capture.base.assumptions import assumed
 from itercast.compose.forecast import Forecast
+from itercast.compose.target import Target
 
 SIGMA: Mapping[str, float] = assumed(__file__, "sigma")
 SHARES = 1000  # equal shares of all steps; their middles give the mean within 1e-4 of a step
@@ -39,6 +40,19 @@ class Spread:
     p90_us: float
     mean_us: float
     mean_us_by_ranks: dict[int, float]
+
+    @property
+    def in_words(self) -> str:
+        """How long steps take that wait for the slowest rank, in one line."""
+        median, low, high, mean = (
+            f"{us * 1e-3:.2f}" for us in (self.median_us, self.p10_us, self.p90_us, self.mean_us)
+        )
+        return f"median {median} ms, 80 % of steps {low} to {high}, mean {mean}"
+
+
+def spread_of(found: Forecast, target: Target) -> Spread:
+    """The spread of a forecast's step where its ranks are as noisy as such devices are."""
+    return step_spread(found, SIGMA["cpu" if target.gpu.kind == "cpu" else "gpu"])
 
 
 def slowest_deviate(share: float, ranks: int) -> float:

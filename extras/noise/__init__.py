@@ -1,0 +1,1 @@
+"""Steps whose ranks are noisy."""
