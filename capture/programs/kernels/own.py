@@ -67,8 +67,10 @@ def own_kernels(log: ProgramLog) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(torch.cuda, "_compile_kernel", Compiled, create=True))
-        lacking = {name: Built(name) for name in COMPILED if find_spec(name) is None}
-        stack.enter_context(patch.dict(sys.modules, lacking))
+        for name in COMPILED:
+            if name not in sys.modules and find_spec(name) is None:
+                sys.modules[name] = Built(name)
+                stack.callback(sys.modules.pop, name)
         for load in (cpp_extension.load, cpp_extension.load_inline):
             patched = patch.object(cpp_extension, load.__name__, partial(built, load))
             stack.enter_context(patched)
