@@ -24,7 +24,6 @@ from itercast.microbench.hardware.node import Node, load_node
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.hardware.stack import USUAL as USUAL_STACK
 from itercast.microbench.hardware.stack import load_stack
-from itercast.microbench.store import Row
 
 
 def find_node(plan: ParallelPlan, gpu: Gpu) -> Node | None:
@@ -150,12 +149,3 @@ def find_target(
 def forecast_step(step: StepCapture, target: Target) -> Forecast:
     """Forecast an iteration from a captured step, whose batch is one micro-batch of the plan."""
     return forecast(step, target.plan, target.book, target.node, target.bundle_name)
-
-
-def checkpoint_policy(step: StepCapture, target: Target) -> list[Row]:
-    """What a plan's selective checkpoints save: ``kept`` ops of ``count`` layers in a row."""
-    return [
-        {"layer": x.layer.name, "count": x.layer.count, "kept": [list(op) for op in x.kept]}
-        for x in target.priced(step).layers
-        if x.numbered
-    ]

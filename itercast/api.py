@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # imported when used: together they take over a second
     from itercast.capture.opcall import StepCapture
-    from itercast.compose.explain.time_parts import time_parts
     from itercast.compose.forecast import Forecast
+    from itercast.compose.time_parts import time_parts
     from itercast.forecasting import capture, checkpoint, predict
 
 MODULES = {

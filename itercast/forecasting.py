@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from itercast.capture.base.extensions import function_of
 from itercast.capture.programs.program import ProgramCapture
 from itercast.compose import capture_model
 from itercast.compose import predict as plans
@@ -69,10 +69,4 @@ def checkpoint(model: Any, policy: Path) -> None:
 
     ``policy`` is a file that ``itercast predict --policy`` wrote for ``recompute=budget:SHARE``.
     """
-    from itercast.microbench.iterations.checkpoints import checkpoint_layers, places_by_layer
-
-    try:
-        kept = places_by_layer(json.loads(policy.read_text())["layers"])
-    except (OSError, ValueError, TypeError, KeyError) as exc:
-        raise ValueError(f"policy {str(policy)!r}: {type(exc).__name__} {exc}") from None
-    checkpoint_layers(model, kept)
+    function_of("checkpoints", "apply")(model, policy)

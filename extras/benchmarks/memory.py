@@ -26,14 +26,15 @@ from itercast.capture.plan import ParallelPlan
 from itercast.capture.programs.capture import capture_program
 from itercast.capture.recorder.log import capture_step
 from itercast.capture.step import StepSettings, make_optimizer
-from itercast.compose.target import Target, checkpoint_policy, forecast_step
+from itercast.compose.target import Target, forecast_step
 from itercast.eval.tables import print_tables
+from itercast.extras.checkpoints.layers import checkpoint_layers, places_by_layer
+from itercast.extras.checkpoints.policy import checkpoint_policy
 from itercast.extras.measured_plans.steps import parallel
 from itercast.extras.processes import in_new_process
 from itercast.extras.programs import run_program
 from itercast.learners.bundle import Bundle
 from itercast.microbench.hardware.spec import load_gpu
-from itercast.microbench.iterations.checkpoints import checkpoint_layers, places_by_layer
 from itercast.microbench.store import Facts
 
 CASES = ("gpt-s", "llama-s", "bert-s", "vit-s", "moe-s", "dlrm-s", "gpt-m", "resnet-m")

@@ -20,8 +20,8 @@ from itercast.stated import assumes, question_facts, say_step
 
 if TYPE_CHECKING:  # the command line starts without pandas
     from itercast.compose.capture_model import SizedModel
-    from itercast.compose.explain.time_parts import TimePart
     from itercast.compose.forecast import Forecast
+    from itercast.compose.time_parts import TimePart
     from itercast.extras.explain.changes import Change
     from itercast.extras.explain.hot_ops import HotOp
     from itercast.microbench.store import Row
@@ -60,8 +60,8 @@ def _explain(question: Question, model: Any, script: Row, as_json: bool) -> None
         step, target = prepare(model, **asked)
     else:
         step, target = question.prepared()
-    from itercast.compose.explain.time_parts import time_parts
     from itercast.compose.target import forecast_step
+    from itercast.compose.time_parts import time_parts
     from itercast.eval.progress import progress_bar
     from itercast.extras.explain.changes import changes
     from itercast.extras.explain.hot_ops import hot_ops

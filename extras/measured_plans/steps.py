@@ -23,7 +23,7 @@ from itercast.capture.base.slow_imports import torch
 from itercast.capture.cases.registry import EvalCase
 from itercast.capture.plan import ParallelPlan
 from itercast.capture.step import StepSettings, make_optimizer
-from itercast.microbench.iterations.checkpoints import checkpoint_layers, numbered_layers
+from itercast.extras.checkpoints.layers import checkpoint_layers, numbered_layers
 from itercast.microbench.iterations.engines import on_device
 from itercast.microbench.iterations.measured_plan import OnPhase, PlanStep, measurable_plan
 from itercast.microbench.store import Row

@@ -11,7 +11,7 @@ import typer
 
 from itercast.capture.base.extensions import function_of
 from itercast.capture.base.garbage import without_garbage_collection
-from itercast.eval.tables import output, print_tables, three_digits
+from itercast.eval.tables import print_tables, three_digits
 from itercast.options import Cluster, Json, Prices, Question, Trace, asks, prints_aside
 from itercast.outputs import file_to_write
 from itercast.stated import assumes, question_facts, say_step
@@ -77,7 +77,7 @@ def predict(
     if trace is not None:
         write_trace(trace, "step", step, target)
     if policy is not None:
-        _write_policy(policy, step, target)
+        function_of("checkpoints", "write")(policy, step, target)
     noisy = function_of("spreads", "step")(found, target) if spread else None
     facts = question_facts(question, step, target, found) | _machine_facts(step, target)
     facts |= _price(found, prices)
@@ -139,32 +139,13 @@ def _say_whole_matrix(step: StepCapture, replicas: int) -> None:
         typer.echo(f"itercast: {text}; the plan key cut=SHARE cuts one among them", err=True)
 
 
-def _write_policy(path: Path, step: StepCapture, target: Target) -> None:
-    """Write which ops' results the layers' checkpoints save."""
-    from itercast.capture.base.files import write_atomic
-    from itercast.compose.target import checkpoint_policy
-
-    plan = target.plan
-    if plan.recompute != "budget":
-        raise ValueError(f"--policy needs a plan with recompute=budget:SHARE, got {str(plan)!r}")
-    layers = checkpoint_policy(step, target)
-    text = json.dumps({"plan": str(plan), "layers": layers}, indent=1)
-    write_atomic(path, text.encode())
-
-
 def _print(
     name: str, found: Forecast, facts: Row, spread: Any, *, as_json: bool, explain: bool
 ) -> None:
     """Print a forecast as one JSON object or as tables."""
-    from itercast.commands.shared import (
-        add_parts,
-        assumption_sources,
-        assumptions_table,
-        forecast_table,
-    )
-    from itercast.compose.explain.assumptions import assumed_parts
+    from itercast.commands.shared import add_parts, forecast_table
 
-    parts = assumed_parts(found) if explain else []
+    parts = function_of("assumed_parts", "list")(found) if explain else []
     if as_json:
         asked: dict[str, object] = {"spread": asdict(spread)} if spread else {}
         if explain:
@@ -180,9 +161,7 @@ def _print(
     add_parts(table, found)
     print_tables(table)
     if explain:
-        print_tables(assumptions_table(parts))
-        for line in assumption_sources(parts):
-            output().print(line, highlight=False)
+        function_of("assumed_parts", "print")(parts)
 
 
 def _not_modelled(found: Forecast, step: StepCapture, target: Target) -> int:

@@ -184,7 +184,7 @@ def _forecast(order: ScriptOrder, captured: CapturedScript, trace: Path | None) 
 
 def _facts(name: str, one: Forecasted) -> dict[str, Any]:
     """A forecast as plain values; rates are null where the script does not say what it loads."""
-    from itercast.compose.explain.time_parts import limits
+    from itercast.compose.time_parts import limits
 
     program = one.captured.program
     facts = {"step_us": one.step_us, "loading_us": one.loading_us, "notes": _notes(one)}
@@ -317,7 +317,7 @@ def _fits(one: Forecasted) -> str:
 def _print(name: str, one: Forecasted) -> None:
     """Print a forecast as a table: the step alone, the batches it takes, and notes beside it."""
     from itercast.commands.shared import add_parts, forecast_table
-    from itercast.compose.explain.time_parts import IDLE_NAMES, limits
+    from itercast.compose.time_parts import IDLE_NAMES, limits
 
     found, program = one.found, one.captured.program
     alone = found.world_size > 1 and not program.grouped

@@ -26,7 +26,6 @@ from itercast.microbench.hardware.machine import cpu_name
 if TYPE_CHECKING:
     import pandas as pd
 
-    from itercast.compose.explain.assumptions import AssumedPart
     from itercast.compose.forecast import Forecast
     from itercast.eval.results import CaseResult
     from itercast.microbench.store import Facts, Row
@@ -323,7 +322,7 @@ def surely_fits(reports: Sequence[Forecast]) -> str:
 
 def add_parts(table: Table, found: Forecast) -> None:
     """Add what an iteration's time goes to, in rows that add up to it, and messages beside it."""
-    from itercast.compose.explain.time_parts import time_parts
+    from itercast.compose.time_parts import time_parts
 
     table.add_row("the iteration is", "")
     for part in time_parts(found):
@@ -348,29 +347,3 @@ def lengths_line(facts: Mapping[str, float]) -> str:
         f"attention over {facts['attention_tokens']:.0f} tokens; "
         f"slowest replica {facts['imbalance']:.2f} x the mean"
     )
-
-
-def assumptions_table(parts: Sequence[AssumedPart]) -> Table:
-    """Make a table of the assumed numbers that a forecast rests on, and the time that each decides.
-
-    ``assumption_sources`` are printed below it.
-    """
-    table = Table(title="assumed numbers that this forecast rests on, by time")
-    table.add_column("assumption", no_wrap=True)
-    for head in ("ms", "% of iteration", "value"):
-        table.add_column(head, justify="right")
-    for part in parts:
-        share = f"{100 * part.iteration_frac:.1f}"
-        table.add_row(part.name, f"{part.time_us * 1e-3:.3f}", share, part.value)
-    return table
-
-
-def assumption_sources(parts: Sequence[AssumedPart]) -> list[str]:
-    """A line "NAME, NAME (UNIT): SOURCE" for each source of a forecast's assumed numbers."""
-    by_source: dict[tuple[str, str], list[str]] = {}
-    for part in parts:
-        by_source.setdefault((part.unit, part.source), []).append(part.name)
-    return [
-        f"{', '.join(names)}{f' ({unit})' if unit else ''}: {source}"
-        for (unit, source), names in by_source.items()
-    ]

@@ -10,9 +10,9 @@ from plan_case import forecast_of
 from typer.testing import CliRunner
 
 from itercast.command_line import app
-from itercast.compose.explain.time_parts import time_parts
 from itercast.compose.predict import prepare
 from itercast.compose.target import forecast_step
+from itercast.compose.time_parts import time_parts
 from itercast.extras.explain.changes import HARDWARE, Change, changes
 from itercast.extras.explain.hot_ops import hot_ops
 from itercast.extras.explain.largest_batch import largest_batch, largest_that_fits

@@ -10,9 +10,9 @@ import torch
 
 from itercast.capture.cases.registry import case
 from itercast.capture.step import StepSettings
+from itercast.extras.checkpoints.layers import numbered_layers
 from itercast.extras.measured_plans.stages import edges, own_parameters
 from itercast.extras.measured_plans.steps import make_plan_step
-from itercast.microbench.iterations.checkpoints import numbered_layers
 from itercast.microbench.iterations.collect import collect_iterations
 from itercast.microbench.iterations.measure import Iteration
 from itercast.microbench.iterations.measured_plan import measurable_plan

@@ -12,12 +12,12 @@ from plan_case import Fixed, tensor
 
 from itercast.capture.opcall import OpCall, StepCapture
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.explain.assumptions import assumed_parts
 from itercast.compose.forecast import Forecast, forecast
 from itercast.compose.parallel.placement import cluster
 from itercast.compose.pricing.collectives import Message, formula_us, price_messages
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import Priceable
+from itercast.extras.explain.assumed import assumed_parts
 from itercast.microbench.hardware.node import Node
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.matrix.gemm import FAMILY as GEMM

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from rich.table import Table
+
 from itercast.capture.base.assumptions import Assumption, all_assumptions
 from itercast.compose.forecast import Forecast
+from itercast.eval.tables import output, print_tables
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("capture", "microbench", "learners", "compose", "extras")
@@ -38,6 +41,39 @@ class AssumedPart:
 def assumed_parts(found: Forecast) -> list[AssumedPart]:
     """The assumptions of a forecast, by time; their times add up to ``assumed_frac``."""
     return [_part(name, us, found.iteration_us) for name, us in found.assumed_by_us.items()]
+
+
+def print_parts(parts: Sequence[AssumedPart]) -> None:
+    """Print the assumed numbers of a forecast, and their sources."""
+    print_tables(_table(parts))
+    for line in _sources(parts):
+        output().print(line, highlight=False)
+
+
+def _table(parts: Sequence[AssumedPart]) -> Table:
+    """Make a table of the assumed numbers that a forecast rests on, and the time that each decides.
+
+    ``_sources`` are printed below it.
+    """
+    table = Table(title="assumed numbers that this forecast rests on, by time")
+    table.add_column("assumption", no_wrap=True)
+    for head in ("ms", "% of iteration", "value"):
+        table.add_column(head, justify="right")
+    for part in parts:
+        share = f"{100 * part.iteration_frac:.1f}"
+        table.add_row(part.name, f"{part.time_us * 1e-3:.3f}", share, part.value)
+    return table
+
+
+def _sources(parts: Sequence[AssumedPart]) -> list[str]:
+    """A line "NAME, NAME (UNIT): SOURCE" for each source of a forecast's assumed numbers."""
+    by_source: dict[tuple[str, str], list[str]] = {}
+    for part in parts:
+        by_source.setdefault((part.unit, part.source), []).append(part.name)
+    return [
+        f"{', '.join(names)}{f' ({unit})' if unit else ''}: {source}"
+        for (unit, source), names in by_source.items()
+    ]
 
 
 def _part(name: str, time_us: float, iteration_us: float) -> AssumedPart:

@@ -1,0 +1,1 @@
+"""Checkpoints of layers, and what those of ``recompute=budget`` save."""
