@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from itercast.capture.base.extensions import function_of
 from itercast.capture.base.slow_imports import torch
 from itercast.capture.opcall import layer_key
 
@@ -105,9 +106,7 @@ def make_optimizer(
         momentum = 0.0 if name == "sgd" else 0.9
         return torch.optim.SGD(parameters, lr=1e-4, momentum=momentum, foreach=True)
     if name == "lamb":
-        from itercast.capture.lamb import Lamb  # lazy, as torch
-
-        return Lamb(parameters, lr=1e-4)
+        return function_of("optimizers", "lamb")(parameters, lr=1e-4)
     fused = name == "adamw_fused"
     how: Any = {"capturable": capturable, "fused": fused, "foreach": not fused}
     return torch.optim.AdamW(parameters, lr=1e-4, **how)

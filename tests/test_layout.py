@@ -20,9 +20,10 @@ ROOMS = {  # "." are the package's own files; each may import those before it
         ("compose", "graph machines parallel pricing simulate . plan_search programs"),
         ("eval", "tracking ."),
         ("itercast", ". commands"),
-        ("extras", ". checkpoints roots imports pages lengths lookups kineto trace calibration"
-                   " campaign measured_plans benchmarks clusters drift explain explore fleet graphs"
-                   " images input kinds nccl noise priced published recommenders rl schedulers ui"),
+        ("extras", ". optimizers checkpoints roots imports pages lengths lookups kineto"
+                   " trace calibration campaign measured_plans benchmarks clusters drift"
+                   " explain explore fleet graphs images input kinds nccl noise priced"
+                   " published recommenders rl schedulers ui"),
     )
 }  # fmt: skip
 FILES_IN_A_ROOM = 14

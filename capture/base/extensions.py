@@ -30,6 +30,7 @@ The name of an entry point is the name of what it adds. Its group says what that
   (``itercast.extras.measured_plans.steps.make_plan_step``).
 - ``itercast.profiled_steps``: ``ops``, which measures the ops of a profiled iteration
   (``itercast.extras.kineto.in_step.measure_ops``), and ``step_us``, the time of a traced step.
+- ``itercast.optimizers``: ``lamb``, the class of ``--optimizer lamb``.
 - ``itercast.pages``: ``comparison``, ``family`` and ``plan``, which make the HTML pages of
   `itercast evaluate`, of a family's training, and of `itercast plan --report`.
 - ``itercast.inputs``: ``with_input``, which feeds a forecast step by a DataLoader, and ``advice``,

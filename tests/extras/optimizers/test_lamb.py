@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from itercast.capture.lamb import DECAY, Lamb
 from itercast.capture.opcall import StepCapture
 from itercast.compose.capture_model import capture
 from itercast.compose.pricing.optimizer import STATE_COPIES
 from itercast.compose.target import find_target, forecast_step
+from itercast.extras.optimizers.lamb import DECAY, Lamb
 from itercast.microbench.ops import find_family
 from itercast.microbench.ops.step.optimizer import OptimizerOp, bytes_moved
 
