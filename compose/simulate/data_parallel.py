@@ -87,6 +87,7 @@ class Strategy:
     offload: str = ""  # optimizer, parameters, activations, joined by +
     bucket_bytes: int = 0  # of DDP; 0: 25 MiB, the first of a dtype 1 MiB
     in_fp32: bool = False  # gradients are reduced in fp32, whatever they are computed in
+    scatter: str = "reduce_scatter"  # the message in which a rank gets its sums of gradients
 
     @property
     def handed_on(self) -> bool:
@@ -111,18 +112,20 @@ def by_software(how: Strategy, plan: ParallelPlan, stack: Stack, dtype: str) -> 
 
     Gradients are reduced in fp32 under mixed precision (with ``zero``; DDP's are in it), and where
     the buffer that sums them is in fp32, unless the plan or the stack halves them. With
-    ``reduces_late`` DDP has one bucket of each dtype, full when backward is done, and ZeRO 1 shards
-    the model as one.
+    ``reduces_late`` DDP has one bucket of each dtype, full when backward is done, and ZeRO 1 and 2
+    gather the trained weights of the whole model once a step.
     """
     half = bool(plan.compress) or stack.reduces_half
     buffer = stack.held.get(dtype)
     summed = buffer is not None and buffer.gradient >= ITEMSIZE_BYTES[PRECISE]
     how = replace(how, in_fp32=not half and (bool(plan.amp and plan.zero) or summed))
-    if not stack.reduces_late or not (how.reduce or how.frozen_whole):
+    if plan.zero not in stack.reduces_late or not (how.reduce or how.by_layer):
         return how
     packed = plan.amp and stack.reduces_half and how.codec is None
     codec = Codec.of(str(FP16_RATIO)) if packed else how.codec
-    return replace(how, bucket_bytes=WHOLE_MODEL, codec=codec)
+    late = replace(how, bucket_bytes=WHOLE_MODEL, codec=codec, every_micro=False)
+    scatter = "all_reduce" if stack.all_reduces else how.scatter
+    return replace(late, frozen_whole=how.by_layer, scatter=scatter)
 
 
 @lru_cache(maxsize=4096)

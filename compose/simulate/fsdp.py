@@ -12,8 +12,9 @@ zero=2 parameters: torch/distributed/pipelining/stage.py, ``backward_maybe_with_
 zero=3 gathers less than here, not in a forward right after a backward.
 
 Numbered layers are sharded one by one, the rest of the model as one, the root, which is gathered
-before forward and kept. Megatron's distributed optimizer overlaps nothing unless asked to: under
-``reduces_late`` zero=1 has the whole model as the root.
+before forward and kept. Megatron's distributed optimizer overlaps nothing unless asked to, nor do
+DeepSpeed's ZeRO 1 and 2: under ``reduces_late`` the whole model is the root, its trained weights
+are gathered once a step, and ZeRO 2 scatters after the backward of each micro-batch.
 
 With offload=parameters a rank's shards lie in pinned host memory (``CPUOffloadPolicy``): they are
 copied to the GPU before each gather, one layer further ahead in forward (a stream of their own),
@@ -75,8 +76,8 @@ class Unit:
 
     @cached_property
     def scatters(self) -> list[PricedOp]:
-        """The reduce_scatter of gradients, along each axis."""
-        return self._priced("reduce_scatter", trained=True)
+        """The reduce_scatter of gradients, or DeepSpeed's all_reduce, along each axis."""
+        return self._priced(self.rank.strategy.scatter, trained=True)
 
     @cached_property
     def shards(self) -> tuple[int, int]:
@@ -122,7 +123,7 @@ class Unit:
     @property
     def messages(self) -> list[Message]:
         """All messages of its parameters and gradients."""
-        kinds = (("all_gather", False), ("reduce_scatter", True))
+        kinds = (("all_gather", False), (self.rank.strategy.scatter, True))
         sent = [m for kind, trained in kinds for m in self._messages(kind, trained=trained)]
         return sent + summed_shares(self.layers, self.rank)
 
@@ -153,7 +154,7 @@ def sharded_forward(program: RankTasks, *, gather: bool) -> None:
     root = Unit.of(program, *(x for x in layers if not is_apart(rank, x)))
     units = [root, *(Unit.of(program, x) for x in layers if is_apart(rank, x))]
     sizes = {size for unit in units for size in sharded_bytes(unit.layers, rank).items()}
-    kinds = ("all_gather", "reduce_scatter")
+    kinds = ("all_gather", rank.strategy.scatter)
     messages = [_message(rank, kind, on, n) for kind in kinds for on, n in sorted(sizes)]
     price_messages(messages, rank.book, rank.where)  # one call of the pricer
     if gather:

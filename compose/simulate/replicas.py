@@ -32,7 +32,7 @@ def micro_batches(rank: Rank, optimizer: str) -> tuple[Runs, Run]:
     waits for gradients that it updates parameters by.
     """
     micro = rank.plan.microbatches
-    every = rank.strategy.every_micro
+    every = rank.strategy.every_micro or rank.strategy.scatters_each
     waits = any(w.stall_us > 0 for x in rank.layers for w in (x.forward_work, x.backward_work))
     ahead = optimizer != "none" and not waits and not rank.synchronised
     ahead = ahead and "parameters" not in rank.strategy.offload

@@ -60,7 +60,8 @@ class Stack:
     message of a pipeline that is not interleaved. ``held``: what it holds of a parameter, by dtype.
     ``casts_experts``: under mixed precision products of experts are in half precision.
     ``reduces_half``: under mixed precision shards of gradients are reduced in half precision.
-    ``reduces_late``: replicas reduce gradients once backward is done, in a message of each dtype.
+    ``reduces_late``: the stages of ZeRO, 0 for none, in which replicas reduce gradients once
+    backward is done, in a message of each dtype. ``all_reduces``: with ZeRO by an all_reduce.
     ``one_stream``: scatters of gradients wait for sums among the groups that shard (HSDP).
     ``own_kernels``: whether it runs kernels fused by hand in place of a model's separate ops.
     ``message_sms``: SMs that its products leave to messages, by architecture; elsewhere they are
@@ -79,7 +80,8 @@ class Stack:
     held: Mapping[str, Held] = field(default_factory=dict)
     casts_experts: bool = False
     reduces_half: bool = False
-    reduces_late: bool = False
+    reduces_late: tuple[int, ...] = ()
+    all_reduces: bool = False
     one_stream: bool = False
     own_kernels: bool = False
     message_sms: Mapping[str, int] = field(default_factory=dict)

@@ -32,7 +32,7 @@ from itercast.compose.parallel.placement import cluster
 from itercast.compose.pricing.collectives import Message, formula_us, price_messages
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.simulate.memory_plan import memory
-from itercast.compose.simulate.rank import AMONG_GROUPS, Rank
+from itercast.compose.simulate.rank import AMONG_GROUPS, Rank, Run
 from itercast.compose.simulate.rank_program import RankProgram
 from itercast.compose.simulate.replicas import micro_batches
 from itercast.compose.simulate.stage_rank import stage_messages
@@ -122,7 +122,7 @@ def test_mixed_precision_gathers_in_half_and_reduces_in_fp32(plan: str) -> None:
     wanted["all_gather"] //= 2
     assert found == wanted
     rank, bare = rank_for(mixed, f"{plan},amp"), rank_for(half, plan)
-    deepspeed = replace(rank, book=PriceBook(Flat(), GPU, 0, stack="deepspeed"))
+    deepspeed = replace(rank, book=PriceBook(Flat(), GPU, 0, stack="deepspeed-0.10"))
     assert (
         sent(deepspeed)
         == sent(rank_for(mixed, f"{plan},amp,compress=0.5"))
@@ -142,7 +142,7 @@ def under(stack: str, model: Any, plan: str) -> Rank:
     return replace(rank_for(model, plan), book=PriceBook(Flat(), GPU, 0, stack=stack))
 
 
-@pytest.mark.parametrize("stack", ["megatron-core", "deepspeed"])
+@pytest.mark.parametrize("stack", ["megatron-core", "deepspeed-0.10"])
 @pytest.mark.parametrize("groups", ["", ",hsdp=4"])
 def test_zero_1_of_software_that_reduces_late_sends_all_at_once(stack: str, groups: str) -> None:
     """As many bytes, in one gather before forward and one scatter after backward, beside nothing.
@@ -155,13 +155,43 @@ def test_zero_1_of_software_that_reduces_late_sends_all_at_once(stack: str, grou
     runs = [micro_batches(rank, "adamw")[1] for rank in (late, early)]
     count = 2 + bool(groups)
     assert [len(run.sent) for run in runs] == [count, 4 * count]
-    messages = [i for i, t in enumerate(runs[0].tasks) if not {"host", "compute"} & {*t.lanes}]
-    compute = [s for s, t in zip(runs[0].spans, runs[0].tasks, strict=True) if "compute" in t.lanes]
-    for span in (runs[0].spans[i] for i in messages):
-        assert all(x.end_us <= span.start_us or x.start_us >= span.end_us for x in compute)
+    assert alone(runs[0])
 
 
-@pytest.mark.parametrize(("stack", "times"), [("megatron-core", 2), ("nemo", 1), ("deepspeed", 1)])
+def alone(run: Run) -> bool:
+    """Whether all messages of a run are beside no compute."""
+    both = list(zip(run.spans, run.tasks, strict=True))
+    messages = [span for span, t in both if not {"host", "compute"} & {*t.lanes}]
+    compute = [span for span, t in both if "compute" in t.lanes]
+    return all(x.end_us <= m.start_us or x.start_us >= m.end_us for m in messages for x in compute)
+
+
+@pytest.mark.parametrize("micro", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("stack", "kind"), [("deepspeed-0.12.3", "reduce_scatter"), ("deepspeed", "all_reduce")]
+)
+def test_deepspeed_gathers_once_a_step_and_sums_with_zero_2_in_each_micro_batch(
+    stack: str, kind: str, micro: int
+) -> None:
+    """Four layers with 2,048 trained bytes, 3,072 padded: beside no compute, frozen ones not sent.
+
+    FSDP2 gathers them, frozen ones too, in each micro-batch (as counted above).
+    """
+    adapter = 2_048 + 1_024
+    for zero, sums in ((1, 1), (2, micro)):
+        rank = under(stack, "frozen", f"dp=8,zero={zero},accumulate={micro}")
+        assert sent(rank) == {"all_gather": 4 * adapter, kind: sums * 4 * adapter}
+        for run in (
+            micro_batches(rank, "adamw")[1],
+            *(r for r, _ in micro_batches(rank, "adamw")[0]),
+        ):
+            assert len(run.sent) <= 2
+            assert alone(run)
+
+
+@pytest.mark.parametrize(
+    ("stack", "times"), [("megatron-core", 2), ("nemo", 1), ("deepspeed-0.10", 1)]
+)
 @pytest.mark.parametrize("plan", ["dp=8", "dp=8,zero=1", "dp=8,zero=1,pp=2"])
 def test_gradients_are_reduced_in_the_dtype_of_the_buffer_that_sums_them(
     stack: str, times: int, plan: str
