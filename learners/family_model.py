@@ -81,7 +81,9 @@ class FamilyModel:
     def predict(self, rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> Forecasts:
         """Forecast rows in dataset form, in their order."""
         query, table, roofline = self._query(rows, family, gpus)
-        guess = self._corrected_us(query, table, roofline)
+        x = self.encoder.encode(table)
+        guess = self.source_gpus.predict(self.ensemble, x, roofline, query)
+        guess = bounded_us(guess * correction(query, self.source_gpus), query)
         unseen = self.source_gpus.unseen(query) | query.stood_in
         inside = self._inside(query, table)
         known = inside
@@ -103,25 +105,6 @@ class FamilyModel:
             inside=inside,
             roofline_us=roofline,
         )
-
-    def _corrected_us(
-        self,
-        query: QueryRows,
-        table: Features,
-        roofline: np.ndarray,
-        *,
-        published: bool = True,
-    ) -> np.ndarray:
-        """Forecasts in us: the ensemble's, bounded, and with ``published`` rates of products."""
-        x = self.encoder.encode(table)
-        time_us = self.source_gpus.predict(self.ensemble, x, roofline, query)
-        time_us = bounded_us(time_us, query)
-
-        def price(rows: pd.DataFrame) -> np.ndarray:
-            asked = self._query(rows, query.family, query.gpus)
-            return self._corrected_us(*asked, published=False)
-
-        return time_us * correction(query, self.source_gpus, price) if published else time_us
 
     def inside(self, rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> np.ndarray:
         """Mask of rows whose inputs were seen in training, as ``predict`` returns it."""

@@ -86,7 +86,7 @@ def forecasts(
         model, family = learn_quickly(prepared, known, options), asked.family
         unstated = {n: replace(g, achieved_flops_per_s={}) for n, g in asked.gpus.items()}
         ours = model.predict(rows.iloc[held], family, unstated).time_us
-        if family.large is not None:
+        if family.at_achieved_rate:
             out["stated rate"] = model.predict(rows.iloc[held], family, asked.gpus).time_us
     out["itercast"] = ours
     for count in line.few:

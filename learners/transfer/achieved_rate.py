@@ -6,9 +6,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-
 import numpy as np
 
 from itercast.capture.base.assumptions import assumed
@@ -23,10 +20,8 @@ from itercast.learners.features.table import (
 from itercast.learners.transfer.query_rows import EQUAL_SPEED_DTYPE, QueryRows, RowGroup
 from itercast.learners.transfer.source_gpus import SourceGpus
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.ops.family import Family, Values
 
 SAME_SLOWDOWN = assumed(__file__, "same_slowdown")  # dtypes without a stated rate
-Price = Callable[["pd.DataFrame"], np.ndarray]
 
 
 def bounded_us(time_us: np.ndarray, query: QueryRows) -> np.ndarray:
@@ -38,77 +33,60 @@ def bounded_us(time_us: np.ndarray, query: QueryRows) -> np.ndarray:
     )
 
 
-def correction(query: QueryRows, source_gpus: SourceGpus, price: Price) -> np.ndarray:
+def correction(query: QueryRows, source_gpus: SourceGpus) -> np.ndarray:
     """Factors on forecasts in dtypes without rows on their GPU; 1 where there are such rows.
 
-    ``_large_op_factor`` compares the forecast of the family's large op (a large square product)
-    with its time at the rate that the GPU's file states. Another op gets
+    A forecast is a multiple, learned on source GPUs, of a roofline at the GPU's peak. Large
+    products reach a share of the peak that differs by GPU, so that computing takes ``slower`` times
+    as long as that multiple says (``_slower``), and moving data as long:
 
-        large op's factor ** (compute share of the op / compute share of the large op)
-
-    with an exponent of at most 1 (``_compute_share``): the less an op is bound by compute, the less
-    it is corrected. ``price`` forecasts rows in us without this correction.
+        factor = (max(slower * compute, memory) + launch floor)
+                 / (max(compute, memory) + launch floor)
     """
     factors, family = np.ones(len(query.gpu)), query.family
     unmeasured = source_gpus.unseen_dtype(query) | query.stood_in
-    if not is_on("achieved_rate") or family.large is None or not unmeasured.any():
+    if not (is_on("achieved_rate") and family.at_achieved_rate and unmeasured.any()):
         return factors
-    where = np.flatnonzero(unmeasured)
-    rows = query.rows.iloc[where]
-    keys = pd.MultiIndex.from_arrays([query.gpu[where], columns(rows, family).dtype])
-    codes, distinct = pd.factorize(keys)
-    for code, (name, dtype) in enumerate(distinct):
-        gpu = query.gpus[name]
-        same = SAME_SLOWDOWN.get(dtype, "") if dtype in gpu.peak_flops_per_s else ""
-        stated = dtype if dtype in gpu.achieved_flops_per_s else same
-        has_rows = name in source_gpus.measured and stated != dtype
-        if stated in gpu.achieved_flops_per_s and not has_rows:
-            mine = codes == code
-            large = _compute_share(_large_rows(family, [gpu], dtype), family, gpu)
-            share = np.minimum(_compute_share(rows[mine], family, gpu) / large, 1.0)
-            factors[where[mine]] = _large_op_factor(gpu, stated, query, source_gpus, price) ** share
+    own = columns(query.rows, family).dtype
+    for rows, group in query.groups:
+        for dtype in pd.unique(own[rows[unmeasured[rows]]]):
+            mine, gpu = rows[unmeasured[rows] & (own[rows] == dtype)], query.gpus[group.gpu]
+            slower = _slower(gpu, str(dtype), group, query, source_gpus)
+            points, floor_us = columns(query.rows.iloc[mine], family), LAUNCH_FLOOR_US[gpu.kind]
+            compute_us, memory_us = bounds_us(family, points, gpu, 0)
+            slow_us = np.maximum(slower * compute_us, memory_us) + floor_us
+            factors[mine] = slow_us / (np.maximum(compute_us, memory_us) + floor_us)
     return factors
 
 
-def _large_op_factor(
-    gpu: Gpu, dtype: str, query: QueryRows, source_gpus: SourceGpus, price: Price
+def _slower(
+    gpu: Gpu, dtype: str, group: RowGroup, query: QueryRows, source_gpus: SourceGpus
 ) -> float:
-    """Correction of the large op on ``gpu``: its slowdown over that on its source GPUs.
+    """``_slowdown`` of a GPU over that of those whose rows forecast it, a weighted geometric mean.
 
-    slowdown = time at the stated rate / forecast; of the source GPUs the weighted geometric mean.
-    It is divided by that of the source GPUs because their software may be slower than the published
-    one.
+    1 where either is not stated, or the GPU has rows in another dtype and states no rate of this.
     """
-    family, equal = query.family, EQUAL_SPEED_DTYPE.get(dtype, dtype)
-    asked = source_gpus.stand_in_dtype(gpu, equal)
-    group, theirs = RowGroup(gpu=gpu.name, dtype=asked), dtype if asked == equal else asked
-    weights = {
-        name: weight
-        for (name, _), weight in source_gpus.weights(group, gpu, family).items()
-        if (name != gpu.name or asked != equal) and asked in source_gpus.measured[name]
-        if theirs in query.gpus[name].achieved_flops_per_s
-    }
-    sources = [query.gpus[name] for name in weights]
-    large = _large_rows(family, [gpu], dtype)
-    if sources:
-        large = pd.concat([large, _large_rows(family, sources, theirs)], ignore_index=True)
-    flops = np.asarray(family.flops(columns(large, family)), dtype=float)
-    rates = [g.achieved_flops_per_s[theirs] for g in sources]
-    stated_us = 1e6 * flops / [gpu.achieved_flops_per_s[dtype], *rates]
-    slowdown = np.log(stated_us / price(large))
-    usual = np.average(slowdown[1:], weights=list(weights.values())) if weights else 0.0
-    return float(np.exp(slowdown[0] - usual))
+    measured, equal = source_gpus.measured, EQUAL_SPEED_DTYPE.get(dtype, dtype)
+    theirs = dtype if equal == group.dtype else group.dtype
+    weights = source_gpus.weights(group, gpu, query.family)
+    if group.dtype in measured.get(gpu.name, {}):
+        weights = {(gpu.name, ""): 1.0}
+    slowdowns = {one: _slowdown(query.gpus[one[0]], theirs) for one in weights}
+    known = [one for one, slowdown in slowdowns.items() if slowdown]
+    own = _slowdown(gpu, dtype)
+    if not (own and known) or (gpu.name in measured and dtype not in gpu.achieved_flops_per_s):
+        return 1.0
+    logs = [np.log(slowdowns[one]) for one in known]
+    return own / float(np.exp(np.average(logs, weights=[weights[one] for one in known])))
 
 
-def _large_rows(family: Family, gpus: Sequence[Gpu], dtype: str) -> pd.DataFrame:
-    """The family's large op on each GPU, as rows; ValueError for a family without one."""
-    if family.large is None:
-        raise ValueError(f"family {family.name}: states no large op")
-    facts = asdict(family.large(dtype))
-    return pd.DataFrame([{"family": family.name, "gpu": gpu.name, **facts} for gpu in gpus])
+def _slowdown(gpu: Gpu, dtype: str) -> float:
+    """Time of large products over that at the full rate; 0 where no file states what they achieve.
 
-
-def _compute_share(rows: pd.DataFrame, family: Family, gpu: Gpu) -> Values:
-    """compute / (compute + memory + launch floor) of each row's bounds in us."""
-    compute_us, memory_us = bounds_us(family, columns(rows, family), gpu, 0)
-    return compute_us / (compute_us + memory_us + LAUNCH_FLOOR_US[gpu.kind])
+    Of the dtype, else of the one that is as slow (SAME_SLOWDOWN).
+    """
+    same = SAME_SLOWDOWN.get(dtype, "") if dtype in gpu.peak_flops_per_s else ""
+    for stated in (dtype, same):
+        if stated in gpu.achieved_flops_per_s:
+            return gpu.full_rate(stated) / gpu.achieved_flops_per_s[stated]
+    return 0.0

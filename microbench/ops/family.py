@@ -155,7 +155,7 @@ class Family:
     ``op_aliases`` names ops that run the same kernels, with the parameters to change along with
     the op: one that was not measured in a dtype is priced as the first of them that was.
     ``tiled``: kernels go by tiles per SM, so that an unseen GPU keeps its own features where it
-    is priced by rows of another GPU. ``large(dtype)`` is the op that achieves
+    is priced by rows of another GPU. ``at_achieved_rate``: large ops achieve
     ``achieved_flops_per_s`` of a GPU's file. ``place`` names the cluster a row was measured in,
     nothing where the GPU says it.
     ``kernel`` is the covariance of log times where they are smooth ``along`` some features (log2
@@ -197,7 +197,7 @@ class Family:
     ends: tuple[float, float] = (0.0, np.inf)
     op_aliases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     tiled: bool = False
-    large: Callable[[str], Point] | None = None
+    at_achieved_rate: bool = False
     place: Callable[[Point], Numbers] | None = None
     fallback: Callable[[Point, Measured], Sequence[Part]] | None = None
     by_roofline: bool = False

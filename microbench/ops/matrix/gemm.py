@@ -38,7 +38,6 @@ from itercast.microbench.ops.sizes import MAX_SIDE, aligned, swept
 
 SWEPT = facts_of(__file__)
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64), (32, 64))
-LARGE: int = assumed(__file__, "large_side")
 TENSOR_CORES = ("tf32", "fp16", "bf16")
 OLD_FLOPS_PER_CLOCK = assumed(__file__, "old_flops_per_clock")  # of an SM
 OLD_PEAK_FRAC = assumed(__file__, "old_peak_frac")
@@ -376,7 +375,7 @@ FAMILY = Family(
     tiled=True,
     matmul=True,
     fallback=fallback,
-    large=lambda dtype: Gemm(m=LARGE, n=LARGE, k=LARGE, dtype=dtype),
+    at_achieved_rate=True,
     answers={
         **{f"aten.{op}.default": from_mm for op in MATRICES},
         **{f"aten.{op}.dtype": from_mm for op in ("mm", "addmm", "bmm", "baddbmm")},  # of results
