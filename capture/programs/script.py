@@ -35,6 +35,7 @@ from itercast.capture.programs.gpus.machine import gpus_that_are_not_there
 from itercast.capture.programs.gpus.streams import recorded_streams
 from itercast.capture.programs.kept_files import KEPT
 from itercast.capture.programs.kernels.own import WITHOUT_CUDA, own_kernels
+from itercast.capture.programs.kernels.xformers import xformers_attention
 from itercast.capture.programs.log import ProgramLog
 from itercast.capture.programs.outside import RefusedError, nothing_outside
 from itercast.capture.programs.program import ProgramCapture, write_program
@@ -134,6 +135,7 @@ def capture_script(
             stack.enter_context(real_batches(taken, log.routing.known_values, on_gpu))
             stack.enter_context(saved_for_loading(log.routing.known_values))
             stack.enter_context(own_kernels(log))
+            stack.enter_context(xformers_attention())
             stack.enter_context(weights_not_downloaded(log.guesses))
             steps = _run_until(script, log, taken, finder)
         taken.copied_ahead = log.gpu_memory.beside

@@ -287,6 +287,8 @@ class OnCpu(TorchFunctionMode):
             args = (args[0], f"cuda:{args[1]}", *args[2:])
         if isinstance(kwargs.get("device"), int):
             kwargs["device"] = f"cuda:{kwargs['device']}"
+        if getattr(func, "__name__", "") == "tensor":  # which would pin data that is there
+            kwargs.pop("pin_memory", None)
         values = (*args, *kwargs.values())
         made = func(*map(_on_cpu, args), **{name: _on_cpu(v) for name, v in kwargs.items()})
         if isinstance(made, torch.Tensor) and any(_on_cpu(v) is not v for v in values):

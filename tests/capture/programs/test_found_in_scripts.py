@@ -171,6 +171,22 @@ torch.save(sharded.state_dict(), "sharded.pt")
 sharded.load_state_dict(torch.load("sharded.pt"))
 assert torch.load("sharded.pt")["weight"].to_local().shape == sharded.weight.to_local().shape
 """
+XFORMERS = """
+import sys, pathlib, types
+pathlib.Path("xformers").mkdir()
+pathlib.Path("xformers/__init__.py").touch()
+pathlib.Path("xformers/ops.py").write_text("def memory_efficient_attention(*args): 1 / 0")
+sys.path.insert(0, ".")
+from xformers.ops import memory_efficient_attention
+class BlockDiagonalCausalMask:  # of 2 sequences, 3 and 6 long
+    q_seqinfo = types.SimpleNamespace(seqstart_py=[0, 3, 9])
+x = torch.randn(4, 8, 2, 16, device="cuda")
+assert memory_efficient_attention(x, x, x, p=0.1).shape == x.shape
+assert memory_efficient_attention(x[:, :, 0], x[:, :, 0], x[:, :, 0]).shape == (4, 8, 16)
+packed = x.flatten(0, 1)[None, :9]
+made = memory_efficient_attention(packed, packed, packed, BlockDiagonalCausalMask())
+assert made.is_cuda and made.shape == (1, 9, 2, 16)
+"""
 PICKLED = """
 import pickle
 again = pickle.loads(pickle.dumps(model))
@@ -219,7 +235,7 @@ torch.histc(best, 8, 0, 8).float().div_(3)
     [DEFAULT_DEVICE + STEPS, DEFAULT_TYPE + STEPS, DATASET, POOLS + TRAIN + STEPS]
     + [
         TRAIN + more + STEPS
-        for more in (SAVED, LOADED, PICKLED, CHOSEN, CHECKS, SHARES, ASKED, SCHEDULE)
+        for more in (SAVED, LOADED, XFORMERS, PICKLED, CHOSEN, CHECKS, SHARES, ASKED, SCHEDULE)
     ],
     ids=[
         *(
@@ -229,6 +245,7 @@ torch.histc(best, 8, 0, 8).float().div_(3)
             "pools",
             "saved",
             "loaded",
+            "xformers",
             "pickled",
             "chosen",
             "checks",

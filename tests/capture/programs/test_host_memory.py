@@ -28,6 +28,7 @@ AVERAGED = "optimizer.step(); average.lerp_(model.weight.detach().to('cpu'), 0.1
 PINNED = """
 weights = torch.empty_like(model.weight, device="cpu", pin_memory=True).copy_(model.weight.detach())
 gradient = torch.empty(16, 8, pin_memory=True)
+assert torch.tensor([2, 3], device="cpu", pin_memory=True).tolist() == [2, 3]
 weights.requires_grad_()
 optimizer = torch.optim.SGD([weights])
 """
