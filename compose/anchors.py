@@ -19,7 +19,7 @@ from itercast.compose.target import Target, forecast_step
 
 RAISED = 0.25  # no assumption: by which log factors are raised for a finite difference
 OTHER_MEMORY = 5  # no assumption: times a forecast's error beyond which memory is not believed
-ALIKE = 3.0  # no assumption: deviations of a step beyond which two are not of one configuration
+ALIKE = 2.5  # no assumption: interval ends of a step beyond which two are not of one configuration
 ABSURD = 6.5  # no assumption: deviations of a new machine beyond which a step is not believed
 WORDS = {
     "products": "products",
@@ -123,7 +123,8 @@ def _mean(run: Sequence[MeasuredStep]) -> MeasuredStep:
 
     ValueError where times differ by more than such steps do.
     """
-    limit = ALIKE * 2**0.5 * typical().typical.row
+    usual = typical().typical
+    limit = ALIKE * 2**0.5 * usual.either * usual.row
     one, other = (of(run, key=lambda step: step.time_us) for of in (min, max))
     if log(other.time_us / one.time_us) > limit:
         raise ValueError(
@@ -256,8 +257,7 @@ def next_run(step: StepCapture, target: Target) -> str:
     """
     machine = target.known or typical()
     asked = tuple(forecast_step(step, target).parts_frac.values())
-    now = machine.half_width(asked, target.model)
-    widths: dict[str, float] = {}
+    left: dict[str, tuple[float, float]] = {}
     for plan in _cheaper(target):
         cheaper = replace(target, plan=plan)
         if run_of(step, cheaper) in machine.measured:
@@ -267,18 +267,19 @@ def next_run(step: StepCapture, target: Target) -> str:
         except ValueError:  # it does not run on so few
             continue
         told_by = Anchor(model=target.model, sensitivity=tuple(parts.values()), log_ratio=0.0)
-        widths[str(plan) or "one GPU"] = machine.told([told_by]).half_width(asked, target.model)
-    if not widths:
+        left[str(plan) or "one GPU"] = machine.told([told_by]).bounds(asked, target.model)
+    if not left:
         return ""
-    best = min(widths, key=lambda name: widths[name])
+    best = min(left, key=lambda name: left[name][1] / left[name][0])
     return (
-        f"measure next: plan {best}; the 80 % interval, now within {_percent(now)}, "
-        f"would be within {_percent(widths[best])}"
+        f"measure next: plan {best}; the 80 % interval, now within "
+        f"{_percent(machine.bounds(asked, target.model))}, would be within {_percent(left[best])}"
     )
 
 
-def _percent(half_width: float) -> str:
-    return f"{100 * (1 - exp(-half_width)):.0f} % below and {100 * (exp(half_width) - 1):.0f} above"
+def _percent(bounds: tuple[float, float]) -> str:
+    low, high = bounds
+    return f"{100 * (1 - low):.0f} % below and {100 * (high - 1):.0f} above"
 
 
 def _cheaper(target: Target) -> Iterator[ParallelPlan]:

@@ -45,10 +45,11 @@ SIMULATED += ("assumed_by_us", "host_memory_bytes")
 class Forecast:
     """What ``predict --json`` reports of the slowest rank; iteration = compute + exposed + idle.
 
-    The 80 % interval is from iteration / e**h to iteration * e**h: on a CPU h is ``HALF_WIDTH``, on
-    GPUs that of a machine of which as much is known as of this one (``itercast.compose.machines``),
-    by ``parts_frac``, the share of the iteration that each of a machine's factors scales, wider by
-    the share of families whose models err by more than machines differ.
+    The 80 % interval is from iteration / e**h to iteration * e**h on a CPU, where h is
+    ``HALF_WIDTH``. On GPUs it is that of a machine of which as much is known as of this one
+    (``itercast.compose.machines``), further up than down, by ``parts_frac``, the share of the
+    iteration that each of a machine's factors scales, wider by the share of families whose models
+    err by more than machines differ.
     ``idle_by_us`` splits idle time into host gaps, pipeline bubble and waiting for other stages.
     ``host_us``: all work of the rank's host in a step, whether or not the device waits for it.
     ``host_held_us``: how long a program's host is busy or waits for the GPU from one batch to the
@@ -186,7 +187,7 @@ def report(
 ) -> Forecast:
     """Turns a simulated iteration into a forecast; samples and tokens are those of all ranks."""
     parts = _parts_frac(outcome)
-    wide = exp(_half_width(parts, _families_frac(outcome), book))
+    low, high = _bounds(parts, _families_frac(outcome), book)
     per_s = 1e6 / outcome.iteration_us if outcome.iteration_us else 0.0
     idle = {"host": outcome.host_gap_us, "bubble": outcome.bubble_us, "waiting": outcome.waiting_us}
     return Forecast(
@@ -194,8 +195,8 @@ def report(
         plan=plan,
         bundle=bundle_name,
         **{name: getattr(outcome, name) for name in SIMULATED},
-        iteration_us_p10=outcome.iteration_us / wide,
-        iteration_us_p90=outcome.iteration_us * wide,
+        iteration_us_p10=outcome.iteration_us * low,
+        iteration_us_p90=outcome.iteration_us * high,
         host_us=outcome.tally.host.total_us,
         samples_per_s=samples * per_s,
         tokens_per_s=tokens * per_s,
@@ -257,29 +258,35 @@ def _is_product(family: str) -> bool:
     return family in families() and families()[family].matmul
 
 
-def _half_width(parts: Mapping[str, float], shares: Mapping[str, float], book: PriceBook) -> float:
-    """Half width of the 80 % interval in log time, by the step's parts and its machine.
+def _bounds(
+    parts: Mapping[str, float], shares: Mapping[str, float], book: PriceBook
+) -> tuple[float, float]:
+    """Ends of the 80 % interval over the forecast, by the step's parts and its machine.
 
     Machines differ by their factors. Families whose own error is larger than their factor's spread
     add, each by its share of the step, what it is larger by, as independent errors add up; not for
     a model of which steps on this machine were measured, which tell of its ops.
     """
     if book.gpu.kind == "cpu":
-        return HALF_WIDTH
+        return exp(-HALF_WIDTH), exp(HALF_WIDTH)
     known = book.known or typical()
-    wide = known.half_width(tuple(parts.values()), book.model)
+    sensitivity = tuple(parts.values())
     if book.model and book.model in known.models:
-        return wide
+        return known.bounds(sensitivity, book.model)
     spread = dict(zip(NAMES, known.typical.spread, strict=True))
-    usual = {product: DEVIATES * spread[name] for product, name in OF_KERNELS}
+    usual = {product: spread[name] for product, name in OF_KERNELS}
     beyond = [
-        share**2 * max(0.0, _error_of(name, book) ** 2 - usual[_is_product(name)] ** 2)
+        share**2 * max(0.0, _deviation_of(name, book) ** 2 - usual[_is_product(name)] ** 2)
         for name, share in shares.items()
     ]
-    return sqrt(wide**2 + sum(beyond))
+    return known.bounds(sensitivity, book.model, sqrt(sum(beyond)))
 
 
-def _error_of(family: str, book: PriceBook) -> float:
-    """Half width of the interval of a family's ops; without a model that of the worst known one."""
+def _deviation_of(family: str, book: PriceBook) -> float:
+    """Standard deviation of the log error of a family's ops, by the interval of its model.
+
+    Without a model that of the worst known one.
+    """
     errors = {name: model.half_width for name, model in book.models.items() if model is not None}
-    return errors.get(family, max(errors.values(), default=0.0) if family == UNMODELLED else 0.0)
+    worst = max(errors.values(), default=0.0) if family == UNMODELLED else 0.0
+    return errors.get(family, worst) / DEVIATES

@@ -8,22 +8,27 @@ Between machines log factors x differ by a spread, fitted over sources of measur
 with t0 the forecast on a typical machine and J, the anchor's sensitivity, the derivative of the
 log forecast by the log factors. ``model`` is one number for each model on a machine: how much
 longer all of its parts take. ``row`` differs from step to step. All are normal, so the posterior is
-normal, and each anchor narrows it. ``share`` is 1 for a whole step. A step that was measured in
-parts (messages that compute waits for, the rest) is an anchor for each part, with its share of
-``model`` and of the variance of ``row``, so that the parts together tell what the step tells.
+normal, and each anchor narrows it. On a new machine an interval reaches further up than down: what
+a forecast does not know (waits for input, work beside the model, kernels worse than those measured)
+makes steps longer. Anchors tell of that, and what they leave is alike either way.
+
+``share`` is 1 for a whole step. A step that was measured in parts (messages that compute waits for,
+the rest) is an anchor for each part, with its share of ``model`` and of the variance of ``row``, so
+that the parts together tell what the step tells.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import exp, sqrt
+from math import exp, hypot, sqrt
+from typing import Any
 
 import numpy as np
 
 from itercast.compose.machines.factors import NAMES, Factors
 
-DEVIATES = 1.2816  # no assumption: half width of an 80 % interval of a normal distribution
+DEVIATES = 1.2816  # no assumption: beyond so many a tenth of a normal distribution is
 EVERYWHERE = np.array([name != "ranks" for name in NAMES], dtype=float)  # a model's share of each
 
 
@@ -32,11 +37,29 @@ class Spread:
     """How machines differ: standard deviations of log factors, in the order of ``NAMES``.
 
     ``model``: standard deviation between models on one machine; ``row``: between steps of a model.
+    ``shorter``, ``longer``: how many standard deviations of its log time below and above its
+    forecast the 80 % interval of a step ends on a new machine; ``either``: both, where little is
+    left to tell.
     """
 
     spread: tuple[float, ...]
     model: float
     row: float
+    shorter: float = DEVIATES
+    longer: float = DEVIATES
+    either: float = DEVIATES
+
+    def ends(self, deviation: Any, new: Any) -> tuple[Any, Any]:
+        """Logs of the ends of an interval over its middle, for one deviation or an array of them.
+
+        By the standard deviation of a log time, and by what it is on a new machine: in between
+        deviates go from ``shorter`` and ``longer`` to ``either`` as that of a step falls.
+        """
+        left = deviation / new
+        below, above = (
+            self.either + left * (of - self.either) for of in (self.shorter, self.longer)
+        )
+        return -below * deviation, above * deviation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +109,19 @@ class Machine:
         j = known._direction(sensitivity, model)
         return sqrt(float(j @ np.array(known.covariance) @ j) + self.typical.row**2)
 
-    def half_width(self, sensitivity: Sequence[float], model: str = "") -> float:
-        """Half width of the 80 % interval of a step, in log time."""
-        return DEVIATES * self.log_deviation(sensitivity, model)
+    def bounds(
+        self, sensitivity: Sequence[float], model: str = "", other: float = 0.0
+    ) -> tuple[float, float]:
+        """Ends of the 80 % interval of a step over its forecast.
+
+        ``other``: standard deviation of its log time by what no machine tells of.
+        """
+        left, new = (
+            hypot(machine.log_deviation(sensitivity, model), other)
+            for machine in (self, Machine.new(self.typical))
+        )
+        low, high = self.typical.ends(left, new)
+        return exp(low), exp(high)
 
     def told(self, anchors: Sequence[Anchor]) -> Machine:
         """The machine after measured steps, whose forecasts are those of the typical machine."""
@@ -130,8 +163,9 @@ class Machine:
     def interval(self, name: str) -> tuple[float, float, float]:
         """A factor over that of a typical machine: expected, and bounds of its 80 % interval."""
         at = NAMES.index(name)
-        log, wide = self.mean[at], DEVIATES * sqrt(max(0.0, self.covariance[at][at]))
-        return exp(log), exp(log - wide), exp(log + wide)
+        log, deviation = self.mean[at], sqrt(max(0.0, self.covariance[at][at]))
+        low, high = self.typical.ends(deviation, self.typical.spread[at])
+        return exp(log), exp(log + low), exp(log + high)
 
 
 def _rows(matrix: np.ndarray) -> tuple[tuple[float, ...], ...]:

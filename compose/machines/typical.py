@@ -13,6 +13,7 @@ from itercast.compose.machines.factors import NAMES
 from itercast.compose.machines.state import Machine, Spread
 
 REST = ("model", "row")
+ENDS = ("shorter", "longer", "either")  # keys that machine files of before version 0.32 lack
 
 
 @cache
@@ -30,10 +31,11 @@ def typical() -> Machine:
 def spread_of(facts: Mapping[str, Any]) -> Spread:
     """Spreads as the file states them."""
     spread = tuple(float(facts[name]) for name in NAMES)
-    return Spread(spread=spread, **{name: facts[name] for name in REST})
+    rest = {name: facts[name] for name in REST} | {n: facts[n] for n in ENDS if n in facts}
+    return Spread(spread=spread, **rest)
 
 
 def stated(spread: Spread) -> dict[str, Any]:
     """Spreads in the form of the file."""
     factors = dict(zip(NAMES, spread.spread, strict=True))
-    return factors | {name: getattr(spread, name) for name in REST}
+    return factors | {name: getattr(spread, name) for name in (*REST, *ENDS)}

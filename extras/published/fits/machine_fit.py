@@ -7,8 +7,8 @@ the log factors (``itercast.compose.machines.state``), a multivariate t distribu
 
 and ``FREEDOM`` degrees, so that machines unlike all others do not decide. Spread, model and row
 maximise the likelihood with weak priors. A source counts as at most ``MACHINES`` machines, however
-many it measured. Steps of one machine differ by more than this typical machine's: two numbers,
-found on sources left out, make intervals cover what they should (``calibrated``).
+many it measured. Steps are seldom much shorter than forecast, often longer, some by far: three
+numbers, found on sources left out, make intervals cover what they should (``calibrated``).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ SPREAD, LOG_SPREAD = (
     0.35,
 )  # prior of spreads: log(0.3) +- 0.35, best of six on sources left out
 FREEDOM, MACHINES = 4, 3
-COVERED = 0.8  # of measured steps that an interval is to cover
-SHORT = 0.04  # by which they may fall short after anchors
-WIDER = (1.0, 1.5, 2.0, 2.5, 3.0)  # times the fitted spread of models and steps on a machine
+BEYOND = 0.1  # of measured steps that an interval is to have below it, and above it
+SHORT = 0.04  # by which intervals may cover less after anchors
+EITHER = (DEVIATES, 1.5, 1.75, 2.0, 2.25, 2.5)  # deviates, from those of a normal distribution on
 SENSITIVITY = [f"d_{name}" for name in NAMES]  # columns of measured steps
 FACTORS = len(NAMES)
 
@@ -99,52 +99,47 @@ def left_out(steps: pd.DataFrame) -> dict[str, Spread]:
     return {str(s): fit(steps[steps["source"] != s]) for s in sources}
 
 
-def calibrated(steps: pd.DataFrame, without: Mapping[str, Spread]) -> tuple[float, float]:
-    """By what models and steps spread more than is fitted, and then everything.
+def calibrated(steps: pd.DataFrame) -> tuple[Spread, dict[str, Spread]]:
+    """How machines differ by all steps, and by source without it, with the ends of intervals.
 
-    Of sources left out intervals cover ``COVERED`` without anchors, nearly as much with them.
+    Those of new machines have ``BEYOND`` of all steps below and above them; with ``either`` those
+    of sources left out cover nearly as much after anchors.
     """
-    for wider in WIDER:
-        tried = {s: scaled(spread, wider, 1.0) for s, spread in without.items()}
-        scale = _half_widths(steps, tried)
-        known = {s: scaled(spread, wider, scale) for s, spread in without.items()}
-        if min(coverage(steps, known, count) for count in (1, 3)) >= COVERED - SHORT:
+    without = left_out(steps)
+    off = forecasts(steps, without, 0)
+    for either in EITHER:
+        known = {s: ended(x, off[off["source"] != s], either) for s, x in without.items()}
+        covered = [coverage(forecasts(steps, known, count)) for count in (1, 3)]
+        if min(covered) >= 1 - 2 * BEYOND - SHORT:
             break
-    return wider, scale
+    return ended(fit(steps), off, either), known
 
 
-def scaled(spread: Spread, wider: float, scale: float) -> Spread:
-    """Spreads of models and steps times ``wider``, then all of them times ``scale``."""
-    own = tuple(scale * wide for wide in spread.spread)
-    model, row = scale * wider * spread.model, scale * wider * spread.row
-    return replace(spread, spread=own, model=model, row=row)
+def ended(spread: Spread, off: pd.DataFrame, either: float) -> Spread:
+    """With the deviates beyond which ``BEYOND`` of these forecasts are; sources count alike."""
+    deviates = (off["log_ratio"] / off["deviation"]).to_numpy(dtype=float)
+    share = 1 / off.groupby("source")["source"].transform("size").to_numpy(dtype=float)
+    order = np.argsort(deviates)
+    below = (np.cumsum(share[order]) - share[order] / 2) / share.sum()
+    low, high = np.interp((BEYOND, 1 - BEYOND), below, deviates[order]).tolist()
+    return replace(spread, shorter=max(0.0, -low), longer=max(0.0, high), either=either)
 
 
-def _half_widths(steps: pd.DataFrame, known: Mapping[str, Spread]) -> float:
-    """How many half widths either way cover ``COVERED``, without anchors."""
-    found = _forecasts(steps, known, 0)
-    off = (found["log_ratio"].abs() / found["half_width"]).to_numpy(dtype=float)
-    share = 1 / found.groupby("source")["source"].transform("size").to_numpy(dtype=float)
-    order = np.argsort(off)
-    covered = np.cumsum(share[order]) / share.sum()
-    return float(off[order][np.searchsorted(covered, COVERED)])
+def coverage(found: pd.DataFrame) -> float:
+    """The share of steps within their intervals, as a mean over sources."""
+    return float(found["covered"].groupby(found["source"]).mean().mean())
 
 
-def coverage(steps: pd.DataFrame, known: Mapping[str, Spread], count: int) -> float:
-    """The share of steps within their intervals after ``count`` anchors, as a mean over sources."""
-    found = _forecasts(steps, known, count)
-    inside = found["log_ratio"].abs() <= found["half_width"]
-    return float(inside.groupby(found["source"]).mean().mean())
-
-
-def _forecasts(steps: pd.DataFrame, known: Mapping[str, Spread], count: int) -> pd.DataFrame:
+def forecasts(steps: pd.DataFrame, known: Mapping[str, Spread], count: int) -> pd.DataFrame:
+    """``with_anchors`` of all sources."""
     parts = (with_anchors(mine, known[str(s)], count) for s, mine in steps.groupby("source"))
-    return pd.concat(parts)
+    return pd.concat(parts, ignore_index=True)
 
 
 def with_anchors(steps: pd.DataFrame, typical: Spread, count: int) -> pd.DataFrame:
-    """log(measured / forecast) and half widths of each machine's steps after ``count`` others.
+    """Each machine's steps after ``count`` others: log(measured / forecast), its deviation.
 
+    ``covered``: whether it is within the interval; ``half``: half the interval's width in log time.
     Anchors are drawn at random: each step is one once where one is drawn; three are drawn as often
     as there are steps. One that a forecast refuses as another configuration than stated is none.
     """
@@ -155,22 +150,29 @@ def with_anchors(steps: pd.DataFrame, typical: Spread, count: int) -> pd.DataFra
         for at in range(size) if size > count else ():
             chosen = np.array([at]) if count < 2 else draw.choice(size, count, replace=False)
             rest = np.delete(np.arange(size), chosen) if count else chosen
-            told = _posterior(group.y, covariance, chosen if count else chosen[:0], rest)
-            found.append(np.column_stack(told))
+            anchors = chosen if count else chosen[:0]
+            found.append(_posterior(group.y, covariance, anchors, rest))
             sources += [group.source] * len(rest)
-    numbers = np.concatenate([np.empty((0, 2)), *found])
+    log_ratio, deviation, new = np.concatenate([np.empty((0, 3)), *found]).T
+    low, high = typical.ends(deviation, new)
     return pd.DataFrame(
-        {"source": sources, "log_ratio": numbers[:, 0], "half_width": DEVIATES * numbers[:, 1]}
+        {
+            "source": sources,
+            "log_ratio": log_ratio,
+            "deviation": deviation,
+            "covered": (low <= log_ratio) & (log_ratio <= high),
+            "half": (high - low) / 2,
+        }
     )
 
 
 def _posterior(
     y: np.ndarray, covariance: np.ndarray, anchors: np.ndarray, rest: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """What is left of the log ratios of ``rest`` after ``anchors``, and their deviations."""
+) -> np.ndarray:
+    """Of ``rest`` after ``anchors``: what is left of log ratios, deviations, those without."""
     variance = np.diag(covariance)
     anchors = anchors[np.abs(y[anchors]) <= ABSURD * np.sqrt(variance[anchors])]
     shared = covariance[np.ix_(rest, anchors)]
     gain = np.linalg.solve(covariance[np.ix_(anchors, anchors)], shared.T).T
     left = variance[rest] - (gain * shared).sum(axis=1)
-    return y[rest] - gain @ y[anchors], np.sqrt(left)
+    return np.column_stack([y[rest] - gain @ y[anchors], np.sqrt(left), np.sqrt(variance[rest])])

@@ -1,20 +1,22 @@
 """How machines differ: `python -m itercast.extras.published.fits.machines PUBLIC PARTS`.
 
-Measured steps of each published source are forecast without the source, as the machine is priced,
-with the derivative of the forecast by each factor (written to PARTS/SOURCE.parquet, read from there
-where it is, so that a run that was stopped goes on; all take 12 minutes). Factors are fitted on
-sources that find causes (roles.yaml), each left out in turn; those that judge are forecast by the
-fit over all of these, and shown with --judge alone. Forecasts with factors and anchors are to first
-order.
+Measured steps of each source, published tables (PUBLIC) and files of ``datasets/*_runs``, are
+forecast without the source, as the machine is priced, with the derivative of the forecast by each
+factor (written to PARTS/SOURCE.parquet, read from there where it is, so that a run that was stopped
+goes on; all take 20 minutes). Factors are fitted on sources that find causes (roles.yaml), each
+left out in turn; those that judge are forecast by the fit over all of these, and shown with --judge
+alone. Forecasts with factors and anchors are to first order.
 """
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,11 +25,14 @@ import pandas as pd
 import typer
 import yaml
 
+from itercast.anchors import measured_steps
 from itercast.capture.base.assumptions import leaving_out
+from itercast.capture.opcall import StepCapture
 from itercast.compose.anchors import sensitivity
+from itercast.compose.forecast import Forecast
 from itercast.compose.machines.state import Machine, Spread
 from itercast.compose.machines.typical import stated
-from itercast.compose.target import forecast_step
+from itercast.compose.target import Target, forecast_step
 from itercast.eval.results import records
 from itercast.extras.imports.base import positive
 from itercast.extras.processes import processes
@@ -35,9 +40,6 @@ from itercast.extras.programs import run_program
 from itercast.extras.published.fits.machine_fit import (
     SENSITIVITY,
     calibrated,
-    fit,
-    left_out,
-    scaled,
     with_anchors,
 )
 from itercast.extras.published.models import captured_step, read_lines, row_target, timed_us
@@ -45,8 +47,11 @@ from itercast.extras.published.roles import FEW_PCT, ROLES, role_of
 from itercast.learners.bundle import SHIPPED
 from itercast.learners.train import errors
 from itercast.microbench.store import Facts, Row
+from itercast.options import Question
 
-TYPICAL = Path(__file__).parents[3] / "compose/machines/typical.yaml"
+ROOT = Path(__file__).resolve().parents[3]
+TYPICAL = ROOT / "compose/machines/typical.yaml"
+RUNS = "datasets/*_runs/*.yaml"  # files of measured steps, each a source
 OF_MACHINE, OF_SOURCE = 20, 40  # steps that are drawn, at most
 LIMIT_S, SLOW_S = 150, 25  # of a forecast; a slower one has its parts as derivative
 # Single modules, and a source whose rows teach the shipped models: no steps of a machine's own.
@@ -78,15 +83,51 @@ def _machine(row: Facts) -> str:
     return f"{row['source']} {called} {row['gpu']}"
 
 
-def derivatives(row: Facts) -> Row:
-    """log(measured / forecast) of a step as priced, and ``SENSITIVITY``; or why there is none."""
+def of_row(row: Facts) -> Row:
+    """A published step's model and ``derivatives``; or why there are none."""
     given = {name: value for name, value in row.items() if value == value and value is not None}
+
+    def make() -> tuple[StepCapture, Target]:
+        target = row_target(given, SHIPPED)
+        return captured_step(given, target.plan), target
+
+    found = derivatives(make, float(given["time_us"]), partial(timed_us, given))
+    return {"model": str(row["case"]), **found}
+
+
+def of_file(file: Path) -> list[Row]:
+    """The measured steps of a file, as published ones, and their ``derivatives``."""
+    rows = list[Row]()
+    for one in measured_steps(file, Question):
+        step, target = one.step, one.target
+        facts = {
+            **{"source": file.stem, "machine": f"{file.stem} {target.gpu.name}"},
+            **{"gpu": target.gpu.name, "plan": one.plan, "model": one.name},
+            "batch": step.samples * target.plan.microbatches,
+            "seq": step.tokens / step.samples if step.tokens else np.nan,
+            "dtype": " ".join(sorted({t.dtype for call in step.calls for t in call.outputs})),
+            **{"world_size": target.plan.world_size, "time_us": one.time_us},
+        }
+        known = partial(attrgetter("step", "target"), one)
+        rows.append(facts | derivatives(known, one.time_us, attrgetter("iteration_us")))
+    return rows
+
+
+def derivatives(
+    make: Callable[[], tuple[StepCapture, Target]],
+    measured_us: float,
+    timed: Callable[[Forecast], float],
+) -> Row:
+    """log(measured / forecast) of a step as priced, and ``SENSITIVITY``; or why there is none.
+
+    ``timed``: what was timed of a forecast.
+    """
     signal.signal(signal.SIGALRM, partial(_stop))
     signal.alarm(LIMIT_S)
     start = time.monotonic()
     try:
-        target = replace(row_target(given, SHIPPED), known=Machine.new(AS_PRICED))
-        step = captured_step(given, target.plan)
+        step, target = make()
+        target = replace(target, known=Machine.new(AS_PRICED))
         found = forecast_step(step, target)
         slow = time.monotonic() - start > SLOW_S
         j = tuple(found.parts_frac.values()) if slow else sensitivity(step, target)
@@ -94,7 +135,7 @@ def derivatives(row: Facts) -> Row:
         return {"reason": str(exc)[:120]}
     finally:
         signal.alarm(0)
-    ratio = float(np.log(float(given["time_us"]) / timed_us(given, found)))
+    ratio = float(np.log(measured_us / timed(found)))
     return {"log_ratio": ratio, **dict(zip(SENSITIVITY, j, strict=True))}
 
 
@@ -105,21 +146,33 @@ def _stop(*_: Any) -> None:
     raise ValueError(f"forecast takes longer than {LIMIT_S} s")
 
 
-def parts_of(public: Path, folder: Path) -> pd.DataFrame:
-    """All steps with their derivatives; sources whose file is in the folder are read from it."""
+def parts_of(public: Path, folder: Path, roles: Sequence[str]) -> pd.DataFrame:
+    """All steps of sources of these roles with their derivatives.
+
+    Sources whose file is in the folder are read from it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    asked = steps_of(public)
-    for source in sorted(asked["source"].unique(), key=lambda name: (role_of(name), name)):
-        path, mine = folder / f"{source}.parquet", asked[asked["source"] == source]
-        if path.is_file():
-            continue
-        with leaving_out(source), processes(1) as pool:
-            found = pd.DataFrame(pool.map(derivatives, mine.to_dict("records")))
-        facts = mine[OF_STEP].reset_index(drop=True)
-        facts["model"] = mine["case"].astype(str).to_numpy()
-        pd.concat([facts, found], axis=1).to_parquet(path)
-    found = pd.concat([pd.read_parquet(path) for path in sorted(folder.glob("*.parquet"))])
+    asked: dict[str, pd.DataFrame | Path] = {
+        str(source): mine.reset_index(drop=True)
+        for source, mine in steps_of(public).groupby("source")
+    }
+    asked |= {path.stem: path for path in sorted(ROOT.glob(RUNS))}
+    paths = {name: folder / f"{name}.parquet" for name in asked if role_of(name) in roles}
+    for source, path in paths.items():
+        if not path.is_file():
+            with leaving_out(source), processes(1) as pool:
+                _parts(asked[source], pool).to_parquet(path)
+    found = pd.concat(map(pd.read_parquet, paths.values()))
     return found[found["log_ratio"].notna()].reset_index(drop=True)
+
+
+def _parts(source: pd.DataFrame | Path, pool: Executor) -> pd.DataFrame:
+    """The steps of a table or a file with their derivatives."""
+    if isinstance(source, Path):
+        return pd.DataFrame(pool.submit(of_file, source).result())
+    return pd.concat(
+        [source[OF_STEP], pd.DataFrame(pool.map(of_row, source.to_dict("records")))], axis=1
+    )
 
 
 def judged(steps: pd.DataFrame, spreads: Mapping[str, Spread], count: int) -> pd.DataFrame:
@@ -139,8 +192,7 @@ def judged(steps: pd.DataFrame, spreads: Mapping[str, Spread], count: int) -> pd
         names = ("mape_pct", "median_ape_pct", "p90_ape_pct", "worst_ape_pct", "bias_pct")
         line = {name.removesuffix("_ape_pct").removesuffix("_pct"): scores[name] for name in names}
         if count >= 0:
-            inside = left["log_ratio"].abs() <= left["half_width"]
-            line |= {"covered": 100 * inside.mean(), "half": left["half_width"].median()}
+            line |= {"covered": 100 * left["covered"].mean(), "half": left["half"].median()}
         lines[source] = {"steps": len(of_source), **line}
     return pd.DataFrame.from_dict(lines, orient="index")
 
@@ -164,7 +216,8 @@ def _summary(lines: pd.DataFrame) -> str:
     if "covered" not in lines:
         return told
     few = int((lines["covered"] < FEW_PCT).sum())
-    return f"{told}, covered {lines['covered'].mean():.0f} %, less than {FEW_PCT:.0f} % of {few}"
+    covered = f"covered {lines['covered'].mean():.0f} %, less than {FEW_PCT:.0f} % of {few}"
+    return f"{told}, {covered}, half width of the median source {lines['half'].median():.2f}"
 
 
 def typical_text(known: pd.DataFrame, whole: Spread, without: Mapping[str, Spread]) -> str:
@@ -172,7 +225,9 @@ def typical_text(known: pd.DataFrame, whole: Spread, without: Mapping[str, Sprea
     counts = known.groupby("source").size()
     head = [
         "# How machines with GPUs differ: spread of the log of each factor (Factors),",
-        "# of models on a machine and of steps of a model.",
+        "# of models on a machine and of steps of a model; how many deviations of a step's log",
+        "# time the 80 % interval ends below (shorter) and above (longer) its forecast on a new",
+        "# machine, and either way where measured steps told of it.",
         f"# source: python -m itercast.extras.published.fits.machines, {len(known)} steps of "
         f"{known['machine'].nunique()} machines:",
         "# " + ", ".join(f"{source} {n}" for source, n in counts.items()),
@@ -198,15 +253,11 @@ def main(
     write: Annotated[bool, typer.Option(help="write compose/machines/typical.yaml")] = False,
 ) -> None:
     """Fit how machines differ, print errors by source, without and with anchors."""
-    steps = parts_of(public, parts)
+    steps = parts_of(public, parts, tuple(ROLES) if judge else ("finds causes",))
     known = steps[steps["source"].isin(ROLES["finds causes"])]
-    without = left_out(known)
-    found = calibrated(known, without)
-    whole = scaled(fit(known), *found)
-    without = {s: scaled(x, *found) for s, x in without.items()}
-    shown = known if not judge else steps
-    spreads = {str(s): without.get(str(s), whole) for s in shown["source"].unique()}
-    print(tables(shown, spreads, ("as priced", "typical machine", "one anchor", "three anchors")))
+    whole, without = calibrated(known)
+    spreads = {str(s): without.get(str(s), whole) for s in steps["source"].unique()}
+    print(tables(steps, spreads, ("as priced", "typical machine", "one anchor", "three anchors")))
     text = typical_text(known, whole, without)
     print(text)
     if write:

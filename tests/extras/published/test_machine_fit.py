@@ -12,7 +12,7 @@ from itercast.extras.published.fits.machine_fit import (
     calibrated,
     coverage,
     fit,
-    scaled,
+    forecasts,
     with_anchors,
 )
 from itercast.extras.published.fits.ranking import ranked, ranks
@@ -48,19 +48,19 @@ def test_anchors_make_forecasts_of_the_other_steps_better() -> None:
 
 
 def test_intervals_cover_four_fifths_of_sources() -> None:
-    """Of steps drawn from a normal distribution they do, with anchors, too.
+    """Of steps longer than forecast by as much as they differ; on new machines and with an anchor.
 
-    Where steps of a machine differ by more than is fitted, their spread is widened.
+    All are longer: nothing is below the forecast, so that intervals begin there.
     """
-    steps = drawn(12).assign(source="all")
-    for model, row, least in ((0.02, 0.01, 1.0), (0.008, 0.004, 2.0)):
-        typical = Spread(spread=tuple(SPREAD.tolist()), model=model, row=row)
-        without = {"all": typical}
-        wider, scale = calibrated(steps, without)
-        assert wider >= least
-        assert 0.6 < scale < 1.5  # of few machines
-        known = {s: scaled(x, wider, scale) for s, x in without.items()}
-        assert coverage(steps, known, 1) >= 0.76
+    steps = drawn(20)
+    steps["log_ratio"] = steps["log_ratio"].abs()
+    whole, without = calibrated(steps)
+    assert whole.shorter == 0.0 < whole.longer
+    for count in (0, 1):
+        found = forecasts(steps, without, count)
+        assert coverage(found) >= 0.76
+    new = forecasts(steps, without, 0)
+    assert not (new["covered"] & (new["log_ratio"] < 0)).any()
 
 
 def test_forecasts_are_those_of_a_machine_with_anchors() -> None:
@@ -73,7 +73,8 @@ def test_forecasts_are_those_of_a_machine_with_anchors() -> None:
     found = with_anchors(steps, typical, 1).iloc[0]
     logs = np.array(known.factors(asked["model"]).logs)
     assert found["log_ratio"] == pytest.approx(asked["log_ratio"] - np.array(other) @ logs)
-    assert found["half_width"] == pytest.approx(known.half_width(other, asked["model"]))
+    low, high = known.bounds(other, asked["model"])
+    assert found["half"] == pytest.approx(np.log(high / low) / 2)
 
 
 def test_a_step_that_is_not_believed_is_no_anchor() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,6 +33,15 @@ def test_a_source_has_one_role() -> None:
     assert set(named.values()) == {1}
     with pytest.raises(ValueError, match=r"source 'abacus' has no role .* 'zeus'"):
         role_of("abacus")
+
+
+def test_files_of_measured_steps_have_the_roles_that_their_folders_say() -> None:
+    """The last column of the README's table begins with the role of the file."""
+    for readme in Path("datasets").glob("*_runs/README.md"):
+        lines = [line.strip(" |").split("|") for line in readme.read_text().splitlines()]
+        said = {line[0].strip(" `"): line[-1].strip() for line in lines if "`" in line[0][:1]}
+        assert set(said) == {path.stem for path in readme.parent.glob("*.yaml")}
+        assert all(role.startswith(role_of(name)) for name, role in said.items()), readme
 
 
 def test_numbers_are_fitted_and_checked_on_sources_that_find_causes_alone() -> None:
