@@ -7,8 +7,8 @@ The name of an entry point is the name of what it adds. Its group says what that
 - ``itercast.commands``: a function that typer runs as ``itercast NAME``.
 - ``itercast.importers``: a function ``read(path)`` or ``read(path, hints)``;
   ``itercast.importer_tables``: a dict of such by name.
-- ``itercast.checkpoints``: ``write`` and ``apply`` files of what layers save under
-  ``recompute=budget`` (``itercast.extras.checkpoints.policy`` has both).
+- ``itercast.checkpoints``: ``front``, the search of what layers save under ``recompute=budget``;
+  ``write`` and ``apply``, files that say it (``itercast.extras.checkpoints`` has all three).
 - ``itercast.assumed_parts``: ``list`` and ``print`` the assumed numbers of a forecast
   (``itercast.extras.explain.assumed`` has both).
 - ``itercast.configurations``: ``timm``, which makes a case of the name, values and digest of

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
-import numpy as np
-
+from itercast.capture.base.extensions import function_of
 from itercast.capture.opcall import Places, StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.graph.layers import Layer
@@ -21,7 +20,6 @@ from itercast.compose.pricing.rank_graph import RankGraph
 from itercast.microbench.hardware.stack import WHOLE, stack_of_row
 
 ATTENTION = ("itercast.sdpa", "aten.bmm.default", "aten._softmax.default", "aten.baddbmm.default")
-MAX_FRONT = 4096  # subsets that no other one beats in both time and bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +69,17 @@ def recomputed(
         span = _whole(layer, capture, book.stack)
         if plan.recompute == "budget":
             room = round(plan.recomputed * layer.saved_bytes) - boundary
-            kept = _front(layer, span, graph, ops, book).best(room)
+            kept = graph.once(
+                ("front", layer.forward, book),
+                lambda: function_of("checkpoints", "front")(
+                    _items(layer, span, capture, ops), layer.saved_bytes - boundary
+                ),
+            ).best(room)
         elif plan.recompute == "ops":
             saves = _saved_ops(span, capture)
             items = (i for i in _items(layer, span, capture, ops) if saves.issuperset(i.calls))
             nbytes = _kept_bytes(*graph.before_fusion(layer))
-            kept = replace(reduce(_joined, items, kept), nbytes=nbytes)
+            kept = replace(reduce(joined, items, kept), nbytes=nbytes)
         saved = boundary + kept.nbytes
     left = (ops[i] for i in sorted({*span} - {*kept.calls}))
     again = [replace(op, leads=0.0) if op.leads else op for op in left]
@@ -92,79 +95,10 @@ def recomputed(
     )
 
 
-def _front(
-    layer: Layer,
-    span: Sequence[int],
-    graph: RankGraph,
-    ops: Mapping[int, PricedOp],
-    book: PriceBook,
-) -> Front:
-    """What a layer may save, which plans with all budgets share."""
-
-    def searched() -> Front:
-        items = bundled(_items(layer, span, graph.capture, ops))
-        return Front.of(items, layer.saved_bytes - graph.before_fusion(layer)[1].output_bytes)
-
-    return graph.once(("front", layer.forward, book), searched)
-
-
 def _policy(calls: Sequence[int], capture: StepCapture, book: PriceBook) -> PricedOp:
     """Python of a selective policy, which sees every call of a pass, also those of views."""
     views = capture.host.get("view_op", 0) / max(1, len(capture.calls))
     return python_op("selective_op", 1, book, len(calls) * (1 + views))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Front:
-    """Subsets of items within ``room`` bytes that no other one beats in both bytes and time.
-
-    ``nbytes`` of these subsets rise. ``chosen``: by item, of each subset that stayed after it,
-    which one before it was, counted on where the item was added. ``thinned``: some were left out.
-    """
-
-    items: Sequence[Item]
-    room: int
-    nbytes: np.ndarray
-    chosen: Sequence[tuple[int, np.ndarray]]
-    thinned: bool
-
-    @classmethod
-    def of(cls, items: Sequence[Item], room: int) -> Front:
-        """An exact search, item by item; of more than ``MAX_FRONT`` subsets every second stays."""
-        nbytes, us, chosen, thinned = np.zeros(1, np.int64), np.zeros(1), [], False
-        for item in items:
-            count = len(nbytes)
-            fit = int(np.searchsorted(nbytes, room - item.nbytes, "right"))
-            nbytes = np.concatenate((nbytes, nbytes[:fit] + item.nbytes))
-            us = np.concatenate((us, us[:fit] + item.time_us))
-            order = np.lexsort((-us, nbytes))
-            most_us = np.maximum.accumulate(us[order])
-            kept = order[np.concatenate(([True], us[order][1:] > most_us[:-1]))]
-            while len(kept) > MAX_FRONT:
-                kept, thinned = np.concatenate((kept[:1], kept[2::2])), True
-            nbytes, us = nbytes[kept], us[kept]
-            chosen.append((count, kept.astype(np.int16)))  # below 2 * MAX_FRONT; many are kept
-        return cls(items=items, room=room, nbytes=nbytes, chosen=chosen, thinned=thinned)
-
-    def best(self, room: int) -> Item:
-        """The items that save most time within ``room`` bytes, as one.
-
-        Found by walking back through ``Front.of``: after an item, combination ``at`` came from
-        ``kept[at]``, and has the item where that is ``count`` or more. Where combinations were
-        dropped and fewer bytes are asked for, the search runs again.
-        """
-        if self.thinned and room < self.room:
-            return Front.of(self.items, room).best(room)
-        if room < 0:
-            return NOTHING
-        at = int(np.searchsorted(self.nbytes, room, "right")) - 1
-        saved = list[Item]()
-        for item, (count, kept) in zip(reversed(self.items), reversed(self.chosen), strict=True):
-            at = int(kept[at])
-            if at >= count:
-                at -= count
-                saved.append(item)
-        return reduce(_joined, reversed(saved), NOTHING)
 
 
 def _saved_ops(span: Sequence[int], capture: StepCapture) -> set[int]:
@@ -189,25 +123,13 @@ def _kept_bytes(capture: StepCapture, layer: Layer) -> int:
     return sum(made.values())
 
 
-def _joined(one: Item, other: Item) -> Item:
+def joined(one: Item, other: Item) -> Item:
+    """Both, saved together."""
     return Item(
         calls=(*one.calls, *other.calls),
         nbytes=one.nbytes + other.nbytes,
         time_us=one.time_us + other.time_us,
     )
-
-
-def bundled(items: Iterable[Item]) -> list[Item]:
-    """The items, equal ones in bundles of 1, 2, 4, ... and the rest, whose sums are any number."""
-    alike, found = dict[tuple[int, float], list[Item]](), list[Item]()
-    for item in items:
-        alike.setdefault((item.nbytes, item.time_us), []).append(item)
-    for same in alike.values():
-        size = 1
-        while same:
-            found.append(reduce(_joined, same[:size]))
-            same, size = same[size:], 2 * size
-    return found
 
 
 def _items(
@@ -242,7 +164,7 @@ def _items(
     if drawn and drawn_alone:
         together = drawn[0]
         for item in drawn[1:]:
-            together = _joined(together, item)
+            together = joined(together, item)
         found.append(together)
     return found
 

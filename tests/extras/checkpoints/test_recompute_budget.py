@@ -14,7 +14,8 @@ from itercast.api import checkpoint, predict
 from itercast.capture.cases.registry import case
 from itercast.capture.plan import ParallelPlan
 from itercast.command_line import app
-from itercast.compose.pricing.recompute import Front, Item, bundled
+from itercast.compose.pricing.recompute import Item
+from itercast.extras.checkpoints.front import Front, bundled
 
 
 def item(number: int, nbytes: int, time_us: float) -> Item:
