@@ -35,7 +35,9 @@ def _attend(
         return heads.transpose(1, 2)
 
     made = torch.nn.functional.scaled_dot_product_attention(
-        *map(laid, (query, key, value)),
+        laid(query),
+        laid(key),
+        laid(value),
         attn_mask=attn_bias if isinstance(attn_bias, Tensor) else None,
         dropout_p=p,
         is_causal=any(name in type(attn_bias).__name__ for name in ("Causal", "LowerTriangular")),
