@@ -119,18 +119,24 @@ def _collective_call(
         "reduce_scatter": lambda: scatter(part, whole, group=group),
         "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
         "broadcast": lambda: dist.broadcast(whole, group=group, group_src=0),
-        "send_recv": lambda: _ring(whole, other, group),
+        "send_recv": lambda: _to_next(whole, other, group),
     }
     return runs[op]
 
 
-def _ring(send: Tensor, receive: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Sends to the next rank and receives from the previous one."""
+def _to_next(send: Tensor, receive: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Sends to the next rank and receives from the previous one, as nccl-tests does.
+
+    On a CPU even ranks send and odd ones receive: what goes both ways at once takes turns there,
+    twice as long, and a step that sends both ways has two messages.
+    """
     rank, n = dist.get_rank(group), dist.get_world_size(group)
-    works = [
-        dist.isend(send, group=group, group_dst=(rank + 1) % n),
-        dist.irecv(receive, group=group, group_src=(rank - 1) % n),
-    ]
+    both = send.device.type != "cpu"
+    works = []
+    if both or rank % 2 == 0:
+        works.append(dist.isend(send, group=group, group_dst=(rank + 1) % n))
+    if both or rank % 2 == 1:
+        works.append(dist.irecv(receive, group=group, group_src=(rank - 1) % n))
     for work in works:
         if work is not None:
             work.wait()

@@ -6,13 +6,16 @@ import os
 from dataclasses import replace
 from datetime import timedelta
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.ops.step import _wrappers as wrappers
+from itercast.microbench.ops.step import collective
 from itercast.microbench.ops.step.alpha_beta import (
     TO_ALL,
     floor_us,
@@ -134,6 +137,27 @@ def test_features_name_link_pattern_and_the_slower_of_link_and_network() -> None
         float(features(p, CPU)["log_beside"]) for p in (PAIR, replace(PAIR, ranks_per_node=4))
     ]
     assert beside == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("device", "sent"),
+    [("cpu", [(0, 1), (2, 3)]), ("meta", [(0, 1), (1, 2), (2, 3), (3, 0)])],
+)
+def test_a_cpus_rank_sends_or_receives_and_a_gpus_does_both(
+    device: str, sent: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What goes both ways over a CPU takes turns: a row of both would take two messages' time."""
+    sends, receives = list[tuple[int, int]](), list[tuple[int, int]]()
+    for rank in range(4):
+        four = SimpleNamespace(
+            get_rank=lambda _, rank=rank: rank,
+            get_world_size=lambda _: 4,
+            isend=lambda _, group, group_dst, rank=rank: sends.append((rank, group_dst)),
+            irecv=lambda _, group, group_src, rank=rank: receives.append((group_src, rank)),
+        )
+        monkeypatch.setattr(collective, "dist", four)
+        collective._to_next(torch.empty(8, device=device), torch.empty(8, device=device), None)
+    assert (sends, sorted(receives)) == (sent, sorted(sent))
 
 
 def test_a_sweep_sums_fp16_gradients_too() -> None:
