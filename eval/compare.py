@@ -19,12 +19,12 @@ from itercast.capture.cases.registry import case_names
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.capture.step import SYNCHRONISED
-from itercast.compose.anchors import MeasuredStep
 from itercast.compose.capture_model import capture, micro_size
 from itercast.compose.forecast import Forecast
 from itercast.compose.graph.attention_kernels import with_attention_kernel
 from itercast.compose.graph.cuda_variants import with_memory_format
 from itercast.compose.graph.launch_modes import as_launched, with_engine
+from itercast.compose.measured_step import MeasuredStep
 from itercast.compose.target import Target, find_target, forecast_step
 from itercast.eval.iteration_parts import parts_us
 from itercast.eval.progress import progress_bar

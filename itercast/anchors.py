@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from itercast.capture.base.extensions import function_of
 
 if TYPE_CHECKING:  # the command line starts without pandas
-    from itercast.compose.anchors import MeasuredStep
     from itercast.compose.machines.file import KnownMachine
+    from itercast.compose.measured_step import MeasuredStep
 
 RATES = ("samples_per_s", "tokens_per_s", "mfu_pct")  # of all GPUs
 TIMES = ("step_ms", "trace", *RATES)  # trace: a file of torch.profiler, whose steps are marked
@@ -28,11 +28,12 @@ def known_machine(
 
     ``ask``: the class of questions (``itercast.options.Question``), whose options a step states.
     """
-    from itercast.compose.anchors import told
     from itercast.compose.machines.file import read_machine
 
     known = read_machine(machine) if machine else None
-    return told(measured_steps(anchor, ask), known) if anchor else known
+    if anchor:
+        known = function_of("anchors", "told")(measured_steps(anchor, ask), known)
+    return known
 
 
 def measured_steps(
@@ -59,7 +60,7 @@ def measured_steps(
 
 def _step(entry: Any, path: Path, which: str, ask: Callable[..., Any]) -> MeasuredStep:
     """One measured step: options of ``itercast predict``, and its time."""
-    from itercast.compose.anchors import MeasuredStep
+    from itercast.compose.measured_step import MeasuredStep
 
     where, stated = f"{path.name}, {which}", (*TIMES, *BESIDE, "source")
     if isinstance(entry, Mapping):

@@ -20,9 +20,9 @@ ROOMS = {  # "." are the package's own files; each may import those before it
         ("compose", "graph machines parallel pricing simulate . plan_search programs"),
         ("eval", "tracking ."),
         ("itercast", ". commands"),
-        ("extras", ". optimizers checkpoints roots imports pages lengths lookups kineto"
-                   " trace calibration campaign measured_plans benchmarks clusters drift"
-                   " explain explore fleet graphs images input kinds nccl noise priced"
+        ("extras", ". anchors optimizers checkpoints roots imports pages lengths lookups"
+                   " kineto trace calibration campaign measured_plans benchmarks clusters"
+                   " drift explain explore fleet graphs images input kinds nccl noise priced"
                    " published recommenders rl schedulers ui"),
     )
 }  # fmt: skip

@@ -81,7 +81,7 @@ class Machine:
     """A normal distribution of log factors and of the models measured on the machine, jointly.
 
     ``mean`` and ``covariance``: first of log factors in the order of ``NAMES``, then of ``models``.
-    ``measured``: runs that were measured, by the name that ``itercast.compose.anchors`` gives them.
+    ``measured``: runs that were measured, by names that ``itercast.extras.anchors.told`` gives.
     """
 
     typical: Spread

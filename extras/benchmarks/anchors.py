@@ -16,9 +16,10 @@ import pandas as pd
 import typer
 
 from itercast.anchors import measured_steps
-from itercast.compose.anchors import MeasuredStep, run_of, told
+from itercast.compose.measured_step import MeasuredStep
 from itercast.compose.target import forecast_step
 from itercast.eval.progress import progress_bar
+from itercast.extras.anchors.told import run_of, told
 from itercast.extras.programs import run_program
 from itercast.options import Question
 

@@ -75,7 +75,7 @@ def _write_machine(path: Path, rows: list[Path], bundle: Path | None, *, as_json
     """Write what measured steps tell of their machine, and print it in words."""
     from itercast.anchors import measured_steps
     from itercast.capture.base.files import write_atomic
-    from itercast.compose.anchors import in_words, told
+    from itercast.extras.anchors.told import in_words, told
 
     known = told([one for file in rows for one in measured_steps(file, Question, bundle)])
     write_atomic(path, known.text().encode())

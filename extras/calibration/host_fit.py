@@ -21,7 +21,7 @@ import pandas as pd
 import yaml
 
 from itercast.capture.base.assumptions import assumed
-from itercast.compose.anchors import MeasuredStep
+from itercast.compose.measured_step import MeasuredStep
 from itercast.compose.target import forecast_step
 from itercast.microbench.hardware.host import (
     EVENT_US,

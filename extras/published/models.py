@@ -17,10 +17,10 @@ from scipy.stats import kendalltau
 
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.anchors import MeasuredStep
 from itercast.compose.capture_model import capture
 from itercast.compose.forecast import Forecast, rank_of
 from itercast.compose.graph.launch_modes import with_engine
+from itercast.compose.measured_step import MeasuredStep
 from itercast.compose.parallel.placement import cluster
 from itercast.compose.simulate.memory_plan import stage_memory
 from itercast.compose.target import Target, find_target

@@ -88,10 +88,9 @@ def _machine_facts(step: StepCapture, target: Target) -> Row:
     """What measured steps told of the machine, in words, and which one would tell most."""
     if target.known is None:
         return {}
-    from itercast.compose.anchors import in_words, next_run
-
+    words, next_run = (function_of("anchors", name) for name in ("in_words", "next_run"))
     advice = next_run(step, target)
-    return {"machine": [*in_words(target.known, target.gpu.name), *([advice] if advice else [])]}
+    return {"machine": [*words(target.known, target.gpu.name), *([advice] if advice else [])]}
 
 
 def _price(found: Forecast, prices: Path | None) -> Row:

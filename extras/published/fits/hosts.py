@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from itercast.capture.base.yaml_text import facts_of, made_of
-from itercast.compose.anchors import MeasuredStep
+from itercast.compose.measured_step import MeasuredStep
 from itercast.extras.calibration.host_fit import fit_host, host_yaml, log_error
 from itercast.extras.programs import run_program
 from itercast.extras.published.lines import selected

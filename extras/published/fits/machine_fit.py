@@ -20,9 +20,9 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import minimize
 
-from itercast.compose.anchors import ABSURD
 from itercast.compose.machines.factors import NAMES
 from itercast.compose.machines.state import DEVIATES, Spread
+from itercast.extras.anchors.told import ABSURD
 
 SPREAD, LOG_SPREAD = (
     0.3,

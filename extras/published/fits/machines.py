@@ -28,12 +28,12 @@ import yaml
 from itercast.anchors import measured_steps
 from itercast.capture.base.assumptions import leaving_out
 from itercast.capture.opcall import StepCapture
-from itercast.compose.anchors import sensitivity
 from itercast.compose.forecast import Forecast
 from itercast.compose.machines.state import Machine, Spread
 from itercast.compose.machines.typical import stated
 from itercast.compose.target import Target, forecast_step
 from itercast.eval.results import records
+from itercast.extras.anchors.told import sensitivity
 from itercast.extras.imports.base import positive
 from itercast.extras.processes import processes
 from itercast.extras.programs import run_program

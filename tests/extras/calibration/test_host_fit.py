@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from itercast.compose.anchors import MeasuredStep
 from itercast.compose.capture_model import capture
+from itercast.compose.measured_step import MeasuredStep
 from itercast.compose.target import find_target, forecast_step
 from itercast.extras.calibration.host_fit import fit_host, host_us, runs_ahead, scaled_host
 from itercast.learners.bundle import SHIPPED

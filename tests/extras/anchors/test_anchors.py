@@ -15,20 +15,14 @@ from typer.testing import CliRunner
 
 from itercast import anchors
 from itercast.command_line import app
-from itercast.compose.anchors import (
-    MeasuredStep,
-    anchors_of,
-    in_words,
-    next_run,
-    sensitivity,
-    told,
-)
 from itercast.compose.machines.factors import NAMES, Factors
 from itercast.compose.machines.file import read_machine
 from itercast.compose.machines.typical import typical
+from itercast.compose.measured_step import MeasuredStep
 from itercast.compose.predict import predict, prepare
 from itercast.compose.target import Target, forecast_step
 from itercast.eval import compare
+from itercast.extras.anchors.told import anchors_of, in_words, next_run, sensitivity, told
 from itercast.options import Question
 
 GPU = "a100-sxm-80gb"
@@ -235,7 +229,7 @@ def test_a_measured_step_states_each_option_of_predict_by_its_name(tmp_path: Pat
 
 def test_what_the_page_of_machines_shows_is_what_commands_print(tmp_path: Path) -> None:
     """Its steps, what they tell, and the forecasts for 1,024 GPUs with and without them."""
-    page = (Path(__file__).parents[2] / "docs/machines.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/machines.md").read_text()
     steps, machine = tmp_path / "steps.yaml", tmp_path / "machine.yaml"
     steps.write_text(page.split('```yaml title="steps.yaml"\n')[1].split("```")[0])
     run = CliRunner().invoke(app, ["calibrate", str(steps), "--iterations", str(machine)])

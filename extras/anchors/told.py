@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import exp, log
 from statistics import geometric_mean, mean
 
@@ -14,6 +14,7 @@ from itercast.compose.machines.factors import NAMES, Factors
 from itercast.compose.machines.file import KnownMachine
 from itercast.compose.machines.state import Anchor, Machine
 from itercast.compose.machines.typical import typical
+from itercast.compose.measured_step import MeasuredStep
 from itercast.compose.parallel.device_memory import MEMORY_ERROR
 from itercast.compose.target import Target, forecast_step
 
@@ -30,34 +31,6 @@ WORDS = {
     "ranks": "messages at twice the nodes",
 }
 UNKNOWN = 0.95  # no assumption: a factor is unknown whose interval is this wide of a new machine's
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredStep:
-    """A measured step: its model's name, its time, its capture, and where it ran.
-
-    ``phases_us``: the host's time of forward, loss and backward, None where it was not measured.
-    ``exposed_us``: the part of the step in which compute waited for messages, ``peak_bytes``: of
-    tensors, as torch's allocator counts them; both None where they were not measured.
-    """
-
-    name: str
-    time_us: float
-    step: StepCapture
-    target: Target
-    phases_us: float | None = None
-    exposed_us: float | None = None
-    peak_bytes: float | None = None
-
-    @property
-    def label(self) -> str:
-        """The names of the model and its plan."""
-        return f"{self.name} {self.plan}".strip()
-
-    @property
-    def plan(self) -> str:
-        """The plan's text, empty for one process without any."""
-        return str(self.target.plan) if self.target.plan != ParallelPlan() else ""
 
 
 def sensitivity(step: StepCapture, target: Target) -> tuple[float, ...]:

@@ -1,0 +1,1 @@
+"""What measured steps tell of a machine."""
