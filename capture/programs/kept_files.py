@@ -1,18 +1,21 @@
 """Files that lay there before a script ran for a forecast are there afterwards.
 
-A file that the script empties or replaces is set aside in its folder, as ``.NAME.before-itercast``,
-and given back when the script ends; where its process was killed, by the one that started it
-(``give_back``). What is added to a file stays, and what the script deletes is deleted. Checkpoints
-that it made are removed: they hold no data.
+A file that the script empties, replaces, moves or deletes is set aside in its folder, as
+``.NAME.before-itercast``, and given back when the script ends; where its process was killed, by the
+one that started it (``give_back``). So is a folder that it deletes by ``shutil.rmtree``; one that
+it moves stays moved. What is added to a file stays. Checkpoints that the script made are removed:
+they hold no data.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +24,49 @@ MARK = b"saved by itercast, without data\n"  # checkpoints begin so (``saved``)
 
 
 class KeptFiles:
-    """Files that a script writes over or makes, which ``listed`` names."""
+    """Files that a script writes over, deletes or makes, which ``listed`` names."""
 
     def __init__(self, listed: Path) -> None:
-        self._listed, self._written = listed, set[str]()
+        self._listed, self._seen, self._begun_s = listed, set[str](), time.time()
 
     def about_to_write(self, file: Any) -> None:
         """Set a file aside that another one is about to take the place of."""
+        self._keep(file, os.path.isfile, os.rename)
+
+    def about_to_delete(self, file: Any) -> None:
+        """Set a file aside, and leave it in its place."""
+        self._keep(file, self._is_older, partial(os.link, follow_symlinks=False))
+
+    def about_to_move(self, file: Any) -> None:
+        """Set a copy of a file aside, as it lives on under another name."""
+        self._keep(file, self._is_older, shutil.copy2)
+
+    def about_to_delete_all(self, folder: Any) -> None:
+        """Set a folder aside, and leave an empty one in its place."""
+        self._keep(folder, self._holds_older, _set_all_aside)
+
+    def _keep(
+        self, file: Any, holds_data: Callable[[str], bool], set_aside: Callable[[str, str], object]
+    ) -> None:
         if not isinstance(file, str | bytes | os.PathLike):
             return
         path = os.path.abspath(os.fsdecode(file))
-        if path in self._written:
+        if path in self._seen:
             return
-        self._written.add(path)
         with self._listed.open("a") as listed:
             listed.write(path + END)
         # what is aside was put there by this process, another rank's, or one killed
-        if os.path.isfile(path) and not os.path.lexists(_aside(path)):
-            os.rename(path, _aside(path))
+        if holds_data(path) and not os.path.lexists(_aside(path)):
+            set_aside(path, _aside(path))
+        self._seen.add(path)
+
+    def _is_older(self, path: str) -> bool:
+        """Whether a file lay there before, unchanged: temporary ones are deleted, too."""
+        return os.path.isfile(path) and os.lstat(path).st_ctime < self._begun_s
+
+    def _holds_older(self, folder: str) -> bool:
+        files = (os.path.join(at, name) for at, _, names in os.walk(folder) for name in names)
+        return not os.path.islink(folder) and any(map(self._is_older, files))
 
 
 def _aside(path: str) -> str:
@@ -46,12 +74,23 @@ def _aside(path: str) -> str:
     return os.path.join(folder, f".{name}.before-itercast")
 
 
+def _set_all_aside(folder: str, aside: str) -> None:
+    os.rename(folder, aside)
+    os.mkdir(folder)
+
+
 def give_back(listed: Path) -> None:
-    """Put the files of a list back in their place, and remove those made without data."""
-    for path in listed.read_text().split(END)[:-1] if listed.exists() else ():
+    """Put the files of a list back in their place, and remove those made without data.
+
+    The last first: a folder may hold files that were set aside before it was.
+    """
+    for path in reversed(listed.read_text().split(END)[:-1]) if listed.exists() else ():
         with suppress(FileNotFoundError):  # done, by this process or another rank's
             if os.path.lexists(_aside(path)):
+                if os.path.isdir(_aside(path)):
+                    shutil.rmtree(path, ignore_errors=True)  # made since
                 os.replace(_aside(path), path)
+                os.unlink(_aside(path))  # still there where both are one file
             elif os.path.isfile(path) and _is_without_data(path):
                 os.unlink(path)
 
@@ -66,19 +105,23 @@ LISTENING: list[KeptFiles] = []
 
 @cache
 def _hear_of_files() -> None:
-    """Tell who listens of files that are emptied or replaced, from here on."""
+    """Tell who listens of files that are emptied, replaced, moved or deleted, from here on."""
 
     def heard(event: str, args: tuple[Any, ...]) -> None:
-        if event == "open" and LISTENING:
-            emptied = (args[2] or 0) & (os.O_TRUNC | os.O_EXCL) == os.O_TRUNC
-            written = args[0] if emptied else None
-        elif event == "os.rename" and LISTENING:
-            written = args[1]
-        else:
+        if not LISTENING or event not in ("open", "os.rename", "os.remove", "shutil.rmtree"):
             return
-        own = LISTENING.pop()  # it renames files, too
+        own = LISTENING.pop()  # it opens, renames and links files, too
         try:
-            own.about_to_write(written)
+            if event == "open":
+                if (args[2] or 0) & (os.O_TRUNC | os.O_EXCL) == os.O_TRUNC:
+                    own.about_to_write(args[0])
+            elif event == "os.rename":
+                own.about_to_move(args[0])
+                own.about_to_write(args[1])
+            elif event == "shutil.rmtree":
+                own.about_to_delete_all(args[0])
+            elif args[1] == -1:  # else by a folder's number: of rmtree
+                own.about_to_delete(args[0])
         finally:
             LISTENING.append(own)
 
@@ -87,7 +130,7 @@ def _hear_of_files() -> None:
 
 @contextmanager
 def files_kept(listed: Path) -> Iterator[None]:
-    """Keep the files that a script writes over inside, and list them in a file."""
+    """Keep the files that a script writes over or deletes inside, and list them in a file."""
     _hear_of_files()
     own = KeptFiles(listed)
     LISTENING.append(own)

@@ -45,6 +45,46 @@ def test_files_that_a_script_writes_over_are_given_back(
     assert found == before | {"log.json": "[8]"}
 
 
+DELETES = """
+    import os, pathlib, shutil, tempfile
+    if step == 0:
+        os.remove("oldest.pt")
+        pathlib.Path("older.pt").unlink()
+        os.rename("last.pt", "previous.pt")
+        pathlib.Path("out/log.txt").write_text("of this run")
+        shutil.rmtree("out")
+        os.makedirs("out")
+        pathlib.Path("out/new.txt").write_text("of this run")
+    with open("last.pt", "wb") as file:
+        torch.save(model.state_dict(), file)
+    pathlib.Path("scratch.txt").open("a").close()
+    os.remove("scratch.txt")
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        pathlib.Path(folder, "a").write_text("")
+"""
+
+
+def test_files_that_a_script_deletes_or_moves_are_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it deletes of its own stays deleted, and what it moved is at both places."""
+    monkeypatch.chdir(tmp_path)
+    script = written(tmp_path, TRAINING + DELETES)
+    before = {name: f"{name} of a week" for name in ("oldest.pt", "older.pt", "last.pt")}
+    before |= {name: f"{name} of a week" for name in ("out/log.txt", "out/deep/model.pt")}
+    for name, text in before.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    captured(script)
+
+    files = {p: p.read_text() for p in tmp_path.rglob("*") if p.is_file()}
+    found = {str(p.relative_to(tmp_path)): text for p, text in files.items()}
+    assert found.pop("train.py")
+    assert found == before | {"previous.pt": before["last.pt"]}
+    assert not (tmp_path / "last.pt").samefile(tmp_path / "previous.pt")
+
+
 CACHES = """
 import os, torch
 class Cached(torch.utils.data.Dataset):
