@@ -58,6 +58,7 @@ def collect(
 
     The budget belongs to the root: a resumed or repeated sweep spends what is left of it. Starts of
     workers and captures of models count, but each phase measures for a second at least.
+    ChildProcessError where workers failed and none brought a row.
     ``wanted``: a file of points (``write_points``); only these are measured, in its order.
     ``torchrun``: arguments such as ``--nnodes=2 --rdzv-endpoint=host:29500``; the same sweep is
     then started on every node, and the node with rank 0 keeps rows and budget.
@@ -81,7 +82,7 @@ def collect(
     if not left_s:
         told = "rows of %s under %s took its budget of %g s already, a larger one goes on"
         log.warning(told, facts["hardware"]["name"], root, budget_s)
-    end_s = begin_s + whole_s
+    end_s, failed = begin_s + whole_s, False
     while left_s:
         wall_s = end_s - time.monotonic()
         measure_s = max(wall_s / 2, wall_s - start_s * len(left_s))
@@ -90,9 +91,13 @@ def collect(
         phase_s = max(1.0, min(1.0, share) * left_s.pop(phase))
         order = replace(order, budget_s=phase_s, torchrun=torchrun, only=bool(wanted), among=among)
         started_s = time.monotonic()
-        run_workers(order, of_all(progress, moved, begin_s, whole_s))
+        failed |= not run_workers(order, of_all(progress, moved, begin_s, whole_s))
         moved += store.compact(root, facts)
         start_s = max(0.0, time.monotonic() - started_s - phase_s)
+    if failed and not moved:
+        raise ChildProcessError(
+            f"no new row under {str(root)!r}: its workers failed, as said above"
+        )
     return moved
 
 
@@ -181,26 +186,30 @@ def captured_points_file(root: Path, device: str, seed: int) -> Path:
 
 def run_workers(
     order: WorkerOrder, progress: Progress | None = None, grace_s: float = GRACE_S
-) -> None:
-    """Run the order's workers, one per GPU where there are several, which share its points."""
+) -> bool:
+    """Run the order's workers, one per GPU where there are several, which share its points.
 
-    def run(lane: int, tell: Callable[[tuple[int, float]], None]) -> None:
+    Returns whether each ended well or brought rows.
+    """
+
+    def run(lane: int, tell: Callable[[tuple[int, float]], None]) -> bool:
         mine = f"{order.run_id}-g{lane}" if order.lanes > 1 else order.run_id
         lane_order = replace(order, lane=lane, run_id=mine)
-        run_worker(lane_order, lambda rows, frac: tell((rows, frac)), grace_s)
+        return run_worker(lane_order, lambda rows, frac: tell((rows, frac)), grace_s)
 
     def show(told: list[tuple[int, float]]) -> None:
         if progress and told:
             progress(sum(rows for rows, _ in told), max(frac for _, frac in told))
 
-    run_lanes(order.lanes, run, show)
+    return all(run_lanes(order.lanes, run, show))
 
 
 def run_worker(
     order: WorkerOrder, progress: Progress | None = None, grace_s: float = GRACE_S
-) -> None:
+) -> bool:
     """Run a worker, or a group of ranks, and restart it when it dies, until its budget is spent.
 
+    Returns whether one ended well or brought rows.
     On a GPU a worker is killed when it makes no progress, as kernels can hang, and ``grace_s``
     after its budget; not where other nodes take part.
     """
@@ -223,11 +232,14 @@ def run_worker(
         after, left_s = state(), order.budget_s - (time.monotonic() - begin_s)
         silent = silent + 1 if after == before else 0
         without_rows = without_rows + 1 if after[0] == before[0] else 0
-        if code == 0 or left_s < 2:
-            return
+        if code == 0:
+            return True
         if silent == MAX_SILENT_STARTS or without_rows == MAX_STARTS_WITHOUT_ROWS:
             log.error("the sweep of %s ends: its workers return no rows", order.families[0])
-            return
+            break
+        if left_s < 2:
+            break
+    return order.rows() > 0
 
 
 def _run_once(order: WorkerOrder, state: Callable[[], object], until_s: float) -> int:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,9 +109,25 @@ def test_workers_that_bring_nothing_are_given_up(
         return subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
 
     monkeypatch.setattr(collect_module, "start_worker", start)
-    collect_module.run_worker(replace(order(tmp_path, "toy", budget_s=60.0), device="cuda"))
+    assert not collect_module.run_worker(
+        replace(order(tmp_path, "toy", budget_s=60.0), device="cuda")
+    )
     assert len(starts) == 3
     assert "the sweep of toy ends: its workers return no rows" in caplog.text
+
+
+@pytest.mark.parametrize(("ends", "raises"), [("raise SystemExit(1)", True), ("", False)])
+def test_a_sweep_whose_workers_all_fail_without_a_row_fails(
+    ends: str, raises: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended with "0 new rows" and exit code 0; a sweep that has nothing left to do is fine."""
+    facts = {"hardware": {"name": "toy", "contention": 1.0}}
+    monkeypatch.setattr(collect_module, "card_facts", lambda *_: facts)
+    run = lambda _: subprocess.Popen([sys.executable, "-c", ends])  # noqa: E731
+    monkeypatch.setattr(collect_module, "start_worker", run)
+    fails = pytest.raises(OSError, match="its workers failed")
+    with fails if raises else nullcontext():
+        assert collect(tmp_path, "cpu", ["gemm"], 60.0) == 0
 
 
 def test_a_worker_that_outlives_its_budget_is_ended(
