@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from itercast.capture.input.batches import TakenBatches
@@ -25,9 +26,14 @@ for step in range(10):
 
 
 def captured(
-    path: Path, *arguments: str, gpu: EmulatedGpu = H100, gpus: int = 64, steps: int = 3
+    path: Path,
+    *arguments: str,
+    gpu: EmulatedGpu = H100,
+    gpus: int = 64,
+    steps: int = 3,
+    patience_s: float = math.inf,
 ) -> ProgramCapture:
-    script = Script(path=path, arguments=arguments, steps=steps)
+    script = Script(path=path, arguments=arguments, steps=steps, patience_s=patience_s)
     return capture_script(script, gpu, gpus, 8, TakenBatches())
 
 

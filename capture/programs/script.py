@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import linecache
+import math
 import os
 import runpy
 import sys
@@ -59,6 +60,8 @@ OURS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[2]}{
 class Script:
     """A script with its arguments; ``steps`` run, the last one is captured.
 
+    More run where its loop does some things less often, for up to ``patience_s`` seconds.
+
     ``module``: its name where it runs as ``python -m`` runs it, from this folder.
     """
 
@@ -66,6 +69,7 @@ class Script:
     module: str = ""
     arguments: Sequence[str] = ()
     steps: int = 3
+    patience_s: float = math.inf
 
     @property
     def folder(self) -> Path:
@@ -163,9 +167,9 @@ def _run_until(
     script: Script, log: ProgramLog, taken: TakenBatches, finder: Finder | None
 ) -> Steps:
     """Run the script until it has made enough steps; the log is that of the last one."""
-    evaluations = Evaluations(_outside_torch)
     lines = partial(_running_lines, script)
-    steps = Steps(script.steps, log, taken, lines, script.told, evaluations)
+    evaluated, patience_s = Evaluations(_outside_torch), script.patience_s
+    steps = Steps(script.steps, log, taken, lines, script.told, evaluated, patience_s)
     argv = [str(script.path), *script.arguments]
 
     def words(frame: FrameType) -> str:
@@ -260,6 +264,7 @@ def main(order: str, result: str, temporary: str) -> int:
             module=given["module"],
             arguments=given["arguments"],
             steps=given["steps"],
+            patience_s=given["patience_s"],
         )
         with asked.noted():
             size = given["world_size"], given["per_node"]

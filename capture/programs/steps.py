@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from dataclasses import replace
@@ -75,7 +76,8 @@ class Steps:
     of an optimizer.
 
     An iteration is one step, or several where a loop runs some of its lines less often: rollouts,
-    generators that critics outnumber. It lasts until the rarest of them has come again. It is a
+    generators that critics outnumber. It lasts until the rarest of them has come again, for which
+    ``LONGEST`` steps are waited, or ``patience_s`` seconds from the script's begin. It is a
     later one if what is trained was evaluated in it, and not in others, or if most of others have
     another number of micro-batches.
     """
@@ -88,7 +90,9 @@ class Steps:
         lines: Callable[[], Lines],
         told: Callable[[Lines], str],
         evaluations: Evaluations,
+        patience_s: float,
     ) -> None:
+        self.late_s = time.monotonic() + patience_s
         self.wanted, self.log, self.taken = wanted, log, taken
         self.lines, self.told, self.evaluations = lines, told, evaluations
         self.kind, self.ends = 0, Counter[Hashable]()
@@ -261,7 +265,8 @@ class Steps:
         rarest = min(often.keys() - before, key=often.__getitem__)
         last = [i for i, places in enumerate(steps) if rarest in places][-2:]
         again = len(last) == 2 and last[1] == len(steps) - 1 and not self._awaits_optimizers()
-        late = len(steps) == LONGEST * self.wanted
+        looked_at_all = len(steps) == LONGEST * self.wanted
+        late = looked_at_all or time.monotonic() > self.late_s
         unlike = self._is_evaluated() or (again and last[0] == len(steps) - 2 and self._is_uneven())
         if again and (late or not unlike):
             self.kept = self.ended[last[0] + 1 :]
@@ -269,7 +274,8 @@ class Steps:
         if self.kept[-1].evaluated and not unlike:
             self.kept = self.ended[-1:]
         if late:
-            further = f"--steps {2 * self.wanted} looks at twice as many"
+            more = f"--steps {2 * self.wanted} looks at twice as many"
+            further = more if looked_at_all else "a longer --limit looks at more"
             self.notes.append(f"no iteration ended in {len(steps)} steps: one is taken; {further}")
         return late
 

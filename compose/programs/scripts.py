@@ -42,6 +42,7 @@ LAST_BYTES = 1 << 16  # of what a script wrote, among which is what it does
 # Begins the last line of a traceback, in C++ too.
 ERROR = re.compile(r"[\w.]*(Error|Exception): |what\(\): ")
 OURS = "itercast: "  # begins our lines among the script's
+PATIENT_FRAC = 1 / 3  # of the limit, in which what an iteration runs once comes again
 MOST_MEMORY = 0.5  # of this machine's, for a script and what it starts
 
 
@@ -93,6 +94,7 @@ class ScriptOrder:
             "module": self.module,
             "arguments": list(self.arguments),
             "steps": self.steps,
+            "patience_s": PATIENT_FRAC * self.limit_s,
             "world_size": self.world_size,
             "per_node": min(self.world_size, gpus_per_domain(gpu, node)),
             "serve": serve,

@@ -288,6 +288,15 @@ LEFT_OUT = {
 }
 
 
+def test_what_comes_rarely_is_not_waited_for_all_the_time_there_is(tmp_path: Path) -> None:
+    """Large models take minutes for 60 steps; three are enough for a forecast of one."""
+    program = captured(written(tmp_path, MODEL + OPTIMIZERS + RARE), gpus=1, patience_s=0)
+    assert program.optimizer_steps == 1 and list(program.notes) == [
+        "no iteration ended in 3 steps: one is taken; a longer --limit looks at more",
+        "what ran in 1 of 3 steps is left out (train.py:18: critic(x))",
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "products", "steps", "gradients"),
     [
