@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pandas as pd
 import pytest
+import yaml
 
 from itercast.compose.machines.state import Anchor, Machine, Spread
 from itercast.extras.published.fits.machine_fit import (
@@ -15,7 +18,9 @@ from itercast.extras.published.fits.machine_fit import (
     forecasts,
     with_anchors,
 )
+from itercast.extras.published.fits.machines import ROOT, RUNS, TYPICAL
 from itercast.extras.published.fits.ranking import ranked, ranks
+from itercast.extras.published.roles import ROLES
 
 SPREAD = np.array([0.3, 0.05, 0.05, 0.05, 0.05, 0.05])
 
@@ -122,3 +127,15 @@ def test_plans_of_as_many_samples_are_ranked() -> None:
     found = ranks(steps)
     assert len(found) == 2 and (found["plans"] == 2).all()
     assert ranks(steps.assign(batch=1)).empty
+
+
+def test_the_shipped_spreads_are_of_sources_that_find_causes() -> None:
+    """All files of measured steps that do, and no source that judges; steps are as many as said."""
+    text = TYPICAL.read_text()
+    without = set(yaml.safe_load(text)["without"])
+    finding = {name.casefold() for name in ROLES["finds causes"]}
+    files = {path.stem for path in ROOT.glob(RUNS)} & finding
+    assert files <= without <= finding
+    total, counts = re.findall(r"fits.machines, (\d+) steps .*\n# (.*)", text)[0]
+    each = {name.casefold(): int(n) for name, n in (c.split() for c in counts.split(", "))}
+    assert set(each) == without and sum(each.values()) == int(total)
