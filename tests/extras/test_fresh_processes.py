@@ -43,7 +43,11 @@ def test_no_worker_outlives_its_program(tmp_path: Path, how: signal.Signals) -> 
     pids.mkdir()
     words = [sys.executable, str(program), str(pids)]
     stopped = subprocess.Popen(
-        words, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL
+        words,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.DEVNULL,
+        # jobs in the background of a shell ignore it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
     )
     end = time.monotonic() + 30
     while len(list(pids.iterdir())) < 2 and time.monotonic() < end:
