@@ -56,7 +56,10 @@ def read_rows(public: Path, source: HostSource) -> list[MeasuredStep]:
 
 
 def main(
-    public: Annotated[Path, typer.Argument(help="folder of published measurements")],
+    public: Annotated[
+        Path,
+        typer.Argument(help="folder of published measurements", exists=True, file_okay=False),
+    ],
     out: Annotated[Path | None, typer.Argument(help="folder for host files")] = None,
 ) -> None:
     """Fit every host, print errors before and after, and write host files to a folder."""

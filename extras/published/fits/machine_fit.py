@@ -24,10 +24,8 @@ from itercast.compose.machines.factors import NAMES
 from itercast.compose.machines.state import DEVIATES, Spread
 from itercast.extras.anchors.told import ABSURD
 
-SPREAD, LOG_SPREAD = (
-    0.3,
-    0.35,
-)  # prior of spreads: log(0.3) +- 0.35, best of six on sources left out
+# Prior of spreads: log(0.3) +- 0.35, best of six on sources left out.
+SPREAD, LOG_SPREAD = 0.3, 0.35
 FREEDOM, MACHINES = 4, 3
 BEYOND = 0.1  # of measured steps that an interval is to have below it, and above it
 SHORT = 0.04  # by which intervals may cover less after anchors
@@ -116,13 +114,24 @@ def calibrated(steps: pd.DataFrame) -> tuple[Spread, dict[str, Spread]]:
 
 
 def ended(spread: Spread, off: pd.DataFrame, either: float) -> Spread:
-    """With the deviates beyond which ``BEYOND`` of these forecasts are; sources count alike."""
-    deviates = (off["log_ratio"] / off["deviation"]).to_numpy(dtype=float)
-    share = 1 / off.groupby("source")["source"].transform("size").to_numpy(dtype=float)
-    order = np.argsort(deviates)
-    below = (np.cumsum(share[order]) - share[order] / 2) / share.sum()
-    low, high = np.interp((BEYOND, 1 - BEYOND), below, deviates[order]).tolist()
+    """With the deviates beyond which ``BEYOND`` of these forecasts are."""
+    low, high = _quantiles(off, off["log_ratio"] / off["deviation"], (BEYOND, 1 - BEYOND))
     return replace(spread, shorter=max(0.0, -low), longer=max(0.0, high), either=either)
+
+
+def alike(spread: Spread, off: pd.DataFrame) -> Spread:
+    """A baseline: intervals end as far below as above, and cover as much of these forecasts."""
+    (end,) = _quantiles(off, (off["log_ratio"] / off["deviation"]).abs(), (1 - 2 * BEYOND,))
+    return replace(spread, shorter=end, longer=end, either=end)
+
+
+def _quantiles(off: pd.DataFrame, values: pd.Series, shares: Sequence[float]) -> list[float]:
+    """Of values of these forecasts, whose sources count alike."""
+    share = 1 / off.groupby("source")["source"].transform("size").to_numpy(dtype=float)
+    order = np.argsort(values.to_numpy(dtype=float))
+    below = (np.cumsum(share[order]) - share[order] / 2) / share.sum()
+    found: list[float] = np.interp(shares, below, values.to_numpy(dtype=float)[order]).tolist()
+    return found
 
 
 def coverage(found: pd.DataFrame) -> float:
@@ -139,7 +148,8 @@ def forecasts(steps: pd.DataFrame, known: Mapping[str, Spread], count: int) -> p
 def with_anchors(steps: pd.DataFrame, typical: Spread, count: int) -> pd.DataFrame:
     """Each machine's steps after ``count`` others: log(measured / forecast), its deviation.
 
-    ``covered``: whether it is within the interval; ``half``: half the interval's width in log time.
+    ``covered``: whether it is within the interval, ``below``: below it; ``half``: half the
+    interval's width in log time; ``loss``: what both ends lose as quantiles of 10 and 90 %.
     Anchors are drawn at random: each step is one once where one is drawn; three are drawn as often
     as there are steps. One that a forecast refuses as another configuration than stated is none.
     """
@@ -161,9 +171,16 @@ def with_anchors(steps: pd.DataFrame, typical: Spread, count: int) -> pd.DataFra
             "log_ratio": log_ratio,
             "deviation": deviation,
             "covered": (low <= log_ratio) & (log_ratio <= high),
+            "below": log_ratio < low,
             "half": (high - low) / 2,
+            "loss": _missed(log_ratio, low, BEYOND) + _missed(log_ratio, high, 1 - BEYOND),
         }
     )
+
+
+def _missed(y: np.ndarray, end: np.ndarray, share: float) -> np.ndarray:
+    """The loss of a quantile, least on average where this share of ``y`` is below it."""
+    return np.asarray(np.maximum(share * (y - end), (share - 1) * (y - end)))
 
 
 def _posterior(

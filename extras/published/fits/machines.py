@@ -39,7 +39,9 @@ from itercast.extras.processes import processes
 from itercast.extras.programs import run_program
 from itercast.extras.published.fits.machine_fit import (
     SENSITIVITY,
+    alike,
     calibrated,
+    forecasts,
     with_anchors,
 )
 from itercast.extras.published.models import captured_step, read_lines, row_target, timed_us
@@ -179,7 +181,8 @@ def judged(steps: pd.DataFrame, spreads: Mapping[str, Spread], count: int) -> pd
     """Errors in % by source: of forecasts as priced (count -1), or of typical machines.
 
     Those know ``count`` measured steps of the machine (``with_anchors``), and tell in % how many
-    errors are inside the interval (``covered``), whose median half width in log is ``half``.
+    errors are inside the interval (``covered``) and below it, its median half width in log
+    (``half``), and the mean loss of its ends.
     """
     lines = {}
     for source, of_source in steps.groupby("source"):
@@ -192,21 +195,22 @@ def judged(steps: pd.DataFrame, spreads: Mapping[str, Spread], count: int) -> pd
         names = ("mape_pct", "median_ape_pct", "p90_ape_pct", "worst_ape_pct", "bias_pct")
         line = {name.removesuffix("_ape_pct").removesuffix("_pct"): scores[name] for name in names}
         if count >= 0:
-            line |= {"covered": 100 * left["covered"].mean(), "half": left["half"].median()}
+            line |= {name: 100 * left[name].mean() for name in ("covered", "below")}
+            line |= {"half": left["half"].median(), "loss": left["loss"].mean()}
         lines[source] = {"steps": len(of_source), **line}
     return pd.DataFrame.from_dict(lines, orient="index")
 
 
-def tables(steps: pd.DataFrame, spreads: Mapping[str, Spread], titles: Sequence[str]) -> str:
-    """Errors by role and source: as priced, of a typical machine, with one and three anchors."""
+def tables(steps: pd.DataFrame, asked: Sequence[tuple[str, int, Mapping[str, Spread]]]) -> str:
+    """Errors by role and source, for each title with a number of anchors and spreads by source."""
     text = []
-    for count, title in zip((-1, 0, 1, 3), titles, strict=True):
+    for title, count, spreads in asked:
         found = judged(steps, spreads, count)
         found.insert(0, "role", [role_of(source) for source in found.index])
         for role in ROLES:
             mine = found[found["role"] == role].drop(columns="role")
             if len(mine):
-                text += [f"\n{title}; {role}:", mine.round(2).to_string(), _summary(mine)]
+                text += [f"\n{title}; {role}:", mine.round(3).to_string(), _summary(mine)]
     return "\n".join(text)
 
 
@@ -217,7 +221,9 @@ def _summary(lines: pd.DataFrame) -> str:
         return told
     few = int((lines["covered"] < FEW_PCT).sum())
     covered = f"covered {lines['covered'].mean():.0f} %, less than {FEW_PCT:.0f} % of {few}"
-    return f"{told}, {covered}, half width of the median source {lines['half'].median():.2f}"
+    below = f"{lines['below'].mean():.0f} % below, loss {lines['loss'].mean():.3f}"
+    half = f"half width of the median source {lines['half'].median():.2f}"
+    return f"{told}, {covered}, {below}, {half}"
 
 
 def typical_text(known: pd.DataFrame, whole: Spread, without: Mapping[str, Spread]) -> str:
@@ -247,7 +253,10 @@ def _rounded(spread: Spread) -> Row:
 
 
 def main(
-    public: Annotated[Path, typer.Argument(help="folder of published measurements")],
+    public: Annotated[
+        Path,
+        typer.Argument(help="folder of published measurements", exists=True, file_okay=False),
+    ],
     parts: Annotated[Path, typer.Argument(help="folder of derivatives, written where missing")],
     judge: Annotated[bool, typer.Option(help="print sources that judge, too")] = False,
     write: Annotated[bool, typer.Option(help="write compose/machines/typical.yaml")] = False,
@@ -257,7 +266,16 @@ def main(
     known = steps[steps["source"].isin(ROLES["finds causes"])]
     whole, without = calibrated(known)
     spreads = {str(s): without.get(str(s), whole) for s in steps["source"].unique()}
-    print(tables(steps, spreads, ("as priced", "typical machine", "one anchor", "three anchors")))
+    off = forecasts(known, without, 0)
+    baseline = {s: alike(one, off[off["source"] != s]) for s, one in spreads.items()}
+    asked = (
+        ("as priced", -1, spreads),
+        ("typical machine", 0, spreads),
+        ("typical machine, intervals as far below as above", 0, baseline),
+        ("one anchor", 1, spreads),
+        ("three anchors", 3, spreads),
+    )
+    print(tables(steps, asked))
     text = typical_text(known, whole, without)
     print(text)
     if write:

@@ -12,6 +12,7 @@ import yaml
 from itercast.compose.machines.state import Anchor, Machine, Spread
 from itercast.extras.published.fits.machine_fit import (
     SENSITIVITY,
+    alike,
     calibrated,
     coverage,
     fit,
@@ -66,6 +67,26 @@ def test_intervals_cover_four_fifths_of_sources() -> None:
         assert coverage(found) >= 0.76
     new = forecasts(steps, without, 0)
     assert not (new["covered"] & (new["log_ratio"] < 0)).any()
+
+
+def test_what_the_ends_of_an_interval_lose() -> None:
+    """A step that takes exp(1) times its forecast is above both ends: 0.1 and 0.9 of how far."""
+    steps = drawn(1).iloc[:1].assign(log_ratio=1.0)
+    typical = Spread(
+        spread=tuple(SPREAD.tolist()), model=0.02, row=0.01, shorter=0.5, longer=1.0, either=2.0
+    )
+    found = with_anchors(steps, typical, 0).iloc[0]
+    low, high = -0.5 * found["deviation"], found["deviation"]
+    assert found["loss"] == pytest.approx(0.1 * (1 - low) + 0.9 * (1 - high))
+    assert not found["below"] and not found["covered"]
+
+
+def test_a_baseline_reaches_as_far_down_as_up() -> None:
+    """Ten steps 0.1, 0.2 to 1.0 deviations off: each is a tenth, 80 % end between 0.8 and 0.9."""
+    deviates = [0.1, -0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, -1.0]
+    off = pd.DataFrame({"source": "one", "log_ratio": deviates, "deviation": 1.0})
+    found = alike(Spread(spread=(0.1,) * 6, model=0.1, row=0.1), off)
+    assert (found.shorter, found.longer, found.either) == pytest.approx((0.85,) * 3)
 
 
 def test_forecasts_are_those_of_a_machine_with_anchors() -> None:
