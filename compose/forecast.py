@@ -45,11 +45,10 @@ SIMULATED += ("assumed_by_us", "host_memory_bytes")
 class Forecast:
     """What ``predict --json`` reports of the slowest rank; iteration = compute + exposed + idle.
 
-    The 80 % interval is from iteration / e**h to iteration * e**h on a CPU, where h is
-    ``HALF_WIDTH``. On GPUs it is that of a machine of which as much is known as of this one
-    (``itercast.compose.machines``), further up than down, by ``parts_frac``, the share of the
-    iteration that each of a machine's factors scales, wider by the share of families whose models
-    err by more than machines differ.
+    The 80 % interval is from iteration / e**h to iteration * e**h: on a CPU h is ``HALF_WIDTH``, on
+    GPUs that of a machine of which as much is known as of this one (``itercast.compose.machines``),
+    by ``parts_frac``, the share of the iteration that each of a machine's factors scales, wider by
+    the share of families whose models err by more than machines differ.
     ``idle_by_us`` splits idle time into host gaps, pipeline bubble and waiting for other stages.
     ``host_us``: all work of the rank's host in a step, whether or not the device waits for it.
     ``host_held_us``: how long a program's host is busy or waits for the GPU from one batch to the
@@ -187,7 +186,7 @@ def report(
 ) -> Forecast:
     """Turns a simulated iteration into a forecast; samples and tokens are those of all ranks."""
     parts = _parts_frac(outcome)
-    low, high = _bounds(parts, _families_frac(outcome), book)
+    wide = exp(_half_width(parts, _families_frac(outcome), book))
     per_s = 1e6 / outcome.iteration_us if outcome.iteration_us else 0.0
     idle = {"host": outcome.host_gap_us, "bubble": outcome.bubble_us, "waiting": outcome.waiting_us}
     return Forecast(
@@ -195,8 +194,8 @@ def report(
         plan=plan,
         bundle=bundle_name,
         **{name: getattr(outcome, name) for name in SIMULATED},
-        iteration_us_p10=outcome.iteration_us * low,
-        iteration_us_p90=outcome.iteration_us * high,
+        iteration_us_p10=outcome.iteration_us / wide,
+        iteration_us_p90=outcome.iteration_us * wide,
         host_us=outcome.tally.host.total_us,
         samples_per_s=samples * per_s,
         tokens_per_s=tokens * per_s,
@@ -258,28 +257,26 @@ def _is_product(family: str) -> bool:
     return family in families() and families()[family].matmul
 
 
-def _bounds(
-    parts: Mapping[str, float], shares: Mapping[str, float], book: PriceBook
-) -> tuple[float, float]:
-    """Ends of the 80 % interval over the forecast, by the step's parts and its machine.
+def _half_width(parts: Mapping[str, float], shares: Mapping[str, float], book: PriceBook) -> float:
+    """Half width of the 80 % interval in log time, by the step's parts and its machine.
 
     Machines differ by their factors. Families whose own error is larger than their factor's spread
     add, each by its share of the step, what it is larger by, as independent errors add up; not for
     a model of which steps on this machine were measured, which tell of its ops.
     """
     if book.gpu.kind == "cpu":
-        return exp(-HALF_WIDTH), exp(HALF_WIDTH)
+        return HALF_WIDTH
     known = book.known or typical()
     sensitivity = tuple(parts.values())
     if book.model and book.model in known.models:
-        return known.bounds(sensitivity, book.model)
+        return known.half_width(sensitivity, book.model)
     spread = dict(zip(NAMES, known.typical.spread, strict=True))
     usual = {product: spread[name] for product, name in OF_KERNELS}
     beyond = [
         share**2 * max(0.0, _deviation_of(name, book) ** 2 - usual[_is_product(name)] ** 2)
         for name, share in shares.items()
     ]
-    return known.bounds(sensitivity, book.model, sqrt(sum(beyond)))
+    return known.half_width(sensitivity, book.model, sqrt(sum(beyond)))
 
 
 def _deviation_of(family: str, book: PriceBook) -> float:

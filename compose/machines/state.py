@@ -8,9 +8,8 @@ Between machines log factors x differ by a spread, fitted over sources of measur
 with t0 the forecast on a typical machine and J, the anchor's sensitivity, the derivative of the
 log forecast by the log factors. ``model`` is one number for each model on a machine: how much
 longer all of its parts take. ``row`` differs from step to step. All are normal, so the posterior is
-normal, and each anchor narrows it. On a new machine an interval reaches further up than down: what
-a forecast does not know (waits for input, work beside the model, kernels worse than those measured)
-makes steps longer. Anchors tell of that, and what they leave is alike either way.
+normal, and each anchor narrows it. Far steps are more often than a normal distribution has them, so
+intervals end at more deviations than its own.
 
 ``share`` is 1 for a whole step. A step that was measured in parts (messages that compute waits for,
 the rest) is an anchor for each part, with its share of ``model`` and of the variance of ``row``, so
@@ -22,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import exp, hypot, sqrt
-from typing import Any
 
 import numpy as np
 
@@ -37,29 +35,14 @@ class Spread:
     """How machines differ: standard deviations of log factors, in the order of ``NAMES``.
 
     ``model``: standard deviation between models on one machine; ``row``: between steps of a model.
-    ``shorter``, ``longer``: how many standard deviations of its log time below and above its
-    forecast the 80 % interval of a step ends on a new machine; ``either``: both, where little is
-    left to tell.
+    ``deviates``: how many standard deviations of its log time the 80 % interval of a step ends from
+    its forecast.
     """
 
     spread: tuple[float, ...]
     model: float
     row: float
-    shorter: float = DEVIATES
-    longer: float = DEVIATES
-    either: float = DEVIATES
-
-    def ends(self, deviation: Any, new: Any) -> tuple[Any, Any]:
-        """Logs of the ends of an interval over its middle, for one deviation or an array of them.
-
-        By the standard deviation of a log time, and by what it is on a new machine: in between
-        deviates go from ``shorter`` and ``longer`` to ``either`` as that of a step falls.
-        """
-        left = deviation / new
-        below, above = (
-            self.either + left * (of - self.either) for of in (self.shorter, self.longer)
-        )
-        return -below * deviation, above * deviation
+    deviates: float = DEVIATES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,19 +92,14 @@ class Machine:
         j = known._direction(sensitivity, model)
         return sqrt(float(j @ np.array(known.covariance) @ j) + self.typical.row**2)
 
-    def bounds(
+    def half_width(
         self, sensitivity: Sequence[float], model: str = "", other: float = 0.0
-    ) -> tuple[float, float]:
-        """Ends of the 80 % interval of a step over its forecast.
+    ) -> float:
+        """Half width of the 80 % interval of a step, in log time.
 
         ``other``: standard deviation of its log time by what no machine tells of.
         """
-        left, new = (
-            hypot(machine.log_deviation(sensitivity, model), other)
-            for machine in (self, Machine.new(self.typical))
-        )
-        low, high = self.typical.ends(left, new)
-        return exp(low), exp(high)
+        return self.typical.deviates * hypot(self.log_deviation(sensitivity, model), other)
 
     def told(self, anchors: Sequence[Anchor]) -> Machine:
         """The machine after measured steps, whose forecasts are those of the typical machine."""
@@ -163,9 +141,9 @@ class Machine:
     def interval(self, name: str) -> tuple[float, float, float]:
         """A factor over that of a typical machine: expected, and bounds of its 80 % interval."""
         at = NAMES.index(name)
-        log, deviation = self.mean[at], sqrt(max(0.0, self.covariance[at][at]))
-        low, high = self.typical.ends(deviation, self.typical.spread[at])
-        return exp(log), exp(log + low), exp(log + high)
+        wide = self.typical.deviates * sqrt(max(0.0, self.covariance[at][at]))
+        log = self.mean[at]
+        return exp(log), exp(log - wide), exp(log + wide)
 
 
 def _rows(matrix: np.ndarray) -> tuple[tuple[float, ...], ...]:

@@ -12,8 +12,7 @@ from itercast.capture.base.yaml_text import facts_of
 from itercast.compose.machines.factors import NAMES
 from itercast.compose.machines.state import Machine, Spread
 
-REST = ("model", "row")
-ENDS = ("shorter", "longer", "either")  # keys that machine files of before version 0.32 lack
+REST = ("model", "row", "deviates")  # machine files of before version 0.32 lack the last one
 
 
 @cache
@@ -31,11 +30,11 @@ def typical() -> Machine:
 def spread_of(facts: Mapping[str, Any]) -> Spread:
     """Spreads as the file states them."""
     spread = tuple(float(facts[name]) for name in NAMES)
-    rest = {name: facts[name] for name in REST} | {n: facts[n] for n in ENDS if n in facts}
-    return Spread(spread=spread, **rest)
+    known = {name: facts[name] for name in REST if name in facts}
+    return Spread(spread=spread, **known)
 
 
 def stated(spread: Spread) -> dict[str, Any]:
     """Spreads in the form of the file."""
     factors = dict(zip(NAMES, spread.spread, strict=True))
-    return factors | {name: getattr(spread, name) for name in (*REST, *ENDS)}
+    return factors | {name: getattr(spread, name) for name in REST}

@@ -97,7 +97,7 @@ def _mean(run: Sequence[MeasuredStep]) -> MeasuredStep:
     ValueError where times differ by more than such steps do.
     """
     usual = typical().typical
-    limit = ALIKE * 2**0.5 * usual.either * usual.row
+    limit = ALIKE * 2**0.5 * usual.deviates * usual.row
     one, other = (of(run, key=lambda step: step.time_us) for of in (min, max))
     if log(other.time_us / one.time_us) > limit:
         raise ValueError(
@@ -230,7 +230,8 @@ def next_run(step: StepCapture, target: Target) -> str:
     """
     machine = target.known or typical()
     asked = tuple(forecast_step(step, target).parts_frac.values())
-    left: dict[str, tuple[float, float]] = {}
+    now = machine.half_width(asked, target.model)
+    widths: dict[str, float] = {}
     for plan in _cheaper(target):
         cheaper = replace(target, plan=plan)
         if run_of(step, cheaper) in machine.measured:
@@ -240,19 +241,18 @@ def next_run(step: StepCapture, target: Target) -> str:
         except ValueError:  # it does not run on so few
             continue
         told_by = Anchor(model=target.model, sensitivity=tuple(parts.values()), log_ratio=0.0)
-        left[str(plan) or "one GPU"] = machine.told([told_by]).bounds(asked, target.model)
-    if not left:
+        widths[str(plan) or "one GPU"] = machine.told([told_by]).half_width(asked, target.model)
+    if not widths:
         return ""
-    best = min(left, key=lambda name: left[name][1] / left[name][0])
+    best = min(widths, key=lambda name: widths[name])
     return (
-        f"measure next: plan {best}; the 80 % interval, now within "
-        f"{_percent(machine.bounds(asked, target.model))}, would be within {_percent(left[best])}"
+        f"measure next: plan {best}; the 80 % interval, now within {_percent(now)}, "
+        f"would be within {_percent(widths[best])}"
     )
 
 
-def _percent(bounds: tuple[float, float]) -> str:
-    low, high = bounds
-    return f"{100 * (1 - low):.0f} % below and {100 * (high - 1):.0f} above"
+def _percent(half_width: float) -> str:
+    return f"{100 * (1 - exp(-half_width)):.0f} % below and {100 * (exp(half_width) - 1):.0f} above"
 
 
 def _cheaper(target: Target) -> Iterator[ParallelPlan]:

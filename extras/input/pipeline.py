@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
-from math import exp
+from math import exp, log
 from statistics import NormalDist, quantiles
 
 from itercast.capture.base.assumptions import assumed
@@ -232,11 +232,7 @@ def with_input(found: Forecast, lane: InputLane, target: Target, samples: int) -
         us = fed(lane.slower(loader_slower), step, lane.workers, cores).iteration_us
         return max(us, one.iteration_us)
 
-    ends = (
-        found.iteration_us_p10 / found.iteration_us,
-        found.iteration_us_p90 / found.iteration_us,
-    )
-    low_us, high_us = _interval(iteration_us, ends)
+    low_us, high_us = _interval(iteration_us, log(found.iteration_us_p90 / found.iteration_us))
     late_us = iteration_us(1.0, 1.0) - found.iteration_us
     part = found.iteration_us / (found.iteration_us + late_us) if late_us else 1.0
     return replace(
@@ -253,17 +249,14 @@ def with_input(found: Forecast, lane: InputLane, target: Target, samples: int) -
     )
 
 
-def _interval(
-    iteration_us: Callable[[float, float], float], ends: tuple[float, float]
-) -> tuple[float, float]:
+def _interval(iteration_us: Callable[[float, float], float], wide: float) -> tuple[float, float]:
     """The 80 % interval of an iteration by how much slower its step and its loader are.
 
     Each is tried at ``TRIED`` equally likely times, the first and last of which end its own 80 %
-    interval; all pairs are equally likely. ``ends``: of the step's interval over its forecast; the
-    loader's is as wide in log time either way, ``HALF_WIDTH``.
+    interval; all pairs are equally likely. ``wide``: half width of the step's interval in log
+    time; the loader's is ``HALF_WIDTH``.
     """
     likely = [NormalDist().inv_cdf((i + 1 / 2) / TRIED) for i in range(TRIED)]
-    step = [ends[z > 0] ** abs(z / likely[-1]) for z in likely]
-    loader = [exp(HALF_WIDTH * z / likely[-1]) for z in likely]
+    step, loader = ([exp(w * z / likely[-1]) for z in likely] for w in (wide, HALF_WIDTH))
     cuts = quantiles([iteration_us(one, other) for one in step for other in loader], n=10)
     return cuts[0], cuts[-1]

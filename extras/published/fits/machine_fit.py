@@ -7,8 +7,8 @@ the log factors (``itercast.compose.machines.state``), a multivariate t distribu
 
 and ``FREEDOM`` degrees, so that machines unlike all others do not decide. Spread, model and row
 maximise the likelihood with weak priors. A source counts as at most ``MACHINES`` machines, however
-many it measured. Steps are seldom much shorter than forecast, often longer, some by far: three
-numbers, found on sources left out, make intervals cover what they should (``calibrated``).
+many it measured. One number, found on sources left out, makes intervals cover what they should
+(``calibrated``).
 """
 
 from __future__ import annotations
@@ -21,15 +21,13 @@ import pandas as pd
 from scipy.optimize import minimize
 
 from itercast.compose.machines.factors import NAMES
-from itercast.compose.machines.state import DEVIATES, Spread
+from itercast.compose.machines.state import Spread
 from itercast.extras.anchors.told import ABSURD
 
 # Prior of spreads: log(0.3) +- 0.35, best of six on sources left out.
 SPREAD, LOG_SPREAD = 0.3, 0.35
 FREEDOM, MACHINES = 4, 3
-BEYOND = 0.1  # of measured steps that an interval is to have below it, and above it
-SHORT = 0.04  # by which intervals may cover less after anchors
-EITHER = (DEVIATES, 1.5, 1.75, 2.0, 2.25, 2.5)  # deviates, from those of a normal distribution on
+COVERED = 0.8  # of measured steps that an interval is to cover
 SENSITIVITY = [f"d_{name}" for name in NAMES]  # columns of measured steps
 FACTORS = len(NAMES)
 
@@ -98,45 +96,23 @@ def left_out(steps: pd.DataFrame) -> dict[str, Spread]:
 
 
 def calibrated(steps: pd.DataFrame) -> tuple[Spread, dict[str, Spread]]:
-    """How machines differ by all steps, and by source without it, with the ends of intervals.
+    """How machines differ by all steps, and by source without it, with intervals that cover.
 
-    Those of new machines have ``BEYOND`` of all steps below and above them; with ``either`` those
-    of sources left out cover nearly as much after anchors.
+    Their ``deviates`` are found on forecasts of new machines, each source left out.
     """
     without = left_out(steps)
     off = forecasts(steps, without, 0)
-    for either in EITHER:
-        known = {s: ended(x, off[off["source"] != s], either) for s, x in without.items()}
-        covered = [coverage(forecasts(steps, known, count)) for count in (1, 3)]
-        if min(covered) >= 1 - 2 * BEYOND - SHORT:
-            break
-    return ended(fit(steps), off, either), known
+    known = {s: covering(one, off[off["source"] != s]) for s, one in without.items()}
+    return covering(fit(steps), off), known
 
 
-def ended(spread: Spread, off: pd.DataFrame, either: float) -> Spread:
-    """With the deviates beyond which ``BEYOND`` of these forecasts are."""
-    low, high = _quantiles(off, off["log_ratio"] / off["deviation"], (BEYOND, 1 - BEYOND))
-    return replace(spread, shorter=max(0.0, -low), longer=max(0.0, high), either=either)
-
-
-def alike(spread: Spread, off: pd.DataFrame) -> Spread:
-    """A baseline: intervals end as far below as above, and cover as much of these forecasts."""
-    (end,) = _quantiles(off, (off["log_ratio"] / off["deviation"]).abs(), (1 - 2 * BEYOND,))
-    return replace(spread, shorter=end, longer=end, either=end)
-
-
-def _quantiles(off: pd.DataFrame, values: pd.Series, shares: Sequence[float]) -> list[float]:
-    """Of values of these forecasts, whose sources count alike."""
+def covering(spread: Spread, off: pd.DataFrame) -> Spread:
+    """With the deviates within which ``COVERED`` of these forecasts are; sources count alike."""
+    deviates = (off["log_ratio"] / off["deviation"]).abs().to_numpy(dtype=float)
     share = 1 / off.groupby("source")["source"].transform("size").to_numpy(dtype=float)
-    order = np.argsort(values.to_numpy(dtype=float))
-    below = (np.cumsum(share[order]) - share[order] / 2) / share.sum()
-    found: list[float] = np.interp(shares, below, values.to_numpy(dtype=float)[order]).tolist()
-    return found
-
-
-def coverage(found: pd.DataFrame) -> float:
-    """The share of steps within their intervals, as a mean over sources."""
-    return float(found["covered"].groupby(found["source"]).mean().mean())
+    order = np.argsort(deviates)
+    within = (np.cumsum(share[order]) - share[order] / 2) / share.sum()
+    return replace(spread, deviates=float(np.interp(COVERED, within, deviates[order])))
 
 
 def forecasts(steps: pd.DataFrame, known: Mapping[str, Spread], count: int) -> pd.DataFrame:
@@ -163,33 +139,38 @@ def with_anchors(steps: pd.DataFrame, typical: Spread, count: int) -> pd.DataFra
             anchors = chosen if count else chosen[:0]
             found.append(_posterior(group.y, covariance, anchors, rest))
             sources += [group.source] * len(rest)
-    log_ratio, deviation, new = np.concatenate([np.empty((0, 3)), *found]).T
-    low, high = typical.ends(deviation, new)
+    log_ratio, deviation = np.concatenate([np.empty((0, 2)), *found]).T
+    half = typical.deviates * deviation
     return pd.DataFrame(
         {
             "source": sources,
             "log_ratio": log_ratio,
             "deviation": deviation,
-            "covered": (low <= log_ratio) & (log_ratio <= high),
-            "below": log_ratio < low,
-            "half": (high - low) / 2,
-            "loss": _missed(log_ratio, low, BEYOND) + _missed(log_ratio, high, 1 - BEYOND),
+            "covered": np.abs(log_ratio) <= half,
+            "below": log_ratio < -half,
+            "half": half,
+            "loss": _loss_of_ends(log_ratio, half),
         }
     )
 
 
-def _missed(y: np.ndarray, end: np.ndarray, share: float) -> np.ndarray:
-    """The loss of a quantile, least on average where this share of ``y`` is below it."""
-    return np.asarray(np.maximum(share * (y - end), (share - 1) * (y - end)))
+def _loss_of_ends(log_ratio: np.ndarray, half: np.ndarray) -> np.ndarray:
+    """Of an interval with a share of (1 - ``COVERED``) / 2 below it and as much above.
+
+    That of both ends as quantiles: their distance, weighted by this share where a step is inside.
+    """
+    share = (1 - COVERED) / 2
+    outside = np.maximum(0.0, np.abs(log_ratio) - half)
+    return np.asarray(2 * share * half + outside)
 
 
 def _posterior(
     y: np.ndarray, covariance: np.ndarray, anchors: np.ndarray, rest: np.ndarray
 ) -> np.ndarray:
-    """Of ``rest`` after ``anchors``: what is left of log ratios, deviations, those without."""
+    """Of ``rest`` after ``anchors``: what is left of log ratios, and deviations."""
     variance = np.diag(covariance)
     anchors = anchors[np.abs(y[anchors]) <= ABSURD * np.sqrt(variance[anchors])]
     shared = covariance[np.ix_(rest, anchors)]
     gain = np.linalg.solve(covariance[np.ix_(anchors, anchors)], shared.T).T
     left = variance[rest] - (gain * shared).sum(axis=1)
-    return np.column_stack([y[rest] - gain @ y[anchors], np.sqrt(left), np.sqrt(variance[rest])])
+    return np.column_stack([y[rest] - gain @ y[anchors], np.sqrt(left)])

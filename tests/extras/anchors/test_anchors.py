@@ -82,7 +82,7 @@ def test_memory_of_another_configuration_is_refused(alone: MeasuredStep) -> None
 def test_two_times_of_one_configuration_agree(alone: MeasuredStep, far: MeasuredStep) -> None:
     """Two steps differ by the root of two of what one does: 2.5 times its interval is believed."""
     usual = typical().typical
-    limit = exp(2.5 * 2**0.5 * usual.either * usual.row)
+    limit = exp(2.5 * 2**0.5 * usual.deviates * usual.row)
     near, other = (replace(alone, time_us=x * alone.time_us) for x in (0.99 * limit, 1.01 * limit))
     told([alone, near, replace(far, time_us=5 * far.time_us)])
     with pytest.raises(
