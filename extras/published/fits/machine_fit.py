@@ -28,6 +28,7 @@ from itercast.extras.anchors.told import ABSURD
 SPREAD, LOG_SPREAD = 0.3, 0.35
 FREEDOM, MACHINES = 4, 3
 COVERED = 0.8  # of measured steps that an interval is to cover
+ANCHORS = (0, 1, 3)
 SENSITIVITY = [f"d_{name}" for name in NAMES]  # columns of measured steps
 FACTORS = len(NAMES)
 
@@ -98,21 +99,26 @@ def left_out(steps: pd.DataFrame) -> dict[str, Spread]:
 def calibrated(steps: pd.DataFrame) -> tuple[Spread, dict[str, Spread]]:
     """How machines differ by all steps, and by source without it, with intervals that cover.
 
-    Their ``deviates`` are found on forecasts of new machines, each source left out.
+    Their ``deviates`` are the most that forecasts need, each source left out, after no anchor, one
+    or three.
     """
     without = left_out(steps)
-    off = forecasts(steps, without, 0)
-    known = {s: covering(one, off[off["source"] != s]) for s, one in without.items()}
-    return covering(fit(steps), off), known
+    offs = [off for n in ANCHORS if len(off := forecasts(steps, without, n))]
+
+    def covers(spread: Spread, source: str = "") -> Spread:
+        needed = [deviates(off[off["source"] != source]) for off in offs]
+        return replace(spread, deviates=max(needed))
+
+    return covers(fit(steps)), {s: covers(one, s) for s, one in without.items()}
 
 
-def covering(spread: Spread, off: pd.DataFrame) -> Spread:
-    """With the deviates within which ``COVERED`` of these forecasts are; sources count alike."""
-    deviates = (off["log_ratio"] / off["deviation"]).abs().to_numpy(dtype=float)
+def deviates(off: pd.DataFrame) -> float:
+    """Of these forecasts ``COVERED`` are within so many deviations; sources count alike."""
+    far = (off["log_ratio"] / off["deviation"]).abs().to_numpy(dtype=float)
     share = 1 / off.groupby("source")["source"].transform("size").to_numpy(dtype=float)
-    order = np.argsort(deviates)
+    order = np.argsort(far)
     within = (np.cumsum(share[order]) - share[order] / 2) / share.sum()
-    return replace(spread, deviates=float(np.interp(COVERED, within, deviates[order])))
+    return float(np.interp(COVERED, within, far[order]))
 
 
 def forecasts(steps: pd.DataFrame, known: Mapping[str, Spread], count: int) -> pd.DataFrame:

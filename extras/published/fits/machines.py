@@ -38,6 +38,7 @@ from itercast.extras.imports.base import positive
 from itercast.extras.processes import processes
 from itercast.extras.programs import run_program
 from itercast.extras.published.fits.machine_fit import (
+    ANCHORS,
     SENSITIVITY,
     calibrated,
     with_anchors,
@@ -202,7 +203,7 @@ def judged(steps: pd.DataFrame, spreads: Mapping[str, Spread], count: int) -> pd
 def tables(steps: pd.DataFrame, spreads: Mapping[str, Spread], titles: Sequence[str]) -> str:
     """Errors by role and source: as priced, of a typical machine, with one and three anchors."""
     text = []
-    for count, title in zip((-1, 0, 1, 3), titles, strict=True):
+    for count, title in zip((-1, *ANCHORS), titles, strict=True):
         found = judged(steps, spreads, count)
         found.insert(0, "role", [role_of(source) for source in found.index])
         for role in ROLES:

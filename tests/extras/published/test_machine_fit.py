@@ -13,7 +13,7 @@ from itercast.compose.machines.state import Anchor, Machine, Spread
 from itercast.extras.published.fits.machine_fit import (
     SENSITIVITY,
     calibrated,
-    covering,
+    deviates,
     fit,
     forecasts,
     with_anchors,
@@ -63,10 +63,9 @@ def test_intervals_cover_four_fifths_of_sources() -> None:
 
 def test_intervals_end_where_a_fifth_is_farther() -> None:
     """Ten steps 0.1, 0.2 to 1.0 deviations off: each is a tenth, 80 % end between 0.8 and 0.9."""
-    deviates = [0.1, -0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, -1.0]
-    off = pd.DataFrame({"source": "one", "log_ratio": deviates, "deviation": 1.0})
-    found = covering(Spread(spread=(0.1,) * 6, model=0.1, row=0.1), off)
-    assert found.deviates == pytest.approx(0.85)
+    far = [0.1, -0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, -1.0]
+    off = pd.DataFrame({"source": "one", "log_ratio": far, "deviation": 1.0})
+    assert deviates(off) == pytest.approx(0.85)
 
 
 @pytest.mark.parametrize("off", [1.0, -1.0])
