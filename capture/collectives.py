@@ -71,7 +71,7 @@ def collective_of(func: Any, args: Any, kwargs: Any, result: Any) -> CollectiveC
     written = named or _tensors(result)
     read = [t for k, ts in tensors.items() if k not in WRITTEN for t in ts] or written
     if kind == "all_to_all" and sum(map(bool, given.get("input_split_sizes") or ())) == 1:
-        kind = "send_recv"  # all to one: a ring
+        kind = "exchange"  # all to one: a ring
     if kind == "recv":
         written = read
     if not written or (func.namespace == "c10d" and not named):

@@ -15,6 +15,7 @@ from itercast.capture.opcall import Argument, OpCall, StepCapture, TensorSpec
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.graph.identity_cache import cached_by_identity
 from itercast.compose.graph.rewrite import StepBuilder, collective
+from itercast.microbench.ops.step.alpha_beta import EXCHANGE
 
 ATTENTION = ("itercast.sdpa", "itercast.sdpa_backward")
 
@@ -38,7 +39,7 @@ def _with_ring(capture: StepCapture, cp: int) -> StepCapture:
         remote = _remote_block(call)
         keys, values = call.args[-2], call.args[-1]
         pair, backward = 1 + values.numel / keys.numel, call.op != "itercast.sdpa"
-        send = partial(collective, "send_recv", "cp", keys, call.phase)
+        send = partial(collective, EXCHANGE, "cp", keys, call.phase)
         for _ in range(cp - 1):
             made.calls.append(send(overlaps_next=True, scale=2 * pair if backward else pair))
             made.calls.append(remote)

@@ -13,6 +13,7 @@ from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.step.alpha_beta import (
     CPU_COPIES,
     CPU_STEP_US,
+    NEIGHBOURS,
     NETWORK_BYTES_PER_S,
     TO_ALL,
     bytes_moved,
@@ -21,7 +22,7 @@ from itercast.microbench.ops.step.collective import Collective
 
 UVM, SSD = "uvm", "ssd"
 TIERS = (UVM, SSD)  # of memory beside a GPU's own: of its host, of a drive
-RINGS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "send_recv")
+RINGS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", *NEIGHBOURS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,8 +25,8 @@ from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import UNMODELLED, AssumedShares, PricedOp
 from itercast.compose.pricing.tiers import RATES, tier_us
 from itercast.learners.features.table import columns
-from itercast.microbench.ops.step.alpha_beta import bytes_moved, floor_us
-from itercast.microbench.ops.step.collective import FAMILY, Collective
+from itercast.microbench.ops.step.alpha_beta import NEIGHBOURS, bytes_moved, floor_us
+from itercast.microbench.ops.step.collective import FAMILY, Collective, measured_op
 from itercast.microbench.store import Row
 
 LINKS = ("network_bytes_per_s", "link_bytes_per_s")
@@ -82,7 +82,7 @@ def _crossed(message: Message, group: Group, where: Cluster) -> dict[str, Any]:
     """
     far = group.size > group.per_node
     senders = where.gpus_per_node
-    if message.kind == "send_recv":
+    if message.kind in NEIGHBOURS:
         senders = max(1, senders // group.per_node)
     return {
         "world_size": group.size,
@@ -259,7 +259,9 @@ def _rows(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> pd.DataFram
     facts["node"] = where.node.name if where.node else where.gpu.name
     points = [m.among(**_crossed(m, g, where)) for m, g in asked]
     names = [f.name for f in fields(Collective)]
-    return pd.DataFrame({name: [getattr(p, name) for p in points] for name in names} | facts)
+    made = {name: [getattr(p, name) for p in points] for name in names}
+    made["op"] = [measured_op(op, where.gpu.kind) for op in made["op"]]
+    return pd.DataFrame(made | facts)
 
 
 def _priced(message: Message, family: str, us: float, shares: AssumedShares = ()) -> PricedOp:

@@ -34,6 +34,7 @@ from itercast.compose.pricing.priced_op import PricedOp
 from itercast.compose.pricing.work import side_by_side_us
 from itercast.compose.simulate.breakdown import Shares
 from itercast.compose.simulate.rank import Rank, RankTasks
+from itercast.microbench.ops.step.alpha_beta import EXCHANGE
 
 EMPTY_BYTES: int = assumed(__file__, "empty_bytes")  # so few bytes take the latency alone
 
@@ -42,7 +43,7 @@ def messages_of(rank: Rank) -> Sequence[tuple[Sequence[Message], int]]:
     """The messages from one replica to another in a slot, and how many slots are alike."""
     n, trained = rank.plan.dp, sum(x.layer.trained_bytes for x in rank.layers)
     dtype = next((p.dtype for x in rank.layers for p in x.layer.parameters), "fp32")
-    sums = Message(kind="send_recv", axis="dp", message_bytes=max(1, trained // n), dtype=dtype)
+    sums = Message(kind=EXCHANGE, axis="dp", message_bytes=max(1, trained // n), dtype=dtype)
     if not rank.plan.zero:
         return [([sums], 2 * n)]
     held = sum(x.layer.parameter_bytes for x in rank.layers)

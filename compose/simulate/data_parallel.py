@@ -43,6 +43,7 @@ from itercast.compose.parallel.placement import Cluster
 from itercast.compose.pricing.collectives import Message
 from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.microbench.hardware.stack import Stack
+from itercast.microbench.ops.step.alpha_beta import EXCHANGE
 
 PRECISE = "fp32"
 BUCKET_BYTES = 25 * 2**20  # DDP's default
@@ -171,7 +172,7 @@ def _replicas(plan: ParallelPlan) -> Strategy:
         copies = Strategy(
             copies_in=passes, copies_out=passes, buckets=True, early=True, sends=plan.sends
         )
-        return replace(copies, reduce=("send_recv",) * sent)
+        return replace(copies, reduce=(EXCHANGE,) * sent)
     return _all_reduced(plan, packing)
 
 

@@ -18,6 +18,7 @@ from itercast.compose.simulate.breakdown import Outcome
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.target import Target
 from itercast.extras.clusters.file import ClusterFile, GpuGroup
+from itercast.microbench.ops.step.alpha_beta import EXCHANGE
 
 REDUCED = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
 NEIGHBOURS = ("shard", "intra_node", "inter_node")  # of gossip, a ring of all replicas
@@ -89,7 +90,7 @@ def replicas(
         crossed = crossings(job, ring, REDUCED, ("shard",), plan.tp)
         if plan.gossip:
             sharers = group.count // peers.count(group)
-            crossed += crossings(job, _pairs(peers, away), ("send_recv",), NEIGHBOURS, sharers)
+            crossed += crossings(job, _pairs(peers, away), (EXCHANGE,), NEIGHBOURS, sharers)
         rank = job.rank(group, plan, split[i], *crossed)
         found.append(replace(rank, kin=share * group.count))
     return found

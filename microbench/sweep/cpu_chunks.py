@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 
 from itercast.microbench.hardware.machine import scratch_bytes
 from itercast.microbench.ops.family import Family, Point, Workload
-from itercast.microbench.ops.step.alpha_beta import ONE_SENDER, is_among
+from itercast.microbench.ops.step.alpha_beta import NOBODY_WAITS, is_among
 from itercast.microbench.processes.ranks import max_over_ranks, time_collective
 from itercast.microbench.processes.virtual_cores import VirtualCores
 from itercast.microbench.store import Row
@@ -91,7 +91,7 @@ class CpuBench:
         try:
             built = build_together(self.order, family, point)
             if family.ranks > 1:
-                waits = not is_among(point.op, ONE_SENDER)
+                waits = not is_among(point.op, NOBODY_WAITS)
                 timing = time_collective(built.run, self.order.device, waits)
                 speed = self._speed()
             else:

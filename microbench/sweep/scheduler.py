@@ -18,6 +18,7 @@ from itercast.microbench.hardware.machine import slow_dtypes
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops import families
 from itercast.microbench.ops.family import Family, Point
+from itercast.microbench.ops.step.collective import measured_op
 from itercast.microbench.processes.ranks import rank0_value
 from itercast.microbench.store import Facts, Row
 from itercast.microbench.sweep.captured_points import alternate, read_points
@@ -181,7 +182,8 @@ def placed(point: Point, order: WorkerOrder) -> Point:
     world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     divides = order.device == "cpu" and world % point.world_size == 0
     among = point.world_size if divides else world
-    return replace(point, world_size=among, ranks_per_node=local, node=order.gpu)
+    op = measured_op(point.op, order.device)
+    return replace(point, op=op, world_size=among, ranks_per_node=local, node=order.gpu)
 
 
 def finished_keys(root: Path, names: tuple[str, ...]) -> set[str]:

@@ -37,7 +37,7 @@ from itercast.compose.simulate.rank_program import RankProgram
 from itercast.compose.simulate.replicas import micro_batches
 from itercast.compose.simulate.stage_rank import stage_messages
 from itercast.compose.simulate.stages import stages_of
-from itercast.learners.bundle import SHIPPED, Bundle
+from itercast.learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
 from itercast.microbench.hardware.node import Node, load_node, node_names
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.ops.step.alpha_beta import CPU_STEP_US, LINK_SHARE
@@ -532,7 +532,7 @@ def test_one_rank_of_a_ring_sends_to_the_next_node() -> None:
     """
     node = load_node("p3-16xlarge")
     where = cluster(ParallelPlan.parse("dp=16,cdp=1,node=n"), load_gpu(node.gpu), node)
-    slot = Message(kind="send_recv", axis="dp", message_bytes=102_000_000 // 16)
+    slot = Message(kind="exchange", axis="dp", message_bytes=102_000_000 // 16)
     us = formula_us(slot, where.groups["dp"], where) * LINK_SHARE["network"]
     assert 32 * us == pytest.approx(65_280, rel=0.03)
     stages = replace(slot, axis="inter_node")  # of a pipeline: all eight send
@@ -616,6 +616,29 @@ def test_no_message_jumps_at_the_slowest_link_with_rows() -> None:
         times.append([op.duration_us for op in price_messages(messages, book, where)])
     for slower, faster in itertools.pairwise(times):
         assert all(0.97 < a / b / 1.05 < 1.03 for a, b in zip(slower, faster, strict=True))
+
+
+def test_links_of_gpus_carry_both_ways_at_once_and_memory_of_a_cpu_in_turns() -> None:
+    """An exchange takes as long as one way by the shipped models of an H100, longer by a CPU's.
+
+    On a CPU by formula twice as long, but for the latency.
+    """
+    kinds, sizes = ("send_recv", "exchange"), (2**12, 2**22, 2**26)
+    messages = [[Message(kind=k, axis="dp", message_bytes=n) for n in sizes] for k in kinds]
+    for text in ("dp=8,node=n", "dp=16,node=n"):
+        gpu, node = load_gpu("h100-sxm-80gb"), load_node("dgx-h100")
+        where = cluster(ParallelPlan.parse(text), gpu, node)
+        for bundle in (Bundle.load(SHIPPED), Bare()):
+            one_way, both = (price_messages(m, PriceBook(bundle, gpu, 0), where) for m in messages)
+            assert [op.duration_us for op in both] == [op.duration_us for op in one_way]
+            assert {op.op for op in both} == {"exchange"}
+    learned = Bundle.load(SHIPPED_CPU)
+    cpu = next(iter(learned.gpus.values()))
+    where = cluster(ParallelPlan.parse("dp=2"), cpu, None)
+    for bundle, least in ((learned, 1.2), (Bare(), 1.8)):
+        one_way, both = (price_messages(m, PriceBook(bundle, cpu, 1), where) for m in messages)
+        for a, b in zip(one_way[1:], both[1:], strict=True):
+            assert least < b.duration_us / a.duration_us <= 2
 
 
 @pytest.mark.parametrize("name", ["dgx-h100", "dgx-a100", "dgx-b200"])

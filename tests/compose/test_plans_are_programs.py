@@ -239,9 +239,9 @@ def test_a_ring_does_what_torchs_context_parallelism_does(name: str, cp: int) ->
     program = capture_program(in_a_ring(name, ParallelPlan.parse(text)), cp, [0, cp - 1])
     for step in program.ranks.values():
         assert flops(step.calls) == pytest.approx(planned.flops(0), rel=0.005)
-        ring = {size: n for (kind, size), n in planned.sent(0).items() if kind == "send_recv"}
+        ring = {size: n for (kind, size), n in planned.sent(0).items() if kind == "exchange"}
         total = sum(size * n for size, n in ring.items())
-        assert {kind for kind, _ in sent_by(step.calls)} == {"send_recv"}
+        assert {kind for kind, _ in sent_by(step.calls)} == {"exchange"}
         assert sum(size * n for (_, size), n in sent_by(step.calls).items()) == total
 
 

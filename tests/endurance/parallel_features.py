@@ -387,7 +387,7 @@ def tensor_parallel_with_fsdp2(device: torch.device) -> None:
 
 
 # Keys and values of all tokens in forward and in backward, and the gradients of both once.
-@feature({"all_gather": BLOCKS * 4 * ACTIVATION, "send_recv": BLOCKS * 2 * ACTIVATION})
+@feature({"all_gather": BLOCKS * 4 * ACTIVATION, "exchange": BLOCKS * 2 * ACTIVATION})
 def context_parallel(device: torch.device) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel as parallel

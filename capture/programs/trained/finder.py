@@ -25,7 +25,7 @@ from itercast.capture.programs.trained.loss import Form, LossRecorder, LossTape,
 from itercast.capture.recorder.log import DTYPES
 
 KNOWN = {"SGD": "sgd", "LAMB": "lamb", "Lamb": "lamb", "Muon": "muon", "AdamW": "adamw"}
-PARTS = ("all_reduce", "reduce_scatter", "all_to_all", "send", "recv", "send_recv")  # of layers
+PARTS = ("all_reduce", "reduce_scatter", "all_to_all", "send", "recv", "exchange")  # of layers
 ALIKE = ("Adam", *KNOWN)  # whose update is priced as what it is
 
 

@@ -18,8 +18,10 @@ from itercast.microbench.ops.family import Point, Values
 HALVES = ("all_gather", "reduce_scatter")  # each half of an all_reduce's steps
 EXPERTS = ("moe_dispatch", "moe_combine")  # by kernels of experts, not by NCCL
 TO_ALL = ("all_to_all", *EXPERTS)  # each rank has something for each other
-ONE_SENDER = ("broadcast", "send_recv")  # what a rank receives comes from one, which waits for none
-PAIRS = (*TO_ALL, "send_recv")  # sent straight from rank to rank
+EXCHANGE = "exchange"  # each rank sends to the next one, and receives as much from the one before
+NEIGHBOURS = ("send_recv", EXCHANGE)  # one way, and both ways at once
+NOBODY_WAITS = ("broadcast", "send_recv")  # who sends waits for none
+PAIRS = (*TO_ALL, *NEIGHBOURS)  # sent straight from rank to rank
 CPU_COPIES = assumed(__file__, "cpu_copies")
 CPU_STEP_US = assumed(__file__, "cpu_step_us")
 NETWORK_BYTES_PER_S = assumed(__file__, "network_bytes_per_s")
@@ -46,7 +48,7 @@ def bus_factor(p: Point) -> Values:
     """busbw / algbw: all_reduce 2(n-1)/n; gather, scatter and all_to_all (n-1)/n; else 1."""
     n = np.asarray(p.world_size, dtype=float)
     share = (n - 1) / n
-    whole = is_among(p.op, ONE_SENDER)
+    whole = is_among(p.op, ("broadcast", *NEIGHBOURS))
     return np.where(np.equal(p.op, "all_reduce"), 2 * share, np.where(whole, 1.0, share))
 
 
@@ -112,7 +114,7 @@ def ring_network_us(p: Point) -> Values:
     rate = network_rate(p)
     by_pairs = p.message_bytes * np.maximum(world - local, 0) / world / rate
     seconds = np.where(is_among(p.op, TO_ALL), by_pairs, bytes_moved(p) / (rate * local))
-    seconds = np.where(np.equal(p.op, "send_recv"), p.message_bytes / rate, seconds)
+    seconds = np.where(is_among(p.op, NEIGHBOURS), p.message_bytes / rate, seconds)
     return np.where(across_nodes(p), seconds * 1e6, 0.0)
 
 
@@ -132,12 +134,14 @@ def floor_us(p: Point, gpu: Gpu) -> Values:
     """Time of NCCL's fastest algorithm and protocol: start + steps * step + bytes / (rate * share).
 
     Trees and switches fill first (``_filling_us``). On a CPU: bytes through memory, plus
-    ``cpu_step_us`` * log2(n); groups that have less than a core for each rank take turns.
+    ``cpu_step_us`` * log2(n); groups that have less than a core for each rank take turns. There
+    what is sent one way alone, by every second rank, has half the copies.
     """
     if gpu.kind == "cpu":
         steps, cores = np.log2(np.maximum(p.world_size, 2)), max(1, gpu.sm_count)
         turns = np.maximum(1, np.asarray(p.ranks_per_node) / np.maximum(p.world_size, cores))
-        copies_us = bytes_moved(p) / (gpu.hbm_bytes_per_s / CPU_COPIES) * 1e6
+        copies = CPU_COPIES * np.where(np.equal(p.op, "send_recv"), 0.5, 1.0)
+        copies_us = bytes_moved(p) / (gpu.hbm_bytes_per_s / copies) * 1e6
         return turns * (copies_us + CPU_STEP_US * steps)
     found = np.inf
     for time_us in _algorithms(p, gpu):
@@ -166,7 +170,8 @@ def _algorithms(p: Point, gpu: Gpu) -> Iterator[Values]:
             if algorithm == "ring":
                 latency = np.where(reduces, 2, 1) * ((world - nodes) * near + (nodes - 1) * far)
                 to_all = inside * near + np.where(experts, 1, nodes - 1) * far
-                once = np.where(np.equal(p.op, "send_recv"), np.where(nodes > 1, far, near), to_all)
+                one_hop = np.where(nodes > 1, far, near)
+                once = np.where(is_among(p.op, NEIGHBOURS), one_hop, to_all)
                 latency = np.where(pairs, once, latency)
             else:
                 latency = 2 * (inside * near + np.log2(nodes) * far)

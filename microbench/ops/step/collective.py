@@ -1,4 +1,7 @@
-"""Collectives among ranks: all_reduce, gather, scatter, all_to_all, broadcast, send/receive.
+"""Collectives among ranks: all_reduce, gather, scatter, all_to_all, broadcast, and neighbours'.
+
+Neighbours send one way (``send_recv``), as stages of a pipeline do, or each receives as it sends
+(``exchange``), as in rings. Links of GPUs carry both ways at once: there they are one op.
 
 ``message_bytes`` is the whole buffer, as nccl-tests counts it: the input of reduce_scatter and
 all_to_all, the output of all_gather. Source: nccl-tests, doc/PERFORMANCE.md.
@@ -28,8 +31,10 @@ from itercast.microbench.ops.family import (
     log_uniform,
 )
 from itercast.microbench.ops.step.alpha_beta import (
+    EXCHANGE,
     EXPERTS,
     HALVES,
+    NEIGHBOURS,
     across_nodes,
     bytes_moved,
     floor_us,
@@ -40,7 +45,7 @@ from itercast.microbench.ops.step.alpha_beta import (
     network_us,
 )
 
-OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", *NEIGHBOURS)
 PAIR, ALL = 2, 2**20  # ranks of a group; all that there are
 ALONG = ("log_bus_us", "log_message", "log_share")
 COVARIANCE = [KernelTerm(**term) for term in assumed(__file__, "covariance")]
@@ -119,19 +124,23 @@ def _collective_call(
         "reduce_scatter": lambda: scatter(part, whole, group=group),
         "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
         "broadcast": lambda: dist.broadcast(whole, group=group, group_src=0),
-        "send_recv": lambda: _to_next(whole, other, group),
+        "send_recv": lambda: _to_next(whole, other, group, both=whole.device.type != "cpu"),
+        EXCHANGE: lambda: _to_next(whole, other, group, both=True),
     }
     return runs[op]
 
 
-def _to_next(send: Tensor, receive: Tensor, group: dist.ProcessGroup | None) -> None:
+def measured_op(op: str, kind: str) -> str:
+    """The op of which devices of this ``kind`` have rows: of GPUs a send_recv is both ways."""
+    return "send_recv" if op == EXCHANGE and kind != "cpu" else op
+
+
+def _to_next(send: Tensor, receive: Tensor, group: dist.ProcessGroup | None, *, both: bool) -> None:
     """Sends to the next rank and receives from the previous one, as nccl-tests does.
 
-    On a CPU even ranks send and odd ones receive: what goes both ways at once takes turns there,
-    twice as long, and a step that sends both ways has two messages.
+    If not ``both``, even ranks send and odd ones receive.
     """
     rank, n = dist.get_rank(group), dist.get_world_size(group)
-    both = send.device.type != "cpu"
     works = []
     if both or rank % 2 == 0:
         works.append(dist.isend(send, group=group, group_dst=(rank + 1) % n))

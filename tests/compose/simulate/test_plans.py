@@ -46,7 +46,7 @@ def wire_bytes(text: str, capture: StepCapture) -> float:
     """Bytes over each rank's link in a step, from what the lanes carry at 1 us per KiB."""
     rank = rank_for(capture, text, CPU)
     n = rank.plan.dp
-    factor = {"all_reduce": 2 * (n - 1) / n, "send_recv": 1.0}
+    factor = {"all_reduce": 2 * (n - 1) / n, "exchange": 1.0}
     return sum(op.duration_us * KIB * factor.get(op.op, (n - 1) / n) for op in run_of(rank).sent)
 
 
@@ -185,7 +185,7 @@ def test_events_send_a_share_of_gossip_and_compute_every_norm(gpt: StepCapture) 
     assert norms == ["aten._foreach_norm.default"]
 
 
-KINDS = ("reduce_scatter", "send_recv", "all_gather")
+KINDS = ("reduce_scatter", "exchange", "all_gather")
 COMPRESSIONS = ("dp=2", "dp=2,compress=0.75", "dp=2,compress=0.5")
 
 
@@ -220,7 +220,7 @@ def test_gossip_averages_within_nodes_first(text: str, neighbours: int, gpt: Ste
     run = run_of(rank_for(gpt, f"dp=16,gossip={text}"))
     whole_us = sum(p.nbytes for p in gpt.parameters) / KIB
     spent = {kind: sum(op.duration_us for op in run.sent if op.op == kind) for kind in KINDS}
-    assert spent["send_recv"] == pytest.approx(neighbours * whole_us / 8, rel=1e-3)
+    assert spent["exchange"] == pytest.approx(neighbours * whole_us / 8, rel=1e-3)
     assert spent["reduce_scatter"] == spent["all_gather"] == pytest.approx(whole_us)
     spans = {
         name: [s for t, s in zip(run.tasks, run.spans, strict=True) if t.name == name]
