@@ -308,12 +308,16 @@ class ProgramLog(OpLog):
     def _count_dispatch(self, func: Any, types: Any) -> None:
         """Python of an op on tensors that wrap others, but for compiled and nested ones.
 
-        An optimizer that updates lists of them takes the time of one event over all.
+        An optimizer that updates lists of them takes the time of one event over all, one that
+        updates them in a loop that of each op.
         """
-        if self.phase == "optimizer" and func.__name__.startswith(("_foreach_", "_fused_")):
+        updates = self.phase == "optimizer"
+        if updates and func.__name__.startswith(("_foreach_", "_fused_")):
             if self.foreach_event is not None:
                 self.python(*self.foreach_event)
             self.foreach_event = None
+        elif updates:
+            self.python("dtensor_update")
         elif not self.compiled.number() and NestedTensor not in types:
             self.python("tp_loss" if func in LOSS else "dtensor_op")
 

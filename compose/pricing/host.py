@@ -25,6 +25,7 @@ OF_DTENSOR = (
     "tp_product",
     "tp_product_bias",
     "tp_loss",
+    "dtensor_update",
     *(f"{name}_dtensor_step" for name in STATE_COPIES),
 )
 WRAPPERS = (

@@ -35,6 +35,7 @@ from itercast.microbench.store import Row
 TIMEOUT_S = 20.0  # no assumption: of a group of one rank, which waits for nobody
 LAYERS = 4
 WIDTH = 4
+UPDATES = 8  # ops of AdamW on a parameter
 Pair = tuple[Callable[[], None], Callable[[], None]]  # a run, and its baseline
 Make = Callable[[int, str], Pair]
 
@@ -160,8 +161,8 @@ def _checkpointed(tensors: int, device: str) -> Pair:
     return run, baseline
 
 
-def _updates(kind: type[torch.optim.Optimizer]) -> Make:
-    """Optimizer steps over so many parameters, sharded and plain."""
+def _updates(kind: type[torch.optim.Optimizer], *, foreach: bool = True) -> Make:
+    """Optimizer steps over so many parameters, at once or in a loop, sharded and plain."""
 
     def make(tensors: int, device: str) -> Pair:
         def step(sharded: bool) -> Callable[[], None]:
@@ -171,7 +172,7 @@ def _updates(kind: type[torch.optim.Optimizer]) -> Make:
             parameters = [nn.Parameter(v) for v in values]
             for parameter in parameters:
                 parameter.grad = torch.ones_like(parameter)
-            return kind(parameters, lr=1e-9, foreach=True).step  # type: ignore[call-arg]
+            return kind(parameters, lr=1e-9, foreach=foreach).step  # type: ignore[call-arg]
 
         return step(True), step(False)
 
@@ -206,4 +207,5 @@ WRAPPERS: dict[str, tuple[Make, int]] = {
     "pipeline_micro": (_micro_batches, LAYERS),
     "adamw_dtensor_step": (_updates(torch.optim.AdamW), 1),
     "sgd_dtensor_step": (_updates(torch.optim.SGD), 1),
+    "dtensor_update": (_updates(torch.optim.AdamW, foreach=False), UPDATES),
 }

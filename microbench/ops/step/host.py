@@ -29,7 +29,7 @@ OPTIMIZERS = ("adamw_step", "sgd_step")
 FSDP = ("fsdp_layer", "fsdp_layer_kept")  # one layer of ``tensors`` parameters
 SHARDED = (*FSDP, "checkpoint_layer", "adamw_dtensor_step", "sgd_dtensor_step")  # see wrappers
 USUAL_FIRST = 3  # rounds of events and optimizers before events of parallel wrappers
-WRAPPERS = ("tp_product", "tp_product_bias", "tp_loss", "pipeline_micro")
+WRAPPERS = ("tp_product", "tp_product_bias", "tp_loss", "pipeline_micro", "dtensor_update")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

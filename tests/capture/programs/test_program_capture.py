@@ -137,7 +137,7 @@ def test_an_optimizer_that_updates_one_dtensor_after_another_pays_for_each_op() 
         return [c.args for c in calls if c.op == HOST and c.phase == "optimizer"]
 
     assert events(True) == [("sgd_step", 2), ("sgd_dtensor_step", 2)]
-    assert events(False) == [("sgd_step", 2), ("dtensor_op", 1), ("dtensor_op", 1)]
+    assert events(False) == [("sgd_step", 2), ("dtensor_update", 1), ("dtensor_update", 1)]
 
 
 def test_ranks_outside_the_world_or_that_wait_for_each_other_are_named() -> None:
