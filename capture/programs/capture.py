@@ -28,6 +28,7 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
 from itercast.capture.opcall import StepCapture
+from itercast.capture.programs.attempts import Attempt, CapturedRank, KnownRanks, Row
 from itercast.capture.programs.backward import Backward, backward_passes
 from itercast.capture.programs.fake_ranks import one_rank_of
 from itercast.capture.programs.gpus.loaded import load_to_devices
@@ -35,11 +36,10 @@ from itercast.capture.programs.gpus.streams import recorded_streams
 from itercast.capture.programs.kernels.fused import ShardedAttention
 from itercast.capture.programs.kernels.packed import packed_sequences
 from itercast.capture.programs.log import ProgramLog
-from itercast.capture.programs.objects import AwaitedError, Mailbox, objects_through
-from itercast.capture.programs.program import COLLECTIVE, ProgramCapture
+from itercast.capture.programs.objects import Mailbox, objects_through
+from itercast.capture.programs.program import ProgramCapture
 from itercast.capture.programs.reducer import reached
 from itercast.capture.programs.repeated.fold import folded
-from itercast.capture.programs.repeated.passes import UnlikeError
 from itercast.capture.programs.repeated.watch import MicroBatches
 from itercast.capture.recorder.fake_patches import (
     behave_like_real_tensors,
@@ -80,59 +80,35 @@ def capture_program(
 
 
 def capture_ranks(
-    run: Callable[[int, ProgramLog], None],
+    run: Callable[[int, ProgramLog], Row | None],
     world_size: int,
     ranks: Sequence[int] = (),
     *,
     lasting: bool = False,
+    make: Callable[[Attempt], KnownRanks] = lambda attempt: attempt(),
 ) -> ProgramCapture:
     """Capture what ``run`` launches as each rank after its last ``reset`` of the log.
 
-    ``lasting``: process groups stay, for one rank.
+    ``run`` returns what else the program is, of ``ProgramCapture``. ``lasting``: process groups
+    stay, for one rank. ``make`` makes an attempt to run a rank, maybe in a process of its own.
     """
     wanted = list(ranks) or [0]
     if not all(0 <= rank < world_size for rank in wanted):
         raise ValueError(f"ranks {wanted}: allowed are 0 to {world_size - 1}")
-    mailbox, done, repeats = Mailbox(), dict[int, ProgramLog](), True
-    while waiting := [rank for rank in wanted if rank not in done]:
-        ready = [rank for rank in waiting if not mailbox.lacks(rank)]
-        if not ready:
-            raise ValueError(f"ranks {waiting} wait for each other's objects")
-        rank, peers = ready[-1], set[int]()
-        try:
-            done[rank] = _capture_rank(run, world_size, rank, mailbox, lasting, repeats)
-            peers = _peers(done[rank]) if not ranks else peers
-        except AwaitedError as exc:
-            peers = {exc.rank}
-        except UnlikeError:
-            repeats = False
-        wanted += sorted(peers - set(wanted))
-    return ProgramCapture(
-        world_size=world_size,
-        ranks={
-            r: StepCapture(calls=tuple(folded(x.calls)), host=x.host, networks=tuple(x.networks))
-            for r, x in sorted(done.items())
-        },
-        peak_bytes={rank: log.peak_bytes for rank, log in sorted(done.items())},
-        grouped=any(log.grouped for log in done.values()),
-        held_bytes=max(done.values(), key=lambda log: log.peak_bytes).least_bytes,
-    )
-
-
-def _peers(log: ProgramLog) -> set[int]:
-    """The ranks that a rank exchanges messages with, one by one."""
-    sent = (c.kwargs["peer"] for c in log.calls if c.op == COLLECTIVE)
-    return {peer for peer in sent if peer >= 0}
+    known = KnownRanks(wanted=wanted, follows=not ranks)
+    while not known.complete:
+        known = make(partial(known.attempt, partial(_capture_rank, run, world_size, lasting)))
+    return known.program(world_size)
 
 
 def _capture_rank(
-    run: Callable[[int, ProgramLog], None],
+    run: Callable[[int, ProgramLog], Row | None],
     world_size: int,
+    lasting: bool,
     rank: int,
     mailbox: Mailbox,
-    lasting: bool,
     repeats: bool,
-) -> ProgramLog:
+) -> CapturedRank:
     log = ProgramLog(repeats=repeats)
     mailbox.begin(rank)
     with ExitStack() as stack:
@@ -148,8 +124,15 @@ def _capture_rank(
         numbers = partialmethod(_numbers, log)
         stack.enter_context(patch.object(FakeTensor, "numpy", numbers, create=True))
         with log:
-            run(rank, log)
-    return log
+            told = run(rank, log) or {}
+    networks = tuple(log.networks)
+    return CapturedRank(
+        step=StepCapture(calls=tuple(folded(log.calls)), host=log.host, networks=networks),
+        peak_bytes=log.peak_bytes,
+        least_bytes=log.least_bytes,
+        grouped=log.grouped,
+        told=told,
+    )
 
 
 def _numbers(tensor: FakeTensor, log: ProgramLog, *, force: bool = False) -> Any:

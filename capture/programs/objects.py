@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from io import BytesIO
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 
 
@@ -30,7 +32,7 @@ class Mailbox:
     """Objects sent from rank to rank; each rank's attempt begins with ``begin``."""
 
     def __init__(self) -> None:
-        self.sent: dict[tuple[int, int], list[Any]] = defaultdict(list)
+        self.sent: dict[tuple[int, int], list[bytes]] = defaultdict(list)
         self.rank = 0
         self.read: dict[int, int] = defaultdict(int)
         self.awaited = dict[int, tuple[int, int]]()  # by rank: of whom it was to have how many
@@ -49,7 +51,8 @@ class Mailbox:
 
     def send(self, object_list: list[Any], dst: int | None = None, **options: Any) -> None:
         """As ``torch.distributed.send_object_list``."""
-        self.sent[self.rank, _global(dst, "group_dst", options)] += object_list
+        peer = _global(dst, "group_dst", options)
+        self.sent[self.rank, peer] += map(_packed, object_list)
 
     def receive(self, object_list: list[Any], src: int | None = None, **options: Any) -> int:
         """As ``torch.distributed.recv_object_list``; AwaitedError where too few were sent."""
@@ -59,8 +62,19 @@ class Mailbox:
         if len(self.sent[peer, self.rank]) < stop:
             self.awaited[self.rank] = peer, stop
             raise AwaitedError(peer)
-        object_list[:] = self.sent[peer, self.rank][start:stop]
+        object_list[:] = map(_unpacked, self.sent[peer, self.rank][start:stop])
         return peer
+
+
+def _packed(one: object) -> bytes:
+    """An object as it is sent: its class may be known to the ranks' processes alone."""
+    made = BytesIO()
+    torch.save(one, made)
+    return made.getvalue()
+
+
+def _unpacked(sent: bytes) -> Any:
+    return torch.load(BytesIO(sent), weights_only=False)
 
 
 def _global(rank: int | None, name: str, options: dict[str, Any]) -> int:

@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import tempfile
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -28,6 +28,8 @@ import torch
 from itercast.capture.base.files import real_path, write_atomic
 from itercast.capture.base.user_errors import first_line
 from itercast.capture.input.batches import TakenBatches, real_batches
+from itercast.capture.input.lane import InputLane
+from itercast.capture.programs.attempts import Attempt, KnownRanks, Row, in_fork
 from itercast.capture.programs.capture import capture_ranks, runs_of_steps
 from itercast.capture.programs.gpus.asked import Asked, EmulatedGpu
 from itercast.capture.programs.gpus.devices import OnCpu
@@ -117,18 +119,16 @@ def capture_script(
     taken: TakenBatches,
     finder: Finder | None = None,
     kept: Path | None = None,
+    make: Callable[[Attempt], KnownRanks] = lambda attempt: attempt(),
 ) -> ProgramCapture:
     """Capture a step of a script, mostly from one step of its optimizer to the next (``Steps``).
 
     ``per_node`` GPUs share a node. RefusedError names the line of the script that cannot run so.
     A ``finder`` finds the model that it trains. ``kept``: a list of the files that it writes over.
+    ``make``: see ``capture_ranks``.
     """
-    notes, optimizer_steps, passes = dict[str, None](), list[int](), list[tuple[str, ...]]()
 
-    def run(rank: int, log: ProgramLog) -> None:
-        for name, module in list(sys.modules.items()):  # each rank imports the script's own anew
-            if not name.startswith(("__main__", "itercast")) and script.owns(_file(module)):
-                del sys.modules[name]
+    def run(rank: int, log: ProgramLog) -> Row:
         with ExitStack() as stack:
             if gpu.kind != "cpu":
                 there = min(per_node, world_size)
@@ -143,24 +143,19 @@ def capture_script(
             stack.enter_context(weights_not_downloaded(log.guesses))
             steps = _run_until(script, log, taken, finder)
         taken.copied_ahead = log.gpu_memory.beside
-        if gpu.kind != "cpu" and not log.gpu_memory.used:
-            notes[ON_HOST] = None
-        notes.update(dict.fromkeys(steps.notes))
-        optimizer_steps.append(steps.optimizer_steps)
-        passes.append(steps.kept_passes(script.named))
-        for guess, frames in log.guesses.items():
-            notes[f"{guess}{_place(frames, script)}"] = None
+        on_host = gpu.kind != "cpu" and not log.gpu_memory.used
+        guesses = [f"{guess}{_place(at, script)}" for guess, at in log.guesses.items()]
+        return {
+            "samples": sum(taken.samples),
+            "optimizer_steps": steps.optimizer_steps,
+            "passes": steps.kept_passes(script.named),
+            "notes": [*[ON_HOST] * on_host, *steps.notes, *guesses],
+        }
 
     alone = (0,) if finder else ()  # of a pipeline there are no plans
-    captured = capture_ranks(run, world_size, alone, lasting=finder is not None)
-    notes.update(dict.fromkeys(script_notes(captured)))
-    return replace(
-        captured,
-        samples=sum(taken.samples),
-        optimizer_steps=max(optimizer_steps),
-        passes=passes[0],
-        notes=tuple(notes),
-    )
+    captured = capture_ranks(run, world_size, alone, lasting=finder is not None, make=make)
+    notes = dict.fromkeys([*captured.notes, *script_notes(captured)])
+    return replace(captured, notes=tuple(notes))
 
 
 def _run_until(
@@ -266,15 +261,17 @@ def main(order: str, result: str, temporary: str) -> int:
             steps=given["steps"],
             patience_s=given["patience_s"],
         )
+        heard = _Heard(script.path.name, taken, asked)
         with asked.noted():
             size = given["world_size"], given["per_node"]
-            captured = capture_script(script, asked, *size, taken, finder, Path(temporary, KEPT))
+            listed, make = Path(temporary, KEPT), partial(in_fork, heard.tell, heard.hear)
+            captured = capture_script(script, asked, *size, taken, finder, listed, make)
             trained = TrainedModel.of(finder, asked.kind != "cpu") if finder else None
     except ValueError as exc:
         line = (str(exc).splitlines() or [type(exc).__name__])[0]
         print(f"\nitercast: {line}", file=sys.__stderr__)  # a progress bar may be unfinished
         return STOPS if isinstance(exc, RefusedError) else 2
-    write_program(captured, Path(result), taken.lane(script.path.name))
+    write_program(captured, Path(result), heard.lane())
     ours = (str(Path(__file__).resolve().parents[2] / "capture"), str(Path(result).parent))
     found = asked.answers(_loaded(script), (*INSTALLED, *OURS, *ours, temporary))
     write_atomic(Path(result).with_suffix(".asked"), json.dumps(found).encode())
@@ -285,6 +282,25 @@ def main(order: str, result: str, temporary: str) -> int:
                 stack.enter_context(gpus_that_are_not_there(asked, 1, 0, log))
             serve(trained, Path(given["serve"]))
     return 0
+
+
+class _Heard:
+    """What attempts to run a script tell beside what they capture: batches, and what it asked."""
+
+    def __init__(self, name: str, taken: TakenBatches, asked: Asked) -> None:
+        self._name, self._taken, self._asked = name, taken, asked
+        self._earlier: InputLane | None = None
+
+    def lane(self) -> InputLane | None:
+        """The lane of the last attempt that took batches."""
+        return self._taken.lane(self._name) or self._earlier
+
+    def tell(self) -> Any:
+        return self.lane(), self._asked.so_far()
+
+    def hear(self, told: Any) -> None:
+        self._earlier = told[0]
+        self._asked.hear(told[1])
 
 
 def _loaded(script: Script) -> set[str]:

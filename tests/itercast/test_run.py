@@ -209,6 +209,43 @@ def test_a_capture_holds_while_the_script_would_find_the_same(
     assert not found(*asked, "name", gpu="a100-sxm-80gb")[0]
 
 
+RUNS_ONCE = """
+import pickle
+import torch, torch.distributed as dist
+assert not hasattr(pickle, "in_use"), "GlobalHydra is already initialized"  # as Hydra and absl are
+pickle.in_use = True
+class Shape:
+    def __init__(self, *sizes):
+        self.sizes = sizes
+dist.init_process_group("nccl")
+model, first = torch.nn.Linear(8, 8).cuda(), dist.get_rank() == 0
+optimizer = torch.optim.SGD(model.parameters())
+told = [Shape(4, 8) if first else None]
+dist.send_object_list(told, 1) if first else dist.recv_object_list(told, 0)
+for step in range(5):
+    x = torch.ones(told[0].sizes, device="cuda")
+    if not first:
+        dist.recv(x, 0)
+    y = model(x)
+    if first:
+        dist.send(y.detach(), 1)
+    y.sum().backward()
+    optimizer.step()
+"""
+
+
+def test_each_rank_of_a_pipeline_runs_in_a_process_where_no_script_ran(tmp_path: Path) -> None:
+    """Its second rank runs twice: until it waits for the object, and once that was sent.
+
+    A message of 4 x 8 numbers in fp32.
+    """
+    script = tmp_path / "train.py"
+    script.write_text(RUNS_ONCE)
+    code, out, error = run("--gpu=h100-sxm-80gb", "--gpus=2", "--json", str(script))
+    assert code == 0, error
+    assert json.loads(out)["sent_bytes"] == {"send": 4 * 8 * 4}
+
+
 def test_rates_of_a_script_without_a_loader_are_null(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

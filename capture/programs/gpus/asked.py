@@ -83,6 +83,17 @@ class Asked:
         with patch.object(os._Environ, "__getitem__", reading):
             yield
 
+    def so_far(self) -> tuple[Answers, set[str]]:
+        """What was asked until now, to be told to the same in another process (``hear``)."""
+        return self._answers, self._files
+
+    def hear(self, told: tuple[Answers, set[str]]) -> None:
+        """Take what was asked in another process as asked here."""
+        answers, files = told
+        self._answers.gpu |= answers.gpu
+        self._answers.variables |= answers.variables
+        self._files |= files
+
     def answers(self, more: set[str], installed: tuple[str, ...]) -> dict[str, Any]:
         """The answers as plain values; files of ``more`` too, without those of packages."""
         skipped = (*SYSTEM, *installed)
