@@ -39,14 +39,12 @@ from itercast.microbench.hardware.stack import asked_stack
 from itercast.microbench.ops import find_family
 from itercast.microbench.store import Facts, Row, read_rows
 
-OPTIONAL: Row = {
+DEFAULT_SETTINGS: Row = {
     "plan": "",
     "seq": 0,
     "attn": "sdpa",
     "loss": "default",
     "mode": "train",
-}
-OPTIONAL |= {
     "engine": "eager",
     "memory_format": "",
     "attention_kernel": "",
@@ -55,10 +53,10 @@ OPTIONAL |= {
     "lora": "",
     "timing": SYNCHRONISED,  # as ``collect`` timed all steps before rows said so; importers say it
 }
-ASKED = ["gpu", "case", "batch", "seq", "plan", "mode", "loss", "optimizer", "dtype", "attn"]
-ASKED += ["amp", "engine", "memory_format", "attention_kernel", "stack", "lora", "timing"]
-FAR = 3.0  # no assumption: over the median of normal differences, two standard deviations
-SETTINGS = ("mode", "optimizer", "loss", "dtype", "attn", "amp")
+CAPTURE_OPTIONS = ("mode", "loss", "optimizer", "dtype", "attn", "amp")
+SETTING_COLUMNS = ["gpu", "case", "batch", "seq", "plan", *CAPTURE_OPTIONS, "engine"]
+SETTING_COLUMNS += ["memory_format", "attention_kernel", "stack", "lora", "timing"]
+MEDIANS_OF_DISTURBED = 3.0  # 3 medians of |x| are 2 standard deviations of a normal x
 
 
 def measured_rows(root: Path, names: Sequence[str] | None) -> pd.DataFrame:
@@ -78,11 +76,10 @@ def measured_rows(root: Path, names: Sequence[str] | None) -> pd.DataFrame:
 
 
 def stated_rows(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows whose model can be built: a known case, or one with a configuration.
+    """Rows whose model can be built (a known case, or a Hugging Face configuration), completed.
 
-    How many others are left out is printed.
-    Missing settings get their defaults. Mixed precision under FSDP, which casts the weights that
-    it gathers, is the plan's; other rows with ``amp`` run under autocast.
+    How many others are left out is printed. Missing settings get their defaults. ``amp`` of rows
+    with ``zero=`` moves into the plan: FSDP casts what it gathers; others run under autocast.
     """
     known = rows["case"].isin(case_names())
     if "hf_config" in rows:
@@ -92,194 +89,193 @@ def stated_rows(rows: pd.DataFrame) -> pd.DataFrame:
             f"{(~known).sum()} rows left out: no case and no configuration of that name"
         )
     rows = rows[known].copy()
-    for c, default in OPTIONAL.items():
-        rows[c] = rows[c].where(rows[c].notna(), default) if c in rows else default
+    for name, default in DEFAULT_SETTINGS.items():
+        rows[name] = rows[name].where(rows[name].notna(), default) if name in rows else default
     amp, sharded = rows["amp"].astype(bool), rows["plan"].str.contains("zero=").astype(bool)
     plans = rows["plan"].where(~(amp & sharded), rows["plan"] + ",amp")
     return rows.assign(amp=amp & ~sharded, plan=plans)
 
 
 def compare_all(rows: pd.DataFrame, folder: Path | None) -> list[CaseResult]:
-    """Forecast every measured iteration; no model is trained on iterations.
+    """Forecast every measured iteration; rows with equal settings are rounds of one iteration.
 
     ``folder`` is the bundle; None takes the one that ``predict`` would take for each GPU.
     Rows that cannot be forecast are counted by reason and printed.
     """
-    asked = [c for c in (*ASKED, "hf_config") if c in rows]
-    rows = rows.assign(quiet=quiet_rounds(rows, asked))
-    groups = list(rows.groupby(asked, dropna=False, sort=False))
-    results, refused = [], Counter[str]()
-    settings = [n for n in asked if n not in ("case", "batch", "plan", "hf_config")]
-    by_case = rows.groupby("case")
-    varied = {str(c): [n for n in settings if mine[n].nunique() > 1] for c, mine in by_case}
+    columns = [c for c in (*SETTING_COLUMNS, "hf_config") if c in rows]
+    rows = rows.assign(quiet=quiet_rounds(rows, columns))
+    iterations = list(rows.groupby(columns, dropna=False, sort=False))
+    results, rows_by_reason = [], Counter[str]()
+    may_vary = [c for c in columns if c not in ("case", "batch", "plan", "hf_config")]
+    varied = {
+        str(case): [c for c in may_vary if rows_of_case[c].nunique() > 1]
+        for case, rows_of_case in rows.groupby("case")
+    }
     with progress_bar() as bar:
-        for key, group in bar.track(groups, description="forecast"):
+        for key, rounds in bar.track(iterations, description="forecast"):
             try:
-                named = dict(zip(asked, key, strict=True))
-                results.append(_compare(named, group, folder, varied[str(named["case"])]))
+                settings = dict(zip(columns, key, strict=True))
+                results.append(_compare(settings, rounds, folder, varied[str(settings["case"])]))
             except ValueError as exc:
-                refused[str(exc)] += 1
-    for reason, count in refused.most_common():
+                rows_by_reason[str(exc)] += 1
+    for reason, count in rows_by_reason.most_common():
         beside_output().print(f"{count} not forecast: {reason}")
     return results
 
 
-def quiet_rounds(rows: pd.DataFrame, asked: Sequence[str]) -> np.ndarray:
-    """Rounds that other processes did not disturb, as the anchors timed beside them say: a mask.
+def quiet_rounds(rows: pd.DataFrame, columns: Sequence[str]) -> np.ndarray:
+    """Mask of the rows that other processes did not disturb while they were timed.
 
-    Rows alike in the columns ``asked`` are rounds of one iteration. A round was disturbed if its
-    anchor took longer than that of the quietest one by more than FAR times what is usual, the
-    median over all rounds. Without anchors none was.
+    Rows alike in ``columns`` are rounds of one iteration. ``anchor_us`` is the time of a fixed
+    task beside each; its slowdown is log(anchor_us / the smallest of the iteration's rounds).
+    Disturbed: slowdown > MEDIANS_OF_DISTURBED * median of all slowdowns > 0. No anchors: none.
     """
     if "anchor_us" not in rows:
         return np.ones(len(rows), dtype=bool)
-    logs = rows.assign(slow=np.log(rows["anchor_us"])).groupby(list(asked), dropna=False)["slow"]
-    longer = np.log(rows["anchor_us"]) - logs.transform("min")
-    return np.asarray(~(longer > FAR * longer[longer > 0].median()))
+    quietest_us = rows.groupby(list(columns), dropna=False)["anchor_us"].transform("min")
+    slowdown = np.log(rows["anchor_us"]) - np.log(quietest_us)
+    usual = slowdown[slowdown > 0].median()
+    return np.asarray(~(slowdown > MEDIANS_OF_DISTURBED * usual))
 
 
 def _compare(
-    asked: Facts, rows: pd.DataFrame, folder: Path | None, varied: Sequence[str]
+    settings: Facts, rounds: pd.DataFrame, folder: Path | None, varied: Sequence[str]
 ) -> CaseResult:
-    """Compare one iteration, measured once or several times, with its forecast.
+    """Compare one iteration with its forecast; of several rounds the median of undisturbed ones.
 
-    Of several rounds the median counts, without those that were disturbed.
-
-    ``varied`` are settings that differ between rows of the same case; they become part of the
+    ``varied``: columns that differ between rows of the same case; their values become part of the
     model's name.
     """
-    rows = rows.sort_values("repeat") if "repeat" in rows else rows
-    target = _target(asked, folder)
+    rounds = rounds.sort_values("repeat") if "repeat" in rounds else rounds
+    target = _target(settings, folder)
     if target.gpu.kind == "cpu":
-        target = replace(target, threads=int(rows["threads"].iloc[0]))
-    step = step_of(asked, target.plan)
-    found = forecast_step(step, target)
-    times = list(_at_reference_us(rows, target.bundle, found, step))
-    quiet = rows["quiet"].to_numpy()
-    first, last = times[0], times[-1]
-    apart = [str(asked[n]) for n in varied]
+        target = replace(target, threads=int(rounds["threads"].iloc[0]))
+    step = step_of(settings, target.plan)
+    forecast = forecast_step(step, target)
+    times_us = list(_at_reference_us(rounds, target.bundle, forecast, step))
+    first, last = times_us[0], times_us[-1]
+    median_us = float(np.exp(np.median(np.log(times_us)[rounds["quiet"].to_numpy()])))
+    case, plan = str(settings["case"]), str(settings["plan"])
+    model = " ".join([case, *(str(settings[column]) for column in varied)])
     return replace(
-        _result(found, target, float(np.exp(np.median(np.log(times)[quiet])))),
-        case=str(asked["case"]),
-        plan=str(asked["plan"]),
-        model=" ".join([str(asked["case"]), *apart]),
-        samples=int(asked["batch"]) * target.plan.dp,
-        rounds_us=(first, last) if len(times) > 1 else (first,),
-        retest_ape_pct=100 * abs(last / first - 1) if len(times) > 1 else None,
+        _result(forecast, target, median_us, case=case, plan=plan, model=model),
+        samples=int(settings["batch"]) * target.plan.dp,
+        rounds_us=(first, last) if len(times_us) > 1 else (first,),
+        retest_ape_pct=100 * abs(last / first - 1) if len(times_us) > 1 else None,
     )
 
 
 def compare_steps(steps: Mapping[str, Sequence[MeasuredStep]]) -> list[CaseResult]:
     """Forecast steps that users measured, by source, each with its own options."""
-    results, every = [], [(source, one) for source, mine in steps.items() for one in mine]
+    results, pairs = [], [(source, step) for source, own in steps.items() for step in own]
     with progress_bar() as bar:
-        for source, one in bar.track(every, description="forecast"):
-            found = forecast_step(one.step, one.target)
-            length = round(found.samples_per_s and found.tokens_per_s / found.samples_per_s)
-            model = f"{one.name} x {length} ({one.step.engine}) on {one.target.gpu.name}"
-            result = _result(found, one.target, one.time_us)
-            result = replace(result, case=one.name, plan=one.plan, model=model, source=source)
-            results.append(result)
+        for source, measured in bar.track(pairs, description="forecast"):
+            target = measured.target
+            forecast = forecast_step(measured.step, target)
+            samples_per_s = forecast.samples_per_s
+            length = round(samples_per_s and forecast.tokens_per_s / samples_per_s)
+            name, engine = measured.name, measured.step.engine
+            model = f"{name} x {length} ({engine}) on {target.gpu.name}"
+            names = {"case": name, "plan": measured.plan, "model": model, "source": source}
+            results.append(_result(forecast, target, measured.time_us, **names))
     return results
 
 
 def step_rows(steps: Mapping[str, Sequence[MeasuredStep]]) -> pd.DataFrame:
-    """What reports and MLflow say of the measurements: a row of each step."""
+    """Measured steps as a table for reports and MLflow, a row each."""
     return pd.DataFrame(
         {
             "source": source,
-            "case": one.name,
-            "plan": one.plan,
-            "gpu": one.target.gpu.name,
-            "stack": one.target.stack,
-            "time_us": one.time_us,
+            "case": step.name,
+            "plan": step.plan,
+            "gpu": step.target.gpu.name,
+            "stack": step.target.stack,
+            "time_us": step.time_us,
         }
-        for source, mine in steps.items()
-        for one in mine
+        for source, own in steps.items()
+        for step in own
     )
 
 
-def _result(found: Forecast, target: Target, measured_us: float) -> CaseResult:
-    """A forecast beside a time measured once; the caller names its case."""
+def _result(forecast: Forecast, target: Target, measured_us: float, **names: str) -> CaseResult:
+    """A forecast beside a time measured once; ``names``: case, plan, model, source."""
     return CaseResult(
-        case="",
-        plan="",
-        model="",
         ranks=target.plan.world_size,
-        samples=round(found.samples_per_s * found.iteration_us / 1e6),
-        predicted_us=found.iteration_us,
-        predicted_us_p10=found.iteration_us_p10,
-        predicted_us_p90=found.iteration_us_p90,
+        samples=round(forecast.samples_per_s * forecast.iteration_us / 1e6),
+        predicted_us=forecast.iteration_us,
+        predicted_us_p10=forecast.iteration_us_p10,
+        predicted_us_p90=forecast.iteration_us_p90,
         measured_us=measured_us,
         rounds_us=(measured_us,),
         retest_ape_pct=None,
-        by_family_us=dict(found.by_family_us),
-        unmodelled_frac=found.unmodelled_frac,
+        by_family_us=dict(forecast.by_family_us),
+        unmodelled_frac=forecast.unmodelled_frac,
         gpu=target.gpu.name,
-        parts_us=parts_us(found),
-        assumed_frac=found.assumed_frac,
+        parts_us=parts_us(forecast),
+        assumed_frac=forecast.assumed_frac,
+        **names,
     )
 
 
-def _target(asked: Facts, folder: Path | None) -> Target:
-    """What a measured row ran on."""
-    stack = asked_stack(asked.get("stack"))
-    gpu, plan, name = (str(asked[key]) for key in ("gpu", "plan", "case"))
-    return find_target(gpu, plan, folder, stack=stack, model=name)
+def _target(row: Facts, folder: Path | None) -> Target:
+    """The GPU, plan, bundle and software that a measured row is forecast for."""
+    gpu, plan, case = (str(row[column]) for column in ("gpu", "plan", "case"))
+    return find_target(gpu, plan, folder, stack=asked_stack(row.get("stack")), model=case)
 
 
 def measured_steps(rows: pd.DataFrame, folder: Path | None) -> list[MeasuredStep]:
-    """Iterations of these rows as steps that a host can be fitted to."""
+    """Iterations of these rows as steps that a host can be fitted to; ``folder``: the bundle."""
     rows = rows[rows["family"] == "iteration"]
-    missing = [c for c in (*ASKED, "time_us") if c not in rows and c not in OPTIONAL]
+    needed = [c for c in (*SETTING_COLUMNS, "time_us") if c not in DEFAULT_SETTINGS]
+    missing = [c for c in needed if c not in rows]
     if not len(rows) or missing:
-        wanted = f"without the column {missing[0]!r}" if len(rows) else "rows of others"
-        raise ValueError(f"a host is found from rows of family host or iteration, got {wanted}")
-    found = []
+        given = f"without the column {missing[0]!r}" if len(rows) else "rows of others"
+        raise ValueError(f"a host is found from rows of family host or iteration, got {given}")
+    steps = []
     for row in records(stated_rows(rows)):
         target = _target(row, folder)
-        step = step_of(row, target.plan)
-        found.append(
+        steps.append(
             MeasuredStep(
                 name=str(row["case"]),
                 time_us=float(row["time_us"]),
-                step=step,
+                step=step_of(row, target.plan),
                 target=target,
                 phases_us=_host_us(row) if target.gpu.kind != "cpu" else None,
             )
         )
-    if not found:
+    if not steps:
         raise ValueError("a host is found from iterations of known cases, got none")
-    return found
+    return steps
 
 
 def _host_us(row: Facts) -> float | None:
-    """The host's time of forward, loss and backward of an eager step of one process."""
+    """The host's time of forward, loss and backward; None unless eager and one process."""
     phases = [float(row.get(f"{phase}_us", np.nan)) for phase in ("forward", "loss", "backward")]
-    alone = not row["plan"] and row["engine"] == "eager"
-    return sum(phases) if alone and not np.isnan(phases).any() else None
+    one_eager_process = not row["plan"] and row["engine"] == "eager"
+    return sum(phases) if one_eager_process and not np.isnan(phases).any() else None
 
 
-def step_of(asked: Facts, plan: ParallelPlan) -> StepCapture:
-    """Capture the step that a measured row describes.
+def step_of(row: Facts, plan: ParallelPlan) -> StepCapture:
+    """Capture the step that a measured row describes, under the plan's micro-batches.
 
     Its model, sizes and settings, the engine that launches it, its memory format, its attention
     kernel, and whether steps were synchronised one by one when they were timed.
     """
-    model = model_of(asked)
-    size = micro_size(model, plan, int(asked["batch"]), int(asked["seq"]))
-    options = {n: asked[n] for n in SETTINGS if n in asked} | {"lora": asked.get("lora", "")}
-    step = with_engine(capture(model, **size, **options), str(asked.get("engine", "eager")))
-    step = with_memory_format(step, str(asked.get("memory_format", "")))
-    step = with_attention_kernel(step, str(asked.get("attention_kernel", "")))
-    return replace(step, synchronised=asked.get("timing") == SYNCHRONISED)
+    model = model_of(row)
+    size = micro_size(model, plan, int(row["batch"]), int(row["seq"]))
+    options = {name: row[name] for name in CAPTURE_OPTIONS if name in row}
+    step = capture(model, **size, **options, lora=row.get("lora", ""))
+    step = with_engine(step, str(row.get("engine", "eager")))
+    step = with_memory_format(step, str(row.get("memory_format", "")))
+    step = with_attention_kernel(step, str(row.get("attention_kernel", "")))
+    return replace(step, synchronised=row.get("timing") == SYNCHRONISED)
 
 
-def model_of(asked: Facts) -> str | Path:
+def model_of(row: Facts) -> str | Path:
     """The model of a measured row: the name of a case, or a file with the row's configuration."""
-    config = asked.get("hf_config")
+    config = row.get("hf_config")
     if not isinstance(config, str):
-        return str(asked["case"])
+        return str(row["case"])
     digest = hashlib.sha256(config.encode()).hexdigest()[:16]
     path = cache_folder("configs") / digest / "config.json"
     if not path.is_file():
@@ -288,7 +284,7 @@ def model_of(asked: Facts) -> str | Path:
 
 
 def _at_reference_us(
-    rows: pd.DataFrame, bundle: Bundle, found: Forecast, step: StepCapture
+    rows: pd.DataFrame, bundle: Bundle, forecast: Forecast, step: StepCapture
 ) -> Iterator[float]:
     """Measured times in us by repeat, scaled to the machine speed at which ops were learned."""
     families = (family for family, _ in map(find_family, as_launched(step).calls))
@@ -296,7 +292,7 @@ def _at_reference_us(
     yield from iterations_at_reference_us(
         rows,
         bundle.anchors if "threads" in rows else {},
-        found.by_family_us,
+        forecast.by_family_us,
         {**calls, "host": sum(step.host.values())},
         {name: model.sensitivity for name, model in bundle.models.items()},
     )
@@ -305,7 +301,7 @@ def _at_reference_us(
 def compared_facts(
     rows: pd.DataFrame, data: Path | None, bundle: Path | None, source: str
 ) -> dict[str, str]:
-    """What a comparison of measured rows says of itself in MLflow."""
+    """Facts of a comparison for MLflow; ``data``: the dataset's folder, ``source``: the command."""
     return {
         "bundle": str(bundle or "shipped"),
         "data": str(data or ""),
@@ -319,7 +315,7 @@ def compared_facts(
 def results_table(results: Sequence[CaseResult]) -> Table:
     """A table of predicted and measured times with signed error and retest error.
 
-    On a narrow terminal plans go on in the next line.
+    Below it the mean errors by source, or by kind of plan. Long plans wrap on a narrow terminal.
     """
     title = "predicted against measured training iterations, ms"
     table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
@@ -327,8 +323,8 @@ def results_table(results: Sequence[CaseResult]) -> Table:
         table.add_column(head, overflow="fold")
     for head in ("predicted", "measured", "error\n%", "retest\n%", "no model\n%"):
         table.add_column(head, justify="right", no_wrap=True)
-    for r in results:
-        table.add_row(r.case, r.plan, *r.cells)
+    for result in results:
+        table.add_row(result.case, result.plan, *result.cells)
     sources = by_source(results)
     several = len(sources) > 1
     groups = sources if several else totals(results)

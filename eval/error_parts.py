@@ -16,10 +16,10 @@ NOISE = 0.05  # of an iteration's error that no part explains
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorParts:
-    """One case, or the mean of several, in % of the measured iteration.
+    """Parts of a forecast and what to add to each, in % of the measured iteration.
 
-    ``forecast`` by part adds up to the forecast; adding ``correction`` by part and ``unexplained``
-    gives 100.
+    Of one case, or the mean of several. ``forecast`` and ``correction`` are by part (PARTS);
+    sum(forecast) + sum(correction) + unexplained = 100.
     """
 
     name: str
@@ -37,8 +37,8 @@ def factors(results: Sequence[CaseResult]) -> dict[str, float]:
     """
     share, error = _shares(results)
     square = share.T @ share / NOISE**2 + np.eye(len(PARTS)) / PRIOR**2
-    found = np.linalg.solve(square, share.T @ error / NOISE**2)
-    return dict(zip(PARTS, found.tolist(), strict=True))
+    solution = np.linalg.solve(square, share.T @ error / NOISE**2)
+    return dict(zip(PARTS, solution.tolist(), strict=True))
 
 
 def _shares(results: Sequence[CaseResult]) -> tuple[np.ndarray, np.ndarray]:

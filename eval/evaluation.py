@@ -1,4 +1,4 @@
-"""Tells what a comparison found: its table, its files, its run in MLflow."""
+"""Prints, saves and logs to MLflow how measured iterations compare with their forecasts."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ class Evaluation:
 
 
 def _case(facts: Facts) -> CaseResult:
-    """A case of evaluation.json, of which ``error_pct`` is derived."""
-    named = {k: v for k, v in facts.items() if k != "error_pct"}
-    return CaseResult(**{**named, "rounds_us": tuple(named["rounds_us"])})
+    """A case as evaluation.json has it; its ``error_pct`` is no field but a property."""
+    values = {name: value for name, value in facts.items() if name != "error_pct"}
+    return CaseResult(**{**values, "rounds_us": tuple(values["rounds_us"])})
 
 
 def machine_of(rows: pd.DataFrame) -> dict[str, str]:
@@ -122,6 +122,6 @@ def report_comparison(
     groups = logged_groups(results, {(w.gpu, w.group): w.text for w in warnings})
     facts = compared_facts(rows, data, bundle, source)
     output().print(f"report: {page}")
-    asked = (out.name, groups, facts, ranking_metrics(results), out, begin_ms)
-    if attempt(log_evaluation, *asked):
+    metrics = ranking_metrics(results)
+    if attempt(log_evaluation, out.name, groups, facts, metrics, out, begin_ms):
         output().print("logged to MLflow; `itercast ui` shows it")

@@ -15,19 +15,20 @@ SMALLEST = 1e-9  # a lower end of 0 has no logarithm
 def coverage_pct(
     measured: np.ndarray, predicted: np.ndarray, p10: np.ndarray, p90: np.ndarray
 ) -> list[float]:
-    """Share of measurements in % that the interval of each of LEVELS covers.
+    """For each of LEVELS, the share of measurements in % that intervals of that level cover.
 
-    At another level than STATED both ends move in log time as those of a normal distribution do:
-    log(end / predicted) is multiplied by z(level) / z(STATED).
+    All arrays are times in us by measurement; ``p10`` and ``p90`` bound the interval of STATED.
+    Those of another level are as wide as of a log-normal time: log(end / predicted) is multiplied
+    by z(level) / z(STATED).
     """
-    off = np.log(measured / predicted)
-    up = np.log(np.maximum(p90, SMALLEST) / predicted)
-    down = np.log(predicted / np.maximum(p10, SMALLEST))
-    room = np.maximum(np.where(off > 0, up, down), SMALLEST)
-    needed = np.abs(off) / room  # by how much the interval has to be stretched to cover it
-    stretch = norm.ppf(0.5 + np.array(LEVELS) / 2) / norm.ppf(0.5 + STATED / 2)
-    # equal ends count as covered, whatever the last digit is
-    return [float(100 * np.mean(needed <= s * (1 + SMALLEST))) for s in stretch]
+    error = np.log(measured / predicted)
+    width_above = np.log(np.maximum(p90, SMALLEST) / predicted)
+    width_below = np.log(predicted / np.maximum(p10, SMALLEST))
+    width = np.maximum(np.where(error > 0, width_above, width_below), SMALLEST)
+    needed_stretch = np.abs(error) / width
+    stretches = norm.ppf(0.5 + np.array(LEVELS) / 2) / norm.ppf(0.5 + STATED / 2)
+    # a measurement at the very end counts as covered, whatever the last digit is
+    return [float(100 * np.mean(needed_stretch <= s * (1 + SMALLEST))) for s in stretches]
 
 
 def at_stated(covered_pct: Sequence[float]) -> float:

@@ -6,7 +6,7 @@ from itercast.compose.forecast import Forecast
 from itercast.compose.pricing.priced_op import UNMODELLED
 
 PARTS = ("kernels", "host", "communication", "synchronisation", "assumed", "uncovered")
-LANE_OF_ASSUMPTION = {  # by the module that states it; ops of the compute lane otherwise
+PART_OF_ASSUMPTION = {  # by the module that states the assumed number; kernels otherwise
     "host": "host",
     "alpha_beta": "communication",
     "collectives": "communication",
@@ -14,7 +14,7 @@ LANE_OF_ASSUMPTION = {  # by the module that states it; ops of the compute lane 
 }
 
 
-def parts_us(found: Forecast) -> dict[str, float]:
+def parts_us(forecast: Forecast) -> dict[str, float]:
     """Times in us by PARTS, which add up to the iteration of the slowest rank.
 
     communication: messages that no compute hides; synchronisation: pipeline bubble and waiting for
@@ -22,24 +22,26 @@ def parts_us(found: Forecast) -> dict[str, float]:
     uncovered: ops without a learned model; assumed: what else rests on assumed numbers, taken out
     of the part it belongs to.
     """
-    ops_us = {name: us for name, us in found.by_family_us.items() if name != "collective"}
-    scale = found.compute_us / total if (total := sum(ops_us.values())) else 0.0
+    ops_us = {name: us for name, us in forecast.by_family_us.items() if name != "collective"}
+    all_ops_us = sum(ops_us.values())
+    scale = forecast.compute_us / all_ops_us if all_ops_us else 0.0
     uncovered_us, host_us = (scale * ops_us.get(name, 0.0) for name in (UNMODELLED, "host"))
-    idle_us = found.idle_by_us
+    idle_us = forecast.idle_by_us
     parts = {
-        "kernels": found.compute_us - uncovered_us - host_us,
+        "kernels": forecast.compute_us - uncovered_us - host_us,
         "host": host_us + idle_us.get("host", 0.0),
-        "communication": found.exposed_comm_us,
+        "communication": forecast.exposed_comm_us,
         "synchronisation": idle_us.get("bubble", 0.0) + idle_us.get("waiting", 0.0),
         "assumed": 0.0,
         "uncovered": uncovered_us,
     }
-    left_us = uncovered_us  # of an uncovered op all is assumed: it counts once
-    for name, us in found.assumed_by_us.items():
-        lane = LANE_OF_ASSUMPTION.get(name.partition(".")[0], "kernels")
-        counted = min(us, left_us) if lane == "kernels" else 0.0
-        left_us -= counted
-        moved = min(us - counted, parts[lane])
-        parts[lane] -= moved
-        parts["assumed"] += moved
+    # All of an uncovered op's time rests on assumed numbers, too; it is not to count twice.
+    not_yet_met_us = uncovered_us
+    for name, us in forecast.assumed_by_us.items():
+        part = PART_OF_ASSUMPTION.get(name.partition(".")[0], "kernels")
+        already_uncovered_us = min(us, not_yet_met_us) if part == "kernels" else 0.0
+        not_yet_met_us -= already_uncovered_us
+        moved_us = min(us - already_uncovered_us, parts[part])
+        parts[part] -= moved_us
+        parts["assumed"] += moved_us
     return parts

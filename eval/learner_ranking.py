@@ -26,6 +26,7 @@ def learner_table(
 ) -> Table:
     """A line per family with its facts and errors in %, and a column per learner, the blend first.
 
+    ``lines``: family, its facts as text, its scores. ``facts``: headings of these facts.
     Bold are the learners that no other is better than beyond the noise: one, or several that tie.
     """
     learners = [n for n in reversed(NAMES) if any(n in scores for _, _, scores in lines)]
@@ -34,8 +35,8 @@ def learner_table(
     table.add_column("family", no_wrap=True)
     for head in (*facts, *(HEADS.get(name, name) for name in learners)):
         table.add_column(head, justify="right", no_wrap=True)
-    for family, own, scores in lines:
-        table.add_row(family, *own, *(cell(scores.get(name)) for name in learners))
+    for family, texts, scores in lines:
+        table.add_row(family, *texts, *(cell(scores.get(name)) for name in learners))
     return table
 
 

@@ -18,23 +18,23 @@ class PlainLines(Progress):
     def __init__(self, console: Console) -> None:
         super().__init__(console=console, disable=True)
         self.began_s = time.monotonic()
-        self.told_s = self.began_s - LINE_EVERY_S + FIRST_LINE_S
+        self.next_line_s = self.began_s + FIRST_LINE_S
 
     def update(self, task_id: TaskID, *args: Any, **fields: Any) -> None:
-        """Note how far a task is."""
+        """Set how far a task is."""
         super().update(task_id, *args, **fields)
-        self._tell(task_id)
+        self._print_if_due(task_id)
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
-        """Note that a task is further."""
+        """Add to how far a task is."""
         super().advance(task_id, advance)
-        self._tell(task_id)
+        self._print_if_due(task_id)
 
-    def _tell(self, task_id: TaskID) -> None:
+    def _print_if_due(self, task_id: TaskID) -> None:
         now_s, task = time.monotonic(), self.tasks[task_id]
-        if now_s < self.told_s + LINE_EVERY_S:
+        if now_s < self.next_line_s:
             return
-        self.told_s = now_s
+        self.next_line_s = now_s + LINE_EVERY_S
         share = f" {100 * task.completed / task.total:.0f} %" if task.total else ""
         print(f"{task.description}{share} ({now_s - self.began_s:.0f} s)", file=sys.stderr)
 

@@ -49,62 +49,64 @@ class Choice:
 
 def rankings(results: Sequence[CaseResult]) -> list[Ranking]:
     """Rankings of all steps with at least three measured plans; one process counts as a plan."""
-    found = []
-    for mine in _by_step(results):
-        if len({r.plan for r in mine}) < FEWEST:
+    ranked = []
+    for plans in _by_step(results):
+        if len({r.plan for r in plans}) < FEWEST:
             continue
-        twice = [r for r in mine if len(r.rounds_us) > 1]
+        twice = [r for r in plans if len(r.rounds_us) > 1]
         retest = _tau([(r.rounds_us[0], r.rounds_us[-1]) for r in twice])
-        found.append(
+        ranked.append(
             Ranking(
-                model=mine[0].model,
-                ranks=mine[0].ranks,
-                plans=len(mine),
-                kendall_tau=_tau([(r.predicted_us, r.measured_us) for r in mine]),
+                model=plans[0].model,
+                ranks=plans[0].ranks,
+                plans=len(plans),
+                kendall_tau=_tau([(r.predicted_us, r.measured_us) for r in plans]),
                 retest_tau=retest if len(twice) >= FEWEST else None,
             )
         )
-    return found
+    return ranked
 
 
 def _tau(pairs: Sequence[tuple[float, float]]) -> float:
+    """Kendall's tau-b of pairs of times; 1 of a single pair."""
     return float(kendalltau(*zip(*pairs, strict=True)).statistic) if len(pairs) > 1 else 1.0
 
 
 def choices(results: Sequence[CaseResult]) -> list[Choice]:
     """Choices for every step with at least two measured plans."""
-    found = []
-    for mine in _by_step(results):
-        if len({r.plan for r in mine}) < 2:
+    chosen_plans = []
+    for plans in _by_step(results):
+        if len({r.plan for r in plans}) < 2:
             continue
-        chosen = min(mine, key=lambda r: r.predicted_us)
-        best = min(mine, key=lambda r: r.measured_us)
-        found.append(
+        chosen = min(plans, key=lambda r: r.predicted_us)
+        best = min(plans, key=lambda r: r.measured_us)
+        chosen_plans.append(
             Choice(
                 model=chosen.model,
                 ranks=chosen.ranks,
-                plans=len(mine),
+                plans=len(plans),
                 chosen=chosen.plan,
                 best=best.plan,
                 slower_pct=100 * (chosen.measured_us / best.measured_us - 1),
             )
         )
-    return found
+    return chosen_plans
 
 
 def ranking_metrics(results: Sequence[CaseResult]) -> dict[str, float]:
-    """Metrics of ``rankings`` and ``choices``; those that no result tells are missing.
+    """Metrics of ``rankings`` and ``choices``; those of empty lists are missing.
 
-    ``kendall_tau*``: mean and smallest over steps, mean between two rounds of measurements.
-    ``chosen_close_frac``: share of ``choices`` at most CLOSE_PCT slower than the best plan.
+    ``kendall_tau``, ``kendall_tau_least``: mean and smallest over steps; ``kendall_tau_retest``:
+    mean between two rounds of measurements. ``chosen_close_frac``: share of ``choices`` at most
+    CLOSE_PCT slower than the best plan; ``choices``: how many there are.
     """
-    taus = [r.kendall_tau for r in rankings(results)]
-    chosen = choices(results)
+    ranked, chosen = rankings(results), choices(results)
     close = [c.slower_pct <= CLOSE_PCT for c in chosen]
     metrics: dict[str, float] = {}
-    if taus:
+    if ranked:
+        taus = [r.kendall_tau for r in ranked]
         metrics |= {"kendall_tau": float(np.mean(taus)), "kendall_tau_least": min(taus)}
-        retests = [r.retest_tau for r in rankings(results) if r.retest_tau is not None]
+        retests = [r.retest_tau for r in ranked if r.retest_tau is not None]
         metrics |= {"kendall_tau_retest": float(np.mean(retests))} if retests else {}
     if chosen:
         metrics |= {"chosen_close_frac": sum(close) / len(close), "choices": float(len(close))}

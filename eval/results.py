@@ -83,7 +83,7 @@ class CaseResult:
 
     @property
     def cells(self) -> list[str]:
-        """Predicted and measured ms, the error, that of a retest and the share without a model."""
+        """Texts of a table's row: predicted ms, measured ms, error, retest error, unmodelled %."""
         times = [f"{us / 1e3:.2f}" for us in (self.predicted_us, self.measured_us)]
         no_model = f"{100 * self.unmodelled_frac:.1f}"
         return [*times, f"{self.error_pct:+.1f}", self.retest_text, no_model]
@@ -126,15 +126,18 @@ def kind_of(plan: str) -> str:
 
 
 def totals(results: Sequence[CaseResult]) -> dict[str, list[CaseResult]]:
-    """The groups, and all plans together where there are several kinds of them; of each GPU."""
+    """Results ``grouped`` by kind of plan, and "all plans" together where there are several kinds.
+
+    Results of several GPUs are grouped for each; a group's name then ends with "on <gpu>".
+    """
     gpus = sorted({r.gpu for r in results})
     if len(gpus) > 1:
-        each = {gpu: totals([r for r in results if r.gpu == gpu]) for gpu in gpus}
-        return {f"{name} on {gpu}": group for gpu in gpus for name, group in each[gpu].items()}
+        by_gpu = {gpu: totals([r for r in results if r.gpu == gpu]) for gpu in gpus}
+        return {f"{name} on {gpu}": group for gpu in gpus for name, group in by_gpu[gpu].items()}
     groups = grouped(results)
-    plans = [r for r in results if r.plan]
-    more = len(groups) - (ONE_PROCESS in groups) > 1
-    return {**groups, **({"all plans": plans} if more else {})}
+    if len(groups.keys() - {ONE_PROCESS}) > 1:
+        groups["all plans"] = [r for r in results if r.plan]
+    return groups
 
 
 def by_source(results: Sequence[CaseResult]) -> dict[str, list[CaseResult]]:

@@ -25,10 +25,10 @@ CAUSES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Warned:
-    """What is wrong with the forecasts of one group of iterations, and the likely cause, in words.
+class GroupWarning:
+    """``text``: what is wrong with the forecasts of a group of iterations, and the likely cause.
 
-    ``bias_pct`` is the median of the group's signed errors.
+    ``group``: a kind of plan. ``bias_pct``: the median of its signed errors.
     """
 
     group: str
@@ -38,47 +38,52 @@ class Warned:
     text: str
 
 
-def systematic_errors(results: Sequence[CaseResult]) -> list[Warned]:
+def systematic_errors(results: Sequence[CaseResult]) -> list[GroupWarning]:
     """Warnings of groups (kinds of plans, on each GPU) that are off by more than chance.
 
-    Two binomial tests at the level CHANCE: as many errors of one sign, if their median is
-    SMALLEST_PCT or more; as few measurements inside intervals of 80 %.
+    Two binomial tests at the level CHANCE: are more errors of one sign than of a fair coin (if
+    their median is SMALLEST_PCT or more), and do fewer 80 % intervals than 80 % cover?
     """
-    found = []
+    warnings = []
     for gpu in sorted({r.gpu for r in results}):
-        mine = [r for r in results if r.gpu == gpu]
-        for name, group in grouped(mine).items():
-            if said := _said(group):
-                cause = _cause(group, mine)
-                of = f"{name} on {gpu}" if len(mine) < len(results) else name
-                errors = [r.error_pct for r in group]
-                text = f"{of[0].upper()}{of[1:]}: {said}. {cause}"
-                covered = 100 * float(np.mean([r.covered for r in group]))
-                bias_pct = float(np.median(errors))
-                found.append(
-                    Warned(group=name, gpu=gpu, bias_pct=bias_pct, coverage_pct=covered, text=text)
+        on_gpu = [r for r in results if r.gpu == gpu]
+        for name, group in grouped(on_gpu).items():
+            if problem := _problem(group):
+                subject = f"{name} on {gpu}" if len(on_gpu) < len(results) else name
+                cause = _cause(group, on_gpu)
+                warnings.append(
+                    GroupWarning(
+                        group=name,
+                        gpu=gpu,
+                        bias_pct=float(np.median([r.error_pct for r in group])),
+                        coverage_pct=100 * float(np.mean([r.covered for r in group])),
+                        text=f"{subject[0].upper()}{subject[1:]}: {problem}. {cause}",
+                    )
                 )
-    return found
+    return warnings
 
 
-def _said(group: Sequence[CaseResult]) -> str:
-    """What is wrong with a group; empty if nothing is."""
+def _problem(group: Sequence[CaseResult]) -> str:
+    """What is wrong with a group's forecasts, in words; empty if nothing is."""
     errors, count = np.array([r.error_pct for r in group]), len(group)
-    bias_pct, parts = float(np.median(errors)), []
-    same = int(np.sum(np.sign(errors) == np.sign(bias_pct)))
-    if abs(bias_pct) >= SMALLEST_PCT and binomtest(same, count).pvalue < CHANCE:
-        which = f"all {count}" if same == count else f"{same} of {count}"
+    bias_pct, problems = float(np.median(errors)), []
+    same_sign = int(np.sum(np.sign(errors) == np.sign(bias_pct)))
+    if abs(bias_pct) >= SMALLEST_PCT and binomtest(same_sign, count).pvalue < CHANCE:
+        which = f"all {count}" if same_sign == count else f"{same_sign} of {count}"
         way = "short" if bias_pct < 0 else "long"
-        parts.append(f"{which} forecasts are too {way}, by {abs(bias_pct):.0f} % (median)")
+        problems.append(f"{which} forecasts are too {way}, by {abs(bias_pct):.0f} % (median)")
     covered = sum(r.covered for r in group)
     if binomtest(covered, count, STATED, alternative="less").pvalue < CHANCE:
         share = f"{covered} of {count} measurements"
-        parts.append(f"the intervals of {100 * STATED:.0f} % hold only {share}")
-    return "; ".join(parts)
+        problems.append(f"the intervals of {100 * STATED:.0f} % hold only {share}")
+    return "; ".join(problems)
 
 
 def _cause(group: Sequence[CaseResult], results: Sequence[CaseResult]) -> str:
-    """The likely cause of a group's error, one sentence or two."""
+    """The likely cause of a group's error, in a sentence or two; ``results``: all of its GPU.
+
+    In this order: noise of the measurement, what the plan adds to one process, a forecast's part.
+    """
     bias_pct = float(np.median([r.error_pct for r in group]))
     floor_pct = summary(group).get(RETEST, 0.0)
     if bias_pct < 0 and floor_pct >= max(-bias_pct, SMALLEST_PCT):
@@ -86,24 +91,24 @@ def _cause(group: Sequence[CaseResult], results: Sequence[CaseResult]) -> str:
             f"Likely cause: a machine busy with other work, which only lengthens iterations; "
             f"repeated measurements differ by {floor_pct:.0f} % (median)."
         )
-    alone = _alone_pct(group, results)
-    if alone is not None and abs(alone) < abs(bias_pct) / 2:
-        together = any(r.ranks > 1 for r in group)
-        added = "messages, copies, waiting" if together else "sums of gradients, ops done again"
+    alone_pct = _alone_pct(group, results)
+    if alone_pct is not None and abs(alone_pct) < abs(bias_pct) / 2:
+        ranks = max(r.ranks for r in group)
+        added = "messages, copies, waiting" if ranks > 1 else "sums of gradients, ops done again"
         return (
             f"Likely cause: what the plan adds ({added}), as the same models without it are off "
-            f"by {alone:+.0f} % (median)."
+            f"by {alone_pct:+.0f} % (median)."
         )
-    whole = error_parts(group, "", factors(results))
-    part = max(whole.correction, key=lambda p: abs(whole.correction[p]))
+    correction_pct = error_parts(group, "", factors(results)).correction
+    part = max(correction_pct, key=lambda name: abs(correction_pct[name]))
     return (
-        f"Likely cause: {part} ({whole.correction[part]:+.0f} % of the iteration by regression "
+        f"Likely cause: {part} ({correction_pct[part]:+.0f} % of the iteration by regression "
         f"over all cases): {CAUSES[part]}."
     )
 
 
 def _alone_pct(group: Sequence[CaseResult], results: Sequence[CaseResult]) -> float | None:
-    """Median signed error in % of the group's models in one process; None for one process."""
+    """Median signed error in % of the group's models run without a plan; None if none was."""
     models = {r.model for r in group if r.plan}
     alone = [r.error_pct for r in results if not r.plan and r.model in models]
     return float(np.median(alone)) if alone else None

@@ -19,41 +19,41 @@ def three_digits(value: float) -> str:
 
 
 def output() -> Console:
-    """The output: as wide as its terminal, or as COLUMNS says; elsewhere lines do not end.
+    """stdout: as wide as its terminal, or as COLUMNS says; elsewhere lines are never wrapped.
 
-    Brackets are text (``pip install transformers[torch]``): what has a colour is a ``Text``.
+    Rich's markup is off, as texts have brackets (``pip install transformers[torch]``).
     """
     wraps = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
     return Console(width=None if wraps else WIDE, markup=False)
 
 
 def beside_output() -> Console:
-    """Where is said what is left out: not among the answer, which may be one JSON object."""
+    """stderr, for what is left out: stdout has the answer alone, which may be one JSON object."""
     width = None if sys.stderr.isatty() else WIDE
     return Console(stderr=True, width=width, markup=False)
 
 
 def print_tables(*tables: Table) -> None:
-    """Print tables; where one is too wide its texts go on in the next line, numbers never do.
+    """Print tables; one too wide for the output wraps its columns of text, those of numbers never.
 
-    A terminal too narrow for that breaks the lines itself. Numbers are what stands right.
+    Right-justified columns are numbers. A terminal too narrow for that breaks the lines itself.
     """
     width = output().width
     for table in tables:
-        if _width(table) > width:
-            Console(width=max(width, _fold(table)), markup=False).print(table)
+        if _unwrapped_width(table) > width:
+            Console(width=max(width, _wrap_texts(table)), markup=False).print(table)
         else:
             output().print(table)
 
 
-def _width(table: Table) -> int:
-    """Characters of a table that has as many as it wants."""
+def _unwrapped_width(table: Table) -> int:
+    """Width in characters at which nothing in a table has to wrap."""
     wide = Console(width=WIDE, markup=False)
     return Measurement.get(wide, wide.options, table).maximum
 
 
-def _fold(table: Table) -> int:
-    """Let a table's texts go on in the next line; returns the fewest characters it can have."""
+def _wrap_texts(table: Table) -> int:
+    """Let a table's columns of text wrap; returns the fewest characters it can be wide."""
     texts = [column for column in table.columns if column.justify != "right"]
     for column in table.columns:
         column.no_wrap, column.overflow = column not in texts, "fold"
@@ -61,7 +61,7 @@ def _fold(table: Table) -> int:
             column.header = column.header.replace(" ", "\n")
     for column in texts:
         column.max_width = LEAST
-    least = _width(table)
+    least = _unwrapped_width(table)
     for column in texts:
         column.max_width = None
     return least

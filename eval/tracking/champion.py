@@ -21,7 +21,7 @@ class FamilyPricer:
     bundle: Bundle
 
     def predict(self, model_input: pd.DataFrame, params: object = None) -> pd.DataFrame:
-        """Times in us: predicted_us, its 10 and 90 % quantiles, and in_envelope."""
+        """Forecast each row's time: predicted_us, its 10 and 90 % quantiles (us), in_envelope."""
         rows = model_input
         if "gpu" not in rows:
             if len(self.bundle.gpus) > 1:

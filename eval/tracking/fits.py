@@ -31,7 +31,10 @@ SHOWN_DIGITS = 2  # after the point of a logged metric
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """One training: what was scored (``TrainReport.to_dict``), on which device, and its bundle."""
+    """One training: its scores (``TrainReport.to_dict``), device, bundle, roots of rows, and end.
+
+    ``time_ms``: ms since 1970.
+    """
 
     report: Facts
     device: str
@@ -47,7 +50,7 @@ class Training:
 
     @property
     def source(self) -> str:
-        """Where its rows are."""
+        """Where its rows are: the roots, or the bundle if they are not known."""
         return ", ".join(map(str, self.data)) or str(self.bundle)
 
 
@@ -61,7 +64,7 @@ def log_fit(
     """Log a training to experiment ops/<device>: a run per family and learner.
 
     ``report``: scores by family (``TrainReport.to_dict``); ``data``: roots that were trained on.
-    What prices a family in the bundle is registered as model ``<device>.<family>``;
+    The bundle's learner of a family, the blend, is registered as model ``<device>.<family>``;
     ``itercast.eval.tracking.registry`` says when it becomes the champion. Runs of earlier trainings
     of these families lose the tag ``newest``. ``page``: draws the held-out forecasts of a family,
     an artifact of the run that prices it.
@@ -73,8 +76,8 @@ def log_fit(
     place = store.experiment(client, f"ops/{device}", note)
     held_out, trained = load_held_out(bundle), Bundle.load(bundle)
     verdicts = dict[str, registry.Verdict]()
-    for family in sorted(report):
-        entry, forecasts = report[family], held_out[held_out["family"] == family]
+    for family, entry in sorted(report.items()):
+        forecasts = held_out[held_out["family"] == family]
         digest = trained.models[family].facts["digest"]
         inputs = datasets(training, family, entry, digest, forecasts)
         no_longer_newest(client, place, {"family": family})
@@ -84,28 +87,25 @@ def log_fit(
                 log_trials(client, place, run.run_id, family, entry.get("trials", ()))
                 if page:
                     client.log_text(run.run_id, page(forecasts), PAGE)
-                offered = registry.offer(client, run, device, family, trained, forecasts)
-                verdicts[family] = offered
-    log_whole(client, training, trained, verdicts)
+                verdict = registry.offer(client, run, device, family, trained, forecasts)
+                verdicts[family] = verdict
+    log_overview(client, training, trained, verdicts)
 
 
-def log_whole(
+def log_overview(
     client: MlflowClient,
     training: Training,
     trained: Bundle,
     verdicts: Mapping[str, registry.Verdict],
 ) -> None:
-    """Log what tells trainings apart to the run that was open: rows, errors by family, verdicts.
+    """Log rows, errors by family and verdicts to the run that ``open_run`` made of this training.
 
-    The first one, which MLflow draws where trainings are compared, is the mean over families.
-    A verdict on no family is 0: MLflow shows gaps as NaN.
+    The first metric, which MLflow draws where trainings are compared, is the mean over families.
+    A verdict that no family has is logged as 0: MLflow shows gaps as NaN.
     """
     from mlflow.entities import Metric, Param
 
-    place, name = client.get_experiment_by_name(open_run.EXPERIMENT), str(training.bundle)
-    order, where = ["attributes.start_time DESC"], [place.experiment_id] if place else []
-    runs = client.search_runs(where, order_by=order) if where else ()
-    run = next((run.info.run_id for run in runs if run.info.run_name == name), "")
+    run = _open_run_id(client, str(training.bundle))
     if not run:  # it could not be logged when the training began
         return
     report = training.report
@@ -113,35 +113,46 @@ def log_whole(
     digest = hashlib.sha256("".join(digests).encode()).hexdigest()[:12]
     rows = sum(entry["rows"] for entry in report.values())
     client.log_inputs(run, [dataset_input("rows", "training", digest, training.source, rows)])
-    said = Counter(verdict.word for verdict in verdicts.values())
-    each: dict[str, float] = {}
+    families_by_verdict = Counter(verdict.word for verdict in verdicts.values())
+    by_family: dict[str, float] = {}
     for family, entry in report.items():
-        found = {**shown_metrics(BLEND, entry), "seconds": entry["seconds"]}
-        each |= {f"{key}/{family}": found[key] for key in COMPARED if key in found}
-    errors = [value for key, value in each.items() if key.startswith("median_ape_pct/")]
+        scores = {**shown_metrics(BLEND, entry), "seconds": entry["seconds"]}
+        by_family |= {f"{key}/{family}": scores[key] for key in COMPARED if key in scores}
+    errors = [value for key, value in by_family.items() if key.startswith("median_ape_pct/")]
     numbers = {"median_ape_pct": fmean(errors)} if errors else {}
-    numbers |= {"rows": rows, **each, **{f"verdicts/{w}": said[w] for w in registry.WORDS}}
+    numbers |= {"rows": rows, **by_family}
+    numbers |= {f"verdicts/{word}": families_by_verdict[word] for word in registry.WORDS}
     params = {"device": training.device, "families": ", ".join(sorted(report)), "digest": digest}
     params["gpus"] = ", ".join(sorted(trained.gpus))
     now, digits = training.time_ms, SHOWN_DIGITS
     metrics = [Metric(key, round(value, digits), now, 0) for key, value in numbers.items()]
     client.log_batch(run, metrics, [Param(key, text) for key, text in params.items()])
-    told = "; ".join(f"{family}: {v.word}" for family, v in sorted(verdicts.items()))
-    client.set_tag(run, "verdict", told)
+    words = "; ".join(f"{family}: {v.word}" for family, v in sorted(verdicts.items()))
+    client.set_tag(run, "verdict", words)
+
+
+def _open_run_id(client: MlflowClient, name: str) -> str:
+    """The id of the newest run of this name that ``open_run`` made; empty where there is none."""
+    experiment = client.get_experiment_by_name(open_run.EXPERIMENT)
+    if experiment is None:
+        return ""
+    newest_first = ["attributes.start_time DESC"]
+    runs = client.search_runs([experiment.experiment_id], order_by=newest_first)
+    return next((run.info.run_id for run in runs if run.info.run_name == name), "")
 
 
 def _tags(training: Training, entry: Facts, learner: str) -> dict[str, str]:
     """Tags of a training's runs; that of the blend, which prices the family, has two more."""
-    own = {}
+    of_blend = {}
     if learner == BLEND:
-        own = {"prices": "yes", "coverage_pct": f"{entry.get('coverage_pct') or 0:.0f}"}
+        of_blend = {"prices": "yes", "coverage_pct": f"{entry.get('coverage_pct') or 0:.0f}"}
     return {
         "training": training.name,
         "bundle": str(training.bundle),
         "newest": "yes",
         "mlflow.source.name": "itercast train",
         "mlflow.source.git.commit": commit(),
-        **own,
+        **of_blend,
     }
 
 
@@ -200,11 +211,12 @@ def log_trials(
 
 
 def shown_metrics(learner: str, entry: Facts) -> dict[str, float]:
-    """The metrics of a run: errors in %, rank, rows, held-out shapes, noise floor; of all alike."""
-    found = {**entry["learners"][learner], "rows": entry["rows"], "shapes": entry.get("shapes", 0)}
+    """Metrics of a learner's run: errors in %, rank, rows, held-out shapes, noise floor."""
+    metrics = {**entry["learners"][learner], "rows": entry["rows"]}
+    metrics["shapes"] = entry.get("shapes", 0)
     if entry.get("retest_ape_pct") is not None:
-        found["retest_ape_pct"] = entry["retest_ape_pct"]
-    return {name: round(float(value), SHOWN_DIGITS) for name, value in found.items()}
+        metrics["retest_ape_pct"] = entry["retest_ape_pct"]
+    return {name: round(float(value), SHOWN_DIGITS) for name, value in metrics.items()}
 
 
 def datasets(
@@ -217,9 +229,9 @@ def datasets(
     """MLflow dataset inputs of a family: the training rows, then the held-out rows, by digest."""
     from itercast.learners.train import digest_of
 
-    kinds = {"f": "double", "i": "long", "b": "boolean"}
+    type_of_kind = {"f": "double", "i": "long", "b": "boolean"}
     columns = [
-        {"name": str(name), "type": kinds.get(dtype.kind, "string")}
+        {"name": str(name), "type": type_of_kind.get(dtype.kind, "string")}
         for name, dtype in held_out.dtypes.items()
     ]
     rows = dataset_input(f"{family}-rows", "training", digest, training.source, entry["rows"])

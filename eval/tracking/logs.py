@@ -59,9 +59,9 @@ def log_evaluation(
     client = store.connect()
     place = iterations_experiment(client)
     source = {"mlflow.source.name": facts["source"], "mlflow.source.git.commit": commit()}
-    about = {n: v for n, v in facts.items() if n != "source"}
-    whole = {**source, "learner": facts["learner"], "kind": REPORT}
-    report = store.log_run(client, place, f"{name} · {REPORT}", whole, plans, about, begin_ms)
+    shared = {name: value for name, value in facts.items() if name != "source"}
+    tags = {**source, "learner": facts["learner"], "kind": REPORT}
+    report = store.log_run(client, place, f"{name} · {REPORT}", tags, plans, shared, begin_ms)
     client.log_artifacts(report, str(folder))
     link = f"[report](#/experiments/{place}/runs/{report}/artifacts?{store.TRAINING_VIEW})"
     rows = sum(len(group.cases) for group in groups)
@@ -72,7 +72,7 @@ def log_evaluation(
         no_longer_newest(client, place, own)
         tags = {**source, **own, "newest": "yes", "report": report, "warning": group.warning}
         tags[store.NOTE] = f"{group.warning} The {link} has all groups.".strip()
-        params = {**about, **own, "cases": len(group.cases)}
+        params = {**shared, **own, "cases": len(group.cases)}
         title = f"{name} · {group.kind} · {group.gpu}"
         run = store.log_run(client, place, title, tags, group.metrics, params, begin_ms)
         client.log_inputs(run, inputs)
@@ -99,7 +99,7 @@ def dataset_input(
     """MLflow's dataset input of measured rows: where they are, and what they are used for."""
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
-    found = Dataset(
+    dataset = Dataset(
         name=name,
         digest=digest,
         source_type="local",
@@ -107,13 +107,13 @@ def dataset_input(
         schema=json.dumps({"mlflow_colspec": list(columns)}),
         profile=json.dumps({"num_rows": rows}),
     )
-    return DatasetInput(found, [InputTag("mlflow.data.context", context)])
+    return DatasetInput(dataset, [InputTag("mlflow.data.context", context)])
 
 
 def log_bench(scores: Sequence[tuple[str, str, str, Mapping[str, float]]], folder: Path) -> None:
     """Log the public benchmark to experiment public: a run for each of ``scores``.
 
-    A score is line, part, learner and metrics.
+    A score is (line of the table, part of it, learner, metrics); ``folder``: the report.
     """
     client = store.connect()
     place = store.experiment(client, "public", store.note("public"))

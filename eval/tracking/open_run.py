@@ -1,4 +1,4 @@
-"""The run of a training that MLflow shows meanwhile; it ends as FINISHED, FAILED or KILLED."""
+"""The run that MLflow shows while a training works; it ends as FINISHED, FAILED or KILLED."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ EXPERIMENT, SOURCE = "trainings", "itercast train"
 HOST, PROCESS = "host", "process"  # tags of where an open run's command works
 P = ParamSpec("P")
 log = logging.getLogger(__name__)
-REACHED_S = 3.0  # that a server may take to accept a connection
+CONNECT_TIMEOUT_S = 3.0
 PORTS = {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306}
-warned: set[str] = set()  # stores of which this process has said so
-SHORT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}
+warned: set[str] = set()  # stores that this process has warned of
+FAIL_SOON = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}
 
 
 @dataclass(slots=True)
 class OpenRun:
-    """A run in progress; ``run_id`` is empty where it could not be logged, then nothing more is."""
+    """A run in progress; ``run_id`` is empty once logging failed, and nothing more is logged."""
 
     run_id: str = ""
 
     def progress(self, name: str, value: int) -> None:
-        """Tell a number that grows while the command works: a tag, as metrics are compared."""
+        """Log a number that grows while the command works: as a tag, since metrics are compared."""
         if self.run_id and not attempt(self._tag, name, value):
             self.run_id = ""
 
@@ -46,7 +46,7 @@ class OpenRun:
     def _begin(self, name: str, params: Mapping[str, object]) -> None:
         client = store.connect()
         place = store.experiment(client, EXPERIMENT, store.note(EXPERIMENT))
-        end_left(client, place)
+        end_abandoned(client, place)
         tags = {"mlflow.source.name": SOURCE, "mlflow.source.git.commit": commit()}
         tags |= {HOST: socket.gethostname(), PROCESS: str(os.getpid())}
         self.run_id = client.create_run(place, tags=tags, run_name=name).info.run_id
@@ -73,10 +73,10 @@ def open_run(name: str, params: Mapping[str, object]) -> Iterator[OpenRun]:
             attempt(run._end, state)
 
 
-def end_left(client: MlflowClient, experiment: str) -> None:
+def end_abandoned(client: MlflowClient, experiment: str) -> None:
     """End, as KILLED, runs whose command on this machine is gone and could not end them."""
-    asked = f"attributes.status = 'RUNNING' and tags.{HOST} = '{socket.gethostname()}'"
-    for run in client.search_runs([experiment], asked):
+    running_here = f"attributes.status = 'RUNNING' and tags.{HOST} = '{socket.gethostname()}'"
+    for run in client.search_runs([experiment], running_here):
         if not _alive(int(run.data.tags[PROCESS])):
             client.set_terminated(run.info.run_id, "KILLED")
 
@@ -93,25 +93,25 @@ def _alive(process: int) -> bool:
 
 
 def attempt(write: Callable[P, object], *args: P.args, **options: P.kwargs) -> bool:
-    """Whether ``write`` logged its arguments to MLflow; one warning a store says why not."""
-    for name, value in SHORT.items():
+    """Call ``write``, which logs to MLflow; returns whether it could. The first failure warns."""
+    for name, value in FAIL_SOON.items():
         os.environ.setdefault(name, value)
     try:
-        reach(tracking_uri())
+        check_reachable(tracking_uri())
         write(*args, **options)
     except Exception as exc:  # whatever MLflow, its database or the network raises
-        told = " ".join(str(exc).split())[:160] or type(exc).__name__
+        reason = " ".join(str(exc).split())[:160] or type(exc).__name__
         if (uri := tracking_uri()) not in warned:
-            log.warning("not logged to MLflow at %s: %s", uri, told)
+            log.warning("not logged to MLflow at %s: %s", uri, reason)
             warned.add(uri)
         return False
     return True
 
 
-def reach(uri: str) -> None:
-    """OSError where the machine of a tracking URI accepts no connection; files are not tried."""
-    place = urlsplit(uri)
-    port = place.port or PORTS.get(place.scheme.partition("+")[0])
-    if place.hostname and port:
-        with socket.create_connection((place.hostname, port), timeout=REACHED_S):
+def check_reachable(uri: str) -> None:
+    """OSError where the server of a tracking URI accepts no connection; files are not tried."""
+    server = urlsplit(uri)
+    port = server.port or PORTS.get(server.scheme.partition("+")[0])
+    if server.hostname and port:
+        with socket.create_connection((server.hostname, port), timeout=CONNECT_TIMEOUT_S):
             pass

@@ -56,10 +56,10 @@ class LoggedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Whether a new model is better than the champion, on ``points`` that both held out.
+    """Whether a new model is better than the champion, on ``points`` rows that both held out.
 
     ``word`` is one of WORDS. ``pct``: median errors in % of the new model and of the champion;
-    ``gain_pct``: interval (95 %) of the champion's minus the new one's.
+    ``gain_pct``: 95 % interval, lower and upper end, of the champion's error minus the new one's.
     """
 
     word: str
@@ -88,8 +88,9 @@ class Verdict:
 
 
 def judge(new: pd.DataFrame, old: pd.DataFrame | None) -> Verdict:
-    """Compare median errors of a new model and of the champion on points that both held out.
+    """Compare median errors of a new model and of the champion on rows that both held out.
 
+    ``new``, ``old``: held-out forecasts of both; ``old`` is None where there is no champion.
     ``itercast.learners.models.noise`` says what the noise of their difference is.
     """
     if old is None:
@@ -138,12 +139,12 @@ def offer(
         description=verdict.reason,
         model_id=run.model_id,
     )
-    found = {"verdict": verdict.word, "champion_reason": verdict.reason, "version": made.version}
+    run_tags = {"verdict": verdict.word, "champion_reason": verdict.reason, "version": made.version}
     if before:
-        found |= {"champion_version": before.version}
+        run_tags |= {"champion_version": before.version}
     if verdict.points >= FEWEST:
-        found |= {"champion_pct": f"{verdict.pct[1]:.2f}"}
-    for key, value in found.items():
+        run_tags |= {"champion_pct": f"{verdict.pct[1]:.2f}"}
+    for key, value in run_tags.items():
         client.set_tag(run.run_id, key, str(value))
     if verdict.promote:
         client.set_registered_model_alias(name, ALIAS, made.version)
@@ -207,7 +208,10 @@ def _save(
 
 
 def signature(family: str) -> ModelSignature:
-    """Inputs: the family's parameters, all but those without default optional; outputs: times."""
+    """Columns of a family's model in MLflow: in, its parameters and the row's facts; out, times.
+
+    Parameters with a default are optional.
+    """
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, Schema
 

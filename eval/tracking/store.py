@@ -97,27 +97,27 @@ def experiment(client: MlflowClient, name: str, note: str) -> str:
     if known is None:
         place = None if is_server(tracking_uri()) else Path(ARTIFACTS).resolve().as_uri()
         made = str(client.create_experiment(name, artifact_location=place, tags={NOTE: note}))
-        _place_beside(made)
+        _make_artifacts_relative(made)
         return made
     if note:
         client.set_experiment_tag(known.experiment_id, NOTE, note)
     return str(known.experiment_id)
 
 
-def _place_beside(experiment: str) -> None:
-    """Keep the place of an experiment's artifacts relative to a SQLite file of this folder.
+def _make_artifacts_relative(experiment: str) -> None:
+    """Make the folder of an experiment's artifacts relative, if the store is SQLite in this folder.
 
-    So that both survive when the folder is moved; MLflow itself only writes absolute places.
+    Both then survive when the folder is moved; MLflow's own client only writes absolute paths.
     """
     file = Path(tracking_uri().removeprefix("sqlite:///"))
     if not tracking_uri().startswith("sqlite:///") or file.resolve().parent != Path.cwd():
         return
     with closing(sqlite3.connect(file)) as database, database:
-        asked = "UPDATE experiments SET artifact_location = ? WHERE experiment_id = ?"
-        database.execute(asked, (ARTIFACTS, int(experiment)))
+        update = "UPDATE experiments SET artifact_location = ? WHERE experiment_id = ?"
+        database.execute(update, (ARTIFACTS, int(experiment)))
 
 
 def note(name: str, **facts: str) -> str:
-    """An experiment's description in Markdown, from the file of this name."""
+    """An experiment's description: the file ``name``.md, with ``facts`` in its {placeholders}."""
     text = (NOTES / f"{name}.md").read_text()
     return text.format(**facts) if facts else text

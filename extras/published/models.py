@@ -24,7 +24,7 @@ from itercast.compose.measured_step import MeasuredStep
 from itercast.compose.parallel.placement import cluster
 from itercast.compose.simulate.memory_plan import stage_memory
 from itercast.compose.target import Target, find_target
-from itercast.eval.compare import ASKED, step_of
+from itercast.eval.compare import SETTING_COLUMNS, step_of
 from itercast.eval.iteration_parts import PARTS, parts_us
 from itercast.eval.progress import progress_bar
 from itercast.eval.results import COVERAGE, records
@@ -99,7 +99,7 @@ def add_forecasts(rows: Rows, bundle: Path, known: dict[object, Answer], pool: E
     Rows that cannot be forecast are left out, counted by reason and printed. ``known`` keeps the
     forecasts of earlier lines.
     """
-    names = [c for c in (*ASKED, "hf_config", *OF_ROWS, HOST, *OF_BUILDERS) if c in rows]
+    names = [c for c in (*SETTING_COLUMNS, "hf_config", *OF_ROWS, HOST, *OF_BUILDERS) if c in rows]
     asked = rows[names].to_dict("records")
     keys = [tuple(map(str, values.values())) for values in asked]
     new = {k: v for k, v in zip(keys, asked, strict=True) if k not in known}

@@ -128,7 +128,7 @@ def test_progress_is_told_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> 
         task = bar.add_task("train", total=4)
         bar.update(task, description="train gemm", completed=1)
         assert not capsys.readouterr().err
-        bar.told_s -= LINE_EVERY_S  # type: ignore[attr-defined]
+        bar.next_line_s -= LINE_EVERY_S  # type: ignore[attr-defined]
         bar.update(task, description="train conv", completed=2)
     assert capsys.readouterr().err == "train conv 50 % (0 s)\n"
 
