@@ -68,8 +68,6 @@ def collect(
     begin_s, swept = time.monotonic(), named_families(names, wanted)
     facts = card_facts(root, device)
     overlaps = device == "cpu" and "collective" in swept and threads_of(1) > 1
-    if overlaps and not facts["hardware"]["contention"]:
-        facts["hardware"]["contention"] = round(measure_contention(), 2)
     moved = store.compact(root, facts)
     points = wanted or captured_points_file(root, device, seed)
     asked = phases(device, swept, bool(torchrun), devices)
@@ -78,6 +76,9 @@ def collect(
         left_s = {
             p: s for p, s in left_s.items() if s >= max(1.0, MIN_LEFT_FRAC * budget_s * p.share)
         }
+    if overlaps and left_s:  # once more in each sweep of a root, as a shared machine changes
+        before, now = facts["hardware"]["contention"], measure_contention()
+        facts["hardware"]["contention"] = round(((before or now) * now) ** 0.5, 2)
     whole_s, start_s = sum(left_s.values()), USUAL_START_S
     if not left_s:
         told = "rows of %s under %s took its budget of %g s already, a larger one goes on"

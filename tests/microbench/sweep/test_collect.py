@@ -98,6 +98,29 @@ def test_progress_is_that_of_all_phases(
     assert told == [(3, 0.25), (5, 0.5), (8, 0.75), (10, 1.0)]
 
 
+def test_each_sweep_of_a_cpu_measures_contention_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2 before and 2.88 now: 2.4, their geometric mean; where nothing is known, 2.88."""
+    told = list[float]()
+
+    def work(order: WorkerOrder, progress: object) -> bool:
+        told.append(order.hardware["contention"])
+        return True
+
+    for before in (2.0, 0.0):
+        for name, fake in (
+            ("card_facts", lambda *_, x=before: {"hardware": {"name": "toy", "contention": x}}),
+            ("measure_contention", lambda: 2.88),
+            ("threads_of", lambda _: 2),
+            ("run_workers", work),
+            ("unspent", lambda _root, _facts, asked, *_: [1.0] * len(asked)),
+        ):
+            monkeypatch.setattr(collect_module, name, fake)
+        collect(tmp_path, "cpu", ["collective"], 1.0)
+    assert told == [2.4, 2.4, 2.88, 2.88]
+
+
 def test_workers_that_bring_nothing_are_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
