@@ -16,8 +16,8 @@ def main() -> None:
         with without_garbage_collection():
             from itercast.command_line import app  # takes some tenths of a second
 
-        named = [one for one in app.registered_commands if [one.name] == sys.argv[1:2]]
-        app.registered_commands = named or app.registered_commands  # each takes milliseconds
+        asked = [c for c in app.registered_commands if [c.name] == sys.argv[1:2]]
+        app.registered_commands = asked or app.registered_commands  # each takes milliseconds
         app()  # builds the command line first; a command that is stopped says so itself
     except KeyboardInterrupt:
         print("itercast: stopped", file=sys.stderr)
@@ -25,7 +25,7 @@ def main() -> None:
 
 
 def _leave() -> None:
-    """Keep Python from looking through all objects as it ends, which closes databases though."""
+    """Spare the last garbage collection, which takes long and which only databases need."""
     if "sqlalchemy" not in sys.modules:
         gc.freeze()
 

@@ -24,9 +24,9 @@ FILES = ("hf_config", "trace")  # stated as paths from the folder of the file th
 def known_machine(
     machine: Path | None, anchor: Path | None, ask: Callable[..., Any]
 ) -> KnownMachine | None:
-    """What a machine file and measured steps tell of a machine; None without either.
+    """A machine's speed factors, from a machine file and measured steps; None without either.
 
-    ``ask``: the class of questions (``itercast.options.Question``), whose options a step states.
+    ``ask``: the class ``itercast.options.Question``, whose options a measured step states.
     """
     from itercast.compose.machines.file import read_machine
 
@@ -39,9 +39,9 @@ def known_machine(
 def measured_steps(
     path: Path, ask: Callable[..., Any], bundle: Path | None = None
 ) -> list[MeasuredStep]:
-    """The measured steps of a file; ValueError says what is wrong in which of them.
+    """Read the measured steps of a file; ValueError says what is wrong in which of them.
 
-    ``bundle``: the folder that forecasts them where a step names none.
+    ``ask``: as for ``known_machine``; ``bundle``: the bundle of steps that name none.
     """
     if path.suffix == ".parquet":
         from itercast.eval import compare
@@ -50,16 +50,19 @@ def measured_steps(
         return compare.measured_steps(read_few([path]), bundle)
     from itercast.capture.base.yaml_text import read_values
 
-    found = read_values(path, "anchor file")
-    entries = found if isinstance(found, list) else [] if found is None else [found]
+    values = read_values(path, "anchor file")
+    entries = values if isinstance(values, list) else [values] * (values is not None)
     if not entries:
         raise ValueError(f"anchor file {str(path)!r}: no measured steps in it")
     asking = partial(ask, bundle=bundle) if bundle else ask
-    return [_step(one, path, f"step {n}", asking) for n, one in enumerate(entries, start=1)]
+    return [_step(entry, path, f"step {n}", asking) for n, entry in enumerate(entries, start=1)]
 
 
 def _step(entry: Any, path: Path, which: str, ask: Callable[..., Any]) -> MeasuredStep:
-    """One measured step: options of ``itercast predict``, and its time."""
+    """The measured step of one entry of a file: options of ``itercast predict``, and its time.
+
+    ``which``: how errors name the entry. Times and rates are all stated in the units of ``TIMES``.
+    """
     from itercast.compose.measured_step import MeasuredStep
 
     where, stated = f"{path.name}, {which}", (*TIMES, *BESIDE, "source")
@@ -67,9 +70,9 @@ def _step(entry: Any, path: Path, which: str, ask: Callable[..., Any]) -> Measur
         entry = {str(name).replace("-", "_"): value for name, value in entry.items()}
     known = set(signature(ask).parameters) - {"machine", "anchor"} | set(stated)
     if not isinstance(entry, Mapping) or set(entry) - known:
-        strange = sorted(set(entry) - known) if isinstance(entry, Mapping) else entry
-        given = f"unknown {strange!r}; known: options of predict, and {', '.join(stated)}"
-        raise ValueError(f"anchor {where}: {given}")
+        unknown = sorted(set(entry) - known) if isinstance(entry, Mapping) else entry
+        problem = f"unknown {unknown!r}; known: options of predict, and {', '.join(stated)}"
+        raise ValueError(f"anchor {where}: {problem}")
     entry = {n: path.parent / str(v) if n in FILES else v for n, v in entry.items()}
     times = {name: _number(entry[name]) for name in TIMES if name in entry}
     if len(times) != 1 or not ("trace" in times or _positive(*times.values())):
@@ -81,45 +84,50 @@ def _step(entry: Any, path: Path, which: str, ask: Callable[..., Any]) -> Measur
     beside = {name: _number(entry[name]) for name in BESIDE if name in entry}
     if not all(value == 0 or _positive(value) for value in beside.values()):
         raise ValueError(f"anchor {where}: {', '.join(BESIDE)} are numbers from 0, got {beside}")
-    asked = {name: value for name, value in entry.items() if name not in stated}
-    question = ask(**asked)
+    question = ask(**{name: value for name, value in entry.items() if name not in stated})
     step, target = question.prepared()
     ((name, value),) = times.items()
-    draft = MeasuredStep(name=question.name, time_us=1.0, step=step, target=target)
-    time_us, exposed_us = _time_us(name, value, draft), _scaled(beside, "exposed_comm_ms", 1e3)
+    untimed = MeasuredStep(name=question.name, time_us=1.0, step=step, target=target)
+    time_us, exposed_us = _time_us(name, value, untimed), _scaled(beside, "exposed_comm_ms", 1e3)
     if (exposed_us or 0.0) >= time_us:
         raise ValueError(f"anchor {where}: exposed_comm_ms is less than the step, got {beside}")
     peak_bytes = _scaled(beside, "peak_memory_gb", 1e9)
-    return replace(draft, time_us=time_us, exposed_us=exposed_us, peak_bytes=peak_bytes)
+    return replace(untimed, time_us=time_us, exposed_us=exposed_us, peak_bytes=peak_bytes)
 
 
 def _scaled(stated: Mapping[str, Any], name: str, unit: float) -> float | None:
+    """The value stated under a name, times its unit; None where it is not stated."""
     return unit * float(stated[name]) if name in stated else None
 
 
 def _number(stated: Any) -> Any:
-    """What is stated, a number where its text is one: YAML 1.1 reads 1e9, without a point, so."""
+    """The number that a text is, such as 1e9, which YAML 1.1 reads as text; else the value."""
     try:
         return float(stated) if isinstance(stated, str) else stated
     except ValueError:
         return stated
 
 
-def _positive(value: Any, *_: Any) -> bool:
+def _positive(value: Any) -> bool:
+    """Whether a value is a number above 0, below 1e15."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e15
 
 
-def _time_us(name: str, value: Any, one: MeasuredStep) -> float:
-    """The step's time from what was stated; rates are of all GPUs together."""
+def _time_us(name: str, value: Any, measured: MeasuredStep) -> float:
+    """A step's time from the value of one of ``TIMES``; ``measured`` has no time yet.
+
+    A rate (of all GPUs) gives the time by what the forecast counts of a step: time = forecast
+    time * forecast rate / stated rate, in which the forecast time cancels out.
+    """
     if name == "step_ms":
         return float(value) * 1e3
     if name == "trace":
         return float(function_of("profiled_steps", "step_us")(Path(str(value))))
     from itercast.compose.target import forecast_step
 
-    found = forecast_step(one.step, one.target)
-    rates = {"samples_per_s": found.samples_per_s, "tokens_per_s": found.tokens_per_s}
-    rates["mfu_pct"] = 100 * found.mfu_frac
+    forecast = forecast_step(measured.step, measured.target)
+    rates = {"samples_per_s": forecast.samples_per_s, "tokens_per_s": forecast.tokens_per_s}
+    rates["mfu_pct"] = 100 * forecast.mfu_frac
     if not rates[name]:
-        raise ValueError(f"anchor {one.label!r}: its step has none of {name}; state step_ms")
-    return found.iteration_us * rates[name] / float(value)
+        raise ValueError(f"anchor {measured.label!r}: its step has none of {name}; state step_ms")
+    return forecast.iteration_us * rates[name] / float(value)

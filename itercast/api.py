@@ -34,7 +34,7 @@ MODULES = {
     "capture": "forecasting",
     "checkpoint": "forecasting",
     "predict": "forecasting",
-    "time_parts": "compose.explain.time_parts",
+    "time_parts": "compose.time_parts",
 }
 __all__ = ["Forecast", "StepCapture", "capture", "checkpoint", "predict", "time_parts"]
 

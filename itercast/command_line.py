@@ -125,11 +125,12 @@ def train(
         raise ValueError("train needs --out, a bundle to write, or --into, one to change")
     if storage and not trials:
         raise ValueError(f"storage {storage!r} keeps trials: it needs --trials, 1 or more")
-    where, at_once = data or ["datasets"], os.cpu_count() or 1 if address else 1
-    more: dict[str, object] = {"memory": memory_bytes(memory, at_once), "storage": storage}
+    places = data or ["datasets"]
+    families_at_once = os.cpu_count() or 1 if address else 1
+    more: dict[str, object] = {"memory": memory_bytes(memory, families_at_once), "storage": storage}
     if address:
-        more["fit_all"] = function_of("trainers", "ray")(address, where)
-    roots = list(map(function_of("roots", "fetched"), where))
+        more["fit_all"] = function_of("trainers", "ray")(address, places)
+    roots = list(map(function_of("roots", "fetched"), places))
     report = fit(roots, folder, family, trials, into is not None, **more)
     if as_json:
         typer.echo(json.dumps(report))
@@ -168,7 +169,7 @@ def evaluate(
             out, results, rows, {}, root, bundle, source="itercast evaluate", begin_ms=begin_ms
         )
     if as_json:
-        cases = [{**asdict(one), "error_pct": one.error_pct} for one in results]
+        cases = [{**asdict(result), "error_pct": result.error_pct} for result in results]
         typer.echo(json.dumps({**summary(results), "out": str(out), "cases": cases}))
 
 

@@ -15,13 +15,13 @@ UsageError: Any = typer.BadParameter.__base__  # click's, which typer keeps unde
 STOPPED = 130  # exit code of what Ctrl-C ended, in every shell
 
 
-def _given(exc: Exception) -> str:
-    """The value of an option that typer's checks (by pydantic) refuse and do not name."""
+def _refused_value(exc: Exception) -> str:
+    """The text `, got VALUE` for a value that pydantic refused: its message does not name it."""
     checks: Any = getattr(exc.__cause__, "errors", None)
     return f", got {checks()[0]['input']!r}" if checks else ""
 
 
-def _told(exc: ValueError | OSError) -> str:
+def _first_line(exc: ValueError | OSError) -> str:
     """The first line of an error; of a file that cannot be used its name and the reason."""
     if isinstance(exc, OSError) and exc.filename and exc.strerror:
         return f"{str(exc.filename)!r}: {exc.strerror}"
@@ -37,15 +37,15 @@ class OneLineGroup(TyperGroup):
             return super().main(*args, **options)
         try:
             code = super().main(*args, **{**options, "standalone_mode": False}) or 0
-            if code == STOPPED:  # of which typer says nothing
+            if code == STOPPED:  # typer prints nothing then
                 raise typer.Abort
             sys.exit(code)
         except UsageError as exc:
-            if told := exc.format_message().rstrip():  # empty where the help was printed
-                typer.echo(f"itercast: {told}{_given(exc)}", err=True)
+            if message := exc.format_message().rstrip():  # empty where the help was printed
+                typer.echo(f"itercast: {message}{_refused_value(exc)}", err=True)
             sys.exit(2)
         except (ValueError, OSError) as exc:
-            typer.echo(f"itercast: {_told(exc)}", err=True)
+            typer.echo(f"itercast: {_first_line(exc)}", err=True)
             sys.exit(2)
         except typer.Abort as exc:
             typer.echo("; ".join(["itercast: stopped", *filter(None, [str(exc)])]), err=True)
@@ -53,14 +53,14 @@ class OneLineGroup(TyperGroup):
 
 
 def leave_if_failed(failed: int, cells: int) -> None:
-    """Leave with exit code 1 where some cells of a table could not be forecast, 2 where none."""
+    """Exit with code 1 where some cells of a table could not be forecast, 2 where all failed."""
     if failed:
         raise typer.Exit(1 if failed < cells else 2)
 
 
 @contextmanager
 def when_stopped(kept: str) -> Iterator[None]:
-    """Say what was kept where Ctrl-C ends what runs inside."""
+    """Where Ctrl-C ends what runs inside, end the command and print ``kept``: what was saved."""
     try:
         yield
     except (KeyboardInterrupt, typer.Abort):

@@ -37,9 +37,9 @@ def bundles() -> list[Path]:
 
 
 def importers() -> Mapping[str, Callable[..., Any]]:
-    """Importers by name: those that packages add, one by one or as tables."""
+    """The functions that read published measurements, by source, from all installed packages."""
     tables: Mapping[str, Mapping[str, Any]] = with_added("importer_tables", {}, Mapping)
-    known = {name: one for table in tables.values() for name, one in table.items()}
+    known = {name: reader for table in tables.values() for name, reader in table.items()}
     return with_added("importers", known, Callable)
 
 

@@ -177,8 +177,8 @@ Families = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class Usual:
-    """What stands in for options that are not given."""
+class CaseDefaults:
+    """Values of options that are not given; 0: the model says."""
 
     batch: int = 0
     seq: int = 0
@@ -249,7 +249,7 @@ class Question:
         return read_config(self.hf_config).name if self.hf_config else self.case or self.model
 
     def asked(self) -> Any:
-        """What ``itercast.api.predict`` takes as its model."""
+        """The model as ``itercast.api.predict`` takes it: a name, a config file, or a function."""
         if not self.model:
             return self.case or self.hf_config
         from itercast.capture.cases.external.user_module import load_function  # needs torch
@@ -257,7 +257,7 @@ class Question:
         return load_function(self.model)
 
     def arguments(self) -> Row:
-        """The other arguments of ``itercast.api.predict``."""
+        """The other arguments of ``itercast.api.predict``, by name."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         for name in ("case", "hf_config", "model", "compile", "cuda_graph", "global_batch"):
             del given[name]
@@ -268,7 +268,7 @@ class Question:
         return {**given, "engine": "+".join(engines) or "eager"}
 
     def known_machine(self) -> KnownMachine | None:
-        """What the machine file and the measured steps tell of the machine; None without either."""
+        """Speed factors of the machine, from --machine and --anchor; None without either."""
         if not (self.machine or self.anchor):
             return None
         from itercast.anchors import known_machine  # imports NumPy
@@ -276,7 +276,7 @@ class Question:
         return known_machine(self.machine, self.anchor, Question)
 
     def replica_batch(self) -> int | None:
-        """Samples of a replica, as they are asked for or as a share of ``--global-batch``."""
+        """Samples of a replica: --batch, or its share of --global-batch; None: the case's own."""
         if not self.global_batch:
             return self.batch
         dp = ParallelPlan.parse(self.plan).dp
@@ -285,22 +285,22 @@ class Question:
         return self.global_batch // dp
 
     def samples_over(self, gpus: int) -> int | None:
-        """Samples of a step of a search, whose plans do as much: a batch on each GPU, or stated."""
+        """Samples per step of all plans of a search: --batch on each GPU, or --global-batch."""
         return self.batch * gpus if self.batch else self.global_batch
 
     def seq_asked(self) -> int:
-        """Tokens of a sample, as they are asked for; else those of the case, 0 without any."""
-        return self.seq or self.of_case.seq
+        """Tokens of a sample: --seq, else the case's, 0 without any."""
+        return self.seq or self.case_defaults.seq
 
     @property
-    def of_case(self) -> Usual:
-        """Batch, sequence length and optimizer of the case; of other models none, and adamw."""
+    def case_defaults(self) -> CaseDefaults:
+        """Batch, sequence length and optimizer of the case; other models have but an optimizer."""
         if not self.case:
-            return Usual()
+            return CaseDefaults()
         from itercast.capture.cases.registry import case  # imports NumPy
 
         chosen = case(self.case)
-        return Usual(batch=chosen.batch, seq=chosen.seq, optimizer=chosen.optimizer)
+        return CaseDefaults(batch=chosen.batch, seq=chosen.seq, optimizer=chosen.optimizer)
 
     def dtype_on(self, gpus: Sequence[Gpu]) -> str:
         """The dtype of the step on these GPUs."""
@@ -309,7 +309,7 @@ class Question:
         return step_dtype(self.dtype, ParallelPlan.parse(self.plan).amp, gpus) or "fp32"
 
     def prepared(self, **more: Any) -> tuple[StepCapture, Target]:
-        """The captured micro-batch of a rank, and the target.
+        """The captured micro-batch of a rank, and the target; ``more``: arguments of ``prepare``.
 
         What the user's own code prints goes to the error output, away from the answer.
         """
@@ -326,10 +326,10 @@ class Question:
     def _check_seq(self, step: StepCapture, plan: ParallelPlan) -> None:
         """ValueError for a length that no input of the model has."""
         if self.seq and not (self.model or self.lengths):
-            length, takes_one = self.seq // plan.cp, not self.case or self.of_case.seq
+            length, takes_one = self.seq // plan.cp, not self.case or self.case_defaults.seq
             if not takes_one or not any(length in x.shape[1:] for x in step.inputs):
-                told = f"no input of {self.name} has that length; it takes no sequence"
-                raise ValueError(f"--seq {self.seq}: {told}")
+                problem = f"no input of {self.name} has that length; it takes no sequence"
+                raise ValueError(f"--seq {self.seq}: {problem}")
 
 
 @contextmanager
@@ -340,47 +340,48 @@ def prints_aside() -> Iterator[None]:
 
 
 def without_units(dtypes: Sequence[str], gpu: Gpu) -> list[str]:
-    """What is forecast in place of products in dtypes that a GPU has no units for, a line each."""
+    """A line for each dtype that a GPU has no units for: the rate its products are forecast at."""
+    if gpu.kind != "gpu":
+        return []
     known = ", ".join(gpu.peak_flops_per_s)
     rest = "its products are forecast at the rate of fp32"
     lacking = [d for d in dtypes if d not in ("fp32", *NARROW, *gpu.peak_flops_per_s)]
-    return [f"{gpu.name} has no {d} units ({known}): {rest}" for d in lacking if gpu.kind == "gpu"]
+    return [f"{gpu.name} has no {d} units ({known}): {rest}" for d in lacking]
 
 
 def warn_of_dtype(dtype: str, target: Target) -> None:
     """Say in one line that a GPU has no units for a dtype, and at which rate it is forecast."""
-    for told in without_units([dtype], target.gpu):
-        typer.echo(f"itercast: {told}", err=True)
+    for line in without_units([dtype], target.gpu):
+        typer.echo(f"itercast: {line}", err=True)
 
 
 def asks(command: Callable[Concatenate[Any, P], R], only: Sequence[str] = ()) -> Callable[..., R]:
-    """Give a command the options of a ``Question``, or ``only`` some, as its first argument.
+    """Decorate a command whose first parameter is a ``Question``: it gets the question's options.
 
-    An option that the command has itself, such as several GPUs, is not the question's. Where the
-    question may be None, it is if no model is named. The command's own arguments come first.
+    typer reads the options from the signature, which is made here. ``only``: these options instead
+    of all. An option that the command has itself (such as several GPUs) stays the command's. Where
+    the first parameter may be None, it is None if no model is named.
     """
     hints = get_type_hints(Question, include_extras=True)
     first, *own = inspect.signature(command, eval_str=True).parameters.values()
-    optional = first.annotation == Question | None
-    every = [f.name for f in fields(Question) if f.name not in {p.name for p in own}]
-    names = [name for name in every if not only or name in only]
+    may_be_none = first.annotation == Question | None
+    taken = {p.name for p in own}
+    asked = [f for f in fields(Question) if f.name not in taken and (not only or f.name in only)]
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **options: P.kwargs) -> R:
-        given: Row = {name: options.pop(name) for name in names}
+        given: Row = {field.name: options.pop(field.name) for field in asked}
         named = any(given.get(name) for name in ("case", "hf_config", "model"))
-        return command(Question(**given) if named or not optional else None, *args, **options)
+        return command(Question(**given) if named or not may_be_none else None, *args, **options)
 
-    asked = [
-        inspect.Parameter(
-            f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name]
-        )
-        for f in fields(Question)
-        if f.name in names
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    of_question = [
+        inspect.Parameter(f.name, keyword, default=f.default, annotation=hints[f.name])
+        for f in asked
     ]
-    before = [p for p in own if p.default is inspect.Parameter.empty]
-    after = [p for p in own if p.default is not inspect.Parameter.empty]
-    ordered = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*before, *asked, *after)]
+    needed = [p for p in own if p.default is inspect.Parameter.empty]  # come first, as in Python
+    optional = [p for p in own if p.default is not inspect.Parameter.empty]
+    ordered = [p.replace(kind=keyword) for p in (*needed, *of_question, *optional)]
     signature = inspect.Signature(ordered)
     wrapped.__signature__ = signature  # type: ignore[attr-defined]
     wrapped.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}

@@ -14,20 +14,24 @@ from itercast.capture.base.files import is_special, stream_of
 
 
 def in_a_folder(path: Path | None) -> Path | None:
-    """Parses an option that names a file to write: its folder has to exist."""
-    if path is not None and not path.parent.is_dir():
+    """Check the file that an option names before any work: it can be written, its folder exists."""
+    if path is None:
+        return None
+    if not path.parent.is_dir():
         raise typer.BadParameter(f"{str(path)!r}: no such folder")
-    if path is not None:  # said now, not after the work
-        try:
-            _try_writing(path)
-        except OSError as exc:
-            told = f"{str(path)!r}: nothing can be written there ({exc.strerror})"
-            raise typer.BadParameter(told) from None
+    try:
+        _try_writing(path)
+    except OSError as exc:
+        problem = f"{str(path)!r}: nothing can be written there ({exc.strerror})"
+        raise typer.BadParameter(problem) from None
     return path
 
 
 def _try_writing(path: Path) -> None:
-    """OSError where ``write_atomic`` may write neither this device nor beside this file."""
+    """Raise OSError where ``write_atomic`` could not write the path; writes nothing itself.
+
+    A regular file is replaced by one written beside it, so its folder has to be writable.
+    """
     if (stream := stream_of(path)) is not None:
         os.fstat(stream)
     elif not is_special(path):
@@ -38,16 +42,17 @@ def _try_writing(path: Path) -> None:
 
 
 def can_be_made(path: Path | str | None) -> Path | str | None:
-    """Parses an option that names a folder to write: it is there, or can be made; or a URL."""
-    if path is not None and "://" not in str(path):
-        there = next(p for p in (Path(path), *Path(path).absolute().parents) if p.exists())
-        try:
-            with tempfile.TemporaryFile(dir=there):
-                pass
-        except OSError as exc:
-            why = exc.strerror if there.is_dir() else f"{str(there)!r} is a file"
-            told = f"{str(path)!r}: nothing can be written there ({why})"
-            raise typer.BadParameter(told) from None
+    """Check that the folder an option names is writable or can be made; a URL is not checked."""
+    if path is None or "://" in str(path):
+        return path
+    nearest = next(p for p in (Path(path), *Path(path).absolute().parents) if p.exists())
+    try:
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as exc:
+        why = exc.strerror if nearest.is_dir() else f"{str(nearest)!r} is a file"
+        problem = f"{str(path)!r}: nothing can be written there ({why})"
+        raise typer.BadParameter(problem) from None
     return path
 
 

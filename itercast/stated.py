@@ -25,12 +25,14 @@ if TYPE_CHECKING:  # the command line starts without pandas
 HALF = ("bf16", "fp16")
 
 
-def question_facts(question: Question, step: StepCapture, target: Target, found: Forecast) -> Row:
-    """What ``--json`` says of the question: ``question``, ``command``, ``step``, ``unusual``.
+def question_facts(
+    question: Question, step: StepCapture, target: Target, forecast: Forecast
+) -> Row:
+    """What ``--json`` says of the question: ``question``, ``command``, ``step``, ``unusual``...
 
-    ``question`` has all options by name, with the values that stand in for those not given;
-    ``command`` is the command line that repeats the forecast with them. ``assumes``: what the
-    forecast of it takes for granted.
+    ``question`` has all options by name, with the defaults of those not given; ``command`` is the
+    command line that repeats the forecast with them; ``step`` has the sizes; ``unusual`` and
+    ``assumes`` are lines for the user.
     """
     size = sizes(question, step, target.plan)
     known = {
@@ -46,14 +48,14 @@ def question_facts(question: Question, step: StepCapture, target: Target, found:
     }
     if not question.model:  # the user's function has sizes of its own
         known |= {"batch": size["batch"], "seq": size["seq"], "global_batch": None}
-    told = unusual(known, size, target.plan, target.gpu)
-    has_tf32 = known["dtype"] == "fp32" and "tf32" in target.gpu.peak_flops_per_s
+    lines = unusual(known, size, target.plan, target.gpu)
+    may_use_tf32 = known["dtype"] == "fp32" and "tf32" in target.gpu.peak_flops_per_s
     kinds = ["convolutions"] * any("convolution" in call.op for call in step.calls)
     kinds += ["recurrent layers"] * bool(step.networks)
-    if has_tf32 and not mixed(known) and kinds:
+    if may_use_tf32 and not mixed(known) and kinds:
         names = " and ".join(kinds)
-        told.append(f"{names} are in fp32, too; torch's default is TF32 (--dtype tf32)")
-    return {**stated(known), "step": size, "unusual": told, "assumes": assumes([found])}
+        lines.append(f"{names} are in fp32, too; torch's default is TF32 (--dtype tf32)")
+    return {**stated(known), "step": size, "unusual": lines, "assumes": assumes([forecast])}
 
 
 def options(question: Question) -> Row:
@@ -62,13 +64,16 @@ def options(question: Question) -> Row:
 
 
 def stated(known: Facts, name: str = "predict") -> Row:
-    """The options that have a value, and the command line that gives them to a command."""
+    """``question``: the options that have a value; ``command``: ``itercast name`` with them."""
     asked = {n: str(v) if isinstance(v, Path) else v for n, v in known.items() if v}
     return {"question": asked, "command": command(name, asked)}
 
 
 def sizes(question: Question, step: StepCapture, plan: ParallelPlan) -> Row:
-    """Samples of a replica and of all, micro-batches of a replica, tokens of a sample."""
+    """Sizes of a step: samples of a replica and of all, micro-batches of one, tokens of a sample.
+
+    A captured step is one micro-batch of a rank, whose sequence ``cp`` ranks share.
+    """
     batch = step.samples * plan.microbatches
     seq = question.seq_asked() or round(step.tokens / max(1, step.samples)) * plan.cp
     return {
@@ -81,7 +86,7 @@ def sizes(question: Question, step: StepCapture, plan: ParallelPlan) -> Row:
 
 
 def command(name: str, asked: Facts) -> str:
-    """The command line with these options."""
+    """The command line ``itercast name`` with these options, by their Python names."""
     words = ["itercast", name, *([str(asked["case"])] if asked.get("case") else [])]
     for option, value in asked.items():
         if option != "case":
@@ -90,24 +95,26 @@ def command(name: str, asked: Facts) -> str:
     return shlex.join(words)
 
 
-def assumes(found: Sequence[Forecast]) -> str:
+def assumes(forecasts: Sequence[Forecast]) -> str:
     """What forecasts take for granted, and how much of their time no measurement decides."""
-    one = {name: _each(found, name) for name in ("stack", "host", "network", "bundle")}
-    hint = "no node named (--node, --plan node=...)"
-    head, *others = one["network"].split("no node named: ")
-    one["network"] = f"{head}{hint}: {''.join(others)}" if others else head
-    parts = [f"stack {one['stack']}"] * bool(one["stack"])
-    parts += [f"host {one['host']}"] * bool(one["host"]) + [one["network"]] * bool(one["network"])
-    upto = "up to " if len(found) > 1 else ""
-    shares = ("assumed_frac", "unmodelled_frac")
-    assumed, unknown = (f"{100 * max(getattr(r, s) for r in found):.0f} %" for s in shares)
-    rests = f"{upto}{assumed} of the time rests on assumed numbers, {unknown} has no learned model"
-    return f"assumes {', '.join(parts)}; {rests}; bundle {one['bundle']}"
+    stack, host, network, bundle = (
+        _distinct(forecasts, name) for name in ("stack", "host", "network", "bundle")
+    )
+    hint = "no node named (--node, --plan node=...): "
+    network = network.replace("no node named: ", hint, 1).replace("no node named: ", "")
+    parts = [f"stack {stack}"] * bool(stack) + [f"host {host}"] * bool(host)
+    parts += [network] * bool(network)
+    upto = "up to " if len(forecasts) > 1 else ""
+    assumed_pct = 100 * max(f.assumed_frac for f in forecasts)
+    unmodelled_pct = 100 * max(f.unmodelled_frac for f in forecasts)
+    shares = f"{upto}{assumed_pct:.0f} % of the time rests on assumed numbers, "
+    shares += f"{unmodelled_pct:.0f} % has no learned model"
+    return f"assumes {', '.join(parts)}; {shares}; bundle {bundle}"
 
 
-def _each(found: Sequence[Forecast], name: str) -> str:
-    """The first two values of a field, each once, and how many others there are."""
-    values = list(dict.fromkeys(filter(None, (str(getattr(r, name)) for r in found))))
+def _distinct(forecasts: Sequence[Forecast], field: str) -> str:
+    """The distinct values of a field: the first two, and how many others there are."""
+    values = list(dict.fromkeys(filter(None, (str(getattr(f, field)) for f in forecasts))))
     others = [counted(len(values) - 2, "other")] * (len(values) > 2)
     return " or ".join([*values[:2], *others])
 
@@ -129,20 +136,21 @@ def script_line(
 
     ``worlds``: numbers of ranks; ``products``: dtypes of its products.
     """
-    own = f"{batch.own_samples:,} sample{'' if batch.own_samples == 1 else 's'} a rank"
-    each = own if batch.own_samples else "samples not known"
+    samples = "samples not known"
+    if batch.own_samples:
+        samples = f"{batch.own_samples:,} sample{'' if batch.own_samples == 1 else 's'} a rank"
     if batch.samples and batch.grouped and len(worlds) == 1 < worlds[0]:
-        each += f", {batch.samples:,.0f} in all"
+        samples += f", {batch.samples:,.0f} in all"
         sharing = round(batch.own_samples * worlds[0] / batch.samples)
-        each += f", each shared by {sharing} ranks" if sharing > 1 else ""
+        samples += f", each shared by {sharing} ranks" if sharing > 1 else ""
     ranks = f"one of {' or '.join(map(str, worlds))} ranks" if max(worlds) > 1 else "one process"
     parts = [f"products in {' and '.join(products)}"] * bool(products)
     parts.append(launches("compile" in engine, "graph" in engine))
-    return f"a step of {name} as {ranks}: {each}; {', '.join(parts)}"
+    return f"a step of {name} as {ranks}: {samples}; {', '.join(parts)}"
 
 
 def step_line(asked: Facts, size: Mapping[str, int]) -> str:
-    """What is forecast, in one line."""
+    """What is forecast of a model, in one line; ``size`` as of ``sizes``."""
     tokens = f" x {size['seq']:,} tokens" if size["seq"] else ""
     samples = f"{size['batch']:,} samples{tokens} per replica"
     if size["replicas"] > 1:
@@ -180,11 +188,11 @@ def mixed(asked: Facts) -> bool:
 
 def unusual(asked: Facts, size: Mapping[str, int], plan: ParallelPlan, gpu: Gpu) -> list[str]:
     """What of the question differs from how models are usually trained, a line each."""
-    return list(filter(None, (of_dtype(asked, gpu), *_of_plan(asked, size, plan))))
+    return list(filter(None, (unusual_dtype(asked, gpu), *_unusual_plan(asked, size, plan))))
 
 
-def of_dtype(asked: Facts, gpu: Gpu) -> str:
-    """Of fp32 beside tensor cores, and of 16-bit weights."""
+def unusual_dtype(asked: Facts, gpu: Gpu) -> str:
+    """A line where fp32 leaves tensor cores idle, or weights have 16 bits; else empty."""
     dtype = asked["dtype"]
     faster = next((d for d in HALF if gpu.peak(d) > gpu.peak("fp32")), "")
     if dtype == "fp32" and faster and gpu.kind == "gpu":
@@ -195,12 +203,12 @@ def of_dtype(asked: Facts, gpu: Gpu) -> str:
     return ""
 
 
-def _of_plan(asked: Facts, size: Mapping[str, int], plan: ParallelPlan) -> list[str]:
-    """Of eager attention, and pipelines with few micro-batches."""
-    found = []
+def _unusual_plan(asked: Facts, size: Mapping[str, int], plan: ParallelPlan) -> list[str]:
+    """Lines about eager attention, and about pipelines with fewer micro-batches than stages."""
+    lines = []
     if asked.get("attn") == "eager":
-        found.append("attention is eager; usual is sdpa")
+        lines.append("attention is eager; usual is sdpa")
     if size.get("microbatches", plan.pp) < plan.pp:
         few = f"{counted(size['microbatches'], 'micro-batch')} for {plan.pp} stages"
-        found.append(f"{few}: most of the pipeline waits; usual is several per stage (micro=...)")
-    return found
+        lines.append(f"{few}: most of the pipeline waits; usual is several per stage (micro=...)")
+    return lines

@@ -26,10 +26,13 @@ def predict(question: Question, cluster: Path) -> tuple[Forecast, Row]:
     """
     asked = {k: v for k, v in question.arguments().items() if k not in NOT_OF_CLUSTERS}
     found = predict_on_cluster(question.asked(), cluster, **asked)
-    plan, batch = ParallelPlan.parse(found.plan), question.replica_batch() or question.of_case.batch
+    plan, batch = (
+        ParallelPlan.parse(found.plan),
+        question.replica_batch() or question.case_defaults.batch,
+    )
     names = {group.gpu for group in read_cluster(cluster).groups} - {"cpu"}
     gpus = [find_target(name, "", question.bundle).gpu for name in names]
-    seq, own = question.seq_asked(), question.of_case
+    seq, own = question.seq_asked(), question.case_defaults
     known = {**options(question), "plan": found.plan, "bundle": found.bundle, "gpu": ""}
     known |= {"dtype": question.dtype_on(gpus), "cluster": cluster}
     known |= {"optimizer": question.optimizer or own.optimizer}

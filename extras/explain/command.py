@@ -13,7 +13,7 @@ from rich.text import Text
 
 from itercast.capture.base.garbage import without_garbage_collection
 from itercast.capture.plan import ParallelPlan
-from itercast.commands.script_case import AsModule, found_lines, searched
+from itercast.commands.script_case import AsModule, model_lines, searched
 from itercast.eval.tables import output, print_tables
 from itercast.options import Json, Question, asks, prints_aside
 from itercast.stated import assumes, question_facts, say_step
@@ -84,7 +84,7 @@ def _explain(question: Question, model: Any, script: Row, as_json: bool) -> None
         typer.echo(json.dumps({"case": name, "forecast": asdict(found), **facts, **plain}))
         return
     if script:
-        typer.echo("\n".join([*found_lines(script["script"]), facts["assumes"]]))
+        typer.echo("\n".join([*model_lines(script["script"]), facts["assumes"]]))
     else:
         say_step(facts)
     listed = [one for one in gains if _gains(one, found)]

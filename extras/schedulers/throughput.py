@@ -88,7 +88,7 @@ def _shared_options(question: Question, plan: str, names: Sequence[str]) -> Row:
     amp = "amp" in plan.split(",")
     dtypes = {step_dtype(question.dtype, amp, [gpu]) or "fp32" for gpu in gpus} or {"fp32"}
     shared = {**options(question), "plan": plan, "dtype": " or ".join(sorted(dtypes))}
-    shared["optimizer"] = question.optimizer or question.of_case.optimizer
+    shared["optimizer"] = question.optimizer or question.case_defaults.optimizer
     return {**shared, "seq": question.seq_asked()}
 
 

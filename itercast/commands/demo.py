@@ -31,8 +31,9 @@ def run_demo(budget_s: float) -> None:
             rows += sweep(data, "cpu", None, budget_s * (repeat + 1) / 2, 0)
             measured += iterations(data, "cpu", (repeat,))
     output().print(f"sweep: {rows} new rows" if rows else f"sweep: reusing {data}")
-    said = f"{measured} new rows" if measured else f"reusing {data}"
-    output().print(f"iterations: {said}")
+    output().print(
+        f"iterations: {measured} new rows" if measured else f"iterations: reusing {data}"
+    )
     trained = rows or not fit_file.is_file() or not has_held_out(bundle)
     if trained:
         report = fit([data], bundle, None, TRIALS)
@@ -41,10 +42,10 @@ def run_demo(budget_s: float) -> None:
         report = json.loads(fit_file.read_text())
         output().print(f"train: reusing {bundle}")
     print_tables(report_table(report))
-    found = measured_rows(data, None)
+    iteration_rows = measured_rows(data, None)
     begin_ms = now_ms()
-    results = compare_all(found, bundle)
-    out, said = Path("reports/demo"), "itercast demo"
-    report_comparison(out, results, found, report, data, bundle, source=said, begin_ms=begin_ms)
+    results = compare_all(iteration_rows, bundle)
+    compared = (results, iteration_rows, report, data, bundle)
+    report_comparison(Path("reports/demo"), *compared, source="itercast demo", begin_ms=begin_ms)
     if trained:
         log_training(report, bundle, [data])

@@ -20,7 +20,7 @@ from itercast.capture.base.durations import counted
 from itercast.capture.base.extensions import function_of
 from itercast.capture.base.slow_imports import without_scikit_learn
 from itercast.capture.plan import ParallelPlan
-from itercast.commands.script_case import AsModule, found_lines, searched
+from itercast.commands.script_case import AsModule, model_lines, searched
 from itercast.eval.tables import print_tables, three_digits
 from itercast.options import (
     Cluster,
@@ -45,16 +45,11 @@ if TYPE_CHECKING:  # the command line starts without pandas
     from itercast.microbench.store import Facts, Row
 
 BAR = 8  # characters of a waterfall
-STEP = (
-    "dtype",
-    "optimizer",
-    "channels_last",
-    "lora",
-)  # options of a question that say what a step is
+STEP = ("dtype", "optimizer", "channels_last", "lora")  # options that say what a step is
 WHERE = ("seq", "bundle", "host", "stack")
 MACHINE = ("machine", "anchor")
 SIZE = ("batch", "global_batch")
-PARTS: tuple[tuple[str, str, str], ...] = (
+PARTS: tuple[tuple[str, str, str], ...] = (  # name, mark and colour of Forecast.lanes_us, in order
     ("compute", "█", "green"),
     ("exposed comm", "▓", "red"),
     ("bubble", "▒", "yellow"),
@@ -127,16 +122,22 @@ def _check_price(prices: Path, target: Target) -> None:
 
 
 def _unusual(facts: Row, plan: ParallelPlan, gpu: Gpu) -> list[str]:
-    """What of the asked step is unusual; a script whose flags round products of fp32 asks tf32."""
-    rounded = "tf32" in facts.get("script", {}).get("products", [])[:1]
-    dtype = "tf32" if rounded and facts["dtype"] == "fp32" else facts["dtype"]
+    """What of the asked step is unusual, a line each.
+
+    A script in fp32 that lets torch round products to TF32 is taken as one in tf32.
+    """
+    most_products = facts.get("script", {}).get("products", [""])[:1]
+    dtype = "tf32" if facts["dtype"] == "fp32" and most_products == ["tf32"] else facts["dtype"]
     return unusual({**facts, "dtype": dtype}, {}, plan, gpu)
 
 
 def _search_model(
     question: Question, model: Any, facts: Row, page: Path | None, prices: Path | None
 ) -> tuple[Row, list[Forecast]]:
-    """Search the plans of a model; returns what was asked and settled, and the best plans."""
+    """Search the plans of a model; returns all options with their values, and the best forecasts.
+
+    ``facts``: the options asked for; those not given get the values that the search took.
+    """
     gpu, gpus, asked = facts["gpu"], facts["gpus"], {n: facts[n] for n in (*STEP, *WHERE, "amp")}
     samples, where = question.samples_over(gpus), {n: facts[n] for n in ("node", "local")}
     known = {"machine": question.known_machine()}
@@ -157,21 +158,21 @@ def _search_model(
 
 
 def _settled(search: Search, target: Target) -> Row:
-    """The values that stand in for options that were not given."""
+    """The values that a search took for options that may not have been given."""
     step = {"global_batch": search.batch, "seq": search.seq, "dtype": search.dtype}
     return {**step, "optimizer": search.optimizer, "bundle": target.bundle_name}
 
 
-def _command(question: Question, told: Row) -> str:
+def _command(question: Question, facts: Row) -> str:
     """The command line that repeats a search, with the values of all options."""
     named = {n: getattr(question, n) for n in ("case", "hf_config", "model", *MACHINE)}
-    line = command("plan", {n: v for n, v in {**told, **named}.items() if v and n != "script"})
-    words = told.get("script", {}).get("arguments", [])
-    return shlex.join([*shlex.split(line), *(["--", *words] if words else [])])
+    line = command("plan", {n: v for n, v in {**facts, **named}.items() if v and n != "script"})
+    of_script = facts.get("script", {}).get("arguments", [])
+    return f"{line} -- {shlex.join(of_script)}" if of_script else line
 
 
 def _open(model: Any, gpu: str, gpus: int, **asked: Any) -> tuple[Search, Target]:
-    """The search, and the target of its plans."""
+    """Capture the model and prepare the search; also the target: GPU, bundle and such."""
     with prints_aside(), without_scikit_learn():
         from itercast.compose.plan_search.open_search import open_search
 
@@ -183,17 +184,20 @@ def _open(model: Any, gpu: str, gpus: int, **asked: Any) -> tuple[Search, Target
 def _on_cluster(
     question: Question, path: Path, asked: Row, begin: float, *, alone: bool
 ) -> tuple[Row, list[Forecast]]:
-    """The best plans on a file's cluster, and what was asked; ``alone``: without other options."""
+    """All options with their values, and forecasts of the best plans on a file's cluster.
+
+    ``begin``: when the command began; ``alone``: none of the options was given that exclude it.
+    """
     if not alone:
-        told = "--gpu, --gpus, --node, --lengths, --packed, --local or --objective"
-        raise ValueError(f"--cluster goes without {told}")
+        excluded = "--gpu, --gpus, --node, --lengths, --packed, --local or --objective"
+        raise ValueError(f"--cluster goes without {excluded}")
 
     with prints_aside(), without_scikit_learn():
-        found, settled, counts = function_of("unlike_gpus", "plan")(question, path, asked)
+        forecasts, settled, counts = function_of("unlike_gpus", "plan")(question, path, asked)
     line = _command(question, {"cluster": path, **settled})
     facts = {"case": question.name, "gpu": path.stem, "objective": "time", "unusual": []}
     facts |= {**settled, **counts, "command": line}
-    return {**facts, "seconds": time.perf_counter() - begin}, found
+    return {**facts, "seconds": time.perf_counter() - begin}, forecasts
 
 
 def with_lengths(
@@ -213,17 +217,17 @@ def with_lengths(
     from itercast.capture.plan import ParallelPlan
     from itercast.compose.predict import predict
 
-    found: list[Forecast] = []
+    forecasts: list[Forecast] = []
     refused = ""
     for report in reports:
         replica = batch // ParallelPlan.parse(report.plan).dp
         try:
-            found.append(predict(model, plan=report.plan, batch=replica, **asked))
+            forecasts.append(predict(model, plan=report.plan, batch=replica, **asked))
         except ValueError as exc:
             refused = refused or str(exc)
-    if not found:
+    if not forecasts:
         raise ValueError(refused)
-    return sorted(found, key=lambda one: (not one.fits, one.iteration_us))
+    return sorted(forecasts, key=lambda forecast: (not forecast.fits, forecast.iteration_us))
 
 
 def print_plans(
@@ -234,16 +238,17 @@ def print_plans(
     from itercast.compose.prices import bill
     from itercast.eval.tracking.logs import log_plans
 
-    usd = [{"price": bill(r, prices)} if prices else {} for r in reports]
-    plain = [asdict(r) | price for r, price in zip(reports, usd, strict=True)]
-    noted = dict.fromkeys(note for r in reports for note in r.notes)
-    facts = {**facts, "unusual": [*facts["unusual"], *noted], "assumes": assumes(reports)}
+    bills = [bill(r, prices) if prices else {} for r in reports]
+    priced = zip(reports, bills, strict=True)
+    plain = [asdict(r) | ({"price": usd} if prices else {}) for r, usd in priced]
+    notes = dict.fromkeys(note for r in reports for note in r.notes)  # each once
+    facts = {**facts, "unusual": [*facts["unusual"], *notes], "assumes": assumes(reports)}
     if as_json:
         typer.echo(json.dumps({**facts, "plans": plain}))
     else:
-        found = found_lines(facts["script"]) if "script" in facts else []
-        say("\n".join([*found, search_line(facts)]), facts)
-        print_tables(plans_table(facts, reports, [one.get("price", {}) for one in usd]))
+        lines = model_lines(facts["script"]) if "script" in facts else []
+        say("\n".join([*lines, search_line(facts)]), facts)
+        print_tables(plans_table(facts, reports, bills))
     if facts.get("stopped"):
         raise typer.Abort("the plans are the best so far")
     log_last(log_plans, facts, plain)
@@ -253,16 +258,17 @@ def search_line(facts: Facts) -> str:
     """What all plans of a search do in a step, in one line."""
     samples, gpus = facts["global_batch"], facts["gpus"]
     tokens = f" x {facts['seq']:,} tokens" if facts["seq"] else ""
-    each = f"{samples / gpus:.4g} a GPU"
-    return f"train: {samples:,} samples{tokens} over all GPUs, {each}; {settings(facts)}"
+    per_gpu = f"{samples / gpus:.4g} a GPU"
+    return f"train: {samples:,} samples{tokens} over all GPUs, {per_gpu}; {settings(facts)}"
 
 
 def run_search(
     search: Search, facts: Facts, page: Path | None = None
 ) -> tuple[Row, list[Forecast]]:
-    """Run the search that ``facts`` describe; how many plans it considered, and the best ones.
+    """Run the search that ``facts`` describe with a progress bar; ValueError if no plan is legal.
 
-    ValueError where no plan is legal.
+    Returns how many plans it considered and simulated, and forecasts of the best ones, to which the
+    simplest plan that may be as good is added.
     """
     from itercast.compose.plan_search.search import best_plans
     from itercast.eval.progress import progress_bar
@@ -270,8 +276,8 @@ def run_search(
     gpus, objective = facts["gpus"], facts["objective"]
     with progress_bar() as bar:
         task = bar.add_task("plans", total=None)
-        search.tell = lambda told: bar.update(task, description=told)
-        found = best_plans(
+        search.tell = lambda doing: bar.update(task, description=doing)
+        result = best_plans(
             search,
             gpus,
             objective,
@@ -279,21 +285,21 @@ def run_search(
                 task, description=f"{counted(n, 'plan')}, best {best}"
             ),
         )
-    if found.stopped and not found.best:
+    if result.stopped and not result.best:
         raise typer.Abort
-    if not found.best:
+    if not result.best:
         raise ValueError(f"no legal plan of {facts['case']} for {gpus} GPUs: {search.why_none()}")
-    shown = list(found.best)
-    if found.simplest and found.simplest.plan not in [s.plan for s in shown]:
-        shown.append(found.simplest)
+    shown = list(result.best)
+    if result.simplest and result.simplest.plan not in [s.plan for s in shown]:
+        shown.append(result.simplest)
     reports = [search.report(s.plan, facts["bundle"]) for s in shown]
-    told: Row = {"considered": found.considered, "simulated": found.simulated}
-    told |= {"stopped": True} if found.stopped else {}
-    told |= {"simplest": str(found.simplest.plan) if found.simplest else ""}
+    counts: Row = {"considered": result.considered, "simulated": result.simulated}
+    counts |= {"stopped": True} if result.stopped else {}
+    counts |= {"simplest": str(result.simplest.plan) if result.simplest else ""}
     if page is not None:
-        function_of("pages", "plan")(page, search, found, facts, reports)
+        function_of("pages", "plan")(page, search, result, facts, reports)
         typer.echo(f"page of the search: {page}", err=True)
-    return told, reports
+    return counts, reports
 
 
 def plans_table(
@@ -301,7 +307,8 @@ def plans_table(
 ) -> Table:
     """A table of plans, the best first, each with a bar of where the slowest rank's time goes.
 
-    ``prices``: of each plan, empty without; shown is the last one, of samples or tokens.
+    ``prices``: of each plan, in USD by unit (``usd_per_...``), empty where no prices are known. The
+    last unit is shown: a number of samples or tokens.
     """
     from itercast.commands.shared import cluster_line, memory_cell
 
@@ -315,12 +322,11 @@ def plans_table(
     for unit in units:
         table.add_column("USD per " + unit.split("_", 2)[2].replace("_", " "), justify="right")
     for r, usd in zip(reports, prices, strict=True):
-        rows = bool(r.cluster) and "rows" in r.cluster["groups"][0]
-        split = f": {cluster_line(r.cluster)}" if rows else ""
+        plan = r.plan.partition(",node=")[0]
+        if r.cluster and "rows" in r.cluster["groups"][0]:
+            plan += f": {cluster_line(r.cluster)}"
         table.add_row(
-            r.plan.partition(",node=")[0]
-            + split
-            + (" *" if r.plan == facts.get("simplest") else ""),
+            plan + (" *" if r.plan == facts.get("simplest") else ""),
             f"{r.iteration_us / 1e3:.1f}",
             memory_cell(r),
             f"{100 * r.mfu_frac:.1f}",
@@ -332,20 +338,15 @@ def plans_table(
 
 
 def _caption(facts: Row, reports: Sequence[Forecast]) -> Text:
-    """What stands below a table of plans."""
+    """What stands below a table of plans: the marks in it, and how many plans were tried."""
     from itercast.commands.shared import lengths_line, memory_cell, memory_legend, surely_fits
 
     legend = Text(", ").join(Text(mark, color) + f" {name}" for name, mark, color in PARTS)
-    lines = [
-        *(
-            ["*: the simplest plan that may be as good as the best"]
-            if facts.get("simplest")
-            else []
-        ),
-        f"{facts['considered']} plans considered, {facts['simulated']} simulated in "
-        f"{facts['seconds']:.1f} s",
-    ]
-    lines += memory_legend(reports)
+    lines = []
+    if facts.get("simplest"):
+        lines.append("*: the simplest plan that may be as good as the best")
+    tried = f"{facts['considered']} plans considered, {facts['simulated']} simulated"
+    lines += [f"{tried} in {facts['seconds']:.1f} s", *memory_legend(reports)]
     if "?" in memory_cell(reports[0]):
         lines.append(surely_fits(reports))
     if reports[0].lengths:
@@ -354,11 +355,11 @@ def _caption(facts: Row, reports: Sequence[Forecast]) -> Text:
 
 
 def waterfall(r: Forecast) -> Text:
-    """A bar that shows the parts of an iteration in order."""
+    """A bar of up to ``BAR`` characters: the parts of the slowest rank's iteration, in order."""
     bar, drawn, total_us = Text(), 0, 0.0
-    for (_, mark, color), us in zip(PARTS, r.lanes_us, strict=True):
-        total_us += us
-        upto = round(BAR * min(1.0, total_us / r.iteration_us)) if r.iteration_us else 0
-        bar.append(mark * (upto - drawn), color)
-        drawn = max(drawn, upto)
+    for (_, mark, color), part_us in zip(PARTS, r.lanes_us, strict=True):
+        total_us += part_us
+        end = round(BAR * min(1.0, total_us / r.iteration_us)) if r.iteration_us else 0
+        bar.append(mark * (end - drawn), color)
+        drawn = max(drawn, end)
     return bar

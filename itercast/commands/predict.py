@@ -58,55 +58,59 @@ def predict(
     """Forecast one iteration of a model: a named case, a configuration, or a model of your own."""
     if cluster is not None:
         others = (strict, trace, input_file, policy, spread)
-        found, facts = _on_cluster(question, cluster, alone=not any(others))
-        facts |= _price(found, prices)
-        facts["assumes"] = assumes([found])
-        _print(question.name, found, facts, None, as_json=as_json, explain=explain_assumptions)
+        forecast, facts = _on_cluster(question, cluster, alone=not any(others))
+        facts |= _price(forecast, prices)
+        facts["assumes"] = assumes([forecast])
+        _print(question.name, forecast, facts, None, as_json=as_json, explain=explain_assumptions)
         return
     step, target = question.prepared(whole=trace is not None)  # a timeline shows every op
     from itercast.commands.shared import write_trace
     from itercast.compose.target import forecast_step
 
-    found = forecast_step(step, target)
+    forecast = forecast_step(step, target)
     if target.plan.dp > 1 and "cut" not in target.plan.stated:
         _say_whole_matrix(step, target.plan.dp)
     if input_file is not None:
-        found = _with_input(found, input_file, step, target)
-    if strict and found.unmodelled_frac > 0:
-        raise typer.Exit(_not_modelled(found, step, target))
+        forecast = _with_input(forecast, input_file, step, target)
+    if strict and forecast.unmodelled_frac > 0:
+        raise typer.Exit(_not_modelled(forecast, step, target))
     if trace is not None:
         write_trace(trace, "step", step, target)
     if policy is not None:
         function_of("checkpoints", "write")(policy, step, target)
-    noisy = function_of("spreads", "step")(found, target) if spread else None
-    facts = question_facts(question, step, target, found) | _machine_facts(step, target)
-    facts |= _price(found, prices)
-    _print(question.name, found, facts, noisy, as_json=as_json, explain=explain_assumptions)
+    noisy = function_of("spreads", "step")(forecast, target) if spread else None
+    facts = question_facts(question, step, target, forecast) | _machine_facts(step, target)
+    facts |= _price(forecast, prices)
+    _print(question.name, forecast, facts, noisy, as_json=as_json, explain=explain_assumptions)
 
 
 def _machine_facts(step: StepCapture, target: Target) -> Row:
-    """What measured steps told of the machine, in words, and which one would tell most."""
+    """``machine``: lines on what measured steps said of the machine, and which to measure next."""
     if target.known is None:
         return {}
-    words, next_run = (function_of("anchors", name) for name in ("in_words", "next_run"))
-    advice = next_run(step, target)
-    return {"machine": [*words(target.known, target.gpu.name), *([advice] if advice else [])]}
+    lines = list(function_of("anchors", "in_words")(target.known, target.gpu.name))
+    if advice := function_of("anchors", "next_run")(step, target):
+        lines.append(advice)
+    return {"machine": lines}
 
 
-def _price(found: Forecast, prices: Path | None) -> Row:
+def _price(forecast: Forecast, prices: Path | None) -> Row:
     """What a step costs by a file of prices."""
     if prices is None:
         return {}
     from itercast.compose.prices import bill
 
-    return {"price": bill(found, prices)}
+    return {"price": bill(forecast, prices)}
 
 
 def _on_cluster(question: Question, cluster: Path, *, alone: bool) -> tuple[Forecast, Row]:
-    """The forecast on unlike GPUs, and its facts; ``alone``: the command has no other options."""
+    """The forecast on a cluster of unlike GPUs, and its facts.
+
+    ``alone``: none of the command's own options was given that exclude ``--cluster``.
+    """
     asked = question.arguments()
-    others = asked["gpu"] != "cpu" or asked["lengths"] or asked["packed"] or asked["machine"]
-    if others or not alone:
+    excluded = asked["gpu"] != "cpu" or asked["lengths"] or asked["packed"] or asked["machine"]
+    if excluded or not alone:
         options = "--gpu, --lengths, --packed, --machine, --anchor, --strict, --trace, --input, "
         options += "--policy or --spread"
         raise ValueError(f"--cluster goes without {options}")
@@ -115,12 +119,12 @@ def _on_cluster(question: Question, cluster: Path, *, alone: bool) -> tuple[Fore
     return answer
 
 
-def _with_input(found: Forecast, path: Path, step: StepCapture, target: Target) -> Forecast:
-    """The forecast with the DataLoader of a file."""
+def _with_input(forecast: Forecast, path: Path, step: StepCapture, target: Target) -> Forecast:
+    """The forecast with the waits for a DataLoader, whose measured times a file states."""
     from itercast.capture.input.lane import read_lane
 
     samples = step.samples * target.plan.microbatches
-    fed: Forecast = function_of("inputs", "with_input")(found, read_lane(path), target, samples)
+    fed: Forecast = function_of("inputs", "with_input")(forecast, read_lane(path), target, samples)
     return fed
 
 
@@ -139,37 +143,37 @@ def _say_whole_matrix(step: StepCapture, replicas: int) -> None:
 
 
 def _print(
-    name: str, found: Forecast, facts: Row, spread: Any, *, as_json: bool, explain: bool
+    name: str, forecast: Forecast, facts: Row, spread: Any, *, as_json: bool, explain: bool
 ) -> None:
     """Print a forecast as one JSON object or as tables."""
     from itercast.commands.shared import add_parts, forecast_table
 
-    parts = function_of("assumed_parts", "list")(found) if explain else []
+    parts = function_of("assumed_parts", "list")(forecast) if explain else []
     if as_json:
         asked: dict[str, object] = {"spread": asdict(spread)} if spread else {}
         if explain:
             asked["assumptions"] = [asdict(part) for part in parts]
-        typer.echo(json.dumps({"case": name, **asdict(found), **facts, **asked}))
+        typer.echo(json.dumps({"case": name, **asdict(forecast), **facts, **asked}))
         return
     say_step(facts)
     for line in facts.get("machine", ()):
         typer.echo(line)
-    table = forecast_table(name, found, spread)
+    table = forecast_table(name, forecast, spread)
     for unit, usd in facts.get("price", {}).items():
         table.add_row(unit.replace("usd_per_", "USD per ").replace("_", " "), three_digits(usd))
-    add_parts(table, found)
+    add_parts(table, forecast)
     print_tables(table)
     if explain:
         function_of("assumed_parts", "print")(parts)
 
 
-def _not_modelled(found: Forecast, step: StepCapture, target: Target) -> int:
+def _not_modelled(forecast: Forecast, step: StepCapture, target: Target) -> int:
     """Print which ops have no model; returns exit code 1."""
     from itercast.compose.graph.launch_modes import as_launched
     from itercast.compose.pricing.priced_op import UNMODELLED, priceable
 
     ops = target.book.price([priceable(c) for c in as_launched(step).calls])
     names = sorted({op.op for op in ops if op.family == UNMODELLED})
-    share = f"{100 * found.unmodelled_frac:.1f} % of the time has no learned model"
+    share = f"{100 * forecast.unmodelled_frac:.1f} % of the time has no learned model"
     typer.echo(f"itercast: {share}: {', '.join(names or ['collectives'])}", err=True)
     return 1

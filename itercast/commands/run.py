@@ -33,7 +33,7 @@ from itercast.options import (
     whole_number,
     without_units,
 )
-from itercast.stated import assumes, of_dtype, say, script_line
+from itercast.stated import assumes, say, script_line, unusual_dtype
 
 MOST_TIMES = 100  # no assumption: of a batch that fits, beyond which the number says nothing
 
@@ -45,13 +45,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forecasted:
-    """A script's forecast, with its input where it has a DataLoader; ``step_us``: without it."""
+class ScriptForecast:
+    """The forecast of a script on some GPUs: one row of the answer."""
 
-    found: Forecast
-    step_us: float
-    loading_us: float
-    advice: str
+    forecast: Forecast  # with waits for its DataLoader, where it has one
+    step_us: float  # without them
+    loading_us: float  # to load a step's samples in one process; 0 without a DataLoader
+    advice: str  # how many workers of the DataLoader hide it
     captured: CapturedScript
     order: ScriptOrder
 
@@ -88,15 +88,17 @@ def run(
     from itercast.compose.programs.scripts import ScriptOrder, module_file
     from itercast.compose.target import find_target
 
-    name_of_module, script = (str(script), module_file(str(script))) if module else ("", script)
-    behind = [x for x in arguments or [] if x.partition("=")[0] in ("--gpu", "--gpus")]
-    hint = f"{', '.join(behind)} is passed on to {script.name}: options of itercast come before it"
+    module_name = str(script) if module else ""
+    script = module_file(module_name) if module else script
+    misplaced = [x for x in arguments or [] if x.partition("=")[0] in ("--gpu", "--gpus")]
+    names = ", ".join(misplaced)
+    hint = f"{names} is passed on to {script.name}: options of itercast come before it"
 
     place, known = f"node={node}" if node else "", known_machine(machine, anchor, Question)
     pairs = list(product(gpu.split(","), _counts(gpus)))
     if (trace is not None or plan) and len(pairs) > 1:
         raise ValueError(f"{'plan' if plan else 'trace'}: of one GPU and one number of GPUs")
-    asked: Row = {"path": script, "module": name_of_module, "arguments": arguments or []}
+    asked: Row = {"path": script, "module": module_name, "arguments": arguments or []}
     asked |= {"steps": steps, "limit_s": limit, "anew": no_cache}
     orders = list[ScriptOrder]()
     for name, count in pairs:
@@ -107,8 +109,8 @@ def run(
         return
     rows = _forecasts(orders, trace)
     if len(pairs) == 1 and isinstance(rows[0], str):
-        raise ValueError(f"{rows[0]}; {hint}" if behind else rows[0])
-    if behind:
+        raise ValueError(f"{rows[0]}; {hint}" if misplaced else rows[0])
+    if misplaced:
         typer.echo(f"note: {hint}", err=True)
     if as_json:
         plain = [r if isinstance(r, str) else _facts(script.name, r) for r in rows]
@@ -118,15 +120,18 @@ def run(
     leave_if_failed(sum(isinstance(row, str) for row in rows), len(rows))
 
 
-def _say(name: str, pairs: Sequence[tuple[str, int]], rows: Sequence[Forecasted | str]) -> None:
-    """Print the forecast of a script, or a table of several."""
-    if found := [row for row in rows if not isinstance(row, str)]:
-        facts = _told(name, found)
+def _say(name: str, pairs: Sequence[tuple[str, int]], rows: Sequence[ScriptForecast | str]) -> None:
+    """Print the forecast of a script, or a table of several.
+
+    ``pairs``: GPU and number of them, of each row; a row that could not be forecast is the reason.
+    """
+    if forecasts := [row for row in rows if not isinstance(row, str)]:
+        facts = _described(name, forecasts)
         say(facts["forecast_of"], facts)
     if len(pairs) > 1:
         print_tables(_compared(name, pairs, rows))
     else:
-        _print(name, found[0])
+        _print(name, forecasts[0])
 
 
 def _counts(text: str) -> list[int]:
@@ -137,13 +142,13 @@ def _counts(text: str) -> list[int]:
         raise ValueError(f"gpus {text!r}: {exc}; several are as 8,16") from None
 
 
-def _forecasts(orders: Sequence[ScriptOrder], trace: Path | None) -> list[Forecasted | str]:
-    """Capture a script for each order, or read its capture, and forecast it; or why not."""
+def _forecasts(orders: Sequence[ScriptOrder], trace: Path | None) -> list[ScriptForecast | str]:
+    """Capture each order's script, or read its kept capture, and forecast it; text says why not."""
     from itercast.compose.programs.several import captured_scripts
 
-    rows = list[Forecasted | str]()
-    with telling(*orders) as told:
-        captures = captured_scripts(told)
+    rows = list[ScriptForecast | str]()
+    with telling(*orders) as orders_with_progress:
+        captures = captured_scripts(orders_with_progress)
     for order, captured in zip(orders, captures, strict=True):
         try:
             if isinstance(captured, ValueError):
@@ -154,26 +159,26 @@ def _forecasts(orders: Sequence[ScriptOrder], trace: Path | None) -> list[Foreca
     return rows
 
 
-def _forecast(order: ScriptOrder, captured: CapturedScript, trace: Path | None) -> Forecasted:
-    """Forecast a captured script with its input."""
+def _forecast(order: ScriptOrder, captured: CapturedScript, trace: Path | None) -> ScriptForecast:
+    """Forecast a captured script, with waits for its DataLoader where one was measured."""
     from itercast.compose.programs.forecast import forecast_program
 
     target = order.target
     program, lane = captured.program, captured.lane
-    found, loading_us, advice = forecast_program(program, target), 0.0, ""
-    step_us = found.iteration_us
+    forecast, loading_us, advice = forecast_program(program, target), 0.0, ""
+    step_us = forecast.iteration_us
     if lane is not None:
-        made = lane.worker if lane.workers else lane.alone
-        loading_us = made.mean_us * program.samples / lane.batch_samples
-        fed = (found, lane, target, program.samples)
+        batch_time = lane.worker if lane.workers else lane.alone
+        loading_us = batch_time.mean_us * program.samples / lane.batch_samples
+        fed = (forecast, lane, target, program.samples)
         advice = function_of("inputs", "advice")(*fed)
-        found = function_of("inputs", "with_input")(*fed)
+        forecast = function_of("inputs", "with_input")(*fed)
     if trace is not None:
         from itercast.commands.shared import write_trace
 
         write_trace(trace, "program", program, target)
-    return Forecasted(
-        found=found,
+    return ScriptForecast(
+        forecast=forecast,
         step_us=step_us,
         loading_us=loading_us,
         advice=advice,
@@ -182,22 +187,27 @@ def _forecast(order: ScriptOrder, captured: CapturedScript, trace: Path | None) 
     )
 
 
-def _facts(name: str, one: Forecasted) -> dict[str, Any]:
+def _facts(name: str, row: ScriptForecast) -> dict[str, Any]:
     """A forecast as plain values; rates are null where the script does not say what it loads."""
     from itercast.compose.time_parts import limits
 
-    program = one.captured.program
-    facts = {"step_us": one.step_us, "loading_us": one.loading_us, "notes": _notes(one)}
-    facts["limits_frac"], facts["batches_that_fit"] = limits(one.found), _batches_that_fit(one)
-    facts |= {"sent_bytes": _sent(program), **_asked(one), **_told(name, [one])}
+    program = row.captured.program
+    facts = {"step_us": row.step_us, "loading_us": row.loading_us, "notes": _notes(row)}
+    facts["limits_frac"], facts["batches_that_fit"] = limits(row.forecast), _batches_that_fit(row)
+    facts |= {"sent_bytes": _sent(program), **_question(row), **_described(name, [row])}
     facts |= {"optimizer_steps": program.optimizer_steps, "passes": program.passes}
-    facts |= {"from_cache": one.captured.kept}
-    facts |= {rate: getattr(one.found, rate) or None for rate in ("samples_per_s", "tokens_per_s")}
-    return {"case": name, **asdict(one.found), **facts}
+    facts |= {"from_cache": row.captured.kept}
+    facts |= {
+        rate: getattr(row.forecast, rate) or None for rate in ("samples_per_s", "tokens_per_s")
+    }
+    return {"case": name, **asdict(row.forecast), **facts}
 
 
-def _told(name: str, rows: Sequence[Forecasted]) -> Row:
-    """What was forecast, what of it is unusual, and what is assumed, in words."""
+def _described(name: str, rows: Sequence[ScriptForecast]) -> Row:
+    """Lines for the user: what was forecast, what of it is unusual, and what is assumed.
+
+    ``rows``: the same script on several GPUs.
+    """
     from itercast.compose.programs.price import product_dtypes
     from itercast.compose.programs.samples import batch_of
     from itercast.compose.programs.script_model import engine_of
@@ -205,30 +215,34 @@ def _told(name: str, rows: Sequence[Forecasted]) -> Row:
     program, gpu = rows[0].captured.program, rows[0].order.target.gpu
     products = product_dtypes(program, gpu)
     engine = engine_of(program.ranks[min(program.ranks)].calls)
-    worlds = list(dict.fromkeys(one.found.world_size for one in rows))
+    worlds = list(dict.fromkeys(row.forecast.world_size for row in rows))
     line = script_line(name, batch_of(program), worlds, products, engine)
-    wide = of_dtype({"dtype": "fp32"}, gpu) if products[:1] == ["fp32"] else ""
-    gpus = {one.order.target.gpu.name: one.order.target.gpu for one in rows}
-    unusual = [x for each in gpus.values() for x in without_units(products, each)]
-    unusual += [wide] if wide else []
-    facts = {"unusual": unusual, "assumes": assumes([one.found for one in rows])}
+    gpus = {row.order.target.gpu.name: row.order.target.gpu for row in rows}
+    unusual = [text for other in gpus.values() for text in without_units(products, other)]
+    if products[:1] == ["fp32"]:
+        unusual += filter(None, [unusual_dtype({"dtype": "fp32"}, gpu)])
+    facts = {"unusual": unusual, "assumes": assumes([row.forecast for row in rows])}
     return {"forecast_of": line, **facts}
 
 
-def _asked(one: Forecasted) -> Row:
-    """What was asked, with the values that stand in for options not given, as ``predict`` says it.
+def _question(row: ScriptForecast) -> Row:
+    """``question``: all options, with defaults of those not given; ``command``: a line with them.
 
     ``batch``: samples that a rank loads in a step, where a DataLoader says so.
     """
-    order, found = one.order, one.found
-    options: Row = {"gpu": found.gpu, "gpus": found.world_size, "node": order.target.plan.node}
-    options |= {"bundle": found.bundle, "host": found.host, "stack": found.stack}
+    order, forecast = row.order, row.forecast
+    options: Row = {
+        "gpu": forecast.gpu,
+        "gpus": forecast.world_size,
+        "node": order.target.plan.node,
+    }
+    options |= {"bundle": forecast.bundle, "host": forecast.host, "stack": forecast.stack}
     options |= {"steps": order.steps, "limit": order.limit_s}
     given = {name: value for name, value in options.items() if value}
     words = [w for name, value in given.items() for w in (f"--{name}", str(value))]
     script = ["--module", order.module] if order.module else [str(order.path)]
     question = {"script": script[-1], "arguments": list(order.arguments), **given}
-    question |= {"batch": one.captured.program.samples}
+    question |= {"batch": row.captured.program.samples}
     return {
         "question": question,
         "command": shlex.join(["itercast", "run", *words, *script, *order.arguments]),
@@ -236,9 +250,9 @@ def _asked(one: Forecasted) -> Row:
 
 
 def _compared(
-    name: str, pairs: Sequence[tuple[str, int]], rows: Sequence[Forecasted | str]
+    name: str, pairs: Sequence[tuple[str, int]], rows: Sequence[ScriptForecast | str]
 ) -> Table:
-    """A row for each GPU and number of them: a step, its rate, what it uses, and notes below."""
+    """A table with a row for each GPU and number of them; notes and failures stand below it."""
     from itercast.commands.shared import memory_cell, memory_legend
 
     table = Table(title=name)
@@ -247,32 +261,35 @@ def _compared(
     for head in heads:
         table.add_column(head, justify="right")
     notes, failed = dict[str, None](), dict[str, list[str]]()
-    for (gpu, count), one in zip(pairs, rows, strict=True):
-        if isinstance(one, str):
+    for (gpu, count), row in zip(pairs, rows, strict=True):
+        if isinstance(row, str):
             table.add_row(gpu, str(count), *["-"] * (len(heads) - 1))
-            failed.setdefault(one, []).append(f"{count} x {gpu}")
+            failed.setdefault(row, []).append(f"{count} x {gpu}")
             continue
-        found = one.found
-        notes.update(dict.fromkeys(_notes(one)))
+        forecast = row.forecast
+        notes.update(dict.fromkeys(_notes(row)))
         table.add_row(
             gpu,
             str(count),
-            f"{one.step_us * 1e-3:.2f}",
-            f"{found.iteration_us * 1e-3:.2f}",
-            f"{found.samples_per_s:.1f}" if found.samples_per_s else "-",
-            f"{found.tokens_per_s:,.0f}" if found.tokens_per_s else "-",
-            f"{100 * found.mfu_frac:.1f}",
-            memory_cell(found),
-            f"{found.memory_room_bytes / 1e9:.1f}",
+            f"{row.step_us * 1e-3:.2f}",
+            f"{forecast.iteration_us * 1e-3:.2f}",
+            f"{forecast.samples_per_s:.1f}" if forecast.samples_per_s else "-",
+            f"{forecast.tokens_per_s:,.0f}" if forecast.tokens_per_s else "-",
+            f"{100 * forecast.mfu_frac:.1f}",
+            memory_cell(forecast),
+            f"{forecast.memory_room_bytes / 1e9:.1f}",
         )
-    legend = memory_legend([one.found for one in rows if not isinstance(one, str)])
+    legend = memory_legend([row.forecast for row in rows if not isinstance(row, str)])
     reasons = [f"{', '.join(where)}: {reason}" for reason, where in failed.items()]
     table.caption = "\n".join([*reasons, *notes, *legend]) or None
     return table
 
 
 def _sent(program: ProgramCapture) -> dict[str, int]:
-    """Bytes of the messages that the first captured rank takes part in during a step, by kind."""
+    """Bytes of the messages that the first captured rank takes part in during a step, by kind.
+
+    Kinds are collectives: all_reduce, all_gather...
+    """
     sent = Counter[str]()
     for call in _messages(program):
         sent[call.kwargs["kind"]] += call.kwargs["bytes"]
@@ -280,7 +297,10 @@ def _sent(program: ProgramCapture) -> dict[str, int]:
 
 
 def _messages(program: ProgramCapture) -> list[OpCall]:
-    """The messages of the first captured rank in a step; none of groups of itself alone."""
+    """The collectives of the first captured rank in a step that other ranks take part in.
+
+    Those of repeated layers are written out; they come in the order in which they are launched.
+    """
     from itercast.compose.graph.compiled.repeats import without_repeats
     from itercast.compose.programs.price import uncompiled
 
@@ -289,23 +309,25 @@ def _messages(program: ProgramCapture) -> list[OpCall]:
     return [c for c in launched if c.op == COLLECTIVE and len(c.kwargs["ranks"]) > 1]
 
 
-def _notes(one: Forecasted) -> list[str]:
+def _notes(row: ScriptForecast) -> list[str]:
     """What to know of how a step was captured and forecast, a sentence each."""
-    return [*one.found.notes, *one.captured.program.notes]
+    return [*row.forecast.notes, *row.captured.program.notes]
 
 
-def _batches_that_fit(one: Forecasted) -> float:
-    """How many times a rank's batch fits at least.
+def _batches_that_fit(row: ScriptForecast) -> float:
+    """A lower bound of how many times a rank's batch fits into its GPU's memory.
 
-    Memory beyond the least of a step grows with the batch: activations do, gradients do not.
+    (room - held) / (peak - held), in bytes: memory beyond what is held all through a step grows
+    with the batch. Activations do; gradients do not, so that more may fit.
     """
-    found, held = one.found, one.captured.program.held_bytes
-    return max(0, found.memory_room_bytes - held) / max(1, found.memory_bytes - held)
+    forecast, held_bytes = row.forecast, row.captured.program.held_bytes
+    room_bytes = max(0, forecast.memory_room_bytes - held_bytes)
+    return room_bytes / max(1, forecast.memory_bytes - held_bytes)
 
 
-def _fits(one: Forecasted) -> str:
+def _fits(row: ScriptForecast) -> str:
     """Whether a rank's batch fits, and how many times it would, in words."""
-    times, fits = _batches_that_fit(one), one.found.fits
+    times, fits = _batches_that_fit(row), row.forecast.fits
     if not times:
         return "no; too much even without a batch"
     if times > MOST_TIMES:
@@ -314,35 +336,35 @@ def _fits(one: Forecasted) -> str:
     return f"{'yes' if fits else 'no'}; at least {told} times its batch would"
 
 
-def _print(name: str, one: Forecasted) -> None:
-    """Print a forecast as a table: the step alone, the batches it takes, and notes beside it."""
+def _print(name: str, row: ScriptForecast) -> None:
+    """Print a script's forecast as a table, with its memory, messages, DataLoader and notes."""
     from itercast.commands.shared import add_parts, forecast_table
     from itercast.compose.time_parts import IDLE_NAMES, limits
 
-    found, program = one.found, one.captured.program
-    alone = found.world_size > 1 and not program.grouped
-    table = forecast_table(name, found, of=" of one process" * alone)
-    table.add_row("fits", _fits(one))
+    forecast, program = row.forecast, row.captured.program
+    ungrouped = forecast.world_size > 1 and not program.grouped  # makes no process group
+    table = forecast_table(name, forecast, of=" of one process" * ungrouped)
+    table.add_row("fits", _fits(row))
     if sent := _sent(program):
-        told = ", ".join(f"{kind} of {nbytes / 1e6:,.1f} MB" for kind, nbytes in sent.items())
+        text = ", ".join(f"{kind} of {nbytes / 1e6:,.1f} MB" for kind, nbytes in sent.items())
         sizes = sorted({len(call.kwargs["ranks"]) for call in _messages(program)})
         among = " or ".join(map(str, sizes))
-        table.add_row("messages of a rank", f"{told}, among {among} ranks")
-    if one.loading_us:
-        most = next(iter(limits(found)))
+        table.add_row("messages of a rank", f"{text}, among {among} ranks")
+    if row.loading_us:
+        most = next(iter(limits(forecast)))
         limit = "its input as measured here" if most == IDLE_NAMES["input"] else "its step"
         table.title = f"{table.title}, limited by {limit}"
-        table.add_row("its step alone", f"{one.step_us * 1e-3:.2f} ms")
-        table.add_row("its batches, in one process here", f"{one.loading_us * 1e-3:.2f} ms")
-        table.add_row("its DataLoader has", one.advice)
+        table.add_row("its step alone", f"{row.step_us * 1e-3:.2f} ms")
+        table.add_row("its batches, in one process here", f"{row.loading_us * 1e-3:.2f} ms")
+        table.add_row("its DataLoader has", row.advice)
     if program.passes:
         table.add_row("its iteration is", ", ".join(program.passes))
     if program.optimizer_steps > 1:
-        each_ms = found.iteration_us / program.optimizer_steps * 1e-3
+        each_ms = forecast.iteration_us / program.optimizer_steps * 1e-3
         table.add_row("its optimizer steps", f"{program.optimizer_steps}, {each_ms:.2f} ms each")
     for note in program.notes:
         table.add_row("note", note)
-    if one.captured.kept:
+    if row.captured.kept:
         table.add_row("note", "read from the cache; --no-cache captures it anew")
-    add_parts(table, found)
+    add_parts(table, forecast)
     print_tables(table)

@@ -35,88 +35,94 @@ AsModule = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptCase:
-    """The model that a script trains, and the step that it was found in."""
+    """The model that a script trains, and the captured program of the script's own step."""
 
     model: SizedModel
     program: ProgramCapture
     target: Target
 
     def prepared(self, plan: ParallelPlan, world: int) -> tuple[StepCapture, Target]:
-        """A micro-batch under a plan, and the target, in mixed precision where the script is.
+        """The capture of a micro-batch under a plan, and the target with that plan.
 
-        Its ranks share as many samples as the script has as that many processes, in micro-batches
-        of the script's own size unless the plan states their number. Layers are recomputed as the
-        script does, unless the plan states how.
+        The ranks share the samples of ``world`` processes of the script, in micro-batches of the
+        script's own size unless the plan states their number. Mixed precision is as in the script,
+        and so is recomputation unless the plan states it.
         """
         from itercast.compose.capture_model import capture, micro_size
         from itercast.compose.target import find_node
 
         facts = self.model.facts
-        how = self.model.settings({"amp": plan.amp})
+        settings = self.model.settings({"amp": plan.amp})
         samples = self.model.replica_batch * world
         if samples % plan.dp:
             raise ValueError(f"plan {str(plan)!r}: dp does not divide {samples} samples")
-        micro = max(1, samples // plan.dp // facts.batch)
+        microbatches = max(1, samples // plan.dp // facts.batch)
         if plan.pp > 1 and not plan.micro:
-            plan = replace(plan, micro=micro)
+            plan = replace(plan, micro=microbatches)
         elif plan.pp == 1 and plan.accumulate == 1:
-            plan = replace(plan, accumulate=micro)
-        plan = replace(plan, amp=how["amp"], recompute=plan.recompute or facts.recompute)
+            plan = replace(plan, accumulate=microbatches)
+        plan = replace(plan, amp=settings["amp"], recompute=plan.recompute or facts.recompute)
         size = micro_size(self.model, plan, samples // plan.dp, facts.seq)
-        how |= {"amp": plan.autocast}
-        step = capture(self.model, **size, **how)
+        settings |= {"amp": plan.autocast}
+        step = capture(self.model, **size, **settings)
         node = find_node(plan, self.target.gpu)
         return step, replace(self.target, plan=plan, node=node)
 
     def facts(self) -> Row:
-        """What was found, and what its step takes beside an update of the script, on one GPU."""
+        """Facts of the model, and two forecast times: how near the model's step is to the script's.
+
+        ``script_us``: of the script, per optimizer step, on its GPUs; ``model_us``: of a step of
+        the model alone, on one GPU.
+        """
         from itercast.compose.programs.forecast import forecast_program
         from itercast.compose.programs.price import product_dtypes
         from itercast.compose.target import forecast_step
 
-        whole_us = forecast_program(self.program, self.target).iteration_us
-        whole_us /= self.program.optimizer_steps
+        program, facts = self.program, asdict(self.model.facts)
+        program_us = forecast_program(program, self.target).iteration_us
+        facts |= {"script_us": program_us / program.optimizer_steps}
+        facts |= {"script_gpus": program.world_size, "updates": program.optimizer_steps}
+        facts["notes"] = [*self.model.facts.notes, *program.notes]
+        facts["products"] = product_dtypes(program, self.target.gpu)
         model_us = forecast_step(*self.prepared(ParallelPlan(), 1)).iteration_us
-        found = asdict(self.model.facts)
-        found |= {"script_us": whole_us, "script_gpus": self.program.world_size}
-        found |= {"updates": self.program.optimizer_steps}
-        found["notes"] = [*self.model.facts.notes, *self.program.notes]
-        found["products"] = product_dtypes(self.program, self.target.gpu)
-        return {**found, "model_us": model_us, "engine": self.model.engine}
+        return {**facts, "model_us": model_us, "engine": self.model.engine}
 
 
 @contextmanager
 def script_case(order: ScriptOrder) -> Iterator[ScriptCase]:
-    """Find the model that a script trains; its process ends with this context."""
+    """Run a script and find the model that it trains; the script's process ends with the context.
+
+    The model lives there: it is captured under plans while the context is open.
+    """
     from itercast.compose.programs.script_model import script_model
 
     with ExitStack() as stack:
-        with telling(order) as (told,):
-            model, program = stack.enter_context(script_model(told))
+        with telling(order) as (order_with_progress,):
+            model, program = stack.enter_context(script_model(order_with_progress))
         yield ScriptCase(model=model, program=program, target=order.target)
 
 
 @contextmanager
 def telling(*orders: ScriptOrder) -> Iterator[list[ScriptOrder]]:
-    """Orders with what their scripts do shown as progress, from when they run."""
+    """The orders, changed such that each shows a line of progress while its script runs."""
     from itercast.eval.progress import progress_bar
 
     tasks: dict[str, TaskID] = {}
     with progress_bar() as bar:
 
-        def tell(running: str, doing: str) -> None:
-            if running not in tasks:
-                tasks[running] = bar.add_task(running, total=None)
-            bar.update(tasks[running], description=f"{running}: {doing}")
+        def tell(label: str, doing: str) -> None:
+            if label not in tasks:
+                tasks[label] = bar.add_task(label, total=None)
+            bar.update(tasks[label], description=f"{label}: {doing}")
 
-        running = [f"running {one.path.name} as rank 0 of {one.world_size}" for one in orders]
-        yield [replace(o, tell=partial(tell, r)) for o, r in zip(orders, running, strict=True)]
+        labels = [f"running {o.path.name} as rank 0 of {o.world_size}" for o in orders]
+        yield [replace(o, tell=partial(tell, r)) for o, r in zip(orders, labels, strict=True)]
 
 
 def print_under_plan(order: ScriptOrder, text: str, trace: Path | None, as_json: bool) -> None:
-    """Print the forecast of the model that a script trains under a plan; ValueError for another.
+    """Print the forecast of the model that a script trains, under the plan in ``text``.
 
-    The plan is of as many GPUs as the script is asked for, where that is more than one.
+    ValueError where the order asks for several GPUs and the plan has another number.
     """
     from itercast.commands.shared import add_parts, forecast_table, write_trace
     from itercast.compose.target import forecast_step
@@ -128,20 +134,18 @@ def print_under_plan(order: ScriptOrder, text: str, trace: Path | None, as_json:
     order = replace(order, world_size=plan.world_size)
     with script_case(order) as case:
         step, target = case.prepared(plan, plan.world_size)
-        found, facts = forecast_step(step, target), case.facts()
+        forecast, facts = forecast_step(step, target), case.facts()
     if trace is not None:
         write_trace(trace, "step", step, target)
     if as_json:
-        told = {
-            "script": {"arguments": list(order.arguments), **facts},
-            "assumes": assumes([found]),
-        }
-        typer.echo(json.dumps({"case": order.path.name, **asdict(found), **told}))
+        script = {"arguments": list(order.arguments), **facts}
+        more = {"script": script, "assumes": assumes([forecast])}
+        typer.echo(json.dumps({"case": order.path.name, **asdict(forecast), **more}))
         return
-    below = f"below: not the script, but its model under {found.plan}"
-    typer.echo("\n".join([*found_lines(facts), below, assumes([found])]))
-    table = forecast_table(f"the model of {order.path.name}", found)
-    add_parts(table, found)
+    below = f"below: not the script, but its model under {forecast.plan}"
+    typer.echo("\n".join([*model_lines(facts), below, assumes([forecast])]))
+    table = forecast_table(f"the model of {order.path.name}", forecast)
+    add_parts(table, forecast)
     print_tables(table)
 
 
@@ -155,9 +159,10 @@ def searched(
     gpus: int = 8,
     module: bool = False,
 ) -> Iterator[tuple[Any, Row]]:
-    """What is searched, and of a script what was found in it; it runs until this context ends.
+    """The model whose plans are searched, and where it is a script's: facts of it, else none.
 
-    It runs as one of ``gpus`` processes where it does not go on as one.
+    A script's process runs until this context ends: as the only one, or as one of ``gpus`` where
+    it needs several.
     """
     if not (module or question.case.endswith(".py")):
         if arguments:
@@ -179,8 +184,8 @@ def searched(
         yield case.model, {"script": {"arguments": list(arguments), **case.facts()}}
 
 
-def found_lines(facts: Row) -> list[str]:
-    """What a script trains, how near its model's step comes to its own, and notes, a line each."""
+def model_lines(facts: Row) -> list[str]:
+    """Lines on ``ScriptCase.facts``: the model, and the times of the script's step and its own."""
     tokens = f" x {facts['seq']:,} tokens" if facts["seq"] else ""
     micro = f"{facts['micro']} micro-batches of " if facts["micro"] > 1 else ""
     dtype = f"{facts['dtype']} autocast" if facts["amp"] else facts["dtype"]

@@ -98,7 +98,7 @@ def iterations(
     with progress_bar() as bar:
         task = bar.add_task("iterations", total=len(wanted) * len(repeats))
         for n, repeat in enumerate(repeats):
-            show = partial(_completed, bar, task, n * len(wanted))
+            show = partial(_show_completed, bar, task, n * len(wanted))
             left_s = end - time.monotonic()
             rows += collect_iterations(out, device, wanted, repeat, show, left_s, devices=devices)
     return rows
@@ -119,15 +119,22 @@ def compared(
     if not files or (measured / "iteration").is_dir():
         rows = measured_rows(measured, names)
         return rows, compare_all(rows, bundle)
-    read = {file.stem: measured_steps(file, Question, bundle) for file in files}
-    steps = {k: [x for x in each if not names or x.name in names] for k, each in read.items()}
+    steps = {
+        file.stem: [
+            step
+            for step in measured_steps(file, Question, bundle)
+            if not names or step.name in names
+        ]
+        for file in files
+    }
     if not any(steps.values()):
         raise ValueError(f"measured {str(measured)!r}: no step of {', '.join(names or ())} there")
     return step_rows(steps), compare_steps(steps)
 
 
-def _completed(bar: Progress, task: TaskID, before: int, rows: int) -> None:
-    bar.update(task, completed=before + rows)
+def _show_completed(bar: Progress, task: TaskID, earlier_rows: int, rows: int) -> None:
+    """Advance a bar to ``rows`` of this round, beyond the rows of earlier rounds."""
+    bar.update(task, completed=earlier_rows + rows)
 
 
 def fit(
@@ -140,9 +147,10 @@ def fit(
 ) -> Row:
     """Train a bundle with a progress bar; returns the report as plain values.
 
-    The forecasts of the held-out rows are written into the bundle's folder. ``into``: ``out`` is a
-    bundle that keeps its other families. ``more``: ``fit_all`` of
-    ``itercast.learners.train.train``, and fields of its ``Asked``.
+    The forecasts of the held-out rows are written into the bundle's folder. ``families``: only
+    these; ``trials``: of hyperparameters, per family; ``into``: ``out`` is a bundle that keeps its
+    other families. ``more``: ``fit_all`` (how families are trained: in turn, or on Ray) and fields
+    of ``itercast.learners.train.Asked``.
     """
     from itercast.capture.base.files import write_atomic
     from itercast.eval.tracking.open_run import open_run
@@ -167,12 +175,12 @@ def fit(
     with when_stopped(stopped), progress_bar() as bar, opened as run:
         task, begun = bar.add_task("train", total=None), list[str]()
 
-        def told(name: str) -> None:
+        def on_family(name: str) -> None:
             bar.update(task, description=f"train {name}")
             run.progress("families_trained", len(begun))
             begun.append(name)
 
-        trained = train_tables(tables, asked, out, told, kept[0] if kept else None, fit_all)
+        trained = train_tables(tables, asked, out, on_family, kept[0] if kept else None, fit_all)
         run.progress("families_trained", len(trained.families))
     report, held_out = trained.to_dict(), trained.held_out()
     save_held_out(out, with_others(held_out, kept[1]) if kept else held_out)
@@ -210,7 +218,10 @@ def say_logged() -> None:
 
 
 def write_trace(path: Path, what: str, *forecast: object) -> None:
-    """Write the timeline of a step or program, compressed where the file's name ends in .gz."""
+    """Write the timeline of ``what``: a "step" (of step and target), or a "program".
+
+    The file is compressed where its name ends in .gz.
+    """
     from itercast.capture.base.files import write_atomic
 
     trace = function_of("traces", what)(*forecast)
@@ -224,88 +235,93 @@ def report_table(report: Row) -> Table:
 
     lines = []
     for name, entry in report.items():
-        floor, share = entry.get("retest_ape_pct"), entry.get("coverage_pct")
+        retest_pct, coverage_pct = entry.get("retest_ape_pct"), entry.get("coverage_pct")
         facts = (
             str(entry["rows"]),
-            "-" if floor is None else f"{floor:.1f}",
-            "-" if share is None else f"{share:.0f}",
+            "-" if retest_pct is None else f"{retest_pct:.1f}",
+            "-" if coverage_pct is None else f"{coverage_pct:.0f}",
         )
         lines.append((name, facts, entry["learners"]))
     table = learner_table(lines, ("rows", "re-\ntest", "co-\nvered"))
-    covered = [(e["rows"], e["coverage_pct"]) for e in report.values() if e.get("coverage_pct")]
-    if covered:
-        share = sum(n * pct for n, pct in covered) / sum(n for n, _ in covered)
+    known = [entry for entry in report.values() if entry.get("coverage_pct")]
+    if known:
+        rows = sum(entry["rows"] for entry in known)
+        mean_pct = sum(entry["rows"] * entry["coverage_pct"] for entry in known) / rows
         table.caption = (
-            f"80 % intervals cover {share:.0f} % of these shapes (mean weighted by rows)"
+            f"80 % intervals cover {mean_pct:.0f} % of these shapes (mean weighted by rows)"
         )
     return table
 
 
-def forecast_table(case: str, found: Forecast, spread: Any = None, of: str = "") -> Table:
-    """A table of one forecast: times, rates (``of``: whose), memory; ``add_parts`` ends it."""
-    table = Table(title=f"{case} on {found.gpu}", show_header=False)
+def forecast_table(case: str, forecast: Forecast, spread: Any = None, of: str = "") -> Table:
+    """A table of one forecast: times, rates, memory, notes; ``add_parts`` adds where time goes.
+
+    ``spread``: distribution of the step over noisy ranks, or None; ``of``: what rates are of, such
+    as " of one process".
+    """
+    table = Table(title=f"{case} on {forecast.gpu}", show_header=False)
     ms = 1e-3
-    table.add_row("iteration", f"{found.iteration_us * ms:.2f} ms")
-    low, high = found.iteration_us_p10 * ms, found.iteration_us_p90 * ms
+    table.add_row("iteration", f"{forecast.iteration_us * ms:.2f} ms")
+    low, high = forecast.iteration_us_p10 * ms, forecast.iteration_us_p90 * ms
     table.add_row("80 % interval", f"{low:.2f} to {high:.2f} ms")
     if spread:
         table.add_row(f"slowest of {spread.ranks} ranks", spread.in_words)
-    if found.samples_per_s:  # a script that has no DataLoader does not say
-        table.add_row("samples per second", three_digits(found.samples_per_s) + of)
-    if found.tokens_per_s:
-        table.add_row("tokens per second", f"{found.tokens_per_s:,.0f}{of}")
-    table.add_row("model FLOPs utilisation", f"{100 * found.mfu_frac:.1f} %")
-    table.add_row("peak memory", f"{found.memory_bytes / 1e6:.0f} MB")
-    if found.host_memory_bytes:
-        table.add_row("in host memory", f"{found.host_memory_bytes / 1e6:.0f} MB a GPU")
-    if not found.fits:
-        room = f"{found.memory_room_bytes / 1e6:.0f} MB are left for tensors"
-        table.add_row(Text("does not fit", "red"), _lacking_on_host(found) or room)
-    if found.memory_verdict.startswith("too close"):
-        table.add_row(Text("memory", "yellow"), f"{found.memory_verdict} (the model's error)")
-    if not found.host and not found.cluster and found.gpu != cpu_name():
+    if forecast.samples_per_s:  # a script that has no DataLoader does not say
+        table.add_row("samples per second", three_digits(forecast.samples_per_s) + of)
+    if forecast.tokens_per_s:
+        table.add_row("tokens per second", f"{forecast.tokens_per_s:,.0f}{of}")
+    table.add_row("model FLOPs utilisation", f"{100 * forecast.mfu_frac:.1f} %")
+    table.add_row("peak memory", f"{forecast.memory_bytes / 1e6:.0f} MB")
+    if forecast.host_memory_bytes:
+        table.add_row("in host memory", f"{forecast.host_memory_bytes / 1e6:.0f} MB a GPU")
+    if not forecast.fits:
+        room = f"{forecast.memory_room_bytes / 1e6:.0f} MB are left for tensors"
+        table.add_row(Text("does not fit", "red"), _lacking_on_host(forecast) or room)
+    if forecast.memory_verdict.startswith("too close"):
+        table.add_row(Text("memory", "yellow"), f"{forecast.memory_verdict} (the model's error)")
+    if not forecast.host and not forecast.cluster and forecast.gpu != cpu_name():
         table.add_row(
             "this machine", f"{cpu_name()}; `itercast check` says whether the bundle fits"
         )
-    if found.cluster:
-        table.add_row("split", cluster_line(found.cluster))
-        if even_us := found.cluster["even_us"]:
+    if forecast.cluster:
+        table.add_row("split", cluster_line(forecast.cluster))
+        if even_us := forecast.cluster["even_us"]:
             table.add_row("in equal shares", f"{even_us * ms:.2f} ms")
-    if found.lengths:
-        table.add_row("lengths", lengths_line(found.lengths))
-    for note in found.notes:
+    if forecast.lengths:
+        table.add_row("lengths", lengths_line(forecast.lengths))
+    for note in forecast.notes:
         table.add_row("note", note)
     return table
 
 
-def memory_cell(found: Forecast) -> Text:
-    """GB of the fullest rank, marked where they do not fit or may not (``memory_legend``)."""
-    used = f"{found.memory_bytes / 1e9:.1f}"
-    if not found.fits:
+def memory_cell(forecast: Forecast) -> Text:
+    """GB of the fullest rank, with "!" where they don't fit, "?" where it is too close to tell."""
+    used = f"{forecast.memory_bytes / 1e9:.1f}"
+    if not forecast.fits:
         return Text(f"{used}!", "red")
-    close = found.memory_verdict.startswith("too close")
+    close = forecast.memory_verdict.startswith("too close")
     return Text(f"{used}?", "yellow") if close else Text(used)
 
 
-def memory_legend(found: Sequence[Forecast]) -> list[str]:
-    """What the marks of ``memory_cell`` say, of those that are there, and of their GPUs."""
-    words = {"!": "more than", "?": "too close to tell whether they fit to"}
+def memory_legend(forecasts: Sequence[Forecast]) -> list[str]:
+    """Lines that explain the marks of ``memory_cell``, of those that these forecasts have."""
+    meanings = {"!": "more than", "?": "too close to tell whether they fit to"}
     lines = []
-    for mark, text in words.items():
-        marked = [r for r in found if mark in memory_cell(r) and not _lacking_on_host(r)]
+    for mark, meaning in meanings.items():
+        marked = [r for r in forecasts if mark in memory_cell(r) and not _lacking_on_host(r)]
         rooms = sorted(r.memory_room_bytes for r in marked)
         ends = dict.fromkeys(f"{room / 1e9:.1f}" for room in (*rooms[:1], *rooms[-1:]))
         if ends:
-            lines.append(
-                f"{mark}: {text} the {' to '.join(ends)} GB that a GPU has left for tensors"
-            )
-    return [*lines, *(f"!: {why}" for why in dict.fromkeys(map(_lacking_on_host, found)) if why)]
+            range_gb = " to ".join(ends)
+            lines.append(f"{mark}: {meaning} the {range_gb} GB that a GPU has left for tensors")
+    reasons = dict.fromkeys(filter(None, map(_lacking_on_host, forecasts)))
+    return [*lines, *(f"!: {reason}" for reason in reasons)]
 
 
-def _lacking_on_host(found: Forecast) -> str:
-    """Why a plan that fits its GPUs does not fit their host; "" of others."""
-    on_gpu = found.memory_bytes > found.memory_room_bytes
-    return "" if found.fits or on_gpu else found.memory_verdict.partition(": ")[2]
+def _lacking_on_host(forecast: Forecast) -> str:
+    """Why a plan that fits its GPUs does not fit their host's memory; "" for other plans."""
+    gpu_is_full = forecast.memory_bytes > forecast.memory_room_bytes
+    return "" if forecast.fits or gpu_is_full else forecast.memory_verdict.partition(": ")[2]
 
 
 def surely_fits(reports: Sequence[Forecast]) -> str:
@@ -320,23 +336,23 @@ def surely_fits(reports: Sequence[Forecast]) -> str:
     return f"the fastest of these that surely fits: {plan}, {best.iteration_us / 1e3:.1f} ms"
 
 
-def add_parts(table: Table, found: Forecast) -> None:
-    """Add what an iteration's time goes to, in rows that add up to it, and messages beside it."""
+def add_parts(table: Table, forecast: Forecast) -> None:
+    """Add rows of a forecast's parts, which add up to its time, and of messages beside compute."""
     from itercast.compose.time_parts import time_parts
 
     table.add_row("the iteration is", "")
-    for part in time_parts(found):
+    for part in time_parts(forecast):
         table.add_row(f"  {part.name}", f"{part.time_us * 1e-3:.2f} ms")
-    if (hidden_us := found.comm_us - found.exposed_comm_us) > 0:
+    if (hidden_us := forecast.comm_us - forecast.exposed_comm_us) > 0:
         table.add_row("beside compute, messages of", f"{hidden_us * 1e-3:.2f} ms")
 
 
 def cluster_line(facts: Facts) -> str:
-    """What each group of unlike GPUs has of a step, in one line."""
+    """How a step is split over groups of unlike GPUs, in one line: samples or layers of each."""
     parts = []
     for group in facts["groups"]:
-        what = f"{group['rows']} samples" if "rows" in group else f"{group['layers']} layers"
-        parts.append(f"{group['group']} {what}")
+        share = f"{group['rows']} samples" if "rows" in group else f"{group['layers']} layers"
+        parts.append(f"{group['group']} {share}")
     return ", ".join(parts)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from itercast import api
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture, micro_size
@@ -23,6 +24,10 @@ def products(step: StepCapture, phase: str) -> list[tuple[int, ...]]:
 
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
+
+
+def test_every_public_name_is_there() -> None:
+    assert all(callable(getattr(api, name)) for name in api.__all__)
 
 
 def test_a_batch_that_changes_no_input_is_said() -> None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from itercast.command_line import app
 from itercast.commands.plan import plans_table
-from itercast.commands.script_case import found_lines
+from itercast.commands.script_case import model_lines
 from itercast.compose.plan_search.search import best_plans
 from itercast.learners.bundle import Bundle
 
@@ -67,7 +67,7 @@ def test_the_plans_of_a_script(
     found = json.loads(result.stdout.splitlines()[-1])
     assert found["script"]["parameters"] == 8 * 64**2 + 5 * 64 and found["global_batch"] == 8 * 16
     assert found["plans"][0]["world_size"] == 8 and found["command"].endswith("-- 64")
-    assert "for each of 2 updates" in found_lines(found["script"])[1]
+    assert "for each of 2 updates" in model_lines(found["script"])[1]
     assert found["script"]["model_us"] == pytest.approx(found["script"]["script_us"], rel=0.15)
     monkeypatch.setattr("subprocess.Popen", None)
     again = json.loads(run.invoke(app, [*words, "--", "64"]).stdout.splitlines()[-1])
