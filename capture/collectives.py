@@ -23,7 +23,7 @@ CALL = re.compile(
 )
 KINDS = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
 KINDS |= {"isend": "send", "irecv": "recv"}
-INTO_WHOLE = ("all_gather", "scatter", "recv")  # the whole buffer is written, else it is read
+WRITES_WHOLE = ("all_gather", "scatter", "recv")  # the whole buffer is written, else it is read
 REDUCTIONS: Any = dist.ReduceOp.RedOpType
 WRITTEN = ("output_tensors", "output_tensor", "output", "outputs", "output_lists", "out")
 
@@ -55,7 +55,9 @@ def is_collective(func: Any) -> bool:
 def collective_of(func: Any, args: Any, kwargs: Any, result: Any) -> CollectiveCall | None:
     """The collective that a call launches; None for ``wait_tensor`` and other helpers.
 
-    NotImplementedError for a collective that is not known.
+    ``func``: the op; ``result``: what it returned. NotImplementedError for an unknown collective.
+    Ops differ in how they name and order tensors: some write arguments (``WRITTEN``), some return
+    new tensors, and some work in place.
     """
     name = func._schema.name.partition("::")[2]
     if name in ("wait_tensor", "mesh_get_process_group", "check_for_nan"):
@@ -63,24 +65,24 @@ def collective_of(func: Any, args: Any, kwargs: Any, result: Any) -> CollectiveC
     if (call := CALL.fullmatch(name)) is None:
         raise NotImplementedError(f"collective {name!r} is not known")
     kind = KINDS.get(call[1], call[1])
-    into_whole = kind in INTO_WHOLE
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    writes_whole = kind in WRITES_WHOLE
+    given = _by_name(func, args, kwargs)
     group = _group(given)
     tensors = {k: _tensors(v) for k, v in given.items()}
-    named = [t for k in WRITTEN for t in tensors.get(k, ())]
-    written = named or _tensors(result)
+    outputs = [t for k in WRITTEN for t in tensors.get(k, ())]  # arguments that it writes
+    written = outputs or _tensors(result)
     read = [t for k, ts in tensors.items() if k not in WRITTEN for t in ts] or written
     if kind == "all_to_all" and sum(map(bool, given.get("input_split_sizes") or ())) == 1:
         kind = "exchange"  # all to one: a ring
     if kind == "recv":
         written = read
-    if not written or (func.namespace == "c10d" and not named):
+    if not written or (func.namespace == "c10d" and not outputs):
         written = read  # in place
     peer = given.get("dst", given.get("src", given.get("root_rank", -1)))
     ranks = tuple(dist.get_process_group_ranks(group))
     return CollectiveCall(
         kind=kind,
-        buffers=tuple(written if into_whole else read),
+        buffers=tuple(written if writes_whole else read),
         read=tuple(read),
         written=tuple(written),
         group=group.group_name,
@@ -91,21 +93,26 @@ def collective_of(func: Any, args: Any, kwargs: Any, result: Any) -> CollectiveC
 
 
 def exchanged(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Any, Any, int]:
-    """The tensors whose numbers an op of ``torch.distributed`` sends, and those that get them.
+    """(read, written, terms): tensors that an op of ``torch.distributed`` reads and writes.
 
-    And how many equal numbers are added up to one: those of all ranks, or 1.
+    ``terms``: how many equal numbers are added up to one written number, where all ranks have the
+    same: the group's size in a summing all-reduce, else 1.
     """
     call = collective_of(func, args, kwargs, result)
     if call is None:
         return _tensors(args), _tensors(result), 1
-    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    op: Any = named.get("reduce_op")
+    op: Any = _by_name(func, args, kwargs).get("reduce_op")
     adds = op == "sum" if op is None or isinstance(op, str) else op.op() == int(REDUCTIONS.SUM)
     return call.read, call.written, len(call.ranks) if adds and call.kind == "all_reduce" else 1
 
 
+def _by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """All arguments of an op's call by the names in its schema."""
+    return dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+
+
 def in_parts(call: CollectiveCall) -> bool:
-    """Whether torch's compiler may send it in parts, beside those of a product (async TP)."""
+    """Whether torch's compiler may split it, to overlap with parts of a product (async TP)."""
     config: Any = sys.modules.get("torch._inductor.config")
     memory: Any = sys.modules.get("torch.distributed._symmetric_memory")
     if call.kind not in ("all_gather", "reduce_scatter") or config is None or memory is None:
@@ -122,4 +129,5 @@ def _group(given: Mapping[str, Any]) -> Any:
 
 
 def _tensors(value: Any) -> list[Any]:
+    """The tensors in a value, also inside lists."""
     return [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]

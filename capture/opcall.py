@@ -84,8 +84,8 @@ INDEX_BYTES = 8  # of one index of a sparse tensor: int64
 
 def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of a dtype name; tf32 is stored as fp32."""
-    found: torch.dtype = getattr(torch, TORCH_NAMES.get(name, name))
-    return found
+    dtype: torch.dtype = getattr(torch, TORCH_NAMES.get(name, name))
+    return dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +190,7 @@ class OpCall:
         return sum(t.nbytes for t in self.touched)
 
     def argument(self, at: int, name: str, default: Argument = None) -> Argument:
-        """The argument at a position or of this name, or the default where it is not given."""
+        """The argument at a position of ``args`` or of this name; ``default`` if not given."""
         return self.args[at] if len(self.args) > at else self.kwargs.get(name, default)
 
     @cached_property
@@ -199,16 +199,17 @@ class OpCall:
 
 
 def changed(value: R, **fields: Any) -> R:
-    """The value with other fields, as ``dataclasses.replace`` but faster: it calls no constructor.
+    """A copy with other fields, as of ``dataclasses.replace`` but faster: no constructor runs.
 
-    Plan searches make millions.
+    Plan searches make millions. Cached properties are not copied.
     """
-    made, known = object.__new__(type(value)), vars(value)
-    vars(made).update({name: known[name] for name in value.__dataclass_fields__}, **fields)
-    return made
+    copy, known = object.__new__(type(value)), vars(value)
+    vars(copy).update({name: known[name] for name in value.__dataclass_fields__}, **fields)
+    return copy
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[TensorSpec]:
+    """The tensors among values, and in lists and tuples among them, in order."""
     for value in values:
         if isinstance(value, TensorSpec):
             yield value

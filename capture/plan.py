@@ -185,14 +185,13 @@ class ParallelPlan:
         return [*(name for name in own if name != "more"), *(name for name, _ in self.more)]
 
     def parts(self, changed: str) -> tuple[object, ...]:
-        """The values of all keys that change ``changed``: ops, prices or stages.
-
-        The whole plan where an added key does, which is told of all of it.
+        """The values of all keys that change "ops", "prices" or "stages"; plans that agree in them
+        share these. With the whole plan where a key of a package does, which reads all of it.
         """
         kind: Any = type(self)
         own = tuple(getattr(self, name) for name in _changing(kind, changed))
-        added = any(changed in added_keys()[name].changes for name, _ in self.more)
-        return (*own, *((self,) if added else ()))
+        by_package = any(changed in added_keys()[name].changes for name, _ in self.more)
+        return (*own, self) if by_package else own
 
     @classmethod
     def parse(cls, text: str) -> ParallelPlan:
@@ -221,26 +220,26 @@ class ParallelPlan:
         for name in stated:
             if name != "dp" and name in _KEYS:
                 value, second = getattr(self, name), _NUMBERS.get(name, "")
-                told = f":{getattr(self, second):g}" if second in stated else ""
-                parts.append(name if value is True else f"{name}={value}{told}")
+                behind_colon = f":{getattr(self, second):g}" if second in stated else ""
+                parts.append(name if value is True else f"{name}={value}{behind_colon}")
         return ",".join([*parts, *(f"{name}={value}" for name, value in self.more)])
 
 
 @cache
 def _changing(plan: Any, changed: str) -> tuple[str, ...]:
-    """The fields that change ``changed``: those that say so, and those that say nothing."""
-    every = [changed]
+    """The fields that change "ops", "prices" or "stages": those that say so, or say nothing."""
     own = (f for f in fields(plan) if f.name != "more")
-    return tuple(f.name for f in own if changed in f.metadata.get("changes", every))
+    return tuple(f.name for f in own if changed in f.metadata.get("changes", [changed]))
 
 
 _FIELDS = {f.name: f.metadata for f in fields(ParallelPlan) if f.name != "more"}
+# Fields of numbers behind a colon, by the key that they follow: "ep": "imbalance" of ep=8:1.2.
 _NUMBERS = {facts["behind"]: name for name, facts in _FIELDS.items() if "behind" in facts}
 _KEYS = [name for name in _FIELDS if name not in _NUMBERS.values()]
 
 
 def _read(name: str, text: str, *, flag: bool) -> dict[str, Any]:
-    """The values of a key's text: its own, and that of a number behind it."""
+    """The fields of ``name=text`` (``flag``: of ``name``): the key, a number behind a colon."""
     if name not in _KEYS:
         raise unknown("key", name, [*_KEYS, *added_keys()], "docs/formats.md")
     facts, second = _FIELDS[name], _NUMBERS.get(name)
@@ -252,8 +251,8 @@ def _read(name: str, text: str, *, flag: bool) -> dict[str, Any]:
     if second is None:
         return {name: facts["read"](name, text)}
     value, colon, count = text.partition(":")
-    found = {name: facts["read"](name, value)}
-    return found | ({second: _FIELDS[second]["read"](f"{name}:N", count)} if colon else {})
+    number = {second: _FIELDS[second]["read"](f"{name}:N", count)} if colon else {}
+    return {name: facts["read"](name, value), **number}
 
 
 def micro_batch(plan: ParallelPlan, batch: int, seq: int) -> tuple[int, int]:
@@ -269,18 +268,20 @@ def micro_batch(plan: ParallelPlan, batch: int, seq: int) -> tuple[int, int]:
 
 
 def _broken_rules(p: ParallelPlan) -> Iterator[str]:
-    """Yields the rules that a plan breaks; later rules rely on earlier ones."""
+    """Yields the rules that a plan breaks, of pairs (broken, rule); later ones rely on earlier."""
     for rules in (_degree_rules, _schedule_rules, _gradient_rules, _local_rules, _place_rules):
         yield from (rule for broken, rule in rules(p) if broken)
 
 
 def _place_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
+    """Rules of nodes, and of keys that packages add."""
     yield p.nodes > 0 and not p.node, "nodes needs node=NAME"
     for name, value in p.more:
         yield from added_keys()[name].rules(p, value)
 
 
 def _degree_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
+    """Rules of degrees of parallelism, of experts and of sequence parallelism."""
     for name in ("dp", "tp", "pp", "cp", "ep", "accumulate", "virtual"):
         yield getattr(p, name) < 1, f"{name} is a positive integer"
     yield p.etp not in (0, 1, p.tp), f"etp is 1 or tp, got {p.etp}"
@@ -296,20 +297,21 @@ def _degree_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
 
 
 def _schedule_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
+    """Rules of micro-batches and of pipelines: their stages and schedules."""
     yield p.pp > 1 and p.accumulate > 1, "with pp > 1 give micro instead of accumulate"
     both = p.micro > 1 and p.accumulate > 1
     yield both, "micro and accumulate both count micro-batches: give one"
     uneven = p.first + p.last > 0
     yield uneven and p.pp == 1, "first and last need pp > 1"
-    stages = p.layers.count("+") + 1
-    counted = p.layers != "" and (uneven or stages != p.pp * p.virtual)
-    yield counted, f"layers has a number for each of {p.pp * p.virtual} stages, without first, last"
+    chunks = p.pp * p.virtual
+    miscounted = p.layers != "" and (uneven or p.layers.count("+") + 1 != chunks)
+    yield miscounted, f"layers has a number for each of {chunks} stages, without first, last"
     yield uneven and p.virtual > 1, "first and last are of stages of one piece: not interleaved"
     yield not 0 < p.recomputed <= 1, f"recompute's share is above 0 and up to 1: {p.recomputed}"
     yield p.pp == 1 and p.schedule != "1f1b", f"schedule={p.schedule} needs pp > 1"
     interleaved, v_shaped = p.schedule == "interleaved", p.schedule in V_SHAPED
-    loops = p.virtual == 1 or interleaved or v_shaped
-    yield not loops, "only interleaved takes a number of stages per rank"
+    may_be_virtual = interleaved or v_shaped
+    yield p.virtual > 1 and not may_be_virtual, "only interleaved takes a number of stages per rank"
     yield v_shaped and p.virtual != 2, f"{p.schedule} has two stages per rank"
     few = p.schedule == "dualpipev" and p.microbatches < 2 * p.pp
     yield few, f"dualpipev needs two micro-batches per rank or more: micro >= {2 * p.pp}"
@@ -328,15 +330,15 @@ def _gradient_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
         on_host and p.zero < 2,
         "offload=parameters needs zero=3, or 2: what lies in host memory is FSDP's shards",
     )
-    both = on_host and "optimizer" in p.offload
-    yield both, "offload=parameters has the optimizer's state in host memory, too"
+    twice = on_host and "optimizer" in p.offload
+    yield twice, "offload=parameters has the optimizer's state in host memory, too"
     beside = p.ep > 1 or p.cdp > 0 or p.local > 0 or p.shard != "" or p.tables != ""
     yield on_host and beside, "offload=parameters: no ep, cdp, local, shard or tables"
-    groups = p.hsdp == 1 or p.dp * p.cp % max(1, p.hsdp) != 0
-    yield groups, f"hsdp is from 2 and divides dp * cp, got {p.hsdp}"
+    uneven_groups = p.hsdp == 1 or p.dp * p.cp % max(1, p.hsdp) != 0
+    yield uneven_groups, f"hsdp is from 2 and divides dp * cp, got {p.hsdp}"
     yield p.compress != "" and p.dp == 1, "compress needs dp > 1"
-    late = p.no_sync and (p.zero < 2 or p.accumulate == 1)
-    yield late, "no_sync needs zero=2 or 3 and accumulate: others scatter once a step as they are"
+    vain = p.no_sync and (p.zero < 2 or p.accumulate == 1)
+    yield vain, "no_sync needs zero=2 or 3 and accumulate: others scatter once a step as they are"
     sharded = p.compress != "" and p.zero > 0 and (p.compress, p.amp) != ("0.5", True)
     yield sharded, "compress with zero is 0.5, with amp: FSDP's reduce_dtype of 16 bits"
     yield p.compress != "" and p.cdp > 0, "compress acts on all_reduce: no cdp"
@@ -346,10 +348,9 @@ def _gradient_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
         p.compress_shard != "" and (p.shard == "" or p.stage_ranks == 1),
         "compress_shard needs shard",
     )
-    others = p.gossip or p.coconet or p.cdp or p.local
-    coded = bool(others) and p.compress.startswith((*QUANTISED, DCT))
+    without_buckets = bool(p.gossip or p.coconet or p.cdp or p.local)
     rule = "compress by a dtype or dct acts on DDP's buckets: no gossip, local, coconet or cdp"
-    yield coded, rule
+    yield without_buckets and p.compress.startswith((*QUANTISED, DCT)), rule
     yield p.gossip != "" and p.dp == 1, f"gossip={p.gossip} needs dp > 1"
     yield not 0 < p.sends <= 1, f"gossip's probability is above 0 and up to 1, got {p.sends}"
     yield p.gossip != "" and p.zero > 0, f"gossip={p.gossip} keeps whole replicas: zero=0"
@@ -359,15 +360,15 @@ def _gradient_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
     yield p.cdp > 0 and p.pp > 1 and not in_turn, rule
     whole = (p.microbatches == 1 or p.pp > 1) and p.ep * p.cp == 1 and not p.gossip
     yield p.cdp > 0 and not whole, "cdp staggers whole replicas: no gossip, ep, cp; micro with pp"
-    handed_on = p.zero in (0, 3) and p.hsdp == 0
-    yield p.cdp > 0 and not handed_on, "cdp hands whole stages on: zero=3 without hsdp, or no zero"
+    intact = p.zero in (0, 3) and p.hsdp == 0
+    yield p.cdp > 0 and not intact, "cdp hands whole stages on: zero=3 without hsdp, or no zero"
     yield bool(p.coconet) and p.dp == 1, "coconet rewrites the gradient all_reduce: dp > 1"
     plain = p.zero == 0 and not p.gossip and p.cdp == 0
     yield bool(p.coconet) and not plain, "coconet rewrites DDP: no zero, gossip or cdp"
     yield bool(p.coconet) and "split" not in p.coconet, "coconet starts with split"
     yield "fuse" in p.coconet and "reorder" not in p.coconet, "coconet: fuse needs reorder"
-    one = p.stage_ranks == 1 and p.tables == ""
-    yield p.shard != "" and one, "shard spreads tables over ranks: dp > 1, or tables=uvm or ssd"
+    alone = p.stage_ranks == 1 and p.tables == ""
+    yield p.shard != "" and alone, "shard spreads tables over ranks: dp > 1, or tables=uvm or ssd"
     yield not 0 <= p.cached <= 1, f"a cache holds from 0 to 1 of a table's rows, got {p.cached}"
     keys = {*WITH_SHARD, "shard", "shard_group", "imbalance", "virtual", "cached", "recomputed"}
     yield (
@@ -378,12 +379,12 @@ def _gradient_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
 
 def _local_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
     """Rules of what replicas average every so many steps: parameters, or tables of groups."""
-    groups = p.stage_ranks % p.table_ranks != 0
-    yield groups, f"shard's group is from 2 and divides dp * tp * cp, got {p.shard_group}"
+    uneven_groups = p.stage_ranks % p.table_ranks != 0
+    yield uneven_groups, f"shard's group is from 2 and divides dp * tp * cp, got {p.shard_group}"
     yield p.local > 0 and p.dp == 1, f"local={p.local} needs dp > 1"
     yield not 0 < p.sampled <= 1, f"local's share is above 0 and up to 1, got {p.sampled}"
-    shared = p.sampled < 1 and (p.zero > 0 or p.shard != "")
-    yield shared, f"local={p.local}:{p.sampled:g} samples whole replicas: no zero, no shard"
+    in_parts = p.sampled < 1 and (p.zero > 0 or p.shard != "")
+    yield in_parts, f"local={p.local}:{p.sampled:g} samples whole replicas: no zero, no shard"
     tables = p.local > 0 and p.shard != ""
     yield (
         tables and p.table_ranks == p.stage_ranks,
@@ -393,5 +394,5 @@ def _local_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
     yield p.outer and not alone, "outer is an optimizer of averaged parameters: local without shard"
     split = p.cp > 1 or p.ep > 1 or p.gossip != "" or p.coconet != "" or p.cdp > 0
     yield alone and split, "local steps whole replicas: no cp, ep, gossip, coconet or cdp"
-    one = p.zero > 0 and p.shards == p.dp
-    yield alone and one, "local with zero averages groups that shard: hsdp below dp"
+    one_group = p.zero > 0 and p.shards == p.dp
+    yield alone and one_group, "local with zero averages groups that shard: hsdp below dp"

@@ -26,8 +26,8 @@ class PlanKey:
     ``read`` turns its text into a value, by the key's name. Where a plan has it:
 
     - ``rules(plan, value)`` yields (whether the plan breaks the rule, the rule);
-    - ``replicas(how, value)`` returns how replicas are kept equal, from the ``Strategy`` of a plan
-      without the key (``itercast.compose.simulate.data_parallel``);
+    - ``replicas(strategy, value)`` returns how replicas are kept equal, from the ``Strategy`` of a
+      plan without the key (``itercast.compose.simulate.data_parallel``);
     - ``step(captured, plan, value)`` returns what one rank does of a captured micro-batch; a key
       that has it ``changes`` "ops prices" (see ``key``);
     - ``memory(by_purpose, plan, value)`` returns bytes of a rank by purpose.
@@ -37,9 +37,11 @@ class PlanKey:
     read: Read[Hashable]
     rules: Callable[[Any, Any], Iterator[tuple[bool, str]]] = lambda plan, value: iter(())
     changes: str = ""
-    replicas: Callable[[Any, Any], Any] = lambda how, value: how
+    replicas: Callable[[Any, Any], Any] = lambda strategy, value: strategy
     step: Callable[[Any, Any, Any], Any] = lambda captured, plan, value: captured
-    memory: Callable[[dict[str, int], Any, Any], dict[str, int]] = lambda found, plan, value: found
+    memory: Callable[[dict[str, int], Any, Any], dict[str, int]] = lambda bytes_, plan, value: (
+        bytes_
+    )
 
 
 def added_keys() -> dict[str, PlanKey]:
@@ -54,12 +56,13 @@ def key(
     *,
     short: Mapping[str, str] | None = None,
 ) -> Value:
-    """A key of plans: how its text is read, its value where it is not given, and what it changes.
+    """A dataclass field for a key of plans: how its text is read, its default, what it changes.
 
-    ``changes`` names what is kept for plans that agree in it: a rank's ``ops``, their ``prices``,
-    which layers a stage has (``stages``). Empty: its effect is in groups of ranks, in how replicas
-    are kept equal (``itercast.compose.simulate.data_parallel.Strategy``), or in what is never kept.
-    None: it changes all of it. ``short``: texts that stand for longer ones.
+    A plan search keeps results for plans with the same values of the keys that change them.
+    ``changes`` says which this key does: "ops" of a rank, their "prices", the layers of "stages".
+    "": none of these, but groups of ranks, how replicas are kept equal
+    (``itercast.compose.simulate.data_parallel.Strategy``), or what is never kept. None: all.
+    ``short``: texts that stand for longer ones.
     """
     facts: dict[str, object] = {"read": read, "short": short or {}}
     if changes is not None:
@@ -68,12 +71,14 @@ def key(
 
 
 def behind(key: str, read: Read[Value], default: Value, changes: str) -> Value:
-    """A number that may follow the value of a key and a colon."""
+    """A dataclass field for a number that may follow the value of another key: ``ep=8:1.2``."""
     metadata = {"behind": key, "read": read, "changes": changes.split()}
     return field(default=default, metadata=metadata)
 
 
 def integer(low: int, high: int) -> Read[int]:
+    """Reads a whole number from ``low`` to ``high``."""
+
     def read(key: str, text: str) -> int:
         digits = text.isascii() and text.isdecimal() and len(text) <= len(str(high))
         if not (digits and low <= int(text) <= high):
@@ -87,6 +92,8 @@ degree = integer(1, MOST)
 
 
 def number(rule: str) -> Read[float]:
+    """Reads a number; ``rule`` is what errors say is allowed, which rules of plans check."""
+
     def read(key: str, text: str) -> float:
         try:
             return float(text)
@@ -100,6 +107,8 @@ share = number("above 0 and up to 1")
 
 
 def one_of(*names: str) -> Read[str]:
+    """Reads one of these names."""
+
     def read(key: str, text: str) -> str:
         if text not in names:
             raise ValueError(f"{key} is one of {', '.join(names)}, got {text!r}")
@@ -112,41 +121,47 @@ def some_of(*names: str) -> Read[str]:
     """Reads one of these names, or several with + between them, in this order."""
 
     def read(key: str, text: str) -> str:
-        found = text.split("+")
-        if not set(found) <= set(names) or len(set(found)) < len(found):
+        given = text.split("+")
+        if not set(given) <= set(names) or len(set(given)) < len(given):
             raise ValueError(f"{key} is one of {', '.join(names)}, or some by +, got {text!r}")
-        return "+".join(name for name in names if name in found)
+        return "+".join(name for name in names if name in given)
 
     return read
 
 
-def named(what: str) -> Read[str]:
+def named(rule: str) -> Read[str]:
+    """Reads any text but an empty one, for which the error says ``rule``."""
+
     def read(key: str, text: str) -> str:
         if not text:
-            raise ValueError(f"{key} {what}")
+            raise ValueError(f"{key} {rule}")
         return text
 
     return read
 
 
 def transforms(key: str, text: str) -> str:
-    """CoCoNeT's transforms, the chunks of an overlap behind a colon."""
-    found: dict[str, str] = {}
+    """Reads CoCoNeT's transforms, such as ``split+overlap:8``; returns them joined by commas."""
+    read: dict[str, str] = {}
     for step in text.split("+"):
         name, _, count = step.partition(":")
-        if name not in TRANSFORMS or name in found or (count and name != "overlap"):
+        if name not in TRANSFORMS or name in read or (count and name != "overlap"):
             raise ValueError(f"{key} takes split, reorder, fuse, overlap:N once each, got {step!r}")
         chunks = integer(2, 1024)(name, count or str(DEFAULT_CHUNKS))
-        found[name] = f"overlap:{chunks}" if name == "overlap" else name
-    return ",".join(found.values())
+        read[name] = f"overlap:{chunks}" if name == "overlap" else name
+    return ",".join(read.values())
 
 
 def counts(key: str, text: str) -> str:
+    """Reads positive integers with + between them, such as ``8+10+6``."""
     return "+".join(str(degree(key, part)) for part in text.split("+"))
 
 
 def codec(key: str, text: str) -> str:
-    """How messages are compressed: a share of their bytes, a dtype, or a cosine transform."""
+    """Reads how messages are compressed: ``0.5`` (a share of their bytes), ``int8``, ``dct:0.1``.
+
+    "" where all bytes are kept.
+    """
     name, colon, share = text.partition(":")
     if name in QUANTISED and not colon:
         return text

@@ -57,12 +57,15 @@ class StepSettings:
 
 
 def update_event(optimizer: str, kind: str = "step") -> str:
-    """The host event of an optimizer's Python; momentum is one more call of the same loop."""
+    """The name of the host event that counts an optimizer's Python: ``adamw_step``, ``sgd_step``.
+
+    Momentum has none of its own: it is one more call of SGD's loop.
+    """
     return f"{optimizer.removesuffix('_momentum')}_{kind}"
 
 
 def hidden_matrices(model: torch.nn.Module) -> dict[str, Any]:
-    """The parameters that Muon updates, by name: matrices of numbered layers, embeddings not.
+    """The parameters that Muon updates, by name: matrices of numbered layers, without embeddings.
 
     Embeddings, the head, norms and biases are AdamW's, as https://kellerjordan.github.io/posts/muon
     recommends; stacked experts too, as torch.optim.Muon takes matrices only.
@@ -76,15 +79,18 @@ def hidden_matrices(model: torch.nn.Module) -> dict[str, Any]:
 class _Muon:
     """torch.optim.Muon for some parameters, then a foreach AdamW for the others."""
 
-    def __init__(self, parameters: Iterable[Any], matrices: Sequence[Any], **how: Any) -> None:
-        mine = {id(p) for p in matrices}
-        others = [p for p in parameters if id(p) not in mine]
-        self.both: list[Any] = [torch.optim.Muon(matrices, lr=1e-4)]
-        self.both += [torch.optim.AdamW(others, lr=1e-4, foreach=True, **how)] if others else []
+    def __init__(
+        self, parameters: Iterable[Any], matrices: Sequence[Any], capturable: bool
+    ) -> None:
+        of_muon = {id(p) for p in matrices}
+        self.optimizers: list[Any] = [torch.optim.Muon(matrices, lr=1e-4)]
+        if others := [p for p in parameters if id(p) not in of_muon]:
+            adamw = torch.optim.AdamW(others, lr=1e-4, foreach=True, capturable=capturable)
+            self.optimizers.append(adamw)
 
     def step(self) -> None:
         """Update all parameters that have gradients."""
-        for optimizer in self.both:
+        for optimizer in self.optimizers:
             optimizer.step()
 
 
@@ -101,15 +107,16 @@ def make_optimizer(
     if name == "muon":
         if not matrices:
             raise ValueError("optimizer 'muon': there are no matrices in numbered layers to update")
-        return _Muon(parameters, matrices, capturable=capturable)
+        return _Muon(parameters, matrices, capturable)
     if name in ("sgd", "sgd_momentum"):
         momentum = 0.0 if name == "sgd" else 0.9
         return torch.optim.SGD(parameters, lr=1e-4, momentum=momentum, foreach=True)
     if name == "lamb":
         return function_of("optimizers", "lamb")(parameters, lr=1e-4)
     fused = name == "adamw_fused"
-    how: Any = {"capturable": capturable, "fused": fused, "foreach": not fused}
-    return torch.optim.AdamW(parameters, lr=1e-4, **how)
+    return torch.optim.AdamW(
+        parameters, lr=1e-4, capturable=capturable, fused=fused, foreach=not fused
+    )
 
 
 def first_float(output: Any) -> torch.Tensor:
@@ -145,11 +152,11 @@ def make_step(
     capturable: bool = False,
     precision: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Step:
-    """Makes a function without arguments that runs one step of a model.
+    """Makes a step of a model: a callable that runs forward, backward and the update.
 
     It calls ``on_phase`` with zero_grad, forward, loss, backward and optimizer as they begin. The
-    forward pass and the loss run inside the context ``precision``. ``capturable``: the step can be
-    captured in a CUDA graph.
+    forward pass and the loss run inside the context ``precision``, such as autocast.
+    ``capturable``: the step can be captured in a CUDA graph.
     """
     if settings.mode == "infer":
         return _inference_step(model, inputs, on_phase, precision)

@@ -77,7 +77,7 @@ def is_among(source: str, names: Iterable[str]) -> bool:
 def assumptions_in(folder: Path) -> Mapping[tuple[str, str], Assumption]:
     """All assumptions of a folder by module and name; ValueError names what is missing."""
     path = folder / FILE
-    found = {}
+    assumptions = {}
     for module, entries in (yaml.load(path.read_text(), OwnLoader) or {}).items():
         for name, entry in entries.items():
             known = (*KEYS, *OPTIONAL)
@@ -89,9 +89,8 @@ def assumptions_in(folder: Path) -> Mapping[tuple[str, str], Assumption]:
             if "without" in entry and not any(seen.values()):
                 needs = "'without' needs sources in fitted_on or checked_on"
                 raise ValueError(f"{path}: {module}.{name}: {needs}")
-            fields = {**entry, **seen}
-            found[module, name] = Assumption(module=module, name=name, **fields)
-    return found
+            assumptions[module, name] = Assumption(module=module, name=name, **{**entry, **seen})
+    return assumptions
 
 
 def assumed(file: str, name: str) -> Any:
@@ -104,11 +103,9 @@ def assumed(file: str, name: str) -> Any:
     known = assumptions_in(path.parent)
     if (path.stem, name) not in known:
         raise ValueError(f"{path.parent / FILE}: no assumption {path.stem}.{name}")
-    one = known[path.stem, name]
-    off = switched_off() == f"{one.module}.{one.name}" or one.is_fitted_on(left_out())
-    if one.without is not None and off:
-        return one.without
-    return one.value
+    number = known[path.stem, name]
+    is_off = switched_off() == f"{path.stem}.{name}" or number.is_fitted_on(left_out())
+    return number.without if is_off and number.without is not None else number.value
 
 
 def left_out() -> str:
@@ -118,9 +115,9 @@ def left_out() -> str:
 
 @contextmanager
 def leaving_out(source: str) -> Iterator[None]:
-    """Leave out a source in processes that are started inside; modules imported here keep values.
+    """Leave out a source in processes that are started inside; '' leaves out none.
 
-    ``source`` is not checked; '' leaves out none.
+    Modules that this process has imported keep their values. ``source`` is not checked.
     """
     with environment(LEAVE_OUT, source):
         yield
@@ -128,6 +125,5 @@ def leaving_out(source: str) -> Iterator[None]:
 
 def all_assumptions(root: Path) -> list[Assumption]:
     """Every assumption below a folder."""
-    return [
-        one for path in sorted(root.rglob(FILE)) for one in assumptions_in(path.parent).values()
-    ]
+    files = sorted(root.rglob(FILE))
+    return [number for file in files for number in assumptions_in(file.parent).values()]

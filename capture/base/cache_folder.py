@@ -58,39 +58,40 @@ def kept(
     dumps: Callable[[R], bytes] = packed,
     loads: Callable[..., R] = unpacked,
 ) -> R:
-    """What the file holds; it is made and written if it is missing or ``loads`` raises ValueError.
+    """Read a value from a file; where that fails, make it and write it there.
 
-    Where nothing can be written it is made every time.
+    ``dumps`` and ``loads`` turn the value into bytes and back; a file for which ``loads`` raises
+    ValueError is written anew. Where nothing can be written the value is made every time.
     """
     try:
         return loads(path.read_bytes())
     except (OSError, ValueError):
-        made = make()
+        value = make()
     try:
-        write_atomic(path, dumps(made))
+        write_atomic(path, dumps(value))
         bounded(path.parent)
     except OSError as exc:
         log.warning("%s are not kept: %s", path.parent.name, exc)
-    return made
+    return value
 
 
 @cache
 def bounded(folder: Path) -> None:
     """Remove the oldest files of a folder beyond ``MOST_BYTES``, once in a process."""
     with suppress(FileNotFoundError):  # another process does the same
-        facts = [(path.stat(), path) for path in folder.iterdir() if path.is_file()]
-        total = 0
-        for stat, path in sorted(facts, key=lambda one: one[0].st_mtime_ns, reverse=True):
-            total += stat.st_size
-            if total > MOST_BYTES:
+        stats = {path: path.stat() for path in folder.iterdir() if path.is_file()}
+        total_bytes = 0
+        for path in sorted(stats, key=lambda path: stats[path].st_mtime_ns, reverse=True):
+            total_bytes += stats[path].st_size
+            if total_bytes > MOST_BYTES:
                 path.unlink()
 
 
 @cache
 def digest_of_code(*folders: Path) -> str:
     """Digest of all code and data files below folders, on which what is kept depends."""
-    every = [path for folder in folders for path in sorted(folder.rglob("*"))]
-    files = [path for path in every if path.suffix in (".py", ".yaml")]
+    paths = [path for folder in folders for path in sorted(folder.rglob("*"))]
+    files = [path for path in paths if path.suffix in (".py", ".yaml")]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 

@@ -12,9 +12,10 @@ PLURALS = {"family": "families"}  # of kinds that ``itercast list`` knows; other
 def unknown(
     kind: str, name: str, known: Iterable[str], all_in: str = "", like: Sequence[str] = ()
 ) -> ValueError:
-    """An error with the known names that are like an unknown one, and where all of them are listed.
+    """A ValueError for an unknown name: it shows similar known names, and where to find all.
 
-    ``all_in``: by default ``itercast list``; ``like``: by default those that are spelled like it.
+    ``kind``: of the thing named; ``all_in``: the place where all names are, by default the command
+    ``itercast list``; ``like``: names to show, by default those that are spelled alike.
     """
     names = list(known)
     like = like or near(name, names)
@@ -24,15 +25,17 @@ def unknown(
 
 
 def near(name: str, known: Iterable[str]) -> list[str]:
-    """All of a few names, else those that contain ``name``, else those spelled most like it."""
-    by_spelling = {_plain(one): one for one in known}
+    """All known names if they are few, else those that contain ``name``, else similar spellings."""
+    by_spelling = {_plain(known_name): known_name for known_name in known}
     if len(by_spelling) <= MOST:
         return list(by_spelling.values())
     plain = _plain(name)
-    within = [one for one in by_spelling if plain and plain in one]
-    like = get_close_matches(plain, within or by_spelling, MOST if within else 3, cutoff=0.0)
-    return [by_spelling[one] for one in (by_spelling if within else like) if one in like]
+    if containing := [spelling for spelling in by_spelling if plain and plain in spelling]:
+        closest = get_close_matches(plain, containing, MOST, cutoff=0.0)
+        return [by_spelling[spelling] for spelling in containing if spelling in closest]
+    return [by_spelling[match] for match in get_close_matches(plain, by_spelling, 3, cutoff=0.0)]
 
 
 def _plain(name: str) -> str:
+    """A name without upper case, underscores and outer spaces: how names are compared."""
     return name.lower().replace("_", "-").strip()

@@ -9,14 +9,14 @@ UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 def seconds(text: str, what: str = "budget") -> float:
     """Seconds of a duration such as 90s, 10m or 1h; ValueError for other text, or over a week."""
-    found = re.fullmatch(r"([0-9.e+-]+)(ms|s|m|h)", text)
+    match = re.fullmatch(r"([0-9.e+-]+)(ms|s|m|h)", text)
     try:
-        value = float(found[1]) * UNITS_S[found[2]] if found else 0.0
+        duration_s = float(match[1]) * UNITS_S[match[2]] if match else 0.0
     except ValueError:
-        value = 0.0
-    if not 0 < value < 7 * 86400:
+        duration_s = 0.0
+    if not 0 < duration_s < 7 * 86400:
         raise ValueError(f"{what} {text!r}: expected a duration like 20ms, 90s, 10m or 1h")
-    return value
+    return duration_s
 
 
 def counted(number: int, thing: str) -> str:

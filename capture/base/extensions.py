@@ -60,11 +60,12 @@ CHECKOUT = Path(__file__).resolve().parents[2] / "pyproject.toml"  # absent wher
 
 
 def with_added(group: str, own: Mapping[str, T], kind: Any = Path) -> dict[str, T]:
-    """``own`` and what packages add to ``itercast.GROUP``, by name.
+    """``own`` objects and those that packages add to ``itercast.GROUP``, by name.
 
-    ValueError, in one line, for what cannot be loaded, is no ``kind``, or has a name that is taken.
+    ValueError, in one line, for an entry point that cannot be loaded, is no instance of ``kind``,
+    or has a name that is taken.
     """
-    found = dict(own)
+    objects = dict(own)
     for name, (value, where) in _added(group).items():
         if not isinstance(value, kind):
             raise ValueError(f"{where}: {type(value).__name__} is not what itercast.{group} holds")
@@ -73,8 +74,8 @@ def with_added(group: str, own: Mapping[str, T], kind: Any = Path) -> dict[str, 
             raise ValueError(f"{where}: what it adds is called {stated!r}; name both alike")
         if name in own:
             raise ValueError(f"{where}: {name!r} is a name that itercast has; take another")
-        found[name] = value
-    return found
+        objects[name] = value
+    return objects
 
 
 def function_of(group: str, name: str) -> Callable[..., Any]:
@@ -87,23 +88,26 @@ def function_of(group: str, name: str) -> Callable[..., Any]:
 
 @cache
 def _added(group: str) -> dict[str, tuple[Any, str]]:
-    """What packages add to a group, and where each comes from, by name."""
-    found: dict[str, tuple[Any, str]] = {}
+    """The loaded objects that packages add to a group, by name, and where each comes from."""
+    added: dict[str, tuple[Any, str]] = {}
     for point in sorted(_points(f"itercast.{group}"), key=lambda point: point.value):
         package = _package(point.dist) or OWN
         where = f"entry point {point.name!r} of itercast.{group} in package {package!r}"
-        if point.name in found:
-            raise ValueError(f"{where}: added twice, also by {found[point.name][1]}")
-        found[point.name] = (_loaded(point, where), where)
-    return found
+        if point.name in added:
+            raise ValueError(f"{where}: added twice, also by {added[point.name][1]}")
+        added[point.name] = (_loaded(point, where), where)
+    return added
 
 
 def _points(group: str) -> list[EntryPoint]:
-    """Entry points of a group; of a checkout, installed or not, those that its file states."""
-    found = list(_installed().select(group=group))
+    """Entry points of a group; in a checkout our own are read from its pyproject.toml.
+
+    What is installed may be older than the checkout, or nothing.
+    """
+    installed = list(_installed().select(group=group))
     if not CHECKOUT.is_file():
-        return found
-    others = [point for point in found if _package(point.dist) != OWN]
+        return installed
+    others = [point for point in installed if _package(point.dist) != OWN]
     stated = _stated().get(group, {})
     return [*others, *(EntryPoint(name, value, group) for name, value in stated.items())]
 
@@ -122,14 +126,14 @@ def _package(dist: Distribution | None) -> str:
 
 @cache
 def _stated() -> dict[str, dict[str, str]]:
-    """The entry points that the checkout's file states, by group."""
-    stated: dict[str, dict[str, str]] = tomllib.loads(CHECKOUT.read_text())["project"][
-        "entry-points"
-    ]
+    """The entry points in the checkout's pyproject.toml, by group and name."""
+    project = tomllib.loads(CHECKOUT.read_text())["project"]
+    stated: dict[str, dict[str, str]] = project["entry-points"]
     return stated
 
 
 def _loaded(point: EntryPoint, where: str) -> Any:
+    """Import what an entry point names; ValueError, which says ``where``, if that fails."""
     try:
         return point.load()
     except Exception as exc:  # whatever the other package's modules raise

@@ -19,8 +19,8 @@ def write_atomic(path: Path, data: bytes) -> None:
     """Replace a file at once: readers see the old content or the new, never a part of it.
 
     Where the path is a symbolic link, the file that it leads to is replaced, not the link. A device
-    or a FIFO is opened and written. What names a stream of ours, such as /dev/stdout, or the file
-    that our output goes to, is written behind what was printed.
+    or a FIFO is opened and written. A path of this process's output (/dev/stdout, or the file that
+    it is redirected to) is written behind what was printed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     target = Path(os.path.realpath(path))
@@ -37,7 +37,10 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 @contextmanager
 def folder_at_once(folder: Path) -> Iterator[Path]:
-    """A fresh folder to write, which replaces ``folder`` in the end; nothing where that fails."""
+    """A fresh folder to write, which replaces ``folder`` at the end of the context.
+
+    Where what runs inside raises, ``folder`` stays as it was.
+    """
     fresh = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(fresh, ignore_errors=True)
     try:
@@ -64,9 +67,10 @@ def _real_folder(path: str) -> str:
 
 
 def stream_of(path: Path) -> int | None:
-    """The number of the open file that a path names, or that leads where it does; None for none.
+    """The number of this process's open file that a path names; None for other paths.
 
-    It is one by its name (/dev/stdout, /dev/fd/3), or as output and errors are (``> FILE``).
+    Either by its name (/dev/stdout, /dev/fd/3, links to them), or because standard output or
+    errors are redirected to this file (``> FILE``).
     """
     link = path
     for _ in range(LINKS):
@@ -82,6 +86,7 @@ def stream_of(path: Path) -> int | None:
 
 
 def _is_open_as(path: Path, number: int) -> bool:
+    """Whether the open file of this number is the file at a path."""
     try:
         return os.path.samestat(path.stat(), os.fstat(number))
     except OSError:  # closed
@@ -97,7 +102,7 @@ def _print(stream: int, data: bytes) -> None:
 
 
 def is_special(path: Path) -> bool:
-    """Whether a path leads to what is there and no regular file: a device, a FIFO, a folder."""
+    """Whether a path exists and is no regular file: a device, a FIFO, a folder."""
     return path.exists() and not path.is_file()
 
 

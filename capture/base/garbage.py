@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Inside the context, or the function that it decorates, Python looks for no cycles of objects.
+    """Turn Python's collector of cycles off inside the context, or the decorated function.
 
-    Looking for them took an eighth of a plan search, a fifth of a long capture, and a fifth of
-    importing torch and pandas. What was made inside counts as old afterwards: the next look at new
-    objects does not go through all of it at once.
+    It took an eighth of a plan search, a fifth of a long capture, and a fifth of importing torch
+    and pandas. Objects made inside are moved to the oldest generation at the end (freeze, then
+    unfreeze), so that the next collection of young ones does not walk all of them.
     """
     enabled = gc.isenabled()
     gc.disable()

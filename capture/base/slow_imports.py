@@ -47,15 +47,15 @@ class LazyModule:
 
 
 def _free_trees() -> None:
-    """Free xgboost's trees and tables while its library is there.
+    """Free xgboost's trees and tables at exit, while its library is loaded.
 
-    When Python ends it clears modules that are still used in reverse order of import: xgboost
-    before ours, whose caches hold bundles.
+    Python clears modules in reverse order of import when it ends: xgboost before ours, whose caches
+    hold bundles, and freeing a tree would then fail.
     """
     kinds = (xgb.Booster, xgb.DMatrix)
-    for one in gc.get_objects():
-        if issubclass(type(one), kinds):
-            one.__del__()
+    for value in gc.get_objects():
+        if issubclass(type(value), kinds):
+            value.__del__()
 
 
 if not TYPE_CHECKING:
@@ -66,10 +66,10 @@ if not TYPE_CHECKING:
 
 @contextmanager
 def without_scikit_learn() -> Iterator[None]:
-    """Inside the context xgboost and transformers do without scikit-learn, if it is not there yet.
+    """Let imports of scikit-learn fail inside the context, unless it is imported already.
 
-    Both import it where they find it, which takes 1.5 s, and no forecast needs it. Afterwards it
-    can be imported as ever.
+    xgboost and transformers import it where they find it, which takes 1.5 s, and no forecast needs
+    it. Afterwards it can be imported as ever.
     """
     if "sklearn" in sys.modules:
         yield
@@ -92,11 +92,11 @@ def once_imported(name: str, act: Callable[[Any], None]) -> Iterator[None]:
     class Finder:
         @staticmethod
         def find_spec(asked: str, path: Any = None, target: Any = None) -> Any:
-            found = PathFinder.find_spec(asked, path) if asked == name else None
-            loader: Any = found and found.loader
+            spec = PathFinder.find_spec(asked, path) if asked == name else None
+            loader: Any = spec and spec.loader
             if loader:
                 loader.exec_module = partial(_load, loader.exec_module, act)
-            return found
+            return spec
 
     finder: Any = Finder()
     sys.meta_path.insert(0, finder)
@@ -107,5 +107,6 @@ def once_imported(name: str, act: Callable[[Any], None]) -> Iterator[None]:
 
 
 def _load(load: Callable[[Any], None], act: Callable[[Any], None], module: Any) -> None:
+    """Run a module's code, then call ``act`` with it."""
     load(module)
     act(module)

@@ -43,7 +43,7 @@ def switching_off(name: str) -> Iterator[None]:
 
 
 def start_with(variables: Mapping[str, str]) -> None:
-    """Take over an environment: of a process that starts before it imports what is switched off."""
+    """Replace this process's environment, before it imports modules that read their switches."""
     os.environ.clear()
     os.environ.update(variables)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 OUR_CODE = Path(__file__).parents[2]  # the package itercast
+LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", str(OUR_CODE))
 
 
 def is_own_error(exc: BaseException) -> bool:
@@ -21,11 +22,12 @@ def is_own_error(exc: BaseException) -> bool:
 
 
 def source_line(exc: BaseException) -> str:
-    """The last file and line not of ours, torch's or Python's, in brackets; or nothing."""
+    """`` (FILE:LINE)`` of the user's code where an error arose; "" if only libraries ran."""
     frames = traceback.extract_tb(exc.__traceback__)
-    own = f"{Path(torch.__file__).parent}{os.sep}", str(OUR_CODE)
-    ours = (*own, "<frozen importlib")
-    users = [f for f in frames if not f.filename.startswith(ours) and not _of_python(f.filename)]
+    libraries = (*LIBRARIES, "<frozen importlib")
+    users = [
+        f for f in frames if not f.filename.startswith(libraries) and not _of_python(f.filename)
+    ]
     return f" ({Path(users[-1].filename).name}:{users[-1].lineno})" if users else ""
 
 
@@ -36,9 +38,8 @@ def _of_python(file: str) -> bool:
 
 def user_line() -> tuple[str, int]:
     """The innermost file and line that runs now and is neither ours nor torch's."""
-    ours = (f"{Path(torch.__file__).parent}{os.sep}", str(OUR_CODE), "<")
     for frame, line in traceback.walk_stack(None):
-        if not frame.f_code.co_filename.startswith(ours):
+        if not frame.f_code.co_filename.startswith((*LIBRARIES, "<")):
             return frame.f_code.co_filename, line
     return "", 0
 
@@ -51,50 +52,53 @@ def one_line_error(exc: BaseException) -> str:
 def first_line(exc: BaseException) -> str:
     """An error's class and first line, and those of the errors that it was raised from.
 
-    One that quotes the traceback of a worker's process has that one's last line, too.
+    Where it quotes the traceback of a worker's process, the last line of that follows.
     """
     first, *others = str(exc).strip().splitlines() or [""]
     worker = f" {others[-1]}" if any("Traceback (most recent" in line for line in others) else ""
-    told = f"{type(exc).__name__}: {first}{worker}"
-    if exc.__cause__ is None or str(exc.__cause__) in told:
-        return told
-    return f"{told}, because of {first_line(exc.__cause__)}"
+    line = f"{type(exc).__name__}: {first}{worker}"
+    if exc.__cause__ is None or str(exc.__cause__) in line:
+        return line
+    return f"{line}, because of {first_line(exc.__cause__)}"
 
 
 def passing(file: str, line: int) -> bool | None:
-    """What a condition that is read in a line is where its check passes; None where none is made,
-    or several that differ.
+    """The truth value of a condition with which the check in this line of a file passes.
 
-    A check is an ``assert``, or an ``if`` that does nothing but raise.
+    A check is an ``assert``, or an ``if`` that does nothing but raise: a value of a tensor without
+    data is taken such that no check fails. None where there is no check in the line, or where its
+    conditions need different values.
     """
     needed = set[bool]()
     for check in _checks(file):
         if check.test.lineno <= line <= (check.test.end_lineno or 0):
-            passes = isinstance(check, ast.Assert)
-            needed |= {passes == _wanted(leaf) for leaf in _leaves(check.test)}
+            test_passes = isinstance(check, ast.Assert)  # an ``if`` passes where its test is false
+            needed |= {test_passes != _is_negated(leaf) for leaf in _leaves(check.test)}
     return needed.pop() if len(needed) == 1 else None
 
 
 @cache
 def _checks(file: str) -> list[ast.Assert | ast.If]:
+    """The checks in a file of Python: ``assert``, and ``if`` that only raises."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
         return []
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.Assert | ast.If)]
-    return [node for node in found if isinstance(node, ast.Assert) or _raises(node)]
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Assert | ast.If)]
+    return [node for node in nodes if isinstance(node, ast.Assert) or _only_raises(node)]
 
 
-def _raises(node: ast.If) -> bool:
+def _only_raises(node: ast.If) -> bool:
     return isinstance(node.body[-1], ast.Raise) and not node.orelse
 
 
 def _leaves(test: ast.expr) -> list[ast.expr]:
     """The conditions that a test joins by ``and`` or ``or``."""
-    joined = test.values if isinstance(test, ast.BoolOp) else []
-    return [leaf for one in joined for leaf in _leaves(one)] or [test]
+    if not isinstance(test, ast.BoolOp):
+        return [test]
+    return [leaf for operand in test.values for leaf in _leaves(operand)]
 
 
-def _wanted(condition: ast.expr) -> bool:
-    """Whether a condition holds where what is in it does."""
-    return not (isinstance(condition, ast.UnaryOp) and isinstance(condition.op, ast.Not))
+def _is_negated(condition: ast.expr) -> bool:
+    """Whether a condition is ``not`` something."""
+    return isinstance(condition, ast.UnaryOp) and isinstance(condition.op, ast.Not)

@@ -27,7 +27,7 @@ MAX_CHARACTERS = 8192  # at most 128 levels by indentation: 1 + 2 + ... + 128 sp
 
 
 def _checked(base: Any) -> Any:
-    """A loader that refuses a key that is written twice, of which YAML's takes the last value."""
+    """A subclass of a YAML loader that refuses a key written twice; YAML's takes the last value."""
 
     class Checked(base):  # type: ignore[misc]
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
@@ -62,7 +62,7 @@ def load_yaml(text: str) -> Any:
 
 
 def facts_of(file: str) -> dict[str, Any]:
-    """What the YAML file beside a module (its ``__file__``), with its name, states."""
+    """The contents of the YAML file beside a module (its ``__file__``) that has the same name."""
     facts: dict[str, Any] = yaml.load(Path(file).with_suffix(".yaml").read_text(), OwnLoader)
     return facts
 
@@ -87,7 +87,7 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
 
 
 def made_of(kind: type[T], values: Any, where: str) -> T:
-    """A dataclass of plain values; ValueError names a wrong or missing key and its ``where``.
+    """Make a dataclass of plain values; ValueError names a wrong or missing key, and ``where``.
 
     Fields are text, numbers of at least 0, booleans, tuples and mappings of these, or dataclasses.
     Numbers may be strings: YAML 1.1 reads 3e9, without sign or point, as text.
@@ -107,20 +107,21 @@ def made_of(kind: type[T], values: Any, where: str) -> T:
 
 @cache
 def _types(kind: Any) -> dict[str, Any]:
+    """The types of a dataclass's fields by name."""
     hints = get_type_hints(kind)
     return {f.name: hints[f.name] for f in fields(kind)}
 
 
 def typed(kind: Any, value: Any, where: str) -> Any:
-    """The value as one of a type, see ``made_of``."""
-    of, inner = get_origin(kind), get_args(kind)
+    """A plain value as one of type ``kind``, see ``made_of``; ``where``: what errors call it."""
+    origin, inner = get_origin(kind), get_args(kind)
     if is_dataclass(kind) and isinstance(kind, type):
         return value if isinstance(value, kind) else made_of(kind, value, where)
-    if of is tuple:
+    if origin is tuple:
         if not isinstance(value, list | tuple):
             raise ValueError(f"{where} is a list, got {value!r}")
         return tuple(typed(inner[0], v, where) for v in value)
-    if of is Mapping:
+    if origin is Mapping:
         if not isinstance(value, Mapping):
             wanted = "numbers" if inner[1] in (int, float) else "values"
             raise ValueError(f"{where} maps names to {wanted}, got {value!r}")
@@ -134,6 +135,7 @@ def typed(kind: Any, value: Any, where: str) -> Any:
 
 
 def _number(value: Any, where: str, *, whole: bool) -> float:
+    """A finite number of at least 0, also of text; an integer if it has to be ``whole``."""
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
