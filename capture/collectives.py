@@ -66,19 +66,19 @@ def collective_of(func: Any, args: Any, kwargs: Any, result: Any) -> CollectiveC
         raise NotImplementedError(f"collective {name!r} is not known")
     kind = KINDS.get(call[1], call[1])
     writes_whole = kind in WRITES_WHOLE
-    given = _by_name(func, args, kwargs)
-    group = _group(given)
-    tensors = {k: _tensors(v) for k, v in given.items()}
+    arguments = by_name(func, args, kwargs)
+    group = _group(arguments)
+    tensors = {k: tensors_in(v) for k, v in arguments.items()}
     outputs = [t for k in WRITTEN for t in tensors.get(k, ())]  # arguments that it writes
-    written = outputs or _tensors(result)
+    written = outputs or tensors_in(result)
     read = [t for k, ts in tensors.items() if k not in WRITTEN for t in ts] or written
-    if kind == "all_to_all" and sum(map(bool, given.get("input_split_sizes") or ())) == 1:
+    if kind == "all_to_all" and sum(map(bool, arguments.get("input_split_sizes") or ())) == 1:
         kind = "exchange"  # all to one: a ring
     if kind == "recv":
         written = read
     if not written or (func.namespace == "c10d" and not outputs):
         written = read  # in place
-    peer = given.get("dst", given.get("src", given.get("root_rank", -1)))
+    peer = arguments.get("dst", arguments.get("src", arguments.get("root_rank", -1)))
     ranks = tuple(dist.get_process_group_ranks(group))
     return CollectiveCall(
         kind=kind,
@@ -88,7 +88,7 @@ def collective_of(func: Any, args: Any, kwargs: Any, result: Any) -> CollectiveC
         group=group.group_name,
         ranks=ranks,
         peer=ranks[peer] if kind in ("send", "recv") else -1,
-        blocking=not given.get("async_op", True),
+        blocking=not arguments.get("async_op", True),
     )
 
 
@@ -100,15 +100,16 @@ def exchanged(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Any, Any,
     """
     call = collective_of(func, args, kwargs, result)
     if call is None:
-        return _tensors(args), _tensors(result), 1
-    op: Any = _by_name(func, args, kwargs).get("reduce_op")
+        return tensors_in(args), tensors_in(result), 1
+    op: Any = by_name(func, args, kwargs).get("reduce_op")
     adds = op == "sum" if op is None or isinstance(op, str) else op.op() == int(REDUCTIONS.SUM)
     return call.read, call.written, len(call.ranks) if adds and call.kind == "all_reduce" else 1
 
 
-def _by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+def by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """All arguments of an op's call by the names in its schema."""
-    return dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    names = (argument.name for argument in func._schema.arguments)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def in_parts(call: CollectiveCall) -> bool:
@@ -120,14 +121,14 @@ def in_parts(call: CollectiveCall) -> bool:
     return bool(config._micro_pipeline_tp and memory.is_symm_mem_enabled_for_group(call.group))
 
 
-def _group(given: Mapping[str, Any]) -> Any:
+def _group(arguments: Mapping[str, Any]) -> Any:
     """The process group among a call's arguments: an object, or a name."""
-    group: Any = given.get("process_group", given.get("group_name"))
+    group: Any = arguments.get("process_group", arguments.get("group_name"))
     if isinstance(group, str):
         return torch._C._distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     return dist.ProcessGroup.unbox(group) if isinstance(group, torch.ScriptObject) else group
 
 
-def _tensors(value: Any) -> list[Any]:
-    """The tensors in a value, also inside lists."""
+def tensors_in(value: Any) -> list[Any]:
+    """The tensors in a value, also inside lists and dicts."""
     return [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]

@@ -203,8 +203,8 @@ def changed(value: R, **fields: Any) -> R:
 
     Plan searches make millions. Cached properties are not copied.
     """
-    copy, known = object.__new__(type(value)), vars(value)
-    vars(copy).update({name: known[name] for name in value.__dataclass_fields__}, **fields)
+    copy, old = object.__new__(type(value)), vars(value)
+    vars(copy).update({name: old[name] for name in value.__dataclass_fields__}, **fields)
     return copy
 
 

@@ -135,20 +135,19 @@ class ParallelPlan:
 
     @property
     def shards(self) -> int:
-        """Ranks among which parameters, gradients and states are shared out."""
+        """Ranks among which ZeRO shards parameters, gradients and optimizer states."""
         return self.hsdp or self.dp * self.cp
 
     @property
     def expert_shards(self) -> int:
-        """Ranks among which ZeRO shares out an expert: its replicas among ``shards`` neighbours.
-
-        1 where ep reaches beyond those: each of them has other experts.
+        """Ranks among which ZeRO shards an expert's weights: of the tp * ``shards`` ranks of a ZeRO
+        group those with the same part of it, one in expert_tp * ep; 1 where ep is wider than that.
         """
-        among, held = self.tp * self.shards, self.expert_tp * self.ep
-        return 1 if among % held else among // held
+        group_ranks, different_parts = self.tp * self.shards, self.expert_tp * self.ep
+        return 1 if group_ranks % different_parts else group_ranks // different_parts
 
     def shards_of(self, *, spread: bool) -> int:
-        """Ranks among which ZeRO shares out a parameter; ``spread``: one that ep spreads."""
+        """Ranks among which ZeRO shards a parameter; ``spread``: one that ep divides over ranks."""
         return self.expert_shards if spread else self.shards
 
     @property

@@ -32,6 +32,7 @@ def cache_folder(name: str) -> Path:
 
 
 def _platform_folder() -> Path:
+    """Where programs keep caches on macOS, Windows and Linux."""
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches"
     if sys.platform == "win32":

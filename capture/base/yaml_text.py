@@ -54,9 +54,9 @@ def load_yaml(text: str) -> Any:
 
     yaml.YAMLError also for a key written twice, and where PyYAML raises others (``!!bool x``).
     """
-    flat = len(text) <= MAX_CHARACTERS and len(OPENS_A_LEVEL.findall(text)) <= MAX_OPENED
+    cannot_overflow = len(text) <= MAX_CHARACTERS and len(OPENS_A_LEVEL.findall(text)) <= MAX_OPENED
     try:
-        return yaml.load(text, OwnLoader if flat else SlowLoader)
+        return yaml.load(text, OwnLoader if cannot_overflow else SlowLoader)
     except (ValueError, LookupError, TypeError, AttributeError) as exc:
         raise yaml.YAMLError(f"{type(exc).__name__} {exc}") from exc
 

@@ -14,22 +14,24 @@ from itercast.capture.step import Inputs
 
 
 def drawn(batch: int, seq: int, sizes: Sizes, shapes: Mapping[str, Sequence[Any]]) -> Inputs:
-    """Random tensors of shapes of numbers and names of sizes, ``[batch, 3, image, image]``.
+    """Random tensors by name; a shape is of numbers and names of sizes: ``[batch, 3, image]``.
 
-    Where a shape ends in ``below NAME`` they are integers from 0 and below this size.
+    Where a shape ends in ``below NAME`` the numbers are integers from 0 and below this size.
     """
-    known, made = {**sizes, "batch": batch, "seq": seq}, {}
+    known, tensors = {**sizes, "batch": batch, "seq": seq}, {}
     for name, shape in shapes.items():
         *before, last = shape
         word, _, limit = str(last).partition(" ")
-        count = [known.get(n, n) for n in (before if word == "below" else shape)]
-        integers = word == "below"
-        made[name] = torch.randint(0, known[limit], count) if integers else torch.randn(count)
-    return made
+        if word == "below":
+            axes = [known.get(axis, axis) for axis in before]
+            tensors[name] = torch.randint(0, known[limit], axes)
+        else:
+            tensors[name] = torch.randn([known.get(axis, axis) for axis in shape])
+    return tensors
 
 
 def vectors(batch: int, seq: int, sizes: Sizes) -> Inputs:
-    """Vectors as wide as the first layer."""
+    """Random vectors ``x`` of shape (batch, width of the first layer)."""
     return {"x": torch.randn(batch, sizes["widths"][0])}
 
 
@@ -40,7 +42,7 @@ def token_loss(logits: Tensor, inputs: Inputs) -> Tensor:
 
 
 def mean_square(y: Tensor, inputs: Inputs) -> Tensor:
-    """The mean of squares."""
+    """The mean of the output's squares, for models without labels."""
     return y.square().mean()
 
 

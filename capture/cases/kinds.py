@@ -30,9 +30,9 @@ class Kind:
     """A kind of model: ``model`` is its module and class, below this folder or named in full.
 
     ``inputs`` are stated in the file or, as ``loss``, a function of ``inputs.py`` or one named in
-    full. The class is
-    built with a case's sizes, but those ``beside``, which only the inputs need; ``fixed`` are sizes
-    of all models of this kind. ``with_seq``: the class takes the length of sequences too.
+    full. The class is built with a case's sizes, but those ``beside``, which only the inputs need;
+    ``fixed`` are sizes of all models of this kind. ``with_seq``: the class takes the length of
+    sequences too.
     """
 
     model: str
@@ -45,13 +45,16 @@ class Kind:
 
 @cache
 def stated() -> dict[str, dict[str, Any]]:
-    """What ``cases.yaml`` and such files of packages state: kinds, inputs, cases by group."""
-    found: dict[str, dict[str, Any]] = {}
+    """The sections of ``cases.yaml`` and of packages' such files, joined: each section by name.
+
+    Sections are "kinds", "inputs" and groups of cases.
+    """
+    sections: dict[str, dict[str, Any]] = {}
     for path in (FILE, *with_added("case_files", {}, Path).values()):
         for section, facts in yaml.load(path.read_text(), OwnLoader).items():
             if section != LISTS:
-                found[section] = {**found.get(section, {}), **facts}
-    return found
+                sections[section] = {**sections.get(section, {}), **facts}
+    return sections
 
 
 def make_case(
@@ -64,24 +67,24 @@ def make_case(
     optimizer: str = "adamw",
     **sizes: Any,
 ) -> EvalCase:
-    """The case of a stated kind in these sizes."""
+    """A case of a kind that ``cases.yaml`` states, in these sizes."""
     chosen = Kind(**stated()[KINDS][kind])
-    taken = {"seq": seq} if chosen.with_seq else {}
 
     def build() -> torch.nn.Module:
-        own = {size: value for size, value in sizes.items() if size not in chosen.beside}
-        return _of(chosen.model)(**chosen.fixed, **own, **taken)
+        options = {size: value for size, value in sizes.items() if size not in chosen.beside}
+        options |= {"seq": seq} if chosen.with_seq else {}
+        return _imported(chosen.model)(**chosen.fixed, **options)
 
     def inputs(batch: int, seq: int) -> Inputs:
         if shapes := stated()[INPUTS].get(chosen.inputs):
-            return _of("drawn")(batch, seq, sizes, shapes)
-        return _of(chosen.inputs)(batch, seq, sizes)
+            return _imported("drawn")(batch, seq, sizes, shapes)
+        return _imported(chosen.inputs)(batch, seq, sizes)
 
     return EvalCase(
         name=name,
         build=build,
         inputs=inputs,
-        loss=lambda output, inputs: _of(chosen.loss)(output, inputs),
+        loss=lambda output, inputs: _imported(chosen.loss)(output, inputs),
         batch=batch,
         seq=seq,
         measured=measured,
@@ -89,9 +92,9 @@ def make_case(
     )
 
 
-def _of(named: str) -> Callable[..., Any]:
-    """Import a class or function by its name in ``inputs``, in ``models``, or in full."""
-    module, _, name = named.rpartition(".")
-    own = not module or module.startswith("models.")
-    where = f"{__package__}.{module or 'inputs'}" if own else module
-    return getattr(importlib.import_module(where), name)
+def _imported(path: str) -> Callable[..., Any]:
+    """Import what a path names: ``mean_square`` of inputs.py, ``models.vision.Vit``, or in full."""
+    module, _, name = path.rpartition(".")
+    if not module or module.startswith("models."):
+        module = f"{__package__}.{module or 'inputs'}"
+    return getattr(importlib.import_module(module), name)

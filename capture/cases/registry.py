@@ -19,18 +19,19 @@ DLRMS = 20
 
 @cache
 def _groups() -> dict[str, tuple[EvalCase, ...]]:
-    """The cases of the file, and random DLRMs, by group."""
-    found = {
+    """The cases of ``cases.yaml``, and random DLRMs among those of group "gpu", by group."""
+    groups = {
         group: tuple(_stated_case(name, group, facts) for name, facts in cases.items())
         for group, cases in stated().items()
         if group not in (KINDS, INPUTS)
     }
-    return {**found, "gpu": (*found["gpu"], *map(random_dlrm, range(DLRMS)))}
+    return {**groups, "gpu": (*groups["gpu"], *map(random_dlrm, range(DLRMS)))}
 
 
 def _stated_case(name: str, group: str, facts: Sizes) -> EvalCase:
-    plain: Sizes = {key: tuple(v) if isinstance(v, list) else v for key, v in facts.items()}
-    return make_case(name, measured=group == MEASURED, **plain)
+    """The case that the file states under a name: arguments of ``make_case``, lists as tuples."""
+    arguments: Sizes = {key: tuple(v) if isinstance(v, list) else v for key, v in facts.items()}
+    return make_case(name, measured=group == MEASURED, **arguments)
 
 
 def random_dlrm(number: int) -> EvalCase:
@@ -63,6 +64,7 @@ def cases_of(group: str) -> tuple[EvalCase, ...]:
 
 @cache
 def _cases() -> dict[str, EvalCase]:
+    """All cases by name, with those that packages add."""
     own = {c.name: c for cases in _groups().values() for c in cases}
     return with_added("cases", own, EvalCase)
 

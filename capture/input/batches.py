@@ -36,11 +36,11 @@ MOST_PLACES = 1000  # of a list or dict that are searched where none holds a ten
 
 
 class TakenBatches:
-    """The batches that a program took from its DataLoaders, and what they took to make.
+    """The batches that a program took from its DataLoaders, and how long each took.
 
-    ``samples``: of each batch since the last ``begin_step``. ``copied_ahead``: see ``InputLane``.
-    ``came`` is called with each batch, ``given`` with each tensor of one, ``passed`` where a
-    DataLoader has none left.
+    ``samples``: of each batch since the last ``begin_step``. ``took_us``: this process's time for
+    each batch. ``copied_ahead``: see ``InputLane``. ``came`` is called at each batch, ``given``
+    with each tensor of one, ``passed`` where a DataLoader has none left.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class TakenBatches:
         self.samples: list[int] = []
 
     def note(self, loader: Any, took_us: float, batch: Any) -> None:
-        """Note a batch that a loader gave after so much of this process's time."""
+        """Note a batch that a loader gave, for which this process's thread worked ``took_us``."""
         samples, self.nbytes = batch_size(batch, loader)
         self.samples.append(samples)
         self.took_us.append(took_us)
@@ -69,9 +69,9 @@ class TakenBatches:
 
     def lane(self, name: str) -> InputLane | None:
         """The input lane of the loader whose batch came last; None where no batch was timed."""
-        made = self.log.batches[1:] or self.log.batches  # the first one warms up
+        timed = self.log.batches[1:] or self.log.batches  # the first one warms up
         took_us = self.took_us[1:] or self.took_us
-        if self.loader is None or not made or not self.samples:
+        if self.loader is None or not timed or not self.samples:
             return None
         workers = self.loader.num_workers
         return InputLane(
@@ -81,15 +81,15 @@ class TakenBatches:
             batch_samples=self.samples[-1],
             batch_bytes=self.nbytes,
             cores=cores(),
-            alone=Batches() if workers else own_times(made),
-            worker=worker_times(made) if workers else Batches(),
+            alone=Batches() if workers else own_times(timed),
+            worker=worker_times(timed) if workers else Batches(),
             receive_us=sum(took_us) / len(took_us) if workers else 0.0,
             copied_ahead=self.copied_ahead,
         )
 
 
 def _faked(value: Any) -> Any:
-    """A fake tensor of the same form; small integers keep their values, programs may read them."""
+    """A fake tensor of the same form; small integers stay real, as programs may read them."""
     if not isinstance(value, torch.Tensor) or is_small_integer(value):
         return value
     return fake_tensor(value, None)
@@ -103,29 +103,30 @@ def _for_real(mode: TorchFunctionMode | None = None) -> Iterator[None]:
     stays on, which takes time at every call of torch.
     """
     unhooked = patch.multiple(module, _global_forward_hooks={}, _global_forward_pre_hooks={})
-    with _disable_current_modes(), _alone(mode), unhooked:
+    with _disable_current_modes(), _only_mode(mode), unhooked:
         yield
 
 
 @contextmanager
-def _alone(mode: TorchFunctionMode | None) -> Iterator[None]:
-    """Run under this mode of torch functions, or none; kinds of tensors keep their own."""
+def _only_mode(mode: TorchFunctionMode | None) -> Iterator[None]:
+    """Run under this mode of torch functions alone, or none; tensor subclasses keep their own."""
     others = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
     try:
         with mode or nullcontext():
             yield
     finally:
-        for one in reversed(others):
-            _push_mode(one)
+        for other in reversed(others):
+            _push_mode(other)
 
 
-Known = Callable[[torch.Tensor], torch.Tensor | None]  # the values of a fake tensor
+KnownValues = Callable[[torch.Tensor], torch.Tensor | None]  # of a fake tensor, where known
 
 
-def _fill(owner: Any, seen: set[int], known: Known) -> bool:
-    """Give data to the fake tensors that an object holds, in attributes, lists and dicts too.
+def _fill(owner: Any, seen: set[int], known_values: KnownValues) -> bool:
+    """Replace the fake tensors inside a dataset by real ones; returns whether it holds any.
 
-    Tensors with ``known`` values have those, others zeros. Returns whether it holds any.
+    They may be in attributes, lists and dicts at any depth; ``seen``: ids of objects visited. A
+    tensor with ``known`` values gets those, others zeros.
     """
     if id(owner) in seen or isinstance(owner, type | str | bytes):
         return False
@@ -134,31 +135,32 @@ def _fill(owner: Any, seen: set[int], known: Known) -> bool:
         held: Any = owner
     else:
         held = getattr(owner, "__dict__", {})
-    found = False
+    has_fakes = False
     for number, place in enumerate(range(len(held)) if isinstance(held, list) else list(held)):
-        if number >= MOST_PLACES and not found:
+        if number >= MOST_PLACES and not has_fakes:
             break
         value = held[place]
         if isinstance(value, FakeTensor | tuple):
-            found |= any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(value))
-            held[place] = tree_map(partial(_with_data, known), value)
+            has_fakes |= any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(value))
+            held[place] = tree_map(partial(_with_data, known_values), value)
         else:
-            found |= _fill(value, seen, known)
-    return found
+            has_fakes |= _fill(value, seen, known_values)
+    return has_fakes
 
 
-def _with_data(known: Known, value: Any) -> Any:
+def _with_data(known_values: KnownValues, value: Any) -> Any:
+    """A real tensor for a fake one: of its known values, else zeros; other values as they are."""
     if not isinstance(value, FakeTensor):
         return value
-    values = known(value)
+    values = known_values(value)
     return torch.zeros(value.shape, dtype=value.dtype) if values is None else values
 
 
 @contextmanager
 def _one_worker(loader: Any) -> Iterator[None]:
-    """Let a loader with workers make an iterator with one, which is timed and stands for all.
+    """Let a loader with workers make its iterator with one worker, which is timed for all.
 
-    It is forked, as timers and the end of this process need it.
+    The worker is forked whatever the loader asks, so that timers are patched in it, too.
     """
     values: dict[str, Any] = {"pin_memory": False}
     if loader.num_workers:
@@ -172,27 +174,28 @@ def _one_worker(loader: Any) -> Iterator[None]:
 
 
 @contextmanager
-def real_batches(taken: TakenBatches, known: Known, gpu: Any = None) -> Iterator[None]:
+def real_batches(taken: TakenBatches, known_values: KnownValues, gpu: Any = None) -> Iterator[None]:
     """Let DataLoaders load real data inside the context, although all else is fake.
 
     A dataset that holds fake tensors gets data: the values that are ``known``, else zeros. What is
-    read from files into storages, as safetensors does, becomes fake too. ``gpu`` is a mode
-    for what puts tensors on a GPU that is not there, and has its ``memory``: a loader without
-    workers is under it for its first batch, and for all where that puts something there.
+    read from files into storages, as safetensors does, becomes fake too. ``gpu`` is the mode
+    (``OnCpu``) that emulates a GPU, and has its ``memory``: a loader without workers runs under it
+    for its first batch, and for all batches if that one puts a tensor there.
     """
     from torch.utils.data import dataloader
 
     as_tensor = torch.asarray
 
     def of_storage(source: Any, *args: Any, **kwargs: Any) -> Any:
+        """As ``torch.asarray``; a tensor made of a file's storage becomes fake."""
         if not isinstance(source, torch.UntypedStorage):
             return as_tensor(source, *args, **kwargs)
         with _for_real():
-            made = as_tensor(source, *args, **kwargs)
-        return _faked(made)
+            tensor = as_tensor(source, *args, **kwargs)
+        return _faked(tensor)
 
-    take, make = dataloader._BaseDataLoaderIter.__next__, dataloader.DataLoader._get_iterator
-    begin = dataloader._BaseDataLoaderIter.__init__
+    iterators, make_iterator = dataloader._BaseDataLoaderIter, dataloader.DataLoader._get_iterator
+    begin, take = iterators.__init__, iterators.__next__
     loaders: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of iterators
     on_host: WeakSet[Any] = WeakSet()  # loaders that put nothing on a GPU
 
@@ -201,9 +204,10 @@ def real_batches(taken: TakenBatches, known: Known, gpu: Any = None) -> Iterator
         loaders[iterator] = loader
 
     def taking(iterator: Any) -> Any:
+        """As ``next`` of a DataLoader's iterator: load a real batch, note it, return it as fake."""
         loader = loaders[iterator]
         mode = None if loader.num_workers or loader in on_host else gpu
-        before = mode and mode.memory.puts
+        puts_before = mode and mode.memory.puts
         try:
             with _for_real(mode):
                 start_ns = time.thread_time_ns()  # of no other thread, such as a progress bar's
@@ -213,27 +217,27 @@ def real_batches(taken: TakenBatches, known: Known, gpu: Any = None) -> Iterator
             taken.passed()
             raise
         taken.note(loader, took_us, batch)
-        memory = mode.memory if mode and mode.memory.puts > before else None
+        memory = mode.memory if mode and mode.memory.puts > puts_before else None
         if memory is None:
             on_host.add(loader)
 
-        def made(value: torch.Tensor) -> Any:
+        def fake(value: torch.Tensor) -> Any:
             tensor = memory.put(_faked(value)) if memory is not None else _faked(value)
             taken.given(tensor)
             return tensor
 
-        return with_tensors(made, batch)
+        return with_tensors(fake, batch)
 
-    def making(loader: Any) -> Any:
+    def making_iterator(loader: Any) -> Any:
         with _for_real(), _one_worker(loader):
-            _fill(loader.dataset, set(), known)
-            return make(loader)
+            _fill(loader.dataset, set(), known_values)
+            return make_iterator(loader)
 
     with (
         timed_batches(taken.log.note),
         patch.object(torch, "asarray", of_storage),
-        patch.object(dataloader._BaseDataLoaderIter, "__init__", beginning),
-        patch.object(dataloader._BaseDataLoaderIter, "__next__", taking),
-        patch.object(dataloader.DataLoader, "_get_iterator", making),
+        patch.object(iterators, "__init__", beginning),
+        patch.object(iterators, "__next__", taking),
+        patch.object(dataloader.DataLoader, "_get_iterator", making_iterator),
     ):
         yield

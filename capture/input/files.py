@@ -28,40 +28,43 @@ class FileGroup:
 
 
 class OpenedFiles:
-    """Notes the files that are opened for reading; ``waited`` is the us of waiting so far."""
+    """Notes the files that are opened for reading while a batch is made, and waits for each.
+
+    ``waited``: a clock of waiting in us; None between batches.
+    """
 
     def __init__(self) -> None:
-        self.found: list[Opened] = []
+        self.opened: list[Opened] = []
         self.waited: Callable[[], float] | None = None
         self.since_us = 0.0
 
     def begin(self, waited: Callable[[], float]) -> None:
-        """Start a batch."""
-        self.found, self.since_us, self.waited = [], 0.0, waited
+        """Start a batch, with a clock that says how long it has waited so far."""
+        self.opened, self.since_us, self.waited = [], 0.0, waited
 
     def end(self) -> tuple[Opened, ...]:
-        """The files of the batch."""
+        """End a batch; returns the files that it opened."""
         self._charge()
         self.waited = None
-        return tuple(self.found)
+        return tuple(self.opened)
 
     def note(self, path: Any) -> None:
         """Note that a file is opened; between batches, and what is no path, is left out."""
         if isinstance(path, str | os.PathLike) and self._charge():
-            self.found.append((os.fspath(path), 0.0))
+            self.opened.append((os.fspath(path), 0.0))
 
     def _charge(self) -> bool:
-        """Add the time since the last opening to that file; False between batches.
+        """Add the waiting since the last file was opened to that file; False between batches.
 
-        The clock itself opens a file, which is none of the dataset's.
+        The clock itself opens a file, which must not be noted: ``waited`` is None meanwhile.
         """
         waited, self.waited = self.waited, None
         if waited is None:
             return False
         now_us = waited()
-        if self.found:
-            path, us = self.found[-1]
-            self.found[-1] = (path, us + max(0.0, now_us - self.since_us))
+        if self.opened:
+            path, waited_us = self.opened[-1]
+            self.opened[-1] = (path, waited_us + max(0.0, now_us - self.since_us))
         self.since_us, self.waited = now_us, waited
         return True
 
@@ -81,7 +84,10 @@ LISTENING: list[OpenedFiles] = []
 
 @cache
 def _hear_of_files() -> None:
-    """Tell those that listen of files that are opened for reading, from here on."""
+    """Tell those in ``LISTENING`` of files that are opened for reading, from here on.
+
+    An audit hook of Python cannot be removed again.
+    """
 
     def heard(event: str, args: tuple[Any, ...]) -> None:
         if event == "open" and LISTENING:

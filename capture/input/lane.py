@@ -25,6 +25,11 @@ class Batches:
         if len(self.wall_us) != len(self.cpu_us) or not all(0 <= us < math.inf for us in times):
             raise ValueError("wall_us and cpu_us are equally many times of at least 0")
 
+    def scaled(self, wall: float, cpu: float) -> Batches:
+        """The batches with times and CPU times multiplied by these factors."""
+        wall_us = tuple(wall * us for us in self.wall_us)
+        return Batches(wall_us=wall_us, cpu_us=tuple(cpu * us for us in self.cpu_us))
+
     @property
     def mean_us(self) -> float:
         """Mean time of a batch."""
@@ -73,47 +78,40 @@ class InputLane:
                 raise ValueError(f"{name} is at least {low}, got {getattr(self, name)!r}")
 
     def staged(self, room_bytes: float) -> tuple[dict[str, float], InputLane]:
-        """Share of each group of files to keep on a fast tier with this room; the lane with it.
+        """Choose files for a fast tier of ``room_bytes``: shares of the groups, and the lane then.
 
-        First those that batches wait for longest by byte; what is staged is not waited for.
+        First come those that batches wait for longest by byte; staged files are not waited for.
         """
-        shares, gone_us = dict[str, float](), 0.0
+        shares, saved_us = dict[str, float](), 0.0
         for group in sorted(self.files, key=lambda g: g.waiting_us / g.nbytes, reverse=True):
             share = min(1.0, room_bytes / group.nbytes)
             if share and group.waiting_us:
                 shares[group.kind] = share
                 room_bytes -= share * group.nbytes
-                gone_us += share * group.waiting_us
+                saved_us += share * group.waiting_us
         waiting_us = self.stages_us.get("waiting", 0.0)
-        return shares, self.without("waiting", share=min(1.0, gone_us / max(waiting_us, 1e-9)))
+        return shares, self.without("waiting", share=min(1.0, saved_us / max(waiting_us, 1e-9)))
 
-    def slower(self, times: float) -> InputLane:
-        """The lane if each batch took so many times as long to make and to receive."""
-        alone, worker = (
-            Batches(
-                wall_us=tuple(times * us for us in b.wall_us),
-                cpu_us=tuple(times * us for us in b.cpu_us),
-            )
-            for b in (self.alone, self.worker)
-        )
-        return replace(self, alone=alone, worker=worker, receive_us=times * self.receive_us)
+    def slower(self, factor: float) -> InputLane:
+        """The lane if each batch took ``factor`` times as long to make and to receive."""
+        alone, worker = (b.scaled(factor, factor) for b in (self.alone, self.worker))
+        return replace(self, alone=alone, worker=worker, receive_us=factor * self.receive_us)
 
     def without(self, *stages: str, share: float = 1.0) -> InputLane:
-        """The lane if a share of these stages took no time: batches are shorter by their means.
+        """The lane if a share of the time of these stages were gone from each batch.
 
-        Stage ``waiting`` is no CPU time.
+        Stage ``waiting`` is no CPU time. All batches shrink by the same factor.
         """
-        gone_us = share * sum(self.stages_us.get(name, 0.0) for name in stages)
-        waiting_us = self.stages_us.get("waiting", 0.0) if "waiting" in stages else 0.0
-        cpu_us = gone_us - share * waiting_us
+        saved_us = share * sum(self.stages_us.get(name, 0.0) for name in stages)
+        saved_cpu_us = saved_us
+        if "waiting" in stages:
+            saved_cpu_us -= share * self.stages_us.get("waiting", 0.0)
 
-        def shorter(times_us: tuple[float, ...], less_us: float) -> tuple[float, ...]:
-            mean_us = sum(times_us) / max(1, len(times_us))
-            rest = max(0.0, 1 - less_us / mean_us) if mean_us else 0.0
-            return tuple(rest * us for us in times_us)
+        def rest_frac(mean_us: float, less_us: float) -> float:
+            return max(0.0, 1 - less_us / mean_us) if mean_us else 0.0
 
         alone, worker = (
-            Batches(wall_us=shorter(b.wall_us, gone_us), cpu_us=shorter(b.cpu_us, cpu_us))
+            b.scaled(rest_frac(b.mean_us, saved_us), rest_frac(b.mean_cpu_us, saved_cpu_us))
             for b in (self.alone, self.worker)
         )
         return replace(self, alone=alone, worker=worker)

@@ -43,7 +43,7 @@ class LoaderError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTime:
-    """One batch: ``wall_us`` without the time in which others had the core, and CPU time.
+    """Times of making one batch: ``wall_us`` is without waits for a core that others had.
 
     ``stages_us``: CPU time by stage, ``waiting`` the rest of ``wall_us``. ``process_us``: all CPU
     time of the process until then. ``files``: those that it opened.
@@ -89,34 +89,36 @@ class _Stages:
 
     def __init__(self) -> None:
         self.us: dict[str, float] = {}
-        self.inner = [0.0]
+        self.inner_us = [0.0]  # of each stage that runs now: time of stages inside it
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, whose calls are timed as this stage."""
 
         @functools.wraps(function)
         def run(*args: Any, **options: Any) -> Any:
-            start = time.thread_time_ns()
-            self.inner.append(0.0)
+            start_ns = time.thread_time_ns()
+            self.inner_us.append(0.0)
             try:
                 return function(*args, **options)
             finally:
-                us = (time.thread_time_ns() - start) * 1e-3
-                self.us[name] = self.us.get(name, 0.0) + us - self.inner.pop()
-                self.inner[-1] += us
+                us = (time.thread_time_ns() - start_ns) * 1e-3
+                self.us[name] = self.us.get(name, 0.0) + us - self.inner_us.pop()
+                self.inner_us[-1] += us
 
         return run
 
 
 def worker_times(batches: Sequence[BatchTime]) -> Batches:
-    """Batches that one worker makes and sends: fetched one after the other, pickled in between.
+    """Times of batches that one worker makes and sends: it fetches one, then pickles it.
 
-    What a worker's process computes from one fetch to the next, without the fetch, is sending.
+    CPU time of a worker's process from one fetch to the next, without the fetch, is sending:
+    the mean of this is added to each batch.
     """
-    pairs = pairwise(batches)
-    between = [b.process_us - a.process_us - b.cpu_us for a, b in pairs]
-    sent = [us for us in between if us > 0]  # below 0: another worker's
-    send_us = sum(sent) / len(sent) if sent else 0.0
+    between_us = [
+        batch.process_us - before.process_us - batch.cpu_us for before, batch in pairwise(batches)
+    ]
+    sends_us = [us for us in between_us if us > 0]  # below 0: the two are of different workers
+    send_us = sum(sends_us) / len(sends_us) if sends_us else 0.0
     return own_times(batches, send_us)
 
 
@@ -131,45 +133,43 @@ def own_times(batches: Sequence[BatchTime], more_us: float = 0.0) -> Batches:
 def batch_size(batch: Any, loader: DataLoader[Any]) -> tuple[int, int]:
     """Samples and bytes of a batch.
 
-    Samples are as many as the loader asks for, if a tensor or a list of the batch is as long: all
-    its boxes may come first, or pictures one by one. Else as its first tensor or list is long.
+    Samples are the loader's ``batch_size`` if a tensor or a list of the batch is as long, as the
+    first tensor may hold all boxes, or one picture. Else the length of the first tensor or list.
     """
-    tensors = list(_tensors(batch))
+    tensors = _tensors(batch)
     lengths = [t.shape[0] for t in tensors if t.dim()]
     samples = lengths[0] if lengths else len(batch) if hasattr(batch, "__len__") else 1
     parts = batch.values() if isinstance(batch, dict) else batch
     if isinstance(parts, list | tuple | ValuesView):
         lengths += [len(part) for part in parts if isinstance(part, list | tuple)]
-    asked = (getattr(one, "batch_size", None) for one in (loader, loader.batch_sampler))
+    asked = (getattr(owner, "batch_size", None) for owner in (loader, loader.batch_sampler))
     samples = next((n for n in asked if n in lengths), samples)
     return max(1, samples), sum(t.numel() * t.element_size() for t in tensors)
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _tensors(batch: Any) -> list[torch.Tensor]:
     """The tensors of a batch, in order."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
+        tensors.append(tensor)
         return tensor
 
-    with_tensors(note, value)
-    return found
+    with_tensors(note, batch)
+    return tensors
 
 
 def with_tensors(make: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """A batch with its tensors replaced.
+    """A copy of a batch in which ``make`` of each tensor is in the tensor's place.
 
-    Objects that hold tensors are opened as dicts are: ``UserDict``, which tokenizers make, and
-    those of any class with attributes.
+    Tensors may be in lists, tuples, dicts, and attributes of objects: ``UserDict``, which
+    tokenizers make, and others.
     """
     if isinstance(value, torch.Tensor):
         return make(value)
-    if isinstance(value, list | tuple | dict) or not hasattr(value, "__dict__"):
-        inside = partial(with_tensors, make)
-        known = isinstance(value, list | tuple | dict)
-        return tree_map(inside, value, is_leaf=lambda x: x is not value) if known else value
-    held = {k: v for k, v in vars(value).items() if isinstance(v, HOLDERS)}
+    if isinstance(value, list | tuple | dict):
+        return tree_map(partial(with_tensors, make), value, is_leaf=lambda x: x is not value)
+    held = {k: v for k, v in getattr(value, "__dict__", {}).items() if isinstance(v, HOLDERS)}
     if isinstance(value, type | ModuleType) or not held:
         return value
     opened = copy.copy(value)
@@ -178,18 +178,21 @@ def with_tensors(make: Callable[[torch.Tensor], torch.Tensor], value: Any) -> An
 
 
 class BatchLog:
-    """The batches that this process and workers forked from it fetched, as they are collected."""
+    """Times of the batches that this process fetched, and workers that it forked.
+
+    Those of workers come through a queue: ``collect`` takes them over.
+    """
 
     def __init__(self) -> None:
         self.batches: list[BatchTime] = []
         self.queue = multiprocessing.get_context("fork").SimpleQueue()
 
-    def note(self, one: BatchTime) -> None:
-        """Add a batch, in whichever process."""
+    def note(self, batch: BatchTime) -> None:
+        """Add a batch, in this process or in a worker."""
         if get_worker_info() is None:
-            self.batches.append(one)
+            self.batches.append(batch)
         else:
-            self.queue.put(one)
+            self.queue.put(batch)
 
     def collect(self) -> None:
         """Take over what workers noted."""
@@ -207,6 +210,7 @@ def timed_batches(note: Callable[[BatchTime], None]) -> Iterator[None]:
 
     def wrap(fetch: Callable[..., Any]) -> Callable[..., Any]:
         def run(fetcher: Any, index: Any) -> Any:
+            """Fetch the samples at an index, and note how long that took, by stage."""
             stages.us.clear()
             if not getattr(fetcher, "timed", False):
                 fetcher.collate_fn = stages.timed("collate", fetcher.collate_fn)
@@ -252,7 +256,7 @@ def timed_batches(note: Callable[[BatchTime], None]) -> Iterator[None]:
 
 
 def _noting_paths(files: OpenedFiles, decode: Callable[..., Any]) -> Callable[..., Any]:
-    """A decoder that notes the path which it is given and opens outside of Python."""
+    """A decoder that notes the path which it is given: it opens the file outside of Python."""
 
     @functools.wraps(decode)
     def run(*args: Any, **options: Any) -> Any:
@@ -277,13 +281,14 @@ def _transforms(dataset: Any) -> Iterator[tuple[Any, str]]:
     """Transforms that a dataset, or one inside it, holds as attributes and that are not timed."""
     waiting, seen = [dataset], set[int]()
     while waiting:
-        one = waiting.pop()
-        if id(one) in seen:
+        holder = waiting.pop()
+        if id(holder) in seen:
             continue
-        seen.add(id(one))
-        held = getattr(one, "__dict__", {})
+        seen.add(id(holder))
+        held = getattr(holder, "__dict__", {})
         for name in TRANSFORMS:
-            if callable(found := held.get(name)) and not hasattr(found, "__wrapped__"):
-                yield one, name
+            transform = held.get(name)
+            if callable(transform) and not hasattr(transform, "__wrapped__"):
+                yield holder, name
         for inner in (held[name] for name in INNER if name in held):
             waiting += list(inner) if isinstance(inner, list | tuple) else [inner]

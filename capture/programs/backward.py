@@ -1,4 +1,4 @@
-"""Tells of each call of autograd's engine, however a program makes it."""
+"""Runs each call of autograd's engine inside a context of ours, however a program makes it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ ARGUMENTS = ("tensors", "grad_tensors", "keep_graph", "create_graph", "inputs")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backward:
-    """A pass from ``roots`` to ``inputs``, or to all leaves where there are none.
+    """A backward pass from ``roots`` to ``inputs``, or to all leaves where there are none.
 
-    ``accumulates``: gradients are added to the leaves', as ``backward`` does and ``grad`` does not.
-    ``differentiable``: so are the gradients.
+    ``accumulates``: gradients are added to ``.grad`` of leaves, as ``backward`` does and
+    ``autograd.grad`` does not. ``differentiable``: gradients can be differentiated again
+    (``create_graph``).
     """
 
     roots: tuple[Tensor, ...]
@@ -30,29 +31,30 @@ class Backward:
 
 
 @contextmanager
-def backward_passes(told: Callable[[Backward], AbstractContextManager[None]]) -> Iterator[None]:
-    """Run each pass inside the context that ``told`` makes.
+def backward_passes(around: Callable[[Backward], AbstractContextManager[None]]) -> Iterator[None]:
+    """Let each backward pass run inside the context that ``around`` makes of it.
 
-    ``Tensor.backward`` and functions of ``torch.autograd`` end in the engine; Megatron calls it.
+    ``Tensor.backward`` and functions of ``torch.autograd`` end in the engine, which Megatron calls
+    itself: so the engine is replaced.
     """
     engine: Any = Variable._execution_engine
 
-    class Told(_ImperativeEngine):
+    class Engine(_ImperativeEngine):
         def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-            given = dict(zip(ARGUMENTS, args, strict=False)) | kwargs
-            made = Backward(
-                roots=_tensors(given["tensors"]),
-                inputs=_tensors(given.get("inputs") or ()),
-                accumulates=given.get("accumulate_grad", True),
-                differentiable=given.get("create_graph", False),
+            arguments = dict(zip(ARGUMENTS, args, strict=False)) | kwargs
+            backward = Backward(
+                roots=_tensors(arguments["tensors"]),
+                inputs=_tensors(arguments.get("inputs") or ()),
+                accumulates=arguments.get("accumulate_grad", True),
+                differentiable=arguments.get("create_graph", False),
             )
-            with told(made):
+            with around(backward):
                 return engine.run_backward(*args, **kwargs)
 
-    with patch.object(Variable, "_execution_engine", Told()):
+    with patch.object(Variable, "_execution_engine", Engine()):
         yield
 
 
 def _tensors(values: Any) -> tuple[Tensor, ...]:
-    """Those that are no edges of the graph."""
+    """The tensors among roots or inputs, which may also be edges of the graph."""
     return tuple(value for value in values if isinstance(value, Tensor))

@@ -49,12 +49,7 @@ from itercast.capture.recorder.fake_patches import (
 from itercast.capture.recorder.recurrent import recurrent_networks
 from itercast.capture.recorder.watch import ModuleTracker
 
-OPTIMIZERS = {
-    "SGD": "sgd",
-    "LAMB": "lamb",
-    "Muon": "muon",
-}  # whose Python is measured; others' is as AdamW's
-
+OPTIMIZERS = {"SGD": "sgd", "LAMB": "lamb", "Muon": "muon"}  # of measured Python; else as AdamW's
 GRAPHED = ("reduce-overhead", "max-autotune")  # modes of torch.compile
 
 
@@ -89,8 +84,9 @@ def capture_ranks(
 ) -> ProgramCapture:
     """Capture what ``run`` launches as each rank after its last ``reset`` of the log.
 
-    ``run`` returns what else the program is, of ``ProgramCapture``. ``lasting``: process groups
-    stay, for one rank. ``make`` makes an attempt to run a rank, maybe in a process of its own.
+    Without ``ranks``: rank 0, and all that captured ranks exchange messages with. ``run`` returns
+    further fields of ``ProgramCapture``. ``lasting``: process groups stay, for one rank. ``make``
+    makes an attempt to run a rank, maybe in a process of its own.
     """
     wanted = list(ranks) or [0]
     if not all(0 <= rank < world_size for rank in wanted):
@@ -109,6 +105,7 @@ def _capture_rank(
     mailbox: Mailbox,
     repeats: bool,
 ) -> CapturedRank:
+    """What ``run`` launches as this rank, see ``capture_ranks``."""
     log = ProgramLog(repeats=repeats)
     mailbox.begin(rank)
     with ExitStack() as stack:
@@ -136,7 +133,7 @@ def _capture_rank(
 
 
 def _numbers(tensor: FakeTensor, log: ProgramLog, *, force: bool = False) -> Any:
-    """As ``Tensor.numpy``: numbers that the host reads; they are ones where nobody knows them."""
+    """As ``Tensor.numpy``, noted as a read by the host: the known values, or ones."""
     log.read_by_host(tensor)
     known = log.routing.facts.get(tensor)
     with _disable_current_modes():
@@ -148,14 +145,20 @@ def _numbers(tensor: FakeTensor, log: ProgramLog, *, force: bool = False) -> Any
 @contextmanager
 def runs_of_steps(log: ProgramLog) -> Iterator[None]:
     """Log modules, attention as one op, and the phases of steps that run inside the context."""
-    whole = ShardedAttention(log)
-    compiled = patch.object(torch, "compile", partial(_compile, log, torch.compile))
-    graphed = patch.object(torch.cuda, "make_graphed_callables", partial(_graphed, log))
-    repeated = MicroBatches(log).watched() if log.repeats else nullcontext()
-    tracked = (ModuleTracker(log), repeated, _phases(log), _logged_wrappers(log), compiled, graphed)
-    others = (whole, modes_in_backward(), _recomputations(log), warnings.catch_warnings())
+    contexts = (
+        ModuleTracker(log),
+        MicroBatches(log).watched() if log.repeats else nullcontext(),
+        _phases(log),
+        _logged_wrappers(log),
+        patch.object(torch, "compile", partial(_compile, log, torch.compile)),
+        patch.object(torch.cuda, "make_graphed_callables", partial(_graphed, log)),
+        ShardedAttention(log),
+        modes_in_backward(),
+        _recomputations(log),
+        warnings.catch_warnings(),
+    )
     with ExitStack() as stack:
-        for context in (*tracked, *others):
+        for context in contexts:
             stack.enter_context(context)
         warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global")
         stack.callback(setattr, log, "over", True)
@@ -168,40 +171,40 @@ def _compile(
     """torch.compile whose result runs op by op, and tells the log when it is called."""
     if model is None:
         return partial(_compile, log, compile_, **options)
-    made = compile_(model, **options) if isinstance(model, torch.nn.Module) else model
+    compiled = compile_(model, **options) if isinstance(model, torch.nn.Module) else model
     graphed = options.get("mode") in GRAPHED
-    return _told(made, partial(log.whole, graphed=graphed))
+    return _run_inside(partial(log.whole, graphed=graphed), compiled)
 
 
 def _graphed(log: ProgramLog, callables: Any, *args: Any, **options: Any) -> Any:
     """As ``torch.cuda.make_graphed_callables``: a call launches a graph, and so does backward."""
     if isinstance(callables, tuple):
-        return tuple(_graphed(log, one) for one in callables)
-    return _told(callables, partial(log.whole, fused=False, graphed=True))
+        return tuple(_graphed(log, function) for function in callables)
+    return _run_inside(partial(log.whole, fused=False, graphed=True), callables)
 
 
-def _told(made: Any, around: Callable[[], Any]) -> Any:
-    """A function, or a module whose forward, runs inside the context ``around``."""
-    run = made.forward if isinstance(made, torch.nn.Module) else made
+def _run_inside(context: Callable[[], Any], function: Any) -> Any:
+    """The function wrapped such that it runs inside a context; of a module its forward does."""
+    run = function.forward if isinstance(function, torch.nn.Module) else function
 
     @wraps(run)
     def called(*args: Any, **kwargs: Any) -> Any:
-        with around():
+        with context():
             return run(*args, **kwargs)
 
-    if not isinstance(made, torch.nn.Module):
+    if not isinstance(function, torch.nn.Module):
         return called
-    made.forward = called
-    return made
+    function.forward = called
+    return function
 
 
 @contextmanager
-def _backward(log: ProgramLog, made: Backward) -> Iterator[None]:
-    """Calls inside are backward's; what it reaches may be updated after it."""
+def _backward(log: ProgramLog, backward: Backward) -> Iterator[None]:
+    """Log calls inside as backward's; a later write to a parameter that it reaches is an update."""
     before, log.phase = log.phase, "backward"
     recomputing, log.recomputing = log.recomputing, False
-    reaches = made.inputs or reached(made.roots).values()
-    if made.accumulates:
+    reaches = backward.inputs or reached(backward.roots).values()
+    if backward.accumulates:
         for event, times in (("backward", 1), ("accumulate_grad", len(reaches))):
             log.host[event] = log.host.get(event, 0) + times
     try:
@@ -217,7 +220,8 @@ def _backward(log: ProgramLog, made: Backward) -> Iterator[None]:
 def _recomputations(log: ProgramLog) -> Iterator[None]:
     """Tell the log which ops of a backward pass are forward's, run again.
 
-    Checkpoints of all kinds do that where they enable gradients, which the pass itself needs not.
+    Those inside ``torch.enable_grad`` are: checkpoints of all kinds enable gradients to recompute,
+    and the backward pass itself does not.
     """
     enter, leave = torch.enable_grad.__enter__, torch.enable_grad.__exit__
     outer = list[bool]()
@@ -244,6 +248,7 @@ def _phases(log: ProgramLog) -> Iterator[None]:
     """
 
     def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Begin phase "optimizer", and count the Python of this step."""
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError("LBFGS runs the model as often as its loss needs, which nobody knows")
         log.phase = "optimizer"
@@ -277,18 +282,22 @@ def _phases(log: ProgramLog) -> Iterator[None]:
 
 
 def _layer(group: Any) -> tuple[str, int]:
+    """The event of a hook of FSDP2 on a layer, and its number of parameters."""
     kept = not group._reshard_after_forward
     return ("fsdp_layer_kept" if kept else "fsdp_layer", len(group.fsdp_params))
 
 
 def _micro_batch(stage: Any) -> tuple[str, int]:
+    """The event of a pipeline stage that runs a micro-batch."""
     return ("pipeline_micro", 1)
 
 
 def _recomputed(frame: Any) -> tuple[str, int]:
+    """The event of a checkpoint whose forward was run again, and its number of saved tensors."""
     return ("checkpoint_layer", max(1, len(frame.weak_holders)))
 
 
+# Classes, their methods, and functions that make a host event and its count of the object.
 METHODS: tuple[tuple[Any, str, Callable[[Any], tuple[str, int]]], ...] = (
     (FSDPParamGroup, "pre_forward", _layer),
     (FSDPParamGroup, "pre_backward", _layer),

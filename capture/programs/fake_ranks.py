@@ -49,8 +49,8 @@ def one_rank_of(
     """Make this process rank ``rank`` of ``world_size`` inside the context, as torchrun would.
 
     ``init_process_group`` of any backend makes groups that send nothing, and that end with the
-    context unless they are ``lasting``. Waiting for a collective's handle, and memory that a
-    storage gains or loses, are told to ``log``.
+    context unless they are ``lasting``. ``log`` is told of waits for a collective's handle, and of
+    memory that a storage gains or loses.
     """
     if dist.is_initialized():
         raise ValueError("a process group exists already: capture before init_process_group")
@@ -75,6 +75,7 @@ def one_rank_of(
 
 @contextmanager
 def _groups_that_send_nothing(world_size: int, rank: int, log: ProgramLog) -> Iterator[None]:
+    """Make all process groups those of torch's backend "fake", and all stores local."""
     import torch.testing._internal.distributed.fake_pg  # registers the backend
 
     init, new_group = dist.init_process_group, dist.new_group
@@ -89,7 +90,7 @@ def _groups_that_send_nothing(world_size: int, rank: int, log: ProgramLog) -> It
             return new_group(*args, **{**kwargs, "backend": "fake"})
 
     def own_store(*args: Any, **kwargs: Any) -> Any:
-        """What this rank sets; nobody sets more, so that it waits for nothing."""
+        """A store with what this rank sets; nobody sets more, so that it waits for nothing."""
         store: Any = torch._C._distributed_c10d.HashStore()
         store.set_timeout(timedelta(milliseconds=1))
         return store
@@ -109,13 +110,12 @@ def _groups_that_send_nothing(world_size: int, rank: int, log: ProgramLog) -> It
 @contextmanager
 def replaced(name: str, function: Any) -> Iterator[None]:
     """Put a function in the place of ``torch.distributed``'s, in all modules that imported it."""
-    original, with_it = getattr(dist, name), []
-    for place, module in list(sys.modules.items()):
-        if place.startswith("torch.distributed") and vars(module).get(name) is original:
-            with_it.append(module)
+    original = getattr(dist, name)
     with ExitStack() as stack:
-        for module in with_it:
-            stack.enter_context(patch.object(module, name, function))
+        for module_name, module in list(sys.modules.items()):
+            is_torchs = module_name.startswith("torch.distributed")
+            if is_torchs and vars(module).get(name) is original:
+                stack.enter_context(patch.object(module, name, function))
         yield
 
 
@@ -123,10 +123,11 @@ def replaced(name: str, function: Any) -> Iterator[None]:
 def _handles_tell(log: ProgramLog) -> Iterator[None]:
     """Tell the log when the current stream waits for a collective's handle."""
     group = dist.ProcessGroup
-    points: dict[int, tuple[int, Any]] = {}  # by the ids of handles that are alive
+    # By the ids of handles that are alive: the point at which the message ends, and its tensors.
+    points: dict[int, tuple[int, Any]] = {}
 
     def launching(method: Callable[..., Any]) -> Callable[..., Any]:
-        """A collective that also remembers, by its handle, when its message ends, and tensors."""
+        """The method of a collective, which also notes the message's end in ``points``."""
 
         def launch(*args: Any, **kwargs: Any) -> Any:
             log.last_work = None
@@ -140,9 +141,8 @@ def _handles_tell(log: ProgramLog) -> Iterator[None]:
 
     def waiting(method: Callable[..., Any]) -> Callable[..., Any]:
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-            known = points.pop(id(work), None)
-            if known is not None:
-                log.wait(log.stream, known[0])
+            if (ends := points.pop(id(work), None)) is not None:
+                log.wait(log.stream, ends[0])
             return method(work, *args, **kwargs)
 
         return wait
@@ -152,16 +152,16 @@ def _handles_tell(log: ProgramLog) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.multiple(group, **launches))
         for handle in (dist.Work, FakeWork):
-            tells: dict[str, Any] = {"wait": waiting(handle.wait)}
-            tells["get_future"] = lambda work: Arriving(log, work, *points[id(work)])
-            stack.enter_context(patch.multiple(handle, **tells))
+            methods: dict[str, Any] = {"wait": waiting(handle.wait)}
+            methods["get_future"] = lambda work: Arriving(log, work, *points[id(work)])
+            stack.enter_context(patch.multiple(handle, **methods))
         yield
 
 
 class Arriving:
-    """The future of a collective, as of NCCL's: what follows runs when it arrives, on its stream.
+    """The future of a collective, as NCCL's: callbacks run after it, on a stream of their own.
 
-    ``point``: where ``result`` is there.
+    ``point``: the point of the log from which on ``result`` is there.
     """
 
     def __init__(self, log: ProgramLog, work: Any, point: int, result: Any) -> None:
@@ -190,7 +190,7 @@ class Arriving:
 
 
 def _storages_tell(log: ProgramLog) -> AbstractContextManager[object]:
-    """Tell the log of storages that are resized, as FSDP does to free what it gathered."""
+    """Tell the log when storages are resized, as FSDP does to free gathered parameters."""
     resize = torch.UntypedStorage.resize_
 
     def resizing(storage: Any, size: int) -> Any:
@@ -201,7 +201,7 @@ def _storages_tell(log: ProgramLog) -> AbstractContextManager[object]:
     return patch.object(torch.UntypedStorage, "resize_", resizing)
 
 
-def _unmoded(method: Callable[..., Any]) -> Callable[..., Any]:
+def _without_modes(method: Callable[..., Any]) -> Callable[..., Any]:
     """The method, run on real tensors of the CPU and not logged."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -219,10 +219,13 @@ MESH_METHODS = (
 
 @contextmanager
 def _meshes_are_real() -> Iterator[None]:
-    """Make meshes of numbers that can be read; those of GPUs move shards by all_to_all."""
+    """Make the ranks in a ``DeviceMesh`` real numbers, on the CPU.
+
+    A mesh of GPUs still changes a tensor's sharded dim by all_to_all, as on GPUs.
+    """
     from torch.distributed.tensor import placement_types
 
-    make, gathered = DeviceMesh.__init__, _collective_utils.shard_dim_alltoall
+    make, move_on_cpu = DeviceMesh.__init__, _collective_utils.shard_dim_alltoall
     on_gpus: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def making(mesh: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
@@ -236,8 +239,9 @@ def _meshes_are_real() -> Iterator[None]:
                 on_gpus.add(mesh)
 
     def move_shards(tensor: Any, gather_dim: int, shard_dim: int, mesh: Any, axis: int) -> Any:
+        """As ``shard_dim_alltoall``: a tensor that is sharded along one dim is along another."""
         if mesh not in on_gpus:
-            return gathered(tensor, gather_dim, shard_dim, mesh, axis)
+            return move_on_cpu(tensor, gather_dim, shard_dim, mesh, axis)
         parts = [p.contiguous() for p in tensor.chunk(mesh.size(axis), shard_dim)]
         arrived = [torch.empty_like(p) for p in parts]
         dist.all_to_all(arrived, parts, group=mesh.get_group(axis))
@@ -245,11 +249,11 @@ def _meshes_are_real() -> Iterator[None]:
 
     shapes = "_propagate_tensor_meta_non_cached"  # found on tensors of its own, not the program's
     with ExitStack() as stack:
-        finds = _unmoded(getattr(ShardingPropagator, shapes))
-        stack.enter_context(patch.object(ShardingPropagator, shapes, finds))
+        propagate = _without_modes(getattr(ShardingPropagator, shapes))
+        stack.enter_context(patch.object(ShardingPropagator, shapes, propagate))
         stack.enter_context(patch.object(DeviceMesh, "__init__", making))
         for name in MESH_METHODS:
-            method = _unmoded(getattr(DeviceMesh, name))
+            method = _without_modes(getattr(DeviceMesh, name))
             static = isinstance(inspect.getattr_static(DeviceMesh, name), staticmethod)
             method = staticmethod(method) if static else method
             stack.enter_context(patch.object(DeviceMesh, name, method))

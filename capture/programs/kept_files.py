@@ -48,6 +48,7 @@ class KeptFiles:
     def _keep(
         self, file: Any, holds_data: Callable[[str], bool], set_aside: Callable[[str, str], object]
     ) -> None:
+        """List a path, and the first time set aside what is there if it holds the user's data."""
         if not isinstance(file, str | bytes | os.PathLike):
             return
         path = os.path.abspath(os.fsdecode(file))
@@ -65,16 +66,19 @@ class KeptFiles:
         return os.path.isfile(path) and os.lstat(path).st_ctime < self._begun_s
 
     def _holds_older(self, folder: str) -> bool:
+        """Whether a folder, and no link to one, holds files that lay there before."""
         files = (os.path.join(at, name) for at, _, names in os.walk(folder) for name in names)
         return not os.path.islink(folder) and any(map(self._is_older, files))
 
 
 def _aside(path: str) -> str:
+    """The path at which a file is set aside."""
     folder, name = os.path.split(path)
     return os.path.join(folder, f".{name}.before-itercast")
 
 
 def _set_all_aside(folder: str, aside: str) -> None:
+    """Move a folder aside, and leave an empty one."""
     os.rename(folder, aside)
     os.mkdir(folder)
 
@@ -96,6 +100,7 @@ def give_back(listed: Path) -> None:
 
 
 def _is_without_data(path: str) -> bool:
+    """Whether a file is a checkpoint that the script saved in place of a real one."""
     with open(path, "rb") as file:
         return file.read(len(MARK)) == MARK
 
@@ -105,37 +110,40 @@ LISTENING: list[KeptFiles] = []
 
 @cache
 def _hear_of_files() -> None:
-    """Tell who listens of files that are emptied, replaced, moved or deleted, from here on."""
+    """Tell those in ``LISTENING`` of files that are about to be emptied, moved or deleted.
+
+    An audit hook of Python does, which runs before the file changes and cannot be removed again.
+    """
 
     def heard(event: str, args: tuple[Any, ...]) -> None:
         if not LISTENING or event not in ("open", "os.rename", "os.remove", "shutil.rmtree"):
             return
-        own = LISTENING.pop()  # it opens, renames and links files, too
+        kept_files = LISTENING.pop()  # it opens, renames and links files, too
         try:
             if event == "open":
                 if (args[2] or 0) & (os.O_TRUNC | os.O_EXCL) == os.O_TRUNC:
-                    own.about_to_write(args[0])
+                    kept_files.about_to_write(args[0])
             elif event == "os.rename":
-                own.about_to_move(args[0])
-                own.about_to_write(args[1])
+                kept_files.about_to_move(args[0])
+                kept_files.about_to_write(args[1])
             elif event == "shutil.rmtree":
-                own.about_to_delete_all(args[0])
+                kept_files.about_to_delete_all(args[0])
             elif args[1] == -1:  # else by a folder's number: of rmtree
-                own.about_to_delete(args[0])
+                kept_files.about_to_delete(args[0])
         finally:
-            LISTENING.append(own)
+            LISTENING.append(kept_files)
 
     sys.addaudithook(heard)
 
 
 @contextmanager
 def files_kept(listed: Path) -> Iterator[None]:
-    """Keep the files that a script writes over or deletes inside, and list them in a file."""
+    """Give back files that a script writes over or deletes inside; ``listed`` names them."""
     _hear_of_files()
-    own = KeptFiles(listed)
-    LISTENING.append(own)
+    kept_files = KeptFiles(listed)
+    LISTENING.append(kept_files)
     try:
         yield
     finally:
-        LISTENING.remove(own)
+        LISTENING.remove(kept_files)
         give_back(listed)

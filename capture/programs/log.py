@@ -19,11 +19,18 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
-from itercast.capture.collectives import CollectiveCall, collective_of, in_parts, is_collective
+from itercast.capture.collectives import (
+    CollectiveCall,
+    by_name,
+    collective_of,
+    in_parts,
+    is_collective,
+    tensors_in,
+)
 from itercast.capture.opcall import OpCall
 from itercast.capture.programs.gpus.devices import GpuMemory
 from itercast.capture.programs.kernels.fused import FUSED_ATTENTION, log_attention
-from itercast.capture.programs.kernels.libraries import as_of_torch, by_name, without_outliers
+from itercast.capture.programs.kernels.libraries import as_of_torch, without_outliers
 from itercast.capture.programs.program import (
     BATCH,
     COLLECTIVE,
@@ -61,8 +68,8 @@ class ProgramLog(OpLog):
     """Logs a program's launches; ``live_bytes`` is the memory of tensors that are alive.
 
     ``peak_bytes`` and ``least_bytes``: the most and the least that it was since the last ``reset``.
-    ``highest_bytes``: the most since whoever asks set it. ``repeats``: of micro-batches that are
-    alike some are repeated, in place of run.
+    ``highest_bytes``: the most since its last reader set it back. ``repeats``: some micro-batches
+    that are like others are repeated in the log and not run.
     """
 
     routing: Routing
@@ -72,7 +79,7 @@ class ProgramLog(OpLog):
         self.guesses: dict[str, StackSummary] = {}  # what was guessed of data, where it was first
         super().__init__(Routing(self.guesses), in_tf32)
         self.after_graph: list[Callable[[], None]] | None = None  # while a CUDA graph is captured
-        self.ended: Callable[[str, Any], None] = lambda kind, owner: None  # told what may be a step
+        self.ended: Callable[[str, Any], None] = lambda kind, owner: None  # called: may be a step
         self.returned: Any = None  # by the model whose forward ends
         self.gpu_memory = GpuMemory(lambda: self.stream)
         self.host_memory, self.reads_copies = GpuMemory(), False  # what a program keeps there
@@ -80,7 +87,7 @@ class ProgramLog(OpLog):
         self.recomputing = False
         self.points = count()
         self.live_bytes = self.peak_bytes = self.least_bytes = self.highest_bytes = 0
-        self.measuring = list[Any]()  # what else has ``highest_bytes`` of its own
+        self.measuring = list[Any]()  # other objects whose ``highest_bytes`` is kept up to date
         self.grouped = False  # whether the program made a process group
         self.over = False  # what is freed when all steps are over is not of the last one
         self._awaiting: set[int] = set()  # memory of parameters that a backward pass reached
@@ -103,8 +110,8 @@ class ProgramLog(OpLog):
     def storage(self, tensor: Any, number: int | None = None) -> int:
         """The number of the memory behind a tensor; its bytes count until it is freed.
 
-        A sparse one's are those of its values, a tensor on the meta device has none. ``number``: of
-        a tensor that is new, in place of the next one.
+        Of a sparse tensor it is that of its values; on the meta device it has no bytes. ``number``:
+        for new memory, in place of the next free one.
         """
         memory = values_of(tensor).untyped_storage()
         key = memory._cdata
@@ -122,15 +129,16 @@ class ProgramLog(OpLog):
         self.take(nbytes - self._sizes.get(number, 0))
         self._sizes[number] = nbytes
 
-    def take(self, nbytes: int, meanwhile: int = 0) -> None:
+    def take(self, nbytes: int, extra_bytes: int = 0) -> None:
         """Count memory that is taken, or given back below 0; ``meanwhile``: more until then."""
         self.live_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes + meanwhile)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + extra_bytes)
         self.least_bytes = min(self.least_bytes, self.live_bytes)
-        for one in (self, *self.measuring):
-            one.highest_bytes = max(one.highest_bytes, self.live_bytes + meanwhile)
+        for meter in (self, *self.measuring):
+            meter.highest_bytes = max(meter.highest_bytes, self.live_bytes + extra_bytes)
 
     def _freed(self, key: int) -> None:
+        """Forget a storage whose last tensor is gone."""
         number = self._storages.pop(key)
         self.live_bytes -= self._sizes.pop(number, 0)
         if not self.over:
@@ -138,7 +146,7 @@ class ProgramLog(OpLog):
         self.arrives.pop(number, None)
 
     def _alias(self, tensor: Any, result: Any) -> None:
-        """Nothing: autograd's sums keep a memory of their own until they are freed."""
+        """Do nothing: autograd's sums keep memory of their own here, until they are freed."""
 
     def record(self, stream: int) -> int:
         """Number the point that a stream has reached."""
@@ -173,7 +181,9 @@ class ProgramLog(OpLog):
 
     @contextmanager
     def reading_copies(self) -> Iterator[None]:
-        """Ops inside read the copies of what lies in host memory; others on it are the CPU's."""
+        """Let ops inside read copies on the GPU of tensors in host memory; else the CPU runs ops
+        on such tensors.
+        """
         before, self.reads_copies = self.reads_copies, True
         try:
             yield
@@ -193,11 +203,11 @@ class ProgramLog(OpLog):
 
     @contextmanager
     def whole(self, *, fused: bool = True, graphed: bool = False) -> Iterator[None]:
-        """Ops inside belong to one call of a compiled function, and so do those of its backward.
+        """Log ops inside, and those of their backward, as one call of a compiled function.
 
-        Python of modules, views and autograd that runs inside is not counted: kernels are launched
-        by the compiled function, where ``graphed`` as one CUDA graph for each phase. Not ``fused``:
-        the ops are kernels of their own, and nothing was compiled.
+        Host events of modules, views and autograd inside are not counted: the compiled function
+        launches the kernels, where ``graphed`` as one CUDA graph for each phase. Not ``fused``: it
+        is no compiled function but a CUDA graph, whose ops are kernels of their own.
         """
         if self.compiled.running:
             yield
@@ -217,32 +227,36 @@ class ProgramLog(OpLog):
                 self.host[event] = self.host.get(event, 0) + passes
 
     def add(self, op: str, args: Any, kwargs: Any, output: Any) -> None:
-        """Log one call, and the call of a compiled function that it belongs to."""
-        tensors = _tensors((args, kwargs))
-        kept = self.host_memory and not self.reads_copies
-        on_host = list(map(self.host_memory.holds, tensors)) if kept else []
+        """Log one call: a copy between host and GPU as such, an op on tensors in host memory as
+        the CPU's, others as launches of the GPU.
+        """
+        tensors = tensors_in((args, kwargs))
+        reads_host = self.host_memory and not self.reads_copies
+        on_host = list(map(self.host_memory.holds, tensors)) if reads_host else []
         if op == COPY and any(on_host) and any(map(self.gpu_memory.holds, tensors)):
-            waits = not (args[2:] or kwargs.get("non_blocking"))
-            self.copied("d2h" if on_host[0] else "h2d", args[0], non_blocking=not waits)
+            non_blocking = bool(args[2:] or kwargs.get("non_blocking"))
+            self.copied("d2h" if on_host[0] else "h2d", args[0], non_blocking=non_blocking)
             return
         super().add(op, args, kwargs, output)
         if self.recomputing:
             self.calls[-1] = replace(self.calls[-1], recomputed=True)
         if any(on_host) and not any(t.dim() and self.gpu_memory.holds(t) for t in tensors):
             self.calls[-1] = replace(self.calls[-1], stream=ON_CPU)
-            for made in _tensors(output):
-                self.keep_on_host(made)
+            for result in tensors_in(output):
+                self.keep_on_host(result)
         self._note_compiled()
 
     def _note_compiled(self) -> None:
-        """Say of the last call which call of a compiled function it belongs to, if to one."""
+        """Note in the last call which call of a compiled function it belongs to, if to one."""
         if number := self.compiled.number():
             compiled = 0 if number in self._eager else number
             graph = 2 * number + (self.phase == "backward") if number in self._graphed else 0
             self.calls[-1] = replace(self.calls[-1], compiled=compiled, graphed=graph)
 
     def awaits_update(self, parameters: Iterable[Any]) -> None:
-        """The next write to one of these outside modules, backward and optimizers is an update."""
+        """Take the next write to one of these parameters, made outside modules, backward and
+        optimizers, as an update that the program makes by hand.
+        """
         leaves = (getattr(p, "_local_tensor", p) for p in parameters if p.is_leaf)
         self._awaiting = {below_transforms(p).untyped_storage()._cdata for p in leaves}
 
@@ -253,8 +267,9 @@ class ProgramLog(OpLog):
         memory = (t.untyped_storage()._cdata for t in tree_leaves(written) if type(t) is FakeTensor)
         return not self._awaiting.isdisjoint(memory)
 
-    def _mark(self, op: str, told: Any, stream: int) -> None:
-        args = told if isinstance(told, tuple) else (told,)
+    def _mark(self, op: str, value: Any, stream: int) -> None:
+        """Log one of ``MARKS``, with a value or a tuple of values."""
+        args = value if isinstance(value, tuple) else (value,)
         self.calls.append(OpCall(op=op, args=args, phase=self.phase, stream=stream))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -266,30 +281,31 @@ class ProgramLog(OpLog):
         output = self._dispatched(func, types, args, kwargs)
         if output is not NotImplemented and func.namespace != "prim":
             with torch._C.DisableTorchFunction():  # modes that watch a program slow questions down
-                if not (self.host_memory and any(map(self.host_memory.holds, _tensors(output)))):
+                if not (self.host_memory and any(map(self.host_memory.holds, tensors_in(output)))):
                     self.gpu_memory.follow(args, output)
                 if func in COPIES:
                     self.loaded.follow(args, output)
         return output
 
     def _dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op, and log it as what it is: torch's own, FSDP's, a library's, a message."""
         if any(map(is_traceable_wrapper_subclass_type, types)):
             self._count_dispatch(func, types)
             return NotImplemented  # DTensor and others call us again with what they wrap
         kwargs = kwargs or {}
         if func.namespace == "fsdp":
             return self._copied(func, args, kwargs)
-        others = None if func.namespace in TORCHS else as_of_torch(func)
-        if not is_collective(func) and func not in FUSED_ATTENTION and not others:
+        log_foreign = None if func.namespace in TORCHS else as_of_torch(func)
+        if not is_collective(func) and func not in FUSED_ATTENTION and not log_foreign:
             views = self.host["view_op"]
             output = super().__torch_dispatch__(func, types, args, kwargs)
             if func.is_view and self.compiled.number():  # in backward, which ``whole`` cannot see
                 self.host["view_op"] = views
             return output
-        if others:
-            given = by_name(func, args, kwargs)
-            output = without_outliers(func, given)
-            guess = others(self, given, output)
+        if log_foreign:
+            arguments = by_name(func, args, kwargs)
+            output = without_outliers(func, arguments)
+            guess = log_foreign(self, arguments, output)
             self.guesses.setdefault(guess.format(func.namespace), extract_stack())
             return output
         output = func(*args, **kwargs)
@@ -306,10 +322,10 @@ class ProgramLog(OpLog):
         return output
 
     def _count_dispatch(self, func: Any, types: Any) -> None:
-        """Python of an op on tensors that wrap others, but for compiled and nested ones.
+        """Log the Python of an op on tensors that wrap others, as DTensor does.
 
-        An optimizer that updates lists of them takes the time of one event over all, one that
-        updates them in a loop that of each op.
+        Compiled functions and nested tensors have none. An optimizer's update of a list of tensors
+        is one event over all of them; an update in a loop is one for each op.
         """
         updates = self.phase == "optimizer"
         if updates and func.__name__.startswith(("_foreach_", "_fused_")):
@@ -322,16 +338,18 @@ class ProgramLog(OpLog):
             self.python("tp_loss" if func in LOSS else "dtensor_op")
 
     def _copied(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """FSDP's copies into and out of its buffers: each is one kernel over all bytes."""
+        """Run one of FSDP's copies into or out of its buffer, and log it as one kernel over it.
+
+        Its hooks are not compiled: it belongs to no compiled function. ``of``: empty views of the
+        other tensors, by which the log knows their memory.
+        """
         output = func(*args, **kwargs)
-        flat = [
-            t.reshape(-1) for t in tree_leaves((args[0], kwargs)) if isinstance(t, torch.Tensor)
-        ]
-        whole = max(flat, key=torch.Tensor.numel)
+        flat = [t.reshape(-1) for t in tensors_in((args[0], kwargs))]
+        buffer = max(flat, key=torch.Tensor.numel)
         if func is torch.ops.fsdp.all_gather_copy_in.default:
-            whole = output[0]
-        of = [t[:0] for t in flat if t is not whole]
-        super().add("aten.copy_.default", (whole, whole), {"of": of}, whole)  # hooks: not compiled
+            buffer = output[0]
+        others = [t[:0] for t in flat if t is not buffer]
+        super().add(COPY, (buffer, buffer), {"of": others}, buffer)
         return output
 
     def _arrived(self, tensors: Any) -> None:
@@ -343,11 +361,12 @@ class ProgramLog(OpLog):
                     self.wait(self.stream, point)
 
     def stream_of(self, queue: Any) -> int:
-        """The number of the stream of a group's collectives, or of what follows them."""
+        """The number of the stream of a queue: a group's collectives, or callbacks after them."""
         first = len(self._group_streams) + FIRST_GROUP_STREAM
         return self._group_streams.setdefault(queue, first)
 
     def _launch(self, call: CollectiveCall) -> None:
+        """Log a collective: one that does not block runs on its group's stream, between marks."""
         self.names = DTYPES
         read, written = (tuple(map(self.describe, ts)) for ts in (call.read, call.written))
         sizes = [t.numel() * t.element_size() for t in call.buffers]
@@ -377,8 +396,3 @@ class ProgramLog(OpLog):
             point = self.record(own)
             self.arrives |= {t.storage: point for t in written}
             self.last_work = point
-
-
-def _tensors(values: Any) -> list[Any]:
-    """The tensors among an op's arguments or results."""
-    return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]

@@ -35,7 +35,7 @@ class Mailbox:
         self.sent: dict[tuple[int, int], list[bytes]] = defaultdict(list)
         self.rank = 0
         self.read: dict[int, int] = defaultdict(int)
-        self.awaited = dict[int, tuple[int, int]]()  # by rank: of whom it was to have how many
+        self.awaited = dict[int, tuple[int, int]]()  # by rank: the peer, and objects needed of it
 
     def begin(self, rank: int) -> None:
         """Forget what the rank sent in an earlier attempt; it reads from the start again."""
@@ -45,9 +45,9 @@ class Mailbox:
                 self.sent[pair] = []
 
     def lacks(self, rank: int) -> bool:
-        """Whether what a rank waited for when it was given up has not been sent since."""
-        peer, count = self.awaited.get(rank, (rank, 0))
-        return len(self.sent[peer, rank]) < count
+        """Whether a rank that was given up still lacks the objects that it waited for."""
+        peer, needed = self.awaited.get(rank, (rank, 0))
+        return len(self.sent[peer, rank]) < needed
 
     def send(self, object_list: list[Any], dst: int | None = None, **options: Any) -> None:
         """As ``torch.distributed.send_object_list``."""
@@ -78,19 +78,19 @@ def _unpacked(sent: bytes) -> Any:
 
 
 def _global(rank: int | None, name: str, options: dict[str, Any]) -> int:
-    """The number of a rank in the world, given that or its number in a group."""
+    """A rank's number in the world: ``rank``, or of option ``name``, its number in a group."""
     return rank if rank is not None else dist.get_global_rank(options["group"], options[name])
 
 
 def _all_gathered(object_list: list[Any], obj: Any, *args: Any, **options: Any) -> None:
-    """All ranks have the same object as this one."""
+    """As ``all_gather_object``, if all ranks have the same object as this one."""
     object_list[:] = [obj] * len(object_list)
 
 
 def _gathered(
     obj: Any, object_gather_list: list[Any] | None = None, *args: Any, **options: Any
 ) -> None:
-    """Of the ranks only that which gathers has a list."""
+    """As ``gather_object``; only the rank that gathers has a list."""
     _all_gathered(object_gather_list or [], obj)
 
 
@@ -100,13 +100,13 @@ def _scattered(
     *args: Any,
     **options: Any,
 ) -> None:
-    """A rank that scatters has its own object; others are taken to have none."""
+    """As ``scatter_object_list``: the rank that scatters gets its object, others get None."""
     own = dist.get_rank(options.get("group"))
     scatter_object_output_list[0] = (scatter_object_input_list or {own: None})[own]
 
 
 def _kept(object_list: list[Any], *args: Any, **options: Any) -> None:
-    """The source's objects are those that this rank has."""
+    """As ``broadcast_object_list``, if the source has the objects that this rank has."""
 
 
 @contextmanager
@@ -120,13 +120,16 @@ def objects_through(mailbox: Mailbox) -> Iterator[None]:
         "scatter_object_list": _scattered,
         "broadcast_object_list": _kept,
     }
-    both = patch.multiple(dist, **functions), patch.multiple(dist.distributed_c10d, **functions)
-    with both[0], both[1], _stages_agree():
+    with (
+        patch.multiple(dist, **functions),
+        patch.multiple(dist.distributed_c10d, **functions),
+        _stages_agree(),
+    ):
         yield
 
 
 def _stages_agree() -> AbstractContextManager[object]:
-    """Pipeline stages find their shapes as this rank's do, without a vote of all ranks."""
+    """Let pipeline stages infer shapes as this rank's do, without a vote of all ranks."""
     from torch.distributed.pipelining import schedules
     from torch.distributed.pipelining._utils import InferenceMode
 

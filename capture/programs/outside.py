@@ -1,4 +1,4 @@
-"""What a script may do outside of its process: nothing, and what it would need of that is here.
+"""Keeps a script inside its process: no sockets, no programs, no other processes.
 
 Of processes that it starts for its ranks, that of this rank runs here. Those that other modules
 start, pools of processes and managers of shared objects are threads here, which compute for real.
@@ -65,7 +65,7 @@ SHARED = (  # what a manager of shared objects makes
 class RefusedError(ValueError, PermissionError):
     """Raised where a script does what a forecast cannot follow, with the line that does it.
 
-    Libraries that look for a newer version of themselves, or report on use, go on as offline.
+    As a PermissionError it lets libraries that look for a newer version go on as if offline.
     """
 
 
@@ -73,19 +73,20 @@ class RefusedError(ValueError, PermissionError):
 def nothing_outside(owns: Callable[[str], bool], kept: Path) -> Iterator[None]:
     """Refuse sockets and programs; workers of DataLoaders are left alone.
 
-    ``owns``: whether a file is the script's own; ``kept``: a list of files that it writes over.
+    ``owns``: whether a file is the script's own; ``kept``: the file to list those in that the
+    script writes over (``kept_files``).
     """
     others: dict[str, Any] = dict.fromkeys(PROGRAMS, _refuse("starts another program"))
     spawns = _refuse("spawns processes")
     with ExitStack() as stack:
         for context in (
-            patch.object(os, "fork", _of_workers(os.fork, _refuse("forks"))),
+            patch.object(os, "fork", _for_loaders(os.fork, _refuse("forks"))),
             patch.multiple(os, **others),
             patch.object(subprocess.Popen, "__init__", _starting_tools()),
             patch.object(multiprocessing.util, "spawnv_passfds", spawns),
             patch.dict(os.environ, ENVIRONMENT),
-            patch.object(socket.socket, "connect", _local("connect", "opens a connection")),
-            patch.object(socket.socket, "bind", _local("bind", "opens a socket")),
+            patch.object(socket.socket, "connect", _of_unix("connect", "opens a connection")),
+            patch.object(socket.socket, "bind", _of_unix("bind", "opens a socket")),
             patch.multiple(mp, spawn=_spawned, start_processes=_spawned),
             patch.object(state_dict_saver, "_save_state_dict", _saved),
             patch.object(concurrent.futures, "ProcessPoolExecutor", _Threads),
@@ -105,16 +106,18 @@ def _saved(*args: Any, **options: Any) -> None:
 
 
 def _refuse(what: str) -> Callable[..., Any]:
+    """A function that raises RefusedError: "the script WHAT, which a forecast does not allow"."""
+
     def refused(*args: Any, **kwargs: Any) -> Any:
         raise RefusedError(f"the script {what}, which a forecast does not allow")
 
     return refused
 
 
-def _local(name: str, what: str) -> Callable[..., Any]:
-    """A method of sockets that only Unix sockets have: workers pass batches by them.
+def _of_unix(name: str, what: str) -> Callable[..., Any]:
+    """A method of sockets that is refused but to Unix sockets, by which workers pass batches.
 
-    Who asks for port 0 looks for a free one.
+    ``bind`` to port 0 is allowed: a program looks for a free port.
     """
     method, refused = getattr(socket.socket, name), _refuse(what)
 
@@ -125,7 +128,8 @@ def _local(name: str, what: str) -> Callable[..., Any]:
     return call
 
 
-def _of_workers(start: Callable[..., Any], refused: Callable[..., Any]) -> Callable[..., Any]:
+def _for_loaders(start: Callable[..., Any], refused: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls ``start`` for a DataLoader, and ``refused`` for others."""
     return lambda *args: start(*args) if _by_loader() else refused()
 
 
@@ -135,18 +139,19 @@ def _by_loader() -> bool:
 
 
 def _starting_tools() -> Callable[..., None]:
+    """``Popen.__init__`` for which programs but ``TOOLS`` are not there; nvidia-smi lists GPUs."""
     popen = subprocess.Popen.__init__
 
-    def not_found(own: Any, args: Any, *others: Any, **options: Any) -> None:
+    def start_or_raise(own: Any, args: Any, *others: Any, **options: Any) -> None:
         if args in ("nvidia-smi -L", ["nvidia-smi", "-L"]):
             args, options["shell"] = ["echo", _listed_gpus()], False
         programs = _programs(args) if isinstance(args, str) else [str(next(iter(args), ""))]
-        other = next((p for p in programs if os.path.basename(p) not in TOOLS), None)
-        if other is not None:
-            raise FileNotFoundError(f"{other!r}: a forecast starts no other programs")
+        refused = [p for p in programs if os.path.basename(p) not in TOOLS]
+        if refused:
+            raise FileNotFoundError(f"{refused[0]!r}: a forecast starts no other programs")
         popen(own, args, *others, **options)
 
-    return not_found
+    return start_or_raise
 
 
 def _listed_gpus() -> str:
@@ -156,35 +161,38 @@ def _listed_gpus() -> str:
 
 
 def _programs(line: str) -> list[str]:
-    """The programs that a shell's line starts; the whole line where it holds lines of its own."""
+    """The programs that a shell's line starts; the whole line where commands are inside others."""
     if any(inner in line for inner in ("`", "$(", "\n")):
         return [line]
     words = list(shlex.shlex(line, posix=True, punctuation_chars=True))
-    first = [i for i in range(len(words)) if i == 0 or set(words[i - 1]) <= set("|&;(")]
-    return [words[i] for i in first]
+    before = [";", *words]  # of each word; a program follows these marks
+    return [word for word, mark in zip(words, before, strict=False) if set(mark) <= set("|&;(")]
 
 
 def _spawned(function: Callable[..., Any], args: Any = (), *more: Any, **options: Any) -> None:
-    function(int(os.environ["LOCAL_RANK"]), *args)  # as one of the processes that it starts
+    """As ``torch.multiprocessing.spawn``: of its processes, this rank's runs here."""
+    function(int(os.environ["LOCAL_RANK"]), *args)
 
 
 @contextmanager
 def _rank_of_processes(owns: Callable[[str], bool]) -> Iterator[None]:
     """Of processes that the script starts for its ranks, run this rank's here, no other.
 
-    Daemons, such as readers of data, and those that modules outside of its folder start, are
-    threads.
+    Those of one target function are the ranks, in order. Daemons, such as readers of data, and
+    processes that modules outside of its folder start, are threads.
     """
     start, join, started = BaseProcess.start, BaseProcess.join, Counter[Any]()
 
     def starting(own: Any) -> None:
+        """As ``Process.start``: run the target here and now if the process is this rank's."""
         if own.daemon or not owns(sys._getframe(1).f_code.co_filename):
             if _by_loader():
                 start(own)
             else:
                 own._popen = _Thread(own.run)
             return
-        rank, started[own._target] = started[own._target], started[own._target] + 1
+        rank = started[own._target]
+        started[own._target] += 1
         if rank == int(os.environ["LOCAL_RANK"]):
             own.run()
 
@@ -197,7 +205,7 @@ def _rank_of_processes(owns: Callable[[str], bool]) -> Iterator[None]:
 
 
 class _Thread(threading.Thread):
-    """What a process is asked of that was started."""
+    """A thread with the methods of a started process (``multiprocessing.popen_fork.Popen``)."""
 
     def __init__(self, run: Callable[[], object]) -> None:
         super().__init__(target=run, daemon=True)
@@ -220,7 +228,7 @@ class _Thread(threading.Thread):
 
 
 class _Threads(ThreadPoolExecutor):
-    """As ``ProcessPoolExecutor``."""
+    """A pool of threads with the arguments of ``ProcessPoolExecutor``."""
 
     def __init__(
         self,
@@ -235,9 +243,9 @@ class _Threads(ThreadPoolExecutor):
 
 @contextmanager
 def _threads_for_processes(package: str) -> Iterator[None]:
-    """Pools and managers of a package such as ``multiprocessing`` start no process.
+    """Let pools and managers of a package such as ``multiprocessing`` use threads.
 
-    Nor do locks that wait for a process that is spawned: all contexts are that of forks.
+    All contexts become that of forks: locks of the others would start a process that tracks them.
     """
     context, dummy, managers, pool = (
         importlib.import_module(f"{package}.{name}")
@@ -249,12 +257,12 @@ def _threads_for_processes(package: str) -> Iterator[None]:
     def making(name: str) -> Callable[..., Any]:
         return lambda manager, *args, **options: getattr(dummy, name)(*args, **options)
 
-    made: dict[str, Any] = {name: making(name) for name in SHARED}
-    made |= dict.fromkeys(("start", "connect", "shutdown"), lambda *args: None)
+    makers: dict[str, Any] = {name: making(name) for name in SHARED}
+    makers |= dict.fromkeys(("start", "connect", "shutdown"), lambda *args: None)
     with (
         patch.multiple(pool.Pool, create=True, **of_threads),
         patch.object(dummy.DummyProcess, "pid", os.getpid(), create=True),
-        patch.multiple(managers.SyncManager, create=True, **made),
+        patch.multiple(managers.SyncManager, create=True, **makers),
         patch.object(managers.SyncManager, "__enter__", lambda manager: manager, create=True),
         patch.object(context._default_context, "_actual_context", None),
         patch.dict(context._concrete_contexts, dict.fromkeys(context._concrete_contexts, fork)),

@@ -63,16 +63,19 @@ class ProgramCapture:
 
 
 def launch_order(calls: Sequence[OpCall]) -> list[int]:
-    """The numbers of the launches in the order in which they are made, repeated ones each time."""
-    starts = [i for i, call in enumerate(calls) if call.op == AGAIN]
-    order = list(range(starts[0] if starts else len(calls)))
-    for a, b in pairwise([*starts, len(calls)]):
-        order += [*range(a + 1, b)] * calls[a].args[0]
+    """Indices of the launches in the order in which they are made: repeated ones several times.
+
+    A mark ``AGAIN`` with a number of times stands before what is repeated, up to the next mark.
+    """
+    marks = [i for i, call in enumerate(calls) if call.op == AGAIN]
+    order = list(range(marks[0] if marks else len(calls)))
+    for mark, end in pairwise([*marks, len(calls)]):
+        order += [*range(mark + 1, end)] * calls[mark].args[0]
     return order
 
 
 def write_program(program: ProgramCapture, path: Path, lane: InputLane | None = None) -> None:
-    """Write a captured program, with the input lane of its DataLoader."""
+    """Write a captured program, with the measured times of its DataLoader, as gzip JSON."""
     plain = {f.name: pack(getattr(program, f.name)) for f in fields(program)}
     plain["input"] = asdict(lane) if lane else None
     write_atomic(path, packed(plain))
@@ -85,9 +88,8 @@ def read_program(path: Path) -> tuple[ProgramCapture, InputLane | None]:
         lane, ranks = plain.pop("input"), plain.pop("ranks").items()
         by_rank = {int(r): typed(StepCapture, unpack(s), f"rank {r}") for r, s in ranks}
         peaks = {int(r): n for r, n in plain.pop("peak_bytes").items()}
-        notes, passes = (tuple(map(str, plain.pop(name))) for name in ("notes", "passes"))
-        told = {"notes": notes, "passes": passes}
-        program = ProgramCapture(**{**plain, **told}, ranks=by_rank, peak_bytes=peaks)
+        texts = {name: tuple(map(str, plain.pop(name))) for name in ("notes", "passes")}
+        program = ProgramCapture(**{**plain, **texts}, ranks=by_rank, peak_bytes=peaks)
         return program, made_of(InputLane, lane, "input") if lane else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
         raise ValueError(f"{path}: not a captured program: {exc}") from exc

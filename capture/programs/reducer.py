@@ -24,7 +24,11 @@ ASSIGN: Any = vars(dist)["_compute_bucket_assignment_by_size"]  # torch's own ru
 
 
 class Bucket:
-    """Gradients that are summed in one message."""
+    """Gradients that are summed in one message.
+
+    ``missing``: ids of parameters whose gradients are not in ``buffer`` yet; ``views``: the
+    gradients in it by id of the parameter; ``sent``: the handle of the message, None before.
+    """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = list(parameters)
@@ -130,6 +134,7 @@ class Reducer:
             self._fill(lambda parameter: id(parameter) not in used)
 
     def _gradient_ready(self, parameter: Tensor) -> None:
+        """Put a parameter's gradient into its bucket, and send buckets that are full."""
         if not self.syncing:  # in ``no_sync``
             return
         if not self.queued:
@@ -173,12 +178,12 @@ class Reducer:
             used = torch.ones(len(self.parameters), dtype=torch.int32)
             self.used = dist.all_reduce(used, group=self.group, async_op=True)
 
-    def _fill(self, chosen: Callable[[Tensor], bool]) -> None:
+    def _fill(self, is_unused: Callable[[Tensor], bool]) -> None:
         """Fill the places of parameters that get no gradient."""
         filled = []
         for bucket in self.buckets:
             for parameter in bucket.parameters:
-                if id(parameter) in bucket.missing and chosen(parameter):
+                if id(parameter) in bucket.missing and is_unused(parameter):
                     self._copy_in(bucket, parameter)
                     bucket.missing.discard(id(parameter))
                     filled.append(parameter)
@@ -186,7 +191,7 @@ class Reducer:
         self._send_full()
 
     def _finish(self) -> None:
-        """When backward is done: fill buckets of unused parameters, wait for all, copy out."""
+        """End backward: fill places of unused parameters, wait for all sums, copy them to grads."""
         self._fill(lambda parameter: True)
         self.syncing = False
         for bucket in self.buckets:
@@ -194,63 +199,64 @@ class Reducer:
             views = bucket.views_of(summed) if self.hook else bucket.views
             for parameter in bucket.parameters:
                 view = views[id(parameter)]
-                copied = not self.views_only or view is not bucket.views[id(parameter)]
-                if parameter.grad is not None and copied and _apart(parameter.grad, view):
+                needs_copy = not self.views_only or view is not bucket.views[id(parameter)]
+                if parameter.grad is not None and needs_copy and _apart(parameter.grad, view):
                     with torch.no_grad():
                         parameter.grad.copy_(view)
         if self.used is not None:
             self.used.wait()
 
     def _set_forward_pass_work_handle(self, work: Any, static_size: bool) -> None:
-        """Sums are divided by as many ranks as this message of forward counts."""
+        """Take the message of a forward pass that counts the ranks with data (``Join``)."""
         self.counted = None if static_size else work
 
     def prepare_for_forward(self) -> None:
         """Begin a forward pass."""
 
     def _set_static_graph(self) -> None:
-        """Buckets are rebuilt although parameters may be unused, which no message says then."""
+        """Let buckets be rebuilt and send no message on which parameters are used."""
         self.rebuilt = self.find_unused = False
 
     def _delay_all_reduce(self) -> None:
-        """Sums of the first step, which torch delays in a static graph, are not captured."""
+        """Do nothing: torch delays sums in the first step of a static graph, not in a later one."""
 
     def set_logger(self, logger: object) -> None:
         """Torch's statistics are not kept."""
 
 
-def _apart(one: Tensor, other: Tensor) -> bool:
+def _apart(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors have memory of their own."""
-    return bool(one.untyped_storage()._cdata != other.untyped_storage()._cdata)
+    return bool(first.untyped_storage()._cdata != second.untyped_storage()._cdata)
 
 
 def edges(outputs: Sequence[Tensor], beyond: range = range(0)) -> list[tuple[Any, int]]:
-    """Autograd's nodes that lead to outputs, with the numbers of the results that are used.
+    """Edges of autograd's graph from which outputs are computed: (node, number of its result).
 
-    What leads to nodes with sequence numbers ``beyond``, and to one that stands for a model, is
-    left out.
+    The search goes from the outputs towards the leaves. It does not go on from nodes whose sequence
+    number is in ``beyond``; from a node that stands for a repeated model it goes on with that
+    node's own ``beyond``.
     """
-    found: dict[tuple[Any, int], None] = {}
+    seen: dict[tuple[Any, int], None] = {}
     waiting = [(t.grad_fn, t.output_nr) for t in outputs]
     while waiting:
         edge = waiting.pop()
         node = edge[0]
-        if node is None or edge in found:
+        if node is None or edge in seen:
             continue
-        found[edge] = None
+        seen[edge] = None
         if node._sequence_nr() not in beyond:
             waiting += getattr(node, "beyond", node.next_functions)
-    return list(found)
+    return list(seen)
 
 
 def reached(outputs: Sequence[Tensor]) -> dict[int, Tensor]:
     """The parameters that outputs depend on, by their ids."""
-    found = dict[int, Tensor]()
+    parameters = dict[int, Tensor]()
     for node, _ in edges(outputs):
-        found |= getattr(node, "reaches", {})
+        parameters |= getattr(node, "reaches", {})  # of one that stands for a repeated model
         if hasattr(node, "variable"):
-            found[id(node.variable)] = node.variable
-    return found
+            parameters[id(node.variable)] = node.variable
+    return parameters
 
 
 def register_hook(reducer: Reducer, state: object, hook: Callable[..., Any]) -> None:
@@ -281,7 +287,7 @@ def broadcast_coalesced(
     limit_bytes: int = BROADCAST_BYTES,
     source: int = 0,
 ) -> None:
-    """Send tensors of one rank to all, those of a dtype joined up to a size."""
+    """Send tensors of one rank to all ranks, joined by dtype into messages up to a size."""
     indices, _ = ASSIGN(tensors, [limit_bytes])
     for bucket in indices:
         joined = torch.cat([tensors[i].reshape(-1) for i in bucket])
@@ -293,7 +299,7 @@ def broadcast_coalesced(
 
 @contextmanager
 def python_reducer() -> Iterator[None]:
-    """Let DDP reduce gradients that have no data inside the context."""
+    """Let DDP use the classes and functions above inside the context, in place of those in C++."""
     from torch.nn.parallel import distributed
 
     ours: dict[str, Any] = {

@@ -43,10 +43,10 @@ from itercast.capture.programs.log import ProgramLog
 from itercast.capture.programs.outside import RefusedError, nothing_outside
 from itercast.capture.programs.program import ProgramCapture, write_program
 from itercast.capture.programs.repeated.evaluations import Evaluations
+from itercast.capture.programs.reports.notes import ON_HOST, script_notes
+from itercast.capture.programs.reports.progress import printed_progress
 from itercast.capture.programs.saved import saved_for_loading
 from itercast.capture.programs.steps import KINDS, EnoughSteps, Lines, Steps
-from itercast.capture.programs.told.doing import said
-from itercast.capture.programs.told.notes import ON_HOST, script_notes
 from itercast.capture.programs.trained.facts import STOPS
 from itercast.capture.programs.trained.finder import Finder
 from itercast.capture.programs.trained.serve import TrainedModel, serve
@@ -62,9 +62,8 @@ OURS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[2]}{
 class Script:
     """A script with its arguments; ``steps`` run, the last one is captured.
 
-    More run where its loop does some things less often, for up to ``patience_s`` seconds.
-
-    ``module``: its name where it runs as ``python -m`` runs it, from this folder.
+    More steps run where its loop does some things less often, for up to ``patience_s`` seconds.
+    ``module``: its name where it runs as ``python -m`` runs it, from the working directory.
     """
 
     path: Path
@@ -88,21 +87,22 @@ class Script:
         return _lies_beside(self.path, file)
 
     def named(self, lines: Lines) -> str:
-        """The innermost line of the user's own among some, else the innermost one."""
+        """FILE:LINE of the innermost of these lines that is the user's, else the innermost one."""
         own = [line for line in lines if self.owns(line[0])]
-        return next((f"{_short(f)}:{n}" for f, n in (own or lines)[-1:]), "")
+        innermost = (own or lines)[-1:]
+        return "".join(f"{_short(file)}:{number}" for file, number in innermost)
 
-    def told(self, lines: Lines) -> str:
-        """The innermost line of the user's own among some, and of a library's below it."""
+    def quoted(self, lines: Lines) -> str:
+        """Two of these lines with their text, in brackets: the innermost one of the user's own, and
+        the innermost one if a library's; "" for no lines.
+        """
         own = [line for line in lines if self.owns(line[0])][-1:]
         below = [line for line in lines[-1:] if line not in own]
-        words = [
-            f"{name if self.owns(file) else _short(file)}:{number}: "
-            f"{linecache.getline(file, number).strip()}"
-            for file, number in (*own, *below)
-            for name in (Path(file).name,)
-        ]
-        return f" ({'; '.join(words)})" if words else ""
+        quotes = []
+        for file, number in (*own, *below):
+            name = Path(file).name if self.owns(file) else _short(file)
+            quotes.append(f"{name}:{number}: {linecache.getline(file, number).strip()}")
+        return f" ({'; '.join(quotes)})" if quotes else ""
 
     def __post_init__(self) -> None:
         if self.steps < 2:
@@ -123,16 +123,16 @@ def capture_script(
 ) -> ProgramCapture:
     """Capture a step of a script, mostly from one step of its optimizer to the next (``Steps``).
 
-    ``per_node`` GPUs share a node. RefusedError names the line of the script that cannot run so.
-    A ``finder`` finds the model that it trains. ``kept``: a list of the files that it writes over.
-    ``make``: see ``capture_ranks``.
+    ``per_node`` GPUs share a node; ``taken`` gets the batches of its DataLoaders; ``finder`` gets
+    the model that it trains; ``kept``: the file to list those in that the script writes over.
+    ``make``: see ``capture_ranks``. RefusedError names the line of the script that cannot run so.
     """
 
     def run(rank: int, log: ProgramLog) -> Row:
         with ExitStack() as stack:
             if gpu.kind != "cpu":
-                there = min(per_node, world_size)
-                stack.enter_context(gpus_that_are_not_there(gpu, there, rank % per_node, log))
+                count = min(per_node, world_size)
+                stack.enter_context(gpus_that_are_not_there(gpu, count, rank % per_node, log))
             listed = kept or Path(stack.enter_context(tempfile.TemporaryDirectory()), KEPT)
             stack.enter_context(nothing_outside(script.owns, listed))
             on_gpu = OnCpu(log.gpu_memory) if gpu.kind != "cpu" else None
@@ -152,8 +152,8 @@ def capture_script(
             "notes": [*[ON_HOST] * on_host, *steps.notes, *guesses],
         }
 
-    alone = (0,) if finder else ()  # of a pipeline there are no plans
-    captured = capture_ranks(run, world_size, alone, lasting=finder is not None, make=make)
+    ranks = (0,) if finder else ()  # plans are made of no pipeline: one rank has the whole model
+    captured = capture_ranks(run, world_size, ranks, lasting=finder is not None, make=make)
     notes = dict.fromkeys([*captured.notes, *script_notes(captured)])
     return replace(captured, notes=tuple(notes))
 
@@ -161,18 +161,21 @@ def capture_script(
 def _run_until(
     script: Script, log: ProgramLog, taken: TakenBatches, finder: Finder | None
 ) -> Steps:
-    """Run the script until it has made enough steps; the log is that of the last one."""
+    """Run the script until it has made enough steps; ``log`` has the launches of the last one.
+
+    RefusedError where it ends or fails before.
+    """
     lines = partial(_running_lines, script)
     evaluated, patience_s = Evaluations(_outside_torch), script.patience_s
-    steps = Steps(script.steps, log, taken, lines, script.told, evaluated, patience_s)
+    steps = Steps(script.steps, log, taken, lines, script.quoted, evaluated, patience_s)
     argv = [str(script.path), *script.arguments]
 
-    def words(frame: FrameType) -> str:
-        return f"{steps.so_far()}{script.told(_running_lines(script, frame))}"
+    def doing(frame: FrameType) -> str:
+        return f"{steps.so_far()}{script.quoted(_running_lines(script, frame))}"
 
     try:
         with (
-            said(words),
+            printed_progress(doing),
             patch.object(sys, "argv", argv),
             patch.object(sys, "path", [script.first_on_path, *sys.path]),
             runs_of_steps(log),
@@ -184,12 +187,13 @@ def _run_until(
                 runpy.run_path(str(script.path), run_name="__main__")
     except (Exception, SystemExit, EnoughSteps) as exc:
         exits = isinstance(exc, SystemExit) and not exc.code
-        ended = steps.kept and (exits or KINDS[steps.kind] == "optimizer")
-        if not (steps.enough or ended):  # else it fails on its way out
+        has_step = steps.kept and (exits or KINDS[steps.kind] == "optimizer")
+        if not (steps.enough or has_step):  # else it failed after what is needed of it
             raise _refusal(exc, steps.done, script) from exc
+    if not steps.kept and steps.enough:
+        raise RefusedError(f"{script.path.name}: {steps.notes[0]}")
     if not steps.kept:
-        ends = _too_few(steps.done, script, "ends")
-        raise RefusedError(f"{script.path.name}: {steps.notes[0]}" if steps.enough else ends)
+        raise RefusedError(_too_few(steps.done, script, "ends"))
     steps.restore()
     return steps
 
@@ -205,19 +209,22 @@ def _refusal(exc: BaseException, done: int, script: Script) -> RefusedError:
 
 
 def _too_few(done: int, script: Script, how: str) -> str:
+    """The error of a script that made too few steps; ``how`` it ended: "ends", "exits with 1"."""
     needed = f"{script.steps} are needed, of an optimizer, backward or forward"
     return f"{script.path.name} {how} after {done} steps; {needed}"
 
 
 def _place(frames: Iterable[traceback.FrameSummary], script: Script) -> str:
-    """Where calls are, in brackets: as ``Script.told``; or nothing."""
-    return script.told(
-        tuple((f.filename, f.lineno or 0) for f in frames if _outside_torch(f.filename))
-    )
+    """The lines of a stack as ``Script.quoted``, without those of torch."""
+    outside = (f for f in frames if _outside_torch(f.filename))
+    return script.quoted(tuple((f.filename, f.lineno or 0) for f in outside))
 
 
 def _running_lines(script: Script, innermost: FrameType | None = None) -> Lines:
-    """The script's line that runs now, and those below it outside torch and Python's library."""
+    """The lines that run now outside torch and Python's library, the script's first.
+
+    ``innermost``: the frame to start from, by default the caller's.
+    """
     lines, path = list[tuple[str, int]](), str(script.path)
     for frame, number in traceback.walk_stack(innermost):
         if _outside_torch(file := frame.f_code.co_filename):
@@ -235,18 +242,17 @@ def _outside_torch(file: str) -> bool:
 
 
 def _short(file: str) -> str:
-    """The path of a package's file, from the package on."""
+    """The path of an installed package's file from the package on; of another file its name."""
     return str(Path(file).relative_to(PACKAGES)) if file.startswith(PACKAGES) else Path(file).name
 
 
 def main(order: str, result: str, temporary: str) -> int:
-    """Capture the script of an order into a file; one line on stderr and 2 where it cannot be.
+    """Capture the script of an order (JSON) into the file ``result``; returns the exit code.
 
-    It is ``STOPS`` in place of 2 where the script itself does not go on.
-
-    Beside it a file says what the script asked of this machine. An order that names a folder to
-    ``serve`` goes on capturing the model that the script trains, as files in that folder ask.
-    ``temporary`` is a folder for the script's files where the user names none.
+    Where it fails, one line on stderr says why, and the code is ``STOPS`` where the script itself
+    does not go on, else 2. Beside ``result``, the file ``.asked`` says what the script asked of
+    this machine. An order that names a folder to ``serve`` goes on capturing the model that the
+    script trains, as files in that folder ask. ``temporary`` is a folder for the script's files.
     """
     given = json.loads(order)
     finder = Finder() if given["serve"] else None
@@ -273,8 +279,8 @@ def main(order: str, result: str, temporary: str) -> int:
         return STOPS if isinstance(exc, RefusedError) else 2
     write_program(captured, Path(result), heard.lane())
     ours = (str(Path(__file__).resolve().parents[2] / "capture"), str(Path(result).parent))
-    found = asked.answers(_loaded(script), (*INSTALLED, *OURS, *ours, temporary))
-    write_atomic(Path(result).with_suffix(".asked"), json.dumps(found).encode())
+    answers = asked.answers(_loaded(script), (*INSTALLED, *OURS, *ours, temporary))
+    write_atomic(Path(result).with_suffix(".asked"), json.dumps(answers).encode())
     if trained is not None:
         log = ProgramLog()
         with recorded_streams(log), ExitStack() as stack:
@@ -311,6 +317,7 @@ def _loaded(script: Script) -> set[str]:
 
 @cache
 def _lies_beside(script: Path, file: str) -> bool:
+    """Whether a file is in the script's folder or below, and not in an environment there."""
     path = real_path(file)
     beside = path.startswith(_folder(script)) and not path.startswith(INSTALLED)
     return beside and os.path.isfile(path)
@@ -318,6 +325,7 @@ def _lies_beside(script: Path, file: str) -> bool:
 
 @cache
 def _folder(script: Path) -> str:
+    """The folder of a script, with a separator behind."""
     return os.path.join(script.resolve().parent, "")
 
 

@@ -33,23 +33,25 @@ LONGEST = 20  # times the steps asked for, within which what an iteration runs o
 # Backwards, and passes over DataLoaders, after which no step of an optimizer is waited for.
 WAITED = 1000
 AVERAGES = -1  # no kind: updates of most weights that not each step makes, as a moving average's
-UPDATES = 0  # no id of an optimizer
+UPDATES = 0  # no id of an optimizer, but a key beside them in ``Step.stepped``
 
 Lines = tuple[tuple[str, int], ...]  # files and lines of calls outside torch, the innermost last
-Place = tuple[int, Lines]  # what ended, where
+Place = tuple[int, Lines]  # the index in KINDS of what ended, and where
 
 
 class EnoughSteps(BaseException):
-    """Ends a script when enough of its steps ran; no ``except Exception`` of it stops this."""
+    """Raised to end a script when enough of its steps ran: no ``except Exception`` stops it."""
 
 
 class Step(NamedTuple):
-    """What a rank launched in a step, what ended in it, and how often each optimizer stepped.
+    """What a rank launched in a step, and what ended in it.
 
-    By ids; ``UPDATES``: how often one did after a backward, others right after it not counted.
-    ``passes``: backwards and updates with the lines that called them, in order. ``inferences`` of
-    models in evaluation; ``evaluated``: where such a model is trained, and not by what they made.
-    ``updated``: tensors that are written in place, by no module and no backward.
+    ``places``: what ended, where. ``stepped``: how often each optimizer stepped, by its id; under
+    ``UPDATES``: how often one did after a backward, others right after it not counted. ``passes``:
+    backwards and updates with the lines that called them, in order. ``inferences``: forward passes
+    of models in evaluation; ``evaluated``: where such a model is one that is trained, and its
+    outputs are not learned from. ``updated``: number of tensors written in place outside modules
+    and backward.
     """
 
     calls: list[OpCall]
@@ -67,13 +69,13 @@ class Step(NamedTuple):
 
 
 class Steps:
-    """Tells the steps of a running script, and keeps what its rank launched in one iteration.
+    """Finds the steps of a running script, and keeps what its rank launched in one iteration.
 
     A step ends with each step of the first optimizer that the same line calls. In a script that
     makes none it ends where the same line begins to update parameters by hand after a backward, in
     one that does not with each backward that the same line calls, in one without these with each
-    forward of a module. ``lines`` tells which lines run now; ``notes`` say what a step is, if none
-    of an optimizer.
+    forward of a module. ``lines`` returns which lines run now, ``quoted`` lines as text; ``notes``
+    say what a step is, if none of an optimizer.
 
     An iteration is one step, or several where a loop runs some of its lines less often: rollouts,
     generators that critics outnumber. It lasts until the rarest of them has come again, for which
@@ -88,13 +90,13 @@ class Steps:
         log: ProgramLog,
         taken: TakenBatches,
         lines: Callable[[], Lines],
-        told: Callable[[Lines], str],
+        quoted: Callable[[Lines], str],
         evaluations: Evaluations,
         patience_s: float,
     ) -> None:
         self.late_s = time.monotonic() + patience_s
         self.wanted, self.log, self.taken = wanted, log, taken
-        self.lines, self.told, self.evaluations = lines, told, evaluations
+        self.lines, self.quoted, self.evaluations = lines, quoted, evaluations
         self.kind, self.ends = 0, Counter[Hashable]()
         self.ended, self.kept = list[Step](), list[Step]()
         self.places, self.stepped, self.trained = set[Place](), Counter[int](), set[int]()
@@ -127,10 +129,10 @@ class Steps:
         passes = [(what, named(lines)) for step in self.kept for what, lines in step.passes]
         first = next((i for i, (what, _) in enumerate(passes) if what == "backward"), 0)
         times = Counter(map(" ".join, passes[first:] + passes[:first]))
-        return tuple(f"{n} x {one}" if n > 1 else one for one, n in times.items())
+        return tuple(f"{n} x {text}" if n > 1 else text for text, n in times.items())
 
     def trains_later(self) -> bool:
-        """Whether an optimizer is there, and a step of it to come before the one that is kept."""
+        """Whether a step of an optimizer comes before the iteration that is kept."""
         if KINDS[self.kind] == "optimizer":
             return self.done < self.wanted - 1
         if self.kind == 0 and not self.has_optimizer:
@@ -143,21 +145,24 @@ class Steps:
             self.evaluations.ran(owner, self.trains_later)
             if not owner.training:
                 self._note_inference(owner)
-        at = KINDS.index("warm-up" if kind == "optimizer" and self.log.stream else kind)
-        self._end(at, owner, self.lines())
+        is_warm_up = kind == "optimizer" and self.log.stream
+        self._end(KINDS.index("warm-up" if is_warm_up else kind), owner, self.lines())
 
     def _note_inference(self, model: Any) -> None:
         """Note what a model in evaluation made: it may be there to be learned from."""
-        made = [getattr(t, "_local_tensor", t) for t in tensors_of(self.log.returned)]
-        one = Inference(
+        outputs = [getattr(t, "_local_tensor", t) for t in tensors_of(self.log.returned)]
+        inference = Inference(
             calls=len(self.earlier) + len(self.log.calls),
-            storages=set(map(self.log.storage, made)),
+            storages=set(map(self.log.storage, outputs)),
             place=(KINDS.index("forward"), self.lines()),
             parameters=set(map(id, model.parameters())),
         )
-        self.inferences.append(one)
+        self.inferences.append(inference)
 
     def _end(self, kind: int, owner: Any, lines: Lines) -> None:
+        """Note the end of ``KINDS[kind]`` at these lines; a step ends where it is of the kind that
+        says most so far, at the place where it ended most often.
+        """
         if self.log.after_graph is not None:  # it ends whenever the graph is launched
             self.log.after_graph.append(partial(self._end, kind, owner, lines))
             return
@@ -187,7 +192,7 @@ class Steps:
             self._waits()
 
     def _join(self, ended: Sequence[Step]) -> None:
-        """Let what ended as steps, of what says less, be part of the one that runs."""
+        """Make steps that ended by a kind that says less a part of the step that runs."""
         for step in ended[::-1]:
             self.places |= step.places
             self.passes[:0] = step.passes
@@ -195,9 +200,8 @@ class Steps:
             self.inferences, self.earlier[:0] = [*step.inferences, *later], step.calls
 
     def _of_trained(self, inferences: Sequence[Inference]) -> set[Place]:
-        """The places of those whose model an optimizer has the parameters of."""
-        known = self.trained
-        return {one.place for one in inferences if not known.isdisjoint(one.parameters)}
+        """The places of inferences by models whose parameters an optimizer has."""
+        return {x.place for x in inferences if not self.trained.isdisjoint(x.parameters)}
 
     def _waits(self) -> None:
         """End a script whose optimizers make no more steps, whatever it runs."""
@@ -205,7 +209,7 @@ class Steps:
         if self.waited == WAITED:
             taken = f"over DataLoaders, of {len(self.taken.took_us):,} batches in all"
             note = f"no step of an optimizer in {WAITED:,} backwards and passes {taken}"
-            self.notes.insert(0, f"{note}{self.told(self.lines())}")
+            self.notes.insert(0, f"{note}{self.quoted(self.lines())}")
             self.enough = True
             raise EnoughSteps
 
@@ -245,7 +249,7 @@ class Steps:
         kind = KINDS[self.kind]
         if self.done == self.wanted:
             self.kept = self.ended[-1:]
-            note = f"a step is taken to be from one {kind} to the next{self.told(lines)}"
+            note = f"a step is taken to be from one {kind} to the next{self.quoted(lines)}"
             self.notes = [] if kind == "optimizer" else [note]
         if self.kept and kind == "optimizer":
             self.enough = self._is_whole(lines)
@@ -256,18 +260,23 @@ class Steps:
             raise EnoughSteps
 
     def _is_whole(self, lines: Lines) -> bool:
-        """Whether an iteration ended, which is kept then, or is waited for no longer."""
+        """Whether an iteration ended, which is kept then, or is waited for no longer.
+
+        It ends when the place that is rarest among the loop's comes again: what lies between is one
+        iteration.
+        """
         averages = self._averages(lines)
         steps = [step.places | more for step, more in zip(self.ended, averages, strict=True)]
         often = Counter(place for places in steps for place in places)
         once = {place for place in steps[0] if often[place] == 1}
-        before = {place for place in once if not _in_one_loop(place[1], lines)}
-        rarest = min(often.keys() - before, key=often.__getitem__)
+        before_loop = {place for place in once if not _in_one_loop(place[1], lines)}
+        rarest = min(often.keys() - before_loop, key=often.__getitem__)
         last = [i for i, places in enumerate(steps) if rarest in places][-2:]
         again = len(last) == 2 and last[1] == len(steps) - 1 and not self._awaits_optimizers()
         looked_at_all = len(steps) == LONGEST * self.wanted
         late = looked_at_all or time.monotonic() > self.late_s
-        unlike = self._is_evaluated() or (again and last[0] == len(steps) - 2 and self._is_uneven())
+        one_step = again and last[0] == len(steps) - 2
+        unlike = self._is_evaluated() or (one_step and self._is_uneven())
         if again and (late or not unlike):
             self.kept = self.ended[last[0] + 1 :]
             return True
@@ -280,9 +289,10 @@ class Steps:
         return late
 
     def _averages(self, lines: Lines) -> list[set[Place]]:
-        """A place in steps that update at least half as many tensors as are trained beyond others.
+        """A place ``AVERAGES`` for each step that updates many more tensors than others do.
 
-        Not in the first one, which also has the updates that made the model.
+        At least half as many more as are trained: moving averages of weights. The first step has
+        none, as it also has the updates that made the model.
         """
         counts = [step.updated for step in self.ended]
         enough = min(counts[1:] or counts) + max(1, len(self.trained) / 2)
@@ -300,21 +310,24 @@ class Steps:
         return counts[len(self.ended[-1].passes)] < max(counts.values())
 
     def _left_out(self) -> list[str]:
-        """What the loop runs in some steps, and not in the iteration that was kept."""
+        """Notes on what the loop runs in some steps, and not in the iteration that was kept."""
         n, lines = len(self.ended), self.kept[-1].passes[-1][1]
         averages = zip(self.ended, self._averages(lines), strict=True)
         ran = {id(step): step.places | step.evaluated | more for step, more in averages}
         kept = set[Place]().union(*(ran[id(step)] for step in self.kept))
         others = Counter(place for places in ran.values() for place in places - kept)
-        left = [place for place, _ in others.most_common() if _in_one_loop(place[1], lines)][:1]
-        notes = [f"what ran in {others[p]} of {n} steps is left out{self.told(p[1])}" for p in left]
+        notes = list[str]()
+        for place, times in others.most_common():
+            if _in_one_loop(place[1], lines):
+                notes = [f"what ran in {times} of {n} steps is left out{self.quoted(place[1])}"]
+                break
         counts = [len(step.passes) for step in self.ended[1:]]
         if len(self.kept) == 1 and (unlike := n - 1 - counts.count(len(self.kept[0].passes))):
             notes.append(f"{unlike} of {n} steps have other numbers of micro-batches")
         return notes
 
     def _awaits_optimizers(self) -> bool:
-        """Whether one was made that has not stepped, nor another with its parameters."""
+        """Whether an optimizer was made that has not stepped, nor another with its parameters."""
         owned = map(_trained_by, _optimizers(self.older))
         return any(own and not own & self.trained for own in owned)
 
@@ -326,8 +339,8 @@ class Steps:
         log.calls, log.networks = [], []
         for step in self.kept:
             host.update(step.host)
-            before = len(log.networks)  # within whose passes calls are is counted in each step
-            log.calls += [replace(c, within=c.within + before * bool(c.within)) for c in step.calls]
+            offset = len(log.networks)  # ``within`` counts recurrent passes in each step anew
+            log.calls += [replace(c, within=c.within + offset * bool(c.within)) for c in step.calls]
             log.networks += step.networks
         log.host, log.peak_bytes = dict(host), max(step.peak_bytes for step in self.kept)
         log.least_bytes = min(step.least_bytes for step in self.kept)
@@ -338,21 +351,21 @@ def _updated(calls: Sequence[OpCall]) -> int:
     """Number of tensors that calls outside modules and backward write in place."""
     own = (call for call in calls if not call.module and call.phase != "backward" and call.args)
     written = (call.args[0] for call in own if call.op.split(".")[1].endswith("_"))
-    return sum(len(one) if isinstance(one, tuple) else 1 for one in written)
+    return sum(len(tensors) if isinstance(tensors, tuple) else 1 for tensors in written)
 
 
 def _optimizers(older: Container[Optimizer]) -> list[Optimizer]:
-    """All that are alive but older ones."""
-    kinds, alive = set(map(id, _kinds(Optimizer))), gc.get_objects()
-    made = compress(alive, map(kinds.__contains__, map(id, map(type, alive))))  # many: no loop
-    return [one for one in made if one not in older]
+    """All optimizers that are alive, but ``older`` ones."""
+    classes, alive = set(map(id, _with_subclasses(Optimizer))), gc.get_objects()
+    are_optimizers = map(classes.__contains__, map(id, map(type, alive)))  # millions: no loop
+    return [x for x in compress(alive, are_optimizers) if x not in older]
 
 
-def _kinds(kind: type[Any]) -> Iterator[type[Any]]:
+def _with_subclasses(kind: type[Any]) -> Iterator[type[Any]]:
     """A class and all that inherit from it."""
     yield kind
-    for one in kind.__subclasses__():
-        yield from _kinds(one)
+    for subclass in kind.__subclasses__():
+        yield from _with_subclasses(subclass)
 
 
 def _trained_by(optimizer: Any) -> set[int]:
@@ -360,12 +373,15 @@ def _trained_by(optimizer: Any) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
-def _in_one_loop(one: Lines, other: Lines) -> bool:
-    """Whether a loop of the user's code runs both lines."""
-    for (file, a), (also, b) in zip(one, other, strict=False):
-        first, last = sorted((a, b))
+def _in_one_loop(place: Lines, other: Lines) -> bool:
+    """Whether a loop of the user's code runs both of two stacks of lines.
+
+    The outermost lines are the same up to the frame whose loop runs both.
+    """
+    for (file, line), (other_file, other_line) in zip(place, other, strict=False):
+        first, last = sorted((line, other_line))
         if any(n.lineno <= first and last <= (n.end_lineno or 0) for n in loops(file)):
             return True
-        if (file, a) != (also, b):
+        if (file, line) != (other_file, other_line):
             return False
     return False

@@ -51,9 +51,9 @@ def eager_attention(
 
 
 def kernel_left(masked: bool) -> str:
-    """The kernel that is left where the program has switched kernels off; "" where torch chooses.
+    """The attention kernel that remains where the program has switched others off; "" for no such.
 
-    So do ``sdpa_kernel`` and ``torch.backends.cuda.enable_cudnn_sdp``. Flash takes no mask.
+    ``sdpa_kernel`` and ``torch.backends.cuda.enable_cudnn_sdp`` switch them. Flash takes no mask.
     ``EAGER`` is torch's computation by separate ops.
     """
     on = torch.backends.cuda
@@ -88,6 +88,7 @@ def flex_as_sdpa() -> Iterator[None]:
     def attention(
         q: Tensor, k: Tensor, v: Tensor, score: object, mask: Args, scale: float, *rest: Argument
     ) -> Argument:
+        """As torch's op of flex_attention: the output, log-sum-exp and largest scores of rows."""
         output = torch.nn.functional.scaled_dot_product_attention(
             *(q, k, v),
             is_causal=mask[-1] is not flex.noop_mask,
@@ -113,6 +114,7 @@ class _LoggedAttention(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, log: Any, mask: Tensor | None, options: Kwargs, q: Tensor, k: Tensor, v: Tensor
     ) -> Argument:
+        """Attention of (batch, heads, length, dim) tensors, of which fake ones compute nothing."""
         ctx.log, ctx.mask, ctx.options = log, mask, options
         ctx.logged = _attention_options(mask, options)  # backward runs the kernel that forward ran
         ctx.save_for_backward(q, k, v)
@@ -129,6 +131,7 @@ class _LoggedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Argument:  # type: ignore[override]
+        """The gradients of queries, keys and values."""
         (q, k, v), log = ctx.saved_tensors, ctx.log
         log.paused += 1
         if torch._guards.detect_fake_mode((q,)):
@@ -145,7 +148,7 @@ class _LoggedAttention(torch.autograd.Function):
 
 
 def _attention_options(mask: Tensor | None, options: Kwargs) -> Kwargs:
-    """What of a call's options decides its time."""
+    """The options of a call of attention that decide its time, with the kernel if it is known."""
     return {
         "is_causal": bool(options.get("is_causal", False)),
         "dropout_p": float(options.get("dropout_p", 0.0)),
@@ -186,7 +189,7 @@ class WholeAttention(TorchFunctionMode):
         return self.replaced(*args, **kwargs)
 
     def replaced(self, *args: Argument, **kwargs: Argument) -> Argument:
-        """What runs in place of scaled_dot_product_attention."""
+        """Run this in place of scaled_dot_product_attention, with the same arguments."""
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
         options = dict(zip(names, args, strict=False)) | kwargs
         mask, *qkv = (options.pop(n, None) for n in ("attn_mask", *names[:3]))

@@ -69,14 +69,17 @@ class _OnCuda(TorchFunctionMode):
 
 
 def _is_half(value: object) -> TypeGuard[Tensor]:
+    """Whether a value is a tensor in fp16 or bf16."""
     return isinstance(value, torch.Tensor) and value.dtype in HALF
 
 
 def _to_fp32(value: Argument) -> Argument:
+    """A tensor in 16 bits cast to fp32; other values as they are."""
     return value.float() if _is_half(value) else value
 
 
 def _to_low(value: Argument) -> Argument:
+    """A tensor in fp32 cast to autocast's dtype; other values as they are."""
     wide = isinstance(value, torch.Tensor) and value.dtype == torch.float32
     return value.to(torch.get_autocast_dtype("cuda")) if wide else value
 
@@ -100,5 +103,8 @@ def autocast_as_on_cuda(dtype: torch.dtype, enabled: bool = True) -> Iterator[No
 
 
 def in_tf32(operator: str) -> bool:
-    """Whether torch's flags allow TF32 in matmul, conv or rnn: without any, in the last two."""
+    """Whether torch's flags allow TF32 in an operator, "matmul", "conv" or "rnn".
+
+    By torch's defaults it is allowed in conv and rnn.
+    """
     return str(torch._C._get_fp32_precision_getter("cuda", operator)) == "tf32"

@@ -17,7 +17,7 @@ PLAIN = (int, str, float, bool, type(None))
 
 
 def pack(value: Any) -> Any:
-    """A capture, or a part of it, as plain values: of a dataclass a list under its mark."""
+    """A capture, or a part of it, as plain values: a dataclass is ``{mark: [its fields]}``."""
     if type(value) in PLAIN:
         return value
     if mark := MARKS.get(type(value)):
@@ -28,17 +28,17 @@ def pack(value: Any) -> Any:
 
 
 def unpack(value: Any, known_tensors: dict[TensorSpec, TensorSpec] | None = None) -> Any:
-    """What ``pack`` made these values of, with tuples for lists; equal tensors are one object."""
+    """The value that ``pack`` was given, with tuples for lists; equal tensors are one object."""
     tensors = {} if known_tensors is None else known_tensors
     if isinstance(value, list):
         return tuple([unpack(v, tensors) for v in value])
     if not isinstance(value, dict):
         return value
-    if len(value) == 1 and (known := MARKED.get(next(iter(value)))):
-        kind, names = known
+    if len(value) == 1 and (marked := MARKED.get(next(iter(value)))):
+        kind, names = marked
         (row,) = value.values()
-        made = kind(**dict(zip(names, [unpack(v, tensors) for v in row], strict=True)))
-        return tensors.setdefault(made, made) if kind is TensorSpec else made
+        result = kind(**dict(zip(names, [unpack(v, tensors) for v in row], strict=True)))
+        return tensors.setdefault(result, result) if kind is TensorSpec else result
     return {k: unpack(v, tensors) for k, v in value.items()}
 
 

@@ -52,36 +52,39 @@ def is_small_integer(tensor: Tensor) -> bool:
 
 
 def is_computed(tensor: Tensor) -> bool:
-    """Whether a tensor's values are computed where they are known: those above, and one number."""
+    """Whether known values of a tensor are followed: of a small integer one, or of one element."""
     return is_small_integer(tensor) or (tensor.layout == torch.strided and tensor.numel() == 1)
 
 
 def evenly_spread(args: Args, output: Tensor) -> Tensor:
-    """Values for randint(high, ...), randint(low, high, ...) or randperm(n): all over the range."""
+    """Values for randint(high, ...), randint(low, high, ...) or randperm(n): evenly over the range.
+
+    Element i of n is floor(low + (high - low) * (i + 0.5) / n).
+    """
     bounds = [a for a in args if isinstance(a, int)]
     low, high = bounds if len(bounds) > 1 else (0, *bounds)
-    places = (torch.arange(output.numel(), dtype=torch.float64) + 0.5) / max(1, output.numel())
-    return (low + (high - low) * places).floor().to(output.dtype).reshape(output.shape)
+    fractions = (torch.arange(output.numel(), dtype=torch.float64) + 0.5) / max(1, output.numel())
+    return (low + (high - low) * fractions).floor().to(output.dtype).reshape(output.shape)
 
 
 def note_message(facts: Any, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    """Note of tensors that a message fills: other ranks have the numbers that this one sends.
+    """Note the values of tensors that a message fills, as if all ranks sent the same numbers.
 
     Such are counts of tokens for experts, sizes, and how many ranks have a batch. ``facts``: what
-    is known, by tensor; None where that is not asked.
+    is known, by tensor; None where nothing is followed.
     """
     if facts is not None:
-        _bring(facts, *exchanged(func, args, kwargs, result))
+        _send(facts, *exchanged(func, args, kwargs, result))
 
 
-def _bring(facts: Any, read: Sequence[Tensor], written: Sequence[Tensor], added: int) -> None:
-    """Ranks' numbers follow one another; those of a list go to one of as many, each to its own.
+def _send(facts: Any, read: Sequence[Tensor], written: Sequence[Tensor], terms: int) -> None:
+    """Note what written tensors hold: the numbers of those read, over and over, times ``terms``.
 
-    ``added``: so many equal numbers become one, their sum.
+    ``terms``: how many equal numbers are summed. Two lists of the same length are sent one by one.
     """
     if len(read) == len(written) > 1:
         for sent, filled in zip(read, written, strict=True):
-            _bring(facts, [sent], [filled], added)
+            _send(facts, [sent], [filled], terms)
         return
     known = [facts.get(t, _constant(t)) for t in read]
     for tensor in written:
@@ -95,17 +98,16 @@ def _bring(facts: Any, read: Sequence[Tensor], written: Sequence[Tensor], added:
         return
     with _disable_current_modes():
         numbers = torch.cat([fact.values.flatten() for fact in known])
-        numbers = (numbers * added).to(numbers.dtype)
+        numbers = (numbers * terms).to(numbers.dtype)
         sizes = [tensor.numel() for tensor in written]
         times = -(-sum(sizes) // max(1, len(numbers)))
-        for tensor, values in zip(
-            written, numbers.repeat(times)[: sum(sizes)].split(sizes), strict=True
-        ):
+        parts = numbers.repeat(times)[: sum(sizes)].split(sizes)
+        for tensor, values in zip(written, parts, strict=True):
             facts[tensor] = replace(known[0], values=values.reshape(tensor.shape))
 
 
 def _constant(tensor: Tensor) -> Fact | None:
-    """What is known of a tensor that the program made of a number."""
+    """The values of a fake tensor that the program made of a number; None for others."""
     number: Tensor | None = getattr(tensor, "constant", None)
     return None if number is None else Fact(values=number)
 
@@ -133,7 +135,7 @@ def share_passing_finite_check(name: str, args: Args) -> float | None:
 
 
 def all_alike(share: float, mask: Tensor) -> Fact:
-    """The fact about a mask that is all true (1.0), or all false."""
+    """The fact about a mask that is all true (share 1.0), or all false (0.0)."""
     if mask.numel() > FILLED_LIMIT:
         return Fact(mean=share)
     with _disable_current_modes():
@@ -141,7 +143,7 @@ def all_alike(share: float, mask: Tensor) -> Fact:
 
 
 def fact_of_number(name: str, args: Args, output: Tensor) -> Fact | None:
-    """What a comparison of one number that nobody knows says: it equals no other, and is positive.
+    """The fact about a comparison with one unknown number: it equals no other, and is positive.
 
     Of many floats it equals one, as a time step does of its schedule. None for any other op.
     """
@@ -231,11 +233,12 @@ def may_be_certain(name: str) -> bool:
 
 
 def _fills(name: str) -> str:
+    """The name of an op without "new_" and "_like": zeros of zeros_like."""
     return name.removesuffix("_like").removeprefix("new_")
 
 
 def filled(name: str, args: Args, output: Argument) -> Tensor | None:
-    """The values of a small tensor of known values that the op fills with one number; else None."""
+    """The values of a small tensor that an op fills with one number; None for other ops."""
     kind = _fills(name)
     number = args[-1] if kind in GIVEN else NUMBERS.get(kind)
     small = isinstance(output, torch.Tensor) and output.numel() <= FILLED_LIMIT
@@ -245,7 +248,7 @@ def filled(name: str, args: Args, output: Argument) -> Tensor | None:
 
 
 def absorbed(name: str, facts: Sequence[Fact | None], output: Argument) -> Tensor | None:
-    """The values of what is nothing AND anything, or all OR anything; else None."""
+    """The values of (all false AND anything), or (all true OR anything); None for other ops."""
     kind = name.removesuffix("_")
     if kind not in (*AND, *OR) or not isinstance(output, torch.Tensor):
         return None
@@ -260,14 +263,14 @@ def absorbed(name: str, facts: Sequence[Fact | None], output: Argument) -> Tenso
 
 
 class Known:
-    """What is known of tensors that are alive."""
+    """What is known of the values of tensors that are alive; ``facts``: by tensor."""
 
     def __init__(self) -> None:
         self.facts: Any = WeakIdKeyDictionary()
         self._overwritten = set[int]()  # memory of values that are no longer a tensor's
 
     def fact(self, value: Argument) -> Fact | None:
-        """What is known of a tensor; of a real one that is small, its values."""
+        """What is known of a tensor; a small real one's values are; None for nothing."""
         if not isinstance(value, torch.Tensor):
             return None
         fact: Fact | None = self.facts.get(value)
@@ -280,13 +283,13 @@ class Known:
         return None if overwritten or replaced else fact
 
     def _forget(self, values: Tensor) -> None:
-        """Nothing is known any more of the tensors that share the memory of these values."""
+        """Forget all tensors that share the memory of these values: unknown ones were written."""
         memory = values.untyped_storage()
         self._overwritten.add(memory._cdata)
         finalize(memory, self._overwritten.discard, memory._cdata)
 
     def known_values(self, tensor: Tensor) -> Tensor | None:
-        """A fake tensor's values, which ops on it write over; None if nobody knows them."""
+        """A fake tensor's known values, or None; ops that write to the tensor change them."""
         fact = self.fact(tensor)
         constant: Tensor | None = tensor.constant  # type: ignore[attr-defined]
         return constant if fact is None or fact.values is None else fact.values

@@ -86,34 +86,34 @@ def make_subclass(kind: Any, data: Tensor, require_grad: bool = False, **options
     if not isinstance(data, FakeTensor):
         as_torch: Tensor = MAKE_SUBCLASS(kind, data, require_grad, **options)
         return as_torch
-    made: Any = data.detach()
-    made.__class__ = _also_fake(kind)
-    made._is_param = issubclass(kind, torch.nn.Parameter)
-    found: Tensor = made.requires_grad_(require_grad)
-    return found
+    tensor: Any = data.detach()
+    tensor.__class__ = _also_fake(kind)
+    tensor._is_param = issubclass(kind, torch.nn.Parameter)
+    result: Tensor = tensor.requires_grad_(require_grad)
+    return result
 
 
 @cache
 def _also_fake(kind: Any) -> Any:
-    """A class of both, named as the library's; the class itself if it is such a one."""
+    """A subclass of ``kind`` and FakeTensor that is named as ``kind``; ``kind`` if it is fake."""
     if issubclass(kind, FakeTensor):
         return kind
     return type(kind)(kind.__name__, (kind, FakeTensor), {"__module__": kind.__module__})
 
 
 def asked_of(func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
-    """What an op of ``prim`` answers: mostly a fake tensor's device, several times for an op."""
-    if (
-        func is DEVICE
-        and type(args[0]) is FakeTensor
-        and not args[0].fake_mode.in_kernel_invocation
-    ):
+    """The answer of an op of ``prim``, a question about a tensor; a fake one's device quickly.
+
+    Torch asks for it several times for each op.
+    """
+    is_fake = func is DEVICE and type(args[0]) is FakeTensor
+    if is_fake and not args[0].fake_mode.in_kernel_invocation:
         return args[0].fake_device
     return func(*args, **kwargs)
 
 
 def below_transforms(tensor: Tensor) -> Tensor:
-    """The tensor itself, which transforms of ``torch.func`` wrap."""
+    """The tensor inside the wrappers that transforms of ``torch.func`` put around it."""
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
     return tensor

@@ -51,8 +51,8 @@ def _apply(module: torch.nn.Module, fn: Callable[[Any], Any], recurse: bool = Tr
             with torch.no_grad():
                 converted = _on_cpu(fn(parameter))
             if parameter.is_meta:
-                made = torch.nn.Parameter(converted, parameter.requires_grad)
-                owner._parameters[name] = new[id(parameter)] = made
+                new[id(parameter)] = torch.nn.Parameter(converted, parameter.requires_grad)
+                owner._parameters[name] = new[id(parameter)]
             elif converted is not parameter:
                 parameter.data = converted
         for name, buffer in owner._buffers.items():
@@ -62,6 +62,7 @@ def _apply(module: torch.nn.Module, fn: Callable[[Any], Any], recurse: bool = Tr
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:
+    """The tensor; ValueError if it is neither on the CPU nor on the meta device."""
     if tensor.device.type not in ("cpu", "meta"):
         raise ValueError(f"a capture is made on the CPU: do not move the model to {tensor.device}")
     return tensor
@@ -83,15 +84,16 @@ def _deepcopy(tensor: Tensor, memo: dict[int, Tensor]) -> Tensor:
 
 
 def _pickled(tensor: Tensor, protocol: int) -> Any:
-    """What pickle keeps of a tensor without data, which is what can be told of it."""
-    parameter = isinstance(tensor, torch.nn.Parameter)
+    """As ``__reduce_ex__`` of a tensor without data: its shape, strides and dtype are kept."""
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
     form = tuple(tensor.size()), tensor.stride(), tensor.dtype, tensor.requires_grad
-    return _unpickled, (parameter, *form)
+    return _unpickled, (is_parameter, *form)
 
 
-def _unpickled(parameter: bool, size: Any, stride: Any, dtype: Any, trained: bool) -> Tensor:
-    made = torch.empty_strided(size, stride, dtype=dtype, requires_grad=trained)
-    return torch.nn.Parameter(made, trained) if parameter else made
+def _unpickled(is_parameter: bool, size: Any, stride: Any, dtype: Any, trains: bool) -> Tensor:
+    """The tensor that ``_pickled`` describes."""
+    tensor = torch.empty_strided(size, stride, dtype=dtype, requires_grad=trains)
+    return torch.nn.Parameter(tensor, trains) if is_parameter else tensor
 
 
 def _copied(tensor: Tensor, memo: dict[int, Tensor]) -> Any:
@@ -101,21 +103,21 @@ def _copied(tensor: Tensor, memo: dict[int, Tensor]) -> Any:
 
 
 def _new(kind: type[FakeTensor], *args: Any, **kwargs: Any) -> Any:
-    """A parameter where loaders of weights call the class of another one: ``type(p)(data)``."""
+    """As ``FakeTensor.__new__``, or a parameter where loaders of weights call ``type(p)(data)``."""
     if len(args) == 1 and isinstance(args[0], Tensor) and kwargs.keys() <= {"requires_grad"}:
         return torch.nn.Parameter(args[0], **kwargs)
     return NEW(kind, *args, **kwargs)
 
 
 def _read(data: Any) -> Any:
-    """Data for a new tensor: numbers in the place of tensors in lists, which the host reads."""
+    """Data for ``torch.tensor``: tensors inside lists become numbers, which the host reads."""
     if isinstance(data, list | tuple) and any(isinstance(x, Tensor | list | tuple) for x in data):
         return [x.tolist() if isinstance(x, Tensor) else _read(x) for x in data]
     return data
 
 
 def _reading(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``torch.tensor``, which finds no numbers in fake tensors."""
+    """``torch.tensor`` for lists with fake tensors in them, in which torch finds no numbers."""
     return lambda data, *args, **kwargs: make(_read(data), *args, **kwargs)
 
 
@@ -133,9 +135,9 @@ def _address(tensor: Tensor) -> int:
 
 
 def _metadata(tensor: Tensor) -> TensorMetadata:
-    """What torch's cache of results knows a tensor by: as torch's own function, but faster.
+    """The key of a tensor in torch's cache of results on fake tensors, made faster than by torch.
 
-    Torch asks for each op. The memory format follows from strides.
+    Torch makes one for each op. The memory format is left out: it follows from strides.
     """
     if tensor.layout != torch.strided or tensor._has_symbolic_sizes_strides:
         return METADATA(tensor)
@@ -160,19 +162,20 @@ def _metadata(tensor: Tensor) -> TensorMetadata:
     )
 
 
-def _flatten(one: TensorMetadata, result: list[object], mode: Any, state: Any) -> None:
-    """Add metadata to a key of that cache: without symbols in one piece.
+def _flatten(tensor: TensorMetadata, result: list[object], mode: Any, state: Any) -> None:
+    """Add a tensor's metadata to a key (op first) of torch's cache of results on fake tensors.
 
     Where in a storage a tensor lies matters to views alone, and is left out for other ops: those
-    that a model runs on one slice after another are the same. The key begins with the op.
+    that a model runs on one slice after another are the same. Symbolic shapes are torch's to add.
     """
     if mode.shape_env is not None:
-        FLATTEN(one, result, mode, state)
+        FLATTEN(tensor, result, mode, state)
         return
-    within = (one.storage_offset, one.storage_bytes) if getattr(result[0], "is_view", True) else ()
-    place = one.shape, one.stride, one.layout, *within
-    kind = one.dtype, one.device, one.requires_grad, one.is_conj, one.is_neg, one.is_inference
-    result.append((place, kind, one.is_quantized))
+    is_view = getattr(result[0], "is_view", True)
+    within = (tensor.storage_offset, tensor.storage_bytes) if is_view else ()
+    form = tensor.shape, tensor.stride, tensor.layout, tensor.dtype, tensor.device
+    flags = tensor.requires_grad, tensor.is_conj, tensor.is_neg, tensor.is_inference
+    result.append((form, within, flags, tensor.is_quantized))
 
 
 @contextmanager
@@ -225,7 +228,7 @@ def run_uncompiled() -> Iterator[None]:
 
 @contextmanager
 def modes_in_backward() -> Iterator[None]:
-    """Let torch function modes that are on now be on in backward, where checkpoints run forward.
+    """Keep the torch function modes that are on now in backward, where checkpoints run forward.
 
     Torch switches them off while it calls ``backward``.
     """
@@ -281,10 +284,10 @@ FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 def run_quickly(func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
-    """Run an op on fake tensors; where its result is known, without torch, which takes longest.
+    """Run an op on fake tensors; without torch, which is slow, in three cases.
 
-    A number that the program makes has its value, and an op that writes over lists of unknown
-    numbers, as optimizers do with those of all parameters, changes nothing that is known.
+    A number that the program makes is a fake tensor with its value; a known number is read; and an
+    op that writes over lists of unknown floats, as optimizers do, changes nothing that is known.
     """
     if func is MADE and type(args[0]) is Tensor and not args[0].dim():
         return _number(args[0], torch._C._get_dispatch_mode(FAKE))
@@ -297,26 +300,24 @@ def run_quickly(func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
 
 
 def _number(tensor: Tensor, mode: Any) -> Tensor:
-    """A fake tensor without axes, whose number is kept."""
+    """A fake tensor without axes that keeps its number as ``constant``."""
     with _disable_current_modes():
         form = torch.empty((), dtype=tensor.dtype, device="meta")
-        made = FakeTensor(mode, form, tensor.device, constant=tensor.clone())
-    mode.fake_tensor_converter.add_constant_storage_mapping(made)
-    return made
+        fake = FakeTensor(mode, form, tensor.device, constant=tensor.clone())
+    mode.fake_tensor_converter.add_constant_storage_mapping(fake)
+    return fake
 
 
 def _alike(args: Args) -> bool:
-    """Whether all lists of tensors are fake, of unknown floats, and of the same shapes."""
+    """Whether there are lists of tensors, all of unknown floats and of the same shapes."""
     lists = [a for a in args if isinstance(a, list) and a and isinstance(a[0], Tensor)]
-    shapes = [[t.shape for t in one] for one in lists]
-    return (
-        len(lists) > 0
-        and shapes.count(shapes[0]) == len(shapes)
-        and all(
-            type(t) is FakeTensor and t.constant is None and t.is_floating_point()
-            for one in lists
-            for t in one
-        )
+    shapes = [[t.shape for t in tensors] for tensors in lists]
+    if not lists or shapes.count(shapes[0]) < len(shapes):
+        return False
+    return all(
+        type(t) is FakeTensor and t.constant is None and t.is_floating_point()
+        for tensors in lists
+        for t in tensors
     )
 
 
@@ -347,7 +348,6 @@ def _layer_norm_gradients(grad: Tensor, x: Tensor, *rest: Argument) -> Argument:
     return tuple(t.new_empty(t.shape) if want else None for t, want in leaves)
 
 
-# Of ops that torch computes wrongly, or not at all, on fake tensors.
 def trilinear(
     log: Any,
     *args: Any,
@@ -355,27 +355,28 @@ def trilinear(
     sumdim: Sequence[int],
     along: Sequence[int],
 ) -> Tensor:
-    """Run and log what torch's ``_trilinear`` of three tensors runs, as ``nn.Bilinear`` asks it.
+    """Run and log the ops of torch's ``_trilinear`` of three tensors, which ``nn.Bilinear`` calls.
 
     For each index of the unrolled axis: the product of the first two tensors, of that with the
-    third, and their sum. Source: aten/src/ATen/native/Linear.cpp. Without data one index says all.
+    third, and their sum. Source: aten/src/ATen/native/Linear.cpp. On fake tensors one index runs,
+    and its calls are logged for all.
     """
     unroll_dim = (*along, 1)[0]
     with log:
         whole = [_with_axes(t, new) for t, new in zip(args, expand, strict=True)]
-        sizes = [max(of) for of in zip(*(t.shape for t in whole), strict=True)]
+        sizes = [max(lengths) for lengths in zip(*(t.shape for t in whole), strict=True)]
         axes = [i for i in range(len(sizes)) if i != unroll_dim]
         both = [i for i in axes if i not in sumdim or i not in expand[2]]
         kept = [i for i in axes if i not in sumdim]
         shape = [1 if i in sumdim else n for i, n in enumerate(sizes)]
         output, times = whole[0].new_zeros(shape), sizes[unroll_dim]
-        for at in range(times):
+        for index in range(times):
             begun = len(log.calls)
             x, y, z, to = (
-                t.select(unroll_dim, min(at, t.shape[unroll_dim] - 1)) for t in (*whole, output)
+                t.select(unroll_dim, min(index, t.shape[unroll_dim] - 1)) for t in (*whole, output)
             )
-            made = torch.einsum(torch.einsum(x, axes, y, axes, both), both, z, axes, kept)
-            to.add_(made.view(to.shape))
+            product = torch.einsum(torch.einsum(x, axes, y, axes, both), both, z, axes, kept)
+            to.add_(product.view(to.shape))
             if isinstance(output, FakeTensor):
                 log.calls += (times - 1) * log.calls[begun:]
                 break
@@ -383,11 +384,13 @@ def trilinear(
 
 
 def _with_axes(tensor: Tensor, new: Sequence[int]) -> Tensor:
+    """The tensor with new axes of length 1 at these places."""
     for axis in sorted(new):
         tensor = tensor.unsqueeze(axis)
     return tensor
 
 
+# Of ops that torch computes wrongly, or not at all, on fake tensors.
 CORRECTED: Mapping[str, Callable[..., Any]] = {
     "_grouped_mm": _grouped_mm,
     "_ctc_loss": _ctc_loss,

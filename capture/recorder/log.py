@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from itercast.capture.base.garbage import without_garbage_collection
 from itercast.capture.base.user_errors import source_line
 from itercast.capture.base.yaml_text import facts_of
-from itercast.capture.collectives import is_collective
+from itercast.capture.collectives import is_collective, tensors_in
 from itercast.capture.opcall import (
     ALSO_IN_TORCH,
     COMPLEX,
@@ -142,8 +142,9 @@ class OpLog(TorchDispatchMode):
         return str(value)
 
     def _spec(self, tensor: Tensor) -> TensorSpec:
+        """A dense tensor; of complex numbers one of real numbers with an axis of length 2."""
         shape, stride, dtype = tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
-        if tensor.is_complex():  # pairs of real numbers
+        if tensor.is_complex():
             shape, stride = (*shape, 2), (*(2 * step for step in stride), 1)
             dtype = dtype.to_real()
         return TensorSpec(
@@ -161,7 +162,7 @@ class OpLog(TorchDispatchMode):
         )
 
     def add(self, op: str, args: Args, kwargs: Kwargs, output: Argument) -> None:
-        """Log one call; one that is given its output, as that which makes it."""
+        """Log one call; ``mm.out`` as ``mm``, and sums of backward in place, as a GPU does them."""
         if op.endswith(".out"):
             op = op.removesuffix("out")
             known = getattr(torch.ops.aten, op.split(".")[1]).overloads()
@@ -199,13 +200,15 @@ class OpLog(TorchDispatchMode):
     def _network_pass(self, op: str) -> int:
         """The number of the recurrent network's pass that runs now, 0 for none.
 
-        Casts by autocast, and their backward, are no part of it: they come before cuDNN's call.
+        Network n has passes 2n - 1 (forward) and 2n (backward). Casts by autocast, and their
+        backward, are no part of it: they come before cuDNN's call.
         """
         number = self.network.number()
         if op == CAST and number:
             node = torch._C._current_autograd_node()
             number = 0 if node is None or node.name().startswith("ToCopy") else number
-        return 2 * number - bool(self.network.running) if number else 0
+        is_forward = bool(self.network.running)
+        return 2 * number - is_forward if number else 0
 
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
@@ -246,13 +249,14 @@ class OpLog(TorchDispatchMode):
         return output
 
     def read_by_host(self, tensor: Tensor) -> None:
-        """Log that the host reads numbers and waits, unless it has them.
+        """Log that the host reads numbers and waits, unless it has them already.
 
-        It has a step's counter, the rest of a list of which it read a number, and what it drew.
+        It has those that it drew at random, an optimizer's step counter, and the others of a list
+        of which it has just read one.
         """
         drawn = self.routing is not None and self.routing.drawn(tensor)
-        on_host = drawn or self.phase == "optimizer" or [c.op for c in self.calls[-1:]] == [ITEM]
-        if not on_host:
+        has_just_read = bool(self.calls) and self.calls[-1].op == ITEM
+        if not (drawn or self.phase == "optimizer" or has_just_read):
             self.add(ITEM, (tensor,), {}, ())
 
 
@@ -277,12 +281,12 @@ def capture_step(
 ) -> StepCapture:
     """Capture the op calls of one training or inference step of the model that ``build`` makes.
 
-    The optimizer's second update is captured: the first one allocates its state. So is all of the
-    second step where the first one changes attributes of modules, such as tables that they keep,
-    of recurrent networks, and where inputs have gradients, to which the second one adds.
-    ``fake``: run on fake tensors, without computing; otherwise two steps really run. Those of a
-    mode that is given are of a program, whose TF32 flags hold, and of which numbers that nobody
-    knows are guessed; dtype tf32 allows it everywhere.
+    The optimizer's second update is captured: the first one allocates its state. All of the second
+    step is captured where the first one changes attributes of modules (such as tables that they
+    keep), where there are recurrent networks, and where inputs have gradients, to which it adds.
+    ``fake``: True to run on fake tensors, without computing; False to run two steps for real; or
+    the mode of a program's fake tensors, whose TF32 flags hold, and of which unknown numbers are
+    guessed. Dtype tf32 allows TF32 everywhere.
     ``samples`` and ``tokens`` of the batch are only stored with the capture. ValueError for ops
     whose shapes depend on data, except in the routing of experts (``capture.routing``).
     """
@@ -329,10 +333,9 @@ def capture_step(
 
 
 def _inputs(inputs: Inputs, log: OpLog) -> tuple[TensorSpec, ...]:
-    """The tensors of a batch, those without a layout of their own."""
+    """The dense tensors of a batch."""
     log.names = DTYPES
-    tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
-    return tuple(log.describe(t) for t in tensors if not is_sparse(t))
+    return tuple(log.describe(t) for t in tensors_in(inputs) if not is_sparse(t))
 
 
 def _build(
@@ -356,6 +359,7 @@ def _build(
 
 
 def _in_channels_last(value: Argument) -> Argument:
+    """A tensor of four dimensions in torch.channels_last; other values as they are."""
     images = isinstance(value, torch.Tensor) and value.dim() == 4
     return value.contiguous(memory_format=torch.channels_last) if images else value
 

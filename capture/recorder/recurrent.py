@@ -28,7 +28,10 @@ def recurrent_networks(log: Any) -> Iterator[None]:
 
 
 def _run(log: Any, cell: str, run: Callable[..., Any], x: Tensor, *args: Any) -> Any:
-    """A network over padded sequences, with ``args`` as in ``torch.lstm``; packed ones only run."""
+    """Run a network, with ``args`` as in ``torch.lstm``, and log its facts and its calls' number.
+
+    Packed sequences run unlogged: the network over padded ones that they become is logged.
+    """
     states, weights, _, layers, *_, bidirectional, batch_first = args
     if isinstance(states, Tensor) and states.dtype == torch.int64:
         return run(x, *args)

@@ -77,7 +77,7 @@ KEEP = {
 class Routing(Known):
     """Runs ops on fake tensors and keeps what is known about the values of integers and masks.
 
-    ``guesses``: where it is given, what was guessed, and the stack where it was first.
+    ``guesses``: given where unknown data are to be guessed: gets each guess, and its first stack.
     """
 
     def __init__(self, guesses: dict[str, StackSummary] | None = None) -> None:
@@ -92,7 +92,7 @@ class Routing(Known):
                 self.facts[tensor] = Fact(top=inf)
 
     def call(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
-        """The op's result; a value or a shape that depends on data follows the convention."""
+        """Run an op; a value or a shape that depends on data follows the module's convention."""
         name = func._schema.name.removeprefix("aten::")
         if makes_or_takes_sparse(name, args):
             return run_with_sparse(func, args, kwargs)
@@ -130,7 +130,7 @@ class Routing(Known):
         return output
 
     def _guesses(self) -> bool:
-        """Whether to guess of data of which nothing is known; notes where that was first."""
+        """Whether unknown data are guessed here; if so, note that they were."""
         if self.guesses is not None and GUESS not in self.guesses:
             self.guesses[GUESS] = extract_stack()
         return self.guesses is not None
@@ -142,9 +142,8 @@ class Routing(Known):
         return 1.0 if tensor.is_floating_point() else 1
 
     def _turned(self, number: Argument) -> Argument:
-        """A guess that the host reads; its opposite when the same line has read it too often.
-
-        So that loops end whose condition nobody knows.
+        """A guessed number, negated at every ``TURNS_AFTER``-th read by a line: so loops end whose
+        condition nobody knows.
         """
         if self.guesses is None:
             return number
@@ -156,23 +155,25 @@ class Routing(Known):
         return not number
 
     def _made_up(self, name: str, args: Args, kwargs: Kwargs) -> Args:
-        """Arguments with values: repeats are one, counted numbers spread, of others some differ."""
-        counted = args[2:] if name == "bincount" else ()
-        most = kwargs.get("minlength", next(iter(counted), 0))
+        """The arguments with made-up values for tensors whose values are unknown: repeats are 1,
+        of others a share ``TRUE_SHARE`` is distinct, or as many as ``bincount`` is asked for.
+        """
+        at_least = args[2:] if name == "bincount" else ()
+        bins = kwargs.get("minlength", next(iter(at_least), 0))
 
-        def made(value: Argument) -> Argument:
+        def with_values(value: Argument) -> Argument:
             fact = self.fact(value)
             if not isinstance(value, FakeTensor) or (fact is not None and fact.values is not None):
                 return value
             top = fact.top if fact is not None and fact.top is not None else inf
-            range_ = (0, most or int(min(top, ceil(TRUE_SHARE * value.numel()))))
-            return evenly_spread((1, 2) if name == "repeat_interleave" else range_, value)
+            distinct = bins or int(min(top, ceil(TRUE_SHARE * value.numel())))
+            return evenly_spread((1, 2) if name == "repeat_interleave" else (0, distinct), value)
 
         with _disable_current_modes():
-            return tuple(map(made, args))
+            return tuple(map(with_values, args))
 
     def drawn(self, tensor: Tensor) -> bool:
-        """Whether a tensor was drawn as random integers, or computed from such: the host has it."""
+        """Whether a tensor holds random integers, or was computed from such: the host drew them."""
         fact = self.fact(tensor)
         return fact is not None and fact.drawn
 
@@ -210,11 +211,11 @@ class Routing(Known):
                 self._note_guessed(output)
         unknown = isinstance(output, torch.Tensor) and output not in self.facts
         if self.guesses is not None and unknown and output.dtype == torch.bool:
-            unsaid = Fact(mean=TRUE_SHARE, guessed=True)
-            self.facts[output] = fact_of_number(name, args, output) or unsaid
+            guess = Fact(mean=TRUE_SHARE, guessed=True)
+            self.facts[output] = fact_of_number(name, args, output) or guess
 
     def _note_certain(self, name: str, args: Args, output: Argument) -> bool:
-        """Note integers and masks that the program filled itself, whatever the others are."""
+        """Note results that no unknown value changes; whether this is one (``may_be_certain``)."""
         if not may_be_certain(name):
             return False
         with _disable_current_modes():
@@ -260,7 +261,7 @@ class Routing(Known):
         return count
 
     def _nonzero(self, mask: Tensor) -> Argument:
-        """As many positions as elements are expected to be true; the first ones of a vector."""
+        """As ``nonzero``: as many positions as are expected; of a vector the first ones."""
         count = self._count(mask)
         if count is None:
             return torch.ops.aten.nonzero.default(mask)
@@ -271,11 +272,11 @@ class Routing(Known):
         return output
 
     def _of_length(self, tensor: Tensor, lengths: list[int], axis: int = 0) -> Tensor:
-        """The tensor, as long as its parts, which the program knows, where that was a guess."""
+        """A tensor as long as the parts that the program splits it into: its length was a guess."""
         shape = list(tensor.shape)
         shape[axis] = sum(lengths)
-        same = shape == list(tensor.shape) or tensor.requires_grad
-        return tensor if same else tensor.new_empty(shape)
+        stays = shape == list(tensor.shape) or tensor.requires_grad
+        return tensor if stays else tensor.new_empty(shape)
 
     def _bincount(self, args: Args, kwargs: Kwargs, top: float) -> Argument:
         """Return the bincount of balanced routing: every number below ``top`` is as frequent."""
@@ -285,7 +286,7 @@ class Routing(Known):
         return output
 
     def _histogram(self, numbers: Tensor, bins: int = 100, *bounds: float) -> Tensor:
-        """How many integers are in each bin, as CUDA counts them: as many in all."""
+        """As ``histc`` of integers, which only CUDA has: each bin has an equal count."""
         output = numbers.new_empty((bins,))
         self._spread(output, numbers.numel(), bins)
         return output
@@ -317,8 +318,8 @@ class Routing(Known):
         elif known is not None and name == "sum":
             self._note_sum(first, output, known)
         elif known is not None and known.mean is not None and name == "any":
-            each = known.mean * first.numel() / max(1, output.numel())
-            self.facts[output] = Fact(mean=min(1.0, each))
+            expected_true = known.mean * first.numel() / max(1, output.numel())
+            self.facts[output] = Fact(mean=min(1.0, expected_true))
         elif known is not None and known.mean is not None and name == "all":
             self.facts[output] = Fact(mean=float(known.mean >= 1))
         else:
@@ -328,7 +329,7 @@ class Routing(Known):
                 self.facts[output] = fact
 
     def _note_sum(self, first: Tensor, output: Argument, known: Fact) -> None:
-        """Note what a sum over routed tokens gives on average; sums per expert are equal counts."""
+        """Note a sum of a mask or of counts: the mean; of sums into a vector equal counts."""
         if known.mean is None:
             return
         total = known.mean * first.numel()
@@ -338,7 +339,7 @@ class Routing(Known):
             self.facts[output] = Fact(mean=total / max(1, prod(output.shape)))
 
     def _note_values(self, func: OpOverload, args: Args, kwargs: Kwargs, output: Argument) -> None:
-        """Keep the values of outputs, computed by the same op; floats: one, and of ``linspace``."""
+        """Compute an op on known values, and keep its results; few kinds of floats (``floats``)."""
         outputs = [t for t in flatten_lists([output]) if isinstance(t, torch.Tensor)]
         name = func._schema.name.removeprefix("aten::")
         floats = name in (*COUNTED, *KEEP) and sum(t.numel() for t in outputs) <= FILLED_LIMIT
@@ -356,7 +357,7 @@ class Routing(Known):
                 self.facts[tensor] = Fact(values=values, drawn=drawn)
 
     def _compute_values(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
-        """The fake outputs of an op whose shapes follow from the known values of its arguments."""
+        """The outputs of an op whose shapes depend on known values: fake tensors, values noted."""
         with _disable_current_modes():
             result = func(*self._with_values(args), **kwargs)
         values = flatten_lists([result])
@@ -377,9 +378,9 @@ def takes_masks(func: OpOverload, args: Args) -> bool:
 
 
 def by_position(run: Callable[..., Any], func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
-    """``run`` what torch runs for such an op: ``nonzero`` of each mask, then the op at positions.
+    """``run`` what torch runs for an op with masks: ``nonzero`` of each, then the op at positions.
 
-    One number in the place of a mask is a ``masked_fill``. Sources: ``expandTensors`` in
+    Putting one number at a mask is a ``masked_fill``. Sources: ``expandTensors`` in
     aten/src/ATen/native/IndexingUtils.h, ``canDispatchToMaskedFill`` in TensorAdvancedIndexing.cpp.
     """
     x, chosen, *rest = args
@@ -391,8 +392,8 @@ def by_position(run: Callable[..., Any], func: OpOverload, args: Args, kwargs: K
         mask = chosen[0].reshape(*chosen[0].shape, *(1,) * (x.dim() - chosen[0].dim()))
         fill = torch.ops.aten.masked_fill_.Tensor if func._schema.is_mutable else FILL
         return run(fill, (x, mask, rest[0]), kwargs)
-    places = list[Argument]()
+    indices = list[Argument]()
     for index in chosen:
         found = run(torch.ops.aten.nonzero.default, (index,), {}) if is_mask(index) else None
-        places += [index] if found is None else found.unbind(1)
-    return run(func, (x, places, *rest), kwargs)
+        indices += [index] if found is None else found.unbind(1)
+    return run(func, (x, indices, *rest), kwargs)

@@ -85,11 +85,13 @@ def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def _nnz(tensor: Tensor) -> int:
+    """The number of values that a sparse tensor stores."""
     nnz: int = parts_of(tensor)[-1].shape[0]
     return nnz
 
 
 def _is_coalesced(tensor: Tensor) -> bool:
+    """Whether a COO tensor's entries are sorted and unique."""
     with nullcontext() if isinstance(tensor, FakeTensor) else _disable_current_modes():
         return bool(tensor.is_coalesced())
 
@@ -162,6 +164,7 @@ def run_with_sparse(func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
 
 
 def _coo(indices: Tensor, values: Tensor, size: Argument, coalesced: bool) -> Tensor:
+    """A COO tensor of indices and values, which are not checked."""
     return torch.sparse_coo_tensor(
         indices, values, size, check_invariants=False, is_coalesced=coalesced
     )
@@ -174,7 +177,7 @@ def _compressed(parts: Sequence[Tensor], size: Sequence[int], layout: torch.layo
         t if isinstance(t, FakeTensor) else mode.from_tensor(t) for t in parts
     )
     with in_kernel_invocation_manager(mode):  # parts stay in place, as those of a view do
-        made = torch.sparse_compressed_tensor(
+        compressed = torch.sparse_compressed_tensor(
             pointers,
             indices,
             values,
@@ -184,7 +187,7 @@ def _compressed(parts: Sequence[Tensor], size: Sequence[int], layout: torch.layo
             check_invariants=False,
         )
     with _disable_current_modes():
-        return FakeTensor(mode, made, torch.device("cpu"))
+        return FakeTensor(mode, compressed, torch.device("cpu"))
 
 
 def _like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -197,10 +200,13 @@ def _like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _transposed(tensor: Tensor, *dims: int) -> Argument:
-    """The transpose of a sparse matrix: of CSR a CSC one with the same parts, and back."""
+    """The transpose of a sparse matrix: of CSR a CSC one with the same parts, and back.
+
+    None where torch does it itself, as for dense tensors.
+    """
     if not is_sparse(tensor) or tensor.dim() != 2 or is_row_sparse(tensor):
         return None
-    if dims and dims[0] % 2 == dims[1] % 2:
+    if dims and dims[0] % 2 == dims[1] % 2:  # the same axis twice, one may be negative
         return tensor
     size, (*indices, values) = tuple(reversed(tensor.shape)), parts_of(tensor)
     if tensor.layout == torch.sparse_coo:
@@ -218,11 +224,12 @@ def _product(a: Tensor, b: Tensor) -> Argument:
 
 
 def _sum_of_product(c: Tensor, a: Tensor, b: Tensor, **options: object) -> Argument:
+    """c + a @ b, dense; unknown where c is sparse."""
     return NotImplemented if is_sparse(c) else _product(a, b)
 
 
 def _sum(a: Tensor, b: Tensor, **options: object) -> Argument:
-    """a + b: dense if one of them is, else with the entries of both."""
+    """a + b: dense if one of them is, else with the entries of both; None: torch does it itself."""
     if not isinstance(b, torch.Tensor):
         return None
     if not (is_sparse(a) and is_sparse(b)):
@@ -238,16 +245,18 @@ def _sum(a: Tensor, b: Tensor, **options: object) -> Argument:
 
 
 def _sum_in_place(tensor: Tensor, other: Tensor, **options: object) -> Argument:
-    """Torch would add zeros of the dense shape."""
+    """A dense tensor += a sparse one, in which torch would add a dense tensor of zeros."""
     return tensor if is_sparse(other) and not is_sparse(tensor) else None
 
 
 def _coalesced(tensor: Tensor) -> Tensor:
+    """A COO tensor of sorted, unique entries: taken to be as many as before."""
     indices, values = parts_of(tensor)
     return _coo(indices, torch.empty_like(values), tensor.shape, coalesced=True)
 
 
 def _to_csr(tensor: Tensor, dense_dim: int | None = None) -> Argument:
+    """A sparse matrix as CSR, with as many values; unknown for a dense one."""
     if not is_sparse(tensor) or tensor.dim() != 2 or is_row_sparse(tensor):
         return NotImplemented
     if tensor.layout == torch.sparse_csr:
@@ -264,6 +273,7 @@ def _to_sparse(
     layout: torch.layout | None = torch.sparse_coo,
     **options: object,
 ) -> Argument:
+    """A sparse tensor as COO or CSR, with as many values; unknown for a dense one."""
     if not is_sparse(tensor) or layout not in (None, torch.sparse_coo, torch.sparse_csr):
         return NotImplemented
     if layout == torch.sparse_csr:
@@ -276,6 +286,7 @@ def _to_sparse(
 def _from_parts(
     pointers: Tensor, indices: Tensor, values: Tensor, *size: Sequence[int], **options: Argument
 ) -> Argument:
+    """A CSR or CSC tensor of its parts; its size has to be given."""
     if not size:
         return NotImplemented  # the number of columns is that of the largest index
     layout = options["layout"]

@@ -1,7 +1,7 @@
 """Captures a step of a deep model by a few layers of each list, or whole where that breaks it.
 
-A list of equal layers is cut to three, one of kinds that alternate to two periods. In a list of
-several kinds two of each run, and the last of all; others pass on what they are given.
+A list of equal layers is cut to three; one of kinds that alternate to two periods. In a list of
+several kinds two of each run, and the last of all; others return their input.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Shortened:
 
 
 class Skipped(torch.nn.Module):
-    """In the place of a layer that equals one before it: passes on what it is given.
+    """Stands for a layer that equals one before it, and returns its input.
 
-    It has its own layer's attributes, and its parameters are no part of the model.
+    It has the layer's attributes; the layer's parameters are no part of the model.
     """
 
     def __init__(self, layer: torch.nn.Module, passes_on: Callable[..., Any]) -> None:
@@ -48,20 +48,21 @@ class Skipped(torch.nn.Module):
         return getattr(self.__dict__["layer"], name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the layer is given, in the form of what it would return."""
+        """The first input, in the form of what the layer would return."""
         return self.passes_on(*args, **kwargs)
 
 
 def _passing_on(equal: torch.nn.Module, undo: ExitStack) -> Callable[..., Any]:
-    """A function that returns what it is given first in the form of what this layer returned.
+    """A function that returns its first input, in the form of what this equal layer returned last.
 
-    ValueError, when that layer runs, if another one could not come after it.
+    ``undo`` removes the hook that notes it. ValueError, when that layer runs, if its output has
+    another shape than its input: equal layers could not follow each other.
     """
     returned: list[Any] = []
 
     def note(layer: object, args: Any, kwargs: Any, output: Any) -> None:
-        given, made = _first((*args, *kwargs.values())), _first(output)
-        if not isinstance(made, torch.Tensor) or made.shape != getattr(given, "shape", None):
+        given, result = _first((*args, *kwargs.values())), _first(output)
+        if not isinstance(result, torch.Tensor) or result.shape != getattr(given, "shape", None):
             raise ValueError(f"{type(layer).__name__} returns no tensor like that it is given")
         returned[:] = [output]
 
@@ -74,6 +75,7 @@ def _passing_on(equal: torch.nn.Module, undo: ExitStack) -> Callable[..., Any]:
 
 
 def _first(values: Any) -> Any:
+    """The first element of a tuple, None of an empty one; any other value itself."""
     return next(iter(values), None) if isinstance(values, tuple) else values
 
 
@@ -92,7 +94,8 @@ def capture_shortened(
     """Capture one step of a model as ``capture_step`` does.
 
     ``shallow``: three layers of every list of equal layers are captured, two of each kind where
-    there are several, and the last; which stand for others is in ``repeats`` and ``order``.
+    there are several, and the last; ``repeats`` and ``order`` of the capture say which layers stand
+    for others. Where that fails, or leaves one of them unused, the whole model is captured.
     """
     left = list[Shortened]()
 
@@ -103,7 +106,7 @@ def capture_shortened(
 
     size: Any = {"samples": samples, "tokens": tokens, "fake": fake}
     try:
-        with remarks() as said, ExitStack() as undo:
+        with remarks() as texts, ExitStack() as undo:
             captured = capture_step(shortened, inputs, loss, settings, **size)
     except (Exception, SystemExit) as exc:
         if is_own_error(exc):
@@ -113,7 +116,7 @@ def capture_shortened(
     else:
         repeats, order = left[-1].repeats, left[-1].order
         if _all_used(captured, order):
-            return replace(captured, repeats=repeats, order=order, remarks=tuple(said))
+            return replace(captured, repeats=repeats, order=order, remarks=tuple(texts))
     # it indexes its layers, or a step that skips some says nothing of those left out
     return capture_shortened(name, build, inputs, loss, settings, shallow=False, **size)
 
@@ -134,26 +137,26 @@ def shorten_lists(model: torch.nn.Module, undo: ExitStack) -> Shortened:
     Modules are equal if their classes and parameter shapes are. A model that indexes a list that is
     cut, or knows its length, breaks: capture it whole.
     """
-    found = Shortened()
+    lost = Shortened()
     for name, module in list(model.named_modules()):
         listed = isinstance(module, torch.nn.ModuleList | torch.nn.Sequential)
         if not listed or len(module) <= KEPT:
             continue
         inside = layer_key(f"{name}.0.") != f"{name}.0"
-        inside |= any(name.startswith(f"{outer}.") for outer in {**found.repeats, **found.order})
+        inside |= any(name.startswith(f"{outer}.") for outer in {**lost.repeats, **lost.order})
         if inside or _is_tables(module):
             continue
         kinds, whole = [_shape(child) for child in module], dict(module._modules)
         if len({*kinds}) == 1:
-            found.repeats[name] = len(module) - KEPT
+            lost.repeats[name] = len(module) - KEPT
             del module[KEPT:]
         elif all(map(_is_layer, module)):
             order = standing(kinds)
             if len({*order}) <= len(order) // 2:
-                found.order[name] = order
+                lost.order[name] = order
                 _shorten(module, order, undo)
         undo.callback(module._modules.update, whole)
-    return found
+    return lost
 
 
 def _shorten(layers: Any, order: Sequence[int], undo: ExitStack) -> None:
@@ -169,26 +172,27 @@ def standing(kinds: Sequence[object]) -> tuple[int, ...]:
     """For each layer of a list of several kinds the number of the one that stands for it.
 
     Of each kind the first stands for itself, since work beside it is done once, and the second for
-    all others. Those of two periods stand for all, if kinds alternate, and the last of them for
-    the last of all alone.
+    all others. If kinds alternate, layers of the first two periods stand for all, and the last of
+    these only for the last of all: kinds ABABABAB are (0, 1, 2, 1, 2, 1, 2, 3).
     """
-    whole = min(2 * _period(kinds), len(kinds))
-    run = {kind: list[int]() for kind in kinds}
+    run_length = min(2 * _period(kinds), len(kinds))
+    standing_in = {kind: list[int]() for kind in kinds}
     order = []
     for i, kind in enumerate(kinds[:-1]):
-        if len(run[kind]) < 2 and i < whole - 1:
-            run[kind].append(i)
-        order.append(run[kind][-1])
-    return (*order, whole - 1)
+        if len(standing_in[kind]) < 2 and i < run_length - 1:
+            standing_in[kind].append(i)
+        order.append(standing_in[kind][-1])
+    return (*order, run_length - 1)
 
 
 def _period(kinds: Sequence[object]) -> int:
-    """After how many the kinds start over, the last time in full; else the number of all."""
-    whole = (n for n in range(1, len(kinds)) if len(kinds) % n == 0)
-    return next((n for n in whole if kinds[n:] == kinds[:-n]), len(kinds))
+    """The smallest divisor n of the length after which kinds repeat; else the length itself."""
+    divisors = (n for n in range(1, len(kinds)) if len(kinds) % n == 0)
+    return next((n for n in divisors if kinds[n:] == kinds[:-n]), len(kinds))
 
 
 def _is_layer(module: torch.nn.Module) -> bool:
+    """Whether a module is no list of modules, and has parameters."""
     listed = isinstance(module, torch.nn.ModuleList | torch.nn.Sequential)
     return not listed and next(module.parameters(), None) is not None
 
@@ -199,5 +203,6 @@ def _is_tables(modules: Any) -> bool:
 
 
 def _shape(module: torch.nn.Module) -> tuple[object, ...]:
+    """What equal layers have in common: class, shapes of parameters, number of modules inside."""
     shapes = tuple((n, tuple(p.shape)) for n, p in module.named_parameters())
     return type(module), shapes, len(list(module.modules()))

@@ -55,13 +55,18 @@ def record_ready_gradients(model: torch.nn.Module, log: Any) -> dict[str, int]:
 
 
 def attributes(model: torch.nn.Module) -> list[tuple[object, ...]]:
-    """What modules and their plain helpers hold, by identity and length: a later step finds it."""
+    """What modules and objects that they hold have as attributes, by identity and length.
+
+    Two results that are equal show that a step between them changed no attribute.
+    """
     buffers = torch.nn.Module.buffers  # Megatron's wrappers have a list of this name
     held = [(*vars(m).values(), *buffers(m, recurse=False)) for m in model.modules()]
     plain = (v for values in held for v in values if hasattr(v, "__dict__"))
     helpers = [v for v in plain if not isinstance(v, torch.Tensor | torch.nn.Module | type)]
     held += [tuple(vars(v).values()) for v in helpers]
-    return [tuple((id(v), len(v) if isinstance(v, SIZED) else 0) for v in one) for one in held]
+    return [
+        tuple((id(v), len(v) if isinstance(v, SIZED) else 0) for v in values) for values in held
+    ]
 
 
 def accumulates(inputs: object) -> bool:
@@ -70,7 +75,10 @@ def accumulates(inputs: object) -> bool:
 
 
 class MadeBy:
-    """Which of several numbered stretches of a step an op belongs to, also in its backward."""
+    """Finds the numbered stretch of a step that an op belongs to, also in backward.
+
+    In backward it is the stretch in which forward made the autograd node that runs.
+    """
 
     def __init__(self) -> None:
         self.running = 0  # number of the stretch that runs now, 0 for none
@@ -78,7 +86,7 @@ class MadeBy:
 
     @contextmanager
     def stretch(self, number: int) -> Iterator[None]:
-        """Ops inside belong to this number, and so do those of their backward."""
+        """Number the ops inside, and those of their backward."""
         self._note(number)
         try:
             yield
@@ -86,6 +94,7 @@ class MadeBy:
             self._note(0)
 
     def _note(self, number: int) -> None:
+        """Note that autograd's nodes belong to this number from here on."""
         self.running = number
         self._nodes.append((int(torch._C._autograd._get_sequence_nr()), number))
 
@@ -94,9 +103,9 @@ class MadeBy:
         return self.running or self.of(torch._C._current_autograd_node())
 
     def of(self, node: Any) -> int:
-        """The number that made one of autograd's nodes, 0 for none."""
-        made = -1 if node is None else node._sequence_nr()
-        at = bisect_right(self._nodes, (made, math.inf)) - 1
+        """The number of the stretch in which one of autograd's nodes was made, 0 for none."""
+        sequence_nr = -1 if node is None else node._sequence_nr()
+        at = bisect_right(self._nodes, (sequence_nr, math.inf)) - 1
         return self._nodes[at][1] if at >= 0 else 0
 
 

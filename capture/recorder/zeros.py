@@ -32,8 +32,7 @@ def _marked(call: OpCall, zeros: dict[int, float]) -> OpCall:
     name = call.op.split(".")[1]
     if call.op in TABLE_GRADIENTS:
         lookups, table = call.args[TABLE_GRADIENTS[call.op]].numel, call.outputs[0]
-        # The expected share of its rows without a lookup.
-        zeros[table.storage] = (1 - 1 / table.shape[0]) ** lookups
+        zeros[table.storage] = (1 - 1 / table.shape[0]) ** lookups  # rows without a lookup
     elif name == "_foreach_addcmul_":  # squares += gradient * gradient
         for square, gradient in zip(call.args[0], call.args[1], strict=True):
             zeros[square.storage] = zeros.get(gradient.storage, 0.0)

@@ -25,7 +25,7 @@ from itercast.capture.input.lane import InputLane
 from itercast.capture.programs.gpus.asked import Answers, EmulatedGpu
 from itercast.capture.programs.kept_files import KEPT, give_back
 from itercast.capture.programs.program import ProgramCapture, read_program
-from itercast.capture.programs.told.doing import DOING
+from itercast.capture.programs.reports.progress import PROGRESS
 from itercast.capture.programs.trained.facts import STOPS
 from itercast.compose.capture_model import CAPTURE
 from itercast.compose.parallel.placement import gpus_per_domain
@@ -277,7 +277,7 @@ class ScriptProcess:
         file = self._said.fileno()  # shared, with its position
         last = os.pread(file, LAST_BYTES, max(0, os.fstat(file).st_size - LAST_BYTES))
         lines = last.decode(errors="replace").splitlines()
-        return next((x.removeprefix(DOING) for x in lines[::-1] if x.startswith(DOING)), "")
+        return next((x.removeprefix(PROGRESS) for x in lines[::-1] if x.startswith(PROGRESS)), "")
 
 
 def _reason(said: IO[bytes], code: int, script: Path) -> str:
@@ -288,7 +288,7 @@ def _reason(said: IO[bytes], code: int, script: Path) -> str:
     said.seek(0)
     lines = [line for line in said.read().decode(errors="replace").splitlines() if line.strip()]
     ours = [line.removeprefix(OURS) for line in lines if line.startswith(OURS)]
-    others = [line.strip() for line in lines if not line.startswith((OURS, DOING))]
+    others = [line.strip() for line in lines if not line.startswith((OURS, PROGRESS))]
     said_last = ([line for line in others if ERROR.match(line)] or others)[-1:]
     if not ours:
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with {code}"

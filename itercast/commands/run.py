@@ -332,8 +332,8 @@ def _fits(row: ScriptForecast) -> str:
         return "no; too much even without a batch"
     if times > MOST_TIMES:
         return f"yes; over {MOST_TIMES} times its batch would"
-    told = f"{times:,.1f}" if fits else f"{times:.2g}"
-    return f"{'yes' if fits else 'no'}; at least {told} times its batch would"
+    times_text = f"{times:,.1f}" if fits else f"{times:.2g}"
+    return f"{'yes' if fits else 'no'}; at least {times_text} times its batch would"
 
 
 def _print(name: str, row: ScriptForecast) -> None:

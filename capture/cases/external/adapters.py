@@ -15,10 +15,10 @@ MAX_RANK = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapters:
-    """Rank of the adapters, and of which ``layers``: names, ``all-linear``, or () as peft chooses.
+    """LoRA adapters: their rank, and ``layers``: names, ``all-linear``, or () as peft chooses.
 
-    ``weights``: in what the frozen linear layers of blocks are stored, "" for the model's dtype.
-    ``dtype``: that of the adapters.
+    ``weights``: the format in which frozen linear layers of blocks are stored, "" for the model's
+    dtype. ``dtype``: that of the adapters.
     """
 
     rank: int
@@ -29,7 +29,7 @@ class Adapters:
     @classmethod
     def parse(cls, text: str | int) -> Adapters | None:
         """Read the text of ``--lora``; None for "" and 0. ValueError names what is not allowed."""
-        text = str(text).strip().removesuffix(".0")  # a number in a column with gaps
+        text = str(text).strip().removesuffix(".0")  # pandas reads 16 so in a column with gaps
         if text in ("", "0"):
             return None
         pairs = [part.partition("=") for part in text.split(",")]
@@ -42,17 +42,17 @@ class Adapters:
         rank = given.get("rank", "")
         if not (rank.isascii() and rank.isdigit() and 0 < int(rank[:9]) <= MAX_RANK):
             raise ValueError(f"lora {text[:80]!r}: rank is a whole number above 0, as in rank=16")
-        found = cls(
+        adapters = cls(
             rank=int(rank),
             layers=tuple(filter(None, given.get("layers", "").split("+"))),
             weights=given.get("weights", ""),
             dtype=given.get("dtype", "fp32"),
         )
         for key, value, allowed in (
-            ("weights", found.weights, ("", *QUANTISED)),
-            ("dtype", found.dtype, DTYPES),
+            ("weights", adapters.weights, ("", *QUANTISED)),
+            ("dtype", adapters.dtype, DTYPES),
         ):
             if value not in allowed:
                 known = ", ".join(filter(None, allowed))
                 raise ValueError(f"lora {text[:80]!r}: {key} is one of {known}, got {value[:20]!r}")
-        return found
+        return adapters

@@ -35,13 +35,13 @@ IMAGE_SIZE = assumed(__file__, "image_size")
 def make_inputs(
     model: Any, config: Any, batch: int, seq: int, labels: bool, masked: bool = False
 ) -> dict[str, Any]:
-    """Inputs by the argument names of the forward of a transformers model or class.
+    """Inputs by the argument names of the forward of ``model``: of transformers, or its class.
 
     With ``labels``, also those that its own loss needs: tokens, classes or matching pairs.
     ``masked``: encoders of tokens get their attention mask, which tokenizers make for full
     sequences too: eager attention adds it to every score.
     """
-    name, kind = model.main_input_name, (model if isinstance(model, type) else type(model)).__name__
+    name, kind = model.main_input_name, _class_of(model).__name__
     makers: dict[str, Callable[[], Any]] = {
         "input_ids": lambda: _tokens(config, kind, batch, seq),
         "pixel_values": lambda: _images(config, batch),
@@ -55,9 +55,9 @@ def make_inputs(
     inputs = {name: makers[name]()}
     if masked and name == "input_ids" and _adds_masks(model, config):
         inputs["attention_mask"] = _mask(batch, seq)
-    beside = {"input_ids": "pixel_values", "pixel_values": "input_ids"}.get(name, "")
-    if beside in accepted and not _needs_patch_layout(accepted, config, kind):
-        inputs[beside] = makers[beside]()
+    second = {"input_ids": "pixel_values", "pixel_values": "input_ids"}.get(name, "")
+    if second in accepted and not _needs_patch_layout(accepted, config, kind):
+        inputs[second] = makers[second]()
     pixtral = getattr(getattr(config, "vision_config", None), "model_type", "") == "pixtral"
     if pixtral and "pixel_values" in inputs:
         inputs["image_sizes"] = _with_values(batch * [list(inputs["pixel_values"].shape[-2:])])
@@ -67,22 +67,27 @@ def make_inputs(
 
 
 def _adds_masks(model: Any, config: Any) -> bool:
-    """Whether a model adds a mask that it is given; causal ones make one of their own anyway.
+    """Whether a model adds the mask that it is given to attention's scores.
 
-    Encoders of older design cannot be given what is added, only which tokens are padding.
+    Causal models make a mask of their own anyway. Encoders of older design take only which tokens
+    are padding, not numbers to add.
     """
     from transformers.models.auto.modeling_auto import (  # lazy: an optional extra
         MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS,
     )
 
-    kind = model if isinstance(model, type) else type(model)
-    takes_it = hasattr(sys.modules[kind.__module__], "create_bidirectional_mask")
+    takes_it = hasattr(sys.modules[_class_of(model).__module__], "create_bidirectional_mask")
     causal = getattr(config, "is_decoder", False) or config.model_type not in ENCODERS
     return takes_it and not causal and not getattr(config, "is_encoder_decoder", False)
 
 
+def _class_of(model: Any) -> type:
+    """The class of a model, which may be given as its class."""
+    return model if isinstance(model, type) else type(model)
+
+
 def _mask(batch: int, seq: int) -> Any:
-    """What is added to scores of full sequences, as encoders make it of a tokenizer's mask."""
+    """The mask of full sequences (batch, 1, 1, seq): zeros, which are added to scores."""
     return torch.zeros(batch, 1, 1, seq)
 
 
@@ -115,10 +120,10 @@ def _labels(
         height, width = inputs["pixel_values"].shape[-2:]
         labels["labels"] = torch.zeros(batch, height, width, dtype=torch.int64)
     elif kind.endswith("ForCTC"):
-        wave = "input_values" in inputs
-        each = SAMPLES_PER_LABEL if wave else FRAMES_PER_LABEL
-        labels["labels"] = _with_values(batch * [max(1, seq // each) * [1]])
-        if not wave and "attention_mask" in accepted:  # some count their frames by it
+        is_wave = "input_values" in inputs
+        inputs_per_label = SAMPLES_PER_LABEL if is_wave else FRAMES_PER_LABEL
+        labels["labels"] = _with_values(batch * [max(1, seq // inputs_per_label) * [1]])
+        if not is_wave and "attention_mask" in accepted:  # some count their frames by it
             labels["attention_mask"] = _with_values(batch * [seq * [1]])
     else:
         tokens = inputs.get("decoder_input_ids", inputs.get("input_ids"))
@@ -127,7 +132,7 @@ def _labels(
 
 
 def _with_values(rows: list[Any]) -> Any:
-    """Return a real integer tensor even under FakeTensorMode, for models that read its values."""
+    """A real integer tensor of these rows even under FakeTensorMode: models read its values."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes():
@@ -145,6 +150,7 @@ def _tokens(config: Any, kind: str, batch: int, seq: int) -> Any:
 
 
 def _check_length(seq: int, kind: str) -> None:
+    """ValueError where no sequence length is given."""
     if seq < 1:
         raise ValueError(f"{kind}: a sequence length is required")
 

@@ -75,7 +75,8 @@ def read_config(path: Path) -> HfConfig:
 
 
 def _kept(values: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in values.items() if k not in DROPPED}
+    """The settings of a configuration but those that are ignored."""
+    return {key: value for key, value in values.items() if key not in DROPPED}
 
 
 def hf_case(path: Path, *, mode: str, loss: str, attn: str, lora: str = "") -> EvalCase:
@@ -138,8 +139,8 @@ def _config(read: HfConfig) -> Any:
     try:
         return kind.from_dict(dict(values))
     except Exception as exc:  # transformers checks values in many ways
-        told = " ".join(str(exc).split())[:200] or type(exc).__name__
-        raise ValueError(f"hf-config {str(read.path)!r}: {told}") from exc
+        reason = " ".join(str(exc).split())[:200] or type(exc).__name__
+        raise ValueError(f"hf-config {str(read.path)!r}: {reason}") from exc
 
 
 def _check_counts(path: Path, values: dict[str, Any], other_names: Mapping[str, str]) -> None:

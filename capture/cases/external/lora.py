@@ -32,8 +32,8 @@ class Adapted(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Returns W x + 2 B A x; 2 is the scale that peft uses by default."""
         y: Tensor = self.base(x)
-        beside: Tensor = self.up(self.down(x.to(self.down.weight.dtype)))
-        return (y + 2.0 * beside).to(y.dtype)
+        low_rank: Tensor = self.up(self.down(x.to(self.down.weight.dtype)))
+        return (y + 2.0 * low_rank).to(y.dtype)
 
 
 def adapt(model: Any, adapters: Adapters) -> Any:
@@ -69,23 +69,23 @@ def _adapted(model: Any, adapters: Adapters) -> list[str]:
         )
     if ALL_LINEAR in layers:
         head = model.get_output_embeddings()
-        found = [name for name in linear if model.get_submodule(name) is not head]
+        adapted = [name for name in linear if model.get_submodule(name) is not head]
     else:
-        found = [name for name in linear if name.rpartition(".")[2] in layers]
-    own = {name.rpartition(".")[2] for name in found}
-    if missing := [name for name in layers if name not in own | {ALL_LINEAR}]:
+        adapted = [name for name in linear if name.rpartition(".")[2] in layers]
+    last_parts = {name.rpartition(".")[2] for name in adapted}
+    if missing := [name for name in layers if name not in last_parts | {ALL_LINEAR}]:
         known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
-        lacks = f"this {kind!r} has no linear layers named {missing[0]!r}"
-        raise ValueError(f"lora: {lacks}; it has {known}")
-    return found
+        problem = f"this {kind!r} has no linear layers named {missing[0]!r}"
+        raise ValueError(f"lora: {problem}; it has {known}")
+    return adapted
 
 
 def _is_linear(module: Any) -> bool:
-    """A linear layer, or GPT-2's."""
+    """Whether a module is a linear layer, or GPT-2's (transformers calls it Conv1D)."""
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 def _sizes(base: Any) -> tuple[int, int]:
     """Inputs and outputs of a linear layer, or of GPT-2's, whose weight is transposed."""
-    one, other = base.weight.shape
-    return (other, one) if isinstance(base, nn.Linear) else (one, other)
+    first, second = base.weight.shape
+    return (second, first) if isinstance(base, nn.Linear) else (first, second)

@@ -31,8 +31,8 @@ class UserModel:
 
     ``inputs`` is a tensor, a tuple of positional arguments or a dict by name; None: those of a
     transformers model, or no inputs at all. ``loss(output)`` returns a scalar; None takes the
-    ``loss`` attribute of the output, or the output itself if it is a scalar. ``sizes``: of batch
-    and seq those that the inputs follow, as they are made by them.
+    ``loss`` attribute of the output, or the output itself if it is a scalar. ``sizes``: those of
+    "batch" and "seq" that the user's function takes, so that the inputs follow them.
     """
 
     module: Any
@@ -95,21 +95,21 @@ def capture_user_model(
     ``seq``, else the number of elements of a first input of integers. Floating-point tensors take
     the settings' dtype unless ``keep_dtype``. The engine is that of a model under torch.compile.
     """
-    made: dict[str, Any] = {}
+    results: dict[str, Any] = {}
 
     def build() -> Any:
         dtype = None if keep_dtype else torch.get_default_dtype()
         given = build_fake_else_real(make)
-        made["compiled"] = _compiled(given.module)
-        made["model"] = _fake_model(given, dtype)
-        return made["model"].module
+        results["compiled"] = _compiled(given.module)
+        results["model"] = _fake_model(given, dtype)
+        return results["model"].module
 
     def inputs() -> dict[str, Any]:
-        made["inputs"] = _named_inputs(made["model"], settings, batch, seq)
-        return dict(made["inputs"])
+        results["inputs"] = _named_inputs(results["model"], settings, batch, seq)
+        return dict(results["inputs"])
 
     def loss(output: Any, inputs: dict[str, Any]) -> Any:
-        return _loss(output, made["model"].loss)
+        return _loss(output, results["model"].loss)
 
     try:
         step = capture_step(build, inputs, loss, settings)
@@ -117,27 +117,30 @@ def capture_user_model(
         if is_own_error(exc):
             raise
         raise ValueError(f"the model fails without data: {one_line_error(exc)}") from exc
-    rows, length = _sizes(made["inputs"])
+    rows, length = _sizes(results["inputs"])
     samples = batch or rows
-    stated = {"batch": (batch, rows), "seq": (seq, length)}
-    remarks = tuple(
+    remarks = [
         f"{name} {asked} only counts: the inputs stay as they are, of {own}, as no function of the "
         f"model has a parameter {name}"
-        for name, (asked, own) in stated.items()
-        if asked and own and asked != own and name not in made["model"].sizes
-    )
-    compiled = made["compiled"]
-    engine = compiled.get("", step.engine)
+        for name, asked, own in (("batch", batch, rows), ("seq", seq, length))
+        if asked and own and asked != own and name not in results["model"].sizes
+    ]
+    compiled = results["compiled"]
     if compiled and "" not in compiled:
         first, more = next(iter(compiled)), f" and {len(compiled) - 1} more" * (len(compiled) > 1)
         parts = f"{first}{more}: torch.compile of parts of a model is forecast eager"
-        remarks += (f"{parts}; --compile (engine='compile') compiles all of it",)
-    step = replace(step, engine=engine, remarks=(*step.remarks, *remarks))
-    return replace(step, samples=samples, tokens=samples * (seq or length))
+        remarks.append(f"{parts}; --compile (engine='compile') compiles all of it")
+    return replace(
+        step,
+        engine=compiled.get("", step.engine),
+        remarks=(*step.remarks, *remarks),
+        samples=samples,
+        tokens=samples * (seq or length),
+    )
 
 
 def _sizes(inputs: Any) -> tuple[int, int]:
-    """Samples, and tokens per sample, in the first input tensor; no tokens unless it is integer."""
+    """Samples, and tokens per sample, of the first input tensor; 0 tokens unless it is integer."""
     first = next((t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)), None)
     if first is None or not first.shape:
         return 1, 0
@@ -146,18 +149,18 @@ def _sizes(inputs: Any) -> tuple[int, int]:
 
 
 def _compiled(module: torch.nn.Module) -> dict[str, str]:
-    """Engines of the modules that are under torch.compile, by their names; "" is the whole."""
-    found = {}
+    """Engines ("compile" or "compile+graph") of modules under torch.compile; "" names the whole."""
+    engines = {}
     for name, part in module.named_modules():
         call: Any = part if hasattr(part, "_orig_mod") else part._compiled_call_impl
         if call is not None:
-            how = call.get_compiler_config() or {}  # None of a backend without one
-            found[name] = "compile+graph" if how.get("triton.cudagraphs") else "compile"
-    return found
+            config = call.get_compiler_config() or {}  # None of a backend without one
+            engines[name] = "compile+graph" if config.get("triton.cudagraphs") else "compile"
+    return engines
 
 
 def _fake_model(model: UserModel, dtype: torch.dtype | None) -> UserModel:
-    """The model with fake tensors; small integer inputs keep their values, models may read them."""
+    """The model with tensors without data; small integer inputs are real, as models read them."""
 
     def fake_input(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):

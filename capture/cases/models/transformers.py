@@ -184,9 +184,9 @@ class Transformer(nn.Module):
         """Run some of the blocks, with rotary positions in Llama style."""
         angles = None
         if self.positions is None:
-            place = torch.arange(x.shape[1], device=x.device)
-            steps = torch.arange(0, self.head_dim, 2, device=x.device) / self.head_dim
-            angles = torch.outer(place, 10000.0**-steps).repeat(1, 2).to(x.dtype)
+            position = torch.arange(x.shape[1], device=x.device)
+            exponents = torch.arange(0, self.head_dim, 2, device=x.device) / self.head_dim
+            angles = torch.outer(position, 10000.0**-exponents).repeat(1, 2).to(x.dtype)
         for block in blocks:
             x = block(x, angles)
         return x
@@ -218,9 +218,9 @@ class MaskedLM(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """(batch, seq) integers to (batch, seq, vocab)."""
-        place = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.tokens(tokens) + self.positions(place) + self.segments(torch.zeros_like(tokens))
-        x = self.norm(x)
+        position = torch.arange(tokens.shape[1], device=tokens.device)
+        segment = torch.zeros_like(tokens)
+        x = self.norm(self.tokens(tokens) + self.positions(position) + self.segments(segment))
         for block in self.blocks:
             x = block(x)
         return self.head(self.transform(x))

@@ -33,7 +33,9 @@ class EmulatedGpu:
 
 @dataclass(slots=True)
 class Answers:
-    """Digests of files and variables by name, and facts about the GPU, as a script found them."""
+    """What a script found on its machine: digests of files and environment variables by name, and
+    facts about the GPU. A kept capture is valid while they ``hold``.
+    """
 
     files: dict[str, str] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)
@@ -49,7 +51,10 @@ class Answers:
 
 
 class Asked:
-    """Notes what a script asks: a GPU's facts as attributes of this, all else inside ``noted``."""
+    """Stands in for an ``EmulatedGpu`` and notes what a script asks of it and of the machine.
+
+    Facts of the GPU are attributes; files and variables are noted inside ``noted``.
+    """
 
     def __init__(self, gpu: EmulatedGpu) -> None:
         self._gpu, self._answers = gpu, Answers()
@@ -62,7 +67,7 @@ class Asked:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Note the files and folders that are read, and variables, from here on."""
+        """Note files and folders that are read from here on, and variables inside the context."""
         get, files, variables = os._Environ.__getitem__, self._files, self._answers.variables
         before = self._before
 
@@ -94,16 +99,20 @@ class Asked:
         self._answers.variables |= answers.variables
         self._files |= files
 
-    def answers(self, more: set[str], installed: tuple[str, ...]) -> dict[str, Any]:
-        """The answers as plain values; files of ``more`` too, without those of packages."""
+    def answers(self, modules: set[str], installed: tuple[str, ...]) -> dict[str, Any]:
+        """The ``Answers`` as plain values; also of the files ``modules`` that were imported.
+
+        Files of the system are left out, and those below ``installed``, of packages.
+        """
         skipped = (*SYSTEM, *installed)
-        own = {name for name in self._files | more if not name.startswith(skipped)}
+        own = {name for name in self._files | modules if not name.startswith(skipped)}
         names = sorted(name for name in own if name in self._files or Path(name).is_file())
         self._answers.files = {name: _digest(Path(name)) for name in names}
         return asdict(self._answers)
 
 
 def _plain(value: Any) -> Any:
+    """A value as JSON reads it again: a tuple as a list."""
     return list(value) if isinstance(value, tuple) else value
 
 

@@ -28,9 +28,9 @@ AS_IT_IS = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 class GpuMemory:
     """Which storages a program has put on its GPU; in truth all are on the CPU.
 
-    ``stream`` tells the number of the current stream; ``beside``: whether the program put any there
-    on another one than the first, beside its step; ``used``: whether an op read any of them;
-    ``puts``: how often it put one.
+    ``stream`` returns the number of the current stream. ``beside``: whether the program ever put a
+    tensor there on another stream than the first, beside its step; ``used``: whether an op read
+    one; ``puts``: how often it put one.
     """
 
     def __init__(self, stream: Callable[[], int] = int) -> None:
@@ -85,8 +85,9 @@ def parts(tensor: Any) -> list[torch.Tensor]:
     """The tensors with memory that a tensor consists of; none for one on the meta device."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        held = (getattr(tensor, name) for name in names)  # a mesh is one of a DTensor's too
-        return [part for one in held if isinstance(one, torch.Tensor) for part in parts(one)]
+        held = (getattr(tensor, name) for name in names)  # a DTensor holds a mesh, too
+        inner = (value for value in held if isinstance(value, torch.Tensor))
+        return [part for value in inner for part in parts(value)]
     tensor = below_transforms(tensor)
     memory = tensor if tensor.is_meta else values_of(tensor)
     return [] if memory.is_meta or memory.layout != torch.strided else [memory]
@@ -100,10 +101,12 @@ def tensors_on_gpus(local_rank: int, memory: GpuMemory) -> Iterator[None]:
     """
     gpu = torch.device("cuda", local_rank)
 
-    def read(place: Callable[[Any], torch.device]) -> property:
+    def device_property(true_device: Callable[[Any], torch.device]) -> property:
+        """The GPU where a program asks for a tensor that it put there, else the true device."""
+
         def device(tensor: Any) -> torch.device:
             caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
-            return place(tensor) if caller in OURS or not memory.holds(tensor) else gpu
+            return true_device(tensor) if caller in OURS or not memory.holds(tensor) else gpu
 
         return property(device)
 
@@ -119,20 +122,20 @@ def tensors_on_gpus(local_rank: int, memory: GpuMemory) -> Iterator[None]:
 
     def of_type(tensor: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As ``Tensor.type``: names the type, or casts to one such as torch.cuda.FloatTensor."""
-        known = _of_cpu(dtype)
-        made: Any = name_or_cast(tensor, known or dtype, *args, **kwargs)
-        if known:
-            memory.put(made)
-        named = isinstance(made, str) and memory.holds(tensor)
-        return f"torch.cuda.{made.rpartition('.')[2]}" if named else made
+        cpu_type = _of_cpu(dtype)
+        result: Any = name_or_cast(tensor, cpu_type or dtype, *args, **kwargs)
+        if cpu_type:
+            memory.put(result)
+        is_name = isinstance(result, str) and memory.holds(tensor)
+        return f"torch.cuda.{result.rpartition('.')[2]}" if is_name else result
 
     make = FakeTensor.__new__
 
     def made_there(cls: Any, *args: Any, **kwargs: Any) -> Any:
         """What a library's own op makes on the device of its arguments, below ``OnCpu``."""
         on_cpu = (*args[:2], *map(_on_cpu, args[2:]))  # mode, memory, device
-        made = make(cls, *on_cpu, **kwargs)
-        return made if on_cpu == args else memory.put(made)
+        tensor = make(cls, *on_cpu, **kwargs)
+        return tensor if on_cpu == args else memory.put(tensor)
 
     wrap = torch.Tensor._make_wrapper_subclass
 
@@ -142,7 +145,7 @@ def tensors_on_gpus(local_rank: int, memory: GpuMemory) -> Iterator[None]:
 
     own: Any = vars(FakeTensor)["device"]
     answers: dict[str, Any] = {
-        "device": read(AS_IT_IS),
+        "device": device_property(AS_IT_IS),
         "is_cuda": property(memory.holds),
         "is_cpu": property(lambda tensor: not (tensor.is_meta or memory.holds(tensor))),
         "get_device": lambda tensor: local_rank if memory.holds(tensor) else -1,
@@ -156,7 +159,7 @@ def tensors_on_gpus(local_rank: int, memory: GpuMemory) -> Iterator[None]:
     set_rng_state = partial(_set_state, torch.default_generator)
     with ExitStack() as stack:
         stack.enter_context(patch.multiple(torch.Tensor, create=True, **answers))
-        stack.enter_context(patch.object(FakeTensor, "device", read(own.__get__)))
+        stack.enter_context(patch.object(FakeTensor, "device", device_property(own.__get__)))
         stack.enter_context(patch.object(FakeTensor, "__new__", made_there))
         stack.enter_context(patch.object(torch.nn.Module, "cuda", all_to_gpu))
         stack.enter_context(patch.object(torch, "Generator", GeneratorOnCpu))
@@ -171,15 +174,16 @@ def tensors_on_gpus(local_rank: int, memory: GpuMemory) -> Iterator[None]:
 
 @contextmanager
 def _default_device(gpu: torch.device, memory: GpuMemory) -> Iterator[None]:
-    """Let ``torch.set_default_device`` and ``with torch.device`` put there what they say.
+    """Let ``torch.set_default_device`` and ``with torch.device`` put tensors on the emulated GPU.
 
-    Torch lets them run below all other modes. The default is that of before when this ends.
+    ``OnCpu`` does not see these: torch runs them below all other modes. The default device is as
+    before when the context ends.
     """
     default, run = torch.get_default_device, _device.DeviceContext.__torch_function__
-    before, makers = default(), _device._device_constructors()
+    before, constructors = default(), _device._device_constructors()
 
     def on_cpu(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if mode.device.type != "cuda" or func not in makers or (kwargs or {}).get("device"):
+        if mode.device.type != "cuda" or func not in constructors or (kwargs or {}).get("device"):
             return run(mode, func, types, args, kwargs)
         return memory.put(func(*args, **{**(kwargs or {}), "device": "cpu"}))
 
@@ -202,6 +206,8 @@ def _of_old_types(memory: GpuMemory) -> Iterator[None]:
     """Types such as ``torch.cuda.FloatTensor`` make tensors there, also as the default type."""
 
     class Kind(type):
+        """The class of ``torch.cuda.FloatTensor``: its instances are tensors put on the GPU."""
+
         on_cpu: Any
 
         def __instancecheck__(cls, value: Any) -> bool:
@@ -211,12 +217,12 @@ def _of_old_types(memory: GpuMemory) -> Iterator[None]:
         return memory.put(kind.on_cpu(*args))
 
     def set_default(kind: Any) -> None:
-        known = _of_cpu(kind)
-        as_default(known or kind)
-        torch.set_default_device("cuda" if known else None)
+        cpu_type = _of_cpu(kind)
+        as_default(cpu_type or kind)
+        torch.set_default_device("cuda" if cpu_type else None)
 
     as_default, kinds = torch.set_default_tensor_type, dict[str, Any]()
-    for name in (f"{one}Tensor" for one in TYPES):
+    for name in (f"{prefix}Tensor" for prefix in TYPES):
         on_cpu = getattr(torch, name)
         facts = {"__new__": make, "on_cpu": on_cpu, "dtype": on_cpu.dtype, "is_cuda": True}
         kinds[name] = Kind(name, (), {**facts, "__module__": "torch.cuda"})
@@ -228,7 +234,7 @@ def _of_old_types(memory: GpuMemory) -> Iterator[None]:
 
 
 def _of_cpu(kind: Any) -> str:
-    """The type of a CPU in place of one of a GPU, which is a class or its name; else nothing."""
+    """``torch.FloatTensor`` for ``torch.cuda.FloatTensor`` (a class or its name), "" for others."""
     name = kind if isinstance(kind, str) else torch.typename(kind) if isinstance(kind, type) else ""
     return name.replace(".cuda", "") if name.startswith("torch.cuda.") else ""
 
@@ -253,9 +259,9 @@ class GeneratorOnCpu(torch.Generator):
 
     def __new__(cls, device: Any = "cpu") -> GeneratorOnCpu:
         """As ``torch.Generator``."""
-        made = super().__new__(cls)
-        made.device = torch.device(device)
-        return made
+        generator = super().__new__(cls)
+        generator.device = torch.device(device)
+        return generator
 
     def set_state(self, new_state: torch.Tensor) -> torch._C.Generator:
         return _set_state(self, new_state)
@@ -277,6 +283,7 @@ class OnCpu(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        """Run a function of torch with the CPU in place of a GPU; its result is put on the GPU."""
         kwargs = dict(kwargs or {})
         if func is torch.device:  # a program may look at the name of its device
             by_number = args and isinstance(args[0], int)
@@ -290,13 +297,14 @@ class OnCpu(TorchFunctionMode):
         if getattr(func, "__name__", "") == "tensor":  # which would pin data that is there
             kwargs.pop("pin_memory", None)
         values = (*args, *kwargs.values())
-        made = func(*map(_on_cpu, args), **{name: _on_cpu(v) for name, v in kwargs.items()})
-        if isinstance(made, torch.Tensor) and any(_on_cpu(v) is not v for v in values):
-            self.memory.put(made)
-        return made
+        result = func(*map(_on_cpu, args), **{name: _on_cpu(v) for name, v in kwargs.items()})
+        if isinstance(result, torch.Tensor) and any(_on_cpu(v) is not v for v in values):
+            self.memory.put(result)
+        return result
 
 
 def _on_cpu(value: Any) -> Any:
+    """The CPU in place of a CUDA device (or its name); other values as they are."""
     if isinstance(value, torch.device) and value.type == "cuda":
         return torch.device("cpu")
     if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):

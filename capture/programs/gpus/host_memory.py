@@ -49,48 +49,48 @@ class _Copies(TorchFunctionMode):
         if self.reducing and func is torch.Tensor.to and args[1:] == (CPU,):
             moved = func(*args, **kwargs)
             return self.copied("d2h", moved, bool(kwargs.get("non_blocking")))
-        plain = self.log.reads_copies or (func not in MOVES and not kwargs)
-        if plain or _caller() == "torch":  # which finds all on the CPU, and asks for their place
+        moves_nothing = self.log.reads_copies or (func not in MOVES and not kwargs)
+        if moves_nothing or _caller() == "torch":  # torch finds all tensors on the CPU
             return func(*args, **kwargs)
         place = "cpu" if func is torch.Tensor.cpu else _place((*args[1:], kwargs.get("device")))
-        made, log = func(*args, **kwargs), self.log
-        if not isinstance(made, torch.Tensor):
-            return made
+        result, log = func(*args, **kwargs), self.log
+        if not isinstance(result, torch.Tensor):
+            return result
         on_gpu = bool(args) and isinstance(args[0], torch.Tensor) and log.gpu_memory.holds(args[0])
         if func in MOVES and place == "cpu" and on_gpu:
-            return self.copied("d2h", made, bool(kwargs.get("non_blocking")))
+            return self.copied("d2h", result, bool(kwargs.get("non_blocking")))
         if func in MOVES and place == "cuda" and log.host_memory.holds(args[0]):
-            return self.copied("h2d", made, bool(kwargs.get("non_blocking")))
+            return self.copied("h2d", result, bool(kwargs.get("non_blocking")))
         if func not in MOVES and (kwargs.get("pin_memory") or (place == "cpu" and on_gpu)):
-            log.keep_on_host(made)
-        return made
+            log.keep_on_host(result)
+        return result
 
     def copied(self, way: str, tensor: Any, non_blocking: bool) -> Any:
-        """A copy of a tensor on the other side."""
+        """Log a copy of a tensor to the GPU ("h2d") or to host memory ("d2h"), and return it."""
         log = self.log
         log.paused += 1
-        made = tensor.clone()
+        copy = tensor.clone()
         log.paused -= 1
         if way == "h2d":
-            log.host_memory.remove(made)
-            log.gpu_memory.put(made)
+            log.host_memory.remove(copy)
+            log.gpu_memory.put(copy)
         else:
-            log.keep_on_host(made)
-        log.copied(way, made, non_blocking=non_blocking)
-        return made
+            log.keep_on_host(copy)
+        log.copied(way, copy, non_blocking=non_blocking)
+        return copy
 
 
 def _caller() -> str:
-    """The package whose code calls torch."""
+    """The package whose code calls torch: the first on the stack that is not ours."""
     frame = sys._getframe(2)
     while frame.f_back and frame.f_globals.get("__name__", "").startswith("itercast."):
         frame = frame.f_back
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
-def _place(asked: Any) -> str:
-    """The kind of device that arguments name; "" where they name none."""
-    for value in asked:
+def _place(arguments: Any) -> str:
+    """The kind of device that arguments of a call name; "" where they name none."""
+    for value in arguments:
         if isinstance(value, torch.device):
             return value.type
         if isinstance(value, str):
@@ -164,7 +164,7 @@ def shards_of_fsdp(copies: _Copies) -> Iterator[None]:
             return PRE_UNSHARD(handle)
 
     def flat_to(handle: Any, *where: Any, **how: Any) -> None:
-        """Whole parameters of a state dict in host memory, whose GPU memory FSDP frees then."""
+        """As ``flat_param_to``; whole parameters are copied to the host, for a state dict."""
         if where == (CPU,) and not handle._offload_params:
             handle.flat_param.data = copies.copied("d2h", handle.flat_param.data, False)
         FLAT_TO(handle, *where, **how)

@@ -49,7 +49,7 @@ class _Memory:
 
 
 def place_of(saved: str | torch.device) -> str | torch.device:
-    """Where a tensor goes that was on ``saved``."""
+    """The device to which a tensor is loaded that was saved on ``saved``, by ``map_location``."""
     where: Any = _serialization_tls.map_location
     if not callable(where):
         place: str | torch.device = LOCATION_OF(saved)
@@ -59,7 +59,7 @@ def place_of(saved: str | torch.device) -> str | torch.device:
 
 
 def _placed(tensor: Tensor) -> Tensor:
-    """The tensor on its device; those that share memory in the file share it there."""
+    """A loaded fake tensor on the device it belongs to; tensors that share memory still do."""
     memory: Any = tensor.untyped_storage()
     if torch._guards.detect_fake_mode(None) is None or memory._fake_device is None:
         return tensor
@@ -82,7 +82,11 @@ class Unknown(dict[str, Any]):
 
 @contextmanager
 def weights_not_downloaded(guesses: dict[str, StackSummary]) -> Iterator[None]:
-    """Take those that ``torch.hub`` would download, as torchvision does, to be as the model's."""
+    """Let ``torch.hub`` download no weights: they are taken to fit the model that loads them.
+
+    Each such file is a guess that is noted in ``guesses``. Weights that are on this machine are
+    loaded.
+    """
     hub, load = torch.hub.load_state_dict_from_url, torch.nn.Module.load_state_dict
 
     def from_url(url: str, model_dir: str | None = None, *args: Any, **options: Any) -> Any:

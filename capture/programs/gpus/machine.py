@@ -76,7 +76,7 @@ ALIKE = (  # in torch.cuda and torch.accelerator
 
 
 def _cuda(gpu: EmulatedGpu | Asked, per_node: int, local_rank: int) -> dict[str, Any]:
-    """What programs ask ``torch.cuda``, by name."""
+    """Functions and values that stand in for those of ``torch.cuda``, by name."""
     answers: dict[str, Any] = {
         "is_available": True,
         "is_initialized": True,
@@ -89,29 +89,35 @@ def _cuda(gpu: EmulatedGpu | Asked, per_node: int, local_rank: int) -> dict[str,
         **dict.fromkeys(SENSORS, 0),
         **dict.fromkeys(SILENT),
     }
-    found: dict[str, Any] = {name: _answering(value) for name, value in answers.items()}
-    found["get_device_name"] = lambda *args: f"NVIDIA {gpu.name}"
-    found["get_device_capability"] = lambda *args: tuple(gpu.compute_capability)
-    found["get_device_properties"] = lambda *args: Properties(gpu)
-    found["get_arch_list"] = lambda: ["sm_{}{}".format(*gpu.compute_capability)]
-    found["device"] = found["device_of"] = nullcontext
-    found["get_rng_state"] = lambda *args, **kwargs: torch.get_rng_state()
-    found["default_generators"] = tuple(GeneratorOnCpu(f"cuda:{n}") for n in range(per_node))
-    return found
+    functions: dict[str, Any] = {name: _answering(value) for name, value in answers.items()}
+    return {
+        **functions,
+        "get_device_name": lambda *args: f"NVIDIA {gpu.name}",
+        "get_device_capability": lambda *args: tuple(gpu.compute_capability),
+        "get_device_properties": lambda *args: Properties(gpu),
+        "get_arch_list": lambda: ["sm_{}{}".format(*gpu.compute_capability)],
+        "device": nullcontext,
+        "device_of": nullcontext,
+        "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
+        "default_generators": tuple(GeneratorOnCpu(f"cuda:{n}") for n in range(per_node)),
+    }
 
 
 def _memory(gpu: EmulatedGpu | Asked, log: ProgramLog) -> dict[str, Any]:
-    """What ``torch.cuda`` says of memory: that of the program's tensors, and pages for them."""
+    """Functions of ``torch.cuda`` on memory: bytes of the program's tensors, by name.
+
+    Reserved memory is the same in whole pages of ``PAGE_BYTES``.
+    """
 
     def pages(nbytes: int) -> int:
         return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
     def stats(*args: Any) -> Counter[str]:
-        found = Counter[str]()
-        for name, share in (("allocated", int), ("reserved", pages), ("active", int)):
-            for when, nbytes in (("current", log.live_bytes), ("peak", log.peak_bytes)):
-                found[f"{name}_bytes.all.{when}"] = share(nbytes)
-        return found
+        stats = Counter[str]()  # other statistics are 0
+        for when, nbytes in (("current", log.live_bytes), ("peak", log.peak_bytes)):
+            stats[f"allocated_bytes.all.{when}"] = stats[f"active_bytes.all.{when}"] = nbytes
+            stats[f"reserved_bytes.all.{when}"] = pages(nbytes)
+        return stats
 
     return {
         "memory_allocated": lambda *args: log.live_bytes,
@@ -154,9 +160,9 @@ def _only_in_cuda_builds() -> dict[str, Any]:
 
 
 class Library:
-    """As ``torch._C._nvtx`` and CUDA's runtime, which name parts of a step for profilers: nowhere.
+    """Stands in for ``torch._C._nvtx`` and CUDA's runtime, which mark parts of a step.
 
-    Each function says that it succeeded.
+    Each function does nothing and says that it succeeded.
     """
 
     success = 0
@@ -184,6 +190,7 @@ class Properties:
 
 
 def _answering(value: Any) -> Callable[..., Any]:
+    """A function that returns ``value`` whatever its arguments are."""
     return lambda *args, **kwargs: value
 
 
@@ -232,9 +239,8 @@ class AutocastAsOnGpus(ContextDecorator):
         self.entered: list[Any] = []
 
     def __enter__(self) -> Any:
-        one = autocast_as_on_cuda(self.dtype, self.enabled)
-        self.entered.append(one)
-        one.__enter__()
+        self.entered.append(autocast_as_on_cuda(self.dtype, self.enabled))
+        self.entered[-1].__enter__()
         return self
 
     def __exit__(self, *exc: Any) -> Any:
@@ -247,12 +253,12 @@ class Synced(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, layer: Any) -> Any:
-        """Gather what each rank has."""
+        """Gather the statistics of all ranks, and return ``x`` as it is."""
         ctx.layer = layer
-        own = x.new_empty(2 * layer.num_features + 1, dtype=torch.float32)
+        statistics = x.new_empty(2 * layer.num_features + 1, dtype=torch.float32)
         ranks = dist.get_world_size(layer.process_group)
-        whole = own.new_empty(ranks * len(own))
-        dist.all_gather_into_tensor(whole, own, layer.process_group)
+        gathered = statistics.new_empty(ranks * len(statistics))
+        dist.all_gather_into_tensor(gathered, statistics, layer.process_group)
         return x.view_as(x)
 
     @staticmethod

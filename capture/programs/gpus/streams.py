@@ -70,7 +70,7 @@ class Streams:
         }
 
     def of_accelerator(self) -> dict[str, Any]:
-        """Those of ``torch.accelerator``."""
+        """The functions to put into ``torch.accelerator``, by name."""
         names = ("current_stream", "set_stream", "synchronize")
         return {name: self.namespace()[name] for name in names}
 
@@ -130,15 +130,15 @@ class Event:
 
     def record(self, stream: Stream | None = None) -> None:
         """Take the point that a stream has reached, by default the current one."""
-        at = stream or self.streams.current
-        self.stream, self.point = at.number, self.streams.log.record(at.number)
+        number = (stream or self.streams.current).number
+        self.stream, self.point = number, self.streams.log.record(number)
         self.recorded_ns = time.perf_counter_ns()
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Let a stream, by default the current one, wait for the point; none was taken: go on."""
-        at = stream or self.streams.current
-        if self.point is not None and at.number != self.stream:
-            self.streams.log.wait(at.number, self.point)
+        """Let a stream, by default the current one, wait for the point, if one was recorded."""
+        number = (stream or self.streams.current).number
+        if self.point is not None and number != self.stream:
+            self.streams.log.wait(number, self.point)
 
     def synchronize(self) -> None:
         """Let the host wait for the point."""
@@ -167,13 +167,13 @@ class Graph:
         self.after: list[Callable[[], None]] = []
 
     def capture_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Take what is launched from now on."""
+        """Begin a capture: what is launched from now on is the graph's, and does not run."""
         log = self.streams.log
         log.after_graph, self.start, self.host = self.after, len(log.calls), dict(log.host)
         self.stream, self.peak, log.peak_bytes = log.stream, log.peak_bytes, log.live_bytes
 
     def capture_end(self) -> None:
-        """Take nothing more; what was launched since ``capture_begin`` did not run."""
+        """End the capture: move what was launched since its begin from the log to the graph."""
         log = self.streams.log
         log.after_graph, log.host = None, self.host
         self.calls = [c for c in log.calls[self.start :] if c.op != HOST]

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass,
 )
 
-from itercast.capture.programs.kernels.libraries import by_name
+from itercast.capture.collectives import by_name
 from itercast.capture.programs.kernels.packed import attend_nested
 from itercast.capture.recorder.attention import WholeAttention, by_kernel, kernel_left
 from itercast.capture.recorder.log import OpLog
@@ -28,9 +28,9 @@ SELECTIVE = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispat
 
 
 class ShardedAttention(WholeAttention):
-    """Logs attention as one op; as a fused kernel of CUDA's that which others are to see.
+    """Logs attention as one op; calls CUDA's fused op where others have to see it dispatched.
 
-    These are distributed tensors, and selective checkpoints, which may save its result.
+    These are distributed tensors, which shard it, and selective checkpoints, which may save it.
     """
 
     def __init__(self, log: OpLog) -> None:
@@ -38,10 +38,9 @@ class ShardedAttention(WholeAttention):
 
     def attend(self, mask: Any, options: dict[str, Any], *qkv: Any) -> Any:
         """Attention of queries, keys and values."""
-        seen = mask is None and any(
-            isinstance(m, SELECTIVE) for m in _get_current_dispatch_mode_stack()
-        )
-        if not seen and not is_traceable_wrapper_subclass(qkv[0]):
+        modes = _get_current_dispatch_mode_stack()
+        checkpointed = mask is None and any(isinstance(mode, SELECTIVE) for mode in modes)
+        if not checkpointed and not is_traceable_wrapper_subclass(qkv[0]):
             return super().attend(mask, options, *qkv)
         if isinstance(qkv[0], NestedTensor):
             return attend_nested(partial(super().attend, mask, options), *qkv)
@@ -53,14 +52,14 @@ class ShardedAttention(WholeAttention):
 
 
 def log_attention(log: OpLog, func: Any, args: Any, kwargs: Any, output: Any) -> None:
-    """Log a call of a fused kernel as attention by any other is logged."""
-    given = by_name(func, args, kwargs)
-    grouped = given["query"].shape[1] != given["key"].shape[1]
-    options = {"is_causal": bool(given.get("is_causal", False)), "enable_gqa": grouped}
-    options |= {"dropout_p": float(given.get("dropout_p", 0.0)), "masked": False}
+    """Log a call of one of ``FUSED_ATTENTION`` as op ``itercast.sdpa`` or its backward."""
+    arguments = by_name(func, args, kwargs)
+    grouped = arguments["query"].shape[1] != arguments["key"].shape[1]
+    options = {"is_causal": bool(arguments.get("is_causal", False)), "enable_gqa": grouped}
+    options |= {"dropout_p": float(arguments.get("dropout_p", 0.0)), "masked": False}
     options |= by_kernel(kernel_left(masked=False))
-    read = tuple(given[name] for name in ("query", "key", "value"))
+    qkv = tuple(arguments[name] for name in ("query", "key", "value"))
     if func in (FLASH, EFFICIENT):
-        log.add("itercast.sdpa", read, options, output[0])
+        log.add("itercast.sdpa", qkv, options, output[0])
     else:
-        log.add("itercast.sdpa_backward", (args[0], *read), options, list(output[:3]))
+        log.add("itercast.sdpa_backward", (args[0], *qkv), options, list(output[:3]))

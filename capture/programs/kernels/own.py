@@ -14,8 +14,8 @@ from unittest.mock import patch
 
 import torch
 from torch.utils import cpp_extension
-from torch.utils._pytree import tree_leaves
 
+from itercast.capture.collectives import tensors_in
 from itercast.capture.programs.kernels.libraries import FUSED
 from itercast.capture.programs.log import ProgramLog
 
@@ -29,28 +29,30 @@ WITHOUT_CUDA = {  # Dao-AILab/flash-attention, setup.py
 
 @contextmanager
 def own_kernels(log: ProgramLog) -> Iterator[None]:
-    """Log a launch of a kernel as a pass over its arguments, which is a guess.
+    """Log launches of kernels in Triton or CUDA as one pass over their arguments: a guess.
 
-    So are functions of extensions that torch would compile for CUDA, but for one that is known.
+    So are calls of extensions that torch would compile for CUDA; of these ``multi_tensor_adam`` is
+    known. Nothing is compiled or run.
     """
 
     def launched(kernel: Any, *args: Any, **kwargs: Any) -> None:
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        """Log a launch of a kernel with these arguments, as one pass over its largest tensor."""
+        tensors = tensors_in((args, kwargs))
         numel = max((t.numel() for t in tensors), default=0)
         log.add(FUSED, tuple(tensors), {"ops": 1, "numel": numel}, ())
         guess = "kernels in Triton or CUDA are taken to pass over their arguments once"
         log.guesses.setdefault(guess, traceback.extract_stack())
 
-    def first(tuner: Any, *args: Any, **kwargs: Any) -> Any:
+    def run_first_config(tuner: Any, *args: Any, **kwargs: Any) -> Any:
         return tuner.fn.run(*args, **(kwargs | tuner.configs[0].all_kwargs()))
 
-    class Compiled:  # as of a source that torch gives to CUDA's compiler
+    class CompiledKernel:  # as ``torch.cuda._compile_kernel`` returns
         def __init__(self, *args: Any, **options: Any) -> None: ...
         def set_shared_memory_config(self, nbytes: int) -> None: ...
 
         __call__ = launched
 
-    class Built(ModuleType):  # as an extension
+    class Extension(ModuleType):  # whose functions are launches
         multi_tensor_adam = staticmethod(_multi_tensor_adam)
 
         def __getattr__(self, name: str) -> Any:
@@ -58,35 +60,36 @@ def own_kernels(log: ProgramLog) -> Iterator[None]:
                 raise AttributeError(name)
             return partial(launched, name)
 
-    def built(load: Any, name: str, sources: Any, *args: Any, **options: Any) -> Any:
+    def load_extension(load: Any, name: str, sources: Any, *args: Any, **options: Any) -> Any:
         files = [sources] if isinstance(sources, str) else sources
         in_cuda = options.get("with_cuda") or options.get("cuda_sources")
         if in_cuda or any(str(file).endswith(".cu") for file in files):
-            return Built(name)
+            return Extension(name)
         return load(name, sources, *args, **options)
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(torch.cuda, "_compile_kernel", Compiled, create=True))
+        kernels = patch.object(torch.cuda, "_compile_kernel", CompiledKernel, create=True)
+        stack.enter_context(kernels)
         for name in COMPILED:
             if name not in sys.modules and find_spec(name) is None:
-                sys.modules[name] = Built(name)
+                sys.modules[name] = Extension(name)
                 stack.callback(sys.modules.pop, name)
         for load in (cpp_extension.load, cpp_extension.load_inline):
-            patched = patch.object(cpp_extension, load.__name__, partial(built, load))
-            stack.enter_context(patched)
+            loading = partial(load_extension, load)
+            stack.enter_context(patch.object(cpp_extension, load.__name__, loading))
         if find_spec("triton") is not None:
             from triton.runtime.autotuner import Autotuner
             from triton.runtime.jit import JITFunction
 
             stack.enter_context(patch.object(JITFunction, "run", launched))
-            stack.enter_context(patch.object(Autotuner, "run", first))
+            stack.enter_context(patch.object(Autotuner, "run", run_first_config))
         yield
 
 
 def _multi_tensor_adam(chunk: int, overflow: Any, lists: Any, *numbers: float) -> None:
-    """An update by DeepSpeed's FusedAdam, which passes over what torch's does, whatever its rates.
+    """DeepSpeed's FusedAdam kernel, run as torch's fused Adam: both read and write the same.
 
-    ``lists``: of gradients, parameters and the two moments.
+    ``lists``: of gradients, parameters and the two moments; learning rates change no time.
     """
     gradients, parameters, means, squares = lists
     steps = [torch.tensor(1.0) for _ in parameters]

@@ -23,9 +23,13 @@ LAYERS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 def _pack(padded: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-    """The steps of all sequences, one after the other, and how many sequences have each step."""
-    counts = lengths.tolist()
-    sizes = [sum(count > step for count in counts) for step in range(max(counts))]
+    """As ``_pack_padded_sequence``: rows of all steps, and how many sequences have each step.
+
+    ``padded`` is (steps, batch, width), or (batch, steps, width) where ``batch_first``. Rows have
+    no data, so that it does not matter which are taken.
+    """
+    steps_of_each = lengths.tolist()
+    sizes = [sum(n > step for n in steps_of_each) for step in range(max(steps_of_each))]
     rows = (padded.transpose(0, 1) if batch_first else padded).flatten(0, 1)
     with _disable_current_modes():
         return rows[: sum(sizes)].clone(), torch.tensor(sizes)
@@ -34,31 +38,37 @@ def _pack(padded: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, T
 def _pad(
     data: Tensor, sizes: Tensor, batch_first: bool, value: float, total: int
 ) -> tuple[Tensor, Tensor]:
-    """The steps of packed sequences in a tensor with an axis for sequences, and their lengths."""
+    """As ``_pad_packed_sequence``: a tensor (steps, batch, width), and lengths of the sequences.
+
+    ``sizes``: how many sequences have each step; ``total``: steps to pad to, at least.
+    """
     counts = sizes.tolist()
     steps, batch = max(total, len(counts)), counts[0]
-    filled = data.new_full((steps * batch - len(data), *data.shape[1:]), value)
-    padded = torch.cat([data, filled]).unflatten(0, (steps, batch))
+    padding = data.new_full((steps * batch - len(data), *data.shape[1:]), value)
+    padded = torch.cat([data, padding]).unflatten(0, (steps, batch))
     with _disable_current_modes():
-        lengths = torch.tensor([sum(n > at for n in counts) for at in range(batch)])
+        lengths = torch.tensor([sum(n > sequence for n in counts) for sequence in range(batch)])
     return padded.transpose(0, 1) if batch_first else padded, lengths
 
 
 def _run(layer: Callable[..., Any], data: Tensor, *args: Any) -> Any:
-    """A layer over padded sequences, or over packed ones: then ``args`` begin with the sizes."""
+    """Run a recurrent layer; over packed sequences, whose ``args`` begin with their sizes, as if
+    all steps had the mean number of sequences. Results are padded to the shapes that torch has.
+    """
     if not isinstance(args[0], torch.Tensor) or args[0].dtype != torch.int64:
         return layer(data, *args)
     sizes, states, weights, *options = args
     steps, batch = len(sizes), int(sizes[0])
-    mean = len(data) // steps
+    mean_batch = len(data) // steps
     states = [states] if isinstance(states, torch.Tensor) else states
-    first = [state[:, :mean].contiguous() for state in states]
-    rows = data[: steps * mean].view(steps, mean, -1)
-    given = first if len(first) > 1 else first[0]
-    output, *last = layer(rows, given, weights, *options, False)
+    first_states = [state[:, :mean_batch].contiguous() for state in states]
+    rows = data[: steps * mean_batch].view(steps, mean_batch, -1)
+    given = first_states if len(first_states) > 1 else first_states[0]
+    output, *last_states = layer(rows, given, weights, *options, False)
     output = output.flatten(0, 1)
     padding = output[:1].expand(len(data) - len(output), -1)
-    ends = (torch.cat([s, s[:, :1].expand(-1, batch - mean, -1)], 1) for s in last)
+    missing = batch - mean_batch
+    ends = (torch.cat([s, s[:, :1].expand(-1, missing, -1)], 1) for s in last_states)
     return torch.cat([output, padding]), *ends
 
 
@@ -83,7 +93,7 @@ def attend_nested(attend: Callable[..., Tensor], *qkv: Any) -> Any:
 def packed_sequences() -> Iterator[None]:
     """Let sequences be packed, go through recurrent layers and be unpacked inside the context."""
 
-    def lengths(mode: Any, *, nt_tensor_id: int | None = None) -> Any:
+    def nested_int(mode: Any, *, nt_tensor_id: int | None = None) -> Any:
         return torch.SymInt(NestedIntNode(next(numbers), 1))  # as of tensors that have data
 
     functions: Any = torch._VF
@@ -91,7 +101,7 @@ def packed_sequences() -> Iterator[None]:
     ours: dict[str, Any] = {name: partial(_run, getattr(functions, name)) for name in LAYERS}
     ours |= {"_pack_padded_sequence": _pack, "_pad_packed_sequence": _pad}
     with (
-        patch.object(FakeTensorMode, "create_symbolic_nested_int", lengths),
+        patch.object(FakeTensorMode, "create_symbolic_nested_int", nested_int),
         patch.multiple(functions, **ours),
     ):
         yield

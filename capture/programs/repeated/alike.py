@@ -1,7 +1,7 @@
-"""Tells which layers of a model are equal: those of a list whose modules hold the same.
+"""Finds equal layers of a model: elements of a list whose modules hold the same.
 
-Numbers that count layers may differ, unless their code computes with them: a layer that does more
-where its number is a multiple of four looks like its neighbours.
+Numbers that count layers may differ, unless code of the layers computes with them: a layer that
+does more where its number is a multiple of four holds the same as its neighbours.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A layer in its list; ``last``: few of its kind, or none, come after it."""
+    """A layer: number ``at`` of its list; ``last``: fewer than ``LAST`` equal ones follow it."""
 
     layers: Sequence[torch.nn.Module]
     at: int
     last: bool
 
     def held(self) -> Any:
-        """What the layer holds, as others of its kind do; None where hooks may do anything."""
+        """What equal layers have in common; None where hooks may do anything."""
         return _held(self.layers, self.at)
 
 
 def places(model: torch.nn.Module) -> Iterator[tuple[int, Place]]:
-    """The layers of a model by their ids: elements of the outermost long lists."""
-    for one in model.children():
-        layers = list(one.children())
-        if not (isinstance(one, LISTS) and len(layers) >= FEWEST):
-            yield from places(one)
+    """The layers of a model, with their ids: elements of the outermost long lists."""
+    for child in model.children():
+        layers = list(child.children())
+        if not (isinstance(child, LISTS) and len(layers) >= FEWEST):
+            yield from places(child)
             continue
         if _compute_with_their_place(layers):
             continue
@@ -63,70 +63,89 @@ def places(model: torch.nn.Module) -> Iterator[tuple[int, Place]]:
 
 
 def _compute_with_their_place(layers: Sequence[torch.nn.Module]) -> bool:
-    """Whether code of layers computes with numbers that count them, and not only hands them on."""
+    """Whether code of layers computes with attributes that count layers, beside handing them on.
+
+    An attribute counts layers where the second layer has the first one's number plus 1.
+    """
     first, second = (list(layer.modules()) for layer in layers[:2])
-    names = {
+    counters = {
         name
-        for one, other in zip(first, second, strict=False)
-        for name, value in vars(one).items()
-        if type(value) is int and vars(other).get(name) == value + 1
+        for module, next_module in zip(first, second, strict=False)
+        for name, value in vars(module).items()
+        if type(value) is int and vars(next_module).get(name) == value + 1
     }
-    kinds = {kind for one in first for kind in type(one).__mro__}
-    own = [kind for kind in kinds if not kind.__module__.startswith("torch.nn.modules.module")]
-    functions = [f for kind in own for f in vars(kind).values() if isinstance(f, FunctionType)]
-    return bool(names) and any(_computes_with(f, names) for f in functions)
+    classes = {cls for module in first for cls in type(module).__mro__}
+    own = [cls for cls in classes if not cls.__module__.startswith("torch.nn.modules.module")]
+    functions = [f for cls in own for f in vars(cls).values() if isinstance(f, FunctionType)]
+    return bool(counters) and any(_computes_with(f, counters) for f in functions)
 
 
 def _computes_with(function: FunctionType, names: set[str]) -> bool:
-    done = list(get_instructions(function))
-    read = (i for i, one in enumerate(done) if one.opname == "LOAD_ATTR" and one.argval in names)
-    following = (done[i + 1 : i + 3] for i in read)
-    return function.__name__ != "__init__" and any(
-        one.opname in COMPUTED for some in following for one in some
+    """Whether byte code that reads one of these attributes computes with it in the next two steps.
+
+    ``__init__`` may: what it computes is held, and compared.
+    """
+    if function.__name__ == "__init__":
+        return False
+    code = list(get_instructions(function))
+    reads = (
+        i for i, step in enumerate(code) if step.opname == "LOAD_ATTR" and step.argval in names
     )
+    return any(step.opname in COMPUTED for i in reads for step in code[i + 1 : i + 3])
 
 
 def uses_arguments_alone(hook: Any) -> bool:
-    """Whether a hook's Python does the same in each pass: all that it can change is compared."""
+    """Whether a hook is a function that uses nothing but its arguments, so that it does the same in
+    each pass: all that it can change is compared.
+    """
     if not isinstance(hook, FunctionType) or hook.__defaults__ or hook.__kwdefaults__:
         return False
-    return OUTSIDE.isdisjoint(one.opname for one in get_instructions(hook))
+    return OUTSIDE.isdisjoint(step.opname for step in get_instructions(hook))
 
 
 def hooked(modules: Sequence[torch.nn.Module]) -> bool:
     """Whether modules have hooks that may do anything; those of tensor parallelism do not."""
-    hooks = [hook for one in modules for n in FORWARD_HOOKS for hook in getattr(one, n).values()]
-    backward = any(getattr(one, name) for one in modules for name in BACKWARD_HOOKS)
-    return backward or not all(_known(hook) or uses_arguments_alone(hook) for hook in hooks)
+    hooks = [hook for m in modules for name in FORWARD_HOOKS for hook in getattr(m, name).values()]
+    backward = any(getattr(module, name) for module in modules for name in BACKWARD_HOOKS)
+    return backward or not all(_of_torch(hook) or uses_arguments_alone(hook) for hook in hooks)
 
 
-def _known(hook: Any) -> bool:
+def _of_torch(hook: Any) -> bool:
+    """Whether a hook is one of torch's tensor parallelism."""
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.tensor")
 
 
 def _held(layers: Sequence[torch.nn.Module], at: int) -> Any:
+    """What layer ``at`` of a list has in common with equal ones: two with equal results are equal.
+
+    Its attributes are compared with the first layer's. None where it cannot be repeated.
+    """
     first, module = layers[0], layers[at]
     names = [name for name, _ in first.named_modules()]
-    inner, known = list(module.modules()), list(first.modules())
-    if hooked(inner[1:]) or len(inner) != len(known) or _keep_results(inner):
+    inner, inner_of_first = list(module.modules()), list(first.modules())
+    if hooked(inner[1:]) or len(inner) != len(inner_of_first) or _keep_results(inner):
         return None
-    pairs = zip(names, inner, known, strict=True)
-    facts = [(name, type(one), _of(vars(one), vars(other), at, DEEP)) for name, one, other in pairs]
+    facts = [
+        (name, type(part), _in_common(vars(part), vars(part_of_first), at, DEEP))
+        for name, part, part_of_first in zip(names, inner, inner_of_first, strict=True)
+    ]
     return facts, [tensor_held(t) for t in (*module.parameters(), *module.buffers())]
 
 
 def _keep_results(modules: Sequence[torch.nn.Module]) -> bool:
-    """Whether modules hold what backward goes through, as a mixture's loss of balance."""
-    values = [value for one in modules for value in vars(one).values()]
+    """Whether modules hold tensors that backward goes through, as a mixture's loss of balance."""
+    values = [value for module in modules for value in vars(module).values()]
     lists = [value for value in values if isinstance(value, list | tuple)]
-    every = (*values, *(x for some in lists for x in some))
+    every = (*values, *(x for elements in lists for x in elements))
     return any(isinstance(x, torch.Tensor) and x.grad_fn is not None for x in every)
 
 
-def _of(value: Any, first: Any, at: int, deep: int) -> Any:
-    """What is the same in equal layers, of an attribute of the one at a place and of the first.
+def _in_common(value: Any, first: Any, at: int, depth: int) -> Any:
+    """A value that equal layers have in common, made of an attribute of layer ``at``.
 
-    Numbers that count layers are, and fractions that depend on depth, zero or not.
+    ``first``: the attribute of the first layer. An integer that is larger by ``at`` counts layers
+    and becomes "place"; of floats that differ, as rates that depend on depth, only the sign counts.
+    ``depth``: objects inside objects that are still looked at.
     """
     if isinstance(value, torch.Tensor):
         return tensor_held(value)
@@ -136,27 +155,30 @@ def _of(value: Any, first: Any, at: int, deep: int) -> Any:
         return float, value > 0
     if isinstance(value, bool | int | float | str | torch.dtype | torch.device | type(None)):
         return value
-    if value is first or deep == 0:
+    if value is first or depth == 0:
         return type(value)
     if isinstance(value, dict):
-        of = first if isinstance(first, dict) else {}
-        pairs = value.items() if len(value) <= 100 else ()
-        inner = [(k, _of(v, of.get(k), at, deep - 1)) for k, v in pairs if k not in BY_OTHERS]
-        return type(value), len(value), [one for one in inner if type(one[0]) is str]
+        firsts = first if isinstance(first, dict) else {}
+        inner = [
+            (name, _in_common(element, firsts.get(name), at, depth - 1))
+            for name, element in (value.items() if len(value) <= 100 else ())
+            if type(name) is str and name not in BY_OTHERS
+        ]
+        return type(value), len(value), inner
     if isinstance(value, tuple) and isinstance(first, tuple) and len(value) == len(first):
-        return [_of(v, of, at, deep - 1) for v, of in zip(value, first, strict=True)]
+        return [_in_common(v, f, at, depth - 1) for v, f in zip(value, first, strict=True)]
     if isinstance(value, list | tuple | set):
         return type(value), len(value)
     if hasattr(value, "__code__"):
         return value.__code__
-    inside = not isinstance(value, torch.nn.Module) and hasattr(value, "__dict__")
-    return type(value), _of(
-        vars(value), getattr(first, "__dict__", {}), at, deep - 1
-    ) if inside else 0
+    if isinstance(value, torch.nn.Module) or not hasattr(value, "__dict__"):
+        return type(value), 0
+    attributes = _in_common(vars(value), getattr(first, "__dict__", {}), at, depth - 1)
+    return type(value), attributes
 
 
 def tensor_held(tensor: Any) -> Any:
-    """What of a parameter or buffer is the same in equal layers; None where a hook is on it."""
+    """What equal layers have in common of a parameter or buffer; None where a hook is on it."""
     if tensor._backward_hooks:
         return None
     inner = [(tuple(t.shape), t.stride(), t.dtype) for t in parts(tensor)]

@@ -1,4 +1,4 @@
-"""Leaves loops that evaluate a model before it is trained: two passes of them say all."""
+"""Ends loops that evaluate a model before it is trained after two passes, which show all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ TRAINING = {"backward", "zero_grad"}  # methods
 
 
 class Evaluations:
-    """Notes forwards of models in evaluation, and leaves the loop that makes them after two."""
+    """Notes forwards of models in evaluation, and ends the loop that makes them after two.
+
+    ``outside_torch`` says whether a file is neither torch's nor Python's.
+    """
 
     def __init__(self, outside_torch: Callable[[str], bool]) -> None:
         self.outside_torch = outside_torch
@@ -29,7 +32,10 @@ class Evaluations:
         self.passes = Counter[tuple[CodeType, int]]()
 
     def ran(self, model: Any, trains_later: Callable[[], bool]) -> None:
-        """Note a forward; a step is no part of its loop where the script ``trains_later``."""
+        """Note a forward of a model, and end its loop if it is an evaluation's second pass.
+
+        Only where the script ``trains_later``: else the loop may be what is forecast.
+        """
         if model.training or torch.is_grad_enabled():
             return
         frame, loop = self._loop(sys._getframe(1))
@@ -42,9 +48,9 @@ class Evaluations:
             _leave(frame, loop.lineno, after)
 
     def _trains(self, frame: FrameType, loop: ast.For) -> bool:
-        """Whether a loop trains: it was seen to, or calls what only training does."""
+        """Whether a loop trains: it was seen to, or calls methods that only training does."""
         file, lines = frame.f_code.co_filename, range(loop.lineno, (loop.end_lineno or 0) + 1)
-        seen = any(of == file and line in lines for of, line in self.training)
+        seen = any(name == file and line in lines for name, line in self.training)
         return seen or not TRAINING.isdisjoint(_methods(loop))
 
     def _loop(self, frame: FrameType | None) -> tuple[FrameType | None, ast.stmt | None]:
@@ -62,6 +68,7 @@ class Evaluations:
 
 @cache
 def _tree(file: str) -> ast.Module:
+    """The syntax tree of a file."""
     return ast.parse("".join(linecache.getlines(file)))
 
 
@@ -87,7 +94,7 @@ def _after(file: str, loop: ast.stmt) -> int:
 
 
 def _leave(frame: FrameType, head: int, after: int) -> None:
-    """Let a frame go on after its loop when it comes to its head, as debuggers jump."""
+    """Make a frame jump to line ``after`` when it next comes to line ``head``, as debuggers do."""
 
     def at_line(frame: FrameType, event: str, argument: object) -> Any:
         if event == "line" and frame.f_lineno == head:
@@ -102,9 +109,10 @@ def _leave(frame: FrameType, head: int, after: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inference:
-    """A forward of a model in evaluation: after so many calls of a step it had made ``storages``.
+    """A forward of a model in evaluation, whose outputs are in ``storages``.
 
-    ``place``: where it is; ``parameters``: the ids of the model's.
+    ``calls``: number of calls in the step when it ended; ``place``: where the script made it;
+    ``parameters``: ids of the model's.
     """
 
     calls: int
@@ -114,20 +122,23 @@ class Inference:
 
 
 def learned_from(calls: Sequence[OpCall], inferences: Sequence[Inference]) -> set[Any]:
-    """The places of those whose results backward reads, itself or what was made of them."""
+    """The places of inferences whose outputs backward reads, or tensors computed from them.
+
+    Sets of places are integers with a bit for each place: ``origins`` of each storage.
+    """
     if not inferences:
         return set()
-    bits = {one.place: 1 << n for n, one in enumerate(inferences)}
-    came_from, read, waiting = dict[int, int](), 0, list(inferences[::-1])
+    bits = {x.place: 1 << n for n, x in enumerate(inferences)}
+    origins, read_bits, waiting = dict[int, int](), 0, list(inferences[::-1])
     for n, call in enumerate(calls):
         while waiting and waiting[-1].calls <= n:
-            one = waiting.pop()
-            came_from |= {s: came_from.get(s, 0) | bits[one.place] for s in one.storages}
-        mark = 0
+            done = waiting.pop()
+            origins |= {s: origins.get(s, 0) | bits[done.place] for s in done.storages}
+        input_bits = 0
         for tensor in call.tensors():
-            mark |= came_from.get(tensor.storage, 0)
+            input_bits |= origins.get(tensor.storage, 0)
         if call.phase == "backward":
-            read |= mark
-        elif mark:
-            came_from |= {t.storage: came_from.get(t.storage, 0) | mark for t in call.outputs}
-    return {place for place, bit in bits.items() if read & bit}
+            read_bits |= input_bits
+        elif input_bits:
+            origins |= {t.storage: origins.get(t.storage, 0) | input_bits for t in call.outputs}
+    return {place for place, bit in bits.items() if read_bits & bit}

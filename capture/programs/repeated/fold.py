@@ -15,14 +15,15 @@ KEPT = 3  # of those alike: one after others, one that is repeated, one before o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Launches from one mark to the next; ``made``: the memory that they come to first, in order.
+    """The launches of a micro-batch: from one mark to the next.
 
-    ``told``: what parts that are alike have in common.
+    ``made``: storages that no part before it used, in order; ``pattern``: what parts that are alike
+    have in common.
     """
 
     calls: Sequence[OpCall]
     made: list[int]
-    told: list[Any]
+    pattern: list[Any]
 
 
 def again(times: int) -> OpCall:
@@ -31,58 +32,59 @@ def again(times: int) -> OpCall:
 
 
 def folded(calls: Sequence[OpCall]) -> list[OpCall]:
-    """The launches of a step where a mark is before each micro-batch.
+    """The launches of a step, in which a mark is before each micro-batch, without alike ones.
 
-    Of alike ones in a row three are left, of which the second is marked as repeated.
+    Of alike micro-batches in a row three are left, of which the second is marked as repeated. The
+    last one may read memory that the one before it made: it reads the second one's in place of it.
     """
     starts = [i for i, call in enumerate(calls) if call.op == AGAIN]
     if not starts:
         return list(calls)
     left = list(calls[: starts[0]])
     parts = _parts(calls, starts)
-    for _, group in groupby(parts, key=lambda part: part.told):
+    for _, group in groupby(parts, key=lambda part: part.pattern):
         alike = list(group)
         if len(alike) <= KEPT:
             left += [call for part in alike for call in part.calls]
             continue
-        first, second, *_, skipped, last = alike
+        first, second, *_, before_last, last = alike
         numbers = {t.storage: t.storage for call in last.calls for t in call.touched}
-        numbers |= zip(skipped.made, second.made, strict=True)
+        numbers |= zip(before_last.made, second.made, strict=True)
         end = [renumbered(call, numbers.__getitem__) for call in last.calls]
         left += [*first.calls, again(len(alike) - 2), *second.calls, again(1), *end]
     return left + list(calls[starts[-1] + 1 :])
 
 
 def renumbered(call: OpCall, storage: Callable[[int], int], **fields: Any) -> OpCall:
-    """A call on other memory, given the number for each of its own; and with other ``fields``."""
+    """A call on other memory, with other ``fields``; ``storage`` maps its storages to others."""
 
-    def value(one: Any) -> Any:
-        if isinstance(one, TensorSpec):
-            return changed(one, storage=storage(one.storage))
-        return tuple(map(value, one)) if isinstance(one, tuple) else one
+    def moved(value: Any) -> Any:
+        if isinstance(value, TensorSpec):
+            return changed(value, storage=storage(value.storage))
+        return tuple(map(moved, value)) if isinstance(value, tuple) else value
 
-    fields["kwargs"] = {name: value(one) for name, one in call.kwargs.items()}
-    return changed(call, args=value(call.args), outputs=value(call.outputs), **fields)
+    fields["kwargs"] = {name: moved(value) for name, value in call.kwargs.items()}
+    return changed(call, args=moved(call.args), outputs=moved(call.outputs), **fields)
 
 
 def _parts(calls: Sequence[OpCall], starts: Sequence[int]) -> Iterator[Part]:
-    """The launches between marks."""
+    """The launches between marks, which are at the indices ``starts``."""
     used = {t.storage for call in calls[: starts[0]] for t in call.touched}
     compiled, before = {0}, dict[int, int]()
-    for a, b in pairwise(starts):
+    for start, end in pairwise(starts):
         memory, functions = _Names(used, before), _Names(compiled, {})
-        told = [_told(call, memory, functions) for call in calls[a + 1 : b]]
-        yield Part(calls=calls[a + 1 : b], made=list(memory.own), told=told)
+        pattern = [_pattern(call, memory, functions) for call in calls[start + 1 : end]]
+        yield Part(calls=calls[start + 1 : end], made=list(memory.own), pattern=pattern)
         used |= memory.own.keys()
         compiled |= functions.own.keys()
         before = memory.own
 
 
 class _Names:
-    """Names for the numbers of a part, by which it is told from others.
+    """Names for numbers of a part, which are equal in parts that are alike.
 
-    Those that were ``used`` before it keep their numbers, new ones are numbered in its order. So
-    were those of the part ``before`` it.
+    Numbers ``used`` before the part stay as they are; new ones are counted in the part's order, and
+    so are those of the part ``before`` it.
     """
 
     def __init__(self, used: set[int], before: dict[int, int]) -> None:
@@ -96,7 +98,7 @@ class _Names:
         return "own", self.own.setdefault(number, len(self.own))
 
 
-def _told(call: OpCall, memory: _Names, functions: _Names) -> tuple[Any, ...]:
+def _pattern(call: OpCall, memory: _Names, functions: _Names) -> tuple[Any, ...]:
     """What a call has in common with the same one of another part."""
 
     def named(value: Any) -> Any:

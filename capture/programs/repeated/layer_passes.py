@@ -32,11 +32,15 @@ from itercast.capture.programs.repeated.passes import (
 from itercast.capture.recorder.watch import MadeBy
 
 POINTED = (RECORD, WAIT, HOST_WAIT)
+STORAGE, POINT, COMPILED = range(3)  # indices in lists of ``Numbers``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reached:
-    """Where backward has the gradient of parameter number ``at``, and its storage's ``number``."""
+    """The place among a layer's launches where backward has the gradient of parameter ``at``.
+
+    ``number``: of the gradient's storage.
+    """
 
     at: int
     form: Any
@@ -45,7 +49,7 @@ class Reached:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """What a layer launches in forward or backward; ``results``: what it makes, without memory.
+    """What a layer launches in forward or backward; ``results``: forms of the tensors it returns.
 
     ``numbers``: of the results' storages. ``most_bytes``, ``kept_bytes``: memory that it takes
     meanwhile, and still at its end.
@@ -59,14 +63,17 @@ class Launched:
     kept_bytes: int
 
     def can_repeat(self) -> bool:
-        """Whether none of it is of a graph, or of a recurrent network."""
+        """Whether none of its calls is of a CUDA graph, or of a recurrent network."""
         ops = (call for call in self.calls if isinstance(call, OpCall))
         return not any(call.graphed or call.within for call in ops)
 
 
 @dataclass(kw_only=True)
 class Kind:
-    """Layers that are given the same (``key``): what the last one launched, and two in a row."""
+    """Equal layers that are given the same (``key``), and what they launch in each phase.
+
+    ``last``: what the last one launched; ``shown``: what two in a row did, so that others will.
+    """
 
     key: Any
     watched = False  # others hook into autograd's nodes that add to gradients
@@ -74,16 +81,16 @@ class Kind:
     last: dict[str, Launched] = field(default_factory=dict)
     shown: dict[str, Launched] = field(default_factory=dict)
 
-    def note(self, phase: str, one: Launched) -> None:
-        """Take what a layer launched."""
-        if self.last.get(phase) == one:
-            self.shown.setdefault(phase, one)
-        self.last[phase] = one
+    def note(self, phase: str, launched: Launched) -> None:
+        """Note what a layer launched in "forward" or "backward"."""
+        if self.last.get(phase) == launched:
+            self.shown.setdefault(phase, launched)
+        self.last[phase] = launched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wrapped:
-    """The form of a tensor that wraps one, as a DTensor."""
+    """The form of a tensor that wraps another one, as a DTensor does."""
 
     kind: Any
     others: dict[str, Any]
@@ -95,8 +102,8 @@ class Wrapped:
     def tensor(self, log: ProgramLog) -> torch.Tensor:
         """Another one of this form."""
         inner = {**self.others, self.name: self.inner.tensor(log)}
-        made: torch.Tensor = self.kind.__tensor_unflatten__(inner, self.facts, *self.size)
-        return made
+        tensor: torch.Tensor = self.kind.__tensor_unflatten__(inner, self.facts, *self.size)
+        return tensor
 
 
 def gradient_form(tensor: Any, log: ProgramLog) -> Form | Wrapped:
@@ -111,46 +118,47 @@ def gradient_form(tensor: Any, log: ProgramLog) -> Form | Wrapped:
 
 
 class Given:
-    """What a layer is given: tensors, the one of them that trains, and its parameters."""
+    """What a layer is given: the input that has a gradient, its parameters, and their storages."""
 
     def __init__(self, layer: Any, leaves: Iterable[Any], log: ProgramLog) -> None:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         (self.trained,) = (t for t in tensors if t.requires_grad)
         self.parameters = [p for p in layer.parameters() if p.requires_grad]
         every = (*tensors, *layer.parameters(), *layer.buffers())
-        self.storages = [log.storage(part) for one in every for part in parts(one)]
+        self.storages = [log.storage(part) for tensor in every for part in parts(tensor)]
 
 
 class Numbers:
     """Gives calls of a layer other numbers: of storages, points and calls of compiled functions.
 
-    Those below ``since`` were there before, and stay.
+    Lists have one element for each of these three. Numbers below ``since`` were there before the
+    layer, and stay; others are mapped to ``fresh`` ones.
     """
 
     def __init__(
         self, since: Sequence[int], fresh: Sequence[Iterator[int]], storages: dict[int, int]
     ) -> None:
         self.since, self.fresh = since, fresh
-        self.maps = storages, dict[int, int](), dict[int, int]()
+        self.maps = storages, dict[int, int](), dict[int, int]()  # from number to other number
 
     @classmethod
     def names(cls, log: ProgramLog, given: Given) -> Numbers:
-        """Names in the order in which a layer comes to what is numbered, from its inputs on."""
+        """Names for a layer's numbers, equal in equal layers: counted from its inputs on."""
         since = [next(numbers) for numbers in _numbers(log)]
         names = {n: name for name, n in reversed(list(enumerate(given.storages, NEW)))}
-        made = cls(since, [count(NEW + len(given.storages)), count(NEW), count(NEW + 1)], names)
-        made.maps[2].update({log.compiled.running: NEW, 0: 0})
-        return made
+        numbers = cls(since, [count(NEW + len(given.storages)), count(NEW), count(NEW + 1)], names)
+        numbers.maps[COMPILED].update({log.compiled.running: NEW, 0: 0})
+        return numbers
 
     @classmethod
     def of_names(cls, log: ProgramLog, given: Given) -> Numbers:
-        """Numbers for names, for another layer."""
-        made = cls([NEW] * 3, _numbers(log), dict(enumerate(given.storages, NEW)))
-        made.maps[2][NEW] = log.compiled.running
-        return made
+        """Numbers for such names, for another layer that repeats the calls."""
+        numbers = cls([NEW] * 3, _numbers(log), dict(enumerate(given.storages, NEW)))
+        numbers.maps[COMPILED][NEW] = log.compiled.running
+        return numbers
 
-    def of(self, number: int, kind: int = 0) -> int:
-        """The other number of a storage (0), a point (1) or a call of a compiled function (2)."""
+    def of(self, number: int, kind: int = STORAGE) -> int:
+        """The other number of a storage, a point or a call of a compiled function."""
         known = self.maps[kind]
         if number not in known:
             known[number] = number if number < self.since[kind] else next(self.fresh[kind])
@@ -159,16 +167,17 @@ class Numbers:
     def call(self, call: OpCall) -> OpCall:
         """The call with the other numbers."""
         if call.op in POINTED:
-            return changed(call, args=(self.of(call.args[0], 1),))
-        return renumbered(call, self.of, compiled=self.of(call.compiled, 2))
+            return changed(call, args=(self.of(call.args[0], POINT),))
+        return renumbered(call, self.of, compiled=self.of(call.compiled, COMPILED))
 
 
 def _numbers(log: ProgramLog) -> list[Iterator[int]]:
+    """The log's counters of storages, points and calls of compiled functions."""
     return [log.numbers, log.points, log.compiled_calls]
 
 
 class Measured:
-    """What a log gets from now on."""
+    """Measures what a log gets from now on: calls, host events and memory."""
 
     def __init__(self, log: ProgramLog) -> None:
         self.log, self.calls, self.start = log, log.calls, len(log.calls)
@@ -177,7 +186,7 @@ class Measured:
         log.measuring.append(self)
 
     def launched(self, calls: list[Any], results: Any, numbers: list[int]) -> Launched:
-        """What it got, ``calls`` by their names."""
+        """End measuring: what the log got since; ``calls`` have names for numbers (``Numbers``)."""
         log = self.log
         log.measuring.remove(self)
         return Launched(
@@ -191,9 +200,9 @@ class Measured:
 
 
 class Recording:
-    """Notes what backward of a layer launches, from its output on to what it was given.
+    """Notes what backward of a layer launches, from the gradient of its output to its input's.
 
-    What happens to gradients of parameters is left out, as hooks: that happens for each layer.
+    What is done with gradients of parameters, as hooks do, is left out: it is done for each layer.
     """
 
     def __init__(self, log: ProgramLog, kind: Kind, forward: Launched, names: Numbers) -> None:
@@ -202,9 +211,9 @@ class Recording:
         self.measured: Measured | None = None
 
     def watch(self, given: Given, output: torch.Tensor, first_node: int) -> None:
-        """Be told where backward begins, comes to parameters, and ends."""
+        """Hook the nodes of autograd at which backward begins, comes to parameters, and ends."""
         numbers = {id(p): i for i, p in enumerate(given.parameters)}
-        self.kind.compiled = self.names.of(self.log.compiled.of(output.grad_fn), 2)
+        self.kind.compiled = self.names.of(self.log.compiled.of(output.grad_fn), COMPILED)
         self.kind.watched |= watched(self.log, (output,), range(first_node))
         hooks: list[Any] = [(output.grad_fn, partial(self._begins, output.output_nr))]
         hooks += [(given.trained.grad_fn, partial(self._ends, given.trained.output_nr))]
@@ -216,11 +225,13 @@ class Recording:
         self.handles += [node.register_prehook(hook) for node, hook in hooks]
 
     def _begins(self, at: int, gradients: Any) -> None:
+        """Begin to measure, given the gradient of the output: number ``at`` of a node's."""
         self.measured = Measured(self.log)
         self.gradient = Form.of(gradients[at], self.log)
         self.number = self.names.of(self.log.storage(gradients[at]))
 
     def _reaches(self, at: int, gradients: Any) -> None:
+        """Note where backward has a parameter's gradient: calls until ``_left`` are left out."""
         (gradient,) = gradients
         if self.measured is None or gradient is None:
             return
@@ -231,123 +242,138 @@ class Recording:
         self.apart.append((len(self.log.calls), -1, reached))
         self.host = Counter(self.log.host)
 
-    def _left(self, *told: Any) -> None:
+    def _left(self, *gradients: Any) -> None:
+        """Note that the node that adds to a parameter's gradient is done."""
         if self.measured is not None and self.apart and self.apart[-1][1] < 0:
             begin, _, reached = self.apart.pop()
             self.apart.append((begin, len(self.log.calls), reached))
             self.measured.others += Counter(self.log.host) - self.host
 
     def _ends(self, at: int, gradients: Any) -> None:
+        """Keep what was launched, at the node that gets the gradient of the layer's input."""
         for handle in self.handles:
             handle.remove()
         measured, log = self.measured, self.log
         if measured is None or log.calls is not measured.calls:
             return
         calls, start = list[OpCall | Reached](), measured.start
-        for begin, end, one in (*self.apart, (len(log.calls), -1, None)):
+        for begin, end, reached in (*self.apart, (len(log.calls), -1, None)):
             calls += map(self.names.call, log.calls[start:begin])
-            calls += [replace(one, number=self.names.of(one.number))] if one else []
+            calls += [replace(reached, number=self.names.of(reached.number))] if reached else []
             start = end
-        made, number = Form.of(gradients[at], log), log.storage(gradients[at])
+        result, number = Form.of(gradients[at], log), log.storage(gradients[at])
         numbers = [self.number, self.names.of(number)]
-        launched = measured.launched(calls, (self.gradient, made), numbers)
+        launched = measured.launched(calls, (self.gradient, result), numbers)
         if launched.can_repeat() and self.forward == self.kind.shown.get("forward"):
             self.kind.note("backward", launched)
 
 
 class Repeated(torch.autograd.Function):
-    """Stands for a layer in autograd's graph."""
+    """Stands for a layer that is not run in autograd's graph."""
 
     @staticmethod
     def forward(ctx: Any, trained: Any, again: Again, *parameters: Any) -> Any:  # type: ignore[override]
         """The layer's outputs."""
-        ctx.again, made = again, again.forward()
+        ctx.again, outputs = again, again.forward()
         ctx.reaches = {} if parameters else {id(p): p for p in again.given.parameters}
-        ctx.mark_non_differentiable(*(t for t, form in made if not form.trains))
+        ctx.mark_non_differentiable(*(t for t, form in outputs if not form.trains))
         ctx.set_materialize_grads(False)
-        return tuple(t for t, _ in made)
+        return tuple(t for t, _ in outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         """The gradients of what the layer was given."""
-        trained, found = ctx.again.backward(gradients)
-        return trained, None, *(found if ctx.again.kind.watched else ())
+        of_input, of_parameters = ctx.again.backward(gradients)
+        return of_input, None, *(of_parameters if ctx.again.kind.watched else ())
 
 
 class Again:
-    """Repeats for a layer what others of its kind launch."""
+    """Repeats for one layer what others of its kind launch: forward, and backward later."""
 
     def __init__(self, log: ProgramLog, kind: Kind, given: Given) -> None:
         self.log, self.kind, self.given = log, kind, given
         self.numbers, self.sent = Numbers.of_names(log, given), list[int]()
 
     def output(self) -> Any:
-        """What the layer returns, after its launches."""
+        """Repeat forward as a function of autograd; returns what the layer would."""
         given, (forms, structure) = self.given, self.kind.shown["forward"].results
         log, sent, at = self.log, self.sent, given.trained.output_nr
 
-        def alone(gradients: Any) -> None:
-            """What the layer was given is nowhere else used, to whose gradient others add."""
+        def check_alone(gradients: Any) -> None:
+            """UnlikeError where the input's gradient is a sum: it is used elsewhere, too."""
             if sent and sent != [log.storage(gradients[at])]:
                 raise UnlikeError
 
         node: Any = given.trained.grad_fn
-        node.register_prehook(alone)
+        node.register_prehook(check_alone)
         parameters = given.parameters if self.kind.watched else ()
-        made_by = self.numbers.of(self.kind.compiled, 2)
+        made_by = self.numbers.of(self.kind.compiled, COMPILED)
         with nullcontext() if log.compiled.running else log.compiled.stretch(made_by):
             tensors = iter(Repeated.apply(given.trained, self, *parameters))
-        leaves = [next(tensors) if isinstance(one, Form) else one[1] for one in forms]
+        leaves = [next(tensors) if isinstance(form, Form) else form[1] for form in forms]
         return tree_unflatten(leaves, structure)
 
     def forward(self) -> list[tuple[torch.Tensor, Form]]:
-        """Repeat the launches of forward; outputs and their forms."""
-        one, log = self.kind.shown["forward"], self.log
-        log.take(0, one.most_bytes)
-        before, forms = log.live_bytes, [form for form in one.results[0] if isinstance(form, Form)]
-        made = [(self._made(*pair), pair[0]) for pair in zip(forms, one.numbers, strict=True)]
-        kept_bytes = one.kept_bytes - (log.live_bytes - before)
+        """Repeat the launches of forward; outputs and their forms.
+
+        What forward keeps for backward is counted until ``free`` is called, or this object is gone.
+        """
+        launched, log = self.kind.shown["forward"], self.log
+        log.take(0, launched.most_bytes)
+        before, forms = log.live_bytes, [f for f in launched.results[0] if isinstance(f, Form)]
+        outputs = [
+            (self._new_tensor(form, name), form)
+            for form, name in zip(forms, launched.numbers, strict=True)
+        ]
+        kept_bytes = launched.kept_bytes - (log.live_bytes - before)
         log.take(kept_bytes)
         self.free = weakref.finalize(self, log.take, -kept_bytes)
-        self._launch(one)
-        return made
+        self._launch(launched)
+        return outputs
 
-    def _made(self, form: Any, name: int) -> torch.Tensor:
+    def _new_tensor(self, form: Any, name: int) -> torch.Tensor:
+        """A tensor of this form, in the storage whose name is given."""
         with unlogged(self.log):
-            made: torch.Tensor = form.tensor(self.log)
-        (part,) = parts(made)
+            tensor: torch.Tensor = form.tensor(self.log)
+        (part,) = parts(tensor)
         self.log.storage(part, self.numbers.of(name))
-        return made
+        return tensor
 
     def backward(self, gradients: Sequence[Any]) -> tuple[torch.Tensor, list[Any]]:
-        """Repeat the launches of backward; gradients of what trains, and of parameters."""
-        one, log = self.kind.shown.get("backward"), self.log
+        """Repeat the launches of backward; the gradients of the input, and of parameters."""
+        launched, log = self.kind.shown.get("backward"), self.log
         known = [gradient for gradient in gradients if gradient is not None]
-        alike = one is not None and len(known) == 1 and Form.of(known[0], log) == one.results[0]
-        if one is None or not (alike and self.free.alive):
+        if launched is None or len(known) != 1 or not self.free.alive:
             raise UnlikeError
-        self.numbers.maps[0][one.numbers[0]] = log.storage(known[0])
-        log.take(0, one.most_bytes)
+        if Form.of(known[0], log) != launched.results[0]:
+            raise UnlikeError
+        self.numbers.maps[STORAGE][launched.numbers[0]] = log.storage(known[0])
+        log.take(0, launched.most_bytes)
         self.free()
-        found: list[Any] = [None] * len(self.given.parameters)
-        self._launch(one, found)
-        made = self._made(one.results[1], one.numbers[1])
-        self.sent.append(log.storage(made))
+        of_parameters: list[Any] = [None] * len(self.given.parameters)
+        self._launch(launched, of_parameters)
+        of_input = self._new_tensor(launched.results[1], launched.numbers[1])
+        self.sent.append(log.storage(of_input))
         del self.given
-        return made, found
+        return of_input, of_parameters
 
-    def _launch(self, one: Launched, found: list[Any] | None = None) -> None:
-        for call in one.calls:
+    def _launch(self, launched: Launched, gradients: list[Any] | None = None) -> None:
+        """Log the calls and host events again; gradients of parameters are put into the list."""
+        for call in launched.calls:
             if isinstance(call, OpCall):
                 self.log.calls.append(self.numbers.call(call))
-            elif found is not None:
-                found[call.at] = self._reached(call)
-        for event, times in one.host.items():
+            elif gradients is not None:
+                gradients[call.at] = self._reached(call)
+        for event, times in launched.host.items():
             self.log.host[event] = self.log.host.get(event, 0) + times
 
-    def _reached(self, one: Reached) -> torch.Tensor | None:
-        """A parameter's gradient for autograd's node, or what that node does with it."""
-        gradient, parameter = self._made(one.form, one.number), self.given.parameters[one.at]
+    def _reached(self, reached: Reached) -> torch.Tensor | None:
+        """A parameter's gradient for autograd's node to add; None where it is added here.
+
+        It is added here, and hooks are called, if nobody watches the node.
+        """
+        gradient = self._new_tensor(reached.form, reached.number)
+        parameter = self.given.parameters[reached.at]
         if self.kind.watched:
             return gradient
         with torch.no_grad(), patch.object(self.log, "compiled", MadeBy()):  # not of its node

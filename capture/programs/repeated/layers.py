@@ -1,9 +1,9 @@
 """Runs some of a model's equal layers: others of their kind repeat what these launch.
 
-Two in a row that launch the same, given the same, show what others do, whose memory alone differs.
-The last of a kind run, since backward comes to them first, and so do the first of each step, in
-which it is shown anew. Hooks on a layer run each time, as do those of its parameters: what DDP and
-FSDP do. So does a layer whose launches wait for some outside, or that has hooks inside.
+Two layers in a row that launch the same, given the same, show what others launch, on other memory.
+The first layers of each kind run in each step, to show it, and so do the last, as backward comes to
+them first. Hooks on a layer, and on its parameters, run each time: what DDP and FSDP do. A layer
+whose launches wait for some outside it, or that has hooks inside, runs each time.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Layers:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Be told inside the context where autocast forgets what it cast.
+        """Note inside the context when autocast forgets the weights that it cast.
 
-        UnlikeError for what fails after any layer was repeated: it may not have without.
+        UnlikeError in place of an error after any layer was repeated: without it may not fail.
         """
         forget = torch.clear_autocast_cache
 
@@ -62,7 +62,7 @@ class Layers:
                 raise
 
     def find(self, model: torch.nn.Module) -> None:
-        """Find a model's layers, in each step anew."""
+        """Find a model's layers; what was found in an earlier step is forgotten."""
         if self.calls is not self.log.calls:
             self.calls = self.log.calls
             self.places, self.models, self.kinds = {}, set(), []
@@ -71,7 +71,7 @@ class Layers:
             self.places |= places(model)
 
     def run(self, layer: Any, run: Callable[[], Any]) -> Any:
-        """Run a layer, with a ``forward`` that may be repeated."""
+        """Run a layer with ``_forward``, which may repeat, in place of its forward."""
         place, own = self.places.pop(id(layer)), layer.__dict__.get("forward")
         layer.__dict__["forward"] = partial(self._forward, layer, place, layer.forward)
         try:
@@ -105,7 +105,10 @@ class Layers:
         return self._recorded(kind, given, run, place)
 
     def _cast_before(self, layer: Any) -> bool:
-        """Whether autocast has kept a layer's weights since it ran before."""
+        """Whether autocast still has the cast weights of a layer, since it ran before.
+
+        UnlikeError where the layer was repeated, not run: its weights were not cast then.
+        """
         casts = torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled()
         if casts and self.cast.get(id(layer)):
             raise UnlikeError
@@ -114,13 +117,19 @@ class Layers:
         return before
 
     def _kind(self, key: Any) -> Kind:
-        found = next((kind for kind in self.kinds if kind.key == key), None)
-        if found is None:
-            self.kinds.append(found := Kind(key=key))
-        return found
+        """The kind of layers with this key; keys can be compared but not hashed."""
+        for kind in self.kinds:
+            if kind.key == key:
+                return kind
+        self.kinds.append(Kind(key=key))
+        return self.kinds[-1]
 
     def _recorded(self, kind: Kind, given: Given, run: Callable[[], Any], place: Place) -> Any:
-        """Run forward, and note what it launches, and backward after it."""
+        """Run forward and note what it launches; let ``Recording`` note what backward launches.
+
+        Not if that cannot be repeated: random numbers were drawn, tensors returned that are older
+        or still awaited, or the layer changed.
+        """
         log, drawn, networks = self.log, random.getstate(), len(self.log.networks)
         names = Numbers.names(log, given)
         measured, first_node = Measured(log), int(torch._C._autograd._get_sequence_nr())
@@ -128,17 +137,15 @@ class Layers:
         calls = [names.call(call) for call in log.calls[measured.start :]]
         leaves, structure = tree_flatten(output)
         forms = [form_of(leaf, log, trains=True) for leaf in leaves]
-        made = (
-            [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] if None not in forms else []
-        )
-        storages = list(map(log.storage, made))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        storages = list(map(log.storage, tensors)) if None not in forms else []
         forward = measured.launched(calls, (forms, structure), list(map(names.of, storages)))
-        trained = [t for t in made if t.grad_fn is not None]
-        new = len({*storages}) == len(storages) and all(n >= names.since[0] for n in storages)
-        same = random.getstate() == drawn and len(log.networks) == networks
-        same = same and place.held() == kind.key[0]
+        trained = [t for t in tensors if t.grad_fn is not None] if storages else []
+        are_new = len({*storages}) == len(storages) and all(n >= names.since[0] for n in storages)
+        drew_nothing = random.getstate() == drawn and len(log.networks) == networks
+        stayed_the_same = drew_nothing and place.held() == kind.key[0]
         arrived = log.arrives.keys().isdisjoint(storages)
-        if len(trained) == 1 and new and same and arrived and forward.can_repeat():
+        if len(trained) == 1 and are_new and stayed_the_same and arrived and forward.can_repeat():
             kind.note("forward", forward)
             Recording(log, kind, forward, names).watch(given, trained[0], first_node)
         return output

@@ -21,8 +21,8 @@ from itercast.capture.programs.program import COLLECTIVE, MARKS
 from itercast.capture.programs.reducer import edges
 from itercast.capture.programs.repeated.fold import renumbered
 
-PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))  # values that say all
-NEW = 2**40  # numbers of storages from here on are of none
+PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))  # compared by value
+NEW = 2**40  # numbers from here on are names, not those of storages
 
 
 class UnlikeError(BaseException):
@@ -46,7 +46,10 @@ class Values:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """A tensor that a model is given or returns, without its memory; ``known``: of its values."""
+    """A tensor that a model is given or returns, without its memory.
+
+    ``fact``: what the log knows of its values, of which ``known`` is compared.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -75,12 +78,12 @@ class Form:
 
     def tensor(self, log: ProgramLog) -> torch.Tensor:
         """Another one of this form."""
-        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
         if self.on_gpu:
-            log.gpu_memory.add(made)
+            log.gpu_memory.add(tensor)
         if self.fact is not None:
-            log.routing.facts[made] = self.fact
-        return made
+            log.routing.facts[tensor] = self.fact
+        return tensor
 
 
 @dataclass(kw_only=True)
@@ -115,7 +118,7 @@ class Pass:
     begun: int = -1  # the call with which its backward begins
     most_bytes: int = 0
 
-    def told(self) -> tuple[Any, ...]:
+    def pattern(self) -> tuple[Any, ...]:
         """What passes that are alike have in common, whatever the numbers of their storages."""
         fresh = count(NEW)
         rename = Renamed(self, [next(fresh) for _ in self.given], 0, fresh.__next__)
@@ -139,7 +142,7 @@ class Pass:
 
 
 class Renamed:
-    """Calls of a pass on other storages: inputs are those ``given``, new ones have fresh numbers.
+    """Maps calls of a pass to other storages: inputs are those ``given``, new ones are ``fresh``.
 
     ``compiled``: the number of the compiled function's call that they are part of.
     """
@@ -152,7 +155,7 @@ class Renamed:
         self.compiled = {of.compiled: compiled, 0: 0}
 
     def storage(self, number: int) -> int:
-        """The number of a storage; those that were there before keep theirs."""
+        """The new number of a storage; storages that were there before the pass keep theirs."""
         if number not in self.storages:
             self.storages[number] = number if number < self.first else self.fresh()
         return self.storages[number]
@@ -163,16 +166,19 @@ class Renamed:
 
 
 class Repeated(torch.autograd.Function):
-    """Stands for a model in autograd's graph; ``reaches``: its parameters by their ids."""
+    """Stands for a model that is not run in autograd's graph, in which ``edges`` looks.
+
+    ``reaches``: the model's parameters by their ids; ``beyond``: the search ends here.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Any, again: Again) -> Any:  # type: ignore[override]
         """The model's outputs; ``anchor`` is a tensor that trains."""
         ctx.again, ctx.reaches, ctx.beyond = again, again.of.reaches, ()
-        made = again.forward()
-        ctx.mark_non_differentiable(*(t for t, form in made if not form.trains))
+        outputs = again.forward()
+        ctx.mark_non_differentiable(*(t for t, form in outputs if not form.trains))
         ctx.set_materialize_grads(False)
-        return tuple(t for t, _ in made)
+        return tuple(t for t, _ in outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -182,38 +188,40 @@ class Repeated(torch.autograd.Function):
 
 
 class Again:
-    """Repeats a pass on inputs in storages ``given``."""
+    """Repeats what a pass launched, forward and later backward, on inputs in storages ``given``."""
 
     def __init__(self, of: Pass, given: Iterable[int], log: ProgramLog) -> None:
         self.of, self.log, self.peak_bytes = of, log, log.live_bytes + of.most_bytes
         self.rename = Renamed(of, given, log.compiled.running, log.numbers.__next__)
 
     def output(self) -> Any:
-        """What the model returns, after its launches."""
+        """Repeat forward as a function of autograd; returns what the model would."""
         with unlogged(self.log):
             anchor = torch.empty(()).requires_grad_()
         tensors = iter(Repeated.apply(anchor, self))
-        leaves = [next(tensors) if isinstance(one, Form) else one[1] for one in self.of.leaves]
+        forms = self.of.leaves
+        leaves = [next(tensors) if isinstance(form, Form) else form[1] for form in forms]
         return tree_unflatten(leaves, self.of.structure)
 
     def forward(self) -> list[tuple[torch.Tensor, Form]]:
         """Repeat the launches of forward; outputs and their forms."""
         forms = [leaf for leaf in self.of.leaves if isinstance(leaf, Form)]
         with unlogged(self.log):
-            made = [form.tensor(self.log) for form in forms]
-        self.rename.storages |= zip(self.of.made, map(self.log.storage, made), strict=True)
+            outputs = [form.tensor(self.log) for form in forms]
+        self.rename.storages |= zip(self.of.made, map(self.log.storage, outputs), strict=True)
         self._launch(self.of.forward, self.of.events(0))
-        return list(zip(made, forms, strict=True))
+        return list(zip(outputs, forms, strict=True))
 
     def backward(self, gradients: Iterable[Any]) -> None:
         """Repeat the launches of backward, given the gradients of outputs."""
-        given = {i: g for i, g in enumerate(gradients) if g is not None}
-        if list(given) != [self.of.used]:
+        known = {i: g for i, g in enumerate(gradients) if g is not None}
+        if list(known) != [self.of.used]:
             raise UnlikeError
-        self.rename.storages[self.of.gradient] = self.log.storage(given[self.of.used])
+        self.rename.storages[self.of.gradient] = self.log.storage(known[self.of.used])
         self._launch(self.of.backward, self.of.events(2))
 
     def _launch(self, calls: Iterable[OpCall], events: Counter[str]) -> None:
+        """Log calls on this pass's storages, and host events, again."""
         self.log.calls += map(self.rename, calls)
         self.log.peak_bytes = max(self.log.peak_bytes, self.peak_bytes)
         for event, times in events.items():
@@ -221,9 +229,10 @@ class Again:
 
 
 def form_of(leaf: Any, log: ProgramLog, trains: bool = False) -> Any:
-    """A tensor's form, or a plain value and its type; None for what may hold anything else.
+    """A tensor's form, or a plain value and its type; None for other objects.
 
-    So do inputs that train, unless ``trains``: their graph goes on outside the model.
+    None also for a tensor with a gradient, unless it may (``trains``): as an input its graph goes
+    on outside the model.
     """
     known = type(leaf) is torch.Tensor and log.routing.fact(leaf)
     if (type(leaf) is FakeTensor or known) and leaf.layout == torch.strided:
@@ -232,13 +241,13 @@ def form_of(leaf: Any, log: ProgramLog, trains: bool = False) -> Any:
 
 
 def storages(leaves: Iterable[Any], log: ProgramLog) -> list[int]:
-    """The numbers of the storages of those that are tensors."""
+    """The numbers of the storages of the tensors among leaves."""
     return [log.storage(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 @contextmanager
 def unlogged(log: ProgramLog) -> Iterator[None]:
-    """Run ops inside the context that are no part of the program."""
+    """Let ops inside the context run unlogged: they are no part of the program."""
     log.paused += 1
     try:
         yield
@@ -247,9 +256,9 @@ def unlogged(log: ProgramLog) -> Iterator[None]:
 
 
 def watched(log: ProgramLog, outputs: Sequence[torch.Tensor], beyond: range = range(0)) -> bool:
-    """Whether others than the program's graph have nodes of autograd that add to gradients.
+    """Whether Python holds more references than autograd's graph to nodes that add to gradients.
 
-    Such as hook into them.
+    Code that hooks into them does, as FSDP.
     """
     with unlogged(log):
         unwatched = _most_references([torch.empty(()).requires_grad_() + 1])
@@ -257,5 +266,6 @@ def watched(log: ProgramLog, outputs: Sequence[torch.Tensor], beyond: range = ra
 
 
 def _most_references(outputs: Sequence[torch.Tensor], beyond: range = range(0)) -> int:
+    """The most references to a node that adds to a parameter's gradient; see ``edges``."""
     nodes = (node for node, _ in edges(outputs, beyond) if hasattr(node, "variable"))
     return max(map(sys.getrefcount, nodes), default=0)

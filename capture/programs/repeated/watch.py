@@ -1,4 +1,4 @@
-"""Runs a model once for micro-batches that are alike: the others of a step repeat its launches.
+"""Runs a model for some of the micro-batches that are alike: others repeat its launches.
 
 A script that accumulates gradients calls its model many times before its optimizer steps. Its
 Python runs each time, and so do ops outside the model. What the model launches, forward and
@@ -43,10 +43,10 @@ ALIKE = 2  # micro-batches in a row that show what the next ones do
 
 
 class MicroBatches:
-    """Watches the models that a program trains, and repeats passes of those that are alike.
+    """Watches the models that a program trains, and repeats passes of micro-batches.
 
-    ``known``: the last passes of a model, all alike, by its id; ``open``: those whose backward has
-    not run, None for a repetition. ``wrapper``: the outermost that runs.
+    ``known``: by the id of a model its last passes, all alike; ``open``: the one whose backward has
+    not run, None for a repetition. ``wrapper``: the outermost wrapper (DDP...) that runs.
     """
 
     def __init__(self, log: ProgramLog) -> None:
@@ -61,6 +61,7 @@ class MicroBatches:
         run = torch.nn.Module._call_impl
 
         def called(module: Any, *args: Any, **kwargs: Any) -> Any:
+            """As ``Module.__call__``: models, wrappers and layers run by methods of ours."""
             trains = self.log.phase == "forward" and torch.is_grad_enabled()
             known = not self.inside or id(module) in self.layers.places
             if not (trains and known and self.log.after_graph is None):
@@ -74,26 +75,30 @@ class MicroBatches:
             yield
 
     @contextmanager
-    def _backward(self, made: Backward) -> Iterator[None]:
+    def _backward(self, backward: Backward) -> Iterator[None]:
         """Note the backward, inside the context, of the open forward passes that it reaches.
 
         UnlikeError where a repeated pass waits for its own and this is no plain ``backward()``.
         """
-        usual = made.accumulates and not (made.inputs or made.differentiable)
+        usual = backward.accumulates and not (backward.inputs or backward.differentiable)
         if not usual and (None in self.open.values() or self.layers.repeated):
             raise UnlikeError
         with ExitStack() as stack:
-            for one in self.open.values():
-                if one is not None and usual and (handle := self._begin(one, made.roots)):
-                    stack.callback(self._end, one)
+            for opened in self.open.values():
+                handle = self._begin(opened, backward.roots) if opened and usual else None
+                if opened and handle:
+                    stack.callback(self._end, opened)
                     stack.callback(handle.remove)
             yield
         self.open.clear()
 
     def _through(self, wrapper: torch.nn.Module, run: Callable[[], Any]) -> Any:
-        """Run a wrapper, whose attributes say how the model inside is run."""
+        """Run a wrapper, and remember the outermost one while it runs.
+
+        Its attributes have to stay the same for the model's passes to be alike.
+        """
         before = self.wrapper
-        self.wrapper = wrapper if before is None else before  # that of torch.compile has no truth
+        self.wrapper = wrapper if before is None else before  # not ``or``: some raise in bool()
         try:
             return run()
         finally:
@@ -116,7 +121,7 @@ class MicroBatches:
                 model.__dict__["forward"] = own
 
     def _held(self, model: Any) -> Any:
-        """What must stay as it is for a model's passes to be alike; None where they never are."""
+        """What has to be equal before passes of a model that are alike; None if none ever are."""
         parameters, inner = list(model.parameters()), list(model.modules())[1:]
         trains = model.training and any(p.requires_grad for p in parameters)
         if not trains or hooked(inner) or any(map(_hooked, parameters)):
@@ -147,71 +152,77 @@ class MicroBatches:
     def _recorded(self, model: Any, key: Any, given: list[int], forward: Any) -> Any:
         """Run forward, and note what it launched, if that can be repeated."""
         log, drawn = self.log, random.getstate()
-        one = Pass(
+        ran = Pass(
             model=model,
             key=key,
             first=next(log.numbers),
             compiled=log.compiled.running,
             given=given,
         )
-        one.most_bytes, log.highest_bytes = -log.live_bytes, log.live_bytes
+        ran.most_bytes, log.highest_bytes = -log.live_bytes, log.live_bytes
         start, node, networks = len(log.calls), _next_node(), len(log.networks)
-        one.host.append(dict(log.host))
+        ran.host.append(dict(log.host))
         output = forward()
-        one.host.append(dict(log.host))
-        one.forward, one.nodes = log.calls[start:], range(node, _next_node())
-        if random.getstate() == drawn and len(log.networks) == networks and self._made(one, output):
-            self.open[id(model)] = one
+        ran.host.append(dict(log.host))
+        ran.forward, ran.nodes = log.calls[start:], range(node, _next_node())
+        if (
+            random.getstate() == drawn
+            and len(log.networks) == networks
+            and self._note_output(ran, output)
+        ):
+            self.open[id(model)] = ran
         return output
 
-    def _made(self, one: Pass, output: Any) -> bool:
-        """Note what a forward returned; whether that can be made again."""
-        leaves, one.structure = tree_flatten(output)
-        one.leaves = [form_of(leaf, self.log, trains=True) for leaf in leaves]
-        made = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        one.made, one.reaches = storages(made, self.log), reached(made)
-        one.ends = [(t.grad_fn._sequence_nr(), t.output_nr) if t.grad_fn else (-1, 0) for t in made]
-        apart = len({*one.made, *one.given}) == len(one.made) + len({*one.given})
-        return None not in one.leaves and apart and not watched(self.log, made)
+    def _note_output(self, ran: Pass, output: Any) -> bool:
+        """Note the output of a forward; whether it can be made again.
 
-    def _begin(self, one: Pass, roots: tuple[Any, ...]) -> Any:
-        """Note where backward comes to a pass: a handle, None where it cannot be repeated.
-
-        It comes to it by one output. What is outside the model was made after it, and so comes
-        first, and adds to gradients of other parameters.
+        Each tensor of it has to have memory of its own, and no other code watches its graph.
         """
-        found = [(node, (node._sequence_nr(), at)) for node, at in edges(roots, one.nodes)]
-        added = {id(node.variable) for node, _ in found if hasattr(node, "variable")}
-        entered = [(node, end) for node, end in found if end[0] in one.nodes]
-        before = any(number < one.nodes.start for _, (number, _) in found)
-        if (
-            before
-            or added & one.reaches.keys()
-            or len(entered) != 1
-            or entered[0][1] not in one.ends
-        ):
+        leaves, ran.structure = tree_flatten(output)
+        ran.leaves = [form_of(leaf, self.log, trains=True) for leaf in leaves]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        ran.made, ran.reaches = storages(tensors, self.log), reached(tensors)
+        ran.ends = [
+            (t.grad_fn._sequence_nr(), t.output_nr) if t.grad_fn else (-1, 0) for t in tensors
+        ]
+        apart = len({*ran.made, *ran.given}) == len(ran.made) + len({*ran.given})
+        return None not in ran.leaves and apart and not watched(self.log, tensors)
+
+    def _begin(self, ran: Pass, roots: tuple[Any, ...]) -> Any:
+        """Hook the node by which backward enters a pass; None where it cannot be repeated.
+
+        It can where backward enters it by one output, and adds outside of it to gradients of other
+        parameters alone. Nodes outside have to be younger, so that they all run before it.
+        """
+        reached_nodes = [(node, (node._sequence_nr(), at)) for node, at in edges(roots, ran.nodes)]
+        entered = [(node, end) for node, end in reached_nodes if end[0] in ran.nodes]
+        if len(entered) != 1 or entered[0][1] not in ran.ends:
+            return None
+        added = {id(node.variable) for node, _ in reached_nodes if hasattr(node, "variable")}
+        older = any(number < ran.nodes.start for _, (number, _) in reached_nodes)
+        if older or added & ran.reaches.keys():
             return None
         node, end = entered[0]
-        one.used = one.ends.index(end)
+        ran.used = ran.ends.index(end)
 
         def begins(gradients: Any) -> None:
-            one.gradient, one.begun = self.log.storage(gradients[end[1]]), len(self.log.calls)
-            one.host.append(dict(self.log.host))
+            ran.gradient, ran.begun = self.log.storage(gradients[end[1]]), len(self.log.calls)
+            ran.host.append(dict(self.log.host))
 
         return node.register_prehook(begins)
 
-    def _end(self, one: Pass) -> None:
-        """Keep a pass whose backward ran, with those before that are like it."""
-        if one.begun < 0:
+    def _end(self, ran: Pass) -> None:
+        """Keep a pass whose backward ran, together with earlier ones that are like it."""
+        if ran.begun < 0:
             return
-        one.backward = self.log.calls[one.begun :]
-        one.host.append(dict(self.log.host))
-        one.most_bytes += self.log.highest_bytes
-        known = self.known[id(one.model)]
-        if known and known[-1].told() != one.told():
+        ran.backward = self.log.calls[ran.begun :]
+        ran.host.append(dict(self.log.host))
+        ran.most_bytes += self.log.highest_bytes
+        known = self.known[id(ran.model)]
+        if known and known[-1].pattern() != ran.pattern():
             known.clear()
-        if one.can_repeat() and one.key[1] == _gradients(one.model):
-            known.append(one)
+        if ran.can_repeat() and ran.key[1] == _gradients(ran.model):
+            known.append(ran)
 
 
 def _next_node() -> int:
@@ -220,7 +231,7 @@ def _next_node() -> int:
 
 
 def _hooked(parameter: Any) -> bool:
-    """Whether others than DDP's reducer are told of a parameter's gradient."""
+    """Whether a parameter's gradient has hooks that are not DDP's reducer's."""
     after = (parameter._post_accumulate_grad_hooks or {}).values()
     return bool(parameter._backward_hooks) or not all(
         isinstance(getattr(hook, "__self__", None), Reducer) for hook in after
@@ -228,7 +239,7 @@ def _hooked(parameter: Any) -> bool:
 
 
 def _gradients(model: torch.nn.Module) -> list[tuple[int, bool, torch.dtype, int, int]]:
-    """A model's parameters, whether they train, their memory and gradients, by identity."""
+    """Of each parameter its id, whether it trains, its dtype, its memory, its gradient's id."""
     return [
         (id(p), p.requires_grad, p.dtype, below_transforms(p).untyped_storage()._cdata, id(p.grad))
         for p in model.parameters()

@@ -1,4 +1,4 @@
-"""Takes off a model what it is split over GPUs with: a plan brings its own."""
+"""Removes from a model what splits it over GPUs (DDP, FSDP, DeepSpeed): a plan brings its own."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ def is_wrapper(module: torch.nn.Module) -> bool:
 
     Lightning's do where the loop has replaced their ``forward``, to call a step through DDP.
     """
-    names = {one.__name__ for one in type(module).__mro__}
+    names = {cls.__name__ for cls in type(module).__mro__}
     replaced = "LightningModule" in names and "forward" in module.__dict__
     return replaced or not names.isdisjoint(WRAPPERS)
 
 
 def make_bare(model: torch.nn.Module) -> torch.dtype | None:
-    """Make a model one of a single process, for good, with parameters as it had them at first.
+    """Make a model one of a single process, in place: parameters are whole, hooks of wrappers gone.
 
-    They are on ``meta``, to be made anew. FSDP, DTensor and ZeRO-3 know their shapes. Returns the
-    dtype in which FSDP gathers, if it is another than that of the parameters.
+    Parameters that were sharded are on ``meta``, to be made anew: FSDP, DTensor and ZeRO-3 know
+    their shapes. Returns the dtype in which FSDP gathers, if it is another than that of the
+    parameters.
     """
     gathered: torch.dtype | None = None
     for module in list(model.modules()):
@@ -62,22 +63,23 @@ def make_bare(model: torch.nn.Module) -> torch.dtype | None:
 
 
 def _whole(p: Any) -> torch.nn.Parameter:
+    """A parameter on ``meta`` of the shape that a shard's whole has."""
     shape = getattr(p, "ds_shape", p.shape)
-    made = torch.empty(shape, dtype=p.dtype, device="meta")
-    return torch.nn.Parameter(made, p.requires_grad)
+    whole = torch.empty(shape, dtype=p.dtype, device="meta")
+    return torch.nn.Parameter(whole, p.requires_grad)
 
 
 def _give_back(wrapper: FullyShardedDataParallel) -> None:
-    """Give the modules inside an FSDP wrapper the parameters that are views of its flat one."""
+    """Give modules inside an FSDP wrapper their own parameters, in place of views of a flat one."""
     handle = wrapper._handle
     if handle is None:
         return
     flat = handle.flat_param
     wrapper._fsdp_wrapped_module._parameters.pop(FLAT_PARAM, None)
     for (name, module, _), shape in zip(flat._param_infos, flat._shapes, strict=True):
-        made = torch.empty(shape, dtype=flat.dtype, device="meta")
+        own = torch.empty(shape, dtype=flat.dtype, device="meta")
         module.__dict__.pop(name, None)
-        module._parameters[name] = torch.nn.Parameter(made, flat.requires_grad)
+        module._parameters[name] = torch.nn.Parameter(own, flat.requires_grad)
     for shared in flat._shared_param_infos:
         first = shared.prim_module._parameters[shared.prim_param_name]
         shared.module.__dict__.pop(shared.param_name, None)

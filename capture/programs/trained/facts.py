@@ -1,4 +1,4 @@
-"""What is told of the model that a script trains, and the files by which its captures are asked."""
+"""Facts of the model that a script trains, and names of files by which captures are asked for."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ ASKED, ANSWER, REFUSED = ".asked", ".step", ".refused"  # how the names of files
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What is known of the model that a script trains, in plain values.
+    """Facts of the model that a script trains, in plain values.
 
     ``batch`` samples and ``seq`` tokens of each (0: not of tokens) are those of a micro-batch, of
     which a step of one process has ``micro``. ``dtype`` is autocast's with ``amp``, else that of
-    its parameters, of which there are so many. ``clip``: its gradients are clipped to a norm.
+    its parameters; ``parameters``: their number. ``clip``: gradients are clipped to a norm.
     ``recompute``: "full" where its backward runs layers again. ``notes``: what a plan of it leaves
     out.
     """

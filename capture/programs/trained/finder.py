@@ -31,10 +31,11 @@ ALIKE = ("Adam", *KNOWN)  # whose update is priced as what it is
 
 @dataclass(kw_only=True)
 class Call:
-    """A micro-batch in training up to its backward, and how many a step had so far.
+    """A micro-batch in training up to its backward; ``micro``: its number in the step, from 1.
 
-    ``wrapped``: what the script calls, wrappers with a model inside, or models. ``time_first``:
-    lengths of the first two axes of what layers are given whose batch is the second.
+    ``wrapped``: the modules that the script calls, models or wrappers around them. ``autocast``:
+    the dtype that autocast casts to, None without. ``time_first``: lengths of the first two axes of
+    inputs to layers whose batch is the second axis. ``tape``: how its loss is made.
     ``recomputes``: modules run again in its backward.
     """
 
@@ -61,9 +62,9 @@ class Call:
 class Finder:
     """Watches a script; a model is an outermost module with parameters that trains.
 
-    ``found`` is the last micro-batch before a step of an optimizer, by the optimizer.
-    ``checkpoints``: autograd functions that run a function that they are given without gradients,
-    and again in backward.
+    ``found``: by the optimizer's id, the last micro-batch before its step. ``call``: the one that
+    runs now; ``latest``: the last one whose backward began. ``checkpoints``: autograd functions
+    that run a given function without gradients, and again in backward.
     """
 
     def __init__(self) -> None:
@@ -118,15 +119,17 @@ class Finder:
     def _ending(self, ended: Callable[[str, Any], None]) -> Callable[[str, Any], None]:
         """As the log's ``ended``, for the ends of steps."""
 
-        def told(kind: str, owner: Any) -> None:
+        def note_and_end(kind: str, owner: Any) -> None:
             if kind in ("optimizer", "update"):
                 self._stepped(owner)
             ended(kind, owner)
 
-        return told
+        return note_and_end
 
     def _running(self, cls: Any, run: Callable[..., Any]) -> Callable[..., Any]:
-        """As a function that an autograd function is given."""
+        """The function that autograd function ``cls`` is given, wrapped to see whether ``cls`` is a
+        checkpoint: it runs it without gradients, and again with them in backward.
+        """
         saves = True
 
         def runs(*args: Any, **kwargs: Any) -> Any:
@@ -140,7 +143,7 @@ class Finder:
         return runs
 
     def _clipping(self, clip: Callable[..., Any]) -> Callable[..., Any]:
-        """As a function that clips gradients."""
+        """A function that clips gradients, wrapped to note that it was called."""
 
         def clips(*args: Any, **kwargs: Any) -> Any:
             if self.latest is not None:
@@ -150,11 +153,11 @@ class Finder:
         return clips
 
     @contextmanager
-    def _backward(self, made: Backward) -> Iterator[None]:
-        """A pass to parameters ends a micro-batch; modules that run inside are run again."""
-        parameters = any(isinstance(one, torch.nn.Parameter) for one in made.inputs)
-        if made.accumulates or (parameters and not made.differentiable):
-            self._ended(made.roots)
+    def _backward(self, backward: Backward) -> Iterator[None]:
+        """Note that a backward to parameters ends a micro-batch; modules inside are run again."""
+        parameters = any(isinstance(x, torch.nn.Parameter) for x in backward.inputs)
+        if backward.accumulates or (parameters and not backward.differentiable):
+            self._ended(backward.roots)
         before, self.inside = self.inside, True
         try:
             yield
@@ -170,6 +173,7 @@ class Finder:
         self._note_layer(model, args)
 
         def alone(*args: Any, **kwargs: Any) -> Any:
+            """Run the model; what happens inside it is not recorded."""
             self.recorder.on, self.inside = False, True
             before = len(self.log.calls)
             try:
@@ -193,7 +197,7 @@ class Finder:
         return output
 
     def _note_layer(self, module: Any, args: Any) -> None:
-        """Note of a module that is called its autocast, its batch's axis, and if it runs again."""
+        """Note autocast's dtype and the batch's axis of a module's call, or that it is rerun."""
         if self.log.phase == "backward" and self.latest is not None:
             self.latest.recomputes = True
         if self.call is None:
@@ -211,7 +215,7 @@ class Finder:
         self.split = self.split or next((kind for kind in kinds if kind in PARTS), "")
 
     def _ended(self, roots: Sequence[Any]) -> None:
-        """A micro-batch ended: its backward begins."""
+        """Note that the backward of a micro-batch begins, from ``roots``."""
         self.recorder.on = False
         if self.call is None:
             return
@@ -222,7 +226,7 @@ class Finder:
         self.latest, self.call = self.call, None
 
     def _stepped(self, optimizer: Any) -> None:
-        """A step ended, another optimizer's part of it, or without one an update by hand begins."""
+        """Note that an optimizer stepped, or that an update by hand begins (None)."""
         if self.latest is None:
             return
         if self.micro:
@@ -234,10 +238,9 @@ class Finder:
     def only(self) -> Call:
         """The one micro-batch that plans can be of; ValueError in one line where there is none."""
         if self.split:
-            told = "start it without, plans bring their own"
             raise ValueError(
-                f"ranks of the script send each other parts of layers ({self.split}, "
-                f"as tensor parallelism and pipelines do): {told}"
+                f"ranks of the script send each other parts of layers ({self.split}, as tensor "
+                "parallelism and pipelines do): start it without, plans bring their own"
             )
         calls = [c for c in self.found.values() if c.optimizers] or list(self.found.values())
         if not calls:
@@ -251,21 +254,23 @@ class Finder:
         return calls[0]
 
 
-def with_function(args: Sequence[Any], made: Callable[[Any], Any]) -> list[Any]:
-    """Arguments of an autograd function, the first function among them as ``made`` makes it."""
-    functions = (
-        i for i, one in enumerate(args) if callable(one) and not isinstance(one, torch.Tensor)
-    )
-    at = next(functions, None)
-    return [made(one) if i == at else one for i, one in enumerate(args)]
+def with_function(args: Sequence[Any], wrap: Callable[[Any], Any]) -> list[Any]:
+    """Arguments of an autograd function, with ``wrap`` of the first function among them."""
+    functions = (i for i, x in enumerate(args) if callable(x) and not isinstance(x, torch.Tensor))
+    first = next(functions, None)
+    return [wrap(x) if i == first else x for i, x in enumerate(args)]
 
 
 def facts_of(call: Call) -> Trained:
-    """What is known of a call, in plain values."""
+    """The facts of the model in a micro-batch.
+
+    A model in half precision whose optimizer updates copies in fp32 counts as mixed precision.
+    """
     size = size_of(call)
     held = held_dtype(call.models)
     optimizer, notes = _optimizer(call.optimizers)
-    updated = {p.dtype for one in call.optimizers for g in one.param_groups for p in g["params"]}
+    groups = (group for optimizer_ in call.optimizers for group in optimizer_.param_groups)
+    updated = {p.dtype for group in groups for p in group["params"]}
     computes = call.autocast or (held if held.itemsize < 4 and torch.float32 in updated else None)
     return Trained(
         model=call.name,
@@ -283,7 +288,7 @@ def facts_of(call: Call) -> Trained:
 
 
 def held_dtype(models: Sequence[torch.nn.Module]) -> torch.dtype:
-    """The dtype of most parameters."""
+    """The dtype of most elements of parameters."""
     counts: dict[torch.dtype, int] = {}
     for p in (p for model in models for p in model.parameters()):
         counts[p.dtype] = counts.get(p.dtype, 0) + p.numel()
@@ -291,10 +296,13 @@ def held_dtype(models: Sequence[torch.nn.Module]) -> torch.dtype:
 
 
 def size_of(call: Call) -> Size:
-    """Samples and tokens of the first tensor that the first model is given."""
+    """The size of a micro-batch, from the first tensor that the first model is given.
+
+    Integers (batch, seq) are tokens; of other inputs only the batch is known.
+    """
     first = call.tape.calls[0] if call.tape else None
     leaves = tree_leaves((first.arguments, dict(first.options))) if first else []
-    forms = [one for one in leaves if isinstance(one, Form)]
+    forms = [leaf for leaf in leaves if isinstance(leaf, Form)]
     if not forms or not forms[0].shape:
         raise ValueError(f"{call.name} is given no tensor with a batch")
     shape, dtype = forms[0].shape, forms[0].dtype
@@ -305,18 +313,17 @@ def size_of(call: Call) -> Size:
 
 
 def _optimizer(optimizers: list[Any]) -> tuple[str, tuple[str, ...]]:
-    """The optimizer as plans know it, and what differs in it."""
+    """The optimizer's name for plans, and a note where that is another one than the script's."""
     if not optimizers:
         return "sgd", ("its update is written by hand, and is taken to be sgd",)
-    named = {type(one).__name__: one for one in optimizers}
-    name = "Muon" if "Muon" in named else next(iter(named))
-    kind = KNOWN.get(name, "adamw")
-    if name == "SGD" and any(group.get("momentum") for group in named[name].param_groups):
+    by_class = {type(optimizer).__name__: optimizer for optimizer in optimizers}
+    name = "Muon" if "Muon" in by_class else next(iter(by_class))
+    groups, kind = by_class[name].param_groups, KNOWN.get(name, "adamw")
+    if name == "SGD" and any(group.get("momentum") for group in groups):
         kind = "sgd_momentum"
-    fused = any(group.get("fused") for group in named[name].param_groups)
-    kind = "adamw_fused" if kind == "adamw" and fused else kind
-    others = [] if name in ALIKE else [f"its optimizer {name} is taken to be {kind}"]
-    return kind, tuple(others)
+    if kind == "adamw" and any(group.get("fused") for group in groups):
+        kind = "adamw_fused"
+    return kind, () if name in ALIKE else (f"its optimizer {name} is taken to be {kind}",)
 
 
 def _clips(module: Any) -> bool:
@@ -325,5 +332,7 @@ def _clips(module: Any) -> bool:
 
 
 def _trains(module: Any) -> bool:
-    grad = torch.is_grad_enabled() and module.training
-    return grad and any(p.requires_grad for p in module.parameters())
+    """Whether a module that is called now is in training and has parameters that train."""
+    if not (torch.is_grad_enabled() and module.training):
+        return False
+    return any(p.requires_grad for p in module.parameters())

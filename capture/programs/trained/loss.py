@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
+
+from itercast.capture.collectives import tensors_in
 
 # Functions whose integers are lengths, which follow the batch; those of others may be axes.
 SHAPED = (
@@ -34,20 +37,23 @@ class Size:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaled:
-    """Lengths at another size than the script's own: its batch, tokens, and products of both."""
+    """Translates lengths of the script's ``own`` size to a ``wanted`` size.
+
+    A length that equals the batch, the tokens of a sample or their product becomes the wanted one.
+    """
 
     own: Size
     wanted: Size
 
     @property
     def _tokens(self) -> dict[int, int]:
-        """Tokens of a sample, labels may be one more or fewer."""
+        """Own to wanted tokens of a sample; of labels there may be one more or fewer."""
         own, wanted = self.own.seq, self.wanted.seq
         return {own + d: wanted + d for d in (1, -1, 0)} if own > 2 else {}
 
     @property
     def _rows(self) -> dict[int, int]:
-        """Samples, or tokens of all samples."""
+        """Own to wanted rows: samples, or tokens of all samples."""
         own, wanted = self.own.batch, self.wanted.batch
         return {own * a: wanted * b for a, b in self._tokens.items()} | {own: wanted}
 
@@ -64,10 +70,11 @@ class Scaled:
 
         Where time is first the second axis is the batch; the first may be tokens of all samples.
         """
-        first, others = self._tokens | self._rows, self._tokens
+        first_axis, other_axes = self._tokens | self._rows, self._tokens
         if self.own.time_first:
-            first, others = self._rows | self._tokens, {self.own.batch: self.wanted.batch}
-        return [*(first.get(n, n) for n in shape[:1]), *(others.get(n, n) for n in shape[1:])]
+            first_axis, other_axes = self._rows | self._tokens, {self.own.batch: self.wanted.batch}
+        firsts, others = shape[:1], shape[1:]
+        return [*(first_axis.get(n, n) for n in firsts), *(other_axes.get(n, n) for n in others)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,18 +90,16 @@ class Form:
 
     def tensor(self, size: Scaled, dtype: torch.dtype | None) -> torch.Tensor:
         """A tensor of this form at a size; ``dtype`` is that of floating-point ones."""
-        floats = self.dtype.is_floating_point and dtype is not None
-        made = torch.empty(
-            size.shape(self.shape) if self.scaled else self.shape,
-            dtype=dtype if floats else self.dtype,
-        )
+        shape = size.shape(self.shape) if self.scaled else self.shape
+        is_cast = self.dtype.is_floating_point and dtype is not None
+        tensor = torch.empty(shape, dtype=dtype if is_cast else self.dtype)
         if self.channels_last:
-            made = made.contiguous(memory_format=torch.channels_last)
-        return made.requires_grad_(self.requires_grad)
+            tensor = tensor.contiguous(memory_format=torch.channels_last)
+        return tensor.requires_grad_(self.requires_grad)
 
 
 def form_of(tensor: torch.Tensor, parameter: str = "") -> Form:
-    """The form of a tensor; parameters of other models are the same in all batches."""
+    """The form of a tensor; one of a parameter (of another model) is the same in all batches."""
     shape, stride = tuple(tensor.shape), tensor.stride()
     return Form(
         shape=shape,
@@ -115,7 +120,11 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Called:
-    """A function of torch that was called; tensors of its arguments are numbers and forms."""
+    """A call of a function of torch, or of a model.
+
+    Tensors among its arguments are a ``Result`` where another call made them, else a ``Form``;
+    ``results``: numbers of the tensors that it returned.
+    """
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -134,7 +143,7 @@ class LossTape:
     def models(self) -> list[torch.nn.Module]:
         """The models, in the order in which they are called first."""
         called = (call.function for call in self.calls)
-        return list(dict.fromkeys(one for one in called if isinstance(one, torch.nn.Module)))
+        return list(dict.fromkeys(f for f in called if isinstance(f, torch.nn.Module)))
 
     @property
     def calls_of_models(self) -> int:
@@ -148,28 +157,32 @@ class LossTape:
         size: Scaled,
         make: Callable[[Form], torch.Tensor],
     ) -> Any:
-        """The loss of the first model's output at another size."""
-        known = dict(zip(self.calls[0].results, tensors_of(output), strict=True))
-        made: dict[int, torch.Tensor] = {}
+        """Compute the loss at another size from the first model's ``output``: call all again.
 
-        def value(one: Any, lengths: bool) -> Any:
-            if isinstance(one, Result):
-                return known[one.number]
-            if isinstance(one, Form):
-                if one.parameter in parameters:
-                    return parameters[one.parameter]
-                if id(one) not in made:
-                    made[id(one)] = make(one)
-                return made[id(one)]
-            if isinstance(one, slice):
-                parts = (one.start, one.stop, one.step)
-                return slice(*(value(part, lengths) for part in parts))
-            return size.length(one) if lengths and type(one) is int else one
+        ``parameters``: of the models by name; ``make`` makes a tensor of a form.
+        """
+        known = dict(zip(self.calls[0].results, tensors_of(output), strict=True))
+        of_forms: dict[int, torch.Tensor] = {}  # one tensor for each form, by its id
+
+        def value(recorded: Any, has_lengths: bool) -> Any:
+            """The value of a recorded argument; ``has_lengths``: integers are lengths."""
+            if isinstance(recorded, Result):
+                return known[recorded.number]
+            if isinstance(recorded, Form):
+                if recorded.parameter in parameters:
+                    return parameters[recorded.parameter]
+                if id(recorded) not in of_forms:
+                    of_forms[id(recorded)] = make(recorded)
+                return of_forms[id(recorded)]
+            if isinstance(recorded, slice):
+                bounds = (recorded.start, recorded.stop, recorded.step)
+                return slice(*(value(bound, has_lengths) for bound in bounds))
+            return size.length(recorded) if has_lengths and type(recorded) is int else recorded
 
         for call in self.calls[1:]:
             name = getattr(call.function, "__name__", "")
-            args = tree_map(lambda one: value(one, name in SHAPED), call.arguments)  # noqa: B023
-            options = tree_map(lambda one: value(one, name in SHAPED), dict(call.options))  # noqa: B023
+            value_of = partial(value, has_lengths=name in SHAPED)
+            args, options = tree_map(value_of, (call.arguments, dict(call.options)))
             result = call.function(*args, **options)
             tensors = tensors_of(args[0] if name in WRITES else result)
             known.update(zip(call.results, tensors, strict=True))
@@ -177,7 +190,7 @@ class LossTape:
 
 
 class LossRecorder(TorchFunctionMode):
-    """Records what makes a loss while it is ``on``; no tensor is kept alive."""
+    """Records, while it is ``on``, the calls by which a loss is made; no tensor is kept alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,13 +206,13 @@ class LossRecorder(TorchFunctionMode):
         self._count = 0
 
     def tape(self, loss: torch.Tensor) -> LossTape | None:
-        """What led to a loss; None where something did that is no function of torch."""
+        """The recorded calls that a loss depends on; None where no recorded call made it."""
         number = self._numbers.get(loss)
         needed, calls = {number}, list[Called]()
         for call in reversed(self.calls):
             if needed.intersection(call.results):
-                read = tree_leaves((call.arguments, dict(call.options)))
-                needed |= {one.number for one in read if isinstance(one, Result)}
+                leaves = tree_leaves((call.arguments, dict(call.options)))
+                needed |= {leaf.number for leaf in leaves if isinstance(leaf, Result)}
                 calls.append(call)
         calls.reverse()
         models = [call for call in calls if isinstance(call.function, torch.nn.Module)]
@@ -215,20 +228,20 @@ class LossRecorder(TorchFunctionMode):
         return self.applied(func, func, args, kwargs)
 
     def applied(self, function: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run what stands for a function, of torch or of ``torch.autograd``, and record it."""
+        """Call ``run`` in place of a function of torch or its autograd, and record the call."""
         if not self.on or function is torch.Tensor.backward:
             return run(*args, **kwargs)
         return self._noted(function, run, args, kwargs)
 
     def called(self, model: torch.nn.Module, run: Callable[..., Any], args: Any, kw: Any) -> Any:
-        """Run what stands for a model's call, and record it; functions on its output follow."""
+        """Call ``run`` in place of a model, and record the call."""
         self.names |= {id(p): f"{id(model)}.{name}" for name, p in model.named_parameters()}
-        made = self._noted(model, run, args, kw)
-        self._latest = (self.calls[-1].results, [t.shape for t in tensors_of(made)])
-        return made
+        output = self._noted(model, run, args, kw)
+        self._latest = (self.calls[-1].results, [t.shape for t in tensors_of(output)])
+        return output
 
     def passed(self, output: Any) -> None:
-        """Number tensors as those of the last call, if these are their shapes."""
+        """Take a wrapper's output as the last model's, if their tensors have the same shapes."""
         tensors = tensors_of(output)
         numbers, shapes = self._latest
         if [t.shape for t in tensors] == shapes:
@@ -238,28 +251,31 @@ class LossRecorder(TorchFunctionMode):
         self, function: Callable[..., Any], run: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Run ``run`` for ``function``; record it if it reads a model's output or weights."""
-        read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        own = self.names if torch.is_grad_enabled() else ()
-        model = isinstance(function, torch.nn.Module)
-        follows = model or any(t in self._numbers or id(t) in own for t in read)
-        asked = tree_map(self._reference, (tuple(args), kwargs)) if follows else ((), {})
-        made = run(*args, **kwargs)
+        inputs = tensors_in((args, kwargs))
+        weights = self.names if torch.is_grad_enabled() else ()
+        is_model = isinstance(function, torch.nn.Module)
+        if not (is_model or any(t in self._numbers or id(t) in weights for t in inputs)):
+            return run(*args, **kwargs)
+        arguments, options = tree_map(self._reference, (tuple(args), kwargs))
+        output = run(*args, **kwargs)
         name = getattr(function, "__name__", "")
-        tensors = tensors_of(args[0] if name in WRITES else made)
-        if follows and (tensors or model):
+        tensors = tensors_of(args[0] if name in WRITES else output)
+        if tensors or is_model:
             numbers = self._number(tensors)
             self.calls.append(
-                Called(function=function, arguments=asked[0], options=asked[1], results=numbers)
+                Called(function=function, arguments=arguments, options=options, results=numbers)
             )
-        return made
+        return output
 
     def _number(self, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """Give tensors the next numbers, and return these."""
         for tensor in tensors:
             self._numbers[tensor] = self._count
             self._count += 1
         return tuple(range(self._count - len(tensors), self._count))
 
     def _reference(self, value: Any) -> Any:
+        """How a value is recorded: a tensor as its ``Result`` or ``Form``, others as they are."""
         if not isinstance(value, torch.Tensor):
             return tuple(value) if isinstance(value, torch.Size) else value
         if value in self._numbers:
@@ -270,13 +286,14 @@ class LossRecorder(TorchFunctionMode):
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """All tensors in a model's output, in order: of lists, dicts, and objects with fields."""
+    """All tensors in a model's output, in order: in lists, dicts, and dataclasses."""
     if isinstance(value, torch.Tensor):
         return [value]
+    elements: Iterable[Any] = ()
     if isinstance(value, Mapping):
-        return [t for one in value.values() for t in tensors_of(one)]
-    if isinstance(value, list | tuple):
-        return [t for one in value for t in tensors_of(one)]
-    if is_dataclass(value) and not isinstance(value, type):
-        return [t for f in fields(value) for t in tensors_of(getattr(value, f.name))]
-    return []
+        elements = value.values()
+    elif isinstance(value, list | tuple):
+        elements = value
+    elif is_dataclass(value) and not isinstance(value, type):
+        elements = [getattr(value, field.name) for field in fields(value)]
+    return [tensor for element in elements for tensor in tensors_of(element)]

@@ -53,7 +53,10 @@ class TrainedModel:
 
     @classmethod
     def of(cls, finder: Finder, on_gpu: bool) -> TrainedModel:
-        """The model that a script trained; ValueError in one line where a plan cannot be of it."""
+        """The model that a ``Finder`` found; ValueError in one line where plans cannot be of it.
+
+        What splits the model over GPUs is removed from it.
+        """
         call = finder.only()
         p: Any = next(call.models[0].parameters()).data
         mode = getattr(p, "_local_tensor", p).fake_mode
@@ -74,25 +77,29 @@ class TrainedModel:
     def capture(
         self, settings: StepSettings, batch: int, seq: int, *, shallow: bool
     ) -> StepCapture:
-        """Capture one micro-batch of its step: forward, loss, backward, and the update."""
+        """Capture one micro-batch of its step: forward, loss, backward, and the update.
+
+        ``shallow``: equal layers may be left out (``capture_shortened``), if the model is called
+        once. Where a model is called again, or several are, forward makes the loss itself.
+        """
         clip = self.facts.clip and settings.optimizer not in ("muon", "none")
         settings = replace(settings, clip=clip)
         size = Scaled(own=self.size, wanted=Size(batch=batch, seq=seq))
         models, tape = self.tape.models, self.tape
         in_half = settings.amp and torch_dtype(settings.dtype) == held_dtype(models)
-        settings = replace(settings, amp=settings.amp and not in_half)  # which no autocast makes so
+        settings = replace(settings, amp=settings.amp and not in_half)  # weights are cast already
         stored = torch_dtype(settings.stored)
         dtype = None if stored == held_dtype(models) else stored
         alone = tape.calls_of_models == 1
         whole, first = models[0] if alone else Together(models), tape.calls[0]
 
-        def given() -> dict[str, Any]:
-            named = {str(i): one for i, one in enumerate(first.arguments)} | dict(first.options)
+        def inputs() -> dict[str, Any]:
+            named = {str(i): value for i, value in enumerate(first.arguments)} | dict(first.options)
             return {k: self._value(v, size, dtype) for k, v in named.items()}
 
         def loss(output: Any) -> Any:
             named = {f"{id(m)}.{n}": p for m in models for n, p in m.named_parameters()}
-            make = partial(self._made, size=size, dtype=dtype)
+            make = partial(self._new_tensor, size=size, dtype=dtype)
             return tape.play(output, named, size, make)
 
         def run(**named: Any) -> Any:
@@ -104,7 +111,7 @@ class TrainedModel:
             step = capture_shortened(
                 self.facts.model,
                 lambda: whole,
-                given,
+                inputs,
                 lambda output, inputs: loss(output) if alone else output,
                 settings,
                 samples=batch,
@@ -114,12 +121,14 @@ class TrainedModel:
             )
         return updated_in_fp32(step) if in_half else step
 
-    def _made(self, form: Form, size: Scaled, dtype: torch.dtype | None) -> torch.Tensor:
+    def _new_tensor(self, form: Form, size: Scaled, dtype: torch.dtype | None) -> torch.Tensor:
+        """A tensor of a form, on the GPU if the model is there."""
         return self._placed(form.tensor(size, dtype))
 
     def _value(self, value: Any, size: Scaled, dtype: torch.dtype | None) -> Any:
+        """A recorded argument at another size: forms in it become tensors."""
         if isinstance(value, Form):
-            return self._made(value, size, dtype)
+            return self._new_tensor(value, size, dtype)
         if isinstance(value, Mapping):
             return {k: self._value(v, size, dtype) for k, v in value.items()}
         if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
@@ -127,53 +136,55 @@ class TrainedModel:
         return value
 
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor on the GPU, if the script put the model there."""
         return tensor.cuda() if self.on_gpu else tensor
 
     @contextmanager
     def _fresh(
         self, model: Any, forward: Any, size: Scaled, dtype: torch.dtype | None
     ) -> Iterator[None]:
-        """New parameters, without gradients or hooks, inside the context; all comes back after.
+        """Give the model new parameters, without gradients or hooks, inside the context.
 
-        The model runs ``forward`` there. Tables that it keeps of a sequence are those of a size.
+        The model runs ``forward`` there. Tables that it keeps for each token of a sequence have the
+        length of ``size``. Afterwards all is as before.
         """
-        held = [
-            (place, to, {k: v for k, v in place.items() if isinstance(v, torch.Tensor)})
+        held = [  # dicts of modules, the dtype for tensors in them, and these tensors
+            (owner, to, {k: v for k, v in owner.items() if isinstance(v, torch.Tensor)})
             for m in model.modules()
-            for place, to in ((m._parameters, dtype), (m._buffers, dtype), (vars(m), None))
+            for owner, to in ((m._parameters, dtype), (m._buffers, dtype), (vars(m), None))
         ]
-        own, made = model.__dict__.get("forward"), dict[int, torch.nn.Parameter]()
+        own, renewed = model.__dict__.get("forward"), dict[int, torch.nn.Parameter]()
         try:
             with self.mode:
-                for place, to, old in held:
-                    place.update((k, self._renewed(v, size, to, made)) for k, v in old.items())
+                for owner, to, old in held:
+                    owner.update((k, self._renewed(v, size, to, renewed)) for k, v in old.items())
             model.forward = forward
             yield
         finally:
             model.__dict__.pop("forward", None)
             if own is not None:
                 model.forward = own
-            for place, _, old in held:
-                place.update(old)
+            for owner, _, old in held:
+                owner.update(old)
 
     def _renewed(
         self,
         old: torch.Tensor,
         size: Scaled,
         dtype: torch.dtype | None,
-        made: dict[int, torch.nn.Parameter],
+        renewed: dict[int, torch.nn.Parameter],
     ) -> torch.Tensor:
-        """What stands for a tensor of the model: of a parameter a new one of its shape and strides.
+        """A new tensor in place of one of the model's: a parameter has its shape and strides.
 
         Tied parameters stay tied, by ``made`` (new ones by the id of the old). Other tensors have
         the shape that they have at ``size``. Floats are in ``dtype`` where one is given.
         """
         to = dtype if dtype is not None and old.is_floating_point() else old.dtype
         if isinstance(old, torch.nn.Parameter):
-            if id(old) not in made:
+            if id(old) not in renewed:
                 new = torch.empty_strided(old.size(), old.stride(), dtype=to)
-                made[id(old)] = torch.nn.Parameter(self._placed(new), old.requires_grad)
-            return made[id(old)]
+                renewed[id(old)] = torch.nn.Parameter(self._placed(new), old.requires_grad)
+            return renewed[id(old)]
         shape = size.table(old.shape)
         if to == old.dtype and shape == list(old.shape):
             return old
@@ -199,17 +210,21 @@ def _without_checkpointing(functions: Iterable[Any]) -> Iterator[None]:
 
 
 class NoContext:
-    """In the place of the context of an autograd function without a backward of its own."""
+    """The context (``ctx``) of an autograd function whose backward is not used: keeps nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args: None
 
 
 def _saving_all(function: Any, *args: Any) -> Any:
-    """The forward of an autograd function that runs what it is given with gradients."""
-    alone = function.setup_context is not torch.autograd.Function.setup_context
+    """Run the forward of an autograd function that recomputes, such that autograd saves all.
+
+    The function among its arguments runs with gradients.
+    """
     given = with_function(args, torch.enable_grad())
-    return function.forward(*([] if alone else [NoContext()]), *given)
+    if function.setup_context is not torch.autograd.Function.setup_context:
+        return function.forward(*given)
+    return function.forward(NoContext(), *given)
 
 
 def updated_in_fp32(step: StepCapture) -> StepCapture:
@@ -238,7 +253,10 @@ class Together(torch.nn.Module):
 
 
 def serve(model: TrainedModel, folder: Path) -> None:
-    """Write what is known of a model, then capture it as files in a folder ask, until killed."""
+    """Write the facts of a model to a folder, then answer files there that ask for captures.
+
+    It ends when the parent process does, or is killed.
+    """
     write_atomic(folder / FACTS, json.dumps(asdict(model.facts)).encode())
     parent = os.getppid()
     while os.getppid() == parent:

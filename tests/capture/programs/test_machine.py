@@ -13,7 +13,7 @@ import pytest
 from small_scripts import H100, TRAINING, captured, written
 
 from itercast.capture.programs.program import COLLECTIVE
-from itercast.capture.programs.told.notes import ON_HOST
+from itercast.capture.programs.reports.notes import ON_HOST
 
 STEPS = """
 for step in range(3):

@@ -1,0 +1,1 @@
+"""Reports on a script: what it does while it runs, and notes on its step."""
