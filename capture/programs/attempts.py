@@ -24,7 +24,11 @@ Row = dict[str, Any]
 
 @dataclass(kw_only=True)
 class KnownRanks:
-    """What is known of the ``wanted`` ranks; where it ``follows``, also of those they talk to."""
+    """The ranks captured so far of those ``wanted``, and what they sent each other.
+
+    ``follows``: ranks that captured ones exchange messages with are wanted, too. ``repeats``:
+    micro-batches and layers that are like others are not run.
+    """
 
     wanted: list[int]
     follows: bool
@@ -34,10 +38,11 @@ class KnownRanks:
 
     @property
     def complete(self) -> bool:
+        """Whether all wanted ranks are captured."""
         return self.done.keys() >= set(self.wanted)
 
     def attempt(self, capture: Callable[[int, Mailbox, bool], CapturedRank]) -> KnownRanks:
-        """Capture one rank more, or learn of what it waits for, or that layers are unlike."""
+        """Capture one rank more, or learn which rank it waits for, or that nothing repeats."""
         waiting = [rank for rank in self.wanted if rank not in self.done]
         ready = [rank for rank in waiting if not self.mailbox.lacks(rank)]
         if not ready:
@@ -54,34 +59,34 @@ class KnownRanks:
         return self
 
     def program(self, world_size: int) -> ProgramCapture:
-        """All of them as one program."""
+        """The captured ranks as one program."""
         done = dict(sorted(self.done.items()))
-        told = [rank.told for rank in done.values()]
+        fields = [rank.fields for rank in done.values()]
         return ProgramCapture(
             world_size=world_size,
-            ranks={r: one.step for r, one in done.items()},
-            peak_bytes={r: one.peak_bytes for r, one in done.items()},
-            grouped=any(one.grouped for one in done.values()),
-            held_bytes=max(done.values(), key=lambda one: one.peak_bytes).least_bytes,
-            notes=tuple(dict.fromkeys(x for one in told for x in one.get("notes", ()))),
-            passes=told[0].get("passes", ()),
-            samples=max(one.get("samples", 0) for one in told),
-            optimizer_steps=max(one.get("optimizer_steps", 1) for one in told),
+            ranks={number: rank.step for number, rank in done.items()},
+            peak_bytes={number: rank.peak_bytes for number, rank in done.items()},
+            grouped=any(rank.grouped for rank in done.values()),
+            held_bytes=max(done.values(), key=lambda rank: rank.peak_bytes).least_bytes,
+            notes=tuple(dict.fromkeys(note for row in fields for note in row.get("notes", ()))),
+            passes=fields[0].get("passes", ()),
+            samples=max(row.get("samples", 0) for row in fields),
+            optimizer_steps=max(row.get("optimizer_steps", 1) for row in fields),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedRank:
-    """What a rank launched in a step, its memory, and what it ``told`` of the program."""
+    """What a rank launched in a step, its memory, and further ``fields`` of ProgramCapture."""
 
     step: StepCapture
     peak_bytes: int
     least_bytes: int
     grouped: bool
-    told: Row
+    fields: Row
 
     def peers(self) -> set[int]:
-        """The ranks that it exchanges messages with, one by one."""
+        """The ranks that it sends point-to-point messages to, or gets them from."""
         sent = (c.kwargs["peer"] for c in self.step.calls if c.op == COLLECTIVE)
         return {peer for peer in sent if peer >= 0}
 
@@ -92,25 +97,26 @@ Attempt = Callable[[], KnownRanks]
 def in_fork(
     tell: Callable[[], object], hear: Callable[[Any], None], attempt: Attempt
 ) -> KnownRanks:
-    """Make an attempt in a fork; the fork with which what is known is complete goes on.
+    """Make an attempt in a fork of this process.
 
-    Of others this process gets what they know, and ``hear`` gets what ``tell`` says in them. Where
-    a fork goes on, or ends otherwise, this process ends as it does.
+    A fork that completes the ranks returns from here and goes on in place of this process, which
+    ends as the fork does. Others send back what they know by a file, and what ``tell`` returns in
+    them, which ``hear`` gets here. Where a fork fails, this process ends as it does.
     """
-    with TemporaryFile() as told:
+    with TemporaryFile() as file:
         if (pid := os.fork()) == 0:
             known = attempt()
             if known.complete:
                 return known
-            torch.save((known, tell()), told)
-            told.flush()
+            torch.save((known, tell()), file)
+            file.flush()
             os._exit(0)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if code < 0:
             os.kill(os.getpid(), -code)
-        if not told.seek(0, os.SEEK_END):
+        if not file.seek(0, os.SEEK_END):
             os._exit(code)
-        told.seek(0)
-        others: tuple[KnownRanks, Any] = torch.load(told, weights_only=False)  # of our own fork
-    hear(others[1])
-    return others[0]
+        file.seek(0)
+        sent: tuple[KnownRanks, Any] = torch.load(file, weights_only=False)  # of our own fork
+    hear(sent[1])
+    return sent[0]

@@ -121,14 +121,14 @@ def _capture_rank(
         numbers = partialmethod(_numbers, log)
         stack.enter_context(patch.object(FakeTensor, "numpy", numbers, create=True))
         with log:
-            told = run(rank, log) or {}
+            fields = run(rank, log) or {}
     networks = tuple(log.networks)
     return CapturedRank(
         step=StepCapture(calls=tuple(folded(log.calls)), host=log.host, networks=networks),
         peak_bytes=log.peak_bytes,
         least_bytes=log.least_bytes,
         grouped=log.grouped,
-        told=told,
+        fields=fields,
     )
 
 
