@@ -340,16 +340,16 @@ class ProgramLog(OpLog):
     def _copied(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run one of FSDP's copies into or out of its buffer, and log it as one kernel over it.
 
-        Its hooks are not compiled: it belongs to no compiled function. ``of``: empty views of the
-        other tensors, by which the log knows their memory.
+        ``of``: empty views of the parts, so that the call touches their memory and counts bytes
+        once. FSDP's hooks are never compiled: the call belongs to no compiled function.
         """
         output = func(*args, **kwargs)
         flat = [t.reshape(-1) for t in tensors_in((args[0], kwargs))]
         buffer = max(flat, key=torch.Tensor.numel)
         if func is torch.ops.fsdp.all_gather_copy_in.default:
             buffer = output[0]
-        others = [t[:0] for t in flat if t is not buffer]
-        super().add(COPY, (buffer, buffer), {"of": others}, buffer)
+        parts = [t[:0] for t in flat if t is not buffer]
+        super().add(COPY, (buffer, buffer), {"of": parts}, buffer)
         return output
 
     def _arrived(self, tensors: Any) -> None:

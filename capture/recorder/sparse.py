@@ -229,7 +229,10 @@ def _sum_of_product(c: Tensor, a: Tensor, b: Tensor, **options: object) -> Argum
 
 
 def _sum(a: Tensor, b: Tensor, **options: object) -> Argument:
-    """a + b: dense if one of them is, else with the entries of both; None: torch does it itself."""
+    """a + b: dense if one of them is, else sparse with the entries of both.
+
+    None where torch does it itself (b is a number); NotImplemented where nnz depends on data.
+    """
     if not isinstance(b, torch.Tensor):
         return None
     if not (is_sparse(a) and is_sparse(b)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -118,25 +118,31 @@ def capture_user_model(
             raise
         raise ValueError(f"the model fails without data: {one_line_error(exc)}") from exc
     rows, length = _sizes(results["inputs"])
-    samples = batch or rows
-    remarks = [
-        f"{name} {asked} only counts: the inputs stay as they are, of {own}, as no function of the "
-        f"model has a parameter {name}"
-        for name, asked, own in (("batch", batch, rows), ("seq", seq, length))
-        if asked and own and asked != own and name not in results["model"].sizes
-    ]
-    compiled = results["compiled"]
+    samples, compiled = batch or rows, results["compiled"]
+    sizes = {"batch": (batch, rows), "seq": (seq, length)}
+    remarks = (*step.remarks, *_remarks(sizes, results["model"].sizes, compiled))
+    engine, tokens = compiled.get("", step.engine), samples * (seq or length)
+    return replace(step, engine=engine, remarks=remarks, samples=samples, tokens=tokens)
+
+
+def _remarks(
+    sizes: Mapping[str, tuple[int | None, int]],
+    followed: Collection[str],
+    compiled: Mapping[str, str],
+) -> Iterator[str]:
+    """Yields remarks on sizes that the inputs do not follow, and on parts that are compiled.
+
+    ``sizes``: by "batch" and "seq" the size asked for and that of the inputs; ``followed``: names
+    of those that the inputs follow; ``compiled``: engines of compiled modules by name.
+    """
+    for name, (asked, own) in sizes.items():
+        if asked and own and asked != own and name not in followed:
+            stay = f"{name} {asked} only counts: the inputs stay as they are, of {own}"
+            yield f"{stay}, as no function of the model has a parameter {name}"
     if compiled and "" not in compiled:
         first, more = next(iter(compiled)), f" and {len(compiled) - 1} more" * (len(compiled) > 1)
         parts = f"{first}{more}: torch.compile of parts of a model is forecast eager"
-        remarks.append(f"{parts}; --compile (engine='compile') compiles all of it")
-    return replace(
-        step,
-        engine=compiled.get("", step.engine),
-        remarks=(*step.remarks, *remarks),
-        samples=samples,
-        tokens=samples * (seq or length),
-    )
+        yield f"{parts}; --compile (engine='compile') compiles all of it"
 
 
 def _sizes(inputs: Any) -> tuple[int, int]:

@@ -37,7 +37,10 @@ class ShardedAttention(WholeAttention):
         super().__init__(log, eager=False)
 
     def attend(self, mask: Any, options: dict[str, Any], *qkv: Any) -> Any:
-        """Attention of queries, keys and values."""
+        """Attention of queries, keys and values of shape (batch, heads, length, width).
+
+        Logged whole, or by a fused op of CUDA's, which selective checkpoints and DTensor dispatch.
+        """
         modes = _get_current_dispatch_mode_stack()
         checkpointed = mask is None and any(isinstance(mode, SELECTIVE) for mode in modes)
         if not checkpointed and not is_traceable_wrapper_subclass(qkv[0]):

@@ -76,18 +76,18 @@ class MicroBatches:
 
     @contextmanager
     def _backward(self, backward: Backward) -> Iterator[None]:
-        """Note the backward, inside the context, of the open forward passes that it reaches.
+        """Note what a plain ``loss.backward()`` launches for each open pass that it reaches.
 
-        UnlikeError where a repeated pass waits for its own and this is no plain ``backward()``.
+        Any other backward, as of ``autograd.grad``, is not noted; where a repeated pass waits for
+        its backward it is an UnlikeError, as it cannot be repeated.
         """
-        usual = backward.accumulates and not (backward.inputs or backward.differentiable)
-        if not usual and (None in self.open.values() or self.layers.repeated):
+        is_plain = backward.accumulates and not (backward.inputs or backward.differentiable)
+        if not is_plain and (None in self.open.values() or self.layers.repeated):
             raise UnlikeError
         with ExitStack() as stack:
-            for opened in self.open.values():
-                handle = self._begin(opened, backward.roots) if opened and usual else None
-                if opened and handle:
-                    stack.callback(self._end, opened)
+            for ran in filter(None, self.open.values() if is_plain else ()):
+                if handle := self._begin(ran, backward.roots):
+                    stack.callback(self._end, ran)
                     stack.callback(handle.remove)
             yield
         self.open.clear()
