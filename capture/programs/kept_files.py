@@ -1,14 +1,15 @@
 """Files that lay there before a script ran for a forecast are there afterwards.
 
-A file that the script empties, replaces, moves or deletes is set aside in its folder, as
+A file that the script writes to, replaces, moves or deletes is set aside in its folder, as
 ``.NAME.before-itercast``, and given back when the script ends; where its process was killed, by the
 one that started it (``give_back``). So is a folder that it deletes by ``shutil.rmtree``; one that
-it moves stays moved. What is added to a file stays. Checkpoints that the script made are removed:
-they hold no data.
+it moves stays moved. Of what it writes into large files (``MOST_BYTES``) nothing is given back.
+Checkpoints that the script made are removed: they hold no data.
 """
 
 from __future__ import annotations
 
+import filecmp
 import os
 import shutil
 import sys
@@ -19,6 +20,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+MOST_BYTES = 1 << 30  # no assumption: of a file that is copied before it is changed in place
 KEPT, END = "kept", "\0"  # name of a list of files, end of a path in it
 MARK = b"saved by itercast, without data\n"  # checkpoints begin so (``saved``)
 
@@ -36,6 +38,11 @@ class KeptFiles:
     def about_to_delete(self, file: Any) -> None:
         """Set a file aside, and leave it in its place."""
         self._keep(file, self._is_older, partial(os.link, follow_symlinks=False))
+
+    def about_to_change(self, file: Any) -> None:
+        """Set a copy of a file aside that is changed in place, and of no link to it."""
+        if isinstance(file, str | bytes | os.PathLike):
+            self._keep(os.path.realpath(file), self._is_older_and_small, shutil.copy2)
 
     def about_to_move(self, file: Any) -> None:
         """Set a copy of a file aside, as it lives on under another name."""
@@ -65,6 +72,9 @@ class KeptFiles:
         """Whether a file lay there before, unchanged: temporary ones are deleted, too."""
         return os.path.isfile(path) and os.lstat(path).st_ctime < self._begun_s
 
+    def _is_older_and_small(self, path: str) -> bool:
+        return self._is_older(path) and os.path.getsize(path) <= MOST_BYTES
+
     def _holds_older(self, folder: str) -> bool:
         """Whether a folder, and no link to one, holds files that lay there before."""
         files = (os.path.join(at, name) for at, _, names in os.walk(folder) for name in names)
@@ -91,6 +101,9 @@ def give_back(listed: Path) -> None:
     for path in reversed(listed.read_text().split(END)[:-1]) if listed.exists() else ():
         with suppress(FileNotFoundError):  # done, by this process or another rank's
             if os.path.lexists(_aside(path)):
+                if os.path.isfile(path) and filecmp.cmp(path, _aside(path), shallow=False):
+                    os.unlink(_aside(path))  # as it was: others may hold it open
+                    continue
                 if os.path.isdir(_aside(path)):
                     shutil.rmtree(path, ignore_errors=True)  # made since
                 os.replace(_aside(path), path)
@@ -106,23 +119,29 @@ def _is_without_data(path: str) -> bool:
 
 
 LISTENING: list[KeptFiles] = []
+EVENTS = ("open", "sqlite3.connect", "os.rename", "os.remove", "shutil.rmtree")
 
 
 @cache
 def _hear_of_files() -> None:
-    """Tell those in ``LISTENING`` of files that are about to be emptied, moved or deleted.
+    """Tell those in ``LISTENING`` of files that are about to be written to, moved or deleted.
 
     An audit hook of Python does, which runs before the file changes and cannot be removed again.
     """
 
     def heard(event: str, args: tuple[Any, ...]) -> None:
-        if not LISTENING or event not in ("open", "os.rename", "os.remove", "shutil.rmtree"):
+        if not LISTENING or event not in EVENTS:
             return
         kept_files = LISTENING.pop()  # it opens, renames and links files, too
         try:
             if event == "open":
-                if (args[2] or 0) & (os.O_TRUNC | os.O_EXCL) == os.O_TRUNC:
+                flags = args[2] or 0
+                if flags & (os.O_TRUNC | os.O_EXCL) == os.O_TRUNC:
                     kept_files.about_to_write(args[0])
+                elif flags & (os.O_WRONLY | os.O_RDWR):
+                    kept_files.about_to_change(args[0])
+            elif event == "sqlite3.connect":
+                kept_files.about_to_change(args[0])
             elif event == "os.rename":
                 kept_files.about_to_move(args[0])
                 kept_files.about_to_write(args[1])

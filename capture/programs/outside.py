@@ -29,7 +29,6 @@ from unittest.mock import patch
 
 import torch
 import torch.multiprocessing as mp
-from torch.distributed.checkpoint import state_dict_saver
 from torch.utils.data import dataloader
 
 from itercast.capture.programs.kept_files import files_kept
@@ -88,21 +87,14 @@ def nothing_outside(owns: Callable[[str], bool], kept: Path) -> Iterator[None]:
             patch.object(socket.socket, "connect", _of_unix("connect", "opens a connection")),
             patch.object(socket.socket, "bind", _of_unix("bind", "opens a socket")),
             patch.multiple(mp, spawn=_spawned, start_processes=_spawned),
-            patch.object(state_dict_saver, "_save_state_dict", _saved),
             patch.object(concurrent.futures, "ProcessPoolExecutor", _Threads),
         ):
             stack.enter_context(context)
         stack.enter_context(files_kept(kept))
         stack.enter_context(_rank_of_processes(owns))
-        if find_spec("safetensors"):
-            stack.enter_context(patch("safetensors.torch.serialize_file", _saved))
         for package in filter(find_spec, POOLS):
             stack.enter_context(_threads_for_processes(package))
         yield
-
-
-def _saved(*args: Any, **options: Any) -> None:
-    """Save nothing: there is no data."""
 
 
 def _refuse(what: str) -> Callable[..., Any]:

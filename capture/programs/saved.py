@@ -1,6 +1,7 @@
-"""What a script saves by ``torch.save`` it can load: tensors keep their form, and known values.
+"""What a script saves it can load: tensors keep their form, and known values.
 
-The files hold no data beside these, and are removed when the script ends (``kept_files``).
+That holds for ``torch.save``, safetensors and ``torch.distributed.checkpoint``. The files hold no
+data beside these, and are removed when the script ends (``kept_files``).
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
+from importlib.util import find_spec
 from io import BytesIO
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +19,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._traverse import set_element
+from torch.nn import Parameter
 from torch.serialization import _serialization_tls
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -25,6 +31,7 @@ from itercast.capture.programs.kept_files import MARK
 
 OURS = MARK + os.urandom(16)  # no other file is unpickled whatever it holds
 KnownValues = Callable[[Tensor], Tensor | None]  # the values of a fake tensor
+DISTRIBUTED = ".metadata"  # the file by which torch.distributed.checkpoint knows its folders
 
 
 class _Pickler(pickle.Pickler):
@@ -88,12 +95,151 @@ def _load(
     return load(f, map_location, *args, **options)
 
 
+def _is_ours(file: Any) -> bool:
+    with _opened(file, "rb") as opened:
+        return bool(opened.read(len(OURS)) == OURS)
+
+
+class _Opened:
+    """As ``safetensors.safe_open`` of a file of ours."""
+
+    def __init__(self, file: Any, device: Any) -> None:
+        place = f"cuda:{device}" if isinstance(device, int) else device
+        self._tensors, self._metadata = torch.load(file, map_location=place)
+
+    def __enter__(self) -> _Opened:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Nothing is open."""
+
+    def keys(self) -> list[str]:
+        return sorted(self._tensors)
+
+    offset_keys = keys
+
+    def metadata(self) -> dict[str, str] | None:
+        metadata: dict[str, str] | None = self._metadata
+        return metadata
+
+    def get_tensor(self, name: str) -> Tensor:
+        tensor: Tensor = self._tensors[name]
+        return tensor
+
+    def get_tensors(self) -> dict[str, Tensor]:
+        return dict(self._tensors)
+
+    def get_slice(self, name: str) -> _Slice:
+        return _Slice(self._tensors[name])
+
+
+class _Slice:
+    """As a slice of safetensors, which gives parts of a tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __getitem__(self, part: Any) -> Tensor:
+        return self._tensor[part]
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def get_dtype(self) -> str:
+        from safetensors.torch import _TYPES
+
+        return next(name for name, dtype in _TYPES.items() if dtype == self._tensor.dtype)
+
+
+@contextmanager
+def _safetensors(known_values: KnownValues) -> Iterator[None]:
+    """Let safetensors write what ``torch.save`` would, and read it again."""
+    import safetensors
+    import safetensors.torch as library
+
+    opens, loads = safetensors.safe_open, library.load
+    check = getattr(library, "_evaluate_tensors_for_save", id)
+    flatten = next(name for name in ("_flatten_as_ptr", "_flatten") if hasattr(library, name))
+
+    def flattened(tensors: dict[str, Tensor], *args: Any) -> dict[str, Tensor]:
+        check(tensors)  # refuses those that share memory
+        return tensors
+
+    def written(tensors: Any, filename: Any, metadata: Any = None) -> None:
+        _save(known_values, (tensors, metadata), filename)
+
+    def packed(tensors: Any, metadata: Any = None) -> bytes:
+        written(tensors, made := BytesIO(), metadata)
+        return made.getvalue()
+
+    def opened(file: Any, framework: str, device: Any = "cpu", **more: Any) -> Any:
+        ours = framework == "pt" and _is_ours(file)
+        return _Opened(file, device) if ours else opens(file, framework, device, **more)
+
+    def loaded(data: bytes) -> dict[str, Tensor]:
+        return _Opened(BytesIO(data), "cpu").get_tensors() if data.startswith(OURS) else loads(data)
+
+    new: dict[str, Any] = {"serialize_file": written, "serialize": packed, flatten: flattened}
+    new |= {"load": loaded, "safe_open": opened}
+    with patch.multiple(library, **new), patch("safetensors.safe_open", opened):
+        yield
+
+
+def _saves_distributed(state_dict: Any, storage_writer: Any, *args: Any, **options: Any) -> None:
+    """As ``torch.distributed.checkpoint.save``, into one file; of sharded tensors their names."""
+    if (folder := getattr(storage_writer, "path", None)) is None:
+        return
+    flat, _ = flatten_state_dict(state_dict)
+    plain = {name: None if _is_sharded(value) else value for name, value in flat.items()}
+    os.makedirs(folder, exist_ok=True)
+    torch.save(plain, os.path.join(folder, DISTRIBUTED))
+
+
+def _is_sharded(value: object) -> bool:
+    return isinstance(value, Tensor) and type(value) not in (Tensor, FakeTensor, Parameter)
+
+
+def _loads_distributed(
+    load: Callable[..., None],
+    state_dict: Any,
+    storage_reader: Any,
+    *args: Any,
+    planner: Any = None,
+    **options: Any,
+) -> None:
+    """As ``torch.distributed.checkpoint.load``: tensors stay as they are, but for known values."""
+    file = os.path.join(getattr(storage_reader, "path", ""), DISTRIBUTED)
+    if not (os.path.isfile(file) and _is_ours(file)):
+        load(state_dict, storage_reader, *args, planner=planner, **options)
+        return
+    saved, (flat, places) = torch.load(file), flatten_state_dict(state_dict)
+    for name, value in flat.items():
+        if name not in saved:
+            if getattr(planner, "allow_partial_load", False):
+                continue
+            raise RuntimeError(f"Missing key in checkpoint state_dict: {name}.")
+        if not isinstance(value, Tensor):
+            set_element(state_dict, places[name], saved[name])
+        elif isinstance(saved[name], Tensor) and not _is_sharded(value):
+            with torch.no_grad():
+                value.copy_(saved[name])
+
+
 @contextmanager
 def saved_for_loading(known_values: KnownValues) -> Iterator[None]:
-    """Let ``torch.save`` write what ``torch.load`` reads again, inside the context."""
+    """Let a script read again what it saves, inside the context."""
     both: dict[str, Any] = {
         "save": partial(_save, known_values),
         "load": partial(_load, torch.load),
     }
-    with patch.multiple(torch, **both):
+    load = partial(_loads_distributed, state_dict_loader._load_state_dict)
+    with ExitStack() as stack:
+        for context in (
+            patch.multiple(torch, **both),
+            patch.object(state_dict_saver, "_save_state_dict", _saves_distributed),
+            patch.object(state_dict_loader, "_load_state_dict", load),
+        ):
+            stack.enter_context(context)
+        if find_spec("safetensors"):
+            stack.enter_context(_safetensors(known_values))
         yield

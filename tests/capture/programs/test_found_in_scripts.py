@@ -129,11 +129,35 @@ with socket.socket() as free:
     free.bind(("", 0))
     assert free.getsockname()[1]
 import torch.distributed as dist, torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file, save_model
+from safetensors import safe_open
+from safetensors.torch import load, load_file, load_model, save, save_file, save_model
 dist.init_process_group()
-save_file(model.state_dict(), "model.safetensors", {"format": "pt"})
+state = {**model.state_dict(), "places": torch.tensor([1, 2, 5])}
+save_file(state, "model.safetensors", {"format": "pt"})
+found = load_file("model.safetensors", device="cuda")
+assert found["weight"].is_cuda and found["weight"].shape == model.weight.shape
+assert found["places"].tolist() == load(save(state))["places"].tolist() == [1, 2, 5]
+with safe_open("model.safetensors", framework="pt") as file:
+    assert file.metadata() == {"format": "pt"} and file.get_tensor("weight").is_cpu
+    part = file.get_slice("places")
+    assert part.get_shape() == [3] and part.get_dtype() == "I64" and part[1:].tolist() == [2, 5]
 save_model(model, "model.safetensors")
-dcp.save({"model": model.state_dict()}, checkpoint_id="checkpoint")
+assert load_model(model, "model.safetensors") == (set(), [])
+from torch.distributed.fsdp import fully_shard
+sharded = torch.nn.Linear(64, 8).cuda()
+fully_shard(sharded)
+kept = {"model": model.state_dict(), "sharded": sharded.state_dict(), "epoch": 3}
+kept["places"] = torch.tensor([1, 2, 5])
+dcp.save(kept, checkpoint_id="checkpoint")
+found = kept | {"epoch": 0, "places": torch.tensor([0, 0, 0])}
+dcp.load(found, checkpoint_id="checkpoint")
+assert found["epoch"] == 3 and found["places"].tolist() == [1, 2, 5]
+try:
+    dcp.load({"other": 1}, checkpoint_id="checkpoint")
+except RuntimeError as exc:
+    assert str(exc) == "Missing key in checkpoint state_dict: other."
+else:
+    raise SystemExit("it was found")
 """
 LOADED = """
 import io, os, pathlib, shutil

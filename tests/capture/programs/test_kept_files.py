@@ -20,8 +20,14 @@ SAVES = """
     assert pathlib.Path("log.json").read_text() == f"[{step}]"
     pathlib.Path("best.tmp").write_text("of this step")
     os.replace("best.tmp", "best.txt")
-    with open("history.txt", "a") as file:
+    with open("link.txt", "a") as file:
         file.write("more")
+    with open("header.bin", "r+b") as file:
+        file.write(b"of this run")
+    import numpy, sqlite3
+    numpy.memmap("latents.bin", dtype="u1")[:] = 0
+    with sqlite3.connect("runs.db") as runs:
+        runs.execute("create table if not exists of_this_run (step)")
 """
 
 
@@ -31,9 +37,11 @@ def test_files_that_a_script_writes_over_are_given_back(
     monkeypatch.chdir(tmp_path)
     script = written(tmp_path, TRAINING + SAVES)
     before = {"model.pt": "trained for a week", "log.json": "[9]", "best.txt": "of a week"}
+    before |= {name: "of a week" for name in ("history.txt", "header.bin", "latents.bin")}
     for name, text in before.items():
         (tmp_path / name).write_text(text)
-    (tmp_path / "history.txt").write_text("some ")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "history.txt")
+    (tmp_path / "runs.db").touch()
     # left by a run that was killed: what lies at its place is not the user's
     (tmp_path / ".log.json.before-itercast").write_text("[8]")
 
@@ -41,8 +49,8 @@ def test_files_that_a_script_writes_over_are_given_back(
 
     found = {p.name: p.read_text() for p in tmp_path.iterdir() if p.is_file()}
     assert found.pop("train.py")
-    assert found.pop("history.txt").startswith("some more")
-    assert found == before | {"log.json": "[8]"}
+    assert found == before | {"log.json": "[8]", "link.txt": "of a week", "runs.db": ""}
+    assert (tmp_path / "link.txt").is_symlink()
 
 
 DELETES = """
