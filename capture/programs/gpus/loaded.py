@@ -96,6 +96,9 @@ def weights_not_downloaded(guesses: dict[str, StackSummary]) -> Iterator[None]:
             return hub(url, model_dir, *args, **options)
         guess = f"{name} is not on this machine: weights are taken to be of the model's own form"
         guesses.setdefault(guess, extract_stack())
+        if model_dir:  # a folder of the script's, whose files it may read itself
+            os.makedirs(folder, exist_ok=True)
+            torch.save(Unknown(), os.path.join(folder, name))
         return Unknown()
 
     def loading(model: Any, state_dict: Any, *args: Any, **options: Any) -> Any:

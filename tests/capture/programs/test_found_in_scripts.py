@@ -120,8 +120,11 @@ places = [(schedule == t).nonzero().item() for t in chosen]
 assert len(places) == 4 and schedule[places].shape == (4,)
 """
 WEIGHTS = """
-state = torch.hub.load_state_dict_from_url("https://nowhere/resnet.pth", progress=False)
-assert model.load_state_dict(state) == model.load_state_dict(state["model"], strict=False)
+for _ in range(2):
+    url = "https://nowhere/resnet.pth"
+    state = torch.hub.load_state_dict_from_url(url, model_dir="weights/", progress=False)
+    assert model.load_state_dict(state) == model.load_state_dict(state["model"], strict=False)
+    model.load_state_dict(torch.load("weights/resnet.pth", map_location="cpu"))
 """
 SAVED = """
 import socket
@@ -289,9 +292,14 @@ def test_a_script_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text:
     assert Counter(c.op for c in program.ranks[0].calls)["aten._foreach_lerp_.Scalar"] == 1
 
 
-def test_weights_that_are_not_there_are_noted(tmp_path: Path) -> None:
+def test_weights_that_are_not_there_are_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script may read the file that torch would have downloaded; it is gone afterwards."""
+    monkeypatch.chdir(tmp_path)
     (note,) = captured(written(tmp_path, TRAIN + WEIGHTS + STEPS), gpus=1).notes
     assert note.startswith("resnet.pth is not on this machine: weights are taken to be")
+    assert not list(tmp_path.glob("weights/*"))
 
 
 READERS = """
