@@ -97,11 +97,11 @@ def capture_shortened(
     there are several, and the last; ``repeats`` and ``order`` of the capture say which layers stand
     for others. Where that fails, or leaves one of them unused, the whole model is captured.
     """
-    left = list[Shortened]()
+    lost = list[Shortened]()
 
     def shortened() -> torch.nn.Module:
         model = build()
-        left.append(shorten_lists(model, undo) if shallow else Shortened())
+        lost.append(shorten_lists(model, undo) if shallow else Shortened())
         return model
 
     size: Any = {"samples": samples, "tokens": tokens, "fake": fake}
@@ -114,10 +114,10 @@ def capture_shortened(
         if not shallow:
             raise ValueError(f"{name} fails without data: {one_line_error(exc)}") from exc
     else:
-        repeats, order = left[-1].repeats, left[-1].order
+        repeats, order = lost[-1].repeats, lost[-1].order
         if _all_used(captured, order):
             return replace(captured, repeats=repeats, order=order, remarks=tuple(texts))
-    # it indexes its layers, or a step that skips some says nothing of those left out
+    # the model indexes its layers, or its step leaves out some that stand for others
     return capture_shortened(name, build, inputs, loss, settings, shallow=False, **size)
 
 
@@ -131,11 +131,10 @@ def _all_used(captured: StepCapture, order: Mapping[str, Sequence[int]]) -> bool
 def shorten_lists(model: torch.nn.Module, undo: ExitStack) -> Shortened:
     """Shorten every outermost list of modules in which one stands for others; ``undo`` restores it.
 
-    A list of lists of several kinds stays whole: parameters do not tell which of them they are of.
-    So does one inside a layer (``stages.2.blocks``), of which it is a part, and one of several
-    kinds of which more than half would stay.
-    Modules are equal if their classes and parameter shapes are. A model that indexes a list that is
-    cut, or knows its length, breaks: capture it whole.
+    Modules are equal if their classes and parameter shapes are. Lists stay whole that lie inside a
+    layer (``stages.2.blocks``), as a part of it; that hold lists of several kinds, as parameters do
+    not tell which they are of; and of whose several kinds more than half would stay. A model that
+    indexes a list that is cut, or knows its length, breaks: capture it whole.
     """
     lost = Shortened()
     for name, module in list(model.named_modules()):

@@ -83,13 +83,17 @@ class Layers:
                 layer.__dict__["forward"] = own
 
     def _forward(self, layer: Any, place: Place, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """A layer's forward, or a repetition of it."""
+        """Repeat a layer's forward if equal layers showed what it launches, else run and note it.
+
+        Layers are equal that hold the same (``place.held``), get inputs of the same forms, and run
+        under the same autocast, modes and stream. One that cannot be repeated is only run.
+        """
         log, (leaves, structure) = self.log, tree_flatten((args, kwargs))
         run = partial(forward, *args, **kwargs)
         forms = [form_of(leaf, log, trains=True) for leaf in leaves]
         trained = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
-        usual = None not in forms and len(trained) == 1 and trained[0].grad_fn is not None
-        held = place.held() if usual and not log.host_memory else None
+        has_one_input = None not in forms and len(trained) == 1 and trained[0].grad_fn is not None
+        held = place.held() if has_one_input and not log.host_memory else None
         if held is None:
             return run()
         cast_before = self._cast_before(layer)

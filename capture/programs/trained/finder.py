@@ -185,7 +185,7 @@ class Finder:
         return self.recorder.called(model, alone, args, kwargs)
 
     def _through(self, wrapper: Any, run: Any, args: Any, kwargs: Any) -> Any:
-        """Run a wrapper: it returns the model's output, maybe as other tensors of these shapes."""
+        """Run a wrapper around a model; its output counts as the model's, if the shapes agree."""
         before = self.wrapper
         self.wrapper = wrapper if before is None else before
         try:
