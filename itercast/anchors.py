@@ -59,9 +59,9 @@ def measured_steps(
 
 
 def _step(entry: Any, path: Path, which: str, ask: Callable[..., Any]) -> MeasuredStep:
-    """The measured step of one entry of a file: options of ``itercast predict``, and its time.
+    """The measured step of one entry of a file, which ``which`` names in errors.
 
-    ``which``: how errors name the entry. Times and rates are all stated in the units of ``TIMES``.
+    An entry has options of ``itercast predict``, one of ``TIMES``, and maybe some of ``BESIDE``.
     """
     from itercast.compose.measured_step import MeasuredStep
 

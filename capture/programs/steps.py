@@ -204,7 +204,9 @@ class Steps:
         return {x.place for x in inferences if not self.trained.isdisjoint(x.parameters)}
 
     def _waits(self) -> None:
-        """End a script whose optimizers make no more steps, whatever it runs."""
+        """Count a backward, or a pass over a DataLoader: after ``WAITED`` of them without a step of
+        an optimizer the script ends.
+        """
         self.waited += 1
         if self.waited == WAITED:
             taken = f"over DataLoaders, of {len(self.taken.took_us):,} batches in all"

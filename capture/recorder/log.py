@@ -219,7 +219,7 @@ class OpLog(TorchDispatchMode):
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
-        """Run an op and log it; views, reads by the host and autograd nodes count as host events."""
+        """Run an op and log it; of views, and of autograd's nodes, count host events instead."""
         if _consists_of_others(func):  # such ops of inference tensors come whole
             with self:
                 return func.decompose(*args, **kwargs)

@@ -250,7 +250,10 @@ class Recording:
             self.measured.others += Counter(self.log.host) - self.host
 
     def _ends(self, at: int, gradients: Any) -> None:
-        """Keep what was launched, at the node that gets the gradient of the layer's input."""
+        """Keep what was launched, at the node that gets the gradient of the layer's input.
+
+        A ``Reached`` stands for the calls between ``_reaches`` and ``_left`` of each parameter.
+        """
         for handle in self.handles:
             handle.remove()
         measured, log = self.measured, self.log
