@@ -143,9 +143,10 @@ def all_alike(share: float, mask: Tensor) -> Fact:
 
 
 def fact_of_number(name: str, args: Args, output: Tensor) -> Fact | None:
-    """The fact about a comparison with one unknown number: it equals no other, and is positive.
+    """The fact about a comparison with an unknown number, None for other ops.
 
-    Of many floats it equals one, as a time step does of its schedule. None for any other op.
+    It is guessed to equal no other number, and to be positive; among many floats it equals one, as
+    a time step does of its schedule.
     """
     if name == "eq" and not output.dim():
         return Fact(mean=0.0, guessed=True)

@@ -119,14 +119,9 @@ def compared(
     if not files or (measured / "iteration").is_dir():
         rows = measured_rows(measured, names)
         return rows, compare_all(rows, bundle)
-    steps = {
-        file.stem: [
-            step
-            for step in measured_steps(file, Question, bundle)
-            if not names or step.name in names
-        ]
-        for file in files
-    }
+    steps = {file.stem: measured_steps(file, Question, bundle) for file in files}
+    if names:
+        steps = {stem: [s for s in of_file if s.name in names] for stem, of_file in steps.items()}
     if not any(steps.values()):
         raise ValueError(f"measured {str(measured)!r}: no step of {', '.join(names or ())} there")
     return step_rows(steps), compare_steps(steps)

@@ -118,31 +118,6 @@ def tensors_on_gpus(local_rank: int, memory: GpuMemory) -> Iterator[None]:
             memory.add(tensor)
         return module
 
-    name_or_cast = torch.Tensor.type
-
-    def of_type(tensor: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As ``Tensor.type``: names the type, or casts to one such as torch.cuda.FloatTensor."""
-        cpu_type = _of_cpu(dtype)
-        result: Any = name_or_cast(tensor, cpu_type or dtype, *args, **kwargs)
-        if cpu_type:
-            memory.put(result)
-        is_name = isinstance(result, str) and memory.holds(tensor)
-        return f"torch.cuda.{result.rpartition('.')[2]}" if is_name else result
-
-    make = FakeTensor.__new__
-
-    def made_there(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        """What a library's own op makes on the device of its arguments, below ``OnCpu``."""
-        on_cpu = (*args[:2], *map(_on_cpu, args[2:]))  # mode, memory, device
-        tensor = make(cls, *on_cpu, **kwargs)
-        return tensor if on_cpu == args else memory.put(tensor)
-
-    wrap = torch.Tensor._make_wrapper_subclass
-
-    def wrapped_there(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        """A tensor of a library's class, which is where the one inside it says it is."""
-        return wrap(cls, *map(_on_cpu, args), **{n: _on_cpu(v) for n, v in kwargs.items()})
-
     own: Any = vars(FakeTensor)["device"]
     answers: dict[str, Any] = {
         "device": device_property(AS_IT_IS),
@@ -153,14 +128,12 @@ def tensors_on_gpus(local_rank: int, memory: GpuMemory) -> Iterator[None]:
         "pin_memory": stay,
         "record_stream": stay,
         "share_memory_": stay,
-        "type": of_type,
-        "_make_wrapper_subclass": staticmethod(wrapped_there),
     }
     set_rng_state = partial(_set_state, torch.default_generator)
     with ExitStack() as stack:
         stack.enter_context(patch.multiple(torch.Tensor, create=True, **answers))
         stack.enter_context(patch.object(FakeTensor, "device", device_property(own.__get__)))
-        stack.enter_context(patch.object(FakeTensor, "__new__", made_there))
+        stack.enter_context(_tensors_of_libraries(memory))
         stack.enter_context(patch.object(torch.nn.Module, "cuda", all_to_gpu))
         stack.enter_context(patch.object(torch, "Generator", GeneratorOnCpu))
         for place in (torch, torch.random):
@@ -169,6 +142,28 @@ def tensors_on_gpus(local_rank: int, memory: GpuMemory) -> Iterator[None]:
         stack.enter_context(_of_old_types(memory))
         stack.enter_context(_default_device(gpu, memory))
         stack.enter_context(OnCpu(memory))
+        yield
+
+
+@contextmanager
+def _tensors_of_libraries(memory: GpuMemory) -> Iterator[None]:
+    """Let tensors that libraries' own ops and classes make on a GPU be put there."""
+    make, wrap = FakeTensor.__new__, torch.Tensor._make_wrapper_subclass
+
+    def made_there(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """As ``FakeTensor``, of an op that makes it on the device of its arguments."""
+        on_cpu = (*args[:2], *map(_on_cpu, args[2:]))  # mode, memory, device
+        tensor = make(cls, *on_cpu, **kwargs)
+        return tensor if on_cpu == args else memory.put(tensor)
+
+    def wrapped_there(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """A tensor of a library's class, which is where the one inside it says it is."""
+        return wrap(cls, *map(_on_cpu, args), **{n: _on_cpu(v) for n, v in kwargs.items()})
+
+    with (
+        patch.object(FakeTensor, "__new__", made_there),
+        patch.object(torch.Tensor, "_make_wrapper_subclass", staticmethod(wrapped_there)),
+    ):
         yield
 
 
@@ -203,7 +198,10 @@ def _default_device(gpu: torch.device, memory: GpuMemory) -> Iterator[None]:
 
 @contextmanager
 def _of_old_types(memory: GpuMemory) -> Iterator[None]:
-    """Types such as ``torch.cuda.FloatTensor`` make tensors there, also as the default type."""
+    """Let types such as ``torch.cuda.FloatTensor`` make tensors on the GPU, and name theirs.
+
+    Also as the default type, and in ``Tensor.type``.
+    """
 
     class Kind(type):
         """The class of ``torch.cuda.FloatTensor``: its instances are tensors put on the GPU."""
@@ -221,6 +219,16 @@ def _of_old_types(memory: GpuMemory) -> Iterator[None]:
         as_default(cpu_type or kind)
         torch.set_default_device("cuda" if cpu_type else None)
 
+    def of_type(tensor: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As ``Tensor.type``: names the type, or casts to one such as torch.cuda.FloatTensor."""
+        cpu_type = _of_cpu(dtype)
+        result: Any = name_or_cast(tensor, cpu_type or dtype, *args, **kwargs)
+        if cpu_type:
+            memory.put(result)
+        is_name = isinstance(result, str) and memory.holds(tensor)
+        return f"torch.cuda.{result.rpartition('.')[2]}" if is_name else result
+
+    name_or_cast = torch.Tensor.type
     as_default, kinds = torch.set_default_tensor_type, dict[str, Any]()
     for name in (f"{prefix}Tensor" for prefix in TYPES):
         on_cpu = getattr(torch, name)
@@ -229,6 +237,7 @@ def _of_old_types(memory: GpuMemory) -> Iterator[None]:
     with (
         patch.multiple(torch.cuda, create=True, **kinds),
         patch.object(torch, "set_default_tensor_type", set_default),
+        patch.object(torch.Tensor, "type", of_type),
     ):
         yield
 
