@@ -29,8 +29,8 @@ class Adapters:
     @classmethod
     def parse(cls, text: str | int) -> Adapters | None:
         """Read the text of ``--lora``; None for "" and 0. ValueError names what is not allowed."""
-        text = str(text).strip().removesuffix(".0")  # pandas reads 16 so in a column with gaps
-        if text in ("", "0"):
+        text = str(text).strip()
+        if text in ("", "0", "0.0"):
             return None
         pairs = [part.partition("=") for part in text.split(",")]
         if len(pairs) == 1 and not pairs[0][1]:
@@ -39,7 +39,7 @@ class Adapters:
         for key in given:
             if key not in KEYS:
                 raise unknown("key of lora", key, KEYS)
-        rank = given.get("rank", "")
+        rank = given.get("rank", "").removesuffix(".0")  # pandas reads 16 so in a column with gaps
         if not (rank.isascii() and rank.isdigit() and 0 < int(rank[:9]) <= MAX_RANK):
             raise ValueError(f"lora {text[:80]!r}: rank is a whole number above 0, as in rank=16")
         adapters = cls(

@@ -170,11 +170,24 @@ def build(read: HfConfig, attn: str, adapters: Adapters | None = None) -> Any:
     elif hasattr(config, "num_attention_heads") and not getattr(kind, "_supports_sdpa", False):
         remark(f"{read.architecture} has no sdpa attention in transformers: it is eager")
     model = _built(kind, config)
+    if read.values.get("tie_word_embeddings") is False:
+        _untie(model)
     if not adapters:
         return model
     from itercast.capture.cases.external.lora import adapt  # lazy: names need no torch
 
     return adapt(model, adapters)
+
+
+def _untie(model: Any) -> None:
+    """Give a head weights of its own that shares those of the embeddings.
+
+    transformers 5 ties those of T5 whatever its configuration says; T5 1.1, mT5 and FLAN-T5 do not.
+    """
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    weight = getattr(head, "weight", None)
+    if weight is not None and weight is getattr(table, "weight", None):
+        head.weight = torch.nn.Parameter(torch.empty_like(weight))
 
 
 def _built(kind: Any, config: Any) -> Any:

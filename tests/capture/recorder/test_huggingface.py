@@ -222,6 +222,15 @@ def test_weights_and_products_have_the_dtype_asked_for(
     assert dtypes == {"mm": dtype, "native_layer_norm": stored}
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_is_tied_to_the_embeddings_as_the_file_says(tmp_path: Path, tied: bool) -> None:
+    """transformers 5 ties T5's always; T5 1.1 has one more matrix of 128 words x 32."""
+    sizes = TINY["T5ForConditionalGeneration"] | {"vocab_size": 128, "tie_word_embeddings": tied}
+    found = capture(config(tmp_path, "T5ForConditionalGeneration", **sizes))
+    matrices = [p.name for p in found.parameters if p.shape == (128, 32)]
+    assert len(matrices) == (1 if tied else 2)
+
+
 def test_switch_experts_take_an_even_share_up_to_their_capacity(tmp_path: Path) -> None:
     path = config(tmp_path, "SwitchTransformersForConditionalGeneration")
     found = capture(path, batch=2, seq=32, mode="infer")

@@ -58,6 +58,18 @@ def test_default_layers_of_newer_models_are_known(tmp_path: Path) -> None:
     assert sum(a * b for a, b in shapes.values()) == 4 * 4 * (64 + 64 + 64 + 32)
 
 
+def test_layers_are_named_where_peft_has_no_default(tmp_path: Path) -> None:
+    """Granite's queries and outputs (64 x 64), keys and values (64 x 32); a rank as tables say it.
+
+    r * (128 + 128 + 96 + 96) in each of four layers; without names it is refused.
+    """
+    granite = LLAMA | {"architectures": ["GraniteForCausalLM"], "model_type": "granite"}
+    shapes = trained(step(tmp_path, granite, lora="rank=4.0,layers=q_proj+k_proj+v_proj+o_proj"))
+    assert sum(a * b for a, b in shapes.values()) == 4 * 4 * (128 + 128 + 96 + 96)
+    with pytest.raises(ValueError, match="lora: no default layers of model type 'granite'"):
+        step(tmp_path, granite, lora=4)
+
+
 def test_a_rank_above_a_layers_width_is_refused(tmp_path: Path) -> None:
     """Values have 64 inputs and 32 outputs."""
     assert trained(step(tmp_path, lora=32))
