@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from itercast.capture.base.extensions import function_of
+from itercast.capture.input.lane import InputLane
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture_micro_batch, model_name
@@ -37,6 +39,7 @@ def prepare(
     lengths: str = "",
     packed: bool = False,
     machine: KnownMachine | None = None,
+    lane: InputLane | None = None,
     **options: Any,
 ) -> tuple[StepCapture, Target]:
     """The captured micro-batch of a step on ``gpu`` under ``plan``, and the target of its forecast.
@@ -48,7 +51,8 @@ def prepare(
     (``itercast.extras.recommenders.tables.index_streams``). ``lengths`` says how long sequences
     are, up to ``seq``: a file or a distribution (``itercast.extras.lengths.sequences``); they
     are padded to the longest of a micro-batch, or ``packed`` into rows of ``seq`` tokens.
-    ``machine``: what measured steps told of the machine; a typical one where it is None.
+    ``machine``: what measured steps told of the machine; a typical one where it is None. ``lane``:
+    the DataLoader that feeds each rank; batches are always there where it is None.
 
     ``model`` is anything ``capture`` takes, with its ``options``, or a captured step. ``batch`` and
     ``seq`` are a replica's; a captured step and a module's inputs are one micro-batch of it. Under
@@ -57,6 +61,7 @@ def prepare(
     """
     parsed = ParallelPlan.parse(plan)
     target = find_target(gpu, parsed, bundle, host, stack, machine, model_name(model))
+    target = replace(target, lane=lane)
     if isinstance(model, StepCapture):
         _check_captured(
             model, parsed, inputs is not None or loss != "default" or options or lengths or packed

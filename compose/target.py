@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from itercast.capture.base.extensions import function_of
+from itercast.capture.input.lane import InputLane
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.forecast import Forecast, forecast
@@ -79,7 +81,8 @@ class Target:
 
     ``threads``: CPU threads of each rank; 0 on a GPU. ``known``: what measured steps told of the
     machine; a typical one where it is None. ``model``: the name of the model, which may be slower
-    or faster on it than others.
+    or faster on it than others. ``lane``: the DataLoader that feeds each rank; None where batches
+    are always there.
     """
 
     bundle: Bundle
@@ -92,6 +95,7 @@ class Target:
     stack: str = USUAL_STACK
     known: Machine | None = None
     model: str = ""
+    lane: InputLane | None = None
 
     @property
     def machine(self) -> Factors:
@@ -146,6 +150,15 @@ def find_target(
     )
 
 
-def forecast_step(step: StepCapture, target: Target) -> Forecast:
-    """Forecast an iteration from a captured step, whose batch is one micro-batch of the plan."""
-    return forecast(step, target.plan, target.book, target.node, target.bundle_name)
+def forecast_step(step: StepCapture, target: Target, book: PriceBook | None = None) -> Forecast:
+    """Forecast an iteration from a captured step, whose batch is one micro-batch of the plan.
+
+    ``book``: prices in place of the target's.
+    """
+    prices = book or target.book
+    found = forecast(step, target.plan, prices, target.node, target.bundle_name)
+    if target.lane is None:
+        return found
+    samples = step.samples * target.plan.microbatches
+    fed: Forecast = function_of("inputs", "with_input")(found, target.lane, target, samples)
+    return fed

@@ -18,7 +18,8 @@ def parts_us(forecast: Forecast) -> dict[str, float]:
     """Times in us by PARTS, which add up to the iteration of the slowest rank.
 
     communication: messages that no compute hides; synchronisation: pipeline bubble and waiting for
-    slower stages; host: gaps in which a GPU waits for it, on a CPU its share of the compute lane;
+    slower stages; host: gaps in which a GPU waits for it or for a batch of its loader, on a CPU its
+    share of the compute lane;
     uncovered: ops without a learned model; assumed: what else rests on assumed numbers, taken out
     of the part it belongs to.
     """
@@ -29,7 +30,7 @@ def parts_us(forecast: Forecast) -> dict[str, float]:
     idle_us = forecast.idle_by_us
     parts = {
         "kernels": forecast.compute_us - uncovered_us - host_us,
-        "host": host_us + idle_us.get("host", 0.0),
+        "host": host_us + idle_us.get("host", 0.0) + idle_us.get("input", 0.0),
         "communication": forecast.exposed_comm_us,
         "synchronisation": idle_us.get("bubble", 0.0) + idle_us.get("waiting", 0.0),
         "assumed": 0.0,

@@ -162,6 +162,7 @@ Anchor = Annotated[
     Path | None,
     typer.Option(help="measured steps of the machine: a YAML list, or rows of `itercast collect`"),
 ]
+Input = Annotated[Path | None, typer.Option(help="its DataLoader, of `itercast input --out`")]
 Prices = Annotated[Path | None, typer.Option(help="YAML file of GPUs and USD per hour of one")]
 Trace = Annotated[Path | None, file_to_write("timeline to write, for Perfetto or chrome://tracing")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
@@ -232,6 +233,7 @@ class Question:
     packed: Packed = False
     machine: Machine = None
     anchor: Anchor = None
+    input: Input = None
 
     def __post_init__(self) -> None:
         if sum(map(bool, (self.case, self.hf_config, self.model))) != 1:
@@ -262,7 +264,11 @@ class Question:
         for name in ("case", "hf_config", "model", "compile", "cuda_graph", "global_batch"):
             del given[name]
         given["machine"] = self.known_machine()
-        del given["anchor"]
+        del given["anchor"], given["input"]
+        if self.input:
+            from itercast.capture.input.lane import read_lane
+
+            given["lane"] = read_lane(self.input)
         given["batch"] = self.replica_batch()
         engines = ["compile"] * self.compile + ["graph"] * self.cuda_graph
         return {**given, "engine": "+".join(engines) or "eager"}
@@ -355,17 +361,19 @@ def warn_of_dtype(dtype: str, target: Target) -> None:
         typer.echo(f"itercast: {line}", err=True)
 
 
-def asks(command: Callable[Concatenate[Any, P], R], only: Sequence[str] = ()) -> Callable[..., R]:
+def asks(
+    command: Callable[Concatenate[Any, P], R], only: Sequence[str] = (), without: Sequence[str] = ()
+) -> Callable[..., R]:
     """Decorate a command whose first parameter is a ``Question``: it gets the question's options.
 
     typer reads the options from the signature, which is made here. ``only``: these options instead
-    of all. An option that the command has itself (such as several GPUs) stays the command's. Where
+    of all; ``without``: all but these. An option that the command has itself (such as several GPUs) stays the command's. Where
     the first parameter may be None, it is None if no model is named.
     """
     hints = get_type_hints(Question, include_extras=True)
     first, *own = inspect.signature(command, eval_str=True).parameters.values()
     may_be_none = first.annotation == Question | None
-    taken = {p.name for p in own}
+    taken = {*without, *(p.name for p in own)}
     asked = [f for f in fields(Question) if f.name not in taken and (not only or f.name in only)]
 
     @functools.wraps(command)

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from itercast.capture.base.cores import cores
+from itercast.capture.base.cores import cores, cpu_model
 from itercast.capture.input.lane import Batches, InputLane
 from itercast.capture.input.timers import (
     BatchLog,
@@ -85,6 +85,7 @@ class TakenBatches:
             worker=worker_times(timed) if workers else Batches(),
             receive_us=sum(took_us) / len(took_us) if workers else 0.0,
             copied_ahead=self.copied_ahead,
+            cpu=cpu_model(),
         )
 
 

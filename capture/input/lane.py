@@ -45,6 +45,8 @@ class Batches:
 class InputLane:
     """What a DataLoader does for a batch, measured on a machine with ``cores`` CPU cores.
 
+    ``cpu``: their model, as Linux tells it; empty: as fast as those of any host.
+
     ``alone``: batches made in the training process (no workers), ``worker``: by one worker, with
     what sending them takes; empty where a loader was measured one way only. ``receive_us``: time of
     the training process for a batch of a worker, its sampler included. ``crowd`` workers at once
@@ -67,6 +69,7 @@ class InputLane:
     stages_us: Mapping[str, float] = field(default_factory=dict)
     copied_ahead: bool = False
     files: tuple[FileGroup, ...] = ()
+    cpu: str = ""
 
     def __post_init__(self) -> None:
         if not (self.alone.wall_us or self.worker.wall_us):

@@ -9,7 +9,7 @@ from statistics import geometric_mean, mean
 
 from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.forecast import Forecast, forecast
+from itercast.compose.forecast import Forecast
 from itercast.compose.machines.factors import NAMES, Factors
 from itercast.compose.machines.file import KnownMachine
 from itercast.compose.machines.state import Anchor, Machine
@@ -52,7 +52,7 @@ def _sensitivities(step: StepCapture, target: Target) -> list[tuple[float, ...]]
             continue
         raised = [x + RAISED * (at == i) for i, x in enumerate(logs)]
         book = target.book.on(Factors.of_logs(raised), target.known, target.model)
-        slower = forecast(step, target.plan, book, target.node)
+        slower = forecast_step(step, target, book)
         change, waiting = _log_changes(base, slower.iteration_us, slower.exposed_comm_us)
         found.append((waiting / RAISED, (change - waiting) / RAISED))
     return list(zip(*found, strict=True))

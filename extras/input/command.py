@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 MS = 1e-3
 
 
-@asks
+@partial(asks, without=("input",))
 def input_lane(
     question: Question | None,
     loader: Annotated[
@@ -72,6 +73,10 @@ def input_lane(
     lane = replace(lane, workers=own, copied_ahead=copied_ahead or lane.copied_ahead)
     if out is not None:
         write_lane(lane, out)
+    if asked is not None:
+        from itercast.extras.input.pipeline import on_host
+
+        lane = on_host(lane, asked[1].node)
     who, taker, share, facts = _consumer(question, asked, step_us, lane, cores or 0)
     if facts and not as_json:
         say_step(facts)

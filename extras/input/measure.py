@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 from torch.utils.data import DataLoader, dataloader
 
-from itercast.capture.base.cores import cores
+from itercast.capture.base.cores import cores, cpu_model
 from itercast.capture.base.user_errors import one_line_error
 from itercast.capture.input.files import FileGroup, Opened
 from itercast.capture.input.lane import InputLane, write_lane
@@ -111,6 +111,7 @@ def measure_lane(name: str, seconds: float, alive: Alive = lambda: None) -> Inpu
         crowding=crowding,
         stages_us=stages(alone, one, receive_us),
         files=file_groups([b.files for b in alone.batches], _part(loader, alone)),
+        cpu=cpu_model(),
     )
 
 

@@ -15,7 +15,7 @@ from itercast.compose.parallel.placement import host_cores
 from itercast.compose.simulate.rank import host_copy_us
 from itercast.compose.simulate.timeline import Task, simulate
 from itercast.compose.target import Target
-from itercast.microbench.hardware.node import USUAL_GPUS_PER_NODE
+from itercast.microbench.hardware.node import USUAL_GPUS_PER_NODE, Node
 
 BATCHES = 240  # that are simulated, or three by each worker if those are more; the last two
 # thirds are counted, as many by each worker
@@ -25,6 +25,8 @@ MOST_WORKERS = 1024  # simulated
 LATE: float = assumed(__file__, "late")
 ALIKE: float = assumed(__file__, "alike")
 HALF_WIDTH: float = assumed(__file__, "half_width")  # of what a loader takes for a batch
+MOVED: float = assumed(__file__, "moved_half_width")  # the same, measured on another CPU
+IMAGES_PER_S: dict[str, float] = assumed(__file__, "images_per_s")  # of a core, by its model
 TRIED = 5  # times of a step and of its loader for their interval
 
 
@@ -186,6 +188,16 @@ def cores_of_a_rank(lane: InputLane, target: Target, world_size: int, cores: int
     return cores / min(world_size, each) if cores else host_cores(target.node, world_size)
 
 
+def on_host(lane: InputLane, node: Node | None) -> InputLane:
+    """The lane as the node's CPU makes its batches; as it is where either's rate is not known."""
+    here, there = (_images_per_s(cpu) for cpu in (lane.cpu, node.host if node else ""))
+    return lane.slower(here / there) if here and there else lane
+
+
+def _images_per_s(cpu: str) -> float:
+    return next((rate for model, rate in IMAGES_PER_S.items() if model in cpu), 0.0)
+
+
 def consumer(found: Forecast, lane: InputLane, target: Target, samples: int) -> Consumer:
     """The step of a forecast that takes ``samples`` a rank; batches go to the GPU over PCIe."""
     if target.gpu.kind == "cpu":
@@ -207,7 +219,7 @@ def consumer(found: Forecast, lane: InputLane, target: Target, samples: int) -> 
 
 def advice(found: Forecast, lane: InputLane, target: Target, samples: int) -> str:
     """How many workers a loader has, and how many hide it from the step."""
-    own = f"{lane.workers} workers"
+    own, lane = f"{lane.workers} workers", on_host(lane, target.node)
     if not lane.workers:
         return own
     cores = cores_of_a_rank(lane, target, found.world_size)
@@ -223,6 +235,7 @@ def with_input(found: Forecast, lane: InputLane, target: Target, samples: int) -
     Time that the step waits for them is idle time, ``input``; the copy of a batch is part of it.
     The interval is that of the step and of the loader, whose errors are independent.
     """
+    own, lane = lane, on_host(lane, target.node)
     cores = cores_of_a_rank(lane, target, found.world_size)
 
     def iteration_us(step_slower: float, loader_slower: float) -> float:
@@ -232,7 +245,8 @@ def with_input(found: Forecast, lane: InputLane, target: Target, samples: int) -
         us = fed(lane.slower(loader_slower), step, lane.workers, cores).iteration_us
         return max(us, one.iteration_us)
 
-    low_us, high_us = _interval(iteration_us, log(found.iteration_us_p90 / found.iteration_us))
+    wide = log(found.iteration_us_p90 / found.iteration_us)
+    low_us, high_us = _interval(iteration_us, wide, HALF_WIDTH if lane == own else MOVED)
     late_us = iteration_us(1.0, 1.0) - found.iteration_us
     part = found.iteration_us / (found.iteration_us + late_us) if late_us else 1.0
     return replace(
@@ -242,6 +256,7 @@ def with_input(found: Forecast, lane: InputLane, target: Target, samples: int) -
         iteration_us_p90=high_us,
         idle_us=found.idle_us + late_us,
         idle_by_us={**found.idle_by_us, "input": late_us},
+        parts_frac={name: part * share for name, share in found.parts_frac.items()},
         **{
             name: part * getattr(found, name)
             for name in ("samples_per_s", "tokens_per_s", "mfu_frac", "assumed_frac")
@@ -249,14 +264,16 @@ def with_input(found: Forecast, lane: InputLane, target: Target, samples: int) -
     )
 
 
-def _interval(iteration_us: Callable[[float, float], float], wide: float) -> tuple[float, float]:
+def _interval(
+    iteration_us: Callable[[float, float], float], wide: float, loader_wide: float
+) -> tuple[float, float]:
     """The 80 % interval of an iteration by how much slower its step and its loader are.
 
     Each is tried at ``TRIED`` equally likely times, the first and last of which end its own 80 %
-    interval; all pairs are equally likely. ``wide``: half width of the step's interval in log
-    time; the loader's is ``HALF_WIDTH``.
+    interval; all pairs are equally likely. ``wide``, ``loader_wide``: half widths of the step's and
+    the loader's interval in log time.
     """
     likely = [NormalDist().inv_cdf((i + 1 / 2) / TRIED) for i in range(TRIED)]
-    step, loader = ([exp(w * z / likely[-1]) for z in likely] for w in (wide, HALF_WIDTH))
+    step, loader = ([exp(w * z / likely[-1]) for z in likely] for w in (wide, loader_wide))
     cuts = quantiles([iteration_us(one, other) for one in step for other in loader], n=10)
     return cuts[0], cuts[-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,7 +33,7 @@ Environment = Annotated[
 ]
 
 
-@asks
+@partial(asks, without=("input",))
 def rl(
     question: Question,
     environment: Environment,

@@ -43,10 +43,6 @@ def predict(
     cluster: Cluster = None,
     strict: Annotated[bool, typer.Option(help="exit code 1 if an op has no learned model")] = False,
     trace: Trace = None,
-    input_file: Annotated[
-        Path | None,
-        typer.Option("--input", help="the step's DataLoader, as `itercast input --out` wrote it"),
-    ] = None,
     policy: Policy = None,
     prices: Prices = None,
     spread: Annotated[
@@ -57,7 +53,7 @@ def predict(
 ) -> None:
     """Forecast one iteration of a model: a named case, a configuration, or a model of your own."""
     if cluster is not None:
-        others = (strict, trace, input_file, policy, spread)
+        others = (strict, trace, question.input, policy, spread)
         forecast, facts = _on_cluster(question, cluster, alone=not any(others))
         facts |= _price(forecast, prices)
         facts["assumes"] = assumes([forecast])
@@ -70,8 +66,6 @@ def predict(
     forecast = forecast_step(step, target)
     if target.plan.dp > 1 and "cut" not in target.plan.stated:
         _say_whole_matrix(step, target.plan.dp)
-    if input_file is not None:
-        forecast = _with_input(forecast, input_file, step, target)
     if strict and forecast.unmodelled_frac > 0:
         raise typer.Exit(_not_modelled(forecast, step, target))
     if trace is not None:
@@ -117,15 +111,6 @@ def _on_cluster(question: Question, cluster: Path, *, alone: bool) -> tuple[Fore
     with prints_aside():
         answer: tuple[Forecast, Row] = function_of("unlike_gpus", "predict")(question, cluster)
     return answer
-
-
-def _with_input(forecast: Forecast, path: Path, step: StepCapture, target: Target) -> Forecast:
-    """The forecast with the waits for a DataLoader, whose measured times a file states."""
-    from itercast.capture.input.lane import read_lane
-
-    samples = step.samples * target.plan.microbatches
-    fed: Forecast = function_of("inputs", "with_input")(forecast, read_lane(path), target, samples)
-    return fed
 
 
 def _say_whole_matrix(step: StepCapture, replicas: int) -> None:

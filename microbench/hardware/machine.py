@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import platform
-import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from itercast.capture.base.assumptions import assumed
-from itercast.capture.base.cores import cores
+from itercast.capture.base.cores import cores, cpu_fact
 from itercast.capture.base.slow_imports import torch
 from itercast.microbench.hardware.names import gpu_named
 from itercast.microbench.hardware.spec import Gpu, load_gpu, slug
@@ -34,12 +33,7 @@ SCRATCH_FRAC = 1 / 8  # of the machine's memory, for what measuring needs
 
 def cpu_name() -> str:
     """Slug of the CPU model and the number of cores, e.g. intel-xeon-2.50ghz-2c."""
-    model = platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.M)
-        model = found.group(1) if found else model
-    return f"{slug(model)}-{cores()}c"
+    return f"{slug(cpu_fact('model name') or platform.machine())}-{cores()}c"
 
 
 def slow_dtypes() -> set[str]:

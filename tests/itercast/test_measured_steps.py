@@ -9,9 +9,11 @@ import pytest
 import yaml
 
 from itercast.anchors import measured_steps
+from itercast.capture.input.lane import Batches, InputLane, write_lane
 from itercast.commands.shared import compared
 from itercast.eval.compare import results_table
 from itercast.eval.results import by_source, over_sources
+from itercast.extras.anchors.told import sensitivity
 from itercast.options import Question
 
 LARGE_RUNS = Path(__file__).resolve().parents[2] / "datasets/large_runs"
@@ -35,6 +37,24 @@ def test_steps_of_a_file_are_compared_with_their_forecasts(tmp_path: Path) -> No
     assert list(rows["time_us"]) == [half_ms * 1e3] * 2
     with pytest.raises(ValueError, match="no step of gpt-m there"):
         compared(steps, ["gpt-m"], None)
+
+
+def test_a_step_waits_for_the_loader_that_it_states(tmp_path: Path) -> None:
+    """Two workers take 2 s for a batch of 32 each: 64 samples every 2 s, whatever the GPU.
+
+    The file is named from the folder of the steps. As an anchor such a step tells of no GPU.
+    """
+    slow = Batches(wall_us=(2e6,), cpu_us=(0.0,))
+    lane = InputLane(
+        loader="slow", workers=2, prefetch=2, batch_samples=32, batch_bytes=0, cores=2, worker=slow
+    )
+    write_lane(lane, tmp_path / "lane.json")
+    steps = written(tmp_path / "a.yaml", {"step_ms": 1000.0, "input": "lane.json"})
+    _, (found,) = compared(steps, None, None)
+    assert found.predicted_us == pytest.approx(2e6, rel=0.01)
+    assert sum(found.parts_us.values()) == pytest.approx(found.predicted_us)
+    (one,) = measured_steps(steps, Question)
+    assert max(map(abs, sensitivity(one.step, one.target))) < 0.01
 
 
 def test_a_folder_of_steps_is_summed_up_by_file(tmp_path: Path) -> None:
