@@ -187,7 +187,7 @@ def _untie(model: Any) -> None:
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     weight = getattr(head, "weight", None)
     if weight is not None and weight is getattr(table, "weight", None):
-        head.weight = torch.nn.Parameter(torch.empty_like(weight))
+        head.weight = torch.nn.Parameter(torch.empty_like(table.weight))
 
 
 def _built(kind: Any, config: Any) -> Any:
