@@ -10,7 +10,7 @@ The name of an entry point is the name of what it adds. Its group says what that
 - ``itercast.checkpoints``: ``front``, the search of what layers save under ``recompute=budget``;
   ``write`` and ``apply``, files that say it (``itercast.extras.checkpoints`` has all three).
 - ``itercast.anchors``: ``told``, what measured steps tell of a machine, ``in_words``, and
-  ``next_run``, which step to measure next (``itercast.extras.anchors.told`` has all three).
+  ``next_run``, which step to measure next (all are in ``itercast.extras.anchors.infer_machine``).
 - ``itercast.assumed_parts``: ``list`` and ``print`` the assumed numbers of a forecast
   (``itercast.extras.explain.assumed`` has both).
 - ``itercast.configurations``: ``timm``, which makes a case of the name, values and digest of

@@ -64,7 +64,7 @@ class Machine:
     """A normal distribution of log factors and of the models measured on the machine, jointly.
 
     ``mean`` and ``covariance``: first of log factors in the order of ``NAMES``, then of ``models``.
-    ``measured``: runs that were measured, by names that ``itercast.extras.anchors.told`` gives.
+    ``measured``: runs that were measured, by ``itercast.extras.anchors.infer_machine.run_name``.
     """
 
     typical: Spread

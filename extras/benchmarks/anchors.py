@@ -19,27 +19,28 @@ from itercast.anchors import measured_steps
 from itercast.compose.measured_step import MeasuredStep
 from itercast.compose.target import forecast_step
 from itercast.eval.progress import progress_bar
-from itercast.extras.anchors.told import run_of, told
+from itercast.extras.anchors.infer_machine import infer_machine, run_name
 from itercast.extras.programs import run_program
 from itercast.options import Question
 
-KINDS = ("of the same model", "of another model")
+SAME_MODEL, OTHER_MODEL = "of the same model", "of another model"
 
 
 def pairs(steps: Sequence[MeasuredStep]) -> Iterator[tuple[str, int, int]]:
-    """Kind of anchor, a step and its anchor: the next one of each kind in the order of the file.
+    """Kind of anchor, index of a step, index of its anchor.
 
-    A step of the same run is none: it would be the answer. Nor is one on another GPU.
+    The anchor is the next step of each kind in the order of the file. A step of the same run is
+    none: it would be the answer. Nor is one on another GPU.
     """
-    runs = [run_of(step.step, step.target) for step in steps]
+    runs = [run_name(step.step, step.target) for step in steps]
     gpus = [step.target.gpu.name for step in steps]
-    for at, step in enumerate(steps):
-        following = (*range(at + 1, len(steps)), *range(at))
-        others = [i for i in following if runs[i] != runs[at] and gpus[i] == gpus[at]]
-        for kind in KINDS:
-            same = kind == KINDS[0]
-            for other in [i for i in others if (steps[i].name == step.name) == same][:1]:
-                yield kind, at, other
+    for i, step in enumerate(steps):
+        anchor_of_kind: dict[str, int] = {}
+        for j in (*range(i + 1, len(steps)), *range(i)):
+            if runs[j] != runs[i] and gpus[j] == gpus[i]:
+                kind = SAME_MODEL if steps[j].name == step.name else OTHER_MODEL
+                anchor_of_kind.setdefault(kind, j)
+        yield from ((kind, i, j) for kind, j in anchor_of_kind.items())
 
 
 def anchored(source: str, steps: Sequence[MeasuredStep]) -> Iterator[dict[str, object]]:
@@ -47,31 +48,29 @@ def anchored(source: str, steps: Sequence[MeasuredStep]) -> Iterator[dict[str, o
 
     An anchor that ``--anchor`` refuses tells nothing: the step has no line.
     """
-    alone_us = [forecast_step(one.step, one.target).iteration_us for one in steps]
-    for kind, at, other in pairs(steps):
+    alone_us = [forecast_step(step.step, step.target).iteration_us for step in steps]
+    for kind, i, anchor in pairs(steps):
         try:
-            known = told([steps[other]]).machine
+            known = infer_machine([steps[anchor]]).machine
         except ValueError:
             continue
-        target = replace(steps[at].target, known=known)
-        times = {
-            "without": alone_us[at],
-            "with": forecast_step(steps[at].step, target).iteration_us,
-        }
-        errors = {name: 100 * (us / steps[at].time_us - 1) for name, us in times.items()}
+        target = replace(steps[i].target, known=known)
+        anchored_us = forecast_step(steps[i].step, target).iteration_us
+        times = {"without": alone_us[i], "with": anchored_us}
+        errors = {name: 100 * (us / steps[i].time_us - 1) for name, us in times.items()}
         yield {"source": source, "kind": kind, **errors}
 
 
-def lines(found: pd.DataFrame) -> pd.DataFrame:
+def lines(errors_of_steps: pd.DataFrame) -> pd.DataFrame:
     """By kind of anchor: sources, steps, and means over sources of absolute errors and biases."""
-    errors = found[["without", "with"]]
-    by = [found["kind"], found["source"]]
+    errors = errors_of_steps[["without", "with"]]
+    by = [errors_of_steps["kind"], errors_of_steps["source"]]
     sources = pd.concat(
         {"error %": errors.abs().groupby(by).mean(), "bias %": errors.groupby(by).mean()}, axis=1
     )
     means = sources.groupby("kind").mean()
     means.columns = [" ".join(names) for names in means.columns]
-    counts = found.groupby("kind")["source"].agg(["nunique", "size"])
+    counts = errors_of_steps.groupby("kind")["source"].agg(["nunique", "size"])
     counts.columns = ["sources", "steps"]
     return counts.join(means)
 
@@ -79,13 +78,13 @@ def lines(found: pd.DataFrame) -> pd.DataFrame:
 def main(folder: Annotated[Path, typer.Argument(exists=True, file_okay=False)]) -> None:
     """Print errors without and with one measured step as anchor, of its own and another model."""
     files = sorted(folder.glob("*.yaml"))
-    found: list[dict[str, object]] = []
+    errors: list[dict[str, object]] = []
     with progress_bar() as bar:
         for file in bar.track(files, description="anchors"):
-            found += anchored(file.stem, measured_steps(file, Question))
-    if not found:
+            errors += anchored(file.stem, measured_steps(file, Question))
+    if not errors:
         raise ValueError(f"{str(folder)!r}: no file (YAML) with two measured steps")
-    typer.echo(lines(pd.DataFrame(found)).round(1).to_string())
+    typer.echo(lines(pd.DataFrame(errors)).round(1).to_string())
 
 
 if __name__ == "__main__":

@@ -75,11 +75,11 @@ def _write_machine(path: Path, rows: list[Path], bundle: Path | None, *, as_json
     """Write what measured steps tell of their machine, and print it in words."""
     from itercast.anchors import measured_steps
     from itercast.capture.base.files import write_atomic
-    from itercast.extras.anchors.told import in_words, told
+    from itercast.extras.anchors.infer_machine import factor_lines, infer_machine
 
-    known = told([one for file in rows for one in measured_steps(file, Question, bundle)])
+    known = infer_machine([one for file in rows for one in measured_steps(file, Question, bundle)])
     write_atomic(path, known.text().encode())
-    lines = in_words(known.machine, known.gpu)
+    lines = factor_lines(known.machine, known.gpu)
     if as_json:
         typer.echo(json.dumps({"machine": lines, "gpu": known.gpu, "steps": list(known.anchors)}))
         return

@@ -22,7 +22,7 @@ from scipy.optimize import minimize
 
 from itercast.compose.machines.factors import NAMES
 from itercast.compose.machines.state import Spread
-from itercast.extras.anchors.told import ABSURD
+from itercast.extras.anchors.infer_machine import MAX_DEVIATIONS
 
 # Prior of spreads: log(0.3) +- 0.35, best of six on sources left out.
 SPREAD, LOG_SPREAD = 0.3, 0.35
@@ -175,7 +175,7 @@ def _posterior(
 ) -> np.ndarray:
     """Of ``rest`` after ``anchors``: what is left of log ratios, and deviations."""
     variance = np.diag(covariance)
-    anchors = anchors[np.abs(y[anchors]) <= ABSURD * np.sqrt(variance[anchors])]
+    anchors = anchors[np.abs(y[anchors]) <= MAX_DEVIATIONS * np.sqrt(variance[anchors])]
     shared = covariance[np.ix_(rest, anchors)]
     gain = np.linalg.solve(covariance[np.ix_(anchors, anchors)], shared.T).T
     left = variance[rest] - (gain * shared).sum(axis=1)

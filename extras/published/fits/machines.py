@@ -33,7 +33,7 @@ from itercast.compose.machines.state import Machine, Spread
 from itercast.compose.machines.typical import stated
 from itercast.compose.target import Target, forecast_step
 from itercast.eval.results import records
-from itercast.extras.anchors.told import sensitivity
+from itercast.extras.anchors.infer_machine import sensitivity
 from itercast.extras.imports.base import positive
 from itercast.extras.processes import processes
 from itercast.extras.programs import run_program

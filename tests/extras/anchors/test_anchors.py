@@ -22,7 +22,13 @@ from itercast.compose.measured_step import MeasuredStep
 from itercast.compose.predict import predict, prepare
 from itercast.compose.target import Target, forecast_step
 from itercast.eval import compare
-from itercast.extras.anchors.told import anchors_of, in_words, next_run, sensitivity, told
+from itercast.extras.anchors.infer_machine import (
+    anchors_of,
+    factor_lines,
+    infer_machine,
+    next_run,
+    sensitivity,
+)
 from itercast.options import Question
 
 GPU = "a100-sxm-80gb"
@@ -46,7 +52,7 @@ def far() -> MeasuredStep:
 
 
 def test_a_step_as_long_as_forecast_changes_no_forecast(far: MeasuredStep) -> None:
-    known = told([far])
+    known = infer_machine([far])
     assert known.machine.factors("mlp-l").logs == pytest.approx(typical().factors().logs)
     after = replace(far.target, known=known.machine)
     assert forecast_step(far.step, after).iteration_us == pytest.approx(far.time_us)
@@ -56,27 +62,29 @@ def test_exposed_messages_tell_of_links_and_network(alone: MeasuredStep, far: Me
     """As long as forecast they change no factor, but narrow the network's; longer ones slow it."""
     found = forecast_step(far.step, far.target)
     at, exposed_us = NAMES.index("network"), found.exposed_comm_us
-    plain, same = (told([replace(far, exposed_us=us)]).machine for us in (None, exposed_us))
+    plain, same = (
+        infer_machine([replace(far, exposed_us=us)]).machine for us in (None, exposed_us)
+    )
     assert same.factors("mlp-l").logs == pytest.approx(plain.factors("mlp-l").logs, abs=1e-9)
     assert same.covariance[at][at] < plain.covariance[at][at]
     time_us = far.time_us + exposed_us / 2
-    slow = told([replace(far, time_us=time_us, exposed_us=exposed_us * 1.5)]).machine
+    slow = infer_machine([replace(far, time_us=time_us, exposed_us=exposed_us * 1.5)]).machine
     assert slow.mean[at] > 3 * abs(slow.mean[NAMES.index("products")])
     with pytest.raises(ValueError, match="only messages count that compute waits for"):
-        told([replace(far, exposed_us=0.99 * far.time_us)])
-    assert told([replace(alone, exposed_us=0.0)]).machine.mean == pytest.approx(
-        told([alone]).machine.mean
+        infer_machine([replace(far, exposed_us=0.99 * far.time_us)])
+    assert infer_machine([replace(alone, exposed_us=0.0)]).machine.mean == pytest.approx(
+        infer_machine([alone]).machine.mean
     )
     with pytest.raises(ValueError, match="its step sends no messages to wait for"):
-        told([replace(alone, exposed_us=0.1 * alone.time_us)])
+        infer_machine([replace(alone, exposed_us=0.1 * alone.time_us)])
 
 
 def test_memory_of_another_configuration_is_refused(alone: MeasuredStep) -> None:
     peak = forecast_step(alone.step, alone.target).memory_bytes
     same, other = (replace(alone, peak_bytes=x * peak) for x in (1.2, 1.3))
-    assert told([same]).machine == told([alone]).machine
+    assert infer_machine([same]).machine == infer_machine([alone]).machine
     with pytest.raises(ValueError, match=r"peak memory of .* another configuration than stated"):
-        told([other])
+        infer_machine([other])
 
 
 def test_two_times_of_one_configuration_agree(alone: MeasuredStep, far: MeasuredStep) -> None:
@@ -84,27 +92,27 @@ def test_two_times_of_one_configuration_agree(alone: MeasuredStep, far: Measured
     usual = typical().typical
     limit = exp(2.5 * 2**0.5 * usual.deviates * usual.row)
     near, other = (replace(alone, time_us=x * alone.time_us) for x in (0.99 * limit, 1.01 * limit))
-    told([alone, near, replace(far, time_us=5 * far.time_us)])
+    infer_machine([alone, near, replace(far, time_us=5 * far.time_us)])
     with pytest.raises(
         ValueError, match=rf"one configuration, but take .* up to {limit:.2g} times"
     ):
-        told([other, alone])
+        infer_machine([other, alone])
 
 
 def test_a_run_counts_once(alone: MeasuredStep, far: MeasuredStep) -> None:
     """Times of 1.1 and 1.2 are as one of their geometric mean; a known run is told of once."""
-    twice = told([replace(alone, time_us=x * alone.time_us) for x in (1.1, 1.2)])
-    once = told([replace(alone, time_us=1.32**0.5 * alone.time_us)])
+    twice = infer_machine([replace(alone, time_us=x * alone.time_us) for x in (1.1, 1.2)])
+    once = infer_machine([replace(alone, time_us=1.32**0.5 * alone.time_us)])
     assert twice.machine.covariance == once.machine.covariance
     assert twice.machine.mean == pytest.approx(once.machine.mean)
     assert len(twice.anchors) == 2 and len(once.anchors) == 1
     parts = [replace(far, time_us=x * far.time_us, exposed_us=far.time_us / 10) for x in (1.0, 1.2)]
     share = (0.1 + 0.1 / 1.2) / 2
     mean_us = 1.2**0.5 * far.time_us
-    whole = told([replace(far, time_us=mean_us, exposed_us=share * mean_us)]).machine
-    assert told(parts).machine.mean == pytest.approx(whole.mean)
+    whole = infer_machine([replace(far, time_us=mean_us, exposed_us=share * mean_us)]).machine
+    assert infer_machine(parts).machine.mean == pytest.approx(whole.mean)
     with pytest.raises(ValueError, match=r"mlp-l.*: the machine file was told of this run already"):
-        told([far, alone], once)
+        infer_machine([far, alone], once)
 
 
 def on(target: Target, machine: Factors) -> Target:
@@ -127,8 +135,8 @@ def test_a_step_of_one_gpu_tells_of_kernels_and_host_alone(alone: MeasuredStep) 
     j = dict(zip(NAMES, sensitivity(alone.step, alone.target), strict=True))
     assert j["links"] == j["network"] == j["ranks"] == 0
     assert sum(j.values()) == pytest.approx(1, abs=0.05)
-    machine = told([alone]).machine
-    lines = in_words(machine, GPU)
+    machine = infer_machine([alone]).machine
+    lines = factor_lines(machine, GPU)
     longer = machine.interval("host")[0]  # of a step that took 1.2 times as long as forecast
     assert 1 < longer < 1.2
     assert any(f"the host: {longer:.2f} (" in one and "times as long as" in one for one in lines)
@@ -138,7 +146,7 @@ def test_a_step_of_one_gpu_tells_of_kernels_and_host_alone(alone: MeasuredStep) 
 
 def test_a_slow_machine_s_forecasts_are_longer_and_surer(alone: MeasuredStep) -> None:
     before = forecast_step(alone.step, alone.target)
-    after = forecast_step(alone.step, replace(alone.target, known=told([alone]).machine))
+    after = forecast_step(alone.step, replace(alone.target, known=infer_machine([alone]).machine))
     assert before.iteration_us < after.iteration_us <= 1.01 * alone.time_us
 
     def wide(one: object) -> float:
@@ -177,12 +185,12 @@ def test_a_cheaper_run_is_advised(far: MeasuredStep) -> None:
 
 def test_what_was_measured_is_not_advised_again(far: MeasuredStep, tmp_path: Path) -> None:
     """Each advice is followed until none is left; a machine file keeps what was measured."""
-    known, advised = told([far]), list[str]()
+    known, advised = infer_machine([far]), list[str]()
     while words := next_run(far.step, replace(far.target, known=known.machine)):
         advised.append(words.split("plan ")[1].split(";")[0])
         assert len(set(advised)) == len(advised) <= 3, advised
         plan = "" if advised[-1] == "one GPU" else advised[-1]
-        known = told([measured(plan, 1.0)], known)
+        known = infer_machine([measured(plan, 1.0)], known)
         path = tmp_path / "machine.yaml"
         path.write_text(known.text())
         known = read_machine(path)
@@ -250,7 +258,7 @@ def test_rows_of_two_models_are_of_two_runs() -> None:
     steps = compare.measured_steps(rows.assign(time_us=1.0), None)
     times = [1.2 * forecast_step(one.step, one.target).iteration_us for one in steps]
     assert times[1] > 3 * times[0]
-    known = told(compare.measured_steps(rows.assign(time_us=times), None))
+    known = infer_machine(compare.measured_steps(rows.assign(time_us=times), None))
     assert sorted(known.machine.models) == sorted(cases)
 
 
