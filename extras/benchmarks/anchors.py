@@ -40,7 +40,9 @@ def pairs(steps: Sequence[MeasuredStep]) -> Iterator[tuple[str, int, int]]:
             if runs[j] != runs[i] and gpus[j] == gpus[i]:
                 kind = SAME_MODEL if steps[j].name == step.name else OTHER_MODEL
                 anchor_of_kind.setdefault(kind, j)
-        yield from ((kind, i, j) for kind, j in anchor_of_kind.items())
+        for kind in (SAME_MODEL, OTHER_MODEL):
+            if kind in anchor_of_kind:
+                yield kind, i, anchor_of_kind[kind]
 
 
 def anchored(source: str, steps: Sequence[MeasuredStep]) -> Iterator[dict[str, object]]:

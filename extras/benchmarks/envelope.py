@@ -1,8 +1,7 @@
-"""How much of the time of models that nobody swept lies inside what was measured, by op family.
+"""How much of the time of held-out models is in calls inside a bundle's envelope, by op family.
 
 ``python -m itercast.extras.benchmarks.envelope`` captures a step of each held-out model of the
-catalogue (``itercast.extras.campaign.catalogue``) and asks a bundle which of its calls are in its
-envelope.
+catalogue (``itercast.extras.campaign.catalogue``).
 """
 
 from __future__ import annotations
@@ -27,29 +26,32 @@ from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.ops.family import Point
 
 CallTimes = Mapping[tuple[str, Point], float]  # us of a step, by family and parameters
-ALL = "all"
+ALL = "all"  # families together
 
 
 def inside(
-    bundle: Bundle, gpu: Gpu, of_steps: Iterable[CallTimes]
+    bundle: Bundle, gpu: Gpu, steps_us: Iterable[CallTimes]
 ) -> dict[str, tuple[float, float]]:
     """By family and for all: its share of the steps' time, and the part of that in the envelope.
 
     Every step counts as much as any other. A family without a model has nothing in the envelope.
     """
-    time, known = defaultdict[str, float](float), defaultdict[str, float](float)
-    for calls_us in of_steps:
-        total = sum(calls_us.values())
+    time_frac, inside_frac = defaultdict[str, float](float), defaultdict[str, float](float)
+    for calls_us in steps_us:
+        step_total_us = sum(calls_us.values())
         for name in {name for name, _ in calls_us}:
-            mine = {p: us / total for (of, p), us in calls_us.items() if of == name}
-            rows = pd.DataFrame([asdict(p) for p in mine]).assign(gpu=gpu.name, cache="warm")
-            seen = bundle.price(name, rows, {gpu.name: gpu})["in_envelope"].to_numpy(dtype=bool)
-            share = np.array(list(mine.values()))
+            points = [p for family, p in calls_us if family == name]
+            share = np.array([calls_us[name, p] for p in points]) / step_total_us
+            rows = pd.DataFrame([asdict(p) for p in points]).assign(gpu=gpu.name, cache="warm")
+            priced = bundle.price(name, rows, {gpu.name: gpu})
+            in_envelope = priced["in_envelope"].to_numpy(dtype=bool)
             for key in (name, ALL):
-                time[key] += float(share.sum())
-                known[key] += float(share[seen].sum())
-    order = sorted(time, key=lambda key: -time[key])
-    return {key: (time[key] / time[ALL], known[key] / time[key]) for key in order}
+                time_frac[key] += float(share.sum())
+                inside_frac[key] += float(share[in_envelope].sum())
+    order = sorted(time_frac, key=lambda key: -time_frac[key])
+    return {
+        key: (time_frac[key] / time_frac[ALL], inside_frac[key] / time_frac[key]) for key in order
+    }
 
 
 def main(
@@ -58,17 +60,17 @@ def main(
     models: Annotated[int, typer.Option(help="held-out models, at most")] = 50,
 ) -> None:
     """Print how much of the time of held-out models lies inside a bundle's envelope."""
-    held = [model for model in catalogue() if model.held_out][:models]
-    device, some = load_gpu(gpu), [*steps(held, seed=0)]
+    held_out = [model for model in catalogue() if model.held_out][:models]
+    device, drawn = load_gpu(gpu), [*steps(held_out, seed=0)]
     with progress_bar() as bar:
-        tracked = bar.track(some, description="capture")
-        found = [
+        tracked = bar.track(drawn, description="capture")
+        steps_us = [
             step_us(model.calls(batch, seq, dtype), device) for model, batch, seq, dtype in tracked
         ]
     table = Table("family", "share of the time %", "of that inside the envelope %")
-    table.title = f"{len(held)} held-out models, {len(some)} steps, {gpu}"
-    for name, (share, known) in inside(Bundle.load(bundle), device, found).items():
-        table.add_row(name, f"{100 * share:.1f}", f"{100 * known:.1f}")
+    table.title = f"{len(held_out)} held-out models, {len(drawn)} steps, {gpu}"
+    for name, (share, covered) in inside(Bundle.load(bundle), device, steps_us).items():
+        table.add_row(name, f"{100 * share:.1f}", f"{100 * covered:.1f}")
     print_tables(table)
 
 

@@ -33,10 +33,11 @@ Scores = Mapping[str, Mapping[str, float]]  # errors in % by name
 
 
 def machines_table(root: Path, gpu: str) -> Table | None:
-    """A table of the single GPUs of this kind, by the anchor: a product timed in every chunk.
+    """A line for each physical GPU of this kind: how its anchor times compare with the others'.
 
-    A GPU is slow where three quarters of its anchor times are longer than three quarters of the
-    others'. None where fewer than two were measured.
+    The anchor is a matrix product that is timed beside every chunk of points. A GPU is called slow
+    if three quarters of its anchor times are longer than three quarters of the others'. None where
+    fewer than two GPUs were measured.
     """
     rows = pd.concat([read_rows([root], n) for n in families()], ignore_index=True)
     rows = rows[rows["gpu"] == gpu] if "gpu" in rows else rows
@@ -48,17 +49,17 @@ def machines_table(root: Path, gpu: str) -> Table | None:
     heads = (*names, "rows", "throttled %", "SM MHz", "anchor us", "against the others %", "")
     for head in heads:
         table.add_column(head, justify="left" if head in ("host", "gpu_uuid", "") else "right")
-    for where, mine in rows.groupby(names, dropna=False):
-        own, others = mine[anchor].dropna(), rows[anchor].drop(mine.index).dropna()
-        slow = own.quantile(0.25) > others.quantile(0.75)
-        clock = 1e-6 * mine["sm_clock_hz"].median() if "sm_clock_hz" in mine else np.nan
+    for machine, part in rows.groupby(names, dropna=False):
+        own_us, others_us = part[anchor].dropna(), rows[anchor].drop(part.index).dropna()
+        slow = own_us.quantile(0.25) > others_us.quantile(0.75)
+        clock_mhz = 1e-6 * part["sm_clock_hz"].median() if "sm_clock_hz" in part else np.nan
         table.add_row(
-            *(f"{v:g}" if isinstance(v, float) else str(v) for v in where),
-            str(len(mine)),
-            f"{100 * (mine['status'] == 'throttled').mean():.0f}",
-            "-" if np.isnan(clock) else f"{clock:.0f}",
-            f"{own.median():.1f}",
-            f"{100 * (own.median() / others.median() - 1):+.1f}",
+            *(f"{v:g}" if isinstance(v, float) else str(v) for v in machine),
+            str(len(part)),
+            f"{100 * (part['status'] == 'throttled').mean():.0f}",
+            "-" if np.isnan(clock_mhz) else f"{clock_mhz:.0f}",
+            f"{own_us.median():.1f}",
+            f"{100 * (own_us.median() / others_us.median() - 1):+.1f}",
             "slow" if slow else "",
         )
     return table
@@ -68,10 +69,10 @@ def only_gpu(root: Path, gpu: str, folder: Path) -> Path:
     """Make a dataset root in ``folder`` that links to the rows of one GPU only."""
     if not root.is_dir():
         raise ValueError(f"data {str(root)!r}: no such folder")
-    for found in sorted(root.glob(f"*/{gpu}")):
-        link = folder / found.parent.name / gpu
+    for rows in sorted(root.glob(f"*/{gpu}")):  # folder of a family and GPU
+        link = folder / rows.parent.name / gpu
         link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(found.resolve())
+        link.symlink_to(rows.resolve())
     if not folder.is_dir():
         known = sorted({p.name for p in root.glob("*/*") if p.is_dir() and p.parent.name[0] != "."})
         raise ValueError(f"gpu {gpu!r}: no rows under {root}; there are rows of {known}")
@@ -80,29 +81,29 @@ def only_gpu(root: Path, gpu: str, folder: Path) -> Path:
 
 def family_errors(report: Facts) -> Scores:
     """Errors of each family on held-out shapes, and the retest error of its rows."""
-    floors = {name: entry["retest_ape_pct"] for name, entry in report.items()}
-    return {
-        name: {**entry["learners"][BLEND], **({RETEST: floors[name]} if floors[name] else {})}
-        for name, entry in report.items()
-    }
+    scores = {name: dict(entry["learners"][BLEND]) for name, entry in report.items()}
+    for name, entry in report.items():
+        if entry["retest_ape_pct"]:
+            scores[name][RETEST] = entry["retest_ape_pct"]
+    return scores
 
 
 def unseen_errors(root: Path, bundle: Bundle) -> Scores:
     """Errors of each family of the bundle on the rows under ``root``, of an unseen GPU."""
-    found = {}
+    scores = {}
     for name, rows in usable_rows([root], None).items():
         if name in bundle.models:
             priced = bundle.price(name, rows, hardware_of([root], rows))
-            found[name] = errors(priced["predicted_us"].to_numpy(), rows["time_us"].to_numpy())
-    return found
+            scores[name] = errors(priced["predicted_us"].to_numpy(), rows["time_us"].to_numpy())
+    return scores
 
 
 def iteration_errors(results: Sequence[CaseResult]) -> Scores:
     """Errors of iterations by kind of model: DLRM, transformers, convolution networks, others."""
     groups: dict[str, list[CaseResult]] = {kind: [] for kind in (*KINDS, OTHERS)}
-    for r in results:
-        kinds = (kind for kind, starts in KINDS.items() if r.case.startswith(starts))
-        groups[next(kinds, OTHERS)].append(r)
+    for result in results:
+        kinds = (kind for kind, starts in KINDS.items() if result.case.startswith(starts))
+        groups[next(kinds, OTHERS)].append(result)
     return {f"{kind} ({len(group)})": summary(group) for kind, group in groups.items() if group}
 
 

@@ -44,8 +44,8 @@ def gpu_report(
             print_tables(machines)
         trained = tables.family_errors(train([root], bundle, None, trials).to_dict())
         print_tables(error_table(f"{gpu}: ops, shapes left out; {tables.OPS_TARGET}", trained))
-        found = tables.iteration_errors(_compared(root, bundle))
-        print_tables(error_table(f"{gpu}: iterations; {tables.ITERATIONS_TARGET}", found))
+        iterations = tables.iteration_errors(_compared(root, bundle))
+        print_tables(error_table(f"{gpu}: iterations; {tables.ITERATIONS_TARGET}", iterations))
         if other is not None:
             output().print("\n".join(summary(data, unseen)), highlight=False)
             title = f"{unseen}, trained on {gpu} alone"
@@ -53,8 +53,8 @@ def gpu_report(
             known = replace(known, gpus={**read_hardware([other]), **known.gpus})
             known.save(bundle)
             print_tables(error_table(f"{title}: ops", tables.unseen_errors(other, known)))
-            found = tables.iteration_errors(_compared(other, bundle))
-            print_tables(error_table(f"{title}: iterations", found))
+            iterations = tables.iteration_errors(_compared(other, bundle))
+            print_tables(error_table(f"{title}: iterations", iterations))
 
 
 def _compared(root: Path, bundle: Path) -> list[CaseResult]:

@@ -52,10 +52,10 @@ PLANS = (
 
 def forecast_bytes(chosen: EvalCase, plan: str) -> int:
     """Forecast peak memory in bytes."""
-    return forecast_step(*_asked(chosen, plan)).memory_bytes
+    return forecast_step(*_step_and_target(chosen, plan)).memory_bytes
 
 
-def _asked(chosen: EvalCase, plan: str) -> tuple[StepCapture, Target]:
+def _step_and_target(chosen: EvalCase, plan: str) -> tuple[StepCapture, Target]:
     """The captured step, and a GPU with an empty bundle: times do not matter."""
     captured = capture_step(
         chosen.build,
@@ -78,44 +78,47 @@ class Training:
 
     model: Any
     optimizer: torch.optim.Optimizer
-    given: Facts
+    inputs: Facts
     step: Callable[[], None]
 
 
-def _kept(chosen: EvalCase, plan: str) -> list[Places]:
-    """The ops that each layer's checkpoint saves under a plan."""
-    return places_by_layer(checkpoint_policy(*_asked(chosen, plan)))
+def _saved_ops(chosen: EvalCase, plan: str) -> list[Places]:
+    """The ops whose outputs each layer's checkpoint saves under a plan, instead of recomputing."""
+    return places_by_layer(checkpoint_policy(*_step_and_target(chosen, plan)))
 
 
-def _training(chosen: EvalCase, plan: str, kept: Sequence[Places]) -> Training:
-    """A model parallelised by a plan, after two steps. A process group exists."""
+def _training(chosen: EvalCase, plan: str, saved: Sequence[Places]) -> Training:
+    """A model parallelised by a plan, after two steps. A process group exists.
+
+    ``saved``: the ops that each layer's checkpoint saves, if the plan recomputes.
+    """
     parsed = ParallelPlan.parse(plan)
-    given = chosen.inputs(chosen.batch, chosen.seq)
+    inputs = chosen.inputs(chosen.batch, chosen.seq)
     model = chosen.build()
     if parsed.recompute:
-        checkpoint_layers(model, kept)
-    model, micro = parallel(model, parsed, "cpu")
+        checkpoint_layers(model, saved)
+    model, micro_batch = parallel(model, parsed, "cpu")
     optimizer = make_optimizer(list(model.parameters()), "adamw")
 
     def step() -> None:
         model.zero_grad()
-        with micro(True):
-            chosen.loss(model(**given), given).backward()
+        with micro_batch(True):
+            chosen.loss(model(**inputs), inputs).backward()
         optimizer.step()
 
     for _ in range(2):
         step()
     model.zero_grad()
-    return Training(model=model, optimizer=optimizer, given=given, step=step)
+    return Training(model=model, optimizer=optimizer, inputs=inputs, step=step)
 
 
 def captured_bytes(chosen: EvalCase, plan: str) -> int:
     """Peak memory in bytes of the same program's third step as it is captured."""
-    kept = _kept(chosen, plan)
+    saved = _saved_ops(chosen, plan)
 
     def program() -> Callable[[], None]:
         dist.init_process_group("gloo")
-        return _training(chosen, plan, kept).step
+        return _training(chosen, plan, saved).step
 
     return capture_program(program, max(2, ParallelPlan.parse(plan).world_size), [0]).peak_bytes[0]
 
@@ -130,14 +133,14 @@ def tracked_bytes(chosen: EvalCase, plan: str) -> int:
     if parsed.dp > 1 and not zero:
         return in_new_process(_allocated_bytes, chosen.name, plan)  # without earlier blocks
     _join(fake=zero)
-    training = _training(chosen, plan, _kept(chosen, plan))
+    training = _training(chosen, plan, _saved_ops(chosen, plan))
     gc.collect()
     if zero:
         tracker: Any = FSDPMemTracker(training.model, training.optimizer)
-        tracker.track_inputs((dict(training.given),))
+        tracker.track_inputs((dict(training.inputs),))
     else:
         tracker = MemTracker()
-        tracker.track_external(training.model, training.optimizer, *training.given.values())
+        tracker.track_external(training.model, training.optimizer, *training.inputs.values())
     with tracker:
         training.step()
     dist.destroy_process_group()
@@ -182,12 +185,11 @@ def main(names: Annotated[list[str] | None, typer.Argument()] = None) -> None:
     table = Table("case", "plan", "torch's tracker MB", "forecast MB", "error %", "captured %")
     for name in names or CASES:
         for plan in PLANS:
-            tracked, *others = (
-                peak(case(name), plan) for peak in (tracked_bytes, forecast_bytes, captured_bytes)
-            )
-            sizes = (f"{b / 1e6:.1f}" for b in (tracked, others[0]))
-            errors = (f"{100 * (b / tracked - 1):+.1f}" for b in others)
-            table.add_row(name, plan, *sizes, *errors)
+            tracked = tracked_bytes(case(name), plan)
+            forecast, captured = forecast_bytes(case(name), plan), captured_bytes(case(name), plan)
+            sizes_mb = (f"{b / 1e6:.1f}" for b in (tracked, forecast))
+            errors_pct = (f"{100 * (b / tracked - 1):+.1f}" for b in (forecast, captured))
+            table.add_row(name, plan, *sizes_mb, *errors_pct)
     print_tables(table)
 
 

@@ -28,13 +28,15 @@ SHARES = (0.5, 0.8, 0.9, 1.0)
 
 
 def held_bytes(step: StepCapture) -> int:
-    """Bytes of a model's outputs that backward does not read.
+    """Bytes of forward's outputs that the loss reads last, and backward does not.
 
-    A loop that keeps its output has them too, as measured steps did.
+    A forecast frees them; the measured loop held the model's output until the end of the step.
     """
-    last, phases = last_uses(step.calls), [c.phase for c in step.calls]
-    made = {t.storage: t.nbytes for c in step.calls if c.phase == "forward" for t in c.outputs}
-    return sum(n for s, n in made.items() if phases[last[s]] == "loss")
+    last_call = last_uses(step.calls)
+    size = {t.storage: t.nbytes for c in step.calls if c.phase == "forward" for t in c.outputs}
+    return sum(
+        nbytes for storage, nbytes in size.items() if step.calls[last_call[storage]].phase == "loss"
+    )
 
 
 def compared(rows: pd.DataFrame) -> pd.DataFrame:
@@ -51,12 +53,12 @@ def compared(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(forecast_bytes=forecasts, error_pct=errors)
 
 
-def errors_table(found: pd.DataFrame) -> Table:
-    """Errors by size of the measured peak: bias, and what shares of all stay below."""
+def errors_table(rows: pd.DataFrame) -> Table:
+    """Errors by size of the measured peak: bias, and quantiles of absolute errors."""
     shares = [f"{100 * share:.0f} % within" for share in SHARES]
     table = Table("peak of at least", "steps", "bias %", *shares)
     for least in LEAST_BYTES:
-        errors = found["error_pct"][found["peak_memory_bytes"] >= least]
+        errors = rows["error_pct"][rows["peak_memory_bytes"] >= least]
         within = errors.abs().quantile(list(SHARES))
         cells = [f"{x:.1f}" for x in (errors.mean(), *within)]
         table.add_row(f"{least / 1e9:.0f} GB", str(len(errors)), *cells)
@@ -65,10 +67,10 @@ def errors_table(found: pd.DataFrame) -> Table:
 
 def main(root: Annotated[Path, typer.Argument(help="folder of measured iterations")]) -> None:
     """Print errors of forecast peak memory, and the rows that are furthest off."""
-    found = compared(measured_rows(root, None))
-    print_tables(errors_table(found))
+    rows = compared(measured_rows(root, None))
+    print_tables(errors_table(rows))
     worst = Table("case", "batch", "dtype", "gpu", "measured GB", "forecast GB", "error %")
-    for row in records(found.sort_values("error_pct", key=abs, ascending=False).head(10)):
+    for row in records(rows.sort_values("error_pct", key=abs, ascending=False).head(10)):
         names = [str(row[name]) for name in ("case", "batch", "dtype", "gpu")]
         sizes = [f"{row[name] / 1e9:.2f}" for name in ("peak_memory_bytes", "forecast_bytes")]
         worst.add_row(*names, *sizes, f"{row['error_pct']:+.1f}")

@@ -25,9 +25,10 @@ LISTED = facts_of(__file__)
 
 def wanted(ranks: int) -> list[Iteration]:
     """Iterations under the listed plans and optimizers with this number of ranks."""
-    plans, optimizers = LISTED["plans"].items(), LISTED["optimizers"].items()
-    listed = [iteration_of(case(name), plan) for name, some in plans for plan in some]
-    for optimizer, names in optimizers:
+    listed = [
+        iteration_of(case(name), plan) for name, plans in LISTED["plans"].items() for plan in plans
+    ]
+    for optimizer, names in LISTED["optimizers"].items():
         listed += [replace(iteration_of(case(name)), optimizer=optimizer) for name in names]
     return [iteration for iteration in listed if iteration.ranks == ranks]
 
@@ -43,8 +44,9 @@ def main(
     """Measure the plans with this number of ranks, except those that have rows already."""
     chosen = [iteration for iteration in wanted(ranks) if case_name in ("", iteration.case)]
     if not chosen:
-        told = f"ranks {ranks}, case {case_name!r}: plan_list.yaml has no such plan"
-        raise typer.BadParameter(told)
+        raise typer.BadParameter(
+            f"ranks {ranks}, case {case_name!r}: plan_list.yaml has no such plan"
+        )
     rows = collect_iterations(root, "cpu", chosen, repeat)
     logging.getLogger(__name__).info("%d rows", rows)
 

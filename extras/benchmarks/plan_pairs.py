@@ -18,16 +18,19 @@ import typer
 
 from itercast.extras.programs import run_program
 
-ALIKE = ("gpu", "model", "ranks", "samples")  # of both iterations of a pair
+SAME_IN_PAIR = ("gpu", "model", "ranks", "samples")
 SHARE = 0.8  # of the pairs
 
 
 def differences(cases: Sequence[Mapping[str, Any]]) -> list[float]:
-    """abs(log(measured a / b) - log(forecast a / b)) of each pair of plans of one model."""
+    """abs(log(measured a / b) - log(forecast a / b)) of each pair of plans of one model.
+
+    ``cases``: as in the report of ``itercast evaluate``.
+    """
     pairs = (
         (a, b)
         for a, b in combinations(cases, 2)
-        if all(a[name] == b[name] for name in ALIKE) and a["plan"] != b["plan"]
+        if all(a[name] == b[name] for name in SAME_IN_PAIR) and a["plan"] != b["plan"]
     )
     return [
         abs(log(a["measured_us"] / b["measured_us"]) - log(a["predicted_us"] / b["predicted_us"]))
@@ -37,10 +40,10 @@ def differences(cases: Sequence[Mapping[str, Any]]) -> list[float]:
 
 def main(evaluation: Annotated[Path, typer.Argument(exists=True, dir_okay=False)]) -> None:
     """Print the number of pairs, and what most of them differ by at most."""
-    found = differences(json.loads(evaluation.read_text())["cases"])
-    if not found:
+    logs = differences(json.loads(evaluation.read_text())["cases"])
+    if not logs:
         raise ValueError(f"{str(evaluation)!r}: no two plans of one model on as many ranks")
-    typer.echo(f"{len(found)} pairs; {SHARE:.0%} differ by {np.quantile(found, SHARE):.3f} at most")
+    typer.echo(f"{len(logs)} pairs; {SHARE:.0%} differ by {np.quantile(logs, SHARE):.3f} at most")
 
 
 if __name__ == "__main__":

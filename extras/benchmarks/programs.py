@@ -44,7 +44,7 @@ DISTURBED_PCT = 30.0  # no assumption: two measurements that differ more say lit
 
 
 def captured(iteration: Iteration) -> ProgramCapture:
-    """The program of a measured iteration, on every rank that does different work."""
+    """What an iteration's ranks launch under its plan, captured by running torch's DDP, FSDP2..."""
     from itercast.capture.programs.capture import capture_program
     from itercast.extras.measured_plans.steps import make_plan_step  # needs torch
     from itercast.microbench.processes.ranks import join_process_group
@@ -63,24 +63,27 @@ def captured(iteration: Iteration) -> ProgramCapture:
 
 def as_program(plan: CaseResult, rows: pd.DataFrame) -> CaseResult:
     """The result of a plan with the forecast of its captured program in place of the plan's."""
-    mine = rows[(rows["case"] == plan.case) & (rows["plan"] == plan.plan)].iloc[0]
-    sizes: Row = {name: int(mine[name]) for name in ("batch", "seq")}
+    row = rows[(rows["case"] == plan.case) & (rows["plan"] == plan.plan)].iloc[0]
+    sizes: Row = {name: int(row[name]) for name in ("batch", "seq")}
     program = captured(Iteration(case=plan.case, plan=plan.plan, **sizes))
-    found = forecast_program(program, find_target(str(mine["gpu"])))
+    priced = forecast_program(program, find_target(str(row["gpu"])))
     return replace(
         plan,
-        predicted_us=found.iteration_us,
-        predicted_us_p10=found.iteration_us_p10,
-        predicted_us_p90=found.iteration_us_p90,
-        unmodelled_frac=found.unmodelled_frac,
+        predicted_us=priced.iteration_us,
+        predicted_us_p10=priced.iteration_us_p10,
+        predicted_us_p90=priced.iteration_us_p90,
+        unmodelled_frac=priced.unmodelled_frac,
     )
 
 
 def results(root: Path) -> list[tuple[CaseResult, CaseResult]]:
-    """Of each measured iteration on several ranks the program's result and the plan's."""
+    """Of each measured iteration on several ranks the program's result and the plan's.
+
+    DLRMs with sharded tables are left out.
+    """
     rows = measured_rows(root, None)
-    several = rows["plan"].str.contains("[dtp]p=")
-    rows = rows[several & ~rows["case"].str.startswith("dlrm-sharded")]
+    several_ranks = rows["plan"].str.contains("[dtp]p=")
+    rows = rows[several_ranks & ~rows["case"].str.startswith("dlrm-sharded")]
     return [(as_program(plan, rows), plan) for plan in compare_all(rows, None)]
 
 
@@ -98,14 +101,15 @@ def table_of(pairs: Sequence[tuple[CaseResult, CaseResult]]) -> Table:
 
 def scores(pairs: Sequence[tuple[CaseResult, CaseResult]]) -> dict[str, dict[str, float]]:
     """Errors of programs and plans, of all and of those that measuring again confirms."""
-    calm = [p for p in pairs if (p[1].retest_ape_pct or 0.0) <= DISTURBED_PCT]
+    calm = [(p, plan) for p, plan in pairs if (plan.retest_ape_pct or 0.0) <= DISTURBED_PCT]
     parts = {"all": pairs, f"measured twice within {DISTURBED_PCT:.0f} %": calm}
-    return {
-        f"{what}, {name} ({len(part)})": summary([pair[at] for pair in part])
-        for name, part in parts.items()
-        for at, what in enumerate(("programs", "plans"))
-        if part
-    }
+    errors = {}
+    for name, part in parts.items():
+        if part:
+            programs, plans = zip(*part, strict=True)
+            errors[f"programs, {name} ({len(part)})"] = summary(programs)
+            errors[f"plans, {name} ({len(part)})"] = summary(plans)
+    return errors
 
 
 def main(

@@ -34,7 +34,7 @@ FIGURES = (  # target, and name in what ``measure`` and ``search_s`` return
 
 @without_scikit_learn()  # as the command does
 def measure(begin_s: float) -> dict[str, float]:
-    """Times a forecast and plan searches in this fresh process, and its memory.
+    """Times forecasts and a plan search in this fresh process, and its memory, as FIGURES names.
 
     ``begin_s`` is ``time.time()`` before the imports.
     """
@@ -45,28 +45,30 @@ def measure(begin_s: float) -> dict[str, float]:
 
     step = capture(MODEL, batch=1, dtype="bf16")
     predict(step, gpu=GPU, plan="dp=128,tp=8,pp=16,micro=16")
-    found = {"first_s": time.time() - begin_s, "first_cpu_s": time.process_time()}
+    figures = {"first_s": time.time() - begin_s, "first_cpu_s": time.process_time()}
     start, start_cpu = time.perf_counter(), time.process_time()
     predict(step, gpu=GPU, plan="dp=64,tp=8,pp=32,micro=32")
-    found |= {"next_s": time.perf_counter() - start, "next_cpu_s": time.process_time() - start_cpu}
+    figures["next_s"] = time.perf_counter() - start
+    figures["next_cpu_s"] = time.process_time() - start_cpu
 
-    def forecast_s(dp: int) -> float:
+    def forecast_cpu_s(dp: int) -> float:
         begin = time.process_time()
         predict(step, gpu=GPU, plan=f"dp={dp},tp=8,zero=1")
         return time.process_time() - begin
 
-    forecast_s(2)
-    pairs = [(forecast_s(1 + n), forecast_s(12_500 - n)) for n in range(2, 9)]
-    few_s, many_s = (statistics.median(p) for p in zip(*pairs, strict=True))
-    found["growth"] = many_s / few_s
+    forecast_cpu_s(2)
+    # Other degrees each time, so that no forecast is repeated.
+    pairs = [(forecast_cpu_s(1 + n), forecast_cpu_s(12_500 - n)) for n in range(2, 9)]
+    few_s, many_s = (statistics.median(times_s) for times_s in zip(*pairs, strict=True))
+    figures["growth"] = many_s / few_s
     asked: Row = {"global_batch": 1536, "seq": 2048, "dtype": "bf16"}
     search, _ = open_search(MODEL, GPU, 1024, node="dgx-h100", **asked)
     best_plans(search, 512, "time")  # captures and prices are there then
     start = time.process_time()
     plans = best_plans(search, 1024, "time")
-    found["plans_per_s"] = plans.considered / (time.process_time() - start)
-    found["gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return found
+    figures["plans_per_s"] = plans.considered / (time.process_time() - start)
+    figures["gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return figures
 
 
 def search_s(gpus: int) -> float:
@@ -86,9 +88,9 @@ def search_s(gpus: int) -> float:
 def main() -> None:
     """Print a table of measured times beside their targets, each of a fresh process."""
     with fresh_folder():
-        found = in_new_process(measure, time.time())
-        found |= {f"search_{gpus}": in_new_process(search_s, gpus) for gpus in SAMPLES}
-    print_table("scale", [(what, target, f"{found[key]:.2f}") for what, target, key in FIGURES])
+        figures = in_new_process(measure, time.time())
+        figures |= {f"search_{gpus}": in_new_process(search_s, gpus) for gpus in SAMPLES}
+    print_table("scale", [(what, target, f"{figures[key]:.2f}") for what, target, key in FIGURES])
 
 
 if __name__ == "__main__":

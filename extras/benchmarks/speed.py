@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import chdir, contextmanager
 from dataclasses import asdict
 from itertools import islice
+from math import ceil
 from pathlib import Path
 from typing import Annotated
 
@@ -49,7 +50,7 @@ def second_plan_s(bundle: Path) -> tuple[float, float]:
 
 @contextmanager
 def fresh_folder() -> Iterator[None]:
-    """Processes start in an empty folder, without captures of an earlier run."""
+    """Work in an empty folder, where processes find no captures of an earlier run."""
     root = str(Path(__file__).parents[3])
     with tempfile.TemporaryDirectory() as folder, chdir(folder):
         os.environ |= {"PYTHONPATH": root, "OMP_WAIT_POLICY": "passive"}
@@ -57,7 +58,7 @@ def fresh_folder() -> Iterator[None]:
         yield
 
 
-def timed_s(words: list[str]) -> float:
+def python_s(words: list[str]) -> float:
     """Run Python with these arguments; its wall-clock seconds.
 
     RuntimeError with the last line of its error output where it fails.
@@ -65,17 +66,17 @@ def timed_s(words: list[str]) -> float:
     start = time.perf_counter()
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
     if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip()).splitlines() or ["nothing said"]
-        raise RuntimeError(f"python {' '.join(words)}: exit code {done.returncode}: {said[-1]}")
+        output = (done.stderr.strip() or done.stdout.strip()).splitlines() or ["no output"]
+        raise RuntimeError(f"python {' '.join(words)}: exit code {done.returncode}: {output[-1]}")
     return time.perf_counter() - start
 
 
 def sample_rows(count: int, gpu: str, bundle: Bundle) -> pd.DataFrame:
     """Rows to price, of all families of the bundle: the first points of each family's sweep."""
     swept = [f for f in families().values() if f.name in bundle.models and not f.on_host]
-    share = -(-count // len(swept))
+    per_family = ceil(count / len(swept))
     parts = [
-        pd.DataFrame([asdict(p) for p in islice(f.sweep(), share)]).assign(family=f.name)
+        pd.DataFrame([asdict(p) for p in islice(f.sweep(), per_family)]).assign(family=f.name)
         for f in swept
     ]
     rows = pd.concat(parts, ignore_index=True)
@@ -86,28 +87,28 @@ def price_rows_s(gpu: str, bundle: Path) -> float:
     """Seconds that ``itercast price`` takes for ROWS rows, the whole process."""
     sample_rows(ROWS, gpu, Bundle.load(bundle)).to_parquet("rows.parquet")
     words = ["price", "rows.parquet", "--out", "o.parquet", "--bundle", str(bundle)]
-    return timed_s(["-m", "itercast", *words])
+    return python_s(["-m", "itercast", *words])
 
 
 def figures(bundle: Path) -> list[tuple[str, str, str]]:
     """(what, target in s, measured in s) for each figure; other load on the machine adds to all."""
     bundle = bundle.resolve()
-    own = next(iter(Bundle.load(bundle).gpus))
+    cpu = next(iter(Bundle.load(bundle).gpus))
     predict = ["-m", "itercast", "predict", "gpt2-small", "--gpu", "cpu", "--bundle", str(bundle)]
     with fresh_folder():
-        found = [
-            ("the API imported, whole process", 0.3, timed_s(["-m", "itercast.api"])),
-            ("predict gpt2-small, whole process, cold", 2.5, timed_s(predict)),
-            ("the same from a cached op graph", 0.8, timed_s(predict)),
+        timed = [
+            ("the API imported, whole process", 0.3, python_s(["-m", "itercast.api"])),
+            ("predict gpt2-small, whole process, cold", 2.5, python_s(predict)),
+            ("the same from a cached op graph", 0.8, python_s(predict)),
         ]
         again_s, plan_s = in_new_process(second_plan_s, bundle)
-        found += [
+        timed += [
             ("the same plan again in one process", 0.005, again_s),
             ("a second plan (dp=2) in one process", 0.005, plan_s),
-            (f"price {ROWS:,} rows, whole process", 8.0, price_rows_s(own, bundle)),
+            (f"price {ROWS:,} rows, whole process", 8.0, price_rows_s(cpu, bundle)),
             (f"the same on an unseen GPU ({UNSEEN})", 8.0, price_rows_s(UNSEEN, SHIPPED)),
         ]
-    return [(what, f"{target_s:g}", f"{measured_s:.3f}") for what, target_s, measured_s in found]
+    return [(what, f"{target_s:g}", f"{measured_s:.3f}") for what, target_s, measured_s in timed]
 
 
 def print_table(title: str, lines: Sequence[tuple[str, str, str]]) -> None:

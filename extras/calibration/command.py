@@ -56,19 +56,19 @@ def calibrate(
     from itercast.learners.score_file import read_few
 
     few = read_few(rows)
-    told: Row = {"rows": len(few)}
+    result: Row = {"rows": len(few)}
     if host is not None:
-        told |= _write_host(host, few, bundle)
+        result |= _write_host(host, few, bundle)
     if out is not None:
-        told |= _write_bundle(out, few, bundle, hardware)
+        result |= _write_bundle(out, few, bundle, hardware)
     if as_json:
-        typer.echo(json.dumps(told))
+        typer.echo(json.dumps(result))
         return
     if host is not None:
-        event = f"slowdown {told['slowdown']:g}, {told['launch_us']:g} us a launch"
-        typer.echo(f"host {told['host']}: {event}; {host}")
+        speed = f"slowdown {result['slowdown']:g}, {result['launch_us']:g} us a launch"
+        typer.echo(f"host {result['host']}: {speed}; {host}")
     if out is not None:
-        typer.echo(f"calibrated {told['bundle']} with {len(few)} rows into {out}")
+        typer.echo(f"calibrated {result['bundle']} with {len(few)} rows into {out}")
 
 
 def _write_machine(path: Path, rows: list[Path], bundle: Path | None, *, as_json: bool) -> None:
@@ -77,7 +77,8 @@ def _write_machine(path: Path, rows: list[Path], bundle: Path | None, *, as_json
     from itercast.capture.base.files import write_atomic
     from itercast.extras.anchors.infer_machine import factor_lines, infer_machine
 
-    known = infer_machine([one for file in rows for one in measured_steps(file, Question, bundle)])
+    steps = [step for file in rows for step in measured_steps(file, Question, bundle)]
+    known = infer_machine(steps)
     write_atomic(path, known.text().encode())
     lines = factor_lines(known.machine, known.gpu)
     if as_json:
@@ -85,13 +86,12 @@ def _write_machine(path: Path, rows: list[Path], bundle: Path | None, *, as_json
         return
     for line in lines:
         typer.echo(line)
-    steps = len(known.anchors)
-    typer.echo(f"{steps} measured steps; itercast predict ... --machine {path}")
+    typer.echo(f"{len(known.anchors)} measured steps; itercast predict ... --machine {path}")
 
 
 def _write_bundle(out: Path, few: pd.DataFrame, bundle: Path | None, hardware: Path | None) -> Row:
-    """Write the corrected bundle; returns of which bundle it was made."""
-    from itercast.extras.calibration.few_rows import calibrate as pull
+    """Write the corrected bundle to ``out``; returns its folder and that of the bundle it is of."""
+    from itercast.extras.calibration.few_rows import calibrate_bundle
     from itercast.learners.known_bundles import find_bundle
     from itercast.learners.score_file import check_parameters
     from itercast.microbench.hardware.spec import load_gpu
@@ -99,8 +99,8 @@ def _write_bundle(out: Path, few: pd.DataFrame, bundle: Path | None, hardware: P
     for name, rows in few.groupby("family"):
         check_parameters(str(name), rows)
     own = [load_gpu(str(hardware))] if hardware is not None else []
-    folder, found = find_bundle(str(few["gpu"].iloc[0]) if len(few) else "cpu", bundle)
-    pull(found, few, {gpu.name: gpu for gpu in own}).save(out)
+    folder, uncorrected = find_bundle(str(few["gpu"].iloc[0]) if len(few) else "cpu", bundle)
+    calibrate_bundle(uncorrected, few, {gpu.name: gpu for gpu in own}).save(out)
     return {"bundle": str(folder), "out": str(out)}
 
 
@@ -120,8 +120,8 @@ def _write_host(path: Path, few: pd.DataFrame, bundle: Path | None) -> Row:
     if len(gpus) > 1:
         raise ValueError(f"a host is beside GPUs of one kind, got rows of {', '.join(gpus)}")
     source = f"itercast calibrate, {len(few)} rows on {gpus[0]}"
-    found = host_of_events(few, name, source)
-    if found is None:
-        found = fit_host(name, measured_steps(few, bundle), source=source)
-    write_atomic(path, host_yaml(found).encode())
-    return {"host": name, "slowdown": found.slowdown, "launch_us": found.launch_us}
+    host = host_of_events(few, name, source)
+    if host is None:
+        host = fit_host(name, measured_steps(few, bundle), source=source)
+    write_atomic(path, host_yaml(host).encode())
+    return {"host": name, "slowdown": host.slowdown, "launch_us": host.launch_us}

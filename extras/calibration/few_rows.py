@@ -19,7 +19,9 @@ from itercast.microbench.ops.family import Family
 MAX_ROWS = 500  # of one family and GPU; more are enough for training
 
 
-def calibrate(bundle: Bundle, rows: pd.DataFrame, gpus: Mapping[str, Gpu] | None = None) -> Bundle:
+def calibrate_bundle(
+    bundle: Bundle, rows: pd.DataFrame, gpus: Mapping[str, Gpu] | None = None
+) -> Bundle:
     """Return the bundle with the models of all families in ``rows`` calibrated, GPU by GPU.
 
     Earlier calibrations of the same family and GPU are replaced. ValueError where no row is of a
@@ -27,33 +29,36 @@ def calibrate(bundle: Bundle, rows: pd.DataFrame, gpus: Mapping[str, Gpu] | None
     """
     rows = rows[rows["status"] == "ok"] if "status" in rows else rows
     rows = rows[rows["time_us"] > 0]
-    named = {str(name): str(name) for name in rows["gpu"].unique()}
+    names = set(rows["gpu"].astype(str))
     hardware = {**bundle.gpus, **(gpus or {})}
-    hardware |= {name: load_gpu(name) for name in named if name not in hardware}
+    hardware |= {name: load_gpu(name) for name in names if name not in hardware}
     models, used = dict(bundle.models), 0
-    for (name, gpu), mine in rows.groupby(["family", "gpu"], sort=True):
+    for (name, gpu), part in rows.groupby(["family", "gpu"], sort=True):
         if name not in models:
             continue
-        model = models[str(name)]
-        family = families()[str(name)]
-        found = {**model.calibrations, str(gpu): measure(model, family, mine, hardware)}
-        shapes = with_shapes(model.facts.get("shapes", ""), mine, family)
-        facts = {**model.facts, "shapes": shapes}
-        models[str(name)] = replace(model, calibrations=found, facts=facts)
-        used += len(mine)
-    if not used:
-        asked = sorted(set(rows["family"].astype(str)))
-        raise ValueError(
-            f"rows of families {asked}: the bundle has models of {sorted(models)} only"
+        model, family = models[str(name)], families()[str(name)]
+        calibration = calibrate_model(model, family, part, hardware)
+        shapes = with_shapes(model.facts.get("shapes", ""), part, family)
+        models[str(name)] = replace(
+            model,
+            calibrations={**model.calibrations, str(gpu): calibration},
+            facts={**model.facts, "shapes": shapes},
         )
-    kept = {name: hardware[name] for name in {*bundle.gpus, *named}}
-    return replace(bundle, models=models, gpus=kept)
+        used += len(part)
+    if not used:
+        measured = sorted(set(rows["family"].astype(str)))
+        raise ValueError(
+            f"rows of families {measured}: the bundle has models of {sorted(models)} only"
+        )
+    return replace(
+        bundle, models=models, gpus={name: hardware[name] for name in {*bundle.gpus, *names}}
+    )
 
 
-def measure(
+def calibrate_model(
     model: FamilyModel, family: Family, rows: pd.DataFrame, gpus: Mapping[str, Gpu]
 ) -> Calibration:
-    """Returns the calibration of one GPU: log errors of the uncalibrated model at its rows."""
+    """The calibration for the rows' GPU: log(measured / forecast) at each, by the model as is."""
     if len(rows) > MAX_ROWS:
         gpu = rows["gpu"].iloc[0]
         raise ValueError(
@@ -61,7 +66,7 @@ def measure(
             "train a bundle on more"
         )
     rows = model.as_measured(rows.reset_index(drop=True), family)
-    found = replace(model, calibrations={}).predict(rows, family, gpus)
+    forecast = replace(model, calibrations={}).predict(rows, family, gpus)
     kind, at = coordinates(rows, family)
-    error = np.log(rows["time_us"].to_numpy(float) / found.time_us)
-    return Calibration(kind=kind, at=points(at, found.roofline_us), value=error)
+    error = np.log(rows["time_us"].to_numpy(float) / forecast.time_us)
+    return Calibration(kind=kind, at=points(at, forecast.roofline_us), value=error)

@@ -33,38 +33,38 @@ from itercast.microbench.hardware.host import (
 )
 
 SLOWDOWNS = (0.2, 40.0)  # no assumption: the range that is searched
-PACE_SET = 0.01  # no assumption: a tolerance, in log time
+GPU_BOUND = 0.01  # no assumption: forecasts shorter by less, in log time, show no host
 HALVINGS = 10  # of that interval in log; leaves half a percent
 MIN_TIMED = 3  # steps whose host times suffice for two numbers
-NOTHING = 1e-9  # no assumption: of a host that does only the other thing
+NO_TIME = 1e-9  # no assumption: instead of 0, which a host does not take
 QUEUE: int = assumed(__file__, "queue")
 
 
-def log_error(one: MeasuredStep, host: HostMachine) -> float:
+def log_error(measured: MeasuredStep, host: HostMachine) -> float:
     """log(forecast / measured) of a step on a host."""
-    found = forecast_step(one.step, replace(one.target, host=host))
-    return float(np.log(found.iteration_us / one.time_us))
+    forecast = forecast_step(measured.step, replace(measured.target, host=host))
+    return float(np.log(forecast.iteration_us / measured.time_us))
 
 
-def host_us(one: MeasuredStep, host: HostMachine) -> float:
+def host_us(measured: MeasuredStep, host: HostMachine) -> float:
     """Host time of forward, loss and backward on a host that runs ahead of the GPU."""
-    layers = replace(one.target, host=host).priced(one.step).layers
+    layers = replace(measured.target, host=host).priced(measured.step).layers
     return sum(
         layer.layer.count * (layer.forward_work.host_us + layer.backward_work.host_us)
         for layer in layers
     )
 
 
-def runs_ahead(one: MeasuredStep) -> bool:
+def runs_ahead(measured: MeasuredStep) -> bool:
     """Whether the host ran forward and backward without waiting for the GPU.
 
     No op made it wait, and all kernels fit into the queue, or took less time than the host.
     """
-    layers = one.target.priced(one.step).layers
+    layers = measured.target.priced(measured.step).layers
     ops = [(x.layer.count, op) for x in layers for op in (*x.forward, *x.backward)]
-    queued = sum(count * op.kernels for count, op in ops)
+    kernels = sum(count * op.kernels for count, op in ops)
     gpu_us = sum(count * op.duration_us for count, op in ops)
-    never_full = queued < QUEUE or gpu_us < (one.phases_us or 0.0)
+    never_full = kernels < QUEUE or gpu_us < (measured.phases_us or 0.0)
     return never_full and not any(op.waits for _, op in ops)
 
 
@@ -76,19 +76,19 @@ def fit_host(
     ValueError where no host time was measured and the rows are limited by the GPU rather than the
     host: no slowdown makes their forecasts right.
     """
-    if two := _from_phases(rows):
-        slowdown, launch_us = (round(number, 3) for number in two)
+    if fitted := _fit_to_phases(rows):
+        slowdown, launch_us = fitted
         return HostMachine(
             name=name,
-            slowdown=slowdown,
-            launch_us=launch_us,
+            slowdown=round(slowdown, 3),
+            launch_us=round(launch_us, 3),
             cpu=cpu,
             source=source,
             fitted_on=fitted_on,
         )
     low, high = np.log(SLOWDOWNS)
     fastest = scaled_host(name, SLOWDOWNS[0], source=source)
-    if np.median([log_error(row, fastest) for row in rows]) > -PACE_SET:
+    if np.median([log_error(row, fastest) for row in rows]) > -GPU_BOUND:
         raise ValueError(
             f"host {name!r}: the GPU sets the pace of these {len(rows)} rows, so the host's speed "
             "does not show; measure smaller batches"
@@ -102,17 +102,18 @@ def fit_host(
     return scaled_host(name, slowdown, cpu=cpu, source=source, fitted_on=fitted_on)
 
 
-def _from_phases(rows: Sequence[MeasuredStep]) -> tuple[float, float] | None:
-    """Slowdown and launch in us with the least relative errors; None where too few were timed."""
+def _fit_to_phases(rows: Sequence[MeasuredStep]) -> tuple[float, float] | None:
+    """Slowdown and us per launch with the least relative errors; None where too few were timed.
+
+    Least squares of slowdown * events_us / measured_us + launch_us * launches / measured_us = 1.
+    """
     timed = [(row, row.phases_us) for row in rows if row.phases_us and runs_ahead(row)]
     if len(timed) < MIN_TIMED:
         return None
-    alone = (
-        HostMachine(name="events", slowdown=1.0, launch_us=NOTHING, source="by hand"),
-        HostMachine(name="launches", slowdown=NOTHING, launch_us=1.0, source="by hand"),
-    )
-    share = np.array([[host_us(row, one) / us for one in alone] for row, us in timed])
-    slowdown, launch_us = np.linalg.lstsq(share, np.ones(len(timed)))[0]
+    events = HostMachine(name="events", slowdown=1.0, launch_us=NO_TIME, source="by hand")
+    launches = HostMachine(name="launches", slowdown=NO_TIME, launch_us=1.0, source="by hand")
+    terms = [[host_us(row, events) / us, host_us(row, launches) / us] for row, us in timed]
+    slowdown, launch_us = np.linalg.lstsq(np.array(terms), np.ones(len(timed)))[0]
     return (float(slowdown), float(launch_us)) if min(slowdown, launch_us) > 0 else None
 
 
@@ -124,10 +125,9 @@ def host_of_events(rows: pd.DataFrame, name: str, source: str) -> HostMachine | 
     """
     rows = rows[rows["time_us"] > 0]
     rows = rows[rows["status"] == "ok"] if "status" in rows else rows
-    mine = rows[rows["family"] == "host"]
-    if not len(mine):
-        return None
-    events = mine[mine["op"].map(lambda op: op != "launch" and EVENT_US.get(op, 0.0) > 0)]
+    events = rows[rows["family"] == "host"]
+    if len(events):
+        events = events[events["op"].map(lambda op: op != "launch" and EVENT_US.get(op, 0.0) > 0)]
     if not len(events):
         return None
     tensors = events["tensors"].fillna(1) if "tensors" in events else np.ones(len(events))
@@ -150,12 +150,12 @@ def _launches_us(rows: pd.DataFrame) -> np.ndarray:
     training step. Cold rows repeat the launch of their warm row and are left out.
     """
     events = rows.loc[(rows["family"] == "host") & (rows["op"] == "launch"), "time_us"]
-    found = [events / LAUNCH_EVENT]
+    parts = [events / LAUNCH_EVENT]
     if "launch_us" in rows:
         calls = rows[(rows["launch_us"] > 0) & (rows["family"] == "elementwise")]
         calls = calls[calls["cache"] != "cold"] if "cache" in calls else calls
-        found.append(WARM_CALL * calls["launch_us"])
-    launches: np.ndarray = pd.concat(found).to_numpy(dtype=float)
+        parts.append(WARM_CALL * calls["launch_us"])
+    launches: np.ndarray = pd.concat(parts).to_numpy(dtype=float)
     return launches
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from itercast.extras.benchmarks.speed import timed_s
+from itercast.extras.benchmarks.speed import python_s
 
 CODE = """
 import sys
@@ -36,12 +36,12 @@ def test_memory_is_what_torchs_trackers_see() -> None:
 
 
 def test_a_process_is_timed() -> None:
-    assert timed_s(["-c", "import time; time.sleep(0.05)"]) > 0.05
+    assert python_s(["-c", "import time; time.sleep(0.05)"]) > 0.05
 
 
 def test_a_process_that_fails_is_one_line_with_its_last_words() -> None:
     with pytest.raises(RuntimeError, match=r"python -m no_such_module: exit code 1: .*No module"):
-        timed_s(["-m", "no_such_module"])
+        python_s(["-m", "no_such_module"])
 
 
 def test_a_bundle_that_is_not_there_is_one_line_and_exit_code_2(tmp_path: Path) -> None:

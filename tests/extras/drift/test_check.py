@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from itercast.capture.base.files import write_atomic
 from itercast.command_line import app
-from itercast.extras.calibration.few_rows import calibrate
+from itercast.extras.calibration.few_rows import calibrate_bundle
 from itercast.extras.drift.bundles import compare_bundles
 from itercast.learners.bundle import SHIPPED_CPU, Bundle
 from itercast.learners.held_out import save_held_out
@@ -214,7 +214,7 @@ def test_rows_that_calibrated_a_bundle_are_left_out(
 ) -> None:
     """Of 80 new products 30 calibrate it."""
     known, new = Bundle.load(learned / "bundle"), products(240).tail(80).reset_index(drop=True)
-    calibrate(known, new.head(30)).save(tmp_path / "calibrated")
+    calibrate_bundle(known, new.head(30)).save(tmp_path / "calibrated")
     write_rows(tmp_path / "rows", new)
     (found,) = compare_bundles(tmp_path / "calibrated", learned / "bundle", [tmp_path / "rows"])
     assert found.points == 50 and caplog.messages[-1].startswith("gemm: 30 of 80 rows are left out")

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from itercast.extras.calibration.few_rows import calibrate
+from itercast.extras.calibration.few_rows import calibrate_bundle
 from itercast.learners.bundle import SHIPPED, Bundle
 from itercast.learners.features.host_calls import (
     COLD_POINTWISE,
@@ -149,7 +149,7 @@ def test_a_calibration_corrects_all_op_aliases() -> None:
     sizes = [{**facts, "op": "addmm", "m": m, "n": 4096, "k": 4096} for m in (1024, 2048, 4096)]
     rows = pd.DataFrame(sizes)
     before = shipped.price("gemm", rows)["predicted_us"]
-    slow = calibrate(shipped, rows.assign(time_us=2 * before))
+    slow = calibrate_bundle(shipped, rows.assign(time_us=2 * before))
     for op in ("addmm", "mm"):
         after = slow.price("gemm", rows.assign(op=op))["predicted_us"]
         assert (after / before).between(1.7, 2.1).all()

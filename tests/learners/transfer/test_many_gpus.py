@@ -14,7 +14,7 @@ import pytest
 from toy_products import timed, write_rows
 
 from itercast.capture.base.switches import switching_off
-from itercast.extras.calibration.few_rows import calibrate
+from itercast.extras.calibration.few_rows import calibrate_bundle
 from itercast.learners.bundle import Bundle
 from itercast.learners.features.table import launch_us, learn_launch_us
 from itercast.learners.train import train
@@ -128,7 +128,7 @@ def test_the_envelope_alone_is_what_pricing_finds(bundle: Bundle) -> None:
 def test_eight_rows_pull_a_new_gpu_close(bundle: Bundle, tmp_path: Path) -> None:
     test = measured("new", 80, 600)
     before = median_ape(bundle, test)
-    pulled = calibrate(bundle, measured("new", 8, 400), {"new": toy("new")})
+    pulled = calibrate_bundle(bundle, measured("new", 8, 400), {"new": toy("new")})
     pulled.save(tmp_path / "b")
     after = median_ape(Bundle.load(tmp_path / "b"), test)
     assert before > 25
