@@ -75,13 +75,13 @@ def unpack(archive: Path, root: Path) -> int:
 
 def _members(archive: Path) -> Iterator[tuple[str, bytes]]:
     """Names and contents of the files in an archive."""
-    total = 0
+    total_bytes = 0
     try:
         with tarfile.open(fileobj=io.BytesIO(_whole(archive)), mode="r:gz") as tar:
             for member in tar:
-                total += member.size
+                total_bytes += member.size
                 file = tar.extractfile(member) if member.isreg() else None
-                if file is None or total > UNPACKED_BYTES:
+                if file is None or total_bytes > UNPACKED_BYTES:
                     wrong = f"{member.name!r} is not a plain file, or too large"
                     raise ValueError(f"archive {str(archive)!r}: {wrong}")
                 yield member.name, file.read()

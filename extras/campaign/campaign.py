@@ -67,12 +67,12 @@ class Campaign:
         noted.
         """
         whole_s, stages_s = self.end_s - time.monotonic(), sum(s.seconds for s in stages)
-        for at, stage in enumerate(stages):
+        for i, stage in enumerate(stages):
             planned_s = whole_s * stage.seconds / stages_s
-            left = stages[at:]
             left_s = self.end_s - time.monotonic()
-            budget_s = left_s * stage.seconds / sum(s.seconds for s in left)
-            self._stage(stage, planned_s, budget_s, GRACE_S if len(left) > 1 else LAST_GRACE_S)
+            budget_s = left_s * stage.seconds / sum(s.seconds for s in stages[i:])
+            grace_s = LAST_GRACE_S if stage is stages[-1] else GRACE_S
+            self._stage(stage, planned_s, budget_s, grace_s)
 
     def _stage(self, stage: Stage, planned_s: float, budget_s: float, grace_s: float) -> None:
         """Measure one stage, and note how it ended."""

@@ -1,4 +1,4 @@
-"""Points of a sweep from models that people train: what they call, as often as it takes time.
+"""Points of a sweep from models that people train, drawn in proportion to the time of their calls.
 
 The catalogue names real configurations (catalogue.yaml). A sweep's points are their calls, drawn in
 proportion to the time of a step that a roofline gives them, and sizes around them. Whole models are
@@ -63,11 +63,11 @@ class Model:
         if layers < 2:
             return _captured(self.case(batch, seq), batch, seq, dtype)
         one, two = (_captured(self.case(batch, seq, n), batch, seq, dtype) for n in (1, 2))
-        found = Counter({p: n for p, n in one.items() if not isinstance(p[1], OptimizerOp)})
-        for p, n in two.items():
-            if not isinstance(p[1], OptimizerOp):
-                found[p] += (layers - 1) * (n - one[p])
-        return +found + _updates(one, two, layers)
+        calls: Calls = Counter()
+        for call in {**one, **two}:
+            if not isinstance(call[1], OptimizerOp):
+                calls[call] = one[call] + (layers - 1) * (two[call] - one[call])
+        return +calls + _updates(one, two, layers)
 
 
 def catalogue() -> list[Model]:
@@ -89,7 +89,7 @@ def catalogue() -> list[Model]:
 
 
 def _captured(chosen: EvalCase, batch: int, seq: int, dtype: str) -> Calls:
-    """The calls of a step of a case that families describe."""
+    """The calls of a training step of a case, of those ops that an op family describes."""
     from itercast.capture.recorder.log import capture_step
     from itercast.capture.step import StepSettings
 
@@ -101,21 +101,23 @@ def _captured(chosen: EvalCase, batch: int, seq: int, dtype: str) -> Calls:
 
 
 def _updates(one: Calls, two: Calls, layers: int) -> Calls:
-    """The optimizer's calls over all layers, from those over one layer and over two."""
-    found: Calls = Counter()
-    lists = [[(p, n) for p, n in c.items() if isinstance(p[1], OptimizerOp)] for c in (one, two)]
-    for ((name, first), n), ((_, second), _) in zip(*lists, strict=True):
-        grown: Facts = {
-            size: a + (layers - 1) * (b - a)
-            for size in ("tensors", "numel")
-            for a, b in [(getattr(first, size), getattr(second, size))]
-        }
-        found[name, replace(first, **grown)] += n
-    return found
+    """The optimizer's calls for a model of so many layers, from those for one layer and for two.
+
+    Sizes of a fused update are linear: those with one layer + (layers - 1) * those of a layer.
+    """
+    updates: Calls = Counter()
+    of_one, of_two = ([c for c in calls if isinstance(c[1], OptimizerOp)] for calls in (one, two))
+    for (name, first), (_, second) in zip(of_one, of_two, strict=True):
+        sizes: Facts = {}
+        for size in ("tensors", "numel"):
+            with_one, with_two = getattr(first, size), getattr(second, size)
+            sizes[size] = with_one + (layers - 1) * (with_two - with_one)
+        updates[name, replace(first, **sizes)] += one[name, first]
+    return updates
 
 
 def steps(models: Sequence[Model], seed: int) -> Iterator[tuple[Model, int, int, str]]:
-    """Steps of each model with a batch, a length and a dtype that are drawn."""
+    """A model, a batch, a length and a dtype for each step, drawn for each of the models."""
     dtypes = FACTS["dtypes"]
     for model in models:
         rng = np.random.default_rng([seed, crc32(model.name.encode())])
@@ -126,55 +128,59 @@ def steps(models: Sequence[Model], seed: int) -> Iterator[tuple[Model, int, int,
 
 
 def step_us(calls: Calls, gpu: Gpu) -> dict[tuple[str, Point], float]:
-    """Time of a step by call, at the GPU's roofline, of calls that are timed on a GPU."""
-    found: dict[tuple[str, Point], float] = {}
+    """Time in us of all equal calls of a step by call, each at the GPU's roofline.
+
+    Only calls that are timed on a GPU.
+    """
+    us_of_call: dict[tuple[str, Point], float] = {}
     for (name, p), count in calls.items():
         family = families()[name]
-        known = family.gpu_sweep.variant(p, np.random.default_rng(0))
-        if known is not None and (us := roofline_us(family, known, gpu)) > 0:
-            found[name, known] = found.get((name, known), 0.0) + count * us
-    return found
+        timed = family.gpu_sweep.variant(p, np.random.default_rng(0))
+        if timed is not None and (us := roofline_us(family, timed, gpu)) > 0:
+            us_of_call[name, timed] = us_of_call.get((name, timed), 0.0) + count * us
+    return us_of_call
 
 
 def drawn_points(
     calls_us: Mapping[tuple[str, Point], float], gpu: Gpu, seed: int
 ) -> dict[str, list[Point]]:
     """Points by family: calls of models in proportion to their time, and sizes around them."""
-    found: dict[str, list[Point]] = {}
+    points: dict[str, list[Point]] = {}
     for name, count in FACTS["counts"].items():
         rng, family = np.random.default_rng([seed, crc32(name.encode())]), families()[name]
-        mine = {p: us for (of, p), us in calls_us.items() if of == name and fits(family, p, gpu)}
-        if not mine:
+        us_of_point = {
+            p: us for (of, p), us in calls_us.items() if of == name and fits(family, p, gpu)
+        }
+        if not us_of_point:
             continue
         around = round(FACTS["around_frac"] * count)
-        share = np.array(list(mine.values())) / sum(mine.values())
-        number = min(len(mine), count - around)
-        chosen = rng.choice(len(mine), size=number, replace=False, p=share)
-        listed = [list(mine)[i] for i in chosen]
-        found[name] = listed + [
-            p for p in (_near(name, listed, rng) for _ in range(around)) if fits(family, p, gpu)
-        ]
-        rng.shuffle(found[name])  # type: ignore[arg-type]
-    return found
+        share = np.array(list(us_of_point.values())) / sum(us_of_point.values())
+        number = min(len(us_of_point), count - around)
+        chosen = rng.choice(len(us_of_point), size=number, replace=False, p=share)
+        drawn = [list(us_of_point)[i] for i in chosen]
+        near = [_near(name, drawn, rng) for _ in range(around)]
+        points[name] = drawn + [p for p in near if fits(family, p, gpu)]
+        rng.shuffle(points[name])  # type: ignore[arg-type]
+    return points
 
 
-def _near(name: str, listed: Sequence[Point], rng: np.random.Generator) -> Point:
+def _near(name: str, points: Sequence[Point], rng: np.random.Generator) -> Point:
     """A point with up to twice or half the work of one of these, some with an odd size."""
-    p = listed[int(rng.integers(len(listed)))]
+    point = points[int(rng.integers(len(points)))]
     factor, first_share = float(np.exp2(rng.uniform(-1, 1))), float(rng.random())
-    p = families()[name].gpu_sweep.resize(p, factor, first_share)
-    if isinstance(p, OptimizerOp) and rng.random() < FACTS["odd_frac"]:
-        return replace(p, aligned_frac=round(float(rng.random()), 2))
+    point = families()[name].gpu_sweep.resize(point, factor, first_share)
+    if isinstance(point, OptimizerOp) and rng.random() < FACTS["odd_frac"]:
+        return replace(point, aligned_frac=round(float(rng.random()), 2))
     axes = FACTS["axes"].get(name, ())
     if axes and rng.random() < FACTS["odd_frac"]:
         axis = str(rng.choice(axes))
-        size = max(1, getattr(p, axis) + int(rng.choice(SHIFTS)))
-        p = replace(p, **{axis: size})  # type: ignore[type-var]
-    return p
+        size = max(1, getattr(point, axis) + int(rng.choice(SHIFTS)))
+        point = replace(point, **{axis: size})  # type: ignore[type-var]
+    return point
 
 
 def shares(calls_us: Mapping[tuple[str, Point], float]) -> Facts:
-    """Share of the time by family."""
+    """Share of the time by family, largest first."""
     by_family: Counter[str] = Counter()
     for (name, _), us in calls_us.items():
         by_family[name] += us  # type: ignore[assignment]
@@ -184,14 +190,14 @@ def shares(calls_us: Mapping[tuple[str, Point], float]) -> Facts:
 
 def points_of_models(gpu: Gpu, seed: int, models: Sequence[Model]) -> dict[str, list[Point]]:
     """Points by family that these models call; a model that cannot be captured is logged."""
-    calls_us: Counter[tuple[str, Point]] = Counter()
+    share_of_call: Counter[tuple[str, Point]] = Counter()
     for model, batch, seq, dtype in steps(models, seed):
         try:
-            found = step_us(model.calls(batch, seq, dtype), gpu)
+            step_us_of_call = step_us(model.calls(batch, seq, dtype), gpu)
         except (ValueError, RuntimeError, NotImplementedError) as exc:
             log.warning("%s: %s", model.name, one_line(exc))
             continue
-        total = sum(found.values())
-        for call, us in found.items():
-            calls_us[call] += us / total  # type: ignore[assignment]
-    return drawn_points(calls_us, gpu, seed)
+        total = sum(step_us_of_call.values())
+        for call, us in step_us_of_call.items():
+            share_of_call[call] += us / total  # type: ignore[assignment]
+    return drawn_points(share_of_call, gpu, seed)

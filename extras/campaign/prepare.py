@@ -44,11 +44,13 @@ def prepare(folder: Path, seed: int, archive: Path | None, plan: str = "") -> No
     """
     write_atomic(folder / COMMIT_FILE, commit().encode())
     if plan == "second":
-        known = [model for model in catalogue() if not model.held_out]
-        points = points_of_models(load_gpu(SIZED_FOR), seed, known)
+        swept = [model for model in catalogue() if not model.held_out]
+        points = points_of_models(load_gpu(SIZED_FOR), seed, swept)
         write_points(folder / PREPARED_POINTS[plan], points)
-        sizes = ", ".join(f"{len(some)} of {name}" for name, some in points.items())
-        log.info("points of %d models: %s", len(known), sizes)
+        sizes = ", ".join(
+            f"{len(points_of_family)} of {name}" for name, points_of_family in points.items()
+        )
+        log.info("points of %d models: %s", len(swept), sizes)
         return
     path = points_file(folder, "cuda", seed)
     log.info("%d points of captured models: %s", check_points(path), path)
@@ -82,7 +84,7 @@ def points_of_rows(root: Path, gpu: str) -> dict[str, list[Point]]:
 
     Kinds take turns, so that the beginning of the list is spread evenly.
     """
-    found: dict[str, list[Point]] = {}
+    points_by_family: dict[str, list[Point]] = {}
     for name, family in families().items():
         rows = read_rows([root], name)
         if family.ranks > 1 or rows.empty:
@@ -90,8 +92,8 @@ def points_of_rows(root: Path, gpu: str) -> dict[str, list[Point]]:
         rows = rows[(rows["gpu"] == gpu) & (rows["status"] == "ok")]
         points = dict.fromkeys(point_of_row(family, row) for row in rows.to_dict("records"))
         if points:
-            found[name] = by_turns(list(points), seed=0)
-    return found
+            points_by_family[name] = by_turns(list(points), seed=0)
+    return points_by_family
 
 
 def point_of_row(family: Family, row: Mapping[Hashable, Any]) -> Point:
@@ -100,8 +102,11 @@ def point_of_row(family: Family, row: Mapping[Hashable, Any]) -> Point:
     In columns with empty cells pandas has read integers and booleans as floats.
     """
     kinds = {"int": int, "float": float, "bool": bool, "str": str}
-    stated = {f.name: (kinds[str(f.type)], row.get(f.name)) for f in fields(family.params)}
-    return family.params(**{n: kind(v) for n, (kind, v) in stated.items() if not pd.isna(v)})
+    params = {}
+    for f in fields(family.params):
+        if not pd.isna(value := row.get(f.name)):
+            params[f.name] = kinds[str(f.type)](value)
+    return family.params(**params)
 
 
 def write_measured_points(root: Path, gpu: str, path: Path) -> int:

@@ -59,10 +59,10 @@ class Run:
         facts = card_facts(self.root, "cuda")
         rows = store.compact(self.root, facts)
         points = wanted or captured_points_file(self.root, "cuda", self.seed)
-        waiting = phases("cuda", named_families(names, wanted), devices=self.devices)
-        while waiting:
-            begin_s, share = time.monotonic(), waiting[0].share / sum(p.share for p in waiting)
-            left_s, phase = end_s - begin_s, waiting.pop(0)
+        planned = phases("cuda", named_families(names, wanted), devices=self.devices)
+        for i, phase in enumerate(planned):
+            begin_s, share = time.monotonic(), phase.share / sum(p.share for p in planned[i:])
+            left_s = end_s - begin_s
             phase_s = min(left_s, max(share * left_s, MIN_PHASE_S))
             if phase_s < 1:
                 log.info("skipped, no time is left: %s", " ".join(phase.families))

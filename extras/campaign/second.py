@@ -40,11 +40,11 @@ def hosts(run: Run, budget_s: float, grace_s: float) -> int:
     end_s = time.monotonic() + budget_s
     rows = run.sweep(("host",), EVENTS_FRAC * budget_s, grace_s, None)
     for repeat in range(ROUNDS):
-        wanted = iterations_of("hosts")
-        random.Random(f"{run.seed} {repeat}").shuffle(wanted)
+        shuffled = iterations_of("hosts")
+        random.Random(f"{run.seed} {repeat}").shuffle(shuffled)
         left_s = (end_s - time.monotonic()) / (ROUNDS - repeat)
         rows += collect_iterations(
-            run.root, "cuda", wanted, repeat, run.progress, left_s, grace_s, cores=CORES
+            run.root, "cuda", shuffled, repeat, run.progress, left_s, grace_s, cores=CORES
         )
     return rows
 
@@ -76,9 +76,9 @@ def optimizers(run: Run, budget_s: float, grace_s: float) -> int:
 def traces(run: Run, budget_s: float, grace_s: float) -> int:
     """Profile iterations op by op; then measure the same ops alone."""
     end_s = time.monotonic() + budget_s
-    wanted, in_step_s = iterations_of("traces"), (1 - ALONE_FRAC) * budget_s
+    profiled, in_step_s = iterations_of("traces"), (1 - ALONE_FRAC) * budget_s
     rows = collect_iterations(
-        run.root, "cuda", wanted, 0, run.progress, in_step_s, grace_s, in_step=True
+        run.root, "cuda", profiled, 0, run.progress, in_step_s, grace_s, in_step=True
     )
     path = run.root / ".journal/points-in-step.json"
     if not write_points_of_steps(run.root, path):
@@ -89,16 +89,16 @@ def traces(run: Run, budget_s: float, grace_s: float) -> int:
 def write_points_of_steps(root: Path, path: Path) -> int:
     """Write the ops of profiled steps as points, those that steps spend most time in first."""
     rows = store.read_rows([root], OPS)
-    found: dict[str, list[Point]] = {}
+    points_by_family: dict[str, list[Point]] = {}
     if len(rows):
         rows = rows.assign(step_us=rows["time_us"] * rows["calls"])
         rows = rows.sort_values("step_us", ascending=False, kind="stable")
-        for name, some in rows.groupby("of"):
+        for name, ops_of_family in rows.groupby("of"):
             family = families()[str(name)]
-            points = [point_of_row(family, row) for row in some.to_dict("records")]
-            found[str(name)] = list(dict.fromkeys(points))
-        write_points(path, found)
-    return sum(map(len, found.values()))
+            points = [point_of_row(family, row) for row in ops_of_family.to_dict("records")]
+            points_by_family[str(name)] = list(dict.fromkeys(points))
+        write_points(path, points_by_family)
+    return sum(map(len, points_by_family.values()))
 
 
 def held_out(run: Run, budget_s: float, grace_s: float) -> int:
@@ -113,17 +113,18 @@ def transfers(run: Run, budget_s: float, grace_s: float) -> int:
 
 
 def _iterations(run: Run, stage: str, budget_s: float, grace_s: float) -> int:
-    wanted = iterations_of(stage)
-    return collect_iterations(run.root, "cuda", wanted, 0, run.progress, budget_s, grace_s)
+    """Measure the iterations of a stage, each once; returns the number of rows."""
+    listed = iterations_of(stage)
+    return collect_iterations(run.root, "cuda", listed, 0, run.progress, budget_s, grace_s)
 
 
 def _steady(run: Run, kind: str, budget_s: float, grace_s: float) -> int:
     """Run the worker of ``steady`` for a kind of jobs; returns the number of new rows."""
     begin_s, facts = time.monotonic(), card_facts(run.root, "cuda")
-    now = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{kind}"
+    run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{kind}"
     order = SteadyOrder(
         root=str(run.root),
-        run_id=now,
+        run_id=run_id,
         device="cuda",
         gpu=facts["hardware"]["name"],
         threads=0,
@@ -134,9 +135,9 @@ def _steady(run: Run, kind: str, budget_s: float, grace_s: float) -> int:
         points=str(run.points or ""),
         done=tuple(finished_keys(run.root, (kind,))),
     )
-    printed = run.root / "logs" / f"{now}.log"
+    printed = run.root / "logs" / f"{run_id}.log"
     process = start_ranks("itercast.extras.campaign.steady", asdict(order), 1, log=printed)
-    journal = run.root / ".journal" / f"{now}.jsonl"
+    journal = run.root / ".journal" / f"{run_id}.jsonl"
 
     def progress() -> int:
         run.progress()

@@ -31,25 +31,25 @@ def check(root: Path, gpu: Gpu, expected: tuple[str, ...]) -> list[str]:
     for name in expected:
         rows = store.read_rows([root], name)
         rows = rows[rows["gpu"] == gpu.name] if len(rows) else rows
-        good = rows[rows["status"].isin(("ok", "throttled"))] if len(rows) else rows
-        if good.empty:
+        timed = rows[rows["status"].isin(("ok", "throttled"))] if len(rows) else rows
+        if timed.empty:
             empty += 1
             wrong.append(f"{name}: none of {len(rows)} rows is ok")
             continue
         try:
-            least_us = MIN_ROOFLINE_FRAC * bound_us(families()[name], good, gpu)
+            least_us = MIN_ROOFLINE_FRAC * bound_us(families()[name], timed, gpu)
         except (AttributeError, KeyError, TypeError, ValueError) as exc:
             wrong.append(f"{name}: no roofline for its rows ({type(exc).__name__}: {exc})")
             continue
-        time_us = good["time_us"].to_numpy(float)
+        time_us = timed["time_us"].to_numpy(float)
         bad = ~(time_us > 0) | (time_us < least_us)
-        checked, impossible = checked + len(good), impossible + int(bad.sum())
+        checked, impossible = checked + len(timed), impossible + int(bad.sum())
         if bad.any():
-            at = int(np.argmax(bad))
-            op, cache, us = good["op"].iloc[at], good["cache"].iloc[at], time_us[at]
-            bound = f"{us:.3g} us, roofline {least_us[at] / MIN_ROOFLINE_FRAC:.3g} us"
-            count = f"{bad.sum()} of {len(good)} times are implausible"
-            wrong.append(f"{name}: {count}, e.g. {op} {cache}: {bound}")
+            first = int(np.argmax(bad))
+            row, roofline_us = timed.iloc[first], least_us[first] / MIN_ROOFLINE_FRAC
+            example = f"{row['op']} {row['cache']}: {time_us[first]:.3g} us"
+            count = f"{bad.sum()} of {len(timed)} times are implausible"
+            wrong.append(f"{name}: {count}, e.g. {example}, roofline {roofline_us:.3g} us")
     if empty > MAX_BAD_FRAC * len(expected) or impossible > MAX_BAD_FRAC * max(checked, 1):
         raise ImplausibleRows("; ".join(wrong))
     return wrong

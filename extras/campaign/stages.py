@@ -73,9 +73,8 @@ def second(run: Run, budget_s: float, grace_s: float) -> int:
     rows = collect_iterations(
         run.root, "cuda", again, 1, run.progress, RETEST_FRAC * budget_s, grace_s, run.devices
     )
-    names = tuple(
-        n for n in known_families(None) if not families()[n].on_host
-    )  # has few points, all measured by now
+    # Families of the host have few points, all of them measured by now.
+    names = tuple(n for n in known_families(None) if not families()[n].on_host)
     return rows + run.sweep(names, budget_s - (time.monotonic() - begin_s), grace_s, run.points)
 
 
@@ -85,7 +84,7 @@ def points(run: Run, budget_s: float, grace_s: float) -> int:
 
 
 def _iterations(run: Run, which: slice, budget_s: float, grace_s: float) -> int:
-    """Measure the iterations ``which`` of all of a GPU, once; returns the number of rows."""
+    """Measure some of a GPU's list of iterations, each once; returns the number of rows."""
     wanted = gpu_iterations()[which]
     return collect_iterations(
         run.root, "cuda", wanted, 0, run.progress, budget_s, grace_s, run.devices

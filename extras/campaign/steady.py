@@ -32,7 +32,7 @@ from itercast.microbench.timing.nvml import Nvml
 
 FACTS = facts_of(__file__)
 SUSTAINED, TRANSFER = "sustained", "transfer"
-SETTLED = 0.5  # of a product's seconds, after which clocks have settled
+SETTLED_FRAC = 0.5  # of a product's seconds, after which clocks have settled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,31 +106,28 @@ def sustained(p: Gemm, watch: GpuWatch) -> Row:
     call()
     alone_us = min(_times(call, FACTS["alone_calls"]))
     count = max(2, int(1e6 * FACTS["seconds"] / max(alone_us, 1.0)))
-    first = int(SETTLED * count)
-    _row_of(call, first)
-    watch.begin()
-    times = _times(call, count - first, watch)
-    return {**watch.facts(), **asdict(summarise(times)), "alone_us": alone_us}
-
-
-def _row_of(call: Callable[[], object], count: int) -> None:
-    for _ in range(count):
+    settling = int(SETTLED_FRAC * count)
+    for _ in range(settling):
         call()
+    watch.begin()
+    times = _times(call, count - settling, watch)
+    return {**watch.facts(), **asdict(summarise(times)), "alone_us": alone_us}
 
 
 def _times(
     call: Callable[[], object], count: int, watch: GpuWatch | None = None, each: int = 1
 ) -> list[float]:
-    """Times in us between the ends of calls in a row, ``each`` of them together."""
+    """GPU times in us of a call, by events after every ``each`` of ``count`` calls in a row."""
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(count // each + 1)]
     ends[0].record()
     for end in ends[1:]:
-        _row_of(call, each)
+        for _ in range(each):
+            call()
         end.record()
     if watch is not None:
         watch.read()
     torch.cuda.synchronize()
-    return [1e3 * one.elapsed_time(after) / each for one, after in itertools.pairwise(ends)]
+    return [1e3 * end.elapsed_time(next_end) / each for end, next_end in itertools.pairwise(ends)]
 
 
 def _transfers() -> Iterator[tuple[Row, Callable[[], Row]]]:
@@ -149,13 +146,17 @@ def _transfers() -> Iterator[tuple[Row, Callable[[], Row]]]:
 
 
 def transfer(t: Transfer) -> Row:
-    """Time of a copy on a stream of its own; beside a product also by how much that is slower."""
+    """Times of a copy on a stream of its own.
+
+    Beside a product also ``product_us`` and ``product_beside_us``: the mean time of a square bf16
+    product alone, and while the copies run.
+    """
     copy = _collective(t) if t.op in FACTS["collectives"] else _copy(t)
     copy()
     torch.cuda.synchronize()
     if not t.beside:
         return asdict(summarise(_times(copy, FACTS["copies"])))
-    n = FACTS["beside"]
+    n = FACTS["beside"]  # rows and columns of the product
     a = torch.randn(n, n, dtype=torch.bfloat16, device="cuda")
     products = max(1, int(FACTS["copies"] * min(_times(copy, 3)) / min(_times(lambda: a @ a, 3))))
     alone_us = min(_times(lambda: a @ a, products, each=products))
@@ -168,19 +169,20 @@ def transfer(t: Transfer) -> Row:
             end.record()
     slowed_us = min(_times(lambda: a @ a, products, each=products))
     torch.cuda.synchronize()
-    times = [1e3 * one.elapsed_time(after) for one, after in itertools.pairwise(ends)]
+    times = [1e3 * end.elapsed_time(next_end) for end, next_end in itertools.pairwise(ends)]
     return {**asdict(summarise(times)), "product_us": alone_us, "product_beside_us": slowed_us}
 
 
 def _copy(t: Transfer) -> Callable[[], object]:
-    here = torch.empty(t.nbytes, dtype=torch.uint8, device="cuda")
+    """A call that copies between host and GPU, or within the GPU."""
+    on_gpu = torch.empty(t.nbytes, dtype=torch.uint8, device="cuda")
     if t.op == "d2d":
-        other = torch.empty_like(here)
-        return lambda: other.copy_(here, non_blocking=True)
-    there = torch.zeros(t.nbytes, dtype=torch.uint8)
-    there = there.pin_memory() if t.pinned else there
-    to, source = (here, there) if t.op == "h2d" else (there, here)
-    return lambda: to.copy_(source, non_blocking=t.pinned)
+        other = torch.empty_like(on_gpu)
+        return lambda: other.copy_(on_gpu, non_blocking=True)
+    on_host = torch.zeros(t.nbytes, dtype=torch.uint8)
+    on_host = on_host.pin_memory() if t.pinned else on_host
+    target, source = (on_gpu, on_host) if t.op == "h2d" else (on_host, on_gpu)
+    return lambda: target.copy_(source, non_blocking=t.pinned)
 
 
 def _collective(t: Transfer) -> Callable[[], object]:

@@ -21,12 +21,12 @@ CONDITIONS = {"sm_clock_hz": 1e-6, "power_w": 1.0, "temperature_c": 1.0}  # and 
 
 def summary(root: Path, gpu: str) -> list[str]:
     """Lines on rows by family and status, failures, kernel times, retests and clocks."""
-    found = {n: store.read_rows([root], n) for n in (*families(), "iteration")}
-    found = {n: rows[rows["gpu"] == gpu] for n, rows in found.items() if len(rows)}
-    found = {n: rows for n, rows in found.items() if len(rows)}
-    if not found:
+    tables = {name: store.read_rows([root], name) for name in (*families(), "iteration")}
+    tables = {name: rows[rows["gpu"] == gpu] for name, rows in tables.items() if len(rows)}
+    tables = {name: rows for name, rows in tables.items() if len(rows)}
+    if not tables:
         return [f"no rows of {gpu}"]
-    rows = pd.concat(found.values(), ignore_index=True)
+    rows = pd.concat(tables.values(), ignore_index=True)
     counts = pd.crosstab(rows["family"], rows["status"])
     if "cost_s" in rows:
         counts["seconds"] = rows.groupby("family")["cost_s"].sum().round()
@@ -41,7 +41,7 @@ def summary(root: Path, gpu: str) -> list[str]:
         *_lines(counts),
         *_lines(failures.head(REASONS)),
         _kernel_times(rows),
-        *_retests(found),
+        *_retests(tables),
         *_lines(conditions.dropna(axis=1, how="all").quantile([0.1, 0.5, 0.9]).round()),
         *_lines(throttled.head(REASONS)),
     ]
@@ -52,17 +52,18 @@ def _lines(table: pd.DataFrame | pd.Series) -> list[str]:
     return [] if table.empty else [f"  {line}" for line in table.to_string().splitlines()]
 
 
-def _kernel_times(every: pd.DataFrame) -> str:
-    checked, disagreeing = timing_disagreement(every)
+def _kernel_times(rows: pd.DataFrame) -> str:
+    """A line on how many rows have other times by CUDA events than by the profiler."""
+    checked, disagreeing = timing_disagreement(rows)
     if not checked:
         return "times by events and by profiler: no row has both"
     share = 100 * disagreeing / checked
     return f"times by events and by profiler: {disagreeing} of {checked} disagree ({share:.1f} %)"
 
 
-def _retests(found: dict[str, pd.DataFrame]) -> Iterator[str]:
+def _retests(tables: dict[str, pd.DataFrame]) -> Iterator[str]:
     """Lines on the difference between two measurements of a point: |log ratio| in percent."""
-    for name, rows in found.items():
+    for name, rows in tables.items():
         params = Iteration if name == "iteration" else families()[name].params
         keys = [f.name for f in fields(params) if f.name in rows]
         keys += [n for n in ("cache", "ranks_per_node") if n in rows and n not in keys]

@@ -61,10 +61,10 @@ def read_cluster(path: Path) -> ClusterFile:
     values = read_mapping(path, "cluster file")
     if unknown := sorted(map(str, values.keys() - {"groups", "links"})):
         raise ValueError(f"{path}: unknown keys {unknown}; known: ['groups', 'links']")
-    named = values.get("groups")
-    if not isinstance(named, Mapping) or not named:
-        raise ValueError(f"{path}: groups maps names to a gpu and a count, got {named!r}")
-    groups = tuple(_group(str(name), facts, path) for name, facts in named.items())
+    stated_groups = values.get("groups")
+    if not isinstance(stated_groups, Mapping) or not stated_groups:
+        raise ValueError(f"{path}: groups maps names to a gpu and a count, got {stated_groups!r}")
+    groups = tuple(_group(str(name), facts, path) for name, facts in stated_groups.items())
     links: dict[frozenset[str], Link] = {}
     entries = values.get("links") or []
     if not isinstance(entries, Sequence) or isinstance(entries, str):
@@ -72,9 +72,10 @@ def read_cluster(path: Path) -> ClusterFile:
     for entry in entries:
         pair, link = _link(entry, {g.name for g in groups}, path)
         if links.setdefault(pair, link) != link:
-            both = f"{links[pair].bytes_per_s:g} and {link.bytes_per_s:g} bytes/s, "
-            both += f"{links[pair].latency_us:g} and {link.latency_us:g} us"
-            raise ValueError(f"{path}: links between {_told(pair)} disagree: {both}")
+            disagreeing = f"{links[pair].bytes_per_s:g} and {link.bytes_per_s:g} bytes/s, "
+            disagreeing += f"{links[pair].latency_us:g} and {link.latency_us:g} us"
+            names = " and ".join(sorted(map(repr, pair)))
+            raise ValueError(f"{path}: links between {names} disagree: {disagreeing}")
     return ClusterFile(path=path, groups=groups, links=links)
 
 
@@ -105,10 +106,6 @@ def _link(entry: Any, names: set[str], path: Path) -> tuple[frozenset[str], Link
     if link.bytes_per_s <= 0:
         raise ValueError(f"{where}: bytes_per_s is above 0, got {link.bytes_per_s:g}")
     return pair, link
-
-
-def _told(pair: frozenset[str]) -> str:
-    return " and ".join(sorted(map(repr, pair)))
 
 
 def subsets(cluster: ClusterFile) -> list[ClusterFile]:

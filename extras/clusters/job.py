@@ -56,22 +56,22 @@ def crossings(
     axes: Sequence[str],
     sharers: int,
 ) -> list[Crossing]:
-    """The slowest of the links between pairs of groups; none within a group or a CPU.
+    """What messages of some kinds and axes cross: the slowest link between pairs of groups, if any.
 
-    Pairs that are there several times share their link.
+    None within a group or a CPU. Pairs that are there several times share their link.
     """
-    apart = Counter((a, b) for a, b in pairs if a != b and job.joined)
-    links = [(job.cluster.link(a, b), n) for (a, b), n in apart.items()]
+    shared = Counter((a, b) for a, b in pairs if a != b and job.joined)
+    links = [(job.cluster.link(a, b), n) for (a, b), n in shared.items()]
     if not links:
         return []
     rate = min(link.bytes_per_s / n for link, n in links)
-    late_us = max(link.latency_us for link, _ in links)
+    latency_us = max(link.latency_us for link, _ in links)
     return [
         Crossing(
             kinds=tuple(kinds),
             axes=tuple(axes),
             bytes_per_s=rate,
-            latency_us=late_us,
+            latency_us=latency_us,
             sharers=sharers,
         )
     ]
@@ -80,20 +80,21 @@ def crossings(
 def replicas(
     job: Job, plan: ParallelPlan, split: Sequence[int], taking_part: Sequence[int], away: int = 1
 ) -> list[Rank]:
-    """A rank of each of these groups by number, with a micro-batch of so many samples.
+    """A rank for each group that takes part, by its number in the cluster.
 
-    ``away``: of gossip, how far the neighbours are to which a replica, or a node of them, sends.
+    ``split``: samples of a micro-batch, by group. ``away``: of gossip, how far along the ring the
+    neighbour is to which a replica, or a node of replicas, sends.
     """
     groups, share = [job.cluster.groups[i] for i in taking_part], plan.participants / plan.dp
-    ring, peers, found = _pairs(groups, 1), _peers(job, plan), list[Rank]()
+    ring, peers, ranks = _pairs(groups, 1), _peers(job, plan), list[Rank]()
     for i, group in zip(taking_part, groups, strict=True):
-        crossed = crossings(job, ring, REDUCED, ("shard",), plan.tp)
+        slow_links = crossings(job, ring, REDUCED, ("shard",), plan.tp)
         if plan.gossip:
             sharers = group.count // peers.count(group)
-            crossed += crossings(job, _pairs(peers, away), (EXCHANGE,), NEIGHBOURS, sharers)
-        rank = job.rank(group, plan, split[i], *crossed)
-        found.append(replace(rank, kin=share * group.count))
-    return found
+            slow_links += crossings(job, _pairs(peers, away), (EXCHANGE,), NEIGHBOURS, sharers)
+        rank = job.rank(group, plan, split[i], *slow_links)
+        ranks.append(replace(rank, kin=share * group.count))
+    return ranks
 
 
 def _pairs(places: Sequence[GpuGroup], away: int) -> list[tuple[GpuGroup, GpuGroup]]:
@@ -103,17 +104,17 @@ def _pairs(places: Sequence[GpuGroup], away: int) -> list[tuple[GpuGroup, GpuGro
 
 def _peers(job: Job, plan: ParallelPlan) -> list[GpuGroup]:
     """The group of each replica; of each node where those of a node are averaged first."""
-    found = list[GpuGroup]()
+    peers = list[GpuGroup]()
     for group in job.cluster.groups:
         target = job.targets[group.name]
         shard = cluster(plan, target.gpu, target.node).groups["shard"]
-        near = shard.per_node if shard.per_node < shard.size else 1
-        found += [group] * max(1, group.count // plan.tp // near)
-    return found
+        averaged_first = shard.per_node if shard.per_node < shard.size else 1
+        peers += [group] * max(1, group.count // plan.tp // averaged_first)
+    return peers
 
 
 def rounds(job: Job, plan: ParallelPlan) -> list[tuple[float, tuple[int, ...], int]]:
-    """Kinds of steps that follow each other: their shares, which groups take part, and ``away``.
+    """Kinds of steps that follow each other: share of steps, groups that take part, ``away``.
 
     By exp2 neighbours are 1, 2, 4... away in turn. Of sampled participants the share of a set of
     groups is the probability that all of them have some, and no other: of all C(n, k) choices of k
@@ -123,43 +124,51 @@ def rounds(job: Job, plan: ParallelPlan) -> list[tuple[float, tuple[int, ...], i
     if plan.gossip == "exp2":
         away = [2**i for i in range((len(_peers(job, plan)) - 1).bit_length())]
         return [(1 / len(away), tuple(numbers), d) for d in away]
-    counts, within = [g.count // plan.tp for g in job.cluster.groups], dict[tuple[int, ...], int]()
+    counts = [group.count // plan.tp for group in job.cluster.groups]  # of replicas
+    ways = dict[tuple[int, ...], int]()  # to choose participants, by the groups that have some
     for chosen in (c for n in numbers for c in combinations(numbers, n + 1)):
-        fewer = sum(n for some, n in within.items() if set(some) < set(chosen))
-        within[chosen] = comb(sum(counts[i] for i in chosen), plan.participants) - fewer
-    total = sum(within.values())
-    return [(n / total, chosen, 1) for chosen, n in within.items() if n]
+        fewer = sum(n for some, n in ways.items() if set(some) < set(chosen))
+        ways[chosen] = comb(sum(counts[i] for i in chosen), plan.participants) - fewer
+    total = sum(ways.values())
+    return [(n / total, chosen, 1) for chosen, n in ways.items() if n]
 
 
 def stages(job: Job, plan: ParallelPlan, groups: Sequence[GpuGroup], rows: int) -> list[Rank]:
-    """A rank of each stage, by its group; stages of one group with equal links are the same one."""
-    made: dict[tuple[str, str], Rank] = {}
-    found, ends, each = [], (groups[0], groups[-1]), plan.world_size // plan.pp
+    """The rank of each pipeline stage; ``groups``: that of each stage.
+
+    Stages of one group with equal links share one object, which is simulated once.
+    """
+    rank_of_pair: dict[tuple[str, str], Rank] = {}
+    ranks, ends, ranks_per_stage = [], (groups[0], groups[-1]), plan.world_size // plan.pp
     for i, group in enumerate(groups):
         after = groups[(i + 1) % len(groups)]
-        if (group.name, after.name) not in made:
+        if (group.name, after.name) not in rank_of_pair:
             sends = [(group, after)] if i + 1 < len(groups) or plan.virtual > 1 else []
-            tied = [ends] if group in ends else []
-            crossed = crossings(job, sends, ("send_recv",), BOUNDARY, each)
-            crossed += crossings(job, tied, ("all_reduce",), BOUNDARY, each)
-            made[group.name, after.name] = job.rank(group, plan, rows, *crossed)
-        found.append(made[group.name, after.name])
-    return found
+            tied = [ends] if group in ends else []  # gradients of tied embeddings
+            slow_links = crossings(job, sends, ("send_recv",), BOUNDARY, ranks_per_stage)
+            slow_links += crossings(job, tied, ("all_reduce",), BOUNDARY, ranks_per_stage)
+            rank_of_pair[group.name, after.name] = job.rank(group, plan, rows, *slow_links)
+        ranks.append(rank_of_pair[group.name, after.name])
+    return ranks
 
 
 def report_job(
     job: Job,
     plan: ParallelPlan,
-    found: Outcome,
+    outcome: Outcome,
     groups: Sequence[GpuGroup],
     shares: Sequence[Mapping[str, Any]],
     even_us: float,
 ) -> Forecast:
-    """The forecast: ``groups`` by number of the rank in ``found``, ``shares`` by group."""
+    """The forecast of a simulated step.
+
+    ``groups``: that of each simulated rank. ``shares``: rows or layers, by group of the cluster.
+    ``even_us``: the step's time if all GPUs had equal shares, 0 where they can't.
+    """
     samples = job.samples * plan.participants / plan.dp  # of those that take part, on average
-    slowest, fullest = (job.targets[groups[i].name] for i in (found.slowest, found.fullest))
-    told = report(
-        found,
+    slowest, fullest = (job.targets[groups[i].name] for i in (outcome.slowest, outcome.fullest))
+    forecast = report(
+        outcome,
         slowest.book,
         plan=str(plan),
         bundle_name=slowest.bundle_name,
@@ -170,12 +179,12 @@ def report_job(
         tokens=samples * job.seq,
     )
     pairs = zip(job.cluster.groups, shares, strict=True)
-    parts = [{"group": g.name, "gpu": g.gpu, "gpus": g.count, **own} for g, own in pairs]
-    every = [(g.count, job.targets[g.name].gpu) for g in job.cluster.groups]
-    power_w = sum(n * gpu.power_w for n, gpu in every)
+    parts = [{"group": g.name, "gpu": g.gpu, "gpus": g.count, **share} for g, share in pairs]
+    gpus = [(g.count, job.targets[g.name].gpu) for g in job.cluster.groups]
+    power_w = sum(n * gpu.power_w for n, gpu in gpus)
     return replace(
-        told,
-        gpu=" + ".join(f"{n} x {gpu.name}" for n, gpu in every),
-        energy_j=power_w * found.iteration_us * 1e-6,
+        forecast,
+        gpu=" + ".join(f"{n} x {gpu.name}" for n, gpu in gpus),
+        energy_j=power_w * outcome.iteration_us * 1e-6,
         cluster={"groups": parts, "even_us": even_us},
     )

@@ -25,31 +25,31 @@ def predict(question: Question, cluster: Path) -> tuple[Forecast, Row]:
     Its replicas have batches of unlike sizes: ``step`` has their mean.
     """
     asked = {k: v for k, v in question.arguments().items() if k not in NOT_OF_CLUSTERS}
-    found = predict_on_cluster(question.asked(), cluster, **asked)
+    forecast = predict_on_cluster(question.asked(), cluster, **asked)
     plan, batch = (
-        ParallelPlan.parse(found.plan),
+        ParallelPlan.parse(forecast.plan),
         question.replica_batch() or question.case_defaults.batch,
     )
     names = {group.gpu for group in read_cluster(cluster).groups} - {"cpu"}
     gpus = [find_target(name, "", question.bundle).gpu for name in names]
     seq, own = question.seq_asked(), question.case_defaults
-    known = {**options(question), "plan": found.plan, "bundle": found.bundle, "gpu": ""}
+    known = {**options(question), "plan": forecast.plan, "bundle": forecast.bundle, "gpu": ""}
     known |= {"dtype": question.dtype_on(gpus), "cluster": cluster}
     known |= {"optimizer": question.optimizer or own.optimizer}
     known |= {"batch": batch, "seq": seq, "global_batch": None}
     size = {"batch": batch, "replicas": plan.dp, "global_batch": batch * plan.dp}
     size |= {"microbatches": plan.microbatches, "seq": seq}
-    return found, {**stated(known), "step": size, "unusual": []}
+    return forecast, {**stated(known), "step": size, "unusual": []}
 
 
 def plan(question: Question, cluster: Path, asked: Row) -> tuple[list[Forecast], Row, Row]:
     """The best plans on the GPUs of a file, the values of all options, and how many were tried."""
     samples = question.samples_over(read_cluster(cluster).gpus)
     job = job_on(question.asked(), cluster, global_batch=samples, **asked)
-    found, legal = plans_on_cluster(job, amp=asked["amp"])
-    if not found:
+    forecasts, tried = plans_on_cluster(job, amp=asked["amp"])
+    if not forecasts:
         raise ValueError(f"no legal plan of {question.name} on the groups of {cluster}")
     settled = {"global_batch": job.samples, "seq": job.seq, "dtype": job.dtype}
-    settled |= {"optimizer": job.optimizer, "bundle": found[0].bundle}
-    counts = {"gpus": job.cluster.gpus, "considered": legal, "simulated": legal}
-    return found, {**asked, **settled}, counts
+    settled |= {"optimizer": job.optimizer, "bundle": forecasts[0].bundle}
+    counts = {"gpus": job.cluster.gpus, "considered": tried, "simulated": tried}
+    return forecasts, {**asked, **settled}, counts

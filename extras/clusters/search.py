@@ -74,10 +74,10 @@ def _targets(file: ClusterFile, bundle: Path | None, host: str, stack: str) -> d
     for group in file.groups:
         try:
             node = ParallelPlan(dp=file.gpus, node=group.node)
-            found = find_target(group.gpu, node, bundle, host, stack)
+            target = find_target(group.gpu, node, bundle, host, stack)
         except ValueError as exc:
             raise ValueError(f"{file.path}: group {group.name!r}: {exc}") from None
-        targets[group.name] = replace(found, threads=group.threads or found.threads)
+        targets[group.name] = replace(target, threads=group.threads or target.threads)
     if len({target.gpu.kind for target in targets.values()}) > 1:
         raise ValueError(f"{file.path}: GPUs and CPUs do not train one model together here")
     return targets
@@ -101,15 +101,15 @@ def plans_on_cluster(job: Job, count: int = 10, amp: bool = False) -> tuple[list
     """
     waiting = list[tuple[float, str, Job, ParallelPlan]]()
     for file in subsets(job.cluster):
-        some = replace(job, cluster=file)
-        for bound_us, plan in _bounds(some, amp):
-            waiting.append((bound_us, f"{plan}", some, plan))
+        job_on_groups = replace(job, cluster=file)
+        for bound_us, plan in _bounds(job_on_groups, amp):
+            waiting.append((bound_us, f"{plan}", job_on_groups, plan))
     best, legal = list[Forecast](), 0
-    for bound_us, _, some, plan in sorted(waiting, key=lambda one: one[:2]):
+    for bound_us, _, job_on_groups, plan in sorted(waiting, key=lambda one: one[:2]):
         if len(best) == count and best[-1].fits and bound_us >= best[-1].iteration_us:
             break
         try:
-            best.append(forecast_job(some, plan))
+            best.append(forecast_job(job_on_groups, plan))
         except ValueError:  # a stage or replica would be of several kinds
             continue
         legal += 1

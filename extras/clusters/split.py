@@ -63,11 +63,11 @@ def _split_batch(job: Job, plan: ParallelPlan) -> Forecast:
     curves = _curves(job, plan, counts, rows)
     start = _least_maximum(curves, counts, rows, stated)
     if rest or start is None:
-        told = " + ".join(
+        rows_text = " + ".join(
             f"{n} x {fixed or 'rows'}" for n, fixed in zip(counts, stated, strict=True)
         )
         cut = f"{plan.microbatches} micro-batches of {job.samples} samples"
-        raise ValueError(f"{job.cluster.path}: {told} make no {cut}")
+        raise ValueError(f"{job.cluster.path}: {rows_text} make no {cut}")
 
     @cache
     def simulated(split: tuple[int, ...]) -> Outcome:
@@ -89,16 +89,19 @@ def _split_batch(job: Job, plan: ParallelPlan) -> Forecast:
 
 
 def _curves(job: Job, plan: ParallelPlan, counts: Sequence[int], rows: int) -> list[np.ndarray]:
-    """By group the time of a replica alone with 0, 1, 2... samples, between powers of two."""
+    """By group the time in us of a replica alone with 0, 1, 2... samples.
+
+    Priced at powers of two and at the most samples, linear between.
+    """
     most = [max(1, (rows - sum(counts) + n) // n) for n in counts]
     sizes = range(1, max(most) + 1)
     job.captures.announce((samples, job.seq, plan.autocast) for samples in sizes)
-    found = []
+    curves = []
     for group, limit in zip(job.cluster.groups, most, strict=True):
-        known = sorted({limit, *(2**n for n in range(limit.bit_length()))})
-        us = [quick_us(job.rank(group, plan, n), job.optimizer) for n in known]
-        found.append(np.interp(np.arange(limit + 1), known, us))
-    return found
+        sizes_timed = sorted({limit, *(2**n for n in range(limit.bit_length()))})
+        us = [quick_us(job.rank(group, plan, n), job.optimizer) for n in sizes_timed]
+        curves.append(np.interp(np.arange(limit + 1), sizes_timed, us))
+    return curves
 
 
 def _least_maximum(
@@ -106,31 +109,32 @@ def _least_maximum(
 ) -> tuple[int, ...] | None:
     """Rows of each replica by group that sum up to ``rows``, with which the slowest is fastest.
 
-    ``curves``: by group the time of 0, 1, 2... rows. Exact, group by group. None: no such rows.
+    ``curves``: by group the time of 0, 1, 2... rows; ``stated``: rows that are given, or 0. Exact,
+    by dynamic programming over groups. None: no such rows.
     """
-    best = np.full(rows + 1, np.inf)  # the slowest so far, by rows that are dealt
+    best = np.full(rows + 1, np.inf)  # least time of the slowest group so far, by rows dealt
     best[0] = 0.0
-    chosen = []
+    choices = []  # by group, its rows of a replica by rows dealt to it and groups before
     for curve, n, fixed in zip(curves, replicas, stated, strict=True):
-        after, took = np.full(rows + 1, np.inf), np.zeros(rows + 1, dtype=int)
+        after, chosen_rows = np.full(rows + 1, np.inf), np.zeros(rows + 1, dtype=int)
         for b in [fixed] if fixed else range(1, len(curve)):
             if b < len(curve) and b * n <= rows:
                 us = np.maximum(best[: rows + 1 - b * n], curve[b])
                 better = us < after[b * n :]
-                after[b * n :][better], took[b * n :][better] = us[better], b
+                after[b * n :][better], chosen_rows[b * n :][better] = us[better], b
         best = after
-        chosen.append(took)
+        choices.append(chosen_rows)
     if not np.isfinite(best[rows]):
         return None
-    found = list[int]()
-    for took, n in zip(reversed(chosen), reversed(replicas), strict=True):
-        found.append(int(took[rows]))
-        rows -= n * found[-1]
-    return tuple(reversed(found))
+    dealt = list[int]()
+    for chosen_rows, n in zip(reversed(choices), reversed(replicas), strict=True):
+        dealt.append(int(chosen_rows[rows]))
+        rows -= n * dealt[-1]
+    return tuple(reversed(dealt))
 
 
 def _descend(start: T, others: Callable[[T], Iterator[T]], cost: Callable[[T], float]) -> T:
-    """From ``start`` on to the best neighbour, as long as one is better."""
+    """Local search: go to the best of ``others`` of the current value until none costs less."""
     while True:
         best = min(others(start), key=cost, default=start)
         if cost(best) >= cost(start):
@@ -139,38 +143,39 @@ def _descend(start: T, others: Callable[[T], Iterator[T]], cost: Callable[[T], f
 
 
 def _side_by_side(job: Job, plan: ParallelPlan, split: Sequence[int]) -> Outcome:
-    """The mean step of all rounds; memory is that of the fullest group, whoever takes part."""
+    """The mean step of all ``rounds``; memory is that of the fullest group, whoever takes part."""
     every = range(len(split))
-    kinds = [
+    outcomes = [
         (_evaluated(job, replicas(job, plan, split, chosen, away)), share)
         for share, chosen, away in rounds(job, plan)
     ]
-    if len(kinds) == 1:
-        return kinds[0][0]
+    if len(outcomes) == 1:
+        return outcomes[0][0]
     whole = _evaluated(job, replicas(job, plan, split, every))
     facts = {name: getattr(whole, name) for name in ("memory", "slowest", "fullest")}
-    return replace(mean_of(kinds), **facts)
+    return replace(mean_of(outcomes), **facts)
 
 
 def mean_of(outcomes: Sequence[tuple[Outcome, float]]) -> Outcome:
-    """The mean of iterations of so many shares; memory and tasks are those of the first."""
+    """The mean of iterations, each with its weight; memory and tasks are those of the first."""
     first, tally = outcomes[0][0], Tally(outcomes[0][0].tally.on_cpu)
     by_name_us = AssumedTime()
-    for found, share in outcomes:
-        tally.add_all(found.tally, share)
-        by_name_us.add_all(AssumedTime(0.0, found.assumed_by_us), share)
+    for outcome, share in outcomes:
+        tally.add_all(outcome.tally, share)
+        by_name_us.add_all(AssumedTime(0.0, outcome.assumed_by_us), share)
     names = [n for n, value in vars(first).items() if isinstance(value, float)]
-    mean = {n: sum(share * getattr(found, n) for found, share in outcomes) for n in names}
+    mean = {n: sum(share * getattr(outcome, n) for outcome, share in outcomes) for n in names}
     return replace(first, tally=tally, assumed_by_us=by_name_us.by_name_us, **mean)
 
 
 def _evaluated(job: Job, ranks: Sequence[Rank]) -> Outcome:
+    """Simulate a step of these ranks; on one CPU all share its cores."""
     if job.joined:
         return evaluate_ranks(ranks, job.optimizer)
     cores = ranks[0].book.gpu.sm_count
-    asked = [rank.kin * rank.book.threads / cores for rank in ranks]
+    cores_used = [rank.kin * rank.book.threads / cores for rank in ranks]
     # a loop over threads ends with its slowest one: that on the core that has most threads
-    crowding = max(1.0, ceil(sum(asked)) / max(1.0, *asked))
+    crowding = max(1.0, ceil(sum(cores_used)) / max(1.0, *cores_used))
     return evaluate_ranks(ranks, job.optimizer, crowding)
 
 
@@ -179,8 +184,8 @@ def _split_layers(job: Job, plan: ParallelPlan) -> Forecast:
 
     From balanced times on, single layers move to the next stage or back while that is faster.
     """
-    each = plan.world_size // plan.pp
-    groups = [g for g in job.cluster.groups for _ in range(g.count // each)]
+    ranks_per_stage = plan.world_size // plan.pp
+    groups = [g for g in job.cluster.groups for _ in range(g.count // ranks_per_stage)]
     if job.samples % plan.dp:
         raise ValueError(f"plan {str(plan)!r}: dp does not divide {job.samples} samples")
     rows, _ = micro_batch(plan, job.samples // plan.dp, job.seq)

@@ -36,8 +36,8 @@ ONE, OTHER = "one", "other"
 class Comparison:
     """Median absolute errors in % of two bundles on the same measured points of a GPU.
 
-    ``difference_pct``: what lies between is the noise of the second error minus the first; None
-    where points are of too few shapes to say.
+    ``difference_pct``: interval of the second error minus the first, given the noise; None where
+    points are of too few shapes to say.
     ``better``: 1 or 2, or 0 where the difference is within the noise.
     """
 
@@ -59,17 +59,18 @@ def compare_bundles(one: Path, other: Path, roots: Sequence[Path]) -> list[Compa
     for root in roots:
         if not root.is_dir():
             raise ValueError(f"data {str(root)!r}: no such folder")
-    found = list(_on_rows(*bundles, roots) if roots else _held_out(one, other))
+    comparisons = list(_on_rows(*bundles, roots) if roots else _held_out(one, other))
     for root in roots:
         if (root / "iteration").is_dir():
-            found += _iterations(one, other, root)
-    if not found:
+            comparisons += _iterations(one, other, root)
+    if not comparisons:
         where = ", ".join(map(str, roots)) or "the points that both trainings held out"
         raise ValueError(f"bundles {str(one)!r} and {str(other)!r}: nothing to compare in {where}")
-    return found
+    return comparisons
 
 
 def _held_out(one: Path, other: Path) -> Iterator[Comparison]:
+    """Compare on points that both bundles' trainings held out, with the forecasts kept there."""
     tables = [load_held_out(folder) for folder in (one, other)]
     for folder, table in zip((one, other), tables, strict=True):
         if table.empty:
@@ -78,11 +79,12 @@ def _held_out(one: Path, other: Path) -> Iterator[Comparison]:
     for (family, gpu), first in tables[0].groupby(["family", "gpu"]):
         second = tables[1][(tables[1]["family"] == family) & (tables[1]["gpu"] == gpu)]
         errors = log_errors(first).to_frame(ONE).join(log_errors(second).rename(OTHER), how="inner")
-        floor = retest_of(first, second)
-        yield from _compared(str(family), str(gpu), errors, shapes_of(errors), floor)
+        retest_pct = retest_of(first, second)
+        yield from _compared(str(family), str(gpu), errors, shapes_of(errors), retest_pct)
 
 
 def _on_rows(one: Bundle, other: Bundle, roots: Sequence[Path]) -> Iterator[Comparison]:
+    """Compare on measured rows, of families that both bundles have, without shapes of training."""
     shared = sorted({*one.models} & {*other.models})
     names = [name for name in shared if any((root / name).is_dir() for root in roots)]
     for name, rows in (usable_rows(roots, names) if names else {}).items():
@@ -98,18 +100,18 @@ def _on_rows(one: Bundle, other: Bundle, roots: Sequence[Path]) -> Iterator[Comp
 
 
 def _unseen(name: str, rows: pd.DataFrame, *bundles: Bundle) -> pd.DataFrame:
-    """The rows of a family whose shapes neither bundle was trained on, with a line on the others.
+    """The rows of a family whose shapes neither bundle was trained on; a log line on the others.
 
-    Of bundles that keep no shapes it is known whether they were trained on the very same rows.
+    A bundle may keep no shapes: then a digest still says whether it was trained on these very rows.
     """
-    known = np.zeros(len(rows), dtype=bool)
+    trained_on = np.zeros(len(rows), dtype=bool)
     for facts in (bundle.models[name].facts for bundle in bundles):
-        known |= seen(facts.get("shapes", ""), rows, families()[name])
-        known |= facts.get("digest") == digest_of(rows)
-    if known.any():
-        told = "%s: %d of %d rows are left out, of shapes that a bundle was trained on"
-        log.warning(told, name, known.sum(), len(rows))
-    return rows[~known].reset_index(drop=True)
+        trained_on |= seen(facts.get("shapes", ""), rows, families()[name])
+        trained_on |= facts.get("digest") == digest_of(rows)
+    if trained_on.any():
+        message = "%s: %d of %d rows are left out, of shapes that a bundle was trained on"
+        log.warning(message, name, trained_on.sum(), len(rows))
+    return rows[~trained_on].reset_index(drop=True)
 
 
 def log_ratios(
@@ -117,33 +119,38 @@ def log_ratios(
 ) -> pd.Series[float]:
     """log(measured / forecast) of a family's rows, at the speed of the machine at training."""
     speed = Speed(anchors=bundle.anchors, sensitivity=bundle.models[name].sensitivity)
-    ratio: pd.Series[float] = (
+    ratios: pd.Series[float] = (
         at_reference_us(rows, speed) / bundle.price(name, rows, gpus)["predicted_us"]
     )
-    return ratio.map(np.log)
+    return ratios.map(np.log)
 
 
 def _iterations(one: Path, other: Path, root: Path) -> Iterator[Comparison]:
-    """Of iterations that both forecast, by GPU; rows of one model count as one shape."""
+    """Compare on iterations that both forecast, by GPU; those of one model count as one shape."""
     for gpu, part in measured_rows(root, None).groupby("gpu"):
-        found = {side: compare_all(part, folder) for side, folder in ((ONE, one), (OTHER, other))}
-        logs = {
-            side: {(r.model, r.plan): np.log(r.measured_us / r.predicted_us) for r in some}
-            for side, some in found.items()
+        results = {side: compare_all(part, folder) for side, folder in ((ONE, one), (OTHER, other))}
+        log_ratios = {
+            side: {(r.model, r.plan): np.log(r.measured_us / r.predicted_us) for r in of_side}
+            for side, of_side in results.items()
         }
-        errors = pd.DataFrame(logs).dropna()
+        errors = pd.DataFrame(log_ratios).dropna()
         models = pd.factorize(errors.index.get_level_values(0))[0]
-        floor = summary(found[ONE]).get(RETEST) if found[ONE] else None
+        floor = summary(results[ONE]).get(RETEST) if results[ONE] else None
         yield from _compared(ITERATIONS, str(gpu), errors, models, floor)
 
 
 def _compared(
     family: str, gpu: str, errors: pd.DataFrame, shape: np.ndarray, retest_pct: float | None
 ) -> Iterator[Comparison]:
-    """One comparison of log(measured / forecast) by both bundles; none without points."""
+    """One comparison of log(measured / forecast) by both bundles; none without points.
+
+    ``errors``: a column for each bundle; ``shape``: a number of each row's shape, as errors of one
+    shape are alike.
+    """
     if errors.empty:
         return
     both = medians({n: errors[n].to_numpy() for n in (ONE, OTHER)}, shape, retest_pct)
+    better = 1 if both.better(ONE, OTHER) else 2 if both.better(OTHER, ONE) else 0
     yield Comparison(
         family=family,
         gpu=gpu,
@@ -151,5 +158,5 @@ def _compared(
         retest_pct=retest_pct,
         errors_pct=(both.pct[ONE], both.pct[OTHER]),
         difference_pct=both.interval_pct(ONE, OTHER),
-        better=1 if both.better(ONE, OTHER) else 2 if both.better(OTHER, ONE) else 0,
+        better=better,
     )

@@ -47,14 +47,14 @@ def check(
         root = measured or Path(empty)
         if measured is None:
             measure(root, device, known, name, seconds(budget), seed)
-        found = check_rows(root, known, known_gpu(known, name))
+        result = check_rows(root, known, known_gpu(known, name))
     if as_json:
-        told = {"bundle": str(folder), "fits": found.fits, "verdict": found.verdict}
-        typer.echo(json.dumps({**told, **asdict(found)}))
+        shown = {"bundle": str(folder), "fits": result.fits, "verdict": result.verdict}
+        typer.echo(json.dumps({**shown, **asdict(result)}))
     else:
-        print_tables(*check_tables(found))
-        typer.echo(f"{found.verdict} Bundle: {folder}")
-    raise typer.Exit(0 if found.fits else 1)
+        print_tables(*check_tables(result))
+        typer.echo(f"{result.verdict} Bundle: {folder}")
+    raise typer.Exit(0 if result.fits else 1)
 
 
 def device_name(device: str, measured: Path | None) -> str:
@@ -107,21 +107,23 @@ def measure(
         )
 
 
-def check_tables(found: Check) -> list[Table]:
+def check_tables(check: Check) -> list[Table]:
     """A table of measured over forecast times by family, and one of what changed, if anything."""
     table = Table(title="measured time / forecast, at the speed of the machine at training")
     for head in ("family", "points", "median", "p10", "p90", "margin %", "retest %", "drifted"):
         table.add_column(head, justify="left" if head in ("family", "drifted") else "right")
-    for f in found.families:
-        numbers = [f"{x:.2f}" for x in (f.ratio, f.ratio_p10, f.ratio_p90)]
-        retest = "-" if f.retest_pct is None else f"{f.retest_pct:.1f}"
-        drifted = {True: "yes", False: "no", None: "too few points"}[f.drifted]
-        table.add_row(f.family, str(f.points), *numbers, f"{f.margin_pct:.1f}", retest, drifted)
-    if not found.changes:
+    for family in check.families:
+        numbers = [f"{x:.2f}" for x in (family.ratio, family.ratio_p10, family.ratio_p90)]
+        retest = "-" if family.retest_pct is None else f"{family.retest_pct:.1f}"
+        drifted = {True: "yes", False: "no", None: "too few points"}[family.drifted]
+        table.add_row(
+            family.family, str(family.points), *numbers, f"{family.margin_pct:.1f}", retest, drifted
+        )
+    if not check.changes:
         return [table]
     other = Table(title="changed since training")
     for head in ("what", "recorded", "now"):
         other.add_column(head)
-    for change in found.changes:
+    for change in check.changes:
         other.add_row(change.what, change.recorded, change.now)
     return [table, other]

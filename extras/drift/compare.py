@@ -128,20 +128,20 @@ def check_rows(root: Path, bundle: Bundle, gpu: Gpu) -> Check:
     tables = {name: rows for name, rows in tables.items() if len(rows)}
     compared: dict[str, Compared] = {}
     for name, rows in tables.items():
-        found = compare_family(name, rows.assign(gpu=gpu.name), bundle)
-        if found is not None:
-            compared[name] = found
-    told = Check(
+        family = compare_family(name, rows.assign(gpu=gpu.name), bundle)
+        if family is not None:
+            compared[name] = family
+    check = Check(
         gpu=gpu.name,
         rows=sum(map(len, tables.values())),
         slowdown=slowdown(tables, bundle, gpu.name),
         families=tuple(judge(compared)),
         changes=tuple(changes(root, tables, bundle, gpu.name)),
     )
-    if not told.speed_differs and all(f.drifted is None for f in told.families):
-        most = max((f.points for f in told.families), default=0)
+    if not check.speed_differs and all(f.drifted is None for f in check.families):
+        most = max((f.points for f in check.families), default=0)
         raise ValueError(f"no family has enough points to be judged, the most are {most}")
-    return told
+    return check
 
 
 def compare_family(name: str, rows: pd.DataFrame, bundle: Bundle) -> Compared | None:
@@ -185,24 +185,24 @@ def changes(
 
     Its name, the numbers of threads, versions of software and driver, and clocks (in Hz).
     """
-    found = []
+    changed = []
     for name, machine in machines_of([root], tables).items():
-        old = bundle.machines.get(gpu)
+        recorded = bundle.machines.get(gpu)
         pairs = [("device", gpu, name), ("threads", *_threads(tables, bundle, gpu))]
-        if old is not None:
+        if recorded is not None:
             pairs += [
-                (what, old.versions.get(what, "none"), machine.versions.get(what, "none"))
-                for what in dict.fromkeys([*old.versions, *machine.versions])
+                (what, recorded.versions.get(what, "none"), machine.versions.get(what, "none"))
+                for what in dict.fromkeys([*recorded.versions, *machine.versions])
                 if what not in NOT_MACHINE
             ]
             pairs += [
                 (what, f"{before:.3g}", f"{hertz:.3g}")
                 for what, hertz in machine.readings.items()
-                if what != GPU_SPEED and (before := old.readings.get(what))
+                if what != GPU_SPEED and (before := recorded.readings.get(what))
                 if abs(hertz / before - 1) > CLOCK_TOLERANCE
             ]
-        found += [Change(what=w, recorded=a, now=b) for w, a, b in pairs if a != b]
-    return found
+        changed += [Change(what=w, recorded=a, now=b) for w, a, b in pairs if a != b]
+    return changed
 
 
 def _threads(tables: Mapping[str, pd.DataFrame], bundle: Bundle, gpu: str) -> tuple[str, str]:
@@ -212,9 +212,9 @@ def _threads(tables: Mapping[str, pd.DataFrame], bundle: Bundle, gpu: str) -> tu
     """
     known = sorted(n for name, n in bundle.anchors if name == gpu)
     now = sorted({int(n) for rows in tables.values() for n in rows["threads"].unique()})
-    same = not known or set(now) <= set(known)  # a check may measure with some of them only
-    both = [" ".join(map(str, numbers)) for numbers in (now if same else known, now)]
-    return both[0], both[1]
+    if not known or set(now) <= set(known):  # a check may measure with some of them only
+        known = now
+    return " ".join(map(str, known)), " ".join(map(str, now))
 
 
 def checkable(bundle: Bundle, gpu: Gpu) -> list[str]:
@@ -235,17 +235,20 @@ def stratified_points(bundle: Bundle, gpu: Gpu, threads: int, seed: int) -> dict
     Points are sorted by forecast time into eight equal parts, and each eight consecutive points of
     the list hold one of each part.
     """
-    found = {}
+    points = {}
     for name in checkable(bundle, gpu):
         drawn = list(dict.fromkeys(islice(space(name, Path(), gpu, seed), CANDIDATES)))
         rows = pd.DataFrame([asdict(p) for p in drawn])
         rows = rows.assign(gpu=gpu.name, threads=threads, cache="warm")
         priced = bundle.price(name, rows)
-        us, inside = priced["predicted_us"].to_numpy(), priced["in_envelope"].to_numpy(dtype=bool)
-        good = np.flatnonzero(inside & (us <= LONGEST_US))
-        if len(good):
-            found[name] = [drawn[i] for i in in_turn(us[good], good, seed)]
-    return found
+        forecast_us, inside = (
+            priced["predicted_us"].to_numpy(),
+            priced["in_envelope"].to_numpy(dtype=bool),
+        )
+        usable = np.flatnonzero(inside & (forecast_us <= LONGEST_US))
+        if len(usable):
+            points[name] = [drawn[i] for i in in_turn(forecast_us[usable], usable, seed)]
+    return points
 
 
 def in_turn(us: np.ndarray, index: np.ndarray, seed: int) -> Iterator[int]:

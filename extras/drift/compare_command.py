@@ -41,39 +41,40 @@ def compare(
     from itercast.commands.shared import log_last
     from itercast.extras.drift.bundles import compare_bundles
 
-    found = compare_bundles(first, second, data or [])
-    plain = [asdict(one) for one in found]
+    comparisons = compare_bundles(first, second, data or [])
+    plain = [asdict(comparison) for comparison in comparisons]
     if as_json:
         typer.echo(json.dumps(plain))
     else:
-        _print(found, first, second)
+        _print(comparisons, first, second)
     log_last(log_compared, first, second, plain)
 
 
-def _print(found: list[Comparison], first: Path, second: Path) -> None:
-    print_tables(_table(found))
+def _print(comparisons: list[Comparison], first: Path, second: Path) -> None:
+    print_tables(_table(comparisons))
     for number, folder in ((1, first), (2, second)):
-        ahead = [one.family for one in found if one.better == number]
-        typer.echo(f"{folder} is better in {len(ahead)} of {len(found)}: {', '.join(ahead) or '-'}")
+        ahead = [comparison.family for comparison in comparisons if comparison.better == number]
+        typer.echo(
+            f"{folder} is better in {len(ahead)} of {len(comparisons)}: {', '.join(ahead) or '-'}"
+        )
 
 
-def _table(found: list[Comparison]) -> Table:
+def _table(comparisons: list[Comparison]) -> Table:
     """A line per family and GPU; the better error is bold, both where they are within the noise."""
     table = Table(title="median absolute error, %", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     for head in HEADS:
         table.add_column(head, justify="left" if head in HEADS[:2] else "right")
-    for one in found:
+    for row in comparisons:
         errors = [
-            Text(f"{error:.1f}", "" if one.better == other else "bold")
-            for error, other in zip(one.errors_pct, (2, 1), strict=True)
+            Text(f"{error:.1f}", "" if row.better == other else "bold")
+            for error, other in zip(row.errors_pct, (2, 1), strict=True)
         ]
-        retest = "-" if one.retest_pct is None else f"{one.retest_pct:.1f}"
-        better, between = ("no difference", "1st", "2nd")[one.better], "-"
-        if one.difference_pct:
-            between = "{:+.1f} to {:+.1f}".format(*one.difference_pct)
-        else:
-            better = "too few points"
-        table.add_row(one.family, one.gpu, str(one.points), retest, *errors, between, better)
+        retest = "-" if row.retest_pct is None else f"{row.retest_pct:.1f}"
+        better, between = "too few points", "-"
+        if row.difference_pct:
+            better = ("no difference", "1st", "2nd")[row.better]
+            between = "{:+.1f} to {:+.1f}".format(*row.difference_pct)
+        table.add_row(row.family, row.gpu, str(row.points), retest, *errors, between, better)
     return table
 
 

@@ -62,12 +62,14 @@ class FamilyDrift:
 def judge(compared: Mapping[str, Compared]) -> list[FamilyDrift]:
     """Judges each family; the chance of any false alarm among them is FALSE_ALARM at most."""
     level = FALSE_ALARM / max(1, len(compared))
-    return [judge_family(name, one, level) for name, one in compared.items()]
+    return [
+        judge_family(name, points_of_family, level) for name, points_of_family in compared.items()
+    ]
 
 
-def judge_family(name: str, one: Compared, level: float) -> FamilyDrift:
+def judge_family(name: str, compared: Compared, level: float) -> FamilyDrift:
     """Judges one family; the chance of a false alarm is at most ``level``."""
-    logs, limit = one.log_ratios, float(np.log1p(one.margin_pct / 100))
+    logs, limit = compared.log_ratios, float(np.log1p(compared.margin_pct / 100))
     p_value = min(1.0, 2 * min(sign_test(logs > limit), sign_test(logs < -limit)))
     low, middle, high = np.exp(np.quantile(logs, [0.1, 0.5, 0.9]))
     enough = len(logs) >= points_needed(level)
@@ -77,9 +79,9 @@ def judge_family(name: str, one: Compared, level: float) -> FamilyDrift:
         ratio=float(middle),
         ratio_p10=float(low),
         ratio_p90=float(high),
-        margin_pct=one.margin_pct,
-        held_out_pct=one.held_out_pct,
-        retest_pct=one.retest_pct,
+        margin_pct=compared.margin_pct,
+        held_out_pct=compared.held_out_pct,
+        retest_pct=compared.retest_pct,
         p_value=p_value,
         drifted=p_value <= level if enough else None,
     )

@@ -49,9 +49,11 @@ DONE, REFUSED, THROTTLED, LATE = "done", "refused", "throttled", "late"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkOrder:
-    """What a task measures; see ``Machines``. ``until``: seconds since 1970.
+    """A chunk to measure on a machine of a kind, for a dataset at ``root`` (folder or URL).
 
-    ``last``: the chunk was elsewhere already, so that rows of a throttled GPU are kept.
+    ``work``: folder of journals on the machine. ``cores``: to measure on. ``until``: deadline in
+    seconds since 1970. ``torchrun``: its arguments, of a chunk over several nodes. ``last``: the
+    chunk was on another machine already, so that rows of a throttled GPU are kept.
     """
 
     chunk: Chunk
@@ -100,15 +102,15 @@ def measure(order: ChunkOrder) -> Plain:
         throttled = float((rows["status"] == "throttled").mean()) if len(rows) else 0.0
         if throttled > THROTTLED_FRAC and not order.last:
             return {**facts, "state": THROTTLED, "reason": f"{100 * throttled:.0f} % of its rows"}
-        found = {**facts, "state": DONE, **_summary(rows), **_software(folder)}
-        found["families"] = _send(order, folder, root, rows)
-        found["ended"] = round(time.time(), 1)
+        result = {**facts, "state": DONE, **_summary(rows), **_software(folder)}
+        result["families"] = _send(order, folder, root, rows)
+        result["ended"] = round(time.time(), 1)
         if len(rows) or not order.torchrun:  # over nodes one has all rows
-            root.put(name, json.dumps(found).encode())
+            root.put(name, json.dumps(result).encode())
         for path in folder.iterdir():
             if path.name != "lock":
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-    return found
+    return result
 
 
 def _why_refused(order: ChunkOrder) -> str:
@@ -133,13 +135,14 @@ def own_cores(count: int, until: float = math.inf) -> list[int]:
     """
     cores = sorted(os.sched_getaffinity(0))
     while time.time() < until:
-        held = {core: lock for core in cores if (lock := _lock_of(core)) is not None}
-        mine = list(held)[:count]
-        enough = len(mine) == min(count, len(cores))
-        for core in [c for c in held if not enough or c not in mine]:
-            os.close(held[core])
-        if enough:
-            return mine
+        locks = {core: lock for core in cores if (lock := _lock_of(core)) is not None}
+        kept = list(locks)[:count]
+        if len(kept) < min(count, len(cores)):
+            kept = []
+        for core in locks.keys() - kept:
+            os.close(locks[core])
+        if kept:
+            return kept
         time.sleep(WAIT_S)
     return cores[:count]
 
@@ -167,16 +170,16 @@ def _locked(path: Path) -> Iterator[None]:
 def _sweep(order: ChunkOrder, folder: Path, root: Root, left_s: float) -> None:
     """Measure what neither the journal nor parts at the root have."""
     chunk, part = order.chunk, f"/part-{order.chunk.name}.parquet"
-    there = {n.split("/")[0] for n in root.names() if n.endswith(part)}
-    names = [n for n in chunk.families if n not in there]
+    sent = {n.split("/")[0] for n in root.names() if n.endswith(part)}
+    names = [n for n in chunk.families if n not in sent]
     if not names:
         return
     if chunk.kind == ITERATIONS:
-        wanted = [Iteration(**plain) for plain in chunk.points["iteration"]]
+        iterations = [Iteration(**plain) for plain in chunk.points["iteration"]]
         end_s = time.monotonic() + left_s
         for repeat in (0, 1):
             rest_s = end_s - time.monotonic()
-            collect_iterations(folder, order.device, wanted, repeat, budget_s=rest_s)
+            collect_iterations(folder, order.device, iterations, repeat, budget_s=rest_s)
         return
     captured = points_path(folder, order.device, chunk.seed)
     write_atomic(captured, json.dumps(chunk.points).encode())
@@ -207,30 +210,30 @@ def _send(order: ChunkOrder, folder: Path, root: Root, rows: pd.DataFrame) -> di
     The chunk's own folder ``sent`` has them: of one chunk, on one machine.
     """
     counts: dict[str, int] = {}
-    there = {n for n in root.names() if n.endswith(f"/part-{order.chunk.name}.parquet")}
+    sent = {n for n in root.names() if n.endswith(f"/part-{order.chunk.name}.parquet")}
     parts = sorted(folder.glob("*/*/*/part-*.parquet"))
     facts = store.part_facts(parts[-1]) if parts else {}
-    for (family, gpu), mine in rows.groupby(["family", "gpu"]):
+    for (family, gpu), part_rows in rows.groupby(["family", "gpu"]):
         part = store.write_part(
-            folder / "sent", str(family), str(gpu), mine, order.chunk.name, facts=facts
+            folder / "sent", str(family), str(gpu), part_rows, order.chunk.name, facts=facts
         )
         name = part.relative_to(folder / "sent").as_posix()
-        if name not in there:
+        if name not in sent:
             root.put(name, part.read_bytes())
-        counts[str(family)] = len(mine)
+        counts[str(family)] = len(part_rows)
     return counts
 
 
 def _summary(rows: pd.DataFrame) -> Plain:
     """Rows by status, seconds of measuring, and medians of clocks, for the run in MLflow."""
-    found: Plain = {"rows": len(rows)}
-    found["statuses"] = {str(k): int(v) for k, v in rows["status"].value_counts().items()}
+    summary: Plain = {"rows": len(rows)}
+    summary["statuses"] = {str(k): int(v) for k, v in rows["status"].value_counts().items()}
     if "cost_s" in rows:
-        found["measured_s"] = round(float(rows["cost_s"].sum()), 1)
+        summary["measured_s"] = round(float(rows["cost_s"].sum()), 1)
     for name in ("sm_clock_hz", "power_w", "temperature_c", "drift_us", "anchor_us"):
         if name in rows and rows[name].notna().any():
-            found[name] = float(rows[name].median())
-    return found
+            summary[name] = float(rows[name].median())
+    return summary
 
 
 def _software(folder: Path) -> Plain:
@@ -248,15 +251,15 @@ def main(path: Path) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stdout)
     order = made_of(ChunkOrder, json.loads(path.read_text()), "order")
     try:
-        found = measure(order)
+        result = measure(order)
     except (OSError, ValueError, RuntimeError) as exc:
-        told = " ".join(str(exc).split())[:300]
-        found = {
+        message = " ".join(str(exc).split())[:300]
+        result = {
             "chunk": order.chunk.name,
             "state": "failed",
-            "reason": f"{type(exc).__name__}: {told}",
+            "reason": f"{type(exc).__name__}: {message}",
         }
-    write_atomic(path.with_suffix(".result"), json.dumps(found).encode())
+    write_atomic(path.with_suffix(".result"), json.dumps(result).encode())
 
 
 if __name__ == "__main__":

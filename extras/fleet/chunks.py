@@ -7,6 +7,7 @@ import heapq
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 
 from itercast.capture.base.cache_folder import cache_folder
 from itercast.capture.cases.registry import case
@@ -48,9 +49,8 @@ def deal(plan: FleetPlan, capture: bool = True) -> list[Chunk]:
 
     Their costs do not need captured points, which take a minute where the plan names no file.
     """
-    dealt = [list(_chunks(plan, kind, capture)) for kind in plan.machines]
-    turns = (chunks[n] for n in range(max(map(len, dealt))) for chunks in dealt if n < len(chunks))
-    return list(turns)
+    by_kind = [list(_chunks(plan, kind, capture)) for kind in plan.machines]
+    return [chunk for turn in zip_longest(*by_kind) for chunk in turn if chunk is not None]
 
 
 def _chunks(plan: FleetPlan, kind: Machines, capture: bool) -> Iterator[Chunk]:
@@ -81,10 +81,10 @@ def _chunks(plan: FleetPlan, kind: Machines, capture: bool) -> Iterator[Chunk]:
         total_s = left_s * share / whole
         count = 1 if what in (HOST, TOGETHER) else max(1, round(total_s / plan.chunk_s))
         points = {name: captured[name] for name in names if name in captured}
+        parts = 1 if kind.device == "cpu" else count  # chunks of CPUs share points by their keys
         for n in range(count):
-            every = 1 if kind.device == "cpu" else count
-            mine = {name: some[n % every :: every] for name, some in points.items()}
-            yield _chunk(plan, kind, what, names, mine, total_s / count, (n, count))
+            own = {name: listed[n % parts :: parts] for name, listed in points.items()}
+            yield _chunk(plan, kind, what, names, own, total_s / count, (n, count))
 
 
 def captured_points(plan: FleetPlan, kind: Machines) -> dict[str, list[Plain]]:
@@ -105,8 +105,9 @@ def _chunk(
 ) -> Chunk:
     """A chunk, named by the hash of what is measured and with which software."""
     where = (kind.gpu, kind.cores, kind.python, kind.image, kind.gpus_per_node, kind.nodes)
-    told = [what, where, kind.name if what == TOGETHER else "", names, points, plan.seed, share]
-    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:20]
+    machines = kind.name if what == TOGETHER else ""
+    measured = [what, where, machines, names, points, plan.seed, share]
+    digest = hashlib.sha256(json.dumps(measured, sort_keys=True).encode()).hexdigest()[:20]
     on_cpu = kind.device == "cpu"
     return Chunk(
         machines=kind.name,
@@ -139,12 +140,12 @@ class Cost:
 
 def simulate(plan: FleetPlan, chunks: Sequence[Chunk]) -> list[Cost]:
     """Cost of each kind of machines: its chunks in order, each where a machine is free first."""
-    found = []
+    costs = []
     for kind in plan.machines:
-        mine = [c for c in chunks if c.machines == kind.name]
+        own_chunks = [c for c in chunks if c.machines == kind.name]
         free_s = [0.0] * kind.count
         gpu_s = 0.0
-        for chunk in mine:
+        for chunk in own_chunks:
             gpus = min(gpus_of(kind, chunk), kind.count)
             begin_s = max(heapq.heappop(free_s) for _ in range(gpus))
             end_s = min(begin_s + chunk.seconds + START_S, max(begin_s, plan.deadline_s))
@@ -152,14 +153,14 @@ def simulate(plan: FleetPlan, chunks: Sequence[Chunk]) -> list[Cost]:
                 heapq.heappush(free_s, end_s)
             gpu_s += (end_s - begin_s) * gpus_of(kind, chunk)
         hours, price = gpu_s / 3600, plan.prices.get(kind.gpu)
-        found.append(
+        costs.append(
             Cost(
                 machines=kind.name,
                 gpu=kind.gpu,
-                chunks=len(mine),
+                chunks=len(own_chunks),
                 wall_s=max(free_s),
                 gpu_hours=hours,
                 price=None if price is None else price * hours,
             )
         )
-    return found
+    return costs

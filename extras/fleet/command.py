@@ -121,11 +121,11 @@ def status_table(
     for head in ("machines", "done", "left", "rows", "hosts", "minutes left"):
         table.add_column(head, justify="left" if head == "machines" else "right")
     for kind in plan.machines:
-        mine = [c for c in chunks if c.machines == kind.name]
-        ended = [done[c.name] for c in mine if c.name in done]
-        left = [c for c in mine if c.name not in done]
-        rows = sum(int(str(one.get("rows", 0))) for one in ended)
-        hosts = Counter(str(one.get("host")) for one in ended)
+        own_chunks = [c for c in chunks if c.machines == kind.name]
+        ended = [done[c.name] for c in own_chunks if c.name in done]
+        left = [c for c in own_chunks if c.name not in done]
+        rows = sum(int(str(result.get("rows", 0))) for result in ended)
+        hosts = Counter(str(result.get("host")) for result in ended)
         minutes = sum(c.seconds for c in left) / 60 / kind.count
         table.add_row(
             kind.name, str(len(ended)), str(len(left)), str(rows), str(len(hosts)), f"{minutes:.1f}"

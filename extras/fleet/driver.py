@@ -110,8 +110,8 @@ class Driver:
             for task in self.running:
                 self.ray.cancel(task, force=True)
         left = [*self.running.values(), *(w for some in self.waiting.values() for w in some)]
-        for one in left:
-            self.told(one.chunk, {"state": LATE, "reason": "the deadline has passed"})
+        for waiting_chunk in left:
+            self.told(waiting_chunk.chunk, {"state": LATE, "reason": "the deadline has passed"})
         ends += Counter({LATE: len(left)})  # without zeros
         del ends[""]
         return ends
@@ -141,16 +141,16 @@ class Driver:
         """Start tasks where a machine of their kind is free."""
         for kind in self.plan.machines:
             waiting = self.waiting.get(kind.name, deque())
-            mine = (w.chunk for w in self.running.values() if w.chunk.machines == kind.name)
-            used = sum(gpus_of(kind, chunk) for chunk in mine)
+            chunks = (w.chunk for w in self.running.values() if w.chunk.machines == kind.name)
+            used = sum(gpus_of(kind, chunk) for chunk in chunks)
             while waiting and (not used or used + gpus_of(kind, waiting[0].chunk) <= kind.count):
-                one = waiting.popleft()
-                used += gpus_of(kind, one.chunk)
-                self.running[self._task(kind, one)] = one
+                entry = waiting.popleft()
+                used += gpus_of(kind, entry.chunk)
+                self.running[self._task(kind, entry)] = entry
 
-    def _task(self, kind: Machines, one: Waiting) -> Any:
+    def _task(self, kind: Machines, entry: Waiting) -> Any:
         """The Ray task of a chunk."""
-        chunk = one.chunk
+        chunk = entry.chunk
         order = ChunkOrder(
             chunk=chunk,
             root=self.plan.root,
@@ -158,7 +158,7 @@ class Driver:
             gpu=kind.gpu,
             cores=kind.cores,
             until=self.until,
-            last=one.moved,
+            last=entry.moved,
         )
         plain = {**asdict(order), "python": kind.python}
         options = task_options(kind, chunk)
@@ -166,8 +166,8 @@ class Driver:
             asked = {"order": plain, "options": options, "nodes": kind.nodes}
             lead = self.ray.remote(over_nodes).options(num_cpus=0, max_retries=0)
             return lead.remote(json.dumps(asked).encode())
-        if one.avoid:
-            options["label_selector"] = {"ray.io/node-id": f"!in({','.join(one.avoid)})"}
+        if entry.avoid:
+            options["label_selector"] = {"ray.io/node-id": f"!in({','.join(entry.avoid)})"}
         elif chunk.name in self.begun:
             options["scheduling_strategy"] = self._on(self.begun[chunk.name])
         task = self.ray.remote(run_chunk).options(**options)
@@ -256,12 +256,12 @@ def results(plan: FleetPlan) -> dict[str, Plain]:
     """Results of finished chunks by name, as the root has them."""
     root = Root(plan.root)
     names = {n for n in root.names(".fleet") if n.endswith(".json") and n.count("/") == 1}
-    found = {}
+    results_by_chunk = {}
     for name in sorted(names):
-        one = json.loads(root.get(name))
-        if isinstance(one, dict) and one.get("state") == DONE:
-            found[Path(name).stem] = one
-    return found
+        result = json.loads(root.get(name))
+        if isinstance(result, dict) and result.get("state") == DONE:
+            results_by_chunk[Path(name).stem] = result
+    return results_by_chunk
 
 
 def left_of(chunks: Sequence[Chunk], done: Mapping[str, Plain]) -> list[Chunk]:

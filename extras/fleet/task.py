@@ -47,8 +47,8 @@ def run_chunk(order: bytes) -> bytes:
         finally:
             end_group(process)
     failed = {"state": "failed", "reason": f"exit code {code}: {log_tail(printed)}"}
-    found = json.loads(result.read_text()) if result.is_file() else failed
-    return json.dumps({**found, "node": ray.get_runtime_context().get_node_id()}).encode()
+    outcome = json.loads(result.read_text()) if result.is_file() else failed
+    return json.dumps({**outcome, "node": ray.get_runtime_context().get_node_id()}).encode()
 
 
 def begun_chunks() -> bytes:
@@ -69,10 +69,10 @@ def free_address() -> bytes:
 
 def bundle_of(options: Facts) -> dict[str, float]:
     """The bundle of a placement group that holds a task with these options."""
-    found = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], **options["resources"]}
+    resources = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], **options["resources"]}
     if kind := options.get("accelerator_type"):
-        found[f"accelerator_type:{kind}"] = 0.001  # Ray's own share
-    return {name: count for name, count in found.items() if count}
+        resources[f"accelerator_type:{kind}"] = 0.001  # Ray's own share
+    return {name: count for name, count in resources.items() if count}
 
 
 def over_nodes(asked: bytes) -> bytes:
@@ -96,7 +96,9 @@ def over_nodes(asked: bytes) -> bytes:
         order["torchrun"] = f"{words} --rdzv-endpoint={address}"
         orders = [json.dumps({**order, "place": f"-{n}"}).encode() for n in range(nodes)]
         tasks = [task(run_chunk, n, options).remote(sent) for n, sent in enumerate(orders)]
-        found = ray.get(tasks)
-        return bytes(next((one for one in found if json.loads(one).get("rows")), found[0]))
+        results = ray.get(tasks)
+        return bytes(
+            next((result for result in results if json.loads(result).get("rows")), results[0])
+        )
     finally:
         remove_placement_group(group)

@@ -37,22 +37,22 @@ def through_ray(address: str, data: Sequence[str]) -> FitAll:
     """
 
     def fit_all(
-        tables: Mapping[str, pd.DataFrame], anchors: Anchors, asked: Asked, told: Told | None
+        tables: Mapping[str, pd.DataFrame], anchors: Anchors, asked: Asked, progress: Told | None
     ) -> Fits:
         plain = {name: getattr(asked, name) for name in OF_ASKED}
         plain |= {"data": data, "anchors": [[*key, *us] for key, us in anchors.items()]}
         with connected(address) as ray:
             memory = asked.memory or 0
-            if memory > (most := max(n["Resources"].get("memory", 0) for n in ray.nodes())):
-                shown = f"{memory / 2**30:.1f}GiB", f"{most / 2**30:.1f}GiB"
-                raise ValueError(f"memory {shown[0]}: no Ray node has more than {shown[1]}")
+            if memory > (largest := max(n["Resources"].get("memory", 0) for n in ray.nodes())):
+                sizes = f"{memory / 2**30:.1f}GiB", f"{largest / 2**30:.1f}GiB"
+                raise ValueError(f"memory {sizes[0]}: no Ray node has more than {sizes[1]}")
             task = ray.remote(fitted).options(num_cpus=1, memory=memory, max_retries=TRIES)
             largest_first = sorted(tables, key=lambda name: -len(tables[name]))
             orders = {name: json.dumps({**plain, "name": name}) for name in largest_first}
             waiting = {task.remote(order.encode()): name for name, order in orders.items()}
             while waiting:
-                if told:
-                    told(f"{len(waiting)} families")
+                if progress:
+                    progress(f"{len(waiting)} families")
                 (done,), _ = ray.wait(list(waiting), num_returns=1)
                 name = waiting.pop(done)
                 try:
