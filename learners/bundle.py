@@ -91,12 +91,17 @@ class Bundle:
             return pd.DataFrame(columns=COLUMNS)
         hardware = {**self.gpus, **(gpus or {})}
         if family in self.models:
-            found = self.models[family].predict(rows, known[family], hardware)
-            values = (found.time_us, found.p10_us, found.p90_us, found.inside)
+            forecasts = self.models[family].predict(rows, known[family], hardware)
+            values = (forecasts.time_us, forecasts.p10_us, forecasts.p90_us, forecasts.inside)
         else:
-            guess = feature_table(rows, known[family], hardware)[1]
+            roofline_us = feature_table(rows, known[family], hardware)[1]
             factor = np.exp(ROOFLINE_LOG_INTERVAL)
-            values = (guess, guess / factor, guess * factor, np.zeros(len(rows), dtype=bool))
+            values = (
+                roofline_us,
+                roofline_us / factor,
+                roofline_us * factor,
+                np.zeros(len(rows), dtype=bool),
+            )
         return pd.DataFrame(dict(zip(COLUMNS, values, strict=True)), index=rows.index)
 
     def inside(
@@ -104,8 +109,8 @@ class Bundle:
     ) -> Sequence[bool]:
         """The column ``in_envelope`` of ``price``, without running the family's model."""
         hardware = {**self.gpus, **(gpus or {})}
-        found = self.models[family].inside(rows, families()[family], hardware)
-        return [bool(yes) for yes in found]
+        in_envelope = self.models[family].inside(rows, families()[family], hardware)
+        return [bool(yes) for yes in in_envelope]
 
     def save(self, folder: Path) -> None:
         """Write to a temporary folder and rename it, so that a partial bundle is never visible.
@@ -177,12 +182,12 @@ def check_digests(folder: Path, facts: Facts) -> None:
     stated = facts.get("digests")
     if stated is None:
         return
-    found = digests(folder, facts)
-    if lacking := sorted(stated.keys() - found.keys()):
+    actual = digests(folder, facts)
+    if lacking := sorted(stated.keys() - actual.keys()):
         raise ValueError(f"its file {lacking[0]} is missing")
-    other = sorted(name for name in found if stated.get(name) != found[name])
-    if other:
-        raise ValueError(f"{other[0]} is not the file that was written, by its digest")
+    changed = sorted(name for name in actual if stated.get(name) != actual[name])
+    if changed:
+        raise ValueError(f"{changed[0]} is not the file that was written, by its digest")
 
 
 def family_facts(name: str, model: FamilyModel) -> Row:
@@ -259,9 +264,9 @@ class ShippedTrees(Mapping[int, "xgb.Booster"]):
 
 def booster(raw: bytes) -> xgb.Booster:
     """Trees from UBJSON; they predict on one thread."""
-    made = xgb.Booster({"nthread": 1})
-    made.load_model(bytearray(raw))
-    return made
+    trees = xgb.Booster({"nthread": 1})
+    trees.load_model(bytearray(raw))
+    return trees
 
 
 def load_trees(folder: Path, name: str, stems: Sequence[str], columns: int) -> Trees | None:
@@ -272,11 +277,11 @@ def load_trees(folder: Path, name: str, stems: Sequence[str], columns: int) -> T
     paths = {known[stem]: folder / f"{stem}.ubj.gz" for stem in stems if stem != name}
     common = folder / f"{name}.ubj.gz" if name in stems else None
     if folder.resolve() in (SHIPPED, SHIPPED_CPU):
-        first = booster(gzip.decompress(common.read_bytes())) if common else None
-        return Trees(common=first, own=ShippedTrees(paths))
-    first = booster(read_trees(common, columns)) if common else None
+        shared = booster(gzip.decompress(common.read_bytes())) if common else None
+        return Trees(common=shared, own=ShippedTrees(paths))
+    shared = booster(read_trees(common, columns)) if common else None
     own = {column: booster(read_trees(path, columns)) for column, path in paths.items()}
-    return Trees(common=first, own=own)
+    return Trees(common=shared, own=own)
 
 
 def load_ensemble(folder: Path, name: str, facts: Facts, columns: int) -> Ensemble:
@@ -294,8 +299,8 @@ def load_ensemble(folder: Path, name: str, facts: Facts, columns: int) -> Ensemb
     return Ensemble(trees=trees, share=float(facts["share"]), smooth=makers[kind](arrays))
 
 
-def _pair(values: Sequence[float]) -> tuple[float, float]:
-    return float(values[0]), float(values[1])
+def _pair(two: Sequence[float]) -> tuple[float, float]:
+    return float(two[0]), float(two[1])
 
 
 def load_model(folder: Path, name: str, facts: Facts, gpus: Mapping[str, Gpu]) -> FamilyModel:

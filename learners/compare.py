@@ -18,28 +18,34 @@ def inputs_of(prepared: Prepared) -> Inputs:
 
 
 def held_out_us(
-    learned: Learned, known: Array, held: Array, options: Options, seconds: dict[str, float]
+    learned: Learned,
+    train_rows: Array,
+    test_rows: Array,
+    options: Options,
+    seconds: dict[str, float],
 ) -> dict[str, Array]:
-    """Forecasts in us of the rows ``held`` by each other learner, fitted to the rows ``known``.
+    """Forecasts in us of rows ``test_rows`` by each other learner, fitted to ``train_rows``.
 
     ``seconds`` gets how long each took; trees that are part of the blend count in its time.
     """
     prepared = learned.prepared
     rows, time_us = inputs_of(prepared), prepared.table.time_us
-    train, asked = rows.take(known), rows.take(held)
-    found = {}
+    train, test = rows.take(train_rows), rows.take(test_rows)
+    forecasts_us = {}
     for name, fit in LEARNERS.items():
         begin = time.monotonic()
-        found[name] = fit(train, time_us[known])(asked)
+        forecasts_us[name] = fit(train, time_us[train_rows])(test)
         seconds[name] = time.monotonic() - begin
     begin = time.monotonic()
-    boosted = learned.ensemble.trees or _trees(prepared, known, learned.crossed.rounds, options)
-    found[PHYSICS] = trees.predict_us(boosted, asked.x, asked.roofline_us)
+    boosted = learned.ensemble.trees or _trees(
+        prepared, train_rows, learned.crossed.rounds, options
+    )
+    forecasts_us[PHYSICS] = trees.predict_us(boosted, test.x, test.roofline_us)
     seconds[PHYSICS] = time.monotonic() - begin
-    return found
+    return forecasts_us
 
 
-def _trees(prepared: Prepared, known: Array, rounds: Rounds | None, options: Options) -> Trees:
+def _trees(prepared: Prepared, train_rows: Array, rounds: Rounds | None, options: Options) -> Trees:
     """The boosted trees of a family whose ensemble has none."""
-    usual = Rounds(common=trees.SHARED_ROUNDS + QUICK_ROUNDS)
-    return trees.refit(prepared.table.take(known), options, rounds or usual)
+    usual_rounds = Rounds(common=trees.SHARED_ROUNDS + QUICK_ROUNDS)
+    return trees.refit(prepared.table.take(train_rows), options, rounds or usual_rounds)

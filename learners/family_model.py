@@ -44,7 +44,10 @@ from itercast.microbench.store import Facts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecasts:
-    """Times in us, their 10 and 90 % quantiles, rooflines, and whether inputs were seen."""
+    """Forecasts of rows: times in us, their 10 and 90 % quantiles, and the rows' rooflines.
+
+    ``inside``: whether all inputs of a row were seen in training.
+    """
 
     time_us: np.ndarray
     p10_us: np.ndarray
@@ -80,30 +83,32 @@ class FamilyModel:
 
     def predict(self, rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> Forecasts:
         """Forecast rows in dataset form, in their order."""
-        query, table, roofline = self._query(rows, family, gpus)
+        query, table, roofline_us = self._query(rows, family, gpus)
         x = self.encoder.encode(table)
-        guess = self.source_gpus.predict(self.ensemble, x, roofline, query)
-        guess = bounded_us(guess * correction(query, self.source_gpus), query)
+        time_us = self.source_gpus.predict(self.ensemble, x, roofline_us, query)
+        time_us = bounded_us(time_us * correction(query, self.source_gpus), query)
         unseen = self.source_gpus.unseen(query) | query.stood_in
         inside = self._inside(query, table)
-        known = inside
+        in_training_range = inside
         if unseen.any():
-            known = np.where(unseen, in_envelope(table, self.envelope, self.encoder), inside)
-        low, high = offsets_of_rows(self.offsets, self.unseen_offsets, unseen, known)
+            in_training_range = np.where(
+                unseen, in_envelope(table, self.envelope, self.encoder), inside
+            )
+        low, high = offsets_of_rows(self.offsets, self.unseen_offsets, unseen, in_training_range)
         if self.calibrations:
             kind, at = coordinates(query.rows, family)
             for gpu, calibration in self.calibrations.items():
-                mine = query.rows["gpu"].to_numpy(dtype=object) == gpu
-                where = points(at[mine], roofline[mine])
-                shift, share = calibration.correction(kind[mine], where)
-                guess[mine] *= np.exp(shift)
-                low[mine], high[mine] = low[mine] * share, high[mine] * share
+                on_gpu = query.rows["gpu"].to_numpy(dtype=object) == gpu
+                places = points(at[on_gpu], roofline_us[on_gpu])
+                shift, share = calibration.correction(kind[on_gpu], places)
+                time_us[on_gpu] *= np.exp(shift)
+                low[on_gpu], high[on_gpu] = low[on_gpu] * share, high[on_gpu] * share
         return Forecasts(
-            time_us=guess,
-            p10_us=guess * np.exp(low),
-            p90_us=guess * np.exp(high),
+            time_us=time_us,
+            p10_us=time_us * np.exp(low),
+            p90_us=time_us * np.exp(high),
             inside=inside,
-            roofline_us=roofline,
+            roofline_us=roofline_us,
         )
 
     def inside(self, rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> np.ndarray:
@@ -231,20 +236,20 @@ class Prepared:
         numbers = {name: v for name, v in self.features.items() if is_number(v)}
         return {name: (float(v.min()), float(v.max())) for name, v in numbers.items()}
 
-    def source_gpus(self, known: np.ndarray) -> SourceGpus:
-        """The source GPUs that the rows ``known`` make; none for one CPU or a stated kernel."""
+    def source_gpus(self, train: np.ndarray) -> SourceGpus:
+        """The source GPUs that the rows ``train`` make; none for one CPU or a stated kernel."""
         gpus = {name: self.query.gpus[name] for name in pd.unique(self.query.rows["gpu"])}
         one_cpu = not self.table.origin and {g.kind for g in gpus.values()} == {"cpu"}
         alone = one_cpu or self.table.stated_kernel is not None
-        measured = {} if alone else measured_in(self.query.take(known))
+        measured = {} if alone else measured_in(self.query.take(train))
         return SourceGpus(encoder=self.encoder, measured=measured, gpus=gpus)
 
-    def model(self, ensemble: Ensemble, known: np.ndarray) -> FamilyModel:
-        """The family's model by an ensemble of the rows ``known``."""
+    def model(self, ensemble: Ensemble, train: np.ndarray) -> FamilyModel:
+        """The family's model by an ensemble of the rows ``train``."""
         return FamilyModel(
             ensemble=ensemble,
             encoder=self.encoder,
-            source_gpus=self.source_gpus(known),
+            source_gpus=self.source_gpus(train),
             stacks=self.stacks,
             launch=self.launch,
         )
@@ -255,7 +260,8 @@ def prepare(
 ) -> Prepared:
     """Compute features, targets and shape groups of measured rows.
 
-    With ``speed`` the times are corrected to the machine's reference speed.
+    With ``speed`` the times are corrected to the machine's reference speed. GPU and software are
+    features (``origin``) only where rows differ in them.
     """
     rows = rows.reset_index(drop=True)
     launch, stacks = learn_launch_us(rows, family, gpus), usual_stacks(rows)
@@ -304,21 +310,21 @@ class Learned:
         return self.source_gpus.predict(self.ensemble, table.x, table.roofline_us, query)
 
 
-def learn(prepared: Prepared, known: np.ndarray, options: Options) -> Learned:
-    """Fit to the rows ``known``; GPUs that none of them is of count as unseen."""
-    train = prepared.table.take(known)
-    crossed = cross_fit(train, options)
+def learn(prepared: Prepared, train: np.ndarray, options: Options) -> Learned:
+    """Fit to the rows ``train``; GPUs that none of them is of count as unseen."""
+    table = prepared.table.take(train)
+    crossed = cross_fit(table, options)
     return Learned(
         prepared=prepared,
         crossed=crossed,
-        ensemble=refit(train, options, crossed),
-        source_gpus=prepared.source_gpus(known),
+        ensemble=refit(table, options, crossed),
+        source_gpus=prepared.source_gpus(train),
     )
 
 
-def learn_quickly(prepared: Prepared, known: np.ndarray, options: Options) -> FamilyModel:
-    """Fit to the rows ``known``, to forecast GPUs absent from them; skips the intervals."""
-    return prepared.model(fit_quick(prepared.table.take(known), options), known)
+def learn_quickly(prepared: Prepared, train: np.ndarray, options: Options) -> FamilyModel:
+    """Fit to the rows ``train``, to forecast GPUs absent from them; skips the intervals."""
+    return prepared.model(fit_quick(prepared.table.take(train), options), train)
 
 
 def fit_model(
@@ -330,7 +336,7 @@ def fit_model(
     (``itercast.learners.intervals.unseen_offsets``).
     """
     ensemble = refit(prepared.table, options, crossed)
-    found = prepared.model(ensemble, np.arange(len(prepared.kind)))
+    model = prepared.model(ensemble, np.arange(len(prepared.kind)))
     return replace(
-        found, offsets=crossed.offsets, unseen_offsets=unseen, envelope=prepared.envelope
+        model, offsets=crossed.offsets, unseen_offsets=unseen, envelope=prepared.envelope
     )

@@ -23,45 +23,50 @@ def held_out_forecasts(
     learned: Learned,
     rows: pd.DataFrame,
     family: Family,
-    known: np.ndarray,
-    held: np.ndarray,
-    guess: np.ndarray,
+    train: np.ndarray,
+    test: np.ndarray,
+    forecast_us: np.ndarray,
     offsets: Offsets,
 ) -> pd.DataFrame:
-    """A row per held-out row: what was measured, forecast (``guess`` in us), and known about it.
+    """A row per held-out row: what was measured, what was forecast, and known about it.
+
+    ``train`` and ``test``: indices of rows; ``forecast_us``: of the test rows.
 
     ``measured_us`` is at the machine's reference speed. ``outside``: the first feature beyond the
-    values of the rows ``known``, empty where all are within. ``neighbour_log2``: distance in log2
+    values of the rows ``train``, empty where all are within. ``neighbour_log2``: distance in log2
     of sizes to the nearest of them of the same kind, infinite where there is none. ``spread_pct``:
     20 to 80 % quantile of the samples; ``retest_pct``: difference of two measurements, or NaN.
     """
-    prepared, some = learned.prepared, rows.iloc[held]
-    found = pd.DataFrame(
+    prepared, tested = learned.prepared, rows.iloc[test]
+    table = pd.DataFrame(
         {
             "family": family.name,
-            "op": some["op"].to_numpy(),
-            "gpu": some["gpu"].to_numpy(),
-            "dtype": some["dtype"].to_numpy(),
-            "params": _params(some, family),
-            "bytes_moved": np.broadcast_to(family.bytes_moved(columns(some, family)), len(some)),
-            "measured_us": prepared.table.time_us[held],
-            "predicted_us": guess,
-            "predicted_us_p10": guess * np.exp(offsets[0]),
-            "predicted_us_p90": guess * np.exp(offsets[1]),
-            "roofline_us": prepared.table.roofline_us[held],
-            "outside": _outside(prepared, known, held),
-            "neighbour_log2": _neighbour_log2(prepared, known, held),
-            "spread_pct": _spread_pct(some),
-            "retest_pct": _retest_pct(prepared, rows, family)[held],
+            "op": tested["op"].to_numpy(),
+            "gpu": tested["gpu"].to_numpy(),
+            "dtype": tested["dtype"].to_numpy(),
+            "params": _params(tested, family),
+            "bytes_moved": np.broadcast_to(
+                family.bytes_moved(columns(tested, family)), len(tested)
+            ),
+            "measured_us": prepared.table.time_us[test],
+            "predicted_us": forecast_us,
+            "predicted_us_p10": forecast_us * np.exp(offsets[0]),
+            "predicted_us_p90": forecast_us * np.exp(offsets[1]),
+            "roofline_us": prepared.table.roofline_us[test],
+            "outside": _outside(prepared, train, test),
+            "neighbour_log2": _neighbour_log2(prepared, train, test),
+            "spread_pct": _spread_pct(tested),
+            "retest_pct": _retest_pct(prepared, rows, family)[test],
         }
     )
     for name in ("threads", "cache", "stack"):
-        if name in some:
-            found[name] = some[name].to_numpy()
-    return found
+        if name in tested:
+            table[name] = tested[name].to_numpy()
+    return table
 
 
 def _spread_pct(rows: pd.DataFrame) -> np.ndarray:
+    """How far a measurement's samples spread: (80 % quantile - 20 % quantile) / median, in %."""
     p20, p80 = (rows.get(f"time_us_{q}", rows["time_us"] * np.nan) for q in ("p20", "p80"))
     return (100 * (p80 - p20) / rows["time_us"]).to_numpy(dtype=float)
 
@@ -71,29 +76,30 @@ def _params(rows: pd.DataFrame, family: Family) -> list[str]:
 
     Without op and dtype, which have columns of their own.
     """
-    p, some = columns(rows, family), list[list[str]]()
+    params, pairs_by_field = columns(rows, family), list[list[str]]()
     for f in fields(family.params):
         if f.name not in ("op", "dtype"):
-            values = np.broadcast_to(getattr(p, f.name), len(rows)).tolist()
+            values = np.broadcast_to(getattr(params, f.name), len(rows)).tolist()
             texts = [format(v, FORMATS.get(str(f.type), "")) for v in values]
             pairs = zip(values, texts, strict=True)
-            some.append([f"{f.name}={t}" if v != f.default else "" for v, t in pairs])
-    return [" ".join(filter(None, told)) for told in zip(*some, strict=True)] or [""] * len(rows)
+            pairs_by_field.append([f"{f.name}={t}" if v != f.default else "" for v, t in pairs])
+    of_rows = zip(*pairs_by_field, strict=True)
+    return [" ".join(filter(None, pairs)) for pairs in of_rows] or [""] * len(rows)
 
 
-def _outside(prepared: Prepared, known: np.ndarray, held: np.ndarray) -> list[str]:
+def _outside(prepared: Prepared, train: np.ndarray, test: np.ndarray) -> list[str]:
     """The first feature of each held-out row that lies beyond those of the known rows."""
-    found = [""] * len(held)
+    outside = [""] * len(test)
     for name, values in prepared.features.items():
         if is_number(values):
             values = np.asarray(values, dtype=float)
-            low, high = values[known].min(), values[known].max()
-            beyond = (values[held] < low) | (values[held] > high)
+            low, high = values[train].min(), values[train].max()
+            beyond = (values[test] < low) | (values[test] > high)
         else:
-            beyond = ~np.isin(values[held], np.unique(values[known]))
+            beyond = ~np.isin(values[test], np.unique(values[train]))
         for i in np.flatnonzero(beyond):
-            found[i] = found[i] or name
-    return found
+            outside[i] = outside[i] or name
+    return outside
 
 
 def rows_by_kind(kind: np.ndarray) -> dict[str, np.ndarray]:
@@ -103,17 +109,17 @@ def rows_by_kind(kind: np.ndarray) -> dict[str, np.ndarray]:
     return dict(zip(names, np.split(order, ends), strict=False))  # the last piece is empty
 
 
-def _neighbour_log2(prepared: Prepared, known: np.ndarray, held: np.ndarray) -> np.ndarray:
+def _neighbour_log2(prepared: Prepared, train: np.ndarray, test: np.ndarray) -> np.ndarray:
     """Euclidean distance in log2 sizes to the nearest known row of the same kind."""
     from scipy.spatial import cKDTree  # lazy: 0.2 s
 
-    found = np.full(len(held), np.inf)
-    near = rows_by_kind(prepared.kind[known])
-    for kind, asked in rows_by_kind(prepared.kind[held]).items():
-        if kind in near:
-            tree = cKDTree(prepared.at[known[near[kind]]])
-            found[asked] = tree.query(prepared.at[held[asked]])[0]
-    return found
+    distance = np.full(len(test), np.inf)
+    train_of_kind = rows_by_kind(prepared.kind[train])
+    for kind, of_kind in rows_by_kind(prepared.kind[test]).items():
+        if kind in train_of_kind:
+            tree = cKDTree(prepared.at[train[train_of_kind[kind]]])
+            distance[of_kind] = tree.query(prepared.at[test[of_kind]])[0]
+    return distance
 
 
 def _retest_pct(prepared: Prepared, rows: pd.DataFrame, family: Family) -> np.ndarray:
@@ -141,10 +147,10 @@ def shapes_of(errors: pd.DataFrame) -> np.ndarray:
     return errors.index.get_level_values("params").to_numpy()
 
 
-def retest_of(*tables: pd.DataFrame) -> float | None:
+def median_retest_pct(*tables: pd.DataFrame) -> float | None:
     """Median ``retest_pct`` of the points of held-out tables; None if all were measured once."""
-    found = [t["retest_pct"].dropna() for t in tables if "retest_pct" in t]
-    twice = pd.concat(found) if found else pd.Series(dtype=float)
+    parts = [t["retest_pct"].dropna() for t in tables if "retest_pct" in t]
+    twice = pd.concat(parts) if parts else pd.Series(dtype=float)
     return float(twice.median()) if len(twice) else None
 
 

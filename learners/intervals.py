@@ -49,20 +49,20 @@ def errors_on_unseen(
     """
     gpu, parts = prepared.query.gpu, []
     for number, names in enumerate(folds):
-        held = np.isin(gpu, names)
-        if not held.any() or held.all():
+        of_fold = np.isin(gpu, names)
+        if not of_fold.any() or of_fold.all():
             continue
         rng = np.random.default_rng
-        some = rng(number).permutation(np.flatnonzero(~held))[:UNSEEN_TRAINING_ROWS]
-        out = rng(number).permutation(np.flatnonzero(held))[:UNSEEN_TEST_ROWS]
-        model = learn_quickly(prepared, some, options)
-        error = log_error(model, prepared, out)
-        parts.append(pd.DataFrame({"gpu": gpu[out], "error": error}))
+        train_rows = rng(number).permutation(np.flatnonzero(~of_fold))[:UNSEEN_TRAINING_ROWS]
+        test_rows = rng(number).permutation(np.flatnonzero(of_fold))[:UNSEEN_TEST_ROWS]
+        model = learn_quickly(prepared, train_rows, options)
+        error = log_error(model, prepared, test_rows)
+        parts.append(pd.DataFrame({"gpu": gpu[test_rows], "error": error}))
     return pd.concat(parts, ignore_index=True)
 
 
 def log_error(model: FamilyModel, prepared: Prepared, rows: np.ndarray) -> np.ndarray:
     """log(measured / forecast) of rows of a prepared table."""
     table, query = prepared.table.take(rows), prepared.query.take(rows)
-    guess = model.source_gpus.predict(model.ensemble, table.x, table.roofline_us, query)
-    return np.asarray(np.log(table.time_us / guess))
+    forecast_us = model.source_gpus.predict(model.ensemble, table.x, table.roofline_us, query)
+    return np.asarray(np.log(table.time_us / forecast_us))

@@ -24,7 +24,10 @@ LIBRARIES = ("numpy", "pandas", "xgboost-cpu", "xgboost")
 
 
 def kept_answer(bundle: Bundle, names: Iterable[str], question: Any, ask: Callable[[], Any]) -> Any:
-    """What ``ask`` returns, plain values, or returned when the same was asked of these families."""
+    """The answer of ``ask``; from disk if these families were asked the same before.
+
+    ``question``: all that the answer depends on beside bundle and code. Answers are plain values.
+    """
     modules = [families()[name].features.__module__ for name in names if bundle.digest]
     if not modules or not all(module.startswith("itercast.") for module in modules):
         return ask()

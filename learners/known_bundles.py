@@ -67,11 +67,10 @@ def find_gpu(name: str, bundle: Bundle) -> Gpu:
     """
     if name in bundle.gpus:
         gpu = bundle.gpus[name]
-        stated = _shipped_gpu(name).peak_flops_per_s if name in gpu_names() else {}
-        peaks = {**stated, **gpu.peak_flops_per_s}
-        return (
-            gpu if len(peaks) == len(gpu.peak_flops_per_s) else replace(gpu, peak_flops_per_s=peaks)
-        )
+        shipped = _shipped_gpu(name).peak_flops_per_s if name in gpu_names() else {}
+        lacks_peaks = bool(shipped.keys() - gpu.peak_flops_per_s.keys())
+        peaks = {**shipped, **gpu.peak_flops_per_s}
+        return replace(gpu, peak_flops_per_s=peaks) if lacks_peaks else gpu
     if name != "cpu":
         return _shipped_gpu(name) if name in gpu_names() else load_gpu(name)
     cpus = {n: g for n, g in bundle.gpus.items() if g.kind == "cpu"}

@@ -30,10 +30,10 @@ def machines_of(roots: Sequence[Path], tables: Mapping[str, pd.DataFrame]) -> di
 
 def readings(tables: Collection[pd.DataFrame], gpu: str) -> dict[str, float]:
     """Medians of READINGS over all rows of a GPU, as far as there are any."""
-    found = {}
+    medians = {}
     for name in READINGS:
         parts = [t.loc[t["gpu"] == gpu, name].dropna() for t in tables if name in t]
         values = pd.concat(parts) if parts else pd.Series(dtype=float)
         if len(values):
-            found[name] = float(values.median())
-    return found
+            medians[name] = float(values.median())
+    return medians

@@ -14,9 +14,12 @@ BITS = "<u4"
 
 
 def with_shapes(shapes: str, rows: pd.DataFrame, family: Family) -> str:
-    """Text, for a bundle's JSON, of these shapes and of those of the rows."""
-    both = np.union1d(_unpacked(shapes), _hashes(rows, family))
-    return b64encode(both.tobytes()).decode()
+    """``shapes``, as kept in a bundle's JSON, with those of the rows added.
+
+    The text is base64 of sorted 32-bit hashes of shape and GPU.
+    """
+    hashes = np.union1d(_unpacked(shapes), _hashes(rows, family))
+    return b64encode(hashes.tobytes()).decode()
 
 
 def seen(shapes: str, rows: pd.DataFrame, family: Family) -> np.ndarray:

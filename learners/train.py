@@ -106,7 +106,7 @@ def train_family(
     family: Family,
     gpus: Mapping[str, Gpu],
     anchors: Anchors,
-    asked: Asked,
+    settings: TrainSettings,
 ) -> tuple[FamilyReport, FamilyModel]:
     """Score learners on held-out shapes, then fit the final model to all rows of the family.
 
@@ -116,16 +116,16 @@ def train_family(
     begin, digest = time.monotonic(), digest_of(rows)
     speed = learn_speed(rows, family, anchors)
     prepared = prepare(rows, family, gpus, speed)
-    op = rows["op"].to_numpy().astype(str)
-    known, held = frozen_split(shape_places(rows, family), TEST_SHARE, op)
+    ops = rows["op"].to_numpy().astype(str)
+    known, held = frozen_split(shape_places(rows, family), TEST_SHARE, ops)
     train = prepared.table.take(known)
-    tuned = trees.tune(train, asked.trials, asked.storage, f"{family.name}-{digest}")
+    tuned = trees.tune(train, settings.trials, settings.storage, f"{family.name}-{digest}")
     learned = learn(prepared, known, tuned.options)
     retest = retest_ape_pct(rows, family, speed)
-    guesses, took_s = {BLEND: learned.predict_us(held)}, {BLEND: time.monotonic() - begin}
-    guesses |= held_out_us(learned, known, held, tuned.options, took_s)
+    forecasts_us, took_s = {BLEND: learned.predict_us(held)}, {BLEND: time.monotonic() - begin}
+    forecasts_us |= held_out_us(learned, known, held, tuned.options, took_s)
     offsets = learned.crossed.offsets
-    scored, coverage_pct = _scores(guesses, prepared.table.take(held), retest, offsets)
+    scored, coverage_pct = _scores(forecasts_us, prepared.table.take(held), retest, offsets)
     report = FamilyReport(
         rows=len(rows),
         parameters={"share_of_smooth_model": learned.crossed.share, **tuned.options},
@@ -135,7 +135,9 @@ def train_family(
         learners=scored,
         learner_seconds=took_s,
         shapes=len(np.unique(prepared.table.group[held])),
-        held_out=held_out_forecasts(learned, rows, family, known, held, guesses[BLEND], offsets),
+        held_out=held_out_forecasts(
+            learned, rows, family, known, held, forecasts_us[BLEND], offsets
+        ),
         trials=tuned.trials,
     )
     return report, replace(
@@ -147,10 +149,14 @@ def train_family(
 
 
 def _of_all_rows(learned: Learned, known: np.ndarray, options: trees.Options) -> FamilyModel:
-    """The blend of all rows; its interval is of errors on rows that it was not fitted to."""
+    """The blend fitted to all rows.
+
+    Its interval is that of errors on rows not fitted to: of cross-validation for the rows
+    ``known``, of the blend that was fitted to these for the held-out ones.
+    """
     prepared = learned.prepared
-    every = np.arange(len(prepared.kind))
-    residual = np.log(prepared.table.time_us / learned.predict_us(every))
+    all_rows = np.arange(len(prepared.kind))
+    residual = np.log(prepared.table.time_us / learned.predict_us(all_rows))
     residual[known] = learned.crossed.residual
     crossed = replace(learned.crossed, residual=residual)
     unseen = unseen_offsets(prepared, options, crossed.offsets)
@@ -158,18 +164,18 @@ def _of_all_rows(learned: Learned, known: np.ndarray, options: trees.Options) ->
 
 
 def _scores(
-    guesses: Mapping[str, np.ndarray],
+    forecasts_us: Mapping[str, np.ndarray],
     test: Table,
     retest_ape_pct: float | None,
     offsets: Offsets,
 ) -> tuple[dict[str, dict[str, float]], float]:
     """Errors and rank of each learner on held-out rows, and the coverage of the blend in %."""
-    log_errors = {name: np.log(test.time_us / us) for name, us in guesses.items()}
+    log_errors = {name: np.log(test.time_us / us) for name, us in forecasts_us.items()}
     ranks = medians(log_errors, test.group, retest_ape_pct).ranks()
     (low, high), error = offsets, log_errors[BLEND]
-    covered = np.mean((error >= low) & (error <= high))
-    scored = {n: {**errors(us, test.time_us), "rank": ranks[n]} for n, us in guesses.items()}
-    return scored, float(covered * 100)
+    covered_frac = np.mean((error >= low) & (error <= high))
+    scored = {n: {**errors(us, test.time_us), "rank": ranks[n]} for n, us in forecasts_us.items()}
+    return scored, float(covered_frac * 100)
 
 
 def _facts(report: FamilyReport, rows: pd.DataFrame, digest: str, family: Family) -> Row:
@@ -211,7 +217,7 @@ def _known_gpu(name: str) -> Gpu:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class TrainSettings:
     """How families are trained.
 
     ``trials`` of hyperparameters are tried first, in the database ``storage``; ``memory``: bytes
@@ -225,20 +231,23 @@ class Asked:
     gpus: Mapping[str, Row] = field(default_factory=dict)
 
 
-Told = Callable[[str], None]  # gets the name of a family that is trained
+OnProgress = Callable[[str], None]  # gets the name of a family that is trained
 Fits = Iterator[tuple[str, FamilyReport, Bundle]]
-FitAll = Callable[[Mapping[str, pd.DataFrame], Anchors, Asked, Told | None], Fits]
+FitAll = Callable[[Mapping[str, pd.DataFrame], Anchors, TrainSettings, OnProgress | None], Fits]
 
 
 def fit_in_turn(
-    tables: Mapping[str, pd.DataFrame], anchors: Anchors, asked: Asked, told: Told | None = None
+    tables: Mapping[str, pd.DataFrame],
+    anchors: Anchors,
+    settings: TrainSettings,
+    on_progress: OnProgress | None = None,
 ) -> Fits:
     """Train one family after the other; yields the report and a bundle of each."""
     for name, rows in tables.items():
-        if told:
-            told(name)
-        gpus = hardware_of(asked.roots, rows, asked.gpus)
-        report, model = train_family(rows, families()[name], gpus, anchors, asked)
+        if on_progress:
+            on_progress(name)
+        gpus = hardware_of(settings.roots, rows, settings.gpus)
+        report, model = train_family(rows, families()[name], gpus, anchors, settings)
         yield name, report, Bundle(models={name: model}, gpus=gpus, anchors=anchors)
 
 
@@ -248,47 +257,47 @@ def train(
     names: Sequence[str] | None = None,
     trials: int = 0,
     memory: int | None = None,
-    on_progress: Told | None = None,
+    on_progress: OnProgress | None = None,
     storage: str | None = None,
     into: Bundle | None = None,
     fit_all: FitAll = fit_in_turn,
 ) -> TrainReport:
     """Train the families that have rows and save the bundle; ValueError where there are none.
 
-    ``trials`` to ``storage``: see ``Asked``; without ``memory`` all rows are in memory, and trials
-    that are in ``storage`` already are not run again. ``into``: a bundle whose other
+    ``trials`` to ``storage``: see ``TrainSettings``; without ``memory`` all rows are in memory, and
+    trials that are in ``storage`` already are not run again. ``into``: a bundle whose other
     families are saved too; times are then corrected to the speed that its families refer to, and
     GPUs have the peaks that these have learned with.
     ``fit_all``: here, or on several machines (entry point ``itercast.trainers``).
     """
-    asked = Asked(roots=roots, trials=trials, memory=memory, storage=storage)
+    settings = TrainSettings(roots=roots, trials=trials, memory=memory, storage=storage)
     tables = usable_rows(roots, names, memory)
-    return train_tables(tables, asked, out, on_progress, into, fit_all)
+    return train_tables(tables, settings, out, on_progress, into, fit_all)
 
 
 def train_tables(
     tables: Mapping[str, pd.DataFrame],
-    asked: Asked,
+    settings: TrainSettings,
     out: Path,
-    on_progress: Told | None = None,
+    on_progress: OnProgress | None = None,
     into: Bundle | None = None,
     fit_all: FitAll = fit_in_turn,
 ) -> TrainReport:
     """Train families on these rows and save the bundle, see ``train``."""
     anchors = {**reference_anchors(tables), **(into.anchors if into else {})}
     tables = {name: undisturbed(rows, anchors) for name, rows in tables.items()}
-    few = [name for name, rows in tables.items() if into and len(rows) < MIN_ROWS]
-    if few:
-        raise ValueError(
-            f"{few[0]}: {len(tables[few[0]])} rows were measured at about the speed of the machine "
-            f"that the bundle's families refer to, {MIN_ROWS} are needed; train all families anew"
-        )
+    for name, rows in tables.items():
+        if into and len(rows) < MIN_ROWS:
+            raise ValueError(
+                f"{name}: {len(rows)} rows were measured at about the speed of the machine that "
+                f"the bundle's families refer to, {MIN_ROWS} are needed; train all families anew"
+            )
     if into and set(into.models) - set(tables):
-        asked = replace(asked, gpus={name: gpu.to_dict() for name, gpu in into.gpus.items()})
-    machines = machines_of(asked.roots, tables)
+        settings = replace(settings, gpus={name: gpu.to_dict() for name, gpu in into.gpus.items()})
+    machines = machines_of(settings.roots, tables)
     bundles = [Bundle(models={}, gpus={}, anchors=anchors, machines=machines)]
     reports = {}
-    for name, report, bundle in fit_all(tables, anchors, asked, on_progress):
+    for name, report, bundle in fit_all(tables, anchors, settings, on_progress):
         reports[name] = report
         bundles.append(bundle)
     joined([into, *bundles] if into else bundles).save(out)
@@ -307,10 +316,10 @@ def joined(bundles: Sequence[Bundle]) -> Bundle:
     for bundle in bundles:
         for key, us in bundle.anchors.items():
             if anchors.setdefault(key, us) != us:
-                both = f"{anchors[key]}, {us}"
+                speeds = f"{anchors[key]}, {us}"
                 raise ValueError(
                     f"families of {key[0]!r} refer to two speeds of the machine (times of "
-                    f"reference tasks in us): {both}; train them anew on the same rows"
+                    f"reference tasks in us): {speeds}; train them anew on the same rows"
                 )
     machines = {name: machine for bundle in bundles for name, machine in bundle.machines.items()}
     return Bundle(

@@ -34,17 +34,20 @@ def memory_bytes(text: str | None, trainings: int = 1) -> int:
         with suppress(OSError, ValueError):
             whole = min(whole, int(CGROUP.read_text()))
         return int(DEFAULT_SHARE * whole / trainings)
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(MiB|GiB|TiB)", text)
-    if not found or float(found[1]) * UNITS[found[2]] < 2**30:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(MiB|GiB|TiB)", text)
+    if not match or float(match[1]) * UNITS[match[2]] < 2**30:
         raise ValueError(f"memory {text!r}: expected 1GiB or more, such as 4GiB")
-    return int(float(found[1]) * UNITS[found[2]])
+    return int(float(match[1]) * UNITS[match[2]])
 
 
 def first_of_kinds(rows: pd.DataFrame, limit: int) -> pd.DataFrame:
-    """The first rows of each GPU, software, op and dtype: ``limit`` in all, as even as possible."""
+    """The first rows of each kind (GPU, software, op, dtype): ``limit`` in all, of each as many.
+
+    Kinds with fewer rows give all of theirs.
+    """
     kinds = [c for c in ("gpu", "stack", "op", "dtype") if c in rows]
-    turn = rows.groupby(kinds, dropna=False).cumcount()
-    kept: pd.DataFrame = rows.loc[turn.sort_values(kind="stable").index[:limit]]
+    number_in_kind = rows.groupby(kinds, dropna=False).cumcount()
+    kept: pd.DataFrame = rows.loc[number_in_kind.sort_values(kind="stable").index[:limit]]
     return kept
 
 
@@ -98,9 +101,9 @@ def usable_rows(
             log.warning("%s: %s", name, line)
         rows = rows[rows["status"] == "ok"].reset_index(drop=True)
         if memory is not None and len(rows) * BYTES_PER_ROW > memory:
-            told = name, len(rows), memory // BYTES_PER_ROW
-            log.warning("%s: of %d rows memory holds %d, drawn evenly", *told)
-            rows = subsample_evenly(rows, memory // BYTES_PER_ROW)
+            limit = memory // BYTES_PER_ROW
+            log.warning("%s: of %d rows memory holds %d, drawn evenly", name, len(rows), limit)
+            rows = subsample_evenly(rows, limit)
         if len(rows) >= MIN_ROWS:
             tables[name] = rows
     if not tables:

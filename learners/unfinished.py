@@ -17,12 +17,12 @@ from itercast.learners.features.machine_speed import Anchors
 from itercast.learners.held_out import load_held_out, save_held_out
 from itercast.learners.train import (
     SCORES,
-    Asked,
     FamilyReport,
     FitAll,
     Fits,
-    Told,
+    OnProgress,
     TrainReport,
+    TrainSettings,
     digest_of,
 )
 
@@ -41,16 +41,21 @@ def resumed(out: Path, fit_all: FitAll) -> FitAll:
     place = unfinished(out)
 
     def fit(
-        tables: Mapping[str, pd.DataFrame], anchors: Anchors, asked: Asked, told: Told | None
+        tables: Mapping[str, pd.DataFrame],
+        anchors: Anchors,
+        settings: TrainSettings,
+        on_progress: OnProgress | None,
     ) -> Fits:
-        folders = {name: place / name / _key(rows, anchors, asked) for name, rows in tables.items()}
+        folders = {
+            name: place / name / _key(rows, anchors, settings) for name, rows in tables.items()
+        }
         done = {name: folder for name, folder in folders.items() if folder.is_dir()}
-        if told and done:
-            told(f"{len(done)} families of an earlier run are read")
+        if on_progress and done:
+            on_progress(f"{len(done)} families of an earlier run are read")
         for name, folder in done.items():
             yield name, *read_family(folder)
         left = {name: rows for name, rows in tables.items() if name not in done}
-        for name, report, bundle in fit_all(left, anchors, asked, told) if left else ():
+        for name, report, bundle in fit_all(left, anchors, settings, on_progress) if left else ():
             with folder_at_once(folders[name]) as fresh:
                 write_family(fresh, name, report, bundle)
             yield name, report, bundle
@@ -58,10 +63,10 @@ def resumed(out: Path, fit_all: FitAll) -> FitAll:
     return fit
 
 
-def _key(rows: pd.DataFrame, anchors: Anchors, asked: Asked) -> str:
+def _key(rows: pd.DataFrame, anchors: Anchors, settings: TrainSettings) -> str:
     """Digest of all that a family's model depends on: rows, options, code."""
-    gpus = json.dumps(asked.gpus, sort_keys=True)
-    options = (asked.trials, asked.memory, asked.storage, gpus, sorted(anchors.items()))
+    gpus = json.dumps(settings.gpus, sort_keys=True)
+    options = (settings.trials, settings.memory, settings.storage, gpus, sorted(anchors.items()))
     text = repr((digest_of(rows), options, digest_of_code(*CODE)))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

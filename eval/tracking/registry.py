@@ -22,7 +22,7 @@ from itercast.learners.held_out import (
     FILE,
     load_held_out,
     log_errors,
-    retest_of,
+    median_retest_pct,
     save_held_out,
     shapes_of,
 )
@@ -101,7 +101,7 @@ def judge(new: pd.DataFrame, old: pd.DataFrame | None) -> Verdict:
     both = medians(
         {name: errors[name].to_numpy() for name in ("new", "old")},
         shapes_of(errors),
-        retest_of(new, old),
+        median_retest_pct(new, old),
     )
     if (gain_pct := both.interval_pct("new", "old")) is None:
         return Verdict(word=TOO_FEW, points=len(errors))

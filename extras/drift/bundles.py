@@ -20,7 +20,7 @@ from itercast.learners.features.machine_speed import (
     undisturbed,
 )
 from itercast.learners.features.table import shape_places
-from itercast.learners.held_out import load_held_out, log_errors, retest_of, shapes_of
+from itercast.learners.held_out import load_held_out, log_errors, median_retest_pct, shapes_of
 from itercast.learners.models.noise import medians
 from itercast.learners.seen_shapes import seen
 from itercast.learners.train import digest_of, hardware_of
@@ -79,7 +79,7 @@ def _held_out(one: Path, other: Path) -> Iterator[Comparison]:
     for (family, gpu), first in tables[0].groupby(["family", "gpu"]):
         second = tables[1][(tables[1]["family"] == family) & (tables[1]["gpu"] == gpu)]
         errors = log_errors(first).to_frame(ONE).join(log_errors(second).rename(OTHER), how="inner")
-        retest_pct = retest_of(first, second)
+        retest_pct = median_retest_pct(first, second)
         yield from _compared(str(family), str(gpu), errors, shapes_of(errors), retest_pct)
 
 

@@ -20,12 +20,19 @@ from itercast.extras.fleet.driver import connected
 from itercast.extras.roots.urls import fetched
 from itercast.learners.bundle import Bundle
 from itercast.learners.features.machine_speed import Anchors, undisturbed
-from itercast.learners.train import Asked, FamilyReport, FitAll, Fits, Told, fit_in_turn
+from itercast.learners.train import (
+    FamilyReport,
+    FitAll,
+    Fits,
+    OnProgress,
+    TrainSettings,
+    fit_in_turn,
+)
 from itercast.learners.training_rows import usable_rows
 from itercast.learners.unfinished import read_family, write_family
 from itercast.microbench.store import Row
 
-OF_ASKED = ("trials", "memory", "storage", "gpus")
+SENT_SETTINGS = ("trials", "memory", "storage", "gpus")
 TRIES = 3  # of a task whose node dies
 ZIP = b"PK"  # how a zip archive begins
 
@@ -37,12 +44,15 @@ def through_ray(address: str, data: Sequence[str]) -> FitAll:
     """
 
     def fit_all(
-        tables: Mapping[str, pd.DataFrame], anchors: Anchors, asked: Asked, progress: Told | None
+        tables: Mapping[str, pd.DataFrame],
+        anchors: Anchors,
+        settings: TrainSettings,
+        progress: OnProgress | None,
     ) -> Fits:
-        plain = {name: getattr(asked, name) for name in OF_ASKED}
+        plain = {name: getattr(settings, name) for name in SENT_SETTINGS}
         plain |= {"data": data, "anchors": [[*key, *us] for key, us in anchors.items()]}
         with connected(address) as ray:
-            memory = asked.memory or 0
+            memory = settings.memory or 0
             if memory > (largest := max(n["Resources"].get("memory", 0) for n in ray.nodes())):
                 sizes = f"{memory / 2**30:.1f}GiB", f"{largest / 2**30:.1f}GiB"
                 raise ValueError(f"memory {sizes[0]}: no Ray node has more than {sizes[1]}")
@@ -56,10 +66,10 @@ def through_ray(address: str, data: Sequence[str]) -> FitAll:
                 (done,), _ = ray.wait(list(waiting), num_returns=1)
                 name = waiting.pop(done)
                 try:
-                    found = ray.get(done)
+                    returned = ray.get(done)
                 except ray.exceptions.RayError as exc:
                     raise OSError(f"{name}: its task died: {type(exc).__name__}") from exc
-                yield name, *_unpacked(name, found)
+                yield name, *_unpacked(name, returned)
 
     return fit_all
 
@@ -69,26 +79,26 @@ def fitted(order: bytes) -> bytes:
     try:
         return _fitted(json.loads(order))
     except (ValueError, OSError) as exc:
-        told = str(exc).splitlines()[0] if str(exc) else repr(exc)
-        return json.dumps({"error": told}).encode()
+        message = str(exc).splitlines()[0] if str(exc) else repr(exc)
+        return json.dumps({"error": message}).encode()
 
 
 def _fitted(plain: Row) -> bytes:
     name, roots = plain["name"], [fetched(where) for where in plain["data"]]
-    asked = Asked(roots=roots, **{key: plain[key] for key in OF_ASKED})
+    settings = TrainSettings(roots=roots, **{key: plain[key] for key in SENT_SETTINGS})
     anchors = {(gpu, threads): (one, two) for gpu, threads, one, two in plain["anchors"]}
-    rows = undisturbed(usable_rows(roots, [name], asked.memory)[name], anchors)
-    ((_, report, bundle),) = fit_in_turn({name: rows}, anchors, asked)
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place) / "bundle"
+    rows = undisturbed(usable_rows(roots, [name], settings.memory)[name], anchors)
+    ((_, report, bundle),) = fit_in_turn({name: rows}, anchors, settings)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "bundle"
         write_family(folder, name, report, bundle)
-        return Path(shutil.make_archive(f"{place}/packed", "zip", folder)).read_bytes()
+        return Path(shutil.make_archive(f"{scratch}/packed", "zip", folder)).read_bytes()
 
 
-def _unpacked(name: str, found: bytes) -> tuple[FamilyReport, Bundle]:
+def _unpacked(name: str, returned: bytes) -> tuple[FamilyReport, Bundle]:
     """The report and the bundle that a task returned; ValueError where it failed."""
-    if not found.startswith(ZIP):
-        raise ValueError(f"{name}: {json.loads(found)['error']}")
-    with tempfile.TemporaryDirectory() as place, zipfile.ZipFile(io.BytesIO(found)) as packed:
+    if not returned.startswith(ZIP):
+        raise ValueError(f"{name}: {json.loads(returned)['error']}")
+    with tempfile.TemporaryDirectory() as place, zipfile.ZipFile(io.BytesIO(returned)) as packed:
         packed.extractall(place)
         return read_family(Path(place))

@@ -23,7 +23,7 @@ from itercast.eval.tracking.registry import PINNED, judge
 from itercast.eval.tracking.store import NEWEST, NOTE, now_ms
 from itercast.extras.pages.write import family_page
 from itercast.learners.features.table import shape_places
-from itercast.learners.held_out import load_held_out, retest_of
+from itercast.learners.held_out import load_held_out, median_retest_pct
 from itercast.learners.models.compared import NAMES
 from itercast.learners.models.training_table import frozen_split
 from itercast.learners.train import SCORES
@@ -279,8 +279,8 @@ def test_two_trainings_have_one_retest_in_either_order() -> None:
     """The median of 2, 4 and 6 %: points measured once say nothing."""
     one = pd.DataFrame({"retest_pct": [2.0, np.nan, 4.0]})
     other = pd.DataFrame({"retest_pct": [6.0, np.nan]})
-    assert retest_of(one, other) == retest_of(other, one) == 4.0
-    assert retest_of(one.iloc[1:2], pd.DataFrame({"op": ["mm"]})) is None
+    assert median_retest_pct(one, other) == median_retest_pct(other, one) == 4.0
+    assert median_retest_pct(one.iloc[1:2], pd.DataFrame({"op": ["mm"]})) is None
 
 
 def test_a_shape_stays_held_out_when_rows_are_added() -> None:

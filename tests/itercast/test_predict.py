@@ -25,7 +25,7 @@ from itercast.compose.pricing.priced_op import priceable
 from itercast.compose.target import find_target
 from itercast.learners.bundle import SHIPPED_CPU, Bundle
 from itercast.learners.known_bundles import LOCAL
-from itercast.learners.train import Asked, train_family
+from itercast.learners.train import TrainSettings, train_family
 from itercast.microbench.hardware.machine import cpu_name
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops import families
@@ -48,7 +48,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     points = [next(sweep) for _ in range(60)]
     rows = pd.DataFrame([{k: getattr(p, k) for k in p.__slots__} for p in points])
     rows = rows.assign(gpu=gpu.name, threads=2, cache="warm", time_us=np.arange(60) + 10.0)
-    _, model = train_family(rows, families()["gemm"], {gpu.name: gpu}, {}, Asked(roots=[]))
+    _, model = train_family(rows, families()["gemm"], {gpu.name: gpu}, {}, TrainSettings(roots=[]))
     Bundle(models={"gemm": model}, gpus={gpu.name: gpu}).save(folder)
     return folder
 

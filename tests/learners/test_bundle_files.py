@@ -20,7 +20,7 @@ from toy_products import TOY, products, write_products
 from itercast.learners.bundle import FACTS, SHIPPED, SHIPPED_CPU, Bundle, digests
 from itercast.learners.known_bundles import find_bundle
 from itercast.learners.models.tree_files import PER_NODE, read_trees
-from itercast.learners.train import Asked, FamilyReport, train
+from itercast.learners.train import FamilyReport, TrainSettings, train
 from itercast.learners.unfinished import resumed
 from itercast.microbench.ops.memory import elementwise
 from itercast.microbench.store import write_card, write_part
@@ -107,7 +107,7 @@ def test_a_full_disk_keeps_the_old_bundle_and_is_told_by_name(bundle: Path, tmp_
     fit = resumed(tmp_path / "new", lambda *_: iter([("gemm", report, made)]))
     rows = {"gemm": products(3)}
     with full_disk(), pytest.raises(OSError, match=r"File too large: '.*/.new.families/gemm/.*'"):
-        list(fit(rows, {}, Asked(roots=[]), None))
+        list(fit(rows, {}, TrainSettings(roots=[]), None))
     assert not list((tmp_path / ".new.families" / "gemm").iterdir())
 
 

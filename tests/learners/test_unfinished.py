@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 
 from itercast.learners.features.machine_speed import Anchors
-from itercast.learners.train import Asked, Fits, Told, fit_in_turn, train
+from itercast.learners.train import Fits, OnProgress, TrainSettings, fit_in_turn, train
 from itercast.learners.unfinished import forget, resumed, unfinished
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,10 @@ def test_a_stopped_training_goes_on_with_the_families_that_are_left(tmp_path: Pa
     trained: list[list[str]] = []
 
     def one_then_stop(
-        tables: Mapping[str, pd.DataFrame], anchors: Anchors, asked: Asked, told: Told | None
+        tables: Mapping[str, pd.DataFrame],
+        anchors: Anchors,
+        asked: TrainSettings,
+        told: OnProgress | None,
     ) -> Fits:
         trained.append(list(tables))
         yield next(iter(fit_in_turn(tables, anchors, asked, told)))

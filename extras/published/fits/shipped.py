@@ -31,7 +31,7 @@ from itercast.extras.imports.sources import read_source
 from itercast.extras.imports.write import write
 from itercast.extras.programs import run_program
 from itercast.learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
-from itercast.learners.train import Asked, joined, train, train_tables
+from itercast.learners.train import TrainSettings, joined, train, train_tables
 from itercast.learners.training_rows import subsample_evenly
 from itercast.microbench.hardware.spec import gpu_names, load_gpu
 from itercast.microbench.ops import families
@@ -97,7 +97,7 @@ def train_apart(data: Path, out: Path, names: Sequence[str]) -> Bundle:
             rows = [read_rows([data], name), own_rows(name)]
             both = pd.concat([part[part["status"] == "ok"] for part in rows if len(part)])
             some = subsample_evenly(both.reset_index(drop=True), MAX_ROWS[name])
-            train_tables({name: some}, Asked(roots=[data, OWN_ROWS]), folder)
+            train_tables({name: some}, TrainSettings(roots=[data, OWN_ROWS]), folder)
     return joined([Bundle.load(out / name) for name in names])
 
 
