@@ -65,11 +65,11 @@ def learn_host_calls(
     rows = rows[(rows["launch_us"] > 0) & (rows["tiny_launch_us"] > 0)]
     if "cache" in rows:
         rows = rows[rows["cache"] != "cold"]
-    found: dict[str, dict[str, HostCall]] = {}
+    calls_by_gpu: dict[str, dict[str, HostCall]] = {}
     for (gpu, op), part in rows.groupby(["gpu", call_names(rows, family)]):
         if len(part) >= MIN_ROWS and gpus[str(gpu)].kind != "cpu":
-            found.setdefault(str(gpu), {})[str(op)] = _fit_op(part)
-    return found
+            calls_by_gpu.setdefault(str(gpu), {})[str(op)] = _fit_op(part)
+    return calls_by_gpu
 
 
 def call_names(rows: pd.DataFrame, family: Family) -> np.ndarray:

@@ -41,7 +41,7 @@ class Speed:
     sensitivity: Sensitivity
 
 
-def _both(rows: pd.DataFrame) -> np.ndarray:
+def _anchor_times(rows: pd.DataFrame) -> np.ndarray:
     """Return the times of both ANCHORS in us, shape (rows, 2); ``anchor_us`` if one is missing."""
     first = rows["anchor_us"].to_numpy(dtype=float)
     second = rows["serial_us"].to_numpy(dtype=float) if "serial_us" in rows else first
@@ -60,7 +60,7 @@ def reference_anchors(
     if not parts:
         return {}
     rows = pd.concat(parts).dropna(subset="anchor_us")
-    rows = rows[["gpu", "threads"]].assign(**dict(zip(ANCHORS, _both(rows).T, strict=True)))
+    rows = rows[["gpu", "threads"]].assign(**dict(zip(ANCHORS, _anchor_times(rows).T, strict=True)))
     medians = rows.groupby(["gpu", "threads"])[list(ANCHORS)].median()
     return {
         (str(gpu), int(threads)): (float(first), float(second))
@@ -70,8 +70,8 @@ def reference_anchors(
 
 def undisturbed(rows: pd.DataFrame, anchors: Anchors) -> pd.DataFrame:
     """Keeps the rows measured while both anchors took at most MAX_SLOWDOWN times their median."""
-    calm = np.flatnonzero((log_slowness(rows, anchors) <= np.log(MAX_SLOWDOWN)).all(axis=1))
-    return rows.iloc[calm].reset_index(drop=True)
+    kept = np.flatnonzero((log_slowness(rows, anchors) <= np.log(MAX_SLOWDOWN)).all(axis=1))
+    return rows.iloc[kept].reset_index(drop=True)
 
 
 def shares(time_us: np.ndarray) -> np.ndarray:
@@ -89,13 +89,17 @@ def log_slowness(rows: pd.DataFrame, anchors: Anchors) -> np.ndarray:
         return np.zeros((len(rows), 2))
     keys = zip(rows["gpu"], rows["threads"].fillna(0).astype(int), strict=True)
     unknown = (np.nan, np.nan)
-    slow = np.log(_both(rows) / np.array([anchors.get(k, unknown) for k in keys]))
+    slow = np.log(_anchor_times(rows) / np.array([anchors.get(k, unknown) for k in keys]))
     return np.asarray(np.nan_to_num(slow))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairs:
-    """Points measured twice: log time ratios, and each anchor's log ratio times its share."""
+    """Points measured twice, second over first measurement.
+
+    ``time``: log ratio of times (points,). ``slow``: log ratio of each anchor, times the share of
+    the op that follows this anchor (points, 2).
+    """
 
     time: np.ndarray
     slow: np.ndarray
@@ -107,16 +111,19 @@ def retest_pairs(rows: pd.DataFrame, family: Family, anchors: Anchors) -> Pairs:
         return Pairs(time=np.zeros(0), slow=np.zeros((0, 2)))
     names = [f.name for f in fields(family.params) if f.name in rows]
     names += [n for n in ("gpu", "threads", "cache") if n in rows]
-    slow = log_slowness(rows, anchors)
+    slowness = log_slowness(rows, anchors)
     timed = rows[[*names, "repeat"]].assign(
-        time=np.log(rows["time_us"].to_numpy(dtype=float)), first=slow[:, 0], second=slow[:, 1]
+        time=np.log(rows["time_us"].to_numpy(dtype=float)),
+        first=slowness[:, 0],
+        second=slowness[:, 1],
     )
     once = timed[timed["repeat"] == 0].drop_duplicates(names)
     again = timed[timed["repeat"] == 1].drop_duplicates(names)
-    both = once.merge(again, on=names)
-    change = np.stack([both[f"{c}_y"] - both[f"{c}_x"] for c in ("time", "first", "second")], 1)
-    middle_us = np.exp((both["time_x"] + both["time_y"]).to_numpy() / 2)
-    return Pairs(time=change[:, 0], slow=change[:, 1:] * shares(middle_us))
+    pairs = once.merge(again, on=names)
+    changes = [pairs[f"{name}_y"] - pairs[f"{name}_x"] for name in ("time", "first", "second")]
+    middle_us = np.exp((pairs["time_x"] + pairs["time_y"]).to_numpy() / 2)
+    time, first, second = (change.to_numpy() for change in changes)
+    return Pairs(time=time, slow=np.stack([first, second], axis=1) * shares(middle_us))
 
 
 def learn_speed(rows: pd.DataFrame, family: Family, anchors: Anchors) -> Speed:
@@ -125,17 +132,17 @@ def learn_speed(rows: pd.DataFrame, family: Family, anchors: Anchors) -> Speed:
     Shrunk towards PRIOR_SENSITIVITY and limited to [0, 1.2].
     """
     pairs, prior = retest_pairs(rows, family, anchors), np.array(PRIOR_SENSITIVITY)
-    square = pairs.slow.T @ pairs.slow + PRIOR_WEIGHT * np.eye(2)
-    both = pairs.slow.T @ np.clip(pairs.time, -1, 1) + PRIOR_WEIGHT * prior
-    first, second = np.clip(np.linalg.solve(square, both), 0.0, 1.2)
+    gram = pairs.slow.T @ pairs.slow + PRIOR_WEIGHT * np.eye(2)
+    moment = pairs.slow.T @ np.clip(pairs.time, -1, 1) + PRIOR_WEIGHT * prior
+    first, second = np.clip(np.linalg.solve(gram, moment), 0.0, 1.2)
     return Speed(anchors=anchors, sensitivity=(float(first), float(second)))
 
 
 def at_reference_us(rows: pd.DataFrame, speed: Speed) -> np.ndarray:
     """Returns measured times in us, corrected to the machine's usual speed."""
     time_us = rows["time_us"].to_numpy(dtype=float)
-    slow = log_slowness(rows, speed.anchors) * shares(time_us)
-    return np.asarray(time_us * np.exp(-slow @ np.array(speed.sensitivity)))
+    slowness = log_slowness(rows, speed.anchors) * shares(time_us)
+    return np.asarray(time_us * np.exp(-slowness @ np.array(speed.sensitivity)))
 
 
 def retest_ape_pct(rows: pd.DataFrame, family: Family, speed: Speed) -> float | None:
@@ -143,8 +150,8 @@ def retest_ape_pct(rows: pd.DataFrame, family: Family, speed: Speed) -> float | 
     pairs = retest_pairs(rows, family, speed.anchors)
     if len(pairs.time) < 2:
         return None
-    left = np.exp(pairs.time - pairs.slow @ np.array(speed.sensitivity))
-    return float(np.median(np.abs(left - 1)) * 100)
+    remaining = np.exp(pairs.time - pairs.slow @ np.array(speed.sensitivity))
+    return float(np.median(np.abs(remaining - 1)) * 100)
 
 
 def iterations_at_reference_us(
@@ -163,7 +170,10 @@ def iterations_at_reference_us(
     total_us = sum(by_family_us.values())
     weights = np.zeros(2)
     for name, us in by_family_us.items():
-        each = shares(np.array(us / max(1, calls.get(name, 1))))
-        weights += us / total_us * each * np.array(sensitivities.get(name, PRIOR_SENSITIVITY))
-    slow = log_slowness(rows, anchors)
-    yield from (float(t) for t in rows["time_us"].to_numpy(dtype=float) * np.exp(-slow @ weights))
+        anchor_shares = shares(np.array(us / max(1, calls.get(name, 1))))
+        weights += (
+            us / total_us * anchor_shares * np.array(sensitivities.get(name, PRIOR_SENSITIVITY))
+        )
+    slowness = log_slowness(rows, anchors)
+    time_us = rows["time_us"].to_numpy(dtype=float) * np.exp(-slowness @ weights)
+    yield from time_us.tolist()

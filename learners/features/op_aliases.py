@@ -31,10 +31,13 @@ def as_measured(
     p = columns(rows, family)
     for dtype in pd.unique(p.dtype):
         measured = ops.get(dtype, [next(iter(family.op_aliases))] if missing else ())
-        known = [op for op in family.op_aliases if op in measured]
-        other = (p.dtype == dtype) & isin(p.op, family.op_aliases) & ~isin(p.op, known)
-        if known and other.any():
-            made = {"op": known[0], **family.op_aliases[known[0]]}
-            now = columns(rows, family)
-            rows = rows.assign(**{c: np.where(other, v, getattr(now, c)) for c, v in made.items()})
+        measured_aliases = [op for op in family.op_aliases if op in measured]
+        not_measured = (
+            (p.dtype == dtype) & isin(p.op, family.op_aliases) & ~isin(p.op, measured_aliases)
+        )
+        if measured_aliases and not_measured.any():
+            alias = {"op": measured_aliases[0], **family.op_aliases[measured_aliases[0]]}
+            current = columns(rows, family)
+            changed = {c: np.where(not_measured, v, getattr(current, c)) for c, v in alias.items()}
+            rows = rows.assign(**changed)
     return rows

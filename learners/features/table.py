@@ -31,23 +31,23 @@ def columns(rows: pd.DataFrame, family: Family) -> SimpleNamespace:
 
     Whole numbers are floats, so that products of sizes do not overflow.
     """
-    found: dict[str, Values] = {}
+    arrays: dict[str, Values] = {}
     for f in fields(family.params):
         if f.name in rows:
             values = rows[f.name]
             if f.default is not MISSING and values.hasnans:
                 values = values.where(values.notna(), f.default)
-            text = isinstance(values.iloc[0], str) if len(values) else False
-            if text and f.type in ("int", "float"):
+            is_text = isinstance(values.iloc[0], str) if len(values) else False
+            if is_text and f.type in ("int", "float"):
                 first = str(values.iloc[0])[:40]
                 raise ValueError(f"family {family.name}: column {f.name!r}: {first!r} is no number")
             number = float if f.type == "int" else None
-            found[f.name] = values.to_numpy(dtype=object if text else number)
+            arrays[f.name] = values.to_numpy(dtype=object if is_text else number)
         elif f.default is not MISSING:
-            found[f.name] = broadcast(f.default, len(rows))
+            arrays[f.name] = broadcast(f.default, len(rows))
         else:
             raise ValueError(f"family {family.name}: rows lack the column {f.name!r}")
-    return SimpleNamespace(**found)
+    return SimpleNamespace(**arrays)
 
 
 def broadcast(values: Values, count: int) -> np.ndarray:
@@ -99,13 +99,13 @@ def halved_rate_bound_us(rows: pd.DataFrame, family: Family, gpus: Mapping[str, 
 
     GeForce cards halve the rate of products that accumulate in fp32.
     """
-    found = np.zeros(len(rows))
+    bound_us = np.zeros(len(rows))
     for name in rows["gpu"].unique():
         if gpus[name].full_rate_flops_per_s:
-            mine = (rows["gpu"] == name).to_numpy()
-            p = columns(rows[mine], family)
-            found[mine] = 1e6 * np.asarray(family.flops(p), float) / _rates(p, gpus[name].peak)
-    return found
+            on_gpu = (rows["gpu"] == name).to_numpy()
+            p = columns(rows[on_gpu], family)
+            bound_us[on_gpu] = 1e6 * np.asarray(family.flops(p), float) / _rates(p, gpus[name].peak)
+    return bound_us
 
 
 def roofline_us(
@@ -158,18 +158,20 @@ def learn_launch_us(
     if family.on_host:
         return {}
     timed = rows[with_launch(rows)]
-    found, too_few = {}, []
+    launch_by_key, too_few = {}, []
     for key, part in timed.groupby(_launch_keys(timed)):
         p, gpu = columns(part, family), gpus[str(part["gpu"].iloc[0])]
-        roof = roofline_us(family, p, gpu, np.zeros(len(part)), _is_cold(part), _stacks(part))
-        small = roof <= SMALL_ROOFLINE_US
-        over_roofline_us = part["time_us"].to_numpy(dtype=float)[small] - roof[small]
+        floor_us = roofline_us(family, p, gpu, np.zeros(len(part)), _is_cold(part), _stacks(part))
+        small = floor_us <= SMALL_ROOFLINE_US
+        over_roofline_us = part["time_us"].to_numpy(dtype=float)[small] - floor_us[small]
         if small.sum() < MIN_SMALL_ROWS:
             too_few.append(str(key))
         else:
-            found[str(key)] = max(0.0, float(np.quantile(over_roofline_us, LAUNCH_QUANTILE)))
-    least = {key: _least_of_software(key, found) for key in too_few}
-    return {**found, **least}
+            launch_by_key[str(key)] = max(
+                0.0, float(np.quantile(over_roofline_us, LAUNCH_QUANTILE))
+            )
+    least = {key: _least_of_software(key, launch_by_key) for key in too_few}
+    return {**launch_by_key, **least}
 
 
 def _least_of_software(key: str, known: Mapping[str, float]) -> float:
@@ -198,8 +200,10 @@ def launch_us(rows: pd.DataFrame, known: Mapping[str, float]) -> np.ndarray:
         return np.zeros(len(rows))
     typical = float(np.median(list(known.values()))) if known else 0.0
     by_gpu = map_values(rows["gpu"].to_numpy(dtype=object), known, typical, float)
-    found = map_values(_launch_keys(rows), known, np.nan, float)
-    return np.where(timed, np.where(np.isnan(found), by_gpu, found), 0.0)
+    by_gpu_and_software = map_values(_launch_keys(rows), known, np.nan, float)
+    return np.where(
+        timed, np.where(np.isnan(by_gpu_and_software), by_gpu, by_gpu_and_software), 0.0
+    )
 
 
 def origins(rows: pd.DataFrame, family: Family, stacks: Mapping[str, str]) -> Features:
@@ -248,11 +252,13 @@ def feature_table(
         places.append(np.flatnonzero(codes == code))
         part = rows if len(names) == 1 else rows.iloc[places[-1]]
         pieces.append(_features_on(part, family, gpus[name], launch or {}))
-    found = pieces[0]
+    features = pieces[0]
     if len(pieces) > 1:
-        back = np.argsort(np.concatenate(places))
-        found = {name: np.concatenate([p[name] for p in pieces])[back] for name in pieces[0]}
-    return found, found.pop(ROOFLINE)
+        original_order = np.argsort(np.concatenate(places))
+        features = {
+            name: np.concatenate([p[name] for p in pieces])[original_order] for name in pieces[0]
+        }
+    return features, features.pop(ROOFLINE)
 
 
 def _features_on(
@@ -266,23 +272,23 @@ def _features_on(
         threads = np.where(np.isnan(stated), threads, stated)
     cold = _is_cold(rows)
     flops = np.asarray(family.flops(p), dtype=float)
-    moved = np.asarray(family.bytes_moved(p), dtype=float)
-    roof = roofline_us(family, p, gpu, threads, cold, _stacks(rows))
+    bytes_moved = np.asarray(family.bytes_moved(p), dtype=float)
+    roofline = roofline_us(family, p, gpu, threads, cold, _stacks(rows))
     if gpu.kind != "cpu":  # on a CPU the call is part of the op
-        roof = roof + launch_us(rows, launch)
+        roofline = roofline + launch_us(rows, launch)
     compute_us, memory_us = bounds_us(family, p, gpu, threads)
     common = {
         "threads": threads,
         "cold": cold,
         "log_flops": np.log2(flops + 1),
-        "log_bytes": np.log2(moved + 1),
-        "log_cache_fill": np.log2((moved + 1) / gpu.l2_bytes),
-        "intensity": np.log2((flops + 1) / (moved + 1)),
-        "log_roofline": np.log2(roof),
+        "log_bytes": np.log2(bytes_moved + 1),
+        "log_cache_fill": np.log2((bytes_moved + 1) / gpu.l2_bytes),
+        "intensity": np.log2((flops + 1) / (bytes_moved + 1)),
+        "log_roofline": np.log2(roofline),
         "log_bound": np.log2((compute_us + 1e-3) / (memory_us + 1e-3)),
     }
-    found = {**family.features(p, gpu), **common, ROOFLINE: roof}
-    return {name: broadcast(values, count) for name, values in found.items()}
+    features = {**family.features(p, gpu), **common, ROOFLINE: roofline}
+    return {name: broadcast(values, count) for name, values in features.items()}
 
 
 def shape_groups(rows: pd.DataFrame, family: Family) -> np.ndarray:
@@ -334,12 +340,12 @@ class Encoder:
         """Encode features as a float32 matrix (rows, columns); unknown strings become zeros."""
         parts = []
         for name in self.names:
-            values, seen = _column(table, name), self.vocabulary.get(name)
-            if seen is None:
+            values, words = _column(table, name), self.vocabulary.get(name)
+            if words is None:
                 parts.append(values.astype(np.float32)[:, None])
             else:
-                which = map_values(values, {value: i for i, value in enumerate(seen)}, -1, int)
-                parts.append((which[:, None] == np.arange(len(seen))).astype(np.float32))
+                index = map_values(values, {value: i for i, value in enumerate(words)}, -1, int)
+                parts.append((index[:, None] == np.arange(len(words))).astype(np.float32))
         return np.hstack(parts)
 
     def column_numbers(self, wanted: list[str]) -> tuple[int, ...]:
@@ -368,11 +374,10 @@ def in_envelope(
         inside &= (values >= low - 1e-6) & (values <= high + 1e-6)
     for name, seen in encoder.vocabulary.items():
         if name == "gpu":
-            known = {value.partition(CLUSTER_SEPARATOR)[0] for value in seen}
+            seen_gpus = {value.partition(CLUSTER_SEPARATOR)[0] for value in seen}
             codes, distinct = pd.factorize(_column(table, name))
-            inside &= np.array([str(v).partition(CLUSTER_SEPARATOR)[0] in known for v in distinct])[
-                codes
-            ]
+            was_seen = [str(v).partition(CLUSTER_SEPARATOR)[0] in seen_gpus for v in distinct]
+            inside &= np.array(was_seen)[codes]
         elif name not in ORIGIN:
             inside &= isin(_column(table, name), seen)
     return inside

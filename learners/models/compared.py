@@ -48,12 +48,14 @@ def linear(rows: Inputs, time_us: Array) -> Predict:
     """Ridge regression of log time on the standardised features and the log roofline."""
     mean, spread = rows.x.mean(0), rows.x.std(0) + 1e-6
 
-    def standardised(of: Inputs) -> Array:
-        return np.c_[(of.x - mean) / spread, np.log(of.roofline_us), np.ones(len(of.x))]
+    def standardised(inputs: Inputs) -> Array:
+        return np.c_[(inputs.x - mean) / spread, np.log(inputs.roofline_us), np.ones(len(inputs.x))]
 
-    a = standardised(rows)
-    weights = np.linalg.solve(a.T @ a + 1e-2 * np.eye(a.shape[1]), a.T @ np.log(time_us))
-    return lambda asked: np.exp(np.clip(standardised(asked) @ weights, -5, 25))
+    design = standardised(rows)
+    weights = np.linalg.solve(
+        design.T @ design + 1e-2 * np.eye(design.shape[1]), design.T @ np.log(time_us)
+    )
+    return lambda rows_asked: np.exp(np.clip(standardised(rows_asked) @ weights, -5, 25))
 
 
 def nearest(rows: Inputs, time_us: Array) -> Predict:

@@ -47,12 +47,12 @@ class Ensemble:
 
     def predict(self, x: Array, roofline_us: Array) -> Array:
         """Predict times in us from encoded features."""
-        guess = np.zeros(len(x))
+        log_ratio = np.zeros(len(x))
         if self.trees is not None and self.share < 1.0:
-            guess = self.trees.log_ratio(x)
+            log_ratio = self.trees.log_ratio(x)
         if self.smooth is not None:
-            guess += self.share * (self.smooth.predict(x) - guess)
-        return np.asarray(roofline_us * np.exp(guess))
+            log_ratio += self.share * (self.smooth.predict(x) - log_ratio)
+        return np.asarray(roofline_us * np.exp(log_ratio))
 
 
 class EnsembleInFiles(Ensemble):
@@ -62,10 +62,10 @@ class EnsembleInFiles(Ensemble):
         object.__setattr__(self, "read", read)
 
     def __getattr__(self, name: str) -> Any:
-        """A field that is not there yet: now all are."""
+        """Python calls this for a field that is not set yet: read the file and set all."""
         whole = self.__dict__["read"]()
-        for one in fields(Ensemble):
-            object.__setattr__(self, one.name, getattr(whole, one.name))
+        for field in fields(Ensemble):
+            object.__setattr__(self, field.name, getattr(whole, field.name))
         return object.__getattribute__(self, name)
 
 
@@ -166,23 +166,23 @@ def cross_fit(train: Table, options: Options) -> CrossFit:
     by_trees, by_smooth = np.zeros(len(train.x)), np.zeros(len(train.x))
     settings = process_settings(train)
     settings = settings.learn(train) if settings is not None else None
-    alone = settings is not None and settings.stated
+    no_trees = settings is not None and settings.stated
     for fold, held in enumerate(folds_of(train)):
-        out = train.take(np.flatnonzero(held))
-        rest = train.take(np.flatnonzero(~held)) if not held.all() else out
-        if not alone:
-            fitted.append(boosted.fit(rest, out, options, fold))
-            by_trees[held] = fitted[-1].log_ratio(out.x)
+        test = train.take(np.flatnonzero(held))
+        train_rows = train.take(np.flatnonzero(~held)) if not held.all() else test
+        if not no_trees:
+            fitted.append(boosted.fit(train_rows, test, options, fold))
+            by_trees[held] = fitted[-1].log_ratio(test.x)
         if train.origin or settings is not None:
-            by_smooth[held] = fit_smooth(rest, 1, settings).predict(out.x)
+            by_smooth[held] = fit_smooth(train_rows, 1, settings).predict(test.x)
     shares = settings.shares if settings is not None else SHARES if train.origin else (0.0,)
-    guesses = [share * by_smooth + (1 - share) * by_trees for share in shares]
-    best = int(np.argmin([np.abs(train.log_ratio - guess).mean() for guess in guesses]))
+    blends = [share * by_smooth + (1 - share) * by_trees for share in shares]
+    best_share = int(np.argmin([np.abs(train.log_ratio - blend).mean() for blend in blends]))
     return CrossFit(
         rounds=boosted.rounds_for_all(fitted, bool(train.origin)) if fitted else None,
-        share=shares[best],
+        share=shares[best_share],
         process=settings,
-        residual=train.log_ratio - guesses[best],
+        residual=train.log_ratio - blends[best_share],
     )
 
 

@@ -90,7 +90,7 @@ class GaussianProcess:
     centre: float
 
     @cached_property
-    def _flags(self) -> Array:
+    def _flags(self) -> tuple[Array, Array]:
         """Mask of the columns that are 0 or 1 at every point; random weights to hash them by."""
         flags = ((self.at == 0) | (self.at == 1)).all(0)
         return flags, np.random.default_rng(0).random(int(flags.sum()))
@@ -105,10 +105,10 @@ class GaussianProcess:
         flags, _ = self._flags
         shift, parts = self.at[:, ~flags].mean(0), []  # near 0 float32 is fine enough
         for inverse, amplitude in zip(self.kernel.inverse, self.kernel.amplitude, strict=True):
-            v = right_factor((self.at[:, ~flags] - shift) * inverse[~flags])
-            q = right_factor(self.at[:, flags] * inverse[flags])
+            right = right_factor((self.at[:, ~flags] - shift) * inverse[~flags])
+            right_flags = right_factor(self.at[:, flags] * inverse[flags])
             weight = amplitude**2 * self.weight
-            parts.append((inverse, *(t.astype(np.float32) for t in (v, q, weight))))
+            parts.append((inverse, *(a.astype(np.float32) for a in (right, right_flags, weight))))
         return shift, parts
 
     def predict(self, x: Array) -> Array:
@@ -123,8 +123,8 @@ class GaussianProcess:
         once for each combination of flags that rows share.
         """
         out = np.full(len(z), self.centre)
-        (flags, names), (shift, parts) = self._flags, self._known
-        hashes = z[:, flags] @ names
+        (flags, hash_weights), (shift, parts) = self._flags, self._known
+        hashes = z[:, flags] @ hash_weights
         first, kind = np.unique(hashes, return_index=True, return_inverse=True)[1:]
         kinds = z[first][:, flags]  # the distinct combinations of flags
         for inverse, right, right_flags, weight in parts:
@@ -182,13 +182,13 @@ def initial_length_scales(x: Array) -> dict[int, tuple[float, ...]]:
 
 def merge_points(z: Array, log_ratio: Array, distance: float) -> tuple[Array, Array, Array]:
     """Merge points of one grid cell: mean position, median value, how many (4 at most)."""
-    index = np.unique(np.round(z / distance), axis=0, return_inverse=True)[1].reshape(-1)
-    order, count = np.argsort(index, kind="stable"), np.bincount(index)
+    cell = np.unique(np.round(z / distance), axis=0, return_inverse=True)[1].reshape(-1)
+    order, count = np.argsort(cell, kind="stable"), np.bincount(cell)
     ends = np.cumsum(count)[:-1]
-    at = np.stack([part.mean(0) for part in np.split(z[order].astype(float), ends)])
-    value = np.array([np.median(part) for part in np.split(log_ratio[order], ends)])
-    kept = np.random.default_rng(0).permutation(len(at))[:MAX_POINTS]
-    return at[kept], value[kept], np.minimum(count[kept], 4.0)
+    positions = np.stack([part.mean(0) for part in np.split(z[order].astype(float), ends)])
+    values = np.array([np.median(part) for part in np.split(log_ratio[order], ends)])
+    kept = np.random.default_rng(0).permutation(len(positions))[:MAX_POINTS]
+    return positions[kept], values[kept], np.minimum(count[kept], 4.0)
 
 
 def learn_kernel(
@@ -210,13 +210,17 @@ def learn_kernel(
     optimizer = Adam([lengths, scales], 0.1, STEPS, rising=0.2)
     rng = np.random.default_rng(0)
     for _ in range(STEPS):
-        some = torch.tensor(rng.permutation(len(z))[:SAMPLE])
-        slopes = _slopes(points[some], target[some], spread[some], lengths, scales)
-        lengths.grad, scales.grad = slopes
+        sample = torch.tensor(rng.permutation(len(z))[:SAMPLE])
+        gradients = _slopes(points[sample], target[sample], spread[sample], lengths, scales)
+        lengths.grad, scales.grad = gradients
         lengths.grad += 2 * LENGTH_PENALTY * (lengths - start)
         optimizer.step()
-    found = np.exp(scales.numpy())
-    return Kernel(inverse=np.exp(-lengths.numpy()), amplitude=found[:-1], noise=float(found[-1]))
+    fitted_scales = np.exp(scales.numpy())
+    return Kernel(
+        inverse=np.exp(-lengths.numpy()),
+        amplitude=fitted_scales[:-1],
+        noise=float(fitted_scales[-1]),
+    )
 
 
 def _slopes(x: Any, target: Any, spread: Any, lengths: Any, scales: Any) -> tuple[Any, Any]:
@@ -227,12 +231,12 @@ def _slopes(x: Any, target: Any, spread: Any, lengths: Any, scales: Any) -> tupl
     long.
     """
     noise = torch.exp(2 * scales[-1]) * spread
-    scaled = [x * torch.exp(-one) for one in lengths]
+    scaled = [x * torch.exp(-log_length) for log_length in lengths]
     terms = []
     for u, scale in zip(scaled, scales, strict=False):  # the last scale is the noise's
-        square = (u * u).sum(1)
-        apart = (square[:, None] + square - 2 * u @ u.T).clamp_min_(0)
-        terms.append(apart.mul_(-0.5).add_(2 * scale).exp_())
+        squared_norm = (u * u).sum(1)
+        squared_distance = (squared_norm[:, None] + squared_norm - 2 * u @ u.T).clamp_min_(0)
+        terms.append(squared_distance.mul_(-0.5).add_(2 * scale).exp_())
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(torch.diag(noise) + sum(terms)))
     solved = inverse @ target
     by_covariance = 0.5 * (inverse - solved[:, None] * solved)

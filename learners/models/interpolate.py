@@ -17,19 +17,19 @@ def interpolated(z: Array, along: int, smooth: Callable[[Array], Array]) -> Arra
     Rows of one curve differ in the first ``along`` columns only, in all of them by the same amount.
     ``smooth`` is evaluated at the four nodes around each row, once for all rows that share them.
     """
-    still, lag = z[:, along:], np.round(z[:, 1:along] - z[:, :1], 3)
-    mix = np.random.default_rng(0).random(still.shape[1] + lag.shape[1])
-    key = np.hstack([still, lag]) @ mix
-    first, kind = np.unique(key, return_index=True, return_inverse=True)[1:]
+    fixed, differences = z[:, along:], np.round(z[:, 1:along] - z[:, :1], 3)
+    hash_weights = np.random.default_rng(0).random(fixed.shape[1] + differences.shape[1])
+    curve_hash = np.hstack([fixed, differences]) @ hash_weights
+    first_row, curve = np.unique(curve_hash, return_index=True, return_inverse=True)[1:]
     place = z[:, 0] / STEP
-    low = np.floor(place)
-    node = low[:, None] + np.arange(-1, 3)
+    below = np.floor(place)
+    node = below[:, None] + np.arange(-1, 3)  # four around each row
     least, span = node.min(), np.ptp(node) + 1
-    key, back = np.unique(kind[:, None] * span + node - least, return_inverse=True)
-    points = z[first[(key // span).astype(int)]]
+    key, back = np.unique(curve[:, None] * span + node - least, return_inverse=True)
+    points = z[first_row[(key // span).astype(int)]]  # a row of each distinct node's curve
     shift = (key % span + least) * STEP - points[:, 0]
     points[:, :along] += shift[:, None]
-    t = place - low
+    t = place - below
     weight = np.stack(
         [
             -t * (t - 1) * (t - 2) / 6,

@@ -26,22 +26,24 @@ class StatedKernel:
 
 
 def stated_kernel(
-    family: Family, places: Callable[[list[str]], tuple[int, ...]]
+    family: Family, columns_of: Callable[[list[str]], tuple[int, ...]]
 ) -> StatedKernel | None:
     """Build the kernel that the family's file specifies; None where it specifies none.
 
-    ``places`` returns the columns of x of features by name.
+    ``columns_of`` returns the columns of x of features by name.
     """
     if not family.kernel:
         return None
     scaled = (name for term in family.kernel for name in term.length_scales)
     names = dict.fromkeys([*family.along, *scaled])
-    where = {name: places([name]) for name in names}
-    columns = list(dict.fromkeys(column for found in where.values() for column in found))
+    columns_by_name = {name: columns_of([name]) for name in names}
+    columns = list(
+        dict.fromkeys(column for of_feature in columns_by_name.values() for column in of_feature)
+    )
     square = np.zeros((len(family.kernel), len(columns)))
     for row, term in zip(square, family.kernel, strict=True):
         for name, length in term.length_scales.items():
-            row[[columns.index(column) for column in where[name]]] += length**-2
+            row[[columns.index(column) for column in columns_by_name[name]]] += length**-2
     kernel = Kernel(
         inverse=np.sqrt(square),
         amplitude=np.array([term.amplitude for term in family.kernel]),

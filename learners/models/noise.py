@@ -27,7 +27,10 @@ def ape_pct(log_error: Array) -> Array:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Medians:
-    """Median absolute errors in % by forecaster, and each of them over RESAMPLES resamples."""
+    """Median absolute errors in % by forecaster (a learner or a bundle).
+
+    ``drawn``: those of each of RESAMPLES resamples (rows). ``shapes``: how many were measured.
+    """
 
     pct: Mapping[str, float]
     drawn: pd.DataFrame
@@ -46,7 +49,7 @@ class Medians:
 
     def ranks(self) -> dict[str, int]:
         """By forecaster, 1 + how many others are better beyond the noise."""
-        return {one: 1 + sum(self.better(o, one) for o in self.pct) for one in self.pct}
+        return {name: 1 + sum(self.better(other, name) for other in self.pct) for name in self.pct}
 
 
 def medians(
@@ -62,11 +65,11 @@ def medians(
     shapes, rng = int(codes.max()) + 1, np.random.default_rng(0)
     sigma = (retest_ape_pct or 0.0) / 100 / RETEST_SIGMAS
     drawn = np.empty((RESAMPLES, len(names)))
-    for line in drawn:
-        often = np.bincount(rng.integers(0, shapes, shapes), minlength=shapes)[codes]
-        points = np.repeat(np.arange(len(codes)), often)
-        moved = errors[:, points] + rng.normal(0.0, sigma, len(points))
-        line[:] = np.median(ape_pct(moved), axis=1)
+    for of_resample in drawn:
+        times_drawn = np.bincount(rng.integers(0, shapes, shapes), minlength=shapes)[codes]
+        points = np.repeat(np.arange(len(codes)), times_drawn)
+        resampled = errors[:, points] + rng.normal(0.0, sigma, len(points))
+        of_resample[:] = np.median(ape_pct(resampled), axis=1)
     return Medians(
         pct=dict(zip(names, np.median(ape_pct(errors), axis=1).tolist(), strict=True)),
         drawn=pd.DataFrame(drawn, columns=names),

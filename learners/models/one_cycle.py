@@ -13,7 +13,7 @@ from typing import Any
 from itercast.capture.base.slow_imports import torch
 
 FIRST, LAST = 1 / 25, 1 / 25e4  # rates of the first and the last step, as shares of the highest
-CALM, BOLD = 0.95, 0.85  # beta1 at both ends, and where the rate is highest
+MAX_BETA, MIN_BETA = 0.95, 0.85  # beta1 at both ends, and where the rate is highest
 
 
 class Adam:
@@ -59,14 +59,18 @@ class Adam:
 
 
 def _cycle(steps: int, rising: float) -> Iterator[tuple[float, float]]:
-    """Each step's rate as a share of the highest, and its beta1: both follow half a cosine."""
+    """Each step's rate as a share of the highest, and its beta1.
+
+    Both go from their first to their middle value, then to their last, along half a cosine each.
+    """
     turn, end = rising * steps - 1, steps - 1
+
+    def between(first: float, last: float, part: float) -> float:
+        return last + (first - last) * (1 + math.cos(math.pi * part)) / 2
+
     for i in range(steps):
-        up = i <= turn
-        (rate, beta), (to_rate, to_beta), part = (
-            ((FIRST, CALM), (1.0, BOLD), i / turn)
-            if up
-            else ((1.0, BOLD), (LAST, CALM), (i - turn) / (end - turn))
-        )
-        left = (1 + math.cos(math.pi * part)) / 2
-        yield to_rate + (rate - to_rate) * left, to_beta + (beta - to_beta) * left
+        if i <= turn:
+            yield between(FIRST, 1.0, i / turn), between(MAX_BETA, MIN_BETA, i / turn)
+        else:
+            part = (i - turn) / (end - turn)
+            yield between(1.0, LAST, part), between(MIN_BETA, MAX_BETA, part)

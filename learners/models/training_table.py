@@ -56,11 +56,12 @@ def frozen_split(place: Array, share: float, op: Array) -> tuple[Array, Array]:
     side in every training. One shape of every op stays in training; at least one other shape is
     held out.
     """
-    first = [place[op == name].max() for name in np.unique(op.astype(str))]
-    free = ~np.isin(place, first)
+    kept = [place[op == name].max() for name in np.unique(op.astype(str))]  # a shape of each op
+    free = ~np.isin(place, kept)
     held = free & (place < share)
     if not held.any():
-        held = place == place[free].min() if free.any() else place == place.min()
+        least = place[free].min() if free.any() else place.min()
+        held = place == least
     return np.flatnonzero(~held), np.flatnonzero(held)
 
 

@@ -40,9 +40,9 @@ def without_statistics(raw: bytes) -> bytes:
     would have as a leaf: that of a leaf is among the split conditions too.
     """
     zeroed = bytearray(raw)
-    for found in STATISTICS.finditer(raw):
-        (count,) = FORMATS[LENGTH].unpack_from(raw, found.end())
-        begin = found.end() + FORMATS[LENGTH].size
+    for header in STATISTICS.finditer(raw):
+        (count,) = FORMATS[LENGTH].unpack_from(raw, header.end())
+        begin = header.end() + FORMATS[LENGTH].size
         size = count * FLOAT.itemsize
         zeroed[begin : begin + size] = bytes(size)
     return bytes(zeroed)
@@ -96,13 +96,13 @@ class _Reader:
         return number
 
     def _object(self, depth: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         while self.raw[self.at] != CLOSE:
             name = self._text()
-            _require(name not in found, "a key twice")
-            found[name] = self._value(depth + 1)
+            _require(name not in values, "a key twice")
+            values[name] = self._value(depth + 1)
         self.at += 1
-        return found
+        return values
 
     def _list(self, depth: int) -> Any:
         """A list whose length is stated; of numbers of one type, an array."""
@@ -134,8 +134,8 @@ class _Reader:
         return self.raw[self.at - count : self.at]
 
 
-def _require(true: Any, reason: str) -> None:
-    if not true:
+def _require(condition: Any, reason: str) -> None:
+    if not condition:
         raise ValueError(reason)
 
 
@@ -151,13 +151,13 @@ def _check_model(model: Any, features: int) -> None:
     _require(learner["objective"]["name"] == "reg:squarederror", "objective")
     names = [learner["feature_names"], learner["feature_types"]]
     _require(all(len(some) == 0 for some in names), "names of features")
-    inner = booster["model"]
-    _require(all(len(some) == 0 for some in inner.get("cats", {}).values()), "categories")
-    trees, counts = inner["trees"], inner["gbtree_model_param"]
+    boosted = booster["model"]
+    _require(all(len(some) == 0 for some in boosted.get("cats", {}).values()), "categories")
+    trees, counts = boosted["trees"], boosted["gbtree_model_param"]
     _require(counts["num_trees"] == str(len(trees)), "num_trees")
     _require(counts["num_parallel_tree"] == "1", "num_parallel_tree")
-    _require(list(inner["iteration_indptr"]) == list(range(len(trees) + 1)), "iteration_indptr")
-    _require(list(inner["tree_info"]) == [0] * len(trees), "tree_info")
+    _require(list(boosted["iteration_indptr"]) == list(range(len(trees) + 1)), "iteration_indptr")
+    _require(list(boosted["tree_info"]) == [0] * len(trees), "tree_info")
     _check_sizes(trees, features)
     if trees:
         _check_nodes(trees, features)
@@ -179,19 +179,25 @@ def _check_sizes(trees: list[dict[str, Any]], features: int) -> None:
 
 def _check_nodes(trees: list[dict[str, Any]], features: int) -> None:
     """All trees at once: node 0 of each is its root, every other node has at most one parent."""
-    whole = {name: np.concatenate([tree[name] for tree in trees]) for name in PER_NODE}
+    arrays = {name: np.concatenate([tree[name] for tree in trees]) for name in PER_NODE}
     counts = np.array([len(tree["left_children"]) for tree in trees])
     nodes, first = np.repeat(counts, counts), np.repeat(np.cumsum(counts) - counts, counts)
-    left, right = whole["left_children"].astype(np.int64), whole["right_children"].astype(np.int64)
+    left, right = (
+        arrays["left_children"].astype(np.int64),
+        arrays["right_children"].astype(np.int64),
+    )
     inner = left != -1
     _require(((right != -1) == inner).all(), "a node with one child")
     child = np.concatenate([left[inner], right[inner]])
     _require((child >= 1).all() and (child < np.tile(nodes[inner], 2)).all(), "children")
     _require(np.bincount(child + np.tile(first[inner], 2), minlength=1).max() <= 1, "two parents")
-    split = whole["split_indices"][inner]
+    split = arrays["split_indices"][inner]
     _require((split >= 0).all() and (split < features).all(), "split_indices")
-    _require((whole["split_type"] == 0).all() and (whole["default_left"] <= 1).all(), "split_type")
-    known = (whole["parents"] >= -1) & (whole["parents"] < nodes)
-    _require((known | (whole["parents"] == np.iinfo(np.int32).max)).all(), "parents")
-    finite = np.isfinite(whole["split_conditions"]) & np.isfinite(whole["base_weights"])
+    _require(
+        (arrays["split_type"] == 0).all() and (arrays["default_left"] <= 1).all(),
+        "split_type",
+    )
+    valid = (arrays["parents"] >= -1) & (arrays["parents"] < nodes)
+    _require((valid | (arrays["parents"] == np.iinfo(np.int32).max)).all(), "parents")
+    finite = np.isfinite(arrays["split_conditions"]) & np.isfinite(arrays["base_weights"])
     _require(finite.all(), "numbers that are not finite")

@@ -53,10 +53,10 @@ class Trees:
         """Predict log(time / roofline); ValueError for a GPU for which there are no trees."""
         out, rest = np.zeros(len(x)), np.ones(len(x), dtype=bool)
         for column in self.own:
-            mine = x[:, column] > 0
-            if mine.any():
-                out[mine] = _predict(self.own[column], x[mine])
-            rest &= ~mine
+            of_gpu = x[:, column] > 0
+            if of_gpu.any():
+                out[of_gpu] = _predict(self.own[column], x[of_gpu])
+            rest &= ~of_gpu
         if rest.any():
             if self.common is None:
                 raise ValueError(
@@ -77,33 +77,35 @@ class Rounds:
     own: Mapping[int, int] = field(default_factory=dict)
 
 
-def fit(rest: Table, held: Table, options: Options, seed: int = 0) -> Trees:
-    """Fit by squared error of the log ratio; stop early by mean absolute error of ``held``."""
+def fit(train: Table, test: Table, options: Options, seed: int = 0) -> Trees:
+    """Fit to ``train`` by squared error of the log ratio; stop early by the error on ``test``."""
 
     def early_stopped(
-        rest: Table, held: Table, changes: Options, rounds: int, first: xgb.Booster | None
+        train: Table, test: Table, changes: Options, rounds: int, first: xgb.Booster | None
     ) -> xgb.Booster:
-        """At most ``rounds`` trees on ``rest`` after those of ``first``, with options changed."""
-        data = quantile_matrix(rest)
+        """At most ``rounds`` trees on ``train`` after those of ``first``, with options changed."""
+        data = quantile_matrix(train)
         return xgb.train(
             {**_parameters({**options, **changes}, seed), "eval_metric": "mae"},
             data,
             num_boost_round=rounds,
-            evals=[(quantile_matrix(held, cuts_of=data), "held")],
+            evals=[(quantile_matrix(test, cuts_of=data), "held")],
             callbacks=[xgb.callback.EarlyStopping(rounds=40, save_best=True)],
             verbose_eval=False,
             xgb_model=first,
         )
 
-    own = {}
-    for column in own_columns(rest):
-        out = held.of_gpu(column)
-        if len(out.x):
-            own[column] = early_stopped(rest.of_gpu(column), out, OWN, OWN_ROUNDS, None)
-    if own and (rest.x[:, list(own)] > 0).any(1).all():
-        return Trees(common=None, own=own)
-    shared, rounds = _shared(rest, options, seed), SEVERAL_GPUS_ROUNDS if rest.origin else ROUNDS
-    return Trees(common=early_stopped(rest, held, {}, rounds, shared), own=own)
+    own_trees = {}
+    for column in own_columns(train):
+        test_rows = test.of_gpu(column)
+        if len(test_rows.x):
+            own_trees[column] = early_stopped(
+                train.of_gpu(column), test_rows, OWN, OWN_ROUNDS, None
+            )
+    if own_trees and (train.x[:, list(own_trees)] > 0).any(1).all():
+        return Trees(common=None, own=own_trees)
+    shared, rounds = _shared(train, options, seed), SEVERAL_GPUS_ROUNDS if train.origin else ROUNDS
+    return Trees(common=early_stopped(train, test, {}, rounds, shared), own=own_trees)
 
 
 def refit(rows: Table, options: Options, rounds: Rounds) -> Trees:
@@ -124,17 +126,19 @@ def refit(rows: Table, options: Options, rounds: Rounds) -> Trees:
 def rounds_for_all(folds: Sequence[Trees], several_gpus: bool) -> Rounds:
     """Rounds for a fit on all rows: 1.1 times the mean over the folds, up to the maximum."""
 
-    def enough(boosters: Sequence[xgb.Booster], most: int) -> int:
+    def mean_rounds(boosters: Sequence[xgb.Booster], most: int) -> int:
         return min(most, round(1.1 * float(np.mean([b.num_boosted_rounds() for b in boosters]))))
 
     columns = {column for trees in folds for column in trees.own}
     own = {
-        column: enough([trees.own[column] for trees in folds if column in trees.own], OWN_ROUNDS)
+        column: mean_rounds(
+            [trees.own[column] for trees in folds if column in trees.own], OWN_ROUNDS
+        )
         for column in sorted(columns)
     }
     most = SHARED_ROUNDS + SEVERAL_GPUS_ROUNDS if several_gpus else ROUNDS
     common = [trees.common for trees in folds if trees.common is not None]
-    return Rounds(common=enough(common, most) if common else 0, own=own)
+    return Rounds(common=mean_rounds(common, most) if common else 0, own=own)
 
 
 def own_columns(table: Table) -> list[int]:
@@ -174,12 +178,12 @@ def tune(train: Table, trials: int, storage: str | None, name: str) -> Tuned:
     import optuna  # lazy: most fits take the defaults
 
     rest, held = group_split(train.group, 0.25, seed=1)
-    out = train.take(held)
+    test = train.take(held)
 
     def objective(trial: optuna.Trial) -> float:
-        trees = fit(train.take(rest), out, suggested_options(trial))
-        guess = predict_us(trees, out.x, out.roofline_us)
-        return float(np.mean(np.abs(np.log(guess / out.time_us))))
+        trees = fit(train.take(rest), test, suggested_options(trial))
+        forecast_us = predict_us(trees, test.x, test.roofline_us)
+        return float(np.mean(np.abs(np.log(forecast_us / test.time_us))))
 
     study, complete = open_study(storage, name), (optuna.trial.TrialState.COMPLETE,)
     # With the seed of the first start, or of another machine, the next trials would repeat others.
@@ -188,8 +192,8 @@ def tune(train: Table, trials: int, storage: str | None, name: str) -> Tuned:
     if len(study.get_trials(states=complete)) < trials:
         study.optimize(objective, callbacks=[optuna.study.MaxTrialsCallback(trials, complete)])
     done = study.get_trials(states=complete)
-    told = tuple({"number": t.number, "value": t.value, "params": t.params} for t in done)
-    return Tuned(options=dict(study.best_params), trials=told)
+    finished = tuple({"number": t.number, "value": t.value, "params": t.params} for t in done)
+    return Tuned(options=dict(study.best_params), trials=finished)
 
 
 def open_study(storage: str | None, name: str) -> optuna.Study:
@@ -205,9 +209,9 @@ def open_study(storage: str | None, name: str) -> optuna.Study:
         return optuna.create_study(study_name=name, storage=storage, load_if_exists=True)
     except Exception as exc:  # of SQLAlchemy, and of each database's driver
         place = re.sub(r"//[^/]*@", "//...@", storage)  # without credentials
-        told = f"{type(exc).__name__}: {str(exc).splitlines()[0][:160] if str(exc) else ''}"
-        told = told.replace(storage, place)
-        raise ValueError(f"storage {place!r}: no database that Optuna can use ({told})") from exc
+        reason = f"{type(exc).__name__}: {str(exc).splitlines()[0][:160] if str(exc) else ''}"
+        reason = reason.replace(storage, place)
+        raise ValueError(f"storage {place!r}: no database that Optuna can use ({reason})") from exc
 
 
 def suggested_options(trial: optuna.Trial) -> Options:
