@@ -47,37 +47,37 @@ def correction(query: QueryRows, source_gpus: SourceGpus) -> np.ndarray:
     unmeasured = source_gpus.unseen_dtype(query) | query.stood_in
     if not (is_on("achieved_rate") and family.at_achieved_rate and unmeasured.any()):
         return factors
-    own = columns(query.rows, family).dtype
+    own_dtype = columns(query.rows, family).dtype
     for rows, group in query.groups:
-        for dtype in pd.unique(own[rows[unmeasured[rows]]]):
-            mine, gpu = rows[unmeasured[rows] & (own[rows] == dtype)], query.gpus[group.gpu]
+        for dtype in pd.unique(own_dtype[rows[unmeasured[rows]]]):
+            slowed, gpu = rows[unmeasured[rows] & (own_dtype[rows] == dtype)], query.gpus[group.gpu]
             slower = _slower(gpu, str(dtype), group, query, source_gpus)
-            points, floor_us = columns(query.rows.iloc[mine], family), LAUNCH_FLOOR_US[gpu.kind]
+            points, floor_us = columns(query.rows.iloc[slowed], family), LAUNCH_FLOOR_US[gpu.kind]
             compute_us, memory_us = bounds_us(family, points, gpu, 0)
             slow_us = np.maximum(slower * compute_us, memory_us) + floor_us
-            factors[mine] = slow_us / (np.maximum(compute_us, memory_us) + floor_us)
+            factors[slowed] = slow_us / (np.maximum(compute_us, memory_us) + floor_us)
     return factors
 
 
 def _slower(
     gpu: Gpu, dtype: str, group: RowGroup, query: QueryRows, source_gpus: SourceGpus
 ) -> float:
-    """``_slowdown`` of a GPU over that of those whose rows forecast it, a weighted geometric mean.
+    """``_slowdown`` of a GPU over that of its source GPUs (their weighted geometric mean).
 
     1 where either is not stated, or the GPU has rows in another dtype and states no rate of this.
     """
-    measured, equal = source_gpus.measured, EQUAL_SPEED_DTYPE.get(dtype, dtype)
-    theirs = dtype if equal == group.dtype else group.dtype
+    measured, as_fast_dtype = source_gpus.measured, EQUAL_SPEED_DTYPE.get(dtype, dtype)
+    source_dtype = dtype if as_fast_dtype == group.dtype else group.dtype
     weights = source_gpus.weights(group, gpu, query.family)
     if group.dtype in measured.get(gpu.name, {}):
         weights = {(gpu.name, ""): 1.0}
-    slowdowns = {one: _slowdown(query.gpus[one[0]], theirs) for one in weights}
-    known = [one for one, slowdown in slowdowns.items() if slowdown]
+    slowdowns = {source: _slowdown(query.gpus[source[0]], source_dtype) for source in weights}
+    stated = [source for source, slowdown in slowdowns.items() if slowdown]
     own = _slowdown(gpu, dtype)
-    if not (own and known) or (gpu.name in measured and dtype not in gpu.achieved_flops_per_s):
+    if not (own and stated) or (gpu.name in measured and dtype not in gpu.achieved_flops_per_s):
         return 1.0
-    logs = [np.log(slowdowns[one]) for one in known]
-    return own / float(np.exp(np.average(logs, weights=[weights[one] for one in known])))
+    logs = [np.log(slowdowns[source]) for source in stated]
+    return own / float(np.exp(np.average(logs, weights=[weights[source] for source in stated])))
 
 
 def _slowdown(gpu: Gpu, dtype: str) -> float:

@@ -23,23 +23,23 @@ MIN_INTERVAL_SHARE = assumed(__file__, "min_interval_share")
 
 def coordinates(rows: pd.DataFrame, family: Family) -> tuple[np.ndarray, np.ndarray]:
     """The kind of each row (its parameters that are no sizes, as text) and log2(1 + sizes)."""
-    p, sizes, kind = columns(rows, family), [], np.full(len(rows), "", dtype=object)
+    params, sizes, kinds = columns(rows, family), [], np.full(len(rows), "", dtype=object)
     for f in fields(family.params):
-        values = np.asarray(getattr(p, f.name))
+        values = np.asarray(getattr(params, f.name))
         if f.type in ("int", "float"):
             sizes.append(np.log2(1.0 + values.astype(float)))
         else:
-            kind = kind + "|" + values.astype(str).astype(object)
-    return kind, np.stack(sizes, axis=1).astype(np.float32)
+            kinds = kinds + "|" + values.astype(str).astype(object)
+    return kinds, np.stack(sizes, axis=1).astype(np.float32)
 
 
 def kind_keys(kind: np.ndarray, table: Features) -> np.ndarray:
     """Kinds extended by GPU, software and the conditions of measurement (threads, cold cache)."""
-    found = table["gpu"] + "|" + table["stack"]
+    keys = table["gpu"] + "|" + table["stack"]
     for name in ("threads", "cold"):
         codes, distinct = pd.factorize(table[name])
-        found = found + np.array([f"|{value}" for value in distinct], dtype=object)[codes]
-    return np.asarray(found + "|" + kind)
+        keys = keys + np.array([f"|{value}" for value in distinct], dtype=object)[codes]
+    return np.asarray(keys + "|" + kind)
 
 
 def points(at: np.ndarray, roofline_us: np.ndarray) -> np.ndarray:

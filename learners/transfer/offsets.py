@@ -13,15 +13,15 @@ OUTSIDE_WIDENING: float = assumed(__file__, "outside_widening")
 def offsets_of_rows(
     seen: Offsets, unseen: Offsets, on_unseen: np.ndarray, inside: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Offsets of rows: ``unseen`` where the mask ``on_unseen`` says so, else ``seen``.
+    """Offsets (low, high) of each row: ``unseen`` where ``on_unseen`` is set, else ``seen``.
 
-    Where a shape is not ``inside`` the envelope they are OUTSIDE_WIDENING times the seen ones, and
-    on an unseen GPU no closer than those of its own.
+    Where a shape is not ``inside`` the envelope they are OUTSIDE_WIDENING * seen; on an unseen GPU
+    the wider ones of these and ``unseen``.
     """
-    both = []
-    for own, other, wider in zip(seen, unseen, (min, max), strict=True):
-        outside = OUTSIDE_WIDENING * own
-        known = np.where(inside, own, outside)
-        widened = np.where(inside, other, wider(other, outside))
-        both.append(np.where(on_unseen, widened, known).astype(float))
-    return both[0], both[1]
+    offsets = []
+    for seen_offset, unseen_offset, more_extreme in zip(seen, unseen, (min, max), strict=True):
+        outside = OUTSIDE_WIDENING * seen_offset
+        known = np.where(inside, seen_offset, outside)
+        widened = np.where(inside, unseen_offset, more_extreme(unseen_offset, outside))
+        offsets.append(np.where(on_unseen, widened, known).astype(float))
+    return offsets[0], offsets[1]

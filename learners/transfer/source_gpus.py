@@ -214,15 +214,19 @@ class SourceGpus:
         """
         others = self._of_vendor(gpu)
         aliases = [group.op, *(family.op_aliases if group.op in family.op_aliases else ())]
-        in_dtype = {n: own[group.dtype] for n, own in others.items() if group.dtype in own}
+        in_dtype = {
+            n: by_dtype[group.dtype] for n, by_dtype in others.items() if group.dtype in by_dtype
+        }
         with_op = {
             name: next((by_op[op] for op in aliases if op in by_op), None)
             for name, by_op in in_dtype.items()
         }
         if any(with_op.values()):
             return {name: stacks for name, stacks in with_op.items() if stacks}
-        every = in_dtype or {name: next(iter(own.values())) for name, own in others.items()}
-        return {name: _stacks(by_op) for name, by_op in every.items()}
+        by_op_of_gpu = in_dtype or {
+            name: next(iter(by_dtype.values())) for name, by_dtype in others.items()
+        }
+        return {name: _stacks(by_op) for name, by_op in by_op_of_gpu.items()}
 
     def weights(self, group: RowGroup, gpu: Gpu, family: Family) -> dict[tuple[str, str], float]:
         """Weights of the source GPUs, by name and software stack; their sum is 1.

@@ -91,8 +91,8 @@ def load_host(name_or_path: str = USUAL, generation: str = "") -> HostMachine:
     path = Path(name_or_path)
     if name_or_path == USUAL:
         out = left_out()
-        known = [h for h in shipped_hosts() if h.gpus and not is_among(out, h.sources)]
-        return usual_host(_beside(generation, known))
+        hosts = [h for h in shipped_hosts() if h.gpus and not is_among(out, h.sources)]
+        return usual_host(_beside(generation, hosts))
     if path.suffix not in {".yaml", ".yml"}:
         path = HERE / f"{name_or_path}.yaml"
         if name_or_path not in host_names():
@@ -102,19 +102,22 @@ def load_host(name_or_path: str = USUAL, generation: str = "") -> HostMachine:
     return made_of(HostMachine, values, str(path))
 
 
-def _beside(generation: str, known: Sequence[HostMachine]) -> Sequence[HostMachine]:
-    """Those of ``known`` whose GPUs are nearest to a generation in compute capability; else all."""
-    cuda = [h for h in known if set(h.generations) & set(COMPUTE_CAPABILITY)]
+def _beside(generation: str, hosts: Sequence[HostMachine]) -> Sequence[HostMachine]:
+    """Those of ``hosts`` whose GPUs are nearest to a generation in compute capability; else all."""
+    cuda = [h for h in hosts if set(h.generations) & set(COMPUTE_CAPABILITY)]
     if generation not in COMPUTE_CAPABILITY or not cuda:
-        return known
+        return hosts
     major, minor = COMPUTE_CAPABILITY[generation]
 
-    def apart(host: HostMachine) -> float:
+    def distance(host: HostMachine) -> float:
         of_gpus = [COMPUTE_CAPABILITY[g] for g in host.generations if g in COMPUTE_CAPABILITY]
-        return min(abs(10 * (major - one) + minor - other) for one, other in of_gpus)
+        return min(
+            abs(10 * (major - other_major) + minor - other_minor)
+            for other_major, other_minor in of_gpus
+        )
 
-    nearest = min(map(apart, cuda))
-    return [h for h in cuda if apart(h) == nearest]
+    nearest = min(map(distance, cuda))
+    return [h for h in cuda if distance(h) == nearest]
 
 
 @cache
@@ -132,20 +135,20 @@ def _parts(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-def usual_host(known: Sequence[HostMachine]) -> HostMachine:
+def usual_host(hosts: Sequence[HostMachine]) -> HostMachine:
     """Returns the host of median speed; of an even number the slower one in the middle.
 
     Speed is the time of as many events and launches as take the reference host equally long. The
     slower of two was chosen on the iterations of an H200 in datasets/gpu, on a third machine.
     """
-    if not known:
+    if not hosts:
         return REFERENCE
-    by_speed = sorted(known, key=lambda host: host.slowdown + host.launch_us / EVENT_US["launch"])
+    by_speed = sorted(hosts, key=lambda host: host.slowdown + host.launch_us / EVENT_US["launch"])
     return replace(
-        by_speed[len(known) // 2],
+        by_speed[len(hosts) // 2],
         name=USUAL,
         cpu="",
         gpus="",
-        source=f"median of the hosts {', '.join(host.name for host in known)}",
-        fitted_on=", ".join(sorted({source for host in known for source in host.sources})),
+        source=f"median of the hosts {', '.join(host.name for host in hosts)}",
+        fitted_on=", ".join(sorted({source for host in hosts for source in host.sources})),
     )

@@ -38,9 +38,11 @@ def cpu_name() -> str:
 
 def slow_dtypes() -> set[str]:
     """Dtypes of 16 bits for which this CPU has no instructions that torch's products could use."""
-    known = {"bf16": "_is_mkldnn_bf16_supported", "fp16": "_is_mkldnn_fp16_supported"}
-    there = torch.backends.mkldnn.is_available()
-    return {d for d, asked in known.items() if not (there and getattr(torch.ops.mkldnn, asked)())}
+    checks = {"bf16": "_is_mkldnn_bf16_supported", "fp16": "_is_mkldnn_fp16_supported"}
+    has_onednn = torch.backends.mkldnn.is_available()
+    return {
+        d for d, check in checks.items() if not (has_onednn and getattr(torch.ops.mkldnn, check)())
+    }
 
 
 def last_cache_bytes() -> float:
@@ -62,10 +64,10 @@ def _best_s(run: Callable[[], object], repetitions: int) -> float:
 
 
 def touched_others(mib: float) -> Callable[[], object]:
-    """A function that reads and writes other data: so many MiB, half of them each."""
-    far = torch.ones(int(mib * MIB / 8))
-    copied = torch.empty_like(far)
-    return lambda: torch.mul(far, 1.0, out=copied)
+    """A function that reads one half of so many MiB of other data and writes the other half."""
+    source = torch.ones(int(mib * MIB / 8))
+    target = torch.empty_like(source)
+    return lambda: torch.mul(source, 1.0, out=target)
 
 
 def memory_bytes() -> float:
@@ -86,21 +88,22 @@ def _touched_mib() -> list[float]:
 def measure_cold_shares() -> tuple[dict[str, float], dict[str, float]]:
     """Measure how soon data leave this CPU's caches as other data are touched; takes 9 seconds.
 
-    By MiB that are touched between two uses, see ``shares_of``; timed is a small add. As in
-    training steps, all data are touched once in a lap: those of so many adds that one lap has these
-    MiB. First of data that are used again and again, then of data that were in memory, at their
-    second use: some caches keep what was used twice. In rounds of all sizes, as others use a
-    shared cache now and then.
+    Returns ``Gpu.cold_share`` and ``cold_share_second`` by MiB touched between two uses of the
+    data: of data that are used again and again, and of data that were in memory, at their second
+    use (some caches keep what was used twice). Timed is a small add. A lap runs as many adds, each
+    on data of its own, as touch these MiB together: as in a training step, all data are touched
+    once before any is touched again. Rounds of all sizes spread what other users of a shared cache
+    do over all of them.
     """
     b, size = torch.ones(16, 16), int(ADD_MIB * MIB / 8)
     sizes = _touched_mib()
     pairs = [(torch.ones(size), torch.ones(size)) for _ in range(round(sizes[-1] / ADD_MIB))]
     place = 0
 
-    def lap_s(number: int) -> list[float]:
+    def lap_s(pairs_in_lap: int) -> list[float]:
         """Times of the adds of one lap over so many pairs."""
         times = []
-        for x, y in pairs[place : place + number]:
+        for x, y in pairs[place : place + pairs_in_lap]:
             torch.neg(b)  # another op between, as in a step
             start = time.perf_counter()
             torch.add(x, x, out=y)
@@ -108,25 +111,29 @@ def measure_cold_shares() -> tuple[dict[str, float], dict[str, float]]:
         return times
 
     def again_s(mib: float) -> float:
-        number = round(mib / ADD_MIB)
-        laps = [lap_s(number) for _ in range(4 + round(COLD_LAPS_MIB / mib))]
+        """Median time of an add on data that were used in several laps before."""
+        pairs_in_lap = round(mib / ADD_MIB)
+        laps = [lap_s(pairs_in_lap) for _ in range(4 + round(COLD_LAPS_MIB / mib))]
         return statistics.median(itertools.chain(*laps[3:]))
 
     def second_s(mib: float) -> float:
+        """Median time of an add on data that were used once before, and then were in memory."""
         nonlocal place
-        number, times = round(mib / ADD_MIB), list[float]()
+        pairs_in_lap, times = round(mib / ADD_MIB), list[float]()
         for _ in range(max(1, round(COLD_LAPS_MIB / mib))):
-            place = place + number if place + 2 * number <= len(pairs) else 0
-            lap_s(number)
-            times += lap_s(number)
+            place = place + pairs_in_lap if place + 2 * pairs_in_lap <= len(pairs) else 0
+            lap_s(pairs_in_lap)
+            times += lap_s(pairs_in_lap)
         return statistics.median(times)
 
     again_s(1.0)  # wakes the threads
     again = [[again_s(mib) for mib in sizes] for _ in range(COLD_ROUNDS)]
     second = [[second_s(mib) for mib in sizes] for _ in range(COLD_ROUNDS)]
     names = [f"{mib:g}" for mib in sizes]
-    found = (dict(zip(names, shares_of(rounds), strict=True)) for rounds in (again, second))
-    return next(found), next(found)
+    return (
+        dict(zip(names, shares_of(again), strict=True)),
+        dict(zip(names, shares_of(second), strict=True)),
+    )
 
 
 def shares_of(rounds: Sequence[Sequence[float]]) -> list[float]:
@@ -136,16 +143,16 @@ def shares_of(rounds: Sequence[Sequence[float]]) -> list[float]:
     shorter one of the two smallest sizes, t_cold the median of the three largest.
     """
     measured = [statistics.median(times) for times in zip(*rounds, strict=True)]
-    near, cold = min(measured[:2]), statistics.median(measured[-3:])
-    shares = [min(1.0, (t - near) / max(cold - near, 1e-9)) for t in measured]
+    warm, cold = min(measured[:2]), statistics.median(measured[-3:])
+    shares = [min(1.0, (t - warm) / max(cold - warm, 1e-9)) for t in measured]
     return [round(s, 3) for s in itertools.accumulate(shares, max)]
 
 
 def measure_cpu() -> Gpu:
     """Measure this CPU: its peak by a 1024^3 product, bandwidth beyond its caches; takes 8 s."""
-    a, far_mib = torch.randn(1024, 1024), _touched_mib()[-1]
+    a, beyond_caches_mib = torch.randn(1024, 1024), _touched_mib()[-1]
     peak = 2 * 1024**3 / _best_s(lambda: torch.mm(a, a), 10)
-    bandwidth = far_mib * MIB / _best_s(touched_others(far_mib), 6)
+    bandwidth = beyond_caches_mib * MIB / _best_s(touched_others(beyond_caches_mib), 6)
     again, second = measure_cold_shares()
     return Gpu(
         name=cpu_name(),

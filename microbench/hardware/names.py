@@ -47,27 +47,31 @@ def parse(text: str) -> Name:
 @cache
 def by_model() -> dict[str, dict[str, Name]]:
     """Hardware files and what their names state, by model; RTX cards also without that word."""
-    found: dict[str, dict[str, Name]] = {}
+    files_by_model: dict[str, dict[str, Name]] = {}
     for file in gpu_names():
         name = parse(file)
         for model in {name.model, name.model.removeprefix("rtx")} - {""}:
-            found.setdefault(model, {})[file] = name
-    return found
+            files_by_model.setdefault(model, {})[file] = name
+    return files_by_model
 
 
 def _agrees(stated: Name, file: Name) -> bool:
+    """Whether no part (form, memory) that both names state differs."""
     pairs = ((stated.form, file.form), (stated.memory, file.memory))
-    return all(not theirs or not ours or theirs == ours for theirs, ours in pairs)
+    return all(
+        not stated_value or not file_value or stated_value == file_value
+        for stated_value, file_value in pairs
+    )
 
 
 def fitting(text: str) -> list[str]:
     """Hardware files that a name fits: one of exactly that name, else the usual ones first."""
     stated = parse(text)
     files = by_model().get(stated.model, {})
-    found = [file for file, name in files.items() if _agrees(stated, name)]
-    exact = [file for file in found if files[file] == stated]
-    usual = [file for file in USUAL.get(stated.model, ()) if file in found]
-    return exact or [*usual, *(file for file in found if file not in usual)]
+    fits = [file for file, name in files.items() if _agrees(stated, name)]
+    exact = [file for file in fits if files[file] == stated]
+    usual = [file for file in USUAL.get(stated.model, ()) if file in fits]
+    return exact or [*usual, *(file for file in fits if file not in usual)]
 
 
 def gpu_named(text: str) -> str | None:
@@ -76,8 +80,8 @@ def gpu_named(text: str) -> str | None:
     Where a name fits several files, the usual form of the card is taken (``usual_forms``). The name
     of a node stands for its GPU.
     """
-    if found := fitting(text):
-        return found[0]
+    if files := fitting(text):
+        return files[0]
     known = parse(text).model in by_model()
     node = None if known else node_named(text)
     return load_node(node).gpu if node else None

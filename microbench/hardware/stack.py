@@ -39,10 +39,11 @@ class TableSoftware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """Bytes that a rank holds of a parameter beside the parameter itself.
+    """Bytes per element of a parameter that a rank holds beside the parameter itself.
 
-    ``gradient``: of its summed gradient, in one buffer from the start, which messages are sent
-    from; ``copies``: of copies in fp32 for the optimizer, whose states are in fp32, too.
+    ``gradient``: of the summed gradient, in a buffer that is allocated before the first step and
+    that messages are sent from; ``copies``: of fp32 copies for the optimizer, whose states are in
+    fp32, too.
     """
 
     gradient: int
@@ -130,11 +131,11 @@ def pick_version(stacks: Sequence[str], wanted: str) -> str:
 def known_stacks() -> Mapping[str, Stack]:
     """All stacks by name: of the file that ships, and one of each file that packages add."""
     shipped = facts_of(str(FILE))
-    found = {str(name): _stack(str(name), entry) for name, entry in shipped.items()}
-    files = with_added("stacks", dict.fromkeys(found, FILE))
-    for name in files.keys() - found:
-        found[name] = _stack(name, read_mapping(files[name], "stack file"), files[name])
-    return found
+    stacks = {str(name): _stack(str(name), entry) for name, entry in shipped.items()}
+    files = with_added("stacks", dict.fromkeys(stacks, FILE))
+    for name in files.keys() - stacks:
+        stacks[name] = _stack(name, read_mapping(files[name], "stack file"), files[name])
+    return stacks
 
 
 def _stack(name: str, entry: Mapping[str, Any], file: Path = FILE) -> Stack:
@@ -162,11 +163,11 @@ def load_stack(name: str) -> Stack:
     ``torch-2025-03-24``, a nightly build, the newest that was released by then. The major version
     is that of a known release.
     """
-    found = _find(name)
-    new = not NIGHTLY.match(name) and software_version(name)[:1] > _newest(name)[:1]
-    if found is None or new:
+    stack = _find(name)
+    too_new = not NIGHTLY.match(name) and software_version(name)[:1] > _newest(name)[:1]
+    if stack is None or too_new:
         raise unknown("stack", name, stack_names(), like=_releases(name)[:3])
-    return found
+    return stack
 
 
 def _releases(name: str) -> list[str]:
@@ -192,11 +193,12 @@ def asked_stack(stated: object) -> str:
 
 def similar_software(name: str) -> tuple[str, ...]:
     """Software whose rows are taken where this stack has none; () for an unknown stack."""
-    found = _find(name)
-    return found.similar if found else ()
+    stack = _find(name)
+    return stack.similar if stack else ()
 
 
 def _find(name: str) -> Stack | None:
+    """The known stack for a stated name: that, else a release of its software, else by a word."""
     stacks = known_stacks()
     if name in stacks:
         return stacks[name]
@@ -210,8 +212,8 @@ def _find(name: str) -> Stack | None:
         name = software
     if releases:
         return stacks[pick_version(releases, name)]
-    named = [stack for stack in stacks.values() if any(_says(name, w) for w in stack.words)]
-    return named[0] if named else None
+    by_words = [stack for stack in stacks.values() if any(_says(name, w) for w in stack.words)]
+    return by_words[0] if by_words else None
 
 
 def _says(text: str, word: str) -> bool:
