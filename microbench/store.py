@@ -29,9 +29,7 @@ FACTS = b"card"  # key of a part's metadata: the facts of its card, as JSON
 MACHINE = ("host", "gpu_uuid")  # columns that say where a row was measured
 OF_PARTS = ("machines", "rows", "sha256")  # of a card; computed from the parts
 ROOM_BYTES = 2**16  # more than the rows of a chunk
-FOLDER = re.compile(
-    r"[\w+-][\w.+-]*"
-)  # of a family, a GPU or a source; never a path out of the root
+FOLDER = re.compile(r"[\w+-][\w.+-]*")  # of a family, GPU or source; no path out of the root
 
 
 def point_key(row: Facts) -> str:
@@ -149,11 +147,11 @@ def write_card(folder: Path, facts: Facts | None = None) -> None:
     facts_of_parts = [part_facts(p) for p in parts]
     card = folder / "card.yaml"
     if facts is None and card.is_file():
-        old = load_yaml(card.read_text()) or {}
-        facts = {k: v for k, v in old.items() if k not in OF_PARTS}
+        stated = load_yaml(card.read_text()) or {}
+        facts = {k: v for k, v in stated.items() if k not in OF_PARTS}
     if facts is None:
         facts = max(facts_of_parts, key=lambda part: str(part.get("when", "")), default={})
-    columns = [pd.read_parquet(p, columns=_some(p, ("status", *MACHINE))) for p in parts]
+    columns = [pd.read_parquet(p, columns=_present_columns(p, ("status", *MACHINE))) for p in parts]
     card_facts = {
         **facts,
         "machines": _machines(facts_of_parts, columns),
@@ -169,25 +167,28 @@ def part_facts(path: Path) -> Row:
     return dict(json.loads((pq.read_schema(path).metadata or {}).get(FACTS, b"{}")))
 
 
-def _some(path: Path, names: Sequence[str]) -> list[str]:
+def _present_columns(path: Path, names: Sequence[str]) -> list[str]:
     """Those of the columns that a part has."""
     return [name for name in names if name in pq.read_schema(path).names]
 
 
 def _machines(stated: Sequence[Facts], columns: Sequence[pd.DataFrame]) -> list[Row]:
-    """Each host and GPU with rows in these parts, with the software it had and its rows' number."""
-    found: dict[str, Row] = {}
+    """Each host and GPU with rows in these parts, with its software and number of rows.
+
+    ``stated`` and ``columns``: of each part its facts, and the MACHINE columns of its rows.
+    """
+    machines: dict[str, Row] = {}
     for facts, rows in zip(stated, columns, strict=True):
         names = [name for name in MACHINE if name in rows]
-        for values, mine in rows[names].fillna("").groupby(names) if names else ():
-            where = {n: str(value) for n, value in zip(names, values, strict=True) if value}
+        for values, rows_there in rows[names].fillna("").groupby(names) if names else ():
+            place = {n: str(value) for n, value in zip(names, values, strict=True) if value}
             software = copy.deepcopy({n: facts[n] for n in ("versions", "when") if n in facts})
-            if "gpu_uuid" in where and "versions" in software:  # there of the host's first GPU
-                software["versions"] = {**software["versions"], "gpu_uuid": where["gpu_uuid"]}
-            one = {**where, **software}
-            one = found.setdefault(json.dumps(one, default=str), {**one, "rows": 0})
-            one["rows"] += len(mine)
-    return [found[key] for key in sorted(found)]
+            if "gpu_uuid" in place and "versions" in software:  # there of the host's first GPU
+                software["versions"] = {**software["versions"], "gpu_uuid": place["gpu_uuid"]}
+            machine = {**place, **software}
+            machine = machines.setdefault(json.dumps(machine, default=str), {**machine, "rows": 0})
+            machine["rows"] += len(rows_there)
+    return [machines[key] for key in sorted(machines)]
 
 
 def read_rows(roots: Sequence[Path], family: str) -> pd.DataFrame:
@@ -205,18 +206,19 @@ def read_parts(roots: Sequence[Path], family: str) -> Iterator[tuple[Path, pd.Da
 
 
 def _parts(roots: Sequence[Path], family: str) -> list[Path]:
-    places = ("*/*/*", "*/*", "*")  # of parts; those that lie elsewhere are not read
-    every = [
+    """Paths of a family's parts; ValueError for a Parquet file in another place or with no name."""
+    places = ("*/*/*", "*/*", "*")
+    paths = [
         path
         for root in roots
         for place in places
         for path in sorted(Path(root).glob(f"{family}/{place}.parquet"))
     ]
-    for path in every:
+    for path in paths:
         if not (path.name.startswith("part-") and path.parents[2].name == family):
             named = f"{family}/GPU/SOURCE/part-NAME.parquet"
             raise ValueError(f"{str(path)!r} would be ignored: parts are called {named}")
-    return every
+    return paths
 
 
 @contextmanager
@@ -225,19 +227,19 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError) as exc:
-        told = " ".join(str(exc).split())[:200]
-        raise ValueError(f"part {str(path)!r} is damaged or no Parquet: {told}") from exc
+        reason = " ".join(str(exc).split())[:200]
+        raise ValueError(f"part {str(path)!r} is damaged or no Parquet: {reason}") from exc
 
 
 def read_hardware(roots: Sequence[Path]) -> dict[str, Gpu]:
     """Hardware of the GPUs with rows under the roots, by name, as their cards state it."""
-    found: dict[str, Gpu] = {}
+    gpus: dict[str, Gpu] = {}
     for root in roots:
         for path in sorted(Path(root).glob("*/*/*/card.yaml")):
             facts = (load_yaml(path.read_text()) or {}).get("hardware")
             if facts:
-                found[facts["name"]] = made_of(Gpu, facts, str(path))
-    return found
+                gpus[facts["name"]] = made_of(Gpu, facts, str(path))
+    return gpus
 
 
 def read_versions(roots: Sequence[Path]) -> dict[str, dict[str, str]]:
@@ -245,10 +247,10 @@ def read_versions(roots: Sequence[Path]) -> dict[str, dict[str, str]]:
 
     Where cards differ the last one counts.
     """
-    found: dict[str, dict[str, str]] = {}
+    versions_by_gpu: dict[str, dict[str, str]] = {}
     for root in roots:
         for path in sorted(Path(root).glob(f"*/*/{SOURCE}/card.yaml")):
             versions = (load_yaml(path.read_text()) or {}).get("versions") or {}
-            own = found.setdefault(path.parts[-3], {})
-            own.update({str(name): str(version) for name, version in versions.items()})
-    return found
+            of_gpu = versions_by_gpu.setdefault(path.parts[-3], {})
+            of_gpu.update({str(name): str(version) for name, version in versions.items()})
+    return versions_by_gpu

@@ -76,23 +76,28 @@ def collect_iterations(
     facts = {**card_facts(root, device), "what": "training iterations measured by itercast collect"}
     store.compact(root, facts)
     done = finished_keys(root, ("iteration", IN_STEP))
-    moved = 0
-    for ranks in sorted({w.ranks for w in wanted}):
+    new_rows = 0
+    for ranks in sorted({iteration.ranks for iteration in wanted}):
         order = _order(root, device, facts["hardware"]["name"], ranks, repeat)
         order = replace(order, in_step=in_step, cores=cores)
-        left = [w for w in wanted if w.ranks == ranks and iteration_key(order, w) not in done]
+        left = [
+            iteration
+            for iteration in wanted
+            if iteration.ranks == ranks and iteration_key(order, iteration) not in done
+        ]
         order = replace(order, lanes=min(devices, len(left)) if ranks == 1 and left else 1)
         measure = partial(_measure, order, left, end_s, grace_s)
         try:
-            run_lanes(order.lanes, measure, partial(_show, progress, moved))
+            run_lanes(order.lanes, measure, partial(_show, progress, new_rows))
         finally:
-            moved += store.compact(root, facts)
-    return moved
+            new_rows += store.compact(root, facts)
+    return new_rows
 
 
-def _show(progress: Progress | None, before: int, told: Sequence[int]) -> None:
+def _show(progress: Progress | None, earlier_rows: int, rows_by_lane: Sequence[int]) -> None:
+    """Tell the number of rows of all lanes and of groups of ranks before."""
     if progress:
-        progress(before + sum(told))
+        progress(earlier_rows + sum(rows_by_lane))
 
 
 def _measure(
@@ -101,24 +106,24 @@ def _measure(
     end_s: float,
     grace_s: float,
     lane: int,
-    tell: Progress,
+    progress: Progress,
 ) -> None:
     """Measure those iterations that are this lane's, with further processes where one ends."""
     order = replace(order, lane=lane)
-    left, before = list(wanted[lane :: order.lanes]), 0
-    while left and (left_s := end_s - (begin_s := time.monotonic())) > 0:
-        part = replace(order, iterations=tuple(left), run_id=_run_id(order))
+    waiting, finished = list(wanted[lane :: order.lanes]), 0
+    while waiting and (left_s := end_s - (begin_s := time.monotonic())) > 0:
+        part = replace(order, iterations=tuple(waiting), run_id=_run_id(order))
         part = replace(part, budget_s=left_s, begin_s=begin_s)
-        ended, code, rows = _run(part, before, tell, grace_s)
-        before, left = before + rows, left[rows:]
-        if code == 0 or ended == "late" or not left:  # gloo may abort when ranks end
+        ended, code, rows = _run(part, finished, progress, grace_s)
+        finished, waiting = finished + rows, waiting[rows:]
+        if code == 0 or ended == "late" or not waiting:  # gloo may abort when ranks end
             return
         if order.device == "cpu":
             stuck = part.iterations[min(rows, len(part.iterations) - 1)]
             raise RuntimeError(f"measuring {stuck.case} {stuck.plan} failed; see above")
         if code != EXIT_BROKEN:  # the process crashed or hung
-            _write_failure(part, left.pop(0), code)
-            before += 1
+            _write_failure(part, waiting.pop(0), code)
+            finished += 1
 
 
 def _order(root: Path, device: str, gpu: str, ranks: int, repeat: int) -> IterationOrder:
@@ -159,9 +164,9 @@ def _run(
     )
 
     def rows() -> int:
-        found = order.rows()
-        progress(before + found)
-        return found
+        finished = order.rows()
+        progress(before + finished)
+        return finished
 
     def stalled_s() -> float:
         return STALLED_S[order.iterations[min(rows(), len(order.iterations) - 1)].engine]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 
 from itercast.capture.base.files import write_atomic
@@ -20,25 +21,23 @@ DLRM = tuple(f"dlrm-r{number:02d}" for number in range(20))
 
 def gpu_iterations() -> list[Iteration]:
     """Lists all iterations to measure: ``FIRST``, more eager steps, CUDA graphs, compiled steps."""
-    first = [_iteration(*one) for one in FIRST]
-    eager = [
-        _iteration(name, sizes[number][0], sizes[number][1], "eager")
-        for number in range(max(map(len, FACTS["eager"].values())))
-        for name, sizes in FACTS["eager"].items()
-        if number < len(sizes)
-    ]
-    dlrm = [one for name in DLRM if (one := _iteration(name, 0, "fp32", "eager")) not in first]
-    rest = [one for both in zip(eager, dlrm, strict=False) for one in both]
-    rest += eager[len(dlrm) :] + dlrm[len(eager) :]
-    return [*first, *rest, *(_iteration(*one) for one in FACTS["last"])]
+    first, last = ([_iteration(*facts) for facts in FACTS[part]] for part in ("first", "last"))
+    eager = list[Iteration]()
+    for turn in zip_longest(*FACTS["eager"].values()):  # the first size of each case, the second...
+        sizes = zip(FACTS["eager"], turn, strict=True)
+        eager += [_iteration(name, *size, "eager") for name, size in sizes if size]
+    dlrm = [_iteration(name, 0, "fp32", "eager") for name in DLRM]
+    dlrm = [iteration for iteration in dlrm if iteration not in first]
+    mixed = [iteration for pair in zip_longest(eager, dlrm) for iteration in pair if iteration]
+    return [*first, *mixed, *last]
 
 
 def iterations_of(stage: str) -> list[Iteration]:
     """The iterations of a stage of the second campaign, each in all timings that it states."""
     facts = FACTS["second"][stage]
     timings = TIMINGS if facts.get("both") else TIMINGS[:1]
-    listed = [_iteration(*one) for one in facts["iterations"]]
-    return [replace(one, timing=timing) for one in listed for timing in timings]
+    iterations = [_iteration(*iteration) for iteration in facts["iterations"]]
+    return [replace(iteration, timing=timing) for iteration in iterations for timing in timings]
 
 
 def write_configurations(root: Path) -> None:

@@ -127,8 +127,8 @@ def _prepare(
 
     if iteration.plan:
         sizes, settings = (iteration.batch, iteration.seq), iteration.settings()
-        make = function_of("plan_steps", "torch")
-        step: PlanStep = make(case, iteration.plan, *sizes, settings, device, on_phase)
+        make_plan_step = function_of("plan_steps", "torch")
+        step: PlanStep = make_plan_step(case, iteration.plan, *sizes, settings, device, on_phase)
     else:
         step = PlanStep(run=_one_process(case, iteration, device, on_phase))
     if iteration.timing == BACK_TO_BACK:
@@ -163,8 +163,9 @@ def _one_process(
 class _StepTimer:
     """Repeats a step and keeps the times of its phases.
 
-    ``marks``: the step adds (phase, ns) when one begins. ``together``: other ranks run it, too.
-    ``anchor`` times the machine's speed. ``one_by_one``: the host waits for each.
+    ``marks``: the step adds (phase, ns) when a phase begins. ``together``: other ranks run the
+    step, too. ``anchor`` times reference workloads, which tell the machine's speed.
+    ``one_by_one``: the host waits for the device at the end of each step.
     """
 
     def __init__(
@@ -234,7 +235,7 @@ class _StepTimer:
         if self.watch is not None:
             self.watch.read()
         torch.cuda.synchronize()
-        times = [1e3 * one.elapsed_time(after) for one, after in itertools.pairwise(ends)]
+        times = [1e3 * end.elapsed_time(next_end) for end, next_end in itertools.pairwise(ends)]
         return times, self.watch.facts() if self.watch is not None else {}
 
     def _watched(self) -> None:
@@ -256,6 +257,7 @@ class _StepTimer:
         return self._agreed(count)
 
     def _agreed(self, count: int) -> int:
+        """Rank 0's number, on all ranks."""
         return rank0_value(count) if self.together else count
 
     def _with_speed(self, number: int, count: int) -> float:
@@ -286,9 +288,11 @@ class _StepTimer:
         if self.device == "cuda":
             torch.cuda.synchronize()
         end = time.perf_counter_ns()
-        ends = [at for _, at in self.marks[1:]] + [end]
-        for (phase, at), until in zip(self.marks, ends, strict=False):  # a graph has no phases
-            self.phases.setdefault(phase, []).append((until - at) / 1e3)
+        ends = [begin for _, begin in self.marks[1:]] + [end]
+        for (phase, begin), phase_end in zip(
+            self.marks, ends, strict=False
+        ):  # a graph has no phases
+            self.phases.setdefault(phase, []).append((phase_end - begin) / 1e3)
         return (end - start) / 1e3 / self.step.steps
 
     def anchor_us(self) -> dict[str, float]:

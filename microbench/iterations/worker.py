@@ -135,11 +135,11 @@ def case_of(config: Path | None, iteration: Iteration) -> EvalCase:
 
 
 def pin(cores: int, lane: int) -> None:
-    """Pin this process to so many of its cores, other ones for each lane, where a system can."""
+    """Pin this process to so many of its cores, each lane to others, if the system can."""
     if hasattr(os, "sched_setaffinity"):
-        mine = sorted(os.sched_getaffinity(0))
-        begin = lane * cores % max(1, len(mine) - cores + 1)
-        os.sched_setaffinity(0, mine[begin : begin + cores])
+        own_cores = sorted(os.sched_getaffinity(0))
+        begin = lane * cores % max(1, len(own_cores) - cores + 1)
+        os.sched_setaffinity(0, own_cores[begin : begin + cores])
 
 
 class RetryWhenDisturbed:

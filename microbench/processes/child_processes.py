@@ -31,9 +31,10 @@ def ended_with_this() -> dict[str, str]:
 
 
 def _pipe() -> tuple[int, int]:
-    end, kept = os.pipe()
-    _held[end] = kept
-    return end, kept
+    """A pipe that stays open as long as this process lives: the ends to read from and to write."""
+    read_end, write_end = os.pipe()
+    _held[read_end] = write_end
+    return read_end, write_end
 
 
 def _path(end: int) -> str:
@@ -55,21 +56,21 @@ def end_with_parent() -> None:
 
 
 def _forked() -> None:
-    """Go on a pipe of the process that forked this one, and let go of those that it holds."""
+    """In a fork: end with the process that forked this one, whose pipes it closes."""
     (path,) = ended_with_this().values()
-    inherited = [*_held.items(), *((end,) for end in _opened)]
+    inherited = [*_held.items(), *((descriptor,) for descriptor in _opened)]
     _held.clear()
     _opened.clear()
-    for ends in inherited:
-        for end in ends:
-            os.close(end)
+    for descriptors in inherited:
+        for descriptor in descriptors:
+            os.close(descriptor)
     _end_with(path)
     ended_with_this.cache_clear()
     os.environ |= ended_with_this()
 
 
 def _end_with(path: str) -> None:
-    """Be killed when nobody can write to a pipe any more."""
+    """Have the kernel kill this process when no process holds the pipe's write end any more."""
     name, _, inode = path.rpartition(":")
     try:
         end = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -82,9 +83,9 @@ def _end_with(path: str) -> None:
     fcntl.fcntl(end, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(end, fcntl.F_SETFL, fcntl.fcntl(end, fcntl.F_GETFL) | os.O_ASYNC)
     _opened.append(end)
-    asked = select.poll()
-    asked.register(end, 0)
-    if asked.poll(0):  # it ended before the kernel knew
+    poll = select.poll()
+    poll.register(end, 0)
+    if poll.poll(0):  # it ended before the kernel knew
         os.kill(os.getpid(), signal.SIGKILL)
 
 

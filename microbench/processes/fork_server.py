@@ -47,25 +47,25 @@ class Fork:
     def __init__(self, module: str, words: Sequence[str], stdout: int, stderr: int) -> None:
         self.pid, self.returncode = 0, None
         self._server = _server(module)  # which ends when nobody can ask it any more
-        self._told, tells = os.pipe()
+        self._status, status_pipe = os.pipe()
         try:
             with TemporaryFile() as order:
                 order.write(json.dumps([words, os.getcwd(), dict(os.environ)]).encode())
                 order.flush()
-                self._server.ask([order.fileno(), stdout, stderr, tells])
+                self._server.ask([order.fileno(), stdout, stderr, status_pipe])
         finally:
-            os.close(tells)
+            os.close(status_pipe)
 
     def poll(self, wait_s: float | None = 0) -> int | None:
         """How it ended, None while it runs."""
-        while self.returncode is None and select.select([self._told], [], [], wait_s)[0]:
-            told = os.read(self._told, NUMBER.size)
-            number = NUMBER.unpack(told)[0] if told else -signal.SIGKILL  # with its server
-            if told and not self.pid:
+        while self.returncode is None and select.select([self._status], [], [], wait_s)[0]:
+            message = os.read(self._status, NUMBER.size)
+            number = NUMBER.unpack(message)[0] if message else -signal.SIGKILL  # with its server
+            if message and not self.pid:
                 self.pid = number
             else:
                 self.returncode = number
-                os.close(self._told)
+                os.close(self._status)
         return self.returncode
 
     def end(self) -> None:
@@ -85,12 +85,12 @@ class _Server:
     """The process that imports a module and forks."""
 
     def __init__(self, module: str) -> None:
-        self._asked, its = socket.socketpair()
-        with its:
+        self._requests, server_end = socket.socketpair()
+        with server_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", START, MODULE, module, str(its.fileno())],
+                [sys.executable, "-m", START, MODULE, module, str(server_end.fileno())],
                 env=os.environ | ended_with_this(),
-                pass_fds=[its.fileno()],
+                pass_fds=[server_end.fileno()],
                 stdout=sys.__stderr__,
                 stderr=sys.__stderr__,
                 start_new_session=True,
@@ -99,7 +99,7 @@ class _Server:
     def ask(self, files: list[int]) -> None:
         """Pass it the files of a call."""
         with suppress(BrokenPipeError):  # it ended: so does the pipe that is told
-            socket.send_fds(self._asked, [b"1"], files)
+            socket.send_fds(self._requests, [b"1"], files)
 
     def lives(self) -> bool:
         return self._process.poll() is None
@@ -108,51 +108,52 @@ class _Server:
         """Kill it, and all of its forks with it."""
         self._process.kill()
         self._process.wait()
-        self._asked.close()
+        self._requests.close()
 
 
 def _server(module: str) -> _Server:
-    """The one of a module, started anew where Python and libraries might read something else."""
-    read = {name: v for name, v in os.environ.items() if name.startswith(AT_IMPORT)}, os.getpid()
-    known = _running.get(module)
-    if known is None or known[0] != read or not known[1].lives():
-        _running[module] = read, _Server(module)
+    """The server of a module, started anew if variables have changed that are read at import."""
+    startup = {name: v for name, v in os.environ.items() if name.startswith(AT_IMPORT)}, os.getpid()
+    running = _running.get(module)
+    if running is None or running[0] != startup or not running[1].lives():
+        _running[module] = startup, _Server(module)
     return _running[module][1]
 
 
-def _serve(main: Callable[..., int], asked: socket.socket) -> None:
+def _serve(main: Callable[..., int], requests: socket.socket) -> None:
     """Fork for each call until nobody can ask any more."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
     while True:
-        byte, files, _, _ = socket.recv_fds(asked, 1, 4)
+        byte, files, _, _ = socket.recv_fds(requests, 1, 4)
         if not byte:
             return
         if os.fork() == 0:
-            asked.close()
+            requests.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             _exit_with(_watched, main, *files)
         for file in files:
             os.close(file)
 
 
-def _watched(main: Callable[..., int], order: int, out: int, err: int, tells: int) -> int:
+def _watched(main: Callable[..., int], order: int, out: int, err: int, status_pipe: int) -> int:
     """Fork once more, for the call; tell its number and, once its group is killed, its end."""
     pid = os.fork()
     if pid == 0:
-        os.close(tells)
+        os.close(status_pipe)
         _exit_with(_call, main, order, out, err)
     for file in (order, out, err):
         os.close(file)
-    os.write(tells, NUMBER.pack(pid))
+    os.write(status_pipe, NUMBER.pack(pid))
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
-    os.write(tells, NUMBER.pack(os.waitstatus_to_exitcode(status)))
+    os.write(status_pipe, NUMBER.pack(os.waitstatus_to_exitcode(status)))
     return 0
 
 
 def _call(main: Callable[..., int], order: int, out: int, err: int) -> int:
+    """In the innermost fork: take over words, folder, environment and outputs; call ``main``."""
     os.setsid()
     os.dup2(out, 1)
     os.dup2(err, 2)

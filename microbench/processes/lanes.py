@@ -29,10 +29,10 @@ def gpu_count(text: str, device: str) -> int:
         return 1
     if device != "cuda":
         raise ValueError(f"devices {text!r}: only GPUs are measured side by side; allowed: 1")
-    there = len(visible_gpus())
-    count = there if text == "all" else int(text) if text.isdigit() else 0
-    if not 1 <= count <= there:
-        raise ValueError(f"devices {text!r}: allowed are all and 1 to {there}, the GPUs here")
+    present = len(visible_gpus())
+    count = present if text == "all" else int(text) if text.isdigit() else 0
+    if not 1 <= count <= present:
+        raise ValueError(f"devices {text!r}: allowed are all and 1 to {present}, the GPUs here")
     return count
 
 

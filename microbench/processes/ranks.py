@@ -113,7 +113,7 @@ def time_collective(run: Callable[[], object], device: str, waits: bool = True) 
 
 
 def _back_to_back(run: Callable[[], object]) -> Timing:
-    """Mean device time of five calls back to back; 5 to 40 samples, a barrier before each."""
+    """Mean device time of DEVICE_CALLS back to back; 5 to 40 samples, a barrier before each."""
 
     def once() -> float:
         dist.barrier()
@@ -126,7 +126,7 @@ def _back_to_back(run: Callable[[], object]) -> Timing:
 
 
 def _between_layers(run: Callable[[], object], waits: bool) -> Timing:
-    """Time of a call in us between layers of a few ms; 8 samples, each the mean of 1 to 8 calls.
+    """Time of a call in us between layers of a few ms; SAMPLES samples, each a mean of calls.
 
     Most calls wait little for other ranks, a few long, and a step has the sum of its calls, so that
     means count. A call adds to a step its mean over ranks or, without ``waits``, its time on the
@@ -145,10 +145,10 @@ def _between_layers(run: Callable[[], object], waits: bool) -> Timing:
     once()
     taken_us = max_over_ranks([(time.perf_counter_ns() - start) / 1e3])[0]
     calls = min(MOST_CALLS, max(1, int(BETWEEN_LAYERS_US / SAMPLES / taken_us)))
-    over = dist.ReduceOp.SUM if waits else dist.ReduceOp.MIN
-    times_us = _over_ranks([once() for _ in range(SAMPLES * calls)], over)
-    each = calls * (dist.get_world_size() if waits else 1)
-    return summarise([max(MIN_US, sum(times_us[i::SAMPLES]) / each) for i in range(SAMPLES)])
+    reduction = dist.ReduceOp.SUM if waits else dist.ReduceOp.MIN
+    times_us = _over_ranks([once() for _ in range(SAMPLES * calls)], reduction)
+    divisor = calls * (dist.get_world_size() if waits else 1)
+    return summarise([max(MIN_US, sum(times_us[i::SAMPLES]) / divisor) for i in range(SAMPLES)])
 
 
 def _layer() -> Callable[[], object]:

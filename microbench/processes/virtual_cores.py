@@ -57,6 +57,7 @@ class VirtualCores:
         return self._of_all(alone_s), self._of_all(self._product_s())
 
     def _load(self, until_s: float) -> None:
+        """Keep the cores busy, so that the machine moves them apart."""
         while time.monotonic() < until_s:
             torch.mm(self._a, self._a)
 
