@@ -24,8 +24,8 @@ def gpu_iterations() -> list[Iteration]:
     first, last = ([_iteration(*facts) for facts in FACTS[part]] for part in ("first", "last"))
     eager = list[Iteration]()
     for turn in zip_longest(*FACTS["eager"].values()):  # the first size of each case, the second...
-        sizes = zip(FACTS["eager"], turn, strict=True)
-        eager += [_iteration(name, *size, "eager") for name, size in sizes if size]
+        sizes = {name: size for name, size in zip(FACTS["eager"], turn, strict=True) if size}
+        eager += [_iteration(name, batch, dtype, "eager") for name, (batch, dtype) in sizes.items()]
     dlrm = [_iteration(name, 0, "fp32", "eager") for name in DLRM]
     dlrm = [iteration for iteration in dlrm if iteration not in first]
     mixed = [iteration for pair in zip_longest(eager, dlrm) for iteration in pair if iteration]
