@@ -24,7 +24,7 @@ from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops import families, find_family
 from itercast.microbench.ops.family import Point
 from itercast.microbench.ops.step.optimizer import OptimizerOp
-from itercast.microbench.store import Facts
+from itercast.microbench.store import Facts, Row
 from itercast.microbench.sweep.gpu_space import fits, roofline_us
 from itercast.microbench.sweep.rows import one_line
 
@@ -108,7 +108,7 @@ def _updates(one: Calls, two: Calls, layers: int) -> Calls:
     updates: Calls = Counter()
     of_one, of_two = ([c for c in calls if isinstance(c[1], OptimizerOp)] for calls in (one, two))
     for (name, first), (_, second) in zip(of_one, of_two, strict=True):
-        sizes: Facts = {}
+        sizes: Row = {}
         for size in ("tensors", "numel"):
             with_one, with_two = getattr(first, size), getattr(second, size)
             sizes[size] = with_one + (layers - 1) * (with_two - with_one)

@@ -65,7 +65,7 @@ class ModelCaptures:
         took_s = time.monotonic() - begin_s
         self.taken_s, self.seconds = self.taken_s + took_s, self.seconds + took_s
         done = {DONE: self.done, SECONDS: round(self.seconds, 3)}
-        write_points(self.path, {name: list(some) for name, some in self.points.items()}, done)
+        write_points(self.path, {name: list(points) for name, points in self.points.items()}, done)
 
 
 def capture_seconds(path: Path) -> float:
@@ -90,7 +90,7 @@ def write_points(
     path: Path, points: Mapping[str, Sequence[Point]], more: Mapping[str, float] | None = None
 ) -> None:
     """Write points by family as JSON, as ``read_points`` reads them; ``more`` beside them."""
-    plain = {name: [asdict(p) for p in some] for name, some in points.items()}
+    plain = {name: [asdict(p) for p in of_family] for name, of_family in points.items()}
     write_atomic(path, json.dumps({**(more or {}), **plain}).encode())
 
 
@@ -102,8 +102,8 @@ def read_points(path: Path, name: str) -> list[Point]:
 def check_points(path: Path) -> int:
     """Number of points in a file; ValueError where it is not a file of points."""
     try:
-        listed = [n for n in json.loads(path.read_text()) if n not in (DONE, SECONDS)]
-        return sum(len(read_points(path, name)) for name in listed)
+        names = [n for n in json.loads(path.read_text()) if n not in (DONE, SECONDS)]
+        return sum(len(read_points(path, name)) for name in names)
     except (ValueError, KeyError, TypeError, AttributeError) as exc:
         reason = f"{type(exc).__name__}: {exc}"
         raise ValueError(f"points {str(path)!r}: not a file of points ({reason})") from exc
@@ -123,18 +123,18 @@ def alternate(
     """
     seen: set[Point] = set()
     waiting: deque[Point] = deque()
-    written_ns, since = 0, 0
+    written_ns, captured_in_turn = 0, 0
     captured = as_called(_popped(waiting))
     while True:
         if path.is_file() and (now_ns := path.stat().st_mtime_ns) != written_ns:
-            fresh = [p for p in read_points(path, name) if p not in seen]
-            seen.update(fresh)
-            mixed, written_ns = by_turns([*waiting, *fresh], seed), now_ns
+            new = [p for p in read_points(path, name) if p not in seen]
+            seen.update(new)
+            mixed, written_ns = by_turns([*waiting, *new], seed), now_ns
             waiting.clear()
             waiting.extend(mixed)
             captured = as_called(_popped(waiting))
-        point = next(captured, None) if since < CAPTURED_PER_SWEPT else None
-        since = 0 if point is None else since + 1
+        point = next(captured, None) if captured_in_turn < CAPTURED_PER_SWEPT else None
+        captured_in_turn = 0 if point is None else captured_in_turn + 1
         if point is None and (point := next(grid, None)) is None:
             yield from captured
             return

@@ -41,7 +41,7 @@ def _this_cpu() -> Gpu:
 
 def cuda_versions() -> dict[str, str]:
     """Versions of CUDA, cuDNN, NCCL and driver, the GPU's UUID and the commit, where known."""
-    found = {
+    versions = {
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
@@ -49,17 +49,17 @@ def cuda_versions() -> dict[str, str]:
         "driver": driver_version(),
         "commit": commit(),
     }
-    return {name: str(value) for name, value in found.items() if value}
+    return {name: str(value) for name, value in versions.items() if value}
 
 
 def commit() -> str:
     """The commit of these sources, from git or else from the environment."""
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
-        found = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+        head = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     except OSError:
-        found = ""
-    return found or os.environ.get(COMMIT, "")
+        head = ""
+    return head or os.environ.get(COMMIT, "")
 
 
 def cuda_gpu() -> Any:

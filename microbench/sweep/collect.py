@@ -68,10 +68,10 @@ def collect(
     begin_s, swept = time.monotonic(), named_families(names, wanted)
     facts = card_facts(root, device)
     overlaps = device == "cpu" and "collective" in swept and threads_of(1) > 1
-    moved = store.compact(root, facts)
+    new_rows = store.compact(root, facts)
     points = wanted or captured_points_file(root, device, seed)
-    asked = phases(device, swept, bool(torchrun), devices)
-    left_s = dict(zip(asked, unspent(root, facts, asked, budget_s, points), strict=True))
+    planned = phases(device, swept, bool(torchrun), devices)
+    left_s = dict(zip(planned, unspent(root, facts, planned, budget_s, points), strict=True))
     if not torchrun:  # else other nodes would wait
         left_s = {
             p: s for p, s in left_s.items() if s >= max(1.0, MIN_LEFT_FRAC * budget_s * p.share)
@@ -81,8 +81,8 @@ def collect(
         facts["hardware"]["contention"] = round(((before or now) * now) ** 0.5, 2)
     whole_s, start_s = sum(left_s.values()), USUAL_START_S
     if not left_s:
-        told = "rows of %s under %s took its budget of %g s already, a larger one goes on"
-        log.warning(told, facts["hardware"]["name"], root, budget_s)
+        message = "rows of %s under %s took its budget of %g s already, a larger one goes on"
+        log.warning(message, facts["hardware"]["name"], root, budget_s)
     end_s, failed = begin_s + whole_s, False
     while left_s:
         wall_s = end_s - time.monotonic()
@@ -92,34 +92,37 @@ def collect(
         phase_s = max(1.0, min(1.0, share) * left_s.pop(phase))
         order = replace(order, budget_s=phase_s, torchrun=torchrun, only=bool(wanted), among=among)
         started_s = time.monotonic()
-        failed |= not run_workers(order, of_all(progress, moved, begin_s, whole_s))
-        moved += store.compact(root, facts)
+        failed |= not run_workers(order, of_all(progress, new_rows, begin_s, whole_s))
+        new_rows += store.compact(root, facts)
         start_s = max(0.0, time.monotonic() - started_s - phase_s)
-    if failed and not moved:
+    if failed and not new_rows:
         raise ChildProcessError(
             f"no new row under {str(root)!r}: its workers failed, as said above"
         )
-    return moved
+    return new_rows
 
 
-def of_all(progress: Progress | None, before: int, begin_s: float, whole_s: float) -> Progress:
-    """Tells of all phases where one tells of itself: rows ``before`` it, the share of all time."""
+def of_all(progress: Progress | None, rows_before: int, begin_s: float, whole_s: float) -> Progress:
+    """A phase's progress as that of all phases: with ``rows_before`` it, the share of all time."""
 
     def show(rows: int, _: float) -> None:
         if progress:
-            progress(before + rows, min(1.0, (time.monotonic() - begin_s) / whole_s))
+            progress(rows_before + rows, min(1.0, (time.monotonic() - begin_s) / whole_s))
 
     return show
 
 
 def unspent(
-    root: Path, facts: Facts, asked: Sequence[Phase], budget_s: float, points: Path
+    root: Path, facts: Facts, planned: Sequence[Phase], budget_s: float, points: Path
 ) -> list[float]:
-    """Seconds of a root's budget that are left for each phase; the first captures models."""
+    """Seconds of a root's budget that are left for each phase.
+
+    The first phase also pays for captures of models (``points``: their file).
+    """
     gpu = facts["hardware"]["name"]
-    spent = [spent_s(root, gpu, phase) for phase in asked]
+    spent = [spent_s(root, gpu, phase) for phase in planned]
     spent[:1] = [s + capture_seconds(points) for s in spent[:1]]
-    return [budget_s * phase.share - s for phase, s in zip(asked, spent, strict=True)]
+    return [budget_s * phase.share - s for phase, s in zip(planned, spent, strict=True)]
 
 
 def measure_points(
@@ -134,15 +137,15 @@ def measure_points(
 
     Families of several ranks are left out. Workers start before the budget begins.
     """
-    facts, begin_s, moved = card_facts(root, device), time.monotonic(), 0
-    alone = [p for p in phases(device, named_families(None, wanted)) if p.ranks == 1]
-    whole = sum(p.share for p in alone)
-    for phase in alone:
+    facts, begin_s, new_rows = card_facts(root, device), time.monotonic(), 0
+    single_rank = [p for p in phases(device, named_families(None, wanted)) if p.ranks == 1]
+    whole = sum(p.share for p in single_rank)
+    for phase in single_rank:
         order = order_of(root, device, facts, phase, wanted, seed)
         order = replace(order, budget_s=budget_s * phase.share / whole, only=True)
-        run_worker(order, of_all(progress, moved, begin_s, budget_s))
-        moved += store.compact(root, facts)
-    return moved
+        run_worker(order, of_all(progress, new_rows, begin_s, budget_s))
+        new_rows += store.compact(root, facts)
+    return new_rows
 
 
 def order_of(
@@ -171,8 +174,8 @@ def named_families(names: Sequence[str] | None, wanted: Path | None) -> tuple[st
     if wanted is None:
         return swept
     check_points(wanted)
-    listed = json.loads(wanted.read_text())
-    return tuple(n for n in swept if listed.get(n))
+    points = json.loads(wanted.read_text())
+    return tuple(n for n in swept if points.get(n))
 
 
 def captured_points_file(root: Path, device: str, seed: int) -> Path:
@@ -194,13 +197,15 @@ def run_workers(
     """
 
     def run(lane: int, tell: Callable[[tuple[int, float]], None]) -> bool:
-        mine = f"{order.run_id}-g{lane}" if order.lanes > 1 else order.run_id
-        lane_order = replace(order, lane=lane, run_id=mine)
+        run_id = f"{order.run_id}-g{lane}" if order.lanes > 1 else order.run_id
+        lane_order = replace(order, lane=lane, run_id=run_id)
         return run_worker(lane_order, lambda rows, frac: tell((rows, frac)), grace_s)
 
-    def show(told: list[tuple[int, float]]) -> None:
-        if progress and told:
-            progress(sum(rows for rows, _ in told), max(frac for _, frac in told))
+    def show(progress_by_lane: list[tuple[int, float]]) -> None:
+        if progress and progress_by_lane:
+            progress(
+                sum(rows for rows, _ in progress_by_lane), max(frac for _, frac in progress_by_lane)
+            )
 
     return all(run_lanes(order.lanes, run, show))
 
@@ -214,16 +219,17 @@ def run_worker(
     On a GPU a worker is killed when it makes no progress, as kernels can hang, and ``grace_s``
     after its budget; not where other nodes take part.
     """
-    begin_s, silent, without_rows = order.begin_s or time.monotonic(), 0, 0
+    begin_s, silent_starts, without_rows = order.begin_s or time.monotonic(), 0, 0
     guarded = order.device == "cuda" and not order.torchrun
-    late = begin_s + order.budget_s + grace_s + (0.0 if order.begin_s else START_S)
-    left_s, until_s = order.budget_s, late if guarded else math.inf
+    late_s = begin_s + order.budget_s + grace_s + (0.0 if order.begin_s else START_S)
+    left_s, until_s = order.budget_s, late_s if guarded else math.inf
 
     def state() -> tuple[int, int]:
+        """Rows so far, and when a point was last begun: a worker that changes neither hangs."""
         rows, elapsed_s = order.rows(), time.monotonic() - begin_s
         if progress:
             progress(rows, min(1.0, elapsed_s / order.budget_s))
-        return rows, _since(order)
+        return rows, _last_begun_ns(order)
 
     for _ in range(MAX_RESTARTS + 1):
         before = state()
@@ -231,11 +237,11 @@ def run_worker(
             order if order.begin_s else replace(order, budget_s=left_s), state, until_s
         )
         after, left_s = state(), order.budget_s - (time.monotonic() - begin_s)
-        silent = silent + 1 if after == before else 0
+        silent_starts = silent_starts + 1 if after == before else 0
         without_rows = without_rows + 1 if after[0] == before[0] else 0
         if code == 0:
             return True
-        if silent == MAX_SILENT_STARTS or without_rows == MAX_STARTS_WITHOUT_ROWS:
+        if silent_starts == MAX_SILENT_STARTS or without_rows == MAX_STARTS_WITHOUT_ROWS:
             log.error("the sweep of %s ends: its workers return no rows", order.families[0])
             break
         if left_s < 2:
@@ -274,7 +280,7 @@ def start_worker(order: WorkerOrder) -> subprocess.Popen[bytes]:
     )
 
 
-def _since(order: WorkerOrder) -> int:
+def _last_begun_ns(order: WorkerOrder) -> int:
     """Time at which a worker last began a point or a chunk; 0 before the first."""
     try:
         return under_way_path(order).stat().st_mtime_ns

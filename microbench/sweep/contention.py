@@ -69,12 +69,12 @@ def _beside(bucket: torch.Tensor) -> float:
         for _ in range(count):
             product()
 
-    def both() -> None:
+    def overlapped() -> None:
         work = dist.all_reduce(bucket, async_op=True)
         compute()
         work.wait()
 
-    return factor(_typical_us(compute), message_us, _typical_us(both))
+    return factor(_typical_us(compute), message_us, _typical_us(overlapped))
 
 
 def _typical_us(run: Callable[[], object]) -> float:

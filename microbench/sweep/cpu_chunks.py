@@ -31,7 +31,11 @@ TIMES = ("time_us", "time_us_p20", "time_us_p80", "anchor_us", "serial_us", "cos
 
 @dataclass(slots=True, kw_only=True)
 class Measured:
-    """A point's rows so far; workload and twin are None where no cold time is to be measured."""
+    """A point's rows so far.
+
+    ``workload`` is None where no cold time is to be measured. ``twin``: the same op on operands of
+    its own, which warms the op's code before a cold time, but none of its data; None for long ops.
+    """
 
     chosen: Chosen
     rows: list[Row]
@@ -63,24 +67,25 @@ class CpuBench:
 
         A collective, or a point that failed, has one row, others a warm and a cold one.
         """
-        measured, room = list[Measured](), scratch_bytes(self.order.ranks)
+        measured, room_bytes = list[Measured](), scratch_bytes(self.order.ranks)
         chunk_s = min(CHUNK_S, CHUNK_FRAC * self.order.budget_s)
         until_s = min(until_s, time.monotonic() + chunk_s)
         if self.cores:
             self.cores.settle()
         self.speed_us = self.times_us()
-        for family, point, repeat in chosen:
-            if measured and (room <= 0 or agreed_s(self.order, time.monotonic() - until_s) >= 0):
+        for point in chosen:
+            late_s = agreed_s(self.order, time.monotonic() - until_s) if measured else 0.0
+            if measured and (room_bytes <= 0 or late_s >= 0):
                 break
-            self.under_way.note((family, point, repeat))
-            measured.append(self._warm((family, point, repeat)))
-            room -= 2.0 * float(family.bytes_moved(point))  # the twin has as many
+            self.under_way.note(point)
+            measured.append(self._warm(point))
+            room_bytes -= 2.0 * float(point.family.bytes_moved(point.point))  # the twin has as many
         self.under_way.note(None)
         self._cold([p for p in measured if p.workload])
         rows = [[{**row, "cost_s": p.cost_s / len(p.rows)} for row in p.rows] for p in measured]
         if self.order.together:
-            rows = [slowest_rows(some) for some in rows]
-        return [row for some in rows for row in some], [list(chosen[len(measured) :])]
+            rows = [slowest_rows(of_point) for of_point in rows]
+        return [row for of_point in rows for row in of_point], [list(chosen[len(measured) :])]
 
     def _warm(self, chosen: Chosen) -> Measured:
         """Build a point and time it with warm caches; a collective on all ranks together."""
@@ -154,15 +159,16 @@ def agreed_s(order: WorkerOrder, now_s: float) -> float:
 
 def slowest_rows(rows: list[Row]) -> list[Row]:
     """Replace times by those of the slowest rank; a point that failed on one rank has failed."""
+    # One message for both rows of a point, of the same length on all ranks; inf stands for none.
     times = [[float(row.get(name, math.inf)) for name in TIMES] for row in rows]
     times += [[math.inf] * len(TIMES)] * (2 - len(rows))  # a failure is one row, a success two
-    together = max_over_ranks([t for row in times for t in row])
-    found = []
+    slowest_times = max_over_ranks([t for row in times for t in row])
+    slowest = []
     for number, row in enumerate(rows):
-        values = together[number * len(TIMES) :][: len(TIMES)]
+        values = slowest_times[number * len(TIMES) :][: len(TIMES)]
         measured = {n: t for n, t in zip(TIMES, values, strict=True) if n in row}
         if any(math.isinf(t) for t in measured.values()) and row["status"] == "ok":
             row = {**row, "status": "error", "reason": "another rank failed"}
             measured = {}
-        found.append({**row, **measured})
-    return found
+        slowest.append({**row, **measured})
+    return slowest

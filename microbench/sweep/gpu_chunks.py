@@ -171,10 +171,10 @@ class Chunk:
         return self._rows(sweep, shared, time.monotonic() - self.begin_s)
 
     def _each(self, step: Callable[[Measured], None], until_s: float = math.inf) -> None:
-        """Do a step for all points that have not failed; after ``until_s`` the rest is left."""
-        for at, point in enumerate(self.points):
-            if at and time.monotonic() > until_s:
-                self._leave(at)
+        """Do a step for all points that have not failed; leave those not begun by ``until_s``."""
+        for index, point in enumerate(self.points):
+            if index and time.monotonic() > until_s:
+                self._leave(index)
                 break
             if point.failed is None:
                 self._try(point, partial(step, point))
@@ -211,16 +211,15 @@ class Chunk:
         The points after that are left to another chunk.
         """
         until_s = (self.begin_s + self.until_s) / 2
-        for at, point in enumerate(self.points):
+        for index, point in enumerate(self.points):
             full = self.device.allocated_bytes() > CHUNK_ARENA_FRAC * self.device.arena_bytes
-            if at and (full or time.monotonic() > until_s):
-                self._leave(at)
+            if index and (full or time.monotonic() > until_s):
+                self._leave(index)
                 break
             self._try(point, partial(self._build_one, point))
 
     def _build_one(self, point: Measured) -> None:
-        family, params, _ = point.chosen
-        point.workload = family.build(params, self.device.name)
+        point.workload = point.chosen.family.build(point.chosen.point, self.device.name)
 
     def _first_run(self, point: Measured) -> None:
         """Run once untimed: loads kernels and allocates memory."""
@@ -293,6 +292,7 @@ class Chunk:
         return queued
 
     def _references(self) -> dict[str, float]:
+        """Times of reference workloads in us, by column; Broken after a sticky error."""
         try:
             self.device.settings("fp32")
             return reference_times(self.device, self.bench.anchor)
@@ -310,22 +310,22 @@ class Chunk:
             _workload(point).run()
 
         self.bench.under_way.profiling()
-        found = self.device.kernels([partial(run, p) for p in sampled])
+        kernels_by_point = self.device.kernels([partial(run, p) for p in sampled])
         self.lost = self.device.broken()
-        for point, kernels in zip(sampled, found, strict=True):
+        for point, kernels in zip(sampled, kernels_by_point, strict=True):
             point.facts = kernel_facts(kernels)
 
     def _rows(self, sweep: Sweep, shared: Row, wall_s: float) -> list[Row]:
         """Rows of all points; the chunk's time is divided among them as they kept the host busy."""
         status = "throttled" if is_throttled(shared) else "ok"
-        waiting = {id(chosen) for chosen in self.later}
-        points = [p for p in self.points if id(p.chosen) not in waiting]
+        later = {id(chosen) for chosen in self.later}
+        points = [p for p in self.points if id(p.chosen) not in later]
         busy_s = sum(p.busy_s + 1e-4 for p in self.points)
         rows: list[Row] = []
         for point in points:
-            found = self._point_rows(sweep, point, {**shared, "status": status})
+            rows_of_point = self._point_rows(sweep, point, {**shared, "status": status})
             cost_s = wall_s * (point.busy_s + 1e-4) / busy_s
-            rows += [{**row, "cost_s": cost_s / len(found)} for row in found]
+            rows += [{**row, "cost_s": cost_s / len(rows_of_point)} for row in rows_of_point]
         return rows
 
     def _point_rows(self, sweep: Sweep, point: Measured, shared: Row) -> list[Row]:
@@ -353,11 +353,12 @@ class Chunk:
 
 
 def _dtype(point: Measured) -> str:
-    return getattr(point.chosen[1], "dtype", "fp32")
+    return getattr(point.chosen.point, "dtype", "fp32")
 
 
 def _is_host(point: Measured) -> bool:
-    return point.chosen[0].on_host
+    """Whether the point is a call on the host, such as a launch, which no kernel follows."""
+    return point.chosen.family.on_host
 
 
 def _workload(point: Measured) -> Workload:

@@ -12,7 +12,7 @@ from itercast.microbench.ops.family import Family, Point
 
 SMALL_US = 3.0  # roofline below which starting a kernel takes longer than its work
 SMALL_SHARE = 0.15  # of a family's points at most
-SMALL_DRAWN = 0.1  # how often a small one is drawn; others are small as no axis makes them larger
+SMALL_DRAWN_FRAC = 0.1  # how often a small one is drawn; others cannot be made larger by any axis
 MAX_ROOFLINE_US = 10_000.0
 MAX_TIME_US = 20_000.0  # of one run: a point and its repetitions must not take a second
 MAX_BYTES_FRAC = 0.04  # of the GPU's memory: a chunk of points is held at once
@@ -102,9 +102,9 @@ def resized(family: Family, p: Point, gpu: Gpu, rng: np.random.Generator, captur
     low, high = limits_us(family, gpu)
     us, first_share = roofline_us(family, p, gpu), float(rng.random())
     wanted_us = float(np.exp(rng.uniform(np.log(low), np.log(high))))
-    if rng.random() < SMALL_DRAWN:
+    if rng.random() < SMALL_DRAWN_FRAC:
         wanted_us = low * 10 ** -float(rng.random())
-        captured = captured or us < low  # small already
+        captured = captured or us < low  # stays as it is if it is small already
         low = 0.0
     if us == 0 or (captured and low <= us <= high):
         return p

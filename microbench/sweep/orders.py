@@ -20,7 +20,7 @@ HOST_SHARE = 0.05  # of a GPU's sweep, for host times
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOrder(Order):
-    """What a worker process, or each rank of a group, measures: families, seconds."""
+    """What a worker process, or each rank of a group, measures, and for how long."""
 
     families: tuple[str, ...]
     budget_s: float
@@ -54,10 +54,10 @@ def spent_s(root: Path, gpu: str, phase: Phase) -> float:
     for name in phase.families:
         rows = store.read_rows([root], name)
         if len(rows):
-            mine = (rows["gpu"] == gpu) & (rows["threads"] == phase.threads)
+            of_phase = (rows["gpu"] == gpu) & (rows["threads"] == phase.threads)
             if "ranks_per_node" in rows:
-                mine &= rows["ranks_per_node"] == phase.ranks
-            total += float(rows["cost_s"][mine].sum())
+                of_phase &= rows["ranks_per_node"] == phase.ranks
+            total += float(rows["cost_s"][of_phase].sum())
     return total / phase.lanes
 
 
@@ -73,7 +73,7 @@ def phases(device: str, swept: Sequence[str], nodes: bool = False, devices: int 
     single = tuple(n for n in swept if n not in together)
     cores = threads_of(1)
     if device == "cpu":
-        found = [
+        planned = [
             Phase(families=single, threads=cores, share=0.46),
             Phase(families=single, threads=1, share=0.34 * (cores > 1), ranks=cores),
             *(Phase(families=together, threads=1, share=0.1, ranks=n) for n in CPU_GROUPS),
@@ -84,17 +84,17 @@ def phases(device: str, swept: Sequence[str], nodes: bool = False, devices: int 
         groups = [gpus] if nodes else groups
         host = tuple(n for n in single if families()[n].on_host)
         rest = tuple(n for n in single if n not in host)
-        found = [
+        planned = [
             Phase(families=host, threads=0, share=HOST_SHARE * (not nodes)),
             Phase(families=rest, threads=0, share=(0.9 - HOST_SHARE) * (not nodes), lanes=devices),
         ]
-        found += [
+        planned += [
             Phase(families=together, threads=0, share=0.1 / len(groups), ranks=ranks)
             for ranks in groups
         ]
-    found = [p for p in found if p.families and p.share]
-    total = sum(p.share for p in found)
-    return [replace(p, share=p.share / total) for p in found]
+    planned = [p for p in planned if p.families and p.share]
+    total = sum(p.share for p in planned)
+    return [replace(p, share=p.share / total) for p in planned]
 
 
 def known_families(names: Sequence[str] | None) -> tuple[str, ...]:

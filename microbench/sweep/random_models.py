@@ -29,7 +29,7 @@ def random_model(rng: np.random.Generator, number: int, device: str) -> EvalCase
     """The random model of this number; kinds take turns."""
     stated = FACTS[ORDER[number % len(ORDER)]]
     fields = {**stated["all"], **stated[device]}
-    sizes = {name: drawn(rng, one) for names, one in fields.items() for name in names.split()}
+    sizes = {name: drawn(rng, how) for names, how in fields.items() for name in names.split()}
     if "each" in fields:
         sizes["rows"] = tuple(drawn(rng, fields["each"]) for _ in range(sizes["tables"]))
     kind = sizes.pop("kind")
@@ -39,33 +39,33 @@ def random_model(rng: np.random.Generator, number: int, device: str) -> EvalCase
 def _arguments(kind: str, **sizes: Any) -> Row:
     """What a model of this kind is made of, from the sizes that were drawn."""
 
-    def some(*names: str) -> Row:
+    def picked(*names: str) -> Row:
         return {name: sizes[name] for name in names}
 
     match kind:
         case "transformer":
             heads = sizes["heads"] - (sizes["heads"] % 2 if sizes["style"] == "llama" else 0)
             width = heads * min(sizes["head"], max(16, sizes["widest"] // heads))
-            experts = some("experts", "top") if sizes["layer"] == "mixture" else {}
-            plain = some("layers", "style", "batch", "seq", "vocab")
+            experts = picked("experts", "top") if sizes["layer"] == "mixture" else {}
+            plain = picked("layers", "style", "batch", "seq", "vocab")
             return {**plain, **experts, "heads": heads, "width": width}
         case "perceptron":
-            return {**some("batch"), "widths": tuple(sizes[f"w{n}"] for n in range(1, 5))}
+            return {**picked("batch"), "widths": tuple(sizes[f"w{n}"] for n in range(1, 5))}
         case "vit":
             pixels, width = sizes["patch"] * sizes["patches"], sizes["heads"] * sizes["head"]
-            plain = some("patch", "heads", "layers", "batch", "classes")
+            plain = picked("patch", "heads", "layers", "batch", "classes")
             return {**plain, "size": pixels, "width": width}
         case "resnet":
-            plain = some("width", "bottleneck", "batch", "image", "classes")
+            plain = picked("width", "bottleneck", "batch", "image", "classes")
             return {**plain, "stages": tuple(sizes[f"s{n}"] for n in range(1, 5))}
         case "densenet":
-            return {**some("width", "growth", "batch", "image", "classes"), "depth": 3}
+            return {**picked("width", "growth", "batch", "image", "classes"), "depth": 3}
         case "efficientnet" | "convnext":
             widths = tuple(n * sizes["width"] for n in (1, 2, 3))
-            return {**some("batch", "image", "classes"), "widths": widths, "depth": 1}
+            return {**picked("batch", "image", "classes"), "widths": widths, "depth": 1}
         case "dlrm":
             wide = sizes["wide"]
-            plain = some("batch", "features", "tables", "rows", "bag", "width")
+            plain = picked("batch", "features", "tables", "rows", "bag", "width")
             return {**plain, "bottom": (wide, wide // 2), "top": (2 * wide, wide)}
         case _:
             return sizes

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from itercast.capture.base.yaml_text import made_of
 from itercast.microbench import store
@@ -31,14 +32,22 @@ MIN_RETEST_AGE_FRAC = 0.3  # of the budget, between the two measurements
 SLOW_FLOPS = 2e8  # no assumption: a fifth of a second in the slowest layout of such products
 FIRST_COST_S = 0.01  # of a point, before one of its family was measured
 FIRST_COST_ON_DEMAND_S = 3.0
-Chosen = tuple[Family, Point, int]  # family, point, and how often the point was measured before
+
+
+class Chosen(NamedTuple):
+    """A point to measure; ``repeat``: how often it was measured before."""
+
+    family: Family
+    point: Point
+    repeat: int
 
 
 class Sweep:
     """Chooses points such that every family gets its share of time.
 
     Where several ranks measure together, each calls ``choose`` and gets the same point: the next
-    one that rank 0 has no row of.
+    one that rank 0 has no row of. ``done``: keys of rows that are there. ``cost_s``: time spent by
+    family, with ``charged_s`` for points that are chosen but not measured yet.
     """
 
     def __init__(self, order: WorkerOrder, done: set[str]) -> None:
@@ -48,8 +57,8 @@ class Sweep:
         self.charged_s = dict.fromkeys(order.families, 0.0)
         self.points = dict.fromkeys(order.families, 0)
         on_cpu = order.device == "cpu"
-        known = [families()[n] for n in order.families]
-        self.weight = {f.name: f.weight if on_cpu else f.gpu_sweep.weight for f in known}
+        swept = [families()[n] for n in order.families]
+        self.weight = {f.name: f.weight if on_cpu else f.gpu_sweep.weight for f in swept}
         self.retests: deque[tuple[float, Family, Point]] = deque()
         self.count = 0
         self.streams = {n: self._stream(n) for n in order.families}
@@ -68,25 +77,25 @@ class Sweep:
         age_s = MIN_RETEST_AGE_FRAC * self.order.budget_s
         if self.retests and now_s - self.retests[0][0] > age_s:
             _, family, point = self.retests.popleft()
-            return family, point, 1
-        found = self._fresh()
-        if found is None:
+            return Chosen(family, point, 1)
+        fresh = self._fresh()
+        if fresh is None:
             return None
         self.count += 1
         if self.count % RETEST_EVERY == 0:
-            self.retests.append((now_s, *found))
-        return *found, 0
+            self.retests.append((now_s, *fresh))
+        return Chosen(*fresh, 0)
 
     def choose_chunk(self, now_s: float, points: int, seconds: float) -> list[Chosen]:
         """Choose so many points at most, and one at least, that usually take so many seconds."""
         chosen: list[Chosen] = []
         left_s = min(self.order.budget_s - now_s, seconds)
         while len(chosen) < points and (left_s > 0 or not chosen):
-            found = self.choose(now_s)
-            if found is None:
+            point = self.choose(now_s)
+            if point is None:
                 break
-            chosen.append(found)
-            left_s -= self.charge(found[0])
+            chosen.append(point)
+            left_s -= self.charge(point.family)
         return chosen
 
     def charge(self, family: Family) -> float:
@@ -159,8 +168,8 @@ class Sweep:
 def space(name: str, captured: Path, gpu: Gpu | None, seed: int) -> Iterator[Point]:
     """Points of a family, captured and swept in turn; on a GPU with its sizes and dtypes."""
     if gpu is None or gpu.kind == "cpu":
-        known = families()[name]
-        return alternate(captured, name, known.sweep(), seed, partial(_quick, known))
+        family = families()[name]
+        return alternate(captured, name, family.sweep(), seed, partial(_quick, family))
     swept = on_gpu(name, grid(name, seed), gpu, seed)
 
     def as_called(points: Iterator[Point]) -> Iterator[Point]:
@@ -181,9 +190,9 @@ def placed(point: Point, order: WorkerOrder) -> Point:
     """A collective's point over all ranks that torchrun started; on a CPU perhaps over fewer."""
     world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     divides = order.device == "cpu" and world % point.world_size == 0
-    among = point.world_size if divides else world
+    world_size = point.world_size if divides else world
     op = measured_op(point.op, order.device)
-    return replace(point, op=op, world_size=among, ranks_per_node=local, node=order.gpu)
+    return replace(point, op=op, world_size=world_size, ranks_per_node=local, node=order.gpu)
 
 
 def finished_keys(root: Path, names: tuple[str, ...]) -> set[str]:

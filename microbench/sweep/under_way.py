@@ -23,10 +23,10 @@ def under_way_path(order: Order) -> Path:
 class UnderWay:
     """Notes what is under way, and reads what the worker before this one left.
 
-    - ``culprit``: the error row of the point that it died of. Certain is that point where a parent
-      of the same run goes on; a worker of another run may have been killed together with its
-      parent: its point is suspect, and the culprit if the next one dies at it, too.
-    - ``died_at``: what was under way where it died in this run, "" for nothing.
+    - ``culprit``: the error row of the point that the earlier worker died of, None if unknown. It
+      is certain if the same run goes on; a worker of another run may have been killed together
+      with its parent: its point is suspect, and the culprit if the next worker dies at it, too.
+    - ``died_at``: what was under way where a worker of this run died, "" for nothing.
 
     Ranks that measure together note nothing.
     """
@@ -35,11 +35,11 @@ class UnderWay:
         self.sweep, self.path = sweep, under_way_path(sweep.order)
         self._alone: Row | None = None
         self._row: Row | None = None
-        left = json.loads(self.path.read_text() or "{}") if self.path.is_file() else {}
-        same, row = left.get("run") == sweep.order.run_id, left.get("row") or {}
-        key, suspect = row.get("key", ""), left.get("suspect", "")
-        certain = bool(row) and (same or key == suspect)
-        self.died_at: str = left.get("at", "") if same else ""
+        earlier = json.loads(self.path.read_text() or "{}") if self.path.is_file() else {}
+        same_run, row = earlier.get("run") == sweep.order.run_id, earlier.get("row") or {}
+        key, suspect = row.get("key", ""), earlier.get("suspect", "")
+        certain = bool(row) and (same_run or key == suspect)
+        self.died_at: str = earlier.get("at", "") if same_run else ""
         self.culprit: Row | None = row if certain and key not in sweep.done else None
         self._suspect = key if row and not certain else suspect
         self._file: int | None = None
@@ -78,5 +78,6 @@ class UnderWay:
             os.pwrite(self._file, json.dumps(plain).encode(), 0)
 
     def _died_of(self, chosen: Chosen) -> Row:
+        """The error row of a point that ended its worker."""
         failed = {"status": "error", "reason": "its worker process died", "cost_s": 0.0}
         return self.sweep.row(chosen, "warm", failed)

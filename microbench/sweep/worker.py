@@ -71,7 +71,7 @@ def measure(
     begin_s = order.begin_s or time.monotonic()
     waiting: deque[list[Chosen]] = deque()
     # where it is not known which point of a chunk ended the last process, that shows
-    alone = bench.points if under_way.died_at == CHUNK else 0
+    left_alone = bench.points if under_way.died_at == CHUNK else 0
     if journal and under_way.culprit:
         journal.append([under_way.culprit])
         sweep.done.add(under_way.culprit["key"])
@@ -79,7 +79,7 @@ def measure(
         if captures is not None and captures.due(now_s, order.families):
             captures.capture_next()
         if not waiting:
-            points, alone = 1 if alone > 0 else bench.points, alone - 1
+            points, left_alone = 1 if left_alone > 0 else bench.points, left_alone - 1
             waiting.append(sweep.choose_chunk(now_s, points, bench.seconds))
         chosen = waiting.popleft()
         if not chosen:
