@@ -42,7 +42,7 @@ from itercast.microbench.ops.family import (
 )
 from itercast.microbench.ops.lookup.index_calls import IndexOp
 from itercast.microbench.ops.memory.elementwise import memory_copy
-from itercast.microbench.ops.sizes import spread
+from itercast.microbench.ops.sizes import scale_axes
 
 OPS = ("sgd", "adagrad", "adam")  # torch.optim.SGD, Adagrad, SparseAdam
 COALESCED = ("adagrad", "adam")
@@ -173,7 +173,7 @@ def allocated_bytes(p: SparseUpdate) -> float:
 
 def resize(p: SparseUpdate, factor: float, first_share: float) -> SparseUpdate:
     """Lookups, then the width; touched rows grow with the lookups."""
-    grown = spread(p, factor, first_share, GPU_LIMITS)
+    grown = scale_axes(p, factor, first_share, GPU_LIMITS)
     more = grown.lookups / p.lookups
     unique = min(p.rows, grown.lookups, max(1, round(p.unique * more))) if p.unique else 0
     return replace(grown, unique=unique)

@@ -13,9 +13,9 @@ from itercast.microbench.ops.family import Family, Point
 
 MAX_FOUND = 2**16
 FEW_TENSORS = 8  # of a call that others may be like; calls on lists of tensors have more
-Found = tuple[Family | None, Point]
-_found: dict[int, tuple[OpCall, Found]] = {}  # by identity: calls never change
-_alike: dict[Hashable, Found] = {}  # by what calls are like
+Described = tuple[Family | None, Point]  # the family of a call and its parameters, or None twice
+_by_call: dict[int, tuple[OpCall, Described]] = {}  # by identity: calls never change
+_by_values: dict[Hashable, Described] = {}  # by op, arguments and outputs without their places
 
 
 @cache
@@ -27,18 +27,18 @@ def families() -> dict[str, Family]:
     names = [i.name for i in pkgutil.walk_packages(__path__, f"{__name__}.")]
     modules = [importlib.import_module(n) for n in names if "._" not in n]
     own: list[Family] = [m.FAMILY for m in modules if hasattr(m, "FAMILY")]
-    found = with_added("families", {family.name: family for family in own}, Family)
-    return dict(sorted(found.items()))
+    by_name = with_added("families", {family.name: family for family in own}, Family)
+    return dict(sorted(by_name.items()))
 
 
 @cache
 def _answering() -> dict[str, list[Family]]:
     """The families that can describe calls of each op, by the op's name."""
-    found: dict[str, list[Family]] = {}
+    by_op: dict[str, list[Family]] = {}
     for family in families().values():
         for op in family.answers:
-            found.setdefault(op, []).append(family)
-    return found
+            by_op.setdefault(op, []).append(family)
+    return by_op
 
 
 @cache
@@ -51,40 +51,41 @@ def family_of(params: Point) -> Family | None:
     return _by_params().get(type(params))
 
 
-def find_family(call: OpCall) -> Found:
+def find_family(call: OpCall) -> Described:
     """The family that describes a call, and the call's parameters; (None, None) where none does.
 
     Neither depends on where in memory the call's tensors lie.
     """
-    kept = _found.get(id(call))
-    if kept is None or kept[0] is not call:
-        if max(len(_found), len(_alike)) >= MAX_FOUND:
-            _found.clear()
-            _alike.clear()
+    answer = _by_call.get(id(call))
+    if answer is None or answer[0] is not call:
+        if max(len(_by_call), len(_by_values)) >= MAX_FOUND:
+            _by_call.clear()
+            _by_values.clear()
         hashes_fast = len(call.tensors()) <= FEW_TENSORS
-        kept = _found[id(call)] = (call, _find_alike(call) if hashes_fast else _find(call))
-    return kept[1]
+        answer = _by_call[id(call)] = (call, _find_alike(call) if hashes_fast else _find(call))
+    return answer[1]
 
 
-def _find_alike(call: OpCall) -> Found:
+def _find_alike(call: OpCall) -> Described:
     """The answer for a call, kept for others that differ in the places of their tensors alone."""
     values = (call.args, tuple(call.kwargs.items()), call.outputs)
     key = (call.op, _without_places(values))
     try:
-        if key not in _alike:
-            _alike[key] = _find(call)
+        if key not in _by_values:
+            _by_values[key] = _find(call)
     except TypeError:  # an argument that cannot be hashed
         return _find(call)
-    return _alike[key]
+    return _by_values[key]
 
 
 def _without_places(value: Argument) -> Argument:
+    """An argument whose tensors are replaced by what describes them but for where they lie."""
     if isinstance(value, TensorSpec):
         return value.shape, value.dtype, value.stride, value.zero_frac, value.layout, value.nnz
     return tuple(map(_without_places, value)) if isinstance(value, tuple) else value
 
 
-def _find(call: OpCall) -> Found:
+def _find(call: OpCall) -> Described:
     layouts = {t.layout for t in call.tensors() if t.layout} or {""}
     for family in _answering().get(call.op, ()):
         if not layouts.issubset(family.layouts):

@@ -15,23 +15,28 @@ def call_of(op: str, arguments: Sequence[Any], operands: Mapping[str, Any]) -> C
     """A call of ``torch.ops.aten.OP`` (``torch.OP`` on a device) with arguments of a table.
 
     A text stands for an operand, a list for a list of arguments, a mapping for keyword arguments;
-    other values are arguments themselves. ``operands``: values, or functions that make them, of
-    which only those are called that the arguments name.
+    other values are arguments themselves. ``operands``: by name, values, or functions that make
+    them; a function is called once if the arguments name it, else never.
     """
-    made: dict[str, Any] = {}
+    values: dict[str, Any] = {}
 
     def value(stated: Any) -> Any:
         if isinstance(stated, list):
-            return [value(one) for one in stated]
+            return [value(argument) for argument in stated]
         if not isinstance(stated, str):
             return stated
-        if stated not in made:
-            given = operands[stated]
-            made[stated] = given() if callable(given) else given
-        return made[stated]
+        if stated not in values:
+            operand = operands[stated]
+            values[stated] = operand() if callable(operand) else operand
+        return values[stated]
 
-    named = {k: value(v) for one in arguments if isinstance(one, dict) for k, v in one.items()}
-    args = [value(one) for one in arguments if not isinstance(one, dict)]
+    named = {
+        k: value(v)
+        for argument in arguments
+        if isinstance(argument, dict)
+        for k, v in argument.items()
+    }
+    args = [value(argument) for argument in arguments if not isinstance(argument, dict)]
     call = getattr(torch if "device" in named else torch.ops.aten, op)
     return lambda: call(*args, **named)
 

@@ -15,8 +15,8 @@ from itercast.microbench.hardware.spec import Gpu
 
 DRAWN = 2**16
 Tensor: TypeAlias = "torch.Tensor"
-Point = Any  # parameters of an op of any family; of columns, where formulas take them
-Values = Any  # a number, mask or text of one op; arrays of them of columns
+Point = Any  # parameters of one op of any family; in formulas also columns, an array for each
+Values = Any  # a number, truth value or text for one op; an array of them for columns
 Numbers = float | np.ndarray[tuple[int, ...], np.dtype[np.float64]]  # of one op; of columns
 # no assumption: shares of a sweep
 TRAINING_DTYPES: Mapping[str, float] = {"fp32": 0.48, "bf16": 0.49, "fp16": 0.03}

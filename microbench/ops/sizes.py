@@ -51,16 +51,16 @@ def drawn(rng: np.random.Generator, stated: Any) -> Any:
         return str(rng.choice(list(stated), p=shares / shares.sum()))
     if isinstance(stated, list):
         return drawn(rng, stated[int(rng.integers(len(stated)))])
-    found = RANGE.fullmatch(stated) if isinstance(stated, str) else None
-    if found is None:
+    match = RANGE.fullmatch(stated) if isinstance(stated, str) else None
+    if match is None:
         return stated
-    low, high = int(found[3]), int(found[4])
-    if found[2] == "edge":
+    low, high = int(match[3]), int(match[4])
+    if match[2] == "edge":
         return tile_edge_or_any(rng, low, high)
     n = log_uniform(rng, low, high)
-    if found[2] == "mostly" and rng.random() < MOSTLY:
+    if match[2] == "mostly" and rng.random() < MOSTLY:
         n = max(8, 8 * round(n / 8))
-    return n * int(found[1] or 1)
+    return n * int(match[1] or 1)
 
 
 def swept(
@@ -76,9 +76,10 @@ def swept(
     """
     shares = {kind: fields.get("share", 1.0) for kind, fields in stated.items()}
     while True:
-        fields = {names: one for names, one in stated[drawn(rng, shares)].items()}
-        fields.pop("share", None)
-        p = make(**{n: drawn(rng, one) for names, one in fields.items() for n in names.split()})
+        fields = {
+            names: how for names, how in stated[drawn(rng, shares)].items() if names != "share"
+        }
+        p = make(**{n: drawn(rng, how) for names, how in fields.items() for n in names.split()})
         if fits(p):
             yield p
 
@@ -96,16 +97,16 @@ def aligned(wanted: float, old: int) -> int:
     return max(1, unit * round(wanted / unit))
 
 
-def spread(p: P, factor: float, first_share: float, limits: Mapping[str, int]) -> P:
+def scale_axes(p: P, factor: float, first_share: float, limits: Mapping[str, int]) -> P:
     """The point with ``factor`` times the elements, factor**first_share along the first axis.
 
     The other axes of ``limits`` take the rest, in their order; none passes its limit."""
-    left, changes = factor, {}
+    factor_left, changes = factor, {}
     for number, (name, limit) in enumerate(limits.items()):
-        old = getattr(p, name)
+        size = getattr(p, name)
         share = first_share if number + 1 < len(limits) else 1.0
-        changes[name] = min(max(limit, old), aligned(old * left**share, old))
-        left *= old / changes[name]
+        changes[name] = min(max(limit, size), aligned(size * factor_left**share, size))
+        factor_left *= size / changes[name]
     same: Point = p
     return cast(P, replace(same, **changes))
 
@@ -114,6 +115,6 @@ def resize_along(limits: Mapping[str, int]) -> Callable[[Point, float, float], P
     """Make a family's ``resize(point, factor, first_share)``, which changes a point's work.
 
     ``limits``: the largest value of each axis that may change, by name, first axis first. The first
-    axis grows factor**first_share times, the others take the rest (see ``spread``).
+    axis grows factor**first_share times, the others take the rest (see ``scale_axes``).
     """
-    return lambda p, factor, first_share: spread(p, factor, first_share, limits)
+    return lambda p, factor, first_share: scale_axes(p, factor, first_share, limits)

@@ -206,15 +206,18 @@ class Clock:
                 kept = twin.run() if twin else None
                 time_us = self._timed_us(workload, workload.run)
                 del kept
-                less_us = self._timed_us(workload, workload.baseline) if workload.baseline else 0.0
+                baseline_us = (
+                    self._timed_us(workload, workload.baseline) if workload.baseline else 0.0
+                )
                 if lap:
-                    samples.append(time_us - less_us)
+                    samples.append(time_us - baseline_us)
         return [
             self._of_one_call(summarise(samples), workload)
             for samples, (workload, _) in zip(samples_us, pairs, strict=True)
         ]
 
     def _timed_us(self, workload: Workload, run: Callable[[], object]) -> float:
+        """Time of a run of the workload or its baseline, with its code warm."""
         self._before(workload)()
         return _elapsed_us(run, self._now_ns)
 
@@ -224,11 +227,11 @@ class Clock:
 
     def _of_one_call(self, timing: Timing, workload: Workload) -> Timing:
         """A timing less what Python adds to a timed call, for one of the workload's calls."""
-        less_us = 0.0 if workload.baseline else self._call_cost.us(workload.through_aten)
+        overhead_us = 0.0 if workload.baseline else self._call_cost.us(workload.through_aten)
         return Timing(
-            time_us=max(timing.time_us - less_us, MIN_US) / workload.calls,
-            time_us_p20=max(timing.time_us_p20 - less_us, MIN_US) / workload.calls,
-            time_us_p80=max(timing.time_us_p80 - less_us, MIN_US) / workload.calls,
+            time_us=max(timing.time_us - overhead_us, MIN_US) / workload.calls,
+            time_us_p20=max(timing.time_us_p20 - overhead_us, MIN_US) / workload.calls,
+            time_us_p80=max(timing.time_us_p80 - overhead_us, MIN_US) / workload.calls,
             samples=timing.samples,
         )
 
@@ -256,12 +259,12 @@ class Anchor:
 
     def times_us(self) -> dict[str, float]:
         """Medians of nine runs after 24 untimed ones, whatever ran before; takes about 5 ms."""
-        found = {}
+        medians_us = {}
         for name, job in self._jobs.items():
             for _ in range(24):
                 job()
-            found[name] = statistics.median(_elapsed_us(job, self._now_ns) for _ in range(9))
-        return found
+            medians_us[name] = statistics.median(_elapsed_us(job, self._now_ns) for _ in range(9))
+        return medians_us
 
 
 def geometric_means(first: dict[str, float], second: dict[str, float]) -> dict[str, float]:

@@ -65,11 +65,11 @@ class CudaDevice:
         self._one = torch.ones(1, device="cuda")
         free_bytes, _ = torch.cuda.mem_get_info()
         self.arena_bytes = int(ARENA_FRAC * free_bytes)
-        self._take(self.arena_bytes)
+        self._reserve(self.arena_bytes)
         self._cycles_per_us = self._calibrate()
         self._flush_us = self.elapsed_us(self._second(self._flush_buffer.zero_))
 
-    def _take(self, size: int) -> None:
+    def _reserve(self, size: int) -> None:
         """Allocate and free a block: torch's caching allocator keeps it."""
         torch.empty(size, dtype=torch.uint8, device="cuda")
 
@@ -114,6 +114,7 @@ class CudaDevice:
             torch.cuda._sleep(int(min(us, MAX_SLEEP_US) * self._cycles_per_us))
 
     def _between(self, events: Events, run: Run) -> Launched:
+        """Queue a run between two events; time the call on the host."""
         begin, end = events
         begin.record()
         start = time.perf_counter_ns()
@@ -165,8 +166,8 @@ class CudaDevice:
         if self._failed_profiles == MAX_FAILED_PROFILES or not runs:
             return no_kernels
         try:
-            found = kernels_by_run(profile(runs, self.wait, self.tiny), len(runs))
-            if not any(found):
+            kernels_of_runs = kernels_by_run(profile(runs, self.wait, self.tiny), len(runs))
+            if not any(kernels_of_runs):
                 raise RuntimeError(
                     "the profiler recorded no kernel; has this user access to CUPTI?"
                 )
@@ -175,12 +176,12 @@ class CudaDevice:
             log.warning("rows of this chunk have no kernel names: %s", exc)
             return no_kernels
         self._failed_profiles = 0
-        return found
+        return kernels_of_runs
 
     def conditions(self) -> Reading:
         """Clocks, power and temperature by NVML, and the energy since the driver was loaded."""
-        found, energy_j = self.nvml.read(), self.nvml.energy_j()
-        return found if energy_j is None else {**found, "energy_j": energy_j}
+        reading, energy_j = self.nvml.read(), self.nvml.energy_j()
+        return reading if energy_j is None else {**reading, "energy_j": energy_j}
 
     def reset(self) -> None:
         """Return unused memory to the driver after a failed allocation, and renew the arena.
@@ -195,6 +196,6 @@ class CudaDevice:
             return
         free_bytes, _ = torch.cuda.mem_get_info()
         try:
-            self._take(min(int(ARENA_FRAC * free_bytes), self.arena_bytes - reserved_bytes))
+            self._reserve(min(int(ARENA_FRAC * free_bytes), self.arena_bytes - reserved_bytes))
         except RuntimeError as exc:  # points then wait for cudaMalloc once each
             log.warning("memory for the arena was not available: %s", exc)

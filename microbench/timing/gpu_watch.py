@@ -37,8 +37,8 @@ class GpuWatch:
 
         Readings ``combined``, and the mean power, energy / time, where the time suffices.
         """
-        found = combined(self.readings)
+        columns = combined(self.readings)
         passed_s, end_j = time.monotonic() - self._begin_s, self.nvml.energy_j()
         if end_j is not None and self._begin_j is not None and passed_s >= MIN_ENERGY_S:
-            found["power_w"] = (end_j - self._begin_j) / passed_s
-        return found
+            columns["power_w"] = (end_j - self._begin_j) / passed_s
+        return columns

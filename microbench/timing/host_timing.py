@@ -24,8 +24,8 @@ def launch_us(
     ``launches_us`` are host times of whole runs on an idle device. The shortest baseline is
     subtracted, without one the cost of an empty timed call (and of ``torch.ops.aten``'s wrapper).
     """
-    less_us = min(baselines_us) if baselines_us else cost.us(workload.through_aten)
-    return max(min(launches_us) - less_us, MIN_HOST_US) / workload.calls
+    overhead_us = min(baselines_us) if baselines_us else cost.us(workload.through_aten)
+    return max(min(launches_us) - overhead_us, MIN_HOST_US) / workload.calls
 
 
 def host_timing(workload: Workload, wait: Callable[[], None]) -> Reading:
@@ -37,8 +37,8 @@ def host_timing(workload: Workload, wait: Callable[[], None]) -> Reading:
         run()
         return (time.perf_counter_ns() - start) / 1e3
 
-    less_us = 0.0
+    baseline_us = 0.0
     if workload.baseline is not None:
-        less_us = statistics.median(once(workload.baseline) for _ in range(HOST_SAMPLES))
-    times = [max(once(workload.run) - less_us, MIN_HOST_US) for _ in range(HOST_SAMPLES)]
+        baseline_us = statistics.median(once(workload.baseline) for _ in range(HOST_SAMPLES))
+    times = [max(once(workload.run) - baseline_us, MIN_HOST_US) for _ in range(HOST_SAMPLES)]
     return asdict(summarise([us / workload.calls for us in times]))

@@ -75,18 +75,20 @@ def kernels_by_run(trace: Trace, runs: int) -> list[list[tuple[str, float]]]:
         index = bisect_right(marks, launch.start_us, key=lambda mark: mark[0]) - 1
         return marks[index][2] if index >= 0 and launch.start_us <= marks[index][1] else None
 
-    found: list[list[tuple[float, str, float]]] = [[] for _ in range(runs)]
+    launched: list[list[tuple[float, str, float]]] = [[] for _ in range(runs)]
     for kernel in trace.kernels:
         launch = trace.launches.get(kernel.correlation)
         if launch is not None and (number := run_of(launch)) is not None:
-            found[number].append((launch.start_us, kernel.name, kernel.duration_us))
-    seen = {kernel.correlation for kernel in trace.kernels}
-    unseen = [launch for at, launch in trace.launches.items() if at not in seen]
+            launched[number].append((launch.start_us, kernel.name, kernel.duration_us))
+    recorded = {kernel.correlation for kernel in trace.kernels}
+    unrecorded = [
+        launch for correlation, launch in trace.launches.items() if correlation not in recorded
+    ]
     # of the CUDA runtime; its other calls launch no kernel
-    lost = {run_of(launch) for launch in unseen if launch.name.startswith("cudaLaunchKernel")}
+    lost = {run_of(launch) for launch in unrecorded if launch.name.startswith("cudaLaunchKernel")}
     return [
         [] if number in lost else [(name, us) for _, name, us in sorted(run)]
-        for number, run in enumerate(found)
+        for number, run in enumerate(launched)
     ]
 
 
@@ -112,12 +114,12 @@ def timing_disagreement(rows: pd.DataFrame) -> tuple[int, int]:
     needed = {"cache", "time_us", "kernel_us", "kernel_count"}
     if not needed <= set(rows.columns):
         return 0, 0
-    one = rows[(rows["cache"] == "warm") & (rows["kernel_count"] == 1) & rows["time_us"].notna()]
+    single = rows[(rows["cache"] == "warm") & (rows["kernel_count"] == 1) & rows["time_us"].notna()]
     for doubtful in ("starved", "synchronises"):
-        if doubtful in one:
-            one = one[one[doubtful].ne(True)]
-    kernel_us = one["kernel_us"].to_numpy(float)
-    excess_us = one["time_us"].to_numpy(float) - kernel_us
+        if doubtful in single:
+            single = single[single[doubtful].ne(True)]
+    kernel_us = single["kernel_us"].to_numpy(float)
+    excess_us = single["time_us"].to_numpy(float) - kernel_us
     slack_us = RESOLUTION_US + NOISE_FRAC * kernel_us
-    off = (excess_us < -slack_us) | (excess_us > EVENTS_US + slack_us)
-    return len(one), int(np.count_nonzero(off))
+    disagrees = (excess_us < -slack_us) | (excess_us > EVENTS_US + slack_us)
+    return len(single), int(np.count_nonzero(disagrees))

@@ -67,14 +67,14 @@ class Nvml:
         bits = self._query("nvmlDeviceGetCurrentClocksEventReasons")
         if bits is None:
             bits = self._query("nvmlDeviceGetCurrentClocksThrottleReasons")
-        found = {
+        columns = {
             "sm_clock_hz": _times(self._query("nvmlDeviceGetClockInfo", 1), 1e6),  # MHz
             "memory_clock_hz": _times(self._query("nvmlDeviceGetClockInfo", 2), 1e6),
             "power_w": _times(self._query("nvmlDeviceGetPowerUsage"), 1e-3),  # milliwatts
             "temperature_c": self._query("nvmlDeviceGetTemperature", 0),
             "throttle": None if bits is None else " ".join(reasons(bits)),
         }
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in columns.items() if value is not None}
 
 
 def driver_version() -> str:
@@ -100,13 +100,13 @@ def is_throttled(reading: Reading) -> bool:
 def combined(readings: Sequence[Reading]) -> Reading:
     """Combine readings: medians, the lowest SM clock, all throttle reasons."""
     names = dict.fromkeys(name for reading in readings for name in reading)
-    found: Reading = {}
+    columns: Reading = {}
     for name in names:
         values = [reading[name] for reading in readings if name in reading]
         if name == "throttle":
-            found[name] = " ".join(sorted({word for text in values for word in text.split()}))
+            columns[name] = " ".join(sorted({word for text in values for word in text.split()}))
         else:
-            found[name] = statistics.median(values)
+            columns[name] = statistics.median(values)
         if name == "sm_clock_hz":
-            found["sm_clock_hz_min"] = min(values)
-    return found
+            columns["sm_clock_hz_min"] = min(values)
+    return columns

@@ -27,7 +27,10 @@ def rewritten_by_one_core(run: Callable[[], object]) -> Callable[[], object] | N
 
 
 def _operands(run: Callable[[], object]) -> list[Tensor]:
-    """The floating-point tensors that a run reads and does not make itself, flat; runs it once."""
+    """The floating-point tensors that a run reads and does not make itself, each as one dimension.
+
+    Runs it once to find out.
+    """
     read: dict[int, Tensor] = {}
     made: set[int] = set()
 

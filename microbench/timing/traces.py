@@ -65,16 +65,16 @@ def record(run: Callable[[], object], *, on_gpu: bool, shapes: bool = False) -> 
         return parse(json.loads(path.read_text(errors="replace")))
 
 
-def parse(found: Any) -> Trace:
+def parse(document: Any) -> Trace:
     """Parse a Chrome trace, whoever wrote it; ValueError where it is none."""
-    events = found.get("traceEvents") if isinstance(found, Mapping) else None
+    events = document.get("traceEvents") if isinstance(document, Mapping) else None
     if not isinstance(events, list):
         raise ValueError("no list of traceEvents")
-    trace = Trace(cuda=_text(found.get("cuda_runtime_version")))
-    devices = found.get("deviceProperties")
+    trace = Trace(cuda=_text(document.get("cuda_runtime_version")))
+    devices = document.get("deviceProperties")
     first = devices[0] if isinstance(devices, list) and devices else None
     trace.device = _text(first.get("name")) if isinstance(first, Mapping) else ""
-    ranks = found.get("distributedInfo")
+    ranks = document.get("distributedInfo")
     trace.distributed = ranks if isinstance(ranks, Mapping) else {}
     for event in events:
         _event(trace, event)
@@ -118,6 +118,7 @@ def _text(value: Any) -> str:
 
 
 def _identity(args: Facts, key: str) -> int:
+    """A positive id of this name, also in lower case; -1 without one."""
     value = args.get(key, args.get(key.lower()))
     return value if isinstance(value, int) and value > 0 else -1
 
@@ -130,19 +131,19 @@ def join(trace: Trace, owns: Callable[[str], bool]) -> tuple[dict[int, float], i
     outermost one for which ``owns`` is true gets the time; the innermost where there is none.
     """
     owner = _owners(trace, owns)
-    by_external = {op.external: at for at, op in enumerate(trace.ops) if op.external >= 0}
+    by_external = {op.external: index for index, op in enumerate(trace.ops) if op.external >= 0}
     inside = _innermost(trace)
     total: dict[int, float] = defaultdict(float)
     orphans = 0
     for kernel in trace.kernels:
         launch = trace.launches.get(kernel.correlation)
-        at = by_external.get(kernel.external)
-        if at is None and launch is not None:
-            at = by_external.get(launch.external, inside.get(kernel.correlation))
-        if at is None:
+        index = by_external.get(kernel.external)
+        if index is None and launch is not None:
+            index = by_external.get(launch.external, inside.get(kernel.correlation))
+        if index is None:
             orphans += 1
         else:
-            total[owner[at]] += kernel.duration_us
+            total[owner[index]] += kernel.duration_us
     return dict(total), orphans
 
 
@@ -150,49 +151,49 @@ def host_times(trace: Trace, owns: Callable[[str], bool]) -> dict[int, float]:
     """Time on the host, by index, of each outermost op for which ``owns`` is true."""
     owner = _owners(trace, owns)
     return {
-        at: op.duration_us
-        for at, op in enumerate(trace.ops)
-        if owner[at] == at and owns(op.name) and op.duration_us > 0
+        index: op.duration_us
+        for index, op in enumerate(trace.ops)
+        if owner[index] == index and owns(op.name) and op.duration_us > 0
     }
 
 
 def _nested(spans: list[tuple[int, Span]]) -> list[tuple[int, int]]:
-    """(index of a span, index of the span around it or -1), by thread and start."""
-    found = []
+    """(index of a span, index of the innermost span around it or -1), by thread and start."""
+    pairs = []
     open_spans: list[tuple[int, float, str]] = []
     order = sorted(spans, key=lambda s: (s[1].thread, s[1].start_us, -s[1].duration_us))
-    for at, span in order:
+    for index, span in order:
         while open_spans and (
             open_spans[-1][2] != span.thread or open_spans[-1][1] <= span.start_us
         ):
             open_spans.pop()
-        found.append((at, open_spans[-1][0] if open_spans else -1))
-        open_spans.append((at, span.start_us + span.duration_us, span.thread))
-    return found
+        pairs.append((index, open_spans[-1][0] if open_spans else -1))
+        open_spans.append((index, span.start_us + span.duration_us, span.thread))
+    return pairs
 
 
 def _owners(trace: Trace, owns: Callable[[str], bool]) -> list[int]:
     """For every op, the index of the op that gets the time of its kernels."""
     owner = list(range(len(trace.ops)))
-    for at, outer in _nested(list(enumerate(trace.ops))):
+    for index, outer in _nested(list(enumerate(trace.ops))):
         if outer >= 0 and owns(trace.ops[owner[outer]].name):
-            owner[at] = owner[outer]
+            owner[index] = owner[outer]
     return owner
 
 
 def _innermost(trace: Trace) -> dict[int, int]:
-    """By correlation id, the innermost op around each launch without external id."""
+    """By correlation id, the index of the innermost op around each launch without external id."""
     count = len(trace.ops)
-    without = [(c, s) for c, s in trace.launches.items() if s.external < 0]
-    if not without:
+    launches = [(c, s) for c, s in trace.launches.items() if s.external < 0]
+    if not launches:
         return {}
-    spans = [*enumerate(trace.ops), *((count + i, s) for i, (_, s) in enumerate(without))]
+    spans = [*enumerate(trace.ops), *((count + i, s) for i, (_, s) in enumerate(launches))]
     parents = dict(_nested(spans))
-    found = {}
-    for i, (correlation, _) in enumerate(without):
-        at = parents[count + i]
-        while at >= count:
-            at = parents[at]
-        if at >= 0:
-            found[correlation] = at
-    return found
+    innermost = {}
+    for i, (correlation, _) in enumerate(launches):
+        index = parents[count + i]
+        while index >= count:
+            index = parents[index]
+        if index >= 0:
+            innermost[correlation] = index
+    return innermost

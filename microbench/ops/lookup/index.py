@@ -28,7 +28,7 @@ from itercast.microbench.ops.family import (
 )
 from itercast.microbench.ops.lookup.index_calls import ANSWERS, IndexOp
 from itercast.microbench.ops.memory.elementwise import memory_copy
-from itercast.microbench.ops.sizes import MAX_NUMEL, aligned, spread, swept
+from itercast.microbench.ops.sizes import MAX_NUMEL, aligned, scale_axes, swept
 
 FACTS = facts_of(__file__)
 GROUPS = {name: tuple[str, ...](ops.split()) for name, ops in FACTS["groups"].items()}
@@ -178,16 +178,18 @@ def features(p: IndexOp, gpu: Gpu) -> dict[str, Numbers | str]:
 def resize(p: IndexOp, factor: float, first_share: float) -> IndexOp:
     """Grows the leading axes where there are any; else indices, the joined or cut axis, or rows."""
     if p.outer > 1:
-        return spread(p, factor, 1.0, {"outer": MAX_NUMEL})
+        return scale_axes(p, factor, 1.0, {"outer": MAX_NUMEL})
     if p.op in INDEXED:
         runs = 16384 if p.inner > 1 else 1
-        return spread(p, factor, 0.5 + first_share / 2, {"size": 2**23, "inner": runs})
+        return scale_axes(p, factor, 0.5 + first_share / 2, {"size": 2**23, "inner": runs})
     if p.op in GROUPS["lengthened"]:
         size = max(p.tensors, aligned(p.size * factor, p.size))
         more = p.source - p.size
         more = more if p.op == "constant_pad_nd" else round(more * size / p.size)
         return replace(p, size=size, source=size + more)
-    return spread(p, factor, 1.0, {"inner" if p.op in GROUPS["widened"] else "outer": MAX_NUMEL})
+    return scale_axes(
+        p, factor, 1.0, {"inner" if p.op in GROUPS["widened"] else "outer": MAX_NUMEL}
+    )
 
 
 def allocated_bytes(p: IndexOp) -> float:

@@ -37,7 +37,6 @@ from itercast.microbench.ops.sizes import (
     MAX_PIXELS_A_SIDE,
     MAX_ROWS,
     MAX_SIDE,
-    spread,
     swept,
 )
 
@@ -266,11 +265,13 @@ def resize(p: Norm, factor: float, first_share: float) -> Norm:
     """
     first_share = 0.5 + first_share / 2
     if p.op.startswith(("layer", "rms")):
-        return spread(p, factor, first_share, {"rows": MAX_ROWS, "cols": 16384})
+        return scale_axes(p, factor, first_share, {"rows": MAX_ROWS, "cols": 16384})
     if p.cols == 1:
-        resized = spread(p, factor, 1.0, {"rows": MAX_SIDE})
+        resized = scale_axes(p, factor, 1.0, {"rows": MAX_SIDE})
     else:
-        resized = spread(p, factor, first_share, {"rows": MAX_BATCH, "cols": MAX_PIXELS_A_SIDE**2})
+        resized = scale_axes(
+            p, factor, first_share, {"rows": MAX_BATCH, "cols": MAX_PIXELS_A_SIDE**2}
+        )
     return replace(resized, rows=max(2, resized.rows)) if resized.cols == 1 else resized
 
 

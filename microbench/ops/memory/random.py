@@ -22,7 +22,7 @@ from itercast.microbench.ops.family import (
     itemsize_bytes,
     logs,
 )
-from itercast.microbench.ops.sizes import MAX_NUMEL, spread, swept
+from itercast.microbench.ops.sizes import MAX_NUMEL, scale_axes, swept
 
 DROPOUT = ("native_dropout", "native_dropout_backward")
 FACTS = facts_of(__file__)
@@ -131,7 +131,7 @@ def from_multinomial(call: OpCall) -> RandomOp | None:
 
 def resize(p: RandomOp, factor: float, first_share: float) -> RandomOp:
     """Grows the count of numbers, of multinomial its rows."""
-    return spread(p, factor, 1.0, {"rows" if p.op == "multinomial" else "size": MAX_NUMEL})
+    return scale_axes(p, factor, 1.0, {"rows" if p.op == "multinomial" else "size": MAX_NUMEL})
 
 
 def gpu_variant(p: RandomOp, rng: np.random.Generator) -> RandomOp:

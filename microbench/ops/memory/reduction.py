@@ -27,7 +27,7 @@ from itercast.microbench.ops.family import (
     repeated,
 )
 from itercast.microbench.ops.memory.elementwise import Elementwise, memory_copy
-from itercast.microbench.ops.sizes import MAX_NUMEL, MAX_ROWS, MAX_SIDE, spread, swept
+from itercast.microbench.ops.sizes import MAX_NUMEL, MAX_ROWS, MAX_SIDE, scale_axes, swept
 
 SOFTMAX = ("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data")
 MOMENTS = ("var", "var_mean", "std")
@@ -209,10 +209,10 @@ def resize(p: Reduction, factor: float, first_share: float) -> Reduction:
     if p.op in ("nll_loss_forward", "nll_loss2d_forward"):
         return p
     if p.outer == 1 and not p.op.startswith("nll"):
-        return spread(p, factor, 1.0, {"size": MAX_NUMEL})
+        return scale_axes(p, factor, 1.0, {"size": MAX_NUMEL})
     if p.size == 1:
-        return spread(p, factor, 1.0, {"outer": MAX_NUMEL})
-    return spread(p, factor, 0.5 + first_share / 2, {"outer": MAX_ROWS, "size": MAX_SIDE})
+        return scale_axes(p, factor, 1.0, {"outer": MAX_NUMEL})
+    return scale_axes(p, factor, 0.5 + first_share / 2, {"outer": MAX_ROWS, "size": MAX_SIDE})
 
 
 def allocated_bytes(p: Reduction) -> float:
