@@ -85,7 +85,7 @@ class Cell:
         return {**facts, "energy_j_per_sample": joule, "usd_per_sample": self.usd_per_sample}
 
 
-def scale_axes(pattern: str, gpus: int) -> str:
+def spread(pattern: str, gpus: int) -> str:
     """A plan of so many GPUs: the pattern, with as many replicas as its other degrees leave.
 
     ValueError where these do not divide the number of GPUs, or a rule forbids the plan.
@@ -148,7 +148,7 @@ def _nodes(nodes: Sequence[str], gpus: Sequence[str]) -> dict[str, tuple[str, No
 
 def _cell(model: Any, gpu: str, pattern: str, facts: Row, asked: Facts) -> Cell:
     try:
-        plan = scale_axes(pattern, facts["gpus"])
+        plan = spread(pattern, facts["gpus"])
         found = predict(model, gpu=gpu, plan=plan, batch=facts["batch"], **asked)
     except ValueError as exc:
         return Cell(plan=pattern, reason=str(exc), **facts)

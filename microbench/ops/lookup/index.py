@@ -43,13 +43,17 @@ def sweep() -> Iterator[IndexOp]:
     A few elements to 8M on the larger side, fewer where a CPU is slow.
     """
     rng = np.random.default_rng(13)
-    for p in swept(rng, FACTS["sweep"], _moves, _fits):
+    for p in swept(rng, FACTS["sweep"], _point, _fits):
         whole_numbers = p.op not in GROUPS["adds"] + GROUPS["masked"] and rng.random() < 0.1
         yield replace(p, dtype="int64") if whole_numbers else p
 
 
-def _moves(op: str, size: int, more: int = -1, overlap: int = 0, **fields: Any) -> IndexOp:
-    """A point from sizes as the YAML file states them."""
+def _point(op: str, size: int, more: int = -1, overlap: int = 0, **fields: Any) -> IndexOp:
+    """A point from sizes as the YAML file states them.
+
+    ``more``: slots of the source beside the ``size`` that are moved; ``overlap``: of windows, how
+    many hold one element.
+    """
     if more >= 0:
         fields["source"] = size + more
     if op == "stack":
@@ -85,7 +89,7 @@ def build(p: IndexOp, device: str) -> Workload:
         **{"half": max(1, p.size // 2), "middle": p.source // 2},
         "step": (p.source - p.k) // max(1, p.size - 1),
         "pad": [0, 0] * (len(part) - 1 - axis) + [0, p.source - p.size],
-        "times": [p.size if at == axis else 1 for at in range(len(part))],
+        "times": [p.size if i == axis else 1 for i in range(len(part))],
         "source": lambda: values(*whole),
         "part": lambda: values(*part),
         "slot": lambda: values(*part).select(axis, 0),
@@ -112,6 +116,7 @@ def _shape(p: IndexOp, length: int) -> list[int]:
 
 
 def _is(p: IndexOp, *groups: str) -> Values:
+    """Whether the op is in one of these groups of the YAML file."""
     return is_any(p.op, [op for group in groups for op in GROUPS[group]])
 
 
@@ -144,17 +149,17 @@ def bytes_moved(p: IndexOp) -> Numbers:
     filled; a value added to is read first; sort and topk write int64 positions; repeat reads once.
     nonzero reads the mask twice, first to count, and writes an int64 position where it is true.
     """
-    item, n, full = itemsize_bytes(p.dtype), moved(p), whole(p)
+    itemsize, count, whole_count = itemsize_bytes(p.dtype), moved(p), whole(p)
     by_slot = np.where(_is(p, "by_slot", "put", "masked"), p.size, 0.0)
-    index = np.where(_is(p, "by_element"), n, by_slot)
-    written = np.where(_is(p, "fills"), full, n + np.where(_is(p, "adds"), n, 0.0))
-    written = written + np.where(_is(p, "rewrites"), 2.0 * full, 0.0)
-    chosen = 1.0 * p.outer * p.inner * np.where(is_any(p.op, ("topk",)), p.k, p.size)
-    written, index = (np.where(_is(p, "order"), chosen, count) for count in (written, index))
-    read = np.where(is_any(p.op, ("repeat",)), 1.0 * p.outer * p.inner, n)
+    index = np.where(_is(p, "by_element"), count, by_slot)
+    written = np.where(_is(p, "fills"), whole_count, count + np.where(_is(p, "adds"), count, 0.0))
+    written = written + np.where(_is(p, "rewrites"), 2.0 * whole_count, 0.0)
+    ordered = 1.0 * p.outer * p.inner * np.where(is_any(p.op, ("topk",)), p.k, p.size)
+    written, index = (np.where(_is(p, "order"), ordered, other) for other in (written, index))
+    read = np.where(is_any(p.op, ("repeat",)), 1.0 * p.outer * p.inner, count)
     masked = _is(p, "masked")
-    read, written = np.where(masked, 2.0 * full, read), np.where(masked, 0.0, written)
-    return (read + written) * item + 8.0 * index
+    read, written = np.where(masked, 2.0 * whole_count, read), np.where(masked, 0.0, written)
+    return (read + written) * itemsize + 8.0 * index
 
 
 def features(p: IndexOp, gpu: Gpu) -> dict[str, Numbers | str]:

@@ -42,11 +42,12 @@ def _around(shape: tuple[int, ...], dim: int) -> tuple[int, int, int]:
 
 
 def _name(call: OpCall) -> str:
+    """The op's name, or that of another op that runs the same kernels."""
     op = call.op.split(".")[1]
     return str(FACTS["same_as"].get(op, op))
 
 
-def _made(call: OpCall, dtype: str, **sizes: int) -> IndexOp | None:
+def _index_op(call: OpCall, dtype: str, **sizes: int) -> IndexOp | None:
     """The call's parameters; None where there is nothing to move."""
     if min(sizes.values()) < 1:
         return None
@@ -64,7 +65,7 @@ def from_index_on_axis(call: OpCall) -> IndexOp | None:
     size = index.numel
     if _name(call).startswith(("gather", "scatter")):
         outer, size, inner = _around(index.shape, dim)
-    return _made(call, x.dtype, outer=outer, size=size, inner=inner, source=source)
+    return _index_op(call, x.dtype, outer=outer, size=size, inner=inner, source=source)
 
 
 def from_index(call: OpCall) -> IndexOp | None:
@@ -80,16 +81,16 @@ def from_index(call: OpCall) -> IndexOp | None:
     outer, inner = prod(x.shape[:first]), prod(x.shape[last + 1 :])
     size = prod(_broadcast([indices[d].shape for d in places]))
     source = prod(x.shape[first : last + 1])
-    found = _made(call, x.dtype, outer=outer, size=size, inner=inner, source=source)
-    if found is None or not found.op.startswith("index_put") or not call.argument(3, "", False):
-        return found
-    return replace(found, op=f"{found.op.rstrip('_')}_accumulate{'_' * found.op.endswith('_')}")
+    params = _index_op(call, x.dtype, outer=outer, size=size, inner=inner, source=source)
+    if params is None or not params.op.startswith("index_put") or not call.argument(3, "", False):
+        return params
+    return replace(params, op=f"{params.op.rstrip('_')}_accumulate{'_' * params.op.endswith('_')}")
 
 
 def _broadcast(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
     rank = max(map(len, shapes))
-    wide = [(1,) * (rank - len(s)) + s for s in shapes]
-    return tuple(max(sizes) for sizes in zip(*wide, strict=True))
+    padded = [(1,) * (rank - len(s)) + s for s in shapes]
+    return tuple(max(sizes) for sizes in zip(*padded, strict=True))
 
 
 def from_join(call: OpCall) -> IndexOp | None:
@@ -104,20 +105,20 @@ def from_join(call: OpCall) -> IndexOp | None:
     outer, _, inner = _around(shape, dim)
     size = sum(t.numel for t in tensors) // (outer * inner)
     facts = {"outer": outer, "size": size, "inner": inner, "source": size, "tensors": len(tensors)}
-    return _made(call, tensors[0].dtype, **facts)
+    return _index_op(call, tensors[0].dtype, **facts)
 
 
 def from_split(call: OpCall) -> IndexOp | None:
     """Describe split_with_sizes_copy(x, sizes, dim=0) and the like; ``tensors``: its outputs."""
-    at = 1 if call.op.split(".")[1] == "unbind_copy" else 2
-    return _whole_axis(call, call.argument(at, "dim", 0), tensors=len(call.outputs))
+    position = 1 if call.op.split(".")[1] == "unbind_copy" else 2
+    return _whole_axis(call, call.argument(position, "dim", 0), tensors=len(call.outputs))
 
 
 def _whole_axis(call: OpCall, dim: int, **more: int) -> IndexOp | None:
     """A call that moves all slots of an axis."""
     x = call.args[0]
     outer, size, inner = _around(x.shape, dim)
-    return _made(call, x.dtype, outer=outer, size=size, inner=inner, source=size, **more)
+    return _index_op(call, x.dtype, outer=outer, size=size, inner=inner, source=size, **more)
 
 
 def from_part_backward(call: OpCall) -> IndexOp | None:
@@ -143,7 +144,7 @@ def _part_of_axis(call: OpCall, shape: Sequence[int], dim: int, part: TensorSpec
     if min(outer, inner) < 1:
         return None
     size = part.numel // (outer * inner)
-    return _made(call, part.dtype, outer=outer, size=size, inner=inner, source=source)
+    return _index_op(call, part.dtype, outer=outer, size=size, inner=inner, source=source)
 
 
 def from_pad(call: OpCall) -> IndexOp | None:
@@ -157,7 +158,7 @@ def from_pad(call: OpCall) -> IndexOp | None:
     if min(outer, inner) < 1:
         return None
     source = round(call.outputs[0].numel / (outer * inner))
-    return _made(call, x.dtype, outer=outer, size=size, inner=inner, source=source)
+    return _index_op(call, x.dtype, outer=outer, size=size, inner=inner, source=source)
 
 
 def from_reorder(call: OpCall) -> IndexOp | None:
@@ -168,7 +169,7 @@ def from_reorder(call: OpCall) -> IndexOp | None:
     x = call.args[0]
     dims = call.argument(*((1, "dims") if _name(call) == "flip" else (2, "")), ())
     if not dims:
-        return _made(call, x.dtype, outer=1, size=x.numel, inner=1, source=x.numel)
+        return _index_op(call, x.dtype, outer=1, size=x.numel, inner=1, source=x.numel)
     rank = max(1, len(x.shape))
     return _whole_axis(call, max(d % rank for d in dims))
 
@@ -184,7 +185,7 @@ def from_repeat(call: OpCall) -> IndexOp | None:
     shape = (1,) * (len(out.shape) - len(x.shape)) + x.shape
     grown = [d for d, (a, b) in enumerate(zip(shape, out.shape, strict=True)) if a != b]
     inner = prod(shape[grown[-1] :]) if grown else x.numel
-    return _made(call, x.dtype, outer=x.numel // inner, size=out.numel // x.numel, inner=inner)
+    return _index_op(call, x.dtype, outer=x.numel // inner, size=out.numel // x.numel, inner=inner)
 
 
 def from_triangle(call: OpCall) -> IndexOp | None:
@@ -198,8 +199,8 @@ def from_triangle(call: OpCall) -> IndexOp | None:
 def from_order(call: OpCall) -> IndexOp | None:
     """Describe sort(x, dim=-1), sort.stable(x, stable=, dim=) or topk(x, k, dim=-1)."""
     top = _name(call) == "topk"
-    at = 2 if top or call.op.endswith("stable") else 1
-    return _whole_axis(call, call.argument(at, "dim", -1), k=call.args[1] if top else 1)
+    position = 2 if top or call.op.endswith("stable") else 1
+    return _whole_axis(call, call.argument(position, "dim", -1), k=call.args[1] if top else 1)
 
 
 def from_unfold(call: OpCall) -> IndexOp | None:
@@ -211,16 +212,16 @@ def from_unfold(call: OpCall) -> IndexOp | None:
     outer, length, inner = _around(tuple(shape), dim)
     size = (length - window) // step + 1
     source = (size - 1) * step + window
-    return _made(call, grad.dtype, outer=outer, size=size, inner=inner, source=source, k=window)
+    return _index_op(call, grad.dtype, outer=outer, size=size, inner=inner, source=source, k=window)
 
 
 def from_nonzero(call: OpCall) -> IndexOp | None:
     """Describe nonzero(mask): ``size`` of ``source`` elements are chosen."""
-    mask, found = call.args[0], call.outputs[0]
+    mask, positions = call.args[0], call.outputs[0]
     if mask.numel < 1:
         return None
-    chosen = min(mask.numel, max(1, found.shape[0]))
-    return _made(call, mask.dtype, outer=1, size=chosen, source=mask.numel)
+    chosen = min(mask.numel, max(1, positions.shape[0]))
+    return _index_op(call, mask.dtype, outer=1, size=chosen, source=mask.numel)
 
 
 ANSWERS = answers_of(

@@ -75,6 +75,11 @@ def _fits(p: Attention) -> bool:
 def _call(
     heads: int, groups: int, length: int, lengths: str, kind: str, other: int, **fields: Any
 ) -> Attention:
+    """A call from sizes as the YAML file states them.
+
+    ``groups``: query heads per key head, where they divide ``heads``; ``lengths``: self, cross
+    (keys of length ``other``) or decode (one query); ``kind``: causal, masked or neither.
+    """
     decodes = lengths == "decode"
     return Attention(
         **{**fields, "op": "forward" if decodes else fields["op"]},
@@ -203,11 +208,11 @@ def gpu_points(rng: np.random.Generator) -> Iterator[Attention]:
 def resize(p: Attention, factor: float, first_share: float) -> Attention:
     """Grows the number of sequences, then their lengths; a single query stays one."""
     batch = min(max(MAX_BATCH, p.batch), max(1, round(p.batch * factor**first_share)))
-    left = factor * p.batch / batch
+    length_factor = factor * p.batch / batch
     if p.q_len == 1:
-        return replace(p, batch=batch, kv_len=aligned(p.kv_len * left, p.kv_len))
-    most = max(MAX_LENGTH, p.q_len, p.kv_len)
-    q_len, kv_len = (min(most, aligned(n * left**0.5, n)) for n in (p.q_len, p.kv_len))
+        return replace(p, batch=batch, kv_len=aligned(p.kv_len * length_factor, p.kv_len))
+    limit = max(MAX_LENGTH, p.q_len, p.kv_len)
+    q_len, kv_len = (min(limit, aligned(n * length_factor**0.5, n)) for n in (p.q_len, p.kv_len))
     return replace(p, batch=batch, q_len=q_len, kv_len=kv_len)
 
 
@@ -242,8 +247,8 @@ def _unfused(p: Attention) -> list[Part]:
 
     def product(m: int, n: int, k: int, layout: str) -> Part:
         """A product of (m, k) by (k, n) for every head of every sample."""
-        asked = Gemm(op="bmm", m=m, n=n, k=k, batch=count, layout=layout, dtype=p.dtype)
-        return Part(family="gemm", params=asked)
+        params = Gemm(op="bmm", m=m, n=n, k=k, batch=count, layout=layout, dtype=p.dtype)
+        return Part(family="gemm", params=params)
 
     q, kv, d = p.q_len, p.kv_len, p.head_dim
     op = "_softmax" if p.op == "forward" else "_softmax_backward_data"
@@ -261,11 +266,8 @@ def _unfused(p: Attention) -> list[Part]:
     return [*parts, *map(memory_copy, passes)]
 
 
-BEFORE_AMPERE = (
-    "pascal",
-    "volta",
-    "turing",
-)  # no flash: check_flash_attention_hardware_support in sdp_utils.cpp
+# no flash: check_flash_attention_hardware_support in sdp_utils.cpp
+BEFORE_AMPERE = ("pascal", "volta", "turing")
 AFTER_AMPERE = ("hopper", "blackwell", "blackwell-ultra")
 
 
@@ -282,8 +284,8 @@ def fallback(p: Attention, measured: Measured) -> list[Part]:
         return _unfused(p)
     if p.op != "backward":
         return []
-    told = p.dtype not in ("fp16", "bf16") or measured.gpu.architecture in AFTER_AMPERE
-    if (told and measured.seen("attention", "backward", p.dtype)) or measured.measured_here(
+    rows_apply = p.dtype not in ("fp16", "bf16") or measured.gpu.architecture in AFTER_AMPERE
+    if (rows_apply and measured.seen("attention", "backward", p.dtype)) or measured.measured_here(
         "attention", "backward", p.dtype
     ):
         return []

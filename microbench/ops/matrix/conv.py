@@ -122,14 +122,16 @@ def build(p: Conv, device: str) -> Workload:
     weight = tensor(ends[0], ends[1] // p.groups, *kernel)
     bias = tensor(p.out_channels) if p.bias else None
     steps = ([p.stride] * rank, padding, [p.dilation] * rank)
-    how = (*steps, p.transposed, [0] * rank, p.groups)
+    settings = (*steps, p.transposed, [0] * rank, p.groups)
     if p.op == "forward":
-        return Workload(run=lambda: torch.convolution(x, weight, bias, *how), through_aten=False)
+        return Workload(
+            run=lambda: torch.convolution(x, weight, bias, *settings), through_aten=False
+        )
     grad = tensor(p.batch, p.out_channels, *(int(s) for s in out_sizes(p)[first:]))
     biases = [p.out_channels] if p.bias else None
     mask = [p.need_input_grad, p.need_weight_grad, p.bias and p.need_weight_grad]
-    back = torch.ops.aten.convolution_backward
-    return Workload(run=lambda: back(grad, x, weight, biases, *how, mask))
+    backward = torch.ops.aten.convolution_backward
+    return Workload(run=lambda: backward(grad, x, weight, biases, *settings, mask))
 
 
 def out_sizes(p: Conv) -> tuple[Numbers, ...]:
@@ -223,7 +225,7 @@ def from_call(call: OpCall) -> Conv | None:
     """
     backward = "backward" in call.op
     x, weight, bias, *options, transposed, _, groups = call.args[backward : backward + 9]
-    mask = call.args[10] if backward else (True, True, bias is not None)
+    needs = call.args[10] if backward else (True, True, bias is not None)
     if (rank := len(x.shape) - 2) > 3:
         return None
     first = max(1, 3 - rank)  # the axis whose stride and dilation stand for all
@@ -249,10 +251,10 @@ def from_call(call: OpCall) -> Conv | None:
         in_channels=x.shape[1],
         out_channels=weight.shape[1] * groups if transposed else weight.shape[0],
         **sizes,
-        bias=bool(mask[2]),
+        bias=bool(needs[2]),
         transposed=transposed,
-        need_input_grad=bool(mask[0]),
-        need_weight_grad=bool(mask[1]),
+        need_input_grad=bool(needs[0]),
+        need_weight_grad=bool(needs[1]),
         dtype=x.dtype,
     )
 
@@ -260,13 +262,13 @@ def from_call(call: OpCall) -> Conv | None:
 def resize(p: Conv, factor: float, first_share: float) -> Conv:
     """Grows the number of images, then their sides, which stay as large as the kernel."""
     batch = min(max(MAX_BATCH, p.batch), max(1, round(p.batch * factor ** (0.5 + first_share / 2))))
-    left = factor * p.batch / batch
+    side_factor = factor * p.batch / batch
     flat = p.h == p.kernel_h == 1
     limit = MAX_SIDE // 2 if flat else MAX_PIXELS_A_SIDE
 
     def side(old: int, kernel: int, padding: int) -> int:
         least = max(1, p.dilation * (kernel - 1) + 1 - 2 * padding, padding + 1)
-        wanted = aligned(old * left ** (1.0 if flat else 0.5), old)
+        wanted = aligned(old * side_factor ** (1.0 if flat else 0.5), old)
         return max(least, min(max(limit, old), wanted))
 
     h = 1 if flat else side(p.h, p.kernel_h, p.padding_h)
@@ -275,16 +277,16 @@ def resize(p: Conv, factor: float, first_share: float) -> Conv:
 
 def op_name(p: Conv) -> Values:
     """The op's name; those in groups, transposed and over volumes are run by other kernels."""
-    found = np.asarray(p.op, dtype=str)
+    name = np.asarray(p.op, dtype=str)
     kinds = {" in groups": 1.0 * p.groups > 1, " transposed": p.transposed}
     kinds[" of volumes"] = 1.0 * p.depth * p.kernel_d > 1
-    for kind, here in kinds.items():
-        found = np.char.add(found, np.where(here, kind, ""))
-    return found
+    for kind, applies in kinds.items():
+        name = np.char.add(name, np.where(applies, kind, ""))
+    return name
 
 
 def fallback(p: Conv, measured: Measured) -> list[Part]:
-    """Forwards (``_forwards``) where models saw them; else what kernels multiply, read and write.
+    """Prices a convolution without rows by its forward, if that has rows, else by its work.
 
     A matrix product has the multiplications and bytes of implicit GEMM: taps that read the same
     pixel read it from memory once (arXiv:1410.0759, section 3). In NCHW on tensor cores tensors are
@@ -295,23 +297,33 @@ def fallback(p: Conv, measured: Measured) -> list[Part]:
     forward = replace(p, op="forward")
     in_fp32 = p.dtype == "tf32" and p.in_channels == p.groups  # as tensor cores run no depthwise
     on_tensor_cores = p.dtype in TENSOR_CORES and measured.gpu.vendor == "nvidia" and not in_fp32
-    told = not (on_tensor_cores and measured.channels_last)
-    if measured.gpu.kind == "cpu" or (told and measured.seen("conv", str(op_name(p)), p.dtype)):
+    rows_apply = not (on_tensor_cores and measured.channels_last)
+    if measured.gpu.kind == "cpu" or (
+        rows_apply and measured.seen("conv", str(op_name(p)), p.dtype)
+    ):
         return []
-    times = _forwards(p)
-    if told and measured.seen("conv", str(op_name(forward)), p.dtype):
+    times = _over_forward(p)
+    if rows_apply and measured.seen("conv", str(op_name(forward)), p.dtype):
         return [Part(family="conv", params=forward, times=times)]
     if p.groups > 1:
         return _grouped(p, measured)
     x, y = (int(np.maximum(n, 1)) for n in pixels(p))
     in_nchw = p.dtype in TENSOR_CORES and not measured.channels_last
-    exact = replace(forward, dtype="fp32")
-    if in_nchw and p.dtype == "tf32" and measured.seen("conv", str(op_name(exact)), "fp32"):
+    in_fp32_forward = replace(forward, dtype="fp32")
+    if (
+        in_nchw
+        and p.dtype == "tf32"
+        and measured.seen("conv", str(op_name(in_fp32_forward)), "fp32")
+    ):
         transposes = 2 * _moved(p) / measured.gpu.hbm_bytes_per_s
-        if _bound_s(exact, measured.gpu) < _bound_s(forward, measured.gpu) + transposes:
-            return [Part(family="conv", params=exact, times=times)]
-    shared = max(1, y * int(taps(p)) // x)  # taps that read the same pixel
-    m, n, k = max(1, y // shared), p.out_channels * shared, p.in_channels * int(taps(p))
+        if _bound_s(in_fp32_forward, measured.gpu) < _bound_s(forward, measured.gpu) + transposes:
+            return [Part(family="conv", params=in_fp32_forward, times=times)]
+    taps_per_pixel = max(1, y * int(taps(p)) // x)  # taps that read the same pixel
+    m, n, k = (
+        max(1, y // taps_per_pixel),
+        p.out_channels * taps_per_pixel,
+        p.in_channels * int(taps(p)),
+    )
     product = Gemm(op="mm", m=m, n=n, k=k, layout="nt", dtype=p.dtype)
     parts = [Part(family="gemm", params=product, times=times)]
     return [*parts, memory_copy(2 * int(_passes(p)) * _moved(p))] if in_nchw else parts
@@ -329,7 +341,7 @@ def _moved(p: Conv) -> int:
     return int((x * p.in_channels + y * p.out_channels) * itemsize_bytes(p.dtype))
 
 
-def _forwards(p: Conv) -> float:
+def _over_forward(p: Conv) -> float:
     """Time of a call over that of its forward: 1, or the sum over its gradients.
 
     The input's takes longer where a stride leaves gaps in it (a transposed one has none), the
@@ -348,12 +360,12 @@ def _grouped(p: Conv, measured: Measured) -> list[Part]:
     Forward, input gradient and weight gradient take 1 + sqrt(terms / 9) passes each, but both
     gradients of few or wide groups in NHWC max(passes, terms / 5), as cuDNN is slow there.
     """
-    width, moved = p.in_channels // p.groups, _moved(p)
-    terms = width * float(taps(p))
+    group_width, moved = p.in_channels // p.groups, _moved(p)
+    terms = group_width * float(taps(p))
     passes = 1 + (terms / TERMS_OF_PASS) ** 0.5
     if p.op == "backward":
-        slow = width > 1 and (p.groups < NHWC_GROUPS or width > NHWC_GROUPS)
-        if measured.channels_last and slow:
+        slow_in_nhwc = group_width > 1 and (p.groups < NHWC_GROUPS or group_width > NHWC_GROUPS)
+        if measured.channels_last and slow_in_nhwc:
             passes = max(passes, terms / NHWC_TERMS_OF_PASS)
         passes *= p.need_input_grad + p.need_weight_grad
     return [replace(memory_copy(moved), times=passes)]

@@ -126,7 +126,7 @@ def _grouped(p: Gemm, device: str) -> Workload:
     def operand(*shape: int) -> Tensor:
         return repeated(torch.randn, shape, device).to(torch_dtype(p.dtype))
 
-    tokens = p.k if p.layout == "tn" else p.m
+    tokens = p.k if p.layout == "tn" else p.m  # of each expert
     ends = torch.arange(1, p.batch + 1, dtype=torch.int32, device=device) * tokens
     if p.layout == "tn":
         a, b = operand(p.batch * tokens, p.m).t(), operand(p.batch * tokens, p.n)
@@ -149,17 +149,17 @@ def bytes_moved(p: Gemm) -> Numbers:
 
 def features(p: Gemm, gpu: Gpu) -> dict[str, Numbers | str]:
     """Sizes, aspect ratios, and how many waves of usual tiles fill the SMs, and how well."""
-    item = 1.0 * np.asarray(itemsize_bytes(p.dtype)) * p.batch / gpu.l2_bytes
-    found = {
+    cache_per_element = 1.0 * np.asarray(itemsize_bytes(p.dtype)) * p.batch / gpu.l2_bytes
+    columns = {
         "op": p.op,
         "layout": p.layout,
         "dtype": p.dtype,
         **logs(p, "m", "n", "k", "batch"),
         "log_m_over_n": np.log2(1.0 * p.m / p.n),
         "log_k_over_mn": np.log2(p.k / np.sqrt(1.0 * p.m * p.n)),
-        "log_a_fill": np.log2(item * p.m * p.k),
-        "log_b_fill": np.log2(item * p.n * p.k),
-        "log_c_fill": np.log2(item * p.m * p.n),
+        "log_a_fill": np.log2(cache_per_element * p.m * p.k),
+        "log_b_fill": np.log2(cache_per_element * p.n * p.k),
+        "log_c_fill": np.log2(cache_per_element * p.m * p.n),
         "m_mod_16": p.m % 16,
         "n_mod_16": p.n % 16,
         "k_mod_16": p.k % 16,
@@ -171,10 +171,10 @@ def features(p: Gemm, gpu: Gpu) -> dict[str, Numbers | str]:
     for rows, cols in TILES:
         tiles = p.batch * np.ceil(p.m / rows) * np.ceil(p.n / cols)
         waves, name = tiles / gpu.sm_count, f"{rows}x{cols}"
-        found[f"log_waves_{name}"] = np.log2(waves)
-        found[f"wave_fill_{name}"] = waves / np.ceil(waves)
-        found[f"tile_fill_{name}"] = 1.0 * p.m * p.n * p.batch / (tiles * rows * cols)
-    return found
+        columns[f"log_waves_{name}"] = np.log2(waves)
+        columns[f"wave_fill_{name}"] = waves / np.ceil(waves)
+        columns[f"tile_fill_{name}"] = 1.0 * p.m * p.n * p.batch / (tiles * rows * cols)
+    return columns
 
 
 def _rows(p: Gemm) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -190,13 +190,13 @@ def _alignments(p: Gemm) -> dict[str, Numbers]:
     bytes (what a thread loads at once, and TMA needs), 8, 4 and 2; those of whole cache lines are
     read by fewer transactions.
     """
-    found, least = {}, np.asarray(np.log2(MAX_ALIGNED))
+    alignments, least = {}, np.asarray(np.log2(MAX_ALIGNED))
     for name, length in zip("abc", _rows(p), strict=True):
         nbytes = (length * itemsize_bytes(p.dtype)).astype(np.int64)
         aligned = np.minimum(nbytes & -nbytes, MAX_ALIGNED)
-        found[f"log_{name}_aligned"] = np.log2(aligned)
-        least = np.minimum(least, found[f"log_{name}_aligned"])
-    return {**found, "log_least_aligned": least}
+        alignments[f"log_{name}_aligned"] = np.log2(aligned)
+        least = np.minimum(least, alignments[f"log_{name}_aligned"])
+    return {**alignments, "log_least_aligned": least}
 
 
 def rate(p: Gemm, gpu: Gpu) -> Numbers:
@@ -207,13 +207,16 @@ def rate(p: Gemm, gpu: Gpu) -> Numbers:
         rate = max(old_peak_frac * peak, old_flops_per_clock * SMs * clock), twice that in 16 bit.
     """
     odd = np.any([row % 2 for row in _rows(p)], axis=0) & is_any(p.dtype, TENSOR_CORES)
-    half = ~np.asarray(is_any(p.dtype, ("tf32",)))
-    old = (1 + half) * OLD_FLOPS_PER_CLOCK * gpu.sm_count * gpu.clock_hz
-    old = np.maximum(old, np.where(half, gpu.peak("fp16"), gpu.peak("tf32")) * OLD_PEAK_FRAC)
-    return np.where(odd & (gpu.vendor == "nvidia") & (gpu.kind == "gpu"), old, np.inf)
+    in_16_bit = ~np.asarray(is_any(p.dtype, ("tf32",)))
+    old_rate = (1 + in_16_bit) * OLD_FLOPS_PER_CLOCK * gpu.sm_count * gpu.clock_hz
+    old_rate = np.maximum(
+        old_rate, np.where(in_16_bit, gpu.peak("fp16"), gpu.peak("tf32")) * OLD_PEAK_FRAC
+    )
+    return np.where(odd & (gpu.vendor == "nvidia") & (gpu.kind == "gpu"), old_rate, np.inf)
 
 
 def _layout(a: TensorSpec, b: TensorSpec) -> str:
+    """For each factor n if its rows lie in memory one after the other, else t (``Gemm.layout``)."""
     return "".join("n" if t.stride == () or t.stride[-1] == 1 else "t" for t in (a, b))
 
 
@@ -239,9 +242,9 @@ def from_integers(call: OpCall) -> Gemm:
 
     As one in 16 bits, of which there are rows.
     """
-    a, made = call.args[0], call.outputs[0]
+    a, result = call.args[0], call.outputs[0]
     dtype = "fp16" if a.dtype == "int8" else a.dtype
-    return Gemm(op="mm", m=a.shape[0], n=made.shape[-1], k=a.shape[-1], layout="nt", dtype=dtype)
+    return Gemm(op="mm", m=a.shape[0], n=result.shape[-1], k=a.shape[-1], layout="nt", dtype=dtype)
 
 
 def from_vector(call: OpCall) -> Gemm | None:
@@ -259,9 +262,9 @@ def from_grouped(call: OpCall) -> Gemm | None:
     """
     a, b, experts = call.args[0], call.args[1], call.args[2].shape[0]
     m, k = a.shape
-    over = len(b.shape) == 2
-    m, k = (m, -(-k // experts)) if over else (-(-m // experts), k)
-    layout = "tn" if over else "n" + _layout(a, b)[1]
+    weight_gradient = len(b.shape) == 2
+    m, k = (m, -(-k // experts)) if weight_gradient else (-(-m // experts), k)
+    layout = "tn" if weight_gradient else "n" + _layout(a, b)[1]
     kind, layout = ("scaled_mm", "nt") if a.dtype in NARROW else ("grouped_mm", layout)
     return Gemm(op=kind, m=m, n=b.shape[-1], k=k, batch=experts, layout=layout, dtype=a.dtype)
 
@@ -345,9 +348,10 @@ def _one_by_one(p: Gemm, measured: Measured) -> list[Part]:
 
 
 def _without_cast(p: Gemm, measured: Measured) -> list[Part]:
-    """An fp8 product without the cast of its first factor, experts' as one of all tokens.
+    """An fp8 product without the cast of its first factor; experts' products as one of all tokens.
 
-    Serving software is measured with that cast, which training steps do once for several products:
+    Rows of serving software include the cast, which training steps do once for several products.
+    A product with few columns takes about as long as the cast and reading the first factor:
         time = T(m, n, k) - T(m, fp8_cast_columns, k) + time to read the first factor.
     """
     shares = measured.software_shares("gemm", p.op, p.dtype)
@@ -355,8 +359,8 @@ def _without_cast(p: Gemm, measured: Measured) -> list[Part]:
     whole = replace(p, m=p.m * p.batch, batch=1)
     parts = [Part(family="gemm", params=whole)] if casts or p.batch > 1 else []
     if casts:
-        few = replace(whole, n=FP8_CAST_COLUMNS)
-        parts.append(Part(family="gemm", params=few, times=-casts))
+        narrow = replace(whole, n=FP8_CAST_COLUMNS)
+        parts.append(Part(family="gemm", params=narrow, times=-casts))
         parts.append(replace(memory_copy(whole.m * whole.k), times=casts))
     return parts
 

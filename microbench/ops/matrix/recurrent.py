@@ -80,6 +80,7 @@ def sweep() -> Iterator[Recurrent]:
 
 
 def _layer(inputs: int, hidden: int, **fields: Any) -> Recurrent:
+    """A layer from sizes as the YAML file states them; ``inputs`` 0: as many as ``hidden``."""
     return Recurrent(inputs=inputs or hidden, hidden=hidden, **fields)
 
 
@@ -122,20 +123,23 @@ def _by_one_dnn(
 ) -> Callable[[], object]:
     """One layer of an LSTM by oneDNN: its forward, or its backward after one forward."""
     aten = torch.ops.aten
-    how = (MODE, p.hidden, 1, True)  # mode, hidden_size, num_layers, has_biases
+    settings = (MODE, p.hidden, 1, True)  # mode, hidden_size, num_layers, has_biases
 
     def forward() -> Point:  # not reversed, no batch sizes; not bidirectional, steps first, train
-        return aten.mkldnn_rnn_layer(x, *w, h, c, False, [], *how, False, False, True)
+        return aten.mkldnn_rnn_layer(x, *w, h, c, False, [], *settings, False, False, True)
 
     if p.op in CELLS:
         return forward
     y, last_h, last_c, workspace = forward()
     states, grads = (h, c, y, last_h, last_c), (grad, None, None)
-    back = aten.mkldnn_rnn_layer_backward
-    return lambda: back(*(x, *w, *states, *grads, False, *how), True, False, [], False, workspace)
+    backward = aten.mkldnn_rnn_layer_backward
+    return lambda: backward(
+        *(x, *w, *states, *grads, False, *settings), True, False, [], False, workspace
+    )
 
 
 def _module(p: Recurrent, x: Tensor, h: Tensor, c: Tensor, grad: Tensor) -> Callable[[], object]:
+    """A call of torch's module (LSTM, GRU, RNN), or of its backward after one forward."""
     cell = cell_of(p.op)
     module = getattr(torch.nn, cell.upper())(p.inputs, p.hidden, device=x.device, dtype=x.dtype)
     states = (h[None], c[None]) if cell == "lstm" else h[None]
@@ -155,6 +159,7 @@ def _layer_inputs(p: Recurrent) -> Numbers:
 
 
 def _cells(p: Recurrent) -> Numbers:
+    """How often a cell runs in one layer: steps * batch * directions."""
     return 1.0 * p.steps * p.batch * p.directions
 
 
@@ -223,32 +228,32 @@ def fallback(p: Recurrent, measured: Measured) -> list[Part]:
     very device, up to their largest state. Elsewhere each is a product of the state, a pass over
     the gates and the start of STEP_KERNELS kernels; backward adds the gradient of weights.
     """
-    on_cpu, alone = measured.gpu.kind == "cpu", replace(p, inputs=1, layers=1, directions=1)
-    known = measured.seen if on_cpu else measured.measured_here
-    seen = known("recurrent", p.op, p.dtype)
-    seen &= on_cpu or np.log2(p.hidden) <= measured.largest("recurrent", "log_hidden")
-    if seen and (p == alone or (on_cpu and cell_of(p.op) == ONE_DNN)):
+    on_cpu, one_layer = measured.gpu.kind == "cpu", replace(p, inputs=1, layers=1, directions=1)
+    was_measured = measured.seen if on_cpu else measured.measured_here
+    measured_here = was_measured("recurrent", p.op, p.dtype)
+    measured_here &= on_cpu or np.log2(p.hidden) <= measured.largest("recurrent", "log_hidden")
+    if measured_here and (p == one_layer or (on_cpu and cell_of(p.op) == ONE_DNN)):
         return []
     cells, rows, forward = p.steps * p.batch, GATES[p.op] * p.hidden, p.op in CELLS
-    each = p.layers * p.directions
+    layer_count = p.layers * p.directions
 
     def product(m: int, n: int, k: int, times: float = 1) -> Part:
         params = Gemm(op="mm", m=m, n=n, k=k, layout="nt", dtype=p.dtype)
         return Part(family="gemm", params=params, times=times)
 
-    parts, below = [], p.directions * p.hidden
-    for width, times in ((p.inputs, p.directions), (below, (p.layers - 1) * p.directions)):
+    parts, between = [], p.directions * p.hidden
+    for width, times in ((p.inputs, p.directions), (between, (p.layers - 1) * p.directions)):
         sizes = [(cells, rows, width)] if forward else [(cells, width, rows), (rows, width, cells)]
         parts += [product(*size, times) for size in sizes if times]
-    if seen:
-        return [*parts, Part(family="recurrent", params=alone, times=each)]
+    if measured_here:
+        return [*parts, Part(family="recurrent", params=one_layer, times=layer_count)]
     gates = memory_copy(2 * p.batch * rows * int(itemsize_bytes(p.dtype)))
-    parts.append(replace(gates, times=p.steps * each))
+    parts.append(replace(gates, times=p.steps * layer_count))
     if extra := STEP_KERNELS.get(measured.gpu.architecture, 0):
-        parts.append(replace(memory_copy(1), times=p.steps * each * extra))
+        parts.append(replace(memory_copy(1), times=p.steps * layer_count * extra))
     state = (rows, p.hidden) if forward else (p.hidden, rows)
-    parts.append(product(p.batch, *state, p.steps * each))
-    return parts if forward else [*parts, product(rows, p.hidden, cells, each)]
+    parts.append(product(p.batch, *state, p.steps * layer_count))
+    return parts if forward else [*parts, product(rows, p.hidden, cells, layer_count)]
 
 
 FAMILY = Family(

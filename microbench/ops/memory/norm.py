@@ -37,6 +37,7 @@ from itercast.microbench.ops.sizes import (
     MAX_PIXELS_A_SIDE,
     MAX_ROWS,
     MAX_SIDE,
+    scale_axes,
     swept,
 )
 
