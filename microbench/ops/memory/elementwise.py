@@ -150,8 +150,10 @@ def _arguments(p: Elementwise) -> Sequence[Any]:
     if p.tensors == 1 and p.form in ("row", "col"):
         return ["wide"] if p.op == "clone" or p.op in known.UNARY else ["wide", "number"]
     tensors = ["x", "y", "z"][: p.tensors]
-    found: Sequence[Any] = tensors if p.tensors == 3 else known.FACTS["calls"].get(p.op, tensors)
-    return found
+    arguments: Sequence[Any] = (
+        tensors if p.tensors == 3 else known.FACTS["calls"].get(p.op, tensors)
+    )
+    return arguments
 
 
 def flops(p: Elementwise) -> Numbers:
@@ -169,9 +171,9 @@ def bytes_moved(p: Elementwise) -> Numbers:
         is_any(p.op, known.WRITE_ONLY), 1, 0
     )
     operands = np.where(is_any(p.op, known.ALLOCATIONS), 0, p.tensors + 1 - not_moved)
-    item = itemsize_bytes(p.dtype)
-    saved_bytes = np.where(is_any(p.op, (FP8_CAST,)), item - 1, 0)
-    return 1.0 * p.numel * (operands * item - saved_bytes)
+    itemsize = itemsize_bytes(p.dtype)
+    saved_bytes = np.where(is_any(p.op, (FP8_CAST,)), itemsize - 1, 0)
+    return 1.0 * p.numel * (operands * itemsize - saved_bytes)
 
 
 def gpu_memory_us(p: Elementwise, gpu: Gpu, cold: Values, stack: Values) -> Values:
@@ -224,36 +226,44 @@ def _distinct(t: TensorSpec) -> int:
 
 
 def _form(sized: list[TensorSpec], used: list[TensorSpec], numel: int) -> tuple[str, int]:
-    """The form of a call and the length of its runs."""
+    """``form`` and ``inner`` of a call over ``numel`` elements (see ``Elementwise``).
+
+    ``sized``: its inputs and output; ``used``: inputs without scalars.
+    """
     full = [t for t in sized if _distinct(t) == numel and t.stride]
-    loose = [t for t in full if not t.contiguous]
-    if loose and len({_strides(t) for t in full}) > 1:
-        run = min(_run(t) for t in loose)
-        return ("strided", run) if run > 1 else ("transposed", _last(loose[0]))
-    small = [t for t in used if _distinct(t) < numel]
-    wide = next((t.shape for t in reversed(sized) if t.numel == numel), ())
-    if not small or not wide:
+    strided = [t for t in full if not t.contiguous]
+    if strided and len({_strides(t) for t in full}) > 1:
+        run = min(_run(t) for t in strided)
+        return ("strided", run) if run > 1 else ("transposed", _last(strided[0]))
+    broadcast = [t for t in used if _distinct(t) < numel]
+    full_shape = next((t.shape for t in reversed(sized) if t.numel == numel), ())
+    if not broadcast or not full_shape:
         return "same", numel
-    t = max(small, key=_distinct)
-    padding = (0,) * (len(wide) - len(t.shape))
+    t = max(broadcast, key=_distinct)
+    padding = (0,) * (len(full_shape) - len(t.shape))
     strides = padding + (t.stride or tuple(int(n > 1) for n in t.shape))
     shape = (1,) * len(padding) + t.shape
-    axes = [(n, m == 1 or step == 0) for n, m, step in zip(wide, shape, strides, strict=True)]
-    axes = [(n, spread) for n, spread in axes if n > 1]
-    run, column = 1, bool(axes) and axes[-1][1]
-    for n, spread in reversed(axes):
-        if spread != column:
+    # of each axis its length, and whether the smaller operand is repeated along it
+    axes = [
+        (n, own == 1 or step == 0)
+        for n, own, step in zip(full_shape, shape, strides, strict=True)
+        if n > 1
+    ]
+    run, is_column = 1, bool(axes) and axes[-1][1]
+    for n, repeats in reversed(axes):
+        if repeats != is_column:
             break
         run *= n
-    return ("col" if column else "row"), run
+    return ("col" if is_column else "row"), run
 
 
 def _strides(t: TensorSpec) -> tuple[int, ...]:
+    """Strides of the axes that are longer than 1."""
     return tuple(step for n, step in zip(t.shape, t.stride, strict=True) if n > 1)
 
 
 def _run(t: TensorSpec) -> int:
-    """Elements of the row-major order that lie side by side."""
+    """How many elements of the row-major order lie side by side in memory."""
     run = 1
     for n, step in zip(reversed(t.shape), reversed(t.stride), strict=True):
         if n > 1 and step != run:
@@ -263,6 +273,7 @@ def _run(t: TensorSpec) -> int:
 
 
 def _last(t: TensorSpec) -> int:
+    """Length of the last axis that is longer than 1."""
     return next((n for n in reversed(t.shape) if n > 1), 1)
 
 
@@ -275,13 +286,13 @@ def resize(p: Elementwise, factor: float, first_share: float) -> Elementwise:
     if p.form in ("same", "scalar"):
         numel = min(MAX_NUMEL, aligned(p.numel * factor, p.numel))
         return replace(p, numel=numel, inner=numel)
-    old = max(1, p.numel // p.inner)
-    rows = max(2, round(old * factor ** (0.5 + first_share / 2)))
+    old_rows = max(1, p.numel // p.inner)
+    rows = max(2, round(old_rows * factor ** (0.5 + first_share / 2)))
     if p.form == "strided":
         half = max(2, isqrt(rows))
         rows = half * max(2, rows // half)
-    left = factor * old / rows
-    inner = min(max(MAX_SIDE, p.inner), max(2, aligned(p.inner * left, p.inner)))
+    row_factor = factor * old_rows / rows
+    inner = min(max(MAX_SIDE, p.inner), max(2, aligned(p.inner * row_factor, p.inner)))
     return replace(p, numel=min(MAX_NUMEL // inner, rows) * inner, inner=inner)
 
 

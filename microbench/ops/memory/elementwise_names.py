@@ -9,16 +9,10 @@ from itercast.capture.base.yaml_text import facts_of
 FACTS = facts_of(__file__)
 UNARY, SCALAR, BINARY, TERNARY, TRANSPOSABLE, BROADCAST, COMMON, FILLS = (
     tuple[str, ...](FACTS[form].split())
-    for form in [
-        "unary",
-        "scalar",
-        "binary",
-        "ternary",
-        "transposable",
-        "broadcast",
-        "common",
-        "fills",
-    ]
+    for form in (
+        *("unary", "scalar", "binary", "ternary"),
+        *("transposable", "broadcast", "common", "fills"),
+    )
 )
 WRITE_ONLY = (*FILLS, "copy_")
 ALLOCATIONS = ("empty_like",)

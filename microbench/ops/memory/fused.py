@@ -56,12 +56,12 @@ def sweep() -> Iterator[Fused]:
         rows, width = log_uniform(rng, 1, 8192), 32 * log_uniform(rng, 1, 128)
         numel, inputs, results = rows * width, int(rng.integers(1, 5)), int(rng.integers(1, 3))
         if numel <= MAX_ELEMENTS:
-            item = ITEMSIZE_BYTES["fp32"]
+            itemsize = ITEMSIZE_BYTES["fp32"]
             yield Fused(
                 ops=int(rng.integers(max(results, inputs), 13)),
                 numel=numel,
-                read_bytes=inputs * numel * item,
-                written_bytes=results * numel * item,
+                read_bytes=inputs * numel * itemsize,
+                written_bytes=results * numel * itemsize,
             )
 
 
@@ -169,8 +169,8 @@ def fallback(p: Fused, measured: Measured) -> list[Part]:
     gpu = measured.gpu
     if gpu.kind == "cpu" or measured.seen("fused", p.op, p.dtype):
         return []
-    between = min(p.read_bytes, RESIDENT_BLOCKS * gpu.sm_count * p.row_bytes)
-    again = p.again_bytes if between > gpu.l2_bytes else 0
+    bytes_until_again = min(p.read_bytes, RESIDENT_BLOCKS * gpu.sm_count * p.row_bytes)
+    again = p.again_bytes if bytes_until_again > gpu.l2_bytes else 0
     return [replace(memory_copy(p.read_bytes + p.written_bytes + again), checked=True)]
 
 

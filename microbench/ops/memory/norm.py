@@ -87,6 +87,7 @@ def sweep() -> Iterator[Norm]:
 
 
 def _norm(groups: int = 1, **fields: Any) -> Norm:
+    """A point from sizes as the YAML file states them; ``groups`` 0: as many as channels."""
     return Norm(groups=groups or fields["channels"], **fields)
 
 
@@ -118,6 +119,7 @@ def build(p: Norm, device: str) -> Workload:
 
 
 def _call(op: str, operands: Mapping[str, Any]) -> Callable[[], Any]:
+    """The op's call, as the YAML file states it."""
     name, *arguments = FACTS["calls"][op]
     return call_of(name, arguments, operands)
 
@@ -142,6 +144,7 @@ def _batch_of_models(p: Norm, x: Tensor, grad: Tensor, w: Tensor) -> Workload:
 
 
 def _is(p: Norm, *kinds: str) -> Values:
+    """Whether the op is one of these."""
     return is_any(p.op, kinds)
 
 
@@ -214,8 +217,11 @@ def from_batch(call: OpCall) -> Norm:
     x has samples, channels and then positions.
     """
     x = call.args[0]
-    at = {"aten._native_batch_norm_legit.no_stats": 3, "aten.native_batch_norm_backward.default": 7}
-    train = "no_training" not in call.op and bool(call.args[at.get(call.op, 5)])
+    train_position = {
+        "aten._native_batch_norm_legit.no_stats": 3,
+        "aten.native_batch_norm_backward.default": 7,
+    }
+    train = "no_training" not in call.op and bool(call.args[train_position.get(call.op, 5)])
     return Norm(
         op="batch" + ("" if train else "_eval") + ("_backward" if "backward" in call.op else ""),
         rows=x.shape[0],
@@ -290,9 +296,9 @@ def fallback(p: Norm, measured: Measured) -> list[Part]:
     nbytes = float(traffic_bytes(p))
     if p.op in STATISTICS and not measured.channels_last:
         blocks = p.channels if p.op.startswith("batch") else p.rows * p.groups
-        slow = measured.gpu.hbm_bytes_per_s / (blocks * BLOCK_RATE)
-        elements, item = p.rows * p.cols * p.channels, float(itemsize_bytes(p.dtype))
-        nbytes += STATISTICS[p.op] * max(0.0, slow - 1) * elements * item
+        slowdown = measured.gpu.hbm_bytes_per_s / (blocks * BLOCK_RATE)
+        elements, itemsize = p.rows * p.cols * p.channels, float(itemsize_bytes(p.dtype))
+        nbytes += STATISTICS[p.op] * max(0.0, slowdown - 1) * elements * itemsize
     return [memory_copy(nbytes)]
 
 

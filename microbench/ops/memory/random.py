@@ -75,8 +75,8 @@ def flops(p: RandomOp) -> Numbers:
 
     Multinomial draws a number per category without replacement, else makes a running sum.
     """
-    each = np.where(np.equal(p.op, "native_dropout_backward"), 1.0, FLOPS_PER_NUMBER)
-    return each * p.rows * p.size
+    flops_per_number = np.where(np.equal(p.op, "native_dropout_backward"), 1.0, FLOPS_PER_NUMBER)
+    return flops_per_number * p.rows * p.size
 
 
 def bytes_moved(p: RandomOp) -> Numbers:
@@ -108,8 +108,8 @@ def from_call(call: OpCall) -> RandomOp | None:
     tensors = [*call.outputs[:1], *call.tensors()]
     if not tensors:
         return None
-    big = tensors[0]
-    return RandomOp(op=FACTS["same_as"].get(op, op), size=max(1, big.numel), dtype=big.dtype)
+    drawn = tensors[0]
+    return RandomOp(op=FACTS["same_as"].get(op, op), size=max(1, drawn.numel), dtype=drawn.dtype)
 
 
 def from_multinomial(call: OpCall) -> RandomOp | None:

@@ -107,7 +107,7 @@ def bytes_moved(p: Reduction) -> Numbers:
     Softmax and scans write what they read; backwards read two tensors and write one; a sum writes
     outer x inner; nll reads one element and one int64 target per sample, its backward writes all.
     """
-    item = itemsize_bytes(p.dtype)
+    itemsize = itemsize_bytes(p.dtype)
     results = 1.0 * p.outer * p.inner
     elements = results * p.size
     read = np.where(is_any(p.op, (*SOFTMAX[2:], *PAIRED)), 2.0, 1.0) * elements
@@ -116,8 +116,8 @@ def bytes_moved(p: Reduction) -> Numbers:
     written = np.where(writes_all, elements, reduced)
     positions = np.where(is_any(p.op, INDEXED), 8.0, 0.0) * results
     nll_backward = is_any(p.op, (NLL[1], NLL[3]))
-    of_nll = results * 8 + np.where(nll_backward, elements, results) * item
-    return np.where(is_any(p.op, NLL), of_nll, (read + written) * item + positions)
+    of_nll = results * 8 + np.where(nll_backward, elements, results) * itemsize
+    return np.where(is_any(p.op, NLL), of_nll, (read + written) * itemsize + positions)
 
 
 def features(p: Reduction, gpu: Gpu) -> dict[str, Numbers | str]:
@@ -152,18 +152,19 @@ def from_sum(call: OpCall) -> Reduction:
     """
     op, overload = call.op.split(".")[1:3]
     op = FACTS["same_as"].get(op, op)
-    x, at = call.args[0], 2 if op == "linalg_vector_norm" else 1
-    dims = call.argument(at, "dim")
+    x, position = call.args[0], 2 if op == "linalg_vector_norm" else 1
+    dims = call.argument(position, "dim")
     if isinstance(dims, int) and not isinstance(dims, bool):
         dims = (dims,)
-    chosen = dims if isinstance(dims, tuple) and dims else tuple(range(len(x.shape)))
+    reduced = dims if isinstance(dims, tuple) and dims else tuple(range(len(x.shape)))
     if op in ("max", "min") and overload == "default":
         op = f"a{op}"  # no indices
-    shape, chosen = _memory_order(x, chosen)
-    return _split(op, shape, chosen, x.dtype)
+    shape, reduced = _memory_order(x, reduced)
+    return _split(op, shape, reduced, x.dtype)
 
 
 def _memory_order(x: TensorSpec, dims: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape with axes sorted by stride, largest first, and where ``dims`` are among these axes."""
     rank = len(x.shape)
     if rank == 0 or len(x.stride) != rank or min(x.stride) < 1:
         return x.shape, dims
@@ -195,12 +196,12 @@ def from_paired(call: OpCall) -> Reduction:
     Losses that run the same kernels as mse_loss count as it.
     """
     op = call.op.split(".")[1]
-    x, at = (call.args[1], 3) if op.endswith("backward") else (call.args[0], 2)
+    x, position = (call.args[1], 3) if op.endswith("backward") else (call.args[0], 2)
     op = FACTS["same_as"].get(op, op)
-    at = 4 if op == "binary_cross_entropy_with_logits" else at
-    mode = call.argument(at, "reduction", 1)
-    whole = max(1, x.numel)
-    outer, size = (whole, 1) if mode == 0 else (1, whole)
+    position = 4 if op == "binary_cross_entropy_with_logits" else position
+    mode = call.argument(position, "reduction", 1)
+    count = max(1, x.numel)
+    outer, size = (count, 1) if mode == 0 else (1, count)
     return Reduction(op=op, outer=outer, size=size, dtype=x.dtype)
 
 

@@ -47,15 +47,15 @@ def wrapper_workload(op: str, tensors: int, device: str) -> Workload:
     parameters that an optimizer updates.
     """
     if not dist.is_initialized():
-        _alone(device)
+        _join_alone(device)
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # views, as a transformer has them
     make, calls = WRAPPERS[op]
     run, baseline = make(tensors, device)
     return Workload(run=run, baseline=baseline, calls=calls, through_aten=False)
 
 
-def _alone(device: str) -> None:
-    """Makes a process group of this process; NCCL must not look for a network."""
+def _join_alone(device: str) -> None:
+    """Makes a process group of this process alone; NCCL must not look for a network."""
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_IB_DISABLE", "1")
     backend = "nccl" if device == "cuda" else "gloo"
@@ -93,6 +93,8 @@ def _mesh(device: str) -> DeviceMesh:
 
 
 def _sharded(keep: bool) -> Make:
+    """Layers under FSDP2; ``keep``: gathered parameters are kept until backward."""
+
     def make(tensors: int, device: str) -> Pair:
         model = _layers(tensors, device)
         for layer in model:
@@ -180,19 +182,20 @@ def _updates(kind: type[torch.optim.Optimizer], *, foreach: bool = True) -> Make
 
 
 def _micro_batches(tensors: int, device: str) -> Pair:
+    """A GPipe schedule of one stage over LAYERS micro-batches, and these steps without it."""
     bare = _layers(1, device)
     group = _mesh(device).get_group()
     stage = PipelineStage(_layers(1, device), 0, 1, torch.device(device), group=group)
     schedule = ScheduleGPipe(stage, LAYERS, loss_fn=lambda y, _: y.sum(), scale_grads=False)
     x = torch.randn(2 * LAYERS, WIDTH, device=device)
-    one = _step(bare, device)
+    micro_step = _step(bare, device)
 
     def run() -> None:
         schedule.step(x, target=x)
 
     def baseline() -> None:
         for _ in range(LAYERS):
-            one()
+            micro_step()
 
     return run, baseline
 

@@ -48,8 +48,8 @@ def bus_factor(p: Point) -> Values:
     """busbw / algbw: all_reduce 2(n-1)/n; gather, scatter and all_to_all (n-1)/n; else 1."""
     n = np.asarray(p.world_size, dtype=float)
     share = (n - 1) / n
-    whole = is_among(p.op, ("broadcast", *NEIGHBOURS))
-    return np.where(np.equal(p.op, "all_reduce"), 2 * share, np.where(whole, 1.0, share))
+    one_sender = is_among(p.op, ("broadcast", *NEIGHBOURS))
+    return np.where(np.equal(p.op, "all_reduce"), 2 * share, np.where(one_sender, 1.0, share))
 
 
 def bytes_moved(p: Point) -> Values:
@@ -134,8 +134,8 @@ def floor_us(p: Point, gpu: Gpu) -> Values:
     """Time of NCCL's fastest algorithm and protocol: start + steps * step + bytes / (rate * share).
 
     Trees and switches fill first (``_filling_us``). On a CPU: bytes through memory, plus
-    ``cpu_step_us`` * log2(n); groups that have less than a core for each rank take turns. There
-    what is sent one way alone, by every second rank, has half the copies.
+    ``cpu_step_us`` * log2(n); groups with less than a core for each rank take turns. There what is
+    sent one way alone, by every second rank, has half the copies.
     """
     if gpu.kind == "cpu":
         steps, cores = np.log2(np.maximum(p.world_size, 2)), max(1, gpu.sm_count)
@@ -143,45 +143,57 @@ def floor_us(p: Point, gpu: Gpu) -> Values:
         copies = CPU_COPIES * np.where(np.equal(p.op, "send_recv"), 0.5, 1.0)
         copies_us = bytes_moved(p) / (gpu.hbm_bytes_per_s / copies) * 1e6
         return turns * (copies_us + CPU_STEP_US * steps)
-    found = np.inf
+    fastest_us = np.inf
     for time_us in _algorithms(p, gpu):
-        found = np.minimum(found, time_us)
-    return found
+        fastest_us = np.minimum(fastest_us, time_us)
+    return fastest_us
 
 
 def _algorithms(p: Point, gpu: Gpu) -> Iterator[Values]:
     """Time by each algorithm and protocol; infinite where it does not serve the collective."""
     world = np.asarray(p.world_size, dtype=float)
     nodes = np.where(across_nodes(p), world / np.minimum(p.ranks_per_node, world), 1.0)
-    inside, pcie = world / nodes - 1, over_pcie(p, gpu)
-    inside_share = np.where(pcie, LINK_SHARE["pcie"], LINK_SHARE["nvlink"])
-    inside_share = inside_share * np.where(link_inside(p, gpu) == "pcie", PCIE_BOTH_WAYS, 1.0)
-    near_us, reduces = link_us(p, gpu) / inside_share, np.equal(p.op, "all_reduce")
+    pcie, reduces = over_pcie(p, gpu), np.equal(p.op, "all_reduce")
     experts, pairs = is_among(p.op, EXPERTS), is_among(p.op, PAIRS)
-    sent = {"ring": ring_network_us(p), "tree": network_us(p)}
+    link_share = np.where(pcie, LINK_SHARE["pcie"], LINK_SHARE["nvlink"])
+    link_share = link_share * np.where(link_inside(p, gpu) == "pcie", PCIE_BOTH_WAYS, 1.0)
     if gpu.architecture in SWITCHES_ADD:
         yield _in_switches_us(p, gpu, nodes)
-    for algorithm, far_us in sent.items():
-        bytes_us = np.maximum(near_us, far_us / LINK_SHARE["network"])
+    for algorithm, far_us in {"ring": ring_network_us(p), "tree": network_us(p)}.items():
+        bytes_us = np.maximum(link_us(p, gpu) / link_share, far_us / LINK_SHARE["network"])
         for protocol, share in PROTOCOL_SHARE[algorithm].items():
-            steps = {kind: STEP_US[algorithm][kind][protocol] for kind in ("nvlink", "pcie")}
-            near, far = np.where(pcie, steps["pcie"], steps["nvlink"]), np.where(nodes > 1, 1, 0)
-            far = far * STEP_US[algorithm]["network"][protocol]
-            if algorithm == "ring":
-                latency = np.where(reduces, 2, 1) * ((world - nodes) * near + (nodes - 1) * far)
-                to_all = inside * near + np.where(experts, 1, nodes - 1) * far
-                one_hop = np.where(nodes > 1, far, near)
-                once = np.where(is_among(p.op, NEIGHBOURS), one_hop, to_all)
-                latency = np.where(pairs, once, latency)
-            else:
-                latency = 2 * (inside * near + np.log2(nodes) * far)
-            serves = np.where(algorithm == "tree", reduces, True)
-            serves = serves & ~(np.equal(protocol, NVLINK_ONLY) & (pcie | pairs))
+            step_us = {
+                kind: by_protocol[protocol] for kind, by_protocol in STEP_US[algorithm].items()
+            }
+            near_step_us = np.where(pcie, step_us["pcie"], step_us["nvlink"])
+            far_step_us = np.where(nodes > 1, step_us["network"], 0.0)
+            serves = ~(np.equal(protocol, NVLINK_ONLY) & (pcie | pairs))
             serves = serves & ~(experts & (protocol != "simple"))
-            time_us = START_US[algorithm][protocol] + latency + bytes_us / share
-            if algorithm == "tree":
-                time_us = time_us + _filling_us(latency, bytes_us / share)
+            if algorithm == "ring":
+                latency_us = _ring_latency_us(p, nodes, near_step_us, far_step_us)
+                filling_us = 0.0
+            else:
+                serves = serves & reduces
+                latency_us = (world / nodes - 1) * near_step_us + np.log2(nodes) * far_step_us
+                latency_us = 2 * latency_us  # up and down the tree
+                filling_us = _filling_us(latency_us, bytes_us / share)
+            time_us = START_US[algorithm][protocol] + latency_us + bytes_us / share + filling_us
             yield np.where(serves, time_us, np.inf)
+
+
+def _ring_latency_us(p: Point, nodes: Values, near_us: Values, far_us: Values) -> Values:
+    """Latency of all steps around a ring, or of messages sent straight to each rank (``PAIRS``).
+
+    ``near_us``: of a step within a node, ``far_us``: between nodes.
+    """
+    world = np.asarray(p.world_size, dtype=float)
+    rounds = np.where(np.equal(p.op, "all_reduce"), 2, 1)
+    around_us = rounds * ((world - nodes) * near_us + (nodes - 1) * far_us)
+    far_messages = np.where(is_among(p.op, EXPERTS), 1, nodes - 1)
+    to_all_us = (world / nodes - 1) * near_us + far_messages * far_us
+    one_us = np.where(nodes > 1, far_us, near_us)
+    straight_us = np.where(is_among(p.op, NEIGHBOURS), one_us, to_all_us)
+    return np.where(is_among(p.op, PAIRS), straight_us, around_us)
 
 
 def _filling_us(latency_us: Values, bytes_us: Values) -> Values:

@@ -109,12 +109,13 @@ def build(p: Host, device: str) -> Workload:
     if p.op == "backward":
         return Workload(run=_leaf_backward(1, device), through_aten=False)
     runs = {"module_call": _module_calls, "view_op": _views, "zero_grad": _zero_grads}
-    pairs = {"autograd_node": _nodes, "accumulate_grad": _leaves}
+    pairs = {"autograd_node": _autograd_nodes, "accumulate_grad": _leaves}
     run, baseline = pairs[p.op](device) if p.op in pairs else (runs[p.op](device), None)
     return Workload(run=run, baseline=baseline, calls=CALLS, through_aten=False)
 
 
 def _launches(device: str) -> Workload:
+    """Launches of small ops of all kinds."""
     ops = small_ops(device)
 
     def run() -> None:
@@ -138,6 +139,7 @@ def _repeated_ops(device: str) -> Workload:
 
 
 def _module_calls(device: str) -> Callable[[], object]:
+    """Calls of a module that does nothing."""
     x, module = torch.ones(1, device=device), torch.nn.Identity()
 
     def run() -> None:
@@ -148,6 +150,7 @@ def _module_calls(device: str) -> Callable[[], object]:
 
 
 def _views(device: str) -> Callable[[], object]:
+    """Views of a tensor, which launch no kernel."""
     x = torch.ones(1, device=device)
 
     def run() -> None:
@@ -157,7 +160,7 @@ def _views(device: str) -> Callable[[], object]:
     return run
 
 
-def _nodes(device: str) -> tuple[Callable[[], object], Callable[[], object]]:
+def _autograd_nodes(device: str) -> tuple[Callable[[], object], Callable[[], object]]:
     """Builds sums with autograd nodes and their backward; the same sums without nodes as baseline.
 
     A sum passes its gradient through: no op runs in the backward.
@@ -181,6 +184,7 @@ def _nodes(device: str) -> tuple[Callable[[], object], Callable[[], object]]:
 
 
 def _leaf_backward(count: int, device: str) -> Callable[[], object]:
+    """A backward pass that stores a gradient in each of so many leaves, and runs no op."""
     leaves = [torch.ones(1, device=device, requires_grad=True) for _ in range(count)]
     gradients = [torch.ones(1, device=device) for _ in range(count)]
 

@@ -74,6 +74,7 @@ def sweep() -> Iterator[OptimizerOp]:
 
 
 def _drawn(tensors: int, numel: int = 0, each: int = 1, **fields: Any) -> OptimizerOp:
+    """A point from sizes as the YAML file states them; ``each``: elements of a tensor at least."""
     return OptimizerOp(tensors=tensors, numel=max(tensors * each, numel), **fields)
 
 
@@ -118,13 +119,13 @@ def lengths(p: OptimizerOp) -> list[int]:
     Half of them are long; those that hold ``1 - aligned_frac`` of the elements are of odd length,
     all others multiples of 4 where that leaves out few elements.
     """
-    long = max(1, (p.tensors + 1) // 2)
+    count = max(1, (p.tensors + 1) // 2)  # of long ones
     short = max(1, min(256, p.numel // p.tensors // 2))
-    each = max(1, (p.numel - short * (p.tensors - long)) // long)
-    short, each = (n - n % ALIGNED if n > 16 * ALIGNED else n for n in (short, each))
-    odd = min(long - 1, round((1 - p.aligned_frac) * long)) if each > 16 * ALIGNED else 0
-    sizes = [each] * (long - odd) + [each + (-1) ** i for i in range(odd)]
-    sizes += [short] * (p.tensors - long)
+    long = max(1, (p.numel - short * (p.tensors - count)) // count)
+    short, long = (n - n % ALIGNED if n > 16 * ALIGNED else n for n in (short, long))
+    odd_count = min(count - 1, round((1 - p.aligned_frac) * count)) if long > 16 * ALIGNED else 0
+    sizes = [long] * (count - odd_count) + [long + (-1) ** i for i in range(odd_count)]
+    sizes += [short] * (p.tensors - count)
     sizes[0] += p.numel - sum(sizes)
     return sizes
 
@@ -154,7 +155,8 @@ def _fused(op: str, tensors: Callable[[], list[Tensor]]) -> Callable[[], object]
 
 def _of_op(p: OptimizerOp, table: Mapping[str, int]) -> Values:
     """The table's value for each op, 2 for ops that it lacks."""
-    return sum(np.equal(p.op, op) * (n - 2) for op, n in table.items()) + 2
+    ops = list(table)
+    return np.select([np.equal(p.op, op) for op in ops], [table[op] for op in ops], 2)
 
 
 def flops(p: OptimizerOp) -> Values:
@@ -236,7 +238,7 @@ def resize(p: OptimizerOp, factor: float, first_share: float) -> OptimizerOp:
 
 
 def of_rank(p: OptimizerOp, numel: int, tensors: int, largest: int) -> OptimizerOp:
-    """Cut an optimizer call of the whole model down to a rank's ``numel`` elements and ``tensors``.
+    """The call that updates a rank's part: ``numel`` elements in ``tensors`` of the whole model's.
 
     A call over step counters keeps one element per tensor: it has at most STEP_COUNTERS per tensor,
     and fewer than ``largest``, the elements of the step's largest call.
@@ -250,14 +252,14 @@ def fallback(p: OptimizerOp, measured: Measured) -> list[Part]:
     if p.op != EACH:
         return []
     numel = max(1, p.numel // p.tensors)
-    one = Elementwise(op="div", numel=numel, inner=numel, form="scalar", dtype=p.dtype)
-    return [Part(family="elementwise", params=one, times=p.tensors)]
+    division = Elementwise(op="div", numel=numel, inner=numel, form="scalar", dtype=p.dtype)
+    return [Part(family="elementwise", params=division, times=p.tensors)]
 
 
 def as_fused(calls: Sequence[OptimizerOp]) -> OptimizerOp:
     """Replaces these foreach calls by a fused step: Adam if there are more than three, else SGD."""
-    most = max(calls, key=lambda p: p.numel)
-    return replace(most, op="_fused_adamw_" if len(calls) > 3 else "_fused_sgd_")
+    largest = max(calls, key=lambda p: p.numel)
+    return replace(largest, op="_fused_adamw_" if len(calls) > 3 else "_fused_sgd_")
 
 
 FAMILY = Family(
