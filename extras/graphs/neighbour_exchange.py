@@ -34,8 +34,12 @@ BESIDE = ("dp", "zero", "hsdp", "amp", "compress", "tables", "cached", "node", "
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """``edges``: share of them that join vertices of two ranks; ``halo``: vertices of others that
-    a rank reads, over its own, 0 where they were not counted. ``overlap``: own ones meanwhile."""
+    """How a graph is cut among ranks (plan key ``cut``).
+
+    ``edges``: share of the edges that join vertices of two ranks. ``halo``: number of other ranks'
+    vertices that a rank reads, over the number of its own; 0 where they were not counted.
+    ``overlap``: the sum over own vertices runs while features of the halo are exchanged.
+    """
 
     edges: float
     halo: float = 0.0
@@ -55,17 +59,17 @@ def read(key: str, text: str) -> Cut:
 
 
 def rules(plan: ParallelPlan, cut: Cut) -> Iterator[tuple[bool, str]]:
-    """A graph is cut among plain replicas."""
+    """Pairs of whether a rule is broken, and the rule: a graph is cut among plain replicas."""
     yield plan.dp == 1, "cut is of a graph among dp ranks: dp > 1"
-    alone = {"cut", *BESIDE}.issuperset(plan.stated)
-    yield not alone, f"cut goes with {', '.join(BESIDE)} alone"
-    wrong = not (0 < cut.edges <= 1 and cut.halo >= 0)
-    yield wrong, f"cut is up to 1, a halo above 0: {cut.edges}, {cut.halo}"
+    allowed = {"cut", *BESIDE}.issuperset(plan.stated)
+    yield not allowed, f"cut goes with {', '.join(BESIDE)} alone"
+    out_of_range = not (0 < cut.edges <= 1 and cut.halo >= 0)
+    yield out_of_range, f"cut is up to 1, a halo above 0: {cut.edges}, {cut.halo}"
 
 
 def cut_graph(capture: StepCapture, plan: ParallelPlan, cut: Cut) -> StepCapture:
     """One rank's step of a full graph; ValueError where the step has no sums over neighbours."""
-    graphs = [found for c in capture.calls if (found := _graph(c)) is not None]
+    graphs = [sizes for c in capture.calls if (sizes := _graph(c)) is not None]
     if not graphs:
         raise ValueError(f"plan {str(plan)!r}: cut is of a graph, and the model has none")
     return _Part(capture, plan.dp, cut, *max(graphs)).step()
@@ -76,12 +80,12 @@ def cut_of(source: ArrayLike, target: ArrayLike, vertices: int, ranks: int) -> t
 
     ``source`` and ``target`` are the vertices of each edge. The halo is that of the largest.
     """
-    own = ceil(vertices / ranks)
+    block = ceil(vertices / ranks)
     starts, ends = np.asarray(source), np.asarray(target)
-    crossing = starts // own != ends // own
-    read = np.unique((ends[crossing] // own) * vertices + starts[crossing])
+    crossing = starts // block != ends // block
+    read = np.unique((ends[crossing] // block) * vertices + starts[crossing])
     halo = np.bincount(read // vertices, minlength=1)
-    return float(crossing.mean()), float(halo.max() / own)
+    return float(crossing.mean()), float(halo.max() / block)
 
 
 def _graph(call: OpCall) -> tuple[int, int] | None:
@@ -95,19 +99,24 @@ def _graph(call: OpCall) -> tuple[int, int] | None:
 
 
 class _Part:
-    """Builds the step of one rank of a graph with so many edges and vertices."""
+    """Builds the step of one rank of a graph with so many edges and vertices.
+
+    ``own`` and ``halo``: numbers of the rank's own vertices and of others' that it reads.
+    ``local``: the rank's part by number in the whole graph, of vertices and of edges. ``remote``:
+    number of its edges that come from the halo.
+    """
 
     def __init__(
         self, capture: StepCapture, ranks: int, cut: Cut, edges: int, vertices: int
     ) -> None:
         self.made, self.ids, self.ranks = StepBuilder(capture), fresh_storages(capture), ranks
         self.edges, self.own = edges, ceil(vertices / ranks)
-        self.mine = {vertices: self.own, edges: ceil(edges / ranks)}
+        self.local = {vertices: self.own, edges: ceil(edges / ranks)}
         others = max(1, vertices - self.own)  # distinct ones that edges come from, any alike
         halo = others * (1 - exp(-cut.edges * edges / ranks / others))
         self.halo = max(1, round(min(others, cut.halo * self.own or halo)))
         self.overlap = cut.overlap
-        self.remote = min(self.mine[edges] - 1, max(1, round(cut.edges * self.mine[edges])))
+        self.remote = min(self.local[edges] - 1, max(1, round(cut.edges * self.local[edges])))
         calls = [c for c in capture.calls if c.phase == "forward"]
         self.targets = {c.args[2].storage for c in calls if c.op in SUMS}
         self.whole: dict[int, TensorSpec] = {}  # own and halo rows of a tensor, by its storage
@@ -119,15 +128,17 @@ class _Part:
                 self.made.add(i, call)
                 continue
             reads = self._reads(call)
-            mine = replace(call, args=self._cut(call.args), outputs=self._cut(call.outputs))
+            rank_call = replace(call, args=self._cut(call.args), outputs=self._cut(call.outputs))
             if reads is None:
-                self.made.add(i, mine)
+                self.made.add(i, rank_call)
             elif self.overlap:
-                (self._beside if call.phase == "forward" else self._returned_beside)(i, mine, reads)
+                (self._beside if call.phase == "forward" else self._returned_beside)(
+                    i, rank_call, reads
+                )
             elif call.phase == "forward":
-                self.made.add(i, self._gathered(mine, reads))
+                self.made.add(i, self._gathered(rank_call, reads))
             else:
-                self._returned(i, mine)
+                self._returned(i, rank_call)
         return self.made.step()
 
     def _reads(self, call: OpCall) -> int | None:
@@ -155,20 +166,21 @@ class _Part:
     def _returned(self, i: int, call: OpCall) -> None:
         """Backward of such a call: gradients of halo rows return to their ranks, and are added."""
         own = call.outputs[0]
-        whole, received, zeros = (
+        own_and_halo, received, zeros = (
             self._rows(own, own=True),
             self._rows(own),
             replace(own, storage=-1),
         )
-        args = [whole if n == 0 and call.op in SUMS else a for n, a in enumerate(call.args)]
+        args = [own_and_halo if n == 0 and call.op in SUMS else a for n, a in enumerate(call.args)]
         args = [self._matrix(a, call) for a in args]
-        self.made.add(i, replace(call, args=tuple(args), outputs=(whole,)))
+        self.made.add(i, replace(call, args=tuple(args), outputs=(own_and_halo,)))
         self._exchange(received, call)
         self._add_returned(received, zeros, own, call)
 
     def _add_returned(
         self, received: TensorSpec, zeros: TensorSpec, own: TensorSpec, call: OpCall
     ) -> None:
+        """Add gradients that other ranks have returned to those of own rows."""
         self._put("aten.zeros.default", (), zeros, call)
         self._put(SUMS[1], (zeros, 0, self._numbers(), received), zeros, call)
         self._put("aten.add.Tensor", (zeros, zeros), own, call)
@@ -180,21 +192,23 @@ class _Part:
             packed, self.whole[x.storage] = self._rows(x), self._rows(x)
             self._put(SELECT, (x, 0, self._numbers()), packed, call)
             self._exchange(packed, call, self.whole[x.storage])
-        self.made.calls.append(self._part(call, self.mine[self.edges] - self.remote, self.own))
-        far = self._part(call, self.remote, self.halo)
-        args = tuple(self.whole[x.storage] if n == reads else a for n, a in enumerate(far.args))
-        self.made.add(i, replace(far, args=args))
+        self.made.calls.append(self._part(call, self.local[self.edges] - self.remote, self.own))
+        halo_call = self._part(call, self.remote, self.halo)
+        args = tuple(
+            self.whole[x.storage] if n == reads else a for n, a in enumerate(halo_call.args)
+        )
+        self.made.add(i, replace(halo_call, args=args))
         if call.op != SELECT:
             self._put("aten.add_.Tensor", (own, replace(own, storage=next(self.ids))), own, call)
 
     def _returned_beside(self, i: int, call: OpCall, reads: int) -> None:
         """Gradients of halo rows return beside the call on own rows, and are added."""
         own = call.outputs[0]
-        made, received = self._rows(own), self._rows(own)
-        far = self._part(call, self.remote, self.halo)
-        self.made.calls.append(replace(far, outputs=(made,)))
-        self._exchange(made, call, received)
-        self.made.add(i, self._part(call, self.mine[self.edges] - self.remote, self.own))
+        halo_gradients, received = self._rows(own), self._rows(own)
+        halo_call = self._part(call, self.remote, self.halo)
+        self.made.calls.append(replace(halo_call, outputs=(halo_gradients,)))
+        self._exchange(halo_gradients, call, received)
+        self.made.add(i, self._part(call, self.local[self.edges] - self.remote, self.own))
         self._add_returned(received, replace(own, storage=-1), own, call)
 
     def _part(self, call: OpCall, edges: int, others: int) -> OpCall:
@@ -206,7 +220,7 @@ class _Part:
             if isinstance(t, TensorSpec) and t.layout:
                 sides = (others, self.own) if backward else (self.own, others)
                 return replace(t, shape=sides, nnz=edges)
-            if by_edge and isinstance(t, TensorSpec) and t.shape[0] == self.mine[self.edges]:
+            if by_edge and isinstance(t, TensorSpec) and t.shape[0] == self.local[self.edges]:
                 return with_shape(t, (edges, *t.shape[1:]))
             return t
 
@@ -231,6 +245,7 @@ class _Part:
         return replace(like, shape=(rows, *like.shape[1:]), storage=next(self.ids), stride=())
 
     def _numbers(self) -> TensorSpec:
+        """Vertex numbers of the halo's rows."""
         return TensorSpec(shape=(self.halo,), dtype="int64", storage=next(self.ids))
 
     def _matrix(self, value: Argument, call: OpCall) -> Argument:
@@ -245,12 +260,12 @@ class _Part:
         if isinstance(value, tuple):
             return tuple(map(self._cut, value))
         if type(value) is int:
-            return self.mine.get(value, value)
+            return self.local.get(value, value)
         if not isinstance(value, TensorSpec):
             return value
-        shape = tuple(self.mine.get(n, n) for n in value.shape)
+        shape = tuple(self.local.get(n, n) for n in value.shape)
         cut = value if shape == value.shape else with_shape(value, shape)
-        return replace(cut, nnz=self.mine.get(cut.nnz, cut.nnz)) if cut.layout else cut
+        return replace(cut, nnz=self.local.get(cut.nnz, cut.nnz)) if cut.layout else cut
 
 
 KEY = PlanKey(name="cut", read=read, rules=rules, changes="ops prices", step=cut_graph)

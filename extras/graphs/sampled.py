@@ -58,26 +58,26 @@ def sampled_vertices(batch: int, sizes: Sizes) -> list[int]:
     For each vertex of a layer ``fanout`` neighbours are drawn, or as many as it has on average.
     Expected are the distinct ones of all that are drawn, with the Zipf exponent ``skew``.
     """
-    found, drawn = [batch], 0
+    vertices, drawn = [batch], 0
     for fanout in sizes["fanout"]:
-        drawn += found[-1] * min(fanout, sizes["degree"])
+        drawn += vertices[-1] * min(fanout, sizes["degree"])
         distinct = float(expected_reuse(sizes["vertices"], drawn, sizes["skew"], 0.0)[0])
-        found.append(min(sizes["vertices"], batch + round(distinct)))
-    return found
+        vertices.append(min(sizes["vertices"], batch + round(distinct)))
+    return vertices
 
 
 def sampled_graph(batch: int, seq: int, sizes: Sizes) -> Inputs:
     """Blocks of a sampled graph, that of the features first; neighbours are drawn at random."""
     vertices = sampled_vertices(batch, sizes)
     blocks = []
-    for fanout, to, of in zip(sizes["fanout"], vertices[:-1], vertices[1:], strict=True):
+    for fanout, targets, sources in zip(sizes["fanout"], vertices[:-1], vertices[1:], strict=True):
         drawn = min(fanout, sizes["degree"])
         starts, values = (
-            torch.arange(0, to * drawn + 1, drawn),
-            torch.full((to * drawn,), 1 / drawn),
+            torch.arange(0, targets * drawn + 1, drawn),
+            torch.full((targets * drawn,), 1 / drawn),
         )
-        source = torch.randint(0, of, (to * drawn,))
-        blocks.append(torch.sparse_csr_tensor(starts, source, values, (to, of)))
+        source = torch.randint(0, sources, (targets * drawn,))
+        blocks.append(torch.sparse_csr_tensor(starts, source, values, (targets, sources)))
     return {
         "vertices": torch.randint(0, sizes["vertices"], vertices[-1:]),
         "blocks": blocks[::-1],

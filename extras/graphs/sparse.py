@@ -180,9 +180,9 @@ def cached_bytes(p: Sparse, gpu: Gpu) -> Values:
     gathers columns of its second matrix so, and reads rows of its first in turn.
     """
     row_bytes = 1.0 * p.width * itemsize_bytes(p.dtype)
-    once = np.minimum(p.cols, p.nnz) * row_bytes
-    again = gathered_bytes(p.cols, p.nnz, row_bytes, gpu.l2_bytes) - once
-    return bytes_moved(p) + np.maximum(0.0, again)
+    once_bytes = np.minimum(p.cols, p.nnz) * row_bytes
+    further_bytes = gathered_bytes(p.cols, p.nnz, row_bytes, gpu.l2_bytes) - once_bytes
+    return bytes_moved(p) + np.maximum(0.0, further_bytes)
 
 
 def longest_row(p: Sparse) -> Numbers:
@@ -191,10 +191,12 @@ def longest_row(p: Sparse) -> Numbers:
     Row lengths follow a power law: nnz / sum(r**-skew for r = 1..rows), the sum as an integral.
     """
     rows, power = np.asarray(p.rows, dtype=float), 1.0 - np.asarray(p.skew, dtype=float)
-    flat = np.abs(power) < 1e-6
-    power = np.where(flat, 1.0, power)
-    ranks = np.where(flat, np.log(2 * rows + 1), ((rows + 0.5) ** power - 0.5**power) / power)
-    longest = np.maximum(1.0 * p.nnz / p.rows, p.nnz / np.maximum(1.0, ranks))
+    skew_is_1 = np.abs(power) < 1e-6
+    power = np.where(skew_is_1, 1.0, power)
+    harmonic = np.where(
+        skew_is_1, np.log(2 * rows + 1), ((rows + 0.5) ** power - 0.5**power) / power
+    )
+    longest = np.maximum(1.0 * p.nnz / p.rows, p.nnz / np.maximum(1.0, harmonic))
     return np.minimum(longest, p.cols)
 
 

@@ -92,24 +92,24 @@ def _consumer(
     lane: InputLane,
     cores: int,
 ) -> tuple[str, Consumer | None, float, Row]:
-    """What takes the batches, in words and as a step, its cores, and what was forecast of it.
+    """What takes the batches: its name, its step, a rank's cores, and facts of its forecast.
 
-    No consumer where nothing takes them.
+    The step is None where neither a model nor a step's time is given.
     """
     from itercast.extras.input.pipeline import Consumer, consumer, cores_of_a_rank
 
     if question is None or asked is None:
-        known = Consumer(host_us=step_us) if step_us else None
-        return f"a step of {step_us * MS:.1f} ms", known, cores or lane.cores, {}
+        step = Consumer(host_us=step_us) if step_us else None
+        return f"a step of {step_us * MS:.1f} ms", step, cores or lane.cores, {}
     captured, target = asked
     from itercast.compose.target import forecast_step
 
-    found = forecast_step(captured, target)
+    forecast = forecast_step(captured, target)
     samples = captured.samples * target.plan.microbatches
-    step = consumer(found, lane, target, samples)
-    name = f"{question.name} on {found.gpu}"
-    facts = question_facts(question, captured, target, found)
-    return name, step, cores_of_a_rank(lane, target, found.world_size, cores), facts
+    step = consumer(forecast, lane, target, samples)
+    name = f"{question.name} on {forecast.gpu}"
+    facts = question_facts(question, captured, target, forecast)
+    return name, step, cores_of_a_rank(lane, target, forecast.world_size, cores), facts
 
 
 def _print(
@@ -128,8 +128,8 @@ def _print(
     best = fewest_workers(lane, step, cores) if step else None
     kept = _kept(lane, step, cores, tier_gb) if step and own and own.input_bound else {}
     if as_json:
-        told = {name: one.iteration_us for name, one in kept.items()}
-        typer.echo(json.dumps({**facts, **_lane_facts(lane, own, best), "if_kept_us": told}))
+        kept_us = {name: without.iteration_us for name, without in kept.items()}
+        typer.echo(json.dumps({**facts, **_lane_facts(lane, own, best), "if_kept_us": kept_us}))
         return
     print_tables(_lane_table(lane, cores))
     if own and best:
@@ -143,14 +143,17 @@ def _kept(lane: InputLane, step: Consumer, cores: float, tier_gb: float) -> dict
     """
     from itercast.extras.input.pipeline import fed
 
-    gone = {"files on a fast tier": ("waiting",), "decoded items in memory": ("waiting", "decode")}
-    timed = [name for name, stages in gone.items() if stages[-1] in lane.stages_us]
-    lanes = {name: lane.without(*gone[name]) for name in timed}
+    left_out = {
+        "files on a fast tier": ("waiting",),
+        "decoded items in memory": ("waiting", "decode"),
+    }
+    timed = [name for name, stages in left_out.items() if stages[-1] in lane.stages_us]
+    lanes = {name: lane.without(*left_out[name]) for name in timed}
     if tier_gb:
         shares, staged = lane.staged(1e9 * tier_gb)
-        told = ", ".join(f"{kind} ({share:.0%})" for kind, share in shares.items())
-        lanes[f"{tier_gb:g} GB: {told or 'no file that is waited for'}"] = staged
-    return {name: fed(one, step, lane.workers, cores) for name, one in lanes.items()}
+        staged_kinds = ", ".join(f"{kind} ({share:.0%})" for kind, share in shares.items())
+        lanes[f"{tier_gb:g} GB: {staged_kinds or 'no file that is waited for'}"] = staged
+    return {name: fed(without, step, lane.workers, cores) for name, without in lanes.items()}
 
 
 def _lane_facts(lane: InputLane, own: Fed | None, best: Fed | None) -> dict[str, object]:
@@ -185,10 +188,12 @@ def _lane_table(lane: InputLane, cores: float) -> Table:
     for workers in counts:
         if not (lane.worker if workers else lane.alone).wall_us:
             continue
-        found = fed(lane, Consumer(), workers, cores)
-        rate = lane.batch_samples / found.iteration_us * 1e6
+        fed_step = fed(lane, Consumer(), workers, cores)
+        rate = lane.batch_samples / fed_step.iteration_us * 1e6
         own = " (its own)" if workers == lane.workers else ""
-        table.add_row(f"{workers} workers{own}", f"{rate:.0f} samples/s, limited by {found.stage}")
+        table.add_row(
+            f"{workers} workers{own}", f"{rate:.0f} samples/s, limited by {fed_step.stage}"
+        )
     return table
 
 
@@ -204,6 +209,6 @@ def _step_table(who: str, own: Fed, best: Fed, kept: Mapping[str, Fed]) -> Table
     table.add_row("cores in use", f"{own.cores_used:.1f}")
     rest = "" if not best.input_bound else f", still limited by {best.stage}"
     table.add_row("it takes", f"{best.workers} workers: {best.iteration_us * MS:.2f} ms{rest}")
-    for name, one in kept.items():
-        table.add_row(name, f"{one.iteration_us * MS:.2f} ms, by {one.stage}")
+    for name, step_kept in kept.items():
+        table.add_row(name, f"{step_kept.iteration_us * MS:.2f} ms, by {step_kept.stage}")
     return table

@@ -67,36 +67,38 @@ def attribute(name: str) -> Any:
 
 def load(name: str) -> DataLoader[Any]:
     """The DataLoader ``module:loader``, or the one that a function of that name returns."""
-    found = attribute(name)
-    made = found() if not isinstance(found, DataLoader) and callable(found) else found
-    if not isinstance(made, DataLoader):
-        raise LoaderError(f"is a {type(made).__name__}, allowed is a torch DataLoader")
-    return made
+    named = attribute(name)
+    loader = named() if not isinstance(named, DataLoader) and callable(named) else named
+    if not isinstance(loader, DataLoader):
+        raise LoaderError(f"is a {type(loader).__name__}, allowed is a torch DataLoader")
+    return loader
 
 
 def with_workers(loader: DataLoader[Any], workers: int) -> DataLoader[Any]:
     """A copy of the loader with so many forked workers, none of them started."""
-    made = copy.copy(loader)
+    copied = copy.copy(loader)
     values = {"num_workers": workers, "persistent_workers": False, "_iterator": None, "timeout": 0}
     values["prefetch_factor"] = (loader.prefetch_factor or PREFETCH) if workers else None
     values["_DataLoader__multiprocessing_context"] = None
     for name, value in values.items():
-        object.__setattr__(made, name, value)
-    return made
+        object.__setattr__(copied, name, value)
+    return copied
 
 
 def measure_lane(name: str, seconds: float, alive: Alive = lambda: None) -> InputLane:
     """Measure a loader without workers, with one, and with one per core; a third each."""
     loader, count = load(name), cores()
     alone = run_loader(with_workers(loader, 0), seconds / 3, alive)
-    one = run_loader(with_workers(loader, 1), seconds / 3, alive)
-    worker, receive_us = worker_times(one.batches), _mean(one.took_us)
+    with_one = run_loader(with_workers(loader, 1), seconds / 3, alive)
+    worker, receive_us = worker_times(with_one.batches), _mean(with_one.took_us)
     crowd = min(count, max(2, loader.num_workers))
     crowding = 1.0
     if crowd > 1 and worker.mean_cpu_us:
-        many = run_loader(with_workers(loader, crowd), seconds / 3, alive)
-        crowded, alone_us = (_mean([b.cpu_us for b in run.batches]) for run in (many, one))
-        crowding = max(1.0, crowded / max(1e-3, alone_us))
+        with_crowd = run_loader(with_workers(loader, crowd), seconds / 3, alive)
+        crowded_us, alone_us = (
+            _mean([b.cpu_us for b in run.batches]) for run in (with_crowd, with_one)
+        )
+        crowding = max(1.0, crowded_us / max(1e-3, alone_us))
     return InputLane(
         loader=name,
         workers=loader.num_workers,
@@ -109,14 +111,14 @@ def measure_lane(name: str, seconds: float, alive: Alive = lambda: None) -> Inpu
         receive_us=receive_us,
         crowd=crowd,
         crowding=crowding,
-        stages_us=stages(alone, one, receive_us),
+        stages_us=stages(alone, with_one, receive_us),
         files=file_groups([b.files for b in alone.batches], _part(loader, alone)),
         cpu=cpu_model(),
     )
 
 
 def _part(loader: DataLoader[Any], run: Run) -> float:
-    """How many epochs a run took; 0 where the dataset does not say how long it is."""
+    """Which part of an epoch a run took; 0 where the dataset does not say how long it is."""
     samples = len(loader.dataset) if hasattr(loader.dataset, "__len__") else 0  # type: ignore[arg-type]
     return len(run.batches) * run.samples / samples if samples else 0.0
 
@@ -137,51 +139,51 @@ def stages(alone: Run, one: Run, receive_us: float) -> dict[str, float]:
 
 def run_loader(loader: DataLoader[Any], seconds: float, alive: Alive) -> Run:
     """Take batches for a while, as fast as they come, over several epochs if they are short."""
-    log, took, size = BatchLog(), list[float](), (0, 0)
+    log, took_us, size = BatchLog(), list[float](), (0, 0)
     end = time.monotonic() + seconds
 
     def wanted() -> bool:
-        early = time.monotonic() < end or len(took) < MIN_BATCHES
-        return early and len(took) < MAX_BATCHES
+        early = time.monotonic() < end or len(took_us) < MIN_BATCHES
+        return early and len(took_us) < MAX_BATCHES
 
     with timed_batches(log.note), _timed_sampler() as sampler:
         while wanted():
-            before, batches = len(took), iter(loader)
+            before, batches = len(took_us), iter(loader)
             while wanted():
                 clock = Clock()
                 try:
                     batch = next(batches)
                 except StopIteration:
                     break
-                took.append(clock.read()[1])
+                took_us.append(clock.read()[1])
                 size = size if any(size) else batch_size(batch, loader)
                 del batch
                 log.collect()
                 alive()
             del batches
-            if len(took) == before:
+            if len(took_us) == before:
                 break
     if not log.batches:
         raise LoaderError("yields no batch")
-    skip = WARM_UP if len(took) > 2 * WARM_UP else 0
+    skip = WARM_UP if len(took_us) > 2 * WARM_UP else 0
     sampler_us = sum(sampler) / max(1, len(sampler))
-    return Run(tuple(log.batches[skip:]), tuple(took[skip:]), sampler_us, *size)
+    return Run(tuple(log.batches[skip:]), tuple(took_us[skip:]), sampler_us, *size)
 
 
 @contextmanager
 def _timed_sampler() -> Iterator[list[float]]:
     """CPU times of the sampler's calls inside, which the training process makes."""
-    took: list[float] = []
+    took_us: list[float] = []
     index = dataloader._BaseDataLoaderIter._next_index
 
     def timed(self: Any) -> Any:
         clock = Clock()
         value = index(self)
-        took.append(clock.read()[1])
+        took_us.append(clock.read()[1])
         return value
 
     with patch.object(dataloader._BaseDataLoaderIter, "_next_index", timed):
-        yield took
+        yield took_us
 
 
 def _said(exc: BaseException) -> str:
@@ -197,15 +199,15 @@ def main(order: str, result: str, what: str = "loader", measure: Measure = measu
 
     Returns 2 after one line on stderr where that fails; ``what``: the word for the loader there.
     """
-    asked, alive = json.loads(order), Path(f"{result}.alive")
-    name = asked["loader"]
+    settings, alive = json.loads(order), Path(f"{result}.alive")
+    name = settings["loader"]
 
     def count_batch() -> None:
         with alive.open("ab") as file:
             file.write(b".")
 
     try:
-        write_lane(measure(name, asked["seconds"], count_batch), Path(result))
+        write_lane(measure(name, settings["seconds"], count_batch), Path(result))
     except LoaderError as exc:
         print(f"itercast: {what} {name!r}: {exc}", file=sys.__stderr__)
         return 2
@@ -225,7 +227,7 @@ def file_groups(batches: Iterable[Iterable[Opened]], part: float) -> tuple[FileG
         count += 1
         for path, us in batch:
             waits[path], reads = waits.get(path, 0.0) + us, reads + 1
-    more = 1.0 if reads > len(waits) or not 0 < part < 1 else 1 / part
+    scale = 1.0 if reads > len(waits) or not 0 < part < 1 else 1 / part
     groups: dict[str, list[tuple[int, float]]] = {}
     for path, us in waits.items():
         if size := _size(path):
@@ -233,11 +235,11 @@ def file_groups(batches: Iterable[Iterable[Opened]], part: float) -> tuple[FileG
     return tuple(
         FileGroup(
             kind=kind,
-            files=round(more * len(own)),
-            nbytes=round(more * sum(size for size, _ in own)),
-            waiting_us=sum(us for _, us in own) / count,
+            files=round(scale * len(members)),
+            nbytes=round(scale * sum(size for size, _ in members)),
+            waiting_us=sum(us for _, us in members) / count,
         )
-        for kind, own in sorted(groups.items())
+        for kind, members in sorted(groups.items())
     )
 
 

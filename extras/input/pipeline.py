@@ -82,18 +82,22 @@ def fed(lane: InputLane, step: Consumer, workers: int, cores: float) -> Fed:
         raise ValueError(f"loader {lane.loader!r} was measured without workers only")
     if not workers and not lane.alone.wall_us:
         raise ValueError(f"loader {lane.loader!r} was measured with workers only")
-    made = lane.worker if workers else lane.alone
+    batches = lane.worker if workers else lane.alone
     host_us, device_us = step.host_us / step.batches, step.device_us / step.batches
     copy_us = step.copy_us / step.batches
-    receive_us = lane.receive_us if workers else made.mean_us
-    crowded = crowding(lane, workers, cores)
-    cpu_us = crowded * made.mean_cpu_us + step.cores * host_us + (receive_us if workers else 0.0)
-    worker_us = (made.mean_us + (crowded - 1) * made.mean_cpu_us) / max(1, workers)
+    receive_us = lane.receive_us if workers else batches.mean_us
+    crowding_factor = crowding(lane, workers, cores)
+    cpu_us = (
+        crowding_factor * batches.mean_cpu_us
+        + step.cores * host_us
+        + (receive_us if workers else 0.0)
+    )
+    worker_us = (batches.mean_us + (crowding_factor - 1) * batches.mean_cpu_us) / max(1, workers)
     bounds = {"step": step.alone_us / step.batches, "cores": cpu_us / cores}
     bounds |= {"copying": copy_us} | ({"workers": worker_us} if workers else {})
     bounds["receiving" if workers else "loading"] = host_us + receive_us
-    slow = max(1.0, bounds["cores"] / worker_us) if workers and worker_us else 1.0
-    times = _worker_times(made, crowded, slow) if workers else made.wall_us
+    shortage = max(1.0, bounds["cores"] / worker_us) if workers and worker_us else 1.0
+    times = _worker_times(batches, crowding_factor, shortage) if workers else batches.wall_us
     us = step.batches * _period_us(
         times, workers, workers * lane.prefetch, receive_us, host_us, (copy_us, device_us)
     )
@@ -130,7 +134,7 @@ def _period_us(
     host_us: float,
     device_us: tuple[float, float],
 ) -> float:
-    """Mean time from batch to batch of the simulated loop, in steady state.
+    """Mean time from batch to batch in us of the simulated loop, in steady state.
 
     Worker k % workers loads batch k, in order, when batch k - queue was taken. Without workers the
     host loads it. The GPU works on a batch while the host launches for it and takes the next.
@@ -141,12 +145,12 @@ def _period_us(
     done: list[int] = []
     batches = max(BATCHES, 3 * workers)
     for k, load_us in enumerate(islice(cycle(times), batches)):
-        behind = (done[k - AHEAD],) if k >= AHEAD and any(device_us) else ()
+        waits_for = (done[k - AHEAD],) if k >= AHEAD and any(device_us) else ()
         if workers:
             free = (taken[k - queue],) if k >= queue else ()
             tasks.append(Task((f"worker {k % workers}",), load_us, free, "load"))
-            behind = (*behind, len(tasks) - 1)
-        tasks.append(Task(("host",), receive_us if workers else load_us, behind, "take"))
+            waits_for = (*waits_for, len(tasks) - 1)
+        tasks.append(Task(("host",), receive_us if workers else load_us, waits_for, "take"))
         taken.append(len(tasks) - 1)
         tasks.append(Task(("host",), host_us, (), "launch"))
         after = taken[-1]
@@ -155,8 +159,8 @@ def _period_us(
                 tasks.append(Task((lane,), us, (after,), lane))
                 after = len(tasks) - 1
         done.append(len(tasks) - 1)
-    spans, each = simulate(tasks), max(1, workers)
-    counted = batches * 2 // 3 // each * each
+    spans, per_worker = simulate(tasks), max(1, workers)
+    counted = batches * 2 // 3 // per_worker * per_worker
     return (spans[done[-1]].end_us - spans[done[-1 - counted]].end_us) / counted
 
 
@@ -172,8 +176,8 @@ def fewest_workers(lane: InputLane, step: Consumer, cores: float) -> Fed:
         tried.append(fed(lane, step, workers, cores))
         if not tried[-1].input_bound or (workers and tried[-1].stage != "workers"):
             break
-    best_us = min(one.iteration_us for one in tried)
-    return next(one for one in tried if one.iteration_us <= ALIKE * best_us)
+    best_us = min(candidate.iteration_us for candidate in tried)
+    return next(candidate for candidate in tried if candidate.iteration_us <= ALIKE * best_us)
 
 
 def cores_of_a_rank(lane: InputLane, target: Target, world_size: int, cores: int = 0) -> float:
@@ -184,81 +188,83 @@ def cores_of_a_rank(lane: InputLane, target: Target, world_size: int, cores: int
     """
     if target.gpu.kind == "cpu":
         return (cores or lane.cores) / world_size
-    each = target.node.gpus_per_node if target.node else USUAL_GPUS_PER_NODE
-    return cores / min(world_size, each) if cores else host_cores(target.node, world_size)
+    gpus_per_node = target.node.gpus_per_node if target.node else USUAL_GPUS_PER_NODE
+    return cores / min(world_size, gpus_per_node) if cores else host_cores(target.node, world_size)
 
 
 def on_host(lane: InputLane, node: Node | None) -> InputLane:
     """The lane as the node's CPU makes its batches; as it is where either's rate is not known."""
-    here, there = (_images_per_s(cpu) for cpu in (lane.cpu, node.host if node else ""))
-    return lane.slower(here / there) if here and there else lane
+    measured_rate, host_rate = (_images_per_s(cpu) for cpu in (lane.cpu, node.host if node else ""))
+    return lane.slower(measured_rate / host_rate) if measured_rate and host_rate else lane
 
 
 def _images_per_s(cpu: str) -> float:
     return next((rate for model, rate in IMAGES_PER_S.items() if model in cpu), 0.0)
 
 
-def consumer(found: Forecast, lane: InputLane, target: Target, samples: int) -> Consumer:
+def consumer(forecast: Forecast, lane: InputLane, target: Target, samples: int) -> Consumer:
     """The step of a forecast that takes ``samples`` a rank; batches go to the GPU over PCIe."""
     if target.gpu.kind == "cpu":
         return Consumer(
-            host_us=found.iteration_us,
-            cores=max(1, target.gpu.sm_count // found.world_size),
+            host_us=forecast.iteration_us,
+            cores=max(1, target.gpu.sm_count // forecast.world_size),
             batches=max(1.0, samples / lane.batch_samples),
         )
     batches = max(1.0, samples / lane.batch_samples)
     copy_us = batches * host_copy_us(lane.batch_bytes, target.gpu)
-    ahead, own = (copy_us, 0.0) if lane.copied_ahead else (0.0, copy_us)
+    ahead_us, in_step_us = (copy_us, 0.0) if lane.copied_ahead else (0.0, copy_us)
     return Consumer(
-        device_us=found.iteration_us + own,
-        copy_us=ahead,
-        host_us=max(found.host_us, found.host_held_us),
+        device_us=forecast.iteration_us + in_step_us,
+        copy_us=ahead_us,
+        host_us=max(forecast.host_us, forecast.host_held_us),
         batches=batches,
     )
 
 
-def advice(found: Forecast, lane: InputLane, target: Target, samples: int) -> str:
+def advice(forecast: Forecast, lane: InputLane, target: Target, samples: int) -> str:
     """How many workers a loader has, and how many hide it from the step."""
     own, lane = f"{lane.workers} workers", on_host(lane, target.node)
     if not lane.workers:
         return own
-    cores = cores_of_a_rank(lane, target, found.world_size)
-    best = fewest_workers(lane, consumer(found, lane, target, samples), cores)
+    cores = cores_of_a_rank(lane, target, forecast.world_size)
+    best = fewest_workers(lane, consumer(forecast, lane, target, samples), cores)
     if best.input_bound:
         return f"{own}; more do not hide it: it is limited by {best.stage}"
     return f"{own}; {best.workers} hide it, on a rank's {cores:.0f} cores of its host"
 
 
-def with_input(found: Forecast, lane: InputLane, target: Target, samples: int) -> Forecast:
+def with_input(forecast: Forecast, lane: InputLane, target: Target, samples: int) -> Forecast:
     """The forecast of the same step where its batches come from a loader with its own workers.
 
     Time that the step waits for them is idle time, ``input``; the copy of a batch is part of it.
     The interval is that of the step and of the loader, whose errors are independent.
     """
     own, lane = lane, on_host(lane, target.node)
-    cores = cores_of_a_rank(lane, target, found.world_size)
+    cores = cores_of_a_rank(lane, target, forecast.world_size)
 
     def iteration_us(step_slower: float, loader_slower: float) -> float:
-        held_us = found.host_held_us * step_slower
-        one = replace(found, iteration_us=found.iteration_us * step_slower, host_held_us=held_us)
-        step = consumer(one, lane, target, samples)
+        held_us = forecast.host_held_us * step_slower
+        slower = replace(
+            forecast, iteration_us=forecast.iteration_us * step_slower, host_held_us=held_us
+        )
+        step = consumer(slower, lane, target, samples)
         us = fed(lane.slower(loader_slower), step, lane.workers, cores).iteration_us
-        return max(us, one.iteration_us)
+        return max(us, slower.iteration_us)
 
-    wide = log(found.iteration_us_p90 / found.iteration_us)
+    wide = log(forecast.iteration_us_p90 / forecast.iteration_us)
     low_us, high_us = _interval(iteration_us, wide, HALF_WIDTH if lane == own else MOVED)
-    late_us = iteration_us(1.0, 1.0) - found.iteration_us
-    part = found.iteration_us / (found.iteration_us + late_us) if late_us else 1.0
+    late_us = iteration_us(1.0, 1.0) - forecast.iteration_us
+    part = forecast.iteration_us / (forecast.iteration_us + late_us) if late_us else 1.0
     return replace(
-        found,
-        iteration_us=found.iteration_us + late_us,
+        forecast,
+        iteration_us=forecast.iteration_us + late_us,
         iteration_us_p10=low_us,
         iteration_us_p90=high_us,
-        idle_us=found.idle_us + late_us,
-        idle_by_us={**found.idle_by_us, "input": late_us},
-        parts_frac={name: part * share for name, share in found.parts_frac.items()},
+        idle_us=forecast.idle_us + late_us,
+        idle_by_us={**forecast.idle_by_us, "input": late_us},
+        parts_frac={name: part * share for name, share in forecast.parts_frac.items()},
         **{
-            name: part * getattr(found, name)
+            name: part * getattr(forecast, name)
             for name in ("samples_per_s", "tokens_per_s", "mfu_frac", "assumed_frac")
         },
     )
@@ -273,7 +279,17 @@ def _interval(
     interval; all pairs are equally likely. ``wide``, ``loader_wide``: half widths of the step's and
     the loader's interval in log time.
     """
-    likely = [NormalDist().inv_cdf((i + 1 / 2) / TRIED) for i in range(TRIED)]
-    step, loader = ([exp(w * z / likely[-1]) for z in likely] for w in (wide, loader_wide))
-    cuts = quantiles([iteration_us(one, other) for one in step for other in loader], n=10)
+    deviations = [NormalDist().inv_cdf((i + 1 / 2) / TRIED) for i in range(TRIED)]
+    step, loader = (
+        [exp(half_width * z / deviations[-1]) for z in deviations]
+        for half_width in (wide, loader_wide)
+    )
+    cuts = quantiles(
+        [
+            iteration_us(step_slower, loader_slower)
+            for step_slower in step
+            for loader_slower in loader
+        ],
+        n=10,
+    )
     return cuts[0], cuts[-1]

@@ -30,7 +30,7 @@ def measured_lane(
     ``limit_s`` seconds; all processes that it started are gone then. ``module`` measures it, a
     program as ``itercast.extras.input.measure``; ``words`` say what it is and yields.
     """
-    order, (what, one, more) = json.dumps({"loader": loader, "seconds": seconds}), words
+    order, (what, unit, units) = json.dumps({"loader": loader, "seconds": seconds}), words
     with tempfile.TemporaryDirectory() as folder:
         result, log = Path(folder) / "lane.json", Path(folder) / "log"
         alive = Path(f"{result}.alive")
@@ -43,17 +43,21 @@ def measured_lane(
                 stderr=out,
                 start_new_session=True,
             )
-        how = watch(process, lambda: _size(alive), lambda: limit_s, time.monotonic() + 10 * limit_s)
-        made = _size(alive)
-        if how != "ended":
-            hung = f"yields no {one} for {limit_s:.0f} s" if how == "stalled" else "takes too long"
-            raise ValueError(f"{what} {loader!r} {hung}, after {made} {more}")
+        ended = watch(
+            process, lambda: _size(alive), lambda: limit_s, time.monotonic() + 10 * limit_s
+        )
+        count = _size(alive)
+        if ended != "ended":
+            hung = (
+                f"yields no {unit} for {limit_s:.0f} s" if ended == "stalled" else "takes too long"
+            )
+            raise ValueError(f"{what} {loader!r} {hung}, after {count} {units}")
         if process.returncode:
             lines = log.read_text(errors="replace").splitlines()
             ours = [line for line in lines if "itercast: " in line]
             if process.returncode == 2 and ours:
                 raise ValueError(ours[-1].partition("itercast: ")[2])
-            code = f"its process ended with {process.returncode} after {made} {more}"
+            code = f"its process ended with {process.returncode} after {count} {units}"
             raise ValueError(f"{what} {loader!r}: {code}: {log_tail(log)}".removesuffix(": "))
         return read_lane(result)
 

@@ -76,7 +76,9 @@ def _op_rows(collector: RowCollector, trace: Trace) -> dict[str, list[Row]]:
     rows, unknown = rows_of_calls(trace, per_call)
     for reason, count in unknown.items():
         collector.drop(reason, count)
-    return {name: [{"timer": "device", **row} for row in some] for name, some in rows.items()}
+    return {
+        name: [{"timer": "device", **row} for row in of_family] for name, of_family in rows.items()
+    }
 
 
 def _step_row(trace: Trace, steps: list[float], path: Path) -> Row:

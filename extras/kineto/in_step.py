@@ -54,14 +54,17 @@ def measure_in_step(
         return failure(exc), {}
     per_call = join(trace, answered)[0] if device == "cuda" else host_times(trace, answered)
     rows, _ = rows_of_calls(trace, per_call)
-    known = [at for at in per_call if describe(trace.ops[at].name, trace.ops[at].args)]
+    described = [
+        index for index in per_call if describe(trace.ops[index].name, trace.ops[index].args)
+    ]
     total_us = sum(per_call.values())
-    share = sum(per_call[at] for at in known) / total_us if total_us else 0.0
-    measured = {"time_us": total_us / STEPS, "samples": STEPS, "known_frac": share}
+    described_frac = sum(per_call[index] for index in described) / total_us if total_us else 0.0
+    measured = {"time_us": total_us / STEPS, "samples": STEPS, "known_frac": described_frac}
     return {"status": "ok", **measured}, rows
 
 
 def _steps(step: Callable[[], None], device: str) -> None:
+    """Run the profiled steps to their end on the device."""
     for _ in range(STEPS):
         step()
     if device == "cuda":
@@ -76,13 +79,13 @@ def op_rows(
     They are a family of their own, and ``of`` is that of the op: no model of ops that run alone
     learns from them.
     """
-    where = {f"in_{name}": value for name, value in asdict(iteration).items()}
-    for family, some in rows.items():
+    in_iteration = {f"in_{name}": value for name, value in asdict(iteration).items()}
+    for family, of_family in rows.items():
         names = [f.name for f in fields(families()[family].params)]
-        for row in some:
+        for row in of_family:
             params = {name: row[name] for name in names}
             key = {"family": OPS, "gpu": order.gpu, "threads": order.threads, "cache": IN_STEP}
-            point = {"of": family, **params, **where}
+            point = {"of": family, **params, **in_iteration}
             yield make_row(
                 order,
                 family=OPS,
@@ -90,5 +93,5 @@ def op_rows(
                 repeat=order.repeat,
                 key=store.point_key({**key, "repeat": order.repeat, "point": point}),
                 timer=IN_STEP,
-                measured={**row, **where, "status": "ok", "calls": row["samples"] / STEPS},
+                measured={**row, **in_iteration, "status": "ok", "calls": row["samples"] / STEPS},
             )

@@ -31,11 +31,11 @@ ATTENTION = {
 
 @cache
 def _answers(name: str) -> tuple[tuple[str, str], ...]:
-    """Finds (family, captured name) for the overloads of an op that families describe."""
-    plain = RENAMED.get(name.removeprefix("aten::"), name.removeprefix("aten::"))
-    wanted = [f"aten.{plain}.{overload}" for overload in OVERLOADS]
-    every = families().values()
-    return tuple((f.name, op) for op in wanted for f in every if op in f.answers)
+    """(family, captured name) of each overload of an op that a family describes."""
+    op_name = RENAMED.get(name.removeprefix("aten::"), name.removeprefix("aten::"))
+    overloads = [f"aten.{op_name}.{overload}" for overload in OVERLOADS]
+    all_families = families().values()
+    return tuple((f.name, op) for op in overloads for f in all_families if op in f.answers)
 
 
 def answered(name: str) -> bool:
@@ -71,14 +71,14 @@ def _arguments(args: Facts) -> tuple[Any, ...]:
     """Arguments: tensors where type and shape are logged, else logged values."""
     dims, types = args["Input Dims"], args.get("Input type", args.get("Input Types"))
     strides, values = args.get("Input Strides", []), args.get("Concrete Inputs", [])
-    found: list[Any] = []
-    for at, (shape, kind) in enumerate(zip(dims, types, strict=True)):
+    arguments: list[Any] = []
+    for position, (shape, kind) in enumerate(zip(dims, types, strict=True)):
         if kind in DTYPES:
-            stride = strides[at] if at < len(strides) else []
-            found.append(_tensor(shape, DTYPES[kind], stride))
+            stride = strides[position] if position < len(strides) else []
+            arguments.append(_tensor(shape, DTYPES[kind], stride))
         else:
-            found.append(_value(values[at]) if at < len(values) else None)
-    return tuple(found)
+            arguments.append(_value(values[position]) if position < len(values) else None)
+    return tuple(arguments)
 
 
 def _tensor(shape: list[Any], dtype: str, stride: list[Any]) -> TensorSpec:
@@ -93,10 +93,10 @@ def _value(text: Any) -> Any:
     if not isinstance(text, str) or len(text) > 1000:
         return None
     try:
-        found = json.loads(text.replace("True", "true").replace("False", "false"))
+        value = json.loads(text.replace("True", "true").replace("False", "false"))
     except (ValueError, RecursionError):
         return None
-    return tuple(found) if isinstance(found, list) else found
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _output(values: tuple[Any, ...]) -> tuple[TensorSpec, ...]:

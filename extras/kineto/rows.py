@@ -25,15 +25,15 @@ def rows_of_calls(
     """
     times: dict[Any, list[float]] = defaultdict(list)
     unknown: Counter[str] = Counter()
-    for at, time_us in per_call.items():
-        op = trace.ops[at]
-        found = describe(op.name, op.args)
-        if found is None:
-            bare = answered(op.name) and "Input Dims" not in op.args
-            reason = "op without shapes, record_shapes was off" if bare else UNKNOWN
+    for index, time_us in per_call.items():
+        op = trace.ops[index]
+        described = describe(op.name, op.args)
+        if described is None:
+            lacks_shapes = answered(op.name) and "Input Dims" not in op.args
+            reason = "op without shapes, record_shapes was off" if lacks_shapes else UNKNOWN
             unknown[f"{reason}: {op.name[:60]}"] += 1
         else:
-            times[found].append(time_us)
+            times[described].append(time_us)
     rows: dict[str, list[Row]] = defaultdict(list)
     for (family, point), samples in times.items():
         rows[family].append({**asdict(point), **spread(samples)})
@@ -43,5 +43,5 @@ def rows_of_calls(
 def spread(samples: list[float]) -> Row:
     """The columns of a row that samples make up: median, p20 and p80 in us, their number."""
     low, middle, high = np.percentile(samples, [20, 50, 80])
-    spread = {"time_us_p20": float(low), "time_us_p80": float(high)}
-    return {"time_us": float(middle), **spread, "samples": len(samples)}
+    percentiles = {"time_us_p20": float(low), "time_us_p80": float(high)}
+    return {"time_us": float(middle), **percentiles, "samples": len(samples)}
