@@ -210,6 +210,7 @@ def hardware_of(
 
 
 def _known_gpu(name: str) -> Gpu:
+    """The GPU of a hardware file; ValueError says that no card states it either."""
     try:
         return load_gpu(name)
     except ValueError as exc:

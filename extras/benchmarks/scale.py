@@ -61,8 +61,8 @@ def measure(begin_s: float) -> dict[str, float]:
     pairs = [(forecast_cpu_s(1 + n), forecast_cpu_s(12_500 - n)) for n in range(2, 9)]
     few_s, many_s = (statistics.median(times_s) for times_s in zip(*pairs, strict=True))
     figures["growth"] = many_s / few_s
-    asked: Row = {"global_batch": 1536, "seq": 2048, "dtype": "bf16"}
-    search, _ = open_search(MODEL, GPU, 1024, node="dgx-h100", **asked)
+    settings: Row = {"global_batch": 1536, "seq": 2048, "dtype": "bf16"}
+    search, _ = open_search(MODEL, GPU, 1024, node="dgx-h100", **settings)
     best_plans(search, 512, "time")  # captures and prices are there then
     start = time.process_time()
     plans = best_plans(search, 1024, "time")
@@ -76,9 +76,9 @@ def search_s(gpus: int) -> float:
     from itercast.compose.plan_search.open_search import open_search
     from itercast.compose.plan_search.search import best_plans
 
-    asked: Row = {"global_batch": SAMPLES[gpus], "seq": 8192, "dtype": "bf16"}
+    settings: Row = {"global_batch": SAMPLES[gpus], "seq": 8192, "dtype": "bf16"}
     search, _ = open_search(
-        SEARCHED, GPU, gpus, node="dgx-h100", bundle=None, optimizer="adamw", **asked
+        SEARCHED, GPU, gpus, node="dgx-h100", bundle=None, optimizer="adamw", **settings
     )
     start = time.process_time()
     best_plans(search, gpus, "time")

@@ -110,9 +110,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python3 -m itercast.extras.campaign.archive")
     parser.add_argument("archive", type=Path, help="what a campaign wrote, e.g. runs/gpu.tar.gz")
     parser.add_argument("root", type=Path, help="dataset root to write")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     try:
-        print(unpack(asked.archive, asked.root), "files unpacked")
+        print(unpack(args.archive, args.root), "files unpacked")
     except (ValueError, OSError, tarfile.TarError) as exc:
         parser.error(str(exc))
 

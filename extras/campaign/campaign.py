@@ -111,6 +111,7 @@ class Campaign:
             self._try(step)
 
     def _try(self, step: Callable[[], None]) -> None:
+        """Do one of the last steps; an error is logged, so that the others are done too."""
         try:
             step()
         except Exception:
@@ -120,6 +121,7 @@ class Campaign:
         store.compact(self.run.root, card_facts(self.run.root, "cuda"))
 
     def _summary(self) -> None:
+        """Log the summary of all rows, and the notes of the stages."""
         gpu = card_facts(self.run.root, "cuda")["hardware"]["name"]
         for line in (*summary(self.run.root, gpu), *self.run.notes):
             log.info("%s", line)

@@ -189,8 +189,8 @@ def _collective(t: Transfer) -> Callable[[], object]:
     """A collective of one rank: NCCL copies the buffer within the GPU."""
     nccl: Any = dist
     if not nccl.is_initialized():
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "NCCL_SOCKET_IFNAME": "lo"}
-        os.environ.update(where)
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "NCCL_SOCKET_IFNAME": "lo"}
+        os.environ.update(variables)
         dist.init_process_group("nccl", store=nccl.HashStore(), rank=0, world_size=1)
     x = torch.zeros(t.nbytes // 2, dtype=torch.bfloat16, device="cuda")
     y = torch.empty_like(x)

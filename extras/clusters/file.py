@@ -50,10 +50,10 @@ class ClusterFile:
 
     def link(self, a: GpuGroup, b: GpuGroup) -> Link:
         """The link of two groups; ValueError where the file has none."""
-        found = self.links.get(frozenset((a.name, b.name)))
-        if found is None:
+        link = self.links.get(frozenset((a.name, b.name)))
+        if link is None:
             raise ValueError(f"{self.path}: no link joins {a.name!r} and {b.name!r}")
-        return found
+        return link
 
 
 def read_cluster(path: Path) -> ClusterFile:
@@ -80,6 +80,7 @@ def read_cluster(path: Path) -> ClusterFile:
 
 
 def _group(name: str, facts: Any, path: Path) -> GpuGroup:
+    """A group of GPUs from its entry in the file; ValueError names what is wrong."""
     where = f"{path}: group {name!r}"
     if not isinstance(facts, Mapping):
         raise ValueError(f"{where} states a gpu and a count, got {facts!r}")
@@ -90,6 +91,7 @@ def _group(name: str, facts: Any, path: Path) -> GpuGroup:
 
 
 def _link(entry: Any, names: set[str], path: Path) -> tuple[frozenset[str], Link]:
+    """The names of two groups and the link between them, from an entry of the file."""
     where = f"{path}: link {entry!r}"
     between = entry.get("between") if isinstance(entry, Mapping) else None
     if (

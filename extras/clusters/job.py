@@ -45,8 +45,8 @@ class Job:
     def rank(self, group: GpuGroup, plan: ParallelPlan, rows: int, *crossings: Crossing) -> Rank:
         """A rank on one of the group's GPUs, with all layers and a micro-batch of ``rows``."""
         target = self.targets[group.name]
-        where = replace(cluster(plan, target.gpu, target.node), crossings=crossings)
-        return rank_of(self.captures.at((rows, self.seq, plan.autocast)), plan, target.book, where)
+        place = replace(cluster(plan, target.gpu, target.node), crossings=crossings)
+        return rank_of(self.captures.at((rows, self.seq, plan.autocast)), plan, target.book, place)
 
 
 def crossings(
@@ -127,7 +127,7 @@ def rounds(job: Job, plan: ParallelPlan) -> list[tuple[float, tuple[int, ...], i
     counts = [group.count // plan.tp for group in job.cluster.groups]  # of replicas
     ways = dict[tuple[int, ...], int]()  # to choose participants, by the groups that have some
     for chosen in (c for n in numbers for c in combinations(numbers, n + 1)):
-        fewer = sum(n for some, n in ways.items() if set(some) < set(chosen))
+        fewer = sum(n for subset, n in ways.items() if set(subset) < set(chosen))
         ways[chosen] = comb(sum(counts[i] for i in chosen), plan.participants) - fewer
     total = sum(ways.values())
     return [(n / total, chosen, 1) for chosen, n in ways.items() if n]

@@ -24,8 +24,8 @@ def predict(question: Question, cluster: Path) -> tuple[Forecast, Row]:
 
     Its replicas have batches of unlike sizes: ``step`` has their mean.
     """
-    asked = {k: v for k, v in question.arguments().items() if k not in NOT_OF_CLUSTERS}
-    forecast = predict_on_cluster(question.asked(), cluster, **asked)
+    arguments = {k: v for k, v in question.arguments().items() if k not in NOT_OF_CLUSTERS}
+    forecast = predict_on_cluster(question.asked(), cluster, **arguments)
     plan, batch = (
         ParallelPlan.parse(forecast.plan),
         question.replica_batch() or question.case_defaults.batch,
@@ -42,14 +42,14 @@ def predict(question: Question, cluster: Path) -> tuple[Forecast, Row]:
     return forecast, {**stated(known), "step": size, "unusual": []}
 
 
-def plan(question: Question, cluster: Path, asked: Row) -> tuple[list[Forecast], Row, Row]:
+def plan(question: Question, cluster: Path, given: Row) -> tuple[list[Forecast], Row, Row]:
     """The best plans on the GPUs of a file, the values of all options, and how many were tried."""
     samples = question.samples_over(read_cluster(cluster).gpus)
-    job = job_on(question.asked(), cluster, global_batch=samples, **asked)
-    forecasts, tried = plans_on_cluster(job, amp=asked["amp"])
+    job = job_on(question.asked(), cluster, global_batch=samples, **given)
+    forecasts, tried = plans_on_cluster(job, amp=given["amp"])
     if not forecasts:
         raise ValueError(f"no legal plan of {question.name} on the groups of {cluster}")
     settled = {"global_batch": job.samples, "seq": job.seq, "dtype": job.dtype}
     settled |= {"optimizer": job.optimizer, "bundle": forecasts[0].bundle}
     counts = {"gpus": job.cluster.gpus, "considered": tried, "simulated": tried}
-    return forecasts, {**asked, **settled}, counts
+    return forecasts, {**given, **settled}, counts

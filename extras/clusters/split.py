@@ -144,14 +144,14 @@ def _descend(start: T, others: Callable[[T], Iterator[T]], cost: Callable[[T], f
 
 def _side_by_side(job: Job, plan: ParallelPlan, split: Sequence[int]) -> Outcome:
     """The mean step of all ``rounds``; memory is that of the fullest group, whoever takes part."""
-    every = range(len(split))
+    all_groups = range(len(split))
     outcomes = [
         (_evaluated(job, replicas(job, plan, split, chosen, away)), share)
         for share, chosen, away in rounds(job, plan)
     ]
     if len(outcomes) == 1:
         return outcomes[0][0]
-    whole = _evaluated(job, replicas(job, plan, split, every))
+    whole = _evaluated(job, replicas(job, plan, split, all_groups))
     facts = {name: getattr(whole, name) for name in ("memory", "slowest", "fullest")}
     return replace(mean_of(outcomes), **facts)
 

@@ -50,29 +50,31 @@ class Comparison:
     better: int
 
 
-def compare_bundles(one: Path, other: Path, roots: Sequence[Path]) -> list[Comparison]:
+def compare_bundles(first: Path, second: Path, roots: Sequence[Path]) -> list[Comparison]:
     """Compare on the rows of dataset roots, else on the points that both trainings held out.
 
     ValueError where nothing can be compared.
     """
-    bundles = Bundle.load(one), Bundle.load(other)
+    bundles = Bundle.load(first), Bundle.load(second)
     for root in roots:
         if not root.is_dir():
             raise ValueError(f"data {str(root)!r}: no such folder")
-    comparisons = list(_on_rows(*bundles, roots) if roots else _held_out(one, other))
+    comparisons = list(_on_rows(*bundles, roots) if roots else _held_out(first, second))
     for root in roots:
         if (root / "iteration").is_dir():
-            comparisons += _iterations(one, other, root)
+            comparisons += _iterations(first, second, root)
     if not comparisons:
         where = ", ".join(map(str, roots)) or "the points that both trainings held out"
-        raise ValueError(f"bundles {str(one)!r} and {str(other)!r}: nothing to compare in {where}")
+        raise ValueError(
+            f"bundles {str(first)!r} and {str(second)!r}: nothing to compare in {where}"
+        )
     return comparisons
 
 
-def _held_out(one: Path, other: Path) -> Iterator[Comparison]:
+def _held_out(first_bundle: Path, second_bundle: Path) -> Iterator[Comparison]:
     """Compare on points that both bundles' trainings held out, with the forecasts kept there."""
-    tables = [load_held_out(folder) for folder in (one, other)]
-    for folder, table in zip((one, other), tables, strict=True):
+    tables = [load_held_out(folder) for folder in (first_bundle, second_bundle)]
+    for folder, table in zip((first_bundle, second_bundle), tables, strict=True):
         if table.empty:
             text = "keeps no held-out rows; name measured rows with --data"
             raise ValueError(f"bundle {str(folder)!r} {text}")
@@ -83,18 +85,20 @@ def _held_out(one: Path, other: Path) -> Iterator[Comparison]:
         yield from _compared(str(family), str(gpu), errors, shapes_of(errors), retest_pct)
 
 
-def _on_rows(one: Bundle, other: Bundle, roots: Sequence[Path]) -> Iterator[Comparison]:
+def _on_rows(first: Bundle, second: Bundle, roots: Sequence[Path]) -> Iterator[Comparison]:
     """Compare on measured rows, of families that both bundles have, without shapes of training."""
-    shared = sorted({*one.models} & {*other.models})
+    shared = sorted({*first.models} & {*second.models})
     names = [name for name in shared if any((root / name).is_dir() for root in roots)]
     for name, rows in (usable_rows(roots, names) if names else {}).items():
-        rows = _unseen(name, undisturbed(undisturbed(rows, one.anchors), other.anchors), one, other)
+        rows = _unseen(
+            name, undisturbed(undisturbed(rows, first.anchors), second.anchors), first, second
+        )
         gpus, family = hardware_of(roots, rows), families()[name]
         for gpu, part in rows.groupby("gpu"):
             part = part.reset_index(drop=True)
-            sides = {ONE: one, OTHER: other}
+            sides = {ONE: first, OTHER: second}
             errors = pd.DataFrame({s: log_ratios(name, part, b, gpus) for s, b in sides.items()})
-            speed = Speed(anchors=one.anchors, sensitivity=one.models[name].sensitivity)
+            speed = Speed(anchors=first.anchors, sensitivity=first.models[name].sensitivity)
             retest = retest_ape_pct(part, family, speed)
             yield from _compared(name, str(gpu), errors, shape_places(part, family), retest)
 
@@ -125,10 +129,12 @@ def log_ratios(
     return ratios.map(np.log)
 
 
-def _iterations(one: Path, other: Path, root: Path) -> Iterator[Comparison]:
+def _iterations(first: Path, second: Path, root: Path) -> Iterator[Comparison]:
     """Compare on iterations that both forecast, by GPU; those of one model count as one shape."""
     for gpu, part in measured_rows(root, None).groupby("gpu"):
-        results = {side: compare_all(part, folder) for side, folder in ((ONE, one), (OTHER, other))}
+        results = {
+            side: compare_all(part, folder) for side, folder in ((ONE, first), (OTHER, second))
+        }
         log_ratios = {
             side: {(r.model, r.plan): np.log(r.measured_us / r.predicted_us) for r in of_side}
             for side, of_side in results.items()
@@ -149,14 +155,14 @@ def _compared(
     """
     if errors.empty:
         return
-    both = medians({n: errors[n].to_numpy() for n in (ONE, OTHER)}, shape, retest_pct)
-    better = 1 if both.better(ONE, OTHER) else 2 if both.better(OTHER, ONE) else 0
+    both_medians = medians({n: errors[n].to_numpy() for n in (ONE, OTHER)}, shape, retest_pct)
+    better = 1 if both_medians.better(ONE, OTHER) else 2 if both_medians.better(OTHER, ONE) else 0
     yield Comparison(
         family=family,
         gpu=gpu,
         points=len(errors),
         retest_pct=retest_pct,
-        errors_pct=(both.pct[ONE], both.pct[OTHER]),
-        difference_pct=both.interval_pct(ONE, OTHER),
+        errors_pct=(both_medians.pct[ONE], both_medians.pct[OTHER]),
+        difference_pct=both_medians.interval_pct(ONE, OTHER),
         better=better,
     )

@@ -68,8 +68,8 @@ def device_name(device: str, measured: Path | None) -> str:
         raise ValueError(f"measured {str(measured)!r}: no such folder")
     names = sorted(read_hardware([measured]))
     if len(names) != 1:
-        found = ", ".join(names) or "none"
-        raise ValueError(f"measured {str(measured)!r}: rows of one device are judged, got {found}")
+        listed = ", ".join(names) or "none"
+        raise ValueError(f"measured {str(measured)!r}: rows of one device are judged, got {listed}")
     return names[0]
 
 

@@ -63,8 +63,8 @@ class Check:
     @property
     def drifted(self) -> list[FamilyDrift]:
         """Families whose times have changed, furthest first."""
-        found = [f for f in self.families if f.drifted]
-        return sorted(found, key=lambda f: -abs(np.log(f.ratio)))
+        changed = [f for f in self.families if f.drifted]
+        return sorted(changed, key=lambda f: -abs(np.log(f.ratio)))
 
     @property
     def speed_differs(self) -> bool:
@@ -93,6 +93,7 @@ class Check:
 
     @property
     def _speed(self) -> str:
+        """How much slower or faster the machine is than at training, in words."""
         if self.slowdown is None:
             return ""
         pct = 100 * (self.slowdown - 1)

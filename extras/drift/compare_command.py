@@ -51,6 +51,7 @@ def compare(
 
 
 def _print(comparisons: list[Comparison], first: Path, second: Path) -> None:
+    """Print the table, and for each bundle the families in which it is better."""
     print_tables(_table(comparisons))
     for number, folder in ((1, first), (2, second)):
         ahead = [comparison.family for comparison in comparisons if comparison.better == number]
@@ -78,10 +79,10 @@ def _table(comparisons: list[Comparison]) -> Table:
     return table
 
 
-def log_compared(first: Path, second: Path, found: Sequence[Facts]) -> None:
+def log_compared(first: Path, second: Path, comparisons: Sequence[Facts]) -> None:
     """Log a comparison of two bundles to experiment compared, as one run.
 
-    ``found``: each ``Comparison`` as a dict.
+    ``comparisons``: each ``Comparison`` as a dict.
     """
     from itercast.eval.tracking import store
 
@@ -89,9 +90,9 @@ def log_compared(first: Path, second: Path, found: Sequence[Facts]) -> None:
     place = store.experiment(client, "compared", store.note("compared"))
     numbers = {
         re.sub(r"[^\w. /-]", "", f"{row['family']}/{row['gpu']}/{name}"): error
-        for row in found
+        for row in comparisons
         for (_, name), error in zip(RANKS, row["errors_pct"], strict=True)
     }
-    counts = {f"{name}_better": sum(row["better"] == n for row in found) for n, name in RANKS}
+    counts = {f"{name}_better": sum(row["better"] == n for row in comparisons) for n, name in RANKS}
     tags = {"first": str(first), "second": str(second)}
     store.log_run(client, place, f"{first.name} against {second.name}", tags, numbers | counts)

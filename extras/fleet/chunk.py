@@ -79,8 +79,8 @@ def measure(order: ChunkOrder) -> Plain:
     chunk = order.chunk
     if order.device == "cpu" and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, own_cores(order.cores, order.until))
-    where = machine(order.device)
-    facts: Plain = {"chunk": chunk.name, **where, "began": round(time.time(), 1)}
+    on_machine = machine(order.device)
+    facts: Plain = {"chunk": chunk.name, **on_machine, "began": round(time.time(), 1)}
     if reason := _why_refused(order):
         return {**facts, "state": REFUSED, "reason": reason}
     folder = Path(order.work) / chunk.name

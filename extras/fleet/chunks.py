@@ -104,9 +104,9 @@ def _chunk(
     share: tuple[int, int] = (0, 1),
 ) -> Chunk:
     """A chunk, named by the hash of what is measured and with which software."""
-    where = (kind.gpu, kind.cores, kind.python, kind.image, kind.gpus_per_node, kind.nodes)
+    software = (kind.gpu, kind.cores, kind.python, kind.image, kind.gpus_per_node, kind.nodes)
     machines = kind.name if what == TOGETHER else ""
-    measured = [what, where, machines, names, points, plan.seed, share]
+    measured = [what, software, machines, names, points, plan.seed, share]
     digest = hashlib.sha256(json.dumps(measured, sort_keys=True).encode()).hexdigest()[:20]
     on_cpu = kind.device == "cpu"
     return Chunk(

@@ -39,10 +39,10 @@ def fleet(
     from itercast.extras.fleet.plan import load_plan
     from itercast.extras.roots.urls import Root
 
-    asked = words[1:] if words[0] == "status" else words
-    if len(asked) != 1:
+    paths = words[1:] if words[0] == "status" else words
+    if len(paths) != 1:
         raise ValueError(f"fleet {' '.join(words)!r}: expected [status] PLAN.yaml")
-    plan = load_plan(Path(asked[0]))
+    plan = load_plan(Path(paths[0]))
     if dry_run:
         print_tables(cost_table(simulate(plan, deal(plan, capture=False))))
         return

@@ -109,7 +109,7 @@ class Driver:
         finally:
             for task in self.running:
                 self.ray.cancel(task, force=True)
-        left = [*self.running.values(), *(w for some in self.waiting.values() for w in some)]
+        left = [*self.running.values(), *(w for entries in self.waiting.values() for w in entries)]
         for waiting_chunk in left:
             self.told(waiting_chunk.chunk, {"state": LATE, "reason": "the deadline has passed"})
         ends += Counter({LATE: len(left)})  # without zeros
@@ -119,14 +119,16 @@ class Driver:
     def _ask_nodes(self) -> None:
         """Learn which nodes have begun chunks, so that these continue there."""
         ask = self.ray.remote(begun_chunks)
-        asked = {}
+        node_of_task = {}
         for node in self._alive():
             options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": self._on(node)}
-            asked[ask.options(**options).remote()] = node
-        answered, _ = self.ray.wait(list(asked), num_returns=len(asked), timeout=ASK_S)
+            node_of_task[ask.options(**options).remote()] = node
+        answered, _ = self.ray.wait(
+            list(node_of_task), num_returns=len(node_of_task), timeout=ASK_S
+        )
         for task in answered:
             try:
-                self.begun |= dict.fromkeys(json.loads(self.ray.get(task)), asked[task])
+                self.begun |= dict.fromkeys(json.loads(self.ray.get(task)), node_of_task[task])
             except self.ray.exceptions.RayError:  # the node died just now
                 continue
 
@@ -163,9 +165,9 @@ class Driver:
         plain = {**asdict(order), "python": kind.python}
         options = task_options(kind, chunk)
         if chunk.kind == TOGETHER and kind.nodes > 1:
-            asked = {"order": plain, "options": options, "nodes": kind.nodes}
+            request = {"order": plain, "options": options, "nodes": kind.nodes}
             lead = self.ray.remote(over_nodes).options(num_cpus=0, max_retries=0)
-            return lead.remote(json.dumps(asked).encode())
+            return lead.remote(json.dumps(request).encode())
         if entry.avoid:
             options["label_selector"] = {"ray.io/node-id": f"!in({','.join(entry.avoid)})"}
         elif chunk.name in self.begun:

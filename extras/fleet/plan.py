@@ -153,7 +153,7 @@ def _beside(path: Path, name: str) -> Path | None:
     """The file of this name, from the plan's folder."""
     if not name:
         return None
-    found = path.parent / name
-    if not found.is_file():
+    file = path.parent / name
+    if not file.is_file():
         raise ValueError(f"plan: {name!r}: no such file beside the plan")
-    return found
+    return file

@@ -14,8 +14,8 @@ def end_killed(root: str) -> None:
     """End the runs of commands on this root that were killed, as KILLED."""
     client = store.connect()
     place = store.experiment(client, EXPERIMENT, store.note(EXPERIMENT))
-    asked = f"attributes.status = 'RUNNING' and tags.root = '{root}'"
-    for run in client.search_runs([place], asked):
+    query = f"attributes.status = 'RUNNING' and tags.root = '{root}'"
+    for run in client.search_runs([place], query):
         client.set_terminated(run.info.run_id, "KILLED")
 
 
@@ -50,6 +50,7 @@ class FleetRuns:
         self._progress()
 
     def _child(self, machines: str, kind: str, family: str, rows: int, result: Facts) -> None:
+        """Log the rows of one family in a chunk as a run below the parent's."""
         versions = result.get("versions") or {}
         facts = {"machines": machines, "kind": kind, "family": family, "state": result["state"]}
         facts |= {n: result[n] for n in (*FACTS, "chunk") if result.get(n) not in (None, "")}

@@ -75,13 +75,13 @@ def bundle_of(options: Facts) -> dict[str, float]:
     return {name: count for name, count in resources.items() if count}
 
 
-def over_nodes(asked: bytes) -> bytes:
+def over_nodes(request: bytes) -> bytes:
     """Reserve nodes, run a chunk under torchrun on all at once; returns the first one's result."""
     import ray  # a task of it
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    plain = json.loads(asked)
+    plain = json.loads(request)
     order, options, nodes = plain["order"], plain["options"], plain["nodes"]
     group = placement_group([bundle_of(options)] * nodes, strategy="STRICT_SPREAD")
 

@@ -84,9 +84,13 @@ def fitted(order: bytes) -> bytes:
 
 
 def _fitted(plain: Row) -> bytes:
+    """Train the family that the order names, on rows read here; its bundle, zipped."""
     name, roots = plain["name"], [fetched(where) for where in plain["data"]]
     settings = TrainSettings(roots=roots, **{key: plain[key] for key in SENT_SETTINGS})
-    anchors = {(gpu, threads): (one, two) for gpu, threads, one, two in plain["anchors"]}
+    anchors = {
+        (gpu, threads): (anchor_us, serial_us)
+        for gpu, threads, anchor_us, serial_us in plain["anchors"]
+    }
     rows = undisturbed(usable_rows(roots, [name], settings.memory)[name], anchors)
     ((_, report, bundle),) = fit_in_turn({name: rows}, anchors, settings)
     with tempfile.TemporaryDirectory() as scratch:

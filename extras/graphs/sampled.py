@@ -38,7 +38,7 @@ class GatheredSage(nn.Module):
 
 
 class SampledSage(GatheredSage):
-    """The same with a table of features of all vertices, which is not trained."""
+    """``GatheredSage`` with a table of features of all vertices, which is not trained."""
 
     def __init__(self, vertices: int, features: int, **sizes: Any) -> None:
         super().__init__(features, **sizes)
@@ -86,7 +86,7 @@ def sampled_graph(batch: int, seq: int, sizes: Sizes) -> Inputs:
 
 
 def gathered_graph(batch: int, seq: int, sizes: Sizes) -> Inputs:
-    """The same with the features of its distinct vertices."""
+    """``sampled_graph`` with random features of its vertices in place of their numbers."""
     graph = sampled_graph(batch, seq, sizes)
     vertices: torch.Tensor = graph.pop("vertices")
     return {"x": torch.randn(len(vertices), sizes["features"]), **graph}

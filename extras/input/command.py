@@ -61,7 +61,7 @@ def input_lane(
     if step and question is not None:
         raise ValueError("a step is --step or a forecast model: give one of them")
     step_us = 1e6 * seconds(step, "step") if step else 0.0
-    asked = question.prepared() if question is not None else None  # refused before measuring
+    prepared = question.prepared() if question is not None else None  # refused before measuring
     if loader.endswith(".json"):
         lane = read_lane(Path(loader))
     else:
@@ -73,11 +73,11 @@ def input_lane(
     lane = replace(lane, workers=own, copied_ahead=copied_ahead or lane.copied_ahead)
     if out is not None:
         write_lane(lane, out)
-    if asked is not None:
+    if prepared is not None:
         from itercast.extras.input.pipeline import on_host
 
-        lane = on_host(lane, asked[1].node)
-    who, taker, share, facts = _consumer(question, asked, step_us, lane, cores or 0)
+        lane = on_host(lane, prepared[1].node)
+    who, taker, share, facts = _consumer(question, prepared, step_us, lane, cores or 0)
     if facts and not as_json:
         say_step(facts)
     if tier_gb and not lane.files:
@@ -87,7 +87,7 @@ def input_lane(
 
 def _consumer(
     question: Question | None,
-    asked: tuple[StepCapture, Target] | None,
+    prepared: tuple[StepCapture, Target] | None,
     step_us: float,
     lane: InputLane,
     cores: int,
@@ -98,10 +98,10 @@ def _consumer(
     """
     from itercast.extras.input.pipeline import Consumer, consumer, cores_of_a_rank
 
-    if question is None or asked is None:
+    if question is None or prepared is None:
         step = Consumer(host_us=step_us) if step_us else None
         return f"a step of {step_us * MS:.1f} ms", step, cores or lane.cores, {}
-    captured, target = asked
+    captured, target = prepared
     from itercast.compose.target import forecast_step
 
     forecast = forecast_step(captured, target)
@@ -122,6 +122,7 @@ def _print(
     *,
     as_json: bool,
 ) -> None:
+    """Print the lane and the step that it feeds, as tables or as JSON."""
     from itercast.extras.input.pipeline import fed, fewest_workers
 
     own = fed(lane, step, lane.workers, cores) if step else None

@@ -127,12 +127,14 @@ def _mean(values: Any) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def stages(alone: Run, one: Run, receive_us: float) -> dict[str, float]:
+def stages(alone: Run, with_one: Run, receive_us: float) -> dict[str, float]:
     """Mean time of a batch by stage, in the order in which a batch passes them."""
     mean: dict[str, float] = {"sampler": alone.sampler_us}
     for name in ("waiting", "dataset", "decode", "transform", "collate"):
         mean[name] = _mean([b.stages_us.get(name, 0.0) for b in alone.batches])
-    mean["send"] = worker_times(one.batches).mean_us - _mean([b.wall_us for b in one.batches])
+    mean["send"] = worker_times(with_one.batches).mean_us - _mean(
+        [b.wall_us for b in with_one.batches]
+    )
     mean["receive"] = receive_us
     return {name: us for name, us in mean.items() if us > 0}
 

@@ -121,9 +121,10 @@ def crowding(lane: InputLane, workers: int, cores: float) -> float:
     return 1.0 + (lane.crowding - 1.0) * min(1.0, max(0.0, share))
 
 
-def _worker_times(made: Batches, crowded: float, slow: float) -> tuple[float, ...]:
-    pairs = zip(made.wall_us, made.cpu_us, strict=True)
-    return tuple(slow * (wall + (crowded - 1) * cpu) for wall, cpu in pairs)
+def _worker_times(batches: Batches, crowding_factor: float, shortage: float) -> tuple[float, ...]:
+    """Times of batches in us where workers crowd and cores are short, by these factors."""
+    pairs = zip(batches.wall_us, batches.cpu_us, strict=True)
+    return tuple(shortage * (wall + (crowding_factor - 1) * cpu) for wall, cpu in pairs)
 
 
 def _period_us(

@@ -42,6 +42,7 @@ def read(path: Path, hints: Hints = Hints()) -> Imported:  # noqa: B008  # froze
 
 
 def _file(collector: RowCollector, path: Path, hints: Hints) -> None:
+    """Add the rows of one trace; a trace that gives none is reported by its reason."""
     try:
         text = read_text(path)
         trace = parse(parsed_json(text))

@@ -82,6 +82,7 @@ def _arguments(args: Facts) -> tuple[Any, ...]:
 
 
 def _tensor(shape: list[Any], dtype: str, stride: list[Any]) -> TensorSpec:
+    """A tensor as a trace logs it; ValueError for a shape that none has."""
     sizes, steps = (tuple(int(n) for n in side) for side in (shape, stride))
     if min((*sizes, *steps), default=0) < 0 or max(sizes, default=0) > 2**53:
         raise ValueError(f"impossible shape {sizes}")

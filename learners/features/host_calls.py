@@ -80,6 +80,7 @@ def call_names(rows: pd.DataFrame, family: Family) -> np.ndarray:
 
 
 def _fit_op(rows: pd.DataFrame) -> HostCall:
+    """The host call of one op on one GPU, from its timed launches."""
     pointwise_us = COLD_POINTWISE * float(rows["tiny_launch_us"].median())
     calls = rows["launch_us"].to_numpy(dtype=float) / pointwise_us
     kernels = 1.0

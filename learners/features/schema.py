@@ -36,6 +36,7 @@ def check_rows(rows: pd.DataFrame, family: Family) -> None:
 
 
 def _one_line(exc: Any) -> str:
+    """The column, a value and what is allowed, of the first failed check of pandera."""
     cases = exc.failure_cases
     if isinstance(cases, pd.DataFrame) and len(cases) and exc.check is not None:
         value = cases["failure_case"].tolist()[0]

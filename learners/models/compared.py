@@ -41,7 +41,7 @@ Fit = Callable[[Inputs, Array], Predict]
 def scaled_roofline(rows: Inputs, time_us: Array) -> Predict:
     """The roofline times one factor, the median of measured time / roofline."""
     factor = np.exp(np.median(np.log(time_us / rows.roofline_us)))
-    return lambda asked: asked.roofline_us * factor
+    return lambda others: others.roofline_us * factor
 
 
 def linear(rows: Inputs, time_us: Array) -> Predict:
@@ -55,7 +55,7 @@ def linear(rows: Inputs, time_us: Array) -> Predict:
     weights = np.linalg.solve(
         design.T @ design + 1e-2 * np.eye(design.shape[1]), design.T @ np.log(time_us)
     )
-    return lambda rows_asked: np.exp(np.clip(standardised(rows_asked) @ weights, -5, 25))
+    return lambda others: np.exp(np.clip(standardised(others) @ weights, -5, 25))
 
 
 def nearest(rows: Inputs, time_us: Array) -> Predict:
@@ -65,10 +65,10 @@ def nearest(rows: Inputs, time_us: Array) -> Predict:
     mean, spread = rows.x.mean(0), rows.x.std(0) + 1e-6
     tree, ratio = cKDTree((rows.x - mean) / spread), np.log(time_us / rows.roofline_us)
 
-    def predict(asked: Inputs) -> Array:
-        near = tree.query((asked.x - mean) / spread, k=min(3, len(ratio)))[1]
-        log_ratio = ratio[near.reshape(len(asked.x), -1)].mean(1)
-        return np.asarray(asked.roofline_us * np.exp(log_ratio))
+    def predict(others: Inputs) -> Array:
+        near = tree.query((others.x - mean) / spread, k=min(3, len(ratio)))[1]
+        log_ratio = ratio[near.reshape(len(others.x), -1)].mean(1)
+        return np.asarray(others.roofline_us * np.exp(log_ratio))
 
     return predict
 

@@ -36,16 +36,16 @@ class Medians:
     drawn: pd.DataFrame
     shapes: int
 
-    def interval_pct(self, one: str, other: str) -> tuple[float, float] | None:
+    def interval_pct(self, first: str, second: str) -> tuple[float, float] | None:
         """LEVELS quantiles of the second's median error minus the first's; None if too few."""
         if self.shapes < FEWEST:
             return None
-        low, high = np.quantile(self.drawn[other] - self.drawn[one], LEVELS)
+        low, high = np.quantile(self.drawn[second] - self.drawn[first], LEVELS)
         return float(low), float(high)
 
-    def better(self, one: str, other: str) -> bool:
+    def better(self, first: str, second: str) -> bool:
         """Whether the first has the smaller median error beyond the noise."""
-        return (self.interval_pct(one, other) or (0.0, 0.0))[0] > 0
+        return (self.interval_pct(first, second) or (0.0, 0.0))[0] > 0
 
     def ranks(self) -> dict[str, int]:
         """By forecaster, 1 + how many others are better beyond the noise."""

@@ -34,7 +34,7 @@ CATEGORIES = ("categories", "categories_nodes", "categories_segments", "categori
 
 
 def without_statistics(raw: bytes) -> bytes:
-    """The same trees in UBJSON, with zeros for what training left in them: half of a packed file.
+    """Trees in UBJSON with zeros for the statistics of training, which are half of a packed file.
 
     Predictions use neither the gain and the sum of second derivatives of a node, nor the weight it
     would have as a leaf: that of a leaf is among the split conditions too.
@@ -80,6 +80,7 @@ class _Reader:
         return value
 
     def _value(self, depth: int) -> Any:
+        """The value that begins here; ``depth``: in how many others it lies."""
         _require(depth < MAX_DEPTH, "nested too deep")
         marker = self.raw[self.at]
         self.at += 1
@@ -96,6 +97,7 @@ class _Reader:
         return number
 
     def _object(self, depth: int) -> dict[str, Any]:
+        """Names and values up to the closing brace."""
         values: dict[str, Any] = {}
         while self.raw[self.at] != CLOSE:
             name = self._text()
@@ -122,6 +124,7 @@ class _Reader:
         return self._bytes(self._length()).decode("ascii")
 
     def _length(self) -> int:
+        """A count as XGBoost writes it: a marker and a 64-bit integer."""
         _require(self.raw[self.at] == LENGTH, "a length that is no 64-bit integer")
         (count,) = FORMATS[LENGTH].unpack_from(self.raw, self.at + 1)
         _require(count >= 0, "a negative length")
@@ -129,6 +132,7 @@ class _Reader:
         return int(count)
 
     def _bytes(self, count: int) -> bytes:
+        """The next bytes of the file."""
         _require(count <= len(self.raw) - self.at, "longer than the file")
         self.at += count
         return self.raw[self.at - count : self.at]

@@ -117,8 +117,8 @@ class QueryRows:
         ends = np.cumsum(np.bincount(code, minlength=len(distinct)))
         pieces = np.split(np.argsort(code, kind="stable"), ends)[: len(distinct)]
         return [
-            (where, RowGroup(**{name: column[where[0]] for name, column in columns.items()}))
-            for where in pieces
+            (index, RowGroup(**{name: column[index[0]] for name, column in columns.items()}))
+            for index in pieces
         ]
 
 

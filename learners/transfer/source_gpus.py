@@ -37,14 +37,14 @@ OVERLAP = assumed(__file__, "overlap")
 REACHED = assumed(__file__, "reached")
 
 
-def gpu_distance(one: Gpu, other: Gpu, dtype: str) -> float:
+def gpu_distance(first: Gpu, second: Gpu, dtype: str) -> float:
     """Distance of two GPUs: |log2 bandwidth ratio| + |log2 peak ratio|.
 
     OTHER_ARCHITECTURE_DISTANCE is added where the architecture differs.
     """
-    bandwidth = abs(np.log2(one.hbm_bytes_per_s / other.hbm_bytes_per_s))
-    peak = abs(np.log2(one.full_rate(dtype) / other.full_rate(dtype)))
-    penalty = OTHER_ARCHITECTURE_DISTANCE * (one.architecture != other.architecture)
+    bandwidth = abs(np.log2(first.hbm_bytes_per_s / second.hbm_bytes_per_s))
+    peak = abs(np.log2(first.full_rate(dtype) / second.full_rate(dtype)))
+    penalty = OTHER_ARCHITECTURE_DISTANCE * (first.architecture != second.architecture)
     return float(bandwidth + peak + penalty)
 
 
@@ -114,13 +114,15 @@ class SourceGpus:
         if not self.measured or "dtype" not in rows:
             return rows
         dtype = rows["dtype"].to_numpy(dtype=object).copy()
-        where = np.flatnonzero(isin(dtype, SAME_KERNELS_DTYPE))
-        if not len(where):
+        replaceable = np.flatnonzero(isin(dtype, SAME_KERNELS_DTYPE))
+        if not len(replaceable):
             return rows
-        keys = pd.MultiIndex.from_arrays([rows["gpu"].to_numpy(dtype=object)[where], dtype[where]])
+        keys = pd.MultiIndex.from_arrays(
+            [rows["gpu"].to_numpy(dtype=object)[replaceable], dtype[replaceable]]
+        )
         codes, distinct = pd.factorize(keys)
         stand_in = [self.stand_in_dtype(gpus[name], own) for name, own in distinct]
-        dtype[where] = np.array(stand_in, dtype=object)[codes]
+        dtype[replaceable] = np.array(stand_in, dtype=object)[codes]
         return rows.assign(dtype=dtype)
 
     def unseen(self, query: QueryRows) -> np.ndarray:
@@ -370,11 +372,11 @@ def _vector_rate(gpu: Gpu) -> float:
     return peak if gpu.architecture == "pascal" else min(peak, of_64_lanes)
 
 
-def _near(one: str, other: str) -> bool:
+def _near(first: str, second: str) -> bool:
     """Whether two architectures are at most NEAR_GENERATIONS apart."""
-    if one not in COMPUTE_CAPABILITY or other not in COMPUTE_CAPABILITY:
-        return one == other
-    apart = abs(COMPUTE_CAPABILITY[one][0] - COMPUTE_CAPABILITY[other][0])
+    if first not in COMPUTE_CAPABILITY or second not in COMPUTE_CAPABILITY:
+        return first == second
+    apart = abs(COMPUTE_CAPABILITY[first][0] - COMPUTE_CAPABILITY[second][0])
     return bool(apart <= NEAR_GENERATIONS)
 
 

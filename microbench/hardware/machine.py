@@ -55,6 +55,7 @@ def last_cache_bytes() -> float:
 
 
 def _best_s(run: Callable[[], object], repetitions: int) -> float:
+    """The shortest wall time in s of so many runs."""
     best = float("inf")
     for _ in range(repetitions):
         start = time.perf_counter()

@@ -139,6 +139,7 @@ def known_stacks() -> Mapping[str, Stack]:
 
 
 def _stack(name: str, entry: Mapping[str, Any], file: Path = FILE) -> Stack:
+    """A stack from its entry in a YAML file; ValueError where the entry lacks a fact."""
     where, kernels = f"{file}: {name}", entry.get("attention", {})
     if OTHER not in kernels or not entry.get("source"):
         raise ValueError(f"{where}: wants attention.{OTHER} and source")

@@ -86,6 +86,7 @@ def _without_places(value: Argument) -> Argument:
 
 
 def _find(call: OpCall) -> Described:
+    """The first family that answers for a call, with the call's parameters."""
     layouts = {t.layout for t in call.tensors() if t.layout} or {""}
     for family in _answering().get(call.op, ()):
         if not layouts.issubset(family.layouts):

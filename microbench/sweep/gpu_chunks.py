@@ -362,6 +362,7 @@ def _is_host(point: Measured) -> bool:
 
 
 def _workload(point: Measured) -> Workload:
+    """The point's workload; ValueError where it was not built."""
     if point.workload is None:
         raise ValueError("the point was not built")
     return point.workload

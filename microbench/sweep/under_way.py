@@ -71,6 +71,7 @@ class UnderWay:
             journal.append([{**self._row, "reason": reason}])
 
     def _write(self, at: str, row: Row | None = None) -> None:
+        """Replace the note in the file, which other processes read if this one dies."""
         self._row = row
         if self._file is not None:
             plain = {"run": self.sweep.order.run_id, "suspect": self._suspect, "at": at, "row": row}

@@ -73,6 +73,7 @@ def clock_of(threads: int) -> NowNs:
 
 
 def _elapsed_us(run: Callable[[], object], now_ns: NowNs) -> float:
+    """Time of one call in us by the given clock."""
     start = now_ns()
     run()
     return (now_ns() - start) / 1e3

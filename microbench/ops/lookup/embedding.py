@@ -74,7 +74,7 @@ def bytes_moved(p: Embedding) -> Numbers:
 
 
 def gpu_memory_us(p: Embedding, gpu: Gpu, cold: Values, stack: Values) -> Numbers:
-    """Its bytes; where eager torch looks up, its clocks if they take longer.
+    """Time in us of the bytes moved, or of eager torch's look-up kernel if that takes longer.
 
     A kernel of its own looks FEW rows up one after the other.
     """
@@ -96,7 +96,7 @@ def features(p: Embedding, gpu: Gpu) -> dict[str, Numbers | str]:
 
 
 def call_name(p: Embedding) -> Values:
-    """Its op; gradients of few look-ups are added without a sort, by 2 kernels instead of 31."""
+    """The op's name; few look-ups' gradients are added without a sort, by 2 kernels, not 31."""
     few = np.equal(p.op, "backward") & (np.asarray(p.lookups) <= UNSORTED)
     return np.where(few, "backward, unsorted", p.op)
 

@@ -88,6 +88,7 @@ def from_index(call: OpCall) -> IndexOp | None:
 
 
 def _broadcast(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape that these shapes are broadcast to."""
     rank = max(map(len, shapes))
     padded = [(1,) * (rank - len(s)) + s for s in shapes]
     return tuple(max(sizes) for sizes in zip(*padded, strict=True))

@@ -171,7 +171,7 @@ def product_flops(p: Recurrent) -> Numbers:
 
 
 def flops(p: Recurrent) -> Numbers:
-    """Its products, and what the gates of each cell take."""
+    """FLOP of all products, and what the gates of each cell take."""
     gates = POINTWISE * _cells(p) * p.layers * p.hidden
     return product_flops(p) + (1 + _backward(p)) * gates
 

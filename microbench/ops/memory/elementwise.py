@@ -177,7 +177,7 @@ def bytes_moved(p: Elementwise) -> Numbers:
 
 
 def gpu_memory_us(p: Elementwise, gpu: Gpu, cold: Values, stack: Values) -> Values:
-    """Its bytes from the last cache or from memory."""
+    """Time in us to move the bytes from the last cache or from memory."""
     return moved_us(bytes_moved(p), gpu, cold)
 
 

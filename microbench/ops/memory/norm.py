@@ -177,7 +177,7 @@ def traffic_bytes(p: Norm) -> Values:
 
 
 def gpu_memory_us(p: Norm, gpu: Gpu, cold: Values, stack: Values) -> Values:
-    """Its traffic, and of a forward by rows the clocks of its elements."""
+    """Time in us of the bytes moved, and of a forward by rows the clocks of its elements."""
     clocks = np.where(is_generated(stack), CLOCKS["generated"], CLOCKS["eager"])
     clocks = np.where(_is(p, "layer", "rms"), clocks, 0.0)
     elements = 1.0 * p.rows * p.cols * p.channels
