@@ -145,13 +145,13 @@ def fit(
     The forecasts of the held-out rows are written into the bundle's folder. ``families``: only
     these; ``trials``: of hyperparameters, per family; ``into``: ``out`` is a bundle that keeps its
     other families. ``more``: ``fit_all`` (how families are trained: in turn, or on Ray) and fields
-    of ``itercast.learners.train.Asked``.
+    of ``itercast.learners.train.TrainSettings``.
     """
     from itercast.capture.base.files import write_atomic
     from itercast.eval.tracking.open_run import open_run
     from itercast.learners.bundle import Bundle, check_out
     from itercast.learners.held_out import load_held_out, save_held_out, with_others
-    from itercast.learners.train import SCORES, Asked, fit_in_turn, train_tables
+    from itercast.learners.train import SCORES, TrainSettings, fit_in_turn, train_tables
     from itercast.learners.training_rows import usable_rows
     from itercast.learners.unfinished import forget, resumed
 
@@ -161,7 +161,7 @@ def fit(
     for root in (root for root in data if not root.is_dir()):
         raise ValueError(f"data {str(root)!r}: no such folder")
     fit_all = resumed(out, more.pop("fit_all", fit_in_turn))
-    asked = Asked(roots=data, trials=trials, **more)
+    asked = TrainSettings(roots=data, trials=trials, **more)
     tables = usable_rows(data, families, asked.memory)  # bad rows are refused before a run is open
     facts = {"data": ", ".join(map(str, data)), "trials": trials, "memory_bytes": asked.memory}
     facts["version"] = version("itercast")
