@@ -13,7 +13,7 @@ from itercast.capture.input.lane import Batches, InputLane, write_lane
 from itercast.commands.shared import compared
 from itercast.eval.compare import results_table
 from itercast.eval.results import by_source, over_sources
-from itercast.extras.anchors.told import sensitivity
+from itercast.extras.anchors.infer_machine import sensitivity
 from itercast.options import Question
 
 LARGE_RUNS = Path(__file__).resolve().parents[2] / "datasets/large_runs"
