@@ -67,23 +67,22 @@ def kernel_ratio(
     """
     if not is_on("attention_kernels"):
         return 1.0
-    share = _compute_share(family, p, gpu)
-    rows = sum(
-        weight
-        * np.log(_time(stack_of_row(stack).attention_on(gpus[name]), p.op, gpus[name], share))
-        for (name, stack), weight in measured.items()
-        if name in gpus
-    )
-    return float(_time(kernel, p.op, gpu, share) / np.exp(rows))
+    compute_share = _compute_share(family, p, gpu)
+    log_of_rows = 0.0
+    for (name, stack), weight in measured.items():
+        if name in gpus:
+            kernel_of_rows = stack_of_row(stack).attention_on(gpus[name])
+            ratio = _over_newest(kernel_of_rows, p.op, gpus[name], compute_share)
+            log_of_rows += weight * np.log(ratio)
+    return float(_over_newest(kernel, p.op, gpu, compute_share) / np.exp(log_of_rows))
 
 
-def _time(kernel: str, op: str, gpu: Gpu, share: float) -> float:
-    """Returns the time of a kernel over that of the newest kernel on a GPU."""
+def _over_newest(kernel: str, op: str, gpu: Gpu, compute_share: float) -> float:
+    """Time of a kernel over that of the newest kernel on a GPU."""
     by_gpu = FLASH_2_OVER_NEWEST[op]
-    ratio = by_gpu.get(gpu.name, by_gpu.get(gpu.architecture, 1.0))
-    if kernel in NEWEST:
-        ratio = 1.0
-    return 1 + (ratio * OVER_FLASH_2.get(kernel, 1.0) - 1) * share
+    flash_2 = by_gpu.get(gpu.name, by_gpu.get(gpu.architecture, 1.0))
+    base = 1.0 if kernel in NEWEST else flash_2
+    return 1 + (base * OVER_FLASH_2.get(kernel, 1.0) - 1) * compute_share
 
 
 def _compute_share(family: Family, p: Any, gpu: Gpu) -> float:

@@ -7,6 +7,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,12 +28,12 @@ LAST_CACHE_FRAC: float = assumed(__file__, "last_cache_frac")
 
 @cached_by_identity
 def cold_share(gpu: Gpu, ranks: int = 1) -> Callable[..., float]:
-    """Returns which share of the difference between its warm and its cold row an op takes longer.
+    """Returns a function: how cold an op's data are, 0 as in its warm row, 1 as in its cold one.
 
-    A function of the bytes touched since its data were last used, of the bytes that it touches
-    itself, and of the share of the data whose second use this is since they were in memory. Its
-    warm row was measured in a loop, in which its own bytes lie between two of many uses. Of a CPU's
-    ``ranks``, which share its caches, each touches as many.
+    Its arguments: bytes touched since the data were last used; bytes that the op touches itself
+    (its warm row was measured in a loop, in which these lie between two of many uses); the share of
+    the data that came from memory at their last use. ``ranks`` of a CPU share its caches: each
+    touches as many bytes.
 
     Interpolated in log(bytes) where the device states a measured curve; else what the last cache
     no longer holds (``held_share``).
@@ -43,19 +44,20 @@ def cold_share(gpu: Gpu, ranks: int = 1) -> Callable[..., float]:
         sizes, shares = np.log([s for s, _ in pairs]), [share for _, share in pairs]
 
         @lru_cache(maxsize=2**16)
-        def lost(distance: float) -> float:
+        def cold(distance: float) -> float:
             if not pairs:
                 return 1.0 - float(held_share(distance, gpu))
             return float(np.interp(np.log(max(distance, 1.0)), sizes, shares))
 
-        return lost
+        return cold
 
-    later, second_use = curve(gpu.cold_share), curve(gpu.cold_share_second or gpu.cold_share)
+    usual = curve(gpu.cold_share)
+    second_use = curve(gpu.cold_share_second or gpu.cold_share)  # of data just come from memory
 
     def share(distance: float, own_bytes: float, second: float = 0.0) -> float:
-        warm, away = later(own_bytes * ranks), distance * ranks
-        lost = later(away) + second * (second_use(away) - later(away))
-        return max(0.0, lost - warm) / (1.0 - warm) if warm < 1.0 else 1.0
+        warm, away = usual(own_bytes * ranks), distance * ranks
+        cold = usual(away) + second * (second_use(away) - usual(away))
+        return max(0.0, cold - warm) / (1.0 - warm) if warm < 1.0 else 1.0
 
     return share
 
@@ -66,9 +68,9 @@ Use = tuple[float, float]
 NEVER: Use = (-math.inf, 0.0)
 
 
-def from_memory(lost: float) -> float:
-    """The share of data that came from memory, by how cold they were."""
-    return max(0.0, lost - LAST_CACHE_FRAC) / (1 - LAST_CACHE_FRAC)
+def from_memory(cold: float) -> float:
+    """The share of data that came from memory, not from the last cache: 0 up to LAST_CACHE_FRAC."""
+    return max(0.0, cold - LAST_CACHE_FRAC) / (1 - LAST_CACHE_FRAC)
 
 
 class _Allocator:
@@ -108,52 +110,60 @@ def cold_fractions(capture: StepCapture, gpu: Gpu, ranks: int = 1) -> list[float
     if not is_on("cache_reuse"):
         return [1.0] * len(capture.calls)
     share, allocator = cold_share(gpu, ranks), _Allocator()
-    used: dict[int, Use] = {}  # storage -> its last use
+    last_use: dict[int, Use] = {}  # by storage
     clock = 0.0  # bytes touched so far
     result = [0.0] * len(capture.calls)
-    on_cpu, twice = gpu.kind == "cpu", bool(gpu.cold_share_second)  # else once is as twice
-    touching, order = list(_touching(capture.calls)), launch_order(capture.calls)
-    for lap in range(2):
+    on_cpu, second_use_differs = gpu.kind == "cpu", bool(gpu.cold_share_second)
+    touches_of, order = list(_touches(capture.calls)), launch_order(capture.calls)
+    for is_second_step in (False, True):
         for number in order:
-            total, tensors = touching[number]
-            cold = 0.0
-            middle = clock + total / 2 if on_cpu else clock
-            at = middle if on_cpu else clock + total
-            for storage, nbytes, makes, _ in tensors:
+            touches = touches_of[number]
+            total = float(sum(touch.nbytes for touch in touches))
+            cold_bytes = 0.0
+            read_at = clock + total / 2 if on_cpu else clock
+            written_at = read_at if on_cpu else clock + total
+            for storage, nbytes, makes, _ in touches:
                 if makes:
-                    used[storage] = allocator.allocate(nbytes)
-                last, second = used.get(storage, NEVER)
-                if lap:
-                    cold += nbytes * share(middle - last, total, second)
-                known = twice and (lap or last > -math.inf)  # else what the step before did is not
-                used[storage] = at, from_memory(share(middle - last, 0.0)) if known else 0.0
-            if lap:
-                result[number] += cold / total if total else 0.0
+                    last_use[storage] = allocator.allocate(nbytes)
+                last, second = last_use.get(storage, NEVER)
+                if is_second_step:
+                    cold_bytes += nbytes * share(read_at - last, total, second)
+                # What the step before did with a storage is not known in the first step.
+                is_known = second_use_differs and (is_second_step or last > -math.inf)
+                came = from_memory(share(read_at - last, 0.0)) if is_known else 0.0
+                last_use[storage] = written_at, came
+            if is_second_step:
+                result[number] += cold_bytes / total if total else 0.0
             clock += total
-            for storage, nbytes, _, frees in tensors:
+            for storage, nbytes, _, frees in touches:
                 if frees:
-                    allocator.release(nbytes, used[storage])
+                    allocator.release(nbytes, last_use[storage])
     times = Counter(order)
     return [total / max(1, times[number]) for number, total in enumerate(result)]
 
 
-Touch = tuple[int, int, bool, bool]  # storage, bytes, whether a call makes it, whether it frees it
+class _Touch(NamedTuple):
+    """A storage that a call touches, and whether the call makes or frees it."""
+
+    storage: int
+    nbytes: int
+    makes: bool
+    frees: bool
 
 
-def _touching(calls: Sequence[OpCall]) -> Iterator[tuple[float, list[Touch]]]:
-    """The bytes that each call touches, and the storages."""
-    made, last_use = _made(calls), last_uses(calls)
+def _touches(calls: Sequence[OpCall]) -> Iterator[list[_Touch]]:
+    """The storages that each call touches."""
+    maker, last_use = _makers(calls), last_uses(calls)
     for number, call in enumerate(calls):
         sizes = {t.storage: t.nbytes for t in call.touched if t.nbytes}
-        tensors = [
-            (s, n, made.get(s) == number, s in made and last_use[s] == number)
-            for s, n in sizes.items()
+        yield [
+            _Touch(s, nbytes, maker.get(s) == number, s in maker and last_use[s] == number)
+            for s, nbytes in sizes.items()
         ]
-        yield float(sum(sizes.values())), tensors
 
 
-def _made(calls: Sequence[OpCall]) -> dict[int, int]:
-    """Index of the call that makes a storage, of those that are made within the step."""
+def _makers(calls: Sequence[OpCall]) -> dict[int, int]:
+    """Index of the call that makes each storage, of those that do not exist before the step."""
     made, used = dict[int, int](), set[int]()
     for number, call in enumerate(calls):
         used |= {t.storage for t in call.tensors()}

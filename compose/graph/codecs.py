@@ -28,14 +28,18 @@ DCT_BLOCK: int = assumed(__file__, "dct_block")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codec:
-    """How a tensor is compressed; ``kept``: coefficients of a block, or share of the bytes."""
+    """How a tensor is compressed before it is sent.
+
+    ``kind``: a dtype of QUANTISED, DCT, or "share". ``kept``: of DCT the coefficients of a block of
+    DCT_BLOCK numbers, of "share" the share of the bytes.
+    """
 
     kind: str
     kept: float = 1.0
 
     @classmethod
     def of(cls, text: str) -> Codec | None:
-        """Reads the value of a plan's key; None where it has none."""
+        """The codec that a plan's value names ("int8", "dct:0.25", "0.1"); None of an empty one."""
         if not text:
             return None
         name, _, share = text.partition(":")
@@ -74,46 +78,49 @@ class Codec:
         return self._kernel(codes, t, t, phase)
 
     def _kernel(self, read: TensorSpec, made: TensorSpec, t: TensorSpec, phase: str) -> OpCall:
+        """A pass over ``read`` and ``made``; of a cosine transform a product of ``t`` in blocks."""
         if self.kind != DCT:
-            how = {"ops": 2, "numel": max(read.numel, made.numel)}  # scale and round
-            return OpCall(op=CALL, args=(read,), kwargs=how, outputs=(made,), phase=phase)
+            facts = {"ops": 2, "numel": max(read.numel, made.numel)}  # scale and round
+            return OpCall(op=CALL, args=(read,), kwargs=facts, outputs=(made,), phase=phase)
         encodes, rows = read is t, -(-t.numel // DCT_BLOCK)
         blocks = replace(t, shape=(rows, DCT_BLOCK), stride=())
         shape = (DCT_BLOCK, int(self.kept)) if encodes else (int(self.kept), DCT_BLOCK)
-        matrix = TensorSpec(shape=shape, dtype=t.dtype, storage=-1)
-        a, c = (blocks, made) if encodes else (read, blocks)
-        return OpCall(op="aten.mm.default", args=(a, matrix), outputs=(c,), phase=phase)
+        transform = TensorSpec(shape=shape, dtype=t.dtype, storage=-1)
+        factor, product = (blocks, made) if encodes else (read, blocks)
+        args = (factor, transform)
+        return OpCall(op="aten.mm.default", args=args, outputs=(product,), phase=phase)
 
 
 def compressed(capture: StepCapture, plan: ParallelPlan) -> StepCapture:
     """Replaces the collectives of tp and ep that the plan compresses."""
-    texts = {"tp": (plan.compress_tp, plan.tp), "ep": (plan.compress_ep, plan.ep)}
-    codecs = {axis: (found, n) for axis, (s, n) in texts.items() if (found := Codec.of(s))}
-    if not codecs:
+    codecs = {"tp": Codec.of(plan.compress_tp), "ep": Codec.of(plan.compress_ep)}
+    if not any(codecs.values()):
         return capture
-    made, ids = StepBuilder(capture), fresh_storages(capture)
+    made, fresh = StepBuilder(capture), fresh_storages(capture)
     for i, call in enumerate(capture.calls):
-        chosen = codecs.get(call.kwargs["axis"]) if _of_activations(call) else None
-        made.calls += [call] if chosen is None else _coded(call, *chosen, ids)
+        axis = call.kwargs["axis"] if _sends_activations(call) else ""
+        codec = codecs.get(axis)
+        made.calls += [call] if codec is None else _coded(call, codec, getattr(plan, axis), fresh)
         made.done(i)
     return made.step()
 
 
-def _of_activations(call: OpCall) -> bool:
-    """Whether a call sends more than a number per token, as the loss does."""
+def _sends_activations(call: OpCall) -> bool:
+    """Whether a call is a collective of more than one number per token, which the loss sends."""
     return call.op == COLLECTIVE and len(call.args[0].shape) > 1 and call.args[0].shape[-1] > 1
 
 
-def _coded(call: OpCall, codec: Codec, ranks: int, ids: Iterator[int]) -> Iterator[OpCall]:
+def _coded(call: OpCall, codec: Codec, ranks: int, fresh: Iterator[int]) -> Iterator[OpCall]:
     """A collective between the kernels that encode what is sent and decode what arrives.
 
-    Codes that cannot be summed are exchanged, and each rank sums its part.
+    Codes that cannot be summed are exchanged (all_to_all), and each rank sums its part. ``ranks``
+    take part; ``fresh`` yields unused storages.
     """
     whole, phase, kind = call.args[0], call.phase, call.kwargs["kind"]
     own = call.args[1] if len(call.args) > 1 else whole
     made = call.outputs[0] if call.outputs else whole
-    codes, arrived = codec.coded(whole, next(ids)), codec.coded(whole, next(ids))
-    part = codec.coded(whole, next(ids), ranks)
+    codes, arrived = codec.coded(whole, next(fresh)), codec.coded(whole, next(fresh))
+    part = codec.coded(whole, next(fresh), ranks)
     if kind == "all_gather":
         part = codec.coded(own, part.storage, ranks if own is whole else 1)
         yield codec.encode(own, part, phase)

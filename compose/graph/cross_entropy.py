@@ -29,7 +29,7 @@ PRECISE, HALF = "fp32", ("bf16", "fp16")
 
 
 def over_logits(capture: StepCapture) -> Callable[[OpCall], bool]:
-    """Returns a test: whether a call reads or writes logits of the step, all of them."""
+    """Returns a test: whether a call reads or writes a tensor as large as the step's logits."""
     logits = _logits(capture)
     return lambda call: any(_size(t) in logits for t in call.touched)
 
@@ -41,7 +41,7 @@ def stepwise_cross_entropy(capture: StepCapture) -> StepCapture:
     (``itercast.compose.parallel.parallel_loss``); the last one becomes Megatron-LM's.
     """
     made, fresh, logits = StepBuilder(capture), fresh_storages(capture), _logits(capture)
-    skipped = 0  # calls of a backward pass that one product stands for
+    skipped = 0  # calls still to come of a backward pass that one product stands for
     exponentials: TensorSpec | None = None
     for i, call in enumerate(capture.calls):
         if skipped:
@@ -105,12 +105,12 @@ def _in_place(capture: StepCapture, logits: set[tuple[int, int]]) -> StepCapture
 
 
 def _logits(capture: StepCapture) -> set[tuple[int, int]]:
-    """Sizes of the logits from which the step picks those of the labels."""
+    """``_size`` of the log-probabilities from which the loss picks those of the labels."""
     return {_size(c.args[0]) for c in capture.calls if c.op == LABELS}
 
 
 def _size(t: TensorSpec) -> tuple[int, int]:
-    """Number of elements, and of the last dimension."""
+    """(number of elements, length of the last dimension), by which logits are recognised."""
     return t.numel, t.shape[-1] if t.shape else 1
 
 
@@ -125,6 +125,7 @@ def _gradient_calls(calls: Sequence[OpCall], logits: set[tuple[int, int]]) -> li
 
 
 def _forward(call: OpCall, fresh: Iterator[int]) -> Iterator[OpCall]:
+    """Megatron-LM's calls in place of one log-softmax: softmax in fp32, step by step."""
     x, y, phase = call.args[0], replace(call.outputs[0], dtype=PRECISE), call.phase
     if x.dtype != PRECISE:
         cast = replace(x, dtype=PRECISE, storage=next(fresh))
@@ -142,6 +143,7 @@ def _forward(call: OpCall, fresh: Iterator[int]) -> Iterator[OpCall]:
 
 
 def _backward(run: Sequence[OpCall], fresh: Iterator[int]) -> Iterator[OpCall]:
+    """Megatron-LM's calls in place of ``run`` (of ``_gradient_calls``): one product, and a cast."""
     probabilities, dx = replace(run[0].args[1], dtype=PRECISE), run[-1].outputs[0]
     phase = run[0].phase
     product = dx if dx.dtype == PRECISE else replace(dx, dtype=PRECISE, storage=next(fresh))

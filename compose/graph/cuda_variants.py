@@ -60,23 +60,31 @@ def with_whole_networks(capture: StepCapture, cells: Collection[str] = CELLS) ->
     In forward it comes where the last call of those in its place was, after casts of its weights,
     in backward where the first one was. The host has as many fewer views and autograd nodes.
     """
-    numbers = [n for n, x in enumerate(capture.networks, 1) if cell_of(x["op"]) in cells]
-    passes: dict[int, list[int]] = {}
+    numbers = [n for n, facts in enumerate(capture.networks, 1) if cell_of(facts["op"]) in cells]
+    passes: dict[int, list[int]] = {}  # number of a pass -> indices of its calls
     for i, call in enumerate(capture.calls):
         if call.within in numbers:
             passes.setdefault(call.within, []).append(i)
     if not passes:
         return capture
-    made, whole = StepBuilder(capture), _whole_calls(capture, passes)
-    at = {indices[-1 if number % 2 else 0]: whole[number] for number, indices in passes.items()}
+    made, whole_calls = StepBuilder(capture), _whole_calls(capture, passes)
+    replacements = {  # by the index at which it comes
+        indices[-1] if _is_forward(number) else indices[0]: whole_calls[number]
+        for number, indices in passes.items()
+    }
     for i, call in enumerate(capture.calls):
-        if call.within not in passes or i in at:
-            made.calls.append(at.get(i, call))
+        if call.within not in passes or i in replacements:
+            made.calls.append(replacements.get(i, call))
         made.done(i)
-    gone = sum(map(len, passes.values())) - len(at)
-    calls = sum(call.phase != "optimizer" for call in capture.calls)
-    host = {k: round((1 - gone / calls) * n) if k in EVENTS else n for k, n in capture.host.items()}
-    return replace(made.step(), host=host)
+    removed = sum(map(len, passes.values())) - len(replacements)
+    kept_frac = 1 - removed / sum(call.phase != "optimizer" for call in capture.calls)
+    fewer = {e: round(kept_frac * count) for e, count in capture.host.items() if e in EVENTS}
+    return replace(made.step(), host={**capture.host, **fewer})
+
+
+def _is_forward(number: int) -> bool:
+    """Whether a pass is forward: passes 2n - 1 and 2n are forward and backward of network n."""
+    return number % 2 == 1
 
 
 def _whole_calls(capture: StepCapture, passes: Mapping[int, Sequence[int]]) -> Mapping[int, OpCall]:
@@ -85,22 +93,23 @@ def _whole_calls(capture: StepCapture, passes: Mapping[int, Sequence[int]]) -> M
     It reads and writes what those in its place share with other calls. In place of what they leave
     for backward it leaves ``saved_numel`` numbers.
     """
-    users: dict[int, set[int]] = {}  # by storage: passes that read it, two of a network as one
+    readers: dict[int, set[int]] = {}  # by storage: networks whose calls read it, 0 for others
     for call in capture.calls:
         for t in call.tensors():
-            users.setdefault(t.storage, set()).add((call.within + 1) // 2)
-    free, whole, inner = next(fresh_storages(capture)), dict[int, OpCall](), set[int]()
+            readers.setdefault(t.storage, set()).add((call.within + 1) // 2)
+    unused, whole, inner = next(fresh_storages(capture)), dict[int, OpCall](), set[int]()
     for number, indices in sorted(passes.items()):
         calls, network = [capture.calls[i] for i in indices], (number + 1) // 2
         p = Recurrent(**capture.networks[number - 1])
         written = {t.storage: t for c in calls for t in c.outputs}
-        inner |= {s for s in written if not users.get(s, set()) - {network}}
+        inner |= {s for s in written if not readers.get(s, set()) - {network}}
         read = {t.storage: t for c in calls for t in c.tensors()}
         args = [t for s, t in read.items() if s not in inner | written.keys()]
         outputs = [t for s, t in written.items() if s not in inner] or [*calls[-1].outputs]
-        shape = (saved_numel(p),) if {2 * network, 2 * network - 1} <= passes.keys() else ()
-        saved = [TensorSpec(shape=shape, dtype=p.dtype, storage=free + network)] * len(shape)
-        args, outputs = (args, outputs + saved) if number % 2 else (args + saved, outputs)
+        if {2 * network - 1, 2 * network} <= passes.keys():  # both: forward saves for backward
+            shape, storage = (saved_numel(p),), unused + network
+            saved = TensorSpec(shape=shape, dtype=p.dtype, storage=storage)
+            (outputs if _is_forward(number) else args).append(saved)
         whole[number] = replace(
             calls[0], op=CALL, args=(*args,), kwargs=asdict(p), outputs=(*outputs,), within=0
         )
@@ -136,24 +145,27 @@ def _with_weights(capture: StepCapture, gpu: Gpu) -> StepCapture:
     and keys, and values, with as many heads as the queries; they are one tensor here. Source:
     aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, attention.cpp (_math).
     """
-    fresh, kept, calls = fresh_storages(capture), dict[tuple[int, ...], TensorSpec](), []
+    fresh, calls = fresh_storages(capture), list[OpCall]()
+    saved_of: dict[tuple[int, ...], TensorSpec] = {}  # by the storages of queries, keys, values
     for call in capture.calls:
         if _is_unfused(call, gpu):
             forward = call.op == SDPA
             q, k, v = qkv = call.args[:3] if forward else call.args[1:4]
             heads, pairs = prod(q.shape[:-2]), q.shape[-2] * k.shape[-2]
-            sizes = q.shape[-2] * q.shape[-1] + k.shape[-2] * (k.shape[-1] + v.shape[-1])
-            left = TensorSpec(shape=(heads * (pairs + sizes),), dtype=q.dtype, storage=next(fresh))
-            left = kept.setdefault(tuple(t.storage for t in qkv), left)
+            inputs = q.shape[-2] * q.shape[-1] + k.shape[-2] * (k.shape[-1] + v.shape[-1])
+            shape = (heads * (pairs + inputs),)
+            saved = TensorSpec(shape=shape, dtype=q.dtype, storage=next(fresh))
+            saved = saved_of.setdefault(tuple(t.storage for t in qkv), saved)
             if forward:
-                call = replace(call, outputs=(*call.outputs, left))
-            else:  # the gradients of weights and of what they are made from are there meanwhile
-                made = TensorSpec(shape=(2 * heads * pairs,), dtype=q.dtype, storage=next(fresh))
+                call = replace(call, outputs=(*call.outputs, saved))
+            else:  # beside it, gradients of the weights and of the scores, one per pair each
+                shape = (2 * heads * pairs,)
+                gradients = TensorSpec(shape=shape, dtype=q.dtype, storage=next(fresh))
                 unread = (replace(t, storage=-1) for t in qkv)
-                args = (call.args[0], *unread, *call.args[4:], left)
-                call = replace(call, args=args, outputs=(*call.outputs, made))
+                args = (call.args[0], *unread, *call.args[4:], saved)
+                call = replace(call, args=args, outputs=(*call.outputs, gradients))
         calls.append(call)
-    return replace(capture, calls=tuple(calls)) if kept else capture
+    return replace(capture, calls=tuple(calls)) if saved_of else capture
 
 
 def _is_unfused(call: OpCall, gpu: Gpu) -> bool:

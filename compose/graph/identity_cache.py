@@ -31,7 +31,7 @@ MAX_RESULTS = 512  # per function
 
 
 class _ById:
-    """A key that equals only itself; it holds the value, so that its id is not given out again."""
+    """A dictionary key by a value's identity; it holds the value, so that its id is not reused."""
 
     __slots__ = ("value",)
 

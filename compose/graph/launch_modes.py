@@ -86,8 +86,9 @@ def with_engine(capture: StepCapture, engine: str) -> StepCapture:
 
 def engine_on(stack: str, engine: str) -> str:
     """The engine of a step on a stack: one with kernels of its own fuses what is not compiled."""
-    own = {"eager": FUSED, "graph": FUSED_GRAPH} if stack_of_row(stack).own_kernels else {}
-    return own.get(engine, engine)
+    if not stack_of_row(stack).own_kernels:
+        return engine
+    return {"eager": FUSED, "graph": FUSED_GRAPH}.get(engine, engine)
 
 
 def with_capturable_adam(capture: StepCapture) -> StepCapture:
@@ -125,11 +126,11 @@ def _numbers(count: int, fresh: Iterator[int]) -> Tensors:
 
 
 def _corrections(call: OpCall, first: Tensors, second: Tensors) -> Iterator[OpCall]:
-    """What makes both lists of corrections from the counters, in calls over single numbers."""
-    for made, calls in ((first, OF_FIRST), (second, OF_SECOND)):
-        yield replace(call, op=POWER, args=(0.9, made), outputs=made)
-        for name in calls:
-            yield replace(call, op=f"aten._foreach_{name}", args=(made,), outputs=())
+    """The calls that make Adam's first and second bias corrections of step counters, in place."""
+    for corrections, names in ((first, OF_FIRST), (second, OF_SECOND)):
+        yield replace(call, op=POWER, args=(0.9, corrections), outputs=corrections)
+        for name in names:
+            yield replace(call, op=f"aten._foreach_{name}", args=(corrections,), outputs=())
 
 
 def as_launched(capture: StepCapture, *, gathered: bool = False) -> StepCapture:
@@ -158,24 +159,25 @@ def with_gates_again(capture: StepCapture) -> StepCapture:
     Kept are the two factors' inputs and the product, three tensors where an eager loop keeps four.
     Source: megatron/core/fusions/fused_bias_swiglu.py, SwiGLUFunction saves its input alone.
     """
-    gates = {
+    gate_inputs = {  # storage of the activation -> what it was computed from
         c.outputs[0].storage: c.args[0]
         for c in capture.calls
         if c.op in GATES and c.phase == "forward" and c.outputs[0].shape == c.args[0].shape
     }
-    calls = [
-        with_tensors(c, {t: gates[t.storage] for t in c.tensors() if t.storage in gates})
-        if c.phase == "backward" and c.op == PRODUCT
-        else c
-        for c in capture.calls
-    ]
-    return replace(capture, calls=tuple(calls))
+
+    def with_gate_inputs(call: OpCall) -> OpCall:
+        if call.phase != "backward" or call.op != PRODUCT:
+            return call
+        activations = (t for t in call.tensors() if t.storage in gate_inputs)
+        return with_tensors(call, {t: gate_inputs[t.storage] for t in activations})
+
+    return replace(capture, calls=tuple(map(with_gate_inputs, capture.calls)))
 
 
 def _with_copied_inputs(capture: StepCapture) -> StepCapture:
-    """The step after copies of those inputs that its ops read; parameters stay where they are.
+    """The step that first copies its inputs to where a CUDA graph reads them, but no parameters.
 
-    The ops read the copies, whose storages are those of the captured inputs.
+    The graph's ops read the copies, which have the storages of the captured inputs.
     """
     read = {t.storage for call in capture.calls for t in call.tensors()}
     copied = [t for t in capture.inputs if t.storage in read]
@@ -192,10 +194,10 @@ def _with_copied_inputs(capture: StepCapture) -> StepCapture:
 
 def launches(capture: StepCapture) -> int:
     """Number of launches by the host: 1 for a CUDA graph, else one or more per call."""
-    return 1 if "graph" in capture.engine else sum(map(_kernels, capture.calls))
+    return 1 if "graph" in capture.engine else sum(map(_launches_of, capture.calls))
 
 
-def _kernels(call: OpCall) -> int:
+def _launches_of(call: OpCall) -> int:
     """Launches of a call: one, or for lists of tensors as many as a kernel's arguments need."""
     name = call.op.split(".")[1]
     if not name.startswith(("_foreach_", "_fused_")):
@@ -215,24 +217,26 @@ def fused(
     which ``apart`` is true are kernels of their own.
     """
     capture = without_allocations(capture)
-    made, run, last_use = StepBuilder(capture), list[int](), last_uses(capture.calls)
+    made, last_use = StepBuilder(capture), last_uses(capture.calls)
+    neighbours: list[int] = []  # consecutive calls that are one kernel
 
-    def flush() -> None:
-        if run:
-            made.calls.append(_kernel([capture.calls[i] for i in run], run[-1], last_use))
-            for i in run:
+    def add_kernel() -> None:
+        if neighbours:
+            calls = [capture.calls[i] for i in neighbours]
+            made.calls.append(_one_kernel(calls, neighbours[-1], last_use))
+            for i in neighbours:
                 made.done(i)
-            run.clear()
+            neighbours.clear()
 
     for index, call in enumerate(capture.calls):
         if is_fusible(call) and not apart(call):
-            if run and not _same_kernel(capture.calls[run[-1]], call):
-                flush()
-            run.append(index)
+            if neighbours and not _same_kernel(capture.calls[neighbours[-1]], call):
+                add_kernel()
+            neighbours.append(index)
             continue
-        flush()
+        add_kernel()
         made.add(index, call)
-    flush()
+    add_kernel()
     return made.step()
 
 
@@ -241,8 +245,11 @@ def _same_kernel(before: OpCall, call: OpCall) -> bool:
     return (before.phase, size_of(before)) == (call.phase, size_of(call))
 
 
-def _kernel(calls: Sequence[OpCall], last: int, last_use: dict[int, int]) -> OpCall:
-    """One call that reads and writes what these consecutive calls do together."""
+def _one_kernel(calls: Sequence[OpCall], last: int, last_use: dict[int, int]) -> OpCall:
+    """One call that reads and writes what these consecutive calls do together.
+
+    ``last``: index of the last of them; ``last_use``: of the last call that uses each storage.
+    """
     made: dict[int, TensorSpec] = {}
     read: dict[int, TensorSpec] = {}
     for call in calls:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 from types import MappingProxyType
 
 from itercast.capture.opcall import (
@@ -22,21 +21,17 @@ from itercast.capture.opcall import (
     TensorSpec,
 )
 from itercast.compose.graph.lifetimes import (
+    NO_RISE,
     Lifetime,
+    MemoryRise,
+    PhaseEdges,
     crossing_bytes,
     held_lives,
     lives_of,
+    memory_rise,
     node_ends,
 )
 from itercast.compose.graph.rewrite import COLLECTIVE
-
-
-@dataclass(frozen=True, slots=True)
-class Within:
-    """Bytes in a range of calls over those before it: the most, and what is left after it."""
-
-    peak: int = 0
-    left: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +53,8 @@ class Layer:
     saved_bytes: int
     output_bytes: int
     passed_bytes: int = 0
-    within_forward: Within = Within()
-    within_backward: Within = Within()
+    within_forward: MemoryRise = NO_RISE
+    within_backward: MemoryRise = NO_RISE
     peak_bytes: int = 0
     from_inputs: bool = False  # its weights meet no result of an earlier layer
     count: int = 1
@@ -109,9 +104,9 @@ class Layer:
         """
         if (ranks, trained) not in self._padded_bytes:
             padded = 0
-            for nbytes, first, second in self._trained_rows if trained else self._replicated_rows:
-                n = second if second and first < ranks else first
-                padded += nbytes // n * (-(-n // ranks) * ranks) if n else 0
+            for nbytes, length, second in self._trained_rows if trained else self._replicated_rows:
+                rows = second if second and length < ranks else length
+                padded += nbytes // rows * (-(-rows // ranks) * ranks) if rows else 0
             self._padded_bytes[ranks, trained] = padded
         return self._padded_bytes[ranks, trained]
 
@@ -140,7 +135,7 @@ def is_expert(parameter: ParamSpec) -> bool:
 
 
 def _rows(parameters: Sequence[ParamSpec]) -> list[tuple[int, int, int]]:
-    """Bytes and length of each parameter; of experts also their second dimension, else 0."""
+    """(bytes, first dimension, second dimension of stacked experts or 0) of each parameter."""
     return [(p.nbytes, (p.shape or (1,))[0], p.shape[1] if is_expert(p) else 0) for p in parameters]
 
 
@@ -164,7 +159,7 @@ def split_layers(
     ends = {i: end for cut in backward_cuts for i, end in node_ends(calls, cut).items()}
     held = held_lives(capture, by_storage, ends, instead)
     results = _results(capture, edges)
-    layers, passed = [], [v for s, v in by_storage.items() if s in results]
+    layers, passable = [], [v for s, v in by_storage.items() if s in results]
     for i, name in enumerate(names):
         forward, backward = forward_cuts[i : i + 2], backward_cuts[i]
         parameters = tuple(
@@ -181,42 +176,44 @@ def split_layers(
             saved_bytes=0,
             output_bytes=0,
             passed_bytes=sum(
-                v.nbytes for v in passed if v.first < forward[0] and v.last_forward >= forward[1]
+                v.nbytes for v in passable if v.first < forward[0] and v.last_forward >= forward[1]
             ),
             from_inputs=_reads_inputs_only(
-                calls, {p.storage for p in parameters}, edges[0], forward[0], forward[1]
+                calls[edges.forward : forward[0]], calls[slice(*forward)], parameters
             ),
         )
         layers.append(_with_bytes(layer, held, edges))
     return _folded(layers, capture)
 
 
-def _reads_inputs_only(calls: Sequence[OpCall], own: set[int], start: int, a: int, b: int) -> bool:
-    """Whether weights in storages ``own`` meet no floating-point result of an earlier layer."""
-    made = {
-        t.storage for c in calls[start:a] for t in c.outputs if t.dtype.startswith(("fp", "bf"))
-    }
-    weights = set(own)
-    for call in calls[a:b]:
+def _reads_inputs_only(
+    earlier: Sequence[OpCall], own: Sequence[OpCall], parameters: Sequence[ParamSpec]
+) -> bool:
+    """Whether a layer's ``own`` calls combine weights with no floats of ``earlier`` layers."""
+    made = {t.storage for c in earlier for t in c.outputs if t.dtype.startswith(("fp", "bf"))}
+    of_weights = {p.storage for p in parameters}
+    for call in own:
         read = {t.storage for t in call.tensors()}
-        if read & weights:
+        if read & of_weights:
             if read & made:
                 return False
-            weights |= {t.storage for t in call.outputs}
-    return bool(own)
+            of_weights |= {t.storage for t in call.outputs}
+    return bool(parameters)
 
 
-def _results(capture: StepCapture, edges: tuple[int, int, int]) -> set[int]:
+def _results(capture: StepCapture, edges: PhaseEdges) -> set[int]:
     """Storages of what forward computes of weights and inputs, or receives.
 
     Of weights alone (casts) or inputs alone (masks, rotary angles) each stage makes its own.
     """
-    weights, results = {p.storage for p in capture.parameters}, set[int]()
-    for call in capture.calls[edges[0] : edges[1]]:
+    of_weights, results = {p.storage for p in capture.parameters}, set[int]()
+    for call in capture.calls[edges.forward : edges.backward]:
         read = {t.storage for t in call.tensors()}
-        made = weights if read and read <= weights else results
-        if made is weights or read & (weights | results) or call.op == COLLECTIVE:
-            made |= {t.storage for t in call.outputs}
+        written = {t.storage for t in call.outputs}
+        if read and read <= of_weights:
+            of_weights |= written
+        elif read & (of_weights | results) or call.op == COLLECTIVE:
+            results |= written
     return results
 
 
@@ -225,32 +222,32 @@ def _last_index(span: tuple[int, int]) -> int:
     return max(0, span[1] - span[0] - 1)
 
 
-def _phase_edges(calls: Sequence[OpCall]) -> tuple[int, int, int]:
-    """Returns the first call of forward, of backward, and after backward."""
+def _phase_edges(calls: Sequence[OpCall]) -> PhaseEdges:
+    """Where the phases of a step begin; where one is missing, the number of calls."""
     phases = [c.phase for c in calls]
     first = next((i for i, p in enumerate(phases) if p != "zero_grad"), len(phases))
     turn = next((i for i, p in enumerate(phases) if p in ("backward", "optimizer")), len(phases))
     end = next((i for i, p in enumerate(phases) if p == "optimizer"), len(phases))
-    return first, turn, end
+    return PhaseEdges(forward=first, backward=turn, optimizer=end)
 
 
-def _forward_starts(capture: StepCapture, edges: tuple[int, int, int]) -> list[tuple[str, int]]:
+def _forward_starts(capture: StepCapture, edges: PhaseEdges) -> list[tuple[str, int]]:
     """Returns (layer, first call that uses one of its parameters), in order of use."""
-    keys = {p.storage: p.layer for p in capture.parameters}
+    layer_of = {p.storage: p.layer for p in capture.parameters}
     uses = [
-        (i, keys[t.storage])
-        for i in range(edges[0], edges[1])
+        (i, layer_of[t.storage])
+        for i in range(edges.forward, edges.backward)
         for t in capture.calls[i].tensors()
-        if t.storage in keys
+        if t.storage in layer_of
     ]
-    last_numbered = max((i for i, key in uses if key), default=-1)
-    starts = [("first", edges[0])]
+    last_numbered = max((i for i, layer in uses if layer), default=-1)
+    starts = [("first", edges.forward)]
     seen = {""}
-    for i, key in uses:
-        if key not in seen:
-            seen.add(key)
-            starts.append((key, i))
-        elif not key and i > last_numbered >= 0:
+    for i, layer in uses:
+        if layer not in seen:
+            seen.add(layer)
+            starts.append((layer, i))
+        elif not layer and i > last_numbered >= 0:
             starts.append(("last", i))
             break
     return starts
@@ -260,13 +257,16 @@ def _forward_cuts(
     capture: StepCapture,
     starts: Sequence[tuple[str, int]],
     lives: Sequence[Lifetime],
-    edges: tuple[int, int, int],
+    edges: PhaseEdges,
 ) -> list[int]:
-    """Returns the first call of each layer's forward, and the end of the last layer's."""
+    """Returns the first call of each layer's forward, and the end of the last layer's.
+
+    A layer begins where the fewest bytes cross, after the last use of any weight before its own.
+    """
     storages = {p.storage for p in capture.parameters}
     spans = [(v.first, v.last_forward, v.nbytes) for v in lives if v.last_forward >= 0]
     crossing = crossing_bytes(spans, len(capture.calls))
-    cuts = [edges[0]]
+    cuts = [edges.forward]
     for _, first_use in starts[1:]:
         low = cuts[-1]
         for i in range(first_use - 1, low - 1, -1):
@@ -274,7 +274,7 @@ def _forward_cuts(
                 low = i + 1
                 break
         cuts.append(min(range(low, first_use + 1), key=lambda i: (crossing[i], i)))
-    return [*cuts, edges[1]]
+    return [*cuts, edges.backward]
 
 
 def _owners(
@@ -294,82 +294,78 @@ def _owners(
 
 
 def _backward_cuts(
-    owners: Sequence[Sequence[ParamSpec]], lives: Sequence[Lifetime], edges: tuple[int, int, int]
+    owners: Sequence[Sequence[ParamSpec]], lives: Sequence[Lifetime], edges: PhaseEdges
 ) -> list[tuple[int, int]]:
-    """Returns each layer's range of backward calls; layers run backward from the last one."""
-    spans = [(v.first, min(v.last, edges[2]), v.nbytes) for v in lives if v.first >= edges[1]]
-    crossing = crossing_bytes(spans, edges[2] + 1)
-    ranges = [(edges[2], edges[2])] * len(owners)
-    start = edges[1]
+    """Returns each layer's range of backward calls; layers run backward from the last one.
+
+    A range ends where the fewest bytes cross, after the gradients of the layer's own parameters
+    are ready and before the first one of earlier layers is.
+    """
+    begin, end = edges.backward, edges.optimizer
+    spans = [(v.first, min(v.last, end), v.nbytes) for v in lives if v.first >= begin]
+    crossing = crossing_bytes(spans, end + 1)
+    ranges = [(end, end)] * len(owners)
+    start = begin
     for i in range(len(owners) - 1, 0, -1):
-        ready = [p.ready_after for p in owners[i] if p.ready_after >= edges[1]]
+        ready = [p.ready_after for p in owners[i] if p.ready_after >= begin]
         low = max([start, *(r + 1 for r in ready)])
-        earlier = [p.ready_after for o in owners[:i] for p in o if p.ready_after >= edges[1]]
-        high = max(low, min([edges[2], *earlier]))
+        earlier = [p.ready_after for o in owners[:i] for p in o if p.ready_after >= begin]
+        high = max(low, min([end, *earlier]))
         cut = min(range(low, high + 1), key=lambda i: (crossing[i], i))
         ranges[i] = (start, cut)
         start = cut
-    ranges[0] = (start, edges[2])
+    ranges[0] = (start, end)
     return ranges
 
 
-def _with_bytes(layer: Layer, lives: Sequence[Lifetime], edges: tuple[int, int, int]) -> Layer:
+def _with_bytes(layer: Layer, lives: Sequence[Lifetime], edges: PhaseEdges) -> Layer:
     """The layer with its bytes, from the lifetimes of what the step makes."""
-    (a, b), start = layer.forward, layer.backward[0]
-    made = [v for v in lives if a <= v.first < b]
-    kept = [v for v in lives if v.first < edges[1] or v.last < edges[2]]  # no gradients
-    spans = [(v.first, v.last, v.nbytes) for v in kept]
-    if len(kept) < len(lives):
-        whole = _within(layer.backward, [(v.first, v.last, v.nbytes) for v in lives])
-    else:  # no optimizer reads gradients
-        ready = [(start + p.ready_after, edges[2], p.nbytes) for p in layer.trained]
-        whole = _within(layer.backward, [*spans, *ready])
+    begin, end = layer.forward
+    made = [v for v in lives if begin <= v.first < end]
+    no_gradients = [v for v in lives if v.first < edges.backward or v.last < edges.optimizer]
+    spans = [(v.first, v.last, v.nbytes) for v in no_gradients]
+    if len(no_gradients) < len(lives):
+        whole = memory_rise(layer.backward, [(v.first, v.last, v.nbytes) for v in lives])
+    else:  # no optimizer reads gradients: they stay from when they are ready
+        start = layer.backward[0]
+        ready = [(start + p.ready_after, edges.optimizer, p.nbytes) for p in layer.trained]
+        whole = memory_rise(layer.backward, [*spans, *ready])
     return replace(
         layer,
-        saved_bytes=sum(v.nbytes for v in made if v.last >= edges[1]),
-        output_bytes=sum(v.nbytes for v in made if v.last_forward >= b),
-        within_forward=_within(layer.forward, spans),
-        within_backward=Within(
-            _within(layer.backward, spans).peak, whole.left - layer.trained_bytes
+        saved_bytes=sum(v.nbytes for v in made if v.last >= edges.backward),
+        output_bytes=sum(v.nbytes for v in made if v.last_forward >= end),
+        within_forward=memory_rise(layer.forward, spans),
+        within_backward=MemoryRise(
+            memory_rise(layer.backward, spans).peak, whole.left - layer.trained_bytes
         ),
         peak_bytes=whole.peak,
     )
 
 
-def _within(calls: tuple[int, int], spans: Sequence[tuple[int, int, int]]) -> Within:
-    """What storages of (first call, last call, bytes) add to memory in a range of calls."""
-    change: dict[int, int] = {}
-    for first, last, nbytes in spans:
-        if calls[0] <= first < calls[1]:
-            change[first] = change.get(first, 0) + nbytes
-        if calls[0] <= last < calls[1]:
-            change[last + 1] = change.get(last + 1, 0) - nbytes
-    levels = list(accumulate((change[i] for i in sorted(change)), initial=0))
-    return Within(max(levels), levels[-1])
-
-
 def _signature(layer: Layer, calls: Sequence[OpCall]) -> tuple[object, ...]:
     """What two layers share that are equal: ops, shapes, dtypes and rows looked up, parameters."""
-    spans = (layer.forward, layer.backward)
-    shapes = tuple(
+    own_calls = [*calls[slice(*layer.forward)], *calls[slice(*layer.backward)]]
+    ops = tuple(
         (
-            c.op,
-            tuple((t.shape, t.dtype) for t in c.touched),
-            tuple(c.kwargs.get("stream", {}).items()),
+            call.op,
+            tuple((t.shape, t.dtype) for t in call.touched),
+            tuple(call.kwargs.get("stream", {}).items()),
         )
-        for a, b in spans
-        for c in calls[a:b]
+        for call in own_calls
     )
-    return shapes, tuple((p.shape, p.dtype) for p in layer.parameters)
+    return ops, tuple((p.shape, p.dtype) for p in layer.parameters)
 
 
 def _in_order(layers: Sequence[Layer], capture: StepCapture) -> Sequence[Layer]:
-    """The layers of the whole model, where some of lists of several kinds stand for others."""
+    """The layers of the whole model: of lists with several kinds, two of each were captured.
+
+    ``capture.order`` has, by prefix of a list's names, the captured layer in each place.
+    """
     for prefix, order in capture.order.items():
         own = {x.name: x for x in layers if x.name.rpartition(".")[0] == prefix}
         start = next(i for i, layer in enumerate(layers) if layer.name in own)
-        behind = [layer for layer in layers[start:] if layer.name not in own]
-        layers = [*layers[:start], *(own[f"{prefix}.{i}"] for i in order), *behind]
+        after = [layer for layer in layers[start:] if layer.name not in own]
+        layers = [*layers[:start], *(own[f"{prefix}.{i}"] for i in order), *after]
     return layers
 
 
@@ -393,4 +389,4 @@ def _folded(layers: Sequence[Layer], capture: StepCapture) -> list[Layer]:
         else:
             folded.append(replace(layer, count=1 + more))
         before = signature
-    return [x for x in folded if x.forward != (x.forward[1],) * 2 or x.parameters] or list(folded)
+    return [x for x in folded if x.forward[0] != x.forward[1] or x.parameters] or folded

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 from itercast.capture.opcall import ITEMSIZE_BYTES, OpCall, StepCapture, TensorSpec
 from itercast.compose.graph.attention_kernels import SDPA_OPS
@@ -41,7 +42,26 @@ class Lifetime:
     nbytes: int
 
 
-def lives_of(capture: StepCapture, edges: tuple[int, int, int]) -> dict[int, Lifetime]:
+@dataclass(frozen=True, slots=True)
+class MemoryRise:
+    """Bytes that a range of calls adds to memory: the most at a time, and what it leaves."""
+
+    peak: int = 0
+    left: int = 0
+
+
+NO_RISE = MemoryRise()
+
+
+class PhaseEdges(NamedTuple):
+    """Indices of the first calls of forward, of backward, and of the optimizer."""
+
+    forward: int
+    backward: int
+    optimizer: int
+
+
+def lives_of(capture: StepCapture, edges: PhaseEdges) -> dict[int, Lifetime]:
     """Lifetimes of storages made in forward or backward, by storage; parameters are left out."""
     skip = {p.storage for p in capture.parameters} | {-1}
     first: dict[int, int] = {}
@@ -49,9 +69,9 @@ def lives_of(capture: StepCapture, edges: tuple[int, int, int]) -> dict[int, Lif
     last: dict[int, int] = {}
     size: dict[int, int] = {}
     allocated = set[int]()  # before the call that first writes them, which may write but a part
-    for i in range(edges[0], len(capture.calls)):
+    for i in range(edges.forward, len(capture.calls)):
         call = capture.calls[i]
-        for t in call.outputs if i < edges[2] else ():
+        for t in call.outputs if i < edges.optimizer else ():
             if (storage := t.storage) in skip:
                 continue
             if first.setdefault(storage, i) == i and storage in {x.storage for x in call.tensors()}:
@@ -61,7 +81,7 @@ def lives_of(capture: StepCapture, edges: tuple[int, int, int]) -> dict[int, Lif
         for t in call.touched:
             if (storage := t.storage) in first:
                 last[storage] = i
-                if i < edges[1]:
+                if i < edges.backward:
                     forward[storage] = i
                 if storage in allocated:
                     size[storage] = max(size.get(storage, 0), _own_bytes(t))
@@ -84,11 +104,11 @@ def held_lives(
 
 
 def _own_bytes(t: TensorSpec) -> int:
-    """Bytes of the memory that a tensor's elements lie in: those that it repeats count once."""
+    """Bytes of memory from a tensor's first to its last element; of an expanded one few."""
     if not t.stride or not t.numel:
         return t.nbytes
-    reached = 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride, strict=True))
-    return min(t.nbytes, reached * t.nbytes // t.numel)
+    numel = 1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride, strict=True))
+    return min(t.nbytes, numel * t.nbytes // t.numel)
 
 
 def _held(
@@ -126,18 +146,21 @@ def read_instead(capture: StepCapture) -> Mapping[int, TensorSpec]:
         for t in call.outputs:
             if t.storage not in changed:
                 makers.setdefault(t.storage, call)
-    found: dict[int, TensorSpec] = {}
+    instead: dict[int, TensorSpec] = {}
     for call in forward:
-        for storage, kept in _kept(call, makers, found):
+        for storage, kept in _kept_instead(call, makers, instead):
             if storage in makers:
-                found[storage] = kept
-    return found
+                instead[storage] = kept
+    return instead
 
 
-def _kept(
-    call: OpCall, makers: Mapping[int, OpCall], found: Mapping[int, TensorSpec]
+def _kept_instead(
+    call: OpCall, makers: Mapping[int, OpCall], instead: Mapping[int, TensorSpec]
 ) -> Iterator[tuple[int, TensorSpec]]:
-    """Storages of results, each with what is kept in place of it, as far as a call tells."""
+    """(storage of a result, tensor kept in place of it) that follow from one call of forward.
+
+    By the rules above. ``makers``: the call that makes each storage; ``instead``: pairs so far.
+    """
     if call.op == DTYPE_CAST:
         source, copy = call.args[0], call.outputs[0]
         maker = makers.get(source.storage)
@@ -146,8 +169,8 @@ def _kept(
             yield copy.storage, source
         elif maker and maker.op == SOFTMAX:
             yield source.storage, copy
-        elif scaled and scaled.storage in found:
-            yield copy.storage, found[scaled.storage]
+        elif scaled and scaled.storage in instead:
+            yield copy.storage, instead[scaled.storage]
     elif weighted := _scaled(call):
         maker = makers.get(weighted.storage)
         if maker and maker.op == COLLECTIVE:  # experts of other ranks
@@ -156,7 +179,7 @@ def _kept(
             yield weighted.storage, maker.args[0]
     elif call.op == PRODUCT and (normed := _weighted(call)):
         if source := _scaled(makers.get(normed.storage)):
-            yield normed.storage, found.get(source.storage, source)
+            yield normed.storage, instead.get(source.storage, source)
     elif call.op == SDPA_OPS[0]:
         query, key, value = call.args[:3]
         maker = makers.get(value.storage)
@@ -166,17 +189,17 @@ def _kept(
 
 
 def _scaled(call: OpCall | None) -> TensorSpec | None:
-    """The tensor whose rows a call multiplies by a number each."""
+    """The tensor whose rows a call multiplies by a number each; None for other calls."""
     tensors = call.tensors() if call and call.op == PRODUCT else ()
     if len(tensors) != 2:
         return None
     whole, numbers = sorted(tensors, key=lambda t: -t.numel)
-    of_rows = whole.shape[-1:] != numbers.shape[-1:] == (1,)
-    return whole if of_rows and numbers.numel * whole.shape[-1] == whole.numel else None
+    is_column = numbers.shape[-1:] == (1,) and whole.shape[-1:] != (1,)
+    return whole if is_column and numbers.numel * whole.shape[-1] == whole.numel else None
 
 
 def _weighted(call: OpCall) -> TensorSpec | None:
-    """The tensor whose columns a call multiplies by a weight each."""
+    """The tensor whose columns a product multiplies by a weight each; None for other products."""
     whole = max(call.tensors(), key=lambda t: t.numel)
     columns = {t.shape for t in call.tensors()} == {whole.shape, whole.shape[-1:]}
     return whole if columns and len(whole.shape) > 1 else None
@@ -247,19 +270,32 @@ def most_bytes(spans: Iterable[tuple[int, int, int]]) -> int:
     return max(accumulate(change[i] for i in sorted(change)), default=0)
 
 
-def node_ends(calls: Sequence[OpCall], backward: tuple[int, int]) -> dict[int, int]:
-    """Returns, by call of a layer's backward, the last one of its autograd node where it is later.
+def memory_rise(calls: tuple[int, int], spans: Sequence[tuple[int, int, int]]) -> MemoryRise:
+    """What storages of (first call, last call, bytes) add to memory in a range of calls."""
+    change: dict[int, int] = {}
+    for first, last, nbytes in spans:
+        if calls[0] <= first < calls[1]:
+            change[first] = change.get(first, 0) + nbytes
+        if calls[0] <= last < calls[1]:
+            change[last + 1] = change.get(last + 1, 0) - nbytes
+    levels = list(accumulate((change[i] for i in sorted(change)), initial=0))
+    return MemoryRise(max(levels), levels[-1])
 
-    Until then it holds all that it has saved. Calls in a row that read one gradient are a node's.
+
+def node_ends(calls: Sequence[OpCall], backward: tuple[int, int]) -> dict[int, int]:
+    """Index of a call of backward -> the last call of its autograd node, if that is another one.
+
+    Until then the node holds all that it has saved. Calls in a row that read one gradient are of
+    one node. ``backward``: the half-open range of a layer's calls.
     """
     ends: dict[int, int] = {}
     made = {t.storage for c in calls[slice(*backward)] for t in c.outputs}
-    after: set[int] = set()
+    read_by_next: set[int] = set()
     for i in range(backward[1] - 1, backward[0] - 1, -1):
         read = made & {t.storage for t in calls[i].tensors()}
-        if read & after:
+        if read & read_by_next:
             ends[i] = ends.get(i + 1, i + 1)
-        after = read
+        read_by_next = read
     return ends
 
 

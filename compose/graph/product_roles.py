@@ -71,14 +71,16 @@ def weight_roles(capture: StepCapture, *, experts: bool = True) -> dict[int, str
             roles[partner] = "row"
         elif isinstance(partner, int) and roles[partner] == "row":
             roles[weight.storage] = "column"
-    heads = {p.shape for p in capture.parameters if roles.get(p.storage) == "vocabulary"}
-    named = {p.storage: p.shape for p in capture.parameters if not p.local}
-    read = [c.args[0].storage for c in forward if c.op == "aten.embedding.default"]
-    tables = [s for s in read if named.get(s) in heads]
+    head_shapes = {p.shape for p in capture.parameters if roles.get(p.storage) == "vocabulary"}
+    shapes = {p.storage: p.shape for p in capture.parameters if not p.local}
+    looked_up = [c.args[0].storage for c in forward if c.op == "aten.embedding.default"]
+    tables = [s for s in looked_up if shapes.get(s) in head_shapes]
     if tables and not any(s in roles for s in tables):  # no head is tied to one of them
         roles[tables[0]] = "vocabulary"  # others, of positions, may have its shape
-    cut = [(x, roles[x.base]) for x in adapters if x.base in roles]
-    return roles | {x.down if role == "row" else x.up: role for x, role in cut}
+    for adapter in adapters:
+        if role := roles.get(adapter.base):
+            roles[adapter.down if role == "row" else adapter.up] = role
+    return roles
 
 
 def _weight(call: OpCall, weights: set[int]) -> TensorSpec | None:
@@ -129,9 +131,9 @@ def _partner(
 
 def _is_square(product: OpCall, sizes: dict[int, int]) -> bool:
     """Whether a product is of a whole tensor with itself; ``sizes``: elements by storage."""
-    one, other = product.tensors()[:2]
-    alike = one.storage == other.storage and one.numel == other.numel
-    return alike and one.numel == sizes.get(one.storage)
+    a, b = product.tensors()[:2]
+    is_same = a.storage == b.storage and a.numel == b.numel
+    return is_same and a.numel == sizes.get(a.storage)
 
 
 def _by_head(normed: TensorSpec, start: TensorSpec) -> bool:
@@ -172,6 +174,8 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Product:
+    """A linear layer's product: index of its call, its weight's storage, its result."""
+
     number: int
     read: int  # storage of what it multiplies, before casts
     weight: int
@@ -179,7 +183,7 @@ class _Product:
 
 
 def find_adapters(calls: Sequence[OpCall], weights: set[int]) -> Iterator[Adapter]:
-    """Yields the adapters among the calls of a forward pass."""
+    """Yields the adapters among the calls of a forward pass: sums W x + B (A x), A x narrow."""
     makers = {t.storage: c for c in calls for t in c.outputs}
     products = {
         c.outputs[0].storage: _Product(
@@ -192,8 +196,8 @@ def find_adapters(calls: Sequence[OpCall], weights: set[int]) -> Iterator[Adapte
         terms = call.tensors()
         if call.op.split(".")[1] not in ("add", "add_") or len(terms) != 2:
             continue
-        for result, beside in (terms, terms[::-1]):
-            base, up = (products.get(_root(t, makers)) for t in (result, beside))
+        for result, of_adapter in (terms, terms[::-1]):
+            base, up = (products.get(_root(t, makers)) for t in (result, of_adapter))
             down = products.get(up.read) if up is not None else None
             if base is None or up is None or down is None or base.read != down.read:
                 continue
@@ -219,6 +223,7 @@ def without_adapters(calls: Sequence[OpCall], adapters: Sequence[Adapter]) -> li
 
 
 def _columns(product: OpCall) -> int:
+    """Columns of a linear layer's input."""
     return int(product.args[-2].shape[-1])
 
 

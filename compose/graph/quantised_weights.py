@@ -65,7 +65,10 @@ def _factor(call: OpCall) -> TensorSpec | None:
 def _made_whole(
     p: ParamSpec, whole: TensorSpec, kind: str, fresh: Iterator[int], user: OpCall
 ) -> Iterator[OpCall]:
-    """The kernel before a product; with scales of scales two before it, which make scales whole."""
+    """The kernel that makes a matrix whole; with quantised scales, two first that make these.
+
+    ``p``: the matrix in ``kind``; ``whole``: it as the product ``user`` reads it.
+    """
     codes = TensorSpec(shape=p.shape, dtype=p.dtype, storage=p.storage)
     read: tuple[TensorSpec, ...] = (codes,)
     if len(STORED[kind]) > 2:
@@ -79,7 +82,8 @@ def _made_whole(
 
 
 def _kernel(read: tuple[TensorSpec, ...], made: TensorSpec, user: OpCall) -> OpCall:
-    how = {"ops": OPS, "numel": made.numel}
+    """A pointwise kernel before ``user`` that reads codes or scales and writes numbers."""
+    facts = {"ops": OPS, "numel": made.numel}
     return OpCall(
-        op=CALL, args=read, kwargs=how, outputs=(made,), phase=user.phase, module=user.module
+        op=CALL, args=read, kwargs=facts, outputs=(made,), phase=user.phase, module=user.module
     )

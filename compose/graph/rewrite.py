@@ -55,7 +55,7 @@ class StepBuilder:
         self.done(i)
 
     def done(self, i: int) -> None:
-        """Notes that the calls so far have done what call i of the capture does."""
+        """Notes that the last call so far completes what call i of the capture does."""
         self.index[i] = len(self.calls) - 1
 
     def step(self, parameters: Sequence[ParamSpec] | None = None) -> StepCapture:
@@ -85,7 +85,7 @@ def shard(t: TensorSpec, dim: int, parts: int) -> TensorSpec:
 
 
 def map_tensors(value: Argument, change: Mapping[TensorSpec, TensorSpec]) -> Argument:
-    """Replaces the tensors of an argument, also within tuples, by ``change``."""
+    """The argument with tensors, also within tuples, replaced by those that ``change`` maps to."""
     if isinstance(value, TensorSpec):
         return change.get(value, value)
     if isinstance(value, tuple):

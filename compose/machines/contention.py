@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from itercast.capture.base.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
 
-Beside = tuple[float, float]  # slowdown of products, of kernels that memory bounds
+Slowdowns = tuple[float, float]  # slowdown of products, of kernels that memory bounds
 CHANNEL_BYTES_PER_S: Mapping[str, float] = assumed(__file__, "channel_bytes_per_s")
 IN_NODE: Mapping[str, float] = assumed(__file__, "in_node")
 MEMORY_PASSES: float = assumed(__file__, "memory_passes")
@@ -30,30 +30,30 @@ SMS_LOST: float = assumed(__file__, "sms_lost")
 TAKING_TURNS: float = assumed(__file__, "taking_turns")
 
 
-def slowdowns(gpu: Gpu, bytes_per_s: float, *, in_node: bool, planned_sms: int = 0) -> Beside:
+def slowdowns(gpu: Gpu, bytes_per_s: float, *, in_node: bool, planned_sms: int = 0) -> Slowdowns:
     """By how much a message of so many bytes/s slows products, and kernels that memory bounds.
 
     ``planned_sms``: SMs that the software leaves to messages; 0: it plans with all.
     """
     channel = CHANNEL_BYTES_PER_S.get(gpu.architecture, CHANNEL_BYTES_PER_S["other"])
-    held = bytes_per_s / channel
-    lost = min(held, planned_sms) if planned_sms else SMS_LOST * held
-    share = MEMORY_PASSES * bytes_per_s / gpu.hbm_bytes_per_s
-    seen = _seen(bytes_per_s) if in_node and not planned_sms else 1.0
-    return max(_without(lost / gpu.sm_count), seen), max(_without(share), seen)
+    held_sms = bytes_per_s / channel
+    lost_sms = min(held_sms, planned_sms) if planned_sms else SMS_LOST * held_sms
+    memory_frac = MEMORY_PASSES * bytes_per_s / gpu.hbm_bytes_per_s
+    least = _least_in_node(bytes_per_s) if in_node and not planned_sms else 1.0
+    return max(_without(lost_sms / gpu.sm_count), least), max(_without(memory_frac), least)
 
 
 def _without(frac: float) -> float:
-    """Slowdown of what has all but ``frac`` of a GPU."""
+    """Slowdown of what has all but ``frac`` of a GPU; at most that of taking turns."""
     return 1 / max(1 - frac, 1 / TAKING_TURNS)
 
 
-def _seen(bytes_per_s: float) -> float:
-    """Slowdown that is at least seen within a node; none by a message that moves nothing."""
+def _least_in_node(bytes_per_s: float) -> float:
+    """Smallest slowdown that was measured within a node; 1 by a message that moves nothing."""
     return 1 + (IN_NODE["least"] - 1) * bytes_per_s / (bytes_per_s + IN_NODE["half_bytes_per_s"])
 
 
-def mixed(beside: Beside, products_frac: float) -> float:
+def mixed(beside: Slowdowns, products_frac: float) -> float:
     """Slowdown of kernels that spend ``products_frac`` of their time alone in products."""
     products, memory = beside
     return memory + products_frac * (products - memory)

@@ -55,6 +55,7 @@ def read_machine(path: Path) -> KnownMachine:
 
 
 def _made(facts: Mapping[str, Any]) -> KnownMachine:
+    """The machine of a file's content; ValueError where its numbers are no distribution."""
     models, mean = tuple(map(str, facts["models"])), np.array(facts["mean"], dtype=float)
     covariance = np.array(facts["covariance"], dtype=float)
     size = len(NAMES) + len(models)

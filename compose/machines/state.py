@@ -26,8 +26,9 @@ import numpy as np
 
 from itercast.compose.machines.factors import NAMES, Factors
 
-DEVIATES = 1.2816  # no assumption: beyond so many a tenth of a normal distribution is
-EVERYWHERE = np.array([name != "ranks" for name in NAMES], dtype=float)  # a model's share of each
+DEVIATES = 1.2816  # no assumption: the 90 % quantile of a normal distribution
+# A model's number is added to the log of every factor of a time; ``ranks`` is none.
+EVERYWHERE = np.array([name != "ranks" for name in NAMES], dtype=float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +36,7 @@ class Spread:
     """How machines differ: standard deviations of log factors, in the order of ``NAMES``.
 
     ``model``: standard deviation between models on one machine; ``row``: between steps of a model.
-    ``deviates``: how many standard deviations of its log time the 80 % interval of a step ends from
-    its forecast.
+    ``deviates``: half width of a step's 80 % interval in standard deviations of its log time.
     """
 
     spread: tuple[float, ...]
@@ -80,17 +80,18 @@ class Machine:
         return cls(typical=typical, mean=(0.0,) * len(NAMES), covariance=_rows(covariance))
 
     def factors(self, model: str = "") -> Factors:
-        """The expected factors, for a model with how much longer it takes on this machine."""
+        """The expected factors; of a model in ``models`` with its own deviation on this machine."""
         logs = np.array(self.mean[: len(NAMES)])
         if model in self.models:
             logs = logs + self.mean[len(NAMES) + self.models.index(model)] * EVERYWHERE
         return Factors.of_logs(logs.tolist())
 
     def log_deviation(self, sensitivity: Sequence[float], model: str) -> float:
-        """Standard deviation of the log of a measured step, by its sensitivity to the factors."""
+        """Standard deviation of the log time of a step of ``model``; ``sensitivity``: J."""
         known = self._with(model)
-        j = known._direction(sensitivity, model)
-        return sqrt(float(j @ np.array(known.covariance) @ j) + self.typical.row**2)
+        direction = known._direction(sensitivity, model)
+        variance = float(direction @ np.array(known.covariance) @ direction)
+        return sqrt(variance + self.typical.row**2)
 
     def half_width(
         self, sensitivity: Sequence[float], model: str = "", other: float = 0.0
@@ -101,11 +102,11 @@ class Machine:
         """
         return self.typical.deviates * hypot(self.log_deviation(sensitivity, model), other)
 
-    def told(self, anchors: Sequence[Anchor]) -> Machine:
-        """The machine after measured steps, whose forecasts are those of the typical machine."""
+    def updated(self, anchors: Sequence[Anchor]) -> Machine:
+        """What is known of the machine after these measured steps: the posterior."""
         known = self
         for anchor in anchors:
-            known = known._with(anchor.model)._told_one(anchor)
+            known = known._with(anchor.model)._updated_by(anchor)
         return known
 
     def _with(self, model: str) -> Machine:
@@ -126,25 +127,31 @@ class Machine:
     def _direction(
         self, sensitivity: Sequence[float], model: str, share: float = 1.0
     ) -> np.ndarray:
-        own = [share * (name == model) for name in self.models]
-        return np.array([*sensitivity, *own])
+        """Derivative of a step's log time by each entry of ``mean``: J, then by models.
 
-    def _told_one(self, anchor: Anchor) -> Machine:
+        That by its own model is ``share``, by others 0.
+        """
+        of_models = [share * (name == model) for name in self.models]
+        return np.array([*sensitivity, *of_models])
+
+    def _updated_by(self, anchor: Anchor) -> Machine:
         """Update by one anchor (a Kalman filter's step)."""
-        j = self._direction(anchor.sensitivity, anchor.model, anchor.share)
+        direction = self._direction(anchor.sensitivity, anchor.model, anchor.share)
         mean, covariance = np.array(self.mean), np.array(self.covariance)
-        gain = covariance @ j / (j @ covariance @ j + anchor.share * self.typical.row**2)
-        mean = mean + gain * (anchor.log_ratio - j @ mean)
-        narrowed = covariance - np.outer(gain, j @ covariance)
+        variance = direction @ covariance @ direction + anchor.share * self.typical.row**2
+        gain = covariance @ direction / variance
+        mean = mean + gain * (anchor.log_ratio - direction @ mean)
+        narrowed = covariance - np.outer(gain, direction @ covariance)
         return replace(self, mean=tuple(mean.tolist()), covariance=_rows(narrowed))
 
     def interval(self, name: str) -> tuple[float, float, float]:
         """A factor over that of a typical machine: expected, and bounds of its 80 % interval."""
-        at = NAMES.index(name)
-        wide = self.typical.deviates * sqrt(max(0.0, self.covariance[at][at]))
-        log = self.mean[at]
-        return exp(log), exp(log - wide), exp(log + wide)
+        index = NAMES.index(name)
+        half_width = self.typical.deviates * sqrt(max(0.0, self.covariance[index][index]))
+        log = self.mean[index]
+        return exp(log), exp(log - half_width), exp(log + half_width)
 
 
 def _rows(matrix: np.ndarray) -> tuple[tuple[float, ...], ...]:
+    """A matrix as nested tuples, which can be compared and hashed."""
     return tuple(map(tuple, matrix.tolist()))

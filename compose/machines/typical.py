@@ -17,9 +17,9 @@ REST = ("model", "row", "deviates")  # machine files of before version 0.32 lack
 
 @cache
 def typical() -> Machine:
-    """A machine with GPUs of which nothing is known.
+    """A machine of which nothing is known, with the spread between the machines of all sources.
 
-    In a process that leaves a source out, by the fit over all others
+    In a process that leaves a source out: of all other sources
     (``itercast.capture.base.assumptions.leaving_out``).
     """
     facts = facts_of(__file__)
@@ -28,13 +28,13 @@ def typical() -> Machine:
 
 
 def spread_of(facts: Mapping[str, Any]) -> Spread:
-    """Spreads as the file states them."""
+    """The spreads that typical.yaml or a machine file states, by the names of factors and REST."""
     spread = tuple(float(facts[name]) for name in NAMES)
     known = {name: facts[name] for name in REST if name in facts}
     return Spread(spread=spread, **known)
 
 
 def stated(spread: Spread) -> dict[str, Any]:
-    """Spreads in the form of the file."""
+    """Spreads as ``spread_of`` reads them."""
     factors = dict(zip(NAMES, spread.spread, strict=True))
     return factors | {name: getattr(spread, name) for name in REST}

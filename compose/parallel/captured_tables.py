@@ -13,30 +13,35 @@ ROWS = "aten.embedding.default"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableCalls:
-    """A table of a captured step and the numbers of the calls that look it up."""
+    """A table of a captured step and the indices of the calls that look it up."""
 
     parameter: ParamSpec
     calls: tuple[int, ...]
 
 
 def captured_tables(capture: StepCapture) -> tuple[TableCalls, ...]:
-    """The step's tables in the order of their parameters; tables of positions are none."""
+    """Parameters that forward only looks rows up in, in the order of the step's parameters.
+
+    Tables that are looked up by position (``arange``) are left out.
+    """
     positions = {t.storage for c in capture.calls if "arange" in c.op for t in c.outputs}
-    by_storage: dict[int, list[int]] = {p.storage: [] for p in capture.parameters}
+    readers: dict[int, list[int]] = {p.storage: [] for p in capture.parameters}
     for i, call in enumerate(capture.calls):
         if call.phase in ("forward", "loss"):
             for t in call.tensors():
-                by_storage.get(t.storage, []).append(i)
-    pairs = ((p, by_storage[p.storage]) for p in capture.parameters)
+                if t.storage in readers:
+                    readers[t.storage].append(i)
     return tuple(
-        TableCalls(parameter=p, calls=tuple(uses))
-        for p, uses in pairs
-        if uses and all(_looks_up(capture.calls[i], p, positions) for i in uses)
+        TableCalls(parameter=p, calls=tuple(calls))
+        for p in capture.parameters
+        if (calls := readers[p.storage])
+        and all(_looks_up(capture.calls[i], p, positions) for i in calls)
     )
 
 
-def _looks_up(call: OpCall, p: ParamSpec, positions: set[int]) -> bool:
-    """Whether the call reads rows of a parameter by row numbers that are no positions."""
-    if call.op not in (*BAGS, ROWS) or call.args[0].storage != p.storage:
+def _looks_up(call: OpCall, table: ParamSpec, positions: set[int]) -> bool:
+    """Whether the call looks rows of ``table`` up by indices whose storage is no position."""
+    if call.op not in (*BAGS, ROWS) or call.args[0].storage != table.storage:
         return False
-    return find_family(call)[1] is not None and call.args[1].storage not in positions
+    _, params = find_family(call)
+    return params is not None and call.args[1].storage not in positions

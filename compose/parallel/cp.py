@@ -31,21 +31,24 @@ def context_parallel(capture: StepCapture, plan: ParallelPlan) -> StepCapture:
 
 @cached_by_identity
 def _with_ring(capture: StepCapture, cp: int) -> StepCapture:
+    """The step with the ring of ``cp`` ranks around each attention call, as described above."""
     made = StepBuilder(capture)
     for i, call in enumerate(capture.calls):
         if call.op not in ATTENTION:
             made.add(i, call)
             continue
-        remote = _remote_block(call)
+        remote_attention = _remote_block(call)
         keys, values = call.args[-2], call.args[-1]
-        pair, backward = 1 + values.numel / keys.numel, call.op != "itercast.sdpa"
+        keys_and_values = 1 + values.numel / keys.numel  # bytes over those of the keys
+        is_backward = call.op != "itercast.sdpa"
         send = partial(collective, EXCHANGE, "cp", keys, call.phase)
+        with_gradients = 2 * keys_and_values if is_backward else keys_and_values
         for _ in range(cp - 1):
-            made.calls.append(send(overlaps_next=True, scale=2 * pair if backward else pair))
-            made.calls.append(remote)
+            made.calls.append(send(overlaps_next=True, scale=with_gradients))
+            made.calls.append(remote_attention)
         made.add(i, call)
-        if backward:  # the sums of gradients return to the rank of their keys
-            made.calls.append(send(scale=pair))
+        if is_backward:  # the sums of gradients return to the rank of their keys
+            made.calls.append(send(scale=keys_and_values))
     return made.step()
 
 
@@ -53,9 +56,9 @@ def _remote_block(call: OpCall) -> OpCall:
     """Attention to another rank's keys and values: no mask; half of them where it is causal."""
     if not call.kwargs.get("is_causal"):
         return call
-    half = {id(t): _half_length(t) for t in call.args[-2:]}
-    args: list[Argument] = [half.get(id(t), t) for t in call.args]
-    outputs = call.outputs if len(call.outputs) == 1 else (call.outputs[0], *args[-2:])
+    args: list[Argument] = [*call.args[:-2], *map(_half_length, call.args[-2:])]
+    has_gradients = len(call.outputs) > 1  # of query, key and value
+    outputs = (call.outputs[0], *args[-2:]) if has_gradients else call.outputs
     return replace(
         call, args=tuple(args), kwargs={**call.kwargs, "is_causal": False}, outputs=outputs
     )

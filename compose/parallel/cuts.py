@@ -31,32 +31,33 @@ class Cut:
     tokens: bool = False
 
     def dims(self, t: TensorSpec) -> list[tuple[int, int]]:
-        """The tensor's dimensions inside the cut, outermost first, with their length in it."""
-        found = []
-        for dim, (n, step) in enumerate(zip(t.shape, strides(t), strict=True)):
-            if n > 1 and 0 < step < self.end:
-                low, high = self._range(n, step)
+        """Pairs (dimension of ``t`` inside the cut, its length within it), outermost first."""
+        inside = []
+        for dim, (length, stride) in enumerate(zip(t.shape, strides(t), strict=True)):
+            if length > 1 and 0 < stride < self.end:
+                low, high = self._range(length, stride)
                 if high > low:
-                    found.append((step, dim, high // low))
-        return [(dim, length) for _, dim, length in sorted(found, reverse=True)]
+                    inside.append((stride, dim, high // low))
+        return [(dim, length) for _, dim, length in sorted(inside, reverse=True)]
 
     def moved(self, t: TensorSpec, dim: int, out: TensorSpec, out_dim: int) -> Cut:
         """The same cut of ``out``, whose dimension ``out_dim`` is dimension ``dim`` of ``t``."""
         low, high = self._range(t.shape[dim], strides(t)[dim])
-        step, n = strides(out)[out_dim], out.shape[out_dim]
-        if n != t.shape[dim]:
-            low, high = 1, n
-        return Cut(start=step * low, end=step * high, tokens=self.tokens)
+        stride, length = strides(out)[out_dim], out.shape[out_dim]
+        if length != t.shape[dim]:
+            low, high = 1, length
+        return Cut(start=stride * low, end=stride * high, tokens=self.tokens)
 
-    def _range(self, n: int, step: int) -> tuple[int, int]:
-        step = max(1, step)
-        return max(1, self.start // step), min(n, self.end // step)
+    def _range(self, length: int, stride: int) -> tuple[int, int]:
+        """Start and end of the cut in steps of a dimension of this length and stride."""
+        stride = max(1, stride)
+        return max(1, self.start // stride), min(length, self.end // stride)
 
 
 def cut_along(t: TensorSpec, dim: int, *, length: int = 0, tokens: bool = False) -> Cut:
     """The cut of a tensor along ``dim``, of all of it or of its innermost ``length`` elements."""
-    step = strides(t)[dim]
-    return Cut(start=step, end=step * (length or t.shape[dim]), tokens=tokens)
+    stride = strides(t)[dim]
+    return Cut(start=stride, end=stride * (length or t.shape[dim]), tokens=tokens)
 
 
 def strides(t: TensorSpec) -> tuple[int, ...]:
@@ -74,24 +75,24 @@ def result_dim(call: OpCall, t: TensorSpec, dim: int, out: TensorSpec) -> int | 
 
     None where the op sums over it, or takes one element of it.
     """
-    name, n = call.op.split(".")[1], t.shape[dim]
+    name, length = call.op.split(".")[1], t.shape[dim]
     if out.numel <= 1:
         return None
     if call.op == TABLE_GRADIENT:
         return len(out.shape) - 1 if dim == len(t.shape) - 1 else None
     if len(out.shape) == len(t.shape):
-        same = out.shape[dim] == n
-        return dim if same or (out.shape[dim] > 1 and name.startswith(OTHER_LENGTH)) else None
+        changes_length = out.shape[dim] > 1 and name.startswith(OTHER_LENGTH)
+        return dim if out.shape[dim] == length or changes_length else None
     if call.op in NEW_DIM:
-        default = (*call.args, 0)[NEW_DIM[call.op]]
-        new = int(default) % len(out.shape)
-        return dim + (new <= dim)
+        stated_dim = (*call.args, 0)[NEW_DIM[call.op]]  # 0 by default
+        new_dim = int(stated_dim) % len(out.shape)
+        return dim + 1 if new_dim <= dim else dim
     summed = _summed(call, t)
     if summed is not None:
         return None if dim in summed else dim - sum(d < dim for d in summed)
-    shift = len(out.shape) - len(t.shape)
-    places = (dim + shift, dim) if shift > 0 else (dim, dim + shift)
-    return next((d for d in places if 0 <= d < len(out.shape) and out.shape[d] == n), None)
+    added_dims = len(out.shape) - len(t.shape)  # found by length: counted from the last or first
+    likely = (dim + added_dims, dim) if added_dims > 0 else (dim, dim + added_dims)
+    return next((d for d in likely if 0 <= d < len(out.shape) and out.shape[d] == length), None)
 
 
 def _summed(call: OpCall, t: TensorSpec) -> set[int] | None:
@@ -113,9 +114,12 @@ def aligned_dim(call: OpCall, t: TensorSpec, out: TensorSpec, out_dim: int) -> i
     return dim if t.shape[dim] == out.shape[out_dim] > 1 else None
 
 
-def first_dim(found: Iterable[tuple[int, int]], parts: int, flexible: bool) -> int | None:
-    """Chooses the dimension to cut: the outermost; if ``flexible``, one that ``parts`` divides."""
-    dims = list(found)
+def first_dim(dims: Iterable[tuple[int, int]], parts: int, flexible: bool) -> int | None:
+    """Chooses the dimension to cut: the outermost; if ``flexible``, one that ``parts`` divides.
+
+    ``dims``: pairs (dimension, length) as ``Cut.dims`` returns them; None where there are none.
+    """
+    pairs = list(dims)
     if flexible:
-        dims.sort(key=lambda pair: (pair[1] % parts != 0, pair[1] < parts))
-    return dims[0][0] if dims else None
+        pairs.sort(key=lambda pair: (pair[1] % parts != 0, pair[1] < parts))
+    return pairs[0][0] if pairs else None

@@ -31,7 +31,7 @@ def room_bytes(gpu: Gpu, plan: ParallelPlan) -> int:
 
 
 def verdict(memory_bytes: float, room: float) -> str:
-    """Whether so many bytes of tensors fit, as far as the memory model can tell."""
+    """FITS, MISFITS, or "too close..." where the memory model's error leaves it open; in bytes."""
     if not too_close(memory_bytes, room):
         return FITS if memory_bytes <= room else MISFITS
     low, high = (memory_bytes * (1 + sign * MEMORY_ERROR) / 1e9 for sign in (-1, 1))
@@ -39,20 +39,23 @@ def verdict(memory_bytes: float, room: float) -> str:
 
 
 def too_close(memory_bytes: float, room: float) -> bool:
-    """Whether the memory model's error does not let it be told if so many bytes fit."""
+    """Whether ``room`` lies within the memory model's error around ``memory_bytes``."""
     return memory_bytes * (1 - MEMORY_ERROR) <= room < memory_bytes * (1 + MEMORY_ERROR)
 
 
 def lacking_on_host(where: Cluster, offloaded_bytes: float) -> str:
-    """Why what ranks offload does not fit their host; "" where it does, or no file states that."""
+    """Says that what each rank offloads does not fit its host's memory; "" where it does.
+
+    Also "" where no node file states how much memory the host has.
+    """
     node = where.node
     if node is None or not node.memory_bytes:
         return ""
     ranks = min(where.gpus_per_node, node.gpus_per_node)
     if ranks * offloaded_bytes <= node.memory_bytes:
         return ""
-    told = f"{ranks} x {offloaded_bytes / 1e9:,.0f} GB in host memory"
-    return f"{told}, {node.name} has {node.memory_bytes / 1e9:,.0f} GB"
+    needed = f"{ranks} x {offloaded_bytes / 1e9:,.0f} GB in host memory"
+    return f"{needed}, {node.name} has {node.memory_bytes / 1e9:,.0f} GB"
 
 
 def table_room_bytes(gpu: Gpu, ranks: int) -> int:

@@ -46,21 +46,25 @@ def expert_parallel(capture: StepCapture, plan: ParallelPlan) -> StepCapture:
     for p in weights.values():
         if p.shape[0] % plan.ep:
             raise ValueError(f"plan {str(plan)!r}: ep does not divide {p.shape[0]} experts")
-    weights |= {s: weights[w] for s, w in weight_copies(capture).items() if w in weights}
-    before, after = _first_and_last_products(capture, weights)
+    copies = {copy: weights[w] for copy, w in weight_copies(capture).items() if w in weights}
+    weights |= copies
+    first_products, last_products = _first_and_last_products(capture, weights)
     experts = next(iter(weights.values())).shape[0]
-    routed = _routed(capture, experts, min(before)) if plan.ep_once else (0, 0)
-    made, inside, tokens = StepBuilder(capture), set[int](), 0
+    routed = _routed(capture, experts, min(first_products)) if plan.ep_once else (0, 0)
+    made = StepBuilder(capture)
+    tokens = 0  # rows that the layer's experts read; 0 outside of experts
+    of_experts = set[int]()  # storages that the layer's experts have made
     for i, call in enumerate(capture.calls):
-        if i in before:
+        if i in first_products:
             made.calls.append(_all_to_all(call.args[0], plan, call.phase, routed, DISPATCH))
-            inside, tokens = set[int](), call.args[0].shape[-2]
+            of_experts, tokens = set[int](), call.args[0].shape[-2]
         local = _local_call(call, plan, weights)
-        if tokens and (local is not call or inside & {t.storage for t in call.tensors()}):
-            inside |= {t.storage for t in call.outputs}
-            local = _between(call, tokens, plan) if local is call else local
+        is_product = local is not call
+        if tokens and (is_product or of_experts & {t.storage for t in call.tensors()}):
+            of_experts |= {t.storage for t in call.outputs}
+            local = local if is_product else _on_busiest_rank(call, tokens, plan)
         made.add(i, local)
-        if i in after:
+        if i in last_products:
             made.calls.append(_all_to_all(call.outputs[0], plan, call.phase, routed, COMBINE))
             tokens = 0
     return made.step(
@@ -69,30 +73,32 @@ def expert_parallel(capture: StepCapture, plan: ParallelPlan) -> StepCapture:
 
 
 def with_buffers(capture: StepCapture) -> StepCapture:
-    """Each message of tokens arrives in memory of its own, that of the busiest rank.
+    """The step whose all_to_alls write into memory of their own, as much as the busiest rank's.
 
-    What is sent is there until then, as in torch's all_to_all_single and Megatron-LM's _AllToAll.
-    Experts read the tokens that arrived, which are saved for backward; all calls the results.
+    What is sent stays until then, as in torch's all_to_all_single and Megatron-LM's _AllToAll.
+    Experts read the tokens that arrived, which are saved for backward; all other calls read the
+    results that came back.
     """
-    made, ids = StepBuilder(capture), fresh_storages(capture)
+    made, fresh = StepBuilder(capture), fresh_storages(capture)
     tokens, results = dict[int, int](), dict[int, int]()  # storages: sent -> arrived
     for i, call in enumerate(capture.calls):
-        experts = call.op in EXPERT_PRODUCTS or call.op == COLLECTIVE
-        arrived = results | tokens if experts else results
-        there = {t for t in call.touched if t.storage in arrived}
-        call = with_tensors(call, {t: replace(t, storage=arrived[t.storage]) for t in there})
+        reads_tokens = call.op in EXPERT_PRODUCTS or call.op == COLLECTIVE
+        arrived = results | tokens if reads_tokens else results
+        moved = {t for t in call.touched if t.storage in arrived}
+        call = with_tensors(call, {t: replace(t, storage=arrived[t.storage]) for t in moved})
         if call.op == COLLECTIVE and call.module in (DISPATCH, COMBINE):
-            sent, known = call.args[0], tokens if call.module == DISPATCH else results
-            known[sent.storage] = next(ids)
-            busiest = call.kwargs["scale"] if call.module == DISPATCH else 1.0
-            whole = _more(sent, sent.shape[-2], busiest)
-            call = replace(call, outputs=(replace(whole, storage=known[sent.storage]),))
+            dispatches, sent = call.module == DISPATCH, call.args[0]
+            storage = next(fresh)
+            (tokens if dispatches else results)[sent.storage] = storage
+            imbalance = call.kwargs["scale"] if dispatches else 1.0
+            received = _with_more_rows(sent, sent.shape[-2], imbalance)
+            call = replace(call, outputs=(replace(received, storage=storage),))
         made.add(i, call)
     return made.step()
 
 
 def expert_weights(capture: StepCapture) -> dict[int, ParamSpec]:
-    """Returns the stacked weights that batched or grouped products multiply, by storage."""
+    """Stacked expert weights that batched or grouped products multiply, by storage."""
     used = {c.args[1].storage for c in capture.calls if c.op in EXPERT_PRODUCTS}
     return {p.storage: p for p in capture.parameters if is_expert(p) and p.storage in used}
 
@@ -103,47 +109,48 @@ def _local_experts(p: ParamSpec, plan: ParallelPlan) -> ParamSpec:
 
 
 def _local_call(call: OpCall, plan: ParallelPlan, weights: Mapping[int, ParamSpec]) -> OpCall:
-    """A product with 1 / ep of the experts, each with ep * imbalance times the tokens.
+    """A product or cast with 1 / ep of the experts, each with ep * imbalance times the tokens.
 
     In C = A @ B tokens are the rows of A and C where B is a weight; in a weight's gradient they are
-    the summed dimension: columns of A and rows of B.
+    the summed dimension: columns of A and rows of B. Any other call is returned as it is.
     """
     shapes = {p.shape for p in weights.values()}
-    gradient = call.phase == "backward" and call.outputs and call.outputs[0].shape in shapes
-    if call.op == DTYPE_CAST and (call.args[0].storage in weights or gradient):
-        return with_tensors(call, {t: _share(t, None, plan) for t in (call.args[0], *call.outputs)})
+    is_gradient = call.phase == "backward" and call.outputs and call.outputs[0].shape in shapes
+    if call.op == DTYPE_CAST and (call.args[0].storage in weights or is_gradient):
+        cast = (call.args[0], *call.outputs)
+        return with_tensors(call, {t: _rank_share(t, None, plan) for t in cast})
     if call.op not in EXPERT_PRODUCTS or len(call.outputs) != 1:
         return call
-    dims: tuple[int | None, ...]  # dimension of tokens in A, B, C
+    token_dims: tuple[int | None, ...]  # in A, B, C
     if call.args[1].storage in weights:
-        dims = (-2, None, -2)
-    elif gradient:
-        dims = (-1, -2, None)
+        token_dims = (-2, None, -2)
+    elif is_gradient:
+        token_dims = (-1, -2, None)
     else:
         return call
     tensors = (*call.args[:2], call.outputs[0])
-    change = {t: _share(t, dim, plan) for t, dim in zip(tensors, dims, strict=True)}
-    for ends in call.args[2:]:
+    change = {t: _rank_share(t, dim, plan) for t, dim in zip(tensors, token_dims, strict=True)}
+    for ends in call.args[2:]:  # where each expert's rows end in a grouped product
         change[ends] = replace(ends, shape=(ends.shape[0] // plan.ep,))
     return with_tensors(call, change)
 
 
-def _between(call: OpCall, tokens: int, plan: ParallelPlan) -> OpCall:
-    """A call between experts' products over the tokens of the busiest rank."""
+def _on_busiest_rank(call: OpCall, tokens: int, plan: ParallelPlan) -> OpCall:
+    """A call between experts' products, on tensors with imbalance times as many token rows."""
     if plan.imbalance == 1:
         return call
-    return with_tensors(call, {t: _more(t, tokens, plan.imbalance) for t in call.touched})
+    return with_tensors(call, {t: _with_more_rows(t, tokens, plan.imbalance) for t in call.touched})
 
 
-def _more(t: TensorSpec, tokens: int, times: float) -> TensorSpec:
-    """A tensor with a row for each token, of so many times the tokens."""
-    if t.shape[-2:-1] != (tokens,):
+def _with_more_rows(t: TensorSpec, rows: int, factor: float) -> TensorSpec:
+    """The tensor with factor * ``rows`` rows, if its last dimension but one is ``rows`` long."""
+    if t.shape[-2:-1] != (rows,):
         return t
-    return with_shape(t, (*t.shape[:-2], round(times * tokens), t.shape[-1]))
+    return with_shape(t, (*t.shape[:-2], round(factor * rows), t.shape[-1]))
 
 
-def _share(t: TensorSpec, tokens: int | None, plan: ParallelPlan) -> TensorSpec:
-    """A rank's share of a tensor whose dimension ``tokens`` counts tokens (None: it has none).
+def _rank_share(t: TensorSpec, token_dim: int | None, plan: ParallelPlan) -> TensorSpec:
+    """A rank's share of a tensor whose dimension ``token_dim`` counts tokens (None: it has none).
 
     (experts, ...): experts / ep, tokens * ep * imbalance. Without that first dimension a grouped
     product's rows are the tokens of all experts: tokens * imbalance.
@@ -151,15 +158,16 @@ def _share(t: TensorSpec, tokens: int | None, plan: ParallelPlan) -> TensorSpec:
     shape, stacked = list(t.shape), len(t.shape) == 3
     if stacked:
         shape[0] //= plan.ep
-    if tokens is not None:
-        shape[tokens] = round(shape[tokens] * plan.imbalance * (plan.ep if stacked else 1))
+    if token_dim is not None:
+        more_tokens = plan.imbalance * (plan.ep if stacked else 1)
+        shape[token_dim] = round(shape[token_dim] * more_tokens)
     return with_shape(t, tuple(shape))
 
 
 def _first_and_last_products(
     capture: StepCapture, weights: Mapping[int, ParamSpec]
 ) -> tuple[set[int], set[int]]:
-    """Returns the calls that begin and end each layer's experts, in forward and in backward."""
+    """Indices of the products that begin and end each layer's experts, in forward and backward."""
     first: set[int] = set()
     last: set[int] = set()
     layer: tuple[str, str] | None = None
@@ -176,7 +184,11 @@ def _first_and_last_products(
 
 
 def _routed(capture: StepCapture, experts: int, first: int) -> tuple[int, int]:
-    """Experts, and how many of them a token goes to: rows of call ``first`` over the router's."""
+    """(number of experts, how many of them each token goes to).
+
+    The latter is rows of the experts' input over tokens of the router's scores. ``first``: index of
+    the first expert product; a router is a linear layer before it with as many outputs as experts.
+    """
     scores = [
         call.outputs[0].numel
         for call in capture.calls[:first]
@@ -184,13 +196,14 @@ def _routed(capture: StepCapture, experts: int, first: int) -> tuple[int, int]:
     ]
     if not scores:
         raise ValueError(f"ep_once: no router before {experts} experts is seen")
-    rows = capture.calls[first].args[0]
-    tokens = scores[-1] // experts
-    return experts, max(1, round(rows.numel / rows.shape[-1] / tokens))
+    expert_input = capture.calls[first].args[0]
+    tokens, rows = scores[-1] // experts, expert_input.numel / expert_input.shape[-1]
+    return experts, max(1, round(rows / tokens))
 
 
 def _all_to_all(
-    t: TensorSpec, plan: ParallelPlan, phase: str, routed: tuple[int, int], name: str
+    t: TensorSpec, plan: ParallelPlan, phase: str, routed: tuple[int, int], purpose: str
 ) -> OpCall:
+    """The message of rows of ``t``; ``routed``: see ``_routed``; purpose: DISPATCH or COMBINE."""
     sent = collective("all_to_all", "ep", t, phase, scale=plan.imbalance, routed=routed)
-    return replace(sent, module=name)
+    return replace(sent, module=purpose)

@@ -27,9 +27,8 @@ HALF = ("bf16", "fp16")
 
 def wide_experts(capture: StepCapture) -> bool:
     """Whether experts run in fp32 beside linear layers in half precision."""
-    return half_dtype(capture) != "" and any(
-        c.op == GROUPED and c.args[0].dtype == WIDE for c in capture.calls
-    )
+    experts = (c for c in capture.calls if c.op == GROUPED)
+    return half_dtype(capture) != "" and any(c.args[0].dtype == WIDE for c in experts)
 
 
 def experts_in_half(capture: StepCapture) -> StepCapture:
@@ -38,9 +37,7 @@ def experts_in_half(capture: StepCapture) -> StepCapture:
     Weights and inputs in fp32 are cast once. What is computed from half precision alone is in half
     precision, too, as PyTorch promotes dtypes; gradients of what was cast are cast back.
     """
-    if not wide_experts(capture):
-        return capture
-    return _Narrowed(capture).step()
+    return _ExpertCasts(capture).step() if wide_experts(capture) else capture
 
 
 def module_in_half(capture: StepCapture) -> StepCapture:
@@ -67,16 +64,17 @@ IN_HALF = {"module": module_in_half, "experts": experts_in_half}
 
 
 def casts(capture: StepCapture, plan: ParallelPlan, stack: str) -> str:
-    """What mixed precision casts that autocast does not: with FSDP a module, some software experts.
+    """What mixed precision casts that autocast does not: a key of ``IN_HALF``, or "" for nothing.
 
-    Empty where it is autocast's alone, or casts nothing. A step whose module FSDP casts is captured
-    in half precision (``ParallelPlan.autocast``).
+    FSDP casts a whole module (captured in half precision: ``ParallelPlan.autocast``); some software
+    casts experts.
     """
     if plan.amp and plan.zero:
         return "module"
-    wide = plan.amp and stack_of_row(stack).casts_experts
-    wide = wide and once_of(capture)("wide experts", partial(wide_experts, capture))
-    return "experts" if wide else ""
+    if not (plan.amp and stack_of_row(stack).casts_experts):
+        return ""
+    has_wide_experts = once_of(capture)("wide experts", partial(wide_experts, capture))
+    return "experts" if has_wide_experts else ""
 
 
 def half_dtype(capture: StepCapture) -> str:
@@ -86,23 +84,23 @@ def half_dtype(capture: StepCapture) -> str:
     return next((t.dtype for t in factors if t.dtype in HALF and t.storage in casts), "")
 
 
-class _Narrowed:
-    """Casts and narrowed tensors of a step while it is rewritten."""
+class _ExpertCasts:
+    """Rewrites a step call by call so that experts' products run in half precision."""
 
     def __init__(self, capture: StepCapture) -> None:
         self.capture, self.dtype = capture, half_dtype(capture)
         self.made, self.fresh = StepBuilder(capture), fresh_storages(capture)
-        self.shapes = {p.shape for p in capture.parameters if len(p.shape) == 3}
-        self.cast: dict[int, int] = {}  # storage -> that of its copy in half precision
-        self.after_cast: set[int] = set()  # weights whose inputs are cast: so are these gradients
-        self.narrow: set[int] = set()  # storages that are in half precision now
+        self.expert_shapes = {p.shape for p in capture.parameters if len(p.shape) == 3}
+        self.copies: dict[int, int] = {}  # storage -> that of its copy in half precision
+        # Weights whose inputs were cast: the gradients of these inputs are cast back.
+        self.weights_after_cast: set[int] = set()
+        self.in_half: set[int] = set()  # storages that are in half precision now
 
     def step(self) -> StepCapture:
         """The rewritten step."""
         for i, call in enumerate(self.capture.calls):
-            wide = call.op == GROUPED and WIDE in {t.dtype for t in call.args[:2]}
-            for one in self._product(call) if wide else (self._promoted(call),):
-                self.made.calls.append(one)
+            is_wide_product = call.op == GROUPED and WIDE in {t.dtype for t in call.args[:2]}
+            self.made.calls += self._product(call) if is_wide_product else [self._promoted(call)]
             self.made.done(i)
         return self.made.step()
 
@@ -110,39 +108,40 @@ class _Narrowed:
         return replace(t, dtype=self.dtype)
 
     def _product(self, call: OpCall) -> Sequence[OpCall]:
-        """The product in half precision after the casts that it needs."""
+        """The product in half precision between the casts of its inputs and of its gradient."""
         calls, change = list[OpCall](), dict[TensorSpec, TensorSpec]()
         for t in call.args[:2]:
-            if t.dtype == WIDE and t.storage not in self.narrow | self.cast.keys():
-                self.cast[t.storage] = next(self.fresh)
+            if t.dtype == WIDE and t.storage not in self.in_half | self.copies.keys():
+                self.copies[t.storage] = next(self.fresh)
                 whole = t if t.contiguous else _as_stored(t)
-                copy = self._half(replace(whole, storage=self.cast[t.storage]))
+                copy = self._half(replace(whole, storage=self.copies[t.storage]))
                 calls.append(replace(call, op=DTYPE_CAST, args=(whole,), outputs=(copy,)))
-            change[t] = self._half(changed(t, storage=self.cast.get(t.storage, t.storage)))
-        a, b, result = *call.args[:2], call.outputs[0]
-        if call.phase != "backward" and a.storage in self.cast:
-            self.after_cast.add(b.storage)
-        weight_gradient = call.phase == "backward" and result.shape in self.shapes
-        if weight_gradient or (call.phase == "backward" and b.storage in self.after_cast):
+            change[t] = self._half(changed(t, storage=self.copies.get(t.storage, t.storage)))
+        (a, b), result = call.args[:2], call.outputs[0]
+        is_backward = call.phase == "backward"
+        if not is_backward and a.storage in self.copies:
+            self.weights_after_cast.add(b.storage)
+        is_weight_gradient = result.shape in self.expert_shapes
+        if is_backward and (is_weight_gradient or b.storage in self.weights_after_cast):
             gradient = self._half(replace(result, storage=next(self.fresh)))
             calls.append(replace(with_tensors(call, change), outputs=(gradient,)))
             back = OpCall(op=DTYPE_CAST, args=(gradient,), outputs=(result,), phase=call.phase)
             return [*calls, back]
-        self.narrow.add(result.storage)
+        self.in_half.add(result.storage)
         return [*calls, with_tensors(call, change | {result: self._half(result)})]
 
     def _promoted(self, call: OpCall) -> OpCall:
-        """A call that reads what is narrow now; its results are narrow where no input is wide."""
+        """A call that reads tensors now in half precision: so is its result, if all inputs are."""
         tensors = call.tensors()
-        if self.narrow.isdisjoint(t.storage for t in tensors):
-            self.narrow.difference_update(t.storage for t in call.outputs)
+        if self.in_half.isdisjoint(t.storage for t in tensors):
+            self.in_half.difference_update(t.storage for t in call.outputs)
             return call
-        change = {t: self._half(t) for t in tensors if t.storage in self.narrow}
-        wide = any(t.dtype == WIDE and t.storage not in self.narrow for t in tensors)
-        if not wide and call.op != DTYPE_CAST:
-            made = [t for t in call.outputs if t.dtype == WIDE]
-            self.narrow.update(t.storage for t in made)
-            change |= {t: self._half(t) for t in made}
+        change = {t: self._half(t) for t in tensors if t.storage in self.in_half}
+        has_wide_input = any(t.dtype == WIDE and t.storage not in self.in_half for t in tensors)
+        if not has_wide_input and call.op != DTYPE_CAST:
+            results = [t for t in call.outputs if t.dtype == WIDE]
+            self.in_half.update(t.storage for t in results)
+            change |= {t: self._half(t) for t in results}
         return with_tensors(call, change)
 
 

@@ -78,7 +78,8 @@ def _cast(t: TensorSpec, storage: int, user: OpCall, dtype: str) -> list[OpCall]
     transposed. To fp8 a copy in bf16 moves as many bytes, to others fewer.
     """
     whole = t if t.contiguous else replace(t, shape=t.shape[::-1], stride=())
-    share = (1 + ELEMENT_BYTES[dtype]) / 2  # of the bytes of a copy: 2 read, 2 written
+    # bytes per element: 2 read and twice the narrow dtype written, over 2 + 2 of a copy in bf16
+    share = (1 + ELEMENT_BYTES[dtype]) / 2
     rows = max(1, round(share * whole.shape[0]))
     part = replace(whole, shape=(rows, *whole.shape[1:]))
     outputs = (replace(part, storage=storage),)
@@ -90,4 +91,5 @@ def _cast(t: TensorSpec, storage: int, user: OpCall, dtype: str) -> list[OpCall]
 
 
 def _narrowed(t: TensorSpec, narrow_copy: dict[int, int], dtype: str) -> TensorSpec:
+    """The tensor in ``dtype``: its copy, or itself where it is a weight."""
     return replace(t, dtype=dtype, storage=narrow_copy.get(t.storage, t.storage))

@@ -85,13 +85,14 @@ class Cluster:
 
     @property
     def place(self) -> tuple[Node | None, int]:
-        """What prices of messages depend on beside groups: the node itself, as files of one name
-        may state other rates, and how many ranks share it.
+        """What prices of messages depend on beside groups: the node, and how many ranks share it.
+
+        The node itself, not its name, as files of one name may state other rates.
         """
         return self.node, self.gpus_per_node
 
     def on_one_cpu(self, group: Group) -> Group:
-        """The ranks of a group on one CPU, which share its memory; on GPUs the whole group."""
+        """On CPUs the part of a group that shares one CPU's memory; on GPUs the whole group."""
         return replace(group, size=group.per_node) if self.gpu.kind == "cpu" else group
 
     def link(self, ranks: int) -> str:
@@ -99,7 +100,7 @@ class Cluster:
         return self.node.link_among(ranks) if self.node else self.gpu.usual_link
 
     def link_bytes_per_s(self, ranks: int) -> float:
-        """Bytes/s of one direction of that link."""
+        """Bytes/s in one direction of the slowest link among so many GPUs of a node."""
         if self.gpu.kind == "cpu":
             return float(self.gpu.hbm_bytes_per_s / CPU_COPIES)
         fast = self.node.link_rate(ranks) if self.node else self.gpu.link_bytes_per_s
@@ -120,26 +121,26 @@ class Cluster:
 
     @property
     def gpus_of_a_rank(self) -> float:
-        """GPUs whose part of their host each rank has: its own, and that of GPUs without ranks."""
+        """GPUs of the node per rank on it: above 1 where some of its GPUs have no rank."""
         if self.node is None:
             return 1.0
         return self.node.gpus_per_node / min(self.gpus_per_node, self.node.gpus_per_node)
 
     @property
     def network_bytes_per_s(self) -> float:
-        """A rank's share of the network between nodes."""
+        """Bytes/s of a rank in the network between nodes while all ranks of its node send."""
         return self.network_share(self.gpus_per_node)
 
     def network_share(self, senders: int) -> float:
-        """Bytes/s of one of so many ranks of a node that send to other nodes at a time.
+        """Bytes/s of each of ``senders`` ranks of a node that send to other nodes at a time.
 
         Where they are fewer than its GPUs, each has more of the NICs, up to what PCIe carries.
         """
         if self.network_assumed or self.node is None:
             return float(NETWORK_BYTES_PER_S)
-        share, gpus = self.node.network_bytes_per_s, self.node.gpus_per_node
-        reached = max(share, self.gpu.pcie_bytes_per_s)
-        return min(reached, share * gpus / min(gpus, senders))
+        per_gpu, gpus = self.node.network_bytes_per_s, self.node.gpus_per_node
+        most = max(per_gpu, self.gpu.pcie_bytes_per_s)
+        return min(most, per_gpu * gpus / min(gpus, senders))
 
     @property
     def network_assumed(self) -> bool:
@@ -148,18 +149,18 @@ class Cluster:
 
     @property
     def network(self) -> str:
-        """The links and network that messages are priced by; empty where none is sent."""
+        """Text: the links and network that messages are priced by; empty where none is sent."""
         world, domain = self.groups["world"].size, self.gpus_per_node
         if self.gpu.kind == "cpu" and self.node and world > domain:
             return f"{self.node.name}: {rate_of_cpu(self.node) / 1e9:g} GB/s between CPUs"
         if world == 1 or self.gpu.kind == "cpu":
             return ""
         inside = min(world, domain)
-        told = f"{self.link_bytes_per_s(inside) / 1e9:g} GB/s {self.link(inside)} among {inside}"
+        rates = f"{self.link_bytes_per_s(inside) / 1e9:g} GB/s {self.link(inside)} among {inside}"
         if world > domain:
             assumed_word = " (assumed: no node states it)" if self.network_assumed else ""
-            told += f", {self.network_bytes_per_s / 1e9:g} GB/s network beyond{assumed_word}"
-        return f"{self.node.name if self.node else 'no node named'}: a GPU has {told}"
+            rates += f", {self.network_bytes_per_s / 1e9:g} GB/s network beyond{assumed_word}"
+        return f"{self.node.name if self.node else 'no node named'}: a GPU has {rates}"
 
 
 def gpus_per_domain(gpu: Gpu, node: Node | None = None) -> int:
@@ -194,23 +195,30 @@ def cluster(plan: ParallelPlan, gpu: Gpu, node: Node | None = None) -> Cluster:
         per_node = ranks_per_node(plan, gpus_per_domain(gpu, node))
     elif node is not None:
         _check_cpus(plan, node)
-    inner = {"tp": 1, "cp": plan.tp, "shard": plan.tp, "dp": plan.tp * plan.cp}
-    inner |= {"pp": inner["dp"] * plan.dp, "world": 1}
-    inner["ep"] = inner["dp"] if plan.expert_tp == plan.tp else 1
-    size = {"tp": plan.tp, "cp": plan.cp, "dp": plan.dp, "ep": plan.ep, "pp": plan.pp}
-    size |= {"shard": plan.shards, "world": plan.world_size}
-    size["tables"], inner["tables"] = plan.table_ranks, 1
-    size["table_replicas"] = plan.stage_ranks // plan.table_ranks
-    inner["table_replicas"] = plan.table_ranks
-    inner["replicate"] = plan.tp * plan.shards
-    size["replicate"] = plan.cp * plan.dp // plan.shards
-    inner["expert"], size["expert"] = inner["ep"] * plan.ep, plan.expert_replicas
-    inner["expert_shard"], size["expert_shard"] = inner["expert"], plan.expert_shards
-    inner["expert_replicate"] = inner["expert"] * plan.expert_shards
-    size["expert_replicate"] = plan.expert_replicas // plan.expert_shards
+    dp_stride = plan.tp * plan.cp
+    ep_stride = dp_stride if plan.expert_tp == plan.tp else 1
+    expert_stride = ep_stride * plan.ep
+    size_and_stride = {  # of each axis: its ranks, and how far apart two neighbours are numbered
+        "tp": (plan.tp, 1),
+        "cp": (plan.cp, plan.tp),
+        "dp": (plan.dp, dp_stride),
+        "ep": (plan.ep, ep_stride),
+        "pp": (plan.pp, dp_stride * plan.dp),
+        "shard": (plan.shards, plan.tp),
+        "replicate": (plan.cp * plan.dp // plan.shards, plan.tp * plan.shards),
+        "world": (plan.world_size, 1),
+        "tables": (plan.table_ranks, 1),
+        "table_replicas": (plan.stage_ranks // plan.table_ranks, plan.table_ranks),
+        "expert": (plan.expert_replicas, expert_stride),
+        "expert_shard": (plan.expert_shards, expert_stride),
+        "expert_replicate": (
+            plan.expert_replicas // plan.expert_shards,
+            expert_stride * plan.expert_shards,
+        ),
+    }
     groups = {
-        axis: Group(size=n, per_node=max(1, min(n, per_node // inner[axis])))
-        for axis, n in size.items()
+        axis: Group(size=size, per_node=max(1, min(size, per_node // stride)))
+        for axis, (size, stride) in size_and_stride.items()
     }
     if plan.sampled < 1:  # participants are drawn from all nodes alike
         drawn = ceil(plan.participants * groups["dp"].per_node / plan.dp)
@@ -224,7 +232,7 @@ def cluster(plan: ParallelPlan, gpu: Gpu, node: Node | None = None) -> Cluster:
 
 
 def _check_cpus(plan: ParallelPlan, node: Node) -> None:
-    """ValueError where a plan does not say how its ranks lie on CPUs, or a file their network."""
+    """ValueError unless the plan says how its ranks lie on CPUs and the node file their network."""
     ranks_per_node(plan, node.gpus_per_node)
     if plan.nodes == 0 or plan.pp > 1 or node.network_bytes_per_s == 0:
         rule = f"nodes=N, no pp, and network_bytes_per_s in the file of {node.name!r}"
@@ -241,8 +249,9 @@ def ranks_per_node(plan: ParallelPlan, gpus_per_node: int) -> int:
 
 
 def _between_cpus(groups: Mapping[str, Group], per_node: int, node: Node) -> Iterator[Crossing]:
-    """What messages cross between CPUs: a ring leaves each once for each of its groups, of an
-    all_to_all every rank sends all that it has for others.
+    """The network links that messages cross between CPUs.
+
+    A ring sends over a CPU's link once for each group; in an all_to_all every rank of it sends.
     """
     for axis, group in groups.items():
         if group.size > group.per_node and axis != "inter_node":

@@ -9,19 +9,19 @@ from itercast.compose.parallel.captured_tables import ROWS
 
 
 def check_positions(step: StepCapture, cp: int = 1) -> None:
-    """ValueError where a table has fewer rows than the numbers 0, 1, 2... that look it up.
+    """ValueError where a table of positions has fewer rows than the sequence is long.
 
     On a GPU such a step ends with an index out of range; fake tensors have no values to tell.
     ``cp``: ranks that share a sequence, of which the step has one rank's part.
     """
-    for length, rows in _looked_up(step):
+    for length, rows in _position_lookups(step):
         if length * cp > rows:
             raise ValueError(f"seq {length * cp}: this model has {rows} positions")
 
 
-def _looked_up(step: StepCapture) -> Iterator[tuple[int, int]]:
-    """Of each lookup by consecutive numbers how many there are, and the rows of its table."""
-    ends: dict[int, int] = {}  # of the consecutive numbers in a storage
+def _position_lookups(step: StepCapture) -> Iterator[tuple[int, int]]:
+    """(end of the positions, rows of the table) of each lookup by what ``arange`` made."""
+    ends: dict[int, int] = {}  # storage that ``arange`` filled -> its end
     for call in step.calls:
         if call.op.startswith("aten.arange."):
             ends[call.outputs[0].storage] = _end(call)
@@ -33,5 +33,5 @@ def _looked_up(step: StepCapture) -> Iterator[tuple[int, int]]:
 
 
 def _end(call: OpCall) -> int:
-    """One more than the last of the numbers that ``arange`` makes."""
+    """The argument ``end`` of an ``arange``: one more than the last number that it makes."""
     return int(call.args[0] if call.op == "aten.arange.default" else call.args[1])

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from itercast.capture.opcall import Argument, OpCall, ParamSpec, StepCapture, TensorSpec, changed
+from itercast.capture.opcall import OpCall, ParamSpec, StepCapture, TensorSpec, changed
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.graph.identity_cache import cached_by_identity
 from itercast.compose.graph.product_roles import (
@@ -82,7 +82,7 @@ class _TensorParallel:
         self.made = StepBuilder(capture)
 
     def run(self) -> StepCapture:
-        """The rewritten step."""
+        """The rewritten step; host events ``*_step`` of sharded parameters are DTensor's then."""
         for i, call in enumerate(self.capture.calls):
             if call.phase in ("optimizer", "zero_grad"):
                 self.made.add(i, call)
@@ -97,8 +97,9 @@ class _TensorParallel:
         parameters = [self._parameter(p) for p in self.capture.parameters]
         step = self.made.step(parameters)
         pairs = zip(parameters, self.capture.parameters, strict=True)
-        sharded = sum(a != b for a, b in pairs)
-        steps = {f"{k[:-5]}_dtensor_step": sharded for k in step.host if k.endswith("_step")}
+        sharded = sum(shard != whole for shard, whole in pairs)
+        optimizers = [event.removesuffix("_step") for event in step.host if event.endswith("_step")]
+        steps = {f"{optimizer}_dtensor_step": sharded for optimizer in optimizers}
         return replace(step, host={**step.host, **self.events, **steps})
 
     def _count(self, event: str) -> None:
@@ -150,13 +151,9 @@ class _TensorParallel:
     def _by_column(self, t: TensorSpec) -> bool:
         return t.storage in self.cuts and not self.cuts[t.storage].tokens
 
-    def _send(
-        self, kind: str, t: TensorSpec, phase: str, made: TensorSpec, **more: Argument
-    ) -> None:
-        """Adds a collective; ``more``: the ``part`` that a rank gives, what it ``overlaps``."""
-        sent = collective(kind, "tp", t, phase, overlaps_next=more.get("overlaps", False))
-        read = (t, *(more[name] for name in more if name == "part"))
-        self.made.calls.append(replace(sent, args=read, outputs=(made,)))
+    def _send(self, message: OpCall, read: Sequence[TensorSpec], written: TensorSpec) -> None:
+        """Adds a collective that reads and writes these tensors of the rank."""
+        self.made.calls.append(replace(message, args=tuple(read), outputs=(written,)))
 
     def _reduce(self, t: TensorSpec, phase: str) -> None:
         """Adds up partial sums: whole on every rank, or with sp each rank's tokens.
@@ -165,14 +162,16 @@ class _TensorParallel:
         """
         self.cuts.pop(t.storage, None)
         if not self.plan.sp:
-            self._send("all_reduce", t, phase, t)
+            self._send(collective("all_reduce", "tp", t, phase), [t], t)
             return
-        rows = -2 if len(t.shape) < 3 else 1
-        divides = self.seq > 1 and not t.shape[rows] % self.seq
-        self.cuts[t.storage] = cut_along(t, rows, length=self.seq if divides else 0, tokens=True)
+        token_dim = -2 if len(t.shape) < 3 else 1
+        divides = self.seq > 1 and not t.shape[token_dim] % self.seq
+        length = self.seq if divides else 0
+        self.cuts[t.storage] = cut_along(t, token_dim, length=length, tokens=True)
         partial = changed(t, storage=next(self.fresh))
         self.made.calls[-1] = with_tensors(self.made.calls[-1], {t: partial})
-        self._send("reduce_scatter", partial, phase, self._shard(t))
+        message = collective("reduce_scatter", "tp", partial, phase)
+        self._send(message, [partial], self._shard(t))
 
     def _gather(self, t: TensorSpec, phase: str) -> TensorSpec:
         """All tokens of an activation cut by tokens, gathered once in forward and in backward.
@@ -187,7 +186,8 @@ class _TensorParallel:
             self.copies[key] = next(self.fresh)
             whole = changed(t, storage=self.copies[key])
             again = backward and (t.storage, False) in self.copies
-            self._send("all_gather", whole, phase, whole, overlaps=again, part=self._shard(t))
+            message = collective("all_gather", "tp", whole, phase, overlaps_next=again)
+            self._send(message, [whole, self._shard(t)], whole)
         return changed(t, storage=self.copies[key])
 
     def _embedding(self, i: int, call: OpCall) -> None:
@@ -211,12 +211,12 @@ class _TensorParallel:
 
     def _product(self, i: int, call: OpCall) -> None:
         """Cuts a product as its factors are, and reduces it where the summed dimension is cut."""
-        at = 1 if call.op in WITH_BIAS else 0
-        factors, out = call.args[at : at + 2], call.outputs[0]
+        first = 1 if call.op in WITH_BIAS else 0
+        factors, out = call.args[first : first + 2], call.outputs[0]
         if call.phase in ("forward", "loss"):
             self._note_layer(call, *factors)
-        columns = any(map(self._by_column, factors))
-        change: Change = {t: self._gather(t, call.phase) for t in factors if columns}
+        by_column = any(map(self._by_column, factors))
+        change: Change = {t: self._gather(t, call.phase) for t in factors if by_column}
         axis, source, dim = self._product_axis(call, [change.get(t, t) for t in factors])
         for t, axes in zip(factors, FACTOR_AXES, strict=True):
             for d, name in axes.items():
@@ -225,8 +225,8 @@ class _TensorParallel:
         if source is not None and axis in RESULT_DIM:
             self._cut_result(call, source, dim, out, RESULT_DIM[axis] % len(out.shape), change)
         self.made.add(i, with_tensors(call, change))
-        if axis == "k" and columns:
-            self._sum(call, factors[1], out)
+        if axis == "k" and by_column:
+            self._reduce_sums(call, factors[1], out)
 
     def _note_layer(self, call: OpCall, a: TensorSpec, weight: TensorSpec) -> None:
         """Notes what a layer of forward multiplies; cuts a weight by rows if its input is cut."""
@@ -246,42 +246,54 @@ class _TensorParallel:
     def _product_axis(
         self, call: OpCall, factors: Sequence[TensorSpec]
     ) -> tuple[str, TensorSpec | None, int]:
-        """Which of m, n, k and batch is cut, and by which factor and dimension of it; "": none."""
-        found: dict[str, tuple[TensorSpec, int]] = {}
+        """(axis that is cut: m, n, k or batch; the factor it is cut in; the dimension of that).
+
+        ("", None, 0) where none is cut.
+        """
+        cut_axes: dict[str, tuple[TensorSpec, int]] = {}
         for t, axes in zip(factors, FACTOR_AXES, strict=True):
             cut = self.cuts.get(t.storage)
-            dims = [] if cut is None else cut.dims(t)
-            if cut is not None and cut.tokens:
+            if cut is None:
+                continue
+            dims = cut.dims(t)
+            if cut.tokens:
                 dims = [(d, n) for d, n in dims if d >= len(t.shape) - 2]  # no expert has all
-            dim = first_dim(dims, self.tp, cut is not None and cut.tokens)
+            dim = first_dim(dims, self.tp, cut.tokens)
             if dim is not None:
-                found.setdefault(axes[dim - len(t.shape)], (t, dim))
+                cut_axes.setdefault(axes[dim - len(t.shape)], (t, dim))
         activations = not any(map(self._is_weight, factors))
-        batched = activations and call.op not in LINEAR_PRODUCTS
-        if batched and "k" in found and self._by_column(found["k"][0]):
+        is_attention = activations and call.op not in LINEAR_PRODUCTS
+        if is_attention and "k" in cut_axes and self._by_column(cut_axes["k"][0]):
             raise self._heads_error(1)  # columns of the one head are cut
-        if batched and "batch" in found:
-            self._check_heads(*found["batch"])
-        axis = next((name for name in ("batch", "m", "n", "k") if name in found), "")
-        return (axis, *found.get(axis, (None, 0)))
+        if is_attention and "batch" in cut_axes:
+            self._check_heads(*cut_axes["batch"])
+        axis = next((name for name in ("batch", "m", "n", "k") if name in cut_axes), "")
+        return (axis, *cut_axes.get(axis, (None, 0)))
 
     def _cut_result(
-        self, call: OpCall, t: TensorSpec, dim: int, out: TensorSpec, to: int, change: Change
+        self, call: OpCall, t: TensorSpec, dim: int, out: TensorSpec, out_dim: int, change: Change
     ) -> None:
-        """Cuts a result like an input, and the other inputs that have the dimension."""
+        """Cuts ``out`` along ``out_dim``, as input ``t`` is along ``dim``; notes it in ``change``.
+
+        So are cut the other inputs that have this dimension.
+        """
         if out.storage not in self.cuts:
-            self.cuts[out.storage] = self.cuts[t.storage].moved(t, dim, out, to)
-        change[out] = self._cut(out, to)
+            self.cuts[out.storage] = self.cuts[t.storage].moved(t, dim, out, out_dim)
+        change[out] = self._cut(out, out_dim)
         for other in call.tensors():
-            along = aligned_dim(call, other, out, to)
+            along = aligned_dim(call, other, out, out_dim)
             if other in change or along is None or other.storage in self.cuts:
                 continue
             change[other] = self._cut(other, along)
             if other.storage in self.parameters and self._by_column(t):
                 self.cuts[other.storage] = cut_along(other, along)
 
-    def _sum(self, call: OpCall, weight: TensorSpec, out: TensorSpec) -> None:
-        """Reduces partial sums: a second layer's result, or the gradient of first layers' input."""
+    def _reduce_sums(self, call: OpCall, weight: TensorSpec, out: TensorSpec) -> None:
+        """Reduces partial sums: a second layer's result, or the gradient of first layers' input.
+
+        That gradient is complete, and reduced, once all layers that read the input have added to it
+        (``pending`` is 0).
+        """
         sources = self.sources.get(weight.storage)
         if call.phase in ("forward", "loss") or not sources:
             self._reduce(out, call.phase)
@@ -310,15 +322,14 @@ class _TensorParallel:
             if any(t.storage == out.storage for t in dims):  # a view, or in place
                 change[out] = self._shard(out)
                 continue
-            found = ((t, d, result_dim(call, t, d, out)) for t, d in dims.items())
-            source = next(((t, d, to) for t, d, to in found if to is not None), None)
-            if source is not None:
-                t, dim, to = source
-                self._cut_result(call, t, dim, out, to, change)
+            for t, dim in dims.items():  # the first input with a dimension that the result has
+                out_dim = result_dim(call, t, dim, out)
+                if out_dim is not None:
+                    self._cut_result(call, t, dim, out, out_dim, change)
+                    break
         calls = [with_tensors(call, change)]
-        if call.op in LOSS and any(
-            self._by_column(t) and dim == len(t.shape) - 1 for t, dim in dims.items()
-        ):
+        by_vocabulary = any(self._by_column(t) and d == len(t.shape) - 1 for t, d in dims.items())
+        if call.op in LOSS and by_vocabulary:
             calls = parallel_loss(call, change, self.fresh)
             if call.op == LOSS[0]:
                 self._count("tp_loss")
@@ -326,7 +337,10 @@ class _TensorParallel:
         self.made.add(i, calls[-1])
 
     def _check_heads(self, t: TensorSpec, dim: int) -> None:
-        """Attention is cut by heads: ``dim`` counts them, in the batch of a product with others."""
+        """ValueError unless an attention's input, cut along ``dim``, is cut by whole heads.
+
+        In a batched product heads may be one dimension with samples.
+        """
         heads = dict(self.cuts[t.storage].dims(t))[dim]
         if dim != len(t.shape) - 3:
             raise self._heads_error(t.shape[-3])
@@ -340,6 +354,7 @@ class _TensorParallel:
 
 @cached_by_identity
 def _roles(capture: StepCapture, experts: bool) -> dict[int, str]:
+    """``weight_roles`` by storage of a step, of experts' weights too if ``experts``."""
     return weight_roles(alias_weight_casts(capture), experts=experts)
 
 

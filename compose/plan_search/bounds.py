@@ -15,7 +15,7 @@ from itercast.compose.simulate.rank import Rank
 from itercast.compose.simulate.stage_rank import stage_facts
 from itercast.compose.simulate.stages import chunks_of, dealt
 
-Run = tuple[PricedLayer, int]
+Run = tuple[PricedLayer, int]  # a layer, and how many equal ones follow one another
 
 
 def gpu_us(rank: Rank) -> float:
@@ -43,12 +43,12 @@ def least_us(rank: Rank) -> float:
     plan = rank.plan
     facts = stage_facts(rank) if _gathers_in_each(rank) else ()
     key = ("loads", *plan.parts("stages"), plan.schedule, facts)
-    loads, ways = rank.model.once(key, partial(_loads_us, rank))
-    least, before = 0.0, 0.0
-    for load_us, way_us in zip(loads, ways, strict=True):
-        least = max(least, before + plan.microbatches * load_us)
-        before += way_us
-    return float(least)
+    loads_us, waits_us = rank.model.once(key, partial(_loads_us, rank))
+    least_us, earlier_stages_us = 0.0, 0.0
+    for load_us, wait_us in zip(loads_us, waits_us, strict=True):
+        least_us = max(least_us, earlier_stages_us + plan.microbatches * load_us)
+        earlier_stages_us += wait_us
+    return float(least_us)
 
 
 def _gathers_in_each(rank: Rank) -> bool:
@@ -57,15 +57,20 @@ def _gathers_in_each(rank: Rank) -> bool:
 
 
 def _loads_us(rank: Rank) -> tuple[list[float], list[float]]:
-    """By rank a micro-batch's time on all its layers, and the compute that others wait for."""
+    """By stage, in us: a micro-batch's time on all its layers, and the compute others wait for.
+
+    These wait for all of the stage's first chunk but weight gradients, where the schedule cuts
+    backward.
+    """
     chunks, cut = chunks_of(rank), rank.plan.schedule in CUT_BACKWARD
-    known = dict[object, tuple[float, float]]()
-    for c in {c.key: c for c in chunks}.values():
-        off = sum(n * x.weight_us for x, n in c.runs) if cut else 0.0
-        known[c.key] = (_micro_us(rank, c.runs), compute_us(c.runs) - off)
-    each = [known[c.key] for c in chunks]
-    loads = [sum(us for us, _ in mine) for mine in dealt(rank.plan, each)]
-    return loads, [each[r][1] for r in range(rank.plan.pp)]
+    times_us = dict[object, tuple[float, float]]()  # by chunk: its load, what others wait for
+    for chunk in {chunk.key: chunk for chunk in chunks}.values():
+        weight_us = sum(count * layer.weight_us for layer, count in chunk.runs) if cut else 0.0
+        load_us, waited_us = _micro_us(rank, chunk.runs), compute_us(chunk.runs) - weight_us
+        times_us[chunk.key] = (load_us, waited_us)
+    of_chunks = [times_us[chunk.key] for chunk in chunks]
+    loads = [sum(load_us for load_us, _ in own) for own in dealt(rank.plan, of_chunks)]
+    return loads, [waited_us for _, waited_us in of_chunks[: rank.plan.pp]]
 
 
 def _micro_us(rank: Rank, runs: Sequence[Run]) -> float:
@@ -73,18 +78,20 @@ def _micro_us(rank: Rank, runs: Sequence[Run]) -> float:
 
     They slow each other, as long as that beats taking turns.
     """
-    us, how = compute_us(runs), rank.strategy
+    own_us, strategy = compute_us(runs), rank.strategy
     if not _gathers_in_each(rank):
-        return us
-    own = replace(rank, layers=tuple(x for x, _ in runs))
-    root = Unit(rank=own, layers=tuple(x for x, n in runs for _ in range(n) if not x.numbered))
-    scatters = int(how.scatters_each)
+        return own_us
+    own = replace(rank, layers=tuple(layer for layer, _ in runs))
+    unnumbered = (layer for layer, count in runs for _ in range(count) if not layer.numbered)
+    root = Unit(rank=own, layers=tuple(unnumbered))
+    scatters = int(strategy.scatters_each)
     sent = [*((op, 1) for op in root.gathers), *((op, scatters) for op in root.scatters)]
-    for x, n in runs:
-        if x.numbered:
-            unit = Unit(rank=own, layers=(x,))
-            sent += [(op, n * (1 + (how.regather and x.fetches))) for op in unit.gathers]
-            sent += [(op, n * scatters) for op in unit.scatters]
-    sent_us = sum(n * op.duration_us for op, n in sent)
+    for layer, count in runs:
+        if layer.numbered:
+            unit = Unit(rank=own, layers=(layer,))
+            gathers = 2 if strategy.regather and layer.fetches else 1
+            sent += [(op, count * gathers) for op in unit.gathers]
+            sent += [(op, count * scatters) for op in unit.scatters]
+    sent_us = sum(count * op.duration_us for op, count in sent)
     slowdowns = [min(op.beside or (rank.book.contention,)) for op, _ in sent if op.duration_us]
-    return side_by_side_us(us, sent_us, min(TAKING_TURNS, *slowdowns))
+    return side_by_side_us(own_us, sent_us, min(TAKING_TURNS, *slowdowns))

@@ -72,12 +72,12 @@ class Scored:
 
     def score(self, objective: str) -> float:
         """The number to minimise; plans that exceed the memory come after all others."""
-        values = {
+        score = {
             "time": self.iteration_us,
             "cost": self.iteration_us * self.plan.world_size,
             "memory": float(self.memory_bytes),
-        }
-        return values[objective] + (0.0 if self.fits else MISFIT_PENALTY)
+        }[objective]
+        return score if self.fits else score + MISFIT_PENALTY
 
 
 @dataclass
@@ -119,17 +119,18 @@ class Search:
 
     def price(self, plans: Iterable[ParallelPlan]) -> None:
         """Price ops and messages of plans, one of each shape, in one call for each family."""
-        prefetch_steps(self._asked(self._sizes(plans)), self.book)
+        prefetch_steps(self._steps(self._sizes(plans)), self.book)
 
     def _sizes(self, plans: Iterable[ParallelPlan]) -> dict[ParallelPlan, Size]:
+        """The micro-batch of each plan that no rule about batches forbids."""
         sizes = dict[ParallelPlan, Size]()
         for plan in plans:
             with suppress(ValueError):  # a rule forbids the plan: ``allowed`` says so
                 sizes[plan] = self.size(plan)
         return sizes
 
-    def _asked(self, sizes: Mapping[ParallelPlan, Size]) -> Iterator[AskedStep]:
-        """The step of each plan, and where its ranks lie."""
+    def _steps(self, sizes: Mapping[ParallelPlan, Size]) -> Iterator[AskedStep]:
+        """The captured step of each plan, the plan, and where its ranks lie."""
         for n, (plan, size) in enumerate(sizes.items()):
             self.tell(f"ops of shape {n + 1} of {len(sizes)} that plans share")
             with suppress(ValueError):  # it cannot be captured: ``legal`` says so
@@ -152,7 +153,10 @@ class Search:
         return rank
 
     def legal(self, plans: Sequence[ParallelPlan]) -> list[Rank]:
-        """The ranks of those of plans of one shape that no rule forbids: their ops are the same."""
+        """A rank of each of these plans of one shape that no rule forbids.
+
+        Their ops are the same: where the first one's cannot be rewritten, none is legal.
+        """
         first, book = plans[0], self.book
         try:
             if not first.shard:
@@ -165,15 +169,15 @@ class Search:
 
     def price_sharded(self, ranks: Iterable[Rank]) -> None:
         """Price what FSDP sends in plans in one call of the pricer."""
-        asked, done = dict[tuple[Message, Group], Cluster](), set[tuple[int, ...]]()
+        clusters, done = dict[tuple[Message, Group], Cluster](), set[tuple[int, ...]]()
         for rank in (rank for rank in ranks if rank.plan.zero):
             plan, where = rank.plan, rank.where
             if (key := (id(rank.model), plan.zero, plan.stage_ranks, plan.shards)) not in done:
                 done.add(key)
-                sent = (m for unit in units_of_stages(rank) for m in unit.messages)
-                asked |= {(m, where.groups[m.axis]): where for m in sent}
-        for where in list(asked.values())[:1]:  # all are of one GPU and node
-            prefetch_messages(list(asked), self.book, where)
+                messages = (m for unit in units_of_stages(rank) for m in unit.messages)
+                clusters |= {(m, where.groups[m.axis]): where for m in messages}
+        if clusters:  # all are of one GPU and node
+            prefetch_messages(list(clusters), self.book, next(iter(clusters.values())))
 
     def why_none(self) -> str:
         """Why no plan is legal: a rule, else the memory of plans that are not even looked at."""
@@ -193,12 +197,12 @@ class Search:
             return self.captures.at((2, self.seq, self.amp))
 
     def left_out(self) -> str:
-        """Which plans are left out as the model cannot be captured in their micro-batches, why."""
+        """Says in which micro-batches the model cannot be captured, and why; "" if in all."""
         sizes = sorted({(samples, tokens) for samples, tokens, _ in self.captures.failed})
-        told = ", ".join(f"{n} x {tokens:,}" if tokens else f"{n}" for n, tokens in sizes)
+        listed = ", ".join(f"{n} x {tokens:,}" if tokens else f"{n}" for n, tokens in sizes)
         why = next(iter(self.captures.failed.values()), "")
         unit = "tokens" if self.seq else "samples"
-        return f"no plans with micro-batches of {told} {unit} a rank: {why}" if why else ""
+        return f"no plans with micro-batches of {listed} {unit} a rank: {why}" if why else ""
 
     def scored(self, rank: Rank, iteration_us: float) -> Scored:
         """The rank with its plan's time and memory."""
@@ -219,12 +223,12 @@ class Search:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """Bytes of a model's parameters, of those with a gradient, and of the largest layer."""
+class ModelBytes:
+    """Bytes of a model's parameters, of those with a gradient, and of the largest layer's."""
 
     parameters: int
     trained: int
-    layer: int
+    largest_layer: int
 
 
 def candidate_plans(search: Search, world: int) -> Iterator[ParallelPlan]:
@@ -232,10 +236,10 @@ def candidate_plans(search: Search, world: int) -> Iterator[ParallelPlan]:
     domain = gpus_per_domain(search.book.gpu, search.node)
     first = search.step_of_few()
     folded = split_layers(first)
-    held = Held(
+    model_bytes = ModelBytes(
         parameters=sum(x.parameter_bytes * x.count for x in folded),
         trained=sum(x.trained_bytes * x.count for x in folded),
-        layer=max(x.parameter_bytes for x in folded),
+        largest_layer=max(x.parameter_bytes for x in folded),
     )
     layers = sum(x.count for x in folded)
     long = search.seq >= LONG_SEQUENCE
@@ -254,7 +258,7 @@ def candidate_plans(search: Search, world: int) -> Iterator[ParallelPlan]:
                 for ep in _divisors(dp) if experts else [1]:
                     if not any(n % ep for n in experts):
                         degrees = ParallelPlan(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, amp=search.amp)
-                        yield from _variants(search, degrees, held, tables)
+                        yield from _variants(search, degrees, model_bytes, tables)
     if tables and world > 1:
         yield from _beside_spread_tables(search, world, domain)
 
@@ -276,33 +280,34 @@ def _mostly_tables(capture: StepCapture) -> bool:
 
 
 def _divisors(n: int) -> list[int]:
+    """All divisors of n, ascending."""
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def _variants(
-    search: Search, degrees: ParallelPlan, held: Held, tables: bool
+    search: Search, degrees: ParallelPlan, model_bytes: ModelBytes, tables: bool
 ) -> Iterator[ParallelPlan]:
     """Yields plans of these degrees with every ZeRO stage, sp, schedule and micro-batch.
 
     Shards that are too large for a GPU lie in host memory. ``tables``: the model is mostly
     embedding tables.
     """
-    replica, pp = search.batch // degrees.dp, degrees.pp
-    small = [b for b in _divisors(replica) if b <= search.largest]
-    sizes = [replica] if tables else small
+    samples, pp = search.batch // degrees.dp, degrees.pp  # of a replica
+    small = [size for size in _divisors(samples) if size <= search.largest]
+    sizes = [samples] if tables else small
     for zero, hsdp in _sharding(search, degrees):
         sharded = replace(degrees, zero=zero, hsdp=hsdp)
         room = room_bytes(search.book.gpu, sharded)
-        if (least := _least_bytes(search, sharded, held)) > room:
+        if (least := _least_bytes(search, sharded, model_bytes)) > room:
             search.too_large.append(least)
             moved = in_host_memory(search, sharded)
-            if moved is None or held.layer / (moved.tp * moved.ep) > room:
+            if moved is None or model_bytes.largest_layer / (moved.tp * moved.ep) > room:
                 continue
             sharded = moved
         for sp in (False, True) if degrees.tp > 1 else (False,):
             for schedule, virtual in SCHEDULES if pp > 1 else SCHEDULES[:1]:
-                for b in sizes:
-                    micro = replica // b
+                for size in sizes:
+                    micro = samples // size
                     if schedule == "interleaved" and micro % pp:
                         continue
                     yield replace(
@@ -317,13 +322,13 @@ def _variants(
 
 
 def _sharding(search: Search, degrees: ParallelPlan) -> list[tuple[int, int]]:
-    """ZeRO stages and the ranks that shard: all, or without spread experts those of a node."""
+    """Pairs (ZeRO stage, ``hsdp``: ranks of a node that shard, 0 for all) to try."""
     replicas = degrees.dp * degrees.cp
     if replicas == 1:
         return [(0, 0)]
-    inner = gpus_per_domain(search.book.gpu, search.node) // degrees.tp
-    within = 1 < inner < replicas and replicas % inner == 0 and degrees.ep == 1
-    return [(0, 0), (1, 0), (3, 0), *([(1, inner), (3, inner)] if within else [])]
+    in_node = gpus_per_domain(search.book.gpu, search.node) // degrees.tp
+    hsdp = 1 < in_node < replicas and replicas % in_node == 0 and degrees.ep == 1
+    return [(0, 0), (1, 0), (3, 0), *([(1, in_node), (3, in_node)] if hsdp else [])]
 
 
 def in_host_memory(search: Search, plan: ParallelPlan) -> ParallelPlan | None:
@@ -333,15 +338,15 @@ def in_host_memory(search: Search, plan: ParallelPlan) -> ParallelPlan | None:
     return replace(plan, offload="parameters")
 
 
-def _least_bytes(search: Search, plan: ParallelPlan, held: Held) -> float:
+def _least_bytes(search: Search, plan: ParallelPlan, model_bytes: ModelBytes) -> float:
     """Lower bound of a rank's parameters, gradients and optimizer state in bytes.
 
     As if layers were spread evenly and ep cut all parameters.
     """
-    cut = plan.tp * plan.pp * plan.ep
-    copies, shards = STATE_COPIES[search.optimizer], plan.shards / plan.ep
-    state = (copies - (search.optimizer == "muon")) * held.trained / cut
-    kept = (held.parameters + held.trained) / cut
+    parts, shards = plan.tp * plan.pp * plan.ep, plan.shards / plan.ep
+    copies = STATE_COPIES[search.optimizer] - (search.optimizer == "muon")  # most of it has fewer
+    state = copies * model_bytes.trained / parts
+    weights_and_gradients = (model_bytes.parameters + model_bytes.trained) / parts
     if plan.zero == 3:
-        return (kept + state) / shards
-    return kept + (state / shards if plan.zero else state)
+        return (weights_and_gradients + state) / shards
+    return weights_and_gradients + (state / shards if plan.zero else state)

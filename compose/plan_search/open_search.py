@@ -71,10 +71,13 @@ def open_search(
 
 
 def size_of(model: Any, gpus: int, global_batch: int | None, seq: int | None) -> tuple[int, int]:
-    """Returns samples per step and tokens per sample, a model's own where none are stated."""
+    """Returns samples per step over all GPUs, and tokens per sample (0: the model has no text).
+
+    A model's own where none are stated.
+    """
     if isinstance(model, str):
-        chosen = case(model)
-        global_batch, seq = global_batch or chosen.batch * gpus, seq or chosen.seq
+        named = case(model)
+        global_batch, seq = global_batch or named.batch * gpus, seq or named.seq
     if isinstance(model, SizedModel):
         global_batch, seq = global_batch or model.replica_batch * gpus, seq or model.facts.seq
     if not global_batch:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import count as count_up
 from math import exp, inf
+from typing import NamedTuple
 
 from itercast.capture.base.garbage import without_garbage_collection
 from itercast.capture.plan import ParallelPlan
@@ -27,7 +28,14 @@ from itercast.compose.simulate.memory_plan import memory
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.simulate.stages import uneven
 
-Waiting = tuple[float, int, Callable[[Rank], None], Rank]  # bound, number, what to do with it
+
+class Waiting(NamedTuple):
+    """A plan in the heap: the least score that it may have, its number, and its next step."""
+
+    bound: float
+    number: int  # of equal bounds the first goes first
+    look: Callable[[Rank], None]
+    rank: Rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +73,7 @@ def shapes_of(search: Search, gpus: int, objective: str) -> Shapes:
     return Shapes(search, plans, {"time": 1 / gpus, "cost": 1.0, "memory": 0.0}[objective])
 
 
-class Found:
+class BranchAndBound:
     """Legal plans of a search: those that wait to be looked at closer, and the best so far.
 
     A plan waits by the least score that it may have: first by the mean compute of its ranks, then
@@ -83,7 +91,7 @@ class Found:
         self.listed: dict[ParallelPlan, Rank] = {}
         self.weighed: list[Scored] = []  # with bounds of their times
         self.waiting: list[Waiting] = []  # a heap
-        self.numbers = count_up()  # of equal scores the first goes first
+        self.numbers = count_up()
         self.best: list[Scored] = []
         self.tried: list[Scored] = []
 
@@ -100,7 +108,7 @@ class Found:
     @property
     def next(self) -> float:
         """The lowest bound of those that wait."""
-        return self.waiting[0][0] if self.waiting else inf
+        return self.waiting[0].bound if self.waiting else inf
 
     def may_be_best(self, rank: Rank, time_us: float) -> bool:
         """Whether a plan that takes so long may be one of the best, whatever its memory."""
@@ -112,14 +120,14 @@ class Found:
             if rank.plan not in self.listed:
                 self.listed[rank.plan] = rank
                 self._wait(self._least(rank, mean_us(rank)), self._bound, rank)
-                leader = self.best[0].plan if self.best else self.waiting[0][-1].plan
-                self.on_plan(len(self.listed), leader)
+                leader = self.best[0] if self.best else self.waiting[0].rank
+                self.on_plan(len(self.listed), leader.plan)
 
     def simulate(self, below: float = inf) -> None:
         """Simulate plans in the order of their bounds, up to a score or that of the last best."""
         while self.next < min(below, self.limit):
-            _, _, look, rank = heappop(self.waiting)
-            look(rank)
+            waiting = heappop(self.waiting)
+            waiting.look(waiting.rank)
 
     def near(self, shapes: Shapes, wanted: Callable[[ParallelPlan], bool]) -> list[Scored]:
         """The plans wanted that may be within ``reach``, with their bounds and memory."""
@@ -127,9 +135,9 @@ class Found:
         while shapes.least < self.reach:
             self.add(shapes.take(shapes.least))
         while self.next < self.reach:
-            *_, look, rank = waiting = heappop(self.waiting)
-            if look != self._simulate and wanted(rank.plan):
-                look(rank)
+            waiting = heappop(self.waiting)
+            if waiting.look != self._simulate and wanted(waiting.rank.plan):
+                waiting.look(waiting.rank)
             else:
                 others.append(waiting)
         self.waiting = [*others, *self.waiting]
@@ -137,17 +145,19 @@ class Found:
         return [scored for scored in self.weighed if wanted(scored.plan)]
 
     def of_keys(self, shapes: Shapes) -> Callable[[int], list[Scored]]:
-        """Such plans by how many keys they have."""
+        """A function of a number of keys: ``near`` of the plans with so many."""
         return lambda count: self.near(shapes, lambda plan: keys(plan) == count)
 
     def _score(self, plan: Scored) -> float:
         return plan.score(self.objective)
 
     def _least(self, rank: Rank, time_us: float) -> float:
+        """The score of a plan that takes so long, if it fits."""
         return self._score(Scored(rank=rank, iteration_us=time_us, memory_bytes=0, fits=True))
 
-    def _wait(self, score: float, look: Callable[[Rank], None], rank: Rank) -> None:
-        heappush(self.waiting, (score, next(self.numbers), look, rank))
+    def _wait(self, bound: float, look: Callable[[Rank], None], rank: Rank) -> None:
+        """Queue a plan by a bound of its score; ``look`` is called when its turn comes."""
+        heappush(self.waiting, Waiting(bound, next(self.numbers), look, rank))
 
     def _bound(self, rank: Rank) -> None:
         """Bound a plan by its schedule; add it with uneven stages where they balance it better."""
@@ -157,58 +167,59 @@ class Found:
             self.add(_legal(self.search, uneven(rank.model.layers, plan)))
 
     def _weigh(self, rank: Rank) -> None:
-        """Learn a plan's memory; add it with recomputation where it exceeds the GPU's.
+        """Compute a plan's memory; add it with recomputation where it exceeds the GPU's.
 
         Where it does so with that, too, shards move to host memory.
         """
         scored = self.search.scored(rank, least_us(rank))
         self.weighed.append(scored)
         self._wait(self._score(scored), self._simulate, rank)
-        if not scored.fits:
-            plan = rank.plan
-            further = in_host_memory(self.search, plan) if plan.recompute == "full" else None
-            smaller = further if plan.recompute else replace(plan, recompute="full")
-            self.add(_legal(self.search, smaller))
+        plan = rank.plan
+        if not scored.fits and not plan.recompute:
+            self.add(_legal(self.search, replace(plan, recompute="full")))
+        elif not scored.fits and plan.recompute == "full":
+            self.add(_legal(self.search, in_host_memory(self.search, plan)))
 
     def _simulate(self, rank: Rank) -> None:
-        found = self.search.simulated(rank)
-        self.tried.append(found)
-        self.best = sorted([*self.best, found], key=self._score)[: self.count]
+        """Simulate a plan and keep it if it is one of the best."""
+        simulated = self.search.simulated(rank)
+        self.tried.append(simulated)
+        self.best = sorted([*self.best, simulated], key=self._score)[: self.count]
         self.on_plan(len(self.listed), self.best[0].plan)
 
 
 def _legal(search: Search, plan: ParallelPlan | None) -> list[Rank]:
-    """The rank of a plan; of none, or one that a rule forbids, nothing."""
+    """The rank of a plan, in a list; empty for None, or where a rule forbids the plan."""
     rank = search.allowed(plan) if plan else None
     return [rank] if rank else []
 
 
-def v_shaped(found: Found) -> Iterator[Rank]:
-    """Yields plans found with V-shaped schedules in place of 1F1B.
+def v_shaped(tree: BranchAndBound) -> Iterator[Rank]:
+    """Yields the listed plans with V-shaped schedules in place of 1F1B.
 
     These are no faster than a rank's mean share of all compute.
     """
-    for plan, rank in list(found.listed.items()):
+    for plan, rank in list(tree.listed.items()):
         plain = plan.schedule == "1f1b" and not plan.recompute and plan.first == plan.last == 0
-        if plan.pp > 1 and plain and found.may_be_best(rank, mean_us(rank)):
+        if plan.pp > 1 and plain and tree.may_be_best(rank, mean_us(rank)):
             for schedule in V_SHAPED:
                 with suppress(ValueError):  # a rule forbids it
                     shaped = replace(plan, schedule=schedule, virtual=2)
-                    yield from _legal(found.search, shaped)
+                    yield from _legal(tree.search, shaped)
 
 
-def others(found: Found) -> Iterator[Rank]:
-    """Yields plans found with local SGD, or with as little recomputation as fits.
+def local_or_recomputed(tree: BranchAndBound) -> Iterator[Rank]:
+    """Yields plans that may be best with local SGD, or with as little recomputation as fits.
 
     They are no faster than without.
     """
-    for scored in list(found.weighed):
-        if found.may_be_best(scored.rank, scored.iteration_us):
-            if found.search.local:
+    for scored in list(tree.weighed):
+        if tree.may_be_best(scored.rank, scored.iteration_us):
+            if tree.search.local:
                 with suppress(ValueError):
-                    local = replace(scored.plan, local=found.search.local)
-                    yield from _legal(found.search, local)
-            yield from _recomputed(found.search, scored)
+                    local = replace(scored.plan, local=tree.search.local)
+                    yield from _legal(tree.search, local)
+            yield from _recomputed(tree.search, scored)
 
 
 def _recomputed(search: Search, scored: Scored) -> list[Rank]:
@@ -217,13 +228,13 @@ def _recomputed(search: Search, scored: Scored) -> list[Rank]:
     Budgets are tried in tenths, from what the excess leaves of the activations downwards, up to the
     first that fits beyond the memory model's error; where none does, the first that may fit.
     """
-    plan, used = scored.plan, memory(scored.rank, search.optimizer)
+    plan, activations = scored.plan, memory(scored.rank, search.optimizer)["activations"]
     excess = max(0, scored.memory_bytes - room_bytes(search.book.gpu, plan))
-    clear = scored.fits and not scored.close
-    if plan.recompute or clear or excess >= used["activations"]:
+    surely_fits = scored.fits and not scored.close
+    if plan.recompute or surely_fits or excess >= activations:
         return []
     may_fit = list[Rank]()
-    for tenth in range(int(10 * (1 - excess / used["activations"])), 0, -1):
+    for tenth in range(int(10 * (1 - excess / activations)), 0, -1):
         for rank in _legal(search, replace(plan, recompute="budget", recomputed=tenth / 10)):
             budget = search.scored(rank, 0.0)
             if budget.fits and not budget.close:
@@ -242,34 +253,34 @@ def best_plans(
 ) -> SearchResult:
     """Returns the ``count`` best plans, found by branch and bound.
 
-    Of what has the lowest bound, a shape's plans are listed, a plan is looked at closer or
+    In the order of their bounds, plans of a shape are listed, a plan is looked at closer, then
     simulated; until the next bound is no better than the score of the last of the best. ``on_plan``
     is told how many plans are considered, and the best so far. KeyboardInterrupt ends the listing
     of plans; a second one, the simulation.
     """
-    found, stopped = Found(search, objective, count, on_plan), False
+    tree, stopped = BranchAndBound(search, objective, count, on_plan), False
     try:
         shapes = shapes_of(search, gpus, objective)
-        while shapes.least < found.limit:
-            found.add(shapes.take(max(shapes.least, min(found.next, found.limit))))
-            found.simulate(below=shapes.least)
-        found.simulate()
-        found.add(v_shaped(found))
-        found.simulate()
-        found.add(others(found))
+        while shapes.least < tree.limit:
+            tree.add(shapes.take(max(shapes.least, min(tree.next, tree.limit))))
+            tree.simulate(below=shapes.least)
+        tree.simulate()
+        tree.add(v_shaped(tree))
+        tree.simulate()
+        tree.add(local_or_recomputed(tree))
     except KeyboardInterrupt:
         stopped = True
     try:
-        found.simulate()
+        tree.simulate()
     except KeyboardInterrupt:
         stopped = True
     plainest, more = None, list[Scored]()
-    if found.best and not stopped:
-        plainest, more = simplest(search, found.best[0], found.of_keys(shapes), objective)
-    tried = [*found.tried, *more]
+    if tree.best and not stopped:
+        plainest, more = simplest(search, tree.best[0], tree.of_keys(shapes), objective)
+    tried = [*tree.tried, *more]
     return SearchResult(
-        best=found.best,
-        considered=len(found.listed),
+        best=tree.best,
+        considered=len(tree.listed),
         simulated=len(tried),
         stopped=stopped,
         simplest=plainest,

@@ -48,14 +48,15 @@ class Shape:
 
     @property
     def ranks_per_sample(self) -> float:
-        """How fine it is."""
+        """Ranks that share a micro-batch over its samples: the more, the finer is the shape."""
         return self.tp * self.cp / self.samples
 
     def refines(self, other: Shape) -> bool:
-        """Whether it cuts a sample finer."""
-        finer = not (self.tp % other.tp or self.cp % other.cp or other.samples % self.samples)
+        """Whether it is as ``other``, but for whole multiples of ranks or fewer samples."""
+        more_ranks = self.tp % other.tp == self.cp % other.cp == 0
+        fewer_samples = other.samples % self.samples == 0
         same = (self.ep, self.cast, self.shard) == (other.ep, other.cast, other.shard)
-        return finer and same and (self.sp == other.sp or other.tp == 1)
+        return more_ranks and fewer_samples and same and (self.sp == other.sp or other.tp == 1)
 
 
 class Shapes:
@@ -84,16 +85,19 @@ class Shapes:
         return few
 
     def take(self, most: float) -> list[Rank]:
-        """Ranks of the plans of the coarsest shapes of those whose bound is ``most``."""
-        near = [shape for shape in self.waiting if self.bounds[shape] <= most]
-        coarsest = min(shape.ranks_per_sample for shape in near)
-        taken = {s: self.waiting.pop(s) for s in near if s.ranks_per_sample == coarsest}
-        self.search.price([own[0] for own in taken.values()])
+        """Take out the coarsest of shapes whose bound is at most this; returns ranks of plans.
+
+        Raises the bounds of the shapes that refine these.
+        """
+        within = [shape for shape in self.waiting if self.bounds[shape] <= most]
+        coarsest = min(shape.ranks_per_sample for shape in within)
+        taken = {s: self.waiting.pop(s) for s in within if s.ranks_per_sample == coarsest}
+        self.search.price([plans[0] for plans in taken.values()])
         ranks = list[Rank]()
-        for shape, own in taken.items():
-            alike = self.search.legal(own)
-            ranks += alike
-            least = FINER_TAKES * self.scores_per_us * gpu_us(alike[0]) if alike else 0.0
+        for shape, plans in taken.items():
+            legal = self.search.legal(plans)
+            ranks += legal
+            least = FINER_TAKES * self.scores_per_us * gpu_us(legal[0]) if legal else 0.0
             for other in self.waiting:
                 if other.refines(shape):
                     self.bounds[other] = max(self.bounds[other], least)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import lru_cache
-from math import exp
+from math import exp, inf
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.plan import ParallelPlan
@@ -35,14 +35,16 @@ def simplest(
     most = len(fields(ParallelPlan)) if best.close else keys(best.plan)
     tried: list[Scored] = []
     for count in range(most):
-        found: Scored | None = None
-        alike = [b for b in near(count) if b.score(objective) <= limit and not b.close]
-        for bounded in sorted(alike, key=lambda b: b.score(objective)):
-            if found is not None and bounded.score(objective) >= found.score(objective):
+        best_of_count: Scored | None = None
+        bounded = [b for b in near(count) if b.score(objective) <= limit and not b.close]
+        for candidate in sorted(bounded, key=lambda b: b.score(objective)):
+            best_score = best_of_count.score(objective) if best_of_count else inf
+            if candidate.score(objective) >= best_score:
                 break
-            tried.append(search.simulated(bounded.rank))
-            if tried[-1].score(objective) <= limit:
-                found = min(found or tried[-1], tried[-1], key=lambda s: s.score(objective))
-        if found is not None:
-            return found, tried
+            simulated = search.simulated(candidate.rank)
+            tried.append(simulated)
+            if simulated.score(objective) <= limit and simulated.score(objective) < best_score:
+                best_of_count = simulated
+        if best_of_count is not None:
+            return best_of_count, tried
     return None if best.close else best, tried

@@ -22,20 +22,20 @@ POWERS = tuple(product((0, 1), (0, 1, 2)))  # of batch and length
 SHIFTS = (0, 1, -1)  # labels may be one token more or fewer than the text
 
 
-class _OtherStep(Exception):
+class _NotTheSameStep(Exception):
     """Raised where captures at two sizes are not the same step but for lengths."""
 
 
-class _Between:
-    """Rebuilds at another size what captures at two sizes have in common."""
+class _Scaling:
+    """Makes values at a third size of those at two sizes: of captures, calls, tensors, integers."""
 
-    def __init__(self, ends: tuple[Size, Size], size: Size) -> None:
-        self.sizes = (*ends, size)
+    def __init__(self, known: tuple[Size, Size], size: Size) -> None:
+        self.sizes = (*known, size)
         self.integers: dict[tuple[int, int], int] = {}
         self.tensors: dict[tuple[TensorSpec, TensorSpec], TensorSpec] = {}  # many calls have each
 
     def value(self, a: Argument, b: Argument) -> Argument:
-        """The value that is ``a`` at the first size and ``b`` at the second."""
+        """The value at the third size that is ``a`` at the first and ``b`` at the second."""
         if type(a) is TensorSpec and type(b) is TensorSpec:
             if (a, b) not in self.tensors:
                 self.tensors[a, b] = self._of_fields(a, b)
@@ -52,18 +52,20 @@ class _Between:
             return {key: self.value(a[key], b[key]) for key in a}
         if is_dataclass(a) and not isinstance(a, type) and type(a) is type(b):
             return self._of_fields(a, b)
-        raise _OtherStep
+        raise _NotTheSameStep
 
     def _of_fields(self, a: Any, b: Any) -> Any:
+        """A dataclass with the ``value`` of each field."""
         values = {n: self.value(getattr(a, n), getattr(b, n)) for n in _names(a.__class__)}
         return (changed if type(a) in (TensorSpec, OpCall) else replace)(a, **values)
 
     def _integer(self, a: int, b: int) -> int:
+        """factor * batch**i * (length + d)**j at the third size, by the first i, j, d that fit."""
         for shift, (i, j) in product(SHIFTS, POWERS):
-            first, second, wanted = (n**i * (s + shift) ** j for n, s, _ in self.sizes)
-            if a * second == b * first and first and a * wanted % first == 0:
-                return int(a * wanted // first)
-        raise _OtherStep
+            first, second, third = (n**i * (s + shift) ** j for n, s, _ in self.sizes)
+            if a * second == b * first and first and a * third % first == 0:
+                return int(a * third // first)
+        raise _NotTheSameStep
 
 
 class CapturesBySize:
@@ -110,12 +112,13 @@ class CapturesBySize:
             if chosen not in self.agree:
                 self.agree[chosen] = self._between(small, large, control) == self.at(control)
             return self._between(small, large, size) if self.agree[chosen] else None
-        except (_OtherStep, ValueError):  # or the model cannot run at one of the sizes
+        except (_NotTheSameStep, ValueError):  # or the model cannot run at one of the sizes
             self.agree[chosen] = False
             return None
 
     def _between(self, small: Size, large: Size, size: Size) -> StepCapture:
-        step: StepCapture = _Between((small, large), size).value(self.at(small), self.at(large))
+        """The step at ``size``, derived from captures at two others."""
+        step: StepCapture = _Scaling((small, large), size).value(self.at(small), self.at(large))
         return replace(step, calls=mark_zeros(step.calls))
 
 
@@ -142,4 +145,5 @@ def _chosen(group: set[Size]) -> tuple[Size, ...]:
 
 
 def _tokens(size: Size) -> tuple[int, Size]:
+    """Sorts sizes by the tokens of a micro-batch."""
     return size[0] * size[1], size

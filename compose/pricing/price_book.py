@@ -15,7 +15,7 @@ from itercast.capture.opcall import CELLS
 from itercast.compose.graph.attention_kernels import SIXTEEN_BIT, kernel_ratio
 from itercast.compose.graph.compiled.padded_products import LEAST_GAIN, padded_parts
 from itercast.compose.graph.identity_cache import Once, cached_by_identity
-from itercast.compose.machines.contention import TAKING_TURNS, Beside, mixed, slowdowns
+from itercast.compose.machines.contention import TAKING_TURNS, Slowdowns, mixed, slowdowns
 from itercast.compose.machines.factors import NONE, Factors
 from itercast.compose.machines.state import Machine
 from itercast.compose.pricing.fallbacks import fallback_parts
@@ -115,7 +115,7 @@ class PriceBook:
             return self.contention
         return mixed(message.beside, products_frac)
 
-    def beside(self, bytes_per_s: float, *, in_node: bool) -> Beside | None:
+    def beside(self, bytes_per_s: float, *, in_node: bool) -> Slowdowns | None:
         """Slowdowns of compute by a message of so many bytes/s over each rank's link."""
         if self.gpu.kind == "cpu" or self.gpu.contention:
             return None

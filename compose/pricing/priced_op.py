@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from itercast.capture.opcall import BLOCK_SCALED, PADDABLE, OpCall
 from itercast.compose.graph.attention_kernels import has_unequal_widths
-from itercast.compose.machines.contention import Beside
+from itercast.compose.machines.contention import Slowdowns
 from itercast.compose.machines.factors import Factors
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops import find_family
@@ -80,7 +80,7 @@ class PricedOp:
     nbytes: float = 0.0
     nodes: int = 1
     product: bool = False
-    beside: Beside | None = None
+    beside: Slowdowns | None = None
     hidden_us: float = 0.0
 
     def over(self, n: float) -> PricedOp:

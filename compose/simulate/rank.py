@@ -16,7 +16,7 @@ from types import MappingProxyType
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.graph.identity_cache import Once
-from itercast.compose.machines.contention import Beside
+from itercast.compose.machines.contention import Slowdowns
 from itercast.compose.parallel.placement import Cluster
 from itercast.compose.pricing.collectives import Message, price_messages
 from itercast.compose.pricing.host import on_host
@@ -93,7 +93,7 @@ class Lanes:
         nbytes: float = 0.0,
         once: Hashable = None,
         products_frac: float = 0.0,
-        beside: Beside | None = None,
+        beside: Slowdowns | None = None,
         nodes: int = 0,
     ) -> int:
         kind = (products_frac, beside, nodes)

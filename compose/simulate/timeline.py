@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from itercast.compose.machines.contention import Beside, mixed
+from itercast.compose.machines.contention import Slowdowns, mixed
 
 SHARED = ("compute", "comm", "stream")  # lanes of a rank that slow each other, by their first word
 CORES = "cores"  # the device of all ranks on a CPU
@@ -31,7 +31,7 @@ class Task:
     nbytes: float = 0.0
     once: Hashable = None
     products_frac: float = 0.0
-    beside: Beside | None = None
+    beside: Slowdowns | None = None
     nodes: int = 0
 
     def joined(self, lanes: tuple[str, ...], us: float, after: tuple[int, ...]) -> Task:

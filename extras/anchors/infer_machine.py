@@ -92,7 +92,7 @@ def infer_machine(steps: Sequence[MeasuredStep], known: KnownMachine | None = No
             )
         anchors += (f"{step.label}: {step.time_us / 1e3:.6g} ms",)
     for step in map(_mean_step, _by_configuration(steps)):
-        machine = machine.told(anchors_of(step))
+        machine = machine.updated(anchors_of(step))
         machine = replace(machine, measured=(*machine.measured, run_name(step.step, step.target)))
     return KnownMachine(gpu=gpus[0], machine=machine, anchors=anchors)
 
@@ -261,7 +261,7 @@ def next_run(step: StepCapture, target: Target) -> str:
         except ValueError:  # it does not run on so few
             continue
         anchor = Anchor(model=target.model, sensitivity=tuple(parts.values()), log_ratio=0.0)
-        after = machine.told([anchor])
+        after = machine.updated([anchor])
         widths[str(plan) or "one GPU"] = after.half_width(parts_frac, target.model)
     if not widths:
         return ""

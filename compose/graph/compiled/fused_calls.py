@@ -20,11 +20,12 @@ def size_of(call: OpCall) -> int:
 
 
 def name_of(call: OpCall) -> str:
+    """The op's name without namespace and overload: ``add`` of ``aten.add.Tensor``."""
     return call.op.split(".")[1] if "." in call.op else call.op
 
 
 def read_by(call: OpCall) -> Sequence[TensorSpec]:
-    """The tensors that a call reads: one that it fills, or that gives the shape of one, is none."""
+    """The tensors whose values a call reads: not one that it fills, or takes only the shape of."""
     return call.tensors()[1:] if name_of(call) in (*FILLS, *SHAPED_AS) else call.tensors()
 
 
@@ -58,7 +59,7 @@ def kernel_call(
 def _read_again(
     calls: Sequence[OpCall], inputs: Sequence[TensorSpec], backward: bool
 ) -> dict[str, int]:
-    """What a kernel of these calls reads of its full-size inputs a second time, and of one row.
+    """Bytes of full-size inputs that a kernel of these calls reads again, and those of one row.
 
     A norm, a softmax, and a reduction whose result a later call uses need all of a row before they
     write any of it. inductor's loops over a row then run again (torch/_inductor/codegen/triton.py;
@@ -67,10 +68,10 @@ def _read_again(
     size = max(map(size_of, calls))
     full_bytes = sum(t.nbytes for t in inputs if t.numel == size)
     awaited = (_rows_awaited(c, calls[i + 1 :], backward) for i, c in enumerate(calls))
-    rows = [n for n in awaited if n]
+    row_counts = [count for count in awaited if count]  # of each call that needs rows as a whole
     return {
-        "again_bytes": len(rows) * full_bytes,
-        "row_bytes": full_bytes // min(rows) if rows else 0,
+        "again_bytes": len(row_counts) * full_bytes,
+        "row_bytes": full_bytes // min(row_counts) if row_counts else 0,
     }
 
 

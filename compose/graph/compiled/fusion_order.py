@@ -13,37 +13,41 @@ from collections.abc import Callable, Iterable, Sequence
 from itercast.capture.opcall import OpCall, StepCapture
 from itercast.compose.graph.rewrite import StepBuilder
 
-Asked = Callable[[OpCall], bool]
+CallTest = Callable[[OpCall], bool]
 
 
 def in_fusion_order(
-    capture: StepCapture, fused: Asked, moved: Asked, place: Callable[[OpCall], object]
+    capture: StepCapture, fused: CallTest, movable: CallTest, place: Callable[[OpCall], object]
 ) -> StepCapture:
     """The step with calls beside those that they are fused with.
 
-    Each call for which ``moved`` is true comes right after the last one that makes what it reads,
-    if that is ``fused`` and of the same ``place``; then right before the first one that reads its
-    result. Calls that write in place, and those that read what is overwritten, stay.
+    Each call for which ``movable`` is true comes right after the last one that makes what it reads,
+    if that is ``fused``, of the same ``place``, and calls that are not fused lie between; then, in
+    the same way, right before the first one that reads its result. Calls that write in place, and
+    those that read what is overwritten, stay.
     """
-    for upward in (True, False):
+    for to_makers in (True, False):
         calls = capture.calls
-        found, places = _Users(calls), list(map(place, calls))
-        apart = [i for i, call in enumerate(calls) if not fused(call)]
-        at = list(range(len(calls)))  # a call, or the one that it is moved to
-        for i in at[:] if upward else reversed(at[:]):
-            if not (moved(calls[i]) and found.is_free(i)):
+        users, places = _Users(calls), list(map(place, calls))
+        not_fused = [i for i, call in enumerate(calls) if not fused(call)]
+        position = list(range(len(calls)))  # of a call: its own, or the call that it is moved to
+        for i in range(len(calls)) if to_makers else reversed(range(len(calls))):
+            if not (movable(calls[i]) and users.is_free(i)):
                 continue
-            others = [at[j] for j in (found.made_by(i) if upward else found.read_by(i))]
-            to = (max if upward else min)(others, default=i)
-            between = bisect_left(apart, max(i, to)) - bisect_left(apart, min(i, to))
-            if between and fused(calls[to]) and places[to] == places[i]:
-                at[i] = to
-        capture = _ordered(capture, at)
+            if to_makers:
+                target = max((position[j] for j in users.makers_read_by(i)), default=i)
+            else:
+                target = min((position[j] for j in users.readers_of(i)), default=i)
+            low, high = sorted((i, target))
+            not_fused_between = bisect_left(not_fused, high) - bisect_left(not_fused, low)
+            if not_fused_between and fused(calls[target]) and places[target] == places[i]:
+                position[i] = target
+        capture = _ordered(capture, position)
     return capture
 
 
 class _Users:
-    """Who makes and reads each storage of a step."""
+    """The calls that make and that read each storage of a step."""
 
     def __init__(self, calls: Sequence[OpCall]) -> None:
         self.calls = calls
@@ -55,32 +59,33 @@ class _Users:
             for t in call.outputs:
                 self.makers.setdefault(t.storage, []).append(i)
 
-    def made_by(self, i: int) -> Iterable[int]:
-        """The calls that make what a call reads."""
+    def makers_read_by(self, i: int) -> Iterable[int]:
+        """The earlier calls that make what call i reads."""
         storages = {t.storage for t in self.calls[i].tensors()}
         return [j for name in storages for j in self.makers.get(name, ()) if j < i]
 
-    def read_by(self, i: int) -> Iterable[int]:
-        """The calls that read what a call makes."""
+    def readers_of(self, i: int) -> Iterable[int]:
+        """The later calls that read what call i makes."""
         storages = {t.storage for t in self.calls[i].outputs}
         return [j for name in storages for j in self.readers.get(name, ()) if j > i]
 
     def is_free(self, i: int) -> bool:
-        """Whether a call alone writes its results, and nothing of its phase overwrites its inputs.
+        """Whether call i may move: it alone writes its results, and its inputs stay as they are.
 
-        Another call of its phase may have written an input in place, but before it.
+        No later call of its phase overwrites an input.
         """
         call = self.calls[i]
         read = {t.storage for t in call.tensors()}
-        alone = all(len(self.makers[t.storage]) == 1 for t in call.outputs)
-        given = any(t.storage in read for t in call.outputs)
-        later = (j for name in read for j in self.makers.get(name, ()) if j > i)
-        return alone and not given and all(self.calls[j].phase != call.phase for j in later)
+        only_writer = all(len(self.makers[t.storage]) == 1 for t in call.outputs)
+        in_place = any(t.storage in read for t in call.outputs)
+        overwriters = (j for storage in read for j in self.makers.get(storage, ()) if j > i)
+        overwritten = any(self.calls[j].phase == call.phase for j in overwriters)
+        return only_writer and not in_place and not overwritten
 
 
-def _ordered(capture: StepCapture, at: Sequence[int]) -> StepCapture:
-    """The step with call i beside call ``at[i]``; calls at the same place keep their order."""
+def _ordered(capture: StepCapture, position: Sequence[int]) -> StepCapture:
+    """The step with call i beside call ``position[i]``; those of one position keep their order."""
     made = StepBuilder(capture)
-    for i in sorted(range(len(at)), key=lambda i: (at[i], i)):
+    for i in sorted(range(len(position)), key=lambda i: (position[i], i)):
         made.add(i, capture.calls[i])
     return made.step()

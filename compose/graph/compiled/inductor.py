@@ -57,18 +57,18 @@ def inductor_kernels(
     def fused(call: OpCall) -> bool:
         return (is_fusible(call) or _is_load(call)) and not apart(call)
 
-    def moved(call: OpCall) -> bool:
+    def movable(call: OpCall) -> bool:
         return fused(call) and _is_pointwise(call)
 
     if not any(map(fused, capture.calls)):
         return capture
     capture, again = with_kept_rows(capture, fused)
-    capture = in_fusion_order(capture, fused, moved, _place)
+    capture = in_fusion_order(capture, fused, movable, _place)
     calls, fusible = capture.calls, list(map(fused, capture.calls))
     uses = _Uses(calls, again)
-    made, stretch = StepBuilder(capture), list[int]()
+    made, stretch = StepBuilder(capture), list[int]()  # consecutive fusible calls of one place
 
-    def flush() -> None:
+    def add_kernels_of_stretch() -> None:
         kernels = (uses.call(kernel) for kernel in _kernels(stretch, uses))
         made.calls.extend(call for call in kernels if call is not None)
         for i in stretch:
@@ -77,12 +77,12 @@ def inductor_kernels(
 
     for index, call in enumerate(calls):
         if stretch and not (fusible[index] and _place(call) == _place(calls[stretch[-1]])):
-            flush()
+            add_kernels_of_stretch()
         if fusible[index]:
             stretch.append(index)
         else:
             made.add(index, call if apart(call) else _marked_if_paddable(call))
-    flush()
+    add_kernels_of_stretch()
     return made.step()
 
 
@@ -124,6 +124,7 @@ def _is_load(call: OpCall) -> bool:
 
 
 def _place(call: OpCall) -> tuple[str, int, int]:
+    """Phase, stream and compiled function of a call; only calls that share these are fused."""
     return call.phase, call.stream, call.compiled
 
 
@@ -149,22 +150,27 @@ def _with_norm_gradients_apart(
 
 @dataclass
 class _Kernel:
-    """Calls of one kernel over ``size`` elements.
+    """Calls (``members``, by index) of one kernel over ``size`` elements.
 
-    ``again``: calls of others that do not read what this one makes; ``spared``: those that do not
-    read it in these storages. ``copies``: storages of what it computes again and does not write.
+    ``columns``: it reduces other dimensions than the last. Other kernels compute some results of
+    this one again instead of reading them: calls in ``nonreaders`` read none, pairs (call, storage)
+    in ``unread`` not that one. ``copies``: storages that this one computes again for its own calls,
+    and does not write.
     """
 
     size: int
     columns: bool
     members: list[int] = field(default_factory=list)
-    again: Set[int] = frozenset()
-    spared: set[tuple[int, int]] = field(default_factory=set)
+    nonreaders: Set[int] = frozenset()
+    unread: set[tuple[int, int]] = field(default_factory=set)
     copies: set[int] = field(default_factory=set)
 
 
 class _Uses:
-    """Who makes and reads each storage of a step, and what backward computes again from what."""
+    """The calls that make and read each storage of a step.
+
+    ``again``: storage of a result that backward computes again -> the tensors it reads for that.
+    """
 
     def __init__(self, calls: Sequence[OpCall], again: Again) -> None:
         self.calls, self.again = calls, again
@@ -193,22 +199,24 @@ class _Uses:
         return max(read)
 
     def leads_to(self, i: int, size: int, last: int) -> bool:
-        """Whether a call up to ``last`` over ``size`` elements reads what a call makes.
+        """Whether a call up to ``last`` over ``size`` elements reads what call i makes.
 
         Directly, or what calls over other numbers of elements make of it.
         """
         seen, todo = {i}, [i]
         while todo:
             made = {t.storage for t in self.calls[todo.pop()].outputs}
-            found = {j for name in made for j in self.readers.get(name, ()) if i < j <= last}
-            if any(size_of(self.calls[j]) == size for j in found):
+            readers = {
+                j for storage in made for j in self.readers.get(storage, ()) if i < j <= last
+            }
+            if any(size_of(self.calls[j]) == size for j in readers):
                 return True
-            todo += found - seen
-            seen |= found
+            todo += readers - seen
+            seen |= readers
         return False
 
     def reads(self, i: int) -> Iterable[TensorSpec]:
-        """What a call reads: in backward what it computes forward's results from."""
+        """What call i reads; in backward what forward's results are computed again from."""
         for t in read_by(self.calls[i]):
             yield from self.again.get(t.storage, (t,)) if is_backward(self.calls[i]) else (t,)
 
@@ -223,8 +231,8 @@ class _Uses:
             return True
         if t.storage in self.again:
             readers = {i for i in readers if not is_backward(self.calls[i])}
-        readers -= {i for i in readers if (i, t.storage) in kernel.spared}
-        return not readers <= {*kernel.members, *kernel.again}
+        readers -= {i for i in readers if (i, t.storage) in kernel.unread}
+        return not readers <= {*kernel.members, *kernel.nonreaders}
 
     def call(self, kernel: _Kernel) -> OpCall | None:
         """One call in place of a kernel's calls; None where nobody reads what they make."""
@@ -241,7 +249,7 @@ class _Uses:
             sums = {t.storage for c in calls if not _is_pointwise(c) for t in c.outputs}
             sums |= {t.storage for c in calls if size_of(c) < kernel.size for t in c.outputs}
             written = [t for t in written if t.storage in sums]
-        if not written and kernel.again:
+        if not written and kernel.nonreaders:
             return None
         return kernel_call(calls, tuple(read.values()), tuple(written) or calls[-1].outputs)
 
@@ -249,48 +257,49 @@ class _Uses:
 def _kernels(stretch: Sequence[int], uses: _Uses) -> list[_Kernel]:
     """Groups consecutive fusible calls into kernels, in the order that they run in."""
     kernels: list[_Kernel] = []
-    home: dict[int, int] = {}  # storage -> number of the kernel that makes it
+    kernel_of: dict[int, int] = {}  # storage -> number of the kernel that makes it
     for i in stretch:
         call = uses.calls[i]
         size, columns = size_of(call), is_over_columns(call)
-        sources = {home[t.storage] for t in call.tensors() if t.storage in home}
-        again = list(_producers(call, stretch, uses)) if columns else []
-        first = 0 if again else max(sources, default=0)
-        split = _split_from(call, (kernels[n] for n in sources), stretch, uses)
+        sources = {kernel_of[t.storage] for t in call.tensors() if t.storage in kernel_of}
+        for_columns = list(_producers(call, stretch, uses)) if columns else []
+        after_split = _recomputed_after_split(call, (kernels[n] for n in sources), stretch, uses)
+        # It joins the last kernel that it can, none before one whose results it has to read.
+        first = 0 if for_columns else max(sources, default=0)
         joined = (
             number
             for number in reversed(range(first, len(kernels)))
             if _joins(i, kernels[number], number in sources, stretch[-1], uses)
         )
-        at = next(joined, len(kernels))
-        if at == len(kernels):
+        own = next(joined, len(kernels))
+        if own == len(kernels):
             kernels.append(_Kernel(size=size, columns=columns))
-        kernel = kernels[at]
+        kernel = kernels[own]
         kernel.size = max(kernel.size, size)
-        apart = [j for j in split if j not in kernel.members]
-        kernel.members += [j for j in again if j not in kernel.members] + [*apart, i]
-        kernel.copies |= {t.storage for j in apart for t in uses.calls[j].outputs}
-        read = {(j, t.storage) for j in (i, *apart) for t in uses.calls[j].tensors()}
+        copied = [j for j in after_split if j not in kernel.members]
+        kernel.members += [j for j in for_columns if j not in kernel.members] + [*copied, i]
+        kernel.copies |= {t.storage for j in copied for t in uses.calls[j].outputs}
+        read = {(j, t.storage) for j in (i, *copied) for t in uses.calls[j].tensors()}
         for number, other in enumerate(kernels):
-            if number != at and again:
-                other.again = other.again | {i, *again}
-            if number != at:
-                other.spared |= {pair for pair in read if pair[1] in kernel.copies}
-        home |= {t.storage: at for t in call.outputs}
+            if number != own and for_columns:
+                other.nonreaders = other.nonreaders | {i, *for_columns}
+            if number != own:
+                other.unread |= {pair for pair in read if pair[1] in kernel.copies}
+        kernel_of |= {t.storage: own for t in call.outputs}
     return kernels
 
 
 def _joins(i: int, kernel: _Kernel, reads: bool, last: int, uses: _Uses) -> bool:
-    """Whether a call becomes part of a kernel, some of whose results it ``reads`` or does not.
+    """Whether call i becomes part of a kernel; ``reads``: whether it reads a result of it.
 
     ``last``: the last call that may be fused with it.
     """
     call = uses.calls[i]
     size, columns = size_of(call), is_over_columns(call)
-    made = _made(call, kernel, uses) if reads else []
-    if _is_load(call) and not all(map(_is_pointwise, made)):
+    makers = _makers(call, kernel, uses) if reads else []
+    if _is_load(call) and not all(map(_is_pointwise, makers)):
         return False  # it would read what other threads compute
-    if any(_is_split(one, kernel, size) for one in made):
+    if any(_is_split(maker, kernel, size) for maker in makers):
         return False
     if kernel.columns:
         return size == kernel.size if columns else reads and size < kernel.size
@@ -304,50 +313,51 @@ def _joins(i: int, kernel: _Kernel, reads: bool, last: int, uses: _Uses) -> bool
 
 
 def _is_split(call: OpCall, kernel: _Kernel, size: int) -> bool:
-    """Whether blocks share what a call of a kernel gives to one that goes over ``size`` elements.
+    """Whether ``call`` is a reduction that several blocks of a kernel share.
 
-    Source: ``inner_reduction_splits`` in torch/_inductor/choices.py.
+    It leaves few numbers, each of many, to a reader that goes over ``size`` elements: the reader
+    then is another kernel. Source: ``inner_reduction_splits`` in torch/_inductor/choices.py.
     """
-    few = call.outputs[0].numel
-    return bool(few < min(size, FEW_RESULTS) and kernel.size > LONG_REDUCTION * few)
+    results = call.outputs[0].numel
+    return bool(results < min(size, FEW_RESULTS) and kernel.size > LONG_REDUCTION * results)
 
 
-def _made(call: OpCall, kernel: _Kernel, uses: _Uses) -> list[OpCall]:
+def _makers(call: OpCall, kernel: _Kernel, uses: _Uses) -> list[OpCall]:
     """The calls of a kernel that make what a call reads."""
     read = {t.storage for t in call.tensors()}
-    made = (uses.calls[i] for i in kernel.members)
-    return [c for c in made if read & {t.storage for t in c.outputs}]
+    members = (uses.calls[i] for i in kernel.members)
+    return [member for member in members if read & {t.storage for t in member.outputs}]
 
 
-def _split_from(
+def _recomputed_after_split(
     call: OpCall, sources: Iterable[_Kernel], stretch: Sequence[int], uses: _Uses
 ) -> list[int]:
-    """Pointwise calls that one computes again which waits for a split reduction in these kernels.
+    """Pointwise calls that ``call`` computes again if it reads a split reduction of ``sources``.
 
-    They are over as many elements and read few tensors: nobody writes them for it.
+    They go over as many elements, and read MOST_READ tensors at most; else none is.
     """
     size = size_of(call)
     if is_over_columns(call):
         return []
-    made = ((one, kernel) for kernel in sources for one in _made(call, kernel, uses))
-    if not any(_is_split(one, kernel, size) for one, kernel in made):
+    pairs = ((maker, kernel) for kernel in sources for maker in _makers(call, kernel, uses))
+    if not any(_is_split(maker, kernel, size) for maker, kernel in pairs):
         return []
-    found = [j for j in _producers(call, stretch, uses) if size_of(uses.calls[j]) == size]
-    made_again = {t.storage for j in found for t in uses.calls[j].outputs}
-    read = {t.storage for j in found for t in uses.calls[j].tensors()} - made_again
-    return found if len(read) <= MOST_READ else []
+    producers = [j for j in _producers(call, stretch, uses) if size_of(uses.calls[j]) == size]
+    made = {t.storage for j in producers for t in uses.calls[j].outputs}
+    read = {t.storage for j in producers for t in uses.calls[j].tensors()} - made
+    return producers if len(read) <= MOST_READ else []
 
 
 def _producers(call: OpCall, stretch: Sequence[int], uses: _Uses) -> Iterator[int]:
-    """Pointwise calls of a stretch that a sum over columns computes again, in their order."""
-    found = set[int]()
+    """Pointwise calls of a stretch from which ``call`` can compute its inputs again, in order."""
+    producers = set[int]()
     todo = list(call.tensors())
     while todo:
         t = todo.pop()
-        at = uses.maker(t.storage)
-        if at is None or at in found or at < stretch[0] or not _is_pointwise(uses.calls[at]):
+        i = uses.maker(t.storage)
+        if i is None or i in producers or i < stretch[0] or not _is_pointwise(uses.calls[i]):
             continue
         if uses.last_reader(t.storage, call) <= stretch[-1]:
-            found.add(at)
-            todo += uses.calls[at].tensors()
-    yield from sorted(found)
+            producers.add(i)
+            todo += uses.calls[i].tensors()
+    yield from sorted(producers)

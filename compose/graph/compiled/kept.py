@@ -6,8 +6,8 @@ what lies behind the cut. It never does
 - what is no pointwise op: products, attention, look-ups, joins (``cat``), random numbers, sums;
 - what a call that is not fused reads in backward;
 - what is four times smaller than what it is made of;
-- what is fused with a result that one before it, and before a call that is not fused, reads too:
-  a residual sum after its layer, which would be made of all sums before it.
+- what reads a result that another call, before a call that is not fused, reads too (torch: "used
+  far apart"): a residual sum after its layer, which would be made of all sums before it.
 
 What a checkpoint runs again is a forward of its own, and so is kept for the rest of backward.
 A norm or softmax is a pointwise op on its input and on the numbers of each row, which are kept.
@@ -38,29 +38,32 @@ OPS = {"_softmax": 3, "_log_softmax": 2, "norm": 4}  # from input to result, wit
 SMALLER = 4  # ban_if_reduction
 AN_OP, FARTHEST, UNWRITTEN = 1.1, 100, 2  # no assumption: defined by torch's get_node_weight
 
-Asked = Callable[[OpCall], bool]
-Again = dict[int, tuple[TensorSpec, ...]]
+Again = dict[int, tuple[TensorSpec, ...]]  # storage of a result -> what backward makes it of again
 UNBOUNDED = 2**62
 NEEDED = "needed"  # the node that all of what is needed leads to
 
 
-def with_kept_rows(capture: StepCapture, fused: Asked) -> tuple[StepCapture, Again]:
-    """The step, and by storage of a result that backward computes again what it reads for it.
+def with_kept_rows(
+    capture: StepCapture, fused: Callable[[OpCall], bool]
+) -> tuple[StepCapture, Again]:
+    """The step, and what backward computes again, and of what.
 
     A softmax that is computed again has a second result: two numbers for each row.
     """
-    made, fresh, rows = StepBuilder(capture), fresh_storages(capture), set[int]()
+    made, fresh, row_storages = StepBuilder(capture), fresh_storages(capture), set[int]()
     for i, call in enumerate(capture.calls):
         if _is_forward(call) and name_of(call) in SOFTMAX and fused(call):
             result = call.outputs[0]
-            count = result.numel // max(1, result.shape[call.args[1]])
-            numbers = TensorSpec(shape=(count, 2), dtype="fp32", storage=next(fresh))
-            call = replace(call, outputs=(result, numbers))
-            rows.add(numbers.storage)
+            rows = result.numel // max(1, result.shape[call.args[1]])
+            maxima_and_sums = TensorSpec(shape=(rows, 2), dtype="fp32", storage=next(fresh))
+            call = replace(call, outputs=(result, maxima_and_sums))
+            row_storages.add(maxima_and_sums.storage)
         made.add(i, call)
     step = _Step(made.step(), fused)
-    again = {s: t for own in step.forwards() for s, t in _Forward(step, own).computed_again()}
-    unread = rows - {t.storage for leaves in again.values() for t in leaves}
+    again: Again = {}
+    for own_calls in step.forwards():
+        again.update(_Forward(step, own_calls).computed_again())
+    unread = row_storages - {t.storage for leaves in again.values() for t in leaves}
     calls = (
         replace(c, outputs=c.outputs[:1]) if c.outputs and c.outputs[-1].storage in unread else c
         for c in step.calls
@@ -78,9 +81,9 @@ def _is_forward(call: OpCall) -> bool:
 
 
 class _Step:
-    """Who makes and reads each storage of a step, and its largest tensor."""
+    """The calls that make and read each storage of a step, and its largest tensor."""
 
-    def __init__(self, capture: StepCapture, fused: Asked) -> None:
+    def __init__(self, capture: StepCapture, fused: Callable[[OpCall], bool]) -> None:
         self.calls = capture.calls
         self.fused = list(map(fused, capture.calls))
         self.makers: dict[int, list[int]] = {}
@@ -102,52 +105,56 @@ class _Step:
 
     def forwards(self) -> Iterable[list[int]]:
         """The calls of each compiled function's forward, and those that checkpoints run again."""
-        found: dict[tuple[str, int], list[int]] = {}
+        groups: dict[tuple[str, int], list[int]] = {}
         for i, call in enumerate(self.calls):
             if _is_forward(call):
-                found.setdefault((call.phase, call.compiled), []).append(i)
-        return [own for own in found.values() if any(self.fused[i] for i in own)]
+                groups.setdefault((call.phase, call.compiled), []).append(i)
+        return [group for group in groups.values() if any(self.fused[i] for i in group)]
 
     def made_of(self, i: int) -> Sequence[TensorSpec]:
         """What the first result of a call is made of: what it reads, and its other results."""
         return (*read_by(self.calls[i]), *self.calls[i].outputs[1:])
 
-    def is_alone(self, i: int) -> bool:
-        """Whether a call is no pointwise op whose first result can be computed again."""
+    def never_recomputed(self, i: int) -> bool:
+        """Whether torch bans the first result of call i from being computed again, by its op."""
         call = self.calls[i]
         family, _ = find_family(call)
         if not self.fused[i] or family is None or name_of(call) in KEPT_LOADS:
             return True
         if family.name == "norm" or name_of(call) in SOFTMAX or len(call.outputs) > 1:
             return family.name == "reduction" and name_of(call) not in SOFTMAX
-        read = sum(t.nbytes for t in call.args if isinstance(t, TensorSpec))
-        few = call.outputs[0].nbytes * SMALLER < read
-        return family.name in ("random", "reduction") or few
+        read_bytes = sum(t.nbytes for t in call.args if isinstance(t, TensorSpec))
+        is_small = call.outputs[0].nbytes * SMALLER < read_bytes
+        return family.name in ("random", "reduction") or is_small
 
     def are_fused(self, i: int, reader: int) -> bool:
-        """Whether a call is fused with one that reads its result."""
+        """Whether call i is fused with call ``reader``, which reads its result."""
         both = (name_of(self.calls[j]) not in KEPT_LOADS and self.fused[j] for j in (i, reader))
         return name_of(self.calls[reader]) in JOINS or all(both)
 
 
 class _Forward:
-    """What backward needs of one compiled function's forward, and what it can compute again."""
+    """What backward needs of one compiled function's forward, and what it can compute again.
+
+    ``own``: the calls of that forward.
+    """
 
     def __init__(self, step: _Step, own: Sequence[int]) -> None:
         self.step, self.own = step, set(own)
         self.compiled = step.calls[own[0]].compiled
-        self.makers: dict[int, int] = {}  # of what can be computed again
-        self.far = {to for i in own for t in step.calls[i].outputs for to in self._far(i, t)}
+        self.makers: dict[int, int] = {}  # storage that can be computed again -> its call
+        results = ((i, t) for i in own for t in step.calls[i].outputs)
+        far_apart = {reader for i, t in results for reader in self._far_readers(i, t)}
         for i in own:
-            if not step.is_alone(i) and i not in self.far and self._is_inside(i):
+            if not step.never_recomputed(i) and i not in far_apart and self._is_inside(i):
                 self.makers[step.calls[i].outputs[0].storage] = i
         touched = {t.storage for i in own for t in step.calls[i].touched}
         self.needed = [s for s in touched if any(map(self._is_backward, step.readers.get(s, ())))]
         self.distances: dict[int, int] = {}
         for i in reversed(own):
-            results = [t.storage for t in step.calls[i].outputs]
-            for storage in results:
-                self.distances[storage] = self._distance(storage, results[:1])
+            storages = [t.storage for t in step.calls[i].outputs]
+            for storage in storages:
+                self.distances[storage] = self._distance(storage, storages[:1])
             for t in read_by(step.calls[i]):
                 self.distances[t.storage] = self._distance(t.storage, ())
 
@@ -155,19 +162,23 @@ class _Forward:
         """Storages of results that backward computes again, with what it computes them from."""
         kept = self._kept()
         for storage in self.needed:
-            found, seen, todo = dict[int, TensorSpec](), {storage}, [storage]
+            leaves, seen, todo = dict[int, TensorSpec](), {storage}, [storage]
             while todo and storage not in kept:
                 for t in self.step.made_of(self.makers[todo.pop()]):
                     if t.storage in kept:
-                        found[t.storage] = t
+                        leaves[t.storage] = t
                     elif t.storage not in seen:
                         seen.add(t.storage)
                         todo.append(t.storage)
-            if found:  # not ones: the gradient that a step without a loss is given
-                yield storage, tuple(found.values())
+            if leaves:  # not ones: the gradient that a step without a loss is given
+                yield storage, tuple(leaves.values())
 
     def _kept(self) -> set[int]:
-        """The storages that are kept of forward."""
+        """The storages that are kept of forward: the minimum cut of a graph.
+
+        Each storage is an edge from node (storage, False) to (storage, True) that carries its
+        weight; edges without limit lead from what a call reads to what it makes, and to NEEDED.
+        """
         flow, sources = Flow(), list[tuple[int, bool]]()
         kept = {s for s in self.needed if s not in self.makers}
         seen, todo = set(self.needed), [s for s in self.needed if s in self.makers]
@@ -189,6 +200,7 @@ class _Forward:
         return kept | cut | {s for s, _ in sources if (s, True) in behind}
 
     def _is_backward(self, i: int) -> bool:
+        """Whether call i is of this function's backward."""
         call = self.step.calls[i]
         return is_backward(call) and call.compiled == self.compiled
 
@@ -202,8 +214,11 @@ class _Forward:
         fused = all(self._is_backward(r) and step.are_fused(i, r) for r in backward)
         return fused and all(last <= i for last in later)
 
-    def _far(self, i: int, t: TensorSpec) -> list[int]:
-        """Calls that a call is fused with, which run after one that is not fused: see above."""
+    def _far_readers(self, i: int, t: TensorSpec) -> list[int]:
+        """Readers of a result of call i that are fused with i, but run after a call that is not.
+
+        That call is made of ``t`` as well: torch's "used far apart".
+        """
         step = self.step
         readers = sorted(r for r in set(step.readers.get(t.storage, ())) if r in self.own)
         if len(readers) < 2:
@@ -222,7 +237,10 @@ class _Forward:
         return []
 
     def _distance(self, storage: int, first: Sequence[int]) -> int:
-        """Ops between a result and backward, at least 1; the first result is made of others."""
+        """Ops between a result and backward, at least 1 and FARTHEST where none reads it.
+
+        ``first``: the first result of the same call, which is made of its others.
+        """
         readers = self.step.readers.get(storage, ())
         if any(map(self._is_backward, readers)):
             return 1
@@ -258,13 +276,13 @@ def _ops(call: OpCall) -> int:
 
 
 class Flow:
-    """How much may still flow along each edge of a graph."""
+    """A maximum-flow problem: ``left`` is how much may still flow along each edge (start, end)."""
 
     def __init__(self) -> None:
         self.left: dict[Hashable, dict[Hashable, int]] = defaultdict(dict)
 
     def edge(self, start: Hashable, end: Hashable, most: int = UNBOUNDED) -> None:
-        """Adds an edge along which at most so much flows."""
+        """Adds to the capacity of an edge."""
         self.left[start][end] = self.left[start].get(end, 0) + most
         self.left[end].setdefault(start, 0)
 
@@ -280,30 +298,30 @@ class Flow:
                 for a, b in pairs:
                     self.left[a][b] -= most
                     self.left[b][a] += most
-        found: set[Hashable] = {NEEDED}
+        behind: set[Hashable] = {NEEDED}
         todo: list[Hashable] = [NEEDED]
         while todo:
             end = todo.pop()
-            new = [a for a in self.left[end] if a not in found and self.left[a][end]]
-            found.update(new)
+            new = [node for node in self.left[end] if node not in behind and self.left[node][end]]
+            behind.update(new)
             todo += new
-        return found
+        return behind
 
     def _path(self, source: Hashable) -> list[Hashable]:
-        """The shortest way along which more can flow; empty where there is none."""
-        came: dict[Hashable, Hashable] = {source: source}
+        """The shortest path from a source to NEEDED along which more can flow; empty if none."""
+        previous: dict[Hashable, Hashable] = {source: source}
         todo = deque([source])
         while todo:
-            at = todo.popleft()
-            for to, left in self.left[at].items():
-                if left and to not in came:
-                    came[to] = at
-                    todo.append(to)
-            if NEEDED in came:
+            node = todo.popleft()
+            for neighbour, left in self.left[node].items():
+                if left and neighbour not in previous:
+                    previous[neighbour] = node
+                    todo.append(neighbour)
+            if NEEDED in previous:
                 break
         else:
             return []
         path: list[Hashable] = [NEEDED]
         while path[-1] != source:
-            path.append(came[path[-1]])
+            path.append(previous[path[-1]])
         return path[::-1]

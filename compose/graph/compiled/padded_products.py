@@ -24,15 +24,19 @@ def is_paddable(p: object) -> bool:
 
 def padded_parts(p: Gemm) -> list[Part]:
     """The padded product, and a copy of each operand that grows."""
-    made = _padded(p)
-    grows = {name: getattr(made, name) != getattr(p, name) for name in ("m", "n", "k")}
-    operands = ((p.m, p.k, grows["m"] or grows["k"]), (p.k, p.n, grows["k"] or grows["n"]))
-    item = float(itemsize_bytes(p.dtype))
-    copies = [2 * p.batch * rows * columns * item for rows, columns, copied in operands if copied]
-    return [Part(family="gemm", params=made), *map(memory_copy, copies)]
+    padded = _padded(p)
+    copied_numel = []
+    if (padded.m, padded.k) != (p.m, p.k):
+        copied_numel.append(p.batch * p.m * p.k)
+    if (padded.k, padded.n) != (p.k, p.n):
+        copied_numel.append(p.batch * p.k * p.n)
+    item_bytes = float(itemsize_bytes(p.dtype))
+    copies = [memory_copy(2 * numel * item_bytes) for numel in copied_numel]  # read and written
+    return [Part(family="gemm", params=padded), *copies]
 
 
 def _padded(p: Gemm) -> Gemm:
+    """The product with m, n and k rounded up to the dtype's alignment; vectors stay vectors."""
     unit = ALIGNMENT.get(p.dtype, 1)
     m, n, k = (x if x == 1 else -(-x // unit) * unit for x in (p.m, p.n, p.k))
     return replace(p, m=m, n=n, k=k)

@@ -23,7 +23,7 @@ FAMILIES = ("elementwise", "index", "reduction")  # no random numbers
 def without_repeats(
     capture: StepCapture, *, apart: Callable[[OpCall], bool] = lambda call: False
 ) -> StepCapture:
-    """The step where what reads a repeat's result reads that of the first one.
+    """The step without repeats of a call; what reads a repeat's result reads the first one's.
 
     Calls for which ``apart`` is true stay. Captures do not say where in its memory a tensor begins:
     only calls on whole ones are compared, or on all parts of one (``cat`` of what a gather brings).
@@ -35,8 +35,8 @@ def without_repeats(
         if call.phase in COMPILED_PHASES and not apart(call) and repeats.is_whole(call):
             first = repeats.first.setdefault(repeats.key(call), call)
             if first is not call:
-                both = zip(call.outputs, first.outputs, strict=True)
-                repeats.same |= {t.storage: one.storage for t, one in both}
+                for repeat_result, first_result in zip(call.outputs, first.outputs, strict=True):
+                    repeats.same[repeat_result.storage] = first_result.storage
                 made.done(i)
                 continue
         repeats.writes.update((call.compiled, t.storage) for t in call.outputs)
@@ -45,7 +45,7 @@ def without_repeats(
 
 
 class _Repeats:
-    """The first of equal calls while a step is gone through, and what their results are called."""
+    """The calls met so far in a step by what they compute, and the storages of repeats' results."""
 
     def __init__(self, capture: StepCapture) -> None:
         self.first: dict[Hashable, OpCall] = {}
@@ -57,23 +57,23 @@ class _Repeats:
             self.largest[t.storage] = max(t.numel, self.largest.get(t.storage, 0))
 
     def renamed(self, call: OpCall) -> list[TensorSpec]:
-        """The tensors of a call whose memory is that of an equal result."""
+        """The tensors of a call that a repeat made: they are the first one's results now."""
         return [t for t in call.touched if t.storage in self.same]
 
     def is_whole(self, call: OpCall) -> bool:
         """Whether a call makes new tensors of whole ones alone, and nothing overwrites them."""
         family, _ = find_family(call)
-        known = call.op == COLLECTIVE or (family is not None and family.name in FAMILIES)
-        read = Counter[int]()
+        comparable = call.op == COLLECTIVE or (family is not None and family.name in FAMILIES)
+        read_numel = Counter[int]()  # by storage
         for t in call.tensors():
-            read[t.storage] += t.numel
-        whole = all(n >= self.largest[storage] for storage, n in read.items())
-        alone = all(self.makers[t.storage] == 1 for t in call.outputs)
-        return known and bool(read and call.outputs) and whole and alone
+            read_numel[t.storage] += t.numel
+        reads_whole = all(n >= self.largest[storage] for storage, n in read_numel.items())
+        only_writer = all(self.makers[t.storage] == 1 for t in call.outputs)
+        return comparable and bool(read_numel and call.outputs) and reads_whole and only_writer
 
     def key(self, call: OpCall) -> Hashable:
-        """What is the same for equal calls: what they compute, of which tensors as written when."""
-        place = call.compiled, call.recomputed
-        written = tuple(self.writes[call.compiled, t.storage] for t in call.tensors())
-        forms = tuple((t.shape, t.dtype, t.stride) for t in call.outputs)
-        return place, call.op, call.args, tuple(sorted(call.kwargs.items())), written, forms
+        """Equal for calls with equal results: function, op, arguments and how often overwritten."""
+        function = call.compiled, call.recomputed
+        versions = tuple(self.writes[call.compiled, t.storage] for t in call.tensors())
+        results = tuple((t.shape, t.dtype, t.stride) for t in call.outputs)
+        return function, call.op, call.args, tuple(sorted(call.kwargs.items())), versions, results

@@ -62,7 +62,7 @@ class _Casts:
         self.copies: dict[tuple[int, bool], int] = {}  # by storage, and whether in backward
 
     def replace_cast(self, i: int, call: OpCall) -> None:
-        """Cast what call i casts; of a gradient a copy for each product that reads it."""
+        """Scale and cast what call i casts; a gradient twice if several products read it."""
         storage, backward = call.outputs[0].storage, call.phase == "backward"
         self._scale(storage, call.args[0], call)
         both = backward and self.readers[storage] > 1
@@ -70,7 +70,7 @@ class _Casts:
         self.made.done(i)
 
     def copy(self, t: TensorSpec, user: OpCall) -> int:
-        """The storage of what a product reads in place of ``t``, which is cast where it is not."""
+        """Storage of the fp8 copy of ``t`` that the product ``user`` reads, made at first use."""
         key = (t.storage, user.phase == "backward")
         if key not in self.copies:
             if t.storage not in self.sources:
@@ -81,13 +81,15 @@ class _Casts:
         return self.copies[key]
 
     def _scale(self, storage: int, wide: TensorSpec, user: OpCall) -> None:
+        """Add the search for the largest number of ``wide``, the source of ``storage``."""
         scale = TensorSpec(shape=(), dtype="fp32", storage=next(self.fresh))
         self.sources[storage] = _Source(wide, scale)
         self._call(user, LARGEST, (wide, (), False), (scale,))
 
     def _cast(self, storage: int, user: OpCall, copies: list[int]) -> None:
+        """Add the cast of the source of ``storage`` into these new storages."""
         source = self.sources[storage]
-        outputs = (replace(source.wide, dtype=FP8, storage=one) for one in copies)
+        outputs = (replace(source.wide, dtype=FP8, storage=copy) for copy in copies)
         self._call(user, CAST, (source.wide, source.scale), tuple(outputs))
         self.copies[storage, user.phase == "backward"] = copies[0]
 

@@ -23,7 +23,7 @@ FAR = (0.4, 0.1, 0.0, 0.5, 0.0, 0.5)  # of many: half of it in messages over the
 def test_one_anchor_by_hand() -> None:
     """All in products: a ratio of e**0.2 by variances 0.09, 0.01 (model) and 0.0025 (row)."""
     anchor = Anchor(model="a", sensitivity=(1.0, 0, 0, 0, 0, 0), log_ratio=0.2)
-    known = Machine.new(TYPICAL).told([anchor])
+    known = Machine.new(TYPICAL).updated([anchor])
     total = 0.09 + 0.01 + 0.0025
     assert log(known.factors().products) == pytest.approx(0.2 * 0.09 / total)
     assert log(known.factors("a").products) == pytest.approx(0.2 * 0.10 / total)
@@ -41,13 +41,13 @@ def test_an_interval_of_a_new_machine_by_hand() -> None:
 
 def test_an_anchor_as_long_as_forecast_moves_nothing() -> None:
     new = Machine.new(TYPICAL)
-    known = new.told([Anchor(model="a", sensitivity=FAR, log_ratio=0.0)])
+    known = new.updated([Anchor(model="a", sensitivity=FAR, log_ratio=0.0)])
     assert known.factors("a").logs == pytest.approx(new.factors("a").logs)
 
 
 def test_a_step_of_one_gpu_says_nothing_of_the_network() -> None:
     new = Machine.new(TYPICAL)
-    known = new.told([Anchor(model="a", sensitivity=ALONE, log_ratio=0.4)])
+    known = new.updated([Anchor(model="a", sensitivity=ALONE, log_ratio=0.4)])
     at = NAMES.index("network")
     assert known.mean[at] == new.mean[at]
     assert known.covariance[at][at] == new.covariance[at][at]
@@ -62,7 +62,7 @@ def test_more_anchors_never_widen_an_interval() -> None:
     for at in range(12):
         j = tuple(draw.dirichlet(np.ones(6)).tolist())
         ratio = float(draw.normal(0, 0.5))
-        known = known.told([Anchor(model="abc"[at % 3], sensitivity=j, log_ratio=ratio)])
+        known = known.updated([Anchor(model="abc"[at % 3], sensitivity=j, log_ratio=ratio)])
         narrower = [known.half_width(*one) for one in asked]
         assert all(a <= b + 1e-12 for a, b in zip(narrower, widths, strict=True))
         widths = narrower
@@ -94,7 +94,7 @@ def test_two_machines_of_known_factors_are_recovered(seed: int) -> None:
         pairs = zip(anchors[::2], anchors[1::2], strict=True)
         deviations = list[np.ndarray]()
         for steps in (anchors, [whole(one, other) for one, other in pairs]):
-            known = Machine.new(TYPICAL).told(steps)
+            known = Machine.new(TYPICAL).updated(steps)
             deviations.append(np.sqrt(np.diag(np.array(known.covariance))[:6]))
             assert (np.abs(np.array(known.mean[:6]) - truth) < 4 * deviations[-1]).all()
         assert (deviations[0] < deviations[1]).all() and (deviations[1] < TYPICAL.spread).all()
@@ -110,7 +110,7 @@ def whole(one: Anchor, other: Anchor) -> Anchor:
 def test_exposed_messages_move_only_the_factors_they_speak_of() -> None:
     """A quarter of the step, all network, a ratio of 0.2: variances 0.25**2 (0.16 + 0.01), row."""
     part = Anchor(model="a", sensitivity=(0, 0, 0, 0.25, 0, 0), log_ratio=0.2, share=0.25)
-    known = Machine.new(TYPICAL).told([part])
+    known = Machine.new(TYPICAL).updated([part])
     variance = 0.25**2 * (0.16 + 0.01) + 0.25 * 0.0025
     assert log(known.factors().network) == pytest.approx(0.25 * 0.16 * 0.2 / variance)
     assert known.mean[:3] == (0, 0, 0)
@@ -122,6 +122,6 @@ def test_the_order_of_anchors_does_not_matter() -> None:
         Anchor(model="a", sensitivity=ALONE, log_ratio=0.3),
         Anchor(model="b", sensitivity=FAR, log_ratio=-0.1),
     ]
-    one, other = Machine.new(TYPICAL).told(anchors), Machine.new(TYPICAL).told(anchors[::-1])
+    one, other = Machine.new(TYPICAL).updated(anchors), Machine.new(TYPICAL).told(anchors[::-1])
     assert one.factors().logs == pytest.approx(other.factors().logs)
     assert one.half_width(FAR, "a") == pytest.approx(other.half_width(FAR, "a"))

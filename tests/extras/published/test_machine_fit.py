@@ -85,7 +85,7 @@ def test_forecasts_are_those_of_a_machine_with_anchors() -> None:
     (_, told), (_, asked) = steps.iterrows()
     j, other = (tuple(float(row[name]) for name in SENSITIVITY) for row in (told, asked))
     anchor = Anchor(model=told["model"], sensitivity=j, log_ratio=told["log_ratio"])
-    known = Machine.new(typical).told([anchor])
+    known = Machine.new(typical).updated([anchor])
     found = with_anchors(steps, typical, 1).iloc[0]
     logs = np.array(known.factors(asked["model"]).logs)
     assert found["log_ratio"] == pytest.approx(asked["log_ratio"] - np.array(other) @ logs)
