@@ -34,10 +34,10 @@ def forecast_program(program: ProgramCapture, target: Target) -> Forecast:
     ranks, book, cores_frac = priced_program(program, target)
     runs, iteration_us = simulate_program(ranks, book.contention, cores_frac)
     slowest = max(ranks, key=lambda r: covered_us(lane_spans(runs[r])["compute"]))
-    both, tally = shares(runs[slowest]), _tally(ranks[slowest], book)  # of two steps, of one
-    comm_us = both.comm_us / 2 + tally.hidden_us
+    two_steps, tally = shares(runs[slowest]), _tally(ranks[slowest], book)
+    comm_us = two_steps.comm_us / 2 + tally.hidden_us
     outcome = broken_down(
-        Shares(iteration_us, both.compute_us / 2, both.exposed_us / 2, comm_us),
+        Shares(iteration_us, two_steps.compute_us / 2, two_steps.exposed_us / 2, comm_us),
         tally,
         runs[slowest],
         memory={"tensors": max(peak_bytes(program, ranks).values())},
@@ -46,25 +46,25 @@ def forecast_program(program: ProgramCapture, target: Target) -> Forecast:
     )
     world = program.world_size
     batch = batch_of(program)
-    everyone, per_node = {"world": tuple(range(world))}, _per_node(program, target)
-    found = report(
+    all_ranks, per_node = {"world": tuple(range(world))}, _per_node(program, target)
+    forecast = report(
         outcome,
         book,
         plan=f"program on {counted(world, 'rank')}",
         bundle_name=target.bundle_name,
         room=room_bytes(book.gpu, ParallelPlan(dp=world)),
-        network=cluster_of(everyone, book.gpu, target.node, per_node).network,
+        network=cluster_of(all_ranks, book.gpu, target.node, per_node).network,
         world_size=world,
         samples=batch.samples,
         tokens=batch.tokens,
     )
     held_us = iteration_us - runs[slowest].queued_us
-    return replace(found, host_held_us=held_us, notes=(batch.note,) if batch.note else ())
+    return replace(forecast, host_held_us=held_us, notes=(batch.note,) if batch.note else ())
 
 
 def peak_bytes(program: ProgramCapture, ranks: Mapping[int, PricedRank]) -> dict[int, int]:
     """The peak memory of each captured rank, compiled where the program compiles."""
-    return {rank: n + ranks[rank].more_bytes for rank, n in program.peak_bytes.items()}
+    return {rank: b + ranks[rank].more_bytes for rank, b in program.peak_bytes.items()}
 
 
 def _per_node(program: ProgramCapture, target: Target) -> int:
@@ -77,7 +77,10 @@ def _per_node(program: ProgramCapture, target: Target) -> int:
 def priced_program(
     program: ProgramCapture, target: Target
 ) -> tuple[dict[int, PricedRank], PriceBook, float]:
-    """The captured ranks with prices, and the share of a CPU's cores that one of them takes."""
+    """The captured ranks with prices, the price book, and a share of a CPU's cores.
+
+    That share is what a captured rank takes, with the ranks that it stands for.
+    """
     gpu, world = target.gpu, program.world_size
     threads = max(1, gpu.sm_count // world) if gpu.kind == "cpu" else 0
     book = replace(target, threads=threads).book
@@ -91,6 +94,8 @@ def _tally(priced: PricedRank, book: PriceBook) -> Tally:
     tally = Tally(book.gpu.kind == "cpu")
     pairs = [(c, op) for c, op in zip(priced.calls, priced.ops, strict=True) if op is not None]
     tally.count(op for _, op in pairs)
-    others = [op for c, op in pairs if c.op != COLLECTIVE and not c.graphed and op.phase != PYTHON]
-    tally.host.add_all(priced.launches.total(others))
+    launched = [
+        op for c, op in pairs if c.op != COLLECTIVE and not c.graphed and op.phase != PYTHON
+    ]
+    tally.host.add_all(priced.launches.total(launched))
     return tally

@@ -84,12 +84,12 @@ def price_rank(
     calls, cold = step.calls, cold_fractions(step, book.gpu, per_node if on_cpu else 1)
     of_host = [i for i, c in enumerate(calls) if c.stream == ON_CPU or c.op in UNPRICED]
     asked = AskedCalls.of(calls, cold, sorted({*range(len(calls))} - {*of_host}))
-    among = [ranks_of(call) for call in calls if call.op == COLLECTIVE]
-    ranks = {axis_among(group): group for group in among}
+    groups = [ranks_of(call) for call in calls if call.op == COLLECTIVE]
+    ranks = {axis_among(group): group for group in groups}
     where = cluster_of(ranks, book.gpu, node, per_node)
     priced = asked.sent(book, where)
-    beside = replace(where, gpus_per_node=min(world, per_node))
-    priced |= _of_host({i: calls[i] for i in of_host}, beside)
+    sharing_host = replace(where, gpus_per_node=min(world, per_node))
+    priced |= _of_host({i: calls[i] for i in of_host}, sharing_host)
     priced |= dict(zip(asked.ops, book.price(list(asked.ops.values())), strict=True))
     priced |= {i: _python(c, book) for i, c in enumerate(calls) if c.op == HOST}
     priced |= sent_in_parts(calls, priced, beside_products, book)
@@ -113,31 +113,34 @@ def uncompiled(call: OpCall) -> bool:
 
 def _of_host(calls: Mapping[int, OpCall], where: Cluster) -> dict[int, PricedOp]:
     """Copies between host and GPU, and the CPU's work on what lies in host memory."""
-    found = dict[int, PricedOp]()
-    for i, c in calls.items():
-        if c.op == HOST_COPY:
-            way, nbytes = c.args
-            found[i] = host_copy(way, nbytes, where.gpu)
-        elif c.stream == ON_CPU:
-            found[i] = on_host(c.op, update_bytes([priceable(c)]), where)
-    return found
+    priced = dict[int, PricedOp]()
+    for i, call in calls.items():
+        if call.op == HOST_COPY:
+            direction, nbytes = call.args
+            priced[i] = host_copy(direction, nbytes, where.gpu)
+        elif call.stream == ON_CPU:
+            priced[i] = on_host(call.op, update_bytes([priceable(call)]), where)
+    return priced
 
 
 def product_dtypes(program: ProgramCapture, gpu: Gpu) -> list[str]:
     """Dtypes of a program's matrix products on a GPU, first that in which they take longest."""
     step = program.ranks[min(program.ranks)]
     calls = (step if gpu.kind == "cpu" else with_whole_networks(step)).calls
-    found = defaultdict[str, float](float)
+    seconds_by_dtype = defaultdict[str, float](float)
     computed = [i for i in launch_order(calls) if calls[i].op not in (COLLECTIVE, *UNPRICED)]
     for i in computed:
         op = priceable(calls[i]).run_by(gpu)
         if seconds := op.matmul_s(gpu):
-            found[op.params.dtype] += seconds
-    return sorted(found, key=found.__getitem__, reverse=True)
+            seconds_by_dtype[op.params.dtype] += seconds
+    return sorted(seconds_by_dtype, key=seconds_by_dtype.__getitem__, reverse=True)
 
 
 def _with_launches(step: StepCapture) -> StepCapture:
-    """The step where the first op of each CUDA graph is launched, and the others with it."""
+    """The step where the host launches the first op of each CUDA graph (``graphed`` = 0).
+
+    The other ops are launched with it.
+    """
     calls, last = [], 0
     for call in step.calls:
         computed = call.op not in (COLLECTIVE, HOST, *MARKS)
@@ -147,7 +150,10 @@ def _with_launches(step: StepCapture) -> StepCapture:
 
 
 def _python(call: OpCall, book: PriceBook) -> PricedOp:
-    """Python of a parallel wrapper: what of its event's time is spent at this call."""
+    """The host's Python of a parallel wrapper at this call: a share of its event's time.
+
+    Forward and backward split the time of FSDP's and of a pipeline's events.
+    """
     event, tensors = call.args
     if event == "dtensor_op":
         return python_op("tp_product", 1, book, DISPATCH_SHARE)
@@ -163,58 +169,71 @@ def _python(call: OpCall, book: PriceBook) -> PricedOp:
 def cluster_of(
     ranks: Mapping[str, tuple[int, ...]], gpu: Gpu, node: Node | None, per_node: int
 ) -> Cluster:
-    """Named groups of ranks on nodes that are filled one after the other."""
+    """Named groups of ranks on nodes that are filled one after the other.
+
+    ``Group.per_node``: the most ranks of a group that share a node.
+    """
     groups = {
-        name: Group(size=len(among), per_node=max(Counter(r // per_node for r in among).values()))
-        for name, among in ranks.items()
+        name: Group(size=len(group), per_node=max(Counter(r // per_node for r in group).values()))
+        for name, group in ranks.items()
     }
     return Cluster(gpu=gpu, node=node, gpus_per_node=per_node, groups=groups)
 
 
 def products_beside(calls: Sequence[OpCall]) -> dict[int, list[int]]:
-    """For what each such message brings the results of the products beside it, by storages."""
+    """The products that messages sent in parts run beside (async tensor parallelism).
+
+    Storage that a message writes -> storages that its products write.
+    """
     readers, writers = defaultdict[int, list[int]](list), dict[int, int]()
     for i, call in enumerate(calls):
         for storage in _read(call):
             readers[storage].append(i)
-    found = dict[int, list[int]]()
+    products = dict[int, list[int]]()
     for i, call in enumerate(calls):
         if call.kwargs.get("in_parts"):
-            gathers = call.kwargs["kind"] == "all_gather"
-            beside = _reading(i, calls, readers) if gathers else _making(i, calls, writers)
-            found[call.outputs[0].storage] = [calls[j].outputs[0].storage for j in beside]
+            if call.kwargs["kind"] == "all_gather":
+                beside = _products_of_gathered(i, calls, readers)
+            else:
+                beside = _product_of_scattered(i, calls, writers)
+            products[call.outputs[0].storage] = [calls[j].outputs[0].storage for j in beside]
         writers |= dict.fromkeys({t.storage for t in call.outputs} - _read(call), i)  # no views
-    return found
+    return products
 
 
 def _read(call: OpCall) -> set[int]:
+    """The storages that a call reads."""
     return {t.storage for t in call.tensors()}
 
 
-def _reading(i: int, calls: Sequence[OpCall], readers: Mapping[int, list[int]]) -> Iterator[int]:
+def _products_of_gathered(
+    i: int, calls: Sequence[OpCall], readers: Mapping[int, list[int]]
+) -> Iterator[int]:
     """The products whose rows are what message ``i`` gathers."""
-    waiting = [t.storage for t in calls[i].outputs]
-    while waiting:
-        storage = waiting.pop()
+    storages = [t.storage for t in calls[i].outputs]
+    while storages:
+        storage = storages.pop()
         for j in readers[storage]:
             call = calls[j]
             if j < i or call.phase != calls[i].phase:
                 continue
             if call.op in LINEAR_PRODUCTS:
-                first = call.args[-2]
-                if first.storage == storage and first.stride[-1] == 1:
+                rows = call.args[-2]
+                if rows.storage == storage and rows.stride[-1] == 1:
                     yield j
             elif call.op in BETWEEN:
-                waiting += [t.storage for t in call.outputs]
+                storages += [t.storage for t in call.outputs]
 
 
-def _making(i: int, calls: Sequence[OpCall], writers: Mapping[int, int]) -> Iterator[int]:
-    """The product whose result message ``i`` scatters."""
-    at = writers.get(calls[i].tensors()[0].storage)
-    while at is not None and calls[at].op in BETWEEN:
-        at = writers.get(calls[at].tensors()[0].storage)
-    if at is not None and calls[at].op in LINEAR_PRODUCTS:
-        yield at
+def _product_of_scattered(
+    i: int, calls: Sequence[OpCall], writers: Mapping[int, int]
+) -> Iterator[int]:
+    """The product whose result message ``i`` scatters, if there is one."""
+    writer = writers.get(calls[i].tensors()[0].storage)
+    while writer is not None and calls[writer].op in BETWEEN:
+        writer = writers.get(calls[writer].tensors()[0].storage)
+    if writer is not None and calls[writer].op in LINEAR_PRODUCTS:
+        yield writer
 
 
 def sent_in_parts(
@@ -223,16 +242,16 @@ def sent_in_parts(
     beside: Mapping[int, Sequence[int]],
     book: PriceBook,
 ) -> dict[int, PricedOp]:
-    """Such messages by call, as long as what their products do not hide.
+    """Messages sent in parts, by call, as long as what the products beside them do not hide.
 
-    Of n ranks' parts one is there from the start, or is computed before any is sent.
+    ``beside``: of ``products_beside``. Of n ranks' parts one is there from the start, or is
+    computed before any is sent, so that (n - 1) / n of the products hide messages.
     """
-    made = {c.outputs[0].storage: i for i, c in enumerate(calls) if c.op in LINEAR_PRODUCTS}
-    found = dict[int, PricedOp]()
+    makers = {c.outputs[0].storage: i for i, c in enumerate(calls) if c.op in LINEAR_PRODUCTS}
+    priced = dict[int, PricedOp]()
     for i, call in enumerate(calls):
         if call.kwargs.get("in_parts"):
             ranks = len(call.kwargs["ranks"])
-            known = (made[s] for s in beside[call.outputs[0].storage] if s in made)
-            products = [ops[j] for j in known]
-            found[i] = partly_hidden(ops[i], (ranks - 1) / ranks, products, book)
-    return found
+            products = [ops[makers[s]] for s in beside[call.outputs[0].storage] if s in makers]
+            priced[i] = partly_hidden(ops[i], (ranks - 1) / ranks, products, book)
+    return priced

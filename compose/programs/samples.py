@@ -41,38 +41,45 @@ class Batch:
 
 
 def batch_of(program: ProgramCapture) -> Batch:
-    """The batch of a step."""
-    asking = {rank: _lookups(step.calls) for rank, step in program.ranks.items()}
-    first = max(asking, key=lambda rank: sum(tokens for _, tokens in asking[rank]))
-    calls, lookups = program.ranks[first].calls, asking[first]
+    """The batch of a step: by its DataLoader's samples if known, else by lookups of tokens."""
+    lookups_of = {rank: _lookups(step.calls) for rank, step in program.ranks.items()}
+    first = max(lookups_of, key=lambda rank: sum(tokens for _, tokens in lookups_of[rank]))
+    calls, lookups = program.ranks[first].calls, lookups_of[first]
     world, origins = program.world_size if program.grouped else 1, Origins(calls)
-    summed = _summed(calls, origins, {n for _, n in lookups})
-    alone = Batch(samples=0, tokens=0, own_samples=program.samples, grouped=program.grouped)
-    parts = _parts_of_sequences(calls, origins)
-    apart = world if not _passes_activations(calls, origins) else _size(summed)
-    if not apart or not _ranks(parts) <= _ranks(parts if summed is None else summed):
+    summed = _summed(calls, origins, {tokens for _, tokens in lookups})
+    unknown = Batch(samples=0, tokens=0, own_samples=program.samples, grouped=program.grouped)
+    sequence_groups = _parts_of_sequences(calls, origins)
+    token_ranks = world if not _passes_activations(calls, origins) else _size(summed)
+    summed_groups = sequence_groups if summed is None else summed
+    if not token_ranks or not _ranks(sequence_groups) <= _ranks(summed_groups):
         note = f"which of {world} ranks share samples is not known: rates are left out"
-        return replace(alone, note=note)
-    each = _size(parts)
-    samples = _rows_of(lookups, program.ranks[first].host.get("backward", 0)) * apart / each
+        return replace(unknown, note=note)
+    # Of ``token_ranks``, which compute different tokens, so many share the same sequences:
+    sequence_ranks = _size(sequence_groups)
+    rows = _rows_of(lookups, program.ranks[first].host.get("backward", 0))
+    samples = rows * token_ranks / sequence_ranks
     if program.samples:
         given = {c.kwargs["ranks"] for c in calls if c.kwargs.get("loaded")}
-        samples = program.samples * world / max(world / apart * each, _size(given))
+        sharing = max(world / token_ranks * sequence_ranks, _size(given))
+        samples = program.samples * world / sharing
     return replace(
-        alone,
+        unknown,
         samples=samples,
-        tokens=sum(tokens for _, tokens in lookups) * apart,
-        own_samples=round(samples * each / apart),
+        tokens=sum(tokens for _, tokens in lookups) * token_ranks,
+        own_samples=round(samples * sequence_ranks / token_ranks),
     )
 
 
 def _lookups(calls: Sequence[OpCall]) -> list[tuple[int, int]]:
-    """Rows and tokens of each lookup of forward in the table asked most, where they are [B, T]."""
-    asked = defaultdict[int, list[tuple[int, int]]](list)
+    """(rows, tokens) of each lookup of forward in the table asked for most tokens.
+
+    Only lookups by indices of shape (rows, tokens of a row) count.
+    """
+    by_table = defaultdict[int, list[tuple[int, int]]](list)
     for call in (calls[i] for i in launch_order(calls)):
         if call.op == LOOKUP and call.phase == "forward" and len(call.args[1].shape) == 2:
-            asked[call.args[0].storage].append((call.args[1].shape[0], call.args[1].numel))
-    return max(asked.values(), key=lambda table: sum(n for _, n in table), default=[])
+            by_table[call.args[0].storage].append((call.args[1].shape[0], call.args[1].numel))
+    return max(by_table.values(), key=lambda table: sum(n for _, n in table), default=[])
 
 
 def _rows_of(lookups: Sequence[tuple[int, int]], backwards: int) -> int:
@@ -80,11 +87,13 @@ def _rows_of(lookups: Sequence[tuple[int, int]], backwards: int) -> int:
 
     Lookups before one backward, such as an encoder's and a decoder's, are of the same samples.
     """
-    each, more = divmod(len(lookups), max(1, backwards))
-    each = 1 if more or not backwards else each
-    alike = all(len(set(lookups[n::each])) == 1 for n in range(each))
-    samples = {sum(rows for rows, _ in lookups[n::each]) for n in range(each)}
-    return samples.pop() if alike and len(samples) == 1 else 0
+    per_micro, rest = divmod(len(lookups), max(1, backwards))
+    per_micro = 1 if rest or not backwards else per_micro
+    # the n-th lookups of all micro-batches
+    places = [lookups[n::per_micro] for n in range(per_micro)]
+    micros_alike = all(len(set(place)) == 1 for place in places)
+    samples = {sum(rows for rows, _ in place) for place in places}
+    return samples.pop() if micros_alike and len(samples) == 1 else 0
 
 
 class Origins:
@@ -107,29 +116,29 @@ class Origins:
                     yield call, groups
                     continue
                 passed = groups | {call.kwargs["ranks"]} if call.op == COLLECTIVE else groups
-                found = {(t.storage, passed) for t in call.tensors()} - seen
-                seen |= found
-                waiting += found
+                read = {(t.storage, passed) for t in call.tensors()} - seen
+                seen |= read
+                waiting += read
 
 
 def _summed(calls: Sequence[OpCall], origins: Origins, tokens: set[int]) -> Groups | None:
-    """The groups over which the gradient of a weight is summed that all ``tokens`` pass.
+    """The groups over which gradients are summed of weights that see all tokens of a rank.
 
-    Any weight's where no tokens are known, or none of them sees all; None where gradients of such
-    weights are not found, or differ.
+    ``tokens``: counts of tokens of lookups; a weight sees all if its gradient sums as many rows.
+    Where none does, of any weight; None where no gradient is found, or groups differ in size.
     """
-    found = dict[int, tuple[bool, Groups]]()
-    for call, groups in origins.of(
-        t.storage for c in calls if c.phase != "backward" for t in c.tensors()
-    ):
+    groups_of = dict[int, Groups]()  # by id of the call that computes a weight's gradient
+    sees_all = set[int]()
+    read_later = (t.storage for c in calls if c.phase != "backward" for t in c.tensors())
+    for call, groups in origins.of(read_later):
         rows = _rows(call)
         if rows and call.phase == "backward" and not call.recomputed:
-            _, before = found.get(id(call), (False, Groups()))
-            found[id(call)] = rows in tokens, max(before, groups, key=_size)
-    sure = {groups for of_all, groups in found.values() if of_all}
+            groups_of[id(call)] = max(groups_of.get(id(call), Groups()), groups, key=_size)
+            sees_all |= {id(call)} if rows in tokens else set()
+    sure = {groups_of[call] for call in sees_all}
     if sure:
         return next(iter(sure)) if len(set(map(_size, sure))) == 1 else None
-    return max((groups for _, groups in found.values()), key=_size, default=None)
+    return max(groups_of.values(), key=_size, default=None)
 
 
 def _rows(call: OpCall) -> int:
@@ -155,16 +164,17 @@ def _passes_activations(calls: Sequence[OpCall], origins: Origins) -> bool:
 
 
 def _parts_of_sequences(calls: Sequence[OpCall], origins: Origins) -> Groups:
-    """The groups of ranks among which sequences are cut: keys reach attention in messages."""
-    found = Groups()
+    """The groups of ranks that share sequences: keys reach attention in messages among them."""
+    sharing = Groups()
     for call in calls:
         if call.op == ATTENTION and call.phase == "forward":
             for _, groups in origins.of(t.storage for t in call.tensors()):
-                found |= groups
-    return found
+                sharing |= groups
+    return sharing
 
 
 def _ranks(groups: Groups) -> set[int]:
+    """All ranks of some groups."""
     return {rank for group in groups for rank in group}
 
 

@@ -38,16 +38,18 @@ def script_model(order: ScriptOrder) -> Iterator[tuple[SizedModel, ProgramCaptur
     one that is not there yet is made in the script's process, which ends with this context.
     """
     order = replace(order, steps=2)  # the first one makes optimizer state
-    orders = [order] if order.world_size == 1 else [replace(order, world_size=1), order]
     with ExitStack() as stack:
-        each = [_Captures(one, stack) for one in orders]
-        captures = next((one for one in each if one.kept()), each[0])
+        as_ordered = _Captures(order, stack)
+        single = as_ordered  # as one process, tried first
+        if order.world_size > 1:
+            single = _Captures(replace(order, world_size=1), stack)
+        captures = as_ordered if as_ordered.kept() and not single.kept() else single
         try:
             path = captures.kept() or captures.start()
         except ScriptStopsError as alone:
-            if captures is each[-1]:
+            if captures is as_ordered:
                 raise
-            captures = each[-1]
+            captures = as_ordered
             try:
                 path = captures.start()
             except ScriptStopsError as exc:
@@ -72,7 +74,7 @@ def engine_of(calls: Sequence[OpCall]) -> str:
 
 
 class _Captures:
-    """Captures of a found model: those that are kept, and others from the script's process."""
+    """Captures of the model that a script trains: kept ones, and new ones by its own process."""
 
     def __init__(self, order: ScriptOrder, stack: ExitStack) -> None:
         self.order, self.key, self.stack = order, order.key(serve=True), stack
@@ -99,19 +101,23 @@ class _Captures:
     def at(
         self, name: str, settings: StepSettings, batch: int, seq: int, shallow: bool
     ) -> StepCapture:
-        """One micro-batch of the script of this capture."""
+        """A captured micro-batch of the script of capture ``name``, kept on disk.
+
+        ``batch`` samples of ``seq`` tokens; ``shallow``: with few of its equal layers.
+        """
         key = digest((name, settings, batch, seq, shallow))
         make = partial(self._ask, settings, batch, seq, shallow)
         return cached(key, make, cache_folder("captures"))
 
     def _ask(self, settings: StepSettings, batch: int, seq: int, shallow: bool) -> StepCapture:
+        """Have the script's process capture a micro-batch: a file asks, another one answers."""
         if self.process is None:
             self.start()
         if self.process is None:
             raise ValueError(f"{self.order.path.name} did not start")
-        asked = {"settings": asdict(settings), "batch": batch, "seq": seq, "shallow": shallow}
+        request = {"settings": asdict(settings), "batch": batch, "seq": seq, "shallow": shallow}
         path = self.folder / f"{next(self.numbers)}{ASKED}"
-        write_atomic(path, json.dumps(asked).encode())
+        write_atomic(path, json.dumps(request).encode())
         answer, refused = path.with_suffix(ANSWER), path.with_suffix(REFUSED)
         self.process.written(answer, refused)
         if refused.is_file():

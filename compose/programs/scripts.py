@@ -87,7 +87,7 @@ class ScriptOrder:
             raise ValueError(f"script {str(self.path)!r} {why}") from None
 
     def facts(self, serve: str = "") -> Facts:
-        """What its process is told; ``serve``: see ``itercast.capture.programs.script``."""
+        """What its process is given; ``serve``: see ``itercast.capture.programs.script``."""
         gpu, node = self.target.gpu, self.target.node
         return {
             "script": str(self.path),
@@ -116,7 +116,7 @@ class ScriptOrder:
         return None
 
     def command(self, result: Path, serve: str = "") -> list[str]:
-        """The words of its ``main``, which writes what it captured to a file."""
+        """Arguments of ``itercast.capture.programs.script``, which writes the capture ``result``."""
         facts = {**self.facts(serve), "gpu": asdict(emulated(self.target.gpu))}
         return [json.dumps(facts), str(result)]
 
@@ -151,12 +151,12 @@ def fresh_path(key: str) -> Iterator[Path]:
     try:
         yield path
     finally:
-        for one in (path, path.with_suffix(".asked")):
-            one.unlink(missing_ok=True)
+        for file in (path, path.with_suffix(".asked")):
+            file.unlink(missing_ok=True)
 
 
 def keep(path: Path, key: str) -> Path:
-    """Give a capture and what it asked their names, the latter last; returns the former."""
+    """Rename a finished capture, then the file of what the script asked; returns the capture."""
     name = path.parent / f"{key}-{digest(path.with_suffix('.asked').read_text())}.json.gz"
     path.replace(name)
     path.with_suffix(".asked").replace(name.with_suffix(".asked"))
@@ -184,7 +184,7 @@ def digest(value: object) -> str:
 def _packages() -> list[str]:
     """Names and versions of all packages that are installed, as their folders are named."""
     folders = [Path(folder) for folder in sys.path if os.path.isdir(folder)]
-    return sorted({one.name for folder in folders for one in folder.glob("*-info")})
+    return sorted({info.name for folder in folders for info in folder.glob("*-info")})
 
 
 class ScriptStopsError(ValueError):
@@ -196,19 +196,20 @@ class TooMuchMemoryError(ValueError):
 
 
 @contextmanager
-def _ends_when_asked() -> Iterator[None]:
-    """End as by an exception where a signal asks this process to, so that contexts close."""
+def _exits_on_signals() -> Iterator[None]:
+    """Turn SIGTERM and SIGHUP into SystemExit, so that contexts close; unless they are handled."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    ours = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
-    for asks in ours:
-        signal.signal(asks, lambda number, _: sys.exit(128 + number))
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    unhandled = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+    for number in unhandled:
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         yield
     finally:
-        for asks in ours:
-            signal.signal(asks, signal.SIG_DFL)
+        for number in unhandled:
+            signal.signal(number, signal.SIG_DFL)
 
 
 class ScriptProcess:
@@ -225,11 +226,11 @@ class ScriptProcess:
 
     def __enter__(self) -> ScriptProcess:
         with self._stack as stack:
-            self._said = stack.enter_context(TemporaryFile())
+            self._output = stack.enter_context(TemporaryFile())
             folder = stack.enter_context(TemporaryDirectory(ignore_cleanup_errors=True))
             stack.callback(give_back, Path(folder, KEPT))  # once the process is killed
-            stack.enter_context(_ends_when_asked())
-            self.process = Fork(MODULE, [*self._command, folder], 2, self._said.fileno())
+            stack.enter_context(_exits_on_signals())
+            self.process = Fork(MODULE, [*self._command, folder], 2, self._output.fileno())
             stack.callback(self.process.end)
             self._stack = stack.pop_all()
         return self
@@ -239,30 +240,32 @@ class ScriptProcess:
 
     def ends(self) -> Iterator[None]:
         """Yield until it ends; ValueError where it fails, takes too long or too much."""
-        return self._looks(lambda: self.process.poll() is not None)
+        return self._watch(lambda: self.process.poll() is not None)
 
     def written(self, *paths: Path) -> None:
         """Wait until the script writes one of some files.
 
         ValueError as for ``ends``, and where it ends without.
         """
-        for _ in self._looks(lambda: any(path.is_file() for path in paths)):
+        for _ in self._watch(lambda: any(path.is_file() for path in paths)):
             time.sleep(POLL_S)
         if not any(path.is_file() for path in paths):
             raise ValueError(f"{self.script.name} ended by itself")
 
-    def _looks(self, done: Callable[[], bool]) -> Iterator[None]:
-        most, now_s = self._most_frac * memory_bytes(), time.monotonic()
-        end_s, look_s = now_s + self.limit_s, now_s
+    def _watch(self, done: Callable[[], bool]) -> Iterator[None]:
+        """Yield until ``done`` or the process ends; checks its memory and time once a second."""
+        most_bytes, now_s = self._most_frac * memory_bytes(), time.monotonic()
+        end_s, next_check_s = now_s + self.limit_s, now_s
         while not done() and self.process.poll() is None:
             yield
-            if (now_s := time.monotonic()) < look_s:
+            if (now_s := time.monotonic()) < next_check_s:
                 continue
-            look_s = now_s + MEMORY_S
-            if (taken := session_bytes(self.process.pid) if self.process.pid else 0) > most:
-                here = f"allowed are {most / 1e9:.1f} GB, {self._most_frac:.0%} of this machine's"
-                took = f"{self.script.name} takes {taken / 1e9:.1f} GB of memory; {here}"
-                raise TooMuchMemoryError(took)
+            next_check_s = now_s + MEMORY_S
+            taken_bytes = session_bytes(self.process.pid) if self.process.pid else 0
+            if taken_bytes > most_bytes:
+                allowed = f"{most_bytes / 1e9:.1f} GB, {self._most_frac:.0%} of this machine's"
+                taken = f"{self.script.name} takes {taken_bytes / 1e9:.1f} GB of memory"
+                raise TooMuchMemoryError(f"{taken}; allowed are {allowed}")
             if doing := self._doing():
                 self._tell(doing)
             if now_s > end_s:
@@ -270,33 +273,32 @@ class ScriptProcess:
                 raise ValueError(f"{late}: {doing}" if doing else late)
         if code := self.process.poll():
             kind = ScriptStopsError if code == STOPS else ValueError
-            raise kind(_reason(self._said, code, self.script))
+            raise kind(_reason(self._output, code, self.script))
 
     def _doing(self) -> str:
         """What the script does, as its process said last."""
-        file = self._said.fileno()  # shared, with its position
-        last = os.pread(file, LAST_BYTES, max(0, os.fstat(file).st_size - LAST_BYTES))
-        lines = last.decode(errors="replace").splitlines()
+        file = self._output.fileno()  # pread, as the process shares its position
+        tail = os.pread(file, LAST_BYTES, max(0, os.fstat(file).st_size - LAST_BYTES))
+        lines = tail.decode(errors="replace").splitlines()
         return next((x.removeprefix(PROGRESS) for x in lines[::-1] if x.startswith(PROGRESS)), "")
 
 
-def _reason(said: IO[bytes], code: int, script: Path) -> str:
+def _reason(output: IO[bytes], code: int, script: Path) -> str:
     """The line in which a capture says why it ended, or the last one that the script wrote.
 
     Both where the script ended by itself: argparse, for one, says why, or a traceback does.
     """
-    said.seek(0)
-    lines = [line for line in said.read().decode(errors="replace").splitlines() if line.strip()]
+    output.seek(0)
+    lines = [line for line in output.read().decode(errors="replace").splitlines() if line.strip()]
     ours = [line.removeprefix(OURS) for line in lines if line.startswith(OURS)]
-    others = [line.strip() for line in lines if not line.startswith((OURS, PROGRESS))]
-    said_last = ([line for line in others if ERROR.match(line)] or others)[-1:]
+    of_script = [line.strip() for line in lines if not line.startswith((OURS, PROGRESS))]
+    last_of_script = ([line for line in of_script if ERROR.match(line)] or of_script)[-1:]
     if not ours:
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with {code}"
-        return ": ".join([f"{script.name} ended {how}", *said_last])
-    by_itself = f"{script.name} exits" in ours[-1] and others
-    if not by_itself:
-        return ours[-1]
-    return f"{ours[-1]}: {said_last[0]}"
+        return ": ".join([f"{script.name} ended {how}", *last_of_script])
+    if f"{script.name} exits" in ours[-1]:
+        return ": ".join([ours[-1], *last_of_script])
+    return ours[-1]
 
 
 def emulated(gpu: Gpu) -> EmulatedGpu:

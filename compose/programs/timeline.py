@@ -32,10 +32,11 @@ COMM = "comm"  # phase of collectives
 
 
 class RankLanes(Lanes):
-    """Turns the launches of one rank into tasks: one between marks, or one for ``each_op``.
+    """Turns the launches of one rank into tasks: one between marks, or one per op (``each_op``).
 
-    ``lane``, ``done`` and ``waits`` are those of one ``stream``, ``others`` has those of others.
-    ``batches``: what the host has done, and launched, where it takes each batch of the last step.
+    ``lane``, ``done`` and ``waits`` are of the current ``stream``; ``others``: ``done`` and
+    ``waits`` of other streams. ``batches``: the host's last tasks and the stream's, where the host
+    takes each batch of the last step from the DataLoader.
     """
 
     def __init__(self, rank: int, priced: PricedRank, slowdown: float, each_op: bool) -> None:
@@ -82,11 +83,13 @@ class RankLanes(Lanes):
         return 0 if self.on_cpu and call.stream < FIRST_GROUP_STREAM else call.stream
 
     def _turn_to(self, stream: int) -> None:
+        """Make a stream the current one."""
         self.others[self.stream] = (self.done, self.waits)
         self.done, self.waits = self.others.get(stream, ((), ()))
         self.stream, self.lane = stream, f"stream {stream}" if stream else "compute"
 
     def _launch(self, op: PricedOp, graphed: bool) -> None:
+        """Queue an op on the current stream; the host waits for one that needs its result."""
         if (step := self.launched.get((id(op), graphed))) is None:
             step = replace(self.priced.launches.step(op), waits=False)
             step = replace(step, launch_us=0.0) if graphed else step
@@ -106,6 +109,7 @@ class RankLanes(Lanes):
             self.work(fold(steps, self.on_cpu), "compute")
 
     def _collective(self, call: OpCall, op: PricedOp) -> None:
+        """Add a message; the n-th one of a key is one task for all ranks that take part."""
         after, self.waits = self.done + self.waits + self.host, ()
         key = self._key(call)
         self.counts[key] += 1
@@ -134,48 +138,56 @@ def simulate_program(
     what they take on average while any of them computes. ``each_op``: each op is a task with the
     op's name, as a timeline shows it; else the ops between two marks are one.
     """
-    found, slowdown = _simulated(ranks, contention, 1.0), 1.0
+    runs, iteration_us = _simulated(ranks, contention, 1.0)
+    slowdown = 1.0
     if cores_frac * len(ranks) > 1:
-        slowdown = _shared_cores(found[0].values(), cores_frac)
+        slowdown = _shared_cores(runs.values(), cores_frac)
     if slowdown == 1 and not each_op:
-        return found
+        return runs, iteration_us
     return _simulated(ranks, contention, slowdown, each_op)
 
 
 def _shared_cores(runs: Iterable[Run], cores_frac: float) -> float:
-    """Mean of the shares of cores that ranks ask for, at least 1, while any of them computes."""
+    """Slowdown of ranks that share cores: the mean while any of them computes.
+
+    While n compute it is max(1, n * cores_frac).
+    """
     computing = [span for run in runs for span in lane_spans(run)["compute"]]
     changes = [(s.start_us, 1) for s in computing] + [(s.end_us, -1) for s in computing]
-    total_us = asked_us = before_us = 0.0
+    total_us = slowed_us = before_us = 0.0
     ranks = 0
     for at_us, change in sorted(changes):
         if ranks:
             total_us += at_us - before_us
-            asked_us += (at_us - before_us) * max(1.0, ranks * cores_frac)
+            slowed_us += (at_us - before_us) * max(1.0, ranks * cores_frac)
         ranks, before_us = ranks + change, at_us
-    return asked_us / total_us if total_us else 1.0
+    return slowed_us / total_us if total_us else 1.0
 
 
 def _simulated(
     ranks: Mapping[int, PricedRank], contention: float, slowdown: float, each_op: bool = False
 ) -> tuple[dict[int, Run], float]:
+    """As ``simulate_program``, with compute slowed down by a factor."""
     lanes = [RankLanes(rank, priced, slowdown, each_op) for rank, priced in ranks.items()]
-    for one in lanes:
-        one.step(0)
-    firsts = [len(one.tasks) for one in lanes]
-    for one in lanes:
-        one.step(1)
-    spans = side_by_side([one.tasks for one in lanes], [contention] * len(lanes))
-    ends = [s.end_us for own, n in zip(spans, firsts, strict=True) for s in own[:n]]
+    for of_rank in lanes:
+        of_rank.step(0)
+    tasks_of_first = [len(of_rank.tasks) for of_rank in lanes]
+    for of_rank in lanes:
+        of_rank.step(1)
+    spans = side_by_side([of_rank.tasks for of_rank in lanes], [contention] * len(lanes))
+    ends = [s.end_us for own, n in zip(spans, tasks_of_first, strict=True) for s in own[:n]]
     runs = {
-        one.rank: Run(tasks=tuple(one.tasks), spans=own, queued_us=_queued_us(one, own))
-        for one, own in zip(lanes, spans, strict=True)
+        of_rank.rank: Run(tasks=tuple(of_rank.tasks), spans=own, queued_us=_queued_us(of_rank, own))
+        for of_rank, own in zip(lanes, spans, strict=True)
     }
     return runs, max(run.end_us for run in runs.values()) - max(ends, default=0.0)
 
 
 def _queued_us(lanes: RankLanes, spans: Sequence[Span]) -> float:
-    """What the GPU still has to compute where the host takes the batches of the last step."""
+    """How far the GPU is behind the host, in us, where it takes the batches of the last step.
+
+    Summed over these batches.
+    """
 
     def end_us(tasks: Iterable[int]) -> float:
         return max((spans[i].end_us for i in tasks), default=0.0)
