@@ -53,12 +53,13 @@ class SizedModel:
         return self.facts.batch * self.facts.micro
 
     def settings(self, asked: Mapping[str, Any]) -> Row:
-        """Precision and optimizer of its step: as they are asked for, else its own."""
+        """Precision and optimizer of its step (amp, dtype, optimizer): as asked, else its own."""
         facts, dtype = self.facts, asked.get("dtype")
         amp = bool(asked.get("amp") or (facts.amp and not dtype))
-        usual = facts.dtype if amp == facts.amp else ("bf16" if amp else "fp32")
+        usual_dtype = "bf16" if amp else "fp32"
+        own_dtype = facts.dtype if amp == facts.amp else usual_dtype
         optimizer = asked.get("optimizer") or facts.optimizer
-        return {"amp": amp, "dtype": dtype or usual, "optimizer": optimizer}
+        return {"amp": amp, "dtype": dtype or own_dtype, "optimizer": optimizer}
 
 
 def capture_case(
@@ -90,6 +91,7 @@ def _settings(dtype: str, **options: Any) -> StepSettings:
 def _captured(
     chosen: EvalCase, settings: StepSettings, batch: int, seq: int, shallow: bool
 ) -> StepCapture:
+    """Capture a step of a case; see ``capture_case``, which caches it."""
     from itercast.capture.recorder.truncate import capture_shortened  # needs torch
 
     return capture_shortened(
@@ -124,22 +126,28 @@ def capture(
 
     ``model`` is the name of a case, the Path of a Hugging Face configuration, what a script trains,
     a torch module, or a function that returns a module, (module, inputs) or (module, inputs, loss)
-    and may take ``batch`` and ``seq``. ``inputs`` is a tensor, a tuple of positional arguments or a
-    dict by name; a transformers model needs none, given ``batch`` and ``seq``. ``loss`` is a
-    function of the output; "default" takes the output's ``loss``, or the output if it is a scalar;
-    "none" starts backward from the output. ``dtype`` None keeps the dtypes of a module and is fp32
-    for all other models. fp8, nvfp4 and mxfp4 apply to the linear layers of blocks, the rest is in
-    bf16 (``itercast.compose.parallel.narrow``). ``amp``: weights stay in fp32, the forward pass
-    runs under CUDA's autocast to ``dtype``. ``channels_last``: the model and its images are turned
-    to that memory format (NHWC) first. Three of many equal layers of published cases and
-    configurations are captured, unless ``whole``. A module or a script that is under torch.compile
-    is launched so (``engine``). ``optimizer``: that of ``optimizer_of`` where none is named.
-    ``lora``: rank of adapters on a frozen configuration's model, or what
-    ``itercast.capture.cases.external.adapters`` reads.
+    and may take ``batch`` and ``seq``. A module or a script that is under torch.compile is launched
+    so (``engine``).
+
+    - ``inputs``: a tensor, a tuple of positional arguments or a dict by name; a transformers model
+      needs none, given ``batch`` and ``seq``.
+    - ``loss``: a function of the output; "default" takes the output's ``loss``, or the output if it
+      is a scalar; "none" starts backward from the output.
+    - ``optimizer``: that of ``optimizer_of`` where none is named.
+    - ``dtype``: None keeps the dtypes of a module and is fp32 for all other models. fp8, nvfp4 and
+      mxfp4 apply to the linear layers of blocks, the rest is in bf16
+      (``itercast.compose.parallel.narrow``).
+    - ``amp``: weights stay in fp32, the forward pass runs under CUDA's autocast to ``dtype``.
+    - ``channels_last``: the model and its images are turned to that memory format (NHWC) first.
+    - ``lora``: rank of adapters on a frozen configuration's model, or what
+      ``itercast.capture.cases.external.adapters`` reads.
+    - ``whole``: capture all layers; else three of many equal ones of cases and configurations.
     """
-    used = optimizer or optimizer_of(model)
-    options: Row = {"mode": mode, "optimizer": used, "attn": attn, "amp": amp}
-    options |= {
+    options: Row = {
+        "mode": mode,
+        "optimizer": optimizer or optimizer_of(model),
+        "attn": attn,
+        "amp": amp,
         "channels_last": channels_last,
         "loss": loss if isinstance(loss, str) else "default",
     }
@@ -171,11 +179,11 @@ def capture(
     return with_narrow_products(step, dtype) if dtype in NARROW else step
 
 
-def _case_of(model: str | Path, how: StepSettings, lora: str) -> EvalCase:
-    """The case of a name or of a configuration."""
+def _case_of(model: str | Path, settings: StepSettings, lora: str) -> EvalCase:
+    """The case of a name, or of a Hugging Face configuration's file."""
     if isinstance(model, str):
         return case(model)
-    return hf_case(model, lora=lora, mode=how.mode, loss=how.loss, attn=how.attn)
+    return hf_case(model, lora=lora, mode=settings.mode, loss=settings.loss, attn=settings.attn)
 
 
 def optimizer_of(model: Any) -> str:
@@ -229,7 +237,7 @@ def micro_size(model: Any, plan: ParallelPlan, batch: int | None, seq: int | Non
 
 
 def _lacking_layers(model: Any, plan: ParallelPlan, seq: int | None) -> str:
-    """What else is wrong with a plan that has more stages than the model has layers."""
+    """Text to add to an error: that the plan has more stages than the model layers; "" if not."""
     stages = plan.pp * plan.virtual
     if stages == 1 or not isinstance(model, str | Path | SizedModel):
         return ""
@@ -239,7 +247,7 @@ def _lacking_layers(model: Any, plan: ParallelPlan, seq: int | None) -> str:
 
 
 def model_name(model: Any) -> str:
-    """By which name machine files know a model: a case, a configuration's path, a function."""
+    """The name of a model in machine files: a case's, a configuration's path, a function's."""
     if isinstance(model, Path):
         return str(model.resolve())
     if isinstance(model, SizedModel):
@@ -250,7 +258,11 @@ def model_name(model: Any) -> str:
 def capture_micro_batch(
     model: Any, target: Target, lengths: str, packed: bool, options: dict[str, Any]
 ) -> StepCapture:
-    """Capture one micro-batch of a rank, with unlike ``lengths`` if they are stated."""
+    """Capture one micro-batch of a rank of ``target``'s plan.
+
+    ``lengths`` and ``packed``: see ``prepare``; ``options``: those of ``capture``, with ``batch``
+    and ``seq`` of a replica.
+    """
     plan = target.plan
     size = micro_size(model, plan, options.pop("batch", None), options.pop("seq", None))
     rewrite: Callable[[StepCapture], StepCapture] | None = None

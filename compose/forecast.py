@@ -186,7 +186,7 @@ def report(
 ) -> Forecast:
     """Turns a simulated iteration into a forecast; samples and tokens are those of all ranks."""
     parts = _parts_frac(outcome)
-    wide = exp(_half_width(parts, _families_frac(outcome), book))
+    interval_ratio = exp(_half_width(parts, _families_frac(outcome), book))
     per_s = 1e6 / outcome.iteration_us if outcome.iteration_us else 0.0
     idle = {"host": outcome.host_gap_us, "bubble": outcome.bubble_us, "waiting": outcome.waiting_us}
     return Forecast(
@@ -194,8 +194,8 @@ def report(
         plan=plan,
         bundle=bundle_name,
         **{name: getattr(outcome, name) for name in SIMULATED},
-        iteration_us_p10=outcome.iteration_us / wide,
-        iteration_us_p90=outcome.iteration_us * wide,
+        iteration_us_p10=outcome.iteration_us / interval_ratio,
+        iteration_us_p90=outcome.iteration_us * interval_ratio,
         host_us=outcome.tally.host.total_us,
         samples_per_s=samples * per_s,
         tokens_per_s=tokens * per_s,
@@ -218,7 +218,7 @@ def report(
 
 
 def _busy_us(outcome: Outcome) -> float:
-    """What a step spends in kernels, in messages that no compute hides, in waiting for the host."""
+    """Time of kernels, of messages that no compute hides, of waiting for the host; 1 if none."""
     return outcome.compute_us + outcome.exposed_comm_us + outcome.host_gap_us or 1.0
 
 
@@ -231,16 +231,17 @@ def _parts_frac(outcome: Outcome) -> dict[str, float]:
     """
     tally, busy_us = outcome.tally, _busy_us(outcome)
     product_us = sum(us for name, us in tally.us.items() if _is_product(name))
-    compute, sent = outcome.compute_us / busy_us, outcome.exposed_comm_us / busy_us
+    compute, messages = outcome.compute_us / busy_us, outcome.exposed_comm_us / busy_us
+    all_messages_us = tally.comm.total_us or 1.0
     products = compute * min(1.0, product_us / (tally.compute.total_us or 1.0))
-    network = sent * tally.far_us / (tally.comm.total_us or 1.0)
+    network = messages * tally.far_us / all_messages_us
     parts = {
         "products": products,
         "memory": compute - products,
-        "links": sent - network,
+        "links": messages - network,
         "network": network,
         "host": outcome.host_gap_us / busy_us,
-        "ranks": sent * tally.doublings_us / (tally.comm.total_us or 1.0),
+        "ranks": messages * tally.doublings_us / all_messages_us,
     }
     return {name: parts[name] for name in NAMES}
 
@@ -248,8 +249,8 @@ def _parts_frac(outcome: Outcome) -> dict[str, float]:
 def _families_frac(outcome: Outcome) -> dict[str, float]:
     """The share of the busy time of a step on GPUs that each family's kernels take."""
     tally = outcome.tally
-    share = outcome.compute_us / _busy_us(outcome) / (tally.compute.total_us or 1.0)
-    return {name: min(1.0, share * us) for name, us in tally.us.items() if name != MESSAGES}
+    frac_per_us = outcome.compute_us / _busy_us(outcome) / (tally.compute.total_us or 1.0)
+    return {name: min(1.0, frac_per_us * us) for name, us in tally.us.items() if name != MESSAGES}
 
 
 def _is_product(family: str) -> bool:
@@ -260,9 +261,9 @@ def _is_product(family: str) -> bool:
 def _half_width(parts: Mapping[str, float], shares: Mapping[str, float], book: PriceBook) -> float:
     """Half width of the 80 % interval in log time, by the step's parts and its machine.
 
-    Machines differ by their factors. Families whose own error is larger than their factor's spread
-    add, each by its share of the step, what it is larger by, as independent errors add up; not for
-    a model of which steps on this machine were measured, which tell of its ops.
+    Variance = that of the machine's factors + sum over families of share**2 * max(0, variance of
+    the family's model - variance of its factor). The sum is left out for a model of which steps on
+    this machine were measured, which tell of its ops.
     """
     if book.gpu.kind == "cpu":
         return HALF_WIDTH
@@ -271,18 +272,18 @@ def _half_width(parts: Mapping[str, float], shares: Mapping[str, float], book: P
     if book.model and book.model in known.models:
         return known.half_width(sensitivity, book.model)
     spread = dict(zip(NAMES, known.typical.spread, strict=True))
-    usual = {product: spread[name] for product, name in OF_KERNELS}
-    beyond = [
-        share**2 * max(0.0, _deviation_of(name, book) ** 2 - usual[_is_product(name)] ** 2)
+    of_factor = {is_product: spread[name] for is_product, name in OF_KERNELS}
+    variances = [
+        share**2 * max(0.0, _deviation_of(name, book) ** 2 - of_factor[_is_product(name)] ** 2)
         for name, share in shares.items()
     ]
-    return known.half_width(sensitivity, book.model, sqrt(sum(beyond)))
+    return known.half_width(sensitivity, book.model, sqrt(sum(variances)))
 
 
 def _deviation_of(family: str, book: PriceBook) -> float:
-    """Standard deviation of the log error of a family's ops, by the interval of its model.
+    """Standard deviation of the log error of a family's ops, by its model's 80 % interval.
 
-    Without a model that of the worst known one.
+    0 without a model, but of UNMODELLED ops as much as of the worst model.
     """
     errors = {name: model.half_width for name, model in book.models.items() if model is not None}
     worst = max(errors.values(), default=0.0) if family == UNMODELLED else 0.0

@@ -19,9 +19,9 @@ from itercast.compose.parallel.mixed_precision import HALF
 from itercast.compose.target import Target, find_target, forecast_step
 
 
-def predict(model: Any, *given: Any, **asked: Any) -> Forecast:
+def predict(model: Any, *inputs_and_loss: Any, **options: Any) -> Forecast:
     """Forecast one iteration; arguments are those of ``prepare``."""
-    return forecast_step(*prepare(model, *given, **asked))
+    return forecast_step(*prepare(model, *inputs_and_loss, **options))
 
 
 def prepare(
@@ -63,9 +63,8 @@ def prepare(
     target = find_target(gpu, parsed, bundle, host, stack, machine, model_name(model))
     target = replace(target, lane=lane)
     if isinstance(model, StepCapture):
-        _check_captured(
-            model, parsed, inputs is not None or loss != "default" or options or lengths or packed
-        )
+        stated = inputs is not None or loss != "default" or options or lengths or packed
+        _check_captured(model, parsed, stated)
         step = model
     else:
         options |= {"inputs": inputs, "loss": loss}
@@ -75,13 +74,16 @@ def prepare(
 
 
 def looking_up(step: StepCapture, indices: str) -> StepCapture:
-    """The step whose embedding bags look rows up as a text says; unchanged where it is empty."""
+    """The step whose embedding bags look rows up as ``indices`` of ``prepare`` says, if it does."""
     return function_of("index_streams", "stated")(step, indices) if indices else step
 
 
-def _check_captured(step: StepCapture, plan: ParallelPlan, more: object) -> None:
-    """ValueError for what a captured step cannot be asked, given whether ``more`` was stated."""
-    if more:
+def _check_captured(step: StepCapture, plan: ParallelPlan, stated: object) -> None:
+    """ValueError where a captured step cannot be forecast so.
+
+    ``stated``: true if inputs, loss or options were given, which it has already.
+    """
+    if stated:
         raise ValueError(
             "a captured step has its inputs, loss and options already: "
             "allowed are gpu, plan, bundle, engine, host, stack and indices"

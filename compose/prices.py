@@ -22,18 +22,19 @@ def prices_of(path: Path, gpus: Sequence[str]) -> dict[str, float]:
     return {gpu: prices[gpu] for gpu in gpus}
 
 
-def bill(found: Forecast, path: Path) -> dict[str, float]:
+def bill(forecast: Forecast, path: Path) -> dict[str, float]:
     """USD of a step, of a million samples and of a billion tokens (if there are any), all GPUs.
 
-    USD = hours of a step * sum over GPUs of their price per hour.
+    USD = hours of a step * sum over GPUs of their price per hour. ``path``: the file of prices.
     """
-    groups = found.cluster.get("groups") or [{"gpu": found.gpu, "gpus": found.world_size}]
+    one_group = [{"gpu": forecast.gpu, "gpus": forecast.world_size}]
+    groups = forecast.cluster.get("groups") or one_group
     counts = [(gpu_named(g["gpu"]) or g["gpu"], g["gpus"]) for g in groups]
     prices = prices_of(path, [gpu for gpu, _ in counts])
-    second = sum(n * prices[gpu] for gpu, n in counts) / SECONDS_PER_HOUR
-    made = {"usd_per_step": second * found.iteration_us * 1e-6}
-    if found.samples_per_s:
-        made["usd_per_million_samples"] = MILLION * second / found.samples_per_s
-    if found.tokens_per_s:
-        made["usd_per_billion_tokens"] = BILLION * second / found.tokens_per_s
-    return made
+    usd_per_s = sum(n * prices[gpu] for gpu, n in counts) / SECONDS_PER_HOUR
+    usd = {"usd_per_step": usd_per_s * forecast.iteration_us * 1e-6}
+    if forecast.samples_per_s:
+        usd["usd_per_million_samples"] = MILLION * usd_per_s / forecast.samples_per_s
+    if forecast.tokens_per_s:
+        usd["usd_per_billion_tokens"] = BILLION * usd_per_s / forecast.tokens_per_s
+    return usd

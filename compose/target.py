@@ -29,7 +29,7 @@ from itercast.microbench.hardware.stack import load_stack
 
 
 def find_node(plan: ParallelPlan, gpu: Gpu) -> Node | None:
-    """The plan's node; ValueError where it holds other GPUs."""
+    """The node that a plan names, with ``gpu`` in it, or None; ValueError where it has others."""
     if not plan.node:
         return None
     node = load_node(plan.node)

@@ -28,40 +28,41 @@ class TimePart:
     iteration_frac: float
 
 
-def time_parts(found: Forecast) -> list[TimePart]:
+def time_parts(forecast: Forecast) -> list[TimePart]:
     """Splits the iteration into parts, largest first; their times add up to ``iteration_us``.
 
     Parts are compute by op family, communication that no compute hides, and idle time by its cause.
     The time by which overlapping communication slows compute down is a part of its own.
     """
-    ops = {name: us for name, us in found.by_family_us.items() if name != "collective"}
-    total_us = sum(ops.values())
-    scale = min(1.0, found.compute_us / total_us) if total_us else 0.0
-    slowed_us = max(0.0, found.compute_us - total_us)
-    times = [(name, COMPUTE, us * scale) for name, us in ops.items()]
+    ops_us = {name: us for name, us in forecast.by_family_us.items() if name != "collective"}
+    total_us = sum(ops_us.values())
+    scale = min(1.0, forecast.compute_us / total_us) if total_us else 0.0
+    slowed_us = max(0.0, forecast.compute_us - total_us)
+    times = [(name, COMPUTE, us * scale) for name, us in ops_us.items()]
     times += [
         ("slowed by messages beside compute", COMPUTE, slowed_us),
-        ("messages not hidden", COMMUNICATION, found.exposed_comm_us),
-        *((IDLE_NAMES[name], IDLE, us) for name, us in found.idle_by_us.items()),
+        ("messages not hidden", COMMUNICATION, forecast.exposed_comm_us),
+        *((IDLE_NAMES[name], IDLE, us) for name, us in forecast.idle_by_us.items()),
     ]
-    least_us = 1e-9 * found.iteration_us
+    negligible_us = 1e-9 * forecast.iteration_us
     parts = [
-        TimePart(name=n, kind=k, time_us=us, iteration_frac=us / found.iteration_us)
-        for n, k, us in times
-        if us > least_us
+        TimePart(name=name, kind=kind, time_us=us, iteration_frac=us / forecast.iteration_us)
+        for name, kind, us in times
+        if us > negligible_us
     ]
     return sorted(parts, key=lambda part: -part.time_us)
 
 
-def limits(found: Forecast) -> dict[str, float]:
-    """Shares of the iteration by what it spends them on, largest first; they add up to 1.
+def limits(forecast: Forecast) -> dict[str, float]:
+    """Shares of the iteration by what bounds it, largest first; they add up to 1.
 
-    Products run at the rate of tensor cores; the other ops mostly at that of memory.
+    "products" (the rate of tensor cores), "memory" (all other ops), "messages", and idle times by
+    cause.
     """
     shares: dict[str, float] = defaultdict(float)
-    for part in time_parts(found):
+    for part in time_parts(forecast):
         family = families().get(part.name)
         work = "products" if family is not None and family.matmul else "memory"
-        named = {COMMUNICATION: "messages", IDLE: part.name, COMPUTE: work}
-        shares[named[part.kind]] += part.iteration_frac
+        bound_of_kind = {COMMUNICATION: "messages", IDLE: part.name, COMPUTE: work}
+        shares[bound_of_kind[part.kind]] += part.iteration_frac
     return dict(sorted(shares.items(), key=lambda share: -share[1]))

@@ -48,12 +48,13 @@ class Message:
     routed: tuple[int, int] = (0, 0)
 
     def among(self, **links: Any) -> Collective:
-        """The collective among ranks that these ``links`` join."""
-        size = round(self.message_bytes * self._sent(links["world_size"], links["ranks_per_node"]))
+        """The collective among ranks that these ``links`` join, by the fields of ``Collective``."""
+        sent_frac = self._sent_frac(links["world_size"], links["ranks_per_node"])
+        size = round(self.message_bytes * sent_frac)
         return Collective(op=self.kind, message_bytes=size, dtype=self.dtype, **links)
 
-    def _sent(self, ranks: int, per_node: int) -> float:
-        """Copies of a token that are sent, over those for each of its experts.
+    def _sent_frac(self, ranks: int, per_node: int) -> float:
+        """Copies of a token that are sent, over topk: one for each node instead of each expert.
 
         Of n nodes with e/n of e experts each, n (1 - C(e - e/n, topk) / C(e, topk)) are expected to
         have one of a token's. Inside a node such kernels take as long as all_to_all of all copies:
@@ -78,7 +79,7 @@ def formula_us(message: Message, group: Group, where: Cluster) -> float:
 def _crossed(message: Message, group: Group, where: Cluster) -> dict[str, Any]:
     """Describes the links that a group's message crosses, by the fields of ``Collective``.
 
-    From neighbour to neighbour one rank of a group sends to the next node, in place of all.
+    Of a send_recv one rank of each group sends to the next node, of other collectives all do.
     """
     far = group.size > group.per_node
     senders = where.gpus_per_node
@@ -93,34 +94,33 @@ def _crossed(message: Message, group: Group, where: Cluster) -> dict[str, Any]:
     }
 
 
-Sent = tuple[Message, Group]
+Sent = tuple[Message, Group]  # a message, and the ranks that it is sent among
 
 
 def price_messages(messages: Sequence[Message], book: PriceBook, where: Cluster) -> list[PricedOp]:
     """Prices each message as if no other were sent."""
     asked = [(m, where.on_one_cpu(where.groups[m.axis])) for m in messages]
     known = book.once(("sent", where.place), dict[Sent, PricedOp])
-    if fresh := [one for one in dict.fromkeys(asked) if one not in known]:
-        prefetch_messages(
-            [*fresh, *((m, one) for m, g in fresh for one in _within(g))], book, where
-        )
-        known |= {one: _sent(*one, book, where) for one in fresh}
-    sent = [known[one] for one in asked]
+    if fresh := [sent for sent in dict.fromkeys(asked) if sent not in known]:
+        in_nodes = [(message, part) for message, group in fresh for part in _in_node(group)]
+        prefetch_messages([*fresh, *in_nodes], book, where)
+        known |= {(m, group): _on_machine(m, group, book, where) for m, group in fresh}
+    priced = [known[sent] for sent in asked]
     for link in where.crossings:
         for i, message in enumerate(messages):
             far = message.among(world_size=where.groups[message.axis].size, ranks_per_node=1)
-            us = link.crossed_us(far, message.axis, sent[i].duration_us)
-            sent[i] = replace(sent[i], duration_us=us)
-    return sent
+            us = link.crossed_us(far, message.axis, priced[i].duration_us)
+            priced[i] = replace(priced[i], duration_us=us)
+    return priced
 
 
-def _within(group: Group) -> list[Group]:
-    """The part of a group over several nodes that is in one of them, where it is a group."""
+def _in_node(group: Group) -> list[Group]:
+    """The part of a group in one node, if the group is on several and the part several ranks."""
     split = 1 < group.per_node < group.size
     return [Group(size=group.per_node, per_node=group.per_node)] if split else []
 
 
-def _sent(message: Message, group: Group, book: PriceBook, where: Cluster) -> PricedOp:
+def _on_machine(message: Message, group: Group, book: PriceBook, where: Cluster) -> PricedOp:
     """The message by the machine's factors, with what it costs compute beside it.
 
     The latter by its bytes/s over each rank's link; what compute loses is at least what it loses to
@@ -130,33 +130,39 @@ def _sent(message: Message, group: Group, book: PriceBook, where: Cluster) -> Pr
     if op.duration_us == 0:
         return op
     moved = bytes_moved(message.among(world_size=group.size, ranks_per_node=group.per_node))
-    rate = float(moved) / op.duration_us * 1e6
-    beside = book.beside(rate, in_node=group.size <= group.per_node)
-    for near in (_sent(message, one, book, where) for one in _within(group)):
-        if beside and near.beside:
-            share = min(1.0, near.duration_us / op.duration_us)
-            both = zip(beside, near.beside, strict=True)
-            products, memory = (max(own, 1 + share * (slower - 1)) for own, slower in both)
-            beside = products, memory
-    return replace(op, beside=beside)
+    bytes_per_s = float(moved) / op.duration_us * 1e6
+    slowdowns = book.beside(bytes_per_s, in_node=group.size <= group.per_node)
+    for in_node in (_on_machine(message, part, book, where) for part in _in_node(group)):
+        if slowdowns and in_node.beside:
+            time_frac = min(1.0, in_node.duration_us / op.duration_us)
+            pairs = zip(slowdowns, in_node.beside, strict=True)
+            products, memory = (max(own, 1 + time_frac * (near - 1)) for own, near in pairs)
+            slowdowns = products, memory
+    return replace(op, beside=slowdowns)
 
 
 def prefetch_messages(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> None:
-    """Prices in one call messages among groups of ranks, of which ``where`` says the links."""
-    sent = book.sent.setdefault(where.place, {})
-    fresh = [one for one in dict.fromkeys(asked) if one not in sent]
+    """Prices in one call messages among groups of ranks, into ``book.sent``.
+
+    ``where``: the links of these groups.
+    """
+    prices = book.sent.setdefault(where.place, {})
+    fresh = [sent for sent in dict.fromkeys(asked) if sent not in prices]
     if not fresh:
         return
-    for message, group in [one for one in fresh if one[0].axis in TIERS]:
+    for message, group in [sent for sent in fresh if sent[0].axis in TIERS]:
         us = tier_us(message.axis, message.kind, message.message_bytes, where.gpu)
-        sent[message, group] = _priced(message, UNMODELLED, us, ((RATES[message.axis], 1.0),))
+        prices[message, group] = _priced(message, UNMODELLED, us, ((RATES[message.axis], 1.0),))
         fresh.remove((message, group))
-    learned = "collective" in book.models
-    made = _learned(fresh, book, where) if learned else (_by_formula(*x, where) for x in fresh)
-    sent.update(zip(fresh, made, strict=True))
+    if "collective" in book.models:
+        priced = _learned(fresh, book, where)
+    else:
+        priced = (_by_formula(message, group, where) for message, group in fresh)
+    prices.update(zip(fresh, priced, strict=True))
 
 
 def _by_formula(message: Message, group: Group, where: Cluster) -> PricedOp:
+    """The message priced by latency and rate alone, all of it assumed."""
     us = formula_us(message, group, where)
     return _priced(message, UNMODELLED, us, ((LATENCY, 1.0),))
 
@@ -182,7 +188,7 @@ def _smaller(group: Group) -> Iterator[Group]:
 def _as_measured(where: Cluster) -> Cluster:
     """The cluster with links at most as fast as the GPU's own, which its rows were measured over.
 
-    What faster ones gain is the formula's: the models have nothing to tell of them.
+    What faster links gain is computed by formula: no row shows it.
     """
     node, own = where.node, where.gpu.link_bytes_per_s
     if node is None or not 0 < own < node.link_bytes_per_s:
@@ -191,42 +197,47 @@ def _as_measured(where: Cluster) -> Cluster:
 
 
 def _learned(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> Iterator[PricedOp]:
+    """The messages priced by the family's model, scaled by formula to groups that it knows not."""
     measured = _as_measured(where)
     answer = partial(_modelled, asked, book, measured)
-    known = book.kept(["collective"], (where.place, list(asked)), answer)
-    for one, found in zip(asked, known, strict=True):
-        message, whole = one
-        if not found:  # a group of one rank sends nothing
+    answers = book.kept(["collective"], (where.place, list(asked)), answer)
+    for (message, group), modelled in zip(asked, answers, strict=True):
+        if not modelled:  # a group of one rank sends nothing
             yield _priced(message, "collective", 0.0)
             continue
-        modelled_us, group = found[0], Group(size=found[1], per_node=found[2])
+        modelled_us, size, per_node = modelled
+        known = Group(size=size, per_node=per_node)
         scale = 1.0
-        if group != whole or measured is not where:
-            scale = formula_us(message, whole, where) / formula_us(message, group, measured)
-        shares = _assumed_shares(whole, scale, where)
+        if known != group or measured is not where:
+            scale = formula_us(message, group, where) / formula_us(message, known, measured)
+        shares = _assumed_shares(group, scale, where)
         yield _priced(message, "collective", modelled_us * scale, shares)
 
 
 def _modelled(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> list[tuple[Any, ...]]:
-    """Of each message the time in us among the largest group that the model knows, and that group.
+    """Of each message (us, size, ranks per node) of the largest group that the model knows.
 
-    Nothing for one that is sent to nobody.
+    () for one that is sent to nobody. Links slower than any measured are scaled by formula.
     """
     nearest = _largest_known(asked, book, where)
     if not nearest:
         return [()] * len(asked)
     rows = _rows([(m, group) for (m, _), group in nearest.items()], book, where)
-    known = _no_slower(rows, book)
-    own, faster = (floor_us(columns(x, FAMILY), where.gpu) for x in (rows, known))
-    priced = zip(nearest, book.expected("collective", known), own / faster, strict=True)
-    us = {one: row["predicted_us"] * float(scale) for one, row, scale in priced}
+    measured_rows = _no_slower(rows, book)
+    own_us, measured_us = (floor_us(columns(x, FAMILY), where.gpu) for x in (rows, measured_rows))
+    priced = book.expected("collective", measured_rows)
+    times_us = {
+        sent: row["predicted_us"] * float(scale)
+        for sent, row, scale in zip(nearest, priced, own_us / measured_us, strict=True)
+    }
     return [
-        (us[one], nearest[one].size, nearest[one].per_node) if one in us else () for one in asked
+        (times_us[sent], nearest[sent].size, nearest[sent].per_node) if sent in times_us else ()
+        for sent in asked
     ]
 
 
 def _no_slower(rows: pd.DataFrame, book: PriceBook) -> pd.DataFrame:
-    """The messages over links no slower than any measured; the formula says what others lose."""
+    """Rows whose links are slower than any measured get the slowest measured rate."""
     envelope = getattr(book.models["collective"], "envelope", {})
     if book.gpu.kind == "cpu" or "log_bus_rate" not in envelope:
         return rows
@@ -238,23 +249,24 @@ def _no_slower(rows: pd.DataFrame, book: PriceBook) -> pd.DataFrame:
 def _largest_known(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> dict[Sent, Group]:
     """For each message the largest group inside the model's envelope; its own where none is.
 
-    As if all links were usual: over slower ones than any measured the same ranks do the same.
+    Looked up with rates of 0, the GPU's usual links: the group does not depend on slower ones.
     """
-    tried = [(one, smaller) for one in asked for smaller in _smaller(one[1])]
-    found: dict[Sent, Group] = {}
+    tried = [(sent, smaller) for sent in asked for smaller in _smaller(sent[1])]
+    largest: dict[Sent, Group] = {}
     if tried:
-        rows = _rows([(one[0], smaller) for one, smaller in tried], book, where)
+        rows = _rows([(message, smaller) for (message, _), smaller in tried], book, where)
         rows = rows.assign(network_bytes_per_s=0.0, link_bytes_per_s=0.0)
         inside = book.pricer.inside("collective", rows, {where.gpu.name: where.gpu})
-        for (one, smaller), known in zip(tried, inside, strict=True):
-            if known:
-                found.setdefault(one, smaller)
-        for one, smaller in tried:
-            found.setdefault(one, smaller)
-    return found
+        for (sent, smaller), is_inside in zip(tried, inside, strict=True):
+            if is_inside:
+                largest.setdefault(sent, smaller)
+        for sent, smaller in tried:
+            largest.setdefault(sent, smaller)
+    return largest
 
 
 def _rows(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> pd.DataFrame:
+    """A dataset row of each message, as family "collective" is priced by."""
     facts: Row = {"gpu": where.gpu.name, "threads": book.threads, "cache": "warm"}
     facts["node"] = where.node.name if where.node else where.gpu.name
     points = [m.among(**_crossed(m, g, where)) for m, g in asked]
@@ -265,6 +277,7 @@ def _rows(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> pd.DataFram
 
 
 def _priced(message: Message, family: str, us: float, shares: AssumedShares = ()) -> PricedOp:
+    """The message as an op of this duration; ``shares`` of it rest on assumptions."""
     return PricedOp(
         op=message.kind,
         family=family,

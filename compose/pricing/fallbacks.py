@@ -6,6 +6,7 @@ Each family says so itself (``Family.fallback``); this module decides what count
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -21,11 +22,9 @@ Models = Mapping[str, FamilyModel | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRows:
-    """Tells a family's fallback what was measured.
+    """Tells a family's fallback what was measured (``itercast.microbench.ops.family.Measured``).
 
-    Implements ``itercast.microbench.ops.family.Measured``.
-
-    ``stack`` is the software that is forecast.
+    ``stack`` is the software that is forecast; ``channels_last``: images are NHWC in memory.
     """
 
     models: Models
@@ -48,19 +47,19 @@ class MeasuredRows:
         return model is not None and bool(model.has_measured(self.gpu, op, dtype))
 
     def largest(self, family: str, feature: str) -> float:
-        """The largest value that a number among a family's features has in its rows."""
+        """The largest value of a feature in a family's rows; infinite if unknown, 0 without any."""
         model = self.models.get(family)
         return 0.0 if model is None else model.envelope.get(feature, (0.0, math.inf))[1]
 
     def software_shares(self, family: str, op: str, dtype: str) -> Mapping[str, float]:
         """Weight of each software (torch, vllm...) whose rows forecast this op on this GPU."""
-        model, described = self.models.get(family), families()[family]
-        known: dict[str, float] = {}
+        model, shares = self.models.get(family), defaultdict[str, float](float)
         if model is not None:
-            stacks = model.stack_shares(self.gpu, op, dtype, self.stack, described)
+            own_family = families()[family]
+            stacks = model.stack_shares(self.gpu, op, dtype, self.stack, own_family)
             for stack, share in stacks.items():
-                known[software_name(stack)] = known.get(software_name(stack), 0.0) + share
-        return known
+                shares[software_name(stack)] += share
+        return shares
 
 
 def fallback_parts(

@@ -23,38 +23,42 @@ def gradient_copies(layer: Layer, step_bytes: float, gpu: Gpu, ranks: int) -> li
     was last touched a step ago (``step_bytes``: all bytes that a step touches). The copy back comes
     after backward, ``COPY_BACK_DELAY`` of a step later on average.
     """
-    share = cold_share(gpu, ranks)
-    like = [TensorSpec(shape=p.shape, dtype=p.dtype) for p in layer.parameters]
-    fresh = [share(step_bytes, 2.0 * t.nbytes) / 2 for t in like]
-    later = [share(step_bytes * COPY_BACK_DELAY, 2.0 * t.nbytes) for t in like]
-    scales = [TensorSpec(shape=(), dtype=t.dtype) for t in like]
-    kinds = (
-        ("aten.add_.Tensor", like, fresh),
-        ("aten.mul.Tensor", scales, fresh),
-        ("aten.copy_.default", like, later),
+    cold_of = cold_share(gpu, ranks)
+    gradients = [TensorSpec(shape=p.shape, dtype=p.dtype) for p in layer.parameters]
+    scales = [TensorSpec(shape=(), dtype=t.dtype) for t in gradients]
+    half_cold = [cold_of(step_bytes, 2.0 * t.nbytes) / 2 for t in gradients]
+    after_delay = [cold_of(step_bytes * COPY_BACK_DELAY, 2.0 * t.nbytes) for t in gradients]
+    kinds = (  # op, its second operands, the cold share of its bytes
+        ("aten.add_.Tensor", gradients, half_cold),
+        ("aten.mul.Tensor", scales, half_cold),
+        ("aten.copy_.default", gradients, after_delay),
     )
     return [
-        [priceable(_added(op, (t, x), t), c) for t, x, c in zip(like, others, cold, strict=True)]
-        for op, others, cold in kinds
+        [
+            priceable(_added(op, (gradient, other), gradient), cold)
+            for gradient, other, cold in zip(gradients, others, colds, strict=True)
+        ]
+        for op, others, colds in kinds
     ]
 
 
 def buffers(calls: Sequence[OpCall]) -> dict[str, list[TensorSpec]]:
-    """Running statistics of batch norms in training by dtype, and their step counters."""
-    found: dict[str, list[TensorSpec]] = {}
-    for t in _running(calls):
-        found.setdefault(t.dtype, []).append(t)
-        found.setdefault("int64", [])
-    if found:
-        norms = sum(len(t) for t in found.values()) // 2
-        found["int64"] += [TensorSpec(shape=(), dtype="int64")] * norms
-    return found
+    """Running statistics of batch norms in training by dtype, and their step counters (int64)."""
+    by_dtype: dict[str, list[TensorSpec]] = {}
+    statistics = list(_running_statistics(calls))
+    for t in statistics:
+        by_dtype.setdefault(t.dtype, []).append(t)
+        by_dtype.setdefault("int64", [])
+    if by_dtype:
+        norms = len(statistics) // 2
+        by_dtype["int64"] += [TensorSpec(shape=(), dtype="int64")] * norms
+    return by_dtype
 
 
-def _running(calls: Sequence[OpCall]) -> Iterator[TensorSpec]:
+def _running_statistics(calls: Sequence[OpCall]) -> Iterator[TensorSpec]:
     """Running mean and variance: the fourth and fifth argument of a forward batch norm."""
     for call in calls:
-        if call.phase == "forward" and call.op.split(".")[1:2] in [[n] for n in BATCH_NORM]:
+        if call.phase == "forward" and call.op.split(".")[1] in BATCH_NORM:
             yield from (t for t in call.args[3:5] if isinstance(t, TensorSpec))
 
 
@@ -68,4 +72,5 @@ def buffer_copies(tensors: list[TensorSpec]) -> list[Priceable]:
 
 
 def _added(op: str, args: Args, output: TensorSpec) -> OpCall:
+    """A call that DDP's C++ makes."""
     return OpCall(op=op, args=args, outputs=(output,), phase=ADDED, module="DDP")

@@ -75,7 +75,7 @@ def host_cost(counts: Mapping[str, int], book: PriceBook) -> PricedOp:
 
 
 def host_work(time: AssumedTime) -> PricedOp:
-    """So much host work as one op."""
+    """Host work of this total time as one op."""
     return PricedOp(
         op="host",
         family="host",
@@ -108,13 +108,13 @@ def _slowdown(book: PriceBook) -> float:
     if book.gpu.kind != "cpu" or book.host_is_named or book.models.get("host") is None:
         return 1.0
 
-    def found() -> float:
+    def of_usual_events() -> float:
         usual = [Host(op=event) for event in EVENTS]
         rows = book.points("host", usual)
-        times = [float(rows[p][0]["predicted_us"] / book.host.event_us(p.op)) for p in usual]
-        return median(times)
+        ratios = [float(rows[p][0]["predicted_us"] / book.host.event_us(p.op)) for p in usual]
+        return median(ratios)
 
-    slowdown: float = book.once(("slowdown",), found)
+    slowdown: float = book.once(("slowdown",), of_usual_events)
     return slowdown
 
 
@@ -182,11 +182,17 @@ class Launches:
         """The op as it is launched, or Python without a kernel."""
         if op.phase == PYTHON:
             return Step(0.0, op.duration_us, name=op.op)
-        kernels = op.kernels if self.by_op else 1
-        waits = op.waits and self.by_op
-        launch_us = self.us(op, added=added)
-        comm, facts = op.phase == "comm", (op.phase, op.nbytes, op.product)
-        return Step(op.duration_us, launch_us, comm, kernels, op.op, waits, *facts)
+        return Step(
+            us=op.duration_us,
+            launch_us=self.us(op, added=added),
+            comm=op.phase == "comm",
+            kernels=op.kernels if self.by_op else 1,
+            name=op.op,
+            waits=op.waits and self.by_op,
+            phase=op.phase,
+            nbytes=op.nbytes,
+            product=op.product,
+        )
 
 
 def launch_costs(capture: StepCapture, events: Mapping[str, int], book: PriceBook) -> Launches:
@@ -225,12 +231,13 @@ def led_by_graph(
     No layer where ops are launched one by one.
     """
     led = dict(ops)
-    backward = [(x, x.backward[1] - 1) for x in layers if x.backward[0] < x.backward[1]]
-    forward = [(x, x.forward[0]) for x in layers if x.forward[0] < x.forward[1]]
-    if costs.by_op or not (backward or forward):
+    last_of_backward = [(x, x.backward[1] - 1) for x in layers if x.backward[0] < x.backward[1]]
+    first_of_forward = [(x, x.forward[0]) for x in layers if x.forward[0] < x.forward[1]]
+    candidates = last_of_backward or first_of_forward
+    if costs.by_op or not candidates:
         return None, led
-    layer, at = (backward or forward)[0]
-    led[at] = replace(led[at], leads=1.0)
+    layer, number = candidates[0]
+    led[number] = replace(led[number], leads=1.0)
     return layer, led
 
 

@@ -79,7 +79,7 @@ class PricedLayer:
 
     @property
     def numbered(self) -> bool:
-        """Whether the layer is."""
+        """``Layer.numbered``: whether it is one of a list of modules."""
         return self.layer.numbered
 
     @cached_property
@@ -117,12 +117,13 @@ class PricedLayer:
         return sum(op.duration_us for op in self._of_backward(weights=True))
 
     def _of_backward(self, *, weights: bool) -> list[PricedOp]:
+        """Ops of backward that compute gradients of weights alone, or all others."""
         return [op for i, op in enumerate(self.backward) if (i in self.weights) == weights]
 
     def fold(self, ops: Sequence[PricedOp]) -> Work:
         """Sum up ops, given in launch order, to their time on the host and on the compute lane."""
-        each = {id(op): op for op in ops}  # equal ones are one object
-        steps = {at: self.launches.step(op, added=op.phase == ADDED) for at, op in each.items()}
+        by_id = {id(op): op for op in ops}  # equal ones are one object
+        steps = {key: self.launches.step(op, added=op.phase == ADDED) for key, op in by_id.items()}
         return fold([steps[id(op)] for op in ops], self.on_cpu, shown=self.shown)
 
     @cached_property
@@ -259,13 +260,15 @@ def prefetch_steps(asked: Iterable[AskedStep], book: PriceBook) -> None:
 def _price_graph(
     graph: RankGraph, plan: ParallelPlan, book: PriceBook, where: Cluster
 ) -> PricedModel:
+    """The layers of a rank graph with prices, and the host time of its micro-batch."""
     if plan.recompute == "selective" and not any(c.op in ATTENTION for c in graph.capture.calls):
         raise ValueError(f"plan {str(plan)!r}: selective recomputes attention, the model has none")
     ops = price_calls(graph, plan, book, where)
-    steps = {name: n for name, n in graph.capture.host.items() if name.endswith("_step")}
-    others = {name: n for name, n in graph.capture.host.items() if name not in steps}
+    events = graph.capture.host
+    optimizer_events = {name: n for name, n in events.items() if name.endswith("_step")}
+    others = {name: n for name, n in events.items() if name not in optimizer_events}
     costs = launch_costs(graph.capture, others, book)
-    optimizer = host_cost(steps, book)
+    optimizer = host_cost(optimizer_events, book)
     return PricedModel(
         layers=tuple(_price_layers(graph, ops, plan, book, costs)),
         graph=graph,
@@ -281,33 +284,34 @@ def _price_layers(
     book: PriceBook,
     costs: Launches,
 ) -> Iterator[PricedLayer]:
-    """The layers in forward order; those that recompute, if a share of them, are spread evenly.
+    """The layers in forward order; if a share of them recomputes, these are spread evenly.
 
     The first op of a CUDA graph waits for the launch of all: its layer is counted once, and then
     those equal to it.
     """
-    whole, done = replace(plan, recompute="", recomputed=1.0), 0
+    not_recomputed, done = replace(plan, recompute="", recomputed=1.0), 0
     share = 1.0 if plan.recompute == "budget" else plan.recomputed
     leader, led = led_by_graph(graph.layers, ops, costs)
-    copies = graph.prices(book)[1]
+    _, copies = graph.prices(book)
 
     @cache  # those of kinds that alternate are there many times
-    def priced(layer: Layer, how: ParallelPlan) -> PricedLayer:
-        return _price_layer(layer, graph, ops, copies[layer.name], how, book, costs)
+    def priced(layer: Layer, layer_plan: ParallelPlan) -> PricedLayer:
+        return _price_layer(layer, graph, ops, copies[layer.name], layer_plan, book, costs)
 
     for layer in graph.layers:
         if layer is leader:
-            single, how = replace(layer, count=1), plan if share == 1 else whole
-            yield _price_layer(single, graph, led, copies[layer.name], how, book, costs)
+            single, layer_plan = replace(layer, count=1), plan if share == 1 else not_recomputed
+            yield _price_layer(single, graph, led, copies[layer.name], layer_plan, book, costs)
             if layer.count == 1:
                 continue
             layer, done = replace(layer, count=layer.count - 1), 1
         if share == 1 or not layer.numbered:
             yield priced(layer, plan)
             continue
-        pair = [priced(replace(layer, count=1), how) for how in (whole, plan)]
+        single = replace(layer, count=1)
         for n in range(done, done + layer.count):
-            yield pair[floor((n + 1) * share) > floor(n * share)]
+            recomputes = floor((n + 1) * share) > floor(n * share)
+            yield priced(single, plan if recomputes else not_recomputed)
         done += layer.count
 
 
@@ -343,46 +347,48 @@ def _price_layer(
     book: PriceBook,
     costs: Launches,
 ) -> PricedLayer:
+    """A layer with prices; ops that it recomputes come first in its backward."""
     spans = (layer.forward, layer.backward)
     forward, backward = ([ops[i] for i in range(*span)] for span in spans)
-    how = Recomputed(saved_bytes=layer.saved_bytes)
+    again = Recomputed(saved_bytes=layer.saved_bytes)
     if plan.recompute and layer.numbered:
-        how = recomputed(layer, graph, ops, plan, book)
-        moved = tuple(
-            replace(p, ready_after=p.ready_after + len(how.ops)) if p.ready_after >= 0 else p
+        again = recomputed(layer, graph, ops, plan, book)
+        later = tuple(
+            replace(p, ready_after=p.ready_after + len(again.ops)) if p.ready_after >= 0 else p
             for p in layer.parameters
         )
-        layer = replace(layer, parameters=moved)
+        layer = replace(layer, parameters=later)
     accumulate, into, out = copies
-    weights = graph.once(("weights", layer.backward), partial(_weights, layer, graph.capture))
+    find_weights = partial(_weight_gradients, layer, graph.capture)
+    weights = graph.once(("weights", layer.backward), find_weights)
     return PricedLayer(
         layer=layer,
-        forward=(*how.forward, *forward),
-        backward=(*how.ops, *backward),
+        forward=(*again.forward, *forward),
+        backward=(*again.ops, *backward),
         accumulate=accumulate,
         into_bucket=into,
         out_of_bucket=out,
         launches=costs,
         on_cpu=book.gpu.kind == "cpu",
-        saved_bytes=how.saved_bytes,
-        kept=how.kept,
+        saved_bytes=again.saved_bytes,
+        kept=again.kept,
         matmul_s=sum(map(graph.matmul_s, spans)),
-        weights=frozenset(len(how.ops) + i for i in weights),
+        weights=frozenset(len(again.ops) + i for i in weights),
     )
 
 
-def _weights(layer: Layer, capture: StepCapture) -> list[int]:
+def _weight_gradients(layer: Layer, capture: StepCapture) -> list[int]:
     """Calls, counted from the start of a layer's backward, whose results no earlier layer needs.
 
     They compute gradients of weights alone, which only the optimizer waits for.
     """
-    a, b = layer.backward
-    later = (c for c in capture.calls[b:] if c.phase == "backward")
-    needed, found = {t.storage for c in later for t in c.tensors()}, list[int]()
-    for i in range(b - 1, a - 1, -1):
+    begin, end = layer.backward
+    later = (c for c in capture.calls[end:] if c.phase == "backward")
+    needed, numbers = {t.storage for c in later for t in c.tensors()}, list[int]()
+    for i in range(end - 1, begin - 1, -1):
         call = capture.calls[i]
         if needed.isdisjoint(t.storage for t in call.outputs):
-            found.append(i - a)
+            numbers.append(i - begin)
         else:
             needed |= {t.storage for t in call.tensors()}
-    return found
+    return numbers

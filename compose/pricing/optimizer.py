@@ -50,19 +50,19 @@ class MatrixUpdate:
     products: range
 
     def of_part(self, shape: tuple[int, ...], ranks: int) -> tuple[list[Priceable], ...]:
-        """What a rank calls before the products, the products, and after.
+        """A rank's calls before the products (on its part), the products (whole), and after.
 
-        It has these rows and columns of the matrix, or of ``ranks`` that shard them a part.
+        ``shape``: of the part of the matrix that ``ranks`` shard by rows.
         """
         shape = (-(-shape[0] // ranks), *shape[1:])
         tensors = {t for c in self.calls for t in c.touched}
-        mine = {t: with_shape(t, shape) for t in tensors if t.shape == self.shape != shape}
-        own = [
-            priceable(c if i in self.products else with_tensors(c, mine), self.cold[i])
-            for i, c in enumerate(self.calls)
+        parts = {t: with_shape(t, shape) for t in tensors if t.shape == self.shape != shape}
+        calls = [
+            priceable(call if i in self.products else with_tensors(call, parts), self.cold[i])
+            for i, call in enumerate(self.calls)
         ]
         start, stop = self.products.start, self.products.stop
-        return own[:start], own[start:stop], own[stop:]
+        return calls[:start], calls[start:stop], calls[stop:]
 
     def messages(self, shape: tuple[int, ...], ranks: int) -> tuple[list[Message], list[Message]]:
         """What brings a rank a matrix of its own, and what returns the result to other ranks.
@@ -78,22 +78,22 @@ class MatrixUpdate:
 
 
 def state_bytes(optimizer: str, trained: Iterable[ParamSpec]) -> int:
-    """Bytes of what an optimizer keeps of parameters."""
+    """Bytes of what an optimizer keeps of parameters; of Muon's matrices one copy fewer."""
     return sum((STATE_COPIES[optimizer] - p.matrix) * p.nbytes for p in trained)
 
 
 def matrix_updates(capture: StepCapture, cold: Sequence[float]) -> dict[int, MatrixUpdate]:
     """The updates of Muon's matrices, by storage; each begins where the one before it ends."""
-    found: dict[int, MatrixUpdate] = {}
+    updates: dict[int, MatrixUpdate] = {}
     first = next((i for i, c in enumerate(capture.calls) if c.phase == "optimizer"), 0)
-    while len(found) < sum(p.matrix and p.ready_after >= 0 for p in capture.parameters):
-        own = range(first, len(capture.calls))
-        last = next(i for i in own if capture.calls[i].op == "aten.add_.Tensor")
+    while len(updates) < sum(p.matrix and p.ready_after >= 0 for p in capture.parameters):
+        not_yet = range(first, len(capture.calls))
+        last = next(i for i in not_yet if capture.calls[i].op == "aten.add_.Tensor")
         calls = capture.calls[first : last + 1]
         start = next(i for i, c in enumerate(calls) if c.op == NORM)
         end = 1 + max(i for i, c in enumerate(calls) if c.op in LINEAR_PRODUCTS)
         parameter = calls[-1].args[0]
-        found[parameter.storage] = MatrixUpdate(
+        updates[parameter.storage] = MatrixUpdate(
             shape=parameter.shape,
             numbers=range(first, last + 1),
             calls=calls,
@@ -101,7 +101,7 @@ def matrix_updates(capture: StepCapture, cold: Sequence[float]) -> dict[int, Mat
             products=range(start, end),
         )
         first = last + 1
-    return found
+    return updates
 
 
 def scaled_update(captured: Sequence[Priceable], numel: int, tensors: int) -> list[Priceable]:

@@ -24,6 +24,7 @@ SAME_SMS: float = assumed(__file__, "same_sms")
 
 @lru_cache(maxsize=256)
 def _reference(architecture: str) -> Gpu | None:
+    """The GPU of this architecture whose sustained rate is known, if there is one."""
     name = REFERENCE_GPU.get(architecture)
     return load_gpu(name) if name else None
 
@@ -44,9 +45,9 @@ def sustained_flops_per_s(gpu: Gpu, dtype: str) -> float:
     return float(scale * rate)
 
 
-def _same_sms(one: Gpu, other: Gpu) -> bool:
+def _same_sms(a: Gpu, b: Gpu) -> bool:
     """Whether both have the same tensor cores: bf16 FLOP per SM and clock within SAME_SMS."""
-    rates = [g.full_rate("bf16") / (g.sm_count * g.clock_hz) for g in (one, other)]
+    rates = [gpu.full_rate("bf16") / (gpu.sm_count * gpu.clock_hz) for gpu in (a, b)]
     return max(rates) <= (1 + SAME_SMS) * min(rates)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,7 @@ class PriceBook:
         )
 
     def _on(self, machine: Factors, known: Machine | None, model: str) -> PriceBook:
+        """A new book for a machine, which shares the rows that models have priced."""
         facts = (self.gpu, self.threads, self.by_threads, self.stack, self.host)
         book = PriceBook(self.pricer, *facts)
         book.machine, book.known, book.model, book.sent = machine, known, model, self.sent
@@ -139,25 +141,26 @@ class PriceBook:
 
     def _add(self, points: Mapping[str, Iterable[Any]]) -> None:
         """Price those points, by family, that are still missing."""
-        known = {name: self.prices.setdefault(name, {}) for name in points}
-        fresh = {n: list(dict.fromkeys(p for p in points[n] if p not in known[n])) for n in points}
-        asked = {name: self._columns(missing) for name, missing in fresh.items() if missing}
+        fresh = dict[str, list[Any]]()
+        for family, own in points.items():
+            known = self.prices.setdefault(family, {})
+            fresh[family] = list(dict.fromkeys(p for p in own if p not in known))
+        asked = {family: self._columns(own) for family, own in fresh.items() if own}
         if not asked:
             return
 
         def priced() -> dict[str, list[Any]]:
-            return {n: self.expected(n, self._rows(x)) for n, x in asked.items()}
+            return {name: self.expected(name, self._rows(own)) for name, own in asked.items()}
 
         for family, rows in self.kept(list(asked), asked, priced).items():
-            own = fresh[family]
-            for at, n in enumerate(self.by_threads):
-                start = 2 * at * len(own)
-                warm, cold = (rows[start + k * len(own) :][: len(own)] for k in (0, 1))
-                pairs = zip(warm, cold, strict=True)
-                self.by_threads[n].setdefault(family, {}).update(zip(own, pairs, strict=True))
+            count, blocks = len(fresh[family]), iter(rows)  # in the order of ``_columns``
+            for threads in self.by_threads:
+                warm, cold = (list(islice(blocks, count)) for _ in range(2))
+                pairs = zip(fresh[family], zip(warm, cold, strict=True), strict=True)
+                self.by_threads[threads].setdefault(family, {}).update(pairs)
 
     def _columns(self, points: Sequence[Any]) -> dict[str, list[Any]]:
-        """Parameters of ops, warm and then cold, for each number of threads."""
+        """Columns of rows to price: all points warm, then all cold, for each number of threads."""
         blocks = [(n, cache) for n in self.by_threads for cache in ("warm", "cold")]
         names = [f.name for f in fields(points[0])]
         columns = {name: [getattr(p, name) for p in points] * len(blocks) for name in names}
@@ -166,10 +169,14 @@ class PriceBook:
         return columns
 
     def _rows(self, columns: Mapping[str, list[Any]]) -> pd.DataFrame:
+        """Rows to price on this GPU for the software that is forecast."""
         return pd.DataFrame({**columns, "gpu": self.gpu.name, "stack_wanted": self.stack})
 
     def kept(self, families: Iterable[str], question: Any, ask: Callable[[], Any]) -> Any:
-        """What models of these families answer to a question, in plain values; kept on disk."""
+        """The models' answer ``ask()`` in plain values, kept on disk by ``question`` and device.
+
+        ``families``: those whose models answer.
+        """
         book = (self.gpu, self.threads, stack_of_row(self.stack))
         return kept_answer(self.pricer, families, (book, question), ask)
 
@@ -183,17 +190,17 @@ class PriceBook:
         priced = self.pricer.price(family, rows, {self.gpu.name: self.gpu})
         table = {str(name): column.to_numpy() for name, column in priced.items()}
         low, high = (np.log(np.maximum(table[f"predicted_us_{q}"], 1e-9)) for q in ("p10", "p90"))
-        s = (high - low) / DECILES_APART * table["in_envelope"]
-        table["predicted_us"] = table["predicted_us"] * np.exp(s**2 / 2)
+        log_deviation = (high - low) / DECILES_APART * table["in_envelope"]
+        table["predicted_us"] = table["predicted_us"] * np.exp(log_deviation**2 / 2)
         values = zip(*(column.tolist() for column in table.values()), strict=True)
         return [dict(zip(table, row, strict=True)) for row in values]
 
     def price(self, wanted: Sequence[Priceable]) -> list[PricedOp]:
         """Every op with its price; one pricer call per family."""
         all_parts = self.prefetch(wanted)
-        return [self._known(w, parts) for w, parts in zip(wanted, all_parts, strict=True)]
+        return [self._price_once(w, parts) for w, parts in zip(wanted, all_parts, strict=True)]
 
-    def _known(self, w: Priceable, parts: Sequence[Part]) -> PricedOp:
+    def _price_once(self, w: Priceable, parts: Sequence[Part]) -> PricedOp:
         """The op's price, computed once for ops that are equal."""
         runs = (w.cold, w.kernel, w.channels_last, w.paddable)
         key = (w.op, w.phase, w.params, w.bytes_moved, *runs)
@@ -218,6 +225,7 @@ class PriceBook:
         return [*found, *padded_parts(w.run_by(self.gpu).params)] if self._may_pad(w) else found
 
     def _may_pad(self, w: Priceable) -> bool:
+        """Whether inductor may pad the op's operands here: a GPU's product with a model."""
         return w.paddable and self.gpu.kind != "cpu" and "gemm" in self.models
 
     def _run_parts(self, w: Priceable, parts: Sequence[Part]) -> Sequence[Part]:
@@ -226,22 +234,24 @@ class PriceBook:
             return parts
         count = len(padded_parts(w.run_by(self.gpu).params))
         own, padded = parts[:-count], parts[-count:]
-        own_us, padded_us = (sum(self._part_us(p, w.cold) for p in x) for x in (own, padded))
+        own_us = sum(self._part_us(part, w.cold) for part in own)
+        padded_us = sum(self._part_us(part, w.cold) for part in padded)
         return padded if own_us > LEAST_GAIN * padded_us else own
 
     def _found_parts(self, w: Priceable) -> list[Part]:
+        """``_parts`` without padding: the fallback, the op itself, a copy as large, or none."""
         w = w.run_by(self.gpu)
         models, on_gpu = self.models, self.gpu.kind != "cpu"
-        if found := fallback_parts(w.params, models, w.channels_last, self.gpu, self.stack):
-            return found
+        if parts := fallback_parts(w.params, models, w.channels_last, self.gpu, self.stack):
+            return parts
         if w.name in models:
             return [Part(family=w.name, params=w.params)]
         if on_gpu and models.get("elementwise") is not None:
             return [memory_copy(w.bytes_on(self.gpu))]
         return []
 
-    def _call(self, w: Priceable) -> HostCall | None:
-        """What a GPU's sweep tells of a call on the host; on a CPU it is part of the op."""
+    def _host_call(self, w: Priceable) -> HostCall | None:
+        """What a GPU's sweep measured of a call's launch; None on a CPU, where the op has it."""
         model = self.models.get(w.name)
         if model is None or self.gpu.kind == "cpu":
             return None
@@ -267,11 +277,11 @@ class PriceBook:
 
     def _part_us(self, part: Part, cold: float) -> float:
         """Time of a part of an op; its share ``cold`` reads from memory, the rest from caches."""
-        warm, cool = (row["predicted_us"] for row in self.prices[part.family][part.params])
-        return part.times * ((1 - cold) * warm + cold * cool)
+        warm_us, cold_us = (row["predicted_us"] for row in self.prices[part.family][part.params])
+        return part.times * ((1 - cold) * warm_us + cold * cold_us)
 
     def _roofline_us(self, w: Priceable, flops: float, parts_us: float) -> float:
-        """Time of an op without a model: of its parts or its bytes, and not below its flops'."""
+        """Time of an op without a model: of its parts, else its bytes; at least of its flops."""
         bytes_us = w.bytes_on(self.gpu) / self.gpu.hbm_bytes_per_s * 1e6 + ROOFLINE_OVERHEAD_US
         peak = self.gpu.peak(getattr(w.params, "dtype", "fp32"))
         return max(parts_us or bytes_us, flops / peak * 1e6)
@@ -280,23 +290,24 @@ class PriceBook:
         """Prices an op: parts added up, attention's kernel, power limit, host time of its call."""
         w, parts = w.run_by(self.gpu), self._run_parts(w, parts)
         flops = float(w.family.flops(w.params)) if w.family is not None else 0.0
-        ratio, own, call = self._kernel_ratio(w), w.name in self.models, self._call(w)
-        known = own or (bool(parts) and all(part.checked for part in parts))
+        ratio, call = self._kernel_ratio(w), self._host_call(w)
+        has_model = w.name in self.models
+        is_modelled = has_model or (bool(parts) and all(part.checked for part in parts))
         tensors = getattr(w.params, "tensors", 1)
         times_us = [(part, ratio * self._part_us(part, w.cold)) for part in parts]
         us = sum(part_us for _, part_us in times_us)
         other_us = sum(abs(part_us) for part, part_us in times_us if not w.is_priced_as(part))
-        if not own:
+        if not has_model:
             us = self._roofline_us(w, flops, us)
-            other_us = other_us if known else us
-        if w.family is not None and w.family.matmul:
-            us = throttled_us(self.gpu, w.params.dtype, us, flops)
+            other_us = other_us if is_modelled else us
         product = w.family is not None and w.family.matmul
+        if product:
+            us = throttled_us(self.gpu, w.params.dtype, us, flops)
         us *= self.machine.of_op(product=product)
         shares = w.assumed_shares(len(parts), min(1.0, other_us / us) if us > 0 else 0.0)
         return PricedOp(
             op=w.op,
-            family=w.name if known else UNMODELLED,
+            family=w.name if is_modelled else UNMODELLED,
             phase=w.phase,
             duration_us=us,
             flops=flops,
@@ -310,6 +321,7 @@ class PriceBook:
 
 @cached_by_identity
 def _books(pricer: Bundle, gpu: Gpu, stack: str, host: HostMachine) -> dict[int, PriceBook]:
+    """Price books by threads of a rank: of a CPU all its cores, half of them... down to 1."""
     by_threads: dict[int, Prices] = {}
     cores = gpu.sm_count if gpu.kind == "cpu" else 0
     numbers = {max(1, cores >> halvings) for halvings in range(cores.bit_length())} or {0}

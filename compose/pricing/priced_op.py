@@ -84,13 +84,13 @@ class PricedOp:
     hidden_us: float = 0.0
 
     def over(self, n: float) -> PricedOp:
-        """Its mean over n steps, of which one has it."""
+        """Its mean over n steps, of which one has it: a message that is sent every n-th step."""
         if n == 1:
             return self
         return replace(self, duration_us=self.duration_us / n, hidden_us=self.hidden_us / n)
 
     def among(self, size: int, per_node: int, machine: Factors) -> PricedOp:
-        """A message as long as it takes among these ranks of a machine."""
+        """The message scaled by the factor of a machine for links among ``size`` ranks."""
         factor, nodes = machine.of_message(size, per_node), -(-size // per_node)
         if factor == nodes == 1:
             return self
@@ -137,9 +137,9 @@ class Priceable:
 
     def is_priced_as(self, part: Part) -> bool:
         """Whether a part is the same op of the op's own family, or a checked law for it."""
-        as_wide = getattr(self.params, "dtype", "") in BLOCK_SCALED  # priced by fp8's rows
+        by_fp8_rows = getattr(self.params, "dtype", "") in BLOCK_SCALED
         same = part.family == self.name and getattr(part.params, "op", "") == self.kind
-        return part.checked or (same and not as_wide)
+        return part.checked or (same and not by_fp8_rows)
 
     def run_by(self, gpu: Gpu) -> Priceable:
         """The op as a GPU runs it: in fp32 where it has no TF32 units.
@@ -149,10 +149,10 @@ class Priceable:
         """
         if getattr(self.params, "dtype", "") != "tf32":
             return self
-        has_it = "tf32" in gpu.peak_flops_per_s and not (
-            gpu.vendor == "amd" and self.name == "conv"
-        )
-        return self if has_it else replace(self, params=replace(self.params, dtype="fp32"))
+        amd_convolution = gpu.vendor == "amd" and self.name == "conv"
+        if "tf32" in gpu.peak_flops_per_s and not amd_convolution:
+            return self
+        return replace(self, params=replace(self.params, dtype="fp32"))
 
     def bytes_on(self, gpu: Gpu) -> float:
         """Bytes read and written: by the family's formula, else every tensor once."""
@@ -165,11 +165,14 @@ class Priceable:
     def matmul_s(self, gpu: Gpu) -> float:
         """Seconds of its matrix products at the GPU's peak, 0 without any."""
         family = self.family
-        counted = family and (family.flops if family.matmul else family.product_flops)
-        return float(counted(self.params)) / gpu.peak(self.params.dtype) if counted else 0.0
+        flops_of = family and (family.flops if family.matmul else family.product_flops)
+        return float(flops_of(self.params)) / gpu.peak(self.params.dtype) if flops_of else 0.0
 
     def assumed_shares(self, parts: int, other_frac: float) -> AssumedShares:
-        """Assumption of the ``other_frac`` of its time that its own model does not price."""
+        """The assumption that ``other_frac`` of its time rests on, not on its own model.
+
+        ``parts``: how many ops price it; without any it is the roofline.
+        """
         if not parts:
             return (("price_book.roofline_overhead_us", other_frac),)
         return ((f"fallbacks.{self.name}", other_frac),) if other_frac else ()
@@ -198,8 +201,9 @@ def priceable(call: OpCall, cold: float = 1.0) -> Priceable:
 
 def _shaped_by_data(call: OpCall) -> bool:
     """Whether the shape of the result depends on data: also of elements chosen by a mask."""
-    masks = call.op == "aten.index.Tensor" and any(t.dtype == "bool" for t in call.tensors()[1:])
-    return masks or call.op.removeprefix("aten.").split(".")[0] in SHAPED_BY_DATA
+    indices = call.tensors()[1:] if call.op == "aten.index.Tensor" else ()
+    by_mask = any(t.dtype == "bool" for t in indices)
+    return by_mask or call.op.removeprefix("aten.").split(".")[0] in SHAPED_BY_DATA
 
 
 def _channels_last(call: OpCall) -> bool:

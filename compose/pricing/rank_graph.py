@@ -47,7 +47,7 @@ SAME_AS: Mapping[str, str] = {
     "barrier": "all_reduce",
 }
 Ops = Mapping[int, PricedOp]  # by number of the call
-Overlapped = tuple[float, Sequence[PricedOp]]  # the share of ops that a message overlaps
+Overlapped = tuple[float, Sequence[PricedOp]]  # a message overlaps this share of these ops' time
 LayerCopies = tuple[tuple[PricedOp, ...], ...]  # by kind (``gradient_copies``), by parameter
 
 
@@ -146,11 +146,11 @@ class RankGraph:
         spans = [range(*span) for x in self.layers for span in (x.forward, x.backward)]
         numbers = {i for span in spans for i in span}
         numbers |= {i for i, c in enumerate(calls) if c.phase == "optimizer"}
-        sent = [i for i in numbers if calls[i].op == COLLECTIVE]
-        while sent:
-            more = set(_beside(sent.pop(), calls)) - numbers
+        messages = [i for i in numbers if calls[i].op == COLLECTIVE]
+        while messages:
+            more = set(_beside(messages.pop(), calls)) - numbers
             numbers |= more
-            sent += [i for i in more if calls[i].op == COLLECTIVE]
+            messages += [i for i in more if calls[i].op == COLLECTIVE]
         return tuple(sorted(numbers))
 
     @cached_property
@@ -184,15 +184,19 @@ class RankGraph:
         return self.once(("prices", book), partial(self._prices, book))
 
     def to_price(self) -> list[Priceable]:
-        """The ops, and then the copies."""
-        copies = (op for kinds in self.copies.values() for one in kinds for op in one)
+        """The ops, and then the copies of each layer by kind and parameter."""
+        copies = (op for kinds in self.copies.values() for kind in kinds for op in kind)
         return [*self.asked.ops.values(), *copies]
 
     def _prices(self, book: PriceBook) -> tuple[dict[int, PricedOp], dict[str, LayerCopies]]:
-        found = iter(book.price(self.to_price()))
-        ops = {i: next(found) for i in self.asked.ops}
-        kinds = self.copies.items()
-        return ops, {n: tuple(tuple(islice(found, len(one))) for one in x) for n, x in kinds}
+        """See ``prices``: the prices of ``to_price``, put back where each belongs."""
+        prices = iter(book.price(self.to_price()))
+        ops = {i: next(prices) for i in self.asked.ops}
+        copies = {
+            layer: tuple(tuple(islice(prices, len(kind))) for kind in kinds)
+            for layer, kinds in self.copies.items()
+        }
+        return ops, copies
 
     def matmul_s(self, span: tuple[int, int]) -> float:
         """Seconds of the matrix products of a range of calls at the GPU's peak."""
@@ -286,13 +290,13 @@ def price_calls(graph: RankGraph, plan: ParallelPlan, book: PriceBook, where: Cl
 def partly_hidden(
     sent: PricedOp, share: float, beside: Sequence[PricedOp], book: PriceBook
 ) -> PricedOp:
-    """A message beside a share of these ops: it takes what they do not hide."""
-    us = share * sum(op.duration_us for op in beside)
-    if not us:
+    """A message that runs beside ``share`` of these ops' time: as long as what they do not hide."""
+    beside_us = share * sum(op.duration_us for op in beside)
+    if not beside_us:
         return sent
     product_us = share * sum(op.duration_us for op in beside if op.product)
-    contention = book.contention_of(sent, product_us / us)
-    exposed_us = side_by_side_us(us, sent.duration_us, contention) - us
+    contention = book.contention_of(sent, product_us / beside_us)
+    exposed_us = side_by_side_us(beside_us, sent.duration_us, contention) - beside_us
     hidden_us = max(0.0, sent.duration_us - exposed_us)
     return replace(sent, duration_us=exposed_us, hidden_us=hidden_us)
 
@@ -303,25 +307,25 @@ def _beside_experts(graph: RankGraph, ops: Ops, plan: ParallelPlan) -> dict[int,
     A layer's compute, forward and backward, is divided among its messages; nothing runs beside
     those of the first micro-batch.
     """
-    found, messages = dict[int, Overlapped](), graph.asked.messages
-    share = 1 - 1 / plan.microbatches
+    overlapped, messages = dict[int, Overlapped](), graph.asked.messages
+    later_frac = 1 - 1 / plan.microbatches
     for layer in graph.layers:
         numbers = [*range(*layer.forward), *range(*layer.backward)]
         sent = [i for i in numbers if i in messages and messages[i].axis == "ep"]
         computed = [ops[i] for i in numbers if i not in messages]
-        found |= {i: (share / len(sent), computed) for i in sent}
-    return found
+        overlapped |= {i: (later_frac / len(sent), computed) for i in sent}
+    return overlapped
 
 
 def _overlapped(i: int, calls: Sequence[OpCall], ops: Ops, plan: ParallelPlan) -> Overlapped:
-    """Compute that a collective overlaps, beside its own micro-batch: next ops, part of a product.
+    """Compute of its own micro-batch that collective ``i`` overlaps: next ops, part of a product.
 
     A product of time T in C chunks (CoCoNeT, tp_overlap) and its collective of time t take T/C,
     then (C-1)/C T and t side by side.
     """
     call = calls[i]
     if call.kwargs["until_read"]:
-        return 1.0, [ops[at] for at in until_read(i, calls)]
+        return 1.0, [ops[n] for n in until_read(i, calls)]
     if call.kwargs["overlaps_next"] and i + 1 in ops:
         return 1.0, [ops[i + 1]]
     if plan.chunks > 1 and call.kwargs["axis"] == "tp" and i:
@@ -335,11 +339,12 @@ def _products(i: int, calls: Sequence[OpCall], ops: Ops) -> list[PricedOp]:
     """The products that read what collective ``i`` gathers, or the one that it scatters."""
     if calls[i].kwargs["kind"] != "all_gather":
         return [ops[i - 1]] if calls[i - 1].op in LINEAR_PRODUCTS else []
-    return [ops[at] for at in _products_after(i, calls)]
+    return [ops[n] for n in _products_after(i, calls)]
 
 
 def _products_after(i: int, calls: Sequence[OpCall]) -> Iterator[int]:
-    return takewhile(lambda at: calls[at].op in LINEAR_PRODUCTS, range(i + 1, len(calls)))
+    """Numbers of the products that follow call ``i`` at once, one after the other."""
+    return takewhile(lambda n: calls[n].op in LINEAR_PRODUCTS, range(i + 1, len(calls)))
 
 
 def _beside(i: int, calls: Sequence[OpCall]) -> list[int]:
@@ -355,18 +360,19 @@ def _beside(i: int, calls: Sequence[OpCall]) -> list[int]:
 def until_read(i: int, calls: Sequence[OpCall]) -> Iterator[int]:
     """The calls of a phase after collective ``i`` until one reads what it brings."""
     received = {t.storage for t in calls[i].outputs}
-    for at in range(i + 1, len(calls)):
-        other = calls[at].phase != calls[i].phase
-        if other or received & {t.storage for t in calls[at].tensors()}:
+    for n in range(i + 1, len(calls)):
+        other_phase = calls[n].phase != calls[i].phase
+        if other_phase or received & {t.storage for t in calls[n].tensors()}:
             return
-        yield at
+        yield n
 
 
 def _tied(capture: StepCapture, layers: Sequence[Layer]) -> tuple[ParamSpec, ...]:
+    """Weights of the first layer that the last one uses too."""
     if len(layers) < 2:
         return ()
-    a, b = layers[-1].forward
-    used = {t.storage for call in capture.calls[a:b] for t in call.tensors()}
+    last_forward = capture.calls[slice(*layers[-1].forward)]
+    used = {t.storage for call in last_forward for t in call.tensors()}
     return tuple(p for p in layers[0].parameters if p.storage in used)
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from typing import Any
 
 from itercast.capture.base.extensions import function_of
 from itercast.capture.opcall import Places, StepCapture
@@ -68,13 +69,13 @@ def recomputed(
     else:
         span = _whole(layer, capture, book.stack)
         if plan.recompute == "budget":
-            room = round(plan.recomputed * layer.saved_bytes) - boundary
-            kept = graph.once(
-                ("front", layer.forward, book),
-                lambda: function_of("checkpoints", "front")(
-                    _items(layer, span, capture, ops), layer.saved_bytes - boundary
-                ),
-            ).best(room)
+            most_bytes = round(plan.recomputed * layer.saved_bytes) - boundary
+
+            def front() -> Any:  # the least time to run again by bytes saved
+                items = _items(layer, span, capture, ops)
+                return function_of("checkpoints", "front")(items, layer.saved_bytes - boundary)
+
+            kept = graph.once(("front", layer.forward, book), front).best(most_bytes)
         elif plan.recompute == "ops":
             saves = _saved_ops(span, capture)
             items = (i for i in _items(layer, span, capture, ops) if saves.issuperset(i.calls))
@@ -116,20 +117,21 @@ def _saved_ops(span: Sequence[int], capture: StepCapture) -> set[int]:
 
 def _kept_bytes(capture: StepCapture, layer: Layer) -> int:
     """Bytes that ``_saved_ops`` keep beside a layer's output."""
-    a, b = layer.forward
-    later = {t.storage for c in capture.calls[b:] if c.phase == "forward" for t in c.tensors()}
-    saved = [capture.calls[i] for i in _saved_ops(range(a, b), capture)]
+    later = _read_later(layer, capture)
+    saved = [capture.calls[i] for i in _saved_ops(range(*layer.forward), capture)]
     made = {t.storage: t.nbytes for c in saved for t in c.outputs if t.storage not in later}
     return sum(made.values())
 
 
-def joined(one: Item, other: Item) -> Item:
+def _read_later(layer: Layer, capture: StepCapture) -> set[int]:
+    """Storages that forward reads after a layer."""
+    later = capture.calls[layer.forward[1] :]
+    return {t.storage for c in later if c.phase == "forward" for t in c.tensors()}
+
+
+def joined(a: Item, b: Item) -> Item:
     """Both, saved together."""
-    return Item(
-        calls=(*one.calls, *other.calls),
-        nbytes=one.nbytes + other.nbytes,
-        time_us=one.time_us + other.time_us,
-    )
+    return Item(calls=a.calls + b.calls, nbytes=a.nbytes + b.nbytes, time_us=a.time_us + b.time_us)
 
 
 def _items(
@@ -140,40 +142,36 @@ def _items(
     Not those that write in place, or whose results another call writes: torch refuses them. Calls
     that draw random numbers are saved together or not at all: else the others draw other ones.
     """
-    b = layer.forward[1]
     forward = [c for c in capture.calls if c.phase == "forward"]
-    written = Counter(t.storage for c in forward for t in c.outputs)
-    later = {t.storage for c in capture.calls[b:] if c.phase == "forward" for t in c.tensors()}
-    found, drawn, drawn_alone = list[Item](), list[Item](), True
+    writes = Counter(t.storage for c in forward for t in c.outputs)
+    later = _read_later(layer, capture)
+    items, random_items, random_may_be_saved = list[Item](), list[Item](), True
     for i in span:
         call = capture.calls[i]
         made = {t.storage: t.nbytes for t in call.outputs}
-        given = {t.storage for t in call.tensors()}
-        once = all(written[s] == 1 and s not in given for s in made)
-        random = ops[i].family == "random" or call.kwargs.get("dropout_p", 0.0) > 0
+        read = {t.storage for t in call.tensors()}
+        written_once = all(writes[s] == 1 and s not in read for s in made)
+        is_random = ops[i].family == "random" or call.kwargs.get("dropout_p", 0.0) > 0
         item = Item(
             calls=(i,),
             nbytes=sum(n for s, n in made.items() if s not in later),
             time_us=ops[i].duration_us,
         )
-        if random:
-            drawn.append(item)
-            drawn_alone = drawn_alone and once
-        elif made and once and call.op != COLLECTIVE:
-            found.append(item)
-    if drawn and drawn_alone:
-        together = drawn[0]
-        for item in drawn[1:]:
-            together = joined(together, item)
-        found.append(together)
-    return found
+        if is_random:
+            random_items.append(item)
+            random_may_be_saved = random_may_be_saved and written_once
+        elif made and written_once and call.op != COLLECTIVE:
+            items.append(item)
+    if random_items and random_may_be_saved:
+        items.append(reduce(joined, random_items))
+    return items
 
 
 def _named(layer: Layer, capture: StepCapture, numbers: Sequence[int]) -> Places:
-    """Calls by name, and how many of that name the layer has before each."""
+    """Pairs (op of a call, how many calls of that op the layer has before it)."""
     names = [capture.calls[i].op for i in range(*layer.forward)]
     places = sorted(i - layer.forward[0] for i in numbers)
-    return tuple((names[at], names[:at].count(names[at])) for at in places)
+    return tuple((names[place], names[:place].count(names[place])) for place in places)
 
 
 def _whole(layer: Layer, capture: StepCapture, stack: str) -> Sequence[int]:
@@ -181,16 +179,16 @@ def _whole(layer: Layer, capture: StepCapture, stack: str) -> Sequence[int]:
 
     torch.utils.checkpoint of torch 2.1 and later stops there; older stacks run the whole layer.
     """
-    a, b = layer.forward
+    begin, end = layer.forward
     if stack_of_row(stack).recomputes == WHOLE:
-        return range(a, b)
+        return range(begin, end)
     read = {t.storage for c in capture.calls[slice(*layer.backward)] for t in c.tensors()}
-    results = ((i, t) for i in range(a, b) for t in capture.calls[i].outputs)
-    return range(a, max((i + 1 for i, t in results if t.storage in read), default=a))
+    results = ((i, t) for i in range(begin, end) for t in capture.calls[i].outputs)
+    return range(begin, max((i + 1 for i, t in results if t.storage in read), default=begin))
 
 
 def _attention(layer: Layer, capture: StepCapture) -> tuple[Sequence[int], int]:
-    """The calls from the first of attention to the last without weights, and what stays saved."""
+    """The calls without weights from the first of attention to its last; bytes that stay saved."""
     chosen = [i for i in range(*layer.forward) if capture.calls[i].op in ATTENTION]
     if not chosen:
         return (), layer.saved_bytes

@@ -116,7 +116,7 @@ class ScriptOrder:
         return None
 
     def command(self, result: Path, serve: str = "") -> list[str]:
-        """Arguments of ``itercast.capture.programs.script``, which writes the capture ``result``."""
+        """Arguments of ``itercast.capture.programs.script``, which writes its capture to a file."""
         facts = {**self.facts(serve), "gpu": asdict(emulated(self.target.gpu))}
         return [json.dumps(facts), str(result)]
 
