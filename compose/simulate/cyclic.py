@@ -40,7 +40,7 @@ EMPTY_BYTES: int = assumed(__file__, "empty_bytes")  # so few bytes take the lat
 
 
 def messages_of(rank: Rank) -> Sequence[tuple[Sequence[Message], int]]:
-    """The messages from one replica to another in a slot, and how many slots are alike."""
+    """Pairs (messages from a replica to the next in a slot, number of such slots in a step)."""
     n, trained = rank.plan.dp, sum(x.layer.trained_bytes for x in rank.layers)
     dtype = next((p.dtype for x in rank.layers for p in x.layer.parameters), "fp32")
     sums = Message(kind=EXCHANGE, axis="dp", message_bytes=max(1, trained // n), dtype=dtype)
@@ -52,12 +52,12 @@ def messages_of(rank: Rank) -> Sequence[tuple[Sequence[Message], int]]:
 
 
 def slots_of(rank: Rank) -> Sequence[tuple[Sequence[PricedOp], int]]:
-    """The same, priced."""
-    return [(price_messages(x, rank.book, rank.where), count) for x, count in messages_of(rank)]
+    """``messages_of`` with durations."""
+    return [(price_messages(m, rank.book, rank.where), count) for m, count in messages_of(rank)]
 
 
 def latency_us(messages: Sequence[Message], rank: Rank) -> float:
-    """The part of these messages during which ranks of a CPU sleep, as for empty ones; else 0."""
+    """Time in us that ranks on a CPU sleep in these messages: that of empty ones; 0 on a GPU."""
     if rank.book.gpu.kind != "cpu":
         return 0.0
     empty = [replace(m, message_bytes=min(EMPTY_BYTES, m.message_bytes)) for m in messages]
@@ -67,9 +67,9 @@ def latency_us(messages: Sequence[Message], rank: Rank) -> float:
 def steady_us(
     compute_us: float, message_us: float, slots: int, contention: float, asleep_us: float = 0.0
 ) -> float:
-    """Time of ``slots`` slots in steady state, in each compute and messages side by side.
+    """Time of ``slots`` slots: in each, 1 / slots of compute runs beside messages.
 
-    ``asleep_us`` of the messages does not slow compute.
+    ``message_us``: messages of a slot, of which ``asleep_us`` does not slow compute.
     """
     both_us = side_by_side_us(compute_us / slots, message_us - asleep_us, contention)
     return slots * max(both_us, message_us)

@@ -144,12 +144,15 @@ def strategy(plan: ParallelPlan) -> Strategy:
 
 
 def _replicas(plan: ParallelPlan) -> Strategy:
+    """The strategy of several replicas, without codec, experts and offload."""
     codec = Codec.of(plan.compress)
     packing = int(codec is not None and codec.kind == "share")
     every = 0 if plan.shard else plan.local  # with shard, of tables
     if plan.cdp:
-        one = plan.zero == 0
-        return Strategy(buckets=one, cyclic=True, share_update=not one, share_gradients=not one)
+        whole = plan.zero == 0  # each replica holds the whole model
+        return Strategy(
+            buckets=whole, cyclic=True, share_update=not whole, share_gradients=not whole
+        )
     if plan.zero:
         gathers_each = plan.zero > 1 and plan.pp == 1
         scatters_each = gathers_each and not plan.no_sync
@@ -177,8 +180,11 @@ def _replicas(plan: ParallelPlan) -> Strategy:
 
 
 def _all_reduced(plan: ParallelPlan, packing: int) -> Strategy:
-    """DDP's all_reduce of buckets, broken up and moved as ``coconet`` says (arXiv 2105.05720)."""
-    split, reorder, fuse = (x in plan.coconet for x in ("split", "reorder", "fuse"))
+    """DDP's all_reduce of buckets, broken up and moved as ``coconet`` says (arXiv 2105.05720).
+
+    ``packing``: 1 if compressing is one more pass over each gradient, else 0.
+    """
+    split, reorder, fuse = (word in plan.coconet for word in ("split", "reorder", "fuse"))
     if fuse:  # packing is a pass of the same kernel
         return Strategy(
             reduce=("all_reduce",),
@@ -215,11 +221,11 @@ class LayerBucket:
     members: tuple[tuple[int, int], ...]  # (instance, parameter)
 
     def message(self, kind: str, how: Strategy) -> Message:
-        """One collective over the bucket."""
+        """One collective over the bucket, as large as its codes where gradients are compressed."""
         ratio = how.codec.ratio(self.dtype) if how.codec else 1.0
-        wire = max(1, round(self.nbytes * ratio))
+        sent_bytes = max(1, round(self.nbytes * ratio))
         dtype = "fp16" if self.dtype == "fp32" and ratio <= FP16_RATIO else self.dtype
-        return Message(kind=kind, axis=self.axis, message_bytes=wire, dtype=dtype)
+        return Message(kind=kind, axis=self.axis, message_bytes=sent_bytes, dtype=dtype)
 
     def coded(self, how: Strategy, where: Cluster) -> tuple[list[OpCall], list[OpCall]]:
         """The kernels that encode the bucket, and those that sum and decode what arrives."""
@@ -273,10 +279,10 @@ def fill_buckets(
 def layer_buckets(
     layers: Sequence[PricedLayer], how: Strategy, starts: Sequence[int] = ()
 ) -> list[LayerBucket]:
-    """Buckets of a rank's layers in the order in which they fill; experts have their own, or none
-    where no other rank has them.
+    """Buckets of a rank's layers in the order in which they fill.
 
-    So have the virtual stages that begin at the layers ``starts``: each is a module of its own.
+    Experts have buckets of their own, or none where no other rank has them. So have the virtual
+    stages that begin at the layers ``starts``: each is a module of its own.
     """
     closed = fill_buckets(_ready_gradients(layers, how, starts), how.bucket_bytes)
     buckets = [_layer_bucket(dtype, axis, members) for (dtype, axis, _), members in closed]
@@ -323,6 +329,7 @@ def _ready_gradients(
 
 
 def _layer_bucket(dtype: str, axis: str, members: Sequence[_Gradient]) -> LayerBucket:
+    """The bucket of these gradients, full once the last of them is ready."""
     return LayerBucket(
         instance=members[-1].instance,
         offset=members[-1].offset,

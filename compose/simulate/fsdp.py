@@ -83,8 +83,8 @@ class Unit:
     def shards(self) -> tuple[int, int]:
         """Bytes of a rank's shards of its parameters and of its gradients (``shard_bytes``)."""
         plan = self.rank.plan
-        each = [shard_bytes(x.layer.dense, plan.shards, fp32=plan.amp) for x in self.layers]
-        return sum(n for n, _ in each), sum(n for _, n in each)
+        pairs = [shard_bytes(x.layer.dense, plan.shards, fp32=plan.amp) for x in self.layers]
+        return sum(parameters for parameters, _ in pairs), sum(grads for _, grads in pairs)
 
     @cached_property
     def sums(self) -> list[PricedOp]:
@@ -128,6 +128,7 @@ class Unit:
         return sent + summed_shares(self.layers, self.rank)
 
     def _messages(self, kind: str, *, trained: bool) -> list[Message]:
+        """Collectives over its parameters, or of the ``trained`` ones' gradients, by axis."""
         nbytes = sharded_bytes(self.layers, self.rank, trained=trained)
         return [_message(self.rank, kind, axis, n) for axis, n in nbytes.items()]
 
@@ -142,10 +143,10 @@ def is_apart(rank: Rank, x: PricedLayer) -> bool:
 
 
 def units_of_stages(rank: Rank) -> list[Unit]:
-    """What FSDP wraps as one of a model, on whichever stage a layer is."""
+    """The units that FSDP makes of a model on any stage: the root, and each layer by itself."""
     layers = [x for x in rank.model.layers for _ in range(1 if x.numbered else x.layer.count)]
     root = tuple(x for x in layers if not x.numbered)
-    return [Unit(rank=rank, layers=one) for one in (root, *((x,) for x in layers))]
+    return [Unit(rank=rank, layers=wrapped) for wrapped in (root, *((x,) for x in layers))]
 
 
 def sharded_forward(program: RankTasks, *, gather: bool) -> None:
@@ -217,14 +218,14 @@ def sharded_bytes(
 
     ``trained``: of their gradients.
     """
-    plan, only = rank.plan, trained or rank.strategy.frozen_whole
-    dense = sum(x.layer.dense.padded_bytes(plan.shards, trained=only) for x in layers)
-    found = {"shard": dense}
+    plan, trained = rank.plan, trained or rank.strategy.frozen_whole
+    dense = sum(x.layer.dense.padded_bytes(plan.shards, trained=trained) for x in layers)
+    by_axis = {"shard": dense}
     if plan.expert_shards > 1:
         ranks = plan.expert_shards
-        experts = (x.layer.experts.padded_bytes(ranks, trained=only) for x in layers)
-        found["expert_shard"] = sum(experts)
-    return {axis: n for axis, n in found.items() if n}
+        experts = (x.layer.experts.padded_bytes(ranks, trained=trained) for x in layers)
+        by_axis["expert_shard"] = sum(experts)
+    return {axis: nbytes for axis, nbytes in by_axis.items() if nbytes}
 
 
 def shard_bytes(layer: Layer, ranks: int, *, fp32: bool) -> tuple[int, int]:
@@ -233,10 +234,11 @@ def shard_bytes(layer: Layer, ranks: int, *, fp32: bool) -> tuple[int, int]:
     ``fp32``: those with a gradient are kept in fp32, as mixed precision does. Frozen ones lie as
     they are, in 4 bits too.
     """
-    every, trained = (layer.padded_bytes(ranks, trained=only) // ranks for only in (False, True))
-    size = next((ITEMSIZE_BYTES[p.dtype] for p in layer.trained), 1)
-    kept = trained * ITEMSIZE_BYTES[PRECISE] // size if fp32 else trained
-    return every - trained + kept, kept
+    all_bytes = layer.padded_bytes(ranks, trained=False) // ranks
+    trained_bytes = layer.padded_bytes(ranks, trained=True) // ranks
+    itemsize = next((ITEMSIZE_BYTES[p.dtype] for p in layer.trained), 1)
+    kept_bytes = trained_bytes * ITEMSIZE_BYTES[PRECISE] // itemsize if fp32 else trained_bytes
+    return all_bytes - trained_bytes + kept_bytes, kept_bytes
 
 
 def hooks(program: RankTasks, x: PricedLayer, share: float, times: int = 1) -> Work:
@@ -255,10 +257,10 @@ def hooks(program: RankTasks, x: PricedLayer, share: float, times: int = 1) -> W
 def _gathered(
     program: RankTasks, x: PricedLayer, after: tuple[int, ...], earlier: tuple[int, ...]
 ) -> tuple[list[int], Work]:
-    """Send the all_gather of a layer's parameters; returns it, and the work of copying them out.
+    """Send the all_gather of a layer's parameters; returns its tasks, and the work of copying out.
 
     On a GPU it starts after the tasks ``after``, and the copy of shards in host memory after the
-    tasks ``earlier``. Nothing where FSDP does not wrap the layer.
+    tasks ``earlier``. ``NONE`` where FSDP does not wrap the layer.
     """
     unit = Unit.of(program, x)
     if not is_apart(program.rank, x) or not unit.gathers:
@@ -271,7 +273,7 @@ def _gathered(
 
 
 def _gathered_again(program: RankTasks, layers: Sequence[PricedLayer]) -> tuple[list[int], Work]:
-    """Gather a layer's parameters for its backward where they are not kept; of no layer nothing."""
+    """Gather the first layer's parameters for its backward; ``NONE`` if kept, or without layers."""
     if not layers or not program.how.regather or not layers[0].fetches:
         return NONE
     return _gathered(program, layers[0], program.lanes.done, program.lanes.done)
@@ -280,7 +282,8 @@ def _gathered_again(program: RankTasks, layers: Sequence[PricedLayer]) -> tuple[
 def _reduce(program: RankTasks, unit: Unit, *, later: bool) -> list[int]:
     """Scatter gradients within the groups that shard, and add up shares among these groups.
 
-    Under local SGD groups do not add up gradients. ``later``: of a micro-batch after the first.
+    Returns the tasks to wait for. Under local SGD groups do not add up gradients. ``later``: of a
+    micro-batch after the first.
     """
     behind = program.copied[-1:] if "parameters" in program.how.offload else []
     sent = _send(program, unit.scatters, (*program.lanes.done, *behind))
@@ -290,11 +293,13 @@ def _reduce(program: RankTasks, unit: Unit, *, later: bool) -> list[int]:
 
 
 def summed_shares(layers: Sequence[PricedLayer], rank: Rank) -> list[Message]:
-    """The sums of a rank's shares of gradients, or averages of parameters, among the groups."""
+    """All_reduces of a rank's shards of gradients (or parameters) among the groups that shard."""
     plan, sums = rank.plan, list[Message]()
-    beyond = {"replicate": plan.dp * plan.cp // plan.shards}
-    beyond["expert_replicate"] = plan.expert_replicas // plan.expert_shards
-    for axis, groups in beyond.items():
+    groups_by_axis = {
+        "replicate": plan.dp * plan.cp // plan.shards,
+        "expert_replicate": plan.expert_replicas // plan.expert_shards,
+    }
+    for axis, groups in groups_by_axis.items():
         spread = axis == "expert_replicate"
         ranks = plan.shards_of(spread=spread)
         parts = (x.layer.experts if spread else x.layer.dense for x in layers)
@@ -310,10 +315,12 @@ def _send(
     after: tuple[int, ...] | None = None,
     lane: str = "comm",
 ) -> list[int]:
+    """Add messages to a lane of the program, after these tasks; returns their tasks."""
     program.sent += messages
     return [program.lanes.send(op, lane, after) for op in messages]
 
 
 def _message(rank: Rank, kind: str, axis: str, nbytes: int) -> Message:
+    """A collective of parameters (all_gather), or of gradients in the dtype they are reduced in."""
     message = Message(kind=kind, axis=axis, message_bytes=nbytes, dtype=rank.gradient_dtype)
     return message if kind == "all_gather" else rank.strategy.of_gradients(message)

@@ -60,9 +60,11 @@ def _on_slowest(
     lanes, runs = step.lanes_of(slowest), step.runs_of(slowest)
     sends_us, bubble_us = step.schedule_us(slowest)
     exposed_us = min(lanes.exposed_us + sends_us, max(0.0, max(totals) - lanes.compute_us))
-    pairs = zip(ranks, memories, strict=True)
-    left = [room_bytes(r.book.gpu, r.plan) - sum(m.values()) for r, m in pairs]
-    fullest = left.index(min(left))
+    free_bytes = [
+        room_bytes(rank.book.gpu, rank.plan) - sum(memory.values())
+        for rank, memory in zip(ranks, memories, strict=True)
+    ]
+    fullest = free_bytes.index(min(free_bytes))
     tally = Tally(ranks[slowest].book.gpu.kind == "cpu")
     _tally_layers(tally, step.stages[slowest].layers, micro, _accumulations(ranks[slowest]))
     for run, n in runs:
@@ -85,9 +87,9 @@ def _on_slowest(
 
 def _mean_matmul_s(ranks: Sequence[Rank]) -> float:
     """Matrix products of a micro-batch at peak, in seconds: the mean over all ranks of the job."""
-    alike = [rank.kin or 1 for rank in ranks]
-    sums_s = (n * sum(x.matmul_s for x in r.layers) for n, r in zip(alike, ranks, strict=True))
-    return sum(sums_s) / sum(alike)
+    counts = [rank.kin or 1 for rank in ranks]
+    sums_s = (sum(x.matmul_s for x in rank.layers) for rank in ranks)
+    return sum(n * sum_s for n, sum_s in zip(counts, sums_s, strict=True)) / sum(counts)
 
 
 def _accumulations(rank: Rank) -> int:
@@ -135,6 +137,7 @@ def host_memory(rank: Rank, optimizer: str) -> int:
 
 
 def _simulated(ranks: Sequence[Rank], optimizer: str, crowding: float = 1.0) -> Pipeline | Replicas:
+    """The step of ranks with its times; arguments as of ``evaluate_ranks``."""
     if ranks[0].plan.pp > 1:
         return pipeline_of(ranks, optimizer)
     return replicas_of(ranks, optimizer, crowding)

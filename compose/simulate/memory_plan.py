@@ -26,7 +26,7 @@ STAGES_HANDED_ON = 3  # that a staggered replica holds: in use, arriving, being 
 # Under FSDP2's mixed precision shards of parameters and gradients are in fp32.
 IN_FP32 = {dtype: Held(gradient=PRECISE_BYTES, copies=2) for dtype in ("bf16", "fp16")}
 Run = tuple[PricedLayer, int]
-Moment = tuple[int, int, int]
+Moment = tuple[int, int, int]  # bytes of gradients, of activations, of temporary tensors
 Ranks = tuple[int, int]  # that share out a parameter: dense ones, experts that ep spreads
 
 
@@ -136,6 +136,7 @@ def in_flight_sizes(rank: Rank) -> Iterator[tuple[Sizes, int]]:
 
 
 def _memory(rank: Rank, optimizer: str, sizes: Sizes, others: int) -> dict[str, int]:
+    """Peak bytes by purpose of a rank with these layers; ``others``: of other micro-batches."""
     graph, copies_by_dtype = rank.model.graph, stack_of_row(rank.book.stack).held
     first = sizes.runs[0][0]
     of_one = max(graph.matrix_bytes, graph.table_bytes if rank.model.has_tables(first) else 0)
@@ -331,6 +332,7 @@ class _Units:
         self.open = self.sent = self.waiting = self.of_root = 0
 
     def _whole(self, x: PricedLayer) -> int:
+        """Bytes of a layer's parameters as gathered; 0 where nothing is gathered."""
         return self._gathered(x, trained=self.how.frozen_whole) if self.how.by_layer else 0
 
     def _gathered(self, x: PricedLayer, *, trained: bool) -> int:
@@ -348,6 +350,7 @@ class _Units:
         return whole // self.ranks if self.on_host else 0
 
     def _is_late(self, x: PricedLayer) -> bool:
+        """Whether a layer's gradients are scattered at the end of backward only."""
         return not x.numbered or x.layer.from_inputs
 
     def in_forward(self, x: PricedLayer, n: int) -> tuple[int, int]:

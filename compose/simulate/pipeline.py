@@ -22,14 +22,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from itercast.capture.plan_keys import V_SHAPED
 from itercast.compose.simulate.timeline import DeadlockError, Span
 
-# F, B (to the inputs where backward is cut in two), W (to the weights) or A (all of backward);
-# micro-batch; chunk of the rank.
+# (kind, micro-batch, chunk of the rank). Kinds: F forward; B backward, to the inputs alone where a
+# schedule cuts it in two; W backward to the weights; A all of backward.
 Action = tuple[str, int, int]
 TIMES = "FBWA"  # order of the times of actions
 CUT_BACKWARD = ("zb", *V_SHAPED)
@@ -106,11 +107,11 @@ def program(schedule: str, stages: int, rank: int, micro: int, virtual: int) -> 
 
 
 class _Order:
-    """A rank's actions, each on the next micro-batch of its kind and chunk."""
+    """A rank's actions as they are added, each on the next micro-batch of its kind and chunk."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
-        self.done = Counter[tuple[str, int]]()
+        self.done = Counter[tuple[str, int]]()  # by kind and chunk; all of backward counts as B
         self.late = deque[tuple[int, int]]()  # micro-batch and chunk of weight gradients to come
 
     def add(self, times: int, *steps: str) -> None:
@@ -129,7 +130,7 @@ class _Order:
 
 
 def _zbv(stages: int, rank: int, micro: int) -> tuple[Action, ...]:
-    """As for enough micro-batches to fill the pipeline, without those that are too many."""
+    """The actions of zbv: as for enough micro-batches to fill the pipeline, without the surplus."""
     count, order = max(2 * stages - 1, micro), _Order()
     order.add(2 * (stages - rank) - 1, "F0")
     order.add(rank, "F1", "F0")
@@ -145,6 +146,7 @@ def _zbv(stages: int, rank: int, micro: int) -> tuple[Action, ...]:
 
 
 def _dualpipev(stages: int, rank: int, micro: int) -> tuple[Action, ...]:
+    """The actions of a rank in schedule dualpipev."""
     order, before, after = _Order(), stages - rank - 1, rank + 1
     order.add(2 * before, "F0")
     order.add(after, "F0", "F1")
@@ -160,6 +162,7 @@ def _dualpipev(stages: int, rank: int, micro: int) -> tuple[Action, ...]:
 
 
 def _interleaved(stages: int, rank: int, micro: int, virtual: int) -> tuple[Action, ...]:
+    """The actions of a rank in schedule interleaved; each k-th forward and backward by ``k``."""
     total = micro * virtual
     block = stages * virtual
 
@@ -195,11 +198,12 @@ def in_flight(
 class _Timing:
     """All actions of a pipeline sorted so that each waits only for earlier ones; 0 is the start.
 
-    ``actions`` have the numbers of their chunks in the model; the others are by action, as
-    indices, from 1 on: its time (``takes``) among the times of all chunks, by kind as in ``TIMES``,
-    and then those of the first micro-batch; its message's time (``sends``); the action before it
-    on its rank (``before``); the action whose message it waits for (``waits``); the action whose
-    message goes over the same link just before its own (``behind``).
+    ``actions`` have the numbers of their chunks in the model; the arrays are by action from 1 on,
+    and hold indices: of its time (``takes``) among the times of all chunks, by kind as in
+    ``TIMES``, and then those of the first micro-batch; of its message's time (``sends``); of the
+    action before it on its rank (``before``), the one whose message it waits for (``waits``), and
+    the one whose message goes over the same link just before its own (``behind``). ``levels``:
+    ranges of actions that do not wait for each other.
     """
 
     actions: tuple[Action, ...]
@@ -218,29 +222,29 @@ def _order(
 ) -> _Timing:
     """Sort the ranks' programs with a worklist; DeadlockError names what each rank is stuck at.
 
-    To chunks that are ``detached`` no gradient comes back.
+    Level: 1 + that of the last action waited for. No gradient comes back to ``detached`` chunks.
     """
     programs = [program(schedule, stages, r, micro, virtual) for r in range(stages)]
     count = stages * virtual
-    level: dict[tuple[str, int, int], int] = {}
-    rows: list[tuple[int, tuple[str, int, int], tuple[str, int, int] | None]] = []
-    position, depth = [0] * stages, [0] * stages
+    level: dict[Action, int] = {}
+    rows: list[_Row] = []
+    position, rank_level = [0] * stages, [0] * stages
     ready = list(range(stages))
     while ready:
         r = ready.pop()
-        mine = chunks_of_rank(schedule, stages, r, count)
+        own_chunks = chunks_of_rank(schedule, stages, r, count)
         while position[r] < len(programs[r]):
-            kind, i, v = programs[r][position[r]]
-            c = mine[v]
+            kind, i, own_chunk = programs[r][position[r]]
+            c = own_chunks[own_chunk]
             source = _source(kind, i, c, count, detached)
             if source is not None and source not in level:
                 break
-            depth[r] = 1 + max(depth[r], level[source] if source is not None else 0)
-            level["B" if kind == "A" else kind, i, c] = depth[r]
-            rows.append((depth[r], (kind, i, c), source))
+            rank_level[r] = 1 + max(rank_level[r], level[source] if source is not None else 0)
+            level["B" if kind == "A" else kind, i, c] = rank_level[r]
+            rows.append(_Row(rank_level[r], (kind, i, c), source))
             position[r] += 1
-            beside = (rank_of_chunk(schedule, stages, (c + d) % count) for d in (1, -1))
-            ready += [n for n in beside if n != r and n not in ready]
+            neighbours = (rank_of_chunk(schedule, stages, (c + d) % count) for d in (1, -1))
+            ready += [n for n in neighbours if n != r and n not in ready]
     stuck = [r for r in range(stages) if position[r] < len(programs[r])]
     if stuck:
         heads = ", ".join(f"rank {r}: {programs[r][position[r]]}" for r in stuck)
@@ -249,10 +253,16 @@ def _order(
     return _sorted(rows, ranks, detached)
 
 
-def _source(
-    kind: str, i: int, c: int, count: int, detached: frozenset[int]
-) -> tuple[str, int, int] | None:
-    """The action that an action waits for: of the chunk before (F) or after (B) it."""
+class _Row(NamedTuple):
+    """An action with the number of its chunk in the model, and the action that it waits for."""
+
+    level: int
+    action: Action
+    source: Action | None
+
+
+def _source(kind: str, i: int, c: int, count: int, detached: frozenset[int]) -> Action | None:
+    """The action on the chunk before (F) or after (B) that one of micro-batch i, chunk c awaits."""
     if kind == "F":
         return ("F", i, c - 1) if c else None
     if kind in "BA":
@@ -260,25 +270,21 @@ def _source(
     return None
 
 
-def _sorted(
-    rows: Sequence[tuple[int, tuple[str, int, int], tuple[str, int, int] | None]],
-    ranks: Sequence[int],
-    detached: frozenset[int],
-) -> _Timing:
-    """The arrays of actions of chunks that are on these ``ranks``."""
+def _sorted(rows: Sequence[_Row], ranks: Sequence[int], detached: frozenset[int]) -> _Timing:
+    """The arrays of ``_Timing``, by level; ``ranks``: of each chunk of the model."""
     count = len(ranks)
-    ordered = sorted(rows, key=lambda row: row[0])
+    ordered = sorted(rows, key=lambda row: row.level)
     number = {
         ("B" if kind == "A" else kind, i, c): n
         for n, (_, (kind, i, c), _) in enumerate(ordered, start=1)
     }
     columns: list[list[int]] = [[0] for _ in range(5)]
     rank_last, link_last = [0] * (max(ranks) + 1), dict[tuple[bool, int], int]()
-    edges = [1]
-    for n, (depth, (kind, i, c), source) in enumerate(ordered, start=1):
-        if n > 1 and depth != ordered[n - 2][0]:
+    edges = [1]  # where levels begin
+    for n, (level, (kind, i, c), source) in enumerate(ordered, start=1):
+        if n > 1 and level != ordered[n - 2].level:
             edges.append(n)
-        sends, back = 3 * count, kind in "BA"  # nothing
+        sends, back = 3 * count, kind in "BA"  # the entry of no message
         if (kind == "F" and c + 1 < count) or (back and c and c - 1 not in detached):
             sends = c if kind == "F" else c - 1
         same_chunk = source is not None and source[2] == c
@@ -315,7 +321,7 @@ def finish_us(
 def _times(
     schedule: str, chunks: Sequence[StageTimes], stages: int, micro: int
 ) -> tuple[_Timing, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """By action how long it and its message take, when it ends and when its message arrives."""
+    """The order of actions; by action its time, its message's, its end, its message's arrival."""
     detached = frozenset(c for c, chunk in enumerate(chunks) if chunk.detached)
     order = _order(schedule, stages, micro, len(chunks) // stages, detached)
     each = np.array([c.of(run_as(kind, schedule)) for kind in TIMES for c in chunks])
@@ -351,18 +357,18 @@ def endings(
     for n, (kind, i, c) in enumerate(order.actions, start=1):
         if kind != "F" and i == micro - 1:
             last[rank_of_chunk(schedule, stages, c)][c] = n
-    found: list[list[Ending]] = []
-    for mine in last:
-        own, before = list[Ending](), 0
-        for c, n in sorted(mine.items(), key=lambda one: -one[0]):
-            start_us, busy_us, at = float(ends[n] - took[n]), 0.0, int(order.before[n])
-            while at > before > 0:
-                busy_us, at = busy_us + float(took[at]), int(order.before[at])
+    by_rank: list[list[Ending]] = []
+    for last_of_chunk in last:
+        own, previous = list[Ending](), 0
+        for c, n in sorted(last_of_chunk.items(), reverse=True):
+            start_us, busy_us, action = float(ends[n] - took[n]), 0.0, int(order.before[n])
+            while action > previous > 0:
+                busy_us, action = busy_us + float(took[action]), int(order.before[action])
             kind = run_as(order.actions[n - 1][0], schedule)
             own.append(Ending(kind=kind, chunk=c, start_us=start_us, busy_us=busy_us))
-            before = n
-        found.append(own)
-    return found
+            previous = n
+        by_rank.append(own)
+    return by_rank
 
 
 def loads_us(

@@ -96,6 +96,7 @@ class Lanes:
         beside: Slowdowns | None = None,
         nodes: int = 0,
     ) -> int:
+        """Add a task; returns its number."""
         kind = (products_frac, beside, nodes)
         self.tasks.append(Task((lane,), us, after, name, phase, nbytes, once, *kind))
         return len(self.tasks) - 1
@@ -162,6 +163,7 @@ class Lanes:
         return self._message(op, lane, self.done if after is None else after, once)
 
     def _message(self, op: PricedOp, lane: str, after: tuple[int, ...], once: Hashable) -> int:
+        """Add a message; ``once``: equal on all ranks that take part in it."""
         us, facts = op.duration_us, (op.phase, op.nbytes, once)
         return self._add(lane, us, after, op.op, *facts, beside=op.beside, nodes=op.nodes)
 
@@ -171,7 +173,7 @@ class Lanes:
         self.host = (self._add("host", op.duration_us, (*self.host, *after), op.op),)
 
     def resume(self, at_us: float, busy_us: float, products_frac: float) -> None:
-        """Let what follows start ``at_us`` after the start, after ``busy_us`` of other work."""
+        """Let compute go on ``at_us`` after the program's start, and after ``busy_us`` of work."""
         after = self._ready()
         busy = self._add(self.lane, busy_us, after, OTHERS, products_frac=products_frac)
         self.done = (busy,)
@@ -211,17 +213,17 @@ class Rank:
             return 1.0
         if self.kin:
             return max(1.0, self.kin * self.book.threads / cores)
-        micro, each = plan.microbatches, plan.cpu_ranks // plan.pp * self.book.threads
+        micro, threads_of_stage = plan.microbatches, plan.cpu_ranks // plan.pp * self.book.threads
         slots = micro + plan.pp - 1
-        busy = (min(s + 1, plan.pp, micro, slots - s) for s in range(slots))
-        return sum(max(1.0, each * n / cores) for n in busy) / slots
+        busy_stages = (min(s + 1, plan.pp, micro, slots - s) for s in range(slots))
+        return sum(max(1.0, threads_of_stage * n / cores) for n in busy_stages) / slots
 
     @cached_property
     def products_frac(self) -> float:
         """The share of forward's and backward's time in products."""
-        each = [w for x in self.layers for w in (x.forward_work, x.backward_work)]
-        lane_us = sum(w.lane_us for w in each)
-        return sum(w.product_us for w in each) / lane_us if lane_us else 0.0
+        works = [work for x in self.layers for work in (x.forward_work, x.backward_work)]
+        lane_us = sum(work.lane_us for work in works)
+        return sum(work.product_us for work in works) / lane_us if lane_us else 0.0
 
     @cached_property
     def strategy(self) -> Strategy:
@@ -340,10 +342,7 @@ class RankTasks:
             self.lanes.resume(*self.pauses[i], self.rank.products_frac)
 
     def price(self, messages: Sequence[Message], every: float = 1) -> list[PricedOp]:
-        """Messages with durations, a step's mean where they are sent every so many steps.
-
-        The run lists them as sent.
-        """
+        """Messages with durations, noted as sent; a step's mean of those sent every few steps."""
         rank = self.rank
         ops = [op.over(every) for op in price_messages(messages, rank.book, rank.where)]
         self.sent += ops

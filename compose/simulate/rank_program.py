@@ -49,11 +49,9 @@ class RankProgram(RankTasks):
             forward = forward.then(python).then(x.forward_work)
             first = x.backward_work.then(first)
             later = x.later_work.then(later)
-        each = forward.then(first).then(forward.then(later).times(micro - 1))
-        steps = (
-            forward.steps + first.steps + (forward.steps + later.steps) * (micro - 1)
-        )  # if shown
-        self.lanes.work(replace(each, steps=steps), f"{micro} micro-batches")
+        work = forward.then(first).then(forward.then(later).times(micro - 1))
+        shown = forward.steps + first.steps + (forward.steps + later.steps) * (micro - 1)
+        self.lanes.work(replace(work, steps=shown), f"{micro} micro-batches")
 
     def forward(self, *, last: bool = True) -> None:
         """Add the forward of one micro-batch; ``last``: the last one of a step without a pipeline.
@@ -140,7 +138,11 @@ class RankProgram(RankTasks):
         *,
         later: bool,
     ) -> Work:
-        """Add a layer's backward, cut where buckets fill; returns the work after the last cut."""
+        """Add a layer's backward, cut where buckets fill; returns the work after the last cut.
+
+        ``due``: the buckets that fill in layer i; ``waiting``: work of later layers that is not yet
+        added; ``reduced`` gets the tasks of each bucket's messages.
+        """
         x, start = self.rank.layers[i], 0
         for bucket in [*due, None]:
             stop = len(x.backward) if bucket is None else bucket.offset + 1
@@ -148,15 +150,15 @@ class RankProgram(RankTasks):
             if bucket is None:
                 return waiting.then(x.fold(ops))
             ops += self._codec(bucket, encode=True)
-            early = self.how.chunks > 1 and len(ops) > 0
-            if early:  # the last op before the bucket is full, in two parts
+            in_chunks = self.how.chunks > 1 and len(ops) > 0
+            if in_chunks:  # the last op before the bucket is full, in two parts
                 part = ops[-1].duration_us / self.how.chunks
                 rest = replace(ops[-1], duration_us=ops[-1].duration_us - part)
                 ops = [*ops[:-1], replace(ops[-1], duration_us=part)]
             self.lanes.work(waiting.then(x.fold(ops)), f"backward {x.layer.name}")
             waiting, start = Work(), stop
             messages = self.price(bucket.messages(self.how, self.rank.where))
-            if early:
+            if in_chunks:
                 share = (self.how.chunks - 1) / self.how.chunks
                 first = [
                     self.lanes.send(replace(m, duration_us=m.duration_us * share)) for m in messages
@@ -246,7 +248,7 @@ class RankProgram(RankTasks):
         self._average_copies(optimizer)
 
     def _python_of_update(self, optimizer: str, tensors: int) -> float:
-        """Host time of the optimizer's Python over so many tensors; of shards it is in DTensors."""
+        """Host time in us of the optimizer's Python over tensors; over shards more, by DTensor."""
         rank = self.rank
         python_us = rank.model.optimizer_host_us * tensors / max(1, rank.model.optimizer_tensors)
         if not self.how.by_layer:
@@ -255,7 +257,7 @@ class RankProgram(RankTasks):
         return python_us + self.copies[-1].duration_us
 
     def _update_on_host(self, optimizer: str, trained: Sequence[ParamSpec]) -> None:
-        """Add the step of an optimizer whose parameters lie in host memory, once gradients do."""
+        """Add the step of an optimizer on the host, once gradients were copied there."""
         if any(p.matrix for p in trained):
             plan = str(self.rank.plan)
             raise ValueError(f"plan {plan!r}: Muon's products are a GPU's, not a host's")
@@ -288,7 +290,7 @@ class RankProgram(RankTasks):
     def _own(
         self, parameters: Sequence[ParamSpec], count: Callable[[Sequence[ParamSpec]], int]
     ) -> int:
-        """This rank's part of what ``count`` counts of parameters, where updates are shared out."""
+        """What ``count`` counts of parameters, over the ranks that share out their update."""
         plan, total = self.rank.plan, 0
         for spread in (False, True):
             ranks = plan.shards_of(spread=spread) if self.how.share_update else 1

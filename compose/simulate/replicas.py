@@ -62,12 +62,12 @@ def _one_micro_batch(rank: Rank, ahead: bool, *, later: bool) -> Run:
     return program.run()
 
 
-def _together(ranks: Sequence[Rank], laid: Sequence[Runs], crowding: float) -> Sequence[Runs]:
-    """The runs of ranks with the times of a simulation of all of them."""
+def _together(ranks: Sequence[Rank], alone: Sequence[Runs], crowding: float) -> Sequence[Runs]:
+    """The runs of ranks (``alone``: each by itself) with the times of a simulation of all."""
     if len(ranks) == 1:
-        return laid
+        return alone
     factors, joint = [rank.book.contention for rank in ranks], [Runs() for _ in ranks]
-    for at_once in zip(*laid, strict=True):
+    for at_once in zip(*alone, strict=True):
         sent = {sum(task.once is not None for task in run.tasks) for run, _ in at_once}
         if len(sent) > 1:
             counts = ", ".join(map(str, sorted(sent)))
@@ -93,7 +93,7 @@ class Replicas:
         return [sum(times * run.end_us for run, times in own) for own in self.runs]
 
     def loads_us(self) -> list[float]:
-        """Time that each rank computes."""
+        """Time that each rank computes; 0 of a single one, which is compared with no other."""
         alone = len(self.stages) == 1
         return [0.0 if alone else added_up(own).compute_us for own in self.runs]
 
@@ -114,7 +114,7 @@ class Replicas:
         return [(rank.model.host, rank.plan.microbatches), *messages]
 
     def schedule_us(self, r: int) -> tuple[float, float]:
-        """Messages and bubble of a pipeline."""
+        """As of ``Pipeline``: time that messages between stages add, and bubble; there are none."""
         return 0.0, 0.0
 
     def host_gap_us(self, r: int, idle_us: float) -> float:

@@ -78,7 +78,7 @@ class StageRuns:
 
 
 def stage_facts(rank: Rank) -> tuple[object, ...]:
-    """What changes a stage's run, apart from its layers."""
+    """The key of a stage's runs beside its layers: what else changes them."""
     axes = ("shard", "replicate", "expert", "expert_shard", "expert_replicate")
     groups = (rank.where.groups[axis] for axis in axes)
     shared = (rank.book, rank.ranks_per_core, rank.where.place, rank.where.crossings)
@@ -285,9 +285,9 @@ class Pipeline:
 
 
 def by_rank(ranks: Sequence[Rank], of: Callable[[Rank], Sequence[T]]) -> list[T]:
-    """What belongs to each rank in turn: of ``ranks[i]`` the ``i``-th of what ``of`` lists for it.
+    """``of(ranks[i])[i]`` of each i; lists that are shorter are repeated.
 
-    Shorter lists start again at their first. ``of`` is called once for ranks that are one object.
+    ``of`` is called once for ranks that are one object.
     """
     listed = {id(rank): of(rank) for rank in {id(r): r for r in ranks}.values()}
     return [listed[id(rank)][i % len(listed[id(rank)])] for i, rank in enumerate(ranks)]
@@ -323,25 +323,27 @@ def stage_tails(
     optimizer: str,
 ) -> list[Tail]:
     """By stage how it ends; stages with the same layers, which pause as long, share the runs."""
-    apart, asked = ranks[0].plan.schedule not in V_SHAPED, list[tuple[Hashable, Make]]()
+    ends_apart = ranks[0].plan.schedule not in V_SHAPED  # first and last chunk on unlike ranks
+    asked = list[tuple[Hashable, Make]]()
     for i, (rank, stage, own) in enumerate(zip(ranks, stages, ends, strict=True)):
         tied = sum(p.nbytes for p in rank.model.graph.tied if p.ready_after >= 0)
-        held = tied if apart and i in (0, len(stages) - 1) else 0
+        tied_bytes = tied if ends_apart and i in (0, len(stages) - 1) else 0
         after = tuple(replace(e, chunk=0, start_us=e.start_us - own[0].start_us) for e in own)
-        key = ("tail", tuple(map(id, stage.layers)), stage.starts, after, held, optimizer)
-        asked.append(((*key, stage_facts(rank)), partial(_tail, stage, after, held, optimizer)))
+        key = ("tail", tuple(map(id, stage.layers)), stage.starts, after, tied_bytes, optimizer)
+        make = partial(_tail, stage, after, tied_bytes, optimizer)
+        asked.append(((*key, stage_facts(rank)), make))
     fresh = [x for x, (key, _) in zip(stages, asked, strict=True) if key not in x.model.once]
-    for one in {id(x.book): x for x in fresh}.values():
-        alike = [x for x in fresh if x.book is one.book]
+    for first in {id(stage.book): stage for stage in fresh}.values():
+        book, alike = first.book, [stage for stage in fresh if stage.book is first.book]
         messages = [m for x in alike for m in reductions(x.layers, x.strategy, x.where, x.starts)]
-        programs = [RankProgram(x) for x in alike]
+        programs = [RankProgram(stage) for stage in alike]
         messages += [m for program in programs for m in program.regathered()]
-        price_messages(messages, one.book, one.where)  # one call of the pricer for all of them
-        one.book.prefetch([op for program in programs for op in program.own_update()])
-    made = [x.model.once(key, make) for x, (key, make) in zip(stages, asked, strict=True)]
+        price_messages(messages, book, first.where)  # one call of the pricer for all of them
+        book.prefetch([op for program in programs for op in program.own_update()])
+    runs = [stage.model.once(key, make) for stage, (key, make) in zip(stages, asked, strict=True)]
     return [
         Tail(start_us=own[0].start_us, run=run, alone=alone)
-        for own, (run, alone) in zip(ends, made, strict=True)
+        for own, (run, alone) in zip(ends, runs, strict=True)
     ]
 
 

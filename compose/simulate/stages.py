@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, takewhile
+from itertools import accumulate, product, takewhile
 from typing import TypeVar
 
 from itercast.capture.opcall import StepCapture
@@ -59,7 +59,10 @@ def chunks_of(rank: Rank) -> list[Chunk]:
 
 
 def _held_together(model: PricedModel) -> int:
-    """How many layers the first stage has at least: up to that which reads tables' vectors."""
+    """How many layers the first stage has at least: up to the last that waits for lookups.
+
+    These are messages of embedding tables on other ranks, which run until they are read.
+    """
     calls = model.graph.capture.calls
     sent = [i for i in model.graph.asked.messages if calls[i].kwargs["until_read"]]
     ends = [i + 1 + sum(1 for _ in until_read(i, calls)) for i in sent]
@@ -149,6 +152,7 @@ def balanced(models: Sequence[Sequence[PricedLayer]], plan: ParallelPlan) -> Par
 
 
 def _flat(layers: Sequence[PricedLayer]) -> list[PricedLayer]:
+    """The layers, each as often as it is there."""
     return [x for x in layers for _ in range(x.layer.count)]
 
 
@@ -168,24 +172,27 @@ def uneven(layers: Sequence[PricedLayer], plan: ParallelPlan) -> ParallelPlan | 
     if pp == 1 or plan.virtual > 1 or total < 2 * pp or not _are_equal(layers):
         return None
     us = [(x.forward_work.alone_us + x.backward_work.alone_us) * x.layer.count for x in layers]
-    at = [i for i, x in enumerate(layers) if x.numbered]
-    block_us = sum(us[i] for i in at) / total
-    ahead_us, behind_us = sum(us[: at[0]]), sum(us[at[-1] + 1 :])
+    places = [i for i, x in enumerate(layers) if x.numbered]
+    block_us = sum(us[i] for i in places) / total
+    ahead_us, behind_us = sum(us[: places[0]]), sum(us[places[-1] + 1 :])
 
     def slowest_us(first: int, last: int) -> float:
         inner = -(-(total - first - last) // (pp - 2)) if pp > 2 else 0
         return max(ahead_us + first * block_us, inner * block_us, behind_us + last * block_us)
 
+    most = -(-total // pp) + 1  # on the first stage, and on the last one of three or more
+    if pp == 2:
+        splits = [(first, total - first) for first in range(1, min(most, total - 1) + 1)]
+    else:  # each inner stage has a layer
+        pairs = product(range(1, most + 1), repeat=2)
+        splits = [(first, last) for first, last in pairs if first + last + pp - 2 <= total]
     even = _sizes(plan, total)
-    most, least = -(-total // pp) + 1, pp - 2
-    ends = ((f, n) for f in range(1, most + 1) for n in range(1, most + 1 if pp > 2 else total))
-    legal = [(f, n) for f, n in ends if (f + n == total if pp == 2 else f + n + least <= total)]
     usual = (even[0], even[-1])
 
-    def badness(end: tuple[int, int]) -> tuple[float, int]:
-        return slowest_us(*end), abs(end[0] - usual[0]) + abs(end[1] - usual[1])
+    def badness(split: tuple[int, int]) -> tuple[float, int]:
+        return slowest_us(*split), abs(split[0] - usual[0]) + abs(split[1] - usual[1])
 
-    best = min(legal, key=badness, default=usual)
+    best = min(splits, key=badness, default=usual)
     if slowest_us(*best) >= slowest_us(*usual):
         return None
     return replace(plan, first=best[0], last=best[1])
@@ -195,7 +202,8 @@ def _are_equal(layers: Sequence[PricedLayer]) -> bool:
     """Whether all numbered layers are of one list and of one or two kinds, by their parameters."""
     numbered = [x.layer for x in layers if x.numbered]
     lists = {x.name.rpartition(".")[0] for x in numbered}
-    return len(lists) == 1 and len({tuple(p.shape for p in x.parameters) for x in numbered}) <= 2
+    kinds = {tuple(p.shape for p in x.parameters) for x in numbered}
+    return len(lists) == 1 and len(kinds) <= 2
 
 
 def _with_tied(chunk: Chunk, model: PricedModel) -> Chunk:
@@ -217,11 +225,8 @@ def _with_tied(chunk: Chunk, model: PricedModel) -> Chunk:
         into_bucket=(*last.into_bucket, *(first.into_bucket[i] for i in at)),
         out_of_bucket=(*last.out_of_bucket, *(first.out_of_bucket[i] for i in at)),
     )
-    return Chunk(
-        runs=(*chunk.runs[:-1], (last, count - 1), (own, 1))
-        if count > 1
-        else (*chunk.runs[:-1], (own, 1))
-    )
+    before = [(last, count - 1)] if count > 1 else []
+    return Chunk(runs=(*chunk.runs[:-1], *before, (own, 1)))
 
 
 def _sizes(plan: ParallelPlan, counted: int) -> list[int]:
@@ -283,10 +288,11 @@ def _pack(costs: Sequence[Sequence[float]], limit: float) -> list[int]:
 def _between(
     runs: Sequence[tuple[PricedLayer, int]], start: int, stop: int
 ) -> tuple[tuple[PricedLayer, int], ...]:
-    between, at = [], 0
+    """Layers ``start`` to ``stop`` of a model, each with how often it is there in a row."""
+    between, begin = [], 0
     for layer, count in runs:
-        taken = min(stop, at + count) - max(start, at)
+        taken = min(stop, begin + count) - max(start, begin)
         if taken > 0:
             between.append((layer, taken))
-        at += count
+        begin += count
     return tuple(between)

@@ -94,6 +94,7 @@ class _Progress:
             self._input_done(order[0])
 
     def _input_done(self, i: int) -> None:
+        """Note that one of what task i waits for (an input or a lane) is there."""
         self.missing[i] -= 1
         if self.missing[i] == 0:
             self.ready.append(i)
@@ -211,7 +212,7 @@ def _at_shared_speed(
 def _contention(a: Task, b: Task, alike: float) -> float:
     """Slowdown of two tasks of a device: by the message beside compute, ``alike`` of all others.
 
-    Messages within a node and between nodes are sent over other links, and slow each other not.
+    A message within a node and one between nodes use unlike links: neither slows the other.
     """
     if a.nodes and b.nodes and (a.nodes > 1) != (b.nodes > 1):
         return 1.0
@@ -238,14 +239,15 @@ def side_by_side(
             lanes = tuple(f"{r} {lane}" for lane in task.lanes)
             lanes += (f"{r} {CORES}",) * (crowding > 1 and "compute" in task.lanes)
             after = tuple(number[r][j] for j in task.after)
-            at = len(joint) if task.once is None else known.setdefault(task.once, len(joint))
-            if at < len(joint):
-                joint[at] = joint[at].joined(lanes, task.duration_us, after)
+            new = len(joint)
+            n = new if task.once is None else known.setdefault(task.once, new)
+            if n < new:
+                joint[n] = joint[n].joined(lanes, task.duration_us, after)
             else:
                 joint.append(replace(task, lanes=lanes, after=after))
-            number[r].append(at)
+            number[r].append(n)
             for lane in lanes:
-                programs[lane].append(at)
+                programs[lane].append(n)
     shared = {f"{r} {CORES}": CORES for r in range(len(ranks))} if crowding > 1 else {}
     for lane in programs:
         rank, name = lane.split()[:2]
@@ -253,4 +255,4 @@ def side_by_side(
             shared[lane] = rank
     factors = {str(r): factor for r, factor in enumerate(contention)} | {CORES: crowding}
     spans = simulate_shared(joint, shared, factors, programs)
-    return [tuple(spans[at] for at in own) for own in number]
+    return [tuple(spans[n] for n in own) for own in number]
