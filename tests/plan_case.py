@@ -13,7 +13,7 @@ from itercast.capture.opcall import OpCall, StepCapture, TensorSpec
 from itercast.compose.capture_model import capture
 from itercast.compose.forecast import Forecast
 from itercast.compose.plan_search.candidates import Search
-from itercast.compose.plan_search.search import Found, shapes_of
+from itercast.compose.plan_search.search import BranchAndBound, shapes_of
 from itercast.compose.plan_search.sizes import CaptureAt
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.microbench.hardware.spec import Gpu
@@ -102,9 +102,9 @@ def search_of(gpu: Gpu = GPU, capture_at: CaptureAt = capture_at) -> Search:
     return Search(capture_at=capture_at, book=book, node=None, batch=8, seq=64, optimizer="adamw")
 
 
-def legal_plans(search: Search, gpus: int, objective: str) -> Found:
+def legal_plans(search: Search, gpus: int, objective: str) -> BranchAndBound:
     """All legal plans without their variants, none of them simulated."""
-    found, shapes = Found(search, objective), shapes_of(search, gpus, objective)
+    found, shapes = BranchAndBound(search, objective), shapes_of(search, gpus, objective)
     while shapes.waiting:
         found.add(shapes.take(inf))
     found.near(shapes, lambda plan: True)

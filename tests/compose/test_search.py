@@ -15,9 +15,9 @@ from itercast.compose.capture_model import capture
 from itercast.compose.plan_search.bounds import least_us, mean_us
 from itercast.compose.plan_search.candidates import Search, candidate_plans
 from itercast.compose.plan_search.search import (
-    Found,
+    BranchAndBound,
     best_plans,
-    others,
+    local_or_recomputed,
     shapes_of,
     v_shaped,
 )
@@ -36,17 +36,17 @@ def search() -> Search:
     return search_of()
 
 
-def with_variants(found: Found) -> Found:
+def with_variants(found: BranchAndBound) -> BranchAndBound:
     """What is found, with V-shaped schedules, local SGD and least recomputation."""
-    for variants in (v_shaped, others):
+    for variants in (v_shaped, local_or_recomputed):
         found.add(variants(found))
         found.near(NO_SHAPES, lambda plan: True)
     return found
 
 
-def looked_at(search: Search, plan: ParallelPlan) -> Found:
+def looked_at(search: Search, plan: ParallelPlan) -> BranchAndBound:
     """A plan, and what else is tried as it is looked at."""
-    found = Found(search)
+    found = BranchAndBound(search)
     found.add([search.rank(plan)])
     found.near(NO_SHAPES, lambda plan: True)
     return found
@@ -201,7 +201,7 @@ def test_v_shaped_schedules_and_local_sgd_are_tried(search: Search) -> None:
     assert {"dp=4,local=16", "dp=2,pp=2,micro=4,schedule=zbv:2,local=16"} <= found
     assert not any("zero" in p and "local" in p for p in found)
     legal.best = [replace(legal.weighed[0], iteration_us=0.0)] * legal.count
-    assert not [*v_shaped(legal), *others(legal)]  # none can be so fast
+    assert not [*v_shaped(legal), *local_or_recomputed(legal)]  # none can be so fast
 
 
 @pytest.mark.parametrize("lacking", [1 / 4, -0.001])
@@ -221,7 +221,7 @@ def test_no_more_is_recomputed_than_the_memory_takes(lacking: float) -> None:
     tight = searched(gpu_with_room(sum(used.values()) - lacks))
     looked = looked_at(tight, plan)
     listed = looked.weighed[0]
-    (recomputed,) = others(looked)
+    (recomputed,) = local_or_recomputed(looked)
     found = tight.scored(recomputed, 0.0)
     tenths = [replace(plan, recompute="budget", recomputed=n / 10) for n in range(1, 11)]
     bounded = [looked_at(tight, p).weighed[0] for p in tenths]

@@ -10,7 +10,7 @@ from law_case import Bare
 from plan_case import CPU, Flat
 
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.machines.contention import Beside, mixed, slowdowns
+from itercast.compose.machines.contention import Slowdowns, mixed, slowdowns
 from itercast.compose.parallel.placement import cluster
 from itercast.compose.pricing.collectives import Message, price_messages
 from itercast.compose.pricing.price_book import PriceBook
@@ -22,7 +22,7 @@ A100, H100 = load_gpu("a100-sxm-80gb"), load_gpu("h100-sxm-80gb")
 SHARED = {"compute": "gpu", "comm": "gpu"}
 
 
-def between(gpu: Gpu, rate: float, planned: int = 0) -> Beside:
+def between(gpu: Gpu, rate: float, planned: int = 0) -> Slowdowns:
     """Slowdowns by a message between nodes, which are counted alone."""
     return slowdowns(gpu, rate, in_node=False, planned_sms=planned)
 
@@ -119,7 +119,7 @@ def test_a_message_over_more_nodes_costs_compute_no_less() -> None:
     """
     gpu, node = load_gpu("h100-sxm-80gb"), load_node("dgx-h100")
     for kind, nbytes in product(("all_reduce", "all_gather", "all_to_all"), (2**20, 2**26, 2**30)):
-        message, lost = Message(kind=kind, axis="shard", message_bytes=nbytes), list[Beside]()
+        message, lost = Message(kind=kind, axis="shard", message_bytes=nbytes), list[Slowdowns]()
         for ranks in (8, 16, 64, 512):
             where = cluster(ParallelPlan(dp=ranks), gpu, node)
             (sent,) = price_messages([message], PriceBook(Bare(), gpu, 0), where)

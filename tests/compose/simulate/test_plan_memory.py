@@ -13,8 +13,8 @@ from itercast.capture.plan import ParallelPlan
 from itercast.commands.shared import memory_legend
 from itercast.compose.capture_model import capture
 from itercast.compose.forecast import forecast
-from itercast.compose.graph.layers import Layer, Within
-from itercast.compose.graph.lifetimes import input_bytes, lifetimes
+from itercast.compose.graph.layers import Layer
+from itercast.compose.graph.lifetimes import MemoryRise, input_bytes, lifetimes
 from itercast.compose.parallel.device_memory import FITS, MISFITS, room_bytes
 from itercast.compose.pricing import host
 from itercast.compose.pricing.layer_prices import PricedLayer
@@ -73,8 +73,8 @@ def block(name: str, nbytes: int, *, late: bool = False) -> PricedLayer:
     weight = ParamSpec(name=name, shape=(nbytes // 4,), dtype="fp32", storage=1, ready_after=0)
     sizes = {"saved_bytes": 500, "output_bytes": 0, "from_inputs": late}
     passes = {
-        "within_forward": Within(peak=550, left=500),
-        "within_backward": Within(peak=50, left=-500),
+        "within_forward": MemoryRise(peak=550, left=500),
+        "within_backward": MemoryRise(peak=50, left=-500),
         "peak_bytes": 50 + nbytes,
     }
     no_calls = {"forward": (0, 0), "backward": (0, 0)}
