@@ -122,6 +122,6 @@ def test_the_order_of_anchors_does_not_matter() -> None:
         Anchor(model="a", sensitivity=ALONE, log_ratio=0.3),
         Anchor(model="b", sensitivity=FAR, log_ratio=-0.1),
     ]
-    one, other = Machine.new(TYPICAL).updated(anchors), Machine.new(TYPICAL).told(anchors[::-1])
+    one, other = Machine.new(TYPICAL).updated(anchors), Machine.new(TYPICAL).updated(anchors[::-1])
     assert one.factors().logs == pytest.approx(other.factors().logs)
     assert one.half_width(FAR, "a") == pytest.approx(other.half_width(FAR, "a"))
