@@ -16,6 +16,7 @@ A framework's own kernels save less for backward than a model's separate ops (``
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -166,21 +167,21 @@ def _kept_instead(
         maker = makers.get(source.storage)
         scaled = _scaled(maker)
         if ITEMSIZE_BYTES[copy.dtype] > ITEMSIZE_BYTES[source.dtype]:
-            yield copy.storage, source
+            yield copy.storage, source  # backward casts to the wider dtype again
         elif maker and maker.op == SOFTMAX:
-            yield source.storage, copy
+            yield source.storage, copy  # a softmax in fp32 is kept in half precision
         elif scaled and scaled.storage in instead:
-            yield copy.storage, instead[scaled.storage]
-    elif weighted := _scaled(call):
+            yield copy.storage, instead[scaled.storage]  # a norm in fp32, cast before its weight
+    elif weighted := _scaled(call):  # experts' results, weighted before their last product
         maker = makers.get(weighted.storage)
         if maker and maker.op == COLLECTIVE:  # experts of other ranks
             maker = makers.get(maker.args[0].storage)
         if maker and maker.op in EXPERT_PRODUCTS:
             yield weighted.storage, maker.args[0]
-    elif call.op == PRODUCT and (normed := _weighted(call)):
+    elif call.op == PRODUCT and (normed := _weighted(call)):  # a norm's weight
         if source := _scaled(makers.get(normed.storage)):
             yield normed.storage, instead.get(source.storage, source)
-    elif call.op == SDPA_OPS[0]:
+    elif call.op == SDPA_OPS[0]:  # values that are a part of a wider result
         query, key, value = call.args[:3]
         maker = makers.get(value.storage)
         part = maker and maker.outputs[0].nbytes > value.nbytes
@@ -263,14 +264,10 @@ def update_bytes(capture: StepCapture, calls: Container[int]) -> int:
 
 def most_bytes(spans: Iterable[tuple[int, int, int]]) -> int:
     """Returns the most bytes that are alive at once, from (first, last, bytes)."""
-    change: dict[int, int] = {}
-    for first, last, nbytes in spans:
-        change[first] = change.get(first, 0) + nbytes
-        change[last + 1] = change.get(last + 1, 0) - nbytes
-    return max(accumulate(change[i] for i in sorted(change)), default=0)
+    return memory_rise((0, sys.maxsize), spans).peak
 
 
-def memory_rise(calls: tuple[int, int], spans: Sequence[tuple[int, int, int]]) -> MemoryRise:
+def memory_rise(calls: tuple[int, int], spans: Iterable[tuple[int, int, int]]) -> MemoryRise:
     """What storages of (first call, last call, bytes) add to memory in a range of calls."""
     change: dict[int, int] = {}
     for first, last, nbytes in spans:

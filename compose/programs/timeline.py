@@ -35,8 +35,9 @@ class RankLanes(Lanes):
     """Turns the launches of one rank into tasks: one between marks, or one per op (``each_op``).
 
     ``lane``, ``done`` and ``waits`` are of the current ``stream``; ``others``: ``done`` and
-    ``waits`` of other streams. ``batches``: the host's last tasks and the stream's, where the host
-    takes each batch of the last step from the DataLoader.
+    ``waits`` of other streams. ``points``: the tasks that each recorded CUDA event waits for, by
+    step and event. ``batches``: the host's last tasks and the stream's, where the host takes each
+    batch of the last step from the DataLoader.
     """
 
     def __init__(self, rank: int, priced: PricedRank, slowdown: float, each_op: bool) -> None:

@@ -148,7 +148,7 @@ def stage_runs(rank: Rank, chunk: Chunk) -> StageRuns:
 
 
 def _part(layers: Sequence[PricedLayer], kind: str) -> tuple[PricedLayer, ...]:
-    """The layers with the part of backward that is of a kind of action."""
+    """The layers as an action of this kind runs them: of B and W only that part of backward."""
     if kind not in "BW":
         return tuple(layers)
     return tuple(x.to_inputs if kind == "B" else x.to_weights for x in layers)
