@@ -39,7 +39,7 @@ def cold_share(gpu: Gpu, ranks: int = 1) -> Callable[..., float]:
     no longer holds (``held_share``).
     """
 
-    def curve(stated: Mapping[str, float]) -> Callable[[float], float]:
+    def curve(stated: Mapping[str, float]) -> Callable[[float], float]:  # MiB -> share
         pairs = sorted((float(mib) * MIB, share) for mib, share in stated.items())
         sizes, shares = np.log([s for s, _ in pairs]), [share for _, share in pairs]
 

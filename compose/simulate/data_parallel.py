@@ -232,13 +232,13 @@ class LayerBucket:
         codec = how.codec
         if codec is None or codec.kind == "share":  # which is packed gradient by gradient
             return [], []
-        numbers = self.nbytes // ITEMSIZE_BYTES[self.dtype]
-        whole = TensorSpec(shape=(numbers,), dtype=self.dtype, storage=-1)
+        numel = self.nbytes // ITEMSIZE_BYTES[self.dtype]
+        whole = TensorSpec(shape=(numel,), dtype=self.dtype, storage=-1)
         codes = codec.coded(whole, -2)
-        part = codec.coded(whole, -3, where.groups[self.axis].size)
-        sums = [] if codec.summable else [codec.encode(codes, part, "backward")]
-        encode, decode = codec.encode(whole, codes, "backward"), codec.decode
-        return [encode], [*sums, decode(codes, whole, "backward")]
+        rank_part = codec.coded(whole, -3, where.groups[self.axis].size)
+        sums = [] if codec.summable else [codec.encode(codes, rank_part, "backward")]
+        decode = codec.decode(codes, whole, "backward")
+        return [codec.encode(whole, codes, "backward")], [*sums, decode]
 
     def messages(self, how: Strategy, where: Cluster) -> list[Message]:
         """What replicas send of the bucket once it is full; by gossip first within nodes."""

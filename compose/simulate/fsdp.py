@@ -242,9 +242,9 @@ def shard_bytes(layer: Layer, ranks: int, *, fp32: bool) -> tuple[int, int]:
 
 
 def hooks(program: RankTasks, x: PricedLayer, share: float, times: int = 1) -> Work:
-    """Host time of a layer's FSDP hooks, called ``times`` times.
+    """Host time of ``share`` of a layer's FSDP hooks, called ``times`` times.
 
-    ``share`` of them runs in forward or in backward.
+    ``share``: FORWARD_SHARE, the rest (backward), or 1.
     """
     known = Unit.of(program, x).hooks
     if share not in known:

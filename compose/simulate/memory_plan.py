@@ -354,7 +354,7 @@ class _Units:
         return not x.numbered or x.layer.from_inputs
 
     def in_forward(self, x: PricedLayer, n: int) -> tuple[int, int]:
-        """Bytes as a layer is gathered, and in its forward; it is there ``n`` times in a row."""
+        """Bytes while a layer is gathered, and in its forward; it comes ``n`` times in a row."""
         own = self._whole(x) if x.numbered else 0
         before, self.sent = self.sent, own
         gathered = self.root + self.open

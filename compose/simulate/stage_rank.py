@@ -101,29 +101,32 @@ def _messages(rank: Rank, chunk: Chunk, i: int) -> Sequence[PricedOp]:
     """
     plan = rank.plan
     _, last_layer = rank.model.graph.before_fusion(chunk.runs[-1][0].layer)
-    size = max(1, last_layer.output_bytes + last_layer.passed_bytes)
+    whole_bytes = max(1, last_layer.output_bytes + last_layer.passed_bytes)
     per_node = rank.where.groups["pp"].per_node
-    a, b = (rank_of_chunk(plan.schedule, plan.pp, c) for c in (i, i + 1))
-    if a == b:
+    sender, receiver = (rank_of_chunk(plan.schedule, plan.pp, c) for c in (i, i + 1))
+    if sender == receiver:
         return ()
-    same = a // per_node == b // per_node
+    axis = "intra_node" if sender // per_node == receiver // per_node else "inter_node"
     dtype = next((p.dtype for x, _ in chunk.runs for p in x.layer.parameters), "fp32")
-    axis, whole = "intra_node" if same else "inter_node", plan.tp == 1 or plan.sp
-    share = size if whole else max(1, size // plan.tp)
+    is_shared = plan.tp > 1 and not plan.sp
+    sent_bytes = max(1, whole_bytes // plan.tp) if is_shared else whole_bytes
+    sizes = [("send_recv", axis, sent_bytes)]
+    sizes += [("all_gather", "tp", whole_bytes)] if is_shared else []
     codec = Codec.of(plan.compress_pp)
     ratio = codec.ratio(dtype) if codec else 1.0
-    sizes = [("send_recv", axis, share), *([] if whole else [("all_gather", "tp", size)])]
     messages = [
-        Message(kind=kind, axis=on, message_bytes=max(1, round(n * ratio)), dtype=dtype)
-        for kind, on, n in sizes
+        Message(kind=kind, axis=on, message_bytes=max(1, round(nbytes * ratio)), dtype=dtype)
+        for kind, on, nbytes in sizes
     ]
     sent = price_messages(messages, rank.book, rank.where)
     if codec is None:
         return sent
-    sides = [TensorSpec(shape=(n // ITEMSIZE_BYTES[dtype],), dtype=dtype) for n in (share, size)]
-    codes = [codec.coded(t, -2) for t in sides]
-    kernels = (codec.encode(sides[0], codes[0], "comm"), codec.decode(codes[1], sides[1], "comm"))
-    first, last = rank.book.price([priceable(c) for c in kernels])
+    itemsize = ITEMSIZE_BYTES[dtype]
+    share = TensorSpec(shape=(sent_bytes // itemsize,), dtype=dtype)
+    whole = TensorSpec(shape=(whole_bytes // itemsize,), dtype=dtype)
+    encode = codec.encode(share, codec.coded(share, -2), "comm")
+    decode = codec.decode(codec.coded(whole, -2), whole, "comm")
+    first, last = rank.book.price([priceable(encode), priceable(decode)])
     return [first, *sent, last]
 
 

@@ -192,7 +192,10 @@ class _Uses:
         return made[0] if len(made) == 1 and storage not in self.given else None
 
     def last_reader(self, storage: int, call: OpCall) -> int:
-        """The last call that reads a storage; backward may compute it again instead."""
+        """Index of the last call that reads a storage, as seen from ``call``.
+
+        From forward, readers in backward that compute it again do not count.
+        """
         read = self.readers[storage]
         if storage in self.again and not is_backward(call):
             read = [i for i in read if not is_backward(self.calls[i])]
