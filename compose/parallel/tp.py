@@ -62,9 +62,10 @@ class _TensorParallel:
         self.capture, self.plan, self.tp, self.summed = capture, plan, plan.tp, summed
         if any(p.dtype == "uint8" for p in capture.parameters):
             raise ValueError(f"plan {str(plan)!r}: tp does not cut weights in 4 bits (QLoRA)")
-        self.copy_of = weight_copies(capture)
+        self.copy_of = weight_copies(capture)  # autocast's copy -> its weight
         self.roles = dict(_roles(capture, plan.expert_tp > 1))
-        self.roles |= {s: self.roles[w] for s, w in self.copy_of.items() if w in self.roles}
+        copies = {c: self.roles[w] for c, w in self.copy_of.items() if w in self.roles}
+        self.roles |= copies
         if not self.roles:
             raise ValueError(
                 f"plan {str(plan)!r}: tp needs pairs of linear layers, and the model has none"
@@ -118,7 +119,7 @@ class _TensorParallel:
             cuts[weight.storage] = cut_along(weight, -2 if role == "row" else -1)
             if call.op in WITH_BIAS and role != "row":
                 cuts[call.args[0].storage] = cut_along(call.args[0], -1)
-        cuts |= {w: cuts[s] for s, w in self.copy_of.items() if s in cuts}
+        cuts |= {weight: cuts[copy] for copy, weight in self.copy_of.items() if copy in cuts}
         tables = (p for s, p in self.parameters.items() if self.roles.get(s) == "vocabulary")
         return {p.storage: cut_along(_whole_parameter(p), 0) for p in tables} | cuts
 

@@ -155,10 +155,11 @@ def _held(rank: Rank) -> list[Stage]:
         return Sizes.of([run for c in chunks for run in c.runs]), saved
 
     def held() -> list[Stage]:
-        each = dealt(rank.plan, chunks_of(rank))
-        keys = [("sizes", *(c.key for c in chunks)) for chunks in each]  # stages may be equal
-        pairs = zip(keys, each, strict=True)
-        return [rank.model.once(key, partial(sizes, chunks)) for key, chunks in pairs]
+        stages = list[Stage]()
+        for chunks in dealt(rank.plan, chunks_of(rank)):  # equal stages share their sizes
+            key = ("sizes", *(c.key for c in chunks))
+            stages.append(rank.model.once(key, partial(sizes, chunks)))
+        return stages
 
     return rank.model.once(("held", *layout(rank.plan)), held)
 

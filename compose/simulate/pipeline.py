@@ -130,7 +130,7 @@ class _Order:
 
 
 def _zbv(stages: int, rank: int, micro: int) -> tuple[Action, ...]:
-    """The actions of zbv: as for enough micro-batches to fill the pipeline, without the surplus."""
+    """As torch's ScheduleZBVZeroBubble; few micro-batches as if filled up to a full pipeline."""
     count, order = max(2 * stages - 1, micro), _Order()
     order.add(2 * (stages - rank) - 1, "F0")
     order.add(rank, "F1", "F0")
@@ -146,7 +146,7 @@ def _zbv(stages: int, rank: int, micro: int) -> tuple[Action, ...]:
 
 
 def _dualpipev(stages: int, rank: int, micro: int) -> tuple[Action, ...]:
-    """The actions of a rank in schedule dualpipev."""
+    """As torch's ScheduleDualPipeV; steps as of ``_Order.add``."""
     order, before, after = _Order(), stages - rank - 1, rank + 1
     order.add(2 * before, "F0")
     order.add(after, "F0", "F1")

@@ -139,11 +139,10 @@ def balanced(models: Sequence[Sequence[PricedLayer]], plan: ParallelPlan) -> Par
     """
     costs = [_unit_costs(layers) for layers in models]
     if _are_equal(models[0]):
-        at = [i for i, x in enumerate(_flat(models[0])) if x.numbered]
-        if len(at) >= len(models):
-            costs = [
-                [sum(us[: at[0] + 1]), *us[at[0] + 1 : at[-1]], sum(us[at[-1] :])] for us in costs
-            ]
+        numbered = [i for i, x in enumerate(_flat(models[0])) if x.numbered]
+        first, last = numbered[0], numbered[-1]
+        if len(numbered) >= len(models):  # what comes before and after is part of these
+            costs = [[sum(us[: first + 1]), *us[first + 1 : last], sum(us[last:])] for us in costs]
     if len(costs) > len(costs[0]):
         raise ValueError(f"plan {str(plan)!r}: {len(costs)} stages of {len(costs[0])} layers")
     ends = _cost_cuts(costs)
