@@ -155,11 +155,10 @@ def _held(rank: Rank) -> list[Stage]:
         return Sizes.of([run for c in chunks for run in c.runs]), saved
 
     def held() -> list[Stage]:
-        stages = list[Stage]()
-        for chunks in dealt(rank.plan, chunks_of(rank)):  # equal stages share their sizes
-            key = ("sizes", *(c.key for c in chunks))
-            stages.append(rank.model.once(key, partial(sizes, chunks)))
-        return stages
+        def of_rank(chunks: Sequence[Chunk]) -> Stage:  # equal ones share their sizes
+            return rank.model.once(("sizes", *(c.key for c in chunks)), partial(sizes, chunks))
+
+        return [of_rank(chunks) for chunks in dealt(rank.plan, chunks_of(rank))]
 
     return rank.model.once(("held", *layout(rank.plan)), held)
 
