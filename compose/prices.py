@@ -27,8 +27,8 @@ def bill(forecast: Forecast, path: Path) -> dict[str, float]:
 
     USD = hours of a step * sum over GPUs of their price per hour. ``path``: the file of prices.
     """
-    one_group = [{"gpu": forecast.gpu, "gpus": forecast.world_size}]
-    groups = forecast.cluster.get("groups") or one_group
+    groups = forecast.cluster.get("groups")
+    groups = groups or [{"gpu": forecast.gpu, "gpus": forecast.world_size}]
     counts = [(gpu_named(g["gpu"]) or g["gpu"], g["gpus"]) for g in groups]
     prices = prices_of(path, [gpu for gpu, _ in counts])
     usd_per_s = sum(n * prices[gpu] for gpu, n in counts) / SECONDS_PER_HOUR
