@@ -157,7 +157,12 @@ def _touches(calls: Sequence[OpCall]) -> Iterator[list[_Touch]]:
     for number, call in enumerate(calls):
         sizes = {t.storage: t.nbytes for t in call.touched if t.nbytes}
         yield [
-            _Touch(s, nbytes, maker.get(s) == number, s in maker and last_use[s] == number)
+            _Touch(
+                storage=s,
+                nbytes=nbytes,
+                makes=maker.get(s) == number,
+                frees=s in maker and last_use[s] == number,
+            )
             for s, nbytes in sizes.items()
         ]
 

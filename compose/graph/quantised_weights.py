@@ -18,6 +18,7 @@ from itercast.compose.graph.product_roles import LINEAR_PRODUCTS, weight_copies
 from itercast.compose.graph.rewrite import StepBuilder, fresh_storages, with_tensors
 from itercast.microbench.ops.memory.fused import CALL
 
+# Of codes, of scales and, if these are quantised too, of their scales: bits, for so many numbers.
 STORED: Mapping[str, Sequence[tuple[int, int]]] = assumed(__file__, "stored")
 OPS = 2  # no assumption: a code's number from a table, times its scale
 

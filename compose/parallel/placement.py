@@ -47,9 +47,10 @@ class Crossing:
     sharers: int
 
     def crossed_us(self, sent: Collective, axis: str, alone_us: float) -> float:
-        """Time of a collective along an axis: at least its bytes over the link, and its latency.
+        """Time in us of a collective that takes ``alone_us`` without the link.
 
-        A sum goes over the link and comes back.
+        At least that of its bytes over the link, and the link's latency: twice of a sum, which goes
+        over the link and comes back.
         """
         if axis not in self.axes or sent.op not in self.kinds or sent.world_size == 1:
             return alone_us

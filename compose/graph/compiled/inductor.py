@@ -248,7 +248,7 @@ class _Uses:
                     read[t.storage] = t
             made |= {t.storage: t for t in call.outputs}
         written = [t for t in made.values() if self.is_needed(t, kernel)]
-        if kernel.columns:
+        if kernel.columns:  # its pointwise results are only computed again for the sums
             sums = {t.storage for c in calls if not _is_pointwise(c) for t in c.outputs}
             sums |= {t.storage for c in calls if size_of(c) < kernel.size for t in c.outputs}
             written = [t for t in written if t.storage in sums]
