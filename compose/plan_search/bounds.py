@@ -44,11 +44,11 @@ def least_us(rank: Rank) -> float:
     facts = stage_facts(rank) if _gathers_in_each(rank) else ()
     key = ("loads", *plan.parts("stages"), plan.schedule, facts)
     loads_us, waits_us = rank.model.once(key, partial(_loads_us, rank))
-    least_us, earlier_stages_us = 0.0, 0.0
+    bound_us, earlier_stages_us = 0.0, 0.0
     for load_us, wait_us in zip(loads_us, waits_us, strict=True):
-        least_us = max(least_us, earlier_stages_us + plan.microbatches * load_us)
+        bound_us = max(bound_us, earlier_stages_us + plan.microbatches * load_us)
         earlier_stages_us += wait_us
-    return float(least_us)
+    return float(bound_us)
 
 
 def _gathers_in_each(rank: Rank) -> bool:

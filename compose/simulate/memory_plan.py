@@ -186,21 +186,21 @@ def rank_memory(
     how = replace(how, buckets=False, by_layer=how.by_layer and plan.zero > 1) if buffered else how
     summed, state = sizes.held_by_rank(plan, optimizer, held)
     summed *= min(STAGES_HANDED_ON, plan.shards) if how.handed_on else 1
-    trained, n, ranks = sizes.trained, plan.shards, (plan.shards, plan.expert_shards)
+    trained, ranks = sizes.trained, (plan.shards, plan.expert_shards)
     sharded, shards = sizes.once(("sharded", ranks, how), partial(_sharded, sizes, ranks, how))
     if "parameters" in how.offload:
         summed = state = shards = update_share = matrix_bytes = 0
-    outer = OUTER_COPIES * trained // (n if how.by_layer else 1) if how.outer else 0
+    outer = OUTER_COPIES * trained // (plan.shards if how.by_layer else 1) if how.outer else 0
     fetched = state if "optimizer" in how.offload else 0  # for the update alone
-    by_element = sum(
+    updated = sum(  # bytes of gradients that this rank updates parameters by
         (part.nbytes - part.matrices) / (plan.shards_of(spread=spread) if how.share_update else 1)
         for part, spread in ((sizes.dense, False), (sizes.experts, True))
     )
-    made = max(round(update_share * by_element), matrix_bytes) + fetched
+    of_update = max(round(update_share * updated), matrix_bytes) + fetched
     packed = trained if how.every and not how.by_layer else 0  # to be averaged after the update
-    before = summed if buffered or plan.microbatches > 1 or how.handed_on else None
-    within = _fullest(sizes, ranks, how, round(others), before)
-    gradients, activations, temporary = max((summed, 0, max(made, packed)), within, key=sum)
+    known = summed if buffered or plan.microbatches > 1 or how.handed_on else None
+    in_micro = _fullest(sizes, ranks, how, round(others), known)
+    gradients, activations, temporary = max((summed, 0, max(of_update, packed)), in_micro, key=sum)
     old_weights = trained if plan.cdp and plan.pp > 1 else 0  # weights that backward still needs
     by_purpose = {
         "parameters": sizes.parameters - sharded + shards + old_weights,
@@ -292,7 +292,7 @@ def _moments(sizes: Sizes, ranks: Ranks, how: Strategy, kept: int | None) -> Ite
 
 
 def _parts(run: Run) -> list[Run]:
-    """Equal layers in a row as the first, those between, and the last."""
+    """Equal layers in a row as the first, those between, and the last: pairs (layer, count)."""
     x, n = run
     return [(x, 1), (x, n - 2), (x, 1)] if n > 2 else [(x, 1)] * n
 
