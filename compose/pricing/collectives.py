@@ -79,7 +79,7 @@ def formula_us(message: Message, group: Group, where: Cluster) -> float:
 def _crossed(message: Message, group: Group, where: Cluster) -> dict[str, Any]:
     """Describes the links that a group's message crosses, by the fields of ``Collective``.
 
-    Of a send_recv one rank of each group sends to the next node, of other collectives all do.
+    To a neighbour one rank of each group sends to the next node; of other collectives all do.
     """
     far = group.size > group.per_node
     senders = where.gpus_per_node
