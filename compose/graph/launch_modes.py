@@ -166,6 +166,7 @@ def with_gates_again(capture: StepCapture) -> StepCapture:
     }
 
     def with_gate_inputs(call: OpCall) -> OpCall:
+        """A product of backward that reads gates' inputs in place of their activations."""
         if call.phase != "backward" or call.op != PRODUCT:
             return call
         activations = (t for t in call.tensors() if t.storage in gate_inputs)

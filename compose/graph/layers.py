@@ -189,7 +189,11 @@ def split_layers(
 def _reads_inputs_only(
     earlier: Sequence[OpCall], own: Sequence[OpCall], parameters: Sequence[ParamSpec]
 ) -> bool:
-    """Whether a layer's ``own`` calls combine weights with no floats of ``earlier`` layers."""
+    """Whether a layer's weights meet inputs of the model alone, no floats of an earlier layer.
+
+    ``earlier``, ``own``: calls of earlier layers and of this one. What is made of weights counts
+    as weights; without any, False.
+    """
     made = {t.storage for c in earlier for t in c.outputs if t.dtype.startswith(("fp", "bf"))}
     of_weights = {p.storage for p in parameters}
     for call in own:

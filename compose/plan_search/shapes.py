@@ -85,9 +85,10 @@ class Shapes:
         return few
 
     def take(self, most: float) -> list[Rank]:
-        """Take out the coarsest of shapes whose bound is at most this; returns ranks of plans.
+        """Price the coarsest shapes whose bound is ``most`` or less; returns ranks of their plans.
 
-        Raises the bounds of the shapes that refine these.
+        They no longer wait. Shapes that refine them have at least FINER_TAKES of their time, which
+        raises their bounds.
         """
         within = [shape for shape in self.waiting if self.bounds[shape] <= most]
         coarsest = min(shape.ranks_per_sample for shape in within)

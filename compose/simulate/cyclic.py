@@ -57,7 +57,10 @@ def slots_of(rank: Rank) -> Sequence[tuple[Sequence[PricedOp], int]]:
 
 
 def latency_us(messages: Sequence[Message], rank: Rank) -> float:
-    """Time in us that ranks on a CPU sleep in these messages: that of empty ones; 0 on a GPU."""
+    """Time in us for which ranks on a CPU sleep, and so slow no compute, within these messages.
+
+    It is the time of the same messages with EMPTY_BYTES; 0 on a GPU.
+    """
     if rank.book.gpu.kind != "cpu":
         return 0.0
     empty = [replace(m, message_bytes=min(EMPTY_BYTES, m.message_bytes)) for m in messages]

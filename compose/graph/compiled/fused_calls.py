@@ -36,8 +36,9 @@ def is_over_columns(call: OpCall) -> bool:
         return False
     if name_of(call) in NORM_GRADIENTS:
         return call.outputs[0].numel < size_of(call)
-    inner = getattr(params, "inner", 1)
-    return bool(inner > 1 and call.outputs[0].numel < size_of(call) and "nll" not in params.op)
+    inner = getattr(params, "inner", 1)  # elements behind the reduced dimensions
+    reduces = call.outputs[0].numel < size_of(call) and "nll" not in params.op  # which picks some
+    return bool(inner > 1 and reduces)
 
 
 def kernel_call(

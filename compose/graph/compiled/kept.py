@@ -195,7 +195,7 @@ class _Forward:
                     flow.edge((t.storage, True), (storage, False))
                     todo += [t.storage] if t.storage not in seen else []
                     seen.add(t.storage)
-        behind = flow.behind_cut(sources)
+        behind = flow.behind_cut(sources)  # computed again: what is behind with both of its nodes
         cut = {s for s in seen - kept if (s, True) in behind and (s, False) not in behind}
         return kept | cut | {s for s, _ in sources if (s, True) in behind}
 

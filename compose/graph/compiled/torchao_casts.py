@@ -62,11 +62,16 @@ class _Casts:
         self.copies: dict[tuple[int, bool], int] = {}  # by storage, and whether in backward
 
     def replace_cast(self, i: int, call: OpCall) -> None:
-        """Scale and cast what call i casts; a gradient twice if several products read it."""
+        """Replace call i, a cast, by the search for its scale and a cast as torchao makes it.
+
+        A gradient that two products read (of inputs and of weights) is written in two layouts.
+        """
         storage, backward = call.outputs[0].storage, call.phase == "backward"
         self._scale(storage, call.args[0], call)
-        both = backward and self.readers[storage] > 1
-        self._cast(storage, call, [storage, *([next(self.fresh)] if both else [])])
+        copies = [storage]
+        if backward and self.readers[storage] > 1:
+            copies.append(next(self.fresh))
+        self._cast(storage, call, copies)
         self.made.done(i)
 
     def copy(self, t: TensorSpec, user: OpCall) -> int:
