@@ -117,8 +117,8 @@ def _coded(call: OpCall, codec: Codec, ranks: int, fresh: Iterator[int]) -> Iter
     take part; ``fresh`` yields unused storages.
     """
     whole, phase, kind = call.args[0], call.phase, call.kwargs["kind"]
-    own = call.args[1] if len(call.args) > 1 else whole
-    made = call.outputs[0] if call.outputs else whole
+    own = call.args[1] if len(call.args) > 1 else whole  # this rank's part, which is gathered
+    made = call.outputs[0] if call.outputs else whole  # the result; else in place
     codes, arrived = codec.coded(whole, next(fresh)), codec.coded(whole, next(fresh))
     part = codec.coded(whole, next(fresh), ranks)
     if kind == "all_gather":

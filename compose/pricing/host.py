@@ -89,7 +89,11 @@ def host_work(time: AssumedTime) -> PricedOp:
 def _event_us(
     event: str, tensors: int, row: Facts | None, book: PriceBook
 ) -> tuple[float, AssumedShares]:
-    """Time of one event, and the assumption it rests on; ``row``: the model's."""
+    """Time of one event in us, and the assumption it rests on.
+
+    ``row``: the forecast of the family's model, None without. It counts on a CPU, and inside its
+    training range; else the time of the book's host does, which is assumed unless it was named.
+    """
     if event in OF_DTENSOR and not has_dtensor(book.stack):
         return 0.0, ()
     on_this_cpu = book.gpu.kind == "cpu" and event not in (*WRAPPERS, REPEATED)

@@ -139,9 +139,9 @@ def _memory(rank: Rank, optimizer: str, sizes: Sizes, others: int) -> dict[str, 
     """Peak bytes by purpose of a rank with these layers; ``others``: of other micro-batches."""
     graph, copies_by_dtype = rank.model.graph, stack_of_row(rank.book.stack).held
     first = sizes.runs[0][0]
-    of_one = max(graph.matrix_bytes, graph.table_bytes if rank.model.has_tables(first) else 0)
-    update = (graph.update_share, others, of_one)
-    by_purpose = rank_memory(sizes, rank.plan, optimizer, *update, copies_by_dtype)
+    largest = max(graph.matrix_bytes, graph.table_bytes if rank.model.has_tables(first) else 0)
+    facts = (graph.update_share, others, largest, copies_by_dtype)
+    by_purpose = rank_memory(sizes, rank.plan, optimizer, *facts)
     by_purpose["activations"] += graph.input_bytes
     added = rank.model.added_to(first)
     return {name: n + added.get(name, 0) for name, n in by_purpose.items()}

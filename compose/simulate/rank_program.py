@@ -99,7 +99,10 @@ class RankProgram(RankTasks):
             self.lanes.work(x.fold(copies), "copy buffers")
 
     def backward(self, *, later: bool, sync: bool) -> None:
-        """Add the backward of one micro-batch; ``later``: not the step's first."""
+        """Add the backward of one micro-batch; ``later``: not the step's first.
+
+        ``sync``: full buckets are reduced beside it, awaited and copied back at its end.
+        """
         layers = self.rank.layers
         if self.how.by_layer:
             sharded_backward(self, scatter=sync, later=later)

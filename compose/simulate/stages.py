@@ -35,7 +35,7 @@ class Chunk:
         return tuple(layer for layer, count in self.runs for _ in range(count))
 
     def is_detached(self, capture: StepCapture) -> bool:
-        """Whether its backward reads nothing but numbers that later layers' backward makes."""
+        """Whether its backward reads no tensor that later layers' backward makes, but scalars."""
         start, end = self.runs[-1][0].layer.backward
         later = [c for c in capture.calls[:start] if c.phase == "backward"]
         made = {t.storage for c in later for t in c.outputs if t.numel > 1}
@@ -270,15 +270,19 @@ def _cost_cuts(costs: Sequence[Sequence[float]]) -> list[int]:
 
 
 def _pack(costs: Sequence[Sequence[float]], limit: float) -> list[int]:
-    """Ends of chunks filled up to ``limit``, none empty; no ends where that needs more chunks."""
+    """Ends of chunks filled up to ``limit``, none empty; [] where that needs more chunks.
+
+    ``costs``: by chunk the time of each layer if it has it.
+    """
     ends, chunks, layers = list[int](), len(costs), len(costs[0])
-    for c, own in enumerate(costs):
+    for c, layer_costs in enumerate(costs):
         start = ends[-1] if ends else 0
-        stop, now = start + 1, own[start]
-        while stop < layers - (chunks - c - 1) and now + own[stop] <= limit:
-            now += own[stop]
+        stop, cost = start + 1, layer_costs[start]
+        last = layers - (chunks - c - 1)  # later chunks have a layer each
+        while stop < last and cost + layer_costs[stop] <= limit:
+            cost += layer_costs[stop]
             stop += 1
-        if now > limit:
+        if cost > limit:
             return []
         ends.append(stop)
     return ends if ends[-1] == layers else []

@@ -225,7 +225,7 @@ class _Forward:
             return []
         seen, todo = set(readers), [(r, step.are_fused(i, r)) for r in readers]
         heapify(todo)
-        while todo:
+        while todo:  # what is made of ``t``, in the order of its calls, up to one that is not fused
             at, fused = heappop(todo)
             if not fused:
                 return [r for r in readers if r > at and step.are_fused(i, r)]
