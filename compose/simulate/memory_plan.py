@@ -278,7 +278,7 @@ def _moments(sizes: Sizes, ranks: Ranks, how: Strategy, kept: int | None) -> Ite
         before = runs[at - 1][0] if at else None
         yield made, held(before), max(ahead, gathered + x.layer.within_forward.peak)
         level += n * (x.layer.within_forward.left - _dropped(x))
-    units.sent = 0
+    units.in_transit = 0
     for at in range(len(runs) - 1, -1, -1):
         x, n = runs[at]
         before = runs[at - 1][0] if at else None
@@ -329,7 +329,7 @@ class _Units:
         (self.ranks, self.expert_ranks), self.how = ranks, how
         self.on_host = "parameters" in how.offload
         self.root = sum(self._whole(x) * n for x, n in runs if not x.numbered)
-        self.open = self.sent = self.waiting = self.of_root = 0
+        self.kept_gathered = self.in_transit = self.unscattered = self.root_gradients = 0
 
     def _whole(self, x: PricedLayer) -> int:
         """Bytes of a layer's parameters as gathered; 0 where nothing is gathered."""
@@ -356,14 +356,14 @@ class _Units:
     def in_forward(self, x: PricedLayer, n: int) -> tuple[int, int]:
         """Bytes while a layer is gathered, and in its forward; it comes ``n`` times in a row."""
         own = self._whole(x) if x.numbered else 0
-        before, self.sent = self.sent, own
-        gathered = self.root + self.open
-        self.open += 0 if self.how.regather else own * n
+        before, self.in_transit = self.in_transit, own
+        gathered = self.root + self.kept_gathered
+        self.kept_gathered += 0 if self.how.regather else own * n
         return gathered + before + 2 * own + self._copied(own), gathered + 2 * own
 
     def in_backward(self, x: PricedLayer, before: PricedLayer | None) -> int:
         """Bytes in the backward of a layer, where ``before`` is gathered next."""
-        ahead = self.root + self.open + self.waiting + self.sent
+        ahead = self.root + self.kept_gathered + self.unscattered + self.in_transit
         if not (x.numbered and self.how.regather):
             return ahead
         asked = self._whole(before) if before and before.numbered else 0
@@ -375,14 +375,14 @@ class _Units:
             return 0
         gradients = self._gathered(x, trained=True)
         if self._is_late(x):
-            self.waiting += gradients * n
-            self.of_root += 0 if x.numbered else gradients * n
-            self.open += self._whole(x) * n if x.numbered and self.how.regather else 0
+            self.unscattered += gradients * n
+            self.root_gradients += 0 if x.numbered else gradients * n
+            self.kept_gathered += self._whole(x) * n if x.numbered and self.how.regather else 0
             return 0
-        self.open -= 0 if self.how.regather else self._whole(x) * n
-        self.sent = gradients + self._copied(gradients)
+        self.kept_gathered -= 0 if self.how.regather else self._whole(x) * n
+        self.in_transit = gradients + self._copied(gradients)
         ahead = self._whole(before) if before and before.numbered and self.how.regather else 0
-        return self.root + self.open + self.waiting + ahead + 2 * gradients
+        return self.root + self.kept_gathered + self.unscattered + ahead + 2 * gradients
 
     def kept_bytes(self, x: PricedLayer, *, later: bool) -> int:
         """Bytes by which kept gradients grow; ``later``: earlier micro-batches' are there."""
@@ -397,4 +397,4 @@ class _Units:
 
     def at_the_end(self) -> int:
         """Bytes of what waits, with a copy of the root's gradients; its parameters are freed."""
-        return self.open + self.waiting + self.of_root
+        return self.kept_gathered + self.unscattered + self.root_gradients
