@@ -144,10 +144,11 @@ def host_of_events(rows: pd.DataFrame, name: str, source: str) -> HostMachine | 
 
 
 def _launches_us(rows: pd.DataFrame) -> np.ndarray:
-    """Measured host times of the launch of a pointwise op, in us.
+    """Host times in us of launching a pointwise op in a training step, from two kinds of rows.
 
-    ``launch_us`` of pointwise ops and the event ``launch`` both count, as long as they take in a
-    training step. Cold rows repeat the launch of their warm row and are left out.
+    Rows of the event ``launch`` are of many ops, LAUNCH_EVENT times a pointwise op's on average.
+    ``launch_us`` of pointwise ops was timed in a sweep; in a step it is WARM_CALL times as long.
+    Cold rows repeat the launch of their warm row and are left out.
     """
     events = rows.loc[(rows["family"] == "host") & (rows["op"] == "launch"), "time_us"]
     parts = [events / LAUNCH_EVENT]

@@ -20,9 +20,9 @@ NOT_OF_CLUSTERS = ("gpu", "lengths", "packed", "machine")  # arguments of ``iter
 
 
 def predict(question: Question, cluster: Path) -> tuple[Forecast, Row]:
-    """The forecast on the GPUs of a file, and what ``--json`` says of the question.
+    """The forecast on the GPUs of a cluster file, and the settings that ``--json`` prints with it.
 
-    Its replicas have batches of unlike sizes: ``step`` has their mean.
+    Replicas have batches of unlike sizes: ``batch`` of ``step`` is their mean.
     """
     arguments = {k: v for k, v in question.arguments().items() if k not in NOT_OF_CLUSTERS}
     forecast = predict_on_cluster(question.asked(), cluster, **arguments)
@@ -33,13 +33,13 @@ def predict(question: Question, cluster: Path) -> tuple[Forecast, Row]:
     names = {group.gpu for group in read_cluster(cluster).groups} - {"cpu"}
     gpus = [find_target(name, "", question.bundle).gpu for name in names]
     seq, own = question.seq_asked(), question.case_defaults
-    known = {**options(question), "plan": forecast.plan, "bundle": forecast.bundle, "gpu": ""}
-    known |= {"dtype": question.dtype_on(gpus), "cluster": cluster}
-    known |= {"optimizer": question.optimizer or own.optimizer}
-    known |= {"batch": batch, "seq": seq, "global_batch": None}
+    settings = {**options(question), "plan": forecast.plan, "bundle": forecast.bundle, "gpu": ""}
+    settings |= {"dtype": question.dtype_on(gpus), "cluster": cluster}
+    settings |= {"optimizer": question.optimizer or own.optimizer}
+    settings |= {"batch": batch, "seq": seq, "global_batch": None}
     size = {"batch": batch, "replicas": plan.dp, "global_batch": batch * plan.dp}
     size |= {"microbatches": plan.microbatches, "seq": seq}
-    return forecast, {**stated(known), "step": size, "unusual": []}
+    return forecast, {**stated(settings), "step": size, "unusual": []}
 
 
 def plan(question: Question, cluster: Path, given: Row) -> tuple[list[Forecast], Row, Row]:

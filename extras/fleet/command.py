@@ -79,13 +79,13 @@ def start(plan: FleetPlan, chunks: Sequence[Chunk], left: Sequence[Chunk], addre
         with progress_bar() as bar:
             task = bar.add_task("fleet", total=len(chunks), completed=done)
 
-            def told(chunk: Chunk, result: Plain) -> None:
-                runs.told(chunk.machines, chunk.kind, {"chunk": chunk.name, **result})
+            def on_end(chunk: Chunk, result: Plain) -> None:
+                runs.log_chunk(chunk.machines, chunk.kind, {"chunk": chunk.name, **result})
                 bar.update(task, completed=runs.done, description=f"fleet {runs.rows} rows")
                 if result["state"] != "done":
                     bar.console.print(f"{chunk.machines} {chunk.name}: {result.get('reason')}")
 
-            ends = run_fleet(plan, left, address, told)
+            ends = run_fleet(plan, left, address, on_end)
         ended = "FINISHED" if set(ends) <= {"done"} else "FAILED"
     finally:
         runs.end(ended)

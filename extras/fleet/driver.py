@@ -1,7 +1,7 @@
 """Runs the chunks of a plan as Ray tasks, again where a task or its node died, until a deadline.
 
 Tasks get and return JSON as bytes, which Ray carries without pickling. This process loads nothing
-from the cluster but those bytes; a task that failed is told in one line.
+from the cluster but those bytes; a task that failed is reported in one line.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ POLL_S = 0.5
 ASK_S = 30.0  # for what nodes have begun
 LATE_S = 90.0  # after the deadline; tasks end themselves before it
 NODE_DIED = "Ray's node on this machine died; the same command continues the plan"
-Told = Callable[[Chunk, Plain], None]
+OnEnd = Callable[[Chunk, Plain], None]
 
 
 def with_ray() -> Any:
@@ -82,11 +82,11 @@ class Waiting:
 
 @dataclass(slots=True, kw_only=True)
 class Driver:
-    """One run of a plan: chunks that wait, tasks that run, and ``told``, which gets each end."""
+    """One run of a plan: chunks that wait, tasks that run; ``on_end`` gets each result."""
 
     plan: FleetPlan
     ray: Any
-    told: Told
+    on_end: OnEnd
     until: float
     waiting: dict[str, deque[Waiting]] = field(default_factory=dict)
     running: dict[Any, Waiting] = field(default_factory=dict)
@@ -111,7 +111,7 @@ class Driver:
                 self.ray.cancel(task, force=True)
         left = [*self.running.values(), *(w for entries in self.waiting.values() for w in entries)]
         for waiting_chunk in left:
-            self.told(waiting_chunk.chunk, {"state": LATE, "reason": "the deadline has passed"})
+            self.on_end(waiting_chunk.chunk, {"state": LATE, "reason": "the deadline has passed"})
         ends += Counter({LATE: len(left)})  # without zeros
         del ends[""]
         return ends
@@ -200,7 +200,7 @@ class Driver:
             log.warning("%s %s %s: %s", chunk.machines, chunk.name, retry, result.get("reason"))
             self.waiting[chunk.machines].appendleft(entry)
             return ""
-        self.told(chunk, result)
+        self.on_end(chunk, result)
         return str(state)
 
     def _avoided(self, node: str) -> tuple[str, ...]:
@@ -229,17 +229,19 @@ def task_options(kind: Machines, chunk: Chunk) -> Row:
     return options
 
 
-def run_fleet(plan: FleetPlan, chunks: Sequence[Chunk], address: str, told: Told) -> Counter[str]:
+def run_fleet(
+    plan: FleetPlan, chunks: Sequence[Chunk], address: str, on_end: OnEnd
+) -> Counter[str]:
     """Measure the chunks of a plan whose results are not in its folder or bucket yet.
 
-    Returns how many chunks ended in which state; ``told`` is called with each and its result. In
+    Returns how many chunks ended in which state; ``on_end`` is called with each and its result. In
     the end, after errors too, a summary (card.yaml) of what was measured is written there.
     """
     named = {k: v * m.count for m in plan.machines for k, v in m.resources.items()}
     with connected(address, named) as ray:
         until = time.time() + plan.deadline_s
         try:
-            return Driver(plan=plan, ray=ray, told=told, until=until).run(chunks)
+            return Driver(plan=plan, ray=ray, on_end=on_end, until=until).run(chunks)
         finally:
             write_cards(plan.root)
 

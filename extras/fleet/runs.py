@@ -20,7 +20,7 @@ def end_killed(root: str) -> None:
 
 
 class FleetRuns:
-    """The runs of one start of a plan; ``told`` logs a chunk that ended."""
+    """The runs of one start of a plan; ``log_chunk`` logs a chunk that ended."""
 
     def __init__(self, name: str, root: str, chunks: int, done: int) -> None:
         self.client = store.connect()
@@ -38,7 +38,7 @@ class FleetRuns:
         for name, value in {**shown, "rows": self.rows}.items():
             self.client.log_metric(self.run, name, float(value), now)
 
-    def told(self, machines: str, kind: str, result: Facts) -> None:
+    def log_chunk(self, machines: str, kind: str, result: Facts) -> None:
         """Log a chunk: a run per family with its rows, failures and the machine that it had."""
         self.results.append(result)
         families = result.get("families") or {kind: 0}
@@ -67,6 +67,6 @@ class FleetRuns:
         store.log_run(self.client, self.place, name, tags, numbers, start_ms=begin_ms, state=ended)
 
     def end(self, state: str) -> None:
-        """End the parent run: FINISHED, FAILED or KILLED; its artifact has all that chunks told."""
+        """End the parent run: FINISHED, FAILED or KILLED; its artifact has all results."""
         self.client.log_dict(self.run, {"chunks": self.results}, "chunks.json")
         self.client.set_terminated(self.run, state)

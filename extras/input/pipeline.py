@@ -204,7 +204,10 @@ def _images_per_s(cpu: str) -> float:
 
 
 def consumer(forecast: Forecast, lane: InputLane, target: Target, samples: int) -> Consumer:
-    """The step of a forecast that takes ``samples`` a rank; batches go to the GPU over PCIe."""
+    """A forecast step as a consumer of a lane's batches, which go to the GPU over PCIe.
+
+    ``samples``: that a rank takes in a step.
+    """
     if target.gpu.kind == "cpu":
         return Consumer(
             host_us=forecast.iteration_us,

@@ -107,14 +107,12 @@ def _beside(generation: str, hosts: Sequence[HostMachine]) -> Sequence[HostMachi
     cuda = [h for h in hosts if set(h.generations) & set(COMPUTE_CAPABILITY)]
     if generation not in COMPUTE_CAPABILITY or not cuda:
         return hosts
-    major, minor = COMPUTE_CAPABILITY[generation]
+    numbers = {name: 10 * major + minor for name, (major, minor) in COMPUTE_CAPABILITY.items()}
 
-    def distance(host: HostMachine) -> float:
-        of_gpus = [COMPUTE_CAPABILITY[g] for g in host.generations if g in COMPUTE_CAPABILITY]
-        return min(
-            abs(10 * (major - other_major) + minor - other_minor)
-            for other_major, other_minor in of_gpus
-        )
+    def distance(host: HostMachine) -> int:
+        """Difference of compute capability (80 for 8.0) to the nearest of the host's GPUs."""
+        known = [numbers[name] for name in host.generations if name in numbers]
+        return min(abs(numbers[generation] - number) for number in known)
 
     nearest = min(map(distance, cuda))
     return [h for h in cuda if distance(h) == nearest]

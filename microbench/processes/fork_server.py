@@ -85,6 +85,7 @@ class _Server:
     """The process that imports a module and forks."""
 
     def __init__(self, module: str) -> None:
+        """Start the process, with one end of a socket pair that ``ask`` writes to."""
         self._requests, server_end = socket.socketpair()
         with server_end:
             self._process = subprocess.Popen(

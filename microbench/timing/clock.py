@@ -134,7 +134,9 @@ class CallCost:
             disturb()
             aten.neg(x)
 
-        self.before = {False: disturb, True: warmed}  # by through_aten
+        # What runs before a timed call, by whether it goes through torch.ops.aten's wrapper.
+        self.before = {False: disturb, True: warmed}
+        # Timed: nothing, torch's own binding of an op, and the wrapper of the same op.
         self._runs: list[tuple[Callable[[], object], Callable[[], object]]] = [
             (disturb, lambda: None),
             (disturb, lambda: torch.relu(x)),

@@ -228,12 +228,13 @@ def from_call(call: OpCall) -> Conv | None:
     needs = call.args[10] if backward else (True, True, bias is not None)
     if (rank := len(x.shape) - 2) > 3:
         return None
-    first = max(1, 3 - rank)  # the axis whose stride and dilation stand for all
+    # of each axis; one value stands for all axes
     strides, paddings, dilations = (tuple(v) * (rank // len(v)) for v in options)
-    stride, dilation = strides[first - 3], dilations[first - 3]
+    main_axis = -min(2, rank)  # the height, or in one dimension the width
+    stride, dilation = strides[main_axis], dilations[main_axis]
 
     def side(axis: int) -> int:
-        """The input's; with this stride and dilation it has as many outputs as with its own."""
+        """A side that gives as many outputs with the main axis's stride and dilation."""
         size, kernel, padding = x.shape[axis], weight.shape[axis], paddings[axis]
         if transposed or (strides[axis], dilations[axis]) == (stride, dilation):
             return int(size)
@@ -242,7 +243,7 @@ def from_call(call: OpCall) -> Conv | None:
         return int(max(1, last * stride + dilation * (kernel - 1) + 1 - 2 * padding))
 
     sizes = {"h": 1, "kernel_h": 1, "stride": stride, "dilation": dilation, "groups": groups}
-    for axis, name in list(enumerate(("depth", "h", "w"), start=-3))[3 - rank :]:
+    for axis, name in enumerate(("depth", "h", "w")[3 - rank :], start=-rank):
         sizes |= {name: side(axis), f"kernel_{name[0]}": weight.shape[axis]}
         sizes[f"padding_{name[0]}"] = paddings[axis]
     return Conv(
