@@ -635,10 +635,10 @@ def test_links_of_gpus_carry_both_ways_at_once_and_memory_of_a_cpu_in_turns() ->
     learned = Bundle.load(SHIPPED_CPU)
     cpu = next(iter(learned.gpus.values()))
     where = cluster(ParallelPlan.parse("dp=2"), cpu, None)
-    for bundle, least in ((learned, 1.2), (Bare(), 1.8)):
+    for bundle, least, most in ((learned, 1.4, 2.8), (Bare(), 1.8, 2)):
         one_way, both = (price_messages(m, PriceBook(bundle, cpu, 1), where) for m in messages)
         for a, b in zip(one_way[1:], both[1:], strict=True):
-            assert least < b.duration_us / a.duration_us <= 2
+            assert least < b.duration_us / a.duration_us <= most
 
 
 @pytest.mark.parametrize("name", ["dgx-h100", "dgx-a100", "dgx-b200"])
