@@ -70,14 +70,14 @@ def sampled_graph(batch: int, seq: int, sizes: Sizes) -> Inputs:
     """Blocks of a sampled graph, that of the features first; neighbours are drawn at random."""
     vertices = sampled_vertices(batch, sizes)
     blocks = []
-    for fanout, targets, sources in zip(sizes["fanout"], vertices[:-1], vertices[1:], strict=True):
+    for fanout, rows, cols in zip(sizes["fanout"], vertices[:-1], vertices[1:], strict=True):
         drawn = min(fanout, sizes["degree"])
         starts, values = (
-            torch.arange(0, targets * drawn + 1, drawn),
-            torch.full((targets * drawn,), 1 / drawn),
+            torch.arange(0, rows * drawn + 1, drawn),
+            torch.full((rows * drawn,), 1 / drawn),
         )
-        source = torch.randint(0, sources, (targets * drawn,))
-        blocks.append(torch.sparse_csr_tensor(starts, source, values, (targets, sources)))
+        source = torch.randint(0, cols, (rows * drawn,))
+        blocks.append(torch.sparse_csr_tensor(starts, source, values, (rows, cols)))
     return {
         "vertices": torch.randint(0, sizes["vertices"], vertices[-1:]),
         "blocks": blocks[::-1],

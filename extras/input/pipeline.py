@@ -86,18 +86,14 @@ def fed(lane: InputLane, step: Consumer, workers: int, cores: float) -> Fed:
     host_us, device_us = step.host_us / step.batches, step.device_us / step.batches
     copy_us = step.copy_us / step.batches
     receive_us = lane.receive_us if workers else batches.mean_us
-    crowding_factor = crowding(lane, workers, cores)
-    cpu_us = (
-        crowding_factor * batches.mean_cpu_us
-        + step.cores * host_us
-        + (receive_us if workers else 0.0)
-    )
-    worker_us = (batches.mean_us + (crowding_factor - 1) * batches.mean_cpu_us) / max(1, workers)
+    crowd = crowding(lane, workers, cores)
+    cpu_us = crowd * batches.mean_cpu_us + step.cores * host_us + (receive_us if workers else 0.0)
+    worker_us = (batches.mean_us + (crowd - 1) * batches.mean_cpu_us) / max(1, workers)
     bounds = {"step": step.alone_us / step.batches, "cores": cpu_us / cores}
     bounds |= {"copying": copy_us} | ({"workers": worker_us} if workers else {})
     bounds["receiving" if workers else "loading"] = host_us + receive_us
     shortage = max(1.0, bounds["cores"] / worker_us) if workers and worker_us else 1.0
-    times = _worker_times(batches, crowding_factor, shortage) if workers else batches.wall_us
+    times = _worker_times(batches, crowd, shortage) if workers else batches.wall_us
     us = step.batches * _period_us(
         times, workers, workers * lane.prefetch, receive_us, host_us, (copy_us, device_us)
     )
@@ -285,15 +281,10 @@ def _interval(
     """
     deviations = [NormalDist().inv_cdf((i + 1 / 2) / TRIED) for i in range(TRIED)]
     step, loader = (
-        [exp(half_width * z / deviations[-1]) for z in deviations]
-        for half_width in (wide, loader_wide)
+        [exp(width * z / deviations[-1]) for z in deviations] for width in (wide, loader_wide)
     )
     cuts = quantiles(
-        [
-            iteration_us(step_slower, loader_slower)
-            for step_slower in step
-            for loader_slower in loader
-        ],
+        [iteration_us(by_step, by_loader) for by_step in step for by_loader in loader],
         n=10,
     )
     return cuts[0], cuts[-1]

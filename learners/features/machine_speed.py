@@ -170,10 +170,8 @@ def iterations_at_reference_us(
     total_us = sum(by_family_us.values())
     weights = np.zeros(2)
     for name, us in by_family_us.items():
-        anchor_shares = shares(np.array(us / max(1, calls.get(name, 1))))
-        weights += (
-            us / total_us * anchor_shares * np.array(sensitivities.get(name, PRIOR_SENSITIVITY))
-        )
+        parts = shares(np.array(us / max(1, calls.get(name, 1))))
+        weights += us / total_us * parts * np.array(sensitivities.get(name, PRIOR_SENSITIVITY))
     slowness = log_slowness(rows, anchors)
     time_us = rows["time_us"].to_numpy(dtype=float) * np.exp(-slowness @ weights)
     yield from time_us.tolist()

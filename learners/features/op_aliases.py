@@ -31,13 +31,11 @@ def as_measured(
     p = columns(rows, family)
     for dtype in pd.unique(p.dtype):
         measured = ops.get(dtype, [next(iter(family.op_aliases))] if missing else ())
-        measured_aliases = [op for op in family.op_aliases if op in measured]
-        not_measured = (
-            (p.dtype == dtype) & isin(p.op, family.op_aliases) & ~isin(p.op, measured_aliases)
-        )
-        if measured_aliases and not_measured.any():
-            alias = {"op": measured_aliases[0], **family.op_aliases[measured_aliases[0]]}
+        similar = [op for op in family.op_aliases if op in measured]
+        lacking = (p.dtype == dtype) & isin(p.op, family.op_aliases) & ~isin(p.op, similar)
+        if similar and lacking.any():
+            alias = {"op": similar[0], **family.op_aliases[similar[0]]}
             current = columns(rows, family)
-            changed = {c: np.where(not_measured, v, getattr(current, c)) for c, v in alias.items()}
+            changed = {c: np.where(lacking, v, getattr(current, c)) for c, v in alias.items()}
             rows = rows.assign(**changed)
     return rows

@@ -158,7 +158,7 @@ def learn_launch_us(
     if family.on_host:
         return {}
     timed = rows[with_launch(rows)]
-    launch_by_key, too_few = {}, []
+    launches, too_few = {}, []
     for key, part in timed.groupby(_launch_keys(timed)):
         p, gpu = columns(part, family), gpus[str(part["gpu"].iloc[0])]
         floor_us = roofline_us(family, p, gpu, np.zeros(len(part)), _is_cold(part), _stacks(part))
@@ -167,11 +167,9 @@ def learn_launch_us(
         if small.sum() < MIN_SMALL_ROWS:
             too_few.append(str(key))
         else:
-            launch_by_key[str(key)] = max(
-                0.0, float(np.quantile(over_roofline_us, LAUNCH_QUANTILE))
-            )
-    least = {key: _least_of_software(key, launch_by_key) for key in too_few}
-    return {**launch_by_key, **least}
+            launches[str(key)] = max(0.0, float(np.quantile(over_roofline_us, LAUNCH_QUANTILE)))
+    least = {key: _least_of_software(key, launches) for key in too_few}
+    return {**launches, **least}
 
 
 def _least_of_software(key: str, known: Mapping[str, float]) -> float:
@@ -200,10 +198,8 @@ def launch_us(rows: pd.DataFrame, known: Mapping[str, float]) -> np.ndarray:
         return np.zeros(len(rows))
     typical = float(np.median(list(known.values()))) if known else 0.0
     by_gpu = map_values(rows["gpu"].to_numpy(dtype=object), known, typical, float)
-    by_gpu_and_software = map_values(_launch_keys(rows), known, np.nan, float)
-    return np.where(
-        timed, np.where(np.isnan(by_gpu_and_software), by_gpu, by_gpu_and_software), 0.0
-    )
+    exact = map_values(_launch_keys(rows), known, np.nan, float)
+    return np.where(timed, np.where(np.isnan(exact), by_gpu, exact), 0.0)
 
 
 def origins(rows: pd.DataFrame, family: Family, stacks: Mapping[str, str]) -> Features:
@@ -254,10 +250,8 @@ def feature_table(
         pieces.append(_features_on(part, family, gpus[name], launch or {}))
     features = pieces[0]
     if len(pieces) > 1:
-        original_order = np.argsort(np.concatenate(places))
-        features = {
-            name: np.concatenate([p[name] for p in pieces])[original_order] for name in pieces[0]
-        }
+        order = np.argsort(np.concatenate(places))
+        features = {name: np.concatenate([p[name] for p in pieces])[order] for name in pieces[0]}
     return features, features.pop(ROOFLINE)
 
 

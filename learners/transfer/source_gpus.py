@@ -216,19 +216,15 @@ class SourceGpus:
         """
         others = self._of_vendor(gpu)
         aliases = [group.op, *(family.op_aliases if group.op in family.op_aliases else ())]
-        in_dtype = {
-            n: by_dtype[group.dtype] for n, by_dtype in others.items() if group.dtype in by_dtype
-        }
+        in_dtype = {n: dtypes[group.dtype] for n, dtypes in others.items() if group.dtype in dtypes}
         with_op = {
             name: next((by_op[op] for op in aliases if op in by_op), None)
             for name, by_op in in_dtype.items()
         }
         if any(with_op.values()):
             return {name: stacks for name, stacks in with_op.items() if stacks}
-        by_op_of_gpu = in_dtype or {
-            name: next(iter(by_dtype.values())) for name, by_dtype in others.items()
-        }
-        return {name: _stacks(by_op) for name, by_op in by_op_of_gpu.items()}
+        chosen = in_dtype or {name: next(iter(dtypes.values())) for name, dtypes in others.items()}
+        return {name: _stacks(by_op) for name, by_op in chosen.items()}
 
     def weights(self, group: RowGroup, gpu: Gpu, family: Family) -> dict[tuple[str, str], float]:
         """Weights of the source GPUs, by name and software stack; their sum is 1.

@@ -39,10 +39,8 @@ def cpu_name() -> str:
 def slow_dtypes() -> set[str]:
     """Dtypes of 16 bits for which this CPU has no instructions that torch's products could use."""
     checks = {"bf16": "_is_mkldnn_bf16_supported", "fp16": "_is_mkldnn_fp16_supported"}
-    has_onednn = torch.backends.mkldnn.is_available()
-    return {
-        d for d, check in checks.items() if not (has_onednn and getattr(torch.ops.mkldnn, check)())
-    }
+    onednn = torch.backends.mkldnn.is_available()
+    return {d for d, check in checks.items() if not (onednn and getattr(torch.ops.mkldnn, check)())}
 
 
 def last_cache_bytes() -> float:

@@ -58,10 +58,7 @@ def by_model() -> dict[str, dict[str, Name]]:
 def _agrees(stated: Name, file: Name) -> bool:
     """Whether no part (form, memory) that both names state differs."""
     pairs = ((stated.form, file.form), (stated.memory, file.memory))
-    return all(
-        not stated_value or not file_value or stated_value == file_value
-        for stated_value, file_value in pairs
-    )
+    return all(not named or not filed or named == filed for named, filed in pairs)
 
 
 def fitting(text: str) -> list[str]:

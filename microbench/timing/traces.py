@@ -184,13 +184,13 @@ def _owners(trace: Trace, owns: Callable[[str], bool]) -> list[int]:
 def _innermost(trace: Trace) -> dict[int, int]:
     """By correlation id, the index of the innermost op around each launch without external id."""
     count = len(trace.ops)
-    launches = [(c, s) for c, s in trace.launches.items() if s.external < 0]
-    if not launches:
+    lacking = [(c, s) for c, s in trace.launches.items() if s.external < 0]
+    if not lacking:
         return {}
-    spans = [*enumerate(trace.ops), *((count + i, s) for i, (_, s) in enumerate(launches))]
+    spans = [*enumerate(trace.ops), *((count + i, s) for i, (_, s) in enumerate(lacking))]
     parents = dict(_nested(spans))
     innermost = {}
-    for i, (correlation, _) in enumerate(launches):
+    for i, (correlation, _) in enumerate(lacking):
         index = parents[count + i]
         while index >= count:
             index = parents[index]

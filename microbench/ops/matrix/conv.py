@@ -122,16 +122,16 @@ def build(p: Conv, device: str) -> Workload:
     weight = tensor(ends[0], ends[1] // p.groups, *kernel)
     bias = tensor(p.out_channels) if p.bias else None
     steps = ([p.stride] * rank, padding, [p.dilation] * rank)
-    settings = (*steps, p.transposed, [0] * rank, p.groups)
+    options = (*steps, p.transposed, [0] * rank, p.groups)
     if p.op == "forward":
         return Workload(
-            run=lambda: torch.convolution(x, weight, bias, *settings), through_aten=False
+            run=lambda: torch.convolution(x, weight, bias, *options), through_aten=False
         )
     grad = tensor(p.batch, p.out_channels, *(int(s) for s in out_sizes(p)[first:]))
     biases = [p.out_channels] if p.bias else None
     mask = [p.need_input_grad, p.need_weight_grad, p.bias and p.need_weight_grad]
     backward = torch.ops.aten.convolution_backward
-    return Workload(run=lambda: backward(grad, x, weight, biases, *settings, mask))
+    return Workload(run=lambda: backward(grad, x, weight, biases, *options, mask))
 
 
 def out_sizes(p: Conv) -> tuple[Numbers, ...]:
@@ -298,13 +298,11 @@ def fallback(p: Conv, measured: Measured) -> list[Part]:
     forward = replace(p, op="forward")
     in_fp32 = p.dtype == "tf32" and p.in_channels == p.groups  # as tensor cores run no depthwise
     on_tensor_cores = p.dtype in TENSOR_CORES and measured.gpu.vendor == "nvidia" and not in_fp32
-    rows_apply = not (on_tensor_cores and measured.channels_last)
-    if measured.gpu.kind == "cpu" or (
-        rows_apply and measured.seen("conv", str(op_name(p)), p.dtype)
-    ):
+    usable = not (on_tensor_cores and measured.channels_last)
+    if measured.gpu.kind == "cpu" or (usable and measured.seen("conv", str(op_name(p)), p.dtype)):
         return []
     times = _over_forward(p)
-    if rows_apply and measured.seen("conv", str(op_name(forward)), p.dtype):
+    if usable and measured.seen("conv", str(op_name(forward)), p.dtype):
         return [Part(family="conv", params=forward, times=times)]
     if p.groups > 1:
         return _grouped(p, measured)

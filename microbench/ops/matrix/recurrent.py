@@ -132,8 +132,8 @@ def _by_one_dnn(
         return forward
     y, last_h, last_c, workspace = forward()
     states, grads = (h, c, y, last_h, last_c), (grad, None, None)
-    backward = aten.mkldnn_rnn_layer_backward
-    return lambda: backward(
+    back = aten.mkldnn_rnn_layer_backward
+    return lambda: back(
         *(x, *w, *states, *grads, False, *settings), True, False, [], False, workspace
     )
 
