@@ -62,6 +62,14 @@ def test_numbers_of_a_gpu_agree_with_each_other(name: str) -> None:
     assert 1e10 < gpu.pcie_bytes_per_s < 2e11
 
 
+@pytest.mark.parametrize("name", SHIPPED)
+def test_achieved_rates_are_stated_of_both_dtypes_of_16_bits_or_of_none(name: str) -> None:
+    """They run on the same cores: a rate of one alone would tell GPUs apart that are alike."""
+    gpu = load_gpu(name)
+    stated = set(gpu.achieved_flops_per_s)
+    assert not stated or stated >= {"fp16", "bf16"} & set(gpu.peak_flops_per_s)
+
+
 NUMBER = re.compile(r"[-+]?\d*\.?\d+(e[-+]?\d+)?")
 
 
