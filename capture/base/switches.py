@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 SWITCHED_OFF = "ITERCAST_SWITCHED_OFF"  # environment variable: the name of a rule or number
 RULES: Mapping[str, str] = {
-    "limited_tensor_cores": "GeForce cards halve the rate of products that accumulate in fp32",
+    "peak_rate": "GeForce cards halve the peak of products; strided convolutions do not pass it",
     "achieved_rate": "large products on GPUs without rows run at the rate that their file states",
     "attention_kernels": "attention takes as long as the kernel that the software runs",
     "power_limit": "products in long steps run at the clock that the power limit leaves",

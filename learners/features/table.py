@@ -11,6 +11,7 @@ import numpy as np
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.slow_imports import pd
+from itercast.microbench.hardware.host import load_host
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import Family, Point, Values
 
@@ -94,17 +95,19 @@ def _rates(p: Point, rate: Callable[[str], float]) -> np.ndarray:
     return np.array([rate(str(name)) for name in names])[codes]
 
 
-def halved_rate_bound_us(rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> np.ndarray:
-    """FLOP / peak in us on GPUs whose peak is limited below their tensor cores' rate; else 0.
+def least_us(rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> np.ndarray:
+    """FLOP / peak in us of FLOP that no kernel avoids (``least_flops``), or that a card halves.
 
-    GeForce cards halve the rate of products that accumulate in fp32.
+    GeForce cards halve the rate of products that accumulate in fp32: their peak is limited below
+    their tensor cores' rate, which rooflines assume. 0 where neither holds.
     """
     bound_us = np.zeros(len(rows))
     for name in rows["gpu"].unique():
-        if gpus[name].full_rate_flops_per_s:
-            on_gpu = (rows["gpu"] == name).to_numpy()
+        gpu, on_gpu = gpus[name], (rows["gpu"] == name).to_numpy()
+        flops = family.flops if gpu.full_rate_flops_per_s else family.least_flops
+        if flops is not None and gpu.kind != "cpu":
             p = columns(rows[on_gpu], family)
-            bound_us[on_gpu] = 1e6 * np.asarray(family.flops(p), float) / _rates(p, gpus[name].peak)
+            bound_us[on_gpu] = 1e6 * np.asarray(flops(p), float) / _rates(p, gpu.peak)
     return bound_us
 
 
@@ -152,8 +155,8 @@ def learn_launch_us(
     launch = 1 % quantile of (time - roofline) over ops whose roofline is at most
     SMALL_ROOFLINE_US, of rows of one GPU and software (``_launch_keys``): another host and another
     way of timing have another launch. Where there are fewer than MIN_SMALL_ROWS such ops it is the
-    least launch of that software's other GPUs, or of all: time over the roofline of large ops is no
-    launch. None for family ``host``, where the call itself is the op.
+    least launch of that software's other GPUs, or of all, else the usual host's: time over the
+    roofline of large ops is no launch. None for family ``host``, where the call itself is the op.
     """
     if family.on_host:
         return {}
@@ -173,10 +176,10 @@ def learn_launch_us(
 
 
 def _least_of_software(key: str, known: Mapping[str, float]) -> float:
-    """The least of the known launches of a key's software, else of all, else 0."""
+    """The least of the known launches of a key's software, else of all, else the usual host's."""
     software = key.partition(LAUNCH_SEPARATOR)[2]
     same = [us for k, us in known.items() if k.partition(LAUNCH_SEPARATOR)[2] == software]
-    return min(same or known.values(), default=0.0)
+    return min(same or known.values(), default=load_host().launch_us)
 
 
 def _launch_keys(rows: pd.DataFrame) -> np.ndarray:
@@ -191,12 +194,12 @@ def _launch_keys(rows: pd.DataFrame) -> np.ndarray:
 def launch_us(rows: pd.DataFrame, known: Mapping[str, float]) -> np.ndarray:
     """Launch in us to add to each row's roofline: of its GPU and software, or of its GPU.
 
-    Where neither is known, it is the median of all.
+    Where neither is known, it is the median of all; where none is, that of the usual host.
     """
     timed = with_launch(rows)
     if not timed.any():
         return np.zeros(len(rows))
-    typical = float(np.median(list(known.values()))) if known else 0.0
+    typical = float(np.median(list(known.values()))) if known else load_host().launch_us
     by_gpu = map_values(rows["gpu"].to_numpy(dtype=object), known, typical, float)
     exact = map_values(_launch_keys(rows), known, np.nan, float)
     return np.where(timed, np.where(np.isnan(exact), by_gpu, exact), 0.0)

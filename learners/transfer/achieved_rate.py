@@ -15,7 +15,7 @@ from itercast.learners.features.table import (
     LAUNCH_FLOOR_US,
     bounds_us,
     columns,
-    halved_rate_bound_us,
+    least_us,
 )
 from itercast.learners.transfer.query_rows import EQUAL_SPEED_DTYPE, QueryRows, RowGroup
 from itercast.learners.transfer.source_gpus import SourceGpus
@@ -25,12 +25,10 @@ SAME_SLOWDOWN = assumed(__file__, "same_slowdown")  # dtypes without a stated ra
 
 
 def bounded_us(time_us: np.ndarray, query: QueryRows) -> np.ndarray:
-    """Times, at least flops / peak on GPUs whose tensor cores are limited below their full rate."""
-    if not is_on("limited_tensor_cores"):
+    """Times, at least what computing takes at the peak (``least_us``)."""
+    if not is_on("peak_rate"):
         return time_us
-    return np.asarray(
-        np.maximum(time_us, halved_rate_bound_us(query.rows, query.family, query.gpus))
-    )
+    return np.asarray(np.maximum(time_us, least_us(query.rows, query.family, query.gpus)))
 
 
 def correction(query: QueryRows, source_gpus: SourceGpus) -> np.ndarray:

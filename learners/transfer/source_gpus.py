@@ -169,16 +169,14 @@ class SourceGpus:
     def covers(self, gpu: Gpu, op: str, dtype: str) -> bool:
         """Whether measured rows say how fast an op is on a GPU: its own, or its source GPUs'.
 
-        Ops measured on two architectures or more are covered everywhere. An op measured on one
-        architecture alone covers GPUs of that generation and the next to it: for others, rows of
-        other ops that were measured there say more. So they do where only other vendors' GPUs have
-        the op.
+        Ops measured on two architectures or more, of those that lend rows to this GPU, are covered
+        everywhere. An op measured on one architecture alone covers GPUs of that generation and the
+        next to it: for others, rows of other ops that were measured there say more.
         """
-        dtype = EQUAL_SPEED_DTYPE.get(dtype, dtype)
-        others = self._of_same_kind(gpu)
-        with_op = [name for name, by_dtype in others.items() if op in by_dtype.get(dtype, {})]
+        dtype, lenders = EQUAL_SPEED_DTYPE.get(dtype, dtype), self._of_vendor(gpu)
+        with_op = [name for name, by_dtype in lenders.items() if op in by_dtype.get(dtype, {})]
         architectures = {self.gpus[name].architecture for name in with_op if name in self.gpus}
-        return not self._of_vendor(gpu).keys().isdisjoint(with_op) and (
+        return (
             gpu.name in with_op
             or len(architectures) > 1
             or any(_near(gpu.architecture, other) for other in architectures)

@@ -24,7 +24,7 @@ from itercast.microbench.ops.family import (
     Workload,
     itemsize_bytes,
 )
-from itercast.microbench.ops.matrix.conv_rate import rate
+from itercast.microbench.ops.matrix.conv_rate import rate, untransformed
 from itercast.microbench.ops.matrix.gemm import TENSOR_CORES, Gemm
 from itercast.microbench.ops.memory.elementwise import memory_copy
 from itercast.microbench.ops.sizes import (
@@ -376,6 +376,7 @@ FAMILY = Family(
     sweep=sweep,
     build=build,
     flops=flops,
+    least_flops=lambda p: np.where(untransformed(p), flops(p), 0.0),
     bytes_moved=bytes_moved,
     features=features,
     answers={

@@ -8,7 +8,7 @@ import numpy as np
 
 from itercast.capture.base.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.ops.family import Numbers, Point
+from itercast.microbench.ops.family import Numbers, Point, Values
 
 FLOPS_PER_CLOCK: Mapping[str, float] = assumed(__file__, "flops_per_clock")
 
@@ -25,3 +25,13 @@ def rate(p: Point, gpu: Gpu) -> Numbers:
         [np.equal(p.dtype, dtype) for dtype in FLOPS_PER_CLOCK], [*FLOPS_PER_CLOCK.values()], np.inf
     )
     return np.asarray(per_clock * gpu.sm_count * gpu.clock_hz)
+
+
+def untransformed(p: Point) -> Values:
+    """Mask of convolutions that no transform shortens: of one tap, with a stride or dilated.
+
+    Of 79,000 published ones none of these ran above 92 % of its GPU's peak; 3 x 3 ones of stride 1
+    reach 2.5 times the peak in fp32.
+    """
+    one_tap = np.equal(p.kernel_d * p.kernel_h * p.kernel_w, 1)
+    return one_tap | np.greater(p.stride, 1) | np.greater(p.dilation, 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pandas as pd
@@ -16,6 +16,7 @@ from itercast.learners.transfer.achieved_rate import correction
 from itercast.learners.transfer.query_rows import QueryRows
 from itercast.learners.transfer.source_gpus import SourceGpus
 from itercast.microbench.hardware.spec import Gpu, load_gpu
+from itercast.microbench.ops.matrix.conv import Conv, flops
 from itercast.microbench.ops.matrix.gemm import FAMILY
 
 SHIPS = Bundle.load(SHIPPED)
@@ -113,6 +114,21 @@ def slowed(name: str, dtype: str, op: str = "mm") -> float:
 def test_what_was_measured_in_half_is_not_corrected(dtype: str, op: str, same: bool) -> None:
     """The A40 of the bundle was measured in fp16 alone: its own rows tell of bf16 and fp8 too."""
     assert (slowed("a40", dtype, op) == 1) is same
+
+
+@pytest.mark.parametrize("gpu", ["v100-pcie-32gb", "v100-sxm-16gb", "p100-pcie-16gb"])
+def test_a_dilated_convolution_is_no_faster_than_the_peak(gpu: str) -> None:
+    """Rows of these GPUs in fp32 are of 3 x 3 at stride 1 alone, which run above the peak."""
+    sizes = {"batch": 8, "in_channels": 256, "out_channels": 256, "h": 96, "w": 96}
+    plain = Conv(op="forward", kernel_h=3, kernel_w=3, padding_h=1, padding_w=1, **sizes)
+    dilated = replace(plain, dilation=2, padding_h=2, padding_w=2)
+    rows = pd.DataFrame([asdict(plain), asdict(dilated)]).assign(gpu=gpu, family="conv")
+    peak_us = flops(dilated) / load_gpu(gpu).peak("fp32") * 1e6
+    plain_us, dilated_us = SHIPS.price("conv", rows)["predicted_us"]
+    assert plain_us < peak_us
+    assert dilated_us >= peak_us * (1 - 1e-9)
+    with switching_off("peak_rate"):
+        assert SHIPS.price("conv", rows)["predicted_us"].iloc[1] < dilated_us
 
 
 def test_the_bundle_that_ships_knows_gpus_as_the_files_do() -> None:

@@ -28,6 +28,7 @@ from itercast.learners.transfer.calibration import (
     covariance,
     points,
 )
+from itercast.microbench.hardware.host import load_host
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.matrix import gemm
 from itercast.microbench.ops.step import host
@@ -107,7 +108,7 @@ def test_a_halved_rate_bounds_what_its_units_would_do(bundle: Bundle) -> None:
     found = bundle.price("gemm", rows, {"twin": half})["predicted_us"].to_numpy()
     assert found == pytest.approx(np.maximum(free, bound.to_numpy()), rel=1e-5)
     assert (found > free * 1.01).any()
-    with switching_off("limited_tensor_cores"):
+    with switching_off("peak_rate"):
         unbound = bundle.price("gemm", rows, {"twin": half})["predicted_us"]
     assert unbound.to_numpy() == pytest.approx(free)
     assert half.full_rate("fp32") == 4 * half.peak("fp32") == full.full_rate("fp32")
@@ -152,6 +153,14 @@ def test_launches_are_learned_from_small_ops_only() -> None:
     rows = [launched("one", 16, 20), launched("two", 4096, 20, factor=2.0)]
     found = learn_launch_us(pd.concat(rows, ignore_index=True), gemm.FAMILY, TWO)
     assert found == {"one": pytest.approx(20), "two": pytest.approx(20)}
+
+
+def test_a_launch_that_no_row_tells_is_the_usual_host_s() -> None:
+    """Large products alone, of one GPU; and rows timed from the host of a family without any."""
+    rows, usual_us = launched("one", 4096, 20), load_host().launch_us
+    assert usual_us > 0
+    assert learn_launch_us(rows, gemm.FAMILY, TWO) == {"one": usual_us}
+    assert launch_us(rows, {}).tolist() == [usual_us] * 5
 
 
 def test_each_software_has_its_own_launch_on_a_gpu() -> None:

@@ -103,6 +103,27 @@ def test_gpus_with_other_ops_are_sources_only_where_none_has_the_op_or_an_alias(
     assert shares(found, "fp32", "", op="unheard of").keys() == {("twin", "a"), ("slow", "b")}
 
 
+def test_another_vendor_s_gpus_do_not_cover_what_they_do_not_lend() -> None:
+    """Two architectures of AMD have bmm, one of NVIDIA, two generations away.
+
+    NVIDIA's lend mm of two architectures, so that AMD's lend it nothing: bmm is not covered. Where
+    NVIDIA's own rows are of one architecture alone, all GPUs lend.
+    """
+    kinds = {"new": "volta", "one": "hopper", "two": "ampere", "mi1": "cdna", "mi2": "cdna2"}
+    gpus = {name: gpu(name, architecture=kind) for name, kind in kinds.items()}
+    gpus |= {name: replace(gpus[name], vendor="amd") for name in ("mi1", "mi2")}
+    rows = [(name, "fp32", "a") for name in ("one", "one", "two", "mi1", "mi2")]
+    ops = ("mm", "bmm", "mm", "bmm", "bmm")
+    found = source_gpus(*rows, ops=ops, gpus=gpus)
+    assert found.covers(gpus["new"], "mm", "fp32")
+    assert not found.covers(gpus["new"], "bmm", "fp32")
+    assert found.covers(gpus["mi1"], "bmm", "fp32")
+    few = source_gpus(
+        *(row for row in rows if row[0] != "two"), ops=("mm", "bmm", "bmm", "bmm"), gpus=gpus
+    )
+    assert few.covers(gpus["new"], "bmm", "fp32")
+
+
 def test_a_cpu_is_no_source_of_a_gpu() -> None:
     gpus = GPUS | {"twin": replace(gpu("twin"), kind="cpu")}
     found = source_gpus(("twin", "fp32", "a"), ("slow", "fp32", "b"), gpus=gpus)

@@ -176,3 +176,19 @@ def test_convolutions_use_no_more_of_an_sm_than_on_an_a100(
     known = load_gpu(gpu)
     bound = min(float(conv_rate.rate(replace(one, dtype=dtype), known)), known.full_rate(dtype))
     assert bound / 1e12 == pytest.approx(tflops, rel=0.02)
+
+
+def test_one_tap_strides_and_dilation_leave_no_flop_out() -> None:
+    """8 x 8 pixels, 4 channels in and 4 out: 2 * 64 * 4 * 4 * 9 FLOP, which Winograd's lessen."""
+    family = families()["conv"]
+    assert family.least_flops is not None
+    plain = Conv(
+        op="forward", batch=1, in_channels=4, out_channels=4, h=8, w=8, kernel_h=3, kernel_w=3
+    )
+    plain = replace(plain, padding_h=1, padding_w=1)
+    assert (family.flops(plain), family.least_flops(plain)) == (18432, 0)
+    dilated = replace(plain, dilation=2, padding_h=2, padding_w=2)
+    assert family.least_flops(dilated) == 18432
+    assert family.least_flops(replace(plain, stride=2)) == 18432 / 4
+    one_tap = replace(plain, kernel_h=1, kernel_w=1, padding_h=0, padding_w=0)
+    assert family.least_flops(one_tap) == 2048
