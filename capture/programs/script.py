@@ -141,7 +141,7 @@ def capture_script(
             stack.enter_context(own_kernels(log))
             stack.enter_context(xformers_attention())
             stack.enter_context(weights_not_downloaded(log.guesses))
-            steps = _run_until(script, log, taken, finder)
+            steps = _run_until(script, log, taken, finder, gpu.kind != "cpu")
         taken.copied_ahead = log.gpu_memory.beside
         on_host = gpu.kind != "cpu" and not log.gpu_memory.used
         guesses = [f"{guess}{_place(at, script)}" for guess, at in log.guesses.items()]
@@ -159,15 +159,15 @@ def capture_script(
 
 
 def _run_until(
-    script: Script, log: ProgramLog, taken: TakenBatches, finder: Finder | None
+    script: Script, log: ProgramLog, taken: TakenBatches, finder: Finder | None, on_gpu: bool
 ) -> Steps:
     """Run the script until it has made enough steps; ``log`` has the launches of the last one.
 
     RefusedError where it ends or fails before.
     """
     lines = partial(_running_lines, script)
-    evaluated, patience_s = Evaluations(_outside_torch), script.patience_s
-    steps = Steps(script.steps, log, taken, lines, script.quoted, evaluated, patience_s)
+    evaluated, how = Evaluations(_outside_torch), (script.patience_s, on_gpu)
+    steps = Steps(script.steps, log, taken, lines, script.quoted, evaluated, *how)
     argv = [str(script.path), *script.arguments]
 
     def doing(frame: FrameType) -> str:

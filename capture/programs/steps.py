@@ -74,8 +74,9 @@ class Steps:
     A step ends with each step of the first optimizer that the same line calls. In a script that
     makes none it ends where the same line begins to update parameters by hand after a backward, in
     one that does not with each backward that the same line calls, in one without these with each
-    forward of a module. ``lines`` returns which lines run now, ``quoted`` lines as text; ``notes``
-    say what a step is, if none of an optimizer.
+    forward of a module. ``on_gpu``: these three count once the script computes on a GPU. ``lines``
+    returns which lines run now, ``quoted`` lines as text; ``notes`` say what a step is, if none of
+    an optimizer.
 
     An iteration is one step, or several where a loop runs some of its lines less often: rollouts,
     generators that critics outnumber. It lasts until the rarest of them has come again, for which
@@ -93,7 +94,9 @@ class Steps:
         quoted: Callable[[Lines], str],
         evaluations: Evaluations,
         patience_s: float,
+        on_gpu: bool,
     ) -> None:
+        self.on_gpu = on_gpu
         self.late_s = time.monotonic() + patience_s
         self.wanted, self.log, self.taken = wanted, log, taken
         self.lines, self.quoted, self.evaluations = lines, quoted, evaluations
@@ -257,7 +260,9 @@ class Steps:
             self.enough = self._is_whole(lines)
         elif self.kept and kind != "warm-up":  # until nothing that says more is expected
             times = 1 if kind == "update" else PATIENCE
-            self.enough = self.done == times * self.wanted and not _optimizers(self.older)
+            begun = self.log.gpu_memory.used or not self.on_gpu  # before, it prepares its data
+            done = begun and self.done >= times * self.wanted
+            self.enough = done and not _optimizers(self.older)
         if self.enough:
             raise EnoughSteps
 

@@ -74,6 +74,25 @@ def test_a_step_of_a_script_without_an_optimizer(
     assert ops["aten.sub_.Tensor"] == 4 * (text != FORWARD)
 
 
+PREPARED = """
+import torch
+table = torch.nn.Linear(8, 1)
+for batch in range(40):
+    table(torch.randn(4, 8))
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+for step in range(9):
+    model(torch.randn(4, 8, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_what_a_script_prepares_on_the_host_is_no_step(tmp_path: Path) -> None:
+    """As MACE sums up its data before it makes its model, whose step is the optimizer's."""
+    program = captured(written(tmp_path, PREPARED), gpus=1)
+    assert program.optimizer_steps == 1 and program.passes[-1] == "SGD train.py:10"
+
+
 RECOMPUTED = """
 from pathlib import Path
 from torch.utils.checkpoint import checkpoint
