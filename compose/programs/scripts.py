@@ -286,19 +286,23 @@ class ScriptProcess:
 def _reason(output: IO[bytes], code: int, script: Path) -> str:
     """The line in which a capture says why it ended, or the last one that the script wrote.
 
-    Both where the script ended by itself: argparse, for one, says why, or a traceback does.
+    Both where the script ended by itself: argparse, for one, says why, or a traceback does, also
+    one that the script writes before it goes on to its end.
     """
     output.seek(0)
     lines = [line for line in output.read().decode(errors="replace").splitlines() if line.strip()]
     ours = [line.removeprefix(OURS) for line in lines if line.startswith(OURS)]
     of_script = [line.strip() for line in lines if not line.startswith((OURS, PROGRESS))]
-    last_of_script = ([line for line in of_script if ERROR.match(line)] or of_script)[-1:]
+    errors = [line for line in of_script if ERROR.match(line)]
+    last_of_script = (errors or of_script)[-1:]
     if not ours:
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with {code}"
         return ": ".join([f"{script.name} ended {how}", *last_of_script])
-    if f"{script.name} exits" in ours[-1]:
-        return ": ".join([ours[-1], *last_of_script])
-    return ours[-1]
+    if f"{script.name} ends" in ours[-1]:
+        last_of_script = errors[-1:]
+    elif f"{script.name} exits" not in ours[-1]:
+        last_of_script = []
+    return ": ".join([ours[-1], *last_of_script])
 
 
 def emulated(gpu: Gpu) -> EmulatedGpu:

@@ -377,6 +377,18 @@ def test_a_script_that_exits_says_what_it_wrote_last(tmp_path: Path) -> None:
     assert _reason(wrote, 2, script) == "train.py exits with 1 after 0 steps: KeyError: 7"
 
 
+def test_a_script_that_writes_its_error_and_goes_on_to_its_end_says_it(tmp_path: Path) -> None:
+    """As what loguru's ``logger.catch`` wraps does, of which YOLOX's ``main`` is."""
+    (script := tmp_path / "train.py").write_text(
+        "import traceback\n"
+        "try:\n    raise FileNotFoundError('no annotations')\n"
+        "except OSError:\n    traceback.print_exc()\nprint('done')\n"
+    )
+    code, _, said = run(str(script))
+    assert code == 2 and "train.py ends after 0 steps" in said
+    assert said.endswith(": FileNotFoundError: no annotations\n")
+
+
 def test_a_script_that_takes_too_long_says_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
