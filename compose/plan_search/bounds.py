@@ -8,6 +8,7 @@ from functools import partial
 
 from itercast.compose.machines.contention import TAKING_TURNS
 from itercast.compose.pricing.layer_prices import PricedLayer
+from itercast.compose.pricing.priced_op import PricedOp
 from itercast.compose.pricing.work import side_by_side_us
 from itercast.compose.simulate.fsdp import Unit
 from itercast.compose.simulate.pipeline import CUT_BACKWARD
@@ -16,6 +17,7 @@ from itercast.compose.simulate.stage_rank import stage_facts
 from itercast.compose.simulate.stages import chunks_of, dealt
 
 Run = tuple[PricedLayer, int]  # a layer, and how many equal ones follow one another
+Sent = tuple[PricedOp, float]  # a message, and how often
 
 
 def gpu_us(rank: Rank) -> float:
@@ -41,7 +43,7 @@ def least_us(rank: Rank) -> float:
     last one's backward on its way back, without the weight gradients that may fill the bubble.
     """
     plan = rank.plan
-    facts = stage_facts(rank) if _gathers_in_each(rank) else ()
+    facts = (plan.microbatches, stage_facts(rank)) if _gathers_in_each(rank) else ()
     key = ("loads", *plan.parts("stages"), plan.schedule, facts)
     loads_us, waits_us = rank.model.once(key, partial(_loads_us, rank))
     bound_us, earlier_stages_us = 0.0, 0.0
@@ -66,8 +68,12 @@ def _loads_us(rank: Rank) -> tuple[list[float], list[float]]:
     times_us = dict[object, tuple[float, float]]()  # by chunk: its load, what others wait for
     for chunk in {chunk.key: chunk for chunk in chunks}.values():
         weight_us = sum(count * layer.weight_us for layer, count in chunk.runs) if cut else 0.0
-        load_us, waited_us = _micro_us(rank, chunk.runs), compute_us(chunk.runs) - weight_us
-        times_us[chunk.key] = (load_us, waited_us)
+        waited_us = compute_us(chunk.runs) - weight_us
+        if _gathers_in_each(rank):  # for the first forward, beside which no backward runs
+            forward_us = sum(n * layer.forward_work.lane_us for layer, n in chunk.runs)
+            sent = _sent(rank, chunk.runs, 1, 0)
+            waited_us += _beside_us(rank, forward_us, sent) - forward_us
+        times_us[chunk.key] = (_micro_us(rank, chunk.runs), waited_us)
     of_chunks = [times_us[chunk.key] for chunk in chunks]
     loads = [sum(load_us for load_us, _ in own) for own in dealt(rank.plan, of_chunks)]
     return loads, [waited_us for _, waited_us in of_chunks[: rank.plan.pp]]
@@ -76,22 +82,30 @@ def _loads_us(rank: Rank) -> tuple[list[float], list[float]]:
 def _micro_us(rank: Rank, runs: Sequence[Run]) -> float:
     """The least time of a micro-batch on these layers: compute, beside what FSDP sends for each.
 
-    They slow each other, as long as that beats taking turns.
+    In a pipeline layers are gathered once in each micro-batch, and once more in a step.
     """
     own_us, strategy = compute_us(runs), rank.strategy
     if not _gathers_in_each(rank):
         return own_us
-    own = replace(rank, layers=tuple(layer for layer, _ in runs))
-    unnumbered = (layer for layer, count in runs for _ in range(count) if not layer.numbered)
-    root = Unit(rank=own, layers=tuple(unnumbered))
-    scatters = int(strategy.scatters_each)
-    sent = [*((op, 1) for op in root.gathers), *((op, scatters) for op in root.scatters)]
-    for layer, count in runs:
-        if layer.numbered:
-            unit = Unit(rank=own, layers=(layer,))
-            gathers = 2 if strategy.regather and layer.fetches else 1
-            sent += [(op, count * gathers) for op in unit.gathers]
-            sent += [(op, count * scatters) for op in unit.scatters]
+    often = 1 + strategy.regather / (rank.plan.microbatches if strategy.staged else 1)
+    return _beside_us(rank, own_us, _sent(rank, runs, often, int(strategy.scatters_each)))
+
+
+def _sent(rank: Rank, runs: Sequence[Run], gathers: float, scatters: int) -> list[Sent]:
+    """What FSDP sends of these layers, each so often; a pipeline gathers the root once a step."""
+    own, sent = replace(rank, layers=tuple(layer for layer, _ in runs)), list[Sent]()
+    root = tuple(layer for layer, count in runs for _ in range(count) if not layer.numbered)
+    units = [((layer,), count, gathers) for layer, count in runs if layer.numbered]
+    once = 1 / rank.plan.microbatches if rank.strategy.staged and gathers > 1 else 1.0
+    for layers, count, often in [(root, 1, once), *units]:
+        unit = Unit(rank=own, layers=layers)
+        sent += [(op, count * often) for op in unit.gathers]
+        sent += [(op, count * scatters) for op in unit.scatters]
+    return sent
+
+
+def _beside_us(rank: Rank, own_us: float, sent: Sequence[Sent]) -> float:
+    """Time of compute beside messages: they slow each other while that beats taking turns."""
     sent_us = sum(count * op.duration_us for op, count in sent)
     slowdowns = [min(op.beside or (rank.book.contention,)) for op, _ in sent if op.duration_us]
     return side_by_side_us(own_us, sent_us, min(TAKING_TURNS, *slowdowns))

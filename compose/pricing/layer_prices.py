@@ -76,6 +76,7 @@ class PricedLayer:
     kept: Places = ()
     shown: bool = False
     fetches: bool = True  # backward needs parameters, and what was offloaded
+    sharded: bool = True  # parameters that ranks share out are not gathered yet
 
     @property
     def numbered(self) -> bool:
@@ -91,6 +92,11 @@ class PricedLayer:
         return replace(
             self, layer=self.layer.dense, accumulate=accumulate, into_bucket=into, out_of_bucket=out
         )
+
+    @cached_property
+    def whole(self) -> PricedLayer:
+        """The layer where its parameters are gathered."""
+        return replace(self, sharded=False)
 
     @cached_property
     def to_inputs(self) -> PricedLayer:

@@ -71,6 +71,7 @@ class Strategy:
     scatters_each: bool = False  # scatter gradients after each micro-batch, not the last alone
     by_layer: bool = False  # gather parameters before, scatter gradients after each layer
     regather: bool = False  # in backward too
+    staged: bool = False  # what torch's pipelines gather stays whole after backward
     frozen_whole: bool = False  # only parameters with a gradient are sharded
     share_update: bool = False
     share_gradients: bool = False
@@ -159,6 +160,7 @@ def _replicas(plan: ParallelPlan) -> Strategy:
         return Strategy(
             by_layer=True,
             regather=plan.zero == 3,
+            staged=plan.zero > 1 and plan.pp > 1,
             frozen_whole=plan.zero == 1,
             every_micro=plan.zero == 3 or gathers_each,
             scatters_each=scatters_each,

@@ -8,8 +8,9 @@
   frozen parameters are whole on every rank.
 
 In a pipeline gradients stay whole until the last micro-batch with zero=2 and 3, too, and with
-zero=2 parameters: torch/distributed/pipelining/stage.py, ``backward_maybe_with_nosync``. There
-zero=3 gathers less than here, not in a forward right after a backward.
+zero=2 parameters; with zero=3 these stay from a backward until the next forward gives them up, and
+are gathered once more than there are micro-batches, those of the root once:
+torch/distributed/pipelining/stage.py, ``backward_maybe_with_nosync``.
 
 Numbered layers are sharded one by one, the rest of the model as one, the root, which is gathered
 before forward and kept. Megatron's distributed optimizer overlaps nothing unless asked to, nor do
@@ -158,7 +159,7 @@ def sharded_forward(program: RankTasks, *, gather: bool) -> None:
     kinds = ("all_gather", rank.strategy.scatter)
     messages = [_message(rank, kind, on, n) for kind in kinds for on, n in sorted(sizes)]
     price_messages(messages, rank.book, rank.where)  # one call of the pricer
-    if gather:
+    if gather and root.gathers:
         fetched = program.fetch(root.shards[0], program.lanes.done)
         program.lanes.wait(_send(program, root.gathers, (*program.lanes.done, *fetched)))
     markers: list[tuple[int, ...]] = [program.lanes.done]
@@ -219,6 +220,7 @@ def sharded_bytes(
     ``trained``: of their gradients.
     """
     plan, trained = rank.plan, trained or rank.strategy.frozen_whole
+    layers = [x for x in layers if x.sharded or trained]
     dense = sum(x.layer.dense.padded_bytes(plan.shards, trained=trained) for x in layers)
     by_axis = {"shard": dense}
     if plan.expert_shards > 1:

@@ -113,11 +113,9 @@ Stage = tuple[Sizes, list[int]]  # of a rank's layers, and by chunk the bytes sa
 
 def memory(rank: Rank, optimizer: str) -> dict[str, int]:
     """Peak memory of the fullest rank, by purpose: of ranks with equal layers one is enough."""
-    most = dict[int, tuple[Sizes, int]]()
-    for sizes, others in in_flight_sizes(rank):
-        if id(sizes) not in most or most[id(sizes)][1] < others:
-            most[id(sizes)] = (sizes, others)
-    each = (_memory(rank, optimizer, *held) for held in most.values())
+    held = sorted(in_flight_sizes(rank), key=lambda one: one[1])
+    most = {id(sizes): (sizes, others) for sizes, others in held}  # most others come last
+    each = (_memory(rank, optimizer, *one) for one in most.values())
     return max(each, key=lambda m: sum(m.values()))
 
 
@@ -275,8 +273,8 @@ def _moments(sizes: Sizes, ranks: Ranks, how: Strategy, kept: int | None) -> Ite
     units = _Units(runs, ranks, how)
     for at, (x, n) in enumerate(runs):
         ahead, gathered = units.in_forward(x, n)
-        before = runs[at - 1][0] if at else None
-        yield made, held(before), max(ahead, gathered + x.layer.within_forward.peak)
+        before, work = runs[at - 1][0] if at else None, gathered + x.layer.within_forward.peak
+        yield 0 if how.staged else made, held(before), max(ahead, work)
         level += n * (x.layer.within_forward.left - _dropped(x))
     units.in_transit = 0
     for at in range(len(runs) - 1, -1, -1):
@@ -318,7 +316,8 @@ class _Units:
       of backward, where its gradients are scattered.
     - A numbered layer is gathered for its forward, and the one before is freed once it is there. In
       backward the next one is gathered beside it. After it its gradients are copied to be sent;
-      the copy is freed after the next layer's backward.
+      the copy is freed after the next layer's backward. Pipelines gather before any gradient is
+      there, layers stay gathered after backward, and gradients are sent at the end.
     - Shards in host memory are copied to the GPU to be gathered; gradients are there until they
       are copied to the host.
     - One that reads no activation gets no gradient of its input, by which FSDP2 sees that backward
@@ -327,7 +326,7 @@ class _Units:
 
     def __init__(self, runs: Sequence[Run], ranks: Ranks, how: Strategy) -> None:
         (self.ranks, self.expert_ranks), self.how = ranks, how
-        self.on_host = "parameters" in how.offload
+        self.on_host, self.sends = "parameters" in how.offload, how.by_layer and not how.staged
         self.root = sum(self._whole(x) * n for x, n in runs if not x.numbered)
         self.kept_gathered = self.in_transit = self.unscattered = self.root_gradients = 0
 
@@ -371,7 +370,8 @@ class _Units:
 
     def after_backward(self, x: PricedLayer, n: int, before: PricedLayer | None) -> int:
         """Bytes while a layer's gradients and their copy to send are there."""
-        if not self.how.by_layer:
+        if not self.sends:
+            self.kept_gathered += self._whole(x) * n if x.numbered and self.how.regather else 0
             return 0
         gradients = self._gathered(x, trained=True)
         if self._is_late(x):
@@ -386,7 +386,7 @@ class _Units:
 
     def kept_bytes(self, x: PricedLayer, *, later: bool) -> int:
         """Bytes by which kept gradients grow; ``later``: earlier micro-batches' are there."""
-        if not self.how.by_layer:
+        if not self.sends:
             return 0 if later else x.layer.trained_bytes
         if (later and self.how.share_gradients) or self._is_late(x) or self.on_host:
             return 0

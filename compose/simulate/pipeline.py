@@ -17,9 +17,8 @@ The orders of zbv and dualpipev are those of ``torch.distributed.pipelining``.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -28,11 +27,11 @@ import numpy as np
 
 from itercast.capture.plan_keys import V_SHAPED
 from itercast.compose.simulate.timeline import DeadlockError, Span
+from itercast.compose.simulate.v_shaped import Action, dualpipev, zbv
 
-# (kind, micro-batch, chunk of the rank). Kinds: F forward; B backward, to the inputs alone where a
-# schedule cuts it in two; W backward to the weights; A all of backward.
-Action = tuple[str, int, int]
 TIMES = "FBWA"  # order of the times of actions
+FIRST, KEPT = "first", "kept"  # of the step's first micro-batch; right after its chunk's backward
+VARIANTS = ("", FIRST, KEPT)
 CUT_BACKWARD = ("zb", *V_SHAPED)
 
 
@@ -40,27 +39,24 @@ CUT_BACKWARD = ("zb", *V_SHAPED)
 class StageTimes:
     """One stage's times per micro-batch.
 
-    ``accumulate_us``: the part of backward that adds gradients to those of earlier micro-batches,
-    which the first one leaves out. ``input_us`` and ``weight_us``: the two parts of backward where
-    a schedule may do weight gradients later; ``late_us``: what the first micro-batch leaves out of
-    them. ``send_us``: a message to the next stage, or back from it. ``detached``: no gradient comes
-    back from the next stage.
+    ``input_us`` and ``weight_us``: the two parts of backward where a schedule may do weight
+    gradients later. ``others_us``: by kind and variant those of actions that take another time.
+    ``send_us``: a message to the next stage, or back from it. ``detached``: no gradient comes back
+    from the next stage.
     """
 
     forward_us: float
     backward_us: float
-    accumulate_us: float = 0.0
     input_us: float = 0.0
     weight_us: float = 0.0
-    late_us: float = 0.0
+    others_us: Mapping[tuple[str, str], float] = field(default_factory=dict)
     send_us: float = 0.0
     detached: bool = False
 
-    def of(self, kind: str) -> tuple[float, float]:
-        """Time of an action of a kind, and the part that the first micro-batch leaves out."""
+    def of(self, kind: str, variant: str = "") -> float:
+        """Time of an action."""
         us = {"F": self.forward_us, "B": self.input_us, "W": self.weight_us, "A": self.backward_us}
-        left_out_us = {"W": self.late_us, "A": self.accumulate_us}
-        return us[kind], left_out_us.get(kind, 0.0)
+        return self.others_us.get((kind, variant), us[kind])
 
 
 def run_as(kind: str, schedule: str) -> str:
@@ -91,7 +87,7 @@ def program(schedule: str, stages: int, rank: int, micro: int, virtual: int) -> 
     if schedule == "interleaved":
         return _interleaved(stages, rank, micro, virtual)
     if schedule in V_SHAPED:
-        return (_zbv if schedule == "zbv" else _dualpipev)(stages, rank, micro)
+        return (zbv if schedule == "zbv" else dualpipev)(stages, rank, micro)
     warm = min(micro, stages - rank)
     actions: list[Action] = [("F", i, 0) for i in range(warm)]
     late = rank if schedule == "zb" else 0
@@ -106,59 +102,13 @@ def program(schedule: str, stages: int, rank: int, micro: int, virtual: int) -> 
     return tuple(actions)
 
 
-class _Order:
-    """A rank's actions as they are added, each on the next micro-batch of its kind and chunk."""
-
-    def __init__(self) -> None:
-        self.actions: list[Action] = []
-        self.done = Counter[tuple[str, int]]()  # by kind and chunk; all of backward counts as B
-        self.late = deque[tuple[int, int]]()  # micro-batch and chunk of weight gradients to come
-
-    def add(self, times: int, *steps: str) -> None:
-        """Add steps such as F0 and B1; W without a chunk: the oldest weight gradients."""
-        for step in steps * times:
-            kind, chunk = step[0], int(step[1:] or 0)
-            if step == "W":
-                if self.late:
-                    self.actions.append(("W", *self.late.popleft()))
-                continue
-            micro = self.done["B" if kind == "A" else kind, chunk]
-            self.actions.append((kind, micro, chunk))
-            self.done["B" if kind == "A" else kind, chunk] += 1
-            if kind == "B":
-                self.late.append((micro, chunk))
-
-
-def _zbv(stages: int, rank: int, micro: int) -> tuple[Action, ...]:
-    """As torch's ScheduleZBVZeroBubble; few micro-batches as if filled up to a full pipeline."""
-    count, order = max(2 * stages - 1, micro), _Order()
-    order.add(2 * (stages - rank) - 1, "F0")
-    order.add(rank, "F1", "F0")
-    order.add(stages - rank, "F1", "B1", "W1")
-    while order.done["F", 1] < count:
-        order.add(int(order.done["F", 0] < count), "F0")
-        order.add(1, "B0", "W0", "F1", "B1", "W1")
-    order.add(rank, "B0", "B1")
-    order.add(stages - rank, "B0", "W0")
-    for step in ("W1", "W0"):
-        order.add(count - order.done["W", int(step[1])], step)
-    return tuple(a for a in order.actions if a[1] < micro)
-
-
-def _dualpipev(stages: int, rank: int, micro: int) -> tuple[Action, ...]:
-    """As torch's ScheduleDualPipeV; steps as of ``_Order.add``."""
-    order, before, after = _Order(), stages - rank - 1, rank + 1
-    order.add(2 * before, "F0")
-    order.add(after, "F0", "F1")
-    order.add(before, "B1", "W", "F1")
-    order.add(micro - 2 * stages + after, "F0", "A1", "F1", "A0")
-    order.add(before, "A1", "F1", "A0")
-    ends = ["A1", "A0"] * after
-    cut = 2 * (after // 2) + 1 - rank % 2  # from here on weight gradients come later
-    order.add(1, *ends[:cut], *(f"B{step[1]}" for step in ends[cut:]))
-    order.add(before, "W", "B0")
-    order.add(after, "W")
-    return tuple(order.actions)
+def variants(actions: Sequence[Action]) -> Iterator[str]:
+    """Whether each of a rank's actions is of the first micro-batch, or follows a backward."""
+    before = dict[int, str]()  # by chunk
+    for kind, micro, chunk in actions:
+        yield FIRST if micro == 0 else KEPT if before.get(chunk, "F") != "F" else ""
+        if kind != "W":
+            before[chunk] = kind
 
 
 def _interleaved(stages: int, rank: int, micro: int, virtual: int) -> tuple[Action, ...]:
@@ -199,14 +149,15 @@ class _Timing:
     """All actions of a pipeline sorted so that each waits only for earlier ones; 0 is the start.
 
     ``actions`` have the numbers of their chunks in the model; the arrays are by action from 1 on,
-    and hold indices: of its time (``takes``) among the times of all chunks, by kind as in
-    ``TIMES``, and then those of the first micro-batch; of its message's time (``sends``); of the
-    action before it on its rank (``before``), the one whose message it waits for (``waits``), and
-    the one whose message goes over the same link just before its own (``behind``). ``levels``:
-    ranges of actions that do not wait for each other.
+    and hold indices: of its time (``takes``) among the times of all chunks, by variant and kind as
+    in ``VARIANTS`` and ``TIMES``; of its message's time (``sends``); of the action before it on its
+    rank (``before``), the one whose message it waits for (``waits``), and the one whose message
+    goes over the same link just before its own (``behind``). ``levels``: ranges of actions that do
+    not wait for each other.
     """
 
     actions: tuple[Action, ...]
+    variants: tuple[str, ...]
     takes: np.ndarray
     sends: np.ndarray
     before: np.ndarray
@@ -228,6 +179,7 @@ def _order(
     count = stages * virtual
     level: dict[Action, int] = {}
     rows: list[_Row] = []
+    differ = [list(variants(actions)) for actions in programs]
     position, rank_level = [0] * stages, [0] * stages
     ready = list(range(stages))
     while ready:
@@ -241,7 +193,7 @@ def _order(
                 break
             rank_level[r] = 1 + max(rank_level[r], level[source] if source is not None else 0)
             level["B" if kind == "A" else kind, i, c] = rank_level[r]
-            rows.append(_Row(rank_level[r], (kind, i, c), source))
+            rows.append(_Row(rank_level[r], (kind, i, c), differ[r][position[r]], source))
             position[r] += 1
             neighbours = (rank_of_chunk(schedule, stages, (c + d) % count) for d in (1, -1))
             ready += [n for n in neighbours if n != r and n not in ready]
@@ -258,6 +210,7 @@ class _Row(NamedTuple):
 
     level: int
     action: Action
+    variant: str
     source: Action | None
 
 
@@ -276,12 +229,12 @@ def _sorted(rows: Sequence[_Row], ranks: Sequence[int], detached: frozenset[int]
     ordered = sorted(rows, key=lambda row: row.level)
     number = {
         ("B" if kind == "A" else kind, i, c): n
-        for n, (_, (kind, i, c), _) in enumerate(ordered, start=1)
+        for n, (_, (kind, i, c), *_) in enumerate(ordered, start=1)
     }
     columns: list[list[int]] = [[0] for _ in range(5)]
     rank_last, link_last = [0] * (max(ranks) + 1), dict[tuple[bool, int], int]()
     edges = [1]  # where levels begin
-    for n, (level, (kind, i, c), source) in enumerate(ordered, start=1):
+    for n, (level, (kind, _, c), variant, source) in enumerate(ordered, start=1):
         if n > 1 and level != ordered[n - 2].level:
             edges.append(n)
         sends, back = 3 * count, kind in "BA"  # the entry of no message
@@ -289,7 +242,7 @@ def _sorted(rows: Sequence[_Row], ranks: Sequence[int], detached: frozenset[int]
             sends = c if kind == "F" else c - 1
         same_chunk = source is not None and source[2] == c
         values = (
-            (TIMES.index(kind) + (len(TIMES) if i == 0 else 0)) * count + c,
+            (VARIANTS.index(variant) * len(TIMES) + TIMES.index(kind)) * count + c,
             sends,
             rank_last[ranks[c]],
             number[source] if source is not None and not same_chunk else 0,
@@ -301,10 +254,10 @@ def _sorted(rows: Sequence[_Row], ranks: Sequence[int], detached: frozenset[int]
         if kind != "W":
             link_last[back, c] = n
     edges.append(len(ordered) + 1)
-    takes, sends_, before, waits, behind = (np.array(c) for c in columns)
-    levels = tuple(pairwise(edges))
-    actions = tuple(action for _, action, _ in ordered)
-    return _Timing(actions, takes, sends_, before, waits, behind, levels, np.array(rank_last))
+    _, actions, differ, _ = zip(*ordered, strict=True)
+    takes, sends_, before, waits, behind = map(np.array, columns)
+    levels, last = tuple(pairwise(edges)), np.array(rank_last)
+    return _Timing(actions, differ, takes, sends_, before, waits, behind, levels, last)
 
 
 def finish_us(
@@ -324,8 +277,8 @@ def _times(
     """The order of actions; by action its time, its message's, its end, its message's arrival."""
     detached = frozenset(c for c, chunk in enumerate(chunks) if chunk.detached)
     order = _order(schedule, stages, micro, len(chunks) // stages, detached)
-    each = np.array([c.of(run_as(kind, schedule)) for kind in TIMES for c in chunks])
-    took = np.concatenate((each[:, 0], each[:, 0] - each[:, 1]))[order.takes]
+    kinds = [(run_as(kind, schedule), variant) for variant in VARIANTS for kind in TIMES]
+    took = np.array([c.of(*kind) for kind in kinds for c in chunks])[order.takes]
     sent = np.zeros(3 * len(chunks) + 1)
     sent[: len(chunks)] = [c.send_us for c in chunks]
     sending = sent[order.sends]
@@ -342,7 +295,7 @@ def _times(
 class Ending:
     """A chunk's last action of a step; ``busy_us``: the rank's work since that of another chunk."""
 
-    kind: str
+    kind: tuple[str, str]  # and variant
     chunk: int
     start_us: float
     busy_us: float
@@ -364,8 +317,8 @@ def endings(
             start_us, busy_us, action = float(ends[n] - took[n]), 0.0, int(order.before[n])
             while action > previous > 0:
                 busy_us, action = busy_us + float(took[action]), int(order.before[action])
-            kind = run_as(order.actions[n - 1][0], schedule)
-            own.append(Ending(kind=kind, chunk=c, start_us=start_us, busy_us=busy_us))
+            runs = run_as(order.actions[n - 1][0], schedule), order.variants[n - 1]
+            own.append(Ending(kind=runs, chunk=c, start_us=start_us, busy_us=busy_us))
             previous = n
         by_rank.append(own)
     return by_rank
@@ -382,17 +335,17 @@ def loads_us(
 
 def action_spans(
     schedule: str, chunks: Sequence[StageTimes], stages: int, micro: int
-) -> tuple[list[tuple[Action, Span]], list[tuple[int, int, Span]]]:
-    """When each action runs that ``finish_us`` times, with the number of its chunk in the model.
+) -> tuple[list[tuple[Action, str, Span]], list[tuple[int, int, Span]]]:
+    """When each action, of a variant, runs that ``finish_us`` times, with its chunk's number.
 
     Those of a rank are in its order. Also the messages: from which chunk, to which one, when.
     """
     order, *arrays = _times(schedule, chunks, stages, micro)
     took, sending, ends, arrives = (t.tolist() for t in arrays)
-    actions, messages = list[tuple[Action, Span]](), list[tuple[int, int, Span]]()
-    for n, action in enumerate(order.actions, start=1):
+    actions, messages = list[tuple[Action, str, Span]](), list[tuple[int, int, Span]]()
+    for n, (action, variant) in enumerate(zip(order.actions, order.variants, strict=True), start=1):
         kind, _, c = action
-        actions.append((action, Span(ends[n] - took[n], ends[n])))
+        actions.append((action, variant, Span(ends[n] - took[n], ends[n])))
         if order.sends[n] < len(chunks):
             to = c + 1 if kind == "F" else c - 1
             messages.append((c, to, Span(arrives[n] - sending[n], arrives[n])))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from statistics import fmean
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -21,8 +22,11 @@ from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.compose.pricing.priced_op import PricedOp, priceable
 from itercast.compose.simulate.breakdown import Shares, added_up
 from itercast.compose.simulate.data_parallel import reductions
+from itercast.compose.simulate.fsdp import is_apart
 from itercast.compose.simulate.pipeline import (
     CUT_BACKWARD,
+    FIRST,
+    KEPT,
     Ending,
     StageTimes,
     chunks_of_rank,
@@ -32,6 +36,7 @@ from itercast.compose.simulate.pipeline import (
     program,
     rank_of_chunk,
     run_as,
+    variants,
 )
 from itercast.compose.simulate.rank import Pause, Rank, Run
 from itercast.compose.simulate.rank_program import RankProgram
@@ -46,32 +51,29 @@ Make = Callable[[], tuple[Run, Run]]
 
 @dataclass(frozen=True, kw_only=True)
 class StageRuns:
-    """Forward and backward of one chunk of layers, of any micro-batch but the first and the last.
+    """Forward and backward of one chunk of layers, of any micro-batch but the last.
 
-    By kind of action: ``runs``, and ``firsts`` of the step's first micro-batch where that adds no
-    gradients to earlier ones. ``detached``: no gradient comes back from the next chunk.
+    ``runs``: by kind of action; ``others``: those that differ, by kind and variant. ``detached``:
+    no gradient comes back from the next chunk.
     """
 
     runs: Mapping[str, Run]
-    firsts: Mapping[str, Run]
+    others: Mapping[tuple[str, str], Run]
     detached: bool
 
-    def left_out_us(self, kind: str) -> float:
-        """What the first micro-batch leaves out of an action."""
-        first = self.firsts.get(kind)
-        return max(0.0, self.runs[kind].end_us - first.end_us) if first else 0.0
+    def of(self, kind: str, variant: str) -> Run:
+        """The run of an action."""
+        return self.others.get((kind, variant), self.runs[kind])
 
     def times(self, sends: Sequence[PricedOp]) -> StageTimes:
         """Its times, with the messages to the next chunk."""
-        parts = {}
-        if "W" in self.runs:
-            parts = {"input_us": self.runs["B"].end_us, "weight_us": self.runs["W"].end_us}
-            parts["late_us"] = self.left_out_us("W")
+        us = {kind: run.end_us for kind, run in self.runs.items()}
         return StageTimes(
-            forward_us=self.runs["F"].end_us,
-            backward_us=self.runs["A"].end_us,
-            accumulate_us=self.left_out_us("A"),
-            **parts,
+            forward_us=us["F"],
+            backward_us=us["A"],
+            input_us=us.get("B", 0.0),
+            weight_us=us.get("W", 0.0),
+            others_us={of: run.end_us for of, run in self.others.items()},
             send_us=sum(op.duration_us for op in sends),
             detached=self.detached,
         )
@@ -134,20 +136,36 @@ def stage_runs(rank: Rank, chunk: Chunk) -> StageRuns:
     """The runs of a chunk: forward (F), backward (A), and its parts (B, W) where it may be cut."""
     each = rank.strategy.scatters_each
 
-    def run(kind: str, *, later: bool) -> Run:
-        program = _begun(replace(rank, layers=_part(chunk.layers, kind)), kind)
+    def run(kind: str, variant: str = "") -> Run:
+        layers = _sharded(rank, chunk.layers, variant)
+        program = _begun(replace(rank, layers=_part(layers, kind)), kind)
         if kind == "F":
             program.forward(last=False)
         else:
-            program.backward(later=later and kind != "B", sync=each and kind != "B")
+            later = variant != FIRST and kind != "B"
+            program.backward(later=later, sync=each and kind != "B")
         return program.run()
 
     kinds = "FABW" if rank.plan.schedule in CUT_BACKWARD else "FA"
+    differ = [(kind, FIRST) for kind in kinds if kind in "AW"]
+    if rank.strategy.staged and rank.strategy.regather:
+        differ += [("F", FIRST), *((kind, KEPT) for kind in kinds if kind != "W")]
     return StageRuns(
-        runs={kind: run(kind, later=True) for kind in kinds},
-        firsts={kind: run(kind, later=False) for kind in kinds if kind in "AW"},
+        runs={kind: run(kind) for kind in kinds},
+        others={of: run(*of) for of in differ},
         detached=chunk.is_detached(rank.model.graph.capture),
     )
+
+
+def _sharded(rank: Rank, layers: Sequence[PricedLayer], variant: str) -> Sequence[PricedLayer]:
+    """The layers of a chunk, those whose parameters are whole before an action marked as such.
+
+    FSDP2 keeps the root's from the first forward on, those of others from a backward on until the
+    next forward.
+    """
+    if variant == FIRST or not (rank.strategy.staged and rank.strategy.regather):
+        return layers
+    return [x if is_apart(rank, x) and variant != KEPT else x.whole for x in layers]
 
 
 def _part(layers: Sequence[PricedLayer], kind: str) -> tuple[PricedLayer, ...]:
@@ -216,7 +234,10 @@ class Pipeline:
         if not plan.cdp:
             return finish_us(plan.schedule, times, plan.pp, plan.microbatches)
         micro = plan.microbatches
-        mean = [replace(t, backward_us=t.backward_us - t.accumulate_us / micro) for t in times]
+        mean = [
+            replace(t, backward_us=fmean([t.of("A", FIRST), *[t.backward_us] * (micro - 1)]))
+            for t in times
+        ]
         before, after = (
             finish_us(plan.schedule, mean, plan.pp, steps * micro)
             for steps in (STEADY_STEPS, STEADY_STEPS + 1)
@@ -240,23 +261,21 @@ class Pipeline:
         plan = self.plan
         return chunks_of_rank(plan.schedule, plan.pp, r, len(self.runs))
 
-    def actions_of(self, r: int) -> Iterator[tuple[StageRuns, str, int]]:
-        """What a rank runs of its chunks: the kind of action, and of how many micro-batches."""
-        plan, mine = self.plan, self.chunks_of(r)
-        orders = program(plan.schedule, plan.pp, r, plan.microbatches, plan.virtual)
-        for (kind, v), n in Counter((kind, v) for kind, _, v in orders).items():
-            yield self.runs[mine[v]], run_as(kind, plan.schedule), n
-
     def runs_of(self, r: int) -> list[tuple[Run, int]]:
         """All that a rank runs, each with how often it is repeated; the last one ends the step."""
-        tail = self.tails[r]
-        runs = [(of.runs[kind], n) for of, kind, n in self.actions_of(r)]
+        plan, mine, tail = self.plan, self.chunks_of(r), self.tails[r]
+        order = program(plan.schedule, plan.pp, r, plan.microbatches, plan.virtual)
+        differ = zip(order, variants(order), strict=True)
+        alike = Counter((kind, v, variant) for (kind, _, v), variant in differ)
+        runs = [
+            (self.runs[mine[v]].of(run_as(kind, plan.schedule), variant), n)
+            for (kind, v, variant), n in alike.items()
+        ]
         return [*runs, (tail.alone, -1), (tail.run, 1)]
 
     def lanes_of(self, r: int) -> Shares:
         """A rank's time on its lanes: all micro-batches, synchronisation and optimizer."""
-        left_out_us = sum(of.left_out_us(k) for of, k, _ in self.actions_of(r) if k in "AW")
-        return added_up(self.runs_of(r)).plus(Shares(left_out_us, left_out_us, 0.0, 0.0), -1)
+        return added_up(self.runs_of(r))
 
     def others_of(self, r: int) -> list[tuple[PricedOp, float]]:
         """What else takes a rank's time: messages between stages, and the host, each so often.
@@ -358,9 +377,13 @@ def _tail(stage: Rank, after: Sequence[Ending], tied_bytes: int, optimizer: str)
     spans = pairwise((0, *stage.starts, len(stage.layers)))
     chunks = list(zip(spans, reversed(after), strict=True))
     pauses = {b - 1: (end.start_us, end.busy_us) for (_, b), end in chunks[:-1]}
-    layers = tuple(x for (a, b), end in chunks for x in _part(stage.layers[a:b], end.kind))
+    layers = tuple(
+        x
+        for (a, b), end in chunks
+        for x in _part(_sharded(stage, stage.layers[a:b], end.kind[1]), end.kind[0])
+    )
     own = replace(stage, layers=layers)
-    tail, alone = (_begun(own, after[0].kind, pauses) for _ in range(2))
+    tail, alone = (_begun(own, after[0].kind[0], pauses) for _ in range(2))
     later = stage.plan.microbatches > 1
     tail.backward(later=later, sync=True)
     if tied_bytes:

@@ -31,7 +31,7 @@ Event = dict[str, object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A simulated run of one rank from ``start_us`` on, with its times stretched.
+    """A simulated run of one rank from ``start_us`` on.
 
     ``micro``: the micro-batch that it is of, if it is of one. Work that ends before ``since_us`` is
     left out, but for messages if ``messages``.
@@ -40,7 +40,6 @@ class Part:
     tasks: Sequence[Task]
     spans: Sequence[Span]
     start_us: float = 0.0
-    stretch: float = 1.0
     micro: int | None = None
     since_us: float = 0.0
     messages: bool = False
@@ -48,7 +47,7 @@ class Part:
     def placed(self, i: int) -> Span | None:
         """When task ``i`` runs; None where it is left out."""
         span = self.spans[i]
-        start, end = (self.start_us + self.stretch * us for us in (span.start_us, span.end_us))
+        start, end = (self.start_us + us for us in (span.start_us, span.end_us))
         free = self.messages and self.tasks[i].lanes[0] in MESSAGES
         if self.tasks[i].lanes[0] == "compute" and not span.duration_us:
             return None  # Python alone, which launches nothing

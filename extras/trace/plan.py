@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.simulate.memory_plan import memory, stage_memory
 from itercast.compose.simulate.pipeline import action_spans, finish_us, rank_of_chunk, run_as
-from itercast.compose.simulate.rank import MESSAGES, Rank, Run
+from itercast.compose.simulate.rank import MESSAGES, Rank
 from itercast.compose.simulate.replicas import micro_batches
 from itercast.compose.simulate.stage_rank import Pipeline, pipeline_of
 from itercast.compose.simulate.timeline import Span
@@ -101,11 +101,12 @@ def _stages(found: Pipeline) -> tuple[list[list[Part]], list[Slices], list[_Sent
     ends = finish_us(plan.schedule, found.times, plan.pp, plan.microbatches)
     parts: list[list[Part]] = [[] for _ in range(plan.pp)]
     schedule: list[Slices] = [[] for _ in range(plan.pp)]
-    for (kind, micro, c), span in actions:
+    for (kind, micro, c), variant, span in actions:
         r = rank_of_chunk(plan.schedule, plan.pp, c)
         schedule[r].append((WORDS[kind], span, micro))
-        run = found.runs[c].runs[run_as(kind, plan.schedule)]
-        parts[r].append(_stretched(run, span, micro))
+        run = found.runs[c].of(run_as(kind, plan.schedule), variant)
+        start_us = span.start_us
+        parts[r].append(Part(tasks=run.tasks, spans=run.spans, start_us=start_us, micro=micro))
     for r, end_us in enumerate(ends):
         parts[r] += _tail(found, r, end_us)
     sent = [
@@ -121,13 +122,6 @@ def _stages(found: Pipeline) -> tuple[list[list[Part]], list[Slices], list[_Sent
         if (ops := found.sends[min(a, b)])
     ]
     return parts, schedule, sent
-
-
-def _stretched(run: Run, span: Span, micro: int) -> Part:
-    """A run in the time that the schedule gives it: without what it leaves out, it is shorter."""
-    stretch = span.duration_us / run.end_us if run.end_us else 1.0
-    start_us = span.start_us
-    return Part(tasks=run.tasks, spans=run.spans, start_us=start_us, stretch=stretch, micro=micro)
 
 
 def _tail(found: Pipeline, r: int, end_us: float) -> Iterator[Part]:

@@ -22,7 +22,7 @@ from itercast.compose.pricing.host import PYTHON
 from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.compose.simulate.iteration import quick_us
 from itercast.compose.simulate.memory_plan import memory
-from itercast.compose.simulate.pipeline import Ending, StageTimes, endings
+from itercast.compose.simulate.pipeline import KEPT, Ending, StageTimes, endings
 from itercast.compose.simulate.stage_rank import pipeline_of
 from itercast.microbench.hardware.node import load_node
 from itercast.microbench.hardware.spec import load_gpu
@@ -208,8 +208,8 @@ def test_a_rank_s_gradients_are_complete_after_its_chunks_last_backwards() -> No
     chunks = [StageTimes(forward_us=1, backward_us=2)] * 4
     first, _ = endings("interleaved", chunks, 2, 2)
     assert first == [
-        Ending(kind="A", chunk=2, start_us=9, busy_us=0),
-        Ending(kind="A", chunk=0, start_us=13, busy_us=2),
+        Ending(kind=("A", KEPT), chunk=2, start_us=9, busy_us=0),
+        Ending(kind=("A", KEPT), chunk=0, start_us=13, busy_us=2),
     ]
 
 

@@ -64,13 +64,19 @@ def test_no_better_plan_is_pruned(capture: Callable[[int, int], StepCapture]) ->
 
 
 @pytest.mark.parametrize("gpu", [CPU, GPU, load_gpu("h100-sxm-80gb")], ids=lambda gpu: gpu.name)
-@pytest.mark.parametrize("text", ["dp=4,zero=3", "dp=4,zero=3,hsdp=2", "dp=2,pp=2,zero=3,micro=4"])
-def test_bounds_know_what_fsdp_sends_in_each_micro_batch(gpu: Gpu, text: str) -> None:
-    """Messages of the whole model take longer than compute, which alone would be no bound."""
+@pytest.mark.parametrize(
+    ("text", "least"),
+    [("dp=4,zero=3", 0.6), ("dp=4,zero=3,hsdp=2", 0.6), ("dp=2,pp=2,zero=3,micro=4", 0.5)],
+)
+def test_bounds_know_what_fsdp_sends_in_each_micro_batch(gpu: Gpu, text: str, least: float) -> None:
+    """Messages of the whole model take longer than compute, which alone would be no bound.
+
+    Not in the bound is what a pipeline scatters once, after its last backward.
+    """
     rank = search_of(gpu).rank(ParallelPlan.parse(text))
     simulated_us = quick_us(rank, "adamw")
     assert mean_us(rank) < simulated_us / 4
-    assert 0.6 * simulated_us < least_us(rank) <= simulated_us
+    assert least * simulated_us < least_us(rank) <= simulated_us
 
 
 def test_plans_finer_than_those_that_are_too_slow_are_not_listed(search: Search) -> None:

@@ -84,7 +84,7 @@ def test_the_longest_path_is_what_the_simulation_finds(
     assert finish_us(schedule, chunks, stages, micro) == pytest.approx(ends)
     actions, messages = action_spans(schedule, chunks, stages, micro)
     for r in range(stages):
-        own = [s for (*_, c), s in actions if rank_of_chunk(schedule, stages, c) == r]
+        own = [s for (*_, c), _, s in actions if rank_of_chunk(schedule, stages, c) == r]
         theirs = [spans[i] for i in programs[f"rank {r}"]]
         assert times(own) == pytest.approx(times(theirs))
     sent = sorted(s.end_us for *_, s in messages)
