@@ -11,6 +11,7 @@ from itercast.compose.parallel.mixed_precision import casts, wide_experts
 from itercast.compose.parallel.placement import Cluster
 from itercast.microbench.hardware.host import EVENT_US
 from itercast.microbench.hardware.stack import has_dtensor
+from itercast.microbench.ops import families, find_family
 
 WIDE_EXPERTS = (
     "experts run in fp32 under autocast, which casts no grouped products; "
@@ -48,6 +49,10 @@ def notes(step: StepCapture, plan: ParallelPlan, stack: str) -> Iterator[str]:
         yield CAST_WEIGHTS
     if plan.amp and wide_experts(step) and not cast:
         yield WIDE_EXPERTS
+    for family in families().values():
+        if family.note is not None:
+            found = (find_family(c) for c in step.calls if c.op in family.answers)
+            yield from family.note([p for of, p in found if of is family], plan)
 
 
 def without_effect(plan: ParallelPlan, where: Cluster) -> Iterator[str]:

@@ -142,15 +142,11 @@ class Priceable:
         return part.checked or (same and not by_fp8_rows)
 
     def run_by(self, gpu: Gpu) -> Priceable:
-        """The op as a GPU runs it: in fp32 where it has no TF32 units.
-
-        Convolutions of AMD neither: torch's ``miopen_convolution`` takes no ``allow_tf32``
-        (https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/native_functions.yaml).
-        """
+        """The op as a GPU runs it: in fp32 where it has no TF32 units, or kernels of it none."""
         if getattr(self.params, "dtype", "") != "tf32":
             return self
-        amd_convolution = gpu.vendor == "amd" and self.name == "conv"
-        if "tf32" in gpu.peak_flops_per_s and not amd_convolution:
+        without = self.family.without_tf32 if self.family is not None else ()
+        if "tf32" in gpu.peak_flops_per_s and gpu.vendor not in without:
             return self
         return replace(self, params=replace(self.params, dtype="fp32"))
 

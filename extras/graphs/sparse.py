@@ -7,13 +7,14 @@ COO, and the transpose of CSR (csc) that a backward multiplies by. Indices are i
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from itercast.capture.base.slow_imports import torch
 from itercast.capture.opcall import INDEX_BYTES, ITEMSIZE_BYTES, OpCall, TensorSpec, torch_dtype
+from itercast.capture.plan import ParallelPlan
 from itercast.extras.lookups.embedding_bag import EmbeddingBag
 from itercast.extras.lookups.random_streams import (
     HIT_COST,
@@ -302,6 +303,15 @@ def gathered_bytes(
     return lookups * line_bytes * (1 - (1 - HIT_COST) * hits)
 
 
+def whole_matrix(points: Sequence[Sparse], plan: ParallelPlan) -> Iterator[str]:
+    """Say that a plan does not cut the matrix among its replicas."""
+    if points and plan.dp > 1 and "cut" not in plan.stated:
+        p = max(points, key=lambda p: p.nnz)
+        size = f"{p.rows:,} x {p.cols:,} with {p.nnz:,} values"
+        text = f"each of {plan.dp} replicas has a sparse matrix of its own, of {size}"
+        yield f"{text}; the plan key cut=SHARE cuts one among them"
+
+
 FAMILY = Family(
     name="sparse",
     params=Sparse,
@@ -318,6 +328,7 @@ FAMILY = Family(
     },
     layouts=("csr", "csc", "coo"),
     fallback=fallback,
+    note=whole_matrix,
     weight=0.5,
     gpu_sweep=GpuSweep(retype=retype, resize=resize),
 )

@@ -64,8 +64,6 @@ def predict(
     from itercast.compose.target import forecast_step
 
     forecast = forecast_step(step, target)
-    if target.plan.dp > 1 and "cut" not in target.plan.stated:
-        _say_whole_matrix(step, target.plan.dp)
     if strict and forecast.unmodelled_frac > 0:
         raise typer.Exit(_not_modelled(forecast, step, target))
     if trace is not None:
@@ -111,20 +109,6 @@ def _on_cluster(question: Question, cluster: Path, *, alone: bool) -> tuple[Fore
     with prints_aside():
         answer: tuple[Forecast, Row] = function_of("unlike_gpus", "predict")(question, cluster)
     return answer
-
-
-def _say_whole_matrix(step: StepCapture, replicas: int) -> None:
-    """Say, of a step with sparse products, that the plan does not cut their matrix."""
-    from itercast.microbench.ops import find_family
-
-    sparse = [call for call in step.calls if any(getattr(x, "layout", "") for x in call.args)]
-    found = map(find_family, sparse)
-    products = [p for family, p in found if family is not None and family.name == "sparse"]
-    if products:
-        p = max(products, key=lambda p: p.nnz)
-        size = f"{p.rows:,} x {p.cols:,} with {p.nnz:,} values"
-        text = f"each of {replicas} replicas has a sparse matrix of its own, of {size}"
-        typer.echo(f"itercast: {text}; the plan key cut=SHARE cuts one among them", err=True)
 
 
 def _print(

@@ -160,6 +160,7 @@ class Family:
     is priced by rows of another GPU. ``at_achieved_rate``: large ops achieve
     ``achieved_flops_per_s`` of a GPU's file. ``place`` names the cluster a row was measured in,
     nothing where the GPU says it.
+    ``without_tf32``: makers of GPUs whose libraries run it in fp32 where TF32 is allowed.
     ``kernel`` is the covariance of log times where they are smooth ``along`` some features (log2
     of sizes); outside ``ends`` of the first of these features, not in log2, the ratio to the
     roofline stays as it is at the end.
@@ -171,7 +172,8 @@ class Family:
     in MFU, and it runs at their rate. ``product_flops``: what counts so of another family's ops.
     ``fusible``: torch.compile fuses it with its neighbours. ``compiled``: torch.compile writes its
     kernels, so that each call costs the host something else. ``on_host``: its points are events of
-    the host, which run no kernel.
+    the host, which run no kernel. ``note(points, plan)`` yields what a reader should know of a step
+    with these points under a plan.
 
     Sweeps:
     a family with ``ranks`` > 1 is built and timed in that many processes at once. One that is
@@ -201,6 +203,7 @@ class Family:
     op_aliases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     tiled: bool = False
     at_achieved_rate: bool = False
+    without_tf32: tuple[str, ...] = ()
     place: Callable[[Point], Numbers] | None = None
     fallback: Callable[[Point, Measured], Sequence[Part]] | None = None
     by_roofline: bool = False
@@ -209,6 +212,7 @@ class Family:
     fusible: bool = False
     compiled: bool = False
     on_host: bool = False
+    note: Callable[[Sequence[Point], Any], Iterator[str]] | None = None
     ranks: int = 1
     on_demand: bool = False
     weight: float = 1.0

@@ -167,10 +167,11 @@ def test_replicas_of_a_graph_network_have_graphs_of_their_own(folder: Path) -> N
         "    inputs = torch.ones(30, 8), torch.eye(30).to_sparse_csr()\n"
         "    return Sum(8, 4), inputs, lambda y: y.sum()\n"
     )
-    words = ("--model", "graph:model", "--gpu", "a100-sxm-80gb")
+    words = ("--model", "graph:model", "--gpu", "a100-sxm-80gb", "--json")
     told = "each of 2 replicas has a sparse matrix of its own, of 30 x 30 with 30 values; the plan"
-    assert told in asked(folder, *words, "--plan", "dp=2")
-    assert "replicas" not in asked(folder, *words)
+    (note,) = asked(folder, *words, "--plan", "dp=2")["notes"]
+    assert note.startswith(told)
+    assert asked(folder, *words)["notes"] == []
 
 
 def test_a_first_look_at_a_cpu_takes_the_bundle_that_ships(

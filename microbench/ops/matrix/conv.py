@@ -384,6 +384,9 @@ FAMILY = Family(
         "aten.convolution_backward.default": from_call,
     },
     matmul=True,
+    # torch's miopen_convolution takes no allow_tf32, see
+    # https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/native_functions.yaml
+    without_tf32=("amd",),
     rate=rate,
     op_name=op_name,
     fallback=fallback,
