@@ -26,8 +26,8 @@ from typing import NamedTuple
 import numpy as np
 
 from itercast.capture.plan_keys import V_SHAPED
+from itercast.compose.parallel.v_shaped import Action, dualpipev, zbv
 from itercast.compose.simulate.timeline import DeadlockError, Span
-from itercast.compose.simulate.v_shaped import Action, dualpipev, zbv
 
 TIMES = "FBWA"  # order of the times of actions
 FIRST, KEPT = "first", "kept"  # of the step's first micro-batch; right after its chunk's backward

@@ -65,6 +65,10 @@ class StageRuns:
         """The run of an action."""
         return self.others.get((kind, variant), self.runs[kind])
 
+    def left_out_us(self, kind: str) -> float:
+        """What the first micro-batch leaves out of an action."""
+        return max(0.0, self.runs[kind].end_us - self.of(kind, FIRST).end_us)
+
     def times(self, sends: Sequence[PricedOp]) -> StageTimes:
         """Its times, with the messages to the next chunk."""
         us = {kind: run.end_us for kind, run in self.runs.items()}
@@ -265,17 +269,20 @@ class Pipeline:
         """All that a rank runs, each with how often it is repeated; the last one ends the step."""
         plan, mine, tail = self.plan, self.chunks_of(r), self.tails[r]
         order = program(plan.schedule, plan.pp, r, plan.microbatches, plan.virtual)
-        differ = zip(order, variants(order), strict=True)
-        alike = Counter((kind, v, variant) for (kind, _, v), variant in differ)
-        runs = [
-            (self.runs[mine[v]].of(run_as(kind, plan.schedule), variant), n)
-            for (kind, v, variant), n in alike.items()
-        ]
+        ran = [(run_as(kind, plan.schedule), v) for kind, _, v in order]
+        differ = zip(ran, variants(order), strict=True)
+        # what the first backward leaves out, ``lanes_of`` takes off
+        alike = Counter((*one, "" if one[0] in "AW" and x == FIRST else x) for one, x in differ)
+        runs = [(self.runs[mine[v]].of(kind, x), n) for (kind, v, x), n in alike.items()]
         return [*runs, (tail.alone, -1), (tail.run, 1)]
 
     def lanes_of(self, r: int) -> Shares:
         """A rank's time on its lanes: all micro-batches, synchronisation and optimizer."""
-        return added_up(self.runs_of(r))
+        plan, mine = self.plan, self.chunks_of(r)
+        order = program(plan.schedule, plan.pp, r, plan.microbatches, plan.virtual)
+        ran = dict.fromkeys((run_as(kind, plan.schedule), v) for kind, _, v in order)
+        left_out_us = sum(self.runs[mine[v]].left_out_us(kind) for kind, v in ran if kind in "AW")
+        return added_up(self.runs_of(r)).plus(Shares(left_out_us, left_out_us, 0.0, 0.0), -1)
 
     def others_of(self, r: int) -> list[tuple[PricedOp, float]]:
         """What else takes a rank's time: messages between stages, and the host, each so often.

@@ -379,14 +379,9 @@ FAMILY = Family(
     least_flops=lambda p: np.where(untransformed(p), flops(p), 0.0),
     bytes_moved=bytes_moved,
     features=features,
-    answers={
-        "aten.convolution.default": from_call,
-        "aten.convolution_backward.default": from_call,
-    },
+    answers={f"aten.{op}.default": from_call for op in ("convolution", "convolution_backward")},
     matmul=True,
-    # torch's miopen_convolution takes no allow_tf32, see
-    # https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/native_functions.yaml
-    without_tf32=("amd",),
+    without_tf32=("amd",),  # torch's miopen_convolution (native_functions.yaml) has no allow_tf32
     rate=rate,
     op_name=op_name,
     fallback=fallback,
