@@ -25,7 +25,7 @@ MOST_WORKERS = 1024  # simulated
 LATE: float = assumed(__file__, "late")
 ALIKE: float = assumed(__file__, "alike")
 HALF_WIDTH: float = assumed(__file__, "half_width")  # of what a loader takes for a batch
-MOVED: float = assumed(__file__, "moved_half_width")  # the same, measured on another CPU
+MOVED_HALF_WIDTH: float = assumed(__file__, "moved_half_width")  # the same, measured on another CPU
 IMAGES_PER_S: dict[str, float] = assumed(__file__, "images_per_s")  # of a core, by its model
 TRIED = 5  # times of a step and of its loader for their interval
 
@@ -252,7 +252,7 @@ def with_input(forecast: Forecast, lane: InputLane, target: Target, samples: int
         return max(us, slower.iteration_us)
 
     wide = log(forecast.iteration_us_p90 / forecast.iteration_us)
-    low_us, high_us = _interval(iteration_us, wide, HALF_WIDTH if lane == own else MOVED)
+    low_us, high_us = _interval(iteration_us, wide, HALF_WIDTH if lane == own else MOVED_HALF_WIDTH)
     late_us = iteration_us(1.0, 1.0) - forecast.iteration_us
     part = forecast.iteration_us / (forecast.iteration_us + late_us) if late_us else 1.0
     return replace(

@@ -20,7 +20,7 @@ from itercast.compose.simulate.rank import OFFLOAD_FRAC
 from itercast.compose.target import find_target
 from itercast.extras.input.pipeline import (
     HALF_WIDTH,
-    MOVED,
+    MOVED_HALF_WIDTH,
     Consumer,
     consumer,
     cores_of_a_rank,
@@ -221,7 +221,9 @@ def test_the_interval_is_that_of_what_decides(batch_us: float, low: float, high:
     assert found.iteration_us_p90 == pytest.approx(10_000 * high, rel=0.01)
     moved = with_input(step, replace(lane(100_000), cpu="EPYC 9B14"), zen_2, 8)
     assert moved.iteration_us == pytest.approx(50_000 * 537 / 410, rel=0.01)  # two workers, Zen 2
-    assert moved.iteration_us_p90 / moved.iteration_us == pytest.approx(exp(MOVED), rel=0.05)
+    assert moved.iteration_us_p90 / moved.iteration_us == pytest.approx(
+        exp(MOVED_HALF_WIDTH), rel=0.05
+    )
     # step and loader alike: the longer of the two decides, so that both have to be short
     both = with_input(step, lane(20_000), target, 8)
     assert 10_000 * exp(-0.11) < both.iteration_us_p10 < both.iteration_us < both.iteration_us_p90

@@ -294,7 +294,7 @@ def test_a_chunk_without_time_measures_one_point_and_leaves_the_rest(
     device = Clockwork()
     toys = toy_family(device, [])
     know(monkeypatch, {"toy": toys, "gemm": fixed(GEMM)})
-    chosen = [(toys, Toy(number=n), 0) for n in range(3)]
+    chosen = [sweep_module.Chosen(toys, Toy(number=n), 0) for n in range(3)]
     sweep = sweep_module.Sweep(order(tmp_path, "toy"), set())
     rows, left = GpuBench(sweep, UnderWay(sweep), device).measure(chosen, until_s=0.0)
     assert statuses(rows) == {0: "ok"}
