@@ -41,7 +41,8 @@ from itercast.microbench.store import Facts, Row
 
 SHIPPED = Path(__file__).resolve().parent / "shipped"
 SHIPPED_CPU = SHIPPED.with_name("shipped-cpu")  # trained on one CPU, as an example
-SCHEMA_VERSION = 10
+SCHEMA_VERSION = 11
+SAME_ON_CPUS = 10  # an older version, from which this one differs by products on GPUs alone
 FACTS = "bundle.json"
 ROOFLINE_LOG_INTERVAL = assumed(__file__, "roofline_log_interval")
 DAMAGE = (
@@ -143,7 +144,7 @@ class Bundle:
             version = facts["schema_version"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as exc:
             raise ValueError(f"bundle {str(folder)!r}: no readable bundle.json ({exc})") from exc
-        if version != SCHEMA_VERSION:
+        if version != SCHEMA_VERSION and not (version == SAME_ON_CPUS and _is_of_cpus(facts)):
             fits = f"schema version {version}, this code reads {SCHEMA_VERSION}"
             raise ValueError(f"bundle {str(folder)!r}: {fits}")
         try:
@@ -160,6 +161,13 @@ class Bundle:
         bundle = cls(models=models, gpus=gpus, anchors=anchors, machines=machines)
         object.__setattr__(bundle, "digest", digest)  # frozen otherwise
         return bundle
+
+
+def _is_of_cpus(facts: Facts) -> bool:
+    """Whether the hardware of a bundle's facts, as far as it is readable, is CPUs alone."""
+    gpus = facts.get("gpus")
+    hardware = list(gpus.values()) if isinstance(gpus, dict) else [None]
+    return all(isinstance(one, dict) and one.get("kind") == "cpu" for one in hardware)
 
 
 def check_out(folder: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from itercast.capture.base.slow_imports import pd
+from itercast.capture.base.switches import is_on
 from itercast.learners.features.host_calls import HostCall, host_call
 from itercast.learners.features.machine_speed import Sensitivity, Speed, at_reference_us
 from itercast.learners.features.op_aliases import as_measured
@@ -19,6 +20,7 @@ from itercast.learners.features.table import (
     in_envelope,
     is_number,
     learn_launch_us,
+    least_us,
     origins,
     shape_groups,
     usual_stacks,
@@ -27,7 +29,6 @@ from itercast.learners.models.ensemble import CrossFit, Ensemble, cross_fit, fit
 from itercast.learners.models.kernels import stated_kernel
 from itercast.learners.models.training_table import Table
 from itercast.learners.models.trees import Options
-from itercast.learners.transfer.achieved_rate import bounded_us, correction
 from itercast.learners.transfer.calibration import Calibration, coordinates, kind_keys, points
 from itercast.learners.transfer.offsets import Offsets, offsets_of_rows
 from itercast.learners.transfer.query_rows import (
@@ -86,7 +87,8 @@ class FamilyModel:
         query, table, roofline_us = self._query(rows, family, gpus)
         x = self.encoder.encode(table)
         time_us = self.source_gpus.predict(self.ensemble, x, roofline_us, query)
-        time_us = bounded_us(time_us * correction(query, self.source_gpus), query)
+        if is_on("peak_rate"):
+            time_us = np.maximum(time_us, least_us(query.rows, family, query.gpus))
         unseen = self.source_gpus.unseen(query) | query.stood_in
         inside = self._inside(query, table)
         in_training_range = inside

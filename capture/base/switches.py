@@ -15,7 +15,6 @@ from contextlib import contextmanager
 SWITCHED_OFF = "ITERCAST_SWITCHED_OFF"  # environment variable: the name of a rule or number
 RULES: Mapping[str, str] = {
     "peak_rate": "GeForce cards halve the peak of products; strided convolutions do not pass it",
-    "achieved_rate": "large products on GPUs without rows run at the rate that their file states",
     "attention_kernels": "attention takes as long as the kernel that the software runs",
     "power_limit": "products in long steps run at the clock that the power limit leaves",
     "cache_reuse": "what was touched a moment ago is read from the cache",

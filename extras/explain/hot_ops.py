@@ -12,7 +12,8 @@ from itercast.capture.base.slow_imports import pd
 from itercast.capture.opcall import StepCapture
 from itercast.compose.pricing.priced_op import Priceable
 from itercast.compose.target import Target
-from itercast.learners.features.table import bounds_us, columns
+from itercast.learners.features.rooflines import bounds_us
+from itercast.learners.features.table import columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

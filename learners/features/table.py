@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,14 +11,13 @@ import numpy as np
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.slow_imports import pd
+from itercast.learners.features.rooflines import bounds_us, rates_by_row, roofline_us
 from itercast.microbench.hardware.host import load_host
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.ops.family import Family, Point, Values
+from itercast.microbench.ops.family import Family, Values
 
-LAUNCH_FLOOR_US = assumed(__file__, "launch_floor_us")  # by kind of device
 SMALL_ROOFLINE_US = assumed(__file__, "small_roofline_us")
 LAUNCH_QUANTILE = assumed(__file__, "launch_quantile")
-MIN_BANDWIDTH_SHARE = assumed(__file__, "min_bandwidth_share")
 MIN_SMALL_ROWS = 5
 CLUSTER_SEPARATOR = " over "  # in "GPU over CLUSTER", see ``origins``
 LAUNCH_SEPARATOR = " under "  # in "GPU under SOFTWARE", see ``_launch_keys``
@@ -71,30 +70,6 @@ def isin(values: np.ndarray, seen: Iterable[str]) -> np.ndarray:
     return map_values(values, dict.fromkeys(seen, True), False, bool)
 
 
-def bounds_us(family: Family, p: Point, gpu: Gpu, threads: Values) -> tuple[Values, Values]:
-    """Compute and memory bound of each row in us: FLOP / full rate, bytes / bandwidth.
-
-    On a CPU both rates are times threads / cores, the bandwidth at least times
-    MIN_BANDWIDTH_SHARE. The full rate is that of the tensor cores without the limit that some
-    cards put on it (``Gpu.full_rate``), or less where the family's kernels are bound (``rate``).
-    """
-    share = np.clip(np.asarray(threads, dtype=float) / gpu.sm_count, 1 / gpu.sm_count, 1.0)
-    share = share if gpu.kind == "cpu" else np.ones_like(share)
-    rates = _rates(p, gpu.full_rate)
-    if family.rate is not None:
-        rates = np.minimum(rates, family.rate(p, gpu))
-    compute_s = np.asarray(family.flops(p), dtype=float) / (rates * share)
-    memory_s = np.asarray(family.bytes_moved(p), dtype=float)
-    memory_s = memory_s / (gpu.hbm_bytes_per_s * np.maximum(share, MIN_BANDWIDTH_SHARE))
-    return compute_s * 1e6, memory_s * 1e6
-
-
-def _rates(p: Point, rate: Callable[[str], float]) -> np.ndarray:
-    """FLOP/s of each row's dtype."""
-    codes, names = pd.factorize(np.asarray(p.dtype, dtype=object))
-    return np.array([rate(str(name)) for name in names])[codes]
-
-
 def least_us(rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> np.ndarray:
     """FLOP / peak in us of FLOP that no kernel avoids (``least_flops``), or that a card halves.
 
@@ -107,23 +82,8 @@ def least_us(rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> np.
         flops = family.flops if gpu.full_rate_flops_per_s else family.least_flops
         if flops is not None and gpu.kind != "cpu":
             p = columns(rows[on_gpu], family)
-            bound_us[on_gpu] = 1e6 * np.asarray(flops(p), float) / _rates(p, gpu.peak)
+            bound_us[on_gpu] = 1e6 * np.asarray(flops(p), float) / rates_by_row(p, gpu.peak)
     return bound_us
-
-
-def roofline_us(
-    family: Family, p: Point, gpu: Gpu, threads: Values, cold: Values = 0.0, stack: Values = ""
-) -> Values:
-    """Roofline in us: max(compute, memory bound) + launch floor, or the family's ``floor_us``.
-
-    On GPUs the memory bound is the family's ``gpu_memory_us`` where it states one.
-    """
-    if family.floor_us is not None:
-        return np.asarray(family.floor_us(p, gpu), dtype=float)
-    compute_us, memory_us = bounds_us(family, p, gpu, threads)
-    if family.gpu_memory_us is not None and gpu.kind != "cpu":
-        memory_us = np.asarray(family.gpu_memory_us(p, gpu, cold, stack), dtype=float)
-    return np.asarray(np.maximum(compute_us, memory_us) + LAUNCH_FLOOR_US[gpu.kind])
 
 
 def _is_cold(rows: pd.DataFrame) -> np.ndarray:
@@ -261,7 +221,11 @@ def feature_table(
 def _features_on(
     rows: pd.DataFrame, family: Family, gpu: Gpu, launch: Mapping[str, float]
 ) -> Features:
-    """Features of rows of one GPU; the column ``ROOFLINE`` holds their roofline in us."""
+    """Features of rows of one GPU; the column ``ROOFLINE`` holds their roofline in us.
+
+    ``log_roofline`` is of the peak, also where the roofline is of the achieved rate: trees that
+    know a GPU by its peak and bandwidth forecast others better, as ``--line "gemm, source"`` says.
+    """
     p, count = columns(rows, family), len(rows)
     threads = broadcast(float(gpu.sm_count if gpu.kind == "cpu" else 0), count)
     if "threads" in rows:
@@ -271,8 +235,13 @@ def _features_on(
     flops = np.asarray(family.flops(p), dtype=float)
     bytes_moved = np.asarray(family.bytes_moved(p), dtype=float)
     roofline = roofline_us(family, p, gpu, threads, cold, _stacks(rows))
+    at_peak = roofline  # where features tell of rates that GPUs achieve, trees learn of larger ops
+    if family.at_achieved_rate:
+        family_at_peak = replace(family, at_achieved_rate=False)
+        at_peak = roofline_us(family_at_peak, p, gpu, threads, cold, _stacks(rows))
     if gpu.kind != "cpu":  # on a CPU the call is part of the op
-        roofline = roofline + launch_us(rows, launch)
+        added_us = launch_us(rows, launch)
+        roofline, at_peak = roofline + added_us, at_peak + added_us
     compute_us, memory_us = bounds_us(family, p, gpu, threads)
     common = {
         "threads": threads,
@@ -281,7 +250,7 @@ def _features_on(
         "log_bytes": np.log2(bytes_moved + 1),
         "log_cache_fill": np.log2((bytes_moved + 1) / gpu.l2_bytes),
         "intensity": np.log2((flops + 1) / (bytes_moved + 1)),
-        "log_roofline": np.log2(roofline),
+        "log_roofline": np.log2(at_peak),
         "log_bound": np.log2((compute_us + 1e-3) / (memory_us + 1e-3)),
     }
     features = {**family.features(p, gpu), **common, ROOFLINE: roofline}

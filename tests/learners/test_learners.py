@@ -14,7 +14,7 @@ from toy_products import timed, write_rows
 
 from itercast.extras.pages.op_sections import software_sections
 from itercast.extras.priced.forecasts import write_forecasts
-from itercast.learners.bundle import Bundle
+from itercast.learners.bundle import SAME_ON_CPUS, SCHEMA_VERSION, Bundle
 from itercast.learners.features.table import shape_groups
 from itercast.learners.score_file import read_file
 from itercast.learners.train import train
@@ -120,9 +120,11 @@ def test_a_text_that_does_not_belong_is_one_line(
 
 def test_what_does_not_fit_is_refused_in_one_line(bundle: Path, tmp_path: Path) -> None:
     facts = json.loads((bundle / "bundle.json").read_text())
-    for other in (6, 99):
+    for other in (6, SAME_ON_CPUS, 99):  # the toy is a GPU
         (tmp_path / "bundle.json").write_text(json.dumps({**facts, "schema_version": other}))
-        with pytest.raises(ValueError, match=f"schema version {other}, this code reads 10"):
+        with pytest.raises(
+            ValueError, match=f"schema version {other}, this code reads {SCHEMA_VERSION}"
+        ):
             Bundle.load(tmp_path)
     with pytest.raises(ValueError, match=r"x\.parquet': no such file"):
         write_forecasts(read_file(tmp_path / "x.parquet"), Bundle.load(bundle), tmp_path / "y")

@@ -106,7 +106,7 @@ def test_a_rule_is_off_inside_alone() -> None:
     with switching_off("power_limit"):
         found += [is_on("power_limit"), is_on("cache_reuse")]
     assert [*found, is_on("power_limit")] == [True, False, True, True]
-    with pytest.raises(ValueError, match=r"unknown rule 'latency'; known: \['achieved_rate'"):
+    with pytest.raises(ValueError, match=r"unknown rule 'latency'; known: \['attention_kernels'"):
         is_on("latency")
 
 

@@ -20,7 +20,8 @@ from itercast.compose.pricing.price_book import PriceBook
 from itercast.extras.lookups.embedding_bag import EmbeddingBag
 from itercast.learners.bundle import COLUMNS, Bundle
 from itercast.learners.features.host_calls import COLD_POINTWISE, HostCall
-from itercast.learners.features.table import columns, roofline_us
+from itercast.learners.features.rooflines import roofline_us
+from itercast.learners.features.table import columns
 from itercast.learners.train import UNSEEN_GPU_OFFSETS, train
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.ops import families
