@@ -98,7 +98,16 @@ def train_apart(data: Path, out: Path, names: Sequence[str]) -> Bundle:
             both = pd.concat([part[part["status"] == "ok"] for part in rows if len(part)])
             some = subsample_evenly(both.reset_index(drop=True), MAX_ROWS[name])
             train_tables({name: some}, TrainSettings(roots=[data, OWN_ROWS]), folder)
-    return joined([Bundle.load(out / name) for name in names])
+    return without_shapes(joined([Bundle.load(out / name) for name in names]))
+
+
+def without_shapes(bundle: Bundle) -> Bundle:
+    """A bundle without the hashes of its training shapes: 2 MB of what each install would load."""
+    models = {
+        name: replace(model, facts={k: v for k, v in model.facts.items() if k != "shapes"})
+        for name, model in bundle.models.items()
+    }
+    return replace(bundle, models=models)
 
 
 def comparison(old: Bundle, new: Bundle) -> Table:

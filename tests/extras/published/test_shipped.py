@@ -17,6 +17,7 @@ from itercast.extras.published.fits.shipped import (
     measured_table,
     rebuild,
     replace_bundle,
+    without_shapes,
 )
 from itercast.learners.bundle import SHIPPED, Bundle
 
@@ -44,6 +45,14 @@ def test_a_comparison_names_digests_and_errors() -> None:
     lines = {x.split()[1]: x for x in printed.getvalue().splitlines() if "│" in x}
     assert "differs" in lines["norm"] and "> 99.0000" in lines["norm"]
     assert "equal" in lines["reduction"] and "not rebuilt" in lines["gemm"]
+
+
+def test_what_ships_has_no_hashes_of_shapes() -> None:
+    norm = WHOLE.models["norm"]
+    hashed = replace(norm, facts={**norm.facts, "shapes": "AAAA"})
+    light = without_shapes(replace(WHOLE, models={"norm": hashed}))
+    assert light.models["norm"].facts == norm.facts
+    assert not any("shapes" in model.facts for model in WHOLE.models.values())
 
 
 def test_a_replaced_bundle_keeps_its_card(tmp_path: Path) -> None:
