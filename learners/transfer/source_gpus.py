@@ -158,14 +158,6 @@ class SourceGpus:
                 mask[rows] = any(group.op in other.get(group.dtype, {}) for other in others)
         return mask
 
-    def unseen_dtype(self, query: QueryRows) -> np.ndarray:
-        """Mask of rows in dtypes that their GPU has no rows of."""
-        mask = np.zeros(len(query.gpu), dtype=bool)
-        for rows, group in query.groups:
-            dtypes = self.measured.get(group.gpu, {})
-            mask[rows] = bool(self.measured) and group.dtype not in dtypes
-        return mask
-
     def covers(self, gpu: Gpu, op: str, dtype: str) -> bool:
         """Whether measured rows say how fast an op is on a GPU: its own, or its source GPUs'.
 

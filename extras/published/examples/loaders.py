@@ -12,7 +12,7 @@ from functools import cache
 from io import BytesIO
 from pathlib import Path
 from random import random
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from PIL import Image, ImageFilter, ImageOps
@@ -25,16 +25,21 @@ PHOTOS = 1024  # of an epoch
 
 
 @cache
+def _folder() -> TemporaryDirectory[str]:
+    """A folder that goes with this process."""
+    return TemporaryDirectory()
+
+
+@cache
 def photo_files(size: tuple[int, int], nbytes: int) -> tuple[Path, ...]:
     """JPEGs of this size, coded so that together they have so many bytes each."""
     from sklearn.datasets import load_sample_images
 
-    folder = Path(mkdtemp())
     photos = [Image.fromarray(photo).resize(size) for photo in load_sample_images().images]
     qualities = range(70, 100)
     coded = {q: [_jpeg(photo, q) for photo in photos] for q in qualities}
     best = min(qualities, key=lambda q: abs(sum(map(len, coded[q])) - nbytes * len(photos)))
-    files = tuple(folder / f"{n}.jpg" for n in range(len(photos)))
+    files = tuple(Path(_folder().name) / f"{nbytes}-{n}.jpg" for n in range(len(photos)))
     for file, content in zip(files, coded[best], strict=True):
         file.write_bytes(content)
     return files
