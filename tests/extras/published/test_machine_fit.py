@@ -141,8 +141,6 @@ def test_plans_of_as_many_samples_are_ranked() -> None:
 
 JOINED_SINCE = {"barlow-twins", "bert-banking77", "hifi-gan", "llama2-c", "mar"}
 JOINED_SINCE |= {"nano-t5", "nanotron", "open-clip", "swav", "yolov5"}
-    "barlow-twins bert-banking77 hifi-gan llama2-c mar nano-t5 nanotron open-clip swav yolov5"
-)
 
 
 def test_the_shipped_spreads_are_of_sources_that_find_causes() -> None:
