@@ -38,6 +38,7 @@ def held_out_forecasts(
     20 to 80 % quantile of the samples; ``retest_pct``: difference of two measurements, or NaN.
     """
     prepared, tested = learned.prepared, rows.iloc[test]
+    p10_offset, p90_offset = offsets
     table = pd.DataFrame(
         {
             "family": family.name,
@@ -50,8 +51,8 @@ def held_out_forecasts(
             ),
             "measured_us": prepared.table.time_us[test],
             "predicted_us": forecast_us,
-            "predicted_us_p10": forecast_us * np.exp(offsets[0]),
-            "predicted_us_p90": forecast_us * np.exp(offsets[1]),
+            "predicted_us_p10": forecast_us * np.exp(p10_offset),
+            "predicted_us_p90": forecast_us * np.exp(p90_offset),
             "roofline_us": prepared.table.roofline_us[test],
             "outside": _outside(prepared, train, test),
             "neighbour_log2": _neighbour_log2(prepared, train, test),

@@ -97,7 +97,7 @@ class InputLane:
 
     def slower(self, factor: float) -> InputLane:
         """The lane if each batch took ``factor`` times as long to make and to receive."""
-        alone, worker = (b.scaled(factor, factor) for b in (self.alone, self.worker))
+        alone, worker = (b.scaled(wall=factor, cpu=factor) for b in (self.alone, self.worker))
         return replace(self, alone=alone, worker=worker, receive_us=factor * self.receive_us)
 
     def without(self, *stages: str, share: float = 1.0) -> InputLane:

@@ -59,19 +59,20 @@ class KnownRanks:
         return self
 
     def program(self, world_size: int) -> ProgramCapture:
-        """The captured ranks as one program."""
+        """The captured ranks as one program; what holds of all of them as the first one has it."""
         done = dict(sorted(self.done.items()))
         fields = [rank.fields for rank in done.values()]
+        fullest = max(done.values(), key=lambda rank: rank.peak_bytes)
         return ProgramCapture(
             world_size=world_size,
             ranks={number: rank.step for number, rank in done.items()},
             peak_bytes={number: rank.peak_bytes for number, rank in done.items()},
             grouped=any(rank.grouped for rank in done.values()),
-            held_bytes=max(done.values(), key=lambda rank: rank.peak_bytes).least_bytes,
-            notes=tuple(dict.fromkeys(note for row in fields for note in row.get("notes", ()))),
+            held_bytes=fullest.least_bytes,
+            notes=tuple(dict.fromkeys(note for facts in fields for note in facts.get("notes", ()))),
             passes=fields[0].get("passes", ()),
-            samples=max(row.get("samples", 0) for row in fields),
-            optimizer_steps=max(row.get("optimizer_steps", 1) for row in fields),
+            samples=max(facts.get("samples", 0) for facts in fields),
+            optimizer_steps=max(facts.get("optimizer_steps", 1) for facts in fields),
         )
 
 

@@ -296,25 +296,25 @@ class ProgramLog(OpLog):
         if func.namespace == "fsdp":
             return self._copied(func, args, kwargs)
         log_foreign = None if func.namespace in TORCHS else as_of_torch(func)
-        if not is_collective(func) and func not in FUSED_ATTENTION and not log_foreign:
-            views = self.host["view_op"]
-            output = super().__torch_dispatch__(func, types, args, kwargs)
-            if func.is_view and self.compiled.number():  # in backward, which ``whole`` cannot see
-                self.host["view_op"] = views
-            return output
         if log_foreign:
             arguments = by_name(func, args, kwargs)
             output = without_outliers(func, arguments)
             guess = log_foreign(self, arguments, output)
             self.guesses.setdefault(guess.format(func.namespace), extract_stack())
             return output
+        if not is_collective(func) and func not in FUSED_ATTENTION:
+            view_ops = self.host["view_op"]
+            output = super().__torch_dispatch__(func, types, args, kwargs)
+            if func.is_view and self.compiled.number():  # compiled backward: no event of the host
+                self.host["view_op"] = view_ops
+            return output
         output = func(*args, **kwargs)
         if func in FUSED_ATTENTION:
             log_attention(self, func, args, kwargs, output)
             return output
         call = collective_of(func, args, kwargs, output)
-        if call is None:
-            self._arrived(args[:1])
+        if call is None:  # ``wait_tensor`` and other helpers send nothing
+            self._wait_until_filled(args[:1])
             output = args[0] if func is WAITED else output
         else:
             self._launch(call)
@@ -352,7 +352,7 @@ class ProgramLog(OpLog):
         super().add(COPY, (buffer, buffer), {"of": parts}, buffer)
         return output
 
-    def _arrived(self, tensors: Any) -> None:
+    def _wait_until_filled(self, tensors: Any) -> None:
         """Let the current stream wait for the collective that fills a tensor, if one still does."""
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):

@@ -87,19 +87,25 @@ def _is_forward(number: int) -> bool:
     return number % 2 == 1
 
 
-def _whole_calls(capture: StepCapture, passes: Mapping[int, Sequence[int]]) -> Mapping[int, OpCall]:
-    """The one call of each pass, by its number.
+def _network_of(number: int) -> int:
+    """The network of a pass; 0 of number 0, which calls outside of networks have."""
+    return (number + 1) // 2
 
-    It reads and writes what those in its place share with other calls. In place of what they leave
-    for backward it leaves ``saved_numel`` numbers.
+
+def _whole_calls(capture: StepCapture, passes: Mapping[int, Sequence[int]]) -> Mapping[int, OpCall]:
+    """The one call of each pass of a recurrent network, by the pass's number (``_is_forward``).
+
+    It reads and writes what the pass's own calls share with others. Tensors that only the network
+    reads (``inner``) become one tensor of ``saved_numel`` numbers, which forward leaves for
+    backward. ``passes``: indices of each pass's calls.
     """
     readers: dict[int, set[int]] = {}  # by storage: networks whose calls read it, 0 for others
     for call in capture.calls:
         for t in call.tensors():
-            readers.setdefault(t.storage, set()).add((call.within + 1) // 2)
+            readers.setdefault(t.storage, set()).add(_network_of(call.within))
     unused, whole, inner = next(fresh_storages(capture)), dict[int, OpCall](), set[int]()
     for number, indices in sorted(passes.items()):
-        calls, network = [capture.calls[i] for i in indices], (number + 1) // 2
+        calls, network = [capture.calls[i] for i in indices], _network_of(number)
         p = Recurrent(**capture.networks[number - 1])
         written = {t.storage: t for c in calls for t in c.outputs}
         inner |= {s for s in written if not readers.get(s, set()) - {network}}

@@ -68,7 +68,7 @@ class Work:
 
     @property
     def products_frac(self) -> float:
-        """The share of the lane's time in products."""
+        """The share of ``lane_us`` in matrix products, convolutions and attention."""
         return self.product_us / self.lane_us if self.lane_us else 0.0
 
     @property

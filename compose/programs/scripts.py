@@ -294,15 +294,13 @@ def _reason(output: IO[bytes], code: int, script: Path) -> str:
     ours = [line.removeprefix(OURS) for line in lines if line.startswith(OURS)]
     of_script = [line.strip() for line in lines if not line.startswith((OURS, PROGRESS))]
     errors = [line for line in of_script if ERROR.match(line)]
-    last_of_script = (errors or of_script)[-1:]
-    if not ours:
-        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with {code}"
-        return ": ".join([f"{script.name} ended {how}", *last_of_script])
-    if f"{script.name} ends" in ours[-1]:
-        last_of_script = errors[-1:]
-    elif f"{script.name} exits" not in ours[-1]:
-        last_of_script = []
-    return ": ".join([ours[-1], *last_of_script])
+    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with {code}"
+    reason = ours[-1] if ours else f"{script.name} ended {how}"
+    if not ours or f"{script.name} exits" in reason:  # by itself, with a code
+        why = (errors or of_script)[-1:]
+    else:
+        why = errors[-1:] if f"{script.name} ends" in reason else []
+    return ": ".join([reason, *why])
 
 
 def emulated(gpu: Gpu) -> EmulatedGpu:

@@ -220,7 +220,7 @@ class Rank:
 
     @cached_property
     def products_frac(self) -> float:
-        """The share of forward's and backward's time in products."""
+        """The share of forward's and backward's time that ``Work.product_us`` counts."""
         works = [work for x in self.layers for work in (x.forward_work, x.backward_work)]
         lane_us = sum(work.lane_us for work in works)
         return sum(work.product_us for work in works) / lane_us if lane_us else 0.0

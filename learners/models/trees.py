@@ -104,7 +104,8 @@ def fit(train: Table, test: Table, options: Options, seed: int = 0) -> Trees:
             )
     if own_trees and (train.x[:, list(own_trees)] > 0).any(1).all():
         return Trees(common=None, own=own_trees)
-    shared, rounds = _shared(train, options, seed), SEVERAL_GPUS_ROUNDS if train.origin else ROUNDS
+    rounds = SEVERAL_GPUS_ROUNDS if train.origin else ROUNDS
+    shared = _blind_to_gpu(train, options, seed)
     return Trees(common=early_stopped(train, test, {}, rounds, shared), own=own_trees)
 
 
@@ -117,7 +118,7 @@ def refit(rows: Table, options: Options, rounds: Rounds) -> Trees:
     }
     if not rounds.common:
         return Trees(common=None, own=own)
-    first = _shared(rows, options, 0)
+    first = _blind_to_gpu(rows, options, 0)
     more = rounds.common if first is None else rounds.common - SHARED_ROUNDS
     common = xgb.train(parameters, quantile_matrix(rows), num_boost_round=more, xgb_model=first)
     return Trees(common=common, own=own)
@@ -238,14 +239,13 @@ def quantile_matrix(rows: Table, cuts_of: xgb.DMatrix | None = None) -> xgb.DMat
     return xgb.QuantileDMatrix(rows.x, label=rows.log_ratio, ref=cuts_of, nthread=1)
 
 
-def _shared(rows: Table, options: Options, seed: int) -> xgb.Booster | None:
-    """Fit SHARED_ROUNDS on features without origin; None where all rows are one GPU's."""
+def _blind_to_gpu(rows: Table, options: Options, seed: int) -> xgb.Booster | None:
+    """The first SHARED_ROUNDS trees, fitted with the columns of ``origin`` set to 0, if any."""
     if not rows.origin:
         return None
     x = rows.x.copy()
     x[:, list(rows.origin)] = 0
-    hidden = quantile_matrix(replace(rows, x=x))
-    return xgb.train(_parameters(options, seed), hidden, SHARED_ROUNDS)
+    return xgb.train(_parameters(options, seed), quantile_matrix(replace(rows, x=x)), SHARED_ROUNDS)
 
 
 def _predict(booster: xgb.Booster, x: Array) -> Array:

@@ -2,7 +2,7 @@
 
 To import torch takes seconds, to fork milliseconds. ``python -m`` this module, ``MODULE SOCKET``
 imports MODULE. For each byte on the socket, with which four files come, it forks: the fork calls
-``main`` of the module with the words that the first file names, and ends with what it returns. Its
+``main`` of the module with the arguments in the first file, and ends with what it returns. Its
 output goes to the next two; the last one is told the number of its process, then how that ended.
 
 All of them end with the process that started the server (``child_processes``).
@@ -35,7 +35,7 @@ _running: dict[str, tuple[object, _Server]] = {}  # by module, with what it may 
 
 
 class Fork:
-    """A call of ``main(*words)`` of a module in a process of its own, which leads its session.
+    """A call of ``main(*arguments)`` of a module in a process of its own, which leads its session.
 
     It runs in this folder, with the environment of now. ``pid`` is 0 until it has started,
     ``returncode`` None until it has ended: what ``main`` returned, or -N where signal N ended it.
@@ -44,15 +44,15 @@ class Fork:
     pid: int
     returncode: int | None
 
-    def __init__(self, module: str, words: Sequence[str], stdout: int, stderr: int) -> None:
+    def __init__(self, module: str, arguments: Sequence[str], stdout: int, stderr: int) -> None:
         self.pid, self.returncode = 0, None
         self._server = _server(module)  # which ends when nobody can ask it any more
         self._status, status_pipe = os.pipe()
         try:
-            with TemporaryFile() as order:
-                order.write(json.dumps([words, os.getcwd(), dict(os.environ)]).encode())
-                order.flush()
-                self._server.ask([order.fileno(), stdout, stderr, status_pipe])
+            with TemporaryFile() as request:
+                request.write(json.dumps([arguments, os.getcwd(), dict(os.environ)]).encode())
+                request.flush()
+                self._server.ask([request.fileno(), stdout, stderr, status_pipe])
         finally:
             os.close(status_pipe)
 
@@ -136,13 +136,13 @@ def _serve(main: Callable[..., int], requests: socket.socket) -> None:
             os.close(file)
 
 
-def _watched(main: Callable[..., int], order: int, out: int, err: int, status_pipe: int) -> int:
+def _watched(main: Callable[..., int], request: int, out: int, err: int, status_pipe: int) -> int:
     """Fork once more, for the call; tell its number and, once its group is killed, its end."""
     pid = os.fork()
     if pid == 0:
         os.close(status_pipe)
-        _exit_with(_call, main, order, out, err)
-    for file in (order, out, err):
+        _exit_with(_call, main, request, out, err)
+    for file in (request, out, err):
         os.close(file)
     os.write(status_pipe, NUMBER.pack(pid))
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
@@ -153,21 +153,21 @@ def _watched(main: Callable[..., int], order: int, out: int, err: int, status_pi
     return 0
 
 
-def _call(main: Callable[..., int], order: int, out: int, err: int) -> int:
-    """In the innermost fork: take over words, folder, environment and outputs; call ``main``."""
+def _call(main: Callable[..., int], request: int, out: int, err: int) -> int:
+    """In the innermost fork: call ``main`` in the folder and environment of the request."""
     os.setsid()
     os.dup2(out, 1)
     os.dup2(err, 2)
-    os.lseek(order, 0, os.SEEK_SET)
-    with os.fdopen(order) as file:
-        words, folder, environment = json.load(file)
+    os.lseek(request, 0, os.SEEK_SET)
+    with os.fdopen(request) as file:
+        arguments, folder, environment = json.load(file)
     for opened in (out, err):
         os.close(opened)
     os.chdir(folder)
     environment[PARENT] = os.environ[PARENT]
     os.environ.clear()
     os.environ |= environment
-    return main(*words)
+    return main(*arguments)
 
 
 def _exit_with(function: Callable[..., int], *args: object) -> None:

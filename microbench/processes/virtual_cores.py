@@ -15,32 +15,32 @@ from itercast.microbench.processes.ranks import max_over_ranks
 
 SIZE = 384  # rows and columns of the product
 APART = 1.4  # no assumption: speed-up by all cores; 1.0 where two are one, 2.0 where they are two
-PATIENCE_S = 10.0
-PATIENCE_FRAC = 0.1  # no assumption: of a sweep's time
+MOST_WAIT_S = 10.0
+MOST_WAIT_FRAC = 0.1  # no assumption: of a sweep's time
 LOAD_S = 0.25  # between two looks
 
 
 class VirtualCores:
     """The cores of this process, or of so many ``ranks`` of its group, which wait together.
 
-    They wait ten seconds at most over all calls, and a tenth of ``budget_s``.
+    They wait ten seconds at most over all calls, and a tenth of a sweep's ``budget_s``.
     """
 
     def __init__(self, ranks: int = 1, budget_s: float = math.inf) -> None:
         self.ranks = ranks
-        self.patience_s = min(PATIENCE_S, PATIENCE_FRAC * budget_s)
-        self._a = torch.randn(SIZE, SIZE)
+        self.wait_left_s = min(MOST_WAIT_S, MOST_WAIT_FRAC * budget_s)
+        self._matrix = torch.randn(SIZE, SIZE)
 
     def settle(self) -> None:
-        """Work until the cores are apart, or patience ends."""
+        """Work until the cores are apart, or no time is left to wait."""
         several = self.ranks > 1 or torch.get_num_threads() > 1
-        while several and self.patience_s > 0:
+        while several and self.wait_left_s > 0:
             begin_s = time.monotonic()
             alone_s, together_s = self.times_s()
             if self.ranks * alone_s >= APART * together_s:
                 return
             self._load(begin_s + LOAD_S)
-            self.patience_s -= self._of_all(time.monotonic() - begin_s)
+            self.wait_left_s -= self._of_all(time.monotonic() - begin_s)
 
     def times_s(self) -> tuple[float, float]:
         """Time of a product on one thread of one rank, and on all threads of all ranks at once."""
@@ -59,14 +59,14 @@ class VirtualCores:
     def _load(self, until_s: float) -> None:
         """Keep the cores busy, so that the machine moves them apart."""
         while time.monotonic() < until_s:
-            torch.mm(self._a, self._a)
+            torch.mm(self._matrix, self._matrix)
 
     def _product_s(self) -> float:
         """Median of three runs after three untimed ones."""
         times = []
         for _ in range(6):
             begin = time.perf_counter()
-            torch.mm(self._a, self._a)
+            torch.mm(self._matrix, self._matrix)
             times.append(time.perf_counter() - begin)
         return statistics.median(times[3:])
 

@@ -139,7 +139,7 @@ def tensors_on_gpus(local_rank: int, memory: GpuMemory) -> Iterator[None]:
         for place in (torch, torch.random):
             stack.enter_context(patch.object(place, "set_rng_state", set_rng_state))
         stack.enter_context(patch.object(torch._C._nn, "_parse_to", _parse_to))
-        stack.enter_context(_of_old_types(memory))
+        stack.enter_context(_legacy_tensor_types(memory))
         stack.enter_context(_default_device(gpu, memory))
         stack.enter_context(OnCpu(memory))
         yield
@@ -197,13 +197,13 @@ def _default_device(gpu: torch.device, memory: GpuMemory) -> Iterator[None]:
 
 
 @contextmanager
-def _of_old_types(memory: GpuMemory) -> Iterator[None]:
+def _legacy_tensor_types(memory: GpuMemory) -> Iterator[None]:
     """Let types such as ``torch.cuda.FloatTensor`` make tensors on the GPU, and name theirs.
 
     Also as the default type, and in ``Tensor.type``.
     """
 
-    class Kind(type):
+    class LegacyType(type):
         """The class of ``torch.cuda.FloatTensor``: its instances are tensors put on the GPU."""
 
         on_cpu: Any
@@ -211,38 +211,38 @@ def _of_old_types(memory: GpuMemory) -> Iterator[None]:
         def __instancecheck__(cls, value: Any) -> bool:
             return isinstance(value, cls.on_cpu) and memory.holds(value)
 
-    def make(kind: Any, *args: Any) -> Any:
-        return memory.put(kind.on_cpu(*args))
+    def make(legacy_type: Any, *args: Any) -> Any:
+        return memory.put(legacy_type.on_cpu(*args))
 
-    def set_default(kind: Any) -> None:
-        cpu_type = _of_cpu(kind)
-        as_default(cpu_type or kind)
+    def set_default(legacy_type: Any) -> None:
+        cpu_type = _cpu_type(legacy_type)
+        original_set_default(cpu_type or legacy_type)
         torch.set_default_device("cuda" if cpu_type else None)
 
     def of_type(tensor: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As ``Tensor.type``: names the type, or casts to one such as torch.cuda.FloatTensor."""
-        cpu_type = _of_cpu(dtype)
-        result: Any = name_or_cast(tensor, cpu_type or dtype, *args, **kwargs)
+        cpu_type = _cpu_type(dtype)
+        result: Any = original_type(tensor, cpu_type or dtype, *args, **kwargs)
         if cpu_type:
             memory.put(result)
         is_name = isinstance(result, str) and memory.holds(tensor)
         return f"torch.cuda.{result.rpartition('.')[2]}" if is_name else result
 
-    name_or_cast = torch.Tensor.type
-    as_default, kinds = torch.set_default_tensor_type, dict[str, Any]()
+    original_type = torch.Tensor.type
+    original_set_default, gpu_types = torch.set_default_tensor_type, dict[str, Any]()
     for name in (f"{prefix}Tensor" for prefix in TYPES):
         on_cpu = getattr(torch, name)
         facts = {"__new__": make, "on_cpu": on_cpu, "dtype": on_cpu.dtype, "is_cuda": True}
-        kinds[name] = Kind(name, (), {**facts, "__module__": "torch.cuda"})
+        gpu_types[name] = LegacyType(name, (), {**facts, "__module__": "torch.cuda"})
     with (
-        patch.multiple(torch.cuda, create=True, **kinds),
+        patch.multiple(torch.cuda, create=True, **gpu_types),
         patch.object(torch, "set_default_tensor_type", set_default),
         patch.object(torch.Tensor, "type", of_type),
     ):
         yield
 
 
-def _of_cpu(kind: Any) -> str:
+def _cpu_type(kind: Any) -> str:
     """``torch.FloatTensor`` for ``torch.cuda.FloatTensor`` (a class or its name), "" for others."""
     name = kind if isinstance(kind, str) else torch.typename(kind) if isinstance(kind, type) else ""
     return name.replace(".cuda", "") if name.startswith("torch.cuda.") else ""

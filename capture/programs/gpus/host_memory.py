@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from itercast.capture.programs.log import ProgramLog
 
 CPU = torch.device("cpu")
-INPUTS: Any = vars(FSDPParam)["all_gather_inputs"]
+ALL_GATHER_INPUTS: Any = vars(FSDPParam)["all_gather_inputs"]
 PRE_UNSHARD: Any = vars(FlatParamHandle)["pre_unshard"]
 FLAT_TO: Any = vars(FlatParamHandle)["flat_param_to"]
 MOVES = (torch.Tensor.cpu, torch.Tensor.to)
@@ -101,14 +101,14 @@ def _place(arguments: Any) -> str:
 @contextmanager
 def host_memory(log: ProgramLog) -> Iterator[None]:
     """Log the copies of tensors that lie in host memory."""
-    copies, to_gpu = _Copies(log), torch.Tensor.cuda
+    copies, original_cuda = _Copies(log), torch.Tensor.cuda
 
     def cuda(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if not log.host_memory.holds(tensor):
-            return to_gpu(tensor, *args, **kwargs)
+            return original_cuda(tensor, *args, **kwargs)
         return copies.copied("h2d", tensor, bool(kwargs.get("non_blocking")))
 
-    def on_cpu(hooks: Any, pin_memory: bool = False, device_type: str = "cuda") -> None:
+    def save_on_cpu_init(hooks: Any, pin_memory: bool = False, device_type: str = "cuda") -> None:
         """As ``save_on_cpu``, which asks tensors where they are."""
 
         def pack(tensor: Any) -> Any:
@@ -123,7 +123,7 @@ def host_memory(log: ProgramLog) -> Iterator[None]:
 
     with (
         patch.object(torch.Tensor, "cuda", cuda),
-        patch.object(save_on_cpu, "__init__", on_cpu),
+        patch.object(save_on_cpu, "__init__", save_on_cpu_init),
         shards_of_fsdp(copies),
         copies,
     ):
@@ -139,16 +139,16 @@ def shards_of_fsdp(copies: _Copies) -> Iterator[None]:
         log.keep_on_host(shard)
         log.copied("h2d", shard, non_blocking=True)
 
-    def inputs(parameter: Any) -> Any:
+    def all_gather_inputs(parameter: Any) -> Any:
         if parameter.offload_to_cpu and parameter.sharded_state == ShardedState.SHARDED:
             to_gpu(parameter._sharded_param_data)
-        return INPUTS.fget(parameter)
+        return ALL_GATHER_INPUTS.fget(parameter)
 
-    def gather(*args: Any, **kwargs: Any) -> Any:
+    def all_gather(*args: Any, **kwargs: Any) -> Any:
         with log.reading_copies():
             return foreach_all_gather(*args, **kwargs)
 
-    def reduce(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    def reduce_scatter(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         copies.reducing = any(p.offload_to_cpu for p in parameters)
         try:
             return foreach_reduce(parameters, *args, **kwargs)
@@ -169,17 +169,17 @@ def shards_of_fsdp(copies: _Copies) -> Iterator[None]:
             handle.flat_param.data = copies.copied("d2h", handle.flat_param.data, False)
         FLAT_TO(handle, *where, **how)
 
-    def offload(state: Any, handle: Any, gradient: Any) -> None:
+    def offload_gradient(state: Any, handle: Any, gradient: Any) -> None:
         if handle._offload_params:
             log.copied("d2h", handle.flat_param._cpu_grad, non_blocking=True)
             log.keep_on_host(handle.flat_param._cpu_grad)
 
     with (
-        patch.object(FSDPParam, "all_gather_inputs", property(inputs)),
-        patch.object(groups, "foreach_all_gather", gather),
-        patch.object(groups, "foreach_reduce", reduce),
+        patch.object(FSDPParam, "all_gather_inputs", property(all_gather_inputs)),
+        patch.object(groups, "foreach_all_gather", all_gather),
+        patch.object(groups, "foreach_reduce", reduce_scatter),
         patch.object(FlatParamHandle, "pre_unshard", pre_unshard),
         patch.object(FlatParamHandle, "flat_param_to", flat_to),
-        patch.object(fsdp1, "_offload_grad", offload),
+        patch.object(fsdp1, "_offload_grad", offload_gradient),
     ):
         yield

@@ -32,20 +32,20 @@ def load_to_devices() -> Iterator[None]:
         yield
 
 
-class _Memory:
+class _Storage:
     """A loaded storage as a ``map_location`` function sees it: on the CPU, until it is moved."""
 
     def __init__(self, place: str = "cpu") -> None:
         self.place = place
 
-    def cpu(self) -> _Memory:
-        return _Memory()
+    def cpu(self) -> _Storage:
+        return _Storage()
 
-    def cuda(self, device: int | str | torch.device | None = None, **options: bool) -> _Memory:
-        return _Memory(f"cuda:{device}" if isinstance(device, int) else str(device or "cuda"))
+    def cuda(self, device: int | str | torch.device | None = None, **options: bool) -> _Storage:
+        return _Storage(f"cuda:{device}" if isinstance(device, int) else str(device or "cuda"))
 
-    def to(self, device: str | torch.device, **options: bool) -> _Memory:
-        return _Memory(str(device))
+    def to(self, device: str | torch.device, **options: bool) -> _Storage:
+        return _Storage(str(device))
 
 
 def place_of(saved: str | torch.device) -> str | torch.device:
@@ -54,7 +54,7 @@ def place_of(saved: str | torch.device) -> str | torch.device:
     if not callable(where):
         place: str | torch.device = LOCATION_OF(saved)
         return place
-    moved: _Memory | None = where(_Memory(), str(saved))
+    moved: _Storage | None = where(_Storage(), str(saved))
     return saved if moved is None else moved.place
 
 
@@ -73,11 +73,11 @@ def _placed(tensor: Tensor) -> Tensor:
     return part.detach().requires_grad_(tensor.requires_grad)
 
 
-class Unknown(dict[str, Any]):
+class WeightsNotRead(dict[str, Any]):
     """Weights that fit every model, and what a file of them may hold beside."""
 
-    def __missing__(self, name: str) -> Unknown:
-        return Unknown()
+    def __missing__(self, name: str) -> WeightsNotRead:
+        return WeightsNotRead()
 
 
 @contextmanager
@@ -87,24 +87,24 @@ def weights_not_downloaded(guesses: dict[str, StackSummary]) -> Iterator[None]:
     Each such file is a guess that is noted in ``guesses``. Weights that are on this machine are
     loaded.
     """
-    hub, load = torch.hub.load_state_dict_from_url, torch.nn.Module.load_state_dict
+    download, original_load = torch.hub.load_state_dict_from_url, torch.nn.Module.load_state_dict
 
     def from_url(url: str, model_dir: str | None = None, *args: Any, **options: Any) -> Any:
         folder = model_dir or os.path.join(torch.hub.get_dir(), "checkpoints")
         name = options.get("file_name") or os.path.basename(url.partition("?")[0])
         if os.path.exists(os.path.join(folder, name)):
-            return hub(url, model_dir, *args, **options)
+            return download(url, model_dir, *args, **options)
         guess = f"{name} is not on this machine: weights are taken to be of the model's own form"
         guesses.setdefault(guess, extract_stack())
         if model_dir:  # a folder of the script's, whose files it may read itself
             os.makedirs(folder, exist_ok=True)
-            torch.save(Unknown(), os.path.join(folder, name))
-        return Unknown()
+            torch.save(WeightsNotRead(), os.path.join(folder, name))
+        return WeightsNotRead()
 
     def loading(model: Any, state_dict: Any, *args: Any, **options: Any) -> Any:
-        if isinstance(state_dict, Unknown):
+        if isinstance(state_dict, WeightsNotRead):
             return _IncompatibleKeys([], [])
-        return load(model, state_dict, *args, **options)
+        return original_load(model, state_dict, *args, **options)
 
     with (
         patch.object(torch.hub, "load_state_dict_from_url", from_url),

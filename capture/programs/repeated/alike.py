@@ -18,7 +18,7 @@ from itercast.capture.programs.gpus.devices import parts
 
 LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 FEWEST = 6  # layers in a list of which some are left out
-LAST = 3  # of a kind that run: two of them alike, one after them that may be unlike
+RUN = 3  # the last of a kind, which run: two of them alike, one after them that may be unlike
 DEEP = 3  # objects in objects that are looked at
 BY_OTHERS = ("_parameters", "_modules", "_buffers")  # their tensors and modules are told apart
 OUTSIDE = frozenset(  # what code does that uses more than its arguments
@@ -36,11 +36,11 @@ BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A layer: number ``at`` of its list; ``last``: fewer than ``LAST`` equal ones follow it."""
+    """A layer: number ``at`` of its list; ``runs``: fewer than ``RUN`` equal ones follow it."""
 
     layers: Sequence[torch.nn.Module]
     at: int
-    last: bool
+    runs: bool
 
     def held(self) -> Any:
         """What equal layers have in common; None where hooks may do anything."""
@@ -48,21 +48,21 @@ class Place:
 
 
 def places(model: torch.nn.Module) -> Iterator[tuple[int, Place]]:
-    """The layers of a model, with their ids: elements of the outermost long lists."""
+    """The layers of a model, by id(layer): elements of the outermost long lists."""
     for child in model.children():
         layers = list(child.children())
         if not (isinstance(child, LISTS) and len(layers) >= FEWEST):
             yield from places(child)
             continue
-        if _compute_with_their_place(layers):
+        if _compute_with_their_number(layers):
             continue
         kinds = [_held(layers, at) for at in range(len(layers))]
         for at, layer in enumerate(layers):
-            last = kinds[at + 1 :].count(kinds[at]) < LAST
-            yield id(layer), Place(layers=layers, at=at, last=last)
+            equal_after = kinds[at + 1 :].count(kinds[at])
+            yield id(layer), Place(layers=layers, at=at, runs=equal_after < RUN)
 
 
-def _compute_with_their_place(layers: Sequence[torch.nn.Module]) -> bool:
+def _compute_with_their_number(layers: Sequence[torch.nn.Module]) -> bool:
     """Whether code of layers computes with attributes that count layers, beside handing them on.
 
     An attribute counts layers where the second layer has the first one's number plus 1.

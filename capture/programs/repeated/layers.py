@@ -103,7 +103,7 @@ class Layers:
         modes = [type(mode) for mode in _get_current_function_mode_stack()]
         around = casts, cast_before, modes, log.stream, bool(log.compiled.running)
         kind, given = self._kind((held, structure, forms, around)), Given(layer, leaves, log)
-        if "backward" in kind.shown or ("forward" in kind.shown and not place.last):
+        if "backward" in kind.shown or ("forward" in kind.shown and not place.runs):
             self.cast[id(layer)] = self.repeated = True
             return Again(log, kind, given).output()
         return self._recorded(kind, given, run, place)

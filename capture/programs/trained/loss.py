@@ -36,7 +36,7 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scaled:
+class Rescaled:
     """Translates lengths of the script's ``own`` size to a ``wanted`` size.
 
     A length that equals the batch, the tokens of a sample or their product becomes the wanted one.
@@ -88,7 +88,7 @@ class Form:
     scaled: bool = True
     parameter: str = ""
 
-    def tensor(self, size: Scaled, dtype: torch.dtype | None) -> torch.Tensor:
+    def tensor(self, size: Rescaled, dtype: torch.dtype | None) -> torch.Tensor:
         """A tensor of this form at a size; ``dtype`` is that of floating-point ones."""
         shape = size.shape(self.shape) if self.scaled else self.shape
         is_cast = self.dtype.is_floating_point and dtype is not None
@@ -150,30 +150,30 @@ class LossTape:
         """How often models are called."""
         return sum(isinstance(call.function, torch.nn.Module) for call in self.calls)
 
-    def play(
+    def replay(
         self,
         output: Any,
         parameters: Mapping[str, Any],
-        size: Scaled,
-        make: Callable[[Form], torch.Tensor],
+        size: Rescaled,
+        new_tensor: Callable[[Form], torch.Tensor],
     ) -> Any:
         """Compute the loss at another size from the first model's ``output``: call all again.
 
-        ``parameters``: of the models by name; ``make`` makes a tensor of a form.
+        ``parameters``: of the models by name; ``new_tensor`` makes a tensor of a form.
         """
-        known = dict(zip(self.calls[0].results, tensors_of(output), strict=True))
-        of_forms: dict[int, torch.Tensor] = {}  # one tensor for each form, by its id
+        tensors_by_number = dict(zip(self.calls[0].results, tensors_of(output), strict=True))
+        made: dict[int, torch.Tensor] = {}  # one tensor for each form, by its id
 
         def value(recorded: Any, has_lengths: bool) -> Any:
             """The value of a recorded argument; ``has_lengths``: integers are lengths."""
             if isinstance(recorded, Result):
-                return known[recorded.number]
+                return tensors_by_number[recorded.number]
             if isinstance(recorded, Form):
                 if recorded.parameter in parameters:
                     return parameters[recorded.parameter]
-                if id(recorded) not in of_forms:
-                    of_forms[id(recorded)] = make(recorded)
-                return of_forms[id(recorded)]
+                if id(recorded) not in made:
+                    made[id(recorded)] = new_tensor(recorded)
+                return made[id(recorded)]
             if isinstance(recorded, slice):
                 bounds = (recorded.start, recorded.stop, recorded.step)
                 return slice(*(value(bound, has_lengths) for bound in bounds))
@@ -185,8 +185,8 @@ class LossTape:
             args, options = tree_map(value_of, (call.arguments, dict(call.options)))
             result = call.function(*args, **options)
             tensors = tensors_of(args[0] if name in WRITES else result)
-            known.update(zip(call.results, tensors, strict=True))
-        return known[self.loss]
+            tensors_by_number.update(zip(call.results, tensors, strict=True))
+        return tensors_by_number[self.loss]
 
 
 class LossRecorder(TorchFunctionMode):

@@ -27,7 +27,7 @@ from itercast.capture.programs.trained.finder import (
     size_of,
     with_function,
 )
-from itercast.capture.programs.trained.loss import Form, LossTape, Scaled, Size
+from itercast.capture.programs.trained.loss import Form, LossTape, Rescaled, Size
 from itercast.capture.recorder.cache import dumps
 from itercast.capture.recorder.truncate import capture_shortened
 from itercast.capture.step import StepSettings
@@ -84,7 +84,7 @@ class TrainedModel:
         """
         clip = self.facts.clip and settings.optimizer not in ("muon", "none")
         settings = replace(settings, clip=clip)
-        size = Scaled(own=self.size, wanted=Size(batch=batch, seq=seq))
+        size = Rescaled(own=self.size, wanted=Size(batch=batch, seq=seq))
         models, tape = self.tape.models, self.tape
         in_half = settings.amp and torch_dtype(settings.dtype) == held_dtype(models)
         settings = replace(settings, amp=settings.amp and not in_half)  # weights are cast already
@@ -100,7 +100,7 @@ class TrainedModel:
         def loss(output: Any) -> Any:
             named = {f"{id(m)}.{n}": p for m in models for n, p in m.named_parameters()}
             make = partial(self._new_tensor, size=size, dtype=dtype)
-            return tape.play(output, named, size, make)
+            return tape.replay(output, named, size, make)
 
         def run(**named: Any) -> Any:
             args = [named.pop(str(i)) for i in range(len(first.arguments))]
@@ -121,11 +121,11 @@ class TrainedModel:
             )
         return updated_in_fp32(step) if in_half else step
 
-    def _new_tensor(self, form: Form, size: Scaled, dtype: torch.dtype | None) -> torch.Tensor:
+    def _new_tensor(self, form: Form, size: Rescaled, dtype: torch.dtype | None) -> torch.Tensor:
         """A tensor of a form, on the GPU if the model is there."""
         return self._placed(form.tensor(size, dtype))
 
-    def _value(self, value: Any, size: Scaled, dtype: torch.dtype | None) -> Any:
+    def _value(self, value: Any, size: Rescaled, dtype: torch.dtype | None) -> Any:
         """A recorded argument at another size: forms in it become tensors."""
         if isinstance(value, Form):
             return self._new_tensor(value, size, dtype)
@@ -141,7 +141,7 @@ class TrainedModel:
 
     @contextmanager
     def _fresh(
-        self, model: Any, forward: Any, size: Scaled, dtype: torch.dtype | None
+        self, model: Any, forward: Any, size: Rescaled, dtype: torch.dtype | None
     ) -> Iterator[None]:
         """Give the model new parameters, without gradients or hooks, inside the context.
 
@@ -170,7 +170,7 @@ class TrainedModel:
     def _renewed(
         self,
         old: torch.Tensor,
-        size: Scaled,
+        size: Rescaled,
         dtype: torch.dtype | None,
         renewed: dict[int, torch.nn.Parameter],
     ) -> torch.Tensor:

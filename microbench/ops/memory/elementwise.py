@@ -104,12 +104,12 @@ def sweep() -> Iterator[Elementwise]:
 def build(p: Elementwise, device: str) -> Workload:
     """Random operands, positive where a function needs it; in-place ops keep their magnitude."""
     dtype, rows = torch_dtype(p.dtype), p.numel // p.inner
-    whole = p.dtype in ("bool", "int64")
+    integral = p.dtype in ("bool", "int64")
     shape: tuple[int, ...] = (rows, p.inner)
     if p.form == "strided":
-        half = max(2, round(rows**0.5))
-        half = next(n for n in range(half, 0, -1) if rows % n == 0)
-        shape = (half, rows // half, p.inner)
+        outer = max(2, round(rows**0.5))
+        outer = next(n for n in range(outer, 0, -1) if rows % n == 0)
+        shape = (outer, rows // outer, p.inner)
     second = {"row": (1, p.inner), "col": (rows, 1)}.get(p.form, shape)
 
     def operand(*shape: int) -> Tensor:
@@ -117,8 +117,8 @@ def build(p: Elementwise, device: str) -> Workload:
         if p.op in POSITIVE:
             x = x.mul_(0.5).add_(0.25)
         if p.op == "mul_":
-            x = x.mul_(2e-4).add_(0.9999)
-        return (x > 0).to(dtype) if whole else x.to(dtype)
+            x = x.mul_(2e-4).add_(0.9999)  # by factors near 1 the other operand stays finite
+        return (x > 0).to(dtype) if integral else x.to(dtype)
 
     def first() -> Tensor:
         if p.form not in ("strided", "transposed"):
@@ -135,7 +135,7 @@ def build(p: Elementwise, device: str) -> Workload:
         "mask": lambda: operand(*second) > 0,
         "other": lambda: operand(*shape) if second == shape else zero,
         "wide": lambda: operand(*second).expand(shape),
-        "number": int(number) if whole else number,
+        "number": int(number) if integral else number,
         "buffer": lambda: torch.ops.aten.log_sigmoid_forward(operand(*shape))[1],
         "narrower": torch.bfloat16 if p.dtype == "fp32" else torch.float32,
         "contiguous": torch.contiguous_format,

@@ -41,7 +41,7 @@ def test_it_waits_until_two_cores_are_faster_than_one() -> None:
     """1.33 ms on one thread and on two: one core. 1.70 and 0.85 ms: two cores."""
     cores = Told((1.33, 1.33), (1.70, 0.85), (9.0, 9.0))
     cores.settle()
-    assert next(cores.told) == (9.0, 9.0) and cores.patience_s == pytest.approx(6.0, abs=0.1)
+    assert next(cores.told) == (9.0, 9.0) and cores.wait_left_s == pytest.approx(6.0, abs=0.1)
 
 
 def test_ranks_on_one_core_slow_each_other() -> None:
@@ -60,8 +60,8 @@ def test_patience_ends_once_for_a_process() -> None:
 
 
 def test_a_short_sweep_waits_for_a_tenth_of_its_time() -> None:
-    assert VirtualCores(budget_s=20.0).patience_s == 2.0
-    assert VirtualCores(budget_s=1e3).patience_s == VirtualCores().patience_s == 10.0
+    assert VirtualCores(budget_s=20.0).wait_left_s == 2.0
+    assert VirtualCores(budget_s=1e3).wait_left_s == VirtualCores().wait_left_s == 10.0
 
 
 def test_one_thread_waits_for_nothing() -> None:
