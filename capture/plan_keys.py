@@ -169,8 +169,8 @@ def codec(key: str, text: str) -> str:
     try:
         kept = float(number)
     except ValueError:
-        known = f"a share of the bytes, {', '.join(QUANTISED)} or {DCT}:SHARE"
-        raise ValueError(f"{key} is {known}, got {text!r}") from None
+        allowed = f"a share of the bytes, {', '.join(QUANTISED)} or {DCT}:SHARE"
+        raise ValueError(f"{key} is {allowed}, got {text!r}") from None
     if not 0 < kept <= 1:
         raise ValueError(f"{key} is above 0 and up to 1, got {number}")
     return f"{DCT}:{kept:g}" if name == DCT else "" if kept == 1 else f"{kept:g}"

@@ -267,17 +267,17 @@ def _half_width(parts: Mapping[str, float], shares: Mapping[str, float], book: P
     """
     if book.gpu.kind == "cpu":
         return HALF_WIDTH
-    known = book.known or typical()
+    machine = book.known or typical()
     sensitivity = tuple(parts.values())
-    if book.model and book.model in known.models:
-        return known.half_width(sensitivity, book.model)
-    spread = dict(zip(NAMES, known.typical.spread, strict=True))
+    if book.model and book.model in machine.models:
+        return machine.half_width(sensitivity, book.model)
+    spread = dict(zip(NAMES, machine.typical.spread, strict=True))
     of_factor = {is_product: spread[name] for is_product, name in OF_KERNELS}
     variances = [
         share**2 * max(0.0, _deviation_of(name, book) ** 2 - of_factor[_is_product(name)] ** 2)
         for name, share in shares.items()
     ]
-    return known.half_width(sensitivity, book.model, sqrt(sum(variances)))
+    return machine.half_width(sensitivity, book.model, sqrt(sum(variances)))
 
 
 def _deviation_of(family: str, book: PriceBook) -> float:

@@ -81,14 +81,14 @@ def stated_rows(rows: pd.DataFrame) -> pd.DataFrame:
     How many others are left out is printed. Missing settings get their defaults. ``amp`` of rows
     with ``zero=`` moves into the plan: FSDP casts what it gathers; others run under autocast.
     """
-    known = rows["case"].isin(case_names())
+    is_known_model = rows["case"].isin(case_names())
     if "hf_config" in rows:
-        known |= rows["hf_config"].notna()
-    if (~known).any():
+        is_known_model |= rows["hf_config"].notna()
+    if (~is_known_model).any():
         beside_output().print(
-            f"{(~known).sum()} rows left out: no case and no configuration of that name"
+            f"{(~is_known_model).sum()} rows left out: no case and no configuration of that name"
         )
-    rows = rows[known].copy()
+    rows = rows[is_known_model].copy()
     for name, default in DEFAULT_SETTINGS.items():
         rows[name] = rows[name].where(rows[name].notna(), default) if name in rows else default
     amp, sharded = rows["amp"].astype(bool), rows["plan"].str.contains("zero=").astype(bool)
@@ -229,8 +229,8 @@ def measured_steps(rows: pd.DataFrame, folder: Path | None) -> list[MeasuredStep
     needed = [c for c in (*SETTING_COLUMNS, "time_us") if c not in DEFAULT_SETTINGS]
     missing = [c for c in needed if c not in rows]
     if not len(rows) or missing:
-        given = f"without the column {missing[0]!r}" if len(rows) else "rows of others"
-        raise ValueError(f"a host is found from rows of family host or iteration, got {given}")
+        got = f"without the column {missing[0]!r}" if len(rows) else "rows of others"
+        raise ValueError(f"a host is found from rows of family host or iteration, got {got}")
     steps = []
     for row in records(stated_rows(rows)):
         target = _target(row, folder)

@@ -72,9 +72,9 @@ def _step(entry: Any, path: Path, which: str, ask: Callable[..., Any]) -> Measur
     where, stated = f"{path.name}, {which}", (*TIMES, *BESIDE, "source")
     if isinstance(entry, Mapping):
         entry = {str(name).replace("-", "_"): value for name, value in entry.items()}
-    known = set(signature(ask).parameters) - {"machine", "anchor"} | set(stated)
-    if not isinstance(entry, Mapping) or set(entry) - known:
-        unknown = sorted(set(entry) - known) if isinstance(entry, Mapping) else entry
+    allowed = set(signature(ask).parameters) - {"machine", "anchor"} | set(stated)
+    if not isinstance(entry, Mapping) or set(entry) - allowed:
+        unknown = sorted(set(entry) - allowed) if isinstance(entry, Mapping) else entry
         problem = f"unknown {unknown!r}; known: options of predict, and {', '.join(stated)}"
         raise ValueError(f"anchor {where}: {problem}")
     entry = {n: path.parent / str(v) if n in FILES else v for n, v in entry.items()}

@@ -39,8 +39,8 @@ def bundles() -> list[Path]:
 def importers() -> Mapping[str, Callable[..., Any]]:
     """The functions that read published measurements, by source, from all installed packages."""
     tables: Mapping[str, Mapping[str, Any]] = with_added("importer_tables", {}, Mapping)
-    known = {name: reader for table in tables.values() for name, reader in table.items()}
-    return with_added("importers", known, Callable)
+    readers = {name: reader for table in tables.values() for name, reader in table.items()}
+    return with_added("importers", readers, Callable)
 
 
 def listing(kind: str) -> list[str]:

@@ -260,18 +260,18 @@ class Question:
 
     def arguments(self) -> Row:
         """The other arguments of ``itercast.api.predict``, by name."""
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        options = {f.name: getattr(self, f.name) for f in fields(self)}
         for name in ("case", "hf_config", "model", "compile", "cuda_graph", "global_batch"):
-            del given[name]
-        given["machine"] = self.known_machine()
-        del given["anchor"], given["input"]
+            del options[name]
+        options["machine"] = self.known_machine()
+        del options["anchor"], options["input"]
         if self.input:
             from itercast.capture.input.lane import read_lane
 
-            given["lane"] = read_lane(self.input)
-        given["batch"] = self.replica_batch()
+            options["lane"] = read_lane(self.input)
+        options["batch"] = self.replica_batch()
         engines = ["compile"] * self.compile + ["graph"] * self.cuda_graph
-        return {**given, "engine": "+".join(engines) or "eager"}
+        return {**options, "engine": "+".join(engines) or "eager"}
 
     def known_machine(self) -> KnownMachine | None:
         """Speed factors of the machine, from --machine and --anchor; None without either."""
@@ -349,10 +349,10 @@ def without_units(dtypes: Sequence[str], gpu: Gpu) -> list[str]:
     """A line for each dtype that a GPU has no units for: the rate its products are forecast at."""
     if gpu.kind != "gpu":
         return []
-    known = ", ".join(gpu.peak_flops_per_s)
+    dtype_names = ", ".join(gpu.peak_flops_per_s)
     rest = "its products are forecast at the rate of fp32"
     lacking = [d for d in dtypes if d not in ("fp32", *NARROW, *gpu.peak_flops_per_s)]
-    return [f"{gpu.name} has no {d} units ({known}): {rest}" for d in lacking]
+    return [f"{gpu.name} has no {d} units ({dtype_names}): {rest}" for d in lacking]
 
 
 def warn_of_dtype(dtype: str, target: Target) -> None:

@@ -281,8 +281,8 @@ def load_trees(folder: Path, name: str, stems: Sequence[str], columns: int) -> T
     """Read trees of ``columns`` features; KeyError for a stem that is not the family's."""
     if not stems:
         return None
-    known = {f"{name}.{column}": column for column in range(columns)}
-    paths = {known[stem]: folder / f"{stem}.ubj.gz" for stem in stems if stem != name}
+    column_of = {f"{name}.{column}": column for column in range(columns)}
+    paths = {column_of[stem]: folder / f"{stem}.ubj.gz" for stem in stems if stem != name}
     common = folder / f"{name}.ubj.gz" if name in stems else None
     if folder.resolve() in (SHIPPED, SHIPPED_CPU):
         shared = booster(gzip.decompress(common.read_bytes())) if common else None

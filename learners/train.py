@@ -117,13 +117,13 @@ def train_family(
     speed = learn_speed(rows, family, anchors)
     prepared = prepare(rows, family, gpus, speed)
     ops = rows["op"].to_numpy().astype(str)
-    known, held = frozen_split(shape_places(rows, family), TEST_SHARE, ops)
-    train = prepared.table.take(known)
+    trained, held = frozen_split(shape_places(rows, family), TEST_SHARE, ops)
+    train = prepared.table.take(trained)
     tuned = trees.tune(train, settings.trials, settings.storage, f"{family.name}-{digest}")
-    learned = learn(prepared, known, tuned.options)
+    learned = learn(prepared, trained, tuned.options)
     retest = retest_ape_pct(rows, family, speed)
     forecasts_us, took_s = {BLEND: learned.predict_us(held)}, {BLEND: time.monotonic() - begin}
-    forecasts_us |= held_out_us(learned, known, held, tuned.options, took_s)
+    forecasts_us |= held_out_us(learned, trained, held, tuned.options, took_s)
     offsets = learned.crossed.offsets
     scored, coverage_pct = _scores(forecasts_us, prepared.table.take(held), retest, offsets)
     report = FamilyReport(
@@ -136,12 +136,12 @@ def train_family(
         learner_seconds=took_s,
         shapes=len(np.unique(prepared.table.group[held])),
         held_out=held_out_forecasts(
-            learned, rows, family, known, held, forecasts_us[BLEND], offsets
+            learned, rows, family, trained, held, forecasts_us[BLEND], offsets
         ),
         trials=tuned.trials,
     )
     return report, replace(
-        _of_all_rows(learned, known, tuned.options),
+        _of_all_rows(learned, trained, tuned.options),
         sensitivity=speed.sensitivity,
         facts=_facts(report, rows, digest, family),
         host_calls=learn_host_calls(rows, family, gpus),
@@ -204,9 +204,9 @@ def hardware_of(
     As ``stated``, else by the datasets' cards, else by the hardware files. ValueError that names
     the missing card where none of them has it.
     """
-    known = read_hardware(roots)
-    known |= {name: made_of(Gpu, facts, f"hardware of {name}") for name, facts in stated.items()}
-    return {str(n): known.get(str(n)) or _known_gpu(str(n)) for n in rows["gpu"].unique()}
+    gpus = read_hardware(roots)
+    gpus |= {name: made_of(Gpu, facts, f"hardware of {name}") for name, facts in stated.items()}
+    return {str(n): gpus.get(str(n)) or _known_gpu(str(n)) for n in rows["gpu"].unique()}
 
 
 def _known_gpu(name: str) -> Gpu:

@@ -80,11 +80,11 @@ def assumptions_in(folder: Path) -> Mapping[tuple[str, str], Assumption]:
     assumptions = {}
     for module, entries in (yaml.load(path.read_text(), OwnLoader) or {}).items():
         for name, entry in entries.items():
-            known = (*KEYS, *OPTIONAL)
-            unknown, missing = set(entry) - set(known), set(KEYS) - set(entry)
+            allowed = (*KEYS, *OPTIONAL)
+            unknown, missing = set(entry) - set(allowed), set(KEYS) - set(entry)
             if unknown or missing:
                 wrong = f"unknown {sorted(unknown)}" if unknown else f"missing {sorted(missing)}"
-                raise ValueError(f"{path}: {module}.{name}: {wrong}; keys are {', '.join(known)}")
+                raise ValueError(f"{path}: {module}.{name}: {wrong}; keys are {', '.join(allowed)}")
             seen = {key: tuple(entry.get(key) or ()) for key in ("fitted_on", "checked_on")}
             if "without" in entry and not any(seen.values()):
                 needs = "'without' needs sources in fitted_on or checked_on"
@@ -100,10 +100,10 @@ def assumed(file: str, name: str) -> Any:
     (``leaving_out``), or the number is switched off (``itercast.capture.base.switches``).
     """
     path = Path(file)
-    known = assumptions_in(path.parent)
-    if (path.stem, name) not in known:
+    assumptions = assumptions_in(path.parent)
+    if (path.stem, name) not in assumptions:
         raise ValueError(f"{path.parent / FILE}: no assumption {path.stem}.{name}")
-    number = known[path.stem, name]
+    number = assumptions[path.stem, name]
     is_off = switched_off() == f"{path.stem}.{name}" or number.is_fitted_on(left_out())
     return number.without if is_off and number.without is not None else number.value
 

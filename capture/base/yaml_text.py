@@ -93,12 +93,12 @@ def made_of(kind: type[T], values: Any, where: str) -> T:
     Numbers may be strings: YAML 1.1 reads 3e9, without sign or point, as text.
     """
     stated: Any = kind
-    known = _types(stated)
+    types = _types(stated)
     if not isinstance(values, Mapping):
-        raise ValueError(f"{where}: expected a mapping of {sorted(known)}, got {values!r}"[:300])
-    if others := sorted(str(k) for k in values if k not in known):
-        raise ValueError(f"{where}: unknown keys {others}; known: {near(others[0], sorted(known))}")
-    checked = {k: typed(known[k], v, f"{where}: {k}") for k, v in values.items()}
+        raise ValueError(f"{where}: expected a mapping of {sorted(types)}, got {values!r}"[:300])
+    if others := sorted(str(k) for k in values if k not in types):
+        raise ValueError(f"{where}: unknown keys {others}; known: {near(others[0], sorted(types))}")
+    checked = {k: typed(types[k], v, f"{where}: {k}") for k, v in values.items()}
     needed = [f.name for f in fields(stated) if f.default is MISSING is f.default_factory]
     if missing := [name for name in needed if name not in checked]:
         raise ValueError(f"{where}: missing keys {missing}")

@@ -18,15 +18,15 @@ def drawn(batch: int, seq: int, sizes: Sizes, shapes: Mapping[str, Sequence[Any]
 
     Where a shape ends in ``below NAME`` the numbers are integers from 0 and below this size.
     """
-    known, tensors = {**sizes, "batch": batch, "seq": seq}, {}
+    lengths, tensors = {**sizes, "batch": batch, "seq": seq}, {}
     for name, shape in shapes.items():
         *before, last = shape
         word, _, limit = str(last).partition(" ")
         if word == "below":
-            axes = [known.get(axis, axis) for axis in before]
-            tensors[name] = torch.randint(0, known[limit], axes)
+            axes = [lengths.get(axis, axis) for axis in before]
+            tensors[name] = torch.randint(0, lengths[limit], axes)
         else:
-            tensors[name] = torch.randn([known.get(axis, axis) for axis in shape])
+            tensors[name] = torch.randn([lengths.get(axis, axis) for axis in shape])
     return tensors
 
 

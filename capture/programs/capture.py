@@ -135,10 +135,10 @@ def _capture_rank(
 def _numbers(tensor: FakeTensor, log: ProgramLog, *, force: bool = False) -> Any:
     """As ``Tensor.numpy``, noted as a read by the host: the known values, or ones."""
     log.read_by_host(tensor)
-    known = log.routing.facts.get(tensor)
+    fact = log.routing.facts.get(tensor)
     with _disable_current_modes():
-        if known is not None and known.values is not None:
-            return known.values.clone().numpy()
+        if fact is not None and fact.values is not None:
+            return fact.values.clone().numpy()
         return torch.ones(tensor.shape, dtype=tensor.dtype).numpy()
 
 

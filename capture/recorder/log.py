@@ -165,8 +165,8 @@ class OpLog(TorchDispatchMode):
         """Log one call; ``mm.out`` as ``mm``, and sums of backward in place, as a GPU does them."""
         if op.endswith(".out"):
             op = op.removesuffix("out")
-            known = getattr(torch.ops.aten, op.split(".")[1]).overloads()
-            op += "Tensor" if "Tensor" in known else "default"
+            overloads = getattr(torch.ops.aten, op.split(".")[1]).overloads()
+            op += "Tensor" if "Tensor" in overloads else "default"
             kwargs = {k: v for k, v in kwargs.items() if k != "out"}
         self.names = TF32_DTYPES if op in TF32_OPS and self.tf32(TF32_OPS[op]) else DTYPES
         outputs = tuple(output) if isinstance(output, list | tuple) else (output,)

@@ -61,14 +61,14 @@ def _passing_on(equal: torch.nn.Module, undo: ExitStack) -> Callable[..., Any]:
     returned: list[Any] = []
 
     def note(layer: object, args: Any, kwargs: Any, output: Any) -> None:
-        given, result = _first((*args, *kwargs.values())), _first(output)
-        if not isinstance(result, torch.Tensor) or result.shape != getattr(given, "shape", None):
+        inputs, result = _first((*args, *kwargs.values())), _first(output)
+        if not isinstance(result, torch.Tensor) or result.shape != getattr(inputs, "shape", None):
             raise ValueError(f"{type(layer).__name__} returns no tensor like that it is given")
         returned[:] = [output]
 
     def passes_on(*args: Any, **kwargs: Any) -> Any:
-        given = _first((*args, *kwargs.values()))
-        return (given, *returned[0][1:]) if isinstance(returned[0], tuple) else given
+        first_input = _first((*args, *kwargs.values()))
+        return (first_input, *returned[0][1:]) if isinstance(returned[0], tuple) else first_input
 
     undo.callback(equal.register_forward_hook(note, with_kwargs=True).remove)
     return passes_on

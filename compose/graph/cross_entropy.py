@@ -40,7 +40,7 @@ def stepwise_cross_entropy(capture: StepCapture) -> StepCapture:
     Under tensor parallelism torch's forward calls stand there already
     (``itercast.compose.parallel.parallel_loss``); the last one becomes Megatron-LM's.
     """
-    made, fresh, logits = StepBuilder(capture), fresh_storages(capture), _logits(capture)
+    builder, fresh, logits = StepBuilder(capture), fresh_storages(capture), _logits(capture)
     skipped = 0  # calls still to come of a backward pass that one product stands for
     exponentials: TensorSpec | None = None
     for i, call in enumerate(capture.calls):
@@ -58,14 +58,14 @@ def stepwise_cross_entropy(capture: StepCapture) -> StepCapture:
             calls = [call]
         if call.op == EXPONENTIALS and _size(call.outputs[0]) in logits:
             exponentials = call.outputs[0]
-        made.calls += calls[:-1]
-        made.add(i, calls[-1])
-    return _in_place(made.step(), logits)
+        builder.calls += calls[:-1]
+        builder.add(i, calls[-1])
+    return _in_place(builder.step(), logits)
 
 
 def loss_in_fp32(capture: StepCapture) -> StepCapture:
     """Returns the step whose logits are cast to fp32 before the loss, and their gradient back."""
-    made, fresh, logits = StepBuilder(capture), fresh_storages(capture), _logits(capture)
+    builder, fresh, logits = StepBuilder(capture), fresh_storages(capture), _logits(capture)
     precise = set[int]()  # storages of logarithms of probabilities and of their gradients
     for i, call in enumerate(capture.calls):
         wide = dict[TensorSpec, TensorSpec]()
@@ -77,16 +77,16 @@ def loss_in_fp32(capture: StepCapture) -> StepCapture:
         if call.op == SOFTMAX and wide:
             x = call.args[0]
             wide[x] = replace(wide[x], storage=next(fresh))
-            made.calls.append(OpCall(op=CAST, args=(x,), outputs=(wide[x],), phase=call.phase))
+            builder.calls.append(OpCall(op=CAST, args=(x,), outputs=(wide[x],), phase=call.phase))
         elif call.op == SOFTMAX_BACKWARD and wide:
             dx = call.outputs[0]
             precise.discard(dx.storage)
             wide[dx] = replace(wide[dx], storage=next(fresh))
-            made.calls.append(with_tensors(call, wide))
+            builder.calls.append(with_tensors(call, wide))
             call = OpCall(op=CAST, args=(wide[dx],), outputs=(dx,), phase=call.phase)
             wide = {}
-        made.add(i, with_tensors(call, wide))
-    return made.step()
+        builder.add(i, with_tensors(call, wide))
+    return builder.step()
 
 
 def _in_place(capture: StepCapture, logits: set[tuple[int, int]]) -> StepCapture:

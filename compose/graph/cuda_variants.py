@@ -67,19 +67,19 @@ def with_whole_networks(capture: StepCapture, cells: Collection[str] = CELLS) ->
             passes.setdefault(call.within, []).append(i)
     if not passes:
         return capture
-    made, whole_calls = StepBuilder(capture), _whole_calls(capture, passes)
+    builder, whole_calls = StepBuilder(capture), _whole_calls(capture, passes)
     replacements = {  # by the index at which it comes
         indices[-1] if _is_forward(number) else indices[0]: whole_calls[number]
         for number, indices in passes.items()
     }
     for i, call in enumerate(capture.calls):
         if call.within not in passes or i in replacements:
-            made.calls.append(replacements.get(i, call))
-        made.done(i)
+            builder.calls.append(replacements.get(i, call))
+        builder.done(i)
     removed = sum(map(len, passes.values())) - len(replacements)
     kept_frac = 1 - removed / sum(call.phase != "optimizer" for call in capture.calls)
     fewer = {e: round(kept_frac * count) for e, count in capture.host.items() if e in EVENTS}
-    return replace(made.step(), host={**capture.host, **fewer})
+    return replace(builder.step(), host={**capture.host, **fewer})
 
 
 def _is_forward(number: int) -> bool:
@@ -131,11 +131,11 @@ def with_cuda_variants(capture: StepCapture, gpu: Gpu) -> StepCapture:
     """
     capture = _with_weights(capture, gpu)
     masks = {c.args[0].storage for c in capture.calls if _name(c) == "bernoulli_"}
-    made, fused = StepBuilder(capture), _fused_casts(capture.calls)
+    builder, fused = StepBuilder(capture), _fused_casts(capture.calls)
     for i, call in enumerate(capture.calls):
-        made.calls += () if i in fused else _on_gpu(call, masks)
-        made.done(i)
-    return made.step()
+        builder.calls += () if i in fused else _on_gpu(call, masks)
+        builder.done(i)
+    return builder.step()
 
 
 def _name(call: OpCall) -> str:

@@ -67,9 +67,9 @@ def with_engine(capture: StepCapture, engine: str) -> StepCapture:
       the loss as Megatron-LM computes it (``itercast.compose.graph.cross_entropy``).
     - fused+graph: the same kernels and a fused loss as one CUDA graph.
     """
-    known = (*ENGINES, FUSED, FUSED_GRAPH, EAGER_GRAPH)
-    if engine not in known:
-        raise ValueError(f"engine {engine!r}: allowed are {', '.join(known)}")
+    engines = (*ENGINES, FUSED, FUSED_GRAPH, EAGER_GRAPH)
+    if engine not in engines:
+        raise ValueError(f"engine {engine!r}: allowed are {', '.join(engines)}")
     host = dict(capture.host)
     if "compile" in engine:
         phases = {c.phase for c in capture.calls if c.op != ONES} & set(COMPILED_PHASES)
@@ -102,20 +102,20 @@ def with_capturable_adam(capture: StepCapture) -> StepCapture:
     """
     if not any(c.op == UPDATED_BY_NUMBERS and c.phase == "optimizer" for c in capture.calls):
         return capture
-    made, fresh = StepBuilder(capture), fresh_storages(capture)
+    builder, fresh = StepBuilder(capture), fresh_storages(capture)
     first: Tensors = ()
     for i, call in enumerate(capture.calls):
         if call.phase == "optimizer" and call.op == DIVIDED_BY_NUMBERS:
             count = len(call.args[0])
             first, second = _numbers(count, fresh), _numbers(count, fresh)
-            made.calls += _corrections(call, first, second)
+            builder.calls += _corrections(call, first, second)
             call = replace(call, op=DIVIDED, args=(call.args[0], second))
         elif call.phase == "optimizer" and call.op == UPDATED_BY_NUMBERS:
             divided = replace(call, op=DIVIDED, args=(call.args[2], first), outputs=())
-            made.calls.append(divided)
+            builder.calls.append(divided)
             call = replace(call, op=UPDATED, args=(*call.args[:3], 1.0))
-        made.add(i, call)
-    return made.step()
+        builder.add(i, call)
+    return builder.step()
 
 
 def _numbers(count: int, fresh: Iterator[int]) -> Tensors:
@@ -184,13 +184,13 @@ def _with_copied_inputs(capture: StepCapture) -> StepCapture:
     copied = [t for t in capture.inputs if t.storage in read]
     if not copied:
         return capture
-    made, fresh = StepBuilder(capture), fresh_storages(capture)
+    builder, fresh = StepBuilder(capture), fresh_storages(capture)
     for t in copied:
-        given = replace(t, storage=next(fresh))
-        made.calls.append(OpCall(op=COPY, args=(t, given), outputs=(t,)))
+        copied_from = replace(t, storage=next(fresh))
+        builder.calls.append(OpCall(op=COPY, args=(t, copied_from), outputs=(t,)))
     for i, call in enumerate(capture.calls):
-        made.add(i, call)
-    return replace(made.step(), inputs=())
+        builder.add(i, call)
+    return replace(builder.step(), inputs=())
 
 
 def launches(capture: StepCapture) -> int:
@@ -218,15 +218,15 @@ def fused(
     which ``apart`` is true are kernels of their own.
     """
     capture = without_allocations(capture)
-    made, last_use = StepBuilder(capture), last_uses(capture.calls)
+    builder, last_use = StepBuilder(capture), last_uses(capture.calls)
     neighbours: list[int] = []  # consecutive calls that are one kernel
 
     def add_kernel() -> None:
         if neighbours:
             calls = [capture.calls[i] for i in neighbours]
-            made.calls.append(_one_kernel(calls, neighbours[-1], last_use))
+            builder.calls.append(_one_kernel(calls, neighbours[-1], last_use))
             for i in neighbours:
-                made.done(i)
+                builder.done(i)
             neighbours.clear()
 
     for index, call in enumerate(capture.calls):
@@ -236,9 +236,9 @@ def fused(
             neighbours.append(index)
             continue
         add_kernel()
-        made.add(index, call)
+        builder.add(index, call)
     add_kernel()
-    return made.step()
+    return builder.step()
 
 
 def _same_kernel(before: OpCall, call: OpCall) -> bool:
@@ -251,12 +251,12 @@ def _one_kernel(calls: Sequence[OpCall], last: int, last_use: dict[int, int]) ->
 
     ``last``: index of the last of them; ``last_use``: of the last call that uses each storage.
     """
-    made: dict[int, TensorSpec] = {}
+    written: dict[int, TensorSpec] = {}
     read: dict[int, TensorSpec] = {}
     for call in calls:
         for t in read_by(call):
-            if t.storage not in made:
+            if t.storage not in written:
                 read[t.storage] = t
-        made |= {t.storage: t for t in call.outputs}
-    kept = tuple(t for name, t in made.items() if last_use[name] > last)
+        written |= {t.storage: t for t in call.outputs}
+    kept = tuple(t for name, t in written.items() if last_use[name] > last)
     return kernel_call(calls, tuple(read.values()), kept or calls[-1].outputs, backward=False)

@@ -194,12 +194,12 @@ def _reads_inputs_only(
     ``earlier``, ``own``: calls of earlier layers and of this one. What is made of weights counts
     as weights; without any, False.
     """
-    made = {t.storage for c in earlier for t in c.outputs if t.dtype.startswith(("fp", "bf"))}
+    written = {t.storage for c in earlier for t in c.outputs if t.dtype.startswith(("fp", "bf"))}
     of_weights = {p.storage for p in parameters}
     for call in own:
         read = {t.storage for t in call.tensors()}
         if read & of_weights:
-            if read & made:
+            if read & written:
                 return False
             of_weights |= {t.storage for t in call.outputs}
     return bool(parameters)

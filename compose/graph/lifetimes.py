@@ -246,15 +246,15 @@ def input_bytes(capture: StepCapture) -> int:
 
     A collective's message may be its own result: what is gathered is no input.
     """
-    known = {p.storage for p in capture.parameters} | {-1}
-    given: dict[int, int] = {}
+    not_inputs = {p.storage for p in capture.parameters} | {-1}
+    nbytes_of: dict[int, int] = {}
     for call in capture.calls:
         if call.phase in ("forward", "loss"):
             own = {t.storage for t in call.outputs} if call.op == COLLECTIVE else set[int]()
-            new = [t for t in call.tensors() if t.storage not in known | own]
-            given |= {t.storage: max(t.nbytes, given.get(t.storage, 0)) for t in new}
-        known |= {t.storage for t in call.outputs}
-    return sum(given.values())
+            new = [t for t in call.tensors() if t.storage not in not_inputs | own]
+            nbytes_of |= {t.storage: max(t.nbytes, nbytes_of.get(t.storage, 0)) for t in new}
+        not_inputs |= {t.storage for t in call.outputs}
+    return sum(nbytes_of.values())
 
 
 def update_bytes(capture: StepCapture, calls: Container[int]) -> int:
@@ -286,10 +286,10 @@ def node_ends(calls: Sequence[OpCall], backward: tuple[int, int]) -> dict[int, i
     one node. ``backward``: the half-open range of a layer's calls.
     """
     ends: dict[int, int] = {}
-    made = {t.storage for c in calls[slice(*backward)] for t in c.outputs}
+    written = {t.storage for c in calls[slice(*backward)] for t in c.outputs}
     read_by_next: set[int] = set()
     for i in range(backward[1] - 1, backward[0] - 1, -1):
-        read = made & {t.storage for t in calls[i].tensors()}
+        read = written & {t.storage for t in calls[i].tensors()}
         if read & read_by_next:
             ends[i] = ends.get(i + 1, i + 1)
         read_by_next = read

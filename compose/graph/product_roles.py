@@ -58,12 +58,12 @@ def weight_roles(capture: StepCapture, *, experts: bool = True) -> dict[int, str
     forward = [c for c in capture.calls if c.phase in ("forward", "loss")]
     adapters = list(find_adapters(forward, weights))
     forward = without_adapters(forward, adapters)
-    made = {t.storage for c in forward for t in c.outputs}
+    written = {t.storage for c in forward for t in c.outputs}
     for i, call in enumerate(forward):
         weight = _weight(call, weights)
         if weight is None or roles.get(weight.storage) == "row":
             continue
-        partner = _partner(forward[i + 1 :], call.outputs[0], weights, made)
+        partner = _partner(forward[i + 1 :], call.outputs[0], weights, written)
         if partner == "loss":
             roles[weight.storage] = "vocabulary"
         elif isinstance(partner, int) and partner not in roles:

@@ -33,19 +33,19 @@ def with_quantised_weights(capture: StepCapture, kind: str) -> StepCapture:
     stored = {p.storage: p for p in _quantised(capture, copies, kind)}
     if not stored:
         raise ValueError(f"weights {kind!r}: the model has no frozen linear layers in blocks")
-    made, fresh = StepBuilder(capture), fresh_storages(capture)
+    builder, fresh = StepBuilder(capture), fresh_storages(capture)
     for i, call in enumerate(capture.calls):
         if call.outputs and copies.get(call.outputs[0].storage) in stored:
-            made.done(i)  # autocast's copy: the matrix is made in that dtype
+            builder.done(i)  # autocast's copy: the matrix is made in that dtype
             continue
         factor = _factor(call)
         p = stored.get(copies.get(factor.storage, factor.storage)) if factor else None
         if factor and p:
             whole = replace(factor, storage=next(fresh))
-            made.calls += _made_whole(p, whole, kind, fresh, call)
+            builder.calls += _made_whole(p, whole, kind, fresh, call)
             call = with_tensors(call, {factor: whole})
-        made.add(i, call)
-    return made.step([stored.get(p.storage, p) for p in capture.parameters])
+        builder.add(i, call)
+    return builder.step([stored.get(p.storage, p) for p in capture.parameters])
 
 
 def _quantised(capture: StepCapture, copies: Mapping[int, int], kind: str) -> Iterator[ParamSpec]:

@@ -46,8 +46,8 @@ def read_machine(path: Path) -> KnownMachine:
     """Read a machine file; ValueError names what is wrong with it."""
     facts = read_mapping(path, "machine file")
     if set(facts) - set(LATER) != set(KEYS):
-        known = (*KEYS, *LATER)
-        raise ValueError(f"machine file {str(path)!r}: keys are {known}, got {sorted(facts)}")
+        allowed = (*KEYS, *LATER)
+        raise ValueError(f"machine file {str(path)!r}: keys are {allowed}, got {sorted(facts)}")
     try:
         return _made(facts)
     except (ValueError, TypeError, KeyError) as exc:

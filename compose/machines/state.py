@@ -88,9 +88,9 @@ class Machine:
 
     def log_deviation(self, sensitivity: Sequence[float], model: str) -> float:
         """Standard deviation of the log time of a step of ``model``; ``sensitivity``: J."""
-        known = self._with(model)
-        direction = known._direction(sensitivity, model)
-        variance = float(direction @ np.array(known.covariance) @ direction)
+        machine = self._with(model)
+        direction = machine._direction(sensitivity, model)
+        variance = float(direction @ np.array(machine.covariance) @ direction)
         return sqrt(variance + self.typical.row**2)
 
     def half_width(
@@ -104,10 +104,10 @@ class Machine:
 
     def updated(self, anchors: Sequence[Anchor]) -> Machine:
         """What is known of the machine after these measured steps: the posterior."""
-        known = self
+        machine = self
         for anchor in anchors:
-            known = known._with(anchor.model)._updated_by(anchor)
-        return known
+            machine = machine._with(anchor.model)._updated_by(anchor)
+        return machine
 
     def _with(self, model: str) -> Machine:
         """The same machine with a place for a model of which nothing was measured."""

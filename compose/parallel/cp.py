@@ -32,10 +32,10 @@ def context_parallel(capture: StepCapture, plan: ParallelPlan) -> StepCapture:
 @cached_by_identity
 def _with_ring(capture: StepCapture, cp: int) -> StepCapture:
     """The step with the ring of ``cp`` ranks around each attention call, as described above."""
-    made = StepBuilder(capture)
+    builder = StepBuilder(capture)
     for i, call in enumerate(capture.calls):
         if call.op not in ATTENTION:
-            made.add(i, call)
+            builder.add(i, call)
             continue
         remote_attention = _remote_block(call)
         keys, values = call.args[-2], call.args[-1]
@@ -44,12 +44,12 @@ def _with_ring(capture: StepCapture, cp: int) -> StepCapture:
         send = partial(collective, EXCHANGE, "cp", keys, call.phase)
         with_gradients = 2 * keys_and_values if is_backward else keys_and_values
         for _ in range(cp - 1):
-            made.calls.append(send(overlaps_next=True, scale=with_gradients))
-            made.calls.append(remote_attention)
-        made.add(i, call)
+            builder.calls.append(send(overlaps_next=True, scale=with_gradients))
+            builder.calls.append(remote_attention)
+        builder.add(i, call)
         if is_backward:  # the sums of gradients return to the rank of their keys
-            made.calls.append(send(scale=keys_and_values))
-    return made.step()
+            builder.calls.append(send(scale=keys_and_values))
+    return builder.step()
 
 
 def _remote_block(call: OpCall) -> OpCall:

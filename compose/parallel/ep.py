@@ -51,23 +51,23 @@ def expert_parallel(capture: StepCapture, plan: ParallelPlan) -> StepCapture:
     first_products, last_products = _first_and_last_products(capture, weights)
     experts = next(iter(weights.values())).shape[0]
     routed = _routed(capture, experts, min(first_products)) if plan.ep_once else (0, 0)
-    made = StepBuilder(capture)
+    builder = StepBuilder(capture)
     tokens = 0  # rows that the layer's experts read; 0 outside of experts
     of_experts = set[int]()  # storages that the layer's experts have made
     for i, call in enumerate(capture.calls):
         if i in first_products:
-            made.calls.append(_all_to_all(call.args[0], plan, call.phase, routed, DISPATCH))
+            builder.calls.append(_all_to_all(call.args[0], plan, call.phase, routed, DISPATCH))
             of_experts, tokens = set[int](), call.args[0].shape[-2]
         local = _local_call(call, plan, weights)
         is_product = local is not call
         if tokens and (is_product or of_experts & {t.storage for t in call.tensors()}):
             of_experts |= {t.storage for t in call.outputs}
             local = local if is_product else _on_busiest_rank(call, tokens, plan)
-        made.add(i, local)
+        builder.add(i, local)
         if i in last_products:
-            made.calls.append(_all_to_all(call.outputs[0], plan, call.phase, routed, COMBINE))
+            builder.calls.append(_all_to_all(call.outputs[0], plan, call.phase, routed, COMBINE))
             tokens = 0
-    return made.step(
+    return builder.step(
         [_local_experts(p, plan) if p.storage in weights else p for p in capture.parameters]
     )
 
@@ -79,7 +79,7 @@ def with_buffers(capture: StepCapture) -> StepCapture:
     Experts read the tokens that arrived, which are saved for backward; all other calls read the
     results that came back.
     """
-    made, fresh = StepBuilder(capture), fresh_storages(capture)
+    builder, fresh = StepBuilder(capture), fresh_storages(capture)
     tokens, results = dict[int, int](), dict[int, int]()  # storages: sent -> arrived
     for i, call in enumerate(capture.calls):
         reads_tokens = call.op in EXPERT_PRODUCTS or call.op == COLLECTIVE
@@ -93,8 +93,8 @@ def with_buffers(capture: StepCapture) -> StepCapture:
             imbalance = call.kwargs["scale"] if dispatches else 1.0
             received = _with_more_rows(sent, sent.shape[-2], imbalance)
             call = replace(call, outputs=(replace(received, storage=storage),))
-        made.add(i, call)
-    return made.step()
+        builder.add(i, call)
+    return builder.step()
 
 
 def expert_weights(capture: StepCapture) -> dict[int, ParamSpec]:

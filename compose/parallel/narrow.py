@@ -31,7 +31,7 @@ def with_narrow_products(capture: StepCapture, dtype: str) -> StepCapture:
     shapes = {p.shape for p in capture.parameters if p.storage in weights}
     multiplied: set[int] = set()  # activations that one of these weights multiplied
     narrow_copy: dict[int, int] = {}  # storage -> storage of its copy in ``dtype``
-    made, fresh = StepBuilder(capture), fresh_storages(capture)
+    builder, fresh = StepBuilder(capture), fresh_storages(capture)
     for i, call in enumerate(capture.calls):
         factors = _factors(call)
         by_weight = bool(factors) and factors[1].storage in weights
@@ -41,16 +41,16 @@ def with_narrow_products(capture: StepCapture, dtype: str) -> StepCapture:
             for t in factors:
                 if t.storage not in weights | narrow_copy.keys():
                     narrow_copy[t.storage] = next(fresh)
-                    made.calls += _cast(t, narrow_copy[t.storage], call, dtype)
+                    builder.calls += _cast(t, narrow_copy[t.storage], call, dtype)
             if by_weight and call.phase != "backward":
                 multiplied.add(factors[0].storage)
             call = with_tensors(call, {t: _narrowed(t, narrow_copy, dtype) for t in factors})
         for t in call.outputs:  # overwritten: the copy is stale
             narrow_copy.pop(t.storage, None)
-        made.add(i, call)
+        builder.add(i, call)
     if not multiplied:
         raise ValueError(f"dtype {dtype!r}: the model has no linear layers in numbered blocks")
-    return made.step()
+    return builder.step()
 
 
 def _narrow_weights(capture: StepCapture) -> set[int]:

@@ -100,12 +100,12 @@ Sent = tuple[Message, Group]  # a message, and the ranks that it is sent among
 def price_messages(messages: Sequence[Message], book: PriceBook, where: Cluster) -> list[PricedOp]:
     """Prices each message as if no other were sent."""
     asked = [(m, where.on_one_cpu(where.groups[m.axis])) for m in messages]
-    known = book.once(("sent", where.place), dict[Sent, PricedOp])
-    if fresh := [sent for sent in dict.fromkeys(asked) if sent not in known]:
+    prices = book.once(("sent", where.place), dict[Sent, PricedOp])
+    if fresh := [sent for sent in dict.fromkeys(asked) if sent not in prices]:
         in_nodes = [(message, part) for message, group in fresh for part in _in_node(group)]
         prefetch_messages([*fresh, *in_nodes], book, where)
-        known |= {(m, group): _on_machine(m, group, book, where) for m, group in fresh}
-    priced = [known[sent] for sent in asked]
+        prices |= {(m, group): _on_machine(m, group, book, where) for m, group in fresh}
+    priced = [prices[sent] for sent in asked]
     for link in where.crossings:
         for i, message in enumerate(messages):
             far = message.among(world_size=where.groups[message.axis].size, ranks_per_node=1)

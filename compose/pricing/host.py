@@ -99,8 +99,8 @@ def _event_us(
     on_this_cpu = book.gpu.kind == "cpu" and event not in (*WRAPPERS, REPEATED)
     if row is not None and not book.host_is_named and (on_this_cpu or row["in_envelope"]):
         return row["predicted_us"] / (LAUNCH_EVENT if event == "launch" else 1.0), ()
-    known = book.host_is_named and event not in WRAPPERS
-    shares = () if known else ((f"host.event_us.{event}", 1.0),)
+    is_known_host = book.host_is_named and event not in WRAPPERS
+    shares = () if is_known_host else ((f"host.event_us.{event}", 1.0),)
     return _slowdown(book) * book.host.event_us(event, tensors), shares
 
 
@@ -132,11 +132,11 @@ def _book_of_host_times(book: PriceBook) -> PriceBook:
     model = book.models.get("host")
     if model is None or book.gpu.kind == "cpu":
         return book
-    known = [model.source_gpus.gpus[name] for name in model.source_gpus.measured]
-    known = [gpu for gpu in known if gpu.kind == book.gpu.kind]
-    if not known or book.gpu.name in model.source_gpus.measured:
+    gpus = [model.source_gpus.gpus[name] for name in model.source_gpus.measured]
+    gpus = [gpu for gpu in gpus if gpu.kind == book.gpu.kind]
+    if not gpus or book.gpu.name in model.source_gpus.measured:
         return book
-    nearest = min(known, key=lambda gpu: gpu_distance(book.gpu, gpu, "fp32"))
+    nearest = min(gpus, key=lambda gpu: gpu_distance(book.gpu, gpu, "fp32"))
     return price_book(book.pricer, nearest, book.threads, book.stack, book.host)
 
 

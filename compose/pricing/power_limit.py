@@ -37,11 +37,11 @@ def sustained_flops_per_s(gpu: Gpu, dtype: str) -> float:
     reference = _reference(gpu.architecture)
     if not (is_on("power_limit") and reference and gpu.power_w and _same_sms(gpu, reference)):
         return float("inf")
-    known = dtype if dtype in reference.achieved_flops_per_s else "bf16"
-    scale = gpu.peak(dtype) / gpu.peak(known)
+    rated_dtype = dtype if dtype in reference.achieved_flops_per_s else "bf16"
+    scale = gpu.peak(dtype) / gpu.peak(rated_dtype)
     sms = gpu.sm_count / reference.sm_count
     power = gpu.power_w / reference.power_w
-    rate = reference.achieved_flops_per_s[known] * sms * (power / sms) ** CLOCK_EXPONENT
+    rate = reference.achieved_flops_per_s[rated_dtype] * sms * (power / sms) ** CLOCK_EXPONENT
     return float(scale * rate)
 
 

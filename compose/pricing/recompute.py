@@ -119,8 +119,8 @@ def _kept_bytes(capture: StepCapture, layer: Layer) -> int:
     """Bytes that ``_saved_ops`` keep beside a layer's output."""
     later = _read_later(layer, capture)
     saved = [capture.calls[i] for i in _saved_ops(range(*layer.forward), capture)]
-    made = {t.storage: t.nbytes for c in saved for t in c.outputs if t.storage not in later}
-    return sum(made.values())
+    nbytes_of = {t.storage: t.nbytes for c in saved for t in c.outputs if t.storage not in later}
+    return sum(nbytes_of.values())
 
 
 def _read_later(layer: Layer, capture: StepCapture) -> set[int]:
@@ -148,19 +148,19 @@ def _items(
     items, random_items, random_may_be_saved = list[Item](), list[Item](), True
     for i in span:
         call = capture.calls[i]
-        made = {t.storage: t.nbytes for t in call.outputs}
+        nbytes_of = {t.storage: t.nbytes for t in call.outputs}
         read = {t.storage for t in call.tensors()}
-        written_once = all(writes[s] == 1 and s not in read for s in made)
+        written_once = all(writes[s] == 1 and s not in read for s in nbytes_of)
         is_random = ops[i].family == "random" or call.kwargs.get("dropout_p", 0.0) > 0
         item = Item(
             calls=(i,),
-            nbytes=sum(n for s, n in made.items() if s not in later),
+            nbytes=sum(n for s, n in nbytes_of.items() if s not in later),
             time_us=ops[i].duration_us,
         )
         if is_random:
             random_items.append(item)
             random_may_be_saved = random_may_be_saved and written_once
-        elif made and written_once and call.op != COLLECTIVE:
+        elif nbytes_of and written_once and call.op != COLLECTIVE:
             items.append(item)
     if random_items and random_may_be_saved:
         items.append(reduce(joined, random_items))

@@ -121,7 +121,7 @@ def host_memory(rank: Rank, optimizer: str) -> int:
     Where parameters lie there, shards of these, of gradients and of the optimizer's states;
     activations of all micro-batches in flight. What is on its way is on the GPU too.
     """
-    plan, states, found = rank.plan, STATE_COPIES[optimizer], [0]
+    plan, states, most = rank.plan, STATE_COPIES[optimizer], [0]
     for sizes, others in in_flight_sizes(rank) if plan.offload else ():
         held = held_by_software(sizes, plan, stack_of_row(rank.book.stack).held)[1]
         bytes_of = {
@@ -132,8 +132,8 @@ def host_memory(rank: Rank, optimizer: str) -> int:
         for x, n in sizes.runs:
             shard, gradients = shard_bytes(x.layer, plan.shards, fp32=plan.amp)
             bytes_of["parameters"] += n * (shard + (1 + states) * gradients)
-        found.append(round(sum(bytes_of[name] for name in plan.offload.split("+"))))
-    return max(found)
+        most.append(round(sum(bytes_of[name] for name in plan.offload.split("+"))))
+    return max(most)
 
 
 def _simulated(ranks: Sequence[Rank], optimizer: str, crowding: float = 1.0) -> Pipeline | Replicas:

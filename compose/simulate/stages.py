@@ -38,9 +38,9 @@ class Chunk:
         """Whether its backward reads no tensor that later layers' backward makes, but scalars."""
         start, end = self.runs[-1][0].layer.backward
         later = [c for c in capture.calls[:start] if c.phase == "backward"]
-        made = {t.storage for c in later for t in c.outputs if t.numel > 1}
+        written = {t.storage for c in later for t in c.outputs if t.numel > 1}
         read = {t.storage for c in capture.calls[start:end] for t in c.tensors()}
-        return bool(later) and made.isdisjoint(read)
+        return bool(later) and written.isdisjoint(read)
 
 
 def chunks_of(rank: Rank) -> list[Chunk]:
@@ -294,8 +294,8 @@ def _between(
     """Layers ``start`` to ``stop`` of a model, each with how often it is there in a row."""
     between, begin = [], 0
     for layer, count in runs:
-        taken = min(stop, begin + count) - max(start, begin)
-        if taken > 0:
-            between.append((layer, taken))
+        overlap = min(stop, begin + count) - max(start, begin)
+        if overlap > 0:
+            between.append((layer, overlap))
         begin += count
     return tuple(between)

@@ -24,8 +24,8 @@ REPORT = "report"  # the run of a comparison that has its page
 
 def iterations_experiment(client: MlflowClient) -> str:
     """The id of the experiment of whole iterations, which is made if there is none."""
-    known = client.get_experiment_by_name(ITERATIONS)
-    note = "" if known else store.note(ITERATIONS, latest="Nothing compared yet")
+    experiment = client.get_experiment_by_name(ITERATIONS)
+    note = "" if experiment else store.note(ITERATIONS, latest="Nothing compared yet")
     return store.experiment(client, ITERATIONS, note)
 
 

@@ -170,10 +170,10 @@ def champion_held_out(client: MlflowClient, name: str) -> pd.DataFrame | None:
 
 def champion_of(client: MlflowClient, name: str) -> ModelVersion | None:
     """The version of a registered model that is its champion; None where there is none."""
-    found = client.search_registered_models(f"name = '{name}'")
-    if not found or ALIAS not in found[0].aliases:
+    models = client.search_registered_models(f"name = '{name}'")
+    if not models or ALIAS not in models[0].aliases:
         return None
-    return client.get_model_version(name, found[0].aliases[ALIAS])
+    return client.get_model_version(name, models[0].aliases[ALIAS])
 
 
 def model_of(registered: ModelVersion) -> str:

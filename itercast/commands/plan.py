@@ -140,8 +140,8 @@ def _search_model(
     """
     gpu, gpus, asked = facts["gpu"], facts["gpus"], {n: facts[n] for n in (*STEP, *WHERE, "amp")}
     samples, where = question.samples_over(gpus), {n: facts[n] for n in ("node", "local")}
-    known = {"machine": question.known_machine()}
-    search, target = _open(model, gpu, gpus, global_batch=samples, **where, **asked, **known)
+    on_machine = {"machine": question.known_machine()}
+    search, target = _open(model, gpu, gpus, global_batch=samples, **where, **asked, **on_machine)
     if prices is not None:
         _check_price(prices, target)
     facts |= {"amp": search.amp, "stack": target.stack, **_settled(search, target)}
@@ -153,7 +153,7 @@ def _search_model(
     unlike = {name: facts[name] for name in ("lengths", "packed")}
     if any(unlike.values()):
         sizes = {"batch": search.batch, "seq": search.seq, "node": where["node"], **unlike}
-        reports = with_lengths(model, reports, gpu=gpu, **{**asked, **sizes, **known})
+        reports = with_lengths(model, reports, gpu=gpu, **{**asked, **sizes, **on_machine})
     return facts | {"gpu": target.gpu.name, **counts}, reports
 
 

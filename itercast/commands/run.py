@@ -238,10 +238,10 @@ def _question(row: ScriptForecast) -> Row:
     }
     options |= {"bundle": forecast.bundle, "host": forecast.host, "stack": forecast.stack}
     options |= {"steps": order.steps, "limit": order.limit_s}
-    given = {name: value for name, value in options.items() if value}
-    words = [w for name, value in given.items() for w in (f"--{name}", str(value))]
+    stated = {name: value for name, value in options.items() if value}
+    words = [w for name, value in stated.items() for w in (f"--{name}", str(value))]
     script = ["--module", order.module] if order.module else [str(order.path)]
-    question = {"script": script[-1], "arguments": list(order.arguments), **given}
+    question = {"script": script[-1], "arguments": list(order.arguments), **stated}
     question |= {"batch": row.captured.program.samples}
     return {
         "question": question,

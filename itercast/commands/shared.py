@@ -238,10 +238,10 @@ def report_table(report: Row) -> Table:
         )
         lines.append((name, facts, entry["learners"]))
     table = learner_table(lines, ("rows", "re-\ntest", "co-\nvered"))
-    known = [entry for entry in report.values() if entry.get("coverage_pct")]
-    if known:
-        rows = sum(entry["rows"] for entry in known)
-        mean_pct = sum(entry["rows"] * entry["coverage_pct"] for entry in known) / rows
+    measured = [entry for entry in report.values() if entry.get("coverage_pct")]
+    if measured:
+        rows = sum(entry["rows"] for entry in measured)
+        mean_pct = sum(entry["rows"] * entry["coverage_pct"] for entry in measured) / rows
         table.caption = (
             f"80 % intervals cover {mean_pct:.0f} % of these shapes (mean weighted by rows)"
         )

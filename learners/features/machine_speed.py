@@ -70,8 +70,8 @@ def reference_anchors(
 
 def undisturbed(rows: pd.DataFrame, anchors: Anchors) -> pd.DataFrame:
     """Keeps the rows measured while both anchors took at most MAX_SLOWDOWN times their median."""
-    kept = np.flatnonzero((log_slowness(rows, anchors) <= np.log(MAX_SLOWDOWN)).all(axis=1))
-    return rows.iloc[kept].reset_index(drop=True)
+    rows_kept = np.flatnonzero((log_slowness(rows, anchors) <= np.log(MAX_SLOWDOWN)).all(axis=1))
+    return rows.iloc[rows_kept].reset_index(drop=True)
 
 
 def shares(time_us: np.ndarray) -> np.ndarray:

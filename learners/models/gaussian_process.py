@@ -187,8 +187,8 @@ def merge_points(z: Array, log_ratio: Array, distance: float) -> tuple[Array, Ar
     ends = np.cumsum(count)[:-1]
     positions = np.stack([part.mean(0) for part in np.split(z[order].astype(float), ends)])
     values = np.array([np.median(part) for part in np.split(log_ratio[order], ends)])
-    kept = np.random.default_rng(0).permutation(len(positions))[:MAX_POINTS]
-    return positions[kept], values[kept], np.minimum(count[kept], 4.0)
+    drawn = np.random.default_rng(0).permutation(len(positions))[:MAX_POINTS]
+    return positions[drawn], values[drawn], np.minimum(count[drawn], 4.0)
 
 
 def learn_kernel(

@@ -21,7 +21,7 @@ def offsets_of_rows(
     offsets = []
     for seen_offset, unseen_offset, more_extreme in zip(seen, unseen, (min, max), strict=True):
         outside = OUTSIDE_WIDENING * seen_offset
-        known = np.where(inside, seen_offset, outside)
-        widened = np.where(inside, unseen_offset, more_extreme(unseen_offset, outside))
-        offsets.append(np.where(on_unseen, widened, known).astype(float))
+        of_seen = np.where(inside, seen_offset, outside)
+        of_unseen = np.where(inside, unseen_offset, more_extreme(unseen_offset, outside))
+        offsets.append(np.where(on_unseen, of_unseen, of_seen).astype(float))
     return offsets[0], offsets[1]

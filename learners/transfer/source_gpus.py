@@ -89,8 +89,8 @@ class SourceGpus:
         Each vendor's libraries have kernels of their own.
         """
         same_kind = self._of_same_kind(gpu)
-        known = {name: self.gpus[name] for name in same_kind if name in self.gpus}
-        own = {name: other for name, other in known.items() if other.vendor == gpu.vendor}
+        measured = {name: self.gpus[name] for name in same_kind if name in self.gpus}
+        own = {name: other for name, other in measured.items() if other.vendor == gpu.vendor}
         if len({other.architecture for other in own.values()}) > 1:
             return {name: same_kind[name] for name in own}
         return same_kind

@@ -111,8 +111,8 @@ def _beside(generation: str, hosts: Sequence[HostMachine]) -> Sequence[HostMachi
 
     def distance(host: HostMachine) -> int:
         """Difference of compute capability (80 for 8.0) to the nearest of the host's GPUs."""
-        known = [numbers[name] for name in host.generations if name in numbers]
-        return min(abs(numbers[generation] - number) for number in known)
+        of_host = [numbers[name] for name in host.generations if name in numbers]
+        return min(abs(numbers[generation] - number) for number in of_host)
 
     nearest = min(map(distance, cuda))
     return [h for h in cuda if distance(h) == nearest]

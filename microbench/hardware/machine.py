@@ -175,9 +175,9 @@ def gpu_of(properties: Any) -> Gpu:
     fp32 = SMs * clock * 256 FLOP, other dtypes a multiple of it,
     bandwidth = 2 * memory clock * bus width in bytes.
     """
-    known = gpu_named(properties.name)
-    if known is not None:
-        return load_gpu(known)
+    known_gpu = gpu_named(properties.name)
+    if known_gpu is not None:
+        return load_gpu(known_gpu)
     clock_hz = properties.clock_rate * 1e3  # kHz
     fp32 = properties.multi_processor_count * FP32_FLOPS_PER_SM_AND_CLOCK * clock_hz
     transfers_per_s = MEMORY_TRANSFERS_PER_CLOCK * properties.memory_clock_rate * 1e3  # kHz

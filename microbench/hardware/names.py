@@ -79,8 +79,8 @@ def gpu_named(text: str) -> str | None:
     """
     if files := fitting(text):
         return files[0]
-    known = parse(text).model in by_model()
-    node = None if known else node_named(text)
+    is_known = parse(text).model in by_model()
+    node = None if is_known else node_named(text)
     return load_node(node).gpu if node else None
 
 

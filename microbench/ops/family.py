@@ -246,8 +246,8 @@ def itemsize_bytes(dtype: str) -> Numbers:
             return ELEMENT_BYTES[dtype]
         return np.fromiter(map(ELEMENT_BYTES.__getitem__, dtype), np.float64, len(dtype))
     except KeyError as exc:
-        known = ", ".join(ELEMENT_BYTES)
-        raise ValueError(f"unknown dtype {exc.args[0]!r}; known: {known}") from None
+        dtypes = ", ".join(ELEMENT_BYTES)
+        raise ValueError(f"unknown dtype {exc.args[0]!r}; known: {dtypes}") from None
 
 
 def is_any(op: str, names: Collection[str]) -> Values:

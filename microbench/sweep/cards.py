@@ -22,15 +22,15 @@ COMMIT = "ITERCAST_COMMIT"  # environment variable with the commit, where git is
 
 def card_facts(root: Path, device: str) -> Row:
     """Facts for every card of this sweep: machine, versions, date."""
-    known = store.read_hardware([root])
-    gpu = known.get(cpu_name()) or _this_cpu() if device == "cpu" else cuda_gpu()
+    hardware = store.read_hardware([root])
+    gpu = hardware.get(cpu_name()) or _this_cpu() if device == "cpu" else cuda_gpu()
     return {
         "what": "single-op times swept by itercast collect",
         "when": datetime.date.today().isoformat(),
         "licence": "Apache-2.0",
         "versions": {"python": sys.version.split()[0], "torch": str(torch.__version__)}
         | (cuda_versions() if device == "cuda" else {}),
-        "hardware": known.get(gpu.name, gpu).to_dict(),
+        "hardware": hardware.get(gpu.name, gpu).to_dict(),
     }
 
 

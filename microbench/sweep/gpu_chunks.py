@@ -271,9 +271,9 @@ class Chunk:
             if not point.number % CONDITIONS_EVERY:
                 self.readings.append(self.device.conditions())
             self.device.wait()
-            kept = unstarved(queued)
-            point.times_us[cache] = [self.device.elapsed_us(sample) for sample in kept]
-            point.starved[cache] = kept[0].starved and not point.synchronises
+            unstarved_samples = unstarved(queued)
+            point.times_us[cache] = [self.device.elapsed_us(sample) for sample in unstarved_samples]
+            point.starved[cache] = unstarved_samples[0].starved and not point.synchronises
 
     def _queue(self, point: Measured, cold: bool, repetitions: int) -> list[Launched]:
         """Queue samples until so many have not starved, twice as many at most.

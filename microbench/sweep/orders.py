@@ -99,8 +99,8 @@ def phases(device: str, swept: Sequence[str], nodes: bool = False, devices: int 
 
 def known_families(names: Sequence[str] | None) -> tuple[str, ...]:
     """The named families; without names all but those on demand. ValueError for unknown names."""
-    known = families()
+    families_by_name = families()
     for name in names or ():
-        if name not in known:
-            raise unknown("family", name, known)
-    return tuple(names or (n for n, family in known.items() if not family.on_demand))
+        if name not in families_by_name:
+            raise unknown("family", name, families_by_name)
+    return tuple(names or (n for n, family in families_by_name.items() if not family.on_demand))

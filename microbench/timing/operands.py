@@ -32,7 +32,7 @@ def _operands(run: Callable[[], object]) -> list[Tensor]:
     Runs it once to find out.
     """
     read: dict[int, Tensor] = {}
-    made: set[int] = set()
+    written: set[int] = set()
 
     class Reads(torch.utils._python_dispatch.TorchDispatchMode):
         """Keeps, by address, the tensors that ops read before an op has written there."""
@@ -41,10 +41,10 @@ def _operands(run: Callable[[], object]) -> list[Tensor]:
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             for t in _tensors((args, kwargs or {})):
-                if t.data_ptr() not in made:
+                if t.data_ptr() not in written:
                     read.setdefault(t.data_ptr(), t)
             result = func(*args, **(kwargs or {}))
-            made.update(t.data_ptr() for t in _tensors(result) if t.data_ptr() not in read)
+            written.update(t.data_ptr() for t in _tensors(result) if t.data_ptr() not in read)
             return result
 
     with Reads():

@@ -35,18 +35,18 @@ class Adapters:
         pairs = [part.partition("=") for part in text.split(",")]
         if len(pairs) == 1 and not pairs[0][1]:
             pairs = [("rank", "=", text)]
-        given = {key.strip(): value.strip() for key, _, value in pairs}
-        for key in given:
+        stated = {key.strip(): value.strip() for key, _, value in pairs}
+        for key in stated:
             if key not in KEYS:
                 raise unknown("key of lora", key, KEYS)
-        rank = given.get("rank", "").removesuffix(".0")  # pandas reads 16 so in a column with gaps
+        rank = stated.get("rank", "").removesuffix(".0")  # pandas reads 16 so in a column with gaps
         if not (rank.isascii() and rank.isdigit() and 0 < int(rank[:9]) <= MAX_RANK):
             raise ValueError(f"lora {text[:80]!r}: rank is a whole number above 0, as in rank=16")
         adapters = cls(
             rank=int(rank),
-            layers=tuple(filter(None, given.get("layers", "").split("+"))),
-            weights=given.get("weights", ""),
-            dtype=given.get("dtype", "fp32"),
+            layers=tuple(filter(None, stated.get("layers", "").split("+"))),
+            weights=stated.get("weights", ""),
+            dtype=stated.get("dtype", "fp32"),
         )
         for key, value, allowed in (
             ("weights", adapters.weights, ("", *QUANTISED)),

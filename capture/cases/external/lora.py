@@ -74,9 +74,9 @@ def _adapted(model: Any, adapters: Adapters) -> list[str]:
         adapted = [name for name in linear if name.rpartition(".")[2] in layers]
     last_parts = {name.rpartition(".")[2] for name in adapted}
     if missing := [name for name in layers if name not in last_parts | {ALL_LINEAR}]:
-        known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+        linear_names = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
         problem = f"this {kind!r} has no linear layers named {missing[0]!r}"
-        raise ValueError(f"lora: {problem}; it has {known}")
+        raise ValueError(f"lora: {problem}; it has {linear_names}")
     return adapted
 
 

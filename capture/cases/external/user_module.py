@@ -65,12 +65,12 @@ def call_function(function: Callable[..., Any], batch: int | None, seq: int | No
     """
     sizes = {"batch": batch, "seq": seq}
     signature = inspect.signature(function)
-    given = {k: v for k, v in sizes.items() if k in signature.parameters and v is not None}
+    arguments = {k: v for k, v in sizes.items() if k in signature.parameters and v is not None}
     try:
-        signature.bind(**given)
+        signature.bind(**arguments)
     except TypeError as exc:
         raise ValueError(f"the model's function: {exc}; it is given batch and seq only") from exc
-    result = function(**given)
+    result = function(**arguments)
     parts = result if isinstance(result, tuple) else (result,)
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], torch.nn.Module):
         name = getattr(function, "__name__", type(function).__name__)
@@ -78,7 +78,7 @@ def call_function(function: Callable[..., Any], batch: int | None, seq: int | No
         allowed = "a torch module, (module, inputs) or (module, inputs, loss)"
         raise ValueError(f"model: {name} returns {allowed}, got {kinds}")
     named = dict(zip(("module", "inputs", "loss"), parts, strict=False))
-    return UserModel(**named, sizes=tuple(given))
+    return UserModel(**named, sizes=tuple(arguments))
 
 
 def capture_user_model(
@@ -99,9 +99,9 @@ def capture_user_model(
 
     def build() -> Any:
         dtype = None if keep_dtype else torch.get_default_dtype()
-        given = build_fake_else_real(make)
-        results["compiled"] = _compiled(given.module)
-        results["model"] = _fake_model(given, dtype)
+        model = build_fake_else_real(make)
+        results["compiled"] = _compiled(model.module)
+        results["model"] = _fake_model(model, dtype)
         return results["model"].module
 
     def inputs() -> dict[str, Any]:

@@ -345,12 +345,12 @@ class Again:
     def backward(self, gradients: Sequence[Any]) -> tuple[torch.Tensor, list[Any]]:
         """Repeat the launches of backward; the gradients of the input, and of parameters."""
         launched, log = self.kind.shown.get("backward"), self.log
-        known = [gradient for gradient in gradients if gradient is not None]
-        if launched is None or len(known) != 1 or not self.free.alive:
+        reached = [gradient for gradient in gradients if gradient is not None]
+        if launched is None or len(reached) != 1 or not self.free.alive:
             raise UnlikeError
-        if Form.of(known[0], log) != launched.results[0]:
+        if Form.of(reached[0], log) != launched.results[0]:
             raise UnlikeError
-        self.numbers.maps[STORAGE][launched.numbers[0]] = log.storage(known[0])
+        self.numbers.maps[STORAGE][launched.numbers[0]] = log.storage(reached[0])
         log.take(0, launched.most_bytes)
         self.free()
         of_parameters: list[Any] = [None] * len(self.given.parameters)

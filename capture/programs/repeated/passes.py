@@ -214,10 +214,10 @@ class Again:
 
     def backward(self, gradients: Iterable[Any]) -> None:
         """Repeat the launches of backward, given the gradients of outputs."""
-        known = {i: g for i, g in enumerate(gradients) if g is not None}
-        if list(known) != [self.of.used]:
+        gradients_by_output = {i: g for i, g in enumerate(gradients) if g is not None}
+        if list(gradients_by_output) != [self.of.used]:
             raise UnlikeError
-        self.rename.storages[self.of.gradient] = self.log.storage(known[self.of.used])
+        self.rename.storages[self.of.gradient] = self.log.storage(gradients_by_output[self.of.used])
         self._launch(self.of.backward, self.of.events(2))
 
     def _launch(self, calls: Iterable[OpCall], events: Counter[str]) -> None:
@@ -234,8 +234,8 @@ def form_of(leaf: Any, log: ProgramLog, trains: bool = False) -> Any:
     None also for a tensor with a gradient, unless it may (``trains``): as an input its graph goes
     on outside the model.
     """
-    known = type(leaf) is torch.Tensor and log.routing.fact(leaf)
-    if (type(leaf) is FakeTensor or known) and leaf.layout == torch.strided:
+    fact = type(leaf) is torch.Tensor and log.routing.fact(leaf)
+    if (type(leaf) is FakeTensor or fact) and leaf.layout == torch.strided:
         return Form.of(leaf, log) if trains or not leaf.requires_grad else None
     return (type(leaf), leaf) if isinstance(leaf, PLAIN) else None
 

@@ -92,10 +92,10 @@ def _rows_awaited(call: OpCall, later: Sequence[OpCall], backward: bool) -> int:
         return call.outputs[1].numel if len(call.outputs) > 1 else 0
     if family.name != "reduction" or result.numel == size_of(call):
         return 0
-    made = {result.storage}
+    written = {result.storage}
     for c in later:
-        if made & {t.storage for t in c.tensors()}:
+        if written & {t.storage for t in c.tensors()}:
             if size_of(c) == size_of(call):
                 return result.numel
-            made |= {t.storage for t in c.outputs}
+            written |= {t.storage for t in c.outputs}
     return 0

@@ -85,7 +85,7 @@ class _Users:
 
 def _ordered(capture: StepCapture, position: Sequence[int]) -> StepCapture:
     """The step with call i beside call ``position[i]``; those of one position keep their order."""
-    made = StepBuilder(capture)
+    builder = StepBuilder(capture)
     for i in sorted(range(len(position)), key=lambda i: (position[i], i)):
-        made.add(i, capture.calls[i])
-    return made.step()
+        builder.add(i, capture.calls[i])
+    return builder.step()

@@ -66,13 +66,13 @@ def inductor_kernels(
     capture = in_fusion_order(capture, fused, movable, _place)
     calls, fusible = capture.calls, list(map(fused, capture.calls))
     uses = _Uses(calls, again)
-    made, stretch = StepBuilder(capture), list[int]()  # consecutive fusible calls of one place
+    builder, stretch = StepBuilder(capture), list[int]()  # consecutive fusible calls of one place
 
     def add_kernels_of_stretch() -> None:
         kernels = (uses.call(kernel) for kernel in _kernels(stretch, uses))
-        made.calls.extend(call for call in kernels if call is not None)
+        builder.calls.extend(call for call in kernels if call is not None)
         for i in stretch:
-            made.done(i)
+            builder.done(i)
         stretch.clear()
 
     for index, call in enumerate(calls):
@@ -81,9 +81,9 @@ def inductor_kernels(
         if fusible[index]:
             stretch.append(index)
         else:
-            made.add(index, call if apart(call) else _marked_if_paddable(call))
+            builder.add(index, call if apart(call) else _marked_if_paddable(call))
     add_kernels_of_stretch()
-    return made.step()
+    return builder.step()
 
 
 def without_allocations(capture: StepCapture) -> StepCapture:
@@ -91,13 +91,13 @@ def without_allocations(capture: StepCapture) -> StepCapture:
 
     In a kernel they would be tensors to read and write.
     """
-    made = StepBuilder(capture)
+    builder = StepBuilder(capture)
     for i, call in enumerate(capture.calls):
         if SAME_AS.get(name_of(call), name_of(call)) in ALLOCATIONS:
-            made.done(i)
+            builder.done(i)
         else:
-            made.add(i, call)
-    return made.step()
+            builder.add(i, call)
+    return builder.step()
 
 
 def is_fusible(call: OpCall) -> bool:
@@ -137,15 +137,15 @@ def _with_norm_gradients_apart(
     capture: StepCapture, apart: Callable[[OpCall], bool]
 ) -> StepCapture:
     """The step with the gradients of norms' weights as calls of their own, where inductor runs."""
-    made = StepBuilder(capture)
+    builder = StepBuilder(capture)
     for i, call in enumerate(capture.calls):
         weights = tuple(t for t in call.outputs[1:] if t.numel < call.outputs[0].numel)
         fused = name_of(call) in NORM_GRADIENTS and is_fusible(call) and not apart(call)
         if fused and weights:
-            made.calls.append(replace(call, outputs=call.outputs[:1]))
+            builder.calls.append(replace(call, outputs=call.outputs[:1]))
             call = replace(call, outputs=weights)
-        made.add(i, call)
-    return made.step()
+        builder.add(i, call)
+    return builder.step()
 
 
 @dataclass

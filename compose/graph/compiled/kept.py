@@ -50,7 +50,7 @@ def with_kept_rows(
 
     A softmax that is computed again has a second result: two numbers for each row.
     """
-    made, fresh, row_storages = StepBuilder(capture), fresh_storages(capture), set[int]()
+    builder, fresh, row_storages = StepBuilder(capture), fresh_storages(capture), set[int]()
     for i, call in enumerate(capture.calls):
         if _is_forward(call) and name_of(call) in SOFTMAX and fused(call):
             result = call.outputs[0]
@@ -58,8 +58,8 @@ def with_kept_rows(
             maxima_and_sums = TensorSpec(shape=(rows, 2), dtype="fp32", storage=next(fresh))
             call = replace(call, outputs=(result, maxima_and_sums))
             row_storages.add(maxima_and_sums.storage)
-        made.add(i, call)
-    step = _Step(made.step(), fused)
+        builder.add(i, call)
+    step = _Step(builder.step(), fused)
     again: Again = {}
     for own_calls in step.forwards():
         again.update(_Forward(step, own_calls).computed_again())
@@ -68,7 +68,7 @@ def with_kept_rows(
         replace(c, outputs=c.outputs[:1]) if c.outputs and c.outputs[-1].storage in unread else c
         for c in step.calls
     )
-    return replace(made.step(), calls=tuple(calls)), again
+    return replace(builder.step(), calls=tuple(calls)), again
 
 
 def is_backward(call: OpCall) -> bool:

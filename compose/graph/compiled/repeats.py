@@ -28,7 +28,7 @@ def without_repeats(
     Calls for which ``apart`` is true stay. Captures do not say where in its memory a tensor begins:
     only calls on whole ones are compared, or on all parts of one (``cat`` of what a gather brings).
     """
-    repeats, made = _Repeats(capture), StepBuilder(capture)
+    repeats, builder = _Repeats(capture), StepBuilder(capture)
     for i, call in enumerate(capture.calls):
         same = {t: replace(t, storage=repeats.same[t.storage]) for t in repeats.renamed(call)}
         call = with_tensors(call, same)
@@ -37,11 +37,11 @@ def without_repeats(
             if first is not call:
                 for repeat_result, first_result in zip(call.outputs, first.outputs, strict=True):
                     repeats.same[repeat_result.storage] = first_result.storage
-                made.done(i)
+                builder.done(i)
                 continue
         repeats.writes.update((call.compiled, t.storage) for t in call.outputs)
-        made.add(i, call)
-    return made.step()
+        builder.add(i, call)
+    return builder.step()
 
 
 class _Repeats:

@@ -110,9 +110,9 @@ def build(p: Gemm, device: str) -> Workload:
         return Workload(run=lambda: torch.bmm(a, b), through_aten=False)
     a, b = a[0], b[0]
     if p.op == "scaled_mm":
-        one = torch.ones((), device=device)
+        scalar = torch.ones((), device=device)
         return Workload(
-            run=lambda: torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16),
+            run=lambda: torch._scaled_mm(a, b, scalar, scalar, out_dtype=torch.bfloat16),
             through_aten=False,
         )
     if p.op == "addmm":

@@ -73,17 +73,17 @@ def build(p: Reduction, device: str) -> Workload:
     x = repeated(torch.randn, shape, device)
     x = (x * 4).to(dtype) if dtype.is_floating_point else (x > 0).to(dtype)
     x = x.reshape(p.outer, p.size, p.inner, 1) if image else x
-    mean, one = p.size > 1, torch.ones((), device=device, dtype=dtype)
+    mean, scalar = p.size > 1, torch.ones((), device=device, dtype=dtype)
     operands = {
         "x": x,
         "dtype": dtype,
         "softmax": lambda: torch.softmax(x, 1),
         "log_softmax": lambda: torch.log_softmax(x, 1),
         "class": lambda: torch.randint(0, p.size, samples, device=device),
-        "one": one,
-        "count": one * prod(samples),
+        "one": scalar,
+        "count": scalar * prod(samples),
         "target": lambda: torch.rand_like(x),
-        "gradient": lambda: one if mean else torch.rand_like(x),
+        "gradient": lambda: scalar if mean else torch.rand_like(x),
         "mode": int(mean),
     }
     return Workload(run=call_of(p.op, FACTS["calls"][p.op], operands))
