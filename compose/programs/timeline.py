@@ -29,24 +29,24 @@ from itercast.compose.simulate.rank import Lanes, Run
 from itercast.compose.simulate.timeline import Span, side_by_side
 
 COMM = "comm"  # phase of collectives
+Tasks = tuple[int, ...]  # by their numbers
 
 
 class RankLanes(Lanes):
     """Turns the launches of one rank into tasks: one between marks, or one per op (``each_op``).
 
-    ``lane``, ``done`` and ``waits`` are of the current ``stream``; ``others``: ``done`` and
-    ``waits`` of other streams. ``points``: the tasks that each recorded CUDA event waits for, by
-    step and event. ``batches``: the host's last tasks and the stream's, where the host takes each
-    batch of the last step from the DataLoader.
+    ``lane``, ``done`` and ``waits`` are of the current ``stream``. ``batches``: where the host
+    takes each batch of the last step from the DataLoader.
     """
 
     def __init__(self, rank: int, priced: PricedRank, slowdown: float, each_op: bool) -> None:
         super().__init__(priced.on_cpu, slowdown)
         self.rank, self.priced, self.each_op = rank, priced, each_op
-        self.stream, self.others = 0, dict[int, tuple[tuple[int, ...], tuple[int, ...]]]()
-        self.points: dict[Hashable, tuple[int, ...]] = {}
-        self.batches: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-        self.open: list[Step] = []
+        self.stream = 0
+        self.others: dict[int, tuple[Tasks, Tasks]] = {}  # by stream: ``done``, ``waits``
+        self.points: dict[Hashable, Tasks] = {}  # by step and CUDA event: what it waits for
+        self.batches: list[tuple[Tasks, Tasks]] = []  # the host's last tasks, and the stream's
+        self.open: list[Step] = []  # ops since the last mark
         self.launched: dict[tuple[int, bool], Step] = {}  # by id of the op: it may be repeated
         self.counts: dict[Hashable, int] = defaultdict(int)
 

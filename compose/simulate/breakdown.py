@@ -110,10 +110,10 @@ class Shares:
     ``comm_us``: sending messages, hidden behind compute or not.
     """
 
-    end_us: float
-    compute_us: float
-    exposed_us: float
-    comm_us: float
+    end_us: float = 0.0
+    compute_us: float = 0.0
+    exposed_us: float = 0.0
+    comm_us: float = 0.0
 
     def plus(self, other: Shares, times: float) -> Shares:
         """This run followed by another one ``times`` times."""
@@ -142,7 +142,7 @@ def shares(run: Run) -> Shares:
 
 def added_up(runs: Sequence[tuple[Run, float]]) -> Shares:
     """Split the time of runs, each with how often it is repeated."""
-    total = Shares(0.0, 0.0, 0.0, 0.0)
+    total = Shares()
     for run, times in runs:
         total = total.plus(shares(run), times)
     return total

@@ -295,7 +295,8 @@ def _times(
 class Ending:
     """A chunk's last action of a step; ``busy_us``: the rank's work since that of another chunk."""
 
-    kind: tuple[str, str]  # and variant
+    kind: str
+    variant: str
     chunk: int
     start_us: float
     busy_us: float
@@ -317,8 +318,9 @@ def endings(
             start_us, busy_us, action = float(ends[n] - took[n]), 0.0, int(order.before[n])
             while action > previous > 0:
                 busy_us, action = busy_us + float(took[action]), int(order.before[action])
-            runs = run_as(order.actions[n - 1][0], schedule), order.variants[n - 1]
-            own.append(Ending(kind=runs, chunk=c, start_us=start_us, busy_us=busy_us))
+            kind, variant = run_as(order.actions[n - 1][0], schedule), order.variants[n - 1]
+            ending = Ending(kind=kind, variant=variant, chunk=c, start_us=start_us, busy_us=busy_us)
+            own.append(ending)
             previous = n
         by_rank.append(own)
     return by_rank

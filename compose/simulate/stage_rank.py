@@ -282,7 +282,8 @@ class Pipeline:
         order = program(plan.schedule, plan.pp, r, plan.microbatches, plan.virtual)
         ran = dict.fromkeys((run_as(kind, plan.schedule), v) for kind, _, v in order)
         left_out_us = sum(self.runs[mine[v]].left_out_us(kind) for kind, v in ran if kind in "AW")
-        return added_up(self.runs_of(r)).plus(Shares(left_out_us, left_out_us, 0.0, 0.0), -1)
+        left_out = Shares(end_us=left_out_us, compute_us=left_out_us)
+        return added_up(self.runs_of(r)).plus(left_out, -1)
 
     def others_of(self, r: int) -> list[tuple[PricedOp, float]]:
         """What else takes a rank's time: messages between stages, and the host, each so often.
@@ -381,16 +382,16 @@ def _tail(stage: Rank, after: Sequence[Ending], tied_bytes: int, optimizer: str)
 
     ``after``: its chunks' last actions, the first of which starts at 0.
     """
-    spans = pairwise((0, *stage.starts, len(stage.layers)))
-    chunks = list(zip(spans, reversed(after), strict=True))
-    pauses = {b - 1: (end.start_us, end.busy_us) for (_, b), end in chunks[:-1]}
+    edges = pairwise((0, *stage.starts, len(stage.layers)))  # first layer, and the next chunk's
+    chunks = list(zip(edges, reversed(after), strict=True))
+    pauses = {stop - 1: (end.start_us, end.busy_us) for (_, stop), end in chunks[:-1]}
     layers = tuple(
         x
-        for (a, b), end in chunks
-        for x in _part(_sharded(stage, stage.layers[a:b], end.kind[1]), end.kind[0])
+        for (start, stop), end in chunks
+        for x in _part(_sharded(stage, stage.layers[start:stop], end.variant), end.kind)
     )
     own = replace(stage, layers=layers)
-    tail, alone = (_begun(own, after[0].kind[0], pauses) for _ in range(2))
+    tail, alone = (_begun(own, after[0].kind, pauses) for _ in range(2))
     later = stage.plan.microbatches > 1
     tail.backward(later=later, sync=True)
     if tied_bytes:

@@ -208,8 +208,8 @@ def test_a_rank_s_gradients_are_complete_after_its_chunks_last_backwards() -> No
     chunks = [StageTimes(forward_us=1, backward_us=2)] * 4
     first, _ = endings("interleaved", chunks, 2, 2)
     assert first == [
-        Ending(kind=("A", KEPT), chunk=2, start_us=9, busy_us=0),
-        Ending(kind=("A", KEPT), chunk=0, start_us=13, busy_us=2),
+        Ending(kind="A", variant=KEPT, chunk=2, start_us=9, busy_us=0),
+        Ending(kind="A", variant=KEPT, chunk=0, start_us=13, busy_us=2),
     ]
 
 
