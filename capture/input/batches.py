@@ -38,17 +38,16 @@ MOST_PLACES = 1000  # of a list or dict that are searched where none holds a ten
 class TakenBatches:
     """The batches that a program took from its DataLoaders, and how long each took.
 
-    ``samples``: of each batch since the last ``begin_step``. ``took_us``: this process's time for
-    each batch. ``copied_ahead``: see ``InputLane``. ``came`` is called at each batch, ``given``
-    with each tensor of one, ``passed`` where a DataLoader has none left.
+    ``samples``: of each batch since the last ``begin_step``. ``copied_ahead``: see ``InputLane``.
     """
 
     def __init__(self) -> None:
         self.log = BatchLog()
-        self.took_us: list[float] = []
+        self.took_us: list[float] = []  # this process's time for each batch
         self.loader: Any = None
         self.nbytes = 0
         self.copied_ahead = False
+        # Called at each batch, with each tensor of one, and where a DataLoader has none left.
         self.came: Callable[[], None] = lambda: None
         self.given: Callable[[torch.Tensor], None] = lambda tensor: None
         self.passed: Callable[[], None] = lambda: None

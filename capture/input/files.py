@@ -28,14 +28,11 @@ class FileGroup:
 
 
 class OpenedFiles:
-    """Notes the files that are opened for reading while a batch is made, and waits for each.
-
-    ``waited``: a clock of waiting in us; None between batches.
-    """
+    """Notes the files that are opened for reading while a batch is made, and waits for each."""
 
     def __init__(self) -> None:
         self.opened: list[Opened] = []
-        self.waited: Callable[[], float] | None = None
+        self.waited: Callable[[], float] | None = None  # a clock of waiting in us, during a batch
         self.since_us = 0.0
 
     def begin(self, waited: Callable[[], float]) -> None:

@@ -32,9 +32,9 @@ class Mailbox:
     """Objects sent from rank to rank; each rank's attempt begins with ``begin``."""
 
     def __init__(self) -> None:
-        self.sent: dict[tuple[int, int], list[bytes]] = defaultdict(list)
-        self.rank = 0
-        self.read: dict[int, int] = defaultdict(int)
+        self.sent: dict[tuple[int, int], list[bytes]] = defaultdict(list)  # by sender, receiver
+        self.rank = 0  # whose attempt runs
+        self.read: dict[int, int] = defaultdict(int)  # sender -> how many of its objects were read
         self.awaited = dict[int, tuple[int, int]]()  # by rank: the peer, and objects needed of it
 
     def begin(self, rank: int) -> None:

@@ -24,19 +24,15 @@ ASSIGN: Any = vars(dist)["_compute_bucket_assignment_by_size"]  # torch's own ru
 
 
 class Bucket:
-    """Gradients that are summed in one message.
-
-    ``missing``: ids of parameters whose gradients are not in ``buffer`` yet; ``views``: the
-    gradients in it by id of the parameter; ``sent``: the handle of the message, None before.
-    """
+    """Gradients that are summed in one message."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = list(parameters)
-        self.missing = {id(p) for p in self.parameters}
+        self.missing = {id(p) for p in self.parameters}  # whose gradients are not in ``buffer`` yet
         first, total = self.parameters[0], sum(p.numel() for p in self.parameters)
         self.buffer = torch.empty(total, dtype=first.dtype, device=first.device)
-        self.views = self.views_of(self.buffer)
-        self.sent: Any = None
+        self.views = self.views_of(self.buffer)  # gradients by id of the parameter
+        self.sent: Any = None  # the handle of the message
 
     def views_of(self, buffer: Tensor) -> dict[int, Tensor]:
         """The gradients in a buffer, by the ids of their parameters."""

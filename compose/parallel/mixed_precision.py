@@ -89,7 +89,7 @@ class _ExpertCasts:
 
     def __init__(self, capture: StepCapture) -> None:
         self.capture, self.dtype = capture, half_dtype(capture)
-        self.made, self.fresh = StepBuilder(capture), fresh_storages(capture)
+        self.builder, self.fresh = StepBuilder(capture), fresh_storages(capture)
         self.expert_shapes = {p.shape for p in capture.parameters if len(p.shape) == 3}
         self.copies: dict[int, int] = {}  # storage -> that of its copy in half precision
         # Weights whose inputs were cast: the gradients of these inputs are cast back.
@@ -100,9 +100,9 @@ class _ExpertCasts:
         """The rewritten step."""
         for i, call in enumerate(self.capture.calls):
             is_wide_product = call.op == GROUPED and WIDE in {t.dtype for t in call.args[:2]}
-            self.made.calls += self._product(call) if is_wide_product else [self._promoted(call)]
-            self.made.done(i)
-        return self.made.step()
+            self.builder.calls += self._product(call) if is_wide_product else [self._promoted(call)]
+            self.builder.done(i)
+        return self.builder.step()
 
     def _half(self, t: TensorSpec) -> TensorSpec:
         return replace(t, dtype=self.dtype)

@@ -80,13 +80,13 @@ class _TensorParallel:
         self.shards: dict[tuple[TensorSpec, int], TensorSpec] = {}  # many calls have each
         self.fresh = fresh_storages(capture)
         self.seq = capture.tokens // max(1, capture.samples)
-        self.made = StepBuilder(capture)
+        self.builder = StepBuilder(capture)
 
     def run(self) -> StepCapture:
         """The rewritten step; host events ``*_step`` of sharded parameters are DTensor's then."""
         for i, call in enumerate(self.capture.calls):
             if call.phase in ("optimizer", "zero_grad"):
-                self.made.add(i, call)
+                self.builder.add(i, call)
             elif call.op.startswith("aten.embedding"):
                 self._embedding(i, call)
             elif call.op in PRODUCTS:
@@ -96,7 +96,7 @@ class _TensorParallel:
             for t in call.outputs:  # written anew
                 self.copies.pop((t.storage, call.phase == "backward"), None)
         parameters = [self._parameter(p) for p in self.capture.parameters]
-        step = self.made.step(parameters)
+        step = self.builder.step(parameters)
         pairs = zip(parameters, self.capture.parameters, strict=True)
         sharded = sum(shard != whole for shard, whole in pairs)
         optimizers = [event.removesuffix("_step") for event in step.host if event.endswith("_step")]
@@ -154,7 +154,7 @@ class _TensorParallel:
 
     def _send(self, message: OpCall, read: Sequence[TensorSpec], written: TensorSpec) -> None:
         """Adds a collective that reads and writes these tensors of the rank."""
-        self.made.calls.append(replace(message, args=tuple(read), outputs=(written,)))
+        self.builder.calls.append(replace(message, args=tuple(read), outputs=(written,)))
 
     def _reduce(self, t: TensorSpec, phase: str) -> None:
         """Adds up partial sums: whole on every rank, or with sp each rank's tokens.
@@ -170,7 +170,7 @@ class _TensorParallel:
         length = self.seq if divides else 0
         self.cuts[t.storage] = cut_along(t, token_dim, length=length, tokens=True)
         partial = changed(t, storage=next(self.fresh))
-        self.made.calls[-1] = with_tensors(self.made.calls[-1], {t: partial})
+        self.builder.calls[-1] = with_tensors(self.builder.calls[-1], {t: partial})
         message = collective("reduce_scatter", "tp", partial, phase)
         self._send(message, [partial], self._shard(t))
 
@@ -201,14 +201,14 @@ class _TensorParallel:
                 return
             self._count("tp_product")
             self.lookups.add(indices)
-            self.made.add(i, with_tensors(call, {call.args[0]: self._cut(call.args[0], 0)}))
+            self.builder.add(i, with_tensors(call, {call.args[0]: self._cut(call.args[0], 0)}))
             self._reduce(out, call.phase)
             return
         change = {call.args[0]: self._gather(call.args[0], call.phase)}
         if indices in self.lookups:
             self.cuts[out.storage] = cut_along(out, 0)
             change[out] = self._cut(out, 0)
-        self.made.add(i, with_tensors(call, change))
+        self.builder.add(i, with_tensors(call, change))
 
     def _product(self, i: int, call: OpCall) -> None:
         """Cuts a product as its factors are, and reduces it where the summed dimension is cut."""
@@ -225,7 +225,7 @@ class _TensorParallel:
                     change[t] = self._cut(change.get(t, t), d)
         if source is not None and axis in RESULT_DIM:
             self._cut_result(call, source, dim, out, RESULT_DIM[axis] % len(out.shape), change)
-        self.made.add(i, with_tensors(call, change))
+        self.builder.add(i, with_tensors(call, change))
         if axis == "k" and by_column:
             self._reduce_sums(call, factors[1], out)
 
@@ -307,7 +307,7 @@ class _TensorParallel:
     def _other(self, i: int, call: OpCall) -> None:
         """Cuts a call between products as its inputs are cut: by columns before by tokens."""
         if not any(t.storage in self.cuts for t in call.tensors()):
-            self.made.add(i, call)
+            self.builder.add(i, call)
             return
         change: Change = {}
         inputs = sorted(call.tensors(), key=lambda t: not self._by_column(t))
@@ -334,8 +334,8 @@ class _TensorParallel:
             calls = parallel_loss(call, change, self.fresh)
             if call.op == LOSS[0]:
                 self._count("tp_loss")
-        self.made.calls += calls[:-1]
-        self.made.add(i, calls[-1])
+        self.builder.calls += calls[:-1]
+        self.builder.add(i, calls[-1])
 
     def _check_heads(self, t: TensorSpec, dim: int) -> None:
         """ValueError unless an attention's input, cut along ``dim``, is cut by whole heads.

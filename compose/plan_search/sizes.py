@@ -72,15 +72,14 @@ class CapturesBySize:
     """The captures of a model by size; each is made when it is asked for.
 
     Steps of one sample are derived from one another: a length of 1 has strides of its own.
-    ``failed``: why the model cannot be captured at some sizes.
     """
 
     def __init__(self, capture_at: CaptureAt) -> None:
         self.capture_at = capture_at
         self.made: dict[Size, StepCapture] = {}
-        self.failed: dict[Size, str] = {}
-        self.agree: dict[tuple[Size, ...], bool] = {}
-        self.chosen: dict[Size, tuple[Size, ...]] = {}
+        self.failed: dict[Size, str] = {}  # why the model cannot be captured at a size
+        self.agree: dict[tuple[Size, ...], bool] = {}  # captured sizes -> whether others follow
+        self.chosen: dict[Size, tuple[Size, ...]] = {}  # size -> captured ones it is derived from
 
     def announce(self, sizes: Iterable[Size]) -> None:
         """Choose at which of these sizes the model is captured, so that others are derived."""

@@ -163,9 +163,8 @@ def _one_process(
 class _StepTimer:
     """Repeats a step and keeps the times of its phases.
 
-    ``marks``: the step adds (phase, ns) when a phase begins. ``together``: other ranks run the
-    step, too. ``anchor`` times reference workloads, which tell the machine's speed.
-    ``one_by_one``: the host waits for the device at the end of each step.
+    ``anchor`` times reference workloads, which tell the machine's speed. ``one_by_one``: the host
+    waits for the device at the end of each step.
     """
 
     def __init__(
@@ -178,8 +177,10 @@ class _StepTimer:
         watch: GpuWatch | None,
         one_by_one: bool = True,
     ) -> None:
-        self.step, self.marks, self.device = step, marks, device
-        self.together, self.anchor, self.watch = together, anchor, watch
+        self.step, self.device = step, device
+        self.marks = marks  # (phase, ns), which the step adds when a phase begins
+        self.together = together  # whether other ranks run the step, too
+        self.anchor, self.watch = anchor, watch
         self.one_by_one = one_by_one
         self.phases: dict[str, list[float]] = {}
         self.anchors: list[dict[str, float]] = []

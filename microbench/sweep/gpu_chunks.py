@@ -53,23 +53,20 @@ class Broken(Exception):
 
 
 class GpuBench:
-    """Measures chunks on a GPU, one in four of them with a profiler.
-
-    ``broken``: the profiler broke the device. ``anchor``: a fixed product, timed in every chunk to
-    show drift of the GPU's speed.
-    """
+    """Measures chunks on a GPU, one in four of them with a profiler."""
 
     points, seconds = CHUNK_POINTS, CHUNK_S
 
     def __init__(self, sweep: Sweep, under_way: UnderWay, device: CudaDevice) -> None:
         self.sweep, self.under_way, self.device = sweep, under_way, device
+        # A fixed product, timed in every chunk to show drift of the GPU's speed.
         self.anchor = families()["gemm"].build(ANCHOR, device.name).run
         self.call_cost = CallCost(device.wait)
         on_host = all(families()[n].on_host for n in sweep.order.families)
         # a profiler would slow later host times
         self.profiles = not on_host and under_way.died_at != PROFILER
         self.chunks = 0
-        self.broken = False
+        self.broken = False  # by the profiler
 
     def measure(
         self, chosen: Sequence[Chosen], until_s: float
@@ -134,12 +131,7 @@ class Measured:
 
 
 class Chunk:
-    """Measures the points of one chunk.
-
-    After ``measure``: ``later`` are points that did not fit into memory beside others, ``rest``
-    points that memory or time did not suffice for; ``lost``: the profiler broke the device, after
-    all points were measured.
-    """
+    """Measures the points of one chunk."""
 
     def __init__(
         self, bench: GpuBench, chosen: Sequence[Chosen], until_s: float = math.inf
@@ -149,9 +141,9 @@ class Chunk:
         self.begin_s, self.until_s = time.monotonic(), until_s
         self.points = [Measured(chosen=c, number=n) for n, c in enumerate(chosen)]
         self.readings: list[Row] = []
-        self.later: list[Chosen] = []
-        self.rest: list[Chosen] = []
-        self.lost = False
+        self.later: list[Chosen] = []  # points that did not fit into memory beside others
+        self.rest: list[Chosen] = []  # points that memory or time did not suffice for
+        self.lost = False  # whether the profiler broke the device, after all were measured
 
     def measure(self, sweep: Sweep, profiled: bool = False) -> list[Row]:
         """Rows of all points but ``later`` and ``rest``; Broken after a sticky error."""

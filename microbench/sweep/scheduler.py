@@ -46,15 +46,14 @@ class Sweep:
     """Chooses points such that every family gets its share of time.
 
     Where several ranks measure together, each calls ``choose`` and gets the same point: the next
-    one that rank 0 has no row of. ``done``: keys of rows that are there. ``cost_s``: time spent by
-    family, with ``charged_s`` for points that are chosen but not measured yet.
+    one that rank 0 has no row of.
     """
 
     def __init__(self, order: WorkerOrder, done: set[str]) -> None:
         self.order = order
-        self.done = done
-        self.cost_s = dict.fromkeys(order.families, 0.0)
-        self.charged_s = dict.fromkeys(order.families, 0.0)
+        self.done = done  # keys of rows that are there
+        self.cost_s = dict.fromkeys(order.families, 0.0)  # time spent by family
+        self.charged_s = dict.fromkeys(order.families, 0.0)  # of points chosen, not yet measured
         self.points = dict.fromkeys(order.families, 0)
         on_cpu = order.device == "cpu"
         swept = [families()[n] for n in order.families]

@@ -252,13 +252,13 @@ class Anchor:
 
     def __init__(self, threads: int = 0) -> None:
         self._now_ns = clock_of(threads)
-        a, x = torch.randn(192, 192), torch.ones(1)
+        matrix, scalar = torch.randn(192, 192), torch.ones(1)
 
-        def views() -> None:
+        def twenty_views() -> None:
             for _ in range(20):
-                x.view(1, 1)
+                scalar.view(1, 1)
 
-        self._jobs = {"anchor_us": lambda: torch.mm(a, a), "serial_us": views}
+        self._jobs = {"anchor_us": lambda: torch.mm(matrix, matrix), "serial_us": twenty_views}
 
     def times_us(self) -> dict[str, float]:
         """Medians of nine runs after 24 untimed ones, whatever ran before; takes about 5 ms."""

@@ -60,21 +60,17 @@ class Call:
 
 
 class Finder:
-    """Watches a script; a model is an outermost module with parameters that trains.
-
-    ``found``: by the optimizer's id, the last micro-batch before its step. ``call``: the one that
-    runs now; ``latest``: the last one whose backward began. ``checkpoints``: autograd functions
-    that run a given function without gradients, and again in backward.
-    """
+    """Watches a script; a model is an outermost module with parameters that trains."""
 
     def __init__(self) -> None:
         self.recorder = LossRecorder()
         self.inside = False
         self.wrapper: torch.nn.Module | None = None
-        self.call: Call | None = None
-        self.latest: Call | None = None
-        self.found: dict[int, Call] = {}
+        self.call: Call | None = None  # the micro-batch that runs now
+        self.latest: Call | None = None  # the last one whose backward began
+        self.found: dict[int, Call] = {}  # by the optimizer's id, the last one before its step
         self.micro = 0
+        # Functions of autograd that run another one without gradients, and again in backward.
         self.checkpoints = {CheckpointFunction}
         self.split = ""  # by what messages a model's layers are, if they are
 

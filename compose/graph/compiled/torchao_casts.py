@@ -33,8 +33,8 @@ def with_torchao_casts(capture: StepCapture, *, weights: bool) -> StepCapture:
             casts.replace_cast(i, call)
             continue
         copies = {t: replace(t, storage=casts.copy(t, call)) for t in _narrow(call)}
-        casts.made.add(i, with_tensors(call, copies))
-    return casts.made.step()
+        casts.builder.add(i, with_tensors(call, copies))
+    return casts.builder.step()
 
 
 def _narrow(call: OpCall) -> list[TensorSpec]:
@@ -56,7 +56,7 @@ class _Casts:
 
     def __init__(self, capture: StepCapture, weights: bool) -> None:
         self.weights = weights
-        self.made, self.fresh = StepBuilder(capture), fresh_storages(capture)
+        self.builder, self.fresh = StepBuilder(capture), fresh_storages(capture)
         self.readers = Counter(t.storage for c in capture.calls for t in _narrow(c))
         self.sources: dict[int, _Source] = {}
         self.copies: dict[tuple[int, bool], int] = {}  # by storage, and whether in backward
@@ -72,7 +72,7 @@ class _Casts:
         if backward and self.readers[storage] > 1:
             copies.append(next(self.fresh))
         self._cast(storage, call, copies)
-        self.made.done(i)
+        self.builder.done(i)
 
     def copy(self, t: TensorSpec, user: OpCall) -> int:
         """Storage of the fp8 copy of ``t`` that the product ``user`` reads, made at first use."""
@@ -100,4 +100,4 @@ class _Casts:
 
     def _call(self, user: OpCall, op: str, args: Any, outputs: tuple[TensorSpec, ...]) -> None:
         call = replace(user, op=op, args=args, kwargs={}, outputs=outputs, within=0)
-        self.made.calls.append(call)
+        self.builder.calls.append(call)
