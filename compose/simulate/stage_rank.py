@@ -281,8 +281,8 @@ class Pipeline:
         plan, mine = self.plan, self.chunks_of(r)
         order = program(plan.schedule, plan.pp, r, plan.microbatches, plan.virtual)
         ran = dict.fromkeys((run_as(kind, plan.schedule), v) for kind, _, v in order)
-        left_out_us = sum(self.runs[mine[v]].left_out_us(kind) for kind, v in ran if kind in "AW")
-        return added_up(self.runs_of(r)).plus(Shares(end_us=left_out_us, compute_us=left_out_us), -1)
+        omitted_us = sum(self.runs[mine[v]].left_out_us(kind) for kind, v in ran if kind in "AW")
+        return added_up(self.runs_of(r)).plus(Shares(end_us=omitted_us, compute_us=omitted_us), -1)
 
     def others_of(self, r: int) -> list[tuple[PricedOp, float]]:
         """What else takes a rank's time: messages between stages, and the host, each so often.
