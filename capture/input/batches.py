@@ -184,26 +184,26 @@ def real_batches(taken: TakenBatches, known_values: KnownValues, gpu: Any = None
     """
     from torch.utils.data import dataloader
 
-    as_tensor = torch.asarray
+    original_asarray = torch.asarray
 
-    def of_storage(source: Any, *args: Any, **kwargs: Any) -> Any:
+    def asarray(source: Any, *args: Any, **kwargs: Any) -> Any:
         """As ``torch.asarray``; a tensor made of a file's storage becomes fake."""
         if not isinstance(source, torch.UntypedStorage):
-            return as_tensor(source, *args, **kwargs)
+            return original_asarray(source, *args, **kwargs)
         with _for_real():
-            tensor = as_tensor(source, *args, **kwargs)
+            tensor = original_asarray(source, *args, **kwargs)
         return _faked(tensor)
 
     iterators, make_iterator = dataloader._BaseDataLoaderIter, dataloader.DataLoader._get_iterator
-    begin, take = iterators.__init__, iterators.__next__
+    original_init, original_next = iterators.__init__, iterators.__next__
     loaders: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of iterators
     on_host: WeakSet[Any] = WeakSet()  # loaders that put nothing on a GPU
 
-    def beginning(iterator: Any, loader: Any) -> None:
-        begin(iterator, loader)
+    def init(iterator: Any, loader: Any) -> None:
+        original_init(iterator, loader)
         loaders[iterator] = loader
 
-    def taking(iterator: Any) -> Any:
+    def next_batch(iterator: Any) -> Any:
         """As ``next`` of a DataLoader's iterator: load a real batch, note it, return it as fake."""
         loader = loaders[iterator]
         mode = None if loader.num_workers or loader in on_host else gpu
@@ -211,7 +211,7 @@ def real_batches(taken: TakenBatches, known_values: KnownValues, gpu: Any = None
         try:
             with _for_real(mode):
                 start_ns = time.thread_time_ns()  # of no other thread, such as a progress bar's
-                batch = take(iterator)
+                batch = original_next(iterator)
                 took_us = (time.thread_time_ns() - start_ns) * 1e-3
         except StopIteration:
             taken.passed()
@@ -235,9 +235,9 @@ def real_batches(taken: TakenBatches, known_values: KnownValues, gpu: Any = None
 
     with (
         timed_batches(taken.log.note),
-        patch.object(torch, "asarray", of_storage),
-        patch.object(iterators, "__init__", beginning),
-        patch.object(iterators, "__next__", taking),
+        patch.object(torch, "asarray", asarray),
+        patch.object(iterators, "__init__", init),
+        patch.object(iterators, "__next__", next_batch),
         patch.object(dataloader.DataLoader, "_get_iterator", making_iterator),
     ):
         yield

@@ -223,19 +223,19 @@ def _recomputations(log: ProgramLog) -> Iterator[None]:
     Those inside ``torch.enable_grad`` are: checkpoints of all kinds enable gradients to recompute,
     and the backward pass itself does not.
     """
-    enter, leave = torch.enable_grad.__enter__, torch.enable_grad.__exit__
+    original_enter, original_exit = torch.enable_grad.__enter__, torch.enable_grad.__exit__
     outer = list[bool]()
 
-    def entering(context: Any) -> None:
+    def enter(context: Any) -> None:
         outer.append(log.recomputing)
         log.recomputing = log.phase == "backward"
-        enter(context)
+        original_enter(context)
 
-    def leaving(context: Any, *exc: Any) -> None:
+    def exit_(context: Any, *exc: Any) -> None:
         log.recomputing = outer.pop()
-        leave(context, *exc)
+        original_exit(context, *exc)
 
-    changed: dict[str, Any] = {"__enter__": entering, "__exit__": leaving}
+    changed: dict[str, Any] = {"__enter__": enter, "__exit__": exit_}
     with patch.multiple(torch.enable_grad, **changed):
         yield
 

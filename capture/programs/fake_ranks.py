@@ -191,14 +191,14 @@ class Arriving:
 
 def _storages_tell(log: ProgramLog) -> AbstractContextManager[object]:
     """Tell the log when storages are resized, as FSDP does to free gathered parameters."""
-    resize = torch.UntypedStorage.resize_
+    original_resize = torch.UntypedStorage.resize_
 
-    def resizing(storage: Any, size: int) -> Any:
-        result = resize(storage, size)
+    def resize(storage: Any, size: int) -> Any:
+        result = original_resize(storage, size)
         log.resized(storage._cdata, size)
         return result
 
-    return patch.object(torch.UntypedStorage, "resize_", resizing)
+    return patch.object(torch.UntypedStorage, "resize_", resize)
 
 
 def _without_modes(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -225,23 +225,23 @@ def _meshes_are_real() -> Iterator[None]:
     """
     from torch.distributed.tensor import placement_types
 
-    make, move_on_cpu = DeviceMesh.__init__, _collective_utils.shard_dim_alltoall
+    original_init, original_alltoall = DeviceMesh.__init__, _collective_utils.shard_dim_alltoall
     on_gpus: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def making(mesh: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+    def init(mesh: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
         """All devices are the CPU; the ranks that ``init_device_mesh`` counts up are real again."""
         with _disable_current_modes(), torch.device("cpu"):
             ranks = kwargs.get("_rank_map")
             if isinstance(ranks, FakeTensor):
                 kwargs["_rank_map"] = torch.arange(ranks.numel(), dtype=torch.int)
-            make(mesh, "cpu", *args, **kwargs)
+            original_init(mesh, "cpu", *args, **kwargs)
             if device_type != "cpu" or mesh._get_root_mesh() in on_gpus:
                 on_gpus.add(mesh)
 
-    def move_shards(tensor: Any, gather_dim: int, shard_dim: int, mesh: Any, axis: int) -> Any:
-        """As ``shard_dim_alltoall``: a tensor that is sharded along one dim is along another."""
+    def alltoall(tensor: Any, gather_dim: int, shard_dim: int, mesh: Any, axis: int) -> Any:
+        """As ``alltoall``: a tensor that is sharded along one dim is along another."""
         if mesh not in on_gpus:
-            return move_on_cpu(tensor, gather_dim, shard_dim, mesh, axis)
+            return original_alltoall(tensor, gather_dim, shard_dim, mesh, axis)
         parts = [p.contiguous() for p in tensor.chunk(mesh.size(axis), shard_dim)]
         arrived = [torch.empty_like(p) for p in parts]
         dist.all_to_all(arrived, parts, group=mesh.get_group(axis))
@@ -251,7 +251,7 @@ def _meshes_are_real() -> Iterator[None]:
     with ExitStack() as stack:
         propagate = _without_modes(getattr(ShardingPropagator, shapes))
         stack.enter_context(patch.object(ShardingPropagator, shapes, propagate))
-        stack.enter_context(patch.object(DeviceMesh, "__init__", making))
+        stack.enter_context(patch.object(DeviceMesh, "__init__", init))
         for name in MESH_METHODS:
             method = _without_modes(getattr(DeviceMesh, name))
             static = isinstance(inspect.getattr_static(DeviceMesh, name), staticmethod)
@@ -259,5 +259,5 @@ def _meshes_are_real() -> Iterator[None]:
             stack.enter_context(patch.object(DeviceMesh, name, method))
         for place in (_collective_utils, placement_types):
             if hasattr(place, "shard_dim_alltoall"):
-                stack.enter_context(patch.object(place, "shard_dim_alltoall", move_shards))
+                stack.enter_context(patch.object(place, "shard_dim_alltoall", alltoall))
         yield

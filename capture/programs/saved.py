@@ -157,7 +157,7 @@ def _safetensors(known_values: KnownValues) -> Iterator[None]:
     import safetensors
     import safetensors.torch as library
 
-    opens, loads = safetensors.safe_open, library.load
+    original_open, loads = safetensors.safe_open, library.load
     check = getattr(library, "_evaluate_tensors_for_save", id)
     flatten = next(name for name in ("_flatten_as_ptr", "_flatten") if hasattr(library, name))
 
@@ -165,23 +165,23 @@ def _safetensors(known_values: KnownValues) -> Iterator[None]:
         check(tensors)  # refuses those that share memory
         return tensors
 
-    def written(tensors: Any, filename: Any, metadata: Any = None) -> None:
+    def serialize_file(tensors: Any, filename: Any, metadata: Any = None) -> None:
         _save(known_values, (tensors, metadata), filename)
 
-    def packed(tensors: Any, metadata: Any = None) -> bytes:
-        written(tensors, made := BytesIO(), metadata)
-        return made.getvalue()
+    def serialize(tensors: Any, metadata: Any = None) -> bytes:
+        serialize_file(tensors, buffer := BytesIO(), metadata)
+        return buffer.getvalue()
 
-    def opened(file: Any, framework: str, device: Any = "cpu", **more: Any) -> Any:
+    def safe_open(file: Any, framework: str, device: Any = "cpu", **more: Any) -> Any:
         ours = framework == "pt" and _is_ours(file)
-        return _Opened(file, device) if ours else opens(file, framework, device, **more)
+        return _Opened(file, device) if ours else original_open(file, framework, device, **more)
 
-    def loaded(data: bytes) -> dict[str, Tensor]:
+    def load(data: bytes) -> dict[str, Tensor]:
         return _Opened(BytesIO(data), "cpu").get_tensors() if data.startswith(OURS) else loads(data)
 
-    new: dict[str, Any] = {"serialize_file": written, "serialize": packed, flatten: flattened}
-    new |= {"load": loaded, "safe_open": opened}
-    with patch.multiple(library, **new), patch("safetensors.safe_open", opened):
+    new: dict[str, Any] = {"serialize_file": serialize_file, "serialize": serialize}
+    new |= {flatten: flattened, "load": load, "safe_open": safe_open}
+    with patch.multiple(library, **new), patch("safetensors.safe_open", safe_open):
         yield
 
 

@@ -148,21 +148,21 @@ def tensors_on_gpus(local_rank: int, memory: GpuMemory) -> Iterator[None]:
 @contextmanager
 def _tensors_of_libraries(memory: GpuMemory) -> Iterator[None]:
     """Let tensors that libraries' own ops and classes make on a GPU be put there."""
-    make, wrap = FakeTensor.__new__, torch.Tensor._make_wrapper_subclass
+    original_new, original_wrap = FakeTensor.__new__, torch.Tensor._make_wrapper_subclass
 
-    def made_there(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
         """As ``FakeTensor``, of an op that makes it on the device of its arguments."""
         on_cpu = (*args[:2], *map(_on_cpu, args[2:]))  # mode, memory, device
-        tensor = make(cls, *on_cpu, **kwargs)
+        tensor = original_new(cls, *on_cpu, **kwargs)
         return tensor if on_cpu == args else memory.put(tensor)
 
-    def wrapped_there(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrap(cls: Any, *args: Any, **kwargs: Any) -> Any:
         """A tensor of a library's class, which is where the one inside it says it is."""
-        return wrap(cls, *map(_on_cpu, args), **{n: _on_cpu(v) for n, v in kwargs.items()})
+        return original_wrap(cls, *map(_on_cpu, args), **{n: _on_cpu(v) for n, v in kwargs.items()})
 
     with (
-        patch.object(FakeTensor, "__new__", made_there),
-        patch.object(torch.Tensor, "_make_wrapper_subclass", staticmethod(wrapped_there)),
+        patch.object(FakeTensor, "__new__", new),
+        patch.object(torch.Tensor, "_make_wrapper_subclass", staticmethod(wrap)),
     ):
         yield
 
@@ -174,22 +174,22 @@ def _default_device(gpu: torch.device, memory: GpuMemory) -> Iterator[None]:
     ``OnCpu`` does not see these: torch runs them below all other modes. The default device is as
     before when the context ends.
     """
-    default, run = torch.get_default_device, _device.DeviceContext.__torch_function__
-    before, constructors = default(), _device._device_constructors()
+    original_default, original = torch.get_default_device, _device.DeviceContext.__torch_function__
+    before, constructors = original_default(), _device._device_constructors()
 
-    def on_cpu(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def torch_function(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if mode.device.type != "cuda" or func not in constructors or (kwargs or {}).get("device"):
-            return run(mode, func, types, args, kwargs)
+            return original(mode, func, types, args, kwargs)
         return memory.put(func(*args, **{**(kwargs or {}), "device": "cpu"}))
 
-    def asked() -> torch.device:
+    def get_default_device() -> torch.device:
         on_gpu = torch.device("cuda") == _device.CURRENT_DEVICE
-        return gpu if on_gpu else default()
+        return gpu if on_gpu else original_default()
 
     try:
         with (
-            patch.object(_device.DeviceContext, "__torch_function__", on_cpu),
-            patch.object(torch, "get_default_device", asked),
+            patch.object(_device.DeviceContext, "__torch_function__", torch_function),
+            patch.object(torch, "get_default_device", get_default_device),
         ):
             yield
     finally:
@@ -214,12 +214,12 @@ def _legacy_tensor_types(memory: GpuMemory) -> Iterator[None]:
     def make(legacy_type: Any, *args: Any) -> Any:
         return memory.put(legacy_type.on_cpu(*args))
 
-    def set_default(legacy_type: Any) -> None:
+    def set_default_tensor_type(legacy_type: Any) -> None:
         cpu_type = _cpu_type(legacy_type)
         original_set_default(cpu_type or legacy_type)
         torch.set_default_device("cuda" if cpu_type else None)
 
-    def of_type(tensor: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def tensor_type(tensor: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As ``Tensor.type``: names the type, or casts to one such as torch.cuda.FloatTensor."""
         cpu_type = _cpu_type(dtype)
         result: Any = original_type(tensor, cpu_type or dtype, *args, **kwargs)
@@ -236,8 +236,8 @@ def _legacy_tensor_types(memory: GpuMemory) -> Iterator[None]:
         gpu_types[name] = LegacyType(name, (), {**facts, "__module__": "torch.cuda"})
     with (
         patch.multiple(torch.cuda, create=True, **gpu_types),
-        patch.object(torch, "set_default_tensor_type", set_default),
-        patch.object(torch.Tensor, "type", of_type),
+        patch.object(torch, "set_default_tensor_type", set_default_tensor_type),
+        patch.object(torch.Tensor, "type", tensor_type),
     ):
         yield
 

@@ -34,13 +34,13 @@ def gpus_that_are_not_there(
     programs put on a GPU are on the CPU; autocast, foreach optimizers and gradient scalers do as
     they do on GPUs. Memory in use is that of the log's tensors.
     """
-    asked = _cuda(gpu, per_node, local_rank) | _memory(gpu, log)
+    fakes = _cuda(gpu, per_node, local_rank) | _memory(gpu, log)
     with ExitStack() as stack:
-        stack.enter_context(patch.multiple(torch.cuda, create=True, **asked))
-        random = {name: value for name, value in asked.items() if hasattr(torch.cuda.random, name)}
+        stack.enter_context(patch.multiple(torch.cuda, create=True, **fakes))
+        random = {name: value for name, value in fakes.items() if hasattr(torch.cuda.random, name)}
         stack.enter_context(patch.multiple(torch.cuda.random, **random))
         stack.enter_context(
-            patch.multiple(torch.accelerator, create=True, **_accelerator(asked, local_rank))
+            patch.multiple(torch.accelerator, create=True, **_accelerator(fakes, local_rank))
         )
         stack.enter_context(patch.multiple(torch._C, create=True, **_only_in_cuda_builds()))
         stack.enter_context(patch.object(torch.version, "cuda", "13.0"))
@@ -49,8 +49,8 @@ def gpus_that_are_not_there(
         stack.enter_context(patch.object(torch.backends.cuda, "is_built", _answering(True)))
         stack.enter_context(patch.object(torch.nn.RNNBase, "flatten_parameters", stay))
         stack.enter_context(_optimizers_as_on_gpus())
-        for place in (torch, torch.amp, torch.amp.autocast_mode, torch.cuda.amp):
-            stack.enter_context(patch.object(place, "autocast", AutocastAsOnGpus))
+        for module in (torch, torch.amp, torch.amp.autocast_mode, torch.cuda.amp):
+            stack.enter_context(patch.object(module, "autocast", AutocastAsOnGpus))
         stack.enter_context(_collectives_as_on_gpus())
         stack.enter_context(tensors_on_gpus(local_rank, log.gpu_memory))
         stack.enter_context(host_memory(log))
@@ -290,22 +290,22 @@ def _collectives_as_on_gpus() -> Iterator[None]:
     from torch.distributed.fsdp import _init_utils as fsdp
     from torch.nn.parallel import DistributedDataParallel as Ddp
 
-    make = Ddp.__init__
+    original_init = Ddp.__init__
 
-    def making(self: Any, module: Any, device_ids: Any = None, *args: Any, **kwargs: Any) -> None:
+    def init(self: Any, module: Any, device_ids: Any = None, *args: Any, **kwargs: Any) -> None:
         kwargs.pop("output_device", None)
-        make(self, module, None, *(args[1:] if args else ()), **kwargs)
+        original_init(self, module, None, *(args[1:] if args else ()), **kwargs)
 
-    there: dict[str, Any] = {
+    functions: dict[str, Any] = {
         "is_nccl_available": _answering(True),
         "get_backend": _answering("nccl"),
     }
     with (
-        patch.object(Ddp, "__init__", making),
+        patch.object(Ddp, "__init__", init),
         patch.object(Ddp, "_passing_sync_batchnorm_handle", stay),
         patch.object(torch.nn.SyncBatchNorm, "forward", _sync_batch_norm),
         patch.object(torch.nn.DataParallel, "forward", _data_parallel),
         patch.object(fsdp, "_get_compute_device", _answering(torch.device("cpu"))),
-        patch.multiple(dist, **there),
+        patch.multiple(dist, **functions),
     ):
         yield

@@ -47,13 +47,13 @@ class Layers:
 
         UnlikeError in place of an error after any layer was repeated: without it may not fail.
         """
-        forget = torch.clear_autocast_cache
+        original_clear = torch.clear_autocast_cache
 
-        def forgotten() -> None:
+        def clear() -> None:
             self.cast.clear()
-            forget()
+            original_clear()
 
-        with patch.object(torch, "clear_autocast_cache", forgotten):
+        with patch.object(torch, "clear_autocast_cache", clear):
             try:
                 yield
             except Exception as exc:

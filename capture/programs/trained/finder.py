@@ -78,11 +78,12 @@ class Finder:
     def watching(self, log: ProgramLog) -> Iterator[None]:
         """Watch calls of modules, backward passes and updates inside the context."""
         self.log = log
-        apply = torch.autograd.Function.__dict__["apply"]
+        original_apply = torch.autograd.Function.__dict__["apply"]
 
-        def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            given = with_function(args, partial(self._running, cls))
-            return self.recorder.applied(cls.apply, apply.__get__(None, cls), given, kwargs)
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            run = original_apply.__get__(None, cls)
+            noted = with_function(args, partial(self._running, cls))
+            return self.recorder.applied(cls.apply, run, noted, kwargs)
 
         watched: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
             (torch.nn.Module, "_call_impl", self._calling),
@@ -93,7 +94,7 @@ class Finder:
         with ExitStack() as stack:
             for owner, name, around in watched:
                 stack.enter_context(patch.object(owner, name, around(getattr(owner, name))))
-            function = patch.object(torch.autograd.Function, "apply", classmethod(applied))
+            function = patch.object(torch.autograd.Function, "apply", classmethod(apply))
             for context in (function, backward_passes(self._backward), self.recorder):
                 stack.enter_context(context)
             yield
