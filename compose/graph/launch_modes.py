@@ -201,7 +201,7 @@ def launches(capture: StepCapture) -> int:
 def _launches_of(call: OpCall) -> int:
     """Launches of a call: one, or for lists of tensors as many as a kernel's arguments need."""
     name = call.op.split(".")[1]
-    if not name.startswith(("_foreach_", "_fused_")):
+    if not name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
         return 1
     lists = [a for a in call.args if isinstance(a, tuple) and a and isinstance(a[0], TensorSpec)]
     depth = len(lists) + (not name.endswith("_"))  # a list of results where not in place

@@ -21,7 +21,14 @@ from itercast.compose.graph.product_roles import LINEAR_PRODUCTS
 from itercast.compose.graph.rewrite import with_shape, with_tensors
 from itercast.compose.pricing.collectives import Message
 from itercast.compose.pricing.priced_op import Priceable, priceable
-from itercast.microbench.ops.step.optimizer import FAMILY, FUSED, OptimizerOp, as_fused, of_rank
+from itercast.microbench.ops.step.optimizer import (
+    FAMILY,
+    FUSED,
+    SAME_AS,
+    OptimizerOp,
+    as_fused,
+    of_rank,
+)
 
 # Tensors like the parameter, in its own dtype, that an optimizer keeps.
 STATE_COPIES = {"adamw": 2, "adamw_fused": 2, "lamb": 2, "sgd": 0, "sgd_momentum": 1, "none": 0}
@@ -139,9 +146,9 @@ def update_bytes(calls: Iterable[Priceable]) -> float:
 
 
 def outer_update(calls: Sequence[str], numel: int, tensors: int, dtype: str) -> Iterator[Priceable]:
-    """Calls of DiLoCo's outer optimizer over so many elements of a rank's parameters."""
+    """Calls over so many elements of a rank's parameters, as of DiLoCo's outer optimizer."""
     for name in calls:
-        call = OptimizerOp(op=name, tensors=tensors, numel=numel, dtype=dtype)
+        call = OptimizerOp(op=SAME_AS.get(name, name), tensors=tensors, numel=numel, dtype=dtype)
         yield Priceable(
             op=f"aten.{name}.default",
             phase="optimizer",

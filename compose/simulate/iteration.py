@@ -99,8 +99,8 @@ def _accumulations(rank: Rank) -> int:
     """
     if rank.strategy.scatters_each:
         return 0
-    how = rank.strategy
-    return max(0, rank.plan.microbatches - 1 - (bool(how.reduce) and not how.early))
+    how, zeroed = rank.strategy, rank.one_by_one
+    return max(0, rank.plan.microbatches - (not zeroed) - (bool(how.reduce) and not how.early))
 
 
 def _tally_layers(

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.graph.identity_cache import Once
+from itercast.compose.graph.identity_cache import Once, once_of
 from itercast.compose.machines.contention import Slowdowns
+from itercast.compose.parallel.mixed_precision import half_dtype
 from itercast.compose.parallel.placement import Cluster
 from itercast.compose.pricing.collectives import Message, price_messages
 from itercast.compose.pricing.host import on_host
 from itercast.compose.pricing.layer_prices import PricedLayer, PricedModel
+from itercast.compose.pricing.one_by_one import LOOPED
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import UNMODELLED, PricedOp
 from itercast.compose.pricing.work import Step, Work
@@ -230,6 +232,28 @@ class Rank:
         """How data parallelism keeps the replicas of this rank equal: DDP, ZeRO..."""
         stack = stack_of_row(self.book.stack)
         return by_software(strategy(self.plan), self.plan, stack, self.gradient_dtype)
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether old software loops over its parameters, whole ones (``pricing.one_by_one``)."""
+        capture, is_old = self.model.graph.capture, stack_of_row(self.book.stack).one_by_one
+        loops = is_old and capture.optimizer in LOOPED and "graph" not in capture.engine
+        return loops and self.book.gpu.kind != "cpu" and not self.strategy.share_update
+
+    def scales_loss(self, optimizer: str) -> bool:
+        """Whether gradients are small numbers in fp16, which a GradScaler keeps in range."""
+        if not self.plan.amp or optimizer == "none":
+            return False
+        unfused = self.model.graph.unfused
+        return "fp16" in (
+            self.gradient_dtype,
+            once_of(unfused)("half", partial(half_dtype, unfused)),
+        )
+
+    def awaits_scale(self, optimizer: str) -> bool:
+        """Whether the host waits for the scaler: torch's fused AdamW finds out on the GPU alone."""
+        skips = optimizer == "adamw_fused" and not stack_of_row(self.book.stack).one_by_one
+        return self.scales_loss(optimizer) and not skips
 
     @cached_property
     def gradient_dtype(self) -> str:

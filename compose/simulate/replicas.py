@@ -29,16 +29,22 @@ def micro_batches(rank: Rank, optimizer: str) -> tuple[Runs, Run]:
     of the last one, which synchronises gradients and ends with the optimizer. Micro-batches that
     send nothing are not listed: they are part of the last run. Training steps follow each other:
     where the host waits for no op nor for the step's end, it launches the next one meanwhile. It
-    waits for gradients that it updates parameters by.
+    waits for gradients that it updates parameters by. Where it waits for a scaler, a step goes from
+    there to there: the optimizer comes first.
     """
     micro = rank.plan.microbatches
     every = rank.strategy.every_micro or rank.strategy.scatters_each
     waits = any(w.stall_us > 0 for x in rank.layers for w in (x.forward_work, x.backward_work))
+    scaled = rank.awaits_scale(optimizer)
+    waits = waits or scaled
     ahead = optimizer != "none" and not waits and not rank.synchronised
     ahead = ahead and "parameters" not in rank.strategy.offload
     before, final = Runs(), RankProgram(rank, ahead=ahead)
     offload = rank.strategy.offload
     first_differs = not every or "parameters" in offload
+    starts = scaled and not (rank.strategy.early or rank.strategy.after_update or offload)
+    if starts:
+        final.update(optimizer)
     if micro > 1 and (every or "activations" in offload):
         times = 1 if first_differs else micro - 1
         before = [(_one_micro_batch(rank, ahead, later=not first_differs), times)]
@@ -50,7 +56,9 @@ def micro_batches(rank: Rank, optimizer: str) -> tuple[Runs, Run]:
     final.backward(later=micro > 1, sync=True)
     if rank.strategy.cyclic:
         send_to_next_replica(final)
-    final.update(optimizer)
+    final.unscale(optimizer)
+    if not starts:
+        final.update(optimizer)
     return before, final.run()
 
 

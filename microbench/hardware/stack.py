@@ -65,6 +65,8 @@ class Stack:
     backward is done, in a message of each dtype. ``all_reduces``: with ZeRO by an all_reduce.
     ``one_stream``: scatters of gradients wait for sums among the groups that shard (HSDP).
     ``own_kernels``: whether it runs kernels fused by hand in place of a model's separate ops.
+    ``one_by_one``: optimizers that are no kernel of their own are loops over parameters, and their
+    gradients are set to zero, to which backward adds.
     ``message_sms``: SMs that its products leave to messages, by architecture; elsewhere they are
     planned for all.
     """
@@ -85,6 +87,7 @@ class Stack:
     all_reduces: bool = False
     one_stream: bool = False
     own_kernels: bool = False
+    one_by_one: bool = False
     message_sms: Mapping[str, int] = field(default_factory=dict)
 
     def attention_on(self, gpu: Gpu, *, unequal: bool = False) -> str:

@@ -34,6 +34,8 @@ ONE, TWO, FUSED, ADAMW = (
 )
 ROOT, NORM, SGD = "_foreach_sqrt", "_foreach_norm", "_foreach_add_list"
 SAME_AS: Mapping[str, str] = FACTS["same_as"] | FACTS["counted_as"]
+LOOP: Mapping[str, Mapping[str, int]] = FACTS["loop"]
+UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"  # of torch.amp.GradScaler
 OPERANDS: dict[str, int] = FACTS["operands"]
 FLOPS: dict[str, int] = FACTS["flops"]
 # Rows of whole steps, without and with decay of weights; no call is one.
