@@ -17,7 +17,7 @@ from itercast.capture.opcall import OpCall, StepCapture, TensorSpec
 from itercast.compose.graph.cache_reuse import cold_fractions
 from itercast.compose.pricing.priced_op import Priceable, priceable
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.ops.step.optimizer import LOOP, from_call
+from itercast.microbench.ops.step.optimizer import LOOP
 
 LOOPED = ("adamw", "sgd", "sgd_momentum")  # optimizers that are no kernel of their own
 OTHERS = TensorSpec(shape=(2**40,), dtype="int8", storage=-2)  # more than any cache holds
@@ -46,7 +46,7 @@ def _over_largest(call: OpCall) -> Iterator[OpCall]:
     lists += [call.outputs] if call.outputs else lists[:1]
     largest = max(range(len(lists[0])), key=lambda i: lists[0][i].numel)
     *tensors, result = (a[largest] for a in lists)
-    for name, count in LOOP[from_call(call).op].items():
+    for name, count in LOOP[priceable(call).kind].items():
         args = tuple(tensors[:count])
         yield OpCall(op=f"aten.{name}", args=args, outputs=(result,), phase=call.phase)
 

@@ -1,0 +1,152 @@
+"""The optimizer's step of old software, and what a GradScaler adds before it, counted by hand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from plan_case import GPU, Fixed, call, tensor
+
+from itercast.capture.base.slow_imports import torch
+from itercast.capture.opcall import OpCall, ParamSpec, StepCapture
+from itercast.capture.plan import ParallelPlan
+from itercast.compose.capture_model import capture
+from itercast.compose.forecast import forecast
+from itercast.compose.graph.launch_modes import launches
+from itercast.compose.graph.product_roles import DTYPE_CAST
+from itercast.compose.pricing.one_by_one import one_by_one
+from itercast.compose.pricing.price_book import PriceBook
+from itercast.compose.pricing.priced_op import Priceable, priceable
+from itercast.compose.simulate.rank_update import FOUND_INF
+from itercast.compose.simulate.replicas import micro_batches
+from itercast.extras.trace.forecasts import shown_rank
+from itercast.microbench.ops.step.optimizer import UNSCALE
+
+OLD, NEW = "torch-1.13", "torch-2.0"
+LOOPED = ["mul_", "mul_", "add_", "mul_", "addcmul_", "sqrt", "div_", "add_", "addcdiv_"]
+
+
+def small_step(optimizer: str = "adamw") -> StepCapture:
+    """A step of one linear layer: a weight of 12 elements, and a bias of 3."""
+    images = torch.zeros(2, 4)
+    return capture(torch.nn.Linear(4, 3), images, lambda out: out.sum(), optimizer=optimizer)
+
+
+def names(calls: Any) -> list[str]:
+    """Names of ops without namespace and overload."""
+    return [c.op.split(".")[1] for c in calls]
+
+
+def bytes_of(c: Priceable) -> float:
+    assert c.family is not None
+    return float(c.family.bytes_moved(c.params))
+
+
+def test_a_loop_makes_nine_calls_over_each_parameter_of_adamw() -> None:
+    """They read or write 23 tensors: 2 + 2 + 3 + 2 + 4 + 2 + 2 + 2 + 4; zeroing a gradient 1."""
+    calls = one_by_one(small_step(), [12, 3], GPU)
+    assert names(calls) == [*LOOPED, *LOOPED, "zero_", "zero_"]
+    assert sum(map(bytes_of, calls)) == (23 + 1) * (12 + 3) * 4
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "loop"), [("sgd_momentum", "mul_ add_ add_"), ("sgd", "add_")]
+)
+def test_a_loop_of_sgd(optimizer: str, loop: str) -> None:
+    """Momentum is scaled, gets the gradient, and goes to the parameter: three calls for each."""
+    calls = one_by_one(small_step(optimizer), [12], GPU)
+    assert names(calls) == [*loop.split(), "zero_"]
+
+
+def test_a_tensor_that_fits_in_the_cache_stays_there_from_call_to_call() -> None:
+    """Parameter and gradients come from memory; what was just written does not."""
+    gpu = replace(GPU, l2_bytes=1e6)
+    small, large = (one_by_one(small_step(), [n], gpu)[:9] for n in (1000, 10**8))
+    assert [round(c.cold, 2) for c in small[:3]] == [1.0, 1.0, 0.5]
+    assert {c.cold for c in large} == {1.0}
+
+
+def run_of(step: StepCapture, stack: str, plan: str = "dp=2") -> list[str]:
+    """Names of what a GPU runs in a step, in order."""
+    book = PriceBook(Fixed(), GPU, 0, stack=stack)
+    rank = shown_rank(step, ParallelPlan.parse(plan), book)
+    _, run = micro_batches(rank, step.optimizer)
+    own = (t.name for t in run.tasks if t.lanes == ("compute",))
+    return [name.split(".")[1] for name in own if "." in name]
+
+
+def test_old_software_adds_to_gradients_that_it_set_to_zero() -> None:
+    """Forward and backward alike; a gradient is added, a loop is in place of nine calls."""
+    old, new = (Counter(run_of(small_step(), stack)) for stack in (OLD, NEW))
+    assert old - new == Counter(2 * [*LOOPED, "zero_", "add_"])
+    assert sum(n for name, n in (new - old).items() if name.startswith("_foreach")) == 8 + 1
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_fused", "lamb"])
+def test_kernels_of_an_optimizers_own_are_of_no_age(optimizer: str) -> None:
+    """apex had them before; they drop gradients."""
+    step = small_step(optimizer)
+    assert run_of(step, OLD) == run_of(step, NEW)
+
+
+def test_sharded_updates_are_no_loop_over_whole_parameters() -> None:
+    """FSDP's parameters are flat, one for each layer that it wraps."""
+    step = small_step()
+    assert run_of(step, OLD, "dp=2,zero=2") == run_of(step, NEW, "dp=2,zero=2")
+
+
+def half_step(dtype: str = "fp16", optimizer: str = "adamw_fused") -> StepCapture:
+    """Four ops under autocast: a cast of the weight, a product forward and backward, an update."""
+    wide, half, x = tensor(0, 4, 4), tensor(1, 4, 4, dtype=dtype), tensor(2, 4, 4, dtype=dtype)
+    out, grad = tensor(3, 4, 4, dtype=dtype), tensor(4, 4, 4)
+    calls = (
+        OpCall(op=DTYPE_CAST, args=(wide,), outputs=(half,)),
+        call("mm.default", [x, half], out),
+        call("mm.default", [x, out], grad, phase="backward"),
+        OpCall(op="aten._foreach_mul_.Scalar", args=((grad,), 0.5), phase="optimizer"),
+    )
+    parameters = (ParamSpec(name="w", shape=(4, 4), dtype="fp32", storage=0, ready_after=2),)
+    return StepCapture(calls=calls, parameters=parameters, optimizer=optimizer)
+
+
+class Known(Fixed):
+    """Ops of these families take a GPU 10 us; each launch takes its host 5."""
+
+    models: Any = dict.fromkeys(("gemm", "elementwise", "optimizer"))
+
+
+def iteration_us(dtype: str, optimizer: str, stack: str = NEW, plan: str = "amp") -> float:
+    book = PriceBook(Known(), GPU, 0, stack=stack)
+    return forecast(half_step(dtype, optimizer), ParallelPlan.parse(plan), book).iteration_us
+
+
+def test_a_scaler_reads_gradients_and_makes_the_host_wait() -> None:
+    """Four kernels hide their launches; in fp16 comes one over gradients, and then the host waits.
+
+    compute |   |=10=|=10=|=10=|=10=|=10=|read|    update, cast, forward, backward, unscale
+    host    |=5=|=5=|=5=|=5=|=5=|=5=|              it knows of no infinite gradient only then
+    """
+    read_us = PriceBook(Known(), GPU, 0).price([priceable(FOUND_INF)])[0].duration_us
+    assert iteration_us("bf16", "lamb") == pytest.approx(4 * 10)
+    assert iteration_us("fp16", "lamb") == pytest.approx(5 + 5 * 10 + read_us)
+    assert iteration_us("fp16", "lamb", plan="") == pytest.approx(4 * 10)  # weights in fp16
+
+
+def test_a_fused_optimizer_of_torch_skips_a_step_without_the_host() -> None:
+    """Its kernel reads whether a gradient is not finite; apex's, before torch 2.0, does not."""
+    assert iteration_us("fp16", "adamw_fused") == pytest.approx(5 * 10)
+    assert iteration_us("fp16", "adamw_fused", OLD) == iteration_us("fp16", "lamb", OLD)
+
+
+def test_without_an_update_nothing_is_scaled() -> None:
+    assert iteration_us("fp16", "none") == iteration_us("bf16", "none")
+
+
+def test_a_scalers_kernel_reads_and_writes_each_gradient_once() -> None:
+    """Of 100 + 50 gradients in fp32, by two launches: one takes the tensors of 110 at most."""
+    gradients = tuple(tensor(i, 64) for i in range(150))
+    unscale = OpCall(op=f"aten.{UNSCALE}.default", args=(gradients,), phase="optimizer")
+    assert bytes_of(priceable(unscale)) == 2 * 150 * 64 * 4
+    assert launches(StepCapture(calls=(unscale,))) == 2
