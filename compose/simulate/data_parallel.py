@@ -84,7 +84,7 @@ class Strategy:
     sends: float = 1.0  # probability of a message by gossip
     outer: bool = False  # an optimizer's step follows each average
     codec: Codec | None = None  # of gradients
-    cyclic: bool = False  # replicas are staggered (``cyclic``)
+    cyclic: bool = False  # replicas are staggered (``replicas``)
     expert_replicas: int = 1  # ranks that have the same experts, where ep spreads them
     offload: str = ""  # optimizer, parameters, activations, joined by +
     bucket_bytes: int = 0  # of DDP; 0: 25 MiB, the first of a dtype 1 MiB

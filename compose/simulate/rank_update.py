@@ -10,12 +10,12 @@ from itercast.capture.opcall import ITEMSIZE_BYTES, OpCall, ParamSpec, TensorSpe
 from itercast.capture.step import update_event
 from itercast.compose.pricing.collectives import Message
 from itercast.compose.pricing.host import host_cost, host_work, on_host
-from itercast.compose.pricing.one_by_one import one_by_one
 from itercast.compose.pricing.optimizer import (
     AFTER_AVERAGE,
     BEFORE_AVERAGE,
     STATE_COPIES,
     fused_update,
+    one_by_one,
     outer_update,
     scaled_update,
     state_bytes,
@@ -75,6 +75,11 @@ class RankUpdate(RankTasks):
                 self.lanes.work(self.rank.layers[0].fold(found), "wait for finite gradients")
 
     def update(self, optimizer: str) -> None:
+        """Add what comes after backward: the optimizer's step on gradients in their own scale."""
+        self.unscale(optimizer)
+        self.step(optimizer)
+
+    def step(self, optimizer: str) -> None:
         """Add the optimizer and the messages after it; offloaded state moves over PCIe."""
         rank = self.rank
         if self.averaged:

@@ -395,7 +395,6 @@ def _tail(stage: Rank, after: Sequence[Ending], tied_bytes: int, optimizer: str)
     tail.backward(later=later, sync=True)
     if tied_bytes:
         tail.reduce_tied(tied_bytes)
-    tail.unscale(optimizer)
     tail.update(optimizer)
     alone.backward(later=later, sync=stage.strategy.scatters_each)
     return tail.run(), alone.run()

@@ -17,9 +17,8 @@ from itercast.compose.forecast import forecast
 from itercast.compose.parallel.placement import cluster
 from itercast.compose.pricing.collectives import Message, price_messages
 from itercast.compose.pricing.price_book import PriceBook
-from itercast.compose.simulate.cyclic import EMPTY_BYTES
 from itercast.compose.simulate.data_parallel import fill_buckets
-from itercast.compose.simulate.replicas import micro_batches
+from itercast.compose.simulate.replicas import EMPTY_BYTES, micro_batches
 from itercast.compose.simulate.timeline import Span, Task, simulate
 from itercast.extras.trace.forecasts import shown_rank
 from itercast.microbench.hardware.node import load_node

@@ -19,11 +19,11 @@ from itercast.compose.pricing.collectives import Message, formula_us, price_mess
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.work import Step, fold
 from itercast.compose.simulate.breakdown import Shares
-from itercast.compose.simulate.cyclic import slots_of, staggered, steady_us
 from itercast.compose.simulate.data_parallel import LayerBucket, strategy
 from itercast.compose.simulate.memory_plan import memory
 from itercast.compose.simulate.pipeline import FIRST, StageTimes
 from itercast.compose.simulate.rank import Lanes
+from itercast.compose.simulate.replicas import slots_of, staggered, steady_us
 from itercast.compose.simulate.stage_rank import pipeline_of
 from itercast.compose.simulate.stages import partition
 from itercast.compose.simulate.timeline import simulate

@@ -16,7 +16,7 @@ from itercast.compose.capture_model import capture
 from itercast.compose.forecast import forecast
 from itercast.compose.graph.launch_modes import launches
 from itercast.compose.graph.product_roles import DTYPE_CAST
-from itercast.compose.pricing.one_by_one import one_by_one
+from itercast.compose.pricing.optimizer import one_by_one
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import Priceable, priceable
 from itercast.compose.simulate.rank_update import FOUND_INF
