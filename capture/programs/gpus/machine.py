@@ -19,6 +19,7 @@ from itercast.capture.programs.gpus.devices import GeneratorOnCpu, stay, tensors
 from itercast.capture.programs.gpus.host_memory import host_memory
 from itercast.capture.programs.log import ProgramLog
 from itercast.capture.recorder.autocast import autocast_as_on_cuda
+from itercast.capture.recorder.log import ITEM
 
 PAGE_BYTES = 2**21  # by which torch's allocator takes memory from the driver
 NCCL = (2, 29, 7)  # of torch 2.13's wheels for CUDA 13
@@ -48,7 +49,7 @@ def gpus_that_are_not_there(
         stack.enter_context(patch.object(torch.cuda, "_cudart", Library()))
         stack.enter_context(patch.object(torch.backends.cuda, "is_built", _answering(True)))
         stack.enter_context(patch.object(torch.nn.RNNBase, "flatten_parameters", stay))
-        stack.enter_context(_optimizers_as_on_gpus())
+        stack.enter_context(_optimizers_as_on_gpus(log))
         for module in (torch, torch.amp, torch.amp.autocast_mode, torch.cuda.amp):
             stack.enter_context(patch.object(module, "autocast", AutocastAsOnGpus))
         stack.enter_context(_collectives_as_on_gpus())
@@ -195,13 +196,18 @@ def _answering(value: Any) -> Callable[..., Any]:
 
 
 @contextmanager
-def _optimizers_as_on_gpus() -> Iterator[None]:
-    """Optimizers take the foreach kernels that they take on GPUs; a scaler skips no step."""
+def _optimizers_as_on_gpus(log: ProgramLog) -> Iterator[None]:
+    """Optimizers take the foreach kernels that they take on GPUs; a scaler skips no step.
+
+    Its host waits to hear whether a gradient is not finite, unless the optimizer's kernel does.
+    """
     from torch.amp import grad_scaler
     from torch.optim import optimizer as base
     from torch.utils import _foreach_utils
 
     def step(scaler: Any, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+        for found in state["found_inf_per_device"].values():
+            log.add(ITEM, (found,), {}, ())
         return optimizer.step(*args, **kwargs)
 
     devices = [*_foreach_utils._get_foreach_kernels_supported_devices(), "cpu"]
