@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from itercast.capture.opcall import ITEMSIZE_BYTES, OpCall, ParamSpec, TensorSpec
+from itercast.capture.opcall import ITEMSIZE_BYTES, ParamSpec
 from itercast.capture.step import update_event
 from itercast.compose.pricing.collectives import Message
 from itercast.compose.pricing.host import host_cost, host_work, on_host
@@ -27,13 +27,6 @@ from itercast.compose.simulate.data_parallel import LayerBucket, layer_buckets
 from itercast.compose.simulate.fsdp import sharded_bytes, summed_shares
 from itercast.compose.simulate.rank import Rank, RankTasks
 from itercast.microbench.ops.step.optimizer import UNSCALE
-
-# The host reads whether a gradient is not finite.
-FOUND_INF = OpCall(
-    op="aten._local_scalar_dense.default",
-    args=(TensorSpec(shape=(), dtype="fp32"),),
-    phase="optimizer",
-)
 
 
 class RankUpdate(RankTasks):
@@ -70,9 +63,9 @@ class RankUpdate(RankTasks):
         if self.rank.scales_loss(optimizer):
             self._over_parameters((UNSCALE,), "unscale gradients")
             if self.rank.awaits_scale(optimizer):
-                found = self.rank.book.price([priceable(FOUND_INF)])
-                self.updates += found
-                self.lanes.work(self.rank.layers[0].fold(found), "wait for finite gradients")
+                x = self.rank.layers[0]
+                read = Step(0.0, x.launches.alone_us, name="read by the host", waits=True)
+                self.lanes.work(fold([read], x.on_cpu, shown=x.shown), "wait for gradients")
 
     def update(self, optimizer: str) -> None:
         """Add what comes after backward: the optimizer's step on gradients in their own scale."""
