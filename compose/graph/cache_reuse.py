@@ -55,8 +55,8 @@ def cold_share(gpu: Gpu, ranks: int = 1) -> Callable[..., float]:
     second_use = curve(gpu.cold_share_second or gpu.cold_share)  # of data just come from memory
 
     def share(distance: float, own_bytes: float, second: float = 0.0) -> float:
-        warm, away = usual(own_bytes * ranks), distance * ranks
-        cold = usual(away) + second * (second_use(away) - usual(away))
+        warm, bytes_between = usual(own_bytes * ranks), distance * ranks
+        cold = usual(bytes_between) + second * (second_use(bytes_between) - usual(bytes_between))
         return max(0.0, cold - warm) / (1.0 - warm) if warm < 1.0 else 1.0
 
     return share
@@ -169,9 +169,9 @@ def _touches(calls: Sequence[OpCall]) -> Iterator[list[_Touch]]:
 
 def _makers(calls: Sequence[OpCall]) -> dict[int, int]:
     """Index of the call that makes each storage, of those that do not exist before the step."""
-    made, used = dict[int, int](), set[int]()
+    maker_of, used = dict[int, int](), set[int]()
     for number, call in enumerate(calls):
         used |= {t.storage for t in call.tensors()}
-        made |= {t.storage: number for t in call.outputs if t.storage not in used}
+        maker_of |= {t.storage: number for t in call.outputs if t.storage not in used}
         used |= {t.storage for t in call.outputs}
-    return made
+    return maker_of

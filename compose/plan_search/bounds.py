@@ -45,7 +45,7 @@ def least_us(rank: Rank) -> float:
     plan = rank.plan
     facts = (plan.microbatches, stage_facts(rank)) if _gathers_in_each(rank) else ()
     key = ("loads", *plan.parts("stages"), plan.schedule, facts)
-    loads_us, waits_us = rank.model.once(key, partial(_loads_us, rank))
+    loads_us, waits_us = rank.model.once(key, partial(_stage_times_us, rank))
     bound_us, earlier_stages_us = 0.0, 0.0
     for load_us, wait_us in zip(loads_us, waits_us, strict=True):
         bound_us = max(bound_us, earlier_stages_us + plan.microbatches * load_us)
@@ -58,7 +58,7 @@ def _gathers_in_each(rank: Rank) -> bool:
     return rank.strategy.by_layer and rank.strategy.every_micro
 
 
-def _loads_us(rank: Rank) -> tuple[list[float], list[float]]:
+def _stage_times_us(rank: Rank) -> tuple[list[float], list[float]]:
     """By stage, in us: a micro-batch's time on all its layers, and the compute others wait for.
 
     These wait for all of the stage's first chunk but weight gradients, where the schedule cuts
@@ -71,8 +71,8 @@ def _loads_us(rank: Rank) -> tuple[list[float], list[float]]:
         waited_us = compute_us(chunk.runs) - weight_us
         if _gathers_in_each(rank):  # for the first forward, beside which no backward runs
             forward_us = sum(n * layer.forward_work.lane_us for layer, n in chunk.runs)
-            sent = _sent(rank, chunk.runs, 1, 0)
-            waited_us += _beside_us(rank, forward_us, sent) - forward_us
+            messages = _fsdp_messages(rank, chunk.runs, 1, 0)
+            waited_us += _beside_us(rank, forward_us, messages) - forward_us
         times_us[chunk.key] = (_micro_us(rank, chunk.runs), waited_us)
     of_chunks = [times_us[chunk.key] for chunk in chunks]
     loads = [sum(load_us for load_us, _ in own) for own in dealt(rank.plan, of_chunks)]
@@ -88,24 +88,24 @@ def _micro_us(rank: Rank, runs: Sequence[Run]) -> float:
     if not _gathers_in_each(rank):
         return own_us
     often = 1 + strategy.regather / (rank.plan.microbatches if strategy.staged else 1)
-    return _beside_us(rank, own_us, _sent(rank, runs, often, int(strategy.scatters_each)))
+    return _beside_us(rank, own_us, _fsdp_messages(rank, runs, often, int(strategy.scatters_each)))
 
 
-def _sent(rank: Rank, runs: Sequence[Run], gathers: float, scatters: int) -> list[Sent]:
+def _fsdp_messages(rank: Rank, runs: Sequence[Run], gathers: float, scatters: int) -> list[Sent]:
     """What FSDP sends of these layers, each so often; a pipeline gathers the root once a step."""
-    own, sent = replace(rank, layers=tuple(layer for layer, _ in runs)), list[Sent]()
+    whole_rank, messages = replace(rank, layers=tuple(layer for layer, _ in runs)), list[Sent]()
     root = tuple(layer for layer, count in runs for _ in range(count) if not layer.numbered)
     units = [((layer,), count, gathers) for layer, count in runs if layer.numbered]
     once = 1 / rank.plan.microbatches if rank.strategy.staged and gathers > 1 else 1.0
     for layers, count, often in [(root, 1, once), *units]:
-        unit = Unit(rank=own, layers=layers)
-        sent += [(op, count * often) for op in unit.gathers]
-        sent += [(op, count * scatters) for op in unit.scatters]
-    return sent
+        unit = Unit(rank=whole_rank, layers=layers)
+        messages += [(op, count * often) for op in unit.gathers]
+        messages += [(op, count * scatters) for op in unit.scatters]
+    return messages
 
 
-def _beside_us(rank: Rank, own_us: float, sent: Sequence[Sent]) -> float:
+def _beside_us(rank: Rank, own_us: float, messages: Sequence[Sent]) -> float:
     """Time of compute beside messages: they slow each other while that beats taking turns."""
-    sent_us = sum(count * op.duration_us for op, count in sent)
-    slowdowns = [min(op.beside or (rank.book.contention,)) for op, _ in sent if op.duration_us]
+    sent_us = sum(count * op.duration_us for op, count in messages)
+    slowdowns = [min(op.beside or (rank.book.contention,)) for op, _ in messages if op.duration_us]
     return side_by_side_us(own_us, sent_us, min(TAKING_TURNS, *slowdowns))

@@ -34,7 +34,7 @@ class Waiting(NamedTuple):
 
     bound: float
     number: int  # of equal bounds the first goes first
-    look: Callable[[Rank], None]
+    next_step: Callable[[Rank], None]
     rank: Rank
 
 
@@ -106,7 +106,7 @@ class BranchAndBound:
         return max(self.limit, self._score(self.best[0]) * exp(PLANS_APART)) if self.best else inf
 
     @property
-    def next(self) -> float:
+    def lowest_bound(self) -> float:
         """The lowest bound of those that wait."""
         return self.waiting[0].bound if self.waiting else inf
 
@@ -125,19 +125,19 @@ class BranchAndBound:
 
     def simulate(self, below: float = inf) -> None:
         """Simulate plans in the order of their bounds, up to a score or that of the last best."""
-        while self.next < min(below, self.limit):
+        while self.lowest_bound < min(below, self.limit):
             waiting = heappop(self.waiting)
-            waiting.look(waiting.rank)
+            waiting.next_step(waiting.rank)
 
     def near(self, shapes: Shapes, wanted: Callable[[ParallelPlan], bool]) -> list[Scored]:
         """The plans wanted that may be within ``reach``, with their bounds and memory."""
         shapes, others = shapes.only(wanted), list[Waiting]()
         while shapes.least < self.reach:
             self.add(shapes.take(shapes.least))
-        while self.next < self.reach:
+        while self.lowest_bound < self.reach:
             waiting = heappop(self.waiting)
-            if waiting.look != self._simulate and wanted(waiting.rank.plan):
-                waiting.look(waiting.rank)
+            if waiting.next_step != self._simulate and wanted(waiting.rank.plan):
+                waiting.next_step(waiting.rank)
             else:
                 others.append(waiting)
         self.waiting = [*others, *self.waiting]
@@ -155,9 +155,9 @@ class BranchAndBound:
         """The score of a plan that takes so long, if it fits."""
         return self._score(Scored(rank=rank, iteration_us=time_us, memory_bytes=0, fits=True))
 
-    def _wait(self, bound: float, look: Callable[[Rank], None], rank: Rank) -> None:
-        """Queue a plan by a bound of its score; ``look`` is called when its turn comes."""
-        heappush(self.waiting, Waiting(bound, next(self.numbers), look, rank))
+    def _wait(self, bound: float, next_step: Callable[[Rank], None], rank: Rank) -> None:
+        """Queue a plan by a bound of its score; ``next_step`` is called when its turn comes."""
+        heappush(self.waiting, Waiting(bound, next(self.numbers), next_step, rank))
 
     def _bound(self, rank: Rank) -> None:
         """Bound a plan by its schedule; add it with uneven stages where they balance it better."""
@@ -262,7 +262,7 @@ def best_plans(
     try:
         shapes = shapes_of(search, gpus, objective)
         while shapes.least < tree.limit:
-            tree.add(shapes.take(max(shapes.least, min(tree.next, tree.limit))))
+            tree.add(shapes.take(max(shapes.least, min(tree.lowest_bound, tree.limit))))
             tree.simulate(below=shapes.least)
         tree.simulate()
         tree.add(v_shaped(tree))

@@ -67,7 +67,7 @@ def recomputed(
     if plan.recompute == "selective":
         span, saved = _attention(layer, capture)
     else:
-        span = _whole(layer, capture, book.stack)
+        span = _span_run_again(layer, capture, book.stack)
         if plan.recompute == "budget":
             most_bytes = round(plan.recomputed * layer.saved_bytes) - boundary
 
@@ -85,18 +85,18 @@ def recomputed(
     left = (ops[i] for i in sorted({*span} - {*kept.calls}))
     again = [replace(op, leads=0.0) if op.leads else op for op in left]
     if again:
-        again.insert(0, python_op("checkpoint_layer", _saved(layer, capture), book))
+        again.insert(0, python_op("checkpoint_layer", _count_saved(layer, capture), book))
     if kept.calls:
-        again.insert(0, _policy(span, capture, book))
+        again.insert(0, _policy_python(span, capture, book))
     return Recomputed(
         ops=tuple(again),
-        forward=(_policy(range(*layer.forward), capture, book),) if kept.calls else (),
+        forward=(_policy_python(range(*layer.forward), capture, book),) if kept.calls else (),
         saved_bytes=saved,
-        kept=_named(layer, capture, kept.calls),
+        kept=_places_of(layer, capture, kept.calls),
     )
 
 
-def _policy(calls: Sequence[int], capture: StepCapture, book: PriceBook) -> PricedOp:
+def _policy_python(calls: Sequence[int], capture: StepCapture, book: PriceBook) -> PricedOp:
     """Python of a selective policy, which sees every call of a pass, also those of views."""
     views = capture.host.get("view_op", 0) / max(1, len(capture.calls))
     return python_op("selective_op", 1, book, len(calls) * (1 + views))
@@ -167,14 +167,14 @@ def _items(
     return items
 
 
-def _named(layer: Layer, capture: StepCapture, numbers: Sequence[int]) -> Places:
+def _places_of(layer: Layer, capture: StepCapture, numbers: Sequence[int]) -> Places:
     """Pairs (op of a call, how many calls of that op the layer has before it)."""
     names = [capture.calls[i].op for i in range(*layer.forward)]
     places = sorted(i - layer.forward[0] for i in numbers)
     return tuple((names[place], names[:place].count(names[place])) for place in places)
 
 
-def _whole(layer: Layer, capture: StepCapture, stack: str) -> Sequence[int]:
+def _span_run_again(layer: Layer, capture: StepCapture, stack: str) -> Sequence[int]:
     """From the layer's input up to the last result that its backward reads, or all of it.
 
     torch.utils.checkpoint of torch 2.1 and later stops there; older stacks run the whole layer.
@@ -202,7 +202,7 @@ def _attention(layer: Layer, capture: StepCapture) -> tuple[Sequence[int], int]:
     return between, max(layer.output_bytes, layer.saved_bytes - dropped)
 
 
-def _saved(layer: Layer, capture: StepCapture) -> int:
+def _count_saved(layer: Layer, capture: StepCapture) -> int:
     """How many tensors autograd saves of a layer: those of forward that backward's calls read."""
     forward = capture.calls[slice(*layer.forward)]
     there = {t.storage for c in forward for t in c.touched}

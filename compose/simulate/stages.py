@@ -50,7 +50,7 @@ def chunks_of(rank: Rank) -> list[Chunk]:
     """
 
     def cut() -> list[Chunk]:
-        chunks = partition(rank.model.layers, rank.plan, _held_together(rank.model))
+        chunks = partition(rank.model.layers, rank.plan, _fewest_on_first_stage(rank.model))
         # where the first rank has the last chunk
         shared = rank.plan.pp == 1 or rank.plan.schedule in V_SHAPED
         return chunks if shared else [*chunks[:-1], _with_tied(chunks[-1], rank.model)]
@@ -58,16 +58,16 @@ def chunks_of(rank: Rank) -> list[Chunk]:
     return rank.model.once(("chunks", *layout(rank.plan)), cut)
 
 
-def _held_together(model: PricedModel) -> int:
+def _fewest_on_first_stage(model: PricedModel) -> int:
     """How many layers the first stage has at least: up to the last that waits for lookups.
 
     These are messages of embedding tables on other ranks, which run until they are read.
     """
     calls = model.graph.capture.calls
-    sent = [i for i in model.graph.asked.messages if calls[i].kwargs["until_read"]]
-    ends = [i + 1 + sum(1 for _ in until_read(i, calls)) for i in sent]
-    read = max((i for i in ends if calls[i].phase == "forward"), default=0)
-    return 1 + sum(x.layer.count for x in model.layers if 0 < x.layer.forward[1] <= read)
+    lookups = [i for i in model.graph.asked.messages if calls[i].kwargs["until_read"]]
+    ends_of_lookups = [i + 1 + sum(1 for _ in until_read(i, calls)) for i in lookups]
+    last_end = max((i for i in ends_of_lookups if calls[i].phase == "forward"), default=0)
+    return 1 + sum(x.layer.count for x in model.layers if 0 < x.layer.forward[1] <= last_end)
 
 
 def layout(plan: ParallelPlan) -> tuple[object, ...]:
@@ -91,21 +91,21 @@ def stages_of(rank: Rank) -> list[Rank]:
     return stages
 
 
-def partition(layers: Sequence[PricedLayer], plan: ParallelPlan, together: int = 1) -> list[Chunk]:
+def partition(layers: Sequence[PricedLayer], plan: ParallelPlan, fewest: int = 1) -> list[Chunk]:
     """Cuts the model into pp * virtual chunks of consecutive layers; ValueError for too few layers.
 
     A model of equal numbered layers, such as transformer blocks: these are spread evenly, and the
     first chunks get one more where they do not divide. What precedes and follows them (embedding,
     head) joins the first and the last chunk; it counts as layers only where there are fewer
     numbered layers than chunks. Other models are cut so that the slowest chunk is as fast as
-    possible. The first chunk has ``together`` layers or more.
+    possible. The first chunk has ``fewest`` layers or more.
     """
     chunks = plan.pp * plan.virtual
     runs = [(x, x.layer.count) for x in layers]
     total = sum(n for _, n in runs)
     numbered = sum(n for x, n in runs if x.numbered)
-    if together + chunks - 1 > total > chunks - 1:
-        left = f"{total - together} of {total} layers are left"
+    if fewest + chunks - 1 > total > chunks - 1:
+        left = f"{total - fewest} of {total} layers are left"
         rule = f"{chunks} stages, {left} once the first has read its tables' vectors"
         raise ValueError(f"plan {str(plan)!r}: {rule}")
     if chunks == 1:
@@ -123,12 +123,12 @@ def partition(layers: Sequence[PricedLayer], plan: ParallelPlan, together: int =
         ends = _count_cuts(runs, _sizes(plan, total), whole=True)
     else:
         us = _unit_costs(layers)
-        costs = [[sum(us[:together]), *us[together:]]] * chunks
-        ends = [end + together - 1 for end in _cost_cuts(costs)]
-    if ends[0] < together:
-        rule = f"the first stage reads its tables' vectors in layer {together}, it has {ends[0]}"
+        costs = [[sum(us[:fewest]), *us[fewest:]]] * chunks
+        ends = [end + fewest - 1 for end in _cost_cuts(costs)]
+    if ends[0] < fewest:
+        rule = f"the first stage reads its tables' vectors in layer {fewest}, it has {ends[0]}"
         raise ValueError(f"plan {str(plan)!r}: {rule}")
-    return [Chunk(runs=_between(runs, a, b)) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+    return [Chunk(runs=_slice(runs, a, b)) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def balanced(models: Sequence[Sequence[PricedLayer]], plan: ParallelPlan) -> ParallelPlan:
@@ -234,8 +234,8 @@ def _sizes(plan: ParallelPlan, counted: int) -> list[int]:
     if plan.layers:
         sizes = [int(n) for n in plan.layers.split("+")]
         if sum(sizes) != counted:
-            wrong, told = f"layers={plan.layers} are {sum(sizes)}", f"plan {str(plan)!r}"
-            raise ValueError(f"{told}: {wrong} layers, the model has {counted}")
+            wrong, stated_plan = f"layers={plan.layers} are {sum(sizes)}", f"plan {str(plan)!r}"
+            raise ValueError(f"{stated_plan}: {wrong} layers, the model has {counted}")
         return sizes
     stated = [n for n in (plan.first, plan.last) if n]
     others, left = chunks - len(stated), counted - sum(stated)
@@ -288,14 +288,14 @@ def _pack(costs: Sequence[Sequence[float]], limit: float) -> list[int]:
     return ends if ends[-1] == layers else []
 
 
-def _between(
+def _slice(
     runs: Sequence[tuple[PricedLayer, int]], start: int, stop: int
 ) -> tuple[tuple[PricedLayer, int], ...]:
     """Layers ``start`` to ``stop`` of a model, each with how often it is there in a row."""
-    between, begin = [], 0
+    within, begin = [], 0
     for layer, count in runs:
         overlap = min(stop, begin + count) - max(start, begin)
         if overlap > 0:
-            between.append((layer, overlap))
+            within.append((layer, overlap))
         begin += count
-    return tuple(between)
+    return tuple(within)
