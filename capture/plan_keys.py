@@ -121,10 +121,10 @@ def some_of(*names: str) -> Read[str]:
     """Reads one of these names, or several with + between them, in this order."""
 
     def read(key: str, text: str) -> str:
-        given = text.split("+")
-        if not set(given) <= set(names) or len(set(given)) < len(given):
+        parts = text.split("+")
+        if not set(parts) <= set(names) or len(set(parts)) < len(parts):
             raise ValueError(f"{key} is one of {', '.join(names)}, or some by +, got {text!r}")
-        return "+".join(name for name in names if name in given)
+        return "+".join(name for name in names if name in parts)
 
     return read
 

@@ -379,9 +379,9 @@ def asks(
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **options: P.kwargs) -> R:
-        given: Row = {field.name: options.pop(field.name) for field in asked}
-        named = any(given.get(name) for name in ("case", "hf_config", "model"))
-        return command(Question(**given) if named or not may_be_none else None, *args, **options)
+        values: Row = {field.name: options.pop(field.name) for field in asked}
+        named = any(values.get(name) for name in ("case", "hf_config", "model"))
+        return command(Question(**values) if named or not may_be_none else None, *args, **options)
 
     keyword = inspect.Parameter.KEYWORD_ONLY
     of_question = [

@@ -164,7 +164,8 @@ class FamilyModel:
     @property
     def half_width(self) -> float:
         """Half width in log time of the 80 % interval of an op, by errors on held-out shapes."""
-        return (self.offsets[1] - self.offsets[0]) / 2
+        p10_offset, p90_offset = self.offsets
+        return (p90_offset - p10_offset) / 2
 
     def covers_kind(self, gpu: Gpu) -> bool:
         """Whether the rows are of devices of this kind: a CPU's times say nothing of a GPU's."""

@@ -341,8 +341,8 @@ def widen_unseen_offsets(models: Mapping[str, FamilyModel]) -> dict[str, FamilyM
     def widened(model: FamilyModel) -> FamilyModel:
         if not 0 < _source_count(model) < MIN_GPUS:
             return model
-        old = model.unseen_offsets
-        return replace(model, unseen_offsets=(min(old[0], low), max(old[1], high)))
+        p10, p90 = model.unseen_offsets
+        return replace(model, unseen_offsets=(min(p10, low), max(p90, high)))
 
     return {name: widened(model) for name, model in models.items()}
 

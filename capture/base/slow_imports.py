@@ -91,8 +91,8 @@ def once_imported(name: str, act: Callable[[Any], None]) -> Iterator[None]:
 
     class Finder:
         @staticmethod
-        def find_spec(asked: str, path: Any = None, target: Any = None) -> Any:
-            spec = PathFinder.find_spec(asked, path) if asked == name else None
+        def find_spec(module_name: str, path: Any = None, target: Any = None) -> Any:
+            spec = PathFinder.find_spec(module_name, path) if module_name == name else None
             loader: Any = spec and spec.loader
             if loader:
                 loader.exec_module = partial(_load, loader.exec_module, act)

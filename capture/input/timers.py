@@ -208,7 +208,7 @@ def timed_batches(note: Callable[[BatchTime], None]) -> Iterator[None]:
     """
     stages, files = _Stages(), OpenedFiles()
 
-    def wrap(fetch: Callable[..., Any]) -> Callable[..., Any]:
+    def timed_fetch(fetch: Callable[..., Any]) -> Callable[..., Any]:
         def run(fetcher: Any, index: Any) -> Any:
             """Fetch the samples at an index, and note how long that took, by stage."""
             stages.us.clear()
@@ -238,20 +238,20 @@ def timed_batches(note: Callable[[BatchTime], None]) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(files.noting())
         for kind in (fetchers._MapDatasetFetcher, fetchers._IterableDatasetFetcher):
-            stack.enter_context(patch.object(kind, "fetch", wrap(kind.fetch)))
+            stack.enter_context(patch.object(kind, "fetch", timed_fetch(kind.fetch)))
         for owner, name in _decoders():
             decode = _noting_paths(files, getattr(owner, name))
             timed = stages.timed("decode", decode)
             stack.enter_context(patch.object(owner, name, timed))
-        making = dataloader._BaseDataLoaderIter.__init__
+        original_init = dataloader._BaseDataLoaderIter.__init__
 
-        def make(self: Any, loader: Any) -> None:
+        def init(self: Any, loader: Any) -> None:
             for holder, name in _transforms(loader.dataset):
                 timed = stages.timed("transform", getattr(holder, name))
                 stack.enter_context(patch.object(holder, name, timed))
-            making(self, loader)
+            original_init(self, loader)
 
-        stack.enter_context(patch.object(dataloader._BaseDataLoaderIter, "__init__", make))
+        stack.enter_context(patch.object(dataloader._BaseDataLoaderIter, "__init__", init))
         yield
 
 

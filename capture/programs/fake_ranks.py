@@ -61,9 +61,9 @@ def one_rank_of(
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, texts))
         stack.enter_context(_groups_that_send_nothing(world_size, rank, log))
-        stack.enter_context(_handles_tell(log))
-        stack.enter_context(_storages_tell(log))
-        stack.enter_context(_meshes_are_real())
+        stack.enter_context(_log_waits_for_handles(log))
+        stack.enter_context(_log_resized_storages(log))
+        stack.enter_context(_real_meshes())
         stack.enter_context(python_reducer())
         try:
             yield
@@ -120,7 +120,7 @@ def replaced(name: str, function: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _handles_tell(log: ProgramLog) -> Iterator[None]:
+def _log_waits_for_handles(log: ProgramLog) -> Iterator[None]:
     """Tell the log when the current stream waits for a collective's handle."""
     group = dist.ProcessGroup
     # By the ids of handles that are alive: the point at which the message ends, and its tensors.
@@ -141,8 +141,8 @@ def _handles_tell(log: ProgramLog) -> Iterator[None]:
 
     def waiting(method: Callable[..., Any]) -> Callable[..., Any]:
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-            if (ends := points.pop(id(work), None)) is not None:
-                log.wait(log.stream, ends[0])
+            if (noted := points.pop(id(work), None)) is not None:
+                log.wait(log.stream, noted[0])
             return method(work, *args, **kwargs)
 
         return wait
@@ -189,7 +189,7 @@ class Arriving:
         return True
 
 
-def _storages_tell(log: ProgramLog) -> AbstractContextManager[object]:
+def _log_resized_storages(log: ProgramLog) -> AbstractContextManager[object]:
     """Tell the log when storages are resized, as FSDP does to free gathered parameters."""
     original_resize = torch.UntypedStorage.resize_
 
@@ -218,7 +218,7 @@ MESH_METHODS = (
 
 
 @contextmanager
-def _meshes_are_real() -> Iterator[None]:
+def _real_meshes() -> Iterator[None]:
     """Make the ranks in a ``DeviceMesh`` real numbers, on the CPU.
 
     A mesh of GPUs still changes a tensor's sharded dim by all_to_all, as on GPUs.

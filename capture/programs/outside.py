@@ -132,18 +132,18 @@ def _by_loader() -> bool:
 
 def _starting_tools() -> Callable[..., None]:
     """``Popen.__init__`` for which programs but ``TOOLS`` are not there; nvidia-smi lists GPUs."""
-    popen = subprocess.Popen.__init__
+    original_init = subprocess.Popen.__init__
 
-    def start_or_raise(own: Any, args: Any, *others: Any, **options: Any) -> None:
+    def init(process: Any, args: Any, *others: Any, **options: Any) -> None:
         if args in ("nvidia-smi -L", ["nvidia-smi", "-L"]):
             args, options["shell"] = ["echo", _listed_gpus()], False
         programs = _programs(args) if isinstance(args, str) else [str(next(iter(args), ""))]
         refused = [p for p in programs if os.path.basename(p) not in TOOLS]
         if refused:
             raise FileNotFoundError(f"{refused[0]!r}: a forecast starts no other programs")
-        popen(own, args, *others, **options)
+        original_init(process, args, *others, **options)
 
-    return start_or_raise
+    return init
 
 
 def _listed_gpus() -> str:

@@ -44,20 +44,21 @@ def cold_share(gpu: Gpu, ranks: int = 1) -> Callable[..., float]:
         sizes, shares = np.log([s for s, _ in pairs]), [share for _, share in pairs]
 
         @lru_cache(maxsize=2**16)
-        def cold(distance: float) -> float:
+        def cold(distance_bytes: float) -> float:
             if not pairs:
-                return 1.0 - float(held_share(distance, gpu))
-            return float(np.interp(np.log(max(distance, 1.0)), sizes, shares))
+                return 1.0 - float(held_share(distance_bytes, gpu))
+            return float(np.interp(np.log(max(distance_bytes, 1.0)), sizes, shares))
 
         return cold
 
-    usual = curve(gpu.cold_share)
-    second_use = curve(gpu.cold_share_second or gpu.cold_share)  # of data just come from memory
+    cold_after = curve(gpu.cold_share)
+    cold_after_memory = curve(gpu.cold_share_second or gpu.cold_share)  # of data just come from it
 
-    def share(distance: float, own_bytes: float, second: float = 0.0) -> float:
-        warm, bytes_between = usual(own_bytes * ranks), distance * ranks
-        cold = usual(bytes_between) + second * (second_use(bytes_between) - usual(bytes_between))
-        return max(0.0, cold - warm) / (1.0 - warm) if warm < 1.0 else 1.0
+    def share(distance_bytes: float, own_bytes: float, from_memory_frac: float = 0.0) -> float:
+        warm, bytes_between = cold_after(own_bytes * ranks), distance_bytes * ranks
+        often_used, second_use = cold_after(bytes_between), cold_after_memory(bytes_between)
+        cold_frac = often_used + from_memory_frac * (second_use - often_used)
+        return max(0.0, cold_frac - warm) / (1.0 - warm) if warm < 1.0 else 1.0
 
     return share
 

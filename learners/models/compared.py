@@ -66,8 +66,8 @@ def nearest(rows: Inputs, time_us: Array) -> Predict:
     tree, ratio = cKDTree((rows.x - mean) / spread), np.log(time_us / rows.roofline_us)
 
     def predict(others: Inputs) -> Array:
-        near = tree.query((others.x - mean) / spread, k=min(3, len(ratio)))[1]
-        log_ratio = ratio[near.reshape(len(others.x), -1)].mean(1)
+        nearest_rows = tree.query((others.x - mean) / spread, k=min(3, len(ratio)))[1]
+        log_ratio = ratio[nearest_rows.reshape(len(others.x), -1)].mean(1)
         return np.asarray(others.roofline_us * np.exp(log_ratio))
 
     return predict

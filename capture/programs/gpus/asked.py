@@ -68,8 +68,8 @@ class Asked:
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Note files and folders that are read from here on, and variables inside the context."""
-        get, files, variables = os._Environ.__getitem__, self._files, self._answers.variables
-        before = self._before
+        files, variables = self._files, self._answers.variables
+        original_getitem, before = os._Environ.__getitem__, self._before
 
         def audit(event: str, arguments: tuple[Any, ...]) -> None:
             path = arguments[READ[event]] if event in READ else None
@@ -78,14 +78,14 @@ class Asked:
             ):
                 files.add(os.path.abspath(os.fsdecode(path)))
 
-        def reading(environment: Any, name: str) -> Any:
+        def getitem(environment: Any, name: str) -> Any:
             text = os.fsdecode(name)  # ``os.environb`` asks in bytes
             if sys._getframe(1).f_code.co_name not in READ_ALL and text not in SET_HERE:
                 variables[text] = _variable(before, text)
-            return get(environment, name)
+            return original_getitem(environment, name)
 
         sys.addaudithook(audit)
-        with patch.object(os._Environ, "__getitem__", reading):
+        with patch.object(os._Environ, "__getitem__", getitem):
             yield
 
     def so_far(self) -> tuple[Answers, set[str]]:

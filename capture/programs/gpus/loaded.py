@@ -101,13 +101,13 @@ def weights_not_downloaded(guesses: dict[str, StackSummary]) -> Iterator[None]:
             torch.save(WeightsNotRead(), os.path.join(folder, name))
         return WeightsNotRead()
 
-    def loading(model: Any, state_dict: Any, *args: Any, **options: Any) -> Any:
+    def load_state_dict(model: Any, state_dict: Any, *args: Any, **options: Any) -> Any:
         if isinstance(state_dict, WeightsNotRead):
             return _IncompatibleKeys([], [])
         return original_load(model, state_dict, *args, **options)
 
     with (
         patch.object(torch.hub, "load_state_dict_from_url", from_url),
-        patch.object(torch.nn.Module, "load_state_dict", loading),
+        patch.object(torch.nn.Module, "load_state_dict", load_state_dict),
     ):
         yield

@@ -102,16 +102,16 @@ class Finder:
     def _calling(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """As ``Module.__call__``."""
 
-        def called(module: Any, *args: Any, **kwargs: Any) -> Any:
+        def call_module(module: Any, *args: Any, **kwargs: Any) -> Any:
             if self.inside:
                 self._note_layer(module, args)
                 return run(module, *args, **kwargs)
             if not _trains(module):
                 return run(module, *args, **kwargs)
-            through = self._through if is_wrapper(module) else self._run
-            return through(module, partial(run, module), args, kwargs)
+            run_model = self._through if is_wrapper(module) else self._run
+            return run_model(module, partial(run, module), args, kwargs)
 
-        return called
+        return call_module
 
     def _ending(self, ended: Callable[[str, Any], None]) -> Callable[[str, Any], None]:
         """As the log's ``ended``, for the ends of steps."""
@@ -127,27 +127,27 @@ class Finder:
         """The function that autograd function ``cls`` is given, wrapped to see whether ``cls`` is a
         checkpoint: it runs it without gradients, and again with them in backward.
         """
-        saves = True
+        with_gradients = True
 
-        def runs(*args: Any, **kwargs: Any) -> Any:
-            nonlocal saves
+        def run_and_note(*args: Any, **kwargs: Any) -> Any:
+            nonlocal with_gradients
             if not torch.is_grad_enabled():
-                saves = False
-            elif not saves and self.log.phase == "backward":
+                with_gradients = False
+            elif not with_gradients and self.log.phase == "backward":
                 self.checkpoints.add(cls)
             return run(*args, **kwargs)
 
-        return runs
+        return run_and_note
 
-    def _clipping(self, clip: Callable[..., Any]) -> Callable[..., Any]:
+    def _clipping(self, original_clip: Callable[..., Any]) -> Callable[..., Any]:
         """A function that clips gradients, wrapped to note that it was called."""
 
-        def clips(*args: Any, **kwargs: Any) -> Any:
+        def clip_and_note(*args: Any, **kwargs: Any) -> Any:
             if self.latest is not None:
                 self.latest.clip = True
-            return clip(*args, **kwargs)
+            return original_clip(*args, **kwargs)
 
-        return clips
+        return clip_and_note
 
     @contextmanager
     def _backward(self, backward: Backward) -> Iterator[None]:

@@ -99,8 +99,8 @@ class TrainedModel:
 
         def loss(output: Any) -> Any:
             named = {f"{id(m)}.{n}": p for m in models for n, p in m.named_parameters()}
-            make = partial(self._new_tensor, size=size, dtype=dtype)
-            return tape.replay(output, named, size, make)
+            new_tensor = partial(self._new_tensor, size=size, dtype=dtype)
+            return tape.replay(output, named, size, new_tensor)
 
         def run(**named: Any) -> Any:
             args = [named.pop(str(i)) for i in range(len(first.arguments))]
@@ -230,13 +230,13 @@ def _saving_all(function: Any, *args: Any) -> Any:
 def updated_in_fp32(step: StepCapture) -> StepCapture:
     """The step of a model in half precision whose optimizer keeps its parameters in fp32."""
 
-    def wide(value: Any) -> Any:
+    def fp32(value: Any) -> Any:
         if isinstance(value, TensorSpec):
             return replace(value, dtype="fp32") if value.dtype in ("bf16", "fp16") else value
-        return tuple(map(wide, value)) if isinstance(value, tuple) else value
+        return tuple(map(fp32, value)) if isinstance(value, tuple) else value
 
     calls = tuple(
-        replace(c, args=wide(c.args), outputs=wide(c.outputs)) if c.phase == "optimizer" else c
+        replace(c, args=fp32(c.args), outputs=fp32(c.outputs)) if c.phase == "optimizer" else c
         for c in step.calls
     )
     parameters = tuple(replace(p, dtype="fp32") for p in step.parameters)
