@@ -73,16 +73,21 @@ def isin(values: np.ndarray, seen: Iterable[str]) -> np.ndarray:
 def least_us(rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> np.ndarray:
     """FLOP / peak in us of FLOP that no kernel avoids (``least_flops``), or that a card halves.
 
-    GeForce cards halve the rate of products that accumulate in fp32: their peak is limited below
-    their tensor cores' rate, which rooflines assume. 0 where neither holds.
+    GeForce cards halve the rate of products that accumulate in fp32 on tensor cores: in such dtypes
+    their peak is limited below their tensor cores' rate, which rooflines assume. 0 where neither
+    holds.
     """
     bound_us = np.zeros(len(rows))
     for name in rows["gpu"].unique():
         gpu, on_gpu = gpus[name], (rows["gpu"] == name).to_numpy()
-        flops = family.flops if gpu.full_rate_flops_per_s else family.least_flops
-        if flops is not None and gpu.kind != "cpu":
-            p = columns(rows[on_gpu], family)
-            bound_us[on_gpu] = 1e6 * np.asarray(flops(p), float) / rates_by_row(p, gpu.peak)
+        halved = gpu.full_rate_flops_per_s
+        if gpu.kind == "cpu" or not (halved or family.least_flops):
+            continue
+        p = columns(rows[on_gpu], family)
+        flops = np.where(isin(p.dtype, halved), np.asarray(family.flops(p), float), 0.0)
+        if family.least_flops is not None:
+            flops = np.maximum(flops, family.least_flops(p, gpu))
+        bound_us[on_gpu] = 1e6 * flops / rates_by_row(p, gpu.peak)
     return bound_us
 
 

@@ -24,7 +24,7 @@ from itercast.microbench.ops.family import (
     Workload,
     itemsize_bytes,
 )
-from itercast.microbench.ops.matrix.conv_rate import rate, untransformed
+from itercast.microbench.ops.matrix.conv_rate import most_of_peak, rate
 from itercast.microbench.ops.matrix.gemm import TENSOR_CORES, Gemm
 from itercast.microbench.ops.memory.elementwise import memory_copy
 from itercast.microbench.ops.sizes import (
@@ -376,7 +376,7 @@ FAMILY = Family(
     sweep=sweep,
     build=build,
     flops=flops,
-    least_flops=lambda p: np.where(untransformed(p), flops(p), 0.0),
+    least_flops=lambda p, gpu: flops(p) / most_of_peak(p, gpu),
     bytes_moved=bytes_moved,
     features=features,
     answers={f"aten.{op}.default": from_call for op in ("convolution", "convolution_backward")},
