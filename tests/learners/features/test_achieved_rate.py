@@ -124,7 +124,7 @@ def test_geforce_cards_limit_tensor_cores_alone() -> None:
     rows = rows.assign(gpu=facts.name, family="conv")
     in_fp32_us, in_fp16_us = SHIPS.price("conv", rows, {facts.name: facts})["predicted_us"]
     assert in_fp32_us < flops(one) / facts.peak("fp32") * 1e6
-    assert in_fp16_us >= flops(one) / facts.peak("fp16") * 1e6
+    assert in_fp16_us >= flops(one) / facts.peak("fp16") * 1e6 * (1 - 1e-9)
 
 
 def test_the_bundle_that_ships_knows_gpus_as_the_files_do() -> None:
