@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,12 @@ import numpy as np
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.slow_imports import pd
-from itercast.learners.features.rooflines import bounds_us, rates_by_row, roofline_us
+from itercast.learners.features.rooflines import (
+    achieved_rate,
+    bounds_us,
+    rates_by_row,
+    roofline_us,
+)
 from itercast.microbench.hardware.host import load_host
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import Family, Values
@@ -86,7 +92,7 @@ def least_us(rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> np.
         p = columns(rows[on_gpu], family)
         flops = np.where(isin(p.dtype, halved), np.asarray(family.flops(p), float), 0.0)
         if family.least_flops is not None:
-            flops = np.maximum(flops, family.least_flops(p, gpu))
+            flops = np.maximum(flops, family.least_flops(p, gpu, partial(achieved_rate, gpu)))
         bound_us[on_gpu] = 1e6 * flops / rates_by_row(p, gpu.peak)
     return bound_us
 

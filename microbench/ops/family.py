@@ -145,8 +145,8 @@ class Family:
 
     Bounds and features:
     ``rate`` is the FLOP/s that an op's kernels cannot pass, whatever the dtype's peak.
-    ``least_flops(params, gpu)`` at the GPU's peak take the least time that a kernel needs, so that
-    no forecast is below it; None: any may be.
+    ``least_flops(params, gpu, rate)`` at the GPU's peak take the least time that a kernel needs, so
+    that no forecast is below it; None: any may be. ``rate``: FLOP/s of large products, by dtype.
     ``cached_bytes(params, gpu)`` prices an op without a learned model in place of ``bytes_moved``
     where what it reads may be in the last cache.
     ``floor_us`` replaces max(flops / peak, bytes / memory bandwidth) where that is not the bound.
@@ -194,7 +194,7 @@ class Family:
     floor_us: Callable[[Point, Gpu], Numbers] | None = None
     gpu_memory_us: Callable[[Point, Gpu, Values, Values], Numbers] | None = None
     rate: Callable[[Point, Gpu], Numbers] | None = None
-    least_flops: Callable[[Point, Gpu], Numbers] | None = None
+    least_flops: Callable[[Point, Gpu, Callable[[str], float]], Numbers] | None = None
     op_name: Callable[[Point], Point] | None = None
     call_name: Callable[[Point], Values | str] | None = None
     kernel: Sequence[KernelTerm] = ()

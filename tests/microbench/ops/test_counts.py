@@ -182,18 +182,25 @@ def test_one_tap_strides_and_dilation_leave_no_flop_out() -> None:
     """8 x 8 pixels, 4 channels in and 4 out: 2 * 64 * 4 * 4 * 9 FLOP, which Winograd's lessen."""
     family = families()["conv"]
     assert family.least_flops is not None
+    least, of_products = family.least_flops, lambda dtype: 12.8e12
+
+    def h100(p: Conv) -> Any:
+        return least(p, load_gpu("h100-sxm-80gb"), of_products)
+
+    def v100(p: Conv) -> Any:
+        return least(p, load_gpu("v100-pcie-32gb"), of_products)
+
     plain = Conv(
         op="forward", batch=1, in_channels=4, out_channels=4, h=8, w=8, kernel_h=3, kernel_w=3
     )
     plain = replace(plain, padding_h=1, padding_w=1, dtype="fp32")
-    h100, v100 = load_gpu("h100-sxm-80gb"), load_gpu("v100-pcie-32gb")
-    assert (family.flops(plain), family.least_flops(plain, h100)) == (18432, 0)
+    assert (family.flops(plain), h100(plain)) == (18432, 0)
     dilated = replace(plain, dilation=2, padding_h=2, padding_w=2)
-    assert family.least_flops(dilated, h100) == 18432
-    assert family.least_flops(replace(plain, stride=2), h100) == 18432 / 4
+    assert h100(dilated) == 18432
+    assert h100(replace(plain, stride=2)) == 18432 / 4
     one_tap = replace(plain, kernel_h=1, kernel_w=1, padding_h=0, padding_w=0)
-    assert family.least_flops(one_tap, h100) == 2048
+    assert h100(one_tap) == 2048
     # products reach 12.8 of 14 TFLOP/s on a V100, such convolutions in fp32 0.90 of that
-    assert family.least_flops(dilated, v100) == pytest.approx(18432 / (0.90 * 12.8 / 14))
-    assert family.least_flops(replace(dilated, dtype="fp16"), v100) == 18432
-    assert family.least_flops(plain, v100) == 0
+    assert v100(dilated) == pytest.approx(18432 / (0.90 * 12.8 / 14))
+    assert v100(replace(dilated, dtype="fp16")) == 18432
+    assert v100(plain) == 0
