@@ -21,6 +21,7 @@ from torch.distributed.tensor import _collective_utils
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 from itercast.capture.programs.log import ProgramLog
 from itercast.capture.programs.reducer import python_reducer
@@ -63,7 +64,7 @@ def one_rank_of(
         stack.enter_context(_groups_that_send_nothing(world_size, rank, log))
         stack.enter_context(_log_waits_for_handles(log))
         stack.enter_context(_log_resized_storages(log))
-        stack.enter_context(_real_meshes())
+        stack.enter_context(_real_meshes(log))
         stack.enter_context(python_reducer())
         try:
             yield
@@ -218,7 +219,7 @@ MESH_METHODS = (
 
 
 @contextmanager
-def _real_meshes() -> Iterator[None]:
+def _real_meshes(log: ProgramLog) -> Iterator[None]:
     """Make the ranks in a ``DeviceMesh`` real numbers, on the CPU.
 
     A mesh of GPUs still changes a tensor's sharded dim by all_to_all, as on GPUs.
@@ -228,12 +229,15 @@ def _real_meshes() -> Iterator[None]:
     original_init, original_alltoall = DeviceMesh.__init__, _collective_utils.shard_dim_alltoall
     on_gpus: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def init(mesh: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        """All devices are the CPU; the ranks that ``init_device_mesh`` counts up are real again."""
+    def real(ranks: Any) -> Any:
+        """The numbers that the program filled in, or those that ``init_device_mesh`` counts up."""
+        values = log.routing.known_values(ranks)
+        return torch.arange(ranks.numel()).view(ranks.shape) if values is None else values
+
+    def init(mesh: Any, /, device_type: str, *args: Any, **kwargs: Any) -> None:
+        """All devices are the CPU; the ranks are real numbers again."""
         with _disable_current_modes(), torch.device("cpu"):
-            ranks = kwargs.get("_rank_map")
-            if isinstance(ranks, FakeTensor):
-                kwargs["_rank_map"] = torch.arange(ranks.numel(), dtype=torch.int)
+            args, kwargs = tree_map_only(FakeTensor, real, (args, kwargs))
             original_init(mesh, "cpu", *args, **kwargs)
             if device_type != "cpu" or mesh._get_root_mesh() in on_gpus:
                 on_gpus.add(mesh)

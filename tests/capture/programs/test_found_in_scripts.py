@@ -561,3 +561,18 @@ for step in range(9):
     optimizer.step()
 """
     assert captured(written(tmp_path, text), gpus=8).ranks[0].calls
+
+
+def test_a_mesh_has_the_ranks_that_a_script_filled_in_by_hand(tmp_path: Path) -> None:
+    """Rank 0 of 2 x 4, laid out with the first axis last: ranks 0, 1 and 0, 2, 4, 6."""
+    text = """
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+dist.init_process_group("nccl")
+ranks = torch.arange(8).reshape(4, 2).t()
+mesh = DeviceMesh(device_type="cuda", mesh=ranks, mesh_dim_names=("dp", "tp"))
+assert DeviceMesh("cuda", [[0, 1], [2, 3], [4, 5], [6, 7]]).shape == (4, 2)
+assert dist.get_process_group_ranks(mesh.get_group("dp")) == [0, 1]
+assert dist.get_process_group_ranks(mesh["tp"].get_group()) == [0, 2, 4, 6]
+"""
+    assert captured(written(tmp_path, text + TRAIN + STEPS), gpus=8).ranks[0].calls
