@@ -35,7 +35,7 @@ def question_facts(
     ``assumes`` are lines for the user.
     """
     size = sizes(question, step, target.plan)
-    known = {
+    values = {
         **options(question),
         "dtype": question.dtype_on([target.gpu]),
         "optimizer": step.optimizer,
@@ -47,15 +47,15 @@ def question_facts(
         "stack": target.stack,
     }
     if not question.model:  # the user's function has sizes of its own
-        known |= {"batch": size["batch"], "seq": size["seq"], "global_batch": None}
-    lines = unusual(known, size, target.plan, target.gpu)
-    may_use_tf32 = known["dtype"] == "fp32" and "tf32" in target.gpu.peak_flops_per_s
+        values |= {"batch": size["batch"], "seq": size["seq"], "global_batch": None}
+    lines = unusual(values, size, target.plan, target.gpu)
+    may_use_tf32 = values["dtype"] == "fp32" and "tf32" in target.gpu.peak_flops_per_s
     kinds = ["convolutions"] * any("convolution" in call.op for call in step.calls)
     kinds += ["recurrent layers"] * bool(step.networks)
-    if may_use_tf32 and not mixed(known) and kinds:
+    if may_use_tf32 and not mixed(values) and kinds:
         names = " and ".join(kinds)
         lines.append(f"{names} are in fp32, too; torch's default is TF32 (--dtype tf32)")
-    return {**stated(known), "step": size, "unusual": lines, "assumes": assumes([forecast])}
+    return {**stated(values), "step": size, "unusual": lines, "assumes": assumes([forecast])}
 
 
 def options(question: Question) -> Row:
@@ -63,10 +63,10 @@ def options(question: Question) -> Row:
     return {f.name: getattr(question, f.name) for f in fields(question)}
 
 
-def stated(known: Facts, name: str = "predict") -> Row:
+def stated(values: Facts, name: str = "predict") -> Row:
     """``question``: the options that have a value; ``command``: ``itercast name`` with them."""
-    asked = {n: str(v) if isinstance(v, Path) else v for n, v in known.items() if v}
-    return {"question": asked, "command": command(name, asked)}
+    stated_values = {n: str(v) if isinstance(v, Path) else v for n, v in values.items() if v}
+    return {"question": stated_values, "command": command(name, stated_values)}
 
 
 def sizes(question: Question, step: StepCapture, plan: ParallelPlan) -> Row:

@@ -148,16 +148,16 @@ def train_family(
     )
 
 
-def _of_all_rows(learned: Learned, known: np.ndarray, options: trees.Options) -> FamilyModel:
+def _of_all_rows(learned: Learned, trained: np.ndarray, options: trees.Options) -> FamilyModel:
     """The blend fitted to all rows.
 
     Its interval is that of errors on rows not fitted to: of cross-validation for the rows
-    ``known``, of the blend that was fitted to these for the held-out ones.
+    ``trained``, of the blend that was fitted to these for the held-out ones.
     """
     prepared = learned.prepared
     all_rows = np.arange(len(prepared.kind))
     residual = np.log(prepared.table.time_us / learned.predict_us(all_rows))
-    residual[known] = learned.crossed.residual
+    residual[trained] = learned.crossed.residual
     crossed = replace(learned.crossed, residual=residual)
     unseen = unseen_offsets(prepared, options, crossed.offsets)
     return fit_model(prepared, options, crossed, unseen)

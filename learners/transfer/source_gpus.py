@@ -103,8 +103,8 @@ class SourceGpus:
         """
         stand_in = str(SAME_KERNELS_DTYPE.get(dtype, dtype))
         measured = {d for by_dtype in self._of_same_kind(gpu).values() for d in by_dtype}
-        known = dtype in measured or stand_in not in measured
-        return dtype if known or dtype not in gpu.peak_flops_per_s else stand_in
+        needs_no_stand_in = dtype in measured or stand_in not in measured
+        return dtype if needs_no_stand_in or dtype not in gpu.peak_flops_per_s else stand_in
 
     def with_stand_in_dtypes(self, rows: pd.DataFrame, gpus: Mapping[str, Gpu]) -> pd.DataFrame:
         """Replaces dtypes that no GPU has rows of by those that stand in for them.

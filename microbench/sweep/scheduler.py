@@ -126,16 +126,16 @@ class Sweep:
                 continue
             point = placed(point, self.order) if family.ranks > 1 else point
             key = self.row_keys(family, point, 0)["warm"]
-            done = int(key in self.done or not self.mine(key))
+            done = int(key in self.done or not self.is_of_this_lane(key))
             if not (rank0_value(done) if self.order.together else done):
                 self.done.add(key)  # a random sweep may have a point twice
                 return family, point
         return None
 
-    def mine(self, key: str) -> bool:
+    def is_of_this_lane(self, key: str) -> bool:
         """Whether the point of this key is this lane's, of those of all sweeps that share them."""
-        (number, count), lanes = self.order.among, self.order.lanes
-        return int(key, 16) % (count * lanes) == number * lanes + self.order.lane
+        (sweep, sweeps), lanes = self.order.among, self.order.lanes
+        return int(key, 16) % (sweeps * lanes) == sweep * lanes + self.order.lane
 
     def row_keys(self, family: Family, point: Point, repeat: int) -> dict[str, str]:
         """Keys of a point's rows by cache; collectives and GPUs' host calls are timed warm only."""

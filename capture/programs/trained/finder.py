@@ -64,12 +64,12 @@ class Finder:
 
     def __init__(self) -> None:
         self.recorder = LossRecorder()
-        self.inside = False
+        self.inside = False  # whether a model's forward runs
         self.wrapper: torch.nn.Module | None = None
         self.call: Call | None = None  # the micro-batch that runs now
         self.latest: Call | None = None  # the last one whose backward began
         self.found: dict[int, Call] = {}  # by the optimizer's id, the last one before its step
-        self.micro = 0
+        self.micro = 0  # micro-batches since the last step
         # Functions of autograd that run another one without gradients, and again in backward.
         self.checkpoints = {CheckpointFunction}
         self.split = ""  # by what messages a model's layers are, if they are

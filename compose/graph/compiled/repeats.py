@@ -48,11 +48,11 @@ class _Repeats:
     """The calls met so far in a step by what they compute, and the storages of repeats' results."""
 
     def __init__(self, capture: StepCapture) -> None:
-        self.first: dict[Hashable, OpCall] = {}
+        self.first: dict[Hashable, OpCall] = {}  # by ``key``
         self.same: dict[int, int] = {}  # storage of a repeat's result -> of the first one's
         self.writes = Counter[tuple[int, int]]()  # of a compiled function into a storage, so far
         self.makers = Counter(t.storage for c in capture.calls for t in c.outputs)
-        self.largest: dict[int, int] = {}
+        self.largest: dict[int, int] = {}  # storage -> elements of the largest tensor in it
         for t in (t for c in capture.calls for t in c.touched):
             self.largest[t.storage] = max(t.numel, self.largest.get(t.storage, 0))
 

@@ -77,13 +77,13 @@ def test_host_times_have_one_lane_and_each_key_belongs_to_one() -> None:
     lanes = {p.families: p.lanes for p in phases("cuda", ("norm", "host"), devices=2)}
     assert lanes == {("host",): 1, ("norm",): 2}
     both = [replace(order(Path(), "norm"), lanes=2, lane=lane) for lane in (0, 1)]
-    assert [Sweep(one, set()).mine("a0") for one in both] == [True, False]
-    assert [Sweep(one, set()).mine("a1") for one in both] == [False, True]
+    assert [Sweep(one, set()).is_of_this_lane("a0") for one in both] == [True, False]
+    assert [Sweep(one, set()).is_of_this_lane("a1") for one in both] == [False, True]
     second = [
         replace(one, among=(1, 3)) for one in both
     ]  # lanes 2 and 3 of the six of three sweeps
     keys = [f"{n:x}" for n in range(12)]
-    found = [[int(k, 16) for k in keys if Sweep(one, set()).mine(k)] for one in second]
+    found = [[int(k, 16) for k in keys if Sweep(one, set()).is_of_this_lane(k)] for one in second]
     assert found == [[2, 8], [3, 9]]
 
 
