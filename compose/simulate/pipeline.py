@@ -267,14 +267,22 @@ def finish_us(
 
     An exact longest path over the ranks' programs and one link per boundary and direction.
     """
-    order, _, _, ends, _ = _times(schedule, chunks, stages, micro)
-    return tuple(float(t) for t in ends[order.last])
+    times = _times(schedule, chunks, stages, micro)
+    return tuple(float(t) for t in times.ends[times.order.last])
 
 
-def _times(
-    schedule: str, chunks: Sequence[StageTimes], stages: int, micro: int
-) -> tuple[_Timing, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The order of actions; by action its time, its message's, its end, its message's arrival."""
+class _Times(NamedTuple):
+    """By action in us: its time, its message's, when it ends, and when its message arrives."""
+
+    order: _Timing
+    took: np.ndarray
+    sending: np.ndarray
+    ends: np.ndarray
+    arrives: np.ndarray
+
+
+def _times(schedule: str, chunks: Sequence[StageTimes], stages: int, micro: int) -> _Times:
+    """The order of actions, and their times."""
     detached = frozenset(c for c, chunk in enumerate(chunks) if chunk.detached)
     order = _order(schedule, stages, micro, len(chunks) // stages, detached)
     kinds = [(run_as(kind, schedule), variant) for variant in VARIANTS for kind in TIMES]
@@ -284,11 +292,10 @@ def _times(
     sending = sent[order.sends]
     ends, arrives = np.zeros(len(took)), np.zeros(len(took))
     before, waits, behind = order.before, order.waits, order.behind
-    for a, b in order.levels:
-        end = np.maximum(ends[before[a:b]], arrives[waits[a:b]]) + took[a:b]
-        ends[a:b] = end
-        arrives[a:b] = np.maximum(end, arrives[behind[a:b]]) + sending[a:b]
-    return order, took, sending, ends, arrives
+    for level in (slice(*edges) for edges in order.levels):
+        ends[level] = np.maximum(ends[before[level]], arrives[waits[level]]) + took[level]
+        arrives[level] = np.maximum(ends[level], arrives[behind[level]]) + sending[level]
+    return _Times(order, took, sending, ends, arrives)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,6 @@ from itercast.microbench.hardware.stack import stack_of_row
 SCHEDULE_SHARE: float = assumed(__file__, "schedule_share")
 STEADY_STEPS = 3  # after which each further step of a pipeline that never drains takes as long
 T = TypeVar("T")
-Make = Callable[[], tuple[Run, Run]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,11 +268,12 @@ class Pipeline:
         """All that a rank runs, each with how often it is repeated; the last one ends the step."""
         plan, mine, tail = self.plan, self.chunks_of(r), self.tails[r]
         order = program(plan.schedule, plan.pp, r, plan.microbatches, plan.virtual)
-        ran = [(run_as(kind, plan.schedule), v) for kind, _, v in order]
-        differ = zip(ran, variants(order), strict=True)
-        # what the first backward leaves out, ``lanes_of`` takes off
-        alike = Counter((*one, "" if one[0] in "AW" and x == FIRST else x) for one, x in differ)
-        runs = [(self.runs[mine[v]].of(kind, x), n) for (kind, v, x), n in alike.items()]
+        times = Counter[tuple[str, int, str]]()  # by kind, chunk of the rank, and variant
+        for (action, _, v), variant in zip(order, variants(order), strict=True):
+            kind = run_as(action, plan.schedule)
+            # what the first backward leaves out, ``lanes_of`` takes off
+            times[kind, v, "" if kind in "AW" and variant == FIRST else variant] += 1
+        runs = [(self.runs[mine[v]].of(kind, x), n) for (kind, v, x), n in times.items()]
         return [*runs, (tail.alone, -1), (tail.run, 1)]
 
     def lanes_of(self, r: int) -> Shares:
@@ -353,15 +353,15 @@ def stage_tails(
 ) -> list[Tail]:
     """By stage how it ends; stages with the same layers, which pause as long, share the runs."""
     ends_apart = ranks[0].plan.schedule not in V_SHAPED  # first and last chunk on unlike ranks
-    asked = list[tuple[Hashable, Make]]()
+    keyed = list[tuple[Hashable, Callable[[], tuple[Run, Run]]]]()
     for i, (rank, stage, own) in enumerate(zip(ranks, stages, ends, strict=True)):
         tied = sum(p.nbytes for p in rank.model.graph.tied if p.ready_after >= 0)
         tied_bytes = tied if ends_apart and i in (0, len(stages) - 1) else 0
         after = tuple(replace(e, chunk=0, start_us=e.start_us - own[0].start_us) for e in own)
         key = ("tail", tuple(map(id, stage.layers)), stage.starts, after, tied_bytes, optimizer)
         make = partial(_tail, stage, after, tied_bytes, optimizer)
-        asked.append(((*key, stage_facts(rank)), make))
-    fresh = [x for x, (key, _) in zip(stages, asked, strict=True) if key not in x.model.once]
+        keyed.append(((*key, stage_facts(rank)), make))
+    fresh = [x for x, (key, _) in zip(stages, keyed, strict=True) if key not in x.model.once]
     for first in {id(stage.book): stage for stage in fresh}.values():
         book, alike = first.book, [stage for stage in fresh if stage.book is first.book]
         messages = [m for x in alike for m in reductions(x.layers, x.strategy, x.where, x.starts)]
@@ -369,7 +369,7 @@ def stage_tails(
         messages += [m for program in programs for m in program.regathered()]
         price_messages(messages, book, first.where)  # one call of the pricer for all of them
         book.prefetch([op for program in programs for op in program.own_update()])
-    runs = [stage.model.once(key, make) for stage, (key, make) in zip(stages, asked, strict=True)]
+    runs = [stage.model.once(key, make) for stage, (key, make) in zip(stages, keyed, strict=True)]
     return [
         Tail(start_us=own[0].start_us, run=run, alone=alone)
         for own, (run, alone) in zip(ends, runs, strict=True)
