@@ -86,24 +86,24 @@ def _send(facts: Any, read: Sequence[Tensor], written: Sequence[Tensor], terms: 
         for sent, filled in zip(read, written, strict=True):
             _send(facts, [sent], [filled], terms)
         return
-    known = [facts.get(t, _constant(t)) for t in read]
+    read_facts = [facts.get(t, _constant(t)) for t in read]
     for tensor in written:
         facts.pop(tensor, None)
         if isinstance(tensor, FakeTensor):
             tensor.constant = None
-    if not known or None in known:
+    if not read_facts or None in read_facts:
         return
-    facts.update((tensor, replace(known[0], values=None)) for tensor in written)
-    if any(fact.values is None for fact in known):
+    facts.update((tensor, replace(read_facts[0], values=None)) for tensor in written)
+    if any(fact.values is None for fact in read_facts):
         return
     with _disable_current_modes():
-        numbers = torch.cat([fact.values.flatten() for fact in known])
+        numbers = torch.cat([fact.values.flatten() for fact in read_facts])
         numbers = (numbers * terms).to(numbers.dtype)
         sizes = [tensor.numel() for tensor in written]
         times = -(-sum(sizes) // max(1, len(numbers)))
         parts = numbers.repeat(times)[: sum(sizes)].split(sizes)
         for tensor, values in zip(written, parts, strict=True):
-            facts[tensor] = replace(known[0], values=values.reshape(tensor.shape))
+            facts[tensor] = replace(read_facts[0], values=values.reshape(tensor.shape))
 
 
 def _constant(tensor: Tensor) -> Fact | None:
@@ -189,32 +189,32 @@ def index_axis(name: str, args: Args, kwargs: Kwargs) -> int | None:
 
 
 def fact_of_comparison(
-    name: str, known: Fact | None, other: Argument, second: Fact | None, args: Args
+    name: str, first: Fact | None, other: Argument, second: Fact | None, args: Args
 ) -> Fact | None:
     """The fact about a comparison's result, or that of masks combined; None if nothing follows.
 
-    ``known`` is the fact about the first operand, ``second`` that about ``other``.
+    ``first`` is the fact about the first operand, ``second`` that about ``other``.
     """
-    if known is None:
+    if first is None:
         return None
-    if known.top and not (name in ("eq", "ne") and args[0].is_floating_point()):
-        return _compared_uniform(name, known.top, other)
-    if known.mean is None:
+    if first.top and not (name in ("eq", "ne") and args[0].is_floating_point()):
+        return _compared_uniform(name, first.top, other)
+    if first.mean is None:
         return None
     if name == "cumsum":
-        return Fact(top=known.mean * args[0].shape[args[1]])
+        return Fact(top=first.mean * args[0].shape[args[1]])
     if name == "eq" and args[0].dim() == 0 and isinstance(other, int | float):
-        return Fact(mean=float(known.mean == other))  # a sum: whether all are
+        return Fact(mean=float(first.mean == other))  # a sum: whether all are
     if name in ("gt", "ne") and is_number(other, 0):
-        return Fact(mean=min(1.0, known.mean))
+        return Fact(mean=min(1.0, first.mean))
     if name in ("logical_not", "bitwise_not"):
-        return Fact(mean=1 - known.mean)
+        return Fact(mean=1 - first.mean)
     if second is None or second.mean is None:
         return None
     if name in AND:
-        return Fact(mean=known.mean * second.mean)
+        return Fact(mean=first.mean * second.mean)
     if name in OR:
-        return Fact(mean=1 - (1 - known.mean) * (1 - second.mean))
+        return Fact(mean=1 - (1 - first.mean) * (1 - second.mean))
     return None
 
 

@@ -99,13 +99,13 @@ Sent = tuple[Message, Group]  # a message, and the ranks that it is sent among
 
 def price_messages(messages: Sequence[Message], book: PriceBook, where: Cluster) -> list[PricedOp]:
     """Prices each message as if no other were sent."""
-    asked = [(m, where.on_one_cpu(where.groups[m.axis])) for m in messages]
+    sent_messages = [(m, where.on_one_cpu(where.groups[m.axis])) for m in messages]
     prices = book.once(("sent", where.place), dict[Sent, PricedOp])
-    if fresh := [sent for sent in dict.fromkeys(asked) if sent not in prices]:
+    if fresh := [sent for sent in dict.fromkeys(sent_messages) if sent not in prices]:
         in_nodes = [(message, part) for message, group in fresh for part in _in_node(group)]
         prefetch_messages([*fresh, *in_nodes], book, where)
         prices |= {(m, group): _on_machine(m, group, book, where) for m, group in fresh}
-    priced = [prices[sent] for sent in asked]
+    priced = [prices[sent] for sent in sent_messages]
     for link in where.crossings:
         for i, message in enumerate(messages):
             far = message.among(world_size=where.groups[message.axis].size, ranks_per_node=1)
@@ -141,13 +141,13 @@ def _on_machine(message: Message, group: Group, book: PriceBook, where: Cluster)
     return replace(op, beside=slowdowns)
 
 
-def prefetch_messages(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> None:
+def prefetch_messages(messages: Sequence[Sent], book: PriceBook, where: Cluster) -> None:
     """Prices in one call messages among groups of ranks, into ``book.sent``.
 
     ``where``: the links of these groups.
     """
     prices = book.sent.setdefault(where.place, {})
-    fresh = [sent for sent in dict.fromkeys(asked) if sent not in prices]
+    fresh = [sent for sent in dict.fromkeys(messages) if sent not in prices]
     if not fresh:
         return
     for message, group in [sent for sent in fresh if sent[0].axis in TIERS]:
@@ -196,32 +196,32 @@ def _as_measured(where: Cluster) -> Cluster:
     return replace(where, node=replace(node, link_bytes_per_s=own))
 
 
-def _learned(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> Iterator[PricedOp]:
+def _learned(messages: Sequence[Sent], book: PriceBook, where: Cluster) -> Iterator[PricedOp]:
     """The messages priced by the family's model, scaled by formula to groups that it knows not."""
     measured = _as_measured(where)
-    answer = partial(_modelled, asked, book, measured)
-    answers = book.kept(["collective"], (where.place, list(asked)), answer)
-    for (message, group), modelled in zip(asked, answers, strict=True):
+    answer = partial(_modelled, messages, book, measured)
+    answers = book.kept(["collective"], (where.place, list(messages)), answer)
+    for (message, group), modelled in zip(messages, answers, strict=True):
         if not modelled:  # a group of one rank sends nothing
             yield _priced(message, "collective", 0.0)
             continue
         modelled_us, size, per_node = modelled
-        known = Group(size=size, per_node=per_node)
+        as_measured = Group(size=size, per_node=per_node)
         scale = 1.0
-        if known != group or measured is not where:
-            scale = formula_us(message, group, where) / formula_us(message, known, measured)
+        if as_measured != group or measured is not where:
+            scale = formula_us(message, group, where) / formula_us(message, as_measured, measured)
         shares = _assumed_shares(group, scale, where)
         yield _priced(message, "collective", modelled_us * scale, shares)
 
 
-def _modelled(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> list[tuple[Any, ...]]:
+def _modelled(messages: Sequence[Sent], book: PriceBook, where: Cluster) -> list[tuple[Any, ...]]:
     """Of each message (us, size, ranks per node) of the largest group that the model knows.
 
     () for one that is sent to nobody. Links slower than any measured are scaled by formula.
     """
-    nearest = _largest_known(asked, book, where)
+    nearest = _largest_known(messages, book, where)
     if not nearest:
-        return [()] * len(asked)
+        return [()] * len(messages)
     rows = _rows([(m, group) for (m, _), group in nearest.items()], book, where)
     measured_rows = _no_slower(rows, book)
     own_us, measured_us = (floor_us(columns(x, FAMILY), where.gpu) for x in (rows, measured_rows))
@@ -232,7 +232,7 @@ def _modelled(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> list[tu
     }
     return [
         (times_us[sent], nearest[sent].size, nearest[sent].per_node) if sent in times_us else ()
-        for sent in asked
+        for sent in messages
     ]
 
 
@@ -246,12 +246,12 @@ def _no_slower(rows: pd.DataFrame, book: PriceBook) -> pd.DataFrame:
     return rows.assign(**{name: rows[name] * faster for name in LINKS})
 
 
-def _largest_known(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> dict[Sent, Group]:
+def _largest_known(messages: Sequence[Sent], book: PriceBook, where: Cluster) -> dict[Sent, Group]:
     """For each message the largest group inside the model's envelope; its own where none is.
 
     Looked up with rates of 0, the GPU's usual links: the group does not depend on slower ones.
     """
-    tried = [(sent, smaller) for sent in asked for smaller in _smaller(sent[1])]
+    tried = [(sent, smaller) for sent in messages for smaller in _smaller(sent[1])]
     largest: dict[Sent, Group] = {}
     if tried:
         rows = _rows([(message, smaller) for (message, _), smaller in tried], book, where)
@@ -265,11 +265,11 @@ def _largest_known(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> di
     return largest
 
 
-def _rows(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> pd.DataFrame:
+def _rows(messages: Sequence[Sent], book: PriceBook, where: Cluster) -> pd.DataFrame:
     """A dataset row of each message, as family "collective" is priced by."""
     facts: Row = {"gpu": where.gpu.name, "threads": book.threads, "cache": "warm"}
     facts["node"] = where.node.name if where.node else where.gpu.name
-    points = [m.among(**_crossed(m, g, where)) for m, g in asked]
+    points = [m.among(**_crossed(m, g, where)) for m, g in messages]
     names = [f.name for f in fields(Collective)]
     made = {name: [getattr(p, name) for p in points] for name in names}
     made["op"] = [measured_op(op, where.gpu.kind) for op in made["op"]]

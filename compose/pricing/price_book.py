@@ -143,16 +143,16 @@ class PriceBook:
         """Price those points, by family, that are still missing."""
         fresh = dict[str, list[Any]]()
         for family, own in points.items():
-            known = self.prices.setdefault(family, {})
-            fresh[family] = list(dict.fromkeys(p for p in own if p not in known))
-        asked = {family: self._columns(own) for family, own in fresh.items() if own}
-        if not asked:
+            prices_of_family = self.prices.setdefault(family, {})
+            fresh[family] = list(dict.fromkeys(p for p in own if p not in prices_of_family))
+        columns = {family: self._columns(own) for family, own in fresh.items() if own}
+        if not columns:
             return
 
         def priced() -> dict[str, list[Any]]:
-            return {name: self.expected(name, self._rows(own)) for name, own in asked.items()}
+            return {name: self.expected(name, self._rows(own)) for name, own in columns.items()}
 
-        for family, rows in self.kept(list(asked), asked, priced).items():
+        for family, rows in self.kept(list(columns), columns, priced).items():
             count, blocks = len(fresh[family]), iter(rows)  # in the order of ``_columns``
             for threads in self.by_threads:
                 warm, cold = (list(islice(blocks, count)) for _ in range(2))

@@ -171,8 +171,8 @@ class RankGraph:
         """
         calls, layers = self._apart
         names = [x.name for x in self.layers]
-        known = (n for n in reversed(names[: names.index(layer.name) + 1]) if n in layers)
-        return calls, layers[next(known)]
+        earlier = (n for n in reversed(names[: names.index(layer.name) + 1]) if n in layers)
+        return calls, layers[next(earlier)]
 
     @cached_property
     def asked(self) -> AskedCalls:

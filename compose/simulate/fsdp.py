@@ -248,10 +248,10 @@ def hooks(program: RankTasks, x: PricedLayer, share: float, times: int = 1) -> W
 
     ``share``: FORWARD_SHARE, the rest (backward), or 1.
     """
-    known = Unit.of(program, x).hooks
-    if share not in known:
+    hooks_by_share = Unit.of(program, x).hooks
+    if share not in hooks_by_share:
         return Work()
-    python, work = known[share]
+    python, work = hooks_by_share[share]
     program.copies += [python] * times
     return work
 

@@ -233,14 +233,14 @@ def side_by_side(
     """
     joint, number = list[Task](), [list[int]() for _ in ranks]  # by rank, of its tasks among all
     programs: dict[str, list[int]] = defaultdict(list)
-    known: dict[Hashable, int] = {}
+    number_of: dict[Hashable, int] = {}
     for r, tasks in enumerate(ranks):
         for task in tasks:
             lanes = tuple(f"{r} {lane}" for lane in task.lanes)
             lanes += (f"{r} {CORES}",) * (crowding > 1 and "compute" in task.lanes)
             after = tuple(number[r][j] for j in task.after)
             new = len(joint)
-            n = new if task.once is None else known.setdefault(task.once, new)
+            n = new if task.once is None else number_of.setdefault(task.once, new)
             if n < new:
                 joint[n] = joint[n].joined(lanes, task.duration_us, after)
             else:

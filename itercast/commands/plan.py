@@ -171,12 +171,12 @@ def _command(question: Question, facts: Row) -> str:
     return f"{line} -- {shlex.join(of_script)}" if of_script else line
 
 
-def _open(model: Any, gpu: str, gpus: int, **asked: Any) -> tuple[Search, Target]:
+def _open(model: Any, gpu: str, gpus: int, **options: Any) -> tuple[Search, Target]:
     """Capture the model and prepare the search; also the target: GPU, bundle and such."""
     with prints_aside(), without_scikit_learn():
         from itercast.compose.plan_search.open_search import open_search
 
-        search, target = open_search(model, gpu, gpus, **asked)
+        search, target = open_search(model, gpu, gpus, **options)
     warn_of_dtype(search.dtype, target)
     return search, target
 
@@ -207,7 +207,7 @@ def with_lengths(
     batch: int,
     node: str,
     amp: bool,
-    **asked: Any,
+    **options: Any,
 ) -> list[Forecast]:
     """Forecast the plans with sequences of unlike lengths, the fastest first.
 
@@ -222,7 +222,7 @@ def with_lengths(
     for report in reports:
         replica = batch // ParallelPlan.parse(report.plan).dp
         try:
-            forecasts.append(predict(model, plan=report.plan, batch=replica, **asked))
+            forecasts.append(predict(model, plan=report.plan, batch=replica, **options))
         except ValueError as exc:
             refused = refused or str(exc)
     if not forecasts:

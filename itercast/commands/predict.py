@@ -119,10 +119,10 @@ def _print(
 
     parts = function_of("assumed_parts", "list")(forecast) if explain else []
     if as_json:
-        asked: dict[str, object] = {"spread": asdict(spread)} if spread else {}
+        shown: dict[str, object] = {"spread": asdict(spread)} if spread else {}
         if explain:
-            asked["assumptions"] = [asdict(part) for part in parts]
-        typer.echo(json.dumps({"case": name, **asdict(forecast), **facts, **asked}))
+            shown["assumptions"] = [asdict(part) for part in parts]
+        typer.echo(json.dumps({"case": name, **asdict(forecast), **facts, **shown}))
         return
     say_step(facts)
     for line in facts.get("machine", ()):

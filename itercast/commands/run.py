@@ -94,16 +94,16 @@ def run(
     names = ", ".join(misplaced)
     hint = f"{names} is passed on to {script.name}: options of itercast come before it"
 
-    place, known = f"node={node}" if node else "", known_machine(machine, anchor, Question)
+    place, of_machine = f"node={node}" if node else "", known_machine(machine, anchor, Question)
     pairs = list(product(gpu.split(","), _counts(gpus)))
     if (trace is not None or plan) and len(pairs) > 1:
         raise ValueError(f"{'plan' if plan else 'trace'}: of one GPU and one number of GPUs")
-    asked: Row = {"path": script, "module": module_name, "arguments": arguments or []}
-    asked |= {"steps": steps, "limit_s": limit, "anew": no_cache}
+    order_facts: Row = {"path": script, "module": module_name, "arguments": arguments or []}
+    order_facts |= {"steps": steps, "limit_s": limit, "anew": no_cache}
     orders = list[ScriptOrder]()
     for name, count in pairs:
-        target = find_target(name, place, bundle, host, stack, known, script.name)
-        orders.append(ScriptOrder(target=target, world_size=count, **asked))
+        target = find_target(name, place, bundle, host, stack, of_machine, script.name)
+        orders.append(ScriptOrder(target=target, world_size=count, **order_facts))
     if plan:
         print_under_plan(orders[0], plan, trace, as_json)
         return

@@ -146,11 +146,11 @@ def learn_launch_us(
     return {**launches, **least}
 
 
-def _least_of_software(key: str, known: Mapping[str, float]) -> float:
+def _least_of_software(key: str, launches: Mapping[str, float]) -> float:
     """The least of the known launches of a key's software, else of all, else the usual host's."""
     software = key.partition(LAUNCH_SEPARATOR)[2]
-    same = [us for k, us in known.items() if k.partition(LAUNCH_SEPARATOR)[2] == software]
-    return min(same or known.values(), default=load_host().launch_us)
+    same = [us for k, us in launches.items() if k.partition(LAUNCH_SEPARATOR)[2] == software]
+    return min(same or launches.values(), default=load_host().launch_us)
 
 
 def _launch_keys(rows: pd.DataFrame) -> np.ndarray:
@@ -162,7 +162,7 @@ def _launch_keys(rows: pd.DataFrame) -> np.ndarray:
     return np.asarray(gpu + np.where(stack == "", "", LAUNCH_SEPARATOR + stack), dtype=object)
 
 
-def launch_us(rows: pd.DataFrame, known: Mapping[str, float]) -> np.ndarray:
+def launch_us(rows: pd.DataFrame, launches: Mapping[str, float]) -> np.ndarray:
     """Launch in us to add to each row's roofline: of its GPU and software, or of its GPU.
 
     Where neither is known, it is the median of all; where none is, that of the usual host.
@@ -170,9 +170,9 @@ def launch_us(rows: pd.DataFrame, known: Mapping[str, float]) -> np.ndarray:
     timed = with_launch(rows)
     if not timed.any():
         return np.zeros(len(rows))
-    typical = float(np.median(list(known.values()))) if known else load_host().launch_us
-    by_gpu = map_values(rows["gpu"].to_numpy(dtype=object), known, typical, float)
-    exact = map_values(_launch_keys(rows), known, np.nan, float)
+    typical = float(np.median(list(launches.values()))) if launches else load_host().launch_us
+    by_gpu = map_values(rows["gpu"].to_numpy(dtype=object), launches, typical, float)
+    exact = map_values(_launch_keys(rows), launches, np.nan, float)
     return np.where(timed, np.where(np.isnan(exact), by_gpu, exact), 0.0)
 
 
