@@ -127,7 +127,7 @@ def _log_waits_for_handles(log: ProgramLog) -> Iterator[None]:
     # By the ids of handles that are alive: the point at which the message ends, and its tensors.
     points: dict[int, tuple[int, Any]] = {}
 
-    def launching(method: Callable[..., Any]) -> Callable[..., Any]:
+    def launch_and_note(method: Callable[..., Any]) -> Callable[..., Any]:
         """The method of a collective, which also notes the message's end in ``points``."""
 
         def launch(*args: Any, **kwargs: Any) -> Any:
@@ -140,7 +140,7 @@ def _log_waits_for_handles(log: ProgramLog) -> Iterator[None]:
 
         return launch
 
-    def waiting(method: Callable[..., Any]) -> Callable[..., Any]:
+    def wait_and_log(method: Callable[..., Any]) -> Callable[..., Any]:
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
             if (noted := points.pop(id(work), None)) is not None:
                 log.wait(log.stream, noted[0])
@@ -148,12 +148,12 @@ def _log_waits_for_handles(log: ProgramLog) -> Iterator[None]:
 
         return wait
 
-    launches: dict[str, Any] = {name: launching(getattr(group, name)) for name in LAUNCHES}
+    launches: dict[str, Any] = {name: launch_and_note(getattr(group, name)) for name in LAUNCHES}
     launches["monitored_barrier"] = lambda of, *args, **kwargs: of.barrier()  # has no fake kernel
     with ExitStack() as stack:
         stack.enter_context(patch.multiple(group, **launches))
         for handle in (dist.Work, FakeWork):
-            methods: dict[str, Any] = {"wait": waiting(handle.wait)}
+            methods: dict[str, Any] = {"wait": wait_and_log(handle.wait)}
             methods["get_future"] = lambda work: Arriving(log, work, *points[id(work)])
             stack.enter_context(patch.multiple(handle, **methods))
         yield

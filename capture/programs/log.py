@@ -376,10 +376,10 @@ class ProgramLog(OpLog):
             facts["loaded"] = True
         if self.compiled.number() and in_parts(call):
             facts["in_parts"] = True
-        launched, own = self.stream, self.stream
+        stream = self.stream
         if not call.blocking:
-            own = self.stream_of((call.group, call.kind if call.peer >= 0 else "", call.peer))
-            self.wait(own, self.record(launched))
+            stream = self.stream_of((call.group, call.kind if call.peer >= 0 else "", call.peer))
+            self.wait(stream, self.record(self.stream))
         self.calls.append(
             OpCall(
                 op=COLLECTIVE,
@@ -387,12 +387,12 @@ class ProgramLog(OpLog):
                 kwargs=facts,
                 outputs=written,
                 phase=self.phase,
-                stream=own,
+                stream=stream,
             )
         )
         self._note_compiled()
         self.last_work = None
         if not call.blocking:
-            point = self.record(own)
+            point = self.record(stream)
             self.arrives |= {t.storage: point for t in written}
             self.last_work = point

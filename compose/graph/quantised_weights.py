@@ -82,9 +82,9 @@ def _made_whole(
     yield _kernel(read, whole, user)
 
 
-def _kernel(read: tuple[TensorSpec, ...], made: TensorSpec, user: OpCall) -> OpCall:
+def _kernel(read: tuple[TensorSpec, ...], written: TensorSpec, user: OpCall) -> OpCall:
     """A pointwise kernel before ``user`` that reads codes or scales and writes numbers."""
-    facts = {"ops": OPS, "numel": made.numel}
+    facts = {"ops": OPS, "numel": written.numel}
     return OpCall(
-        op=CALL, args=read, kwargs=facts, outputs=(made,), phase=user.phase, module=user.module
+        op=CALL, args=read, kwargs=facts, outputs=(written,), phase=user.phase, module=user.module
     )

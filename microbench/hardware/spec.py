@@ -123,9 +123,9 @@ def load_gpu(name_or_path: str) -> Gpu:
     """
     path = Path(name_or_path)
     if path.suffix not in {".yaml", ".yml"}:
-        if name_or_path not in (known := _gpu_files()):
+        if name_or_path not in (files := _gpu_files()):
             raise unknown("gpu", name_or_path, gpu_names())
-        path = known[name_or_path]
+        path = files[name_or_path]
     values = read_mapping(path, "hardware file")
     if missing := [key for key in NEEDED if key not in values]:
         raise ValueError(f"{path}: missing keys {missing}")
