@@ -17,7 +17,7 @@ import torch
 from itercast.capture.opcall import StepCapture
 from itercast.capture.programs.objects import AwaitedError, Mailbox
 from itercast.capture.programs.program import COLLECTIVE, ProgramCapture
-from itercast.capture.programs.repeated.passes import UnlikeError
+from itercast.capture.programs.repeated.forms import UnlikeError
 
 Row = dict[str, Any]
 

@@ -40,7 +40,7 @@ from itercast.capture.programs.objects import Mailbox, objects_through
 from itercast.capture.programs.program import ProgramCapture
 from itercast.capture.programs.reducer import reached
 from itercast.capture.programs.repeated.fold import folded
-from itercast.capture.programs.repeated.watch import MicroBatches
+from itercast.capture.programs.repeated.watch import Repeats
 from itercast.capture.recorder.fake_patches import (
     behave_like_real_tensors,
     modes_in_backward,
@@ -147,7 +147,7 @@ def runs_of_steps(log: ProgramLog) -> Iterator[None]:
     """Log modules, attention as one op, and the phases of steps that run inside the context."""
     contexts = (
         ModuleTracker(log),
-        MicroBatches(log).watched() if log.repeats else nullcontext(),
+        Repeats(log).watched() if log.repeats else nullcontext(),
         _phases(log),
         _logged_wrappers(log),
         patch.object(torch, "compile", partial(_compile, log, torch.compile)),

@@ -68,8 +68,8 @@ class ProgramLog(OpLog):
     """Logs a program's launches; ``live_bytes`` is the memory of tensors that are alive.
 
     ``peak_bytes`` and ``least_bytes``: the most and the least that it was since the last ``reset``.
-    ``highest_bytes``: the most since its last reader set it back. ``repeats``: some micro-batches
-    that are like others are repeated in the log and not run.
+    ``measuring``: objects whose ``highest_bytes`` is kept up to date. ``repeats``: some passes that
+    are like others are repeated in the log and not run.
     """
 
     routing: Routing
@@ -86,8 +86,8 @@ class ProgramLog(OpLog):
         self.loaded = GpuMemory()  # batches of DataLoaders
         self.recomputing = False
         self.points = count()
-        self.live_bytes = self.peak_bytes = self.least_bytes = self.highest_bytes = 0
-        self.measuring = list[Any]()  # other objects whose ``highest_bytes`` is kept up to date
+        self.live_bytes = self.peak_bytes = self.least_bytes = 0
+        self.measuring = list[Any]()
         self.grouped = False  # whether the program made a process group
         self.over = False  # what is freed when all steps are over is not of the last one
         self._awaiting: set[int] = set()  # memory of parameters that a backward pass reached
@@ -134,7 +134,7 @@ class ProgramLog(OpLog):
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + extra_bytes)
         self.least_bytes = min(self.least_bytes, self.live_bytes)
-        for meter in (self, *self.measuring):
+        for meter in self.measuring:
             meter.highest_bytes = max(meter.highest_bytes, self.live_bytes + extra_bytes)
 
     def _freed(self, key: int) -> None:

@@ -229,8 +229,7 @@ def edges(outputs: Sequence[Tensor], beyond: range = range(0)) -> list[tuple[Any
     """Edges of autograd's graph from which outputs are computed: (node, number of its result).
 
     The search goes from the outputs towards the leaves. It does not go on from nodes whose sequence
-    number is in ``beyond``; from a node that stands for a repeated model it goes on with that
-    node's own ``beyond``.
+    number is in ``beyond``.
     """
     seen: dict[tuple[Any, int], None] = {}
     waiting = [(t.grad_fn, t.output_nr) for t in outputs]
@@ -241,7 +240,7 @@ def edges(outputs: Sequence[Tensor], beyond: range = range(0)) -> list[tuple[Any
             continue
         seen[edge] = None
         if node._sequence_nr() not in beyond:
-            waiting += getattr(node, "beyond", node.next_functions)
+            waiting += node.next_functions
     return list(seen)
 
 
@@ -249,7 +248,7 @@ def reached(outputs: Sequence[Tensor]) -> dict[int, Tensor]:
     """The parameters that outputs depend on, by their ids."""
     parameters = dict[int, Tensor]()
     for node, _ in edges(outputs):
-        parameters |= getattr(node, "reaches", {})  # of one that stands for a repeated model
+        parameters |= getattr(node, "reaches", {})  # of one that stands for a repeated pass
         if hasattr(node, "variable"):
             parameters[id(node.variable)] = node.variable
     return parameters

@@ -1,4 +1,4 @@
-"""Finds equal layers of a model: elements of a list whose modules hold the same.
+"""What is alike in passes of a model, and in equal layers: elements of a list that hold the same.
 
 Numbers that count layers may differ, unless code of the layers computes with them: a layer that
 does more where its number is a multiple of four holds the same as its neighbours.
@@ -15,6 +15,9 @@ from typing import Any
 import torch
 
 from itercast.capture.programs.gpus.devices import parts
+from itercast.capture.programs.reducer import Reducer
+from itercast.capture.recorder.fake import below_transforms
+from itercast.capture.recorder.watch import attributes
 
 LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 FEWEST = 6  # layers in a list of which some are left out
@@ -35,31 +38,80 @@ BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """A layer: number ``at`` of its list; ``runs``: fewer than ``RUN`` equal ones follow it."""
+class Layer:
+    """A layer: number ``at`` of its list; ``runs``: fewer than ``RUN`` equal ones follow it.
+
+    ``kinds``: what was seen of passes of the list's layers.
+    """
 
     layers: Sequence[torch.nn.Module]
     at: int
     runs: bool
+    kinds: list[Any]
 
     def held(self) -> Any:
         """What equal layers have in common; None where hooks may do anything."""
         return _held(self.layers, self.at)
 
+    def takes(self, trained: Sequence[torch.Tensor]) -> bool:
+        """Whether a layer may be repeated that is given these tensors with gradients."""
+        return len(trained) == 1 and trained[0].grad_fn is not None
 
-def places(model: torch.nn.Module) -> Iterator[tuple[int, Place]]:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A model that runs by itself or in a wrapper (DDP...), of which ``outermost`` is outermost.
+
+    ``kinds``: what was seen of its last passes that were given the same.
+    """
+
+    model: Any
+    outermost: Any
+    kinds: list[Any]
+    runs = True  # until its backward was seen, too
+
+    def held(self) -> Any:
+        """What has to be equal before passes that are alike; None if none ever are.
+
+        Attributes by identity, and gradients: passes that make or replace some are not repeated.
+        """
+        parameters, inner = list(self.model.parameters()), list(self.model.modules())[1:]
+        trains = self.model.training and any(p.requires_grad for p in parameters)
+        if not trains or hooked(inner) or any(map(_hooked, parameters)):
+            return None
+        return attributes(self.outermost), self.gradients()
+
+    def gradients(self) -> list[tuple[int, bool, torch.dtype, int, int]]:
+        """Of each parameter its id, whether it trains, its dtype, its memory, its gradient's id."""
+        return [
+            (
+                id(p),
+                p.requires_grad,
+                p.dtype,
+                below_transforms(p).untyped_storage()._cdata,
+                id(p.grad),
+            )
+            for p in self.model.parameters()
+        ]
+
+    def takes(self, trained: Sequence[torch.Tensor]) -> bool:
+        """Whether it may be repeated: no graph goes on outside it, towards its inputs."""
+        return not trained
+
+
+def layers_of(model: torch.nn.Module) -> Iterator[tuple[int, Layer]]:
     """The layers of a model, by id(layer): elements of the outermost long lists."""
     for child in model.children():
         layers = list(child.children())
         if not (isinstance(child, LISTS) and len(layers) >= FEWEST):
-            yield from places(child)
+            yield from layers_of(child)
             continue
         if _compute_with_their_number(layers):
             continue
-        kinds = [_held(layers, at) for at in range(len(layers))]
+        held, kinds = [_held(layers, at) for at in range(len(layers))], list[Any]()
         for at, layer in enumerate(layers):
-            equal_after = kinds[at + 1 :].count(kinds[at])
-            yield id(layer), Place(layers=layers, at=at, runs=equal_after < RUN)
+            runs = held[at + 1 :].count(held[at]) < RUN
+            yield id(layer), Layer(layers=layers, at=at, runs=runs, kinds=kinds)
 
 
 def _compute_with_their_number(layers: Sequence[torch.nn.Module]) -> bool:
@@ -108,6 +160,14 @@ def hooked(modules: Sequence[torch.nn.Module]) -> bool:
     hooks = [hook for m in modules for name in FORWARD_HOOKS for hook in getattr(m, name).values()]
     backward = any(getattr(module, name) for module in modules for name in BACKWARD_HOOKS)
     return backward or not all(_of_torch(hook) or uses_arguments_alone(hook) for hook in hooks)
+
+
+def _hooked(parameter: Any) -> bool:
+    """Whether a parameter's gradient has hooks that are not DDP's reducer's."""
+    after = (parameter._post_accumulate_grad_hooks or {}).values()
+    return bool(parameter._backward_hooks) or not all(
+        isinstance(getattr(hook, "__self__", None), Reducer) for hook in after
+    )
 
 
 def _of_torch(hook: Any) -> bool:

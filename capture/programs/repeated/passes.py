@@ -1,271 +1,303 @@
-"""What a model launches in a micro-batch, and its repetition on other inputs."""
+"""What a model or layer launches in forward and backward, and its repetition on other memory."""
 
 from __future__ import annotations
 
-import sys
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_unflatten
 
-from itercast.capture.opcall import OpCall
+from itercast.capture.opcall import OpCall, changed
+from itercast.capture.programs.gpus.devices import parts
 from itercast.capture.programs.log import ProgramLog
-from itercast.capture.programs.program import COLLECTIVE, MARKS
-from itercast.capture.programs.reducer import edges
+from itercast.capture.programs.program import HOST_WAIT, RECORD, WAIT
 from itercast.capture.programs.repeated.fold import renumbered
+from itercast.capture.programs.repeated.forms import Form, UnlikeError, unlogged
+from itercast.capture.recorder.watch import MadeBy
 
-PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))  # compared by value
 NEW = 2**40  # numbers from here on are names, not those of storages
-
-
-class UnlikeError(BaseException):
-    """Raised where backward comes to a repeated model otherwise than before: nothing is repeated.
-
-    The program runs again from its start, and each pass of a model then. Scripts do not catch it.
-    """
-
-
-class Values:
-    """The numbers in a tensor with data; those of another one may equal them."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        with _disable_current_modes():
-            self.numbers = tensor.clone()  # the program may write to it
-
-    def __eq__(self, other: object) -> bool:
-        with _disable_current_modes():
-            return isinstance(other, Values) and torch.equal(self.numbers, other.numbers)
+POINTED = (RECORD, WAIT, HOST_WAIT)
+STORAGE, POINT, COMPILED = range(3)  # indices in lists of ``Numbers``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
-    """A tensor that a model is given or returns, without its memory.
+class Reached:
+    """The place among launches where backward has the gradient of parameter ``at``.
 
-    ``fact``: what the log knows of its values, of which ``known`` is compared.
+    ``number``: of the gradient's storage.
     """
 
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    trains: bool
-    on_gpu: bool
-    known: Any
-    fact: Any = field(compare=False)
+    at: int
+    form: Any
+    number: int
 
-    @classmethod
-    def of(cls, tensor: torch.Tensor, log: ProgramLog) -> Form:
-        """The form of a fake tensor, or of a batch's integers, which have data."""
-        fact = log.routing.fact(tensor)
-        known: Any = fact and (fact.mean, fact.top, fact.drawn, fact.guessed)
-        if fact is not None and fact.values is not None:
-            known += (Values(fact.values),)
-        return cls(
-            shape=tuple(tensor.shape),
-            stride=tuple(tensor.stride()),
-            dtype=tensor.dtype,
-            trains=tensor.requires_grad,
-            on_gpu=log.gpu_memory.holds(tensor),
-            known=known,
-            fact=fact,
-        )
 
-    def tensor(self, log: ProgramLog) -> torch.Tensor:
-        """Another one of this form."""
-        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
-        if self.on_gpu:
-            log.gpu_memory.add(tensor)
-        if self.fact is not None:
-            log.routing.facts[tensor] = self.fact
-        return tensor
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """What a pass launches in forward or backward; ``results``: forms of the tensors it returns.
+
+    ``numbers``: of the results' storages. ``most_bytes``, ``kept_bytes``: memory that it takes
+    meanwhile, and still at its end. ``forward``: of a backward, what its forward launched.
+    """
+
+    calls: list[OpCall | Reached]
+    host: Counter[str]
+    results: Any
+    numbers: list[int]
+    most_bytes: int
+    kept_bytes: int
+    forward: Launched | None = None
+
+    def can_repeat(self) -> bool:
+        """Whether none of its calls is of a CUDA graph, or of a recurrent network."""
+        ops = (call for call in self.calls if isinstance(call, OpCall))
+        return not any(call.graphed or call.within for call in ops)
 
 
 @dataclass(kw_only=True)
-class Pass:
-    """What a model launched in a micro-batch; ``most_bytes``: the memory that it took meanwhile.
+class Kind:
+    """Passes of equal layers, or of one model, that are given the same (``key``).
 
-    ``key``: what is the same in the passes that repeat it, the model's gradients among it.
-
-    Storages from ``first`` on were made in it; ``given``, ``made`` and ``gradient`` are those of
-    the inputs, the outputs, and the gradient of the output that backward begins at, number
-    ``used``. ``nodes``: the numbers of autograd's nodes of it, ``ends``: those that made outputs,
-    with the numbers of their results. ``reaches``: parameters by their ids. ``host``: counts of
-    events before and after forward and backward.
+    ``last``: what the last one launched by phase; ``shown``: what two in a row did, so that others
+    will. ``watched``: others hook into autograd's nodes that add to gradients. ``compiled``: name
+    of the compiled function's call that makes the output. ``reaches``: parameters of a model that
+    its output depends on, by their ids.
     """
 
-    model: torch.nn.Module
     key: Any
-    first: int
-    compiled: int
-    given: list[int]
-    made: list[int] = field(default_factory=list)
-    gradient: int = -1
-    used: int = -1
-    structure: Any = None
-    leaves: list[Any] = field(default_factory=list)
-    nodes: range = range(0)
-    ends: list[tuple[int, int]] = field(default_factory=list)
+    watched: bool = False
+    compiled: int = 0
     reaches: dict[int, torch.Tensor] = field(default_factory=dict)
-    forward: list[OpCall] = field(default_factory=list)
-    backward: list[OpCall] = field(default_factory=list)
-    host: list[dict[str, int]] = field(default_factory=list)
-    begun: int = -1  # the call with which its backward begins
-    most_bytes: int = 0
+    last: dict[str, Launched] = field(default_factory=dict)
+    shown: dict[str, Launched] = field(default_factory=dict)
 
-    def pattern(self) -> tuple[Any, ...]:
-        """What passes that are alike have in common, whatever the numbers of their storages."""
-        fresh = count(NEW)
-        rename = Renamed(self, [next(fresh) for _ in self.given], 0, fresh.__next__)
-        launched = [*map(rename, self.forward), *map(rename.storage, [*self.made, self.gradient])]
-        launched += map(rename, self.backward)
-        events = self.events(0), self.events(2)
-        return launched, events, self.leaves, self.structure, list(self.reaches), self.used
-
-    def events(self, at: int) -> Counter[str]:
-        """Host events of forward (0) or backward (2)."""
-        return Counter(self.host[at + 1]) - Counter(self.host[at])
-
-    def can_repeat(self) -> bool:
-        """Whether it launches ops alone, of one compiled function or none."""
-        return all(
-            call.op not in (COLLECTIVE, *MARKS)
-            and not (call.graphed or call.within)
-            and call.compiled in (0, self.compiled)
-            for call in (*self.forward, *self.backward)
-        )
+    def note(self, phase: str, launched: Launched) -> None:
+        """Note what a pass launched in "forward" or "backward"."""
+        if self.last.get(phase) == launched:
+            self.shown.setdefault(phase, launched)
+        self.last[phase] = launched
 
 
-class Renamed:
-    """Maps calls of a pass to other storages: inputs are those ``given``, new ones are ``fresh``.
+class Given:
+    """What a pass is given: storages of its inputs, parameters and buffers.
 
-    ``compiled``: the number of the compiled function's call that they are part of.
+    ``trained``: a layer's input that has a gradient, and with it ``parameters`` whose gradients are
+    added up apart from its launches; a model has neither.
+    """
+
+    def __init__(self, module: Any, leaves: Iterable[Any], log: ProgramLog) -> None:
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self.trained = next((t for t in tensors if t.requires_grad), None)
+        own = [*module.parameters()] if self.trained is not None else []
+        self.parameters = [p for p in own if p.requires_grad]
+        every = (*tensors, *module.parameters(), *module.buffers())
+        self.storages = [log.storage(part) for tensor in every for part in parts(tensor)]
+
+
+class Numbers:
+    """Gives calls of a pass other numbers: of storages, points and calls of compiled functions.
+
+    Lists have one element for each of these three. Numbers below ``since`` were there before the
+    pass, and stay; others are mapped to ``fresh`` ones.
     """
 
     def __init__(
-        self, of: Pass, given: Iterable[int], compiled: int, fresh: Callable[[], int]
+        self, since: Sequence[int], fresh: Sequence[Iterator[int]], storages: dict[int, int]
     ) -> None:
-        self.first, self.fresh = of.first, fresh
-        self.storages = dict(zip(of.given, given, strict=True))
-        self.compiled = {of.compiled: compiled, 0: 0}
+        self.since, self.fresh = since, fresh
+        self.maps = storages, dict[int, int](), dict[int, int]()  # from number to other number
 
-    def storage(self, number: int) -> int:
-        """The new number of a storage; storages that were there before the pass keep theirs."""
-        if number not in self.storages:
-            self.storages[number] = number if number < self.first else self.fresh()
-        return self.storages[number]
+    @classmethod
+    def names(cls, log: ProgramLog, given: Given) -> Numbers:
+        """Names for a pass's numbers, equal in equal passes: counted from its inputs on."""
+        since = [next(numbers) for numbers in _numbers(log)]
+        names = {n: name for name, n in reversed(list(enumerate(given.storages, NEW)))}
+        numbers = cls(since, [count(NEW + len(given.storages)), count(NEW), count(NEW + 1)], names)
+        numbers.maps[COMPILED].update({log.compiled.running: NEW, 0: 0})
+        return numbers
 
-    def __call__(self, call: OpCall) -> OpCall:
-        """The call on these storages."""
-        return renumbered(call, self.storage, compiled=self.compiled[call.compiled])
+    @classmethod
+    def of_names(cls, log: ProgramLog, given: Given) -> Numbers:
+        """Numbers for such names, for another pass that repeats the calls."""
+        numbers = cls([NEW] * 3, _numbers(log), dict(enumerate(given.storages, NEW)))
+        numbers.maps[COMPILED][NEW] = log.compiled.running
+        return numbers
+
+    def of(self, number: int, kind: int = STORAGE) -> int:
+        """The other number of a storage, a point or a call of a compiled function."""
+        known = self.maps[kind]
+        if number not in known:
+            known[number] = number if number < self.since[kind] else next(self.fresh[kind])
+        return known[number]
+
+    def call(self, call: OpCall) -> OpCall:
+        """The call with the other numbers."""
+        if call.op in POINTED:
+            return changed(call, args=(self.of(call.args[0], POINT),))
+        return renumbered(call, self.of, compiled=self.of(call.compiled, COMPILED))
+
+
+def _numbers(log: ProgramLog) -> list[Iterator[int]]:
+    """The log's counters of storages, points and calls of compiled functions."""
+    return [log.numbers, log.points, log.compiled_calls]
+
+
+class Measured:
+    """Measures what a log gets from now on: calls, host events and memory."""
+
+    def __init__(self, log: ProgramLog) -> None:
+        self.log, self.calls, self.start = log, log.calls, len(log.calls)
+        self.host, self.others = Counter(log.host), Counter[str]()
+        self.live_bytes = self.highest_bytes = log.live_bytes
+        log.measuring.append(self)
+
+    def launched(
+        self, calls: list[Any], results: Any, numbers: list[int], forward: Launched | None = None
+    ) -> Launched:
+        """End measuring: what the log got since; ``calls`` have names for numbers (``Numbers``)."""
+        log = self.log
+        log.measuring.remove(self)
+        return Launched(
+            calls=calls,
+            host=Counter(log.host) - self.host - self.others,
+            results=results,
+            numbers=numbers,
+            most_bytes=self.highest_bytes - self.live_bytes,
+            kept_bytes=log.live_bytes - self.live_bytes,
+            forward=forward,
+        )
 
 
 class Repeated(torch.autograd.Function):
-    """Stands for a model that is not run in autograd's graph, in which ``edges`` looks.
+    """Stands in autograd's graph for a layer or model that is not run.
 
-    ``reaches``: the model's parameters by their ids; ``beyond``: the search ends here.
+    ``reaches``: the parameters that its output depends on, by their ids.
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Any, again: Again) -> Any:  # type: ignore[override]
-        """The model's outputs; ``anchor`` is a tensor that trains."""
-        ctx.again, ctx.reaches, ctx.beyond = again, again.of.reaches, ()
-        outputs = again.forward()
+    def forward(ctx: Any, trained: Any, again: Again, *parameters: Any) -> Any:  # type: ignore[override]
+        """The outputs; ``trained``: a layer's input, or a parameter of a model."""
+        ctx.again, outputs = again, again.forward()
+        of_layer = () if parameters else again.given.parameters
+        ctx.reaches = {id(p): p for p in of_layer} | again.kind.reaches
         ctx.mark_non_differentiable(*(t for t, form in outputs if not form.trains))
         ctx.set_materialize_grads(False)
         return tuple(t for t, _ in outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Repeat what backward launched; gradients of parameters stay, they have no data."""
-        ctx.again.backward(gradients)
-        return None, None
+        """The gradients of what a layer was given; none of a model's: they are added already."""
+        of_input, of_parameters = ctx.again.backward(gradients)
+        return of_input, None, *(of_parameters if ctx.again.kind.watched else ())
+
+
+def _check_alone(log: ProgramLog, sent: Sequence[int], at: int, gradients: Any) -> None:
+    """UnlikeError where the gradient of a layer's input is a sum: it is used elsewhere, too."""
+    if sent and sent != [log.storage(gradients[at])]:
+        raise UnlikeError
 
 
 class Again:
-    """Repeats what a pass launched, forward and later backward, on inputs in storages ``given``."""
+    """Repeats for one pass what others of its kind launched: forward, and backward later."""
 
-    def __init__(self, of: Pass, given: Iterable[int], log: ProgramLog) -> None:
-        self.of, self.log, self.peak_bytes = of, log, log.live_bytes + of.most_bytes
-        self.rename = Renamed(of, given, log.compiled.running, log.numbers.__next__)
+    def __init__(self, log: ProgramLog, kind: Kind, given: Given) -> None:
+        self.log, self.kind, self.given = log, kind, given
+        self.numbers, self.sent = Numbers.of_names(log, given), list[int]()
 
     def output(self) -> Any:
-        """Repeat forward as a function of autograd; returns what the model would."""
-        with unlogged(self.log):
-            anchor = torch.empty(()).requires_grad_()
-        tensors = iter(Repeated.apply(anchor, self))
-        forms = self.of.leaves
+        """Repeat forward as a function of autograd; returns what the module would."""
+        given, (forms, structure, *_) = self.given, self.kind.shown["forward"].results
+        log, trained = self.log, given.trained
+        if trained is None:
+            trained = next(iter(self.kind.reaches.values()))
+        else:
+            node: Any = trained.grad_fn
+            node.register_prehook(partial(_check_alone, log, self.sent, trained.output_nr))
+        parameters = given.parameters if self.kind.watched else ()
+        made_by = self.numbers.of(self.kind.compiled, COMPILED)
+        with nullcontext() if log.compiled.running else log.compiled.stretch(made_by):
+            tensors = iter(Repeated.apply(trained, self, *parameters))
         leaves = [next(tensors) if isinstance(form, Form) else form[1] for form in forms]
-        return tree_unflatten(leaves, self.of.structure)
+        return tree_unflatten(leaves, structure)
 
     def forward(self) -> list[tuple[torch.Tensor, Form]]:
-        """Repeat the launches of forward; outputs and their forms."""
-        forms = [leaf for leaf in self.of.leaves if isinstance(leaf, Form)]
+        """Repeat the launches of forward; outputs and their forms.
+
+        What forward keeps for backward is counted until ``free`` is called, or this object is gone.
+        """
+        launched, log = self.kind.shown["forward"], self.log
+        log.take(0, launched.most_bytes)
+        before, forms = log.live_bytes, [f for f in launched.results[0] if isinstance(f, Form)]
+        outputs = [
+            (self._new_tensor(form, name), form)
+            for form, name in zip(forms, launched.numbers, strict=True)
+        ]
+        kept_bytes = launched.kept_bytes - (log.live_bytes - before)
+        log.take(kept_bytes)
+        self.free = weakref.finalize(self, log.take, -kept_bytes)
+        self._launch(launched)
+        return outputs
+
+    def _new_tensor(self, form: Any, name: int) -> torch.Tensor:
+        """A tensor of this form, in the storage whose name is given."""
         with unlogged(self.log):
-            outputs = [form.tensor(self.log) for form in forms]
-        self.rename.storages |= zip(self.of.made, map(self.log.storage, outputs), strict=True)
-        self._launch(self.of.forward, self.of.events(0))
-        return list(zip(outputs, forms, strict=True))
+            tensor: torch.Tensor = form.tensor(self.log)
+        (part,) = parts(tensor)
+        self.log.storage(part, self.numbers.of(name))
+        return tensor
 
-    def backward(self, gradients: Iterable[Any]) -> None:
-        """Repeat the launches of backward, given the gradients of outputs."""
-        gradients_by_output = {i: g for i, g in enumerate(gradients) if g is not None}
-        if list(gradients_by_output) != [self.of.used]:
+    def backward(self, gradients: Sequence[Any]) -> tuple[torch.Tensor | None, list[Any]]:
+        """Repeat the launches of backward; the gradients of the input, and of parameters."""
+        launched, log = self.kind.shown.get("backward"), self.log
+        reached = [(at, gradient) for at, gradient in enumerate(gradients) if gradient is not None]
+        if launched is None or len(reached) != 1 or not self.free.alive:
             raise UnlikeError
-        self.rename.storages[self.of.gradient] = self.log.storage(gradients_by_output[self.of.used])
-        self._launch(self.of.backward, self.of.events(2))
+        (at, gradient), (output, form, *result) = reached[0], launched.results
+        if (at, Form.of(gradient, log)) != (output, form):
+            raise UnlikeError
+        self.numbers.maps[STORAGE][launched.numbers[0]] = log.storage(gradient)
+        log.take(0, launched.most_bytes)
+        self.free()
+        of_parameters: list[Any] = [None] * len(self.given.parameters)
+        self._launch(launched, of_parameters)
+        of_input = self._new_tensor(result[0], launched.numbers[1]) if result else None
+        self.sent += [log.storage(of_input)] if result else []
+        del self.given
+        return of_input, of_parameters
 
-    def _launch(self, calls: Iterable[OpCall], events: Counter[str]) -> None:
-        """Log calls on this pass's storages, and host events, again."""
-        self.log.calls += map(self.rename, calls)
-        self.log.peak_bytes = max(self.log.peak_bytes, self.peak_bytes)
-        for event, times in events.items():
+    def _launch(self, launched: Launched, gradients: list[Any] | None = None) -> None:
+        """Log the calls and host events again; gradients of parameters are put into the list."""
+        for call in launched.calls:
+            if isinstance(call, OpCall):
+                self.log.calls.append(self.numbers.call(call))
+            elif gradients is not None:
+                gradients[call.at] = self._reached(call)
+        for event, times in launched.host.items():
             self.log.host[event] = self.log.host.get(event, 0) + times
 
+    def _reached(self, reached: Reached) -> torch.Tensor | None:
+        """A parameter's gradient for autograd's node to add; None where it is added here.
 
-def form_of(leaf: Any, log: ProgramLog, trains: bool = False) -> Any:
-    """A tensor's form, or a plain value and its type; None for other objects.
-
-    None also for a tensor with a gradient, unless it may (``trains``): as an input its graph goes
-    on outside the model.
-    """
-    fact = type(leaf) is torch.Tensor and log.routing.fact(leaf)
-    if (type(leaf) is FakeTensor or fact) and leaf.layout == torch.strided:
-        return Form.of(leaf, log) if trains or not leaf.requires_grad else None
-    return (type(leaf), leaf) if isinstance(leaf, PLAIN) else None
-
-
-def storages(leaves: Iterable[Any], log: ProgramLog) -> list[int]:
-    """The numbers of the storages of the tensors among leaves."""
-    return [log.storage(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
-@contextmanager
-def unlogged(log: ProgramLog) -> Iterator[None]:
-    """Let ops inside the context run unlogged: they are no part of the program."""
-    log.paused += 1
-    try:
-        yield
-    finally:
-        log.paused -= 1
-
-
-def watched(log: ProgramLog, outputs: Sequence[torch.Tensor], beyond: range = range(0)) -> bool:
-    """Whether Python holds more references than autograd's graph to nodes that add to gradients.
-
-    Code that hooks into them does, as FSDP.
-    """
-    with unlogged(log):
-        unwatched = _most_references([torch.empty(()).requires_grad_() + 1])
-    return _most_references(outputs, beyond) > unwatched
-
-
-def _most_references(outputs: Sequence[torch.Tensor], beyond: range = range(0)) -> int:
-    """The most references to a node that adds to a parameter's gradient; see ``edges``."""
-    nodes = (node for node, _ in edges(outputs, beyond) if hasattr(node, "variable"))
-    return max(map(sys.getrefcount, nodes), default=0)
+        It is added here, and hooks are called, if nobody watches the node.
+        """
+        gradient = self._new_tensor(reached.form, reached.number)
+        parameter = self.given.parameters[reached.at]
+        if self.kind.watched:
+            return gradient
+        with torch.no_grad(), patch.object(self.log, "compiled", MadeBy()):  # not of its node
+            if parameter.grad is None:
+                parameter.grad = gradient.detach()
+            else:
+                parameter.grad += gradient
+            del gradient
+            for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+                hook(parameter)
+        return None

@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_repeated_layers import Step, captured, launches
 
-from itercast.capture.programs.repeated.layer_passes import Again
+from itercast.capture.programs.repeated.passes import Again
 
 transformers: Any = pytest.importorskip("transformers")
 

@@ -1,0 +1,124 @@
+"""Forms of tensors that models and layers are given and return: what is alike in equal passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+
+from itercast.capture.programs.log import ProgramLog
+
+PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))  # compared by value
+
+
+class UnlikeError(BaseException):
+    """Raised where backward comes to what was repeated otherwise than before: nothing is repeated.
+
+    The program runs again from its start, and each pass then. Scripts do not catch it.
+    """
+
+
+class Values:
+    """The numbers in a tensor with data; those of another one may equal them."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        with _disable_current_modes():
+            self.numbers = tensor.clone()  # the program may write to it
+
+    def __eq__(self, other: object) -> bool:
+        with _disable_current_modes():
+            return isinstance(other, Values) and torch.equal(self.numbers, other.numbers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """A tensor that a model or layer is given or returns, without its memory.
+
+    ``fact``: what the log knows of its values, of which ``known`` is compared.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    trains: bool
+    on_gpu: bool
+    known: Any
+    fact: Any = field(compare=False)
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, log: ProgramLog) -> Form:
+        """The form of a fake tensor, or of a batch's integers, which have data."""
+        fact = log.routing.fact(tensor)
+        known: Any = fact and (fact.mean, fact.top, fact.drawn, fact.guessed)
+        if fact is not None and fact.values is not None:
+            known += (Values(fact.values),)
+        return cls(
+            shape=tuple(tensor.shape),
+            stride=tuple(tensor.stride()),
+            dtype=tensor.dtype,
+            trains=tensor.requires_grad,
+            on_gpu=log.gpu_memory.holds(tensor),
+            known=known,
+            fact=fact,
+        )
+
+    def tensor(self, log: ProgramLog) -> torch.Tensor:
+        """Another one of this form."""
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+        if self.on_gpu:
+            log.gpu_memory.add(tensor)
+        if self.fact is not None:
+            log.routing.facts[tensor] = self.fact
+        return tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wrapped:
+    """The form of a tensor that wraps another one, as a DTensor does."""
+
+    kind: Any
+    others: dict[str, Any]
+    name: str
+    inner: Form
+    facts: Any
+    size: tuple[Any, Any]
+
+    def tensor(self, log: ProgramLog) -> torch.Tensor:
+        """Another one of this form."""
+        inner = {**self.others, self.name: self.inner.tensor(log)}
+        tensor: torch.Tensor = self.kind.__tensor_unflatten__(inner, self.facts, *self.size)
+        return tensor
+
+
+def gradient_form(tensor: Any, log: ProgramLog) -> Form | Wrapped:
+    """The form of a gradient, which is a DTensor where its parameter is."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return Form.of(tensor, log)
+    names, facts = tensor.__tensor_flatten__()
+    held = {name: getattr(tensor, name) for name in names}
+    name = next(name for name in names if isinstance(held[name], torch.Tensor))
+    inner, size = Form.of(held.pop(name), log), (tensor.shape, tensor.stride())
+    return Wrapped(kind=type(tensor), others=held, name=name, inner=inner, facts=facts, size=size)
+
+
+def form_of(leaf: Any, log: ProgramLog) -> Any:
+    """A tensor's form, or a plain value and its type; None for other objects."""
+    fact = type(leaf) is torch.Tensor and log.routing.fact(leaf)
+    if (type(leaf) is FakeTensor or fact) and leaf.layout == torch.strided:
+        return Form.of(leaf, log)
+    return (type(leaf), leaf) if isinstance(leaf, PLAIN) else None
+
+
+@contextmanager
+def unlogged(log: ProgramLog) -> Iterator[None]:
+    """Let ops inside the context run unlogged: they are no part of the program."""
+    log.paused += 1
+    try:
+        yield
+    finally:
+        log.paused -= 1

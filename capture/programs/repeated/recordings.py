@@ -1,0 +1,182 @@
+"""Notes what passes of layers and models launch in backward."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from itercast.capture.opcall import OpCall
+from itercast.capture.programs.gpus.devices import parts
+from itercast.capture.programs.log import ProgramLog
+from itercast.capture.programs.reducer import edges
+from itercast.capture.programs.repeated.alike import Model
+from itercast.capture.programs.repeated.forms import Form, gradient_form, unlogged
+from itercast.capture.programs.repeated.passes import (
+    COMPILED,
+    Given,
+    Kind,
+    Launched,
+    Measured,
+    Numbers,
+    Reached,
+)
+
+
+class Recording:
+    """Notes what backward launches of a pass, from the gradient of its output on.
+
+    ``output``: its number among the tensors returned. ``apart``: where launches begin and end that
+    are left out, since they are made for each pass.
+    """
+
+    def __init__(self, log: ProgramLog, kind: Kind, forward: Launched, names: Numbers) -> None:
+        self.log, self.kind, self.forward, self.names = log, kind, forward, names
+        self.handles, self.apart = list[Any](), list[tuple[int, int, Reached]]()
+        self.measured: Measured | None = None
+        self.output = 0
+
+    def _forward_ran(self, output: torch.Tensor) -> None:
+        """Note what forward launched, and which compiled function made this output."""
+        self.kind.compiled = self.names.of(self.log.compiled.of(output.grad_fn), COMPILED)
+        self.kind.note("forward", self.forward)
+
+    def _begins(self, at: int, gradients: Any) -> None:
+        """Begin to measure, given the gradient of the output: number ``at`` of a node's."""
+        self.measured = Measured(self.log)
+        self.gradient = Form.of(gradients[at], self.log)
+        self.number = self.names.of(self.log.storage(gradients[at]))
+
+    def end(self, *result: Any) -> None:
+        """Keep what was launched; ``result``: the form of a gradient returned, and its storage.
+
+        A ``Reached`` stands for the calls of each parameter that are left out.
+        """
+        for handle in self.handles:
+            handle.remove()
+        measured, log = self.measured, self.log
+        if measured is None or log.calls is not measured.calls:
+            return
+        calls, start = list[OpCall | Reached](), measured.start
+        for begin, end, reached in (*self.apart, (len(log.calls), -1, None)):
+            calls += map(self.names.call, log.calls[start:begin])
+            calls += [replace(reached, number=self.names.of(reached.number))] if reached else []
+            start = end
+        numbers = [self.number, *map(self.names.of, result[1:])]
+        results = self.output, self.gradient, *result[:1]
+        launched = measured.launched(calls, results, numbers, self.forward)
+        shown = self.kind.shown.get("forward", self.forward)
+        if launched.can_repeat() and self.forward == shown:
+            self.kind.note("backward", launched)
+
+
+class LayerPass(Recording):
+    """Notes what a layer launches in backward, up to the gradient of its input.
+
+    What is done with gradients of its parameters, as hooks do, is left out.
+    """
+
+    def watch(self, given: Given, output: torch.Tensor, first_node: int) -> None:
+        """Hook the nodes of autograd at which backward begins, comes to parameters, and ends."""
+        self._forward_ran(output)
+        numbers = {id(p): i for i, p in enumerate(given.parameters)}
+        self.kind.watched |= watched(self.log, (output,), range(first_node))
+        source: Any = given.trained
+        hooks: list[Any] = [(output.grad_fn, partial(self._begins, output.output_nr))]
+        hooks += [(source.grad_fn, partial(self._ends, source.output_nr))]
+        for node, _ in edges((output,), range(first_node)):
+            at = numbers.get(id(getattr(node, "variable", None)))
+            if at is not None:
+                hooks.append((node, partial(self._reaches, at)))
+                self.handles.append(node.register_hook(self._left))
+        self.handles += [node.register_prehook(hook) for node, hook in hooks]
+
+    def _reaches(self, at: int, gradients: Any) -> None:
+        """Note where backward has a parameter's gradient: calls until ``_left`` are left out."""
+        (gradient,) = gradients
+        if self.measured is None or gradient is None:
+            return
+        (part,) = parts(gradient)
+        reached = Reached(
+            at=at, form=gradient_form(gradient, self.log), number=self.log.storage(part)
+        )
+        self.apart.append((len(self.log.calls), -1, reached))
+        self.host = Counter(self.log.host)
+
+    def _left(self, *gradients: Any) -> None:
+        """Note that the node that adds to a parameter's gradient is done."""
+        if self.measured is not None and self.apart and self.apart[-1][1] < 0:
+            begin, _, reached = self.apart.pop()
+            self.apart.append((begin, len(self.log.calls), reached))
+            self.measured.others += Counter(self.log.host) - self.host
+
+    def _ends(self, at: int, gradients: Any) -> None:
+        """Keep what was launched, at the node that gets the gradient of the layer's input."""
+        self.end(Form.of(gradients[at], self.log), self.log.storage(gradients[at]))
+
+
+class ModelPass(Recording):
+    """Notes what a model launches in a backward that enters it by one output, up to its end.
+
+    ``nodes``: the numbers of autograd's nodes of its forward; ``ends``: those that made outputs,
+    with the numbers of their results.
+    """
+
+    def watch(self, model: Model, outputs: Sequence[Any], first_node: int) -> None:
+        """Note what tells that a backward comes to this pass."""
+        self._forward_ran(next(t for t in outputs if t.grad_fn is not None))
+        self.model, self.gradients = model, model.gradients()
+        self.nodes = range(first_node, next_node())
+        self.ends = [
+            (t.grad_fn._sequence_nr(), t.output_nr) if t.grad_fn else (-1, 0) for t in outputs
+        ]
+
+    def enter(self, roots: tuple[Any, ...]) -> bool:
+        """Hook the node by which backward enters the pass; whether it can be repeated.
+
+        It can where backward enters it by one output, and adds outside of it to gradients of other
+        parameters alone. Nodes outside have to be younger, so that they all run before it.
+        """
+        reached_nodes = [(node, (node._sequence_nr(), at)) for node, at in edges(roots, self.nodes)]
+        entered = [(node, end) for node, end in reached_nodes if end[0] in self.nodes]
+        if len(entered) != 1 or entered[0][1] not in self.ends:
+            return False
+        added = {id(node.variable) for node, _ in reached_nodes if hasattr(node, "variable")}
+        older = any(number < self.nodes.start for _, (number, _) in reached_nodes)
+        if older or added & self.kind.reaches.keys():
+            return False
+        node, end = entered[0]
+        self.output = self.ends.index(end)
+        self.handles.append(node.register_prehook(partial(self._begins, end[1])))
+        return True
+
+    def leave(self) -> None:
+        """Keep what was launched when backward is over, if gradients are still the same tensors."""
+        if self.gradients == self.model.gradients():
+            self.end()
+
+
+def next_node() -> int:
+    """The number of autograd's next node."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def watched(log: ProgramLog, outputs: Sequence[torch.Tensor], beyond: range = range(0)) -> bool:
+    """Whether Python holds more references than autograd's graph to nodes that add to gradients.
+
+    Code that hooks into them does, as FSDP.
+    """
+    with unlogged(log):
+        unwatched = _most_references([torch.empty(()).requires_grad_() + 1])
+    return _most_references(outputs, beyond) > unwatched
+
+
+def _most_references(outputs: Sequence[torch.Tensor], beyond: range = range(0)) -> int:
+    """The most references to a node that adds to a parameter's gradient; see ``edges``."""
+    nodes = (node for node, _ in edges(outputs, beyond) if hasattr(node, "variable"))
+    return max(map(sys.getrefcount, nodes), default=0)
