@@ -245,10 +245,11 @@ def _kind(place: Layer | Model, key: Any) -> Kind:
 
     Of a model's the last one alone: its attributes are compared by identity, as long as they live.
     """
-    for kind in place.kinds:
+    kinds: list[Kind] = place.kinds
+    for kind in kinds:
         if kind.key == key:
             return kind
     if isinstance(place, Model):
-        place.kinds.clear()
-    place.kinds.append(Kind(key=key))
-    return place.kinds[-1]
+        kinds.clear()
+    kinds.append(Kind(key=key))
+    return kinds[-1]
