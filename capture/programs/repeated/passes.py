@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -52,8 +52,8 @@ class Launched:
     host: Counter[str]
     results: Any
     numbers: list[int]
-    most_bytes: int
-    kept_bytes: int
+    most_bytes: int = field(compare=False)
+    kept_bytes: int = field(compare=False)
     forward: Launched | None = None
 
     def can_repeat(self) -> bool:
@@ -80,9 +80,17 @@ class Kind:
     shown: dict[str, Launched] = field(default_factory=dict)
 
     def note(self, phase: str, launched: Launched) -> None:
-        """Note what a pass launched in "forward" or "backward"."""
-        if self.last.get(phase) == launched:
-            self.shown.setdefault(phase, launched)
+        """Note what a pass launched in "forward" or "backward".
+
+        Of two alike the larger memory counts: what Python's collector happens to free meanwhile is
+        of earlier passes.
+        """
+        last = self.last.get(phase)
+        if last == launched:
+            most_bytes = max(last.most_bytes, launched.most_bytes)
+            kept_bytes = max(last.kept_bytes, launched.kept_bytes)
+            larger = replace(launched, most_bytes=most_bytes, kept_bytes=kept_bytes)
+            self.shown.setdefault(phase, larger)
         self.last[phase] = launched
 
 
