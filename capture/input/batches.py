@@ -28,7 +28,7 @@ from itercast.capture.input.timers import (
     with_tensors,
     worker_times,
 )
-from itercast.capture.recorder.facts import is_small_integer
+from itercast.capture.recorder.facts import Known, is_small_integer
 from itercast.capture.recorder.fake import fake_tensor
 
 CONTEXT = "_DataLoader__multiprocessing_context"
@@ -174,11 +174,11 @@ def _one_worker(loader: Any) -> Iterator[None]:
 
 
 @contextmanager
-def real_batches(taken: TakenBatches, known_values: KnownValues, gpu: Any = None) -> Iterator[None]:
+def real_batches(taken: TakenBatches, known: Known, gpu: Any = None) -> Iterator[None]:
     """Let DataLoaders load real data inside the context, although all else is fake.
 
-    A dataset that holds fake tensors gets data: the values that are ``known``, else zeros. What is
-    read from files into storages, as safetensors does, becomes fake too. ``gpu`` is the mode
+    A dataset that holds fake tensors gets data: the values that are ``known``, else zeros. Small
+    batches stay known. What is read from files into storages, as safetensors does, becomes fake too. ``gpu`` is the mode
     (``OnCpu``) that emulates a GPU, and has its ``memory``: a loader without workers runs under it
     for its first batch, and for all batches if that one puts a tensor there.
     """
@@ -223,6 +223,7 @@ def real_batches(taken: TakenBatches, known_values: KnownValues, gpu: Any = None
 
         def fake(value: torch.Tensor) -> Any:
             tensor = memory.put(_faked(value)) if memory is not None else _faked(value)
+            known.keep(tensor, value)
             taken.given(tensor)
             return tensor
 
@@ -230,7 +231,7 @@ def real_batches(taken: TakenBatches, known_values: KnownValues, gpu: Any = None
 
     def making_iterator(loader: Any) -> Any:
         with _for_real(), _one_worker(loader):
-            _fill(loader.dataset, set(), known_values)
+            _fill(loader.dataset, set(), known.known_values)
             return make_iterator(loader)
 
     with (

@@ -31,6 +31,7 @@ import torch
 import torch.multiprocessing as mp
 from torch.utils.data import dataloader
 
+from itercast.capture.base.slow_imports import once_imported
 from itercast.capture.programs.kept_files import files_kept
 
 DATA = dataloader.__file__  # starts workers, which fork
@@ -90,11 +91,18 @@ def nothing_outside(owns: Callable[[str], bool], kept: Path) -> Iterator[None]:
             patch.object(concurrent.futures, "ProcessPoolExecutor", _Threads),
         ):
             stack.enter_context(context)
+        stack.enter_context(once_imported("wandb", _without_runs))
         stack.enter_context(files_kept(kept))
         stack.enter_context(_rank_of_processes(owns))
         for package in filter(find_spec, POOLS):
             stack.enter_context(_threads_for_processes(package))
         yield
+
+
+def _without_runs(wandb: Any) -> None:
+    """Let wandb log nowhere, also where a script states a ``mode``, which beats the variable."""
+    init = wandb.init
+    wandb.init = lambda *args, **kwargs: init(*args, **{**kwargs, "mode": "disabled"})
 
 
 def _refuse(what: str) -> Callable[..., Any]:

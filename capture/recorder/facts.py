@@ -289,6 +289,11 @@ class Known:
         self._overwritten.add(memory._cdata)
         finalize(memory, self._overwritten.discard, memory._cdata)
 
+    def keep(self, tensor: Tensor, values: Tensor) -> None:
+        """Note a fake tensor's values, unless they are many: programs look places up by them."""
+        if isinstance(tensor, FakeTensor) and values.numel() <= FILLED_LIMIT:
+            self.facts[tensor] = Fact(values=values)
+
     def known_values(self, tensor: Tensor) -> Tensor | None:
         """A fake tensor's known values, or None; ops that write to the tensor change them."""
         fact = self.fact(tensor)

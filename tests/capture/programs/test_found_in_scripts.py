@@ -576,3 +576,39 @@ assert dist.get_process_group_ranks(mesh.get_group("dp")) == [0, 1]
 assert dist.get_process_group_ranks(mesh["tp"].get_group()) == [0, 2, 4, 6]
 """
     assert captured(written(tmp_path, text + TRAIN + STEPS), gpus=8).ranks[0].calls
+
+
+def test_boxes_of_a_batch_are_found_by_the_numbers_of_their_images(tmp_path: Path) -> None:
+    """Four images have 1, 3, 0 and 2 boxes, as floats: rows of 3 boxes, of which 6 are filled.
+
+    Boxes that an unknown number moved are unknown: half of the 12 values are beyond 0.5.
+    """
+    text = """
+import torch
+boxes = [[i, 0.25, 0.75] for i in (0, 1, 1, 1, 3, 3)]
+loaded = torch.utils.data.DataLoader(range(9), 1, collate_fn=lambda _: torch.tensor(boxes))
+model = torch.nn.Linear(2, 2).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for targets in loaded:
+    targets = targets.to("cuda")
+    image, widest = targets[:, 0], targets[:, 0].unique(return_counts=True)[1].max()
+    rows, filled = torch.zeros(4, widest, 2, device="cuda"), 0
+    for i in range(4):
+        matches = image == i
+        if n := matches.sum():
+            rows[i, :n] = targets[matches, 1:]
+            filled += int(n)
+    assert rows.shape == (4, 3, 2) and filled == 6
+    assert (targets[:, 1:] > 0.5).sum() == 6
+    targets[:, 1:] *= torch.rand((), device="cuda")
+    assert (targets[:, 1:] > 0.9).sum() == 6
+    model(rows).sum().backward()
+    optimizer.step()
+"""
+    assert captured(written(tmp_path, text), gpus=1).ranks[0].calls
+
+
+def test_wandb_logs_nowhere_whatever_mode_a_script_states(tmp_path: Path) -> None:
+    (tmp_path / "wandb.py").write_text("def init(project, mode='online'): assert mode == 'disabled'")
+    text = "import wandb\nwandb.init('p', mode='offline')\nwandb.init(project='p')\n"
+    assert captured(written(tmp_path, text + TRAIN + STEPS), gpus=1).ranks[0].calls
