@@ -148,6 +148,12 @@ def _fill(owner: Any, seen: set[int], known_values: KnownValues) -> bool:
     return has_fakes
 
 
+def _fill_collator(collate: Any, known_values: KnownValues) -> None:
+    """As ``_fill`` for tensors that a collator has itself; other attributes may be the model."""
+    owner = getattr(collate, "__self__", collate)
+    _fill(owner, {id(value) for value in getattr(owner, "__dict__", {}).values()}, known_values)
+
+
 def _with_data(known_values: KnownValues, value: Any) -> Any:
     """A real tensor for a fake one: of its known values, else zeros; other values as they are."""
     if not isinstance(value, FakeTensor):
@@ -232,6 +238,7 @@ def real_batches(taken: TakenBatches, known: Known, gpu: Any = None) -> Iterator
     def making_iterator(loader: Any) -> Any:
         with _for_real(), _one_worker(loader):
             _fill(loader.dataset, set(), known.known_values)
+            _fill_collator(loader.collate_fn, known.known_values)
             return make_iterator(loader)
 
     with (

@@ -298,7 +298,12 @@ class Known:
         """A fake tensor's known values, or None; ops that write to the tensor change them."""
         fact = self.fact(tensor)
         constant: Tensor | None = tensor.constant  # type: ignore[attr-defined]
-        return constant if fact is None or fact.values is None else fact.values
+        if fact is None or fact.values is not None:
+            return constant if fact is None else fact.values
+        if fact.mean is None or not tensor.is_floating_point():
+            return constant
+        with _disable_current_modes():  # filled with one number
+            return torch.full(tensor.shape, fact.mean, dtype=tensor.dtype)
 
     def _known_by_value(self, args: Args) -> bool:
         """Whether there are tensors among the arguments, all with known values."""

@@ -533,6 +533,7 @@ ASKS_GIT = """
 import builtins, os, subprocess
 assert os.environ["HYDRA_FULL_ERROR"] == "1"
 assert type(open) is type(len) and type(builtins.open) is type(len)
+assert subprocess.check_output(["df", "-T", "."])
 told = subprocess.check_output("git --version 2>/dev/null || git --version", shell=True)
 assert told.startswith(b"git version")
 """
@@ -612,3 +613,27 @@ def test_wandb_logs_nowhere_whatever_mode_a_script_states(tmp_path: Path) -> Non
     (tmp_path / "wandb.py").write_text("def init(project, mode='online'): assert mode == 'disabled'")
     text = "import wandb\nwandb.init('p', mode='offline')\nwandb.init(project='p')\n"
     assert captured(written(tmp_path, text + TRAIN + STEPS), gpus=1).ranks[0].calls
+
+
+COLLATOR = """
+class Tokens:
+    def __init__(self):
+        self.weights, self.model = torch.ones(5), model
+    def __call__(self, rows):
+        masked = torch.tensor(rows) > 1
+        return torch.multinomial(self.weights, int(masked.sum()), replacement=True)
+    def bound(self, rows):
+        return self(rows)
+for collate in (Tokens(), Tokens().bound):
+    for ids in torch.utils.data.DataLoader(range(16), 4, collate_fn=collate, num_workers=WORKERS):
+        assert ids.max() < 5 and type(model.weight.data) is type(torch.zeros(1))
+        model(torch.nn.functional.one_hot(ids.cuda(), 8).float()).sum().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_a_collator_computes_on_tensors_of_its_own(tmp_path: Path, workers: str) -> None:
+    """As one that masks proteins; the model, which it holds too, stays without data."""
+    text = TRAIN + COLLATOR.replace("WORKERS", workers)
+    assert captured(written(tmp_path, text), gpus=1).ranks[0].calls
