@@ -184,9 +184,10 @@ def real_batches(taken: TakenBatches, known: Known, gpu: Any = None) -> Iterator
     """Let DataLoaders load real data inside the context, although all else is fake.
 
     A dataset that holds fake tensors gets data: the values that are ``known``, else zeros. Small
-    batches stay known. What is read from files into storages, as safetensors does, becomes fake too. ``gpu`` is the mode
-    (``OnCpu``) that emulates a GPU, and has its ``memory``: a loader without workers runs under it
-    for its first batch, and for all batches if that one puts a tensor there.
+    batches stay known. What is read from files into storages, as safetensors does, becomes fake
+    too. ``gpu`` is the mode (``OnCpu``) that emulates a GPU, and has its ``memory``: a loader
+    without workers runs under it for its first batch, and for all batches if that one puts a tensor
+    there.
     """
     from torch.utils.data import dataloader
 

@@ -45,7 +45,10 @@ ENVIRONMENT = {  # nothing is sent or logged elsewhere or happens in other threa
     "HYDRA_FULL_ERROR": "1",
 }
 # Programs that libraries ask or build with.
-TOOLS = ("make", "ninja", "ldconfig", "git", "uname", "hostname", "ls", "lscpu", "nproc", "echo", "df")
+TOOLS = (
+    *("make", "ninja", "ldconfig", "git", "uname", "hostname", "ls", "lscpu", "nproc", "echo"),
+    "df",
+)
 PROGRAMS = ("system", "posix_spawn", "posix_spawnp", "forkpty", "execv", "execve")
 POOLS = ("multiprocessing", "multiprocess")  # the latter is of Hugging Face's datasets
 OF_THREADS = [

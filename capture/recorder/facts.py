@@ -289,6 +289,12 @@ class Known:
         self._overwritten.add(memory._cdata)
         finalize(memory, self._overwritten.discard, memory._cdata)
 
+    def _drop(self, tensor: Tensor, overwritten: bool) -> None:
+        """Forget a tensor's values, and all that share its memory if that was ``overwritten``."""
+        fact = self.facts.pop(tensor, None)
+        if overwritten and fact is not None and fact.values is not None:
+            self._forget(fact.values)
+
     def keep(self, tensor: Tensor, values: Tensor) -> None:
         """Note a fake tensor's values, unless they are many: programs look places up by them."""
         if isinstance(tensor, FakeTensor) and values.numel() <= FILLED_LIMIT:

@@ -345,9 +345,7 @@ class Routing(Known):
         floats = name in (*COUNTED, *KEEP) and sum(t.numel() for t in outputs) <= FILLED_LIMIT
         if is_random(func) or not (floats or all(map(is_computed, outputs))):
             for tensor in outputs:
-                fact = self.facts.pop(tensor, None)
-                if fact is not None and fact.values is not None and overwrites(func):
-                    self._forget(fact.values)
+                self._drop(tensor, overwrites(func))
             return
         drawn = any(f is not None and f.drawn for f in map(self.fact, flatten_lists(args)))
         if kwargs.get("device") is not None:  # on meta it would have no values

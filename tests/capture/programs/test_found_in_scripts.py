@@ -610,7 +610,9 @@ for targets in loaded:
 
 
 def test_wandb_logs_nowhere_whatever_mode_a_script_states(tmp_path: Path) -> None:
-    (tmp_path / "wandb.py").write_text("def init(project, mode='online'): assert mode == 'disabled'")
+    (tmp_path / "wandb.py").write_text(
+        "def init(project, mode='online'): assert mode == 'disabled'"
+    )
     text = "import wandb\nwandb.init('p', mode='offline')\nwandb.init(project='p')\n"
     assert captured(written(tmp_path, text + TRAIN + STEPS), gpus=1).ranks[0].calls
 
