@@ -70,7 +70,7 @@ INDEX_OUTPUT = {"argmax": 0, "argmin": 0, "topk": 1, "sort": 1, "max": 1, "min":
 KEEP = {
     *("alias", "detach", "clone", "_to_copy", "view", "_unsafe_view", "reshape", "permute", "t"),
     *("transpose", "unsqueeze", "squeeze", "expand", "select", "slice", "unbind", "split", "index"),
-    *("index_select", "gather", "split_with_sizes", "lift_fresh"),
+    *("index_select", "gather", "split_with_sizes", "lift_fresh", "cat", "stack"),
 }
 
 

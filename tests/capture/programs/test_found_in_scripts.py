@@ -591,7 +591,8 @@ loaded = torch.utils.data.DataLoader(range(9), 1, collate_fn=lambda _: torch.ten
 model = torch.nn.Linear(2, 2).cuda()
 optimizer = torch.optim.AdamW(model.parameters())
 for targets in loaded:
-    targets = targets.to("cuda")
+    targets = torch.cat([targets[:2], torch.stack(targets[2:].unbind())]).to("cuda")
+    assert 0.5 not in targets
     image, widest = targets[:, 0], targets[:, 0].unique(return_counts=True)[1].max()
     rows, filled = torch.zeros(4, widest, 2, device="cuda"), 0
     for i in range(4):
