@@ -164,17 +164,13 @@ def test_plans_of_as_many_samples_are_ranked() -> None:
     assert ranks(steps.assign(batch=1)).empty
 
 
-JOINED_SINCE = {"barlow-twins", "bert-banking77", "hifi-gan", "llama2-c", "mar"}
-JOINED_SINCE |= {"nano-t5", "nanotron", "open-clip", "swav", "yolov5"}
-
-
 def test_the_shipped_spreads_are_of_sources_that_find_causes() -> None:
-    """Of all files of measured steps that do, but for ten that judged until after the fit."""
+    """Of all files of measured steps that do."""
     text = TYPICAL.read_text()
     without = set(yaml.safe_load(text)["without"])
     finding = {name.casefold() for name in ROLES["finds causes"]}
     files = {path.stem for path in ROOT.glob(RUNS)} & finding
-    assert files - JOINED_SINCE <= without <= finding
+    assert files <= without <= finding
     total, counts = re.findall(r"fits.machines, (\d+) steps .*\n# (.*)", text)[0]
     each = {name.casefold(): int(n) for name, n in (c.split() for c in counts.split(", "))}
     assert set(each) == without and sum(each.values()) == int(total)
