@@ -184,26 +184,26 @@ def _rank_of_processes(owns: Callable[[str], bool]) -> Iterator[None]:
     Those of one target function are the ranks, in order. Daemons, such as readers of data, and
     processes that modules outside of its folder start, are threads.
     """
-    start, join, started = BaseProcess.start, BaseProcess.join, Counter[Any]()
+    original_start, original_join, started = BaseProcess.start, BaseProcess.join, Counter[Any]()
 
-    def starting(own: Any) -> None:
+    def start(process: Any) -> None:
         """As ``Process.start``: run the target here and now if the process is this rank's."""
-        if own.daemon or not owns(sys._getframe(1).f_code.co_filename):
+        if process.daemon or not owns(sys._getframe(1).f_code.co_filename):
             if _by_loader():
-                start(own)
+                original_start(process)
             else:
-                own._popen = _Thread(own.run)
+                process._popen = _Thread(process.run)
             return
-        rank = started[own._target]
-        started[own._target] += 1
+        rank = started[process._target]
+        started[process._target] += 1
         if rank == int(os.environ["LOCAL_RANK"]):
-            own.run()
+            process.run()
 
-    def joined(own: Any, timeout: float | None = None) -> None:
-        if own._popen is not None:
-            join(own, timeout)
+    def join(process: Any, timeout: float | None = None) -> None:
+        if process._popen is not None:
+            original_join(process, timeout)
 
-    with patch.multiple(BaseProcess, start=starting, join=joined):
+    with patch.multiple(BaseProcess, start=start, join=join):
         yield
 
 

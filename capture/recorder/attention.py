@@ -66,12 +66,12 @@ def kernel_left(masked: bool) -> str:
 @contextmanager
 def attention_as(attn: str) -> Iterator[None]:
     """Replace scaled_dot_product_attention inside the context if ``attn`` is "eager"."""
-    functional, whole = torch.nn.functional, torch.nn.functional.scaled_dot_product_attention
-    functional.scaled_dot_product_attention = eager_attention if attn == "eager" else whole
+    functional, original = torch.nn.functional, torch.nn.functional.scaled_dot_product_attention
+    functional.scaled_dot_product_attention = eager_attention if attn == "eager" else original
     try:
         yield
     finally:
-        functional.scaled_dot_product_attention = whole
+        functional.scaled_dot_product_attention = original
 
 
 @contextmanager

@@ -194,9 +194,9 @@ def _scaled(call: OpCall | None) -> TensorSpec | None:
     tensors = call.tensors() if call and call.op == PRODUCT else ()
     if len(tensors) != 2:
         return None
-    whole, numbers = sorted(tensors, key=lambda t: -t.numel)
-    is_column = numbers.shape[-1:] == (1,) and whole.shape[-1:] != (1,)
-    return whole if is_column and numbers.numel * whole.shape[-1] == whole.numel else None
+    largest, numbers = sorted(tensors, key=lambda t: -t.numel)
+    is_column = numbers.shape[-1:] == (1,) and largest.shape[-1:] != (1,)
+    return largest if is_column and numbers.numel * largest.shape[-1] == largest.numel else None
 
 
 def _weighted(call: OpCall) -> TensorSpec | None:

@@ -63,7 +63,7 @@ class PriceBook:
     ) -> None:
         self.pricer, self.gpu, self.threads, self.stack = pricer, gpu, threads, stack
         self.host, self.machine = host, NONE
-        self.known: Machine | None = None
+        self.known: Machine | None = None  # what measured steps say of the machine, of this model
         self.model = ""
         self.models: Mapping[str, FamilyModel | None] = {
             name: model

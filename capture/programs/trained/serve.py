@@ -176,8 +176,8 @@ class TrainedModel:
     ) -> torch.Tensor:
         """A new tensor in place of one of the model's: a parameter has its shape and strides.
 
-        Tied parameters stay tied, by ``made`` (new ones by the id of the old). Other tensors have
-        the shape that they have at ``size``. Floats are in ``dtype`` where one is given.
+        Tied parameters stay tied, by ``renewed`` (new ones by the id of the old). Others have the
+        shape that they have at ``size``. Floats are in ``dtype`` where one is given.
         """
         to = dtype if dtype is not None and old.is_floating_point() else old.dtype
         if isinstance(old, torch.nn.Parameter):
@@ -221,10 +221,10 @@ def _saving_all(function: Any, *args: Any) -> Any:
 
     The function among its arguments runs with gradients.
     """
-    given = with_function(args, torch.enable_grad())
+    arguments = with_function(args, torch.enable_grad())
     if function.setup_context is not torch.autograd.Function.setup_context:
-        return function.forward(*given)
-    return function.forward(NoContext(), *given)
+        return function.forward(*arguments)
+    return function.forward(NoContext(), *arguments)
 
 
 def updated_in_fp32(step: StepCapture) -> StepCapture:
