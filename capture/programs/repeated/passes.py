@@ -29,7 +29,7 @@ STORAGE, POINT, COMPILED = range(3)  # indices in lists of ``Numbers``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reached:
+class ReachedGradient:
     """The place among launches where backward has the gradient of parameter ``at``.
 
     ``number``: of the gradient's storage.
@@ -48,7 +48,7 @@ class Launched:
     meanwhile, and still at its end. ``forward``: of a backward, what its forward launched.
     """
 
-    calls: list[OpCall | Reached]
+    calls: list[OpCall | ReachedGradient]
     host: Counter[str]
     results: Any
     numbers: list[int]
@@ -94,7 +94,7 @@ class Kind:
         self.last[phase] = launched
 
 
-class Given:
+class PassInputs:
     """What a pass is given: storages of its inputs, parameters and buffers.
 
     ``trained``: a layer's input that has a gradient, and with it ``parameters`` whose gradients are
@@ -124,27 +124,27 @@ class Numbers:
         self.maps = storages, dict[int, int](), dict[int, int]()  # from number to other number
 
     @classmethod
-    def names(cls, log: ProgramLog, given: Given) -> Numbers:
+    def names(cls, log: ProgramLog, inputs: PassInputs) -> Numbers:
         """Names for a pass's numbers, equal in equal passes: counted from its inputs on."""
         since = [next(numbers) for numbers in _numbers(log)]
-        names = {n: name for name, n in reversed(list(enumerate(given.storages, NEW)))}
-        numbers = cls(since, [count(NEW + len(given.storages)), count(NEW), count(NEW + 1)], names)
+        names = {n: name for name, n in reversed(list(enumerate(inputs.storages, NEW)))}
+        numbers = cls(since, [count(NEW + len(inputs.storages)), count(NEW), count(NEW + 1)], names)
         numbers.maps[COMPILED].update({log.compiled.running: NEW, 0: 0})
         return numbers
 
     @classmethod
-    def of_names(cls, log: ProgramLog, given: Given) -> Numbers:
+    def of_names(cls, log: ProgramLog, inputs: PassInputs) -> Numbers:
         """Numbers for such names, for another pass that repeats the calls."""
-        numbers = cls([NEW] * 3, _numbers(log), dict(enumerate(given.storages, NEW)))
+        numbers = cls([NEW] * 3, _numbers(log), dict(enumerate(inputs.storages, NEW)))
         numbers.maps[COMPILED][NEW] = log.compiled.running
         return numbers
 
     def of(self, number: int, kind: int = STORAGE) -> int:
         """The other number of a storage, a point or a call of a compiled function."""
-        known = self.maps[kind]
-        if number not in known:
-            known[number] = number if number < self.since[kind] else next(self.fresh[kind])
-        return known[number]
+        other_numbers = self.maps[kind]
+        if number not in other_numbers:
+            other_numbers[number] = number if number < self.since[kind] else next(self.fresh[kind])
+        return other_numbers[number]
 
     def call(self, call: OpCall) -> OpCall:
         """The call with the other numbers."""
@@ -191,11 +191,11 @@ class Repeated(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, trained: Any, again: Again, *parameters: Any) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, trained: Any, repetition: Repetition, *parameters: Any) -> Any:  # type: ignore[override]
         """The outputs; ``trained``: a layer's input, or a parameter of a model."""
-        ctx.again, outputs = again, again.forward()
-        of_layer = () if parameters else again.given.parameters
-        ctx.reaches = {id(p): p for p in of_layer} | again.kind.reaches
+        ctx.again, outputs = repetition, repetition.forward()
+        of_layer = () if parameters else repetition.inputs.parameters
+        ctx.reaches = {id(p): p for p in of_layer} | repetition.kind.reaches
         ctx.mark_non_differentiable(*(t for t, form in outputs if not form.trains))
         ctx.set_materialize_grads(False)
         return tuple(t for t, _ in outputs)
@@ -213,23 +213,23 @@ def _check_alone(log: ProgramLog, sent: Sequence[int], at: int, gradients: Any) 
         raise UnlikeError
 
 
-class Again:
+class Repetition:
     """Repeats for one pass what others of its kind launched: forward, and backward later."""
 
-    def __init__(self, log: ProgramLog, kind: Kind, given: Given) -> None:
-        self.log, self.kind, self.given = log, kind, given
-        self.numbers, self.sent = Numbers.of_names(log, given), list[int]()
+    def __init__(self, log: ProgramLog, kind: Kind, inputs: PassInputs) -> None:
+        self.log, self.kind, self.inputs = log, kind, inputs
+        self.numbers, self.sent = Numbers.of_names(log, inputs), list[int]()
 
     def output(self) -> Any:
         """Repeat forward as a function of autograd; returns what the module would."""
-        given, (forms, structure, *_) = self.given, self.kind.shown["forward"].results
-        log, trained = self.log, given.trained
+        inputs, (forms, structure, *_) = self.inputs, self.kind.shown["forward"].results
+        log, trained = self.log, inputs.trained
         if trained is None:
             trained = next(iter(self.kind.reaches.values()))
         else:
             node: Any = trained.grad_fn
             node.register_prehook(partial(_check_alone, log, self.sent, trained.output_nr))
-        parameters = given.parameters if self.kind.watched else ()
+        parameters = inputs.parameters if self.kind.watched else ()
         made_by = self.numbers.of(self.kind.compiled, COMPILED)
         with nullcontext() if log.compiled.running else log.compiled.stretch(made_by):
             tensors = iter(Repeated.apply(trained, self, *parameters))
@@ -274,11 +274,11 @@ class Again:
         self.numbers.maps[STORAGE][launched.numbers[0]] = log.storage(gradient)
         log.take(0, launched.most_bytes)
         self.free()
-        of_parameters: list[Any] = [None] * len(self.given.parameters)
+        of_parameters: list[Any] = [None] * len(self.inputs.parameters)
         self._launch(launched, of_parameters)
         of_input = self._new_tensor(result[0], launched.numbers[1]) if result else None
         self.sent += [log.storage(of_input)] if result else []
-        del self.given
+        del self.inputs
         return of_input, of_parameters
 
     def _launch(self, launched: Launched, gradients: list[Any] | None = None) -> None:
@@ -291,13 +291,13 @@ class Again:
         for event, times in launched.host.items():
             self.log.host[event] = self.log.host.get(event, 0) + times
 
-    def _reached(self, reached: Reached) -> torch.Tensor | None:
+    def _reached(self, reached: ReachedGradient) -> torch.Tensor | None:
         """A parameter's gradient for autograd's node to add; None where it is added here.
 
         It is added here, and hooks are called, if nobody watches the node.
         """
         gradient = self._new_tensor(reached.form, reached.number)
-        parameter = self.given.parameters[reached.at]
+        parameter = self.inputs.parameters[reached.at]
         if self.kind.watched:
             return gradient
         with torch.no_grad(), patch.object(self.log, "compiled", MadeBy()):  # not of its node

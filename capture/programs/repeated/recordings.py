@@ -19,12 +19,12 @@ from itercast.capture.programs.repeated.alike import Model
 from itercast.capture.programs.repeated.forms import Form, gradient_form, unlogged
 from itercast.capture.programs.repeated.passes import (
     COMPILED,
-    Given,
     Kind,
     Launched,
     Measured,
     Numbers,
-    Reached,
+    PassInputs,
+    ReachedGradient,
 )
 
 
@@ -37,7 +37,7 @@ class Recording:
 
     def __init__(self, log: ProgramLog, kind: Kind, forward: Launched, names: Numbers) -> None:
         self.log, self.kind, self.forward, self.names = log, kind, forward, names
-        self.handles, self.apart = list[Any](), list[tuple[int, int, Reached]]()
+        self.handles, self.apart = list[Any](), list[tuple[int, int, ReachedGradient]]()
         self.measured: Measured | None = None
         self.output = 0
 
@@ -55,14 +55,14 @@ class Recording:
     def end(self, *result: Any) -> None:
         """Keep what was launched; ``result``: the form of a gradient returned, and its storage.
 
-        A ``Reached`` stands for the calls of each parameter that are left out.
+        A ``ReachedGradient`` stands for the calls of each parameter that are left out.
         """
         for handle in self.handles:
             handle.remove()
         measured, log = self.measured, self.log
         if measured is None or log.calls is not measured.calls:
             return
-        calls, start = list[OpCall | Reached](), measured.start
+        calls, start = list[OpCall | ReachedGradient](), measured.start
         for begin, end, reached in (*self.apart, (len(log.calls), -1, None)):
             calls += map(self.names.call, log.calls[start:begin])
             calls += [replace(reached, number=self.names.of(reached.number))] if reached else []
@@ -81,12 +81,12 @@ class LayerPass(Recording):
     What is done with gradients of its parameters, as hooks do, is left out.
     """
 
-    def watch(self, given: Given, output: torch.Tensor, first_node: int) -> None:
+    def watch(self, inputs: PassInputs, output: torch.Tensor, first_node: int) -> None:
         """Hook the nodes of autograd at which backward begins, comes to parameters, and ends."""
         self._forward_ran(output)
-        numbers = {id(p): i for i, p in enumerate(given.parameters)}
+        numbers = {id(p): i for i, p in enumerate(inputs.parameters)}
         self.kind.watched |= watched(self.log, (output,), range(first_node))
-        source: Any = given.trained
+        source: Any = inputs.trained
         hooks: list[Any] = [(output.grad_fn, partial(self._begins, output.output_nr))]
         hooks += [(source.grad_fn, partial(self._ends, source.output_nr))]
         for node, _ in edges((output,), range(first_node)):
@@ -102,7 +102,7 @@ class LayerPass(Recording):
         if self.measured is None or gradient is None:
             return
         (part,) = parts(gradient)
-        reached = Reached(
+        reached = ReachedGradient(
             at=at, form=gradient_form(gradient, self.log), number=self.log.storage(part)
         )
         self.apart.append((len(self.log.calls), -1, reached))

@@ -32,7 +32,13 @@ from itercast.capture.programs.reducer import reached
 from itercast.capture.programs.repeated.alike import Layer, Model, layers_of
 from itercast.capture.programs.repeated.fold import again
 from itercast.capture.programs.repeated.forms import UnlikeError, form_of
-from itercast.capture.programs.repeated.passes import Again, Given, Kind, Measured, Numbers
+from itercast.capture.programs.repeated.passes import (
+    Kind,
+    Measured,
+    Numbers,
+    PassInputs,
+    Repetition,
+)
 from itercast.capture.programs.repeated.recordings import LayerPass, ModelPass, next_node, watched
 from itercast.capture.programs.trained.bare import is_wrapper
 
@@ -185,14 +191,14 @@ class Repeats:
         modes = [type(mode) for mode in _get_current_function_mode_stack()]
         around = casts, cast_before, modes, log.stream, bool(log.compiled.running)
         kind = _kind(place, (held, structure, forms, around))
-        given = Given(module, leaves, log)
+        inputs = PassInputs(module, leaves, log)
         if "forward" in kind.shown and ("backward" in kind.shown or not place.runs):
             self.cast[id(module)] = not cast_before
-            repetition = Again(log, kind, given)
+            repetition = Repetition(log, kind, inputs)
             output = repetition.output()
             self.kept.append(repetition.free)
             return output
-        return self._recorded(kind, given, run, place)
+        return self._recorded(kind, inputs, run, place)
 
     def _cast_before(self, module: Any) -> bool:
         """Whether autocast still has the cast weights of a module, since it ran before.
@@ -207,7 +213,7 @@ class Repeats:
         return before
 
     def _recorded(
-        self, kind: Kind, given: Given, run: Callable[[], Any], place: Layer | Model
+        self, kind: Kind, inputs: PassInputs, run: Callable[[], Any], place: Layer | Model
     ) -> Any:
         """Run forward and note what it launches, if that can be repeated.
 
@@ -215,7 +221,7 @@ class Repeats:
         changed, or code watches the graph of a model.
         """
         log, drawn, networks = self.log, random.getstate(), len(self.log.networks)
-        names = Numbers.names(log, given)
+        names = Numbers.names(log, inputs)
         measured, first_node = Measured(log), next_node()
         output = run()
         calls = [names.call(call) for call in log.calls[measured.start :]]
@@ -236,7 +242,7 @@ class Repeats:
             self.open.append(ModelPass(log, kind, forward, names))
             self.open[-1].watch(place, tensors, first_node)
         elif isinstance(place, Layer) and len(trained) == 1 and place.held() == kind.key[0]:
-            LayerPass(log, kind, forward, names).watch(given, trained[0], first_node)
+            LayerPass(log, kind, forward, names).watch(inputs, trained[0], first_node)
         return output
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_repeated_layers import Step, captured, launches
 
-from itercast.capture.programs.repeated.passes import Again
+from itercast.capture.programs.repeated.passes import Repetition
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -52,13 +52,14 @@ def test_models_launch_the_same(
 
     Layers differ by kind of attention or rotary embedding.
     """
-    config, repeat, repeated = getattr(transformers, kind)(**{**TINY, **more}), Again.output, []
+    config = getattr(transformers, kind)(**{**TINY, **more})
+    repeat, repeated = Repetition.output, []
 
-    def counted(layer: Again) -> Any:
+    def counted(layer: Repetition) -> Any:
         repeated.append(layer)
         return repeat(layer)
 
-    monkeypatch.setattr(Again, "output", counted)
+    monkeypatch.setattr(Repetition, "output", counted)
     found, whole = (captured(partial(training, config, recompute), r) for r in (True, False))
     assert repeated
     assert launches(found) == launches(whole)
