@@ -43,6 +43,10 @@ LAST_BYTES = 1 << 16  # of what a script wrote, among which is what it does
 ERROR = re.compile(r"[\w.]*(Error|Exception): |what\(\): ")
 OURS = "itercast: "  # begins our lines among the script's
 PATIENT_FRAC = 1 / 3  # of the limit, in which what an iteration runs once comes again
+LAUNCHERS = (
+    *("torchrun", "torch.distributed.run", "torch.distributed.launch"),
+    *("accelerate", "accelerate.commands.launch", "deepspeed", "deepspeed.launcher.runner"),
+)
 MOST_MEMORY = 0.5  # of this machine's, for a script and what it starts
 
 
@@ -75,6 +79,9 @@ class ScriptOrder:
     tell: Callable[[str], object] = field(default=lambda told: None, compare=False)
 
     def __post_init__(self) -> None:
+        if (name := self.module or self.path.name) in LAUNCHERS:
+            allowed = "allowed is the script that it starts, with that one's arguments"
+            raise ValueError(f"script {name!r} starts processes for others, {allowed}")
         if not self.path.is_file():
             why = "is a folder, allowed is a file" if self.path.is_dir() else "no such file"
             raise ValueError(f"script {str(self.path)!r}: {why}")
