@@ -176,9 +176,7 @@ def one_by_one(capture: StepCapture, sizes: Sequence[int], gpu: Gpu) -> list[Pri
 
     ``sizes``: elements of each parameter.
     """
-    captured = (c for c in capture.calls if c.phase == "optimizer")
-    over_parameters = (c for c in captured if any(t.shape for t in c.args[0]))
-    update = [call for c in over_parameters for call in _over_largest(c)]
+    update = [call for c in _over_parameters(capture) for call in _over_largest(c)]
     zero = [replace(update[0], op="aten.zero_.default", args=update[0].args[:1])]
 
     @cache
@@ -186,6 +184,21 @@ def one_by_one(capture: StepCapture, sizes: Sequence[int], gpu: Gpu) -> list[Pri
         return _over(zero if zeroed else update, numel, gpu)
 
     return [call for zeroed in (False, True) for n in sizes for call in of_size(n, zeroed=zeroed)]
+
+
+def has_lists(capture: StepCapture) -> bool:
+    """Whether the optimizer's calls are over all parameters of a step, none over a single one.
+
+    Sparse gradients make torch's SGD a loop, which is captured as such.
+    """
+    captured = (c for c in capture.calls if c.phase == "optimizer")
+    return all(isinstance(c.args[0], tuple) for c in captured) and bool(_over_parameters(capture))
+
+
+def _over_parameters(capture: StepCapture) -> list[OpCall]:
+    """The optimizer's calls over lists of parameters, not of step counters."""
+    captured = (c for c in capture.calls if c.phase == "optimizer")
+    return [c for c in captured if any(t.shape for t in c.args[0])]
 
 
 def _over_largest(call: OpCall) -> Iterator[OpCall]:

@@ -22,7 +22,7 @@ from itercast.compose.parallel.placement import Cluster
 from itercast.compose.pricing.collectives import Message, price_messages
 from itercast.compose.pricing.host import on_host
 from itercast.compose.pricing.layer_prices import PricedLayer, PricedModel
-from itercast.compose.pricing.optimizer import LOOPED
+from itercast.compose.pricing.optimizer import LOOPED, has_lists
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import UNMODELLED, PricedOp
 from itercast.compose.pricing.work import Step, Work
@@ -237,7 +237,9 @@ class Rank:
     def one_by_one(self) -> bool:
         """Whether old software loops over its parameters, whole ones (``one_by_one``)."""
         capture, is_old = self.model.graph.capture, stack_of_row(self.book.stack).one_by_one
-        loops = is_old and capture.optimizer in LOOPED and "graph" not in capture.engine
+        if not is_old or capture.optimizer not in LOOPED or "graph" in capture.engine:
+            return False
+        loops = once_of(capture)("has lists", partial(has_lists, capture))
         return loops and self.book.gpu.kind != "cpu" and not self.strategy.share_update
 
     def scales_loss(self, optimizer: str) -> bool:
