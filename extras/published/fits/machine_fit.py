@@ -7,8 +7,8 @@ the log factors (``itercast.compose.machines.state``), a multivariate t distribu
 
 and ``FREEDOM`` degrees, so that machines unlike all others do not decide. Spread, model and row
 maximise the likelihood with weak priors. A source counts as at most ``MACHINES`` machines, however
-many it measured. One number makes intervals cover what they should of sources left out, as these
-were forecast before their causes were looked for (``calibrated``).
+many it measured. One number, found on sources left out, makes intervals cover what they should
+(``calibrated``).
 """
 
 from __future__ import annotations
@@ -99,12 +99,11 @@ def left_out(steps: pd.DataFrame) -> dict[str, Spread]:
 def calibrated(steps: pd.DataFrame) -> tuple[Spread, dict[str, Spread]]:
     """How machines differ by all steps, and by source without it, with intervals that cover.
 
-    Their ``deviates`` are the most that forecasts of ``blind`` steps need, each source left out,
-    after no anchor, one or three: causes were looked for on the others until they were near.
+    Their ``deviates`` are the most that forecasts need, each source left out, after no anchor, one
+    or three.
     """
     without = left_out(steps)
-    blind = steps[steps["blind"]]
-    offs = [off for n in ANCHORS if len(off := forecasts(blind, without, n))]
+    offs = [off for n in ANCHORS if len(off := forecasts(steps, without, n))]
 
     def covers(spread: Spread, source: str = "") -> Spread:
         needed = [deviates(off[off["source"] != source]) for off in offs]

@@ -4,10 +4,8 @@ Measured steps of each source, published tables (PUBLIC) and files of ``datasets
 forecast without the source, as the machine is priced, with the derivative of the forecast by each
 factor (written to PARTS/SOURCE.parquet, read from there where it is, so that a run that was stopped
 goes on; all take 20 minutes). Factors are fitted on sources that find causes (roles.yaml), each
-left out in turn, with the forecasts that these had before any cause was looked for where
-first_forecasts.csv has them: a user's machine is one that nobody has looked at. Those that judge
-are forecast by the fit over all of these, and shown with --judge alone. Forecasts with factors and
-anchors are to first order.
+left out in turn; those that judge are forecast by the fit over all of these, and shown with --judge
+alone. Forecasts with factors and anchors are to first order.
 """
 
 from __future__ import annotations
@@ -55,7 +53,6 @@ from itercast.options import Question
 ROOT = Path(__file__).resolve().parents[3]
 TYPICAL = ROOT / "compose/machines/typical.yaml"
 RUNS = "datasets/*_runs/*.yaml"  # files of measured steps, each a source
-FIRST = Path(__file__).parent / "first_forecasts.csv"
 OF_MACHINE, OF_SOURCE = 20, 40  # steps that are drawn, at most
 LIMIT_S, SLOW_S = 150, 25  # of a forecast; a slower one has its parts as derivative
 # Single modules, and a source whose rows teach the shipped models: no steps of a machine's own.
@@ -179,20 +176,6 @@ def _parts(source: pd.DataFrame | Path, pool: Executor) -> pd.DataFrame:
     )
 
 
-def as_first_judged(steps: pd.DataFrame, first: pd.DataFrame) -> pd.DataFrame:
-    """The steps, with their log(measured / forecast) of before their sources' causes were found.
-
-    ``first``: columns source, time_us and forecast_us. Adds ``blind``: whether a step has one.
-    """
-    key = ["source", "time_us"]
-    log_first = np.log(first["time_us"] / first["forecast_us"])
-    logs = first[key].assign(log_first=log_first).groupby(key)["log_first"].mean()
-    rounded = steps[key].round({"time_us": 1})  # as first_forecasts.csv has them
-    own = logs.reindex(pd.MultiIndex.from_frame(rounded)).to_numpy()
-    ratio = np.where(np.isnan(own), steps["log_ratio"], own)
-    return steps.assign(log_ratio=ratio, blind=~np.isnan(own))
-
-
 def judged(steps: pd.DataFrame, spreads: Mapping[str, Spread], count: int) -> pd.DataFrame:
     """Errors in % by source: of forecasts as priced (count -1), or of typical machines.
 
@@ -279,7 +262,7 @@ def main(
     """Fit how machines differ, print errors by source, without and with anchors."""
     steps = parts_of(public, parts, tuple(ROLES) if judge else ("finds causes",))
     known = steps[steps["source"].isin(ROLES["finds causes"])]
-    whole, without = calibrated(as_first_judged(known, pd.read_csv(FIRST, comment="#")))
+    whole, without = calibrated(known)
     spreads = {str(s): without.get(str(s), whole) for s in steps["source"].unique()}
     print(tables(steps, spreads, ("as priced", "typical machine", "one anchor", "three anchors")))
     text = typical_text(known, whole, without)

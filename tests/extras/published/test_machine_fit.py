@@ -18,7 +18,7 @@ from itercast.extras.published.fits.machine_fit import (
     forecasts,
     with_anchors,
 )
-from itercast.extras.published.fits.machines import FIRST, ROOT, RUNS, TYPICAL, as_first_judged
+from itercast.extras.published.fits.machines import ROOT, RUNS, TYPICAL
 from itercast.extras.published.fits.ranking import ranked, ranks
 from itercast.extras.published.roles import ROLES
 
@@ -35,7 +35,7 @@ def drawn(machines: int) -> pd.DataFrame:
             ratio = j @ factors + effects[step % 3] + draw.normal(0, 0.01)
             facts = {"source": f"s{at}", "machine": f"m{at}", "model": str(step % 3)}
             row = {**facts, "log_ratio": ratio, **dict(zip(SENSITIVITY, j, strict=True))}
-            rows.append(row | {"blind": True})
+            rows.append(row)
     return pd.DataFrame(rows)
 
 
@@ -59,31 +59,6 @@ def test_intervals_cover_four_fifths_of_sources() -> None:
     for count in (0, 1):
         found = forecasts(steps, without, count)
         assert found["covered"].groupby(found["source"]).mean().mean() >= 0.76
-
-
-def test_intervals_are_those_of_sources_that_nobody_had_looked_at() -> None:
-    """Ten more sources, as near as if their causes had been found: intervals stay as wide."""
-    steps = drawn(10)
-    near = drawn(20).iloc[60:].eval("log_ratio = log_ratio / 10").assign(blind=False)
-    before, _ = calibrated(steps)
-    after, _ = calibrated(pd.concat([steps, near]))
-    assert after.deviates > 1.2 * before.deviates and after.spread[0] < before.spread[0]
-
-
-def test_steps_count_as_they_were_first_forecast() -> None:
-    """100 us were forecast with 50, later with 80; the other step was never forecast blindly."""
-    both = pd.DataFrame({"source": "s", "time_us": [100.0, 200.0], "log_ratio": np.log([1.25, 2])})
-    first = pd.DataFrame({"source": ["s"], "time_us": [100.0], "forecast_us": [50.0]})
-    found = as_first_judged(both, first)
-    assert np.exp(found["log_ratio"]).tolist() == pytest.approx([2, 2])
-    assert found["blind"].tolist() == [True, False]
-
-
-def test_first_forecasts_are_of_sources_that_find_causes() -> None:
-    """Errors of those that judge decide nothing; each forecast belongs to a step of a file."""
-    first = pd.read_csv(FIRST, comment="#")
-    assert {path.stem for path in ROOT.glob(RUNS)} & set(ROLES["finds causes"]) == set(first.source)
-    assert (first[["time_us", "forecast_us"]] > 0).all(axis=None)
 
 
 def test_intervals_end_where_a_fifth_is_farther() -> None:
