@@ -94,7 +94,7 @@ class Kind:
         self.last[phase] = launched
 
 
-class PassInputs:
+class Inputs:
     """What a pass is given: storages of its inputs, parameters and buffers.
 
     ``trained``: a layer's input that has a gradient, and with it ``parameters`` whose gradients are
@@ -124,7 +124,7 @@ class Numbers:
         self.maps = storages, dict[int, int](), dict[int, int]()  # from number to other number
 
     @classmethod
-    def names(cls, log: ProgramLog, inputs: PassInputs) -> Numbers:
+    def names(cls, log: ProgramLog, inputs: Inputs) -> Numbers:
         """Names for a pass's numbers, equal in equal passes: counted from its inputs on."""
         since = [next(numbers) for numbers in _numbers(log)]
         names = {n: name for name, n in reversed(list(enumerate(inputs.storages, NEW)))}
@@ -133,7 +133,7 @@ class Numbers:
         return numbers
 
     @classmethod
-    def of_names(cls, log: ProgramLog, inputs: PassInputs) -> Numbers:
+    def of_names(cls, log: ProgramLog, inputs: Inputs) -> Numbers:
         """Numbers for such names, for another pass that repeats the calls."""
         numbers = cls([NEW] * 3, _numbers(log), dict(enumerate(inputs.storages, NEW)))
         numbers.maps[COMPILED][NEW] = log.compiled.running
@@ -216,7 +216,7 @@ def _check_alone(log: ProgramLog, sent: Sequence[int], at: int, gradients: Any) 
 class Repetition:
     """Repeats for one pass what others of its kind launched: forward, and backward later."""
 
-    def __init__(self, log: ProgramLog, kind: Kind, inputs: PassInputs) -> None:
+    def __init__(self, log: ProgramLog, kind: Kind, inputs: Inputs) -> None:
         self.log, self.kind, self.inputs = log, kind, inputs
         self.numbers, self.sent = Numbers.of_names(log, inputs), list[int]()
 

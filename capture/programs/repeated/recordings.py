@@ -19,11 +19,11 @@ from itercast.capture.programs.repeated.alike import Model
 from itercast.capture.programs.repeated.forms import Form, gradient_form, unlogged
 from itercast.capture.programs.repeated.passes import (
     COMPILED,
+    Inputs,
     Kind,
     Launched,
     Measured,
     Numbers,
-    PassInputs,
     ReachedGradient,
 )
 
@@ -81,7 +81,7 @@ class LayerPass(Recording):
     What is done with gradients of its parameters, as hooks do, is left out.
     """
 
-    def watch(self, inputs: PassInputs, output: torch.Tensor, first_node: int) -> None:
+    def watch(self, inputs: Inputs, output: torch.Tensor, first_node: int) -> None:
         """Hook the nodes of autograd at which backward begins, comes to parameters, and ends."""
         self._forward_ran(output)
         numbers = {id(p): i for i, p in enumerate(inputs.parameters)}

@@ -32,13 +32,7 @@ from itercast.capture.programs.reducer import reached
 from itercast.capture.programs.repeated.alike import Layer, Model, layers_of
 from itercast.capture.programs.repeated.fold import again
 from itercast.capture.programs.repeated.forms import UnlikeError, form_of
-from itercast.capture.programs.repeated.passes import (
-    Kind,
-    Measured,
-    Numbers,
-    PassInputs,
-    Repetition,
-)
+from itercast.capture.programs.repeated.passes import Inputs, Kind, Measured, Numbers, Repetition
 from itercast.capture.programs.repeated.recordings import LayerPass, ModelPass, next_node, watched
 from itercast.capture.programs.trained.bare import is_wrapper
 
@@ -191,7 +185,7 @@ class Repeats:
         modes = [type(mode) for mode in _get_current_function_mode_stack()]
         around = casts, cast_before, modes, log.stream, bool(log.compiled.running)
         kind = _kind(place, (held, structure, forms, around))
-        inputs = PassInputs(module, leaves, log)
+        inputs = Inputs(module, leaves, log)
         if "forward" in kind.shown and ("backward" in kind.shown or not place.runs):
             self.cast[id(module)] = not cast_before
             repetition = Repetition(log, kind, inputs)
@@ -213,7 +207,7 @@ class Repeats:
         return before
 
     def _recorded(
-        self, kind: Kind, inputs: PassInputs, run: Callable[[], Any], place: Layer | Model
+        self, kind: Kind, inputs: Inputs, run: Callable[[], Any], place: Layer | Model
     ) -> Any:
         """Run forward and note what it launches, if that can be repeated.
 
