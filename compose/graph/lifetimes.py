@@ -257,6 +257,18 @@ def input_bytes(capture: StepCapture) -> int:
     return sum(nbytes_of.values())
 
 
+def bytes_for_loss(capture: StepCapture) -> int:
+    """Returns the bytes of forward's results that the loss reads, and backward does not."""
+    made: dict[int, int] = {}
+    read: dict[str, set[int]] = {"loss": set(), "backward": set()}
+    for call in capture.calls:
+        if call.phase == "forward":
+            made |= {t.storage: t.nbytes for t in call.outputs}
+        elif call.phase in read:
+            read[call.phase] |= {t.storage for t in call.tensors()}
+    return sum(made.get(storage, 0) for storage in read["loss"] - read["backward"])
+
+
 def update_bytes(capture: StepCapture, calls: Container[int]) -> int:
     """Returns the peak bytes of temporaries of these calls of the optimizer, without its state."""
     return most_bytes(span for span in lifetimes(capture) if span[0] in calls)

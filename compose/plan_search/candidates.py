@@ -39,8 +39,8 @@ from itercast.compose.pricing.optimizer import STATE_COPIES
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.rank_graph import rank_graph
 from itercast.compose.simulate.fsdp import units_of_stages
-from itercast.compose.simulate.iteration import host_memory, quick_us
-from itercast.compose.simulate.memory_plan import memory
+from itercast.compose.simulate.iteration import quick_us
+from itercast.compose.simulate.memory.stage_memory import host_memory, memory
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.simulate.stages import chunks_of
 from itercast.microbench.hardware.node import Node

@@ -24,7 +24,7 @@ from itercast.compose.plan_search.candidates import (
 )
 from itercast.compose.plan_search.shapes import Shapes
 from itercast.compose.plan_search.simplest import PLANS_APART, keys, simplest
-from itercast.compose.simulate.memory_plan import memory
+from itercast.compose.simulate.memory.stage_memory import memory
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.simulate.stages import uneven
 

@@ -11,18 +11,11 @@ from dataclasses import replace
 
 from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.pricing.layer_prices import PricedLayer
-from itercast.compose.pricing.optimizer import STATE_COPIES
 from itercast.compose.simulate.breakdown import Outcome, Shares, Tally, broken_down
-from itercast.compose.simulate.fsdp import shard_bytes
-from itercast.compose.simulate.memory_plan import (
-    held_by_software,
-    in_flight_sizes,
-    stage_memory,
-)
+from itercast.compose.simulate.memory.stage_memory import host_memory, stage_memory
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.simulate.replicas import Replicas, replicas_of
 from itercast.compose.simulate.stage_rank import Pipeline, by_rank, pipeline_of
-from itercast.microbench.hardware.stack import stack_of_row
 
 
 def evaluate(rank: Rank, optimizer: str) -> Outcome:
@@ -113,27 +106,6 @@ def _tally_layers(
     for x, n in counted.values():
         tally.count([*x.forward, *x.backward], n * micro)
         tally.count(x.trained_only(x.accumulate), n * accumulations)
-
-
-def host_memory(rank: Rank, optimizer: str) -> int:
-    """Bytes that the fullest rank of a plan has in host memory because it offloads them.
-
-    Where parameters lie there, shards of these, of gradients and of the optimizer's states;
-    activations of all micro-batches in flight. What is on its way is on the GPU too.
-    """
-    plan, states, most = rank.plan, STATE_COPIES[optimizer], [0]
-    for sizes, others in in_flight_sizes(rank) if plan.offload else ():
-        held = held_by_software(sizes, plan, stack_of_row(rank.book.stack).held)[1]
-        bytes_of = {
-            "activations": others + sum(x.saved_bytes * n for x, n in sizes.runs),
-            "optimizer": sizes.held_by_rank(plan, optimizer, held)[1],
-            "parameters": 0,
-        }
-        for x, n in sizes.runs:
-            shard, gradients = shard_bytes(x.layer, plan.shards, fp32=plan.amp)
-            bytes_of["parameters"] += n * (shard + (1 + states) * gradients)
-        most.append(round(sum(bytes_of[name] for name in plan.offload.split("+"))))
-    return max(most)
 
 
 def _simulated(ranks: Sequence[Rank], optimizer: str, crowding: float = 1.0) -> Pipeline | Replicas:

@@ -132,16 +132,23 @@ def _interleaved(stages: int, rank: int, micro: int, virtual: int) -> tuple[Acti
 @lru_cache(maxsize=4096)
 def in_flight(
     schedule: str, stages: int, rank: int, micro: int, virtual: int = 1
-) -> tuple[int, ...]:
-    """Counts, by chunk, the micro-batches whose activations a rank holds when they are most."""
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Counts, by chunk, the micro-batches whose activations a rank holds when they are most.
+
+    First until the end of its first backward, then later on. Weight gradients that a schedule does
+    later need them until then.
+    """
     if schedule == "gpipe":
-        return (micro,)
-    held, best = [0] * virtual, [0] * virtual
+        return (micro,), (micro - 1,)
+    held, most = [0] * virtual, ([0] * virtual, [0] * virtual)
+    backward_ran = False
     for kind, _, chunk in program(schedule, stages, rank, min(micro, 3 * stages), virtual):
-        held[chunk] += {"F": 1, "B": -1, "A": -1, "W": 0}[kind]
-        if sum(held) > sum(best):
-            best = list(held)
-    return tuple(best)
+        held[chunk] += kind == "F"
+        if sum(held) > sum(most[backward_ran]):
+            most[backward_ran][:] = held
+        held[chunk] -= kind in ("A", "W") or run_as(kind, schedule) == "A"
+        backward_ran |= kind != "F"
+    return tuple(most[0]), tuple(most[1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ from itercast.compose.simulate.pipeline import (
 )
 from itercast.compose.simulate.rank import Pause, Rank, Run
 from itercast.compose.simulate.rank_program import RankProgram
-from itercast.compose.simulate.stages import Chunk, chunks_of, stages_of
+from itercast.compose.simulate.stages import Chunk, chunks_of, crossing_bytes, stages_of
 from itercast.microbench.hardware.stack import stack_of_row
 
 SCHEDULE_SHARE: float = assumed(__file__, "schedule_share")
@@ -105,8 +105,7 @@ def _messages(rank: Rank, chunk: Chunk, i: int) -> Sequence[PricedOp]:
     that encode a share, and decode all of them, run on the stream of the messages.
     """
     plan = rank.plan
-    _, last_layer = rank.model.graph.before_fusion(chunk.runs[-1][0].layer)
-    whole_bytes = max(1, last_layer.output_bytes + last_layer.passed_bytes)
+    whole_bytes = crossing_bytes(rank, chunk)
     per_node = rank.where.groups["pp"].per_node
     sender, receiver = (rank_of_chunk(plan.schedule, plan.pp, c) for c in (i, i + 1))
     if sender == receiver:

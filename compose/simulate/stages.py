@@ -70,6 +70,12 @@ def _fewest_on_first_stage(model: PricedModel) -> int:
     return 1 + sum(x.layer.count for x in model.layers if 0 < x.layer.forward[1] <= last_end)
 
 
+def crossing_bytes(rank: Rank, chunk: Chunk) -> int:
+    """Bytes of a micro-batch that go from a chunk to the next one, of all tp ranks together."""
+    _, last_layer = rank.model.graph.before_fusion(chunk.runs[-1][0].layer)
+    return max(1, last_layer.output_bytes + last_layer.passed_bytes)
+
+
 def layout(plan: ParallelPlan) -> tuple[object, ...]:
     """What of a plan changes which layers a rank has."""
     return (plan.schedule in V_SHAPED, *plan.parts("stages"))

@@ -133,12 +133,13 @@ class PipelineStep:
         given: Any = stages if multi else stages[0]
         make: Any = SCHEDULES[plan.schedule]
         self.schedule = make(given, plan.microbatches, loss, scale_grads=False)
+        apart = _tied(model) and self.first != self.last
+        self.tied = model.head.weight if apart else None
+        _drop_others(model, self.parameters)
         self.cut_loss = loss_parallel if plan.tp > 1 else nullcontext
         width = plan.dp * plan.tp
         ends = [dist.new_group([i, (plan.pp - 1) * width + i]) for i in range(width)]
         self.ends = ends[dist.get_rank() % width]
-        apart = _tied(model) and self.first != self.last
-        self.tied = model.head.weight if apart else None
 
     def __call__(self) -> None:
         """Run one step."""
@@ -148,7 +149,8 @@ class PipelineStep:
         self.on_phase("forward")
         given = (self.inputs,) if self.first else ()
         with self.cut_loss():
-            self.schedule.step(*given, target=self.labels if self.last else None)
+            target = self.labels if self.last else None
+            self.schedule.step(*given, target=target, return_outputs=False)
         self.on_phase("optimizer")
         if self.tied is not None:
             gradient = self.tied.grad
@@ -169,6 +171,15 @@ def _replicated(model: Any, span: tuple[int, int], mesh: DeviceMesh) -> nn.Modul
     others = [name for name, p in named if id(p) not in owned]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(stage, others)
     return DistributedDataParallel(stage, process_group=mesh.get_group())
+
+
+def _drop_others(model: nn.Module, kept: Sequence[nn.Parameter]) -> None:
+    """Free the parameters of other ranks' stages."""
+    own = {id(p) for p in kept}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if id(parameter) not in own:
+                module._parameters[name] = None
 
 
 def _parameters_by_stage(model: Any, parts: Sequence[tuple[int, int]]) -> list[list[nn.Parameter]]:

@@ -22,7 +22,7 @@ from itercast.compose.forecast import Forecast, rank_of
 from itercast.compose.graph.launch_modes import with_engine
 from itercast.compose.measured_step import MeasuredStep
 from itercast.compose.parallel.placement import cluster
-from itercast.compose.simulate.memory_plan import stage_memory
+from itercast.compose.simulate.memory.stage_memory import stage_memory
 from itercast.compose.target import Target, find_target
 from itercast.eval.compare import SETTING_COLUMNS, step_of
 from itercast.eval.iteration_parts import PARTS, parts_us

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from itercast.capture.plan import ParallelPlan
-from itercast.compose.simulate.memory_plan import memory, stage_memory
+from itercast.compose.simulate.memory.stage_memory import memory, stage_memory
 from itercast.compose.simulate.pipeline import action_spans, finish_us, rank_of_chunk, run_as
 from itercast.compose.simulate.rank import MESSAGES, Rank
 from itercast.compose.simulate.replicas import micro_batches

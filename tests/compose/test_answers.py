@@ -12,7 +12,7 @@ from itercast.capture.opcall import StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.notes import notes
 from itercast.compose.parallel.device_memory import verdict
-from itercast.compose.simulate.memory_plan import Sizes, rank_memory
+from itercast.compose.simulate.memory.rank_memory import Sizes, rank_memory
 from itercast.microbench.hardware.stack import load_stack
 
 

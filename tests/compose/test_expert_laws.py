@@ -14,7 +14,8 @@ from torch import nn
 
 from itercast.capture.plan import ParallelPlan
 from itercast.compose.capture_model import capture
-from itercast.compose.simulate.memory_plan import Sizes, memory, rank_memory
+from itercast.compose.simulate.memory.rank_memory import Sizes, rank_memory
+from itercast.compose.simulate.memory.stage_memory import memory
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.simulate.rank_program import RankProgram
 from itercast.compose.simulate.stages import stages_of

@@ -21,7 +21,7 @@ from itercast.compose.machines.factors import NAMES, Factors
 from itercast.compose.pricing.host import PYTHON
 from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.compose.simulate.iteration import quick_us
-from itercast.compose.simulate.memory_plan import memory
+from itercast.compose.simulate.memory.stage_memory import memory
 from itercast.compose.simulate.pipeline import KEPT, Ending, StageTimes, endings
 from itercast.compose.simulate.stage_rank import pipeline_of
 from itercast.microbench.hardware.node import load_node

@@ -31,7 +31,7 @@ from itercast.compose.graph.launch_modes import with_engine
 from itercast.compose.parallel.placement import cluster
 from itercast.compose.pricing.collectives import Message, formula_us, price_messages
 from itercast.compose.pricing.price_book import PriceBook
-from itercast.compose.simulate.memory_plan import memory
+from itercast.compose.simulate.memory.stage_memory import memory
 from itercast.compose.simulate.rank import AMONG_GROUPS, Rank, Run
 from itercast.compose.simulate.rank_program import RankProgram
 from itercast.compose.simulate.replicas import micro_batches

@@ -32,7 +32,8 @@ from itercast.compose.predict import predict
 from itercast.compose.pricing.optimizer import update_bytes
 from itercast.compose.pricing.priced_op import PricedOp, priceable
 from itercast.compose.programs.forecast import forecast_program
-from itercast.compose.simulate.memory_plan import Sizes, rank_memory
+from itercast.compose.simulate.memory.rank_memory import Sizes, rank_memory
+from itercast.compose.simulate.memory.stage_memory import stage_memory
 from itercast.compose.simulate.rank import Rank, Run
 from itercast.compose.simulate.replicas import micro_batches
 from itercast.compose.simulate.stage_rank import pipeline_of
@@ -112,6 +113,10 @@ class Planned:
         memory = rank_memory(Sizes.of([(x, 1) for x in stage.layers]), self.plan, "adamw")
         return memory["parameters"], memory["optimizer"]
 
+    def peaks(self) -> list[int]:
+        """Peak memory of one rank of each stage."""
+        return [sum(memory.values()) for memory in stage_memory(self.rank, "adamw")]
+
     def padding(self, number: int) -> int:
         """Bytes by which the first rank's shards exceed the mean where rows do not divide."""
         n = self.plan.shards if self.plan.zero else 1
@@ -190,12 +195,16 @@ def _is_tp(call: OpCall, plan: ParallelPlan) -> bool:
 def test_a_plan_does_what_the_program_does(name: str, text: str) -> None:
     """On each rank: messages are those that torch sends, byte for byte.
 
+    Peak memory of pipelines is within a ninth.
+
     FSDP2 pads a parameter to whole rows of every rank: its messages are longer than its bytes.
     """
     planned, plan = Planned(name, text), ParallelPlan.parse(text)
     with states_of_optimizers() as states:
         program = captured(iteration_of(case(name), text))
     assert set(program.ranks) == set(planned.ranks)
+    for number, peak in zip(program.ranks, planned.peaks() if plan.pp > 1 else (), strict=False):
+        assert program.peak_bytes[number] == pytest.approx(peak, rel=1 / 9)
     for number, step in program.ranks.items():
         assert flops(step.calls) == pytest.approx(planned.flops(number), rel=0.005)
         found = sent_by(step.calls)

@@ -23,7 +23,7 @@ from itercast.compose.plan_search.search import (
 )
 from itercast.compose.plan_search.shapes import FINER_TAKES, Shape, Shapes
 from itercast.compose.simulate.iteration import quick_us
-from itercast.compose.simulate.memory_plan import memory
+from itercast.compose.simulate.memory.stage_memory import memory
 from itercast.compose.simulate.stages import partition, uneven
 from itercast.microbench.hardware.node import load_node
 from itercast.microbench.hardware.spec import Gpu, load_gpu

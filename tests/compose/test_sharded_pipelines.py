@@ -19,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from itercast.capture.programs.capture import capture_program
 from itercast.capture.programs.program import COLLECTIVE, launch_order
 from itercast.compose.capture_model import capture
-from itercast.compose.simulate.memory_plan import stage_memory
+from itercast.compose.simulate.memory.stage_memory import stage_memory
 from itercast.compose.simulate.stage_rank import pipeline_of
 
 WIDTH, ROWS = 128, 16

@@ -16,7 +16,7 @@ from itercast.capture.opcall import StepCapture
 from itercast.capture.programs.capture import capture_program
 from itercast.capture.step import hidden_matrices
 from itercast.compose.capture_model import capture
-from itercast.compose.simulate.memory_plan import memory
+from itercast.compose.simulate.memory.stage_memory import memory
 from itercast.compose.simulate.rank import Run
 from itercast.compose.simulate.replicas import micro_batches
 

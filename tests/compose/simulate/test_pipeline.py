@@ -149,15 +149,22 @@ def test_v_shaped_schedules_leave_the_way_to_the_last_rank() -> None:
     half = StageTimes(forward_us=0.5, backward_us=1, input_us=0.5, weight_us=0.5)
     for schedule in ("zbv", "dualpipev"):
         assert max(finish_us(schedule, [half] * 8, 4, 8)) == pytest.approx(24 + 1.5)
-    assert [sum(in_flight("zbv", 4, r, 8, 2)) for r in range(4)] == [8] * 4
+    for r in range(4):
+        assert [*map(sum, in_flight("zbv", 4, r, 8, 2))] == [8, 8]
     assert [rank_of_chunk("zbv", 4, c) for c in range(8)] == [0, 1, 2, 3, 3, 2, 1, 0]
 
 
 def test_micro_batches_in_flight() -> None:
-    assert [in_flight("1f1b", 4, r, 8) for r in range(4)] == [(4,), (3,), (2,), (1,)]
-    assert in_flight("1f1b", 4, 0, 2) == (2,)
-    assert in_flight("gpipe", 4, 0, 8) == (8,)
-    assert sum(in_flight("interleaved", 4, 0, 8, 2)) == 2 * 3 + 4 + 1  # warm-up and one more
+    """In the first backward, then later: another forward follows it while there are any.
+
+    Cut backwards (zb) hold a micro-batch until its weight gradients: as many as the first rank.
+    """
+    assert [in_flight("1f1b", 4, r, 8) for r in range(4)] == [((n,), (n,)) for n in (4, 3, 2, 1)]
+    assert in_flight("1f1b", 4, 0, 2) == ((2,), (1,))
+    assert in_flight("gpipe", 4, 0, 8) == ((8,), (7,))
+    assert [in_flight("zb", 4, r, 8) for r in range(4)] == [((4 - r,), (4,)) for r in range(4)]
+    first, later = in_flight("interleaved", 4, 0, 8, 2)
+    assert sum(first) == sum(later) == 2 * 3 + 4 + 1  # warm-up and one more
 
 
 class Segments(nn.Module):

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from law_case import book_for, model, node_of, rank_for
 from plan_case import CPU, GPU, Flat, search_of
+from torch import nn
 
 from itercast.capture.opcall import ITEMSIZE_BYTES, ParamSpec, StepCapture
 from itercast.capture.plan import ParallelPlan
@@ -20,8 +22,8 @@ from itercast.compose.pricing import host
 from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.compose.pricing.optimizer import STATE_COPIES
 from itercast.compose.pricing.rank_graph import rank_graph
-from itercast.compose.simulate.iteration import host_memory
-from itercast.compose.simulate.memory_plan import Sizes, rank_memory
+from itercast.compose.simulate.memory.rank_memory import Sizes, rank_memory
+from itercast.compose.simulate.memory.stage_memory import host_memory, stages_held
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.hardware.stack import load_stack
 
@@ -148,6 +150,45 @@ def test_megatron_holds_fp32_copies_of_half_precision_weights(
     found = rank_memory(sizes, ParallelPlan.parse(plan), "adamw", held=stack)
     assert sum(found.values()) == 8000 * held + 550
     assert sum(rank_memory(sizes, ParallelPlan(), "adamw").values()) == 8000 * 4 * size + 550
+
+
+class Chain(nn.Module):
+    """Four products of width 8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("schedule", "first", "last"),
+    [
+        ("1f1b", [(1 * 128, 256, False)], [(0, 256 + 64, False)]),
+        (
+            "gpipe",
+            [(3 * 128, 256, True), (2 * 128, 256, False)],
+            [(3 * 68, 256 + 4 * 64, True), (2 * 68, 256 + 3 * 64, False)],
+        ),
+    ],
+)
+def test_stages_hold_messages_of_all_micro_batches_and_results_of_those_in_flight(
+    schedule: str, first: list[object], last: list[object]
+) -> None:
+    """Four micro-batches of two rows, 64 bytes each time they cross to another layer.
+
+    The first stage saves its two products' results of each micro-batch in flight; the last one its
+    first product's and the loss, 4 bytes, and it holds what the loss reads. Each has memory for
+    four messages. In gpipe the first backward makes the gradients, later ones hold less.
+    """
+    step = capture(Chain(), torch.ones(2, 8), batch=2, loss=torch.Tensor.sum)
+    rank = rank_for(step, f"pp=2,micro=4,schedule={schedule}", GPU)
+    found = [[tuple(moment)[1:] for moment in stage] for stage in stages_held(rank)]
+    assert found == [first, last]
 
 
 def test_fsdp_gathers_two_layers_and_the_root() -> None:

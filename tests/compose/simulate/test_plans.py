@@ -20,7 +20,7 @@ from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.work import Step, fold
 from itercast.compose.simulate.breakdown import Shares
 from itercast.compose.simulate.data_parallel import LayerBucket, strategy
-from itercast.compose.simulate.memory_plan import memory
+from itercast.compose.simulate.memory.stage_memory import memory
 from itercast.compose.simulate.pipeline import FIRST, StageTimes
 from itercast.compose.simulate.rank import Lanes
 from itercast.compose.simulate.replicas import slots_of, staggered, steady_us

@@ -21,7 +21,7 @@ from itercast.compose.capture_model import capture
 from itercast.compose.graph.codecs import Codec
 from itercast.compose.graph.rewrite import COLLECTIVE
 from itercast.compose.predict import predict
-from itercast.compose.simulate.memory_plan import memory
+from itercast.compose.simulate.memory.stage_memory import memory
 from itercast.compose.simulate.replicas import micro_batches
 from itercast.extras.recommenders.tables.captured import captured_tables
 from itercast.extras.recommenders.tables.elsewhere import VECTORS, compressed_vectors

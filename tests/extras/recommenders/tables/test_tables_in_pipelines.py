@@ -15,7 +15,7 @@ from torch import nn
 from itercast.capture.opcall import StepCapture
 from itercast.compose.capture_model import capture
 from itercast.compose.graph.rewrite import COLLECTIVE
-from itercast.compose.simulate.memory_plan import stage_memory
+from itercast.compose.simulate.memory.stage_memory import stage_memory
 from itercast.compose.simulate.rank_program import RankProgram
 from itercast.compose.simulate.stage_rank import stage_messages
 from itercast.compose.simulate.stages import stages_of

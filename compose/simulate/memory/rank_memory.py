@@ -1,4 +1,4 @@
-"""Peak memory of a rank under a plan, by purpose."""
+"""Peak memory of a rank with these layers under a plan, by purpose."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ from itercast.compose.graph.layers import Layer
 from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.compose.pricing.optimizer import OUTER_COPIES, STATE_COPIES
 from itercast.compose.simulate.data_parallel import Strategy, strategy
-from itercast.compose.simulate.pipeline import in_flight
-from itercast.compose.simulate.rank import Rank
-from itercast.compose.simulate.stages import Chunk, chunks_of, dealt, layout
-from itercast.microbench.hardware.stack import Held, stack_of_row
+from itercast.microbench.hardware.stack import Held
 
 PRECISE_BYTES = 4  # of fp32
 STAGES_HANDED_ON = 3  # that a staggered replica holds: in use, arriving, being sent (``cyclic``)
@@ -108,59 +105,6 @@ class Trained:
         return gradients, state
 
 
-Stage = tuple[Sizes, list[int]]  # of a rank's layers, and by chunk the bytes saved for backward
-
-
-def memory(rank: Rank, optimizer: str) -> dict[str, int]:
-    """Peak memory of the fullest rank, by purpose: of ranks with equal layers one is enough."""
-    held = sorted(in_flight_sizes(rank), key=lambda one: one[1])
-    most = {id(sizes): (sizes, others) for sizes, others in held}  # most others come last
-    each = (_memory(rank, optimizer, *one) for one in most.values())
-    return max(each, key=lambda m: sum(m.values()))
-
-
-def stage_memory(rank: Rank, optimizer: str) -> list[dict[str, int]]:
-    """Peak memory of each rank of a pipeline, by purpose; of one where there is none."""
-    return [_memory(rank, optimizer, *held) for held in in_flight_sizes(rank)]
-
-
-def in_flight_sizes(rank: Rank) -> Iterator[tuple[Sizes, int]]:
-    """By rank of a pipeline the sizes of its layers, and bytes of other micro-batches' results."""
-    plan = rank.plan
-    for r, (sizes, saved) in enumerate(_held(rank)):
-        held = in_flight(plan.schedule, plan.pp, r, plan.microbatches, plan.virtual)
-        others = sum((n - 1) * nbytes for n, nbytes in zip(held, saved, strict=True))
-        yield sizes, max(0, others)
-
-
-def _memory(rank: Rank, optimizer: str, sizes: Sizes, others: int) -> dict[str, int]:
-    """Peak bytes by purpose of a rank with these layers; ``others``: of other micro-batches."""
-    graph, copies_by_dtype = rank.model.graph, stack_of_row(rank.book.stack).held
-    first = sizes.runs[0][0]
-    largest = max(graph.matrix_bytes, graph.table_bytes if rank.model.has_tables(first) else 0)
-    facts = (graph.update_share, others, largest, copies_by_dtype)
-    by_purpose = rank_memory(sizes, rank.plan, optimizer, *facts)
-    by_purpose["activations"] += graph.input_bytes
-    added = rank.model.added_to(first)
-    return {name: n + added.get(name, 0) for name, n in by_purpose.items()}
-
-
-def _held(rank: Rank) -> list[Stage]:
-    """By rank of the pipeline the sizes of its layers, and by chunk what forward saves."""
-
-    def sizes(chunks: Sequence[Chunk]) -> Stage:
-        saved = [sum(x.saved_bytes * n for x, n in c.runs) for c in chunks]
-        return Sizes.of([run for c in chunks for run in c.runs]), saved
-
-    def held() -> list[Stage]:
-        def of_rank(chunks: Sequence[Chunk]) -> Stage:  # equal ones share their sizes
-            return rank.model.once(("sizes", *(c.key for c in chunks)), partial(sizes, chunks))
-
-        return [of_rank(chunks) for chunks in dealt(rank.plan, chunks_of(rank))]
-
-    return rank.model.once(("held", *layout(rank.plan)), held)
-
-
 def rank_memory(
     sizes: Sizes,
     plan: ParallelPlan,
@@ -169,6 +113,8 @@ def rank_memory(
     others: float = 0.0,
     matrix_bytes: int = 0,
     held: Mapping[str, Held] = MappingProxyType({}),
+    *,
+    first: bool = False,
 ) -> dict[str, int]:
     """Bytes of parameters, gradients, optimizer, activations, buckets and temporary tensors.
 
@@ -177,8 +123,9 @@ def rank_memory(
     other micro-batches' activations, which a pipeline has in flight. Offloaded state is there in
     the optimizer's step alone. ``held``: what the software holds of a parameter, by dtype;
     then gradients are summed in a buffer from which they are sent, and zero=1 shards the optimizer
-    alone. Shards that lie in host memory are copied to the GPU beside what is gathered of them. Not
-    counted: the allocator's rounding, workspaces, the CUDA context.
+    alone. ``first``: until the first backward of several is over, which makes the gradients. Shards
+    that lie in host memory are copied to the GPU beside what is gathered of them. Not counted: the
+    allocator's rounding, workspaces, the CUDA context.
     """
     how, (buffered, held) = strategy(plan), held_by_software(sizes, plan, held)
     how = replace(how, buckets=False, by_layer=how.by_layer and plan.zero > 1) if buffered else how
@@ -196,7 +143,8 @@ def rank_memory(
     )
     of_update = max(round(update_share * updated), matrix_bytes) + fetched
     packed = trained if how.every and not how.by_layer else 0  # to be averaged after the update
-    known = summed if buffered or plan.microbatches > 1 or how.handed_on else None
+    made_before = buffered or how.handed_on or (plan.microbatches > 1 and not first)
+    known = summed if made_before else None
     in_micro = _fullest(sizes, ranks, how, round(others), known)
     gradients, activations, temporary = max((summed, 0, max(of_update, packed)), in_micro, key=sum)
     old_weights = trained if plan.cdp and plan.pp > 1 else 0  # weights that backward still needs

@@ -1,0 +1,1 @@
+"""Peak memory of a plan's ranks, by purpose."""
