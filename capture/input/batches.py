@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -201,7 +201,8 @@ def real_batches(taken: TakenBatches, known: Known, gpu: Any = None) -> Iterator
             tensor = original_asarray(source, *args, **kwargs)
         return _faked(tensor)
 
-    iterators, make_iterator = dataloader._BaseDataLoaderIter, dataloader.DataLoader._get_iterator
+    iterators = dataloader._BaseDataLoaderIter
+    kinds = dataloader._SingleProcessDataLoaderIter, dataloader._MultiProcessingDataLoaderIter
     original_init, original_next = iterators.__init__, iterators.__next__
     loaders: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of iterators
     on_host: WeakSet[Any] = WeakSet()  # loaders that put nothing on a GPU
@@ -236,17 +237,22 @@ def real_batches(taken: TakenBatches, known: Known, gpu: Any = None) -> Iterator
 
         return with_tensors(fake, batch)
 
-    def making_iterator(loader: Any) -> Any:
-        with _for_real(), _one_worker(loader):
-            _fill(loader.dataset, set(), known.known_values)
-            _fill_collator(loader.collate_fn, known.known_values)
-            return make_iterator(loader)
+    def starting(start: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+        def call(iterator: Any, loader: Any) -> None:
+            with _for_real(), _one_worker(loader):
+                _fill(loader.dataset, set(), known.known_values)
+                _fill_collator(loader.collate_fn, known.known_values)
+                start(iterator, loader)
 
-    with (
-        timed_batches(taken.log.note),
-        patch.object(torch, "asarray", asarray),
-        patch.object(iterators, "__init__", init),
-        patch.object(iterators, "__next__", next_batch),
-        patch.object(dataloader.DataLoader, "_get_iterator", making_iterator),
-    ):
+        return call
+
+    with ExitStack() as stack:
+        for context in (
+            timed_batches(taken.log.note),
+            patch.object(torch, "asarray", asarray),
+            patch.object(iterators, "__init__", init),
+            patch.object(iterators, "__next__", next_batch),
+            *(patch.object(kind, "__init__", starting(kind.__init__)) for kind in kinds),
+        ):
+            stack.enter_context(context)
         yield

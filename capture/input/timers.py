@@ -134,7 +134,8 @@ def batch_size(batch: Any, loader: DataLoader[Any]) -> tuple[int, int]:
     """Samples and bytes of a batch.
 
     Samples are the loader's ``batch_size`` if a tensor or a list of the batch is as long, as the
-    first tensor may hold all boxes, or one picture. Else the length of the first tensor or list.
+    first tensor may hold all boxes, or one picture; or if the first is several times as long, as of
+    several crops of each sample. Else the length of the first tensor or list.
     """
     tensors = _tensors(batch)
     lengths = [t.shape[0] for t in tensors if t.dim()]
@@ -143,7 +144,8 @@ def batch_size(batch: Any, loader: DataLoader[Any]) -> tuple[int, int]:
     if isinstance(parts, list | tuple | ValuesView):
         lengths += [len(part) for part in parts if isinstance(part, list | tuple)]
     asked = (getattr(owner, "batch_size", None) for owner in (loader, loader.batch_sampler))
-    samples = next((n for n in asked if n in lengths), samples)
+    several = (n for n in asked if n and (n in lengths or (n > 1 and samples % n == 0)))
+    samples = next(several, samples)
     return max(1, samples), sum(t.numel() * t.element_size() for t in tensors)
 
 

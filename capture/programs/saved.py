@@ -1,11 +1,13 @@
 """What a script saves it can load: tensors keep their form, and known values.
 
-That holds for ``torch.save``, safetensors and ``torch.distributed.checkpoint``. The files hold no
-data beside these, and are removed when the script ends (``kept_files``).
+That holds for ``torch.save``, modules given to ``torch.jit`` (``replaced.scripted``), safetensors
+and ``torch.distributed.checkpoint``. The files hold no data beside these, and are removed when the
+script ends (``kept_files``).
 """
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 from collections.abc import Callable, Iterator
@@ -28,14 +30,19 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from itercast.capture.programs.gpus.loaded import place_of
 from itercast.capture.programs.kept_files import MARK
+from itercast.capture.recorder.replaced.scripted import is_scripted, scripted
 
 OURS = MARK + os.urandom(16)  # no other file is unpickled whatever it holds
 KnownValues = Callable[[Tensor], Tensor | None]  # the values of a fake tensor
+SCRIPTED = list[torch.nn.Module]()  # modules in files, which cannot be made of their Python again
 DISTRIBUTED = ".metadata"  # the file by which torch.distributed.checkpoint knows its folders
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles fake tensors by shape, dtype and device, with their values where they are known."""
+    """Pickles fake tensors by shape, dtype and device, with their values where they are known.
+
+    Of modules given to ``torch.jit`` it writes a number, since they have no code to write.
+    """
 
     def __init__(self, file: Any, known_values: KnownValues) -> None:
         super().__init__(file)
@@ -43,6 +50,9 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         """How a tensor is made again, as pickle asks: a function and its arguments."""
+        if is_scripted(value):
+            SCRIPTED.append(copy.deepcopy(value))
+            return _scripted, (len(SCRIPTED) - 1,)
         fake = isinstance(value, FakeTensor)
         if not fake and type(value) is not Tensor:  # a loader's small integers are real ones
             return NotImplemented
@@ -60,6 +70,13 @@ def _restored(device: str, make: Callable[..., Tensor], arguments: Any) -> Tenso
     """Make a tensor on the device where it was saved, or where ``map_location`` puts it."""
     with torch.device(place_of(device)):
         return make(*arguments)
+
+
+def _scripted(number: int) -> torch.nn.Module:
+    """A copy of a module given to ``torch.jit`` as it was when it was written."""
+    module = copy.deepcopy(SCRIPTED[number])
+    scripted(module)  # a copy of a GraphModule has no marks
+    return module
 
 
 def _with_values(numbers: Any, dtype: torch.dtype) -> Tensor:
@@ -236,6 +253,7 @@ def saved_for_loading(known_values: KnownValues) -> Iterator[None]:
     with ExitStack() as stack:
         for context in (
             patch.multiple(torch, **both),
+            patch.multiple(torch.jit, **{**both, "load": partial(_load, torch.jit.load)}),
             patch.object(state_dict_saver, "_save_state_dict", _saves_distributed),
             patch.object(state_dict_loader, "_load_state_dict", load),
         ):

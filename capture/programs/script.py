@@ -42,11 +42,11 @@ from itercast.capture.programs.kernels.xformers import xformers_attention
 from itercast.capture.programs.log import ProgramLog
 from itercast.capture.programs.outside import RefusedError, nothing_outside
 from itercast.capture.programs.program import ProgramCapture, write_program
-from itercast.capture.programs.repeated.evaluations import Evaluations
-from itercast.capture.programs.reports.notes import ON_HOST, script_notes
+from itercast.capture.programs.repeated.evaluations import Evaluations, Lines
+from itercast.capture.programs.reports.notes import script_notes
 from itercast.capture.programs.reports.progress import printed_progress
 from itercast.capture.programs.saved import saved_for_loading
-from itercast.capture.programs.steps import KINDS, EnoughSteps, Lines, Steps
+from itercast.capture.programs.steps import KINDS, EnoughSteps, Steps
 from itercast.capture.programs.trained.facts import STOPS
 from itercast.capture.programs.trained.finder import Finder
 from itercast.capture.programs.trained.serve import TrainedModel, serve
@@ -55,6 +55,7 @@ PACKAGES = sysconfig.get_path("purelib")
 STDLIB = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 NAMED = (PACKAGES, str(Path(torch.__file__).parents[1]), sys.prefix, sys.base_prefix)
 INSTALLED = (*NAMED, *map(real_path, NAMED))  # an environment may be reached by a link
+ON_HOST = "no work on the GPU in a step: what it computes with was not moved there"
 OURS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}")
 
 
@@ -143,13 +144,12 @@ def capture_script(
             stack.enter_context(weights_not_downloaded(log.guesses))
             steps = _run_until(script, log, taken, finder, gpu.kind != "cpu")
         taken.copied_ahead = log.gpu_memory.beside
-        on_host = gpu.kind != "cpu" and not log.gpu_memory.used
         guesses = [f"{guess}{_place(at, script)}" for guess, at in log.guesses.items()]
         return {
             "samples": sum(taken.samples),
             "optimizer_steps": steps.optimizer_steps,
             "passes": steps.kept_passes(script.named),
-            "notes": [*[ON_HOST] * on_host, *steps.notes, *guesses],
+            "notes": [*steps.notes, *guesses],
         }
 
     ranks = (0,) if finder else ()  # plans are made of no pipeline: one rank has the whole model
@@ -194,6 +194,8 @@ def _run_until(
         raise RefusedError(f"{script.path.name}: {steps.notes[0]}")
     if not steps.kept:
         raise RefusedError(_too_few(steps.done, script, "ends"))
+    if on_gpu and not steps.computes_on_gpu:
+        raise RefusedError(f"{script.path.name}: {ON_HOST}")
     steps.restore()
     return steps
 

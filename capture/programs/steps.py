@@ -21,8 +21,9 @@ from itercast.capture.programs.log import ProgramLog
 from itercast.capture.programs.repeated.evaluations import (
     Evaluations,
     Inference,
+    Lines,
+    in_one_loop,
     learned_from,
-    loops,
 )
 from itercast.capture.programs.trained.loss import tensors_of
 
@@ -35,7 +36,6 @@ WAITED = 1000
 AVERAGES = -1  # no kind: updates of most weights that not each step makes, as a moving average's
 UPDATES = 0  # no id of an optimizer, but a key beside them in ``Step.stepped``
 
-Lines = tuple[tuple[str, int], ...]  # files and lines of calls outside torch, the innermost last
 Place = tuple[int, Lines]  # the index in KINDS of what ended, and where
 
 
@@ -51,7 +51,7 @@ class Step(NamedTuple):
     backwards and updates with the lines that called them, in order. ``inferences``: forward passes
     of models in evaluation; ``evaluated``: where such a model is one that is trained, and its
     outputs are not learned from. ``updated``: number of tensors written in place outside modules
-    and backward.
+    and backward. ``on_gpu``: number of ops that read a tensor on the GPU.
     """
 
     calls: list[OpCall]
@@ -66,6 +66,7 @@ class Step(NamedTuple):
     inferences: list[Inference]
     evaluated: set[Place]
     updated: int
+    on_gpu: int
 
 
 class Steps:
@@ -108,6 +109,7 @@ class Steps:
         self.enough, self.notes = False, list[str]()
         self.older = WeakSet(_optimizers(()))  # such as another rank's
         self.has_optimizer, self.waited, self.new_gradients = False, 0, False
+        self.gpu_ops = 0  # before the step that runs
         log.ended, taken.came = self.end, log.batch
         taken.given, taken.passed = log.loaded.add, self._waits
 
@@ -123,6 +125,11 @@ class Steps:
         Those without a backward between them are one, as of optimizers that share a model.
         """
         return max(sum((step.stepped for step in self.kept), Counter()).values(), default=1)
+
+    @property
+    def computes_on_gpu(self) -> bool:
+        """Whether the iteration that was kept does, in a CUDA graph that it launches or outside."""
+        return any(step.on_gpu or any(c.graphed for c in step.calls) for step in self.kept)
 
     def kept_passes(self, named: Callable[[Lines], str]) -> tuple[str, ...]:
         """Backwards and updates of the iteration that was kept: which line calls how many.
@@ -201,6 +208,7 @@ class Steps:
             self.passes[:0] = step.passes
             later = [replace(x, calls=x.calls + len(step.calls)) for x in self.inferences]
             self.inferences, self.earlier[:0] = [*step.inferences, *later], step.calls
+            self.gpu_ops -= step.on_gpu
 
     def _of_trained(self, inferences: Sequence[Inference]) -> set[Place]:
         """The places of inferences by models whose parameters an optimizer has."""
@@ -245,8 +253,10 @@ class Steps:
                 inferences=inferences,
                 evaluated=self._of_trained(inferences) - learned,
                 updated=_updated(log.calls),
+                on_gpu=log.gpu_memory.ops - self.gpu_ops,
             )
         )
+        self.gpu_ops = log.gpu_memory.ops
         self.places, self.stepped, self.passes = set(), Counter(), []
         self.inferences, self.earlier = [], []
         log.reset()
@@ -260,8 +270,8 @@ class Steps:
             self.enough = self._is_whole(lines)
         elif self.kept and kind != "warm-up":  # until nothing that says more is expected
             times = 1 if kind == "update" else PATIENCE
-            begun = self.log.gpu_memory.used or not self.on_gpu  # before, it prepares its data
-            done = begun and self.done >= times * self.wanted
+            begun = self.log.gpu_memory.ops or not self.on_gpu  # before, it prepares its data
+            done = bool(begun) and self.done >= times * self.wanted
             self.enough = done and not _optimizers(self.older)
         if self.enough:
             raise EnoughSteps
@@ -276,7 +286,7 @@ class Steps:
         steps = [step.places | more for step, more in zip(self.ended, averages, strict=True)]
         often = Counter(place for places in steps for place in places)
         once = {place for place in steps[0] if often[place] == 1}
-        before_loop = {place for place in once if not _in_one_loop(place[1], lines)}
+        before_loop = {place for place in once if not in_one_loop(place[1], lines)}
         rarest = min(often.keys() - before_loop, key=often.__getitem__)
         last = [i for i, places in enumerate(steps) if rarest in places][-2:]
         again = len(last) == 2 and last[1] == len(steps) - 1 and not self._awaits_optimizers()
@@ -325,7 +335,7 @@ class Steps:
         others = Counter(place for places in ran.values() for place in places - kept)
         notes = list[str]()
         for place, times in others.most_common():
-            if _in_one_loop(place[1], lines):
+            if in_one_loop(place[1], lines):
                 notes = [f"what ran in {times} of {n} steps is left out{self.quoted(place[1])}"]
                 break
         counts = [len(step.passes) for step in self.ended[1:]]
@@ -378,17 +388,3 @@ def _with_subclasses(kind: type[Any]) -> Iterator[type[Any]]:
 def _trained_by(optimizer: Any) -> set[int]:
     """The ids of an optimizer's parameters."""
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
-
-
-def _in_one_loop(place: Lines, other: Lines) -> bool:
-    """Whether a loop of the user's code runs both of two stacks of lines.
-
-    The outermost lines are the same up to the frame whose loop runs both.
-    """
-    for (file, line), (other_file, other_line) in zip(place, other, strict=False):
-        first, last = sorted((line, other_line))
-        if any(n.lineno <= first and last <= (n.end_lineno or 0) for n in loops(file)):
-            return True
-        if (file, line) != (other_file, other_line):
-            return False
-    return False

@@ -146,10 +146,10 @@ def fact_of_number(name: str, args: Args, output: Tensor) -> Fact | None:
     """The fact about a comparison with an unknown number, None for other ops.
 
     It is guessed to equal no other number, and to be positive; among many floats it equals one, as
-    a time step does of its schedule.
+    a time step does of its schedule. Of unknown integers none equals one of others.
     """
-    if name == "eq" and not output.dim():
-        return Fact(mean=0.0, guessed=True)
+    if name in ("eq", "ne") and (not output.dim() or all(map(_are_integers, args[:2]))):
+        return Fact(mean=float(name == "ne"), guessed=True)
     if name == "eq" and all(isinstance(t, Tensor) and t.is_floating_point() for t in args[:2]):
         least, most = sorted(t.numel() for t in args[:2])
         if least == 1 < most:
@@ -157,6 +157,12 @@ def fact_of_number(name: str, args: Args, output: Tensor) -> Fact | None:
     if name in SIGNS and output.numel() == 1 and is_number(args[1], 0):
         return all_alike(SIGNS[name], output)
     return None
+
+
+def _are_integers(value: Argument) -> bool:
+    """Whether a value is a tensor of integers, and no mask."""
+    integers = isinstance(value, torch.Tensor) and not value.is_floating_point()
+    return integers and value.dtype != torch.bool
 
 
 def overwrites(func: OpOverload) -> bool:

@@ -24,7 +24,7 @@ from itercast.capture.recorder.sparse import check_layouts, fake_sparse, is_spar
 Module = TypeVar("Module", bound=torch.nn.Module)
 Made = TypeVar("Made")
 DEVICE = torch.ops.prim.device.default
-MAKE_SUBCLASS = Tensor._make_subclass
+MAKE_SUBCLASS, AS_SUBCLASS = Tensor._make_subclass, Tensor.as_subclass
 
 
 def fake_module(module: Module, dtype: torch.dtype | None = None) -> Module:
@@ -90,6 +90,16 @@ def make_subclass(kind: Any, data: Tensor, require_grad: bool = False, **options
     tensor.__class__ = _also_fake(kind)
     tensor._is_param = issubclass(kind, torch.nn.Parameter)
     result: Tensor = tensor.requires_grad_(require_grad)
+    return result
+
+
+def as_subclass(tensor: Tensor, kind: Any) -> Tensor:
+    """What ``Tensor.as_subclass`` does, of fake tensors too, as ``make_subclass``."""
+    if not isinstance(tensor, FakeTensor) or issubclass(FakeTensor, kind):
+        return AS_SUBCLASS(tensor, kind)
+    same: Any = tensor.view_as(tensor)
+    same.__class__ = _also_fake(kind)
+    result: Tensor = same
     return result
 
 

@@ -44,10 +44,11 @@ from itercast.capture.recorder.fake_patches import (
     behave_like_real_tensors,
     modes_in_backward,
     run_uncompiled,
-    trilinear,
 )
 from itercast.capture.recorder.recurrent import recurrent_networks
-from itercast.capture.recorder.routing import Routing, by_position, takes_masks
+from itercast.capture.recorder.replaced.corrected import trilinear
+from itercast.capture.recorder.replaced.positions import by_position, takes_masks
+from itercast.capture.recorder.routing import Routing
 from itercast.capture.recorder.sparse import (
     FakeSparseOps,
     as_row_ops,

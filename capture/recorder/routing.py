@@ -8,23 +8,25 @@ all true, a layer that is dropped at random with a rate below one half is kept, 
 finite. What is known of masks, counts and indices is followed through the ops that routers use; the
 values of small integer tensors and masks are computed. An op whose shape depends on data of which
 nothing is known raises torch's error, unless guesses are asked for: then a mask is true for a share
-of its elements, as many values differ from all before them, repeats are one, and so is a number
-that is read. Checks of them pass (``user_errors.passing``).
+of its elements, as many values differ from all before them, ops of libraries keep as many rows,
+repeats are one, and so is a number that is read. Checks of them pass (``user_errors.passing``).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from math import ceil, inf, prod
 from traceback import StackSummary, extract_stack
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -45,7 +47,6 @@ from itercast.capture.recorder.facts import (
     flatten_lists,
     index_axis,
     is_computed,
-    is_mask,
     is_number,
     is_random,
     is_small_integer,
@@ -53,14 +54,16 @@ from itercast.capture.recorder.facts import (
     overwrites,
     share_passing_finite_check,
 )
-from itercast.capture.recorder.fake_patches import CORRECTED, run_quickly
+from itercast.capture.recorder.fake_patches import run_quickly
+from itercast.capture.recorder.replaced.corrected import CORRECTED
+from itercast.capture.recorder.replaced.lengths import as_integers_say, of_guessed_length
 from itercast.capture.recorder.sparse import makes_or_takes_sparse, run_with_sparse
 from itercast.capture.step import Inputs
 
 TRUE_SHARE: float = assumed(__file__, "true_share")
 TURNS_AFTER = int(assumed(__file__, "turns_after"))
 TURNED = f"a number that nobody knows turned after a line had read it {TURNS_AFTER} times"
-GUESS = f"of data that nobody knows {100 * TRUE_SHARE:.0f} % is true in a mask, or distinct"
+GUESS = f"of data that nobody knows {100 * TRUE_SHARE:.0f} % is true in a mask, distinct, or kept"
 COUNTED = ("arange", "linspace")
 DRAWN = ("randint", "randperm", "multinomial")
 ONES = ("ones", "ones_like", "new_ones")
@@ -126,6 +129,13 @@ class Routing(Known):
             if self.guesses is None:
                 raise
             return self._turned(self._guessed_number(name, args[0]))
+        except DynamicOutputShapeException:
+            output = as_integers_say(self, func, args, kwargs)
+            if output is None and self._guesses():
+                output = of_guessed_length(TRUE_SHARE, func, args, kwargs)
+            if output is None:
+                raise
+            return output
         self._note_output(func, args, kwargs, output, known)
         return output
 
@@ -309,6 +319,8 @@ class Routing(Known):
             outputs = output if isinstance(output, tuple) else (output,)
             if axis is not None and len(outputs) > INDEX_OUTPUT[name]:
                 self.facts[outputs[INDEX_OUTPUT[name]]] = Fact(top=first.shape[axis])
+            if axis is not None and name == "max" and known is not None and known.mean is not None:
+                self.facts[outputs[0]] = Fact(mean=min(1.0, known.mean * first.shape[axis]))
         elif name in ("scatter", "scatter_") and known is None and is_number(args[3], 1):
             axis, index = args[1], args[2]
             self.facts[output] = Fact(mean=index.shape[axis] / first.shape[axis])
@@ -365,35 +377,3 @@ class Routing(Known):
         for tensor, known in zip(outputs, values, strict=True):
             self.facts[tensor] = Fact(values=known)
         return tuple(outputs) if isinstance(result, tuple) else outputs[0]
-
-
-PUT = ("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
-MASKED = ("index", "_unsafe_index", "masked_select", *PUT)
-AT_POSITIONS, FILL = torch.ops.aten.index.Tensor, torch.ops.aten.masked_fill.Tensor
-
-
-def takes_masks(func: OpOverload, args: Args) -> bool:
-    """Whether an op chooses elements by masks."""
-    return func._opname in MASKED and any(map(is_mask, flatten_lists(args[1:2])))
-
-
-def by_position(run: Callable[..., Any], func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
-    """``run`` what torch runs for an op with masks: ``nonzero`` of each, then the op at positions.
-
-    Putting one number at a mask is a ``masked_fill``. Sources: ``expandTensors`` in
-    aten/src/ATen/native/IndexingUtils.h, ``canDispatchToMaskedFill`` in TensorAdvancedIndexing.cpp.
-    """
-    x, chosen, *rest = args
-    if func._opname == "masked_select":
-        shape = torch.broadcast_shapes(x.shape, chosen.shape)
-        x, mask = (run(torch.ops.aten.expand.default, (t, shape), {}) for t in (x, chosen))
-        func, chosen = AT_POSITIONS, [mask]
-    if func._opname in PUT and len(chosen) == 1 and rest[0].dim() == 0 and not any(rest[1:]):
-        mask = chosen[0].reshape(*chosen[0].shape, *(1,) * (x.dim() - chosen[0].dim()))
-        fill = torch.ops.aten.masked_fill_.Tensor if func._schema.is_mutable else FILL
-        return run(fill, (x, mask, rest[0]), kwargs)
-    indices = list[Argument]()
-    for index in chosen:
-        found = run(torch.ops.aten.nonzero.default, (index,), {}) if is_mask(index) else None
-        indices += [index] if found is None else found.unbind(1)
-    return run(func, (x, indices, *rest), kwargs)

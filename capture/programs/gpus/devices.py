@@ -20,6 +20,7 @@ from itercast.capture.recorder.fake import below_transforms
 from itercast.capture.recorder.sparse import values_of
 
 OURS = ("torch", "itercast")  # packages whose code finds tensors on the CPU, where they are
+SHARDS = "torch.distributed._shard."  # but this, which compares with devices that programs name
 TYPES = ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool")
 PARSE_TO = torch._C._nn._parse_to
 AS_IT_IS = torch.Tensor.device.__get__  # type: ignore[attr-defined]
@@ -29,13 +30,13 @@ class GpuMemory:
     """Which storages a program has put on its GPU; in truth all are on the CPU.
 
     ``stream`` returns the number of the current stream. ``beside``: whether the program ever put a
-    tensor there on another stream than the first, beside its step; ``used``: whether an op read
+    tensor there on another stream than the first, beside its step; ``ops``: how many ops read
     one; ``puts``: how often it put one.
     """
 
     def __init__(self, stream: Callable[[], int] = int) -> None:
         self._keys = set[int]()
-        self._stream, self.beside, self.used, self.puts = stream, False, False, 0
+        self._stream, self.beside, self.ops, self.puts = stream, False, 0, 0
 
     def __bool__(self) -> bool:
         """Whether anything is there."""
@@ -69,7 +70,7 @@ class GpuMemory:
     def follow(self, args: Any, output: Any) -> None:
         """Put there what an op computed, if one of its arguments is there."""
         if self._keys and any(map(self.holds, _tensors(args))):
-            self.used = True
+            self.ops += 1
             for tensor in _tensors(output):
                 self.add(tensor)
 
@@ -105,8 +106,9 @@ def tensors_on_gpus(local_rank: int, memory: GpuMemory) -> Iterator[None]:
         """The GPU where a program asks for a tensor that it put there, else the true device."""
 
         def device(tensor: Any) -> torch.device:
-            caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
-            return true_device(tensor) if caller in OURS or not memory.holds(tensor) else gpu
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            inside = caller.partition(".")[0] in OURS and not caller.startswith(SHARDS)
+            return true_device(tensor) if inside or not memory.holds(tensor) else gpu
 
         return property(device)
 

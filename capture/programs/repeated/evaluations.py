@@ -19,6 +19,8 @@ from itercast.capture.opcall import OpCall
 PASSES = 2  # of a loop that run
 TRAINING = {"backward", "zero_grad"}  # methods
 
+Lines = tuple[tuple[str, int], ...]  # files and lines of calls outside torch, the innermost last
+
 
 class Evaluations:
     """Notes forwards of models in evaluation, and ends the loop that makes them after two.
@@ -76,6 +78,20 @@ def _tree(file: str) -> ast.Module:
 def loops(file: str) -> list[ast.For | ast.While]:
     """The loops in a file's code."""
     return [node for node in ast.walk(_tree(file)) if isinstance(node, ast.For | ast.While)]
+
+
+def in_one_loop(place: Lines, other: Lines) -> bool:
+    """Whether a loop of the user's code runs both of two stacks of lines.
+
+    The outermost lines are the same up to the frame whose loop runs both.
+    """
+    for (file, line), (other_file, other_line) in zip(place, other, strict=False):
+        first, last = sorted((line, other_line))
+        if any(n.lineno <= first and last <= (n.end_lineno or 0) for n in loops(file)):
+            return True
+        if (file, line) != (other_file, other_line):
+            return False
+    return False
 
 
 @cache

@@ -9,7 +9,6 @@ from itercast.capture.programs.program import COLLECTIVE, ProgramCapture
 from itercast.capture.recorder.log import TF32_OPS
 
 TF32_NAMES = {"conv": "convolutions", "matmul": "matrix products", "rnn": "recurrent layers"}
-ON_HOST = "nothing that it computes with was moved to a GPU: this script would run on the host"
 
 
 def script_notes(captured: ProgramCapture) -> Iterator[str]:

@@ -640,3 +640,196 @@ def test_a_collator_computes_on_tensors_of_its_own(tmp_path: Path, workers: str)
     """As one that masks proteins; the model, which it holds too, stays without data."""
     text = TRAIN + COLLATOR.replace("WORKERS", workers)
     assert captured(written(tmp_path, text), gpus=1).ranks[0].calls
+
+
+MIXED = """
+import torch
+up = torch.nn.Parameter(torch.tensor([0.5]), requires_grad=False)
+mixed = [-2.0, *(torch.zeros_like(up[0][None]), up[0], up.view(1, 1)), 2]
+assert torch.tensor(mixed).shape == (5,) and torch.as_tensor([[1, up], [up, 2]]).shape == (2, 2)
+assert torch.tensor([up, 1]).shape == torch.tensor([up[0], up]).shape == (2,)
+"""
+
+
+def test_lists_of_numbers_have_tensors_of_one_number_among_them(tmp_path: Path) -> None:
+    exec(MIXED)  # as torch has it
+    assert captured(written(tmp_path, TRAIN + MIXED + STEPS), gpus=1).ranks
+
+
+SCRIPTED = """
+import copy, io, torch
+
+def written_and_read(module):
+    file = io.BytesIO()
+    torch.jit.save(module, file)
+    file.seek(0)
+    return torch.jit.load(file)
+
+class Twice(torch.jit.ScriptModule):
+    def __init__(self):
+        super().__init__()
+        self.factor = torch.jit.Attribute(2.0, float)
+    @torch.jit.script_method
+    def forward(self, x):
+        return self.factor * x
+
+@torch.jit.script
+def thrice(x: torch.Tensor) -> torch.Tensor:
+    return 3 * x
+
+plain = torch.nn.Linear(8, 8).cuda()
+assert not isinstance(plain, torch.jit.ScriptModule)
+scripted = torch.jit.script(plain)
+read = written_and_read(copy.deepcopy(scripted)).cuda()
+graph = torch.fx.Graph()
+graph.call_function(torch._assert, (False, "that nobody calls"))
+idle = written_and_read(torch.jit.script(torch.fx.GraphModule({}, graph)))
+assert isinstance(idle, torch.jit.ScriptModule)
+traced = torch.jit.freeze(torch.jit.trace(torch.nn.GELU().eval(), torch.ones(2)).eval())
+for module in (scripted, read, traced, Twice()):
+    assert isinstance(module, torch.jit.ScriptModule)
+assert read.weight.shape == (8, 8) and read.weight is not plain.weight
+optimizer = torch.optim.SGD([*scripted.parameters(), *read.parameters()])
+for step in range(9):
+    x = torch.randn(4, 8, device="cuda")
+    thrice(Twice()(traced(scripted(read(x))))).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_scripted_modules_run_as_python_and_are_scripted_where_a_program_looks(
+    tmp_path: Path,
+) -> None:
+    """Forward has two products, two multiplications and an activation."""
+    calls = captured(written(tmp_path, SCRIPTED), gpus=1).ranks[0].calls
+    ops = Counter(c.op.split(".")[1] for c in calls if c.phase == "forward")
+    assert (ops["addmm"], ops["mul"], ops["gelu"]) == (2, 2, 1)
+
+
+RAGGED = """
+import torch
+
+@torch.library.custom_op("found_in_scripts::pack", mutates_args=())
+def pack(padded: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    lengths = ends.diff().tolist()
+    return torch.cat([rows[:n] for rows, n in zip(padded, lengths)])
+
+@pack.register_fake
+def _(padded, ends):
+    return padded.new_empty(torch.library.get_ctx().new_dynamic_size(), padded.shape[-1])
+
+def zeros(context, grad):
+    return torch.zeros(3, 5, 8, device="cuda"), None
+
+pack.register_autograd(zeros, setup_context=lambda ctx, inputs, output: None)
+
+@torch.library.custom_op("found_in_scripts::chosen", mutates_args=())
+def chosen(rows: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    return (rows.sum(-1) > 0).nonzero()[:, 0]
+
+@chosen.register_fake
+def _(rows, starts):
+    return rows.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.long)
+
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+lengths = [(torch.zeros(5, 8), n) for n in (2, 5, 3)]
+for step in range(9):
+    for padded, n in torch.utils.data.DataLoader(lengths, batch_size=3):
+        ends = torch.cat([torch.zeros(1, dtype=torch.long), n.cumsum(0)]).cuda()
+        rows = model(pack(padded.cuda().requires_grad_(), ends))
+        CHOSEN
+        rows.exp().sum().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("more", "rows", "guessed"), [("pass", 10, False), ("", 5, True)])
+def test_ops_of_libraries_are_as_long_as_integers_say(
+    tmp_path: Path, more: str, rows: int, guessed: bool
+) -> None:
+    """Of 3 sequences 2 + 5 + 3 rows are there; of these, half are chosen by unknown numbers."""
+    text = RAGGED.replace("CHOSEN", more or "rows = rows[chosen(rows.detach(), ends)]")
+    program = captured(written(tmp_path, text), gpus=1)
+    exponential = next(c for c in program.ranks[0].calls if c.op == "aten.exp.default")
+    assert exponential.outputs[0].shape == (rows, 8)
+    assert any("50 % is true in a mask, distinct, or kept" in x for x in program.notes) == guessed
+
+
+TOP = """
+import torch
+model = torch.nn.Linear(8, 100).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+numbers = torch.randint(0, 1000, (100,)).cuda()
+for step, seen in zip(range(9), torch.randint(0, 1000, (9, 4, 6))):
+    scores, places = torch.topk(model(torch.randn(4, 8, device="cuda")), k=30)
+    known = (numbers[places].unsqueeze(2) == seen.cuda().unsqueeze(1)).max(2)[0]
+    left = ~known & (torch.cumsum((~known).int(), 1) <= 20)
+    scores.gather(1, left.nonzero()[:, 1].view(-1, 20)).exp().sum().backward()
+    optimizer.step()
+"""
+
+
+def test_the_best_of_numbers_that_none_of_others_equal(tmp_path: Path) -> None:
+    """Of 30 best places in 4 rows 20 are kept, as recommenders do after those seen before."""
+    calls = captured(written(tmp_path, TOP), gpus=1).ranks[0].calls
+    assert [c.outputs[0].shape for c in calls if c.op == "aten.exp.default"] == [(4, 20)]
+
+
+OWN_ITERATOR = """
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+class Own(DataLoader):
+    def _get_iterator(self):
+        return _MultiProcessingDataLoaderIter(self)
+for x in Own(torch.ones(64, 8), batch_size=4, num_workers=2):
+    (model(x.cuda()).sum()).backward(); optimizer.step()
+"""
+
+
+def test_loaders_that_make_their_own_iterator_load_data(tmp_path: Path) -> None:
+    """As litdata's: one worker runs, and gets numbers for tensors without data."""
+    program = captured(written(tmp_path, TRAIN + OWN_ITERATOR), gpus=1)
+    assert program.samples == 4
+
+
+SLICES = """
+class Slice(torch.Tensor):
+    def __new__(cls, table, begin, end):
+        return table[begin:end].as_subclass(cls)
+    def __init__(self, table, begin, end):
+        self.begin = begin
+part = Slice(model.weight, 2, 4)
+assert isinstance(part, Slice) and part.shape == (2, 8) and part.begin == 2 and part.requires_grad
+assert type(torch.nn.Parameter(part.detach())[0].as_subclass(torch.Tensor)) is type(part.detach())
+for step in range(9):
+    (Slice(model.weight, 0, 2) * torch.ones(2, 8).cuda()).sum().backward()
+    assert model.weight.grad.shape == (8, 8)
+    optimizer.step()
+"""
+
+
+def test_parts_of_tensors_are_of_a_class_of_their_own(tmp_path: Path) -> None:
+    """As torchrec's slices of a table, through which gradients flow."""
+    calls = captured(written(tmp_path, TRAIN + SLICES), gpus=1).ranks[0].calls
+    assert "aten.slice_backward.default" in {c.op for c in calls}
+
+
+ON_META = """
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8)
+    def forward(self, x):
+        return x + self.inner(x).relu()
+with torch.device("meta"):
+    described = torch.nn.Sequential(*(Block() for _ in range(8)))
+    described(torch.ones(4, 8)).sum().backward()
+assert described[7].inner.weight.grad.is_meta
+"""
+
+
+def test_equal_layers_without_memory_run_backward(tmp_path: Path) -> None:
+    """As litgpt counts the work of its model: on the meta device."""
+    calls = captured(written(tmp_path, TRAIN + ON_META + STEPS), gpus=1).ranks[0].calls
+    assert len([c for c in calls if c.op == "aten.addmm.default"]) == 1

@@ -42,7 +42,7 @@ def test_a_loaded_tensor_is_where_it_was_asked_to_be(
 ) -> None:
     """Ops on it meet one device, where torch's own fakes meet two: views, indices, sums."""
     path = saved(tmp_path / "x.pt", torch.arange(12).view(3, 4)[1:])
-    with behave_like_real_tensors(), load_to_devices(), FakeTensorMode():
+    with FakeTensorMode(), behave_like_real_tensors(), load_to_devices():
         loaded = torch.load(path, map_location=where)
         ones = torch.ones(4, device=device, dtype=torch.int64)
         results = (loaded, loaded.t(), loaded.index_select(0, ones), loaded + ones)
@@ -55,7 +55,7 @@ def test_tensors_that_share_memory_in_a_file_share_it_when_loaded(tmp_path: Path
     model = nn.ModuleDict({"embed": nn.Embedding(10, 4), "head": nn.Linear(4, 10, bias=False)})
     model["head"].weight = model["embed"].weight
     path = saved(tmp_path / "model.pt", model)
-    with behave_like_real_tensors(), load_to_devices(), FakeTensorMode():
+    with FakeTensorMode(), behave_like_real_tensors(), load_to_devices():
         loaded = torch.load(path, weights_only=False)
         embed, head = loaded["embed"].weight, loaded["head"].weight
         assert embed.requires_grad and isinstance(embed, nn.Parameter)

@@ -12,8 +12,9 @@ from unittest.mock import patch
 import pytest
 from small_scripts import H100, TRAINING, captured, written
 
+from itercast.capture.programs.outside import RefusedError
 from itercast.capture.programs.program import COLLECTIVE
-from itercast.capture.programs.reports.notes import ON_HOST
+from itercast.capture.programs.script import ON_HOST
 
 STEPS = """
 for step in range(3):
@@ -129,8 +130,17 @@ assert model(torch.randn(3, 8)).is_cuda
 """
 
 
+SHARDED = """
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard
+rows = torch.randn(4, 8, device="cuda")
+Shard(rows, ShardMetadata([0, 0], [4, 8], f"rank:0/{rows.device}"))
+assert str(Shard.from_tensor_and_offsets(rows, [0, 0], 0).metadata.placement) == "rank:0/cuda:0"
+"""
+
+
 @pytest.mark.parametrize(
-    "text", [ACCELERATOR, DEVICES, ONLY_IN_CUDA_BUILDS, WRAPPED, DATA_PARALLEL]
+    "text", [ACCELERATOR, DEVICES, ONLY_IN_CUDA_BUILDS, WRAPPED, DATA_PARALLEL, SHARDED]
 )
 def test_torch_answers_as_on_gpus(tmp_path: Path, text: str) -> None:
     program = captured(written(tmp_path, MODEL + text + STEPS), gpus=4)
@@ -144,12 +154,13 @@ def test_torch_emulates_bf16_before_ampere(tmp_path: Path) -> None:
     assert captured(script, gpu=replace(H100, compute_capability=(7, 0)), gpus=4).ranks
 
 
-def test_a_script_that_moves_nothing_to_a_gpu_gets_a_note(tmp_path: Path) -> None:
-    """On a machine without GPUs that is as it should be."""
+def test_a_step_without_work_on_the_gpu_is_refused(tmp_path: Path) -> None:
+    """On a machine without GPUs that is as it should be; what ran before the steps counts not."""
     on_host = TRAINING.replace(".cuda()", "").replace(', device="cuda"', "")
-    stray = "if torch.cuda.is_available(): torch.zeros(2).cuda()"
-    script = written(tmp_path, f"import torch\n{stray}\n{on_host}")
-    assert captured(script, gpus=1).notes == (ON_HOST,)
+    for stray in ("", "if torch.cuda.is_available(): torch.zeros(2).cuda().exp()"):
+        script = written(tmp_path, f"import torch\n{stray}\n{on_host}")
+        with pytest.raises(RefusedError, match=f"train.py: {ON_HOST}"):
+            captured(script, gpus=1)
     assert captured(script, gpu=replace(H100, kind="cpu"), gpus=1).notes == ()
     assert captured(written(tmp_path, TRAINING), gpus=1).notes == ()
 

@@ -189,6 +189,21 @@ def test_a_dataset_that_the_script_made_has_data(tmp_path: Path) -> None:
     assert taken.samples == [4] and taken.nbytes == 4 * (8 * 4 + 8)
 
 
+VIEWS = """
+import torch
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+two_crops = lambda samples: {"crops": torch.stack(samples + samples), "views": len(samples)}
+for batch in torch.utils.data.DataLoader(torch.zeros(40, 8), batch_size=4, collate_fn=two_crops):
+    model(batch["crops"].cuda()).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_two_crops_of_a_picture_are_one_sample(tmp_path: Path) -> None:
+    assert captured(written(tmp_path, VIEWS), gpus=1).samples == 4
+
+
 SPAWNED = """
 import numpy, torch
 import torch.distributed as dist
@@ -335,10 +350,10 @@ IMAGES = """
 import torch
 {}
 from torch import nn
-model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2))
+model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2)).cuda()
 optimizer = torch.optim.SGD(model.parameters())
 for _ in range(4):
-    model(torch.randn(2, 3, 4, 4)).sum().backward()
+    model(torch.randn(2, 3, 4, 4).cuda()).sum().backward()
     optimizer.step()
 """
 
