@@ -258,7 +258,7 @@ class Repetition:
         """A tensor of this form, in the storage whose name is given."""
         with unlogged(self.log):
             tensor: torch.Tensor = form.tensor(self.log)
-        (part,) = parts(tensor)
+        (part,) = parts(tensor) or [tensor]  # on the meta device it has no parts
         self.log.storage(part, self.numbers.of(name))
         return tensor
 

@@ -101,7 +101,7 @@ class LayerPass(Recording):
         (gradient,) = gradients
         if self.measured is None or gradient is None:
             return
-        (part,) = parts(gradient)
+        (part,) = parts(gradient) or [gradient]  # on the meta device it has no parts
         reached = ReachedGradient(
             at=at, form=gradient_form(gradient, self.log), number=self.log.storage(part)
         )
