@@ -30,12 +30,12 @@ class Block(nn.Module):
     def forward(self, x):
         return torch.tanh(torch.sigmoid(self.linear(x)))
 
-first, second, head = Block(), Block(), nn.Linear(8, 1)
+first, second, head = Block().cuda(), Block().cuda(), nn.Linear(8, 1).cuda()
 {compile}
 parameters = [*first.parameters(), *second.parameters(), *head.parameters()]
 sgd = torch.optim.SGD(parameters, lr=0.1)
 for _ in range(3):
-    x = torch.ones(4, 8)
+    x = torch.ones(4, 8).cuda()
     torch.relu(head(second(first(x)))).sum().backward()
     sgd.step()
     sgd.zero_grad()
@@ -97,8 +97,8 @@ def test_a_compiled_call_is_one_host_event_a_pass_in_place_of_pythons(tmp_path: 
 def test_a_compiled_step_keeps_the_events_of_its_backward(tmp_path: Path) -> None:
     """A function around forward and backward: torch breaks its graph at backward."""
     eager = captured(tmp_path, "")
-    step = "x = torch.ones(4, 8)\n    torch.relu(head(second(first(x)))).sum().backward()"
-    whole = TRAIN.replace(step, "one(torch.ones(4, 8))")
+    step = "x = torch.ones(4, 8).cuda()\n    torch.relu(head(second(first(x)))).sum().backward()"
+    whole = TRAIN.replace(step, "one(torch.ones(4, 8).cuda())")
     how = """
 @torch.compile
 def one(x):

@@ -69,10 +69,10 @@ def test_the_help_imports_nothing_slow() -> None:
 
 SCRIPT = """
 import torch
-model = torch.nn.Linear(8, 8)
+model = torch.nn.Linear(8, 8).cuda()
 optimizer = torch.optim.SGD(model.parameters())
 for _ in range(3):
-    model(torch.ones(4, 8)).sum().backward()
+    model(torch.ones(4, 8).cuda()).sum().backward()
     optimizer.step()
 """
 WATCHED = """
