@@ -303,7 +303,8 @@ class Known:
 
     def keep(self, tensor: Tensor, values: Tensor) -> None:
         """Note a fake tensor's values, unless they are many: programs look places up by them."""
-        if isinstance(tensor, FakeTensor) and values.numel() <= FILLED_LIMIT:
+        has_data = isinstance(tensor, FakeTensor) and not isinstance(values, FakeTensor)
+        if has_data and values.numel() <= FILLED_LIMIT:
             self.facts[tensor] = Fact(values=values)
 
     def known_values(self, tensor: Tensor) -> Tensor | None:
