@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -246,13 +246,14 @@ def real_batches(taken: TakenBatches, known: Known, gpu: Any = None) -> Iterator
 
         return call
 
+    contexts: list[AbstractContextManager[Any]] = [
+        timed_batches(taken.log.note),
+        patch.object(torch, "asarray", asarray),
+        patch.object(iterators, "__init__", init),
+        patch.object(iterators, "__next__", next_batch),
+        *(patch.object(kind, "__init__", starting(kind.__init__)) for kind in kinds),
+    ]
     with ExitStack() as stack:
-        for context in (
-            timed_batches(taken.log.note),
-            patch.object(torch, "asarray", asarray),
-            patch.object(iterators, "__init__", init),
-            patch.object(iterators, "__next__", next_batch),
-            *(patch.object(kind, "__init__", starting(kind.__init__)) for kind in kinds),
-        ):
+        for context in contexts:
             stack.enter_context(context)
         yield

@@ -96,7 +96,8 @@ def make_subclass(kind: Any, data: Tensor, require_grad: bool = False, **options
 def as_subclass(tensor: Tensor, kind: Any) -> Tensor:
     """What ``Tensor.as_subclass`` does, of fake tensors too, as ``make_subclass``."""
     if not isinstance(tensor, FakeTensor) or issubclass(FakeTensor, kind):
-        return AS_SUBCLASS(tensor, kind)
+        as_torch: Tensor = AS_SUBCLASS(tensor, kind)
+        return as_torch
     same: Any = tensor.view_as(tensor)
     same.__class__ = _also_fake(kind)
     result: Tensor = same
