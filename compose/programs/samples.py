@@ -41,7 +41,10 @@ class Batch:
 
 
 def batch_of(program: ProgramCapture) -> Batch:
-    """The batch of a step: by its DataLoader's samples if known, else by lookups of tokens."""
+    """The batch of a step: by its DataLoader's samples if known, else by lookups of tokens.
+
+    A sample has tokens: as many samples as tokens are one packed row, as flat batches have.
+    """
     lookups_of = {rank: _lookups(step.calls) for rank, step in program.ranks.items()}
     first = max(lookups_of, key=lambda rank: sum(tokens for _, tokens in lookups_of[rank]))
     calls, lookups = program.ranks[first].calls, lookups_of[first]
@@ -58,14 +61,15 @@ def batch_of(program: ProgramCapture) -> Batch:
     sequence_ranks = _size(sequence_groups)
     rows = _rows_of(lookups, program.ranks[first].host.get("backward", 0))
     samples = rows * token_ranks / sequence_ranks
-    if program.samples:
+    tokens = sum(tokens for _, tokens in lookups)
+    if program.samples and not 0 < rows < tokens <= program.samples:
         given = {c.kwargs["ranks"] for c in calls if c.kwargs.get("loaded")}
         sharing = max(world / token_ranks * sequence_ranks, _size(given))
         samples = program.samples * world / sharing
     return replace(
         unknown,
         samples=samples,
-        tokens=sum(tokens for _, tokens in lookups) * token_ranks,
+        tokens=tokens * token_ranks,
         own_samples=round(samples * sequence_ranks / token_ranks),
     )
 

@@ -244,6 +244,23 @@ def test_an_encoder_s_and_a_decoder_s_ids_are_of_the_same_samples(
     assert found.tokens == 8 * 4 * micro * (16 + length)
 
 
+PACKED = """
+from torch.utils.data import DataLoader
+model = nn.parallel.DistributedDataParallel(Model().cuda())
+optimizer = torch.optim.AdamW(model.parameters())
+for batch in DataLoader([torch.arange(64) % 40] * 640, batch_size=None):  # of several texts, padded
+    ids = batch[None, :60].cuda()
+    F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+    optimizer.step()
+"""
+
+
+def test_tokens_of_a_packed_row_are_not_samples(tmp_path: Path) -> None:
+    """64 numbers are loaded, of which 60 are looked up as one row: a sample on each of 8 ranks."""
+    _, found = batch(tmp_path, PACKED)
+    assert (found.samples, found.own_samples, found.tokens) == (8, 1, 8 * 60)
+
+
 @pytest.mark.parametrize("text", [SERVED, CONTEXT % "lambda: None"])
 def test_what_no_gradient_tells_is_not_known(tmp_path: Path, text: str) -> None:
     _, found = batch(tmp_path, text)
