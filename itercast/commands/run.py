@@ -331,9 +331,10 @@ def _fits(row: ScriptForecast) -> str:
     if not times:
         return "no; too much even without a batch"
     if times > MOST_TIMES:
-        return f"yes; over {MOST_TIMES} times its batch would"
+        return f"yes; over {MOST_TIMES} times its batch would fit, too"
     times_text = f"{times:,.1f}" if fits else f"{times:.2g}"
-    return f"{'yes' if fits else 'no'}; at least {times_text} times its batch would"
+    answer, too = ("yes", ", too") if fits else ("no", "")
+    return f"{answer}; at least {times_text} times its batch would fit{too}"
 
 
 def _print(name: str, row: ScriptForecast) -> None:
@@ -355,7 +356,9 @@ def _print(name: str, row: ScriptForecast) -> None:
         limit = "its input as measured here" if most == IDLE_NAMES["input"] else "its step"
         table.title = f"{table.title}, limited by {limit}"
         table.add_row("its step alone", f"{row.step_us * 1e-3:.2f} ms")
-        table.add_row("its batches, in one process here", f"{row.loading_us * 1e-3:.2f} ms")
+        table.add_row(
+            "its batches, in one process of this machine", f"{row.loading_us * 1e-3:.2f} ms"
+        )
         table.add_row("its DataLoader has", row.advice)
     if program.passes:
         table.add_row("its iteration is", ", ".join(program.passes))

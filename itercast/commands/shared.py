@@ -339,7 +339,7 @@ def add_parts(table: Table, forecast: Forecast) -> None:
     for part in time_parts(forecast):
         table.add_row(f"  {part.name}", f"{part.time_us * 1e-3:.2f} ms")
     if (hidden_us := forecast.comm_us - forecast.exposed_comm_us) > 0:
-        table.add_row("beside compute, messages of", f"{hidden_us * 1e-3:.2f} ms")
+        table.add_row("messages hidden beside compute", f"{hidden_us * 1e-3:.2f} ms")
 
 
 def cluster_line(facts: Facts) -> str:

@@ -43,9 +43,9 @@ for _ in range(9):
     ("rows", "width", "told"),
     [
         (1, 150_000, "no; too much even without a batch"),  # 90 GB of weights
-        (12_000_000, 1024, "no; at least 0.83 times its batch would"),  # two of 49 GB each
-        (4_000_000, 1024, "yes; at least 2.5 times its batch would"),  # two of 16 GB each
-        (8, 1024, "yes; over 100 times its batch would"),
+        (12_000_000, 1024, "no; at least 0.83 times its batch would fit"),  # two of 49 GB each
+        (4_000_000, 1024, "yes; at least 2.5 times its batch would fit, too"),  # two of 16 GB each
+        (8, 1024, "yes; over 100 times its batch would fit, too"),
     ],
 )
 def test_how_many_batches_fit_is_said_in_words(
