@@ -103,7 +103,9 @@ class _Server:
             socket.send_fds(self._requests, [b"1"], files)
 
     def lives(self) -> bool:
-        return self._process.poll() is None
+        """Whether it can be asked: one that ends has left its socket before its end is known."""
+        left = self._process.poll() is not None or select.select([self._requests], [], [], 0)[0]
+        return not left
 
     def end(self) -> None:
         """Kill it, and all of its forks with it."""

@@ -147,9 +147,9 @@ def test_do_bench_waits_for_the_host_behind_256_mb_that_it_zeroes() -> None:
 
 
 def test_memory_of_a_pipeline_is_that_of_its_last_rank() -> None:
-    """The first of two stages holds two micro-batches, the last one."""
+    """The first of two stages holds two micro-batches, the last one, and logits of all."""
     step, target = capture("gpt-s"), find_target("v100-pcie-32gb", "pp=2,micro=8")
-    assert 0 < last_rank_bytes(step, target) < 0.8 * forecast_step(step, target).memory_bytes
+    assert 0 < last_rank_bytes(step, target) < 0.9 * forecast_step(step, target).memory_bytes
 
 
 def test_mixed_precision_is_what_a_row_states_but_under_fsdp() -> None:
