@@ -28,7 +28,7 @@ from itercast.capture.programs.program import ProgramCapture, read_program
 from itercast.capture.programs.reports.progress import PROGRESS
 from itercast.capture.programs.trained.facts import STOPS
 from itercast.compose.capture_model import CAPTURE
-from itercast.compose.parallel.placement import gpus_per_domain
+from itercast.compose.parallel.placement import gpus_per_domain, host_cores
 from itercast.compose.target import Target
 from itercast.microbench.hardware.machine import memory_bytes
 from itercast.microbench.hardware.spec import COMPUTE_CAPABILITY, Gpu
@@ -107,6 +107,11 @@ class ScriptOrder:
             "serve": serve,
         }
 
+    def emulated(self) -> EmulatedGpu:
+        """What the script finds of a GPU and its host."""
+        gpu, node = self.target.gpu, self.target.node
+        return emulated(gpu, host_cores(node, self.world_size), self.facts("")["per_node"])
+
     def key(self, serve: bool = False) -> str:
         """A digest of this, and of the code that runs here."""
         facts = self.facts("serve" if serve else "")
@@ -115,7 +120,7 @@ class ScriptOrder:
 
     def kept(self, key: str) -> Path | None:
         """The capture that is kept under a key, if the script would find the same answers now."""
-        gpu = emulated(self.target.gpu)
+        gpu = self.emulated()
         for path in () if self.anew else sorted(cache_folder("programs").glob(f"{key}-*.json.gz")):
             known = path.with_suffix(".asked")
             if known.is_file() and Answers(**json.loads(known.read_text())).hold(gpu):
@@ -124,7 +129,7 @@ class ScriptOrder:
 
     def command(self, result: Path, serve: str = "") -> list[str]:
         """Arguments of ``itercast.capture.programs.script``, which writes its capture to a file."""
-        facts = {**self.facts(serve), "gpu": asdict(emulated(self.target.gpu))}
+        facts = {**self.facts(serve), "gpu": asdict(self.emulated())}
         return [json.dumps(facts), str(result)]
 
 
@@ -310,7 +315,7 @@ def _reason(output: IO[bytes], code: int, script: Path) -> str:
     return ": ".join([reason, *why])
 
 
-def emulated(gpu: Gpu) -> EmulatedGpu:
+def emulated(gpu: Gpu, cores_of_a_rank: float = 0, per_node: int = 1) -> EmulatedGpu:
     """The facts that programs can ask; of an architecture we don't know, those of Hopper."""
     return EmulatedGpu(
         name=gpu.name,
@@ -318,4 +323,5 @@ def emulated(gpu: Gpu) -> EmulatedGpu:
         memory_bytes=int(gpu.hbm_bytes),
         sm_count=int(gpu.sm_count),
         compute_capability=COMPUTE_CAPABILITY.get(gpu.architecture, (9, 0)),
+        host_cores=round(cores_of_a_rank * per_node) if gpu.kind == "gpu" else 0,
     )

@@ -22,13 +22,17 @@ WRITES = os.O_WRONLY | os.O_RDWR
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmulatedGpu:
-    """What programs can ask of a GPU that is not there; ``kind`` is "gpu" or "cpu"."""
+    """What programs can ask of a GPU that is not there, and of its host; ``kind``: "gpu", "cpu".
+
+    ``host_cores``: CPU cores of the node, 0 for those of this machine.
+    """
 
     name: str
     kind: str
     memory_bytes: int
     sm_count: int
     compute_capability: tuple[int, int]
+    host_cores: int = 0
 
 
 @dataclass(slots=True)

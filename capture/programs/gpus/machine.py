@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -55,6 +56,8 @@ def gpus_that_are_not_there(
         stack.enter_context(_collectives_as_on_gpus())
         stack.enter_context(tensors_on_gpus(local_rank, log.gpu_memory))
         stack.enter_context(host_memory(log))
+        cpu_count = os.cpu_count  # by which scripts choose how many workers a DataLoader has
+        stack.enter_context(patch.object(os, "cpu_count", lambda: gpu.host_cores or cpu_count()))
         yield
 
 

@@ -15,6 +15,8 @@ from small_scripts import H100, TRAINING, captured, written
 from itercast.capture.programs.outside import RefusedError
 from itercast.capture.programs.program import COLLECTIVE
 from itercast.capture.programs.script import ON_HOST
+from itercast.compose.programs.scripts import emulated
+from itercast.microbench.hardware.spec import load_gpu
 
 STEPS = """
 for step in range(3):
@@ -152,6 +154,13 @@ def test_torch_emulates_bf16_before_ampere(tmp_path: Path) -> None:
     """``is_bf16_supported`` is true there, unless told to leave emulation out; so it was false."""
     script = written(tmp_path, MODEL + ONLY_IN_CUDA_BUILDS + STEPS)
     assert captured(script, gpu=replace(H100, compute_capability=(7, 0)), gpus=4).ranks
+
+
+def test_a_script_finds_the_cores_of_its_node(tmp_path: Path) -> None:
+    """By which it chooses how many workers a DataLoader has: 112 of a DGX H100 are 14 a GPU."""
+    own = emulated(load_gpu("h100-sxm-80gb"), 14.0, 8)
+    text = f"import os\nassert os.cpu_count() == 112\n{TRAINING}"
+    assert captured(written(tmp_path, text), gpu=own, gpus=8).ranks
 
 
 def test_a_step_without_work_on_the_gpu_is_refused(tmp_path: Path) -> None:
