@@ -146,9 +146,11 @@ def fact_of_number(name: str, args: Args, output: Tensor) -> Fact | None:
     """The fact about a comparison with an unknown number, None for other ops.
 
     It is guessed to equal no other number, and to be positive; among many floats it equals one, as
-    a time step does of its schedule. Of unknown integers none equals one of others.
+    a time step does of its schedule. Of unknown integers none equals one of others, but of the same
+    tensor, such as the documents of two tokens, some do.
     """
-    if name in ("eq", "ne") and (not output.dim() or all(map(_are_integers, args[:2]))):
+    others = all(map(_are_integers, args[:2])) and not torch._C._is_alias_of(*args[:2])
+    if name in ("eq", "ne") and (not output.dim() or others):
         return Fact(mean=float(name == "ne"), guessed=True)
     if name == "eq" and all(isinstance(t, Tensor) and t.is_floating_point() for t in args[:2]):
         least, most = sorted(t.numel() for t in args[:2])

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from small_scripts import captured, written
+from small_scripts import TRAINING, captured, written
 
 TRAIN = """
 import torch
@@ -833,3 +833,14 @@ def test_equal_layers_without_memory_run_backward(tmp_path: Path) -> None:
     """As litgpt counts the work of its model: on the meta device."""
     calls = captured(written(tmp_path, TRAIN + ON_META + STEPS), gpus=1).ranks[0].calls
     assert len([c for c in calls if c.op == "aten.addmm.default"]) == 1
+
+
+def test_integers_of_one_tensor_may_be_equal(tmp_path: Path) -> None:
+    """Tokens of the same unknown document: not none of them, as of two tensors' integers."""
+    text = """
+documents = (torch.randn(8, device="cuda") * 9).long()
+same = (documents.unsqueeze(1) == documents.unsqueeze(0)).any(1)
+assert len(x[same]) > 0
+"""
+    head = "import torch\nx = torch.zeros(8, 8, device='cuda')\n"
+    assert captured(written(tmp_path, head + text + TRAINING), gpus=1).ranks
