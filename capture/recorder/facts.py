@@ -149,8 +149,7 @@ def fact_of_number(name: str, args: Args, output: Tensor) -> Fact | None:
     a time step does of its schedule. Of unknown integers none equals one of others, but of the same
     tensor, such as the documents of two tokens, some do.
     """
-    others = all(map(_are_integers, args[:2])) and _memory(args[0]) != _memory(args[1])
-    if name in ("eq", "ne") and (not output.dim() or others):
+    if name in ("eq", "ne") and (not output.dim() or _are_others(*args[:2])):
         return Fact(mean=float(name == "ne"), guessed=True)
     if name == "eq" and all(isinstance(t, Tensor) and t.is_floating_point() for t in args[:2]):
         least, most = sorted(t.numel() for t in args[:2])
@@ -161,10 +160,12 @@ def fact_of_number(name: str, args: Args, output: Tensor) -> Fact | None:
     return None
 
 
-def _memory(tensor: Tensor) -> int:
-    """What tensors have in common that share memory."""
-    address: int = tensor.untyped_storage()._cdata
-    return address
+def _are_others(first: Argument, second: Argument) -> bool:
+    """Whether two values are tensors of integers in memory of their own."""
+    if not (_are_integers(first) and _are_integers(second)):
+        return False
+    one, other = (t.untyped_storage()._cdata for t in (first, second))
+    return bool(one != other)
 
 
 def _are_integers(value: Argument) -> bool:
