@@ -16,7 +16,7 @@ from itercast.compose.machines.state import Machine
 from itercast.compose.machines.typical import spread_of, stated
 
 KEYS = ("gpu", "anchors", "models", "mean", "covariance", "typical")
-LATER = ("measured",)  # keys that files of before version 0.24 lack
+LATER = ("measured", "seen")  # keys that files of before versions 0.24 and 0.35 lack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,7 @@ class KnownMachine:
             "covariance": [list(row) for row in self.machine.covariance],
             "typical": stated(self.machine.typical),
             "measured": list(self.machine.measured),
+            "seen": list(self.machine.seen),
         }
         head = "# Written by itercast calibrate --iterations. Mean and covariance of log factors: "
         return f"{head}{', '.join(NAMES)}, then of models.\n" + yaml.safe_dump(facts)
@@ -71,7 +72,15 @@ def _made(facts: Mapping[str, Any]) -> KnownMachine:
         covariance=tuple(map(tuple, covariance.tolist())),
         models=models,
         measured=tuple(map(str, facts.get("measured", ()))),
+        seen=_seen(*facts.get("seen", (0, 0.0))),
     )
     return KnownMachine(
         gpu=str(facts["gpu"]), machine=machine, anchors=tuple(map(str, facts["anchors"]))
     )
+
+
+def _seen(anchors: int, squares: float) -> tuple[int, float]:
+    """``Machine.seen`` of a file; ValueError where it is none."""
+    if not (anchors >= 0 and 0 <= squares < float("inf")):
+        raise ValueError("seen is a number of anchors and a sum of squares, both from 0")
+    return int(anchors), float(squares)

@@ -7,9 +7,11 @@ Between machines log factors x differ by a spread, fitted over sources of measur
 
 with t0 the forecast on a typical machine and J, the anchor's sensitivity, the derivative of the
 log forecast by the log factors. ``model`` is one number for each model on a machine: how much
-longer all of its parts take. ``row`` differs from step to step. All are normal, so the posterior is
-normal, and each anchor narrows it. Far steps are more often than a normal distribution has them, so
-intervals end at more deviations than its own.
+longer all of its parts take. ``row`` differs from step to step. Jointly they have a multivariate t
+distribution with ``FREEDOM`` degrees: machines differ in how far all of this is spread. So anchors
+tell of factors as under a normal distribution, and of the spread, by how far they are from what was
+expected: deviations after n anchors are sqrt((FREEDOM + d) / (FREEDOM + n)) times as large, d the
+sum of squares of their standardised deviations. None is larger than without anchors.
 
 ``share`` is 1 for a whole step. A step that was measured in parts (messages that compute waits for,
 the rest) is an anchor for each part, with its share of ``model`` and of the variance of ``row``, so
@@ -21,12 +23,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import exp, hypot, sqrt
+from operator import mul
 
 import numpy as np
 
 from itercast.compose.machines.factors import NAMES, Factors
 
 DEVIATES = 1.2816  # no assumption: the 90 % quantile of a normal distribution
+FREEDOM = 4  # no assumption: of the distribution that spreads are fitted with
 # A model's number is added to the log of every factor of a time; ``ranks`` is none.
 EVERYWHERE = np.array([name != "ranks" for name in NAMES], dtype=float)
 
@@ -65,6 +69,7 @@ class Machine:
 
     ``mean`` and ``covariance``: first of log factors in the order of ``NAMES``, then of ``models``.
     ``measured``: runs that were measured, by ``itercast.extras.anchors.infer_machine.run_name``.
+    ``seen``: how many anchors it was told, and the sum of squares of their standardised deviations.
     """
 
     typical: Spread
@@ -72,6 +77,7 @@ class Machine:
     covariance: tuple[tuple[float, ...], ...]
     models: tuple[str, ...] = ()
     measured: tuple[str, ...] = ()
+    seen: tuple[int, float] = (0, 0.0)
 
     @classmethod
     def new(cls, typical: Spread) -> Machine:
@@ -88,10 +94,11 @@ class Machine:
 
     def log_deviation(self, sensitivity: Sequence[float], model: str) -> float:
         """Standard deviation of the log time of a step of ``model``; ``sensitivity``: J."""
-        machine = self._with(model)
+        machine, usual = self._with(model), self.typical
         direction = machine._direction(sensitivity, model)
-        variance = float(direction @ np.array(machine.covariance) @ direction)
-        return sqrt(variance + self.typical.row**2)
+        variance = float(direction @ np.array(machine.covariance) @ direction) + usual.row**2
+        untold = hypot(*map(mul, sensitivity, usual.spread), usual.model, usual.row)
+        return min(untold, sqrt(variance) * widening(*self.seen))
 
     def half_width(
         self, sensitivity: Sequence[float], model: str = "", other: float = 0.0
@@ -139,17 +146,24 @@ class Machine:
         direction = self._direction(anchor.sensitivity, anchor.model, anchor.share)
         mean, covariance = np.array(self.mean), np.array(self.covariance)
         variance = direction @ covariance @ direction + anchor.share * self.typical.row**2
-        gain = covariance @ direction / variance
-        mean = mean + gain * (anchor.log_ratio - direction @ mean)
-        narrowed = covariance - np.outer(gain, direction @ covariance)
-        return replace(self, mean=tuple(mean.tolist()), covariance=_rows(narrowed))
+        gain, off = covariance @ direction / variance, float(anchor.log_ratio - direction @ mean)
+        narrowed = _rows(covariance - np.outer(gain, direction @ covariance))
+        seen = (self.seen[0] + 1, self.seen[1] + off**2 / float(variance))
+        mean = mean + gain * off
+        return replace(self, mean=tuple(mean.tolist()), covariance=narrowed, seen=seen)
 
     def interval(self, name: str) -> tuple[float, float, float]:
         """A factor over that of a typical machine: expected, and bounds of its 80 % interval."""
         index = NAMES.index(name)
-        half_width = self.typical.deviates * sqrt(max(0.0, self.covariance[index][index]))
+        told = sqrt(max(0.0, self.covariance[index][index])) * widening(*self.seen)
+        half_width = self.typical.deviates * min(self.typical.spread[index], told)
         log = self.mean[index]
         return exp(log), exp(log - half_width), exp(log + half_width)
+
+
+def widening(anchors: int, squares: float) -> float:
+    """By how much deviations are larger than those of a normal distribution (``Machine.seen``)."""
+    return sqrt((FREEDOM + squares) / (FREEDOM + anchors))
 
 
 def _rows(matrix: np.ndarray) -> tuple[tuple[float, ...], ...]:

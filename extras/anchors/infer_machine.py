@@ -261,7 +261,7 @@ def next_run(step: StepCapture, target: Target) -> str:
         except ValueError:  # it does not run on so few
             continue
         anchor = Anchor(model=target.model, sensitivity=tuple(parts.values()), log_ratio=0.0)
-        after = machine.updated([anchor])
+        after = replace(machine.updated([anchor]), seen=machine.seen)  # it may take any time
         widths[str(plan) or "one GPU"] = after.half_width(parts_frac, target.model)
     if not widths:
         return ""

@@ -21,12 +21,12 @@ import pandas as pd
 from scipy.optimize import minimize
 
 from itercast.compose.machines.factors import NAMES
-from itercast.compose.machines.state import Spread
+from itercast.compose.machines.state import FREEDOM, Spread, widening
 from itercast.extras.anchors.infer_machine import MAX_DEVIATIONS
 
 # Prior of spreads: log(0.3) +- 0.35, best of six on sources left out.
 SPREAD, LOG_SPREAD = 0.3, 0.35
-FREEDOM, MACHINES = 4, 3
+MACHINES = 3
 COVERED = 0.8  # of measured steps that an interval is to cover
 ANCHORS = (0, 1, 3)
 SENSITIVITY = [f"d_{name}" for name in NAMES]  # columns of measured steps
@@ -176,7 +176,9 @@ def _posterior(
     """Of ``rest`` after ``anchors``: what is left of log ratios, and deviations."""
     variance = np.diag(covariance)
     anchors = anchors[np.abs(y[anchors]) <= MAX_DEVIATIONS * np.sqrt(variance[anchors])]
-    shared = covariance[np.ix_(rest, anchors)]
-    gain = np.linalg.solve(covariance[np.ix_(anchors, anchors)], shared.T).T
+    shared, told = covariance[np.ix_(rest, anchors)], covariance[np.ix_(anchors, anchors)]
+    gain = np.linalg.solve(told, shared.T).T
     left = variance[rest] - (gain * shared).sum(axis=1)
-    return np.column_stack([y[rest] - gain @ y[anchors], np.sqrt(left)])
+    wide = widening(len(anchors), float(y[anchors] @ np.linalg.solve(told, y[anchors])))
+    deviation = np.sqrt(np.minimum(variance[rest], left * wide**2))
+    return np.column_stack([y[rest] - gain @ y[anchors], deviation])

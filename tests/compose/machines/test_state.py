@@ -54,18 +54,41 @@ def test_a_step_of_one_gpu_says_nothing_of_the_network() -> None:
     assert known.interval("network") == new.interval("network")
 
 
-def test_more_anchors_never_widen_an_interval() -> None:
+def test_anchors_never_make_an_interval_wider_than_without_any() -> None:
+    """And those that are as forecast make it narrower, each of them."""
     draw = np.random.default_rng(0)
-    known = Machine.new(TYPICAL)
+    known = usual = Machine.new(TYPICAL)
     asked = [(tuple(draw.dirichlet(np.ones(6)).tolist()), model) for model in "abcx"]
-    widths = [known.half_width(*one) for one in asked]
+    widths = untold = [known.half_width(*one) for one in asked]
     for at in range(12):
-        j = tuple(draw.dirichlet(np.ones(6)).tolist())
+        j, model = tuple(draw.dirichlet(np.ones(6)).tolist()), "abc"[at % 3]
         ratio = float(draw.normal(0, 0.5))
-        known = known.updated([Anchor(model="abc"[at % 3], sensitivity=j, log_ratio=ratio)])
-        narrower = [known.half_width(*one) for one in asked]
+        known = known.updated([Anchor(model=model, sensitivity=j, log_ratio=ratio)])
+        assert all(known.half_width(*one) <= w for one, w in zip(asked, untold, strict=True))
+        usual = usual.updated([Anchor(model=model, sensitivity=j, log_ratio=0.0)])
+        narrower = [usual.half_width(*one) for one in asked]
         assert all(a <= b + 1e-12 for a, b in zip(narrower, widths, strict=True))
         widths = narrower
+
+
+def test_anchors_tell_by_hand_how_far_steps_of_the_machine_are_spread() -> None:
+    """One step all in products, a variance of 0.1025 together: 4 degrees become 5.
+
+    As long as forecast: deviations by sqrt(4 / 5); off by twice its deviation: sqrt(8 / 5), of
+    another model, whose variance is 0.0025 + 0.01 + what the anchor leaves of products.
+    """
+    total = 0.09 + 0.01 + 0.0025
+    left = 0.09 - 0.09**2 / total + 0.01 + 0.0025
+    for off, squares in ((0.0, 0.0), (2 * sqrt(total), 4.0)):
+        anchor = Anchor(model="a", sensitivity=(1.0, 0, 0, 0, 0, 0), log_ratio=off)
+        known = Machine.new(TYPICAL).updated([anchor])
+        assert known.seen == pytest.approx((1, squares))
+        deviation = sqrt(left * (4 + squares) / 5)
+        assert known.log_deviation((1.0, 0, 0, 0, 0, 0), "b") == pytest.approx(deviation)
+    far = Anchor(model="a", sensitivity=ALONE, log_ratio=2.0)
+    known, new = Machine.new(TYPICAL).updated([far]), Machine.new(TYPICAL)
+    assert known.log_deviation(FAR, "b") == pytest.approx(new.log_deviation(FAR, "b"))
+    assert known.interval("network")[2] == new.interval("network")[2]
 
 
 MESSAGES = np.array([name in ("links", "network", "ranks") for name in NAMES], dtype=float)
