@@ -51,7 +51,7 @@ def read_machine(path: Path) -> KnownMachine:
         raise ValueError(f"machine file {str(path)!r}: keys are {allowed}, got {sorted(facts)}")
     try:
         return _made(facts)
-    except (ValueError, TypeError, KeyError) as exc:
+    except (ValueError, TypeError, LookupError) as exc:
         raise ValueError(f"machine file {str(path)!r}: {type(exc).__name__} {exc}") from None
 
 
@@ -59,11 +59,11 @@ def _made(facts: Mapping[str, Any]) -> KnownMachine:
     """The machine of a file's content; ValueError where its numbers are no distribution."""
     models, mean = tuple(map(str, facts["models"])), np.array(facts["mean"], dtype=float)
     covariance = np.array(facts["covariance"], dtype=float)
-    size = len(NAMES) + len(models)
+    size, seen = len(NAMES) + len(models), np.array(facts.get("seen", (0, 0)), dtype=float)
     if mean.shape != (size,) or covariance.shape != (size, size):
         raise ValueError(f"mean and covariance are of {size} numbers, factors and models")
-    if not (np.isfinite(mean).all() and np.isfinite(covariance).all()):
-        raise ValueError("mean and covariance are finite numbers")
+    if not all(np.isfinite(found).all() for found in (mean, covariance, seen)) or seen.min() < 0:
+        raise ValueError("mean, covariance and seen are finite numbers, seen from 0")
     if np.linalg.eigvalsh(covariance).min() < -1e-9 or not np.allclose(covariance, covariance.T):
         raise ValueError("covariance is none: it has a negative variance, or is not symmetric")
     machine = Machine(
@@ -72,15 +72,8 @@ def _made(facts: Mapping[str, Any]) -> KnownMachine:
         covariance=tuple(map(tuple, covariance.tolist())),
         models=models,
         measured=tuple(map(str, facts.get("measured", ()))),
-        seen=_seen(*facts.get("seen", (0, 0.0))),
+        seen=(int(seen[0]), float(seen[1])),
     )
     return KnownMachine(
         gpu=str(facts["gpu"]), machine=machine, anchors=tuple(map(str, facts["anchors"]))
     )
-
-
-def _seen(anchors: int, squares: float) -> tuple[int, float]:
-    """``Machine.seen`` of a file; ValueError where it is none."""
-    if not (anchors >= 0 and 0 <= squares < float("inf")):
-        raise ValueError("seen is a number of anchors and a sum of squares, both from 0")
-    return int(anchors), float(squares)
