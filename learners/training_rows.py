@@ -81,10 +81,20 @@ def _check(rows: pd.DataFrame, roots: Sequence[Path], family: Family) -> None:
         raise
 
 
+def with_mean_times(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows with means of samples as times, where they have one beside the median.
+
+    Medians of ops do not add up to a step (``itercast.microbench.timing.clock.usual_mean``).
+    """
+    if "time_us_mean" not in rows:
+        return rows
+    return rows.assign(time_us=rows["time_us_mean"].fillna(rows["time_us"]))
+
+
 def usable_rows(
     roots: Sequence[Path], names: Sequence[str] | None, memory: int | None = None
 ) -> dict[str, pd.DataFrame]:
-    """Rows to train on, by family: status ok, at least MIN_ROWS.
+    """Rows to train on, by family: status ok, at least MIN_ROWS; times ``with_mean_times``.
 
     Of a family that outgrows so many bytes of ``memory`` as many as fit, drawn evenly. Ops that
     failed wherever they were tried are logged. ValueError for an unknown family, and where no
@@ -99,7 +109,7 @@ def usable_rows(
         _check(rows, roots, families()[name])
         for line in never_measured(rows):
             log.warning("%s: %s", name, line)
-        rows = rows[rows["status"] == "ok"].reset_index(drop=True)
+        rows = with_mean_times(rows[rows["status"] == "ok"].reset_index(drop=True))
         if memory is not None and len(rows) * BYTES_PER_ROW > memory:
             limit = memory // BYTES_PER_ROW
             log.warning("%s: of %d rows memory holds %d, drawn evenly", name, len(rows), limit)

@@ -54,8 +54,9 @@ def calibrate(
     if out is None and host is None:
         return
     from itercast.learners.score_file import read_few
+    from itercast.learners.training_rows import with_mean_times
 
-    few = read_few(rows)
+    few = with_mean_times(read_few(rows))
     result: Row = {"rows": len(few)}
     if host is not None:
         result |= _write_host(host, few, bundle)

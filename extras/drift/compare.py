@@ -21,6 +21,7 @@ from itercast.learners.features.machine_speed import (
     undisturbed,
 )
 from itercast.learners.machine import machines_of
+from itercast.learners.training_rows import with_mean_times
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops import families
 from itercast.microbench.ops.family import Point
@@ -125,7 +126,11 @@ def check_rows(root: Path, bundle: Bundle, gpu: Gpu) -> Check:
     ValueError where no family has enough points to be judged.
     """
     tables = {name: read_rows([root], name) for name in checkable(bundle, gpu)}
-    tables = {name: rows[rows["status"] == "ok"] for name, rows in tables.items() if len(rows)}
+    tables = {
+        name: with_mean_times(rows[rows["status"] == "ok"])
+        for name, rows in tables.items()
+        if len(rows)
+    }
     tables = {name: rows for name, rows in tables.items() if len(rows)}
     compared: dict[str, Compared] = {}
     for name, rows in tables.items():

@@ -26,7 +26,8 @@ TWIN_US = 2000.0  # no assumption: of longer ops cold code is a small part, and 
 CHUNK_S = 2.0  # no assumption: after it no further point of a chunk is begun,
 CHUNK_FRAC = 0.05  # no assumption: nor after this share of the sweep's time
 DISTURBED = 1.25  # no assumption: times the shortest anchor; a point is then timed again
-TIMES = ("time_us", "time_us_p20", "time_us_p80", "anchor_us", "serial_us", "cost_s")
+OP_TIMES = ("time_us", "time_us_mean", "time_us_p20", "time_us_p80")
+TIMES = (*OP_TIMES, "anchor_us", "serial_us", "cost_s")
 
 
 @dataclass(slots=True, kw_only=True)

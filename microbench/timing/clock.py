@@ -7,7 +7,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 
 from itercast.capture.base.slow_imports import torch
@@ -29,20 +29,33 @@ MIN_US = 0.5  # lower bound of a measured time: no op is faster
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Median, 20th and 80th percentile of samples, in microseconds."""
+    """Median, mean, 20th and 80th percentile of samples, in microseconds."""
 
     time_us: float
+    time_us_mean: float
     time_us_p20: float
     time_us_p80: float
     samples: int
 
 
+def usual_mean(samples: Sequence[float]) -> float:
+    """Mean of samples, each moved to at least 0 and at most twice the median.
+
+    A step takes the sum of its ops' means: their medians add up to less, as an op is often a little
+    slower than usual and never much faster. What takes longer than twice the median is taken for
+    other work on the machine, of which a step has less than a sample of each op.
+    """
+    median = statistics.median(samples)
+    return statistics.fmean(min(max(s, 0.0), 2 * median) for s in samples) if median > 0 else median
+
+
 def summarise(samples_us: list[float]) -> Timing:
-    """Median and percentiles (nearest rank) of samples."""
+    """Median, mean (``usual_mean``) and percentiles (nearest rank) of samples."""
     ordered = sorted(samples_us)
     last = len(ordered) - 1
     return Timing(
         time_us=statistics.median(ordered),
+        time_us_mean=usual_mean(ordered),
         time_us_p20=ordered[round(0.2 * last)],
         time_us_p80=ordered[round(0.8 * last)],
         samples=len(ordered),
@@ -123,7 +136,7 @@ class CallCost:
     """Measures what Python adds to a timed call: an empty call, and ``torch.ops.aten``'s wrapper.
 
     With cold caches the wrapper takes longer than a small op, so ``warmed`` calls one right before.
-    Medians over the latest samples, one per point, since a shared machine changes its speed.
+    ``usual_mean`` of the latest samples, one per point, as a shared machine changes its speed.
     """
 
     def __init__(self, disturb: Callable[[], object], now_ns: NowNs = time.perf_counter_ns) -> None:
@@ -157,7 +170,7 @@ class CallCost:
     def us(self, through_aten: bool) -> float:
         """Time to subtract from a timed call."""
         columns = zip(*self._samples, strict=True)
-        empty, bound, wrapped = (float(statistics.median(c)) for c in columns)
+        empty, bound, wrapped = map(usual_mean, columns)
         return empty + (max(0.0, wrapped - bound) if through_aten else 0.0)
 
 
@@ -231,12 +244,10 @@ class Clock:
     def _of_one_call(self, timing: Timing, workload: Workload) -> Timing:
         """A timing less what Python adds to a timed call, for one of the workload's calls."""
         overhead_us = 0.0 if workload.baseline else self._call_cost.us(workload.through_aten)
-        return Timing(
-            time_us=max(timing.time_us - overhead_us, MIN_US) / workload.calls,
-            time_us_p20=max(timing.time_us_p20 - overhead_us, MIN_US) / workload.calls,
-            time_us_p80=max(timing.time_us_p80 - overhead_us, MIN_US) / workload.calls,
-            samples=timing.samples,
-        )
+        times_us = asdict(timing)
+        samples = times_us.pop("samples")
+        per_call = {n: max(us - overhead_us, MIN_US) / workload.calls for n, us in times_us.items()}
+        return Timing(**per_call, samples=samples)
 
 
 class Anchor:

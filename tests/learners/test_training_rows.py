@@ -44,6 +44,16 @@ def test_of_rows_that_outgrow_memory_as_many_as_fit_are_drawn(
     assert train([root], tmp_path, ["gemm"], memory=50 * BYTES_PER_ROW).families["gemm"].rows == 50
 
 
+def test_means_are_learned_where_rows_have_them(root: Path, tmp_path: Path) -> None:
+    """Half of the rows are of a part without means: their medians are learned."""
+    rows = timed(islice(gemm.sweep(), 100), lambda p: 3.0, repeat=0)
+    write_rows(tmp_path, rows.assign(time_us_mean=1.05 * rows["time_us"]))
+    (found,) = usable_rows([tmp_path, root], ["gemm"]).values()
+    medians = usable_rows([root], ["gemm"])["gemm"]["time_us"]
+    assert found["time_us"][:100].tolist() == (1.05 * rows["time_us"]).tolist()
+    assert found["time_us"][100:].tolist() == medians.tolist()
+
+
 def test_what_fits_is_trained_on_whole(root: Path) -> None:
     """A byte for each row's need is enough; one less and a row is left out."""
     found = [usable_rows([root], ["gemm"], 360 * BYTES_PER_ROW - n)["gemm"] for n in (0, 1)]

@@ -32,7 +32,7 @@ from itercast.extras.imports.write import write
 from itercast.extras.programs import run_program
 from itercast.learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
 from itercast.learners.train import TrainSettings, joined, train, train_tables
-from itercast.learners.training_rows import subsample_evenly
+from itercast.learners.training_rows import subsample_evenly, with_mean_times
 from itercast.microbench.hardware.spec import gpu_names, load_gpu
 from itercast.microbench.ops import families
 from itercast.microbench.store import read_rows
@@ -80,7 +80,7 @@ def own_rows(name: str) -> pd.DataFrame:
     if not len(rows):
         return rows
     taught = rows["gpu"].isin(OWN_GPUS) & (rows["status"] == "ok")
-    return rows[taught].reset_index(drop=True)
+    return with_mean_times(rows[taught].reset_index(drop=True))
 
 
 def train_apart(data: Path, out: Path, names: Sequence[str]) -> Bundle:

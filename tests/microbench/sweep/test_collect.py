@@ -35,6 +35,22 @@ def test_summary_is_median_and_nearest_rank_percentiles() -> None:
     assert (timing.time_us_p20, timing.time_us_p80) == (2.0, 5.0)  # ranks 1 and 4 of 0..5
 
 
+def test_means_add_up_and_medians_do_not() -> None:
+    """Nine ops that take 10 us, and 14 in a third of the steps, three of them in each.
+
+    A step takes 6 * 10 + 3 * 14 us, their medians are 9 * 10. What took
+    more than twice the median counts as twice the median.
+    """
+    ops = [[10.0, 10.0, 14.0][i % 3 :] + [10.0, 10.0, 14.0][: i % 3] for i in range(9)]
+    steps_us = [sum(samples) for samples in zip(*ops, strict=True)]
+    assert steps_us == [102.0, 102.0, 102.0]
+    assert sum(summarise(samples).time_us_mean for samples in ops) == pytest.approx(102.0)
+    assert sum(summarise(samples).time_us for samples in ops) == 90.0
+    assert summarise([10.0, 10.0, 4000.0]).time_us_mean == pytest.approx((10 + 10 + 20) / 3)
+    assert summarise([-4.0, 2.0, 3.0]).time_us_mean == pytest.approx((0 + 2 + 3) / 3)
+    assert summarise([-4.0, -1.0, 3.0]).time_us_mean == -1.0
+
+
 def test_phases_of_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU's host first and alone, in a process that never profiles: a twentieth of the time.
 
