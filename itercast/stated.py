@@ -107,8 +107,8 @@ def assumes(forecasts: Sequence[Forecast]) -> str:
     upto = "up to " if len(forecasts) > 1 else ""
     assumed_pct = 100 * max(f.assumed_frac for f in forecasts)
     unmodelled_pct = 100 * max(f.unmodelled_frac for f in forecasts)
-    shares = f"{upto}{assumed_pct:.0f} % of the time rests on assumed numbers, "
-    shares += f"{unmodelled_pct:.0f} % has no learned model"
+    shares = f"{upto}{assumed_pct:.0f} % of the time rests on assumed numbers "
+    shares += f"(ops without a trained model: {unmodelled_pct:.0f} %)"
     return f"assumes {', '.join(parts)}; {shares}; bundle {bundle}"
 
 

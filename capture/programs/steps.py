@@ -301,8 +301,8 @@ class Steps:
             self.kept = self.ended[-1:]
         if late:
             more = f"--steps {2 * self.wanted} looks at twice as many"
-            further = more if looked_at_all else "a longer --limit looks at more"
-            self.notes.append(f"no iteration ended in {len(steps)} steps: one is taken; {further}")
+            more = more if looked_at_all else "a longer --limit looks at more"
+            self.notes.append(f"the loop did not repeat in {len(steps)} steps: one is taken; {more}")
         return late
 
     def _averages(self, lines: Lines) -> list[set[Place]]:

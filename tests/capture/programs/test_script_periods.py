@@ -151,7 +151,7 @@ def test_an_average_that_comes_once_is_said_to_be_left_out(tmp_path: Path) -> No
     assert program.optimizer_steps == 1 and not count(program, "lerp_")
     waited, left_out = program.notes
     assert (
-        waited == "no iteration ended in 60 steps: one is taken; --steps 6 looks at twice as many"
+        waited == "the loop did not repeat in 60 steps: one is taken; --steps 6 looks at twice as many"
     )
     assert left_out.startswith("what ran in 1 of 60 steps is left out (")
 
