@@ -302,7 +302,7 @@ class Steps:
         if late:
             more = f"--steps {2 * self.wanted} looks at twice as many"
             more = more if looked_at_all else "a longer --limit looks at more"
-            self.notes.append(f"the loop did not repeat in {len(steps)} steps: one is taken; {more}")
+            self.notes.append(f"the loop did not repeat in {len(steps)} steps: one is kept; {more}")
         return late
 
     def _averages(self, lines: Lines) -> list[set[Place]]:

@@ -301,7 +301,7 @@ for epoch in range(9):
 LEFT_OUT = {
     EVALUATED: ["what ran in 1 of 3 steps is left out (train.py:18: critic.eval()(x))"],
     RARE: [
-        "the loop did not repeat in 60 steps: one is taken; --steps 6 looks at twice as many",
+        "the loop did not repeat in 60 steps: one is kept; --steps 6 looks at twice as many",
         "what ran in 1 of 60 steps is left out (train.py:18: critic(x))",
     ],
 }
@@ -311,7 +311,7 @@ def test_what_comes_rarely_is_not_waited_for_all_the_time_there_is(tmp_path: Pat
     """Large models take minutes for 60 steps; three are enough for a forecast of one."""
     program = captured(written(tmp_path, MODEL + OPTIMIZERS + RARE), gpus=1, patience_s=0)
     assert program.optimizer_steps == 1 and list(program.notes) == [
-        "the loop did not repeat in 3 steps: one is taken; a longer --limit looks at more",
+        "the loop did not repeat in 3 steps: one is kept; a longer --limit looks at more",
         "what ran in 1 of 3 steps is left out (train.py:18: critic(x))",
     ]
 
