@@ -12,10 +12,10 @@ from itercast.capture.base.files import write_atomic
 from itercast.learners.family_model import Learned, Prepared
 from itercast.learners.features.table import columns, is_number
 from itercast.learners.transfer.offsets import Offsets
-from itercast.microbench.ops.family import Family
+from itercast.microbench.ops.family import Family, parameter_types
 
 FILE = "held_out.parquet"  # in a bundle's folder
-FORMATS = {"int": ".0f", "float": ".10g"}  # of a parameter, by its type
+FORMATS = {int: ".0f", float: ".10g"}  # of a parameter, by its type
 CONDITIONS = ("gpu", "threads", "cache")  # of a measurement, beside the op's parameters
 
 
@@ -78,10 +78,11 @@ def _params(rows: pd.DataFrame, family: Family) -> list[str]:
     Without op and dtype, which have columns of their own.
     """
     params, pairs_by_field = columns(rows, family), list[list[str]]()
+    types = parameter_types(family.params)
     for f in fields(family.params):
         if f.name not in ("op", "dtype"):
             values = np.broadcast_to(getattr(params, f.name), len(rows)).tolist()
-            texts = [format(v, FORMATS.get(str(f.type), "")) for v in values]
+            texts = [format(v, FORMATS.get(types[f.name], "")) for v in values]
             pairs = zip(values, texts, strict=True)
             pairs_by_field.append([f"{f.name}={t}" if v != f.default else "" for v, t in pairs])
     of_rows = zip(*pairs_by_field, strict=True)

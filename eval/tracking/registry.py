@@ -29,6 +29,7 @@ from itercast.learners.held_out import (
 from itercast.learners.models import noise
 from itercast.learners.models.noise import medians
 from itercast.microbench.ops import families
+from itercast.microbench.ops.family import parameter_types
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 ALIAS = "champion"
 LOADER = "itercast.eval.tracking.champion"
 PINNED = ("mlflow", "xgboost-cpu", "numpy", "scipy", "pandas", "pyarrow", "pyyaml", "torch")
-TYPES = {"int": "long", "float": "double", "bool": "boolean", "str": "string"}
+TYPES = {int: "long", float: "double", bool: "boolean", str: "string"}
 FEWEST = 20  # common rows; with fewer two models are not compared
 FIRST, BETTER, WORSE = "first", "better", "worse"
 SAME, TOO_FEW = "no difference beyond the noise", "too few rows"
@@ -215,9 +216,10 @@ def signature(family: str) -> ModelSignature:
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, Schema
 
+    params = families()[family].params
+    types = parameter_types(params)
     inputs: list[ColSpec | TensorSpec] = [
-        ColSpec(TYPES[str(f.type)], f.name, required=f.default is MISSING)
-        for f in fields(families()[family].params)
+        ColSpec(TYPES[types[f.name]], f.name, required=f.default is MISSING) for f in fields(params)
     ]
     inputs += [ColSpec("string", name, required=False) for name in ("gpu", "stack", "cache")]
     inputs += [ColSpec("double", "threads", required=False)]

@@ -7,7 +7,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Hashable, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from itercast.extras.campaign.catalogue import catalogue, points_of_models
 from itercast.microbench import store
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.ops import families
-from itercast.microbench.ops.family import Family, Point
+from itercast.microbench.ops.family import Family, Point, parameter_types
 from itercast.microbench.store import read_rows
 from itercast.microbench.sweep.captured_points import (
     by_turns,
@@ -101,11 +100,10 @@ def point_of_row(family: Family, row: Mapping[Hashable, Any]) -> Point:
 
     In columns with empty cells pandas has read integers and booleans as floats.
     """
-    kinds = {"int": int, "float": float, "bool": bool, "str": str}
     params = {}
-    for f in fields(family.params):
-        if not pd.isna(value := row.get(f.name)):
-            params[f.name] = kinds[str(f.type)](value)
+    for name, kind in parameter_types(family.params).items():
+        if not pd.isna(value := row.get(name)):
+            params[name] = kind(value)
     return family.params(**params)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from itercast.capture.base.durations import counted
 from itercast.capture.base.slow_imports import pd
-from itercast.microbench.ops.family import Family
+from itercast.microbench.ops.family import Family, parameter_types
 
 STATUSES = ["ok", "oom", "unsupported", "error", "throttled"]
 
@@ -24,9 +24,10 @@ def check_rows(rows: pd.DataFrame, family: Family) -> None:
         {"gpu": pa.Column(str), "status": pa.Column(str, pa.Check.isin(STATUSES))}
     )
     columns: dict[str, Any] = {"time_us": pa.Column(float, pa.Check.in_range(1e-3, 1e12))}
+    types = parameter_types(family.params)
     for f in fields(family.params):
         optional = f.default is not MISSING
-        limit = pa.Check.ge(0) if f.type in ("int", "float") else None
+        limit = pa.Check.ge(0) if types[f.name] in (int, float) else None
         columns[f.name] = pa.Column(checks=limit, nullable=optional, required=not optional)
     try:
         common.validate(rows)

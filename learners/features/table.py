@@ -20,7 +20,7 @@ from itercast.learners.features.rooflines import (
 )
 from itercast.microbench.hardware.host import load_host
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.ops.family import Family, Values
+from itercast.microbench.ops.family import Family, Values, parameter_types
 
 SMALL_ROOFLINE_US = assumed(__file__, "small_roofline_us")
 LAUNCH_QUANTILE = assumed(__file__, "launch_quantile")
@@ -38,16 +38,17 @@ def columns(rows: pd.DataFrame, family: Family) -> SimpleNamespace:
     Whole numbers are floats, so that products of sizes do not overflow.
     """
     arrays: dict[str, Values] = {}
+    types = parameter_types(family.params)
     for f in fields(family.params):
         if f.name in rows:
             values = rows[f.name]
             if f.default is not MISSING and values.hasnans:
                 values = values.where(values.notna(), f.default)
             is_text = isinstance(values.iloc[0], str) if len(values) else False
-            if is_text and f.type in ("int", "float"):
+            if is_text and types[f.name] in (int, float):
                 first = str(values.iloc[0])[:40]
                 raise ValueError(f"family {family.name}: column {f.name!r}: {first!r} is no number")
-            number = float if f.type == "int" else None
+            number = float if types[f.name] is int else None
             arrays[f.name] = values.to_numpy(dtype=object if is_text else number)
         elif f.default is not MISSING:
             arrays[f.name] = broadcast(f.default, len(rows))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.base.slow_imports import pd
 from itercast.learners.features.table import Features, columns
-from itercast.microbench.ops.family import Family
+from itercast.microbench.ops.family import Family, parameter_types
 
 # Standard deviations of the log error that rows of one GPU share: all rows, rows of one kind (op,
 # dtype...), rows of similar sizes, rows of similar duration; lengths are over log2.
@@ -24,9 +24,9 @@ MIN_INTERVAL_SHARE = assumed(__file__, "min_interval_share")
 def coordinates(rows: pd.DataFrame, family: Family) -> tuple[np.ndarray, np.ndarray]:
     """The kind of each row (its parameters that are no sizes, as text) and log2(1 + sizes)."""
     params, sizes, kinds = columns(rows, family), [], np.full(len(rows), "", dtype=object)
-    for f in fields(family.params):
-        values = np.asarray(getattr(params, f.name))
-        if f.type in ("int", "float"):
+    for name, kind in parameter_types(family.params).items():
+        values = np.asarray(getattr(params, name))
+        if kind in (int, float):
             sizes.append(np.log2(1.0 + values.astype(float)))
         else:
             kinds = kinds + "|" + values.astype(str).astype(object)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias
+from functools import cache
+from typing import Any, Protocol, TypeAlias, get_type_hints
 
 import numpy as np
 
@@ -91,6 +92,12 @@ class Measured(Protocol):
 
 def _unchanged(p: Point, *_: Point) -> Point:
     return p
+
+
+@cache
+def parameter_types(params: type) -> Mapping[str, type]:
+    """int, float, bool or str of each parameter by name; a file may write its types as text."""
+    return get_type_hints(params)
 
 
 def _retyped(p: Point, dtype: str, gpu: Gpu) -> Point:

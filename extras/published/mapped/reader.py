@@ -16,6 +16,7 @@ from itercast.extras.published.mapped.conversions import Cells, Place
 from itercast.extras.published.mapped.source import CLOSED, Rule, Skip, Source, Table, load
 from itercast.extras.published.mapped.tables import columns_in, read_table, titles_in
 from itercast.microbench.ops import families
+from itercast.microbench.ops.family import parameter_types
 from itercast.microbench.store import Row
 
 TABLES = (".csv", ".csv.gz", ".parquet")
@@ -158,16 +159,17 @@ def _sizes(cells: Cells, rule: Rule, rows: pd.DataFrame) -> list[str]:
     """
     if rule.family == "iteration":
         return [name for name in ITERATION_SIZES if name in rows]
-    sizes = []
-    for f in fields(families()[rule.family].params):
-        if f.type == "int" and f.default == 0:
+    sizes, params = [], families()[rule.family].params
+    types = parameter_types(params)
+    for f in fields(params):
+        if types[f.name] is int and f.default == 0:
             numbers = pd.to_numeric(rows[f.name], errors="coerce").to_numpy(dtype=float)
             good = (numbers >= 0) & (numbers <= MAX_SIZE) & (np.floor(numbers) == numbers)
             cells.refuse(~good, f"{f.name} is not a whole number")
             rows[f.name] = np.where(good, numbers, 0).astype(np.int64)
-        elif f.type == "int":
+        elif types[f.name] is int:
             sizes.append(f.name)
-        elif f.type == "float":
+        elif types[f.name] is float:
             rows[f.name] = pd.to_numeric(rows[f.name], errors="coerce").to_numpy(dtype=float)
             cells.refuse(~np.isfinite(rows[f.name].to_numpy()), f"{f.name} is not a number")
     return sizes

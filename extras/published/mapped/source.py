@@ -15,6 +15,7 @@ from itercast.capture.opcall import ITEMSIZE_BYTES
 from itercast.extras.imports.base import About
 from itercast.extras.published.mapped.conversions import columns_of
 from itercast.microbench.ops import families
+from itercast.microbench.ops.family import parameter_types
 from itercast.microbench.store import Facts, Row
 
 ROW_COLUMNS = ("op", "gpu", "stack", "timer", "dtype", "time_us")  # that every row states
@@ -214,13 +215,13 @@ def _named(expression: Any, tables: Facts) -> Any:
 
 def _check(columns: Facts, constants: Facts, family: str) -> None:
     """ValueError where a row would lack something, or have something that no reader knows."""
-    stated, types = {*columns, *constants}, {}
+    stated, types = {*columns, *constants}, dict[str, type]()
     needed = [*ROW_COLUMNS, "case", "mode", "batch", "plan", "world_size"]
     if family != "iteration":
         params = fields(families()[family].params) if family in families() else ()
         if not params:
             raise ValueError(f"unknown family {family!r}; known: {['iteration', *families()]}")
-        types = {f.name: str(f.type) for f in params}
+        types = parameter_types(families()[family].params)
         if unknown := stated - types.keys() - {*ROW_COLUMNS, *MORE_COLUMNS}:
             raise ValueError(f"{family} has no {sorted(unknown)}; it has {list(types)}")
         needed = [*ROW_COLUMNS, *(f.name for f in params if f.default is MISSING)]
@@ -232,21 +233,21 @@ def _check(columns: Facts, constants: Facts, family: str) -> None:
             not isinstance(expression, dict)
             or not {"of", "gpu", "node", "link"} & expression.keys()
         )
-        if free and (name in CLOSED or types.get(name) in ("str", "bool")):
+        if free and (name in CLOSED or types.get(name) in (str, bool)):
             raise ValueError(f"{name} must be a constant, a table of values or a gpu")
     for name in stated:
         for value in _values(columns, constants, name):
-            _check_value(name, value, types.get(name, ""))
+            _check_value(name, value, types.get(name, object))
 
 
-def _check_value(name: str, value: Any, kind: str) -> None:
+def _check_value(name: str, value: Any, kind: type) -> None:
     if name == "dtype" and value not in ITEMSIZE_BYTES and value != "":
         raise ValueError(f"unknown dtype {value!r}; known: {list(ITEMSIZE_BYTES)}")
     if name == "timer" and value not in TIMERS:
         raise ValueError(f"unknown timer {value!r}; known: {TIMERS}")
-    allowed = {"str": str, "bool": bool}.get(kind, object)
-    if not isinstance(value, allowed) or (kind in ("int", "float") and isinstance(value, bool)):
-        raise ValueError(f"{name}: {value!r} is no {kind}")
+    allowed = kind if kind in (str, bool) else object
+    if not isinstance(value, allowed) or (kind in (int, float) and isinstance(value, bool)):
+        raise ValueError(f"{name}: {value!r} is no {kind.__name__}")
 
 
 def _values(columns: Facts, constants: Facts, name: str) -> Iterator[Any]:

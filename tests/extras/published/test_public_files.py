@@ -23,6 +23,7 @@ from itercast.learners.known_bundles import find_bundle, find_gpu
 from itercast.microbench.hardware.node import node_names
 from itercast.microbench.hardware.spec import gpu_names, load_gpu
 from itercast.microbench.ops import families
+from itercast.microbench.ops.family import parameter_types
 from itercast.microbench.ops.matrix.recurrent import CALL, Recurrent
 from itercast.microbench.ops.step.collective import OPS
 from itercast.names import importers
@@ -59,7 +60,8 @@ def test_all_files_are_read_and_rows_are_what_learners_take(name: str) -> None:
         assert set(rows["gpu"]) <= set(gpu_names())
         if family in ("iteration", "host"):
             continue
-        names = [f.name for f in fields(families()[family].params) if f.type != "float"]
+        types = parameter_types(families()[family].params)
+        names = [name for name, kind in types.items() if kind is not float]
         known = rows[[n for n in names if n in rows]]  # a rate may be unknown
         assert known.notna().all().all() and "f" not in {t.kind for t in known.dtypes}, family
         some = rows.sample(min(len(rows), 5000), random_state=0)
