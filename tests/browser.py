@@ -1,7 +1,5 @@
 """A real headless browser for tests, Debian's chromium: its console, its requests."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

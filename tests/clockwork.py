@@ -1,7 +1,5 @@
 """A device of clockwork and a family of points that do what they are told, for tests of sweeps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

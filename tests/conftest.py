@@ -1,7 +1,5 @@
 """What tests share: a folder to write to, the same random numbers, and what is slow to make."""
 
-from __future__ import annotations
-
 import fcntl
 import gc
 import json

@@ -1,7 +1,5 @@
 """Plans drawn by a seed from all keys, of which the legal ones are kept: what laws are held to."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """A full disk, by a limit of file sizes: it fails in the middle of a write, too."""
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager

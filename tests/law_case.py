@@ -1,7 +1,5 @@
 """Small models, their plans and machines, and the iterations that are simulated of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any

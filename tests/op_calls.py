@@ -1,7 +1,5 @@
 """Calls of ops for tests: described without data, or logged as they run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

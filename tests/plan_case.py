@@ -1,7 +1,5 @@
 """Devices, a pricer and a search of plans that no bundle is needed for."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from math import inf
 from typing import Any

@@ -1,7 +1,5 @@
 """Published measurements, which are not in this repository: where they are, and who needs them."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

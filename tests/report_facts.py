@@ -1,7 +1,5 @@
 """Made-up results of one device that are small enough to check a report by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Servers that tests start: a free port, and waiting until they answer."""
 
-from __future__ import annotations
-
 import socket
 import time
 import urllib.request

@@ -1,7 +1,5 @@
 """Small scripts, and what a step of them launches."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

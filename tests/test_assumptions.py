@@ -1,7 +1,5 @@
 """Assumed numbers are data: each has a unit, a source and where it holds, and each is used."""
 
-from __future__ import annotations
-
 import ast
 import itertools
 import math

@@ -4,8 +4,6 @@ A block that is none for a shell or for Python is text; all others are run, or a
 with the reason.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Documentation names only modules, files, commands and options that exist; its examples run."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import inspect

@@ -1,7 +1,5 @@
 """Every script in examples/ runs as it stands, and prints what it promises."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Real files, mutated: each is accepted or refused in one line. `make endurance` reads 100,000."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

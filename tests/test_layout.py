@@ -1,7 +1,5 @@
 """The layout holds: packages and their rooms import one way, small rooms, datasets without code."""
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 from functools import cache

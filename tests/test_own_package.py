@@ -1,7 +1,5 @@
 """What other packages add by entry points: the example package is installed and used."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

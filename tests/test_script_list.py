@@ -1,7 +1,5 @@
 """The list of strangers' scripts can be read: what it says of each is known."""
 
-from __future__ import annotations
-
 import yaml
 from made_files import KINDS
 from scripts_of_others import LIST, Listed

@@ -1,7 +1,5 @@
 """The wheel: one top-level name, small, and at work beside a user's modules of the same names."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

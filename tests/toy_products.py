@@ -1,7 +1,5 @@
 """Products measured on a made-up device, as a dataset and as a bundle that is trained on them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from itertools import islice

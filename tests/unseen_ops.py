@@ -1,7 +1,5 @@
 """A toy GPU and models of a few ops, for tests of the fallbacks of all others."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

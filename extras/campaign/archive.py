@@ -4,8 +4,6 @@
 writes it. It holds Parquet parts, cards, journals and logs as plain files, and no code.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import re

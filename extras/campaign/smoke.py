@@ -1,7 +1,5 @@
 """Checks that the first rows of a GPU are plausible, before half an hour is spent on more."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

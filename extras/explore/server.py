@@ -1,7 +1,5 @@
 """Serves a page with sliders on this machine that forecasts as they move."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from contextlib import suppress

@@ -3,8 +3,6 @@
 They get and return JSON as bytes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """How an importer is run."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """EfficientNet, ConvNeXt, DenseNet, WaveNet and U-Net, in small sizes."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

@@ -1,7 +1,5 @@
 """Imports torch.profiler traces as rows: kernel time of each op, and times of profiler steps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd

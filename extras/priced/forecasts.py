@@ -1,7 +1,5 @@
 """Adds forecasts to the rows of a Parquet file in dataset form."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 

@@ -5,8 +5,6 @@ fitted on it takes the value that it would have without
 (``itercast.capture.base.assumptions.leaving_out``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Run lines of the public benchmark about whole models: forecast published iterations, score."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Named models: published sizes, layers by hand, a capture that equals its run."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

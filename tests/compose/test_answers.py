@@ -1,7 +1,5 @@
 """What a forecast says of itself: notes, how sure it is that a step fits, plans without effect."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

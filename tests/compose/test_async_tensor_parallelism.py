@@ -1,7 +1,5 @@
 """Async tensor parallelism in scripts: torch.compile sends parts of messages beside products."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

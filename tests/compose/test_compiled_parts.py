@@ -1,7 +1,5 @@
 """What a program runs under torch.compile is captured as such, forward and backward."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -5,8 +5,6 @@ copy, and nothing else, is counted once more on every other rank: ``COPIED_PRODU
 ``COPIED_PARAMETERS`` name it. Models are small, their architectures those of published ones.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

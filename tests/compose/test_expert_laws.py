@@ -1,7 +1,5 @@
 """Laws of experts that ep spreads over ranks: nothing of them is lost, and nothing sent in vain."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd

@@ -1,7 +1,5 @@
 """Forecasts by hand, from a pricer that knows one price."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from math import exp, log

@@ -3,8 +3,6 @@
 Held to small models under plans drawn by a seed; a longer run is ``tests/endurance/laws.py``.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Laws of messages and states: bytes that ranks send and hold, counted by hand."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from dataclasses import replace

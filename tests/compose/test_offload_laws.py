@@ -1,7 +1,5 @@
 """Laws of what lies in host memory: copies take PCIe's time, and never less than their bytes."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A plan's rewritten graph does what torch's own parallel program does: flops, messages, bytes."""
 
-from __future__ import annotations
-
 import runpy
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence

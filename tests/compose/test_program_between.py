@@ -1,7 +1,5 @@
 """A script's step as numbers of ranks between two that were captured, by hand."""
 
-from __future__ import annotations
-
 from itercast.capture.opcall import OpCall, StepCapture, TensorSpec
 from itercast.capture.programs.program import COLLECTIVE, ProgramCapture
 from itercast.compose.programs.several import program_between

@@ -1,7 +1,5 @@
 """Utilisation counts what a model computes, not what its checkpoints compute again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Samples and tokens of all ranks, by hand: of 8 ranks some split layers, stages or sequences."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

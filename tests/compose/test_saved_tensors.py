@@ -1,7 +1,5 @@
 """What recomputation keeps is the policy's, whether kernels are fused or not."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Experts behind messages: what one process does is what all ranks of the script do together."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The model that a script trains is found, and its step is the script's own, in any batch."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path

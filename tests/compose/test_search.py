@@ -1,7 +1,5 @@
 """Plan search finds the plans that simulating every candidate finds."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from dataclasses import replace

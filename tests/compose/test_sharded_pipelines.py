@@ -1,7 +1,5 @@
 """FSDP2 in a pipeline: a plan gathers, scatters and holds what torch's own program does."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

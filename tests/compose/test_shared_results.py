@@ -1,7 +1,5 @@
 """Plans share results only where these are equal; captures are shared as long as the code is."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, fields, replace
 from functools import partial

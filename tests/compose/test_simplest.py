@@ -1,7 +1,5 @@
 """The simplest plan that may be as good as the best one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import exp

@@ -3,8 +3,6 @@
 The lanes of a rank add up to its iteration; more work is never faster.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

@@ -5,8 +5,6 @@ the bundles that ship. Prints what differs by more than ``TOLERANCE``; exit code
 does. ``--record`` writes the file anew.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

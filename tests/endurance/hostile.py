@@ -5,8 +5,6 @@ of their own, so that a crash is seen; what fails is kept in runs/hostile. Witho
 get the few lines that are written here.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

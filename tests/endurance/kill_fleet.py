@@ -7,8 +7,6 @@ again where it ended. When all chunks of a plan are done, every row that a kill 
 be at the root, once, and cards must state the parts.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import os

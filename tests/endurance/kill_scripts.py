@@ -6,8 +6,6 @@ signal; if that was another one, the command is killed in the end. A process cou
 command's mark in its environment and is there two seconds later.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

@@ -3,8 +3,6 @@
 Prints each case that breaks a law; exit code 1 if one does.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable

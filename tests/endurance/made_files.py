@@ -1,7 +1,5 @@
 """Makes the small files that strangers' scripts read: texts, tokens, images, rows, models."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import struct

@@ -6,8 +6,6 @@ puts prefixes before the lines. Each time tells the collective and size that it 
 how many rows were stored, and how many under another collective or size.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys

@@ -8,8 +8,6 @@ uses gloo, for ``scripts_against_torchrun.py``.
 A model of four blocks has P parameters, B of them in the blocks; a rank has 8 x 512 tokens.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -5,8 +5,6 @@ packages are missing are skipped. Each runs twice; the time of a step is the med
 one optimizer step to the next. Prints a table; the retest is one run against the other.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

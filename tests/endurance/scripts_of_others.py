@@ -9,8 +9,6 @@ and time. With ``--plan dp=64`` it is the model that a script trains, under a pl
 on one GPU is from the script's own, and what it takes under the plan.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

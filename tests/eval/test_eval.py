@@ -1,7 +1,5 @@
 """Results summed up by hand: errors, noise floors, orders of plans, programs beside plans."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from io import StringIO
 

@@ -1,7 +1,5 @@
 """Runs that exist while a command works, in a real SQLite store: how each of them ends."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The shipped bundle against iterations that we measured on an H100 and an H200 (datasets/gpu)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

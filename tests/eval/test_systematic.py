@@ -1,7 +1,5 @@
 """Warnings about groups of iterations that are off by more than chance, on cases made by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Tables in files, on wide terminals and on narrow ones: nothing is cut."""
 
-from __future__ import annotations
-
 import pytest
 from rich.table import Table
 

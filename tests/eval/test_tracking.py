@@ -1,7 +1,5 @@
 """What a training leaves in MLflow, in a real SQLite store: runs, datasets, models, champions."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

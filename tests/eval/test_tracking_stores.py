@@ -1,7 +1,5 @@
 """Trainings are logged to PostgreSQL and to a tracking server as they are to a local file."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import shutil

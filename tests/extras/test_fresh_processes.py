@@ -1,7 +1,5 @@
 """Fresh processes of a program that is stopped or killed while they work."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Forecasts rank software for a call: shares counted by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

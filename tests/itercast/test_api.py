@@ -1,7 +1,5 @@
 """The Python API on modules of one's own, and its captures."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

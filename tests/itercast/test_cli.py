@@ -1,7 +1,5 @@
 """The command line as a whole: groups, lists, families, what it imports, how it stops."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Forecasts beside steps that a user wrote down, as ``itercast evaluate --measured`` shows them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

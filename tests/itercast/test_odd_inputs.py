@@ -1,7 +1,5 @@
 """Odd command lines: one clear line and exit code 2, or a right answer; nothing is left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`itercast plan` as a user meets it, with a bundle that knows no family: roofline throughout."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import socket

@@ -1,7 +1,5 @@
 """`itercast predict`: what it prints, writes and imports, and what a new user meets."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

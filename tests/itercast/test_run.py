@@ -1,7 +1,5 @@
 """``itercast run`` forecasts a script in a process of its own, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

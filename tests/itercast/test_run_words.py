@@ -1,7 +1,5 @@
 """What ``itercast run`` says of memory, messages and numbers of GPUs, in words."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

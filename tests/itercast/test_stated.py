@@ -1,7 +1,5 @@
 """Answers say what they are of: precision, sizes, what is unusual, and how to ask again."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The table printed after training: errors by family and learner, coverage of the intervals."""
 
-from __future__ import annotations
-
 from io import StringIO
 from typing import Any
 

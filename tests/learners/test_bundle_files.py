@@ -1,7 +1,5 @@
 """Which bundle answers for a device; changed files are refused before anything parses them."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import shutil

@@ -1,7 +1,5 @@
 """The learners that the blend is compared with: what each of them sees, and that it learns."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Intervals of op times, and held-out forecasts that say what explains a bad one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Learning from rows that follow a known law, and bundles that come back as they went."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from itertools import islice

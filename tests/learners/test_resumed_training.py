@@ -1,7 +1,5 @@
 """Trainings that go on or elsewhere: trials after an interruption, families as Ray tasks."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The shipped bundle: optimizer steps and dropout; hosts found from rows of events."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

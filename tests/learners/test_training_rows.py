@@ -1,7 +1,5 @@
 """The rows that are trained on: of too many a sample, without ops that failed or torn parts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path

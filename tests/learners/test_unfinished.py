@@ -1,7 +1,5 @@
 """A training that is stopped keeps the families it has finished, and continues with the others."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

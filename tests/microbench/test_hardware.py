@@ -1,7 +1,5 @@
 """Files of hardware: each loads, numbers agree with each other, hosts and software are known."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace

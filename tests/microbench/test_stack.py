@@ -1,7 +1,5 @@
 """Rules that are switched off, YAML that is read in C, releases of software."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Imports published step times: tables with plans of many models, and timm's benchmarks."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

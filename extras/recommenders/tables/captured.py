@@ -1,7 +1,5 @@
 """The tables of a captured step as shardings have them, and the lookups of each."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tells embedding bags of a captured step how their row numbers are distributed."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace

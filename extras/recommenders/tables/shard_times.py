@@ -1,7 +1,5 @@
 """Times of the shards of a captured step's tables, and the sharding that balances them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count

@@ -1,7 +1,5 @@
 """What is kept in the cache folder, and for how long."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Files are replaced at once; links, FIFOs and devices stay what they are."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What is made while no cycles are looked for is not looked through at once afterwards."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -1,7 +1,5 @@
 """Slow packages are imported when they are used; modules are changed once they are there."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 ``python reshardings.py FILE`` runs them in four processes; the first writes to FILE what each sent.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """What scripts of strangers do, each in a few lines: devices, pools, weights, checks."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What scripts copy to host memory and compute there, counted by hand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

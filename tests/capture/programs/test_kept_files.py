@@ -1,7 +1,5 @@
 """A forecast of a script leaves the files that lay there as they were."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

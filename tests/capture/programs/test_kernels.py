@@ -1,7 +1,5 @@
 """Weights in 4 bits as bitsandbytes has them; its two ops are declared here as there."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from unittest.mock import patch

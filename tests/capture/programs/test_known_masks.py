@@ -1,7 +1,5 @@
 """What scripts know of their masks decides whether attention is causal or masked."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """torch.load under fake tensors puts what it reads where torch puts real tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

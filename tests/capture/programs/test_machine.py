@@ -1,7 +1,5 @@
 """What scripts find in torch on GPUs that are not there, each a few lines."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections import Counter

@@ -1,7 +1,5 @@
 """Programs as users write them are captured as one rank of many launches them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """What a reducer's buckets and redistributed tensors send, as torch's own do."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Of a model's equal layers some run, and the step is as if all ran."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

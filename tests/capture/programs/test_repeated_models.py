@@ -1,7 +1,5 @@
 """A law: models of transformers launch with repeated layers what they launch without."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

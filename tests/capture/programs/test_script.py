@@ -1,7 +1,5 @@
 """Unchanged training scripts run as one rank on GPUs that are not there, or are refused."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path

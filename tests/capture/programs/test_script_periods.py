@@ -1,7 +1,5 @@
 """An iteration of a loop whose steps are not alike: rollouts, evaluations, uneven ends."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

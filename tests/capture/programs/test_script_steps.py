@@ -1,7 +1,5 @@
 """Scripts that train: habits of their steps, where these begin and end."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Scripts that take gradients by transforms of ``torch.func``, and forward ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

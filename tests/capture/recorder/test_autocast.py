@@ -1,7 +1,5 @@
 """Mixed precision: what CUDA's autocast casts, counted by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

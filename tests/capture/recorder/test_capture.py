@@ -1,7 +1,5 @@
 """What a capture writes down equals what a real step does."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import gzip

@@ -1,7 +1,5 @@
 """Models of transformers and timm, by configuration: what is fed, built and refused."""
 
-from __future__ import annotations
-
 import json
 import sys
 from inspect import Parameter, Signature

@@ -1,7 +1,5 @@
 """Hugging Face configurations: what is built, what is fed, what a capture shows."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

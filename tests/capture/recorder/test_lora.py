@@ -1,7 +1,5 @@
 """LoRA: which parameters are trained, what the backward pass leaves out, what memory is saved."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Elements chosen by a mask: torch looks for their positions first."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

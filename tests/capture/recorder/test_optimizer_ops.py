@@ -1,7 +1,5 @@
 """Ops of optimizers on fake tensors: which are answered without torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

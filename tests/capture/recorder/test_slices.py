@@ -1,7 +1,5 @@
 """Ops on one slice after another are worked out once."""
 
-from __future__ import annotations
-
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -1,7 +1,5 @@
 """Sparse tensors in a capture: the same ops, shapes and stored values as in a real step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What attention leaves for its backward where no fused kernel runs on a GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

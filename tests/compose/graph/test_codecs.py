@@ -1,7 +1,5 @@
 """Compressed messages: what is sent, and the kernels around it, counted by hand."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Steps as a CUDA graph or torch.compile runs them, counted by hand."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Layers of captured steps: where they are cut, captures at other sizes, memory that is cold."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Linear layers in 8 and 4 bits: which products, what casts cost, which models are refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """QLoRA: what is stored in 4 bits, the kernels that make it whole, messages and memory."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Cold shares of memory: reuse distances and freed blocks counted by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

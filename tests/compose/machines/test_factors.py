@@ -1,7 +1,5 @@
 """Factors of a machine: what each of them makes longer, counted by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

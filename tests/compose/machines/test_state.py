@@ -1,7 +1,5 @@
 """What measured steps tell of a machine: arithmetic by hand, and laws of normal distributions."""
 
-from __future__ import annotations
-
 from math import hypot, log, sqrt
 
 import numpy as np

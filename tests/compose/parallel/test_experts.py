@@ -1,7 +1,5 @@
 """Experts in one grouped product: over ranks, in fp8, and on GPUs without such a kernel."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Plans are read from text; a bad one is refused with the rule it breaks."""
 
-from __future__ import annotations
-
 import law_case
 import pytest
 

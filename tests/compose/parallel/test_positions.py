@@ -1,7 +1,5 @@
 """Sequences longer than a model's table of positions are refused, as on a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

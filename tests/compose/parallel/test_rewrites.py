@@ -1,7 +1,5 @@
 """Ops, collectives and bytes that tp, cp and ep add to one rank's step, and to adapters."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What messages cost compute beside them, counted by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

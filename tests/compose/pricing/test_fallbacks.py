@@ -1,7 +1,5 @@
 """Which ops are priced in place of those that no model has seen."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any

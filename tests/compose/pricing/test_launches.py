@@ -1,7 +1,5 @@
 """The host lane, op by op: what rows tell of a call, counted by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

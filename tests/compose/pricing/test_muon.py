@@ -1,7 +1,5 @@
 """Muon's products, messages and state by hand, as torch.optim.Muon and Dion's dealing have them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from functools import cache

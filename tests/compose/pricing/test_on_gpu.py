@@ -1,7 +1,5 @@
 """What a GPU runs otherwise than the CPU that was captured, and how its ops are priced."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, replace
 from typing import Any

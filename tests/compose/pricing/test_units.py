@@ -1,7 +1,5 @@
 """Products in dtypes that a GPU has no units for."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Gradient buckets and their overlap with backward, by hand."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Pipeline schedules against the task simulation, and their known bubbles."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

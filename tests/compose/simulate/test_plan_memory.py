@@ -1,7 +1,5 @@
 """Memory of a rank under a plan: by purpose, at its peak, and what a GPU has room for."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

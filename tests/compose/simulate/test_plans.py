@@ -1,7 +1,5 @@
 """Whole plans: identities between strategies, memory, and cost that does not grow with ranks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Timelines counted by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 from itercast.compose.simulate.timeline import (

@@ -1,7 +1,5 @@
 """The optimizer's step of old software, and what a GradScaler adds before it, counted by hand."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from typing import Any

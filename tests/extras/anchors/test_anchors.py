@@ -1,7 +1,5 @@
 """A user's measured steps: what they change of forecasts, and which are not believed."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields, replace
 from math import exp

@@ -1,7 +1,5 @@
 """Steps of two models on one machine that takes 1.2 times as long as forecast, one on another."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd

@@ -1,7 +1,5 @@
 """How much of models' time lies inside what a bundle was trained on."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reports of training: models of one GPU's own rows, learners by family."""
 
-from __future__ import annotations
-
 from io import StringIO
 from pathlib import Path
 

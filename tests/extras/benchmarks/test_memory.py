@@ -1,7 +1,5 @@
 """What `python -m itercast.extras.benchmarks.memory` and `.speed` measure."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What `python -m itercast.extras.benchmarks.peaks` compares."""
 
-from __future__ import annotations
-
 import weakref
 
 import pandas as pd

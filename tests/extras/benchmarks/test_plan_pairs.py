@@ -1,7 +1,5 @@
 """How well forecasts tell plans apart, counted by hand."""
 
-from __future__ import annotations
-
 from math import log
 
 import pytest

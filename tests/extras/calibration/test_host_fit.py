@@ -1,7 +1,5 @@
 """Hosts are found from measured steps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The GPU campaign: stages, budgets, what its first rows must show, no heavy packages."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The catalogue of models: what their steps call, which points are drawn, what is held out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Whole campaigns with real workers on a stand-in for CUDA (tests/standin)."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

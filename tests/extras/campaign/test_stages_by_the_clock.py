@@ -1,7 +1,5 @@
 """Sweeps of a campaign's stage, which end by the clock: on workers that only take time."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """recompute=budget: which results a checkpoint saves, and torch's own run of that policy."""
 
-from __future__ import annotations
-
 import json
 from itertools import combinations
 from pathlib import Path

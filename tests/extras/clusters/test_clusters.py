@@ -1,7 +1,5 @@
 """Steps on unlike GPUs: files, splits and simulations counted by hand, laws on real prices."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from itertools import combinations

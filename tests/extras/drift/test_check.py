@@ -1,7 +1,5 @@
 """`itercast check`, `compare` and `calibrate --host`: bundles and hosts against measured rows."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Sign tests of measured over forecast times, counted by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Time that rests on assumed numbers, counted by hand: ``assumed_frac`` and what explains it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Explained forecasts: parts that add up, ops near their roofline by hand, laws of changes."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

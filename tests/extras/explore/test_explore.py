@@ -1,7 +1,5 @@
 """The page with sliders in a real browser: forecasts follow the sliders, on a desk and a phone."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """The page of a plan search in a real browser, on a desk and on a phone."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Chunks of a fleet whose process or command was killed late: nothing is measured twice."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

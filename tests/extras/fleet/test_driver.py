@@ -1,7 +1,5 @@
 """A plan run through a real Ray cluster of this machine."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

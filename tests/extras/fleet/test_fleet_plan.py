@@ -1,7 +1,5 @@
 """Plans of a fleet: what is refused with nothing started, how points are dealt; examples."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Graphs cut among ranks: what a rank reads, sends and computes, counted by hand."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

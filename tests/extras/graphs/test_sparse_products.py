@@ -1,7 +1,5 @@
 """Products with sparse matrices: counted by hand, built, captured and priced."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

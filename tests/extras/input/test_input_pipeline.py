@@ -1,7 +1,5 @@
 """A loop that a DataLoader feeds: workers, cores, queues, and a forecast that waits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import exp
 from pathlib import Path

@@ -1,7 +1,5 @@
 """DataLoaders are measured for real, stage by stage; hostile ones end in one line."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Traces of torch.profiler: kernels join the ops that launched them, steps become iterations."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ops that are measured inside profiled training steps."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`--lengths`: padding, packing and unlike replicas, counted by hand and as commands answer."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Lookups in tables and updates of them: streams of rows, caches, what really runs."""
 
-from __future__ import annotations
-
 import gzip
 import pickle
 from collections.abc import Iterator

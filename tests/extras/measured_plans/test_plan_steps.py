@@ -1,7 +1,5 @@
 """Steps under plans: what cannot run, what stays equal, all on two processes."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

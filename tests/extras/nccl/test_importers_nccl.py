@@ -1,7 +1,5 @@
 """Outputs of nccl-tests as people keep them: text, a launcher's prefix, JSON, several runs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Steps of noisy ranks: closed forms against draws, laws, and what `predict --spread` prints."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from math import exp, sqrt

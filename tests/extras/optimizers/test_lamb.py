@@ -1,7 +1,5 @@
 """LAMB: one step by hand, the tensors it reads and writes, the memory it needs."""
 
-from __future__ import annotations
-
 import torch
 
 from itercast.capture.opcall import StepCapture

@@ -1,7 +1,5 @@
 """The report on disk: evaluation.json, pages with every section, the command."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

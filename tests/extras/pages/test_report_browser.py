@@ -1,7 +1,5 @@
 """The report in a real headless browser: what a reader sees on a desk, on a phone, at night."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from pathlib import Path

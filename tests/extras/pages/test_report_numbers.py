@@ -1,7 +1,5 @@
 """Numbers of the report on results that are small enough to check by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

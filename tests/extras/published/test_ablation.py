@@ -1,7 +1,5 @@
 """What a rule buys is judged by sources that it has not seen."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whole-model lines of the public benchmark: what is chosen, what is summed, what is scored."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The public benchmark: splits without leaks, baselines and widths that answer by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

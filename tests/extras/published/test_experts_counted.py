@@ -1,7 +1,5 @@
 """Mixtures of experts, which libraries run as a whole: pairs, loads and times by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 from itercast.extras.published import experts

@@ -1,7 +1,5 @@
 """Files in their owners' forms, whole and made to hurt: rows, counted lines or one line."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """Leave one source out: what is left out of what, by sources made up by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path

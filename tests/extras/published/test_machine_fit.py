@@ -1,7 +1,5 @@
 """Fits of how machines differ, on steps drawn from known spreads."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

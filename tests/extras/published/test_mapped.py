@@ -1,7 +1,5 @@
 """The mechanism of mappings: conversions by hand, what is left out and why, wrong mappings."""
 
-from __future__ import annotations
-
 import gzip
 from pathlib import Path
 

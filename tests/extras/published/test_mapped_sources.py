@@ -1,7 +1,5 @@
 """What importers make of a few lines in each source's format; all numbers made up."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

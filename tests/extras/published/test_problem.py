@@ -1,7 +1,5 @@
 """Models of published benchmarks: interpreted from text, built from configurations, or plans."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

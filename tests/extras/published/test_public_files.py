@@ -1,7 +1,5 @@
 """The public tables themselves through their importers, where they are at hand."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, fields
 from functools import cache

@@ -1,7 +1,5 @@
 """Files of published sources whose cards are renamed to other known GPUs: imported all the same."""
 
-from __future__ import annotations
-
 import gzip
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What sources are used for: each for one thing; errors of untouched ones stand apart."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Rebuilding the shipped bundles: families trained apart are joined, compared and put in place."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models of ``datasets/user_runs`` that no configuration describes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Two ranks of sharded DLRMs whose weights both know: each runs a step, saves what it computed."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

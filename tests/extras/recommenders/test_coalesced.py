@@ -1,7 +1,5 @@
 """Optimizers that sum the rows of a sparse gradient first: Adagrad and Adam, counted by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

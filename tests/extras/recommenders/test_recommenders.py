@@ -1,7 +1,5 @@
 """Judging forecasts of recommendation models: choices and errors by hand, real ranks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

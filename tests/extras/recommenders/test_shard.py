@@ -1,7 +1,5 @@
 """``itercast shard``: a ranking in torchrec's form; a wrong table, stream or plan gets a line."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shlex

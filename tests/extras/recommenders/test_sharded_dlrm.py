@@ -1,7 +1,5 @@
 """Sharded DLRMs: two processes compute what one does, whatever the placement of tables."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Rollouts and learners, by hand: in turns, beside each other, and what workers buy."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

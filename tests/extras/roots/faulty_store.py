@@ -6,8 +6,6 @@ In turn: an answer 503, a connection cut in the middle (of a body that is sent, 
 an answer too late, a body that arrives torn though its length is right. The log gets a line each.
 """
 
-from __future__ import annotations
-
 import http.client
 import itertools
 import sys

@@ -1,7 +1,5 @@
 """Roots at URLs: a real S3 server (moto's, a process), one that fails between, a web server."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import os

@@ -1,7 +1,5 @@
 """Jobs that a scheduler resizes: deals counted by hand and by trying all of them."""
 
-from __future__ import annotations
-
 import random
 from itertools import product
 

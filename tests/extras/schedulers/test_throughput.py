@@ -1,7 +1,5 @@
 """`itercast throughput` and `replay`: cells equal forecasts, files are Gavel's and Sia's."""
 
-from __future__ import annotations
-
 import csv
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Traces of plans: nothing missing, and they end when the forecast says."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

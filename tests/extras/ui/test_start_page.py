@@ -1,7 +1,5 @@
 """What the first page of MLflow's UI lists."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The MLflow UI in a real browser, as ``make ui`` starts it: what is seen without a click."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Products are learned as multiples of a roofline at the rate that large ones achieve on a GPU."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from itertools import islice
 

@@ -1,7 +1,5 @@
 """Rows of products that are aligned and of others do not disturb each other."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from toy_products import TOY, timed

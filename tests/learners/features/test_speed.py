@@ -1,7 +1,5 @@
 """Rows that are learned from: checked, at one speed, under measured names, with hosts' costs."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 import pytest

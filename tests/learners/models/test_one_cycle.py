@@ -1,7 +1,5 @@
 """The optimizer of small models is torch's, step by step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

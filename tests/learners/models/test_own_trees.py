@@ -1,7 +1,5 @@
 """Trees: of one GPU's own, of all together, and from files."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A Gaussian process along stated_kernel: what it carries on, what it shrugs off, what it keeps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -4,8 +4,6 @@ An H100 has rows of all ops in torch 2.11, other GPUs of layer norms in torch 2.
 how many times its roofline is stated, and 2 % noise added.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import islice

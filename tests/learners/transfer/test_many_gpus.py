@@ -1,7 +1,5 @@
 """One model of several GPUs: what is known stays exact, what is new is sane, a few rows help."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import islice

@@ -1,7 +1,5 @@
 """Ops that both an H100 and an H200 measured (datasets/gpu): how their times move between them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

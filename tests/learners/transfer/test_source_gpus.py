@@ -1,7 +1,5 @@
 """Unseen GPUs are forecast by source GPUs, weighted by distance."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any

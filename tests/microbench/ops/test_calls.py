@@ -1,7 +1,5 @@
 """What families read out of captured calls, and how they build them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace

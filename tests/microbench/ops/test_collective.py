@@ -1,7 +1,5 @@
 """What collectives send over links and networks, and groups of ranks: counted by hand."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Flops and bytes of ops of all families, counted by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Every family keeps the contract: it builds, runs, counts and sweeps what it answers for."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from itertools import islice
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Times at which a GPU's cache, memory and SMs bound pointwise ops, norms and look-ups."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 
 import numpy as np

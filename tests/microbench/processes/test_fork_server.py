@@ -1,7 +1,5 @@
 """Forks of a process that has imported a module: what they run in, how they end, and with whom."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

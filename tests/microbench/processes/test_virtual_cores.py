@@ -1,7 +1,5 @@
 """Before something is timed, virtual cores that are one core are given the time to come apart."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Workers that hang, outlive their time or leave others behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Points that sweeps measure: captured ones, those of a file, and their order."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Sweeps in chunks on a device of clockwork: rows, failures, sticky errors, budgets."""
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable, Sequence

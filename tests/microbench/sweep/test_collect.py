@@ -1,7 +1,5 @@
 """A real sweep of a few seconds on this CPU: budget, resume, kill -9."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

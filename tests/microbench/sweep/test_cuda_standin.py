@@ -1,7 +1,5 @@
 """What a GPU sweep asks of CUDA, with torch's CUDA calls stood in for; kernels."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

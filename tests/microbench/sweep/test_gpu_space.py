@@ -1,7 +1,5 @@
 """Which points a sweep of a GPU measures: sizes, dtypes, weights, points measured elsewhere."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace

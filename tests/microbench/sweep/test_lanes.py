@@ -1,7 +1,5 @@
 """Several GPUs of a node at once: one worker each, points shared, rows and cards name machines."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

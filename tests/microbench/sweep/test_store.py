@@ -1,7 +1,5 @@
 """Journals, parts, cards and archives: nothing lost, nothing torn, nothing twice."""
 
-from __future__ import annotations
-
 import io
 import os
 import tarfile

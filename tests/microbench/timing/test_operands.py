@@ -1,7 +1,5 @@
 """Operands of a timed call, written anew by one core."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Reference times of a chunk, on a device whose host needs 30 us to queue a sample."""
 
-from __future__ import annotations
-
 from itercast.microbench.timing.cuda_device import Launched
 from itercast.microbench.timing.references import SAMPLES, _median_us
 

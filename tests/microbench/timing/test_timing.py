@@ -1,7 +1,5 @@
 """Clocks: what runs before a timed call and is taken off its time; kernels read from traces."""
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import replace

@@ -3,8 +3,6 @@
 The kernels of torch 2.13's scheduler for one Llama layer were the pattern of these.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from plan_case import call

@@ -1,7 +1,5 @@
 """What backward keeps of a compiled forward, beside torch's own partitioner and by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

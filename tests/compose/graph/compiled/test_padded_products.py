@@ -1,7 +1,5 @@
 """Products that torch.compile pads: which parts they have by hand, and when they are taken."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Compiled scripts: equal casts are computed once, equal messages are sent once."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

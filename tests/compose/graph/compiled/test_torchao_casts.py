@@ -1,7 +1,5 @@
 """Casts to fp8 of compiled steps, counted by hand from torchao's Float8Linear."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

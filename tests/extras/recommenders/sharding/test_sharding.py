@@ -1,7 +1,5 @@
 """Shardings of embedding tables: shards, traffic and waiting by hand, laws, hostile files."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import product

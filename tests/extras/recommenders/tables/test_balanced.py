@@ -1,7 +1,5 @@
 """Greedy sharding that cuts tables: by hand, no rank above the mean, valid placements, memory."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Tables that one kernel looks up and another updates: bytes by hand, laws over ranks."""
 
-from __future__ import annotations
-
 from itertools import count
 
 import pytest

@@ -1,7 +1,5 @@
 """Sharded tables of a captured step: a rank's calls by hand, and laws over all ranks."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Index streams reach the forecast: of every table, forward and backward, by words or by file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd

@@ -1,7 +1,5 @@
 """Spread tables before a pipeline: what its first stage sends, holds and updates, by hand."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

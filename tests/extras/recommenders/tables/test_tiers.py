@@ -1,7 +1,5 @@
 """Tables in host memory or on an SSD: rows that a step fetches, by hand, and laws over tiers."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
