@@ -30,7 +30,7 @@ from itercast.eval.iteration_parts import parts_us
 from itercast.eval.progress import progress_bar
 from itercast.eval.ranking import ranking_lines
 from itercast.eval.results import CaseResult, by_source, in_words, over_sources, records, totals
-from itercast.eval.tables import beside_output
+from itercast.eval.tables import beside_output, headed
 from itercast.learners.bundle import Bundle
 from itercast.learners.features.machine_speed import iterations_at_reference_us
 from itercast.learners.models.compared import BLEND
@@ -318,11 +318,9 @@ def results_table(results: Sequence[CaseResult]) -> Table:
     Below it the mean errors by source, or by kind of plan. Long plans wrap on a narrow terminal.
     """
     title = "predicted against measured training iterations, ms"
-    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for head in ("case", "plan"):
-        table.add_column(head, overflow="fold")
-    for head in ("predicted", "measured", "error\n%", "retest\n%", "no model\n%"):
-        table.add_column(head, justify="right", no_wrap=True)
+    texts, look = ("case", "plan"), {"pad_edge": False, "show_edge": False}
+    numbers = ("predicted", "measured", "error\n%", "retest\n%", "no model\n%")
+    table = headed(title, *texts, *numbers, texts=texts, box=box.SIMPLE_HEAD, **look)
     for result in results:
         table.add_row(result.case, result.plan, *result.cells)
     sources = by_source(results)

@@ -8,6 +8,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from itercast.eval.tables import headed
 from itercast.learners.models.compared import NAMES
 
 HEADS = {  # in two lines, so that all columns fit; other names stand as they are
@@ -31,10 +32,9 @@ def learner_table(
     """
     learners = [n for n in reversed(NAMES) if any(n in scores for _, _, scores in lines)]
     title = "median absolute error on held-out shapes, %; bold: none is better beyond the noise"
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-    table.add_column("family", no_wrap=True)
-    for head in (*facts, *(HEADS.get(name, name) for name in learners)):
-        table.add_column(head, justify="right", no_wrap=True)
+    heads = ("family", *facts, *(HEADS.get(name, name) for name in learners))
+    look = {"box": box.SIMPLE_HEAD, "padding": 0, "show_edge": False}
+    table = headed(title, *heads, texts=("family",), **look)
     for family, texts, scores in lines:
         table.add_row(family, *texts, *(cell(scores.get(name)) for name in learners))
     return table

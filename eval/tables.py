@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Container
+from typing import Any
 
 from rich.console import Console
 from rich.measure import Measurement
-from rich.table import Table
+from rich.table import Column, Table
 
 WIDE = 100_000  # characters of a line in a file, a pipe or a log
 LEAST = 14  # characters that a narrow terminal leaves a column of text
@@ -16,6 +18,15 @@ LEAST = 14  # characters that a narrow terminal leaves a column of text
 def three_digits(value: float) -> str:
     """A number with three digits, or all before the point: 0.158, 26.2, 1,540."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def headed(title: str, *heads: str, texts: Container[str], **look: Any) -> Table:
+    """A table without rows; columns that are not ``texts`` are numbers, which stand to the right.
+
+    ``look``: options of rich.
+    """
+    columns = (Column(head, justify="left" if head in texts else "right") for head in heads)
+    return Table(*columns, title=title, **look)
 
 
 def output() -> Console:

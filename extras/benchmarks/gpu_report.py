@@ -12,6 +12,7 @@ import pandas as pd
 from rich.table import Table
 
 from itercast.eval.results import COLUMNS, RETEST, CaseResult, summary
+from itercast.eval.tables import headed
 from itercast.learners.bundle import Bundle
 from itercast.learners.models.compared import BLEND
 from itercast.learners.train import errors, hardware_of
@@ -43,10 +44,9 @@ def machines_table(root: Path, gpu: str) -> Table | None:
     names = [n for n in ("host", "gpu_index", "gpu_uuid") if n in rows]
     if anchor is None or not names or len(rows.drop_duplicates(names)) < 2:
         return None
-    table = Table(title=f"single machines of {gpu}, by a product timed in every chunk")
+    title = f"single machines of {gpu}, by a product timed in every chunk"
     heads = (*names, "rows", "throttled %", "SM MHz", "anchor us", "against the others %", "")
-    for head in heads:
-        table.add_column(head, justify="left" if head in ("host", "gpu_uuid", "") else "right")
+    table = headed(title, *heads, texts=("host", "gpu_uuid", ""))
     for machine, part in rows.groupby(names, dropna=False):
         own_us, others_us = part[anchor].dropna(), rows[anchor].drop(part.index).dropna()
         slow = own_us.quantile(0.25) > others_us.quantile(0.75)
@@ -107,10 +107,7 @@ def iteration_errors(results: Sequence[CaseResult]) -> Scores:
 
 def error_table(title: str, scored: Mapping[str, Mapping[str, float]]) -> Table:
     """A table of errors in % by name: absolute errors, bias (signed mean), retest; "-": unknown."""
-    table = Table(title=f"{title}, errors in %")
-    table.add_column("", overflow="fold")
-    for head in COLUMNS:
-        table.add_column(head, justify="right")
+    table = headed(f"{title}, errors in %", "", *COLUMNS, texts=("",))
     for name, scores in scored.items():
         cells = (f"{scores[key]:.1f}" if key in scores else "-" for key in COLUMNS.values())
         table.add_row(name, *cells)

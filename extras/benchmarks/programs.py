@@ -21,7 +21,7 @@ from itercast.compose.programs.forecast import forecast_program
 from itercast.compose.target import find_target
 from itercast.eval.compare import compare_all, measured_rows
 from itercast.eval.results import CaseResult, summary
-from itercast.eval.tables import print_tables
+from itercast.eval.tables import headed, print_tables
 from itercast.extras.benchmarks.gpu_report import error_table
 from itercast.extras.programs import run_program
 from itercast.microbench.iterations.collect import collect_iterations, iteration_of
@@ -87,9 +87,9 @@ def results(root: Path) -> list[tuple[CaseResult, CaseResult]]:
 
 def table_of(pairs: Sequence[tuple[CaseResult, CaseResult]]) -> Table:
     """Errors of programs and plans in %, beside those of measuring again."""
-    table = Table(title="programs against the clock, errors in %", box=None)
-    for head in ("case", "plan", "measured ms", "program", "plan", "retest", "no model"):
-        table.add_column(head, justify="left" if head in ("case", "plan") else "right")
+    heads = ("case", "plan", "measured ms", "program", "plan", "retest", "no model")
+    title = "programs against the clock, errors in %"
+    table = headed(title, *heads, texts=("case", "plan"), box=None)
     for program, plan in pairs:
         errors = (f"{program.error_pct:+.1f}", f"{plan.error_pct:+.1f}", plan.retest_text)
         no_model = f"{100 * program.unmodelled_frac:.1f}"

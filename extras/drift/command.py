@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from itercast.capture.base.durations import seconds
-from itercast.eval.tables import print_tables
+from itercast.eval.tables import headed, print_tables
 from itercast.options import Bundle, Json, fetched_root
 
 if TYPE_CHECKING:
@@ -109,9 +109,9 @@ def measure(
 
 def check_tables(check: Check) -> list[Table]:
     """A table of measured over forecast times by family, and one of what changed, if anything."""
-    table = Table(title="measured time / forecast, at the speed of the machine at training")
-    for head in ("family", "points", "median", "p10", "p90", "margin %", "retest %", "drifted"):
-        table.add_column(head, justify="left" if head in ("family", "drifted") else "right")
+    title = "measured time / forecast, at the speed of the machine at training"
+    heads = ("family", "points", "median", "p10", "p90", "margin %", "retest %", "drifted")
+    table = headed(title, *heads, texts=("family", "drifted"))
     for family in check.families:
         numbers = [f"{x:.2f}" for x in (family.ratio, family.ratio_p10, family.ratio_p90)]
         retest = "-" if family.retest_pct is None else f"{family.retest_pct:.1f}"
@@ -121,9 +121,7 @@ def check_tables(check: Check) -> list[Table]:
         )
     if not check.changes:
         return [table]
-    other = Table(title="changed since training")
-    for head in ("what", "recorded", "now"):
-        other.add_column(head)
+    other = Table("what", "recorded", "now", title="changed since training")
     for change in check.changes:
         other.add_row(change.what, change.recorded, change.now)
     return [table, other]

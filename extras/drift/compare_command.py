@@ -14,7 +14,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from itercast.eval.tables import print_tables
+from itercast.eval.tables import headed, print_tables
 from itercast.options import Json
 
 if TYPE_CHECKING:  # the command line starts without pandas
@@ -62,9 +62,8 @@ def _print(comparisons: list[Comparison], first: Path, second: Path) -> None:
 
 def _table(comparisons: list[Comparison]) -> Table:
     """A line per family and GPU; the better error is bold, both where they are within the noise."""
-    table = Table(title="median absolute error, %", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-    for head in HEADS:
-        table.add_column(head, justify="left" if head in HEADS[:2] else "right")
+    look = {"box": box.SIMPLE_HEAD, "padding": 0, "show_edge": False}
+    table = headed("median absolute error, %", *HEADS, texts=("family", "gpu"), **look)
     for row in comparisons:
         errors = [
             Text(f"{error:.1f}", "" if row.better == other else "bold")

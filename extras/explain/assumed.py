@@ -9,7 +9,7 @@ from rich.table import Table
 
 from itercast.capture.base.assumptions import Assumption, all_assumptions
 from itercast.compose.forecast import Forecast
-from itercast.eval.tables import output, print_tables
+from itercast.eval.tables import headed, output, print_tables
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("capture", "microbench", "learners", "compose", "extras")
@@ -53,10 +53,9 @@ def _table(parts: Sequence[AssumedPart]) -> Table:
 
     ``_sources`` are printed below it.
     """
-    table = Table(title="assumed numbers that this forecast rests on, by time")
-    table.add_column("assumption", no_wrap=True)
-    for head in ("ms", "% of iteration", "value"):
-        table.add_column(head, justify="right")
+    title = "assumed numbers that this forecast rests on, by time"
+    heads = ("assumption", "ms", "% of iteration", "value")
+    table = headed(title, *heads, texts=("assumption",))
     for part in parts:
         share = f"{100 * part.iteration_frac:.1f}"
         table.add_row(part.name, f"{part.time_us * 1e-3:.3f}", share, part.value)

@@ -14,7 +14,7 @@ from rich.text import Text
 from itercast.capture.base.garbage import without_garbage_collection
 from itercast.capture.plan import ParallelPlan
 from itercast.commands.script_case import AsModule, model_lines, searched
-from itercast.eval.tables import output, print_tables
+from itercast.eval.tables import headed, output, print_tables
 from itercast.options import Json, Question, asks, prints_aside
 from itercast.stated import assumes, question_facts, say_step
 
@@ -87,7 +87,7 @@ def _explain(question: Question, model: Any, script: Row, as_json: bool) -> None
         typer.echo("\n".join([*model_lines(script["script"]), facts["assumes"]]))
     else:
         say_step(facts)
-    listed = [one for one in gains if _gains(one, found)]
+    listed = [one for one in gains if _percent(one) > 0 or (one.fits and not found.fits)]
     print_tables(_parts_table(title, parts), _ops_table(ops), _changes_table(listed))
     output().print(_left_out([one for one in gains if one not in listed]), highlight=False)
     output().print("\n".join(_advice(found, step.samples, largest, gains)))
@@ -101,11 +101,6 @@ def _of_script(model: SizedModel, asked: Row) -> Row:
     if not asked["plan"] and not asked["batch"]:
         plan = replace(plan, accumulate=model.facts.micro, recompute=model.facts.recompute)
     return {**how, "plan": str(plan)}
-
-
-def _gains(one: Change, found: Forecast) -> bool:
-    """Whether a change is worth a row: it makes steps faster, or fit where they do not."""
-    return _percent(one) > 0 or (one.fits and not found.fits)
 
 
 def _percent(one: Change) -> int:
@@ -133,9 +128,7 @@ def _advice(found: Forecast, own: int, largest: int, gains: Sequence[Change]) ->
 
 def _parts_table(title: str, parts: Sequence[TimePart]) -> Table:
     """A table of the iteration's parts with bars."""
-    table = Table(title=title)
-    for head in ("part", "kind", "ms", "%", ""):
-        table.add_column(head, justify="right" if head in ("ms", "%") else "left")
+    table = headed(title, "part", "kind", "ms", "%", "", texts=("part", "kind", ""))
     longest = max((part.time_us for part in parts), default=1.0)
     for part in parts:
         bar = "█" * round(BAR * part.time_us / longest)
@@ -146,10 +139,9 @@ def _parts_table(title: str, parts: Sequence[TimePart]) -> Table:
 
 def _ops_table(ops: Sequence[HotOp]) -> Table:
     """A table of the ops that take longest, and how near their roofline they are."""
-    table = Table(title="ops of forward and backward that take longest, equal calls together")
-    for head in ("op", "calls", "ms", "bound", "% of roofline", "shape"):
-        left = head in ("op", "bound", "shape")
-        table.add_column(head, justify="left" if left else "right", overflow="fold")
+    title = "ops of forward and backward that take longest, equal calls together"
+    heads = ("op", "calls", "ms", "bound", "% of roofline", "shape")
+    table = headed(title, *heads, texts=("op", "bound", "shape"))
     for op in ops:
         near = f"{100 * op.roofline_frac:.0f}"
         cells = (op.op, str(op.calls), f"{op.time_us / 1e3:.2f}", op.bound, near, op.shape)
@@ -159,9 +151,9 @@ def _ops_table(ops: Sequence[HotOp]) -> Table:
 
 def _changes_table(gains: Sequence[Change]) -> Table:
     """A table of changes that gain, most first."""
-    table = Table(title="what a change would gain, each alone")
-    for head in ("change", "kind", "ms", "samples/s %", "memory"):
-        table.add_column(head, justify="right" if head in ("ms", "samples/s %") else "left")
+    heads = ("change", "kind", "ms", "samples/s %", "memory")
+    title = "what a change would gain, each alone"
+    table = headed(title, *heads, texts=("change", "kind", "memory"))
     for one in gains:
         fits = Text("fits") if one.fits else Text("too much", "red")
         gain = f"{_percent(one):+d}"

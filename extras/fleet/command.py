@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from itercast.capture.base.durations import counted
-from itercast.eval.tables import print_tables
+from itercast.eval.tables import headed, print_tables
 
 if TYPE_CHECKING:
     from itercast.extras.fleet.chunks import Chunk, Cost, Plain
@@ -98,9 +98,8 @@ def start(plan: FleetPlan, chunks: Sequence[Chunk], left: Sequence[Chunk], addre
 
 def cost_table(costs: Sequence[Cost]) -> Table:
     """What a plan would cost, by kind of machines."""
-    table = Table(title="simulated; nothing was started")
-    for head in ("machines", "gpu", "chunks", "minutes", "GPU hours", "price"):
-        table.add_column(head, justify="left" if head in ("machines", "gpu") else "right")
+    heads = ("machines", "gpu", "chunks", "minutes", "GPU hours", "price")
+    table = headed("simulated; nothing was started", *heads, texts=("machines", "gpu"))
     for cost in costs:
         price = "-" if cost.price is None else f"{cost.price:.2f}"
         minutes, hours = f"{cost.wall_s / 60:.1f}", f"{cost.gpu_hours:.2f}"
@@ -117,9 +116,8 @@ def status_table(
     plan: FleetPlan, chunks: Sequence[Chunk], done: Mapping[str, Mapping[str, object]]
 ) -> Table:
     """Chunks that are done and left, rows and machines, by kind of machines."""
-    table = Table(title=plan.name)
-    for head in ("machines", "done", "left", "rows", "hosts", "minutes left"):
-        table.add_column(head, justify="left" if head == "machines" else "right")
+    heads = ("machines", "done", "left", "rows", "hosts", "minutes left")
+    table = headed(plan.name, *heads, texts=("machines",))
     for kind in plan.machines:
         own_chunks = [c for c in chunks if c.machines == kind.name]
         ended = [done[c.name] for c in own_chunks if c.name in done]

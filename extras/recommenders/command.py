@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from itercast.eval.tables import output, print_tables
+from itercast.eval.tables import headed, output, print_tables
 from itercast.options import Bundle, GpuName, Json, NodeName
 from itercast.outputs import file_to_write
 
@@ -100,10 +100,9 @@ def _facts(forecaster: Forecaster, ranking: Ranking, plan: str) -> dict[str, Any
 
 
 def _ranking_table(forecaster: Forecaster, ranking: Ranking) -> Table:
-    table = Table(title=f"{len(forecaster.model.tables)} tables on {forecaster.world_size} ranks")
-    table.add_column("proposed by", no_wrap=True)
-    for name in ("step ms", "lookups ms", "imbalance", "memory GB"):
-        table.add_column(name, justify="right")
+    title = f"{len(forecaster.model.tables)} tables on {forecaster.world_size} ranks"
+    heads = ("proposed by", "step ms", "lookups ms", "imbalance", "memory GB")
+    table = headed(title, *heads, texts=("proposed by",))
     for name, found in ranking:
         mean_us = sum(found.lookup_us) / len(found.lookup_us)
         memory = f"{max(found.memory_bytes) / 1e9:.2f}" + ("" if found.fits else " too much")

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from itercast.capture.base.durations import counted
-from itercast.eval.tables import print_tables
+from itercast.eval.tables import headed, print_tables
 from itercast.options import Json
 
 
@@ -33,10 +32,9 @@ def replay(
     if as_json:
         typer.echo(json.dumps([asdict(one) for one in found]))
         return
-    table = Table(title=f"{counted(len(jobs), 'job')} on {gpus}, hours")
-    table.add_column("policy")
-    for head in ("mean completion", "longest", "makespan", "GPU hours"):
-        table.add_column(head, justify="right")
+    title = f"{counted(len(jobs), 'job')} on {gpus}, hours"
+    heads = ("policy", "mean completion", "longest", "makespan", "GPU hours")
+    table = headed(title, *heads, texts=("policy",))
     for one in found:
         seconds = (one.mean_completion_s, one.max_completion_s, one.makespan_s)
         hours = [f"{s / 3600:.2f}" for s in seconds]

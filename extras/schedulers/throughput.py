@@ -13,7 +13,7 @@ from rich.table import Table
 
 from itercast.capture.base.slow_imports import pd
 from itercast.errors import leave_if_failed
-from itercast.eval.tables import print_tables, three_digits
+from itercast.eval.tables import headed, print_tables, three_digits
 from itercast.options import Json, Prices, Question, asks, prints_aside
 from itercast.outputs import folder_to_write
 from itercast.stated import assumes, options, say, settings, stated
@@ -128,11 +128,9 @@ def _write(folder: Path, name: str, cells: Sequence[Cell]) -> None:
 def _table(name: str, cells: Sequence[Cell]) -> Table:
     from itercast.commands.shared import memory_cell, memory_legend
 
-    table = Table(title=f"{name}: forecast throughput", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for head in ("GPUs", "plan"):
-        table.add_column(head, overflow="fold")
-    for head in ("batch", "ms", "samples/s", "GB", "J/sample", "USD/1M"):
-        table.add_column(head, justify="right", no_wrap=True)
+    title, texts = f"{name}: forecast throughput", ("GPUs", "plan")
+    heads = (*texts, "batch", "ms", "samples/s", "GB", "J/sample", "USD/1M")
+    table = headed(title, *heads, texts=texts, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     notes = ["energy: all GPUs at their power limit; USD: of a million samples"]
     for cell in cells:
         place = (f"{cell.gpus} x {cell.gpu}", cell.plan, str(cell.batch or ""))

@@ -21,7 +21,7 @@ from itercast.capture.base.extensions import function_of
 from itercast.capture.base.slow_imports import without_scikit_learn
 from itercast.capture.plan import ParallelPlan
 from itercast.commands.script_case import AsModule, model_lines, searched
-from itercast.eval.tables import print_tables, three_digits
+from itercast.eval.tables import headed, print_tables, three_digits
 from itercast.options import (
     Cluster,
     GpuName,
@@ -313,14 +313,10 @@ def plans_table(
     from itercast.commands.shared import cluster_line, memory_cell
 
     title = f"{facts['case']} on {facts['gpus']} x {facts['gpu']}, by {facts['objective']}"
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("plan", overflow="fold")
-    for head in ("ms", "GB", "MFU %"):
-        table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("time", no_wrap=True)
     units = list(prices[0])[-1:]
-    for unit in units:
-        table.add_column("USD per " + unit.split("_", 2)[2].replace("_", " "), justify="right")
+    usd_per = ("USD per " + unit.split("_", 2)[2].replace("_", " ") for unit in units)
+    heads, look = ("plan", "ms", "GB", "MFU %", "time", *usd_per), {"box": box.SIMPLE_HEAD}
+    table = headed(title, *heads, texts=("plan", "time"), padding=(0, 1, 0, 0), **look)
     for r, usd in zip(reports, prices, strict=True):
         plan = r.plan.partition(",node=")[0]
         if r.cluster and "rows" in r.cluster["groups"][0]:

@@ -19,7 +19,7 @@ from itercast.capture.base.garbage import without_garbage_collection
 from itercast.capture.programs.program import COLLECTIVE, ProgramCapture, launch_order
 from itercast.commands.script_case import AsModule, print_under_plan, telling
 from itercast.errors import leave_if_failed
-from itercast.eval.tables import print_tables
+from itercast.eval.tables import headed, print_tables
 from itercast.options import (
     Anchor,
     Bundle,
@@ -255,11 +255,8 @@ def _compared(
     """A table with a row for each GPU and number of them; notes and failures stand below it."""
     from itercast.commands.shared import memory_cell, memory_legend
 
-    table = Table(title=name)
     heads = ("GPUs", "step ms", "with input", "samples/s", "tokens/s", "MFU %", "GB", "of")
-    table.add_column("GPU", no_wrap=True)
-    for head in heads:
-        table.add_column(head, justify="right")
+    table = headed(name, "GPU", *heads, texts=("GPU",))
     notes, failed = dict[str, None](), dict[str, list[str]]()
     for (gpu, count), row in zip(pairs, rows, strict=True):
         if isinstance(row, str):
