@@ -19,6 +19,8 @@ Tensor: TypeAlias = "torch.Tensor"
 Point = Any  # parameters of one op of any family; in formulas also columns, an array for each
 Values = Any  # a number, truth value or text for one op; an array of them for columns
 Numbers = float | np.ndarray[tuple[int, ...], np.dtype[np.float64]]  # of one op; of columns
+# Types of a family's parameters by name, also where its file postpones annotations.
+parameter_types: Callable[[Any], Mapping[str, type]] = cache(get_type_hints)
 # no assumption: shares of a sweep
 TRAINING_DTYPES: Mapping[str, float] = {"fp32": 0.48, "bf16": 0.49, "fp16": 0.03}
 
@@ -92,12 +94,6 @@ class Measured(Protocol):
 
 def _unchanged(p: Point, *_: Point) -> Point:
     return p
-
-
-@cache
-def parameter_types(params: type) -> Mapping[str, type]:
-    """int, float, bool or str of each parameter by name; a file may write its types as text."""
-    return get_type_hints(params)
 
 
 def _retyped(p: Point, dtype: str, gpu: Gpu) -> Point:

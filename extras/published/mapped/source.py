@@ -213,7 +213,8 @@ def _named(expression: Any, tables: Facts) -> Any:
 
 def _check(columns: Facts, constants: Facts, family: str) -> None:
     """ValueError where a row would lack something, or have something that no reader knows."""
-    stated, types = {*columns, *constants}, dict[str, type]()
+    stated = {*columns, *constants}
+    types: Mapping[str, type] = {}
     needed = [*ROW_COLUMNS, "case", "mode", "batch", "plan", "world_size"]
     if family != "iteration":
         params = fields(families()[family].params) if family in families() else ()
