@@ -162,8 +162,9 @@ def split_layers(
     layers, passable = [], [v for s, v in by_storage.items() if s in results]
     for i, name in enumerate(names):
         forward, backward = forward_cuts[i : i + 2], backward_cuts[i]
+        last = max(0, backward[1] - backward[0] - 1)  # index of the last call, from the first
         parameters = tuple(
-            replace(p, ready_after=min(max(p.ready_after - backward[0], 0), _last_index(backward)))
+            replace(p, ready_after=min(max(p.ready_after - backward[0], 0), last))
             if p.ready_after >= 0
             else p
             for p in owners[i]
@@ -219,11 +220,6 @@ def _results(capture: StepCapture, edges: PhaseEdges) -> set[int]:
         elif read & (of_weights | results) or call.op == COLLECTIVE:
             results |= written
     return results
-
-
-def _last_index(span: tuple[int, int]) -> int:
-    """Index of a range's last call, counted from its start."""
-    return max(0, span[1] - span[0] - 1)
 
 
 def _phase_edges(calls: Sequence[OpCall]) -> PhaseEdges:

@@ -38,10 +38,6 @@ class Factors:
         """Natural logarithms of the factors, in the order of ``NAMES``."""
         return tuple(map(log, astuple(self)))
 
-    def of_op(self, *, product: bool) -> float:
-        """The factor of a kernel's time."""
-        return self.products if product else self.memory
-
     def of_message(self, size: int, per_node: int) -> float:
         """The factor of the time of a message among ``size`` ranks, ``per_node`` on each node."""
         if size <= per_node:

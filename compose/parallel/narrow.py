@@ -44,7 +44,11 @@ def with_narrow_products(capture: StepCapture, dtype: str) -> StepCapture:
                     builder.calls += _cast(t, narrow_copy[t.storage], call, dtype)
             if by_weight and call.phase != "backward":
                 multiplied.add(factors[0].storage)
-            call = with_tensors(call, {t: _narrowed(t, narrow_copy, dtype) for t in factors})
+            read = {
+                t: narrow_copy.get(t.storage, t.storage) for t in factors
+            }  # or the weight itself
+            narrow = {t: replace(t, dtype=dtype, storage=storage) for t, storage in read.items()}
+            call = with_tensors(call, narrow)
         for t in call.outputs:  # overwritten: the copy is stale
             narrow_copy.pop(t.storage, None)
         builder.add(i, call)
@@ -88,8 +92,3 @@ def _cast(t: TensorSpec, storage: int, user: OpCall, dtype: str) -> list[OpCall]
         return [cast]
     largest = (replace(whole, shape=(), storage=-1),)
     return [replace(cast, op=LARGEST, args=(whole, (), False), outputs=largest), cast]
-
-
-def _narrowed(t: TensorSpec, narrow_copy: dict[int, int], dtype: str) -> TensorSpec:
-    """The tensor in ``dtype``: its copy, or itself where it is a weight."""
-    return replace(t, dtype=dtype, storage=narrow_copy.get(t.storage, t.storage))

@@ -157,14 +157,9 @@ def prefetch_messages(messages: Sequence[Sent], book: PriceBook, where: Cluster)
     if "collective" in book.models:
         priced = _learned(fresh, book, where)
     else:
-        priced = (_by_formula(message, group, where) for message, group in fresh)
+        by_formula = ((message, formula_us(message, group, where)) for message, group in fresh)
+        priced = (_priced(m, UNMODELLED, us, ((LATENCY, 1.0),)) for m, us in by_formula)
     prices.update(zip(fresh, priced, strict=True))
-
-
-def _by_formula(message: Message, group: Group, where: Cluster) -> PricedOp:
-    """The message priced by latency and rate alone, all of it assumed."""
-    us = formula_us(message, group, where)
-    return _priced(message, UNMODELLED, us, ((LATENCY, 1.0),))
 
 
 def _assumed_shares(group: Group, scale: float, where: Cluster) -> AssumedShares:

@@ -303,7 +303,7 @@ class PriceBook:
         product = w.family is not None and w.family.matmul
         if product:
             us = throttled_us(self.gpu, w.params.dtype, us, flops)
-        us *= self.machine.of_op(product=product)
+        us *= self.machine.products if product else self.machine.memory
         shares = w.assumed_shares(len(parts), min(1.0, other_us / us) if us > 0 else 0.0)
         return PricedOp(
             op=w.op,

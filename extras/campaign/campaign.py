@@ -262,7 +262,3 @@ def main() -> None:
     except (ValueError, FileNotFoundError) as exc:
         log.error("%s", exc)
         raise SystemExit(2) from exc
-
-
-if __name__ == "__main__":
-    main()

@@ -35,7 +35,7 @@ def fleet(
 ) -> None:
     """Measure ops and iterations on many machines through Ray; continues an interrupted run."""
     from itercast.extras.fleet.chunks import deal, simulate
-    from itercast.extras.fleet.driver import left_of, results, with_ray
+    from itercast.extras.fleet.driver import results, with_ray
     from itercast.extras.fleet.plan import load_plan
     from itercast.extras.roots.urls import Root
 
@@ -53,11 +53,11 @@ def fleet(
         typer.echo("models are captured for points, a minute; once for a seed", err=True)
     chunks = deal(plan)
     if words[0] == "status":
-        done = results(plan)
-        print_tables(status_table(plan, chunks, done))
+        print_tables(status_table(plan, chunks, results(plan)))
         typer.echo(f"its rows are at {plan.root}")
         return
-    start(plan, chunks, left_of(chunks, results(plan)), address)
+    done = results(plan)
+    start(plan, chunks, [chunk for chunk in chunks if chunk.name not in done], address)
 
 
 def start(plan: FleetPlan, chunks: Sequence[Chunk], left: Sequence[Chunk], address: str) -> None:

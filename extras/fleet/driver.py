@@ -264,8 +264,3 @@ def results(plan: FleetPlan) -> dict[str, Plain]:
         if isinstance(result, dict) and result.get("state") == DONE:
             results_by_chunk[Path(name).stem] = result
     return results_by_chunk
-
-
-def left_of(chunks: Sequence[Chunk], done: Mapping[str, Plain]) -> list[Chunk]:
-    """The chunks without a result."""
-    return [chunk for chunk in chunks if chunk.name not in done]

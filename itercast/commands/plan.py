@@ -114,13 +114,6 @@ def plan(
     print_plans(facts, reports, as_json, prices)
 
 
-def _check_price(prices: Path, target: Target) -> None:
-    """ValueError before the search where the file has no price of the GPU."""
-    from itercast.compose.prices import prices_of
-
-    prices_of(prices, [target.gpu.name])
-
-
 def _unusual(facts: Row, plan: ParallelPlan, gpu: Gpu) -> list[str]:
     """What of the asked step is unusual, a line each.
 
@@ -143,8 +136,12 @@ def _search_model(
     on_machine = {"machine": question.known_machine()}
     search, target = _open(model, gpu, gpus, global_batch=samples, **where, **asked, **on_machine)
     if prices is not None:
-        _check_price(prices, target)
-    facts |= {"amp": search.amp, "stack": target.stack, **_settled(search, target)}
+        from itercast.compose.prices import prices_of
+
+        prices_of(prices, [target.gpu.name])  # ValueError before the search
+    settled = {"global_batch": search.batch, "seq": search.seq, "dtype": search.dtype}
+    settled |= {"optimizer": search.optimizer, "bundle": target.bundle_name}
+    facts |= {"amp": search.amp, "stack": target.stack, **settled}
     facts["command"] = _command(question, facts)
     plan = ParallelPlan(dp=gpus, node=where["node"])
     facts["unusual"] = _unusual(facts, plan, target.gpu)
@@ -155,12 +152,6 @@ def _search_model(
         sizes = {"batch": search.batch, "seq": search.seq, "node": where["node"], **unlike}
         reports = with_lengths(model, reports, gpu=gpu, **{**asked, **sizes, **on_machine})
     return facts | {"gpu": target.gpu.name, **counts}, reports
-
-
-def _settled(search: Search, target: Target) -> Row:
-    """The values that a search took for options that may not have been given."""
-    step = {"global_batch": search.batch, "seq": search.seq, "dtype": search.dtype}
-    return {**step, "optimizer": search.optimizer, "bundle": target.bundle_name}
 
 
 def _command(question: Question, facts: Row) -> str:

@@ -112,7 +112,8 @@ def _measure(
     order = replace(order, lane=lane)
     waiting, finished = list(wanted[lane :: order.lanes]), 0
     while waiting and (left_s := end_s - (begin_s := time.monotonic())) > 0:
-        part = replace(order, iterations=tuple(waiting), run_id=_run_id(order))
+        run_id = new_run_id(f"i{order.repeat}-r{order.ranks}-{order.lane}")
+        part = replace(order, iterations=tuple(waiting), run_id=run_id)
         part = replace(part, budget_s=left_s, begin_s=begin_s)
         ended, code, rows = _run(part, finished, progress, grace_s)
         finished, waiting = finished + rows, waiting[rows:]
@@ -138,10 +139,6 @@ def _order(root: Path, device: str, gpu: str, ranks: int, repeat: int) -> Iterat
         repeat=repeat,
         iterations=(),
     )
-
-
-def _run_id(order: IterationOrder) -> str:
-    return new_run_id(f"i{order.repeat}-r{order.ranks}-{order.lane}")
 
 
 def _write_failure(order: IterationOrder, culprit: Iteration, code: int) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -577,21 +578,27 @@ def test_more_bandwidth_is_never_slower(text: str, rate: str, of_what: str) -> N
     assert times[0] >= times[1]
 
 
+def shipped_times(nodes: Iterable[Node], plan: str, sizes: Sequence[int]) -> list[list[float]]:
+    """By the shipped models, us of four collectives of each size on each of these nodes."""
+    kinds, times = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"), list[list[float]]()
+    messages = [Message(kind=k, axis="dp", message_bytes=n) for k in kinds for n in sizes]
+    for node in nodes:
+        gpu = load_gpu(node.gpu)
+        book = PriceBook(Bundle.load(SHIPPED), gpu, 0)
+        where = cluster(ParallelPlan.parse(f"{plan},node=n"), gpu, node)
+        times.append([op.duration_us for op in price_messages(messages, book, where)])
+    return times
+
+
 def test_a_slower_network_than_any_measured_is_no_faster() -> None:
     """By the shipped models, 16 H100 in two nodes, of which each sends half of what they add up.
 
     The slowest cluster with rows is one of 25e9 bytes/s for 16 ranks. Priced by a node's ranks and
     formulas below that, 25 MiB of an all_reduce took 4.0 ms over 1e9 bytes/s a GPU, 4.3 over 2e9.
     """
-    gpu, node = load_gpu("h100-sxm-80gb"), load_node("dgx-h100")
-    kinds, rates = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"), (0.2, 1, 2, 6, 25)
-    sizes = (25 * 2**20, 2**30)
-    messages = [Message(kind=k, axis="dp", message_bytes=n) for k in kinds for n in sizes]
-    book, times = PriceBook(Bundle.load(SHIPPED), gpu, 0), list[list[float]]()
-    for rate in rates:
-        slow = replace(node, network_bytes_per_s=rate * 1e9)
-        where = cluster(ParallelPlan.parse("dp=16,node=n"), gpu, slow)
-        times.append([op.duration_us for op in price_messages(messages, book, where)])
+    node, rates = load_node("dgx-h100"), (0.2, 1, 2, 6, 25)
+    slow = [replace(node, network_bytes_per_s=rate * 1e9) for rate in rates]
+    times = shipped_times(slow, "dp=16", (25 * 2**20, 2**30))
     for slower, faster in itertools.pairwise(times):
         assert all(a > b for a, b in zip(slower, faster, strict=True))
     assert times[1][0] > 25 * 2**20 / (8 * 1e9) * 1e6  # a tree sends all of it over eight NICs
@@ -604,15 +611,9 @@ def test_no_message_jumps_at_the_slowest_link_with_rows() -> None:
     GPU, of a gather 25e9 / 8. Below, messages were priced without the mean of an unseen cluster's
     errors, and took 23 % less.
     """
-    gpu, node = load_gpu("h100-sxm-80gb"), load_node("dgx-h100")
-    kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-    messages = [Message(kind=k, axis="dp", message_bytes=2**30) for k in kinds]
-    book, times = PriceBook(Bundle.load(SHIPPED), gpu, 0), list[list[float]]()
-    for n in range(30):
-        slow = replace(node, network_bytes_per_s=1e9 * 1.05**n)
-        where = cluster(ParallelPlan.parse("dp=16,node=n"), gpu, slow)
-        times.append([op.duration_us for op in price_messages(messages, book, where)])
-    for slower, faster in itertools.pairwise(times):
+    node = load_node("dgx-h100")
+    slow = [replace(node, network_bytes_per_s=1e9 * 1.05**n) for n in range(30)]
+    for slower, faster in itertools.pairwise(shipped_times(slow, "dp=16", (2**30,))):
         assert all(0.97 < a / b / 1.05 < 1.03 for a, b in zip(slower, faster, strict=True))
 
 
@@ -645,16 +646,9 @@ def test_links_faster_than_a_gpus_own_make_no_message_slower(name: str) -> None:
 
     Far from these rows they tended to the formula, some took longer over links twice as fast.
     """
-    node = load_node(name)
-    gpu, kinds = load_gpu(node.gpu), ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-    sizes = (2**16, 2**22, 2**28)
-    messages = [Message(kind=k, axis="dp", message_bytes=n) for k in kinds for n in sizes]
-    book, times = PriceBook(Bundle.load(SHIPPED), gpu, 0), list[list[float]]()
-    for factor in (1, 1.25, 1.5, 2, 4):
-        fast = replace(node, link_bytes_per_s=factor * node.link_bytes_per_s)
-        where = cluster(ParallelPlan.parse("dp=8,node=n"), gpu, fast)
-        times.append([op.duration_us for op in price_messages(messages, book, where)])
-    for slower, faster in itertools.pairwise(times):
+    node, factors = load_node(name), (1, 1.25, 1.5, 2, 4)
+    fast = [replace(node, link_bytes_per_s=n * node.link_bytes_per_s) for n in factors]
+    for slower, faster in itertools.pairwise(shipped_times(fast, "dp=8", (2**16, 2**22, 2**28))):
         assert all(a >= b for a, b in zip(slower, faster, strict=True)), (slower, faster)
 
 

@@ -54,7 +54,7 @@ def make_inputs(
     accepted = inspect.signature(model.forward).parameters
     inputs = {name: makers[name]()}
     if masked and name == "input_ids" and _adds_masks(model, config):
-        inputs["attention_mask"] = _mask(batch, seq)
+        inputs["attention_mask"] = torch.zeros(batch, 1, 1, seq)  # added to scores
     second = {"input_ids": "pixel_values", "pixel_values": "input_ids"}.get(name, "")
     if second in accepted and not _needs_patch_layout(accepted, config, kind):
         inputs[second] = makers[second]()
@@ -84,11 +84,6 @@ def _adds_masks(model: Any, config: Any) -> bool:
 def _class_of(model: Any) -> type:
     """The class of a model, which may be given as its class."""
     return model if isinstance(model, type) else type(model)
-
-
-def _mask(batch: int, seq: int) -> Any:
-    """The mask of full sequences (batch, 1, 1, seq): zeros, which are added to scores."""
-    return torch.zeros(batch, 1, 1, seq)
 
 
 def _needs_patch_layout(accepted: Any, config: Any, kind: str) -> bool:

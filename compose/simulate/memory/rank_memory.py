@@ -229,7 +229,8 @@ def _moments(sizes: Sizes, ranks: Ranks, how: Strategy, kept: int | None) -> Ite
         x, n = runs[at]
         before = runs[at - 1][0] if at else None
         added = x.layer.within_backward.peak if later and not how.by_layer else x.layer.peak_bytes
-        work = max(_again(x), _dropped(x) + added)
+        again = x.layer.within_forward.peak - x.saved_bytes if _dropped(x) else 0
+        work = max(again, _dropped(x) + added)
         yield made, held(x, before), work + units.in_backward(x, before)
         level += n * (x.layer.within_backward.left + _dropped(x))
         yield made, held(before), units.after_backward(x, n, before)
@@ -250,11 +251,6 @@ def _dropped(x: PricedLayer) -> int:
     checkpoint keeps and no backward reads are handed out, and freed.
     """
     return x.layer.saved_bytes - x.saved_bytes
-
-
-def _again(x: PricedLayer) -> int:
-    """Peak of the forward that backward runs again."""
-    return x.layer.within_forward.peak - x.saved_bytes if _dropped(x) else 0
 
 
 class _Units:

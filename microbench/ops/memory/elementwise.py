@@ -234,7 +234,8 @@ def _form(sized: list[TensorSpec], used: list[TensorSpec], numel: int) -> tuple[
     strided = [t for t in full if not t.contiguous]
     if strided and len({_strides(t) for t in full}) > 1:
         run = min(_run(t) for t in strided)
-        return ("strided", run) if run > 1 else ("transposed", _last(strided[0]))
+        last = next((n for n in reversed(strided[0].shape) if n > 1), 1)
+        return ("strided", run) if run > 1 else ("transposed", last)
     broadcast = [t for t in used if _distinct(t) < numel]
     full_shape = next((t.shape for t in reversed(sized) if t.numel == numel), ())
     if not broadcast or not full_shape:
@@ -270,11 +271,6 @@ def _run(t: TensorSpec) -> int:
             break
         run *= n
     return run
-
-
-def _last(t: TensorSpec) -> int:
-    """Length of the last axis that is longer than 1."""
-    return next((n for n in reversed(t.shape) if n > 1), 1)
 
 
 def resize(p: Elementwise, factor: float, first_share: float) -> Elementwise:
