@@ -1,7 +1,5 @@
 """What steps cost by a file of prices: USD per hour of one GPU, by its name."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

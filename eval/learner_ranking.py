@@ -1,7 +1,5 @@
 """Tables of learners: errors per op family, in narrow columns for terminals of 80 columns."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from rich import box

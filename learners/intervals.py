@@ -1,7 +1,5 @@
 """Intervals of op times: errors on GPUs that were left out of training."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

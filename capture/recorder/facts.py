@@ -1,7 +1,5 @@
 """What is known about the values of fake tensors (masks, counts, indices), and what follows."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache

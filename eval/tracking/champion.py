@@ -3,8 +3,6 @@
 MLflow imports this module when it loads the model; itercast has to be installed.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A multilayer perceptron and a recurrent language model."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

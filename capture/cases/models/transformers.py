@@ -1,7 +1,5 @@
 """Transformers in the styles of GPT, BERT, Llama and ViT."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

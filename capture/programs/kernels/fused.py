@@ -1,7 +1,5 @@
 """Attention in fused kernels of CUDA, which distributed tensors and selective checkpoints see."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Says on stderr, now and then, what a running script does."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Iterator
