@@ -15,9 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
-
-from itercast.command_line import app
+from typed_commands import typed
 
 ROOT = Path(__file__).parents[1]
 FILES = ROOT / "tests/doc_files"
@@ -151,8 +149,7 @@ def test_the_commands_of_a_block_are_answered(
     for command in run_here(block):
         measures = re.match(r"itercast (input|rl) \w+:", command)
         words = shlex.split(f"{command} --budget 2s" if measures else command)[1:]
-        done = CliRunner().invoke(app, words)
-        assert done.exit_code == 0, (command, done.stderr)
+        done = typed(*words)
         assert done.stdout.strip()
 
 

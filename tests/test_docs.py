@@ -24,6 +24,7 @@ import pytest
 import typer
 import yaml
 from browser import browser
+from typed_commands import typed
 from typer.testing import CliRunner
 
 from itercast.anchors import BESIDE, TIMES
@@ -290,8 +291,8 @@ def test_versions_agree() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     newest = re.search(r"^## (\d\S*)", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert newest is not None and newest[1] == version
-    shown = CliRunner().invoke(app, ["--version"])
-    assert shown.exit_code == 0 and re.fullmatch(r"itercast \d+\.\d+\.\d+\n", shown.output)
+    shown = typed("--version")
+    assert re.fullmatch(r"itercast \d+\.\d+\.\d+\n", shown.output)
 
 
 @pytest.fixture(scope="module")

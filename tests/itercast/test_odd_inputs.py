@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 import yaml
 from plan_case import GPU as toy
+from typed_commands import typed
 from typer.testing import CliRunner
 
 from itercast.command_line import app
@@ -88,8 +89,7 @@ def test_it_is_refused_in_one_line(
 ) -> None:
     monkeypatch.chdir(folder)
     before = {p for p in folder.rglob("*") if "__pycache__" not in p.parts}
-    done = CliRunner().invoke(app, shlex.split(command))
-    assert done.exit_code == 2, done.output
+    done = typed(*shlex.split(command), rc=2)
     told = [line for line in done.stderr.splitlines() if not PROGRESS.search(line)]
     assert len(told) == 1 and words in told[0] and not done.stdout
     assert {p for p in folder.rglob("*") if "__pycache__" not in p.parts} == before
@@ -98,8 +98,7 @@ def test_it_is_refused_in_one_line(
 @pytest.mark.parametrize("command", LISTED["answered"])
 def test_it_is_answered(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    done = CliRunner().invoke(app, shlex.split(command))
-    assert done.exit_code == 0, done.stderr
+    done = typed(*shlex.split(command))
     assert "iteration" in done.stdout
 
 
@@ -122,6 +121,6 @@ def test_a_timeline_goes_to_whoever_reads_a_fifo(
     reader = threading.Thread(target=lambda: read.append(fifo.read_bytes()), daemon=True)
     reader.start()
     command = f"predict gpt-s --gpu toy-gpu --bundle bundle --trace {fifo}"
-    assert CliRunner().invoke(app, shlex.split(command)).exit_code == 0
+    typed(*shlex.split(command))
     reader.join(60)
     assert json.loads(read[0])["traceEvents"] and fifo.is_fifo()

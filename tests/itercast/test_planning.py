@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from plan_case import GPU, forecast_of, legal_plans, search_of
+from typed_commands import answer_to, typed
 from typer.testing import CliRunner, Result
 
 from itercast.command_line import app
@@ -29,9 +30,7 @@ def bundle(tmp_path: Path) -> str:
 def asked(bundle: str, gpus: int, *more: str) -> Result:
     """What `plan` answers for a small GPT."""
     words = ["plan", "gpt-s", "--gpu", GPU.name, "--gpus", str(gpus), "--bundle", bundle]
-    result = run.invoke(app, [*words, *more])
-    assert result.exit_code == 0, result.output
-    return result
+    return typed(*words, *more)
 
 
 TRAINING = """
@@ -60,9 +59,7 @@ def test_the_plans_of_a_script(
     script = tmp_path / "train.py"
     script.write_text(TRAINING)
     words = ["plan", str(script), "--gpu", GPU.name, "--gpus", "8", "--bundle", bundle, "--json"]
-    result = run.invoke(app, [*words, "--", "64"])
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout.splitlines()[-1])
+    found = answer_to(*words, "--", "64")
     assert found["script"]["parameters"] == 8 * 64**2 + 5 * 64 and found["global_batch"] == 8 * 16
     assert found["plans"][0]["world_size"] == 8 and found["command"].endswith("-- 64")
     assert "for each of 2 updates" in model_lines(found["script"])[1]
@@ -75,10 +72,10 @@ def test_the_plans_of_a_script(
     told = json.loads(run.invoke(app, what_if).stdout.splitlines()[-1])
     assert told["iteration_us"] == same["iteration_us"] and told["script"]["model"] == "Sequential"
     what_if[what_if.index("8")] = "16"
-    wrong = run.invoke(app, what_if)
-    assert wrong.exit_code == 2 and "plan 'dp=8' is of 8 GPUs, not of 16" in wrong.stderr
-    refused = run.invoke(app, [*words[:1], "gpt-s", *words[2:], "--", "64"])
-    assert refused.exit_code == 2 and "are of a script, not of gpt-s" in refused.stderr
+    wrong = typed(*what_if, rc=2)
+    assert "plan 'dp=8' is of 8 GPUs, not of 16" in wrong.stderr
+    refused = typed(*words[:1], "gpt-s", *words[2:], "--", "64", rc=2)
+    assert "are of a script, not of gpt-s" in refused.stderr
 
 
 def test_the_best_plans_are_printed_and_logged(
@@ -166,9 +163,7 @@ def test_a_configuration_is_planned(bundle: str, mlflow_store: str, tmp_path: Pa
     path.write_text(json.dumps({**config, "vocab_size": 100, "n_positions": 32}))
     words = ["plan", "--gpu", GPU.name, "--gpus", "2", "--bundle", bundle, "--json"]
     size = ["--hf-config", str(path), "--batch", "8", "--seq", "32"]
-    result = run.invoke(app, [*words, *size])
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout.splitlines()[-1])
+    found = answer_to(*words, *size)
     assert (found["case"], found["global_batch"], found["seq"]) == ("tiny", 16, 32)
     assert any("dp=2" in p["plan"] for p in found["plans"])
 
@@ -198,9 +193,7 @@ def test_adapters_of_a_model_in_four_bits_are_planned(
     path.write_text(json.dumps(LLAMA_70B))
     step = ["--hf-config", str(path), "--lora", "rank=64,layers=all-linear,weights=nf4-dq"]
     step += ["--seq", "2048", "--batch", "1", "--dtype", "bf16", "--gpu", "rtx-4090", "--json"]
-    result = run.invoke(app, ["plan", *step, "--gpus", str(gpus)])
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout.splitlines()[-1])
+    found = answer_to("plan", *step, "--gpus", str(gpus))
     assert found["lora"] in found["command"] and not any("tp=" in p["plan"] for p in found["plans"])
     best = found["plans"][0]
     assert best["fits"] and ("offload=parameters" in best["plan"]) == moved
@@ -259,8 +252,7 @@ def test_a_cluster_of_unlike_gpus_is_planned(tmp_path: Path, mlflow_store: str) 
     groups = "groups: {a: {gpu: h100-sxm-80gb, count: 1}, b: {gpu: a100-sxm-80gb, count: 1}}\n"
     path.write_text(groups + "links: [{between: [a, b], bytes_per_s: 1e9}]\n")
     words = ["plan", "gpt-s", "--cluster", str(path), "--batch", "2"]
-    result = run.invoke(app, words)
-    assert result.exit_code == 0, result.output
+    result = typed(*words)
     assert "gpt-s on 2 x both" in result.output
-    found = run.invoke(app, ["predict", "gpt-s", "--cluster", str(path), "--plan", "dp=2"])
-    assert found.exit_code == 0 and "in equal shares" in found.output
+    found = typed("predict", "gpt-s", "--cluster", str(path), "--plan", "dp=2")
+    assert "in equal shares" in found.output

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from typed_commands import typed
 from typer.testing import CliRunner
 
 from itercast.capture.base.cache_folder import cache_folder
@@ -60,8 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def asked(folder: Path, *words: str, rc: int = 0) -> Any:
     """What the command prints there: an object where it is asked for JSON, else its errors."""
     with contextlib.chdir(folder):
-        done = CliRunner().invoke(app, ["predict", *words])
-    assert done.exit_code == rc, done.stderr
+        done = typed("predict", *words, rc=rc)
     return json.loads(done.stdout) if rc == 0 and "--json" in words else done.stderr
 
 
@@ -256,8 +256,7 @@ def test_questions_leave_nothing_in_the_folder(here: Path) -> None:
         ["explain", "mlp-s", "--gpu", "a10"],
         ["list", "cases"],
     ):
-        done = run.invoke(app, words)
-        assert done.exit_code == 0, done.output
+        typed(*words)
     assert list(here.iterdir()) == []
     assert list(cache_folder("captures").glob("*.json.gz"))
 
@@ -336,8 +335,8 @@ def test_the_line_of_the_users_code_is_named(here: Path) -> None:
 def test_a_dtype_without_units_is_told_in_one_line() -> None:
     """A V100 has tensor cores for fp16 alone."""
     words = ["predict", "mlp-s", "--gpu", "v100-pcie-32gb", "--json", "--dtype"]
-    told = run.invoke(app, [*words, "bf16"])
-    assert told.exit_code == 0 and json.loads(told.stdout)
+    told = typed(*words, "bf16")
+    assert json.loads(told.stdout)
     assert told.stderr.startswith("itercast: v100-pcie-32gb has no bf16 units")
     assert len(told.stderr.splitlines()) == 1
     assert not run.invoke(app, [*words, "fp16"]).stderr

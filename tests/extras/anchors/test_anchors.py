@@ -8,6 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import yaml
+from typed_commands import typed
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -207,8 +208,7 @@ def test_a_machine_file_is_written_read_and_used(tmp_path: Path) -> None:
     ms = measured("", 1.2).time_us / 1e3
     gb = forecast_step(*prepare("mlp-l", gpu=GPU, batch=64, dtype="bf16")).memory_bytes / 1e9
     steps.write_text(yaml.safe_dump([{**entry, "step_ms": ms, "peak_memory_gb": gb}]))
-    run = CliRunner().invoke(app, ["calibrate", str(steps), "--iterations", str(machine)])
-    assert run.exit_code == 0, run.output
+    run = typed("calibrate", str(steps), "--iterations", str(machine))
     assert "messages between nodes: unknown" in run.output
     known = read_machine(machine)
     assert known.gpu == GPU

@@ -8,10 +8,9 @@ import yaml
 from report_facts import case
 from rich.console import Console
 from toy_products import write_products
-from typer.testing import CliRunner
+from typed_commands import typed
 
 from itercast.capture.base.files import write_atomic
-from itercast.command_line import app
 from itercast.eval.learner_ranking import cell, learner_table
 from itercast.extras.benchmarks.gpu_report import error_table, iteration_errors, only_gpu
 from itercast.microbench.store import read_rows, write_part
@@ -69,8 +68,7 @@ def test_the_rows_of_one_gpu_are_a_root_of_their_own(root: Path, tmp_path: Path)
 
 def test_the_command_trains_on_one_and_forecasts_the_other(root: Path) -> None:
     words = ["gpu-report", str(root), "--gpu", CPU, "--unseen", TWIN]
-    done = CliRunner().invoke(app, words, env={"COLUMNS": "160"})
-    assert done.exit_code == 0, done.output
+    done = typed(*words, env={"COLUMNS": "160"})
     for title in (
         f"rows of {CPU}",
         f"{CPU}: ops, shapes left out",

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from typed_commands import typed
 
 from itercast.api import checkpoint, predict
 from itercast.capture.cases.registry import case
 from itercast.capture.plan import ParallelPlan
-from itercast.command_line import app
 from itercast.compose.pricing.recompute import Item
 from itercast.extras.checkpoints.front import Front, bundled
 
@@ -73,7 +72,7 @@ def test_torch_runs_the_policy(tmp_path: Path) -> None:
     """Some results are saved, and gradients are those of the model without checkpoints."""
     path = tmp_path / "policy.json"
     words = ["predict", "gpt-m", "--gpu", "h100-sxm-80gb", "--policy", str(path), "--plan"]
-    assert CliRunner().invoke(app, [*words, "recompute=budget:0.8"]).exit_code == 0
+    typed(*words, "recompute=budget:0.8")
     assert any(entry["kept"] for entry in json.loads(path.read_text())["layers"])
     chosen = case("gpt-m")
     given, model = chosen.inputs(2, 32), chosen.build()
@@ -84,8 +83,8 @@ def test_torch_runs_the_policy(tmp_path: Path) -> None:
     chosen.loss(model(**given), given).backward()
     found = [p.grad for p in model.parameters() if p.grad is not None]
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(expected, found, strict=True))
-    refused = CliRunner().invoke(app, [*words, "recompute=full"])
-    assert refused.exit_code == 2 and "needs a plan with recompute=budget:SHARE" in refused.stderr
+    refused = typed(*words, "recompute=full", rc=2)
+    assert "needs a plan with recompute=budget:SHARE" in refused.stderr
     path.write_text("{}")
     with pytest.raises(ValueError, match=r"policy .* KeyError 'layers'"):
         checkpoint(model, path)

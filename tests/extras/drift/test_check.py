@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 import yaml
 from toy_products import TOY, products, write_rows
+from typed_commands import typed
 from typer.testing import CliRunner
 
 from itercast.capture.base.files import write_atomic
@@ -140,9 +141,7 @@ def bundle(folder: Path, error: float, points: int = 40) -> Path:
 
 
 def compare(*words: str | Path) -> str:
-    done = CliRunner().invoke(app, ["compare", *map(str, words)])
-    assert done.exit_code == 0, done.stderr
-    return done.stdout
+    return typed("compare", *words).stdout
 
 
 def test_held_out_points_decide_beyond_the_noise(tmp_path: Path, mlflow_store: str) -> None:
@@ -198,13 +197,12 @@ def test_rows_that_a_bundle_was_trained_on_are_left_out(
     rows = products(240)
     write_rows(root, rows)
     write_rows(root, rows.assign(gpu="other"), replace(TOY, name="other"), part="other")
-    done = CliRunner().invoke(app, ["compare", str(bundle), str(bundle), "--data", str(root)])
-    assert done.exit_code == 0, done.stderr
+    typed("compare", str(bundle), str(bundle), "--data", str(root))
     line = "gemm: 160 of 480 rows are left out, of shapes that a bundle was trained on"
     assert line in caplog.messages
     only = ["compare", str(bundle), str(SHIPPED_CPU), "--data", str(learned)]
-    none = CliRunner().invoke(app, only)
-    assert none.exit_code == 2 and "nothing to compare in" in none.stderr
+    none = typed(*only, rc=2)
+    assert "nothing to compare in" in none.stderr
 
 
 def test_rows_that_calibrated_a_bundle_are_left_out(
@@ -222,8 +220,8 @@ def test_of_older_bundles_the_very_same_rows_are_known(tmp_path: Path) -> None:
     """The shipped bundle keeps no shapes: its own rows are nothing to compare on."""
     words = ["compare", str(SHIPPED_CPU), str(SHIPPED_CPU), "--data"]
     shutil.copytree(DATASETS / "norm", tmp_path / "norm")
-    done = CliRunner().invoke(app, [*words, str(tmp_path)])
-    assert done.exit_code == 2 and "nothing to compare in" in done.stderr
+    done = typed(*words, str(tmp_path), rc=2)
+    assert "nothing to compare in" in done.stderr
 
 
 runner = CliRunner()
@@ -249,8 +247,7 @@ def rows(tmp_path: Path) -> Path:
 
 def test_the_host_of_measured_iterations_is_written_and_used(tmp_path: Path, rows: Path) -> None:
     mine = tmp_path / "mine.yaml"
-    done = runner.invoke(app, ["calibrate", str(rows), "--host", str(mine)], catch_exceptions=False)
-    assert done.exit_code == 0
+    typed("calibrate", rows, "--host", mine)
     assert load_host(str(mine)).slowdown == pytest.approx(load_host("dgx-a100").slowdown, rel=0.05)
     found, usual = predicted(str(mine)), predicted("usual")
     assert found["host"] == "mine"
@@ -260,6 +257,5 @@ def test_the_host_of_measured_iterations_is_written_and_used(tmp_path: Path, row
     assert found["assumed_frac"] < usual["assumed_frac"]  # a named host is known
     both = pd.concat([pd.read_parquet(rows).assign(gpu=gpu) for gpu in ("h100-sxm-80gb", "a10")])
     both.to_parquet(rows)
-    refused = runner.invoke(app, ["calibrate", str(rows), "--host", str(mine)])
-    assert refused.exit_code == 2
+    refused = typed("calibrate", str(rows), "--host", str(mine), rc=2)
     assert "a host is beside GPUs of one kind, got rows of a10, h100-sxm-80gb" in refused.stderr

@@ -6,11 +6,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from typed_commands import typed
 
 from itercast.capture.base.files import write_atomic
 from itercast.capture.base.yaml_text import load_yaml
-from itercast.command_line import app
 from itercast.extras.fleet.chunks import HOST, START_S, TOGETHER, deal, simulate
 from itercast.extras.fleet.driver import task_options
 from itercast.extras.fleet.plan import load_plan
@@ -94,8 +93,8 @@ def test_the_simulated_cost_by_hand(folder: Path) -> None:
     assert boxes.wall_s == pytest.approx(12 + 2 * START_S)
     assert boxes.gpu_hours == pytest.approx(boxes.wall_s / 3600)
     assert boxes.price == pytest.approx(0.1 * boxes.gpu_hours)
-    done = CliRunner().invoke(app, ["fleet", str(folder / "plan.yaml"), "--dry-run"])
-    assert done.exit_code == 0 and "nothing was started" in done.output
+    done = typed("fleet", str(folder / "plan.yaml"), "--dry-run")
+    assert "nothing was started" in done.output
     assert not (folder / "rows").exists()
 
 
@@ -128,8 +127,7 @@ def test_a_wrong_plan_is_one_line(folder: Path, wrong: str, told: str) -> None:
     assert old in PLAN
     text = PLAN.replace(old, new).format(folder=folder)
     write_atomic(folder / "plan.yaml", text.encode())
-    done = CliRunner().invoke(app, ["fleet", str(folder / "plan.yaml")])
-    assert done.exit_code == 2, done.output
+    done = typed("fleet", str(folder / "plan.yaml"), rc=2)
     assert told in done.output and len(done.output.strip().splitlines()) == 1
     assert "secret" not in done.output and not (folder / "rows").exists()
 
@@ -137,8 +135,8 @@ def test_a_wrong_plan_is_one_line(folder: Path, wrong: str, told: str) -> None:
 def test_folders_are_no_plans_and_lead_somewhere(folder: Path) -> None:
     (folder / "rows").symlink_to(folder / "rows")
     for plan, told in ((folder / "plan.yaml", "rows"), (folder, "a folder; a plan is a YAML file")):
-        done = CliRunner().invoke(app, ["fleet", str(plan)])
-        assert done.exit_code == 2 and told in done.output
+        done = typed("fleet", str(plan), rc=2)
+        assert told in done.output
         assert len(done.output.strip().splitlines()) == 1
 
 
@@ -147,16 +145,15 @@ def test_the_cost_of_32_gpus_needs_no_points(folder: Path, monkeypatch: pytest.M
     text = PLAN.format(folder=folder).replace("minutes: 1\n", "minutes: 960\n")
     write_atomic(folder / "plan.yaml", text.replace("points: captured.json", "").encode())
     monkeypatch.setenv("ITERCAST_CACHE", str(folder / "cache"))
-    done = CliRunner().invoke(app, ["fleet", str(folder / "plan.yaml"), "--dry-run"])
-    assert done.exit_code == 0 and not (folder / "cache").exists()
+    typed("fleet", str(folder / "plan.yaml"), "--dry-run")
+    assert not (folder / "cache").exists()
 
 
 def test_without_ray_one_line_says_what_to_install(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
-    done = CliRunner().invoke(app, ["fleet", str(folder / "plan.yaml")])
-    assert done.exit_code == 2
+    done = typed("fleet", str(folder / "plan.yaml"), rc=2)
     assert done.output.strip() == "itercast: this needs Ray: pip install 'itercast[fleet]'"
 
 

@@ -1,19 +1,17 @@
 """`--lengths`: padding, packing and unlike replicas, counted by hand and as commands answer."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from plan_case import GPU
-from typer.testing import CliRunner
+from typed_commands import answer_to
 
 from itercast.api import predict
 from itercast.capture.cases.registry import case
 from itercast.capture.opcall import OpCall, StepCapture, TensorSpec
 from itercast.capture.plan import ParallelPlan
-from itercast.command_line import app
 from itercast.extras.lengths.sequences import lengths_of, with_lengths
 from itercast.learners.bundle import Bundle
 from itercast.microbench.ops.matrix.attention import flops, from_call
@@ -31,9 +29,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def answer(bundle: Path, *words: str) -> Any:
     command = ["predict", "gpt-s", "--gpu", GPU.name, "--bundle", str(bundle), "--json", *words]
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0, (done.output, done.stderr)
-    return json.loads(done.stdout)
+    return answer_to(*command)
 
 
 def listed(tmp_path: Path, *numbers: int) -> str:
@@ -107,9 +103,7 @@ def test_short_sequences_are_faster_padded_and_packed(bundle: Path) -> None:
 
 def test_plans_are_ranked_with_lengths(bundle: Path, mlflow_store: str) -> None:
     words = ["plan", "gpt-s", "--gpu", GPU.name, "--gpus", "2", "--bundle", str(bundle), "--json"]
-    done = CliRunner().invoke(app, [*words, "--lengths", f"uniform:1:{SEQ}"])
-    assert done.exit_code == 0, done.stderr
-    plans = json.loads(done.stdout)["plans"]
+    plans = answer_to(*words, "--lengths", f"uniform:1:{SEQ}")["plans"]
     assert len(plans) > 1 and all(0 < p["lengths"]["padding_frac"] < 1 for p in plans)
     times = [p["iteration_us"] for p in plans]
     assert times == sorted(times)

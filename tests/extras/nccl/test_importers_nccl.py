@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import yaml
 from nccl_logs import wrong_rows
-from typer.testing import CliRunner
+from typed_commands import typed
 
-from itercast.command_line import app
 from itercast.extras.imports.base import Hints, Imported
 from itercast.extras.nccl.nccl_text import version
 from itercast.extras.published.readers import read_source
@@ -242,9 +241,9 @@ def test_what_nobody_states_is_counted_and_flags_supply_it(tmp_path: Path) -> No
     assert found.rows == {}
     assert found.dropped["gpu is not stated: an option or a sources.yaml can"] == 4
     words = ["import", "nccl-tests", str(tmp_path / "in"), "--out", str(tmp_path / "out")]
-    assert CliRunner().invoke(app, words).exit_code == 1
+    typed(*words, rc=1)
     flags = ["--node", "aws-p5", "--nodes", "4"]
-    assert CliRunner().invoke(app, [*words, *flags]).exit_code == 0
+    typed(*words, *flags)
     rows = read_rows([tmp_path / "out"], "collective")
     assert set(rows["gpu"]) == {"h100-sxm-80gb"}
     assert set(rows["world_size"]) == {32}

@@ -9,9 +9,8 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 from plan_case import GPU, forecast_of
-from typer.testing import CliRunner
+from typed_commands import typed
 
-from itercast.command_line import app
 from itercast.extras.noise.spread import SIGMA, Spread, mean_slowdown, step_spread
 from itercast.learners.bundle import Bundle
 from itercast.microbench.store import read_rows
@@ -81,9 +80,7 @@ def test_predict_reports_the_spread_over_all_ranks_of_a_plan(tmp_path: Path) -> 
     command = f"predict gpt-s --gpu {GPU.name} --bundle {tmp_path / 'b'} --plan dp=2,pp=2".split()
 
     def printed(*words: str) -> str:
-        done = CliRunner().invoke(app, [*command, *words])
-        assert done.exit_code == 0, done.stderr
-        return done.stdout
+        return typed(*command, *words).stdout
 
     plain, noisy = json.loads(printed("--json")), json.loads(printed("--json", "--spread"))
     found = noisy.pop("spread")

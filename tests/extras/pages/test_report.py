@@ -12,9 +12,8 @@ from typing import Any
 import pandas as pd
 import pytest
 from report_facts import DEVICE, FIT, OPS, RESULTS
-from typer.testing import CliRunner
+from typed_commands import typed
 
-from itercast.command_line import app
 from itercast.eval.evaluation import Evaluation
 from itercast.eval.iteration_parts import PARTS
 from itercast.eval.systematic import systematic_errors
@@ -185,5 +184,5 @@ def test_published_iterations_get_a_page_per_gpu(tmp_path: Path) -> None:
 
 def test_the_command_writes_pages_anew(tmp_path: Path) -> None:
     EVALUATION.save(tmp_path / "demo")
-    found = CliRunner().invoke(app, ["report", "--reports", str(tmp_path)])
-    assert found.exit_code == 0 and str(tmp_path / "demo" / "report.html") in found.output
+    found = typed("report", "--reports", str(tmp_path))
+    assert str(tmp_path / "demo" / "report.html") in found.output

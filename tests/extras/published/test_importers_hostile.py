@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
+from typed_commands import typed
 from typer.testing import CliRunner
 
 from itercast.capture.plan import ParallelPlan
@@ -145,7 +146,7 @@ def test_names_of_files_and_gpus_cannot_leave_the_folder(tmp_path: Path) -> None
     path = (base / COLLECT).with_name(evil)
     put(path, f"{OPS}\n{GOOD}\n{GOOD.replace('Tesla T4', '../../T4')}\n")
     words = ["import", "neusight", str(base), "--out", str(tmp_path / "out/deep")]
-    assert CliRunner().invoke(app, words).exit_code == 0
+    typed(*words)
     parts = list(tmp_path.rglob("part-*.parquet"))
     assert [p.parent for p in parts] == [tmp_path / "out/deep/gemm/t4/neusight"]
     assert pd.read_parquet(parts[0])["origin"].map(str.isprintable).all()
@@ -243,8 +244,7 @@ def test_import_writes_a_dataset_and_again_the_same(tmp_path: Path) -> None:
     out = tmp_path.with_name("imported")
     words = ["import", "neusight", str(tmp_path), "--out", str(out), "--json"]
     for _ in range(2):
-        result = CliRunner().invoke(app, words)
-        assert result.exit_code == 0
+        result = typed(*words)
     report = json.loads(result.output)
     assert report["rows"] == {"norm": 1}
     assert report["dropped"] == {"time is not a positive number below 1e+12 us": 1}

@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from typer.testing import CliRunner
+from typed_commands import typed
 
 from itercast.capture.base.assumptions import Assumption
-from itercast.command_line import app
 from itercast.extras.published.left_out import (
     check_source,
     compared,
@@ -219,11 +218,9 @@ def test_the_command_prints_one_source_alone(tmp_path: Path) -> None:
     public, out = two_sources(tmp_path), tmp_path / "out"
     assert "gemm, source left out" in line_names()
     name = ["bench-public", str(public), "--out", str(out), "--line", "gemm, source"]
-    wrong = CliRunner().invoke(app, [*name, "--leave-out", "deepgem"])
-    assert wrong.exit_code == 2
+    wrong = typed(*name, "--leave-out", "deepgem", rc=2)
     assert "unknown source 'deepgem'" in wrong.output.replace("\n", " ")
-    done = CliRunner().invoke(app, [*name, "--leave-out", "deepgemm"])
-    assert done.exit_code == 0
+    typed(*name, "--leave-out", "deepgemm")
     text = (out / "bench-public.md").read_text()
     assert text.count("| deepgemm | 34 |") == 1
     assert "pipeweave" not in text

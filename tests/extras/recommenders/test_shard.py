@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 import torch
 import yaml
+from typed_commands import typed
 from typer.testing import CliRunner
 
 from itercast.command_line import app
@@ -51,8 +52,7 @@ def lines(tmp_path: Path, *tables: dict[str, Any], more: tuple[str, ...] = ()) -
     path = tmp_path / "tables.yaml"
     path.write_text(yaml.safe_dump({"batch": 1, "tables": list(tables)}))
     arguments = ["shard", str(path), "--gpu", "h100-sxm-80gb", "--gpus", "2", *more]
-    found = CliRunner().invoke(app, arguments)
-    assert found.exit_code == 2, found.output
+    found = typed(*arguments, rc=2)
     assert len(found.output.strip().splitlines()) == 1 and "Traceback" not in found.output
     return found.output
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from servers import free_port
+from typed_commands import typed
 from typer.testing import CliRunner
 
 from itercast.capture.base.yaml_text import load_yaml
@@ -151,13 +152,12 @@ def test_a_command_writes_a_url_and_another_reads_it(bucket: str, tmp_path: Path
         "     1048576 262144 float sum -1 30.0 34.95 34.95 0 30.0 34.95 34.95 0\n"
         "     2097152 524288 float sum -1 40.0 52.43 52.43 0 40.0 52.43 52.43 0\n"
     )
-    done = CliRunner().invoke(app, ["import", "nccl-tests", str(log), "--out", bucket])
-    assert done.exit_code == 0, done.output
+    done = typed("import", "nccl-tests", str(log), "--out", bucket)
     assert bucket in done.output
     rows = store.read_rows([fetched(bucket)], "collective")
     assert len(rows) and set(rows["gpu"]) == {"h100-sxm-80gb"}
-    done = CliRunner().invoke(app, ["train", "--data", bucket, "--out", str(tmp_path / "bundle")])
-    assert done.exit_code == 2 and "rows" in done.output
+    done = typed("train", "--data", bucket, "--out", str(tmp_path / "bundle"), rc=2)
+    assert "rows" in done.output
 
 
 def test_rows_at_a_url_are_judged(bucket: str, tmp_path: Path) -> None:
@@ -221,8 +221,8 @@ def test_a_store_that_refuses_is_one_line(
     plan = tmp_path / "plan.yaml"
     plan.write_text(f"root: {where}\nmachines: {{a: {{gpu: cpu, minutes: 1}}}}")
     command = ["collect", "--family", "gemm", "--budget", "2s", "--out", where]
-    done = CliRunner().invoke(app, ["fleet", str(plan)] if name == "fleet" else command)
-    assert done.exit_code == 2 and told in done.output, done.output
+    done = typed(*["fleet", str(plan)] if name == "fleet" else command, rc=2)
+    assert told in done.output, done.output
     assert len(done.output.strip().splitlines()) == 1 and "testing" not in done.output
 
 

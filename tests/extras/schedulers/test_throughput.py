@@ -3,6 +3,7 @@
 import csv
 import json
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,11 @@ from typing import Any
 import pytest
 import yaml
 from plan_case import GPU
-from typer.testing import CliRunner
+from typed_commands import typed
 
 from itercast.api import predict
-from itercast.command_line import app
 from itercast.extras.schedulers.table import spread
 from itercast.learners.bundle import Bundle
-
-run = CliRunner()
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +28,12 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def throughput(*words: str, rc: int = 0) -> Any:
-    done = run.invoke(app, ["throughput", "gpt-s", *words])
-    assert done.exit_code == rc, (done.output, done.stderr)
+def answer(command: str, *words: str, rc: int = 0) -> Any:
+    done = typed(command, "gpt-s", *words, rc=rc)
     return json.loads(done.stdout) if rc < 2 else done.stderr
+
+
+throughput = partial(answer, "throughput")
 
 
 def test_cells_are_forecasts(bundle: Path, tmp_path: Path) -> None:
@@ -63,11 +63,6 @@ def test_predict_says_what_a_step_costs(bundle: Path, tmp_path: Path) -> None:
     prices = tmp_path / "prices.yaml"
     prices.write_text("toy-gpu: 3.6\n")
     rest = ["--gpu", "toy-gpu", "--bundle", str(bundle), "--json", "--prices"]
-
-    def answer(*words: str, rc: int = 0) -> Any:
-        done = run.invoke(app, [words[0], "gpt-s", *words[1:]])
-        assert done.exit_code == rc, (done.output, done.stderr)
-        return json.loads(done.stdout) if rc < 2 else done.stderr
 
     one = answer("predict", *rest, str(prices))
     second = 1e-3
@@ -103,7 +98,7 @@ def test_marks_say_what_the_marked_gpus_hold(bundle: Path) -> None:
     small = bundle.parent / "small.yaml"
     small.write_text(yaml.safe_dump(replace(GPU, name="small", hbm_bytes=2e9).to_dict()))
     words = ["throughput", "gpt2-small", "--gpu", f"{small},toy-gpu", "--gpus", "1", "--batch", "1"]
-    told = run.invoke(app, [*words, "--bundle", str(bundle)]).stdout
+    told = typed(*words, "--bundle", bundle).stdout
     found = predict("gpt2-small", gpu=str(small), batch=1, bundle=bundle)
     room = f"{found.memory_room_bytes / 1e9:.1f}"
     assert f"!: more than the {room} GB that a GPU has left for tensors" in told
@@ -151,10 +146,7 @@ def rates(tmp_path: Path) -> Path:
 
 
 def replay(rates: Path, trace: Path, rc: int = 0, gpus: str = "slow=1,fast=1") -> Any:
-    done = run.invoke(
-        app, ["replay", str(trace), "--throughputs", str(rates), "--gpus", gpus, "--json"]
-    )
-    assert done.exit_code == rc, (done.output, done.stderr)
+    done = typed("replay", trace, "--throughputs", rates, "--gpus", gpus, "--json", rc=rc)
     return {r["policy"]: r for r in json.loads(done.stdout)} if rc < 2 else done.stderr
 
 
