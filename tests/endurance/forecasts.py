@@ -5,7 +5,6 @@ the bundles that ship. Prints what differs by more than ``TOLERANCE``; exit code
 does. ``--record`` writes the file anew.
 """
 
-import argparse
 import json
 import logging
 import sys
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich.progress import track
 
 from itercast.capture.cases.registry import case
@@ -154,11 +154,8 @@ def _flat(found: dict[str, Any]) -> dict[str, Any]:
     return plain | {f"by_family_us.{k}": float(v) for k, v in families.items()}
 
 
-def main() -> None:
+def main(record: bool = False) -> None:
     """Record, or compare and say what differs."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--record", action="store_true")
-    record = parser.parse_args().record
     logging.disable(logging.WARNING)
     every = list(wanted())
     found = {json.dumps(asked): forecast_of(asked) for asked in track(every, "forecasts")}
@@ -180,4 +177,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -5,7 +5,6 @@ of their own, so that a crash is seen; what fails is kept in runs/hostile. Witho
 get the few lines that are written here.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import typer
 
 from itercast.capture.plan import ParallelPlan
 from itercast.extras.imports.base import Hints
@@ -251,30 +251,28 @@ SHARES: Mapping[str, float] = {
 }
 
 
-def main() -> None:
-    """Read all files, two processes at a time; exit code 1 if any was not answered in one line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--files", type=int, default=100_000)
-    parser.add_argument("--public", type=Path, help="folder with clones of published sources")
-    parser.add_argument("--kind", choices=SHARES, help="read files of this kind, in this process")
-    parser.add_argument("--first", type=int, default=0)
-    asked = parser.parse_args()
-    if asked.kind:
-        read_many(asked.kind, asked.first, asked.files, asked.public)
+def main(files: int = 100_000, public: Path | None = None, kind: str = "", first: int = 0) -> None:
+    """Read all files, two processes at a time; exit code 1 if any was not answered in one line.
+
+    ``public``: folder with clones of published sources. ``kind``: read so many files of this kind
+    from the ``first`` on, in this process.
+    """
+    if kind:
+        read_many(kind, first, files, public)
         return
     chunks = [
-        (kind, first, min(CHUNK, count - first), asked.public)
+        (kind, first, min(CHUNK, count - first), public)
         for kind, share in SHARES.items()
-        if (count := round(asked.files * share))
+        if (count := round(files * share))
         for first in range(0, count, CHUNK)
     ]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         failed = [line for some in pool.map(lambda c: failures(*c), chunks) for line in some]
     print("\n".join(failed))
-    print(f"{asked.files} files, {len(failed)} not answered in one line")
+    print(f"{files} files, {len(failed)} not answered in one line")
     if failed:
         raise SystemExit(1)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -7,7 +7,6 @@ again where it ended. When all chunks of a plan are done, every row that a kill 
 be at the root, once, and cards must state the parts.
 """
 
-import argparse
 import hashlib
 import os
 import random
@@ -24,6 +23,7 @@ from pathlib import Path
 
 import pandas as pd
 import psutil
+import typer
 
 from itercast.capture.base.yaml_text import load_yaml
 from itercast.microbench import store
@@ -267,21 +267,19 @@ def run_plan(
     return found + kills + Counter(kills=kills.total(), survivors=fleet.survivors)
 
 
-def main() -> None:
-    """Print what was found after each plan, summed up; exit code 1 if anything was wrong."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10.0, help="no plan is begun afterwards")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--standing", action="store_true", help="all plans on a standing cluster")
-    asked = parser.parse_args()
-    moments, whole, plans = random.Random(asked.seed), Counter[str](), 0
-    until = time.monotonic() + 60 * asked.minutes
+def main(minutes: float = 10.0, seed: int = 0, standing: bool = False) -> None:
+    """Print what was found after each plan, summed up; exit code 1 if anything was wrong.
+
+    No plan is begun after ``minutes``. ``standing``: all plans on a standing cluster.
+    """
+    moments, whole, plans = random.Random(seed), Counter[str](), 0
+    until = time.monotonic() + 60 * minutes
     while time.monotonic() < until:
         with tempfile.TemporaryDirectory() as folder:
             plans += 1
-            cluster = Cluster(Path(folder)) if plans % 2 or asked.standing else None
+            cluster = Cluster(Path(folder)) if plans % 2 or standing else None
             try:
-                found = run_plan(Path(folder), asked.seed + plans, moments, 5, cluster)
+                found = run_plan(Path(folder), seed + plans, moments, 5, cluster)
             finally:
                 if cluster:
                     cluster.end()
@@ -303,4 +301,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -6,7 +6,6 @@ signal; if that was another one, the command is killed in the end. A process cou
 command's mark in its environment and is there two seconds later.
 """
 
-import argparse
 import os
 import random
 import signal
@@ -18,6 +17,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+
+import typer
 
 SCRIPT = Path(__file__).parent / "scripts" / "never_ends.py"
 SIGNALS = (signal.SIGTERM, signal.SIGKILL, signal.SIGKILL, signal.SIGINT, signal.SIGHUP)
@@ -68,15 +69,11 @@ def kill_once(
     return left
 
 
-def main() -> int:
+def main(kills: int = 200, seed: int = 0) -> None:
     """Print a line for each kill that leaves processes, and a sum."""
-    asked = argparse.ArgumentParser()
-    asked.add_argument("--kills", type=int, default=200)
-    asked.add_argument("--seed", type=int, default=0)
-    given = asked.parse_args()
-    random.seed(given.seed)
+    random.seed(seed)
     left, done = 0, Counter[str]()
-    for number in range(given.kills):
+    for number in range(kills):
         how, sent = random.choice(("sleep", "workers", "ranks")), random.choice(SIGNALS)
         after_s, others = random.uniform(0, LATEST_S), random.random() < 0.25
         mark, wait = f"{os.getpid()}.{number}", partial(time.sleep, after_s)
@@ -85,9 +82,9 @@ def main() -> int:
         left += len(found)
         if found:
             print(f"{sent.name} after {after_s:.2f} s of {how}: {len(found)} left", flush=True)
-    print(f"{given.kills} kills ({dict(done)}): {left} processes left")
-    return bool(left)
+    print(f"{kills} kills ({dict(done)}): {left} processes left")
+    sys.exit(bool(left))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(main)

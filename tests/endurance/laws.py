@@ -3,10 +3,11 @@
 Prints each case that breaks a law; exit code 1 if one does.
 """
 
-import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
+
+import typer
 
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "compose")]
@@ -24,12 +25,9 @@ from test_machine_laws import (  # noqa: E402
 )
 
 
-def main() -> None:
-    """Draw plans and check them."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=500, help="plans for each law")
-    parser.add_argument("--seed", type=int, default=100)
-    asked, broken = parser.parse_args(), 0
+def main(count: int = 500, seed: int = 100) -> None:
+    """Draw so many plans for each law and check them."""
+    broken = 0
 
     def bandwidth(n: int, name: str, text: str) -> None:
         check_bandwidth(name, text, *RATES[n % len(RATES)])
@@ -43,16 +41,16 @@ def main() -> None:
         "recomputation saves memory": ("", lambda n, *case: check_recompute(*case)),
         "larger budgets keep no less": ("", lambda n, *case: check_budgets(*case)),
     }  # fmt: skip
-    for seed, (law, (key, check)) in enumerate(laws.items(), start=asked.seed):
-        for n, case in enumerate(drawn(asked.count, seed, least=key)):
+    for of_law, (law, (key, check)) in enumerate(laws.items(), start=seed):
+        for n, case in enumerate(drawn(count, of_law, least=key)):
             try:
                 check(n, *case)
             except AssertionError:
                 broken += 1
                 print(f"{law}: {case[0]}, {case[1]!r}, number {n}", flush=True)
-        print(f"{law}: {asked.count} plans", flush=True)
+        print(f"{law}: {count} plans", flush=True)
     sys.exit(broken > 0)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

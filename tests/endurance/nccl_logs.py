@@ -6,9 +6,10 @@ puts prefixes before the lines. Each time tells the collective and size that it 
 how many rows were stored, and how many under another collective or size.
 """
 
-import argparse
 import random
 import sys
+
+import typer
 
 from itercast.extras.nccl.nccl_text import parse_text
 
@@ -97,16 +98,12 @@ def wrong_rows(files: int, seed: int) -> int:
     return read(files, seed)[1]
 
 
-def main() -> int:
+def main(files: int = 10_000, seed: int = 0) -> None:
     """Print both numbers."""
-    asked = argparse.ArgumentParser()
-    asked.add_argument("--files", type=int, default=10_000)
-    asked.add_argument("--seed", type=int, default=0)
-    given = asked.parse_args()
-    stored, wrong = read(given.files, given.seed)
-    print(f"{given.files} logs: {stored} rows stored, {wrong} under a wrong collective or size")
-    return bool(wrong)
+    stored, wrong = read(files, seed)
+    print(f"{files} logs: {stored} rows stored, {wrong} under a wrong collective or size")
+    sys.exit(bool(wrong))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(main)

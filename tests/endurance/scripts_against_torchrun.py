@@ -5,7 +5,6 @@ packages are missing are skipped. Each runs twice; the time of a step is the med
 one optimizer step to the next. Prints a table; the retest is one run against the other.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -14,6 +13,8 @@ import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
+
+import typer
 
 HERE = Path(__file__).parent / "scripts"
 FEATURES = {  # of parallel_features.py; its context parallelism has no CPU kernels in torch
@@ -71,17 +72,13 @@ def forecast_us(script: Path, arguments: list[str], bundle: str) -> tuple[float,
     return found["iteration_us"], found["unmodelled_frac"]
 
 
-def main() -> None:
+def main(bundle: str = "", only: str = "") -> None:
     """Print the table."""
-    asked = argparse.ArgumentParser()
-    asked.add_argument("--bundle", default="")
-    asked.add_argument("--only", default="")
-    given = asked.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         for name, (script, arguments, package) in SCRIPTS.items():
-            if given.only not in name or find_spec(package) is None:
+            if only not in name or find_spec(package) is None:
                 continue
-            forecast, no_model = forecast_us(script, arguments, given.bundle)
+            forecast, no_model = forecast_us(script, arguments, bundle)
             first, again = (measured_us(script, arguments, Path(folder)) for _ in range(2))
             real = (first * again) ** 0.5
             print(
@@ -93,4 +90,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -9,7 +9,6 @@ and time. With ``--plan dp=64`` it is the model that a script trains, under a pl
 on one GPU is from the script's own, and what it takes under the plan.
 """
 
-import argparse
 import json
 import os
 import shlex
@@ -22,6 +21,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import typer
 import yaml
 from made_files import make
 
@@ -142,23 +142,20 @@ def missing(one: Listed) -> list[str]:
     return lacks
 
 
-def main() -> None:
-    """Print the table and how often each outcome was met."""
-    asked = argparse.ArgumentParser()
-    asked.add_argument("--only", default="")
-    asked.add_argument("--mirrors", type=Path)
-    asked.add_argument("--limit", type=int, default=LIMIT_S, help="seconds for each")
-    asked.add_argument("--plan", default="", help="of the models that they train")
-    given = asked.parse_args()
+def main(only: str = "", mirrors: Path | None = None, limit: int = LIMIT_S, plan: str = "") -> None:
+    """Print the table and how often each outcome was met.
+
+    ``limit``: seconds for each; ``plan``: of the models that they train.
+    """
     known, outcomes = yaml.safe_load(LIST.read_text()), Counter[str]()
     named = [
         {**facts, "name": facts.get("name") or Path(facts["script"]).stem}
         for facts in known["scripts"]
     ]
-    listed = [one for one in (Listed(**facts) for facts in named) if given.only in one.name]
+    listed = [one for one in (Listed(**facts) for facts in named) if only in one.name]
     if not listed:
         names = ", ".join(facts["name"] for facts in named)
-        asked.error(f"--only {given.only!r}: no script has this in its name; they are {names}")
+        raise typer.BadParameter(f"no script has {only!r} in its name; they are {names}")
     for one in listed:
         if lacks := missing(one):
             outcomes["skipped"] += 1
@@ -166,8 +163,8 @@ def main() -> None:
             continue
         root = HERE / "runs" / "scripts" / one.source
         if one.source != "packages":
-            checked_out(known["sources"][one.source], root, given.mirrors)
-        kind, said = answer(one, root, given.limit, given.plan)
+            checked_out(known["sources"][one.source], root, mirrors)
+        kind, said = answer(one, root, limit, plan)
         as_listed = kind == "forecast" if one.expected == "forecast" else one.expected in said
         outcomes[OUTCOMES[kind]] += 1
         print(f"{one.name:28} {'' if as_listed else 'UNEXPECTED '}{said}", flush=True)
@@ -175,4 +172,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)
