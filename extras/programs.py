@@ -17,7 +17,7 @@ def run_program(main: Callable[..., None]) -> None:
         sys.exit(program(standalone_mode=False))
     except UsageError as exc:
         told = exc.format_message()
-    except (RuntimeError, ValueError) as exc:
+    except (RuntimeError, ValueError, OSError) as exc:
         told = str(exc)
     print(f"error: {told}", file=sys.stderr)
     sys.exit(2)

@@ -4,14 +4,17 @@
 writes it. It holds Parquet parts, cards, journals and logs as plain files, and no code.
 """
 
-import argparse
 import io
 import re
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from itercast.capture.base.files import write_atomic
+from itercast.extras.programs import run_program
 from itercast.microbench import store
 
 NAME = r"[\w+-][\w.+-]*"
@@ -103,17 +106,13 @@ def _pieces(archive: Path) -> list[Path]:
     return sorted(archive.parent.glob(f"{archive.name}.[0-9][0-9][0-9]"))
 
 
-def main() -> None:
-    """Unpack the archive that the command line names; bad input is one line and exit code 2."""
-    parser = argparse.ArgumentParser(prog="python3 -m itercast.extras.campaign.archive")
-    parser.add_argument("archive", type=Path, help="what a campaign wrote, e.g. runs/gpu.tar.gz")
-    parser.add_argument("root", type=Path, help="dataset root to write")
-    args = parser.parse_args()
-    try:
-        print(unpack(args.archive, args.root), "files unpacked")
-    except (ValueError, OSError, tarfile.TarError) as exc:
-        parser.error(str(exc))
+def main(
+    archive: Annotated[Path, typer.Argument(help="what a campaign wrote, e.g. runs/gpu.tar.gz")],
+    root: Annotated[Path, typer.Argument(help="dataset root to write")],
+) -> None:
+    """Unpack an archive."""
+    print(unpack(archive, root), "files unpacked")
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -13,6 +13,7 @@ from full_disk import full_disk
 from itercast.capture.base.files import write_atomic
 from itercast.extras.campaign import archive
 from itercast.extras.campaign.archive import pack, unpack
+from itercast.extras.programs import run_program
 from itercast.microbench import store
 
 FACTS = {"what": "test", "hardware": {"name": "toy", "peak_flops_per_s": {"fp32": 1e12}}}
@@ -75,7 +76,7 @@ def test_a_missing_archive_is_named_with_exit_code_2(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["archive", str(tmp_path / "gone.tar.gz"), str(tmp_path)])
     with pytest.raises(SystemExit, match="2"):
-        archive.main()
+        run_program(archive.main)
     assert "gone.tar.gz' is missing" in capsys.readouterr().err
 
 
