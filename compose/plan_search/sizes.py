@@ -58,7 +58,7 @@ class _Scaling:
         return (changed if type(a) in (TensorSpec, OpCall) else replace)(a, **values)
 
     def _integer(self, a: int, b: int) -> int:
-        """factor * batch**i * (length + d)**j at the third size, by the first i, j, d that fit."""
+        """The integer at the third size: c * batch**i * (length + d)**j, as at the first two."""
         for shift, (i, j) in product(SHIFTS, POWERS):
             first, second, third = (n**i * (s + shift) ** j for n, s, _ in self.sizes)
             if a * second == b * first and first and a * third % first == 0:

@@ -49,7 +49,7 @@ def _pad(
     return padded.transpose(0, 1) if batch_first else padded, lengths
 
 
-def _run(layer: Callable[..., Any], data: Tensor, *args: Any) -> Any:
+def _run_layer(layer: Callable[..., Any], data: Tensor, *args: Any) -> Any:
     """Run a recurrent layer; over packed sequences, whose ``args`` begin with their sizes, as if
     all steps had the mean number of sequences. Results are padded to the shapes that torch has.
     """
@@ -96,7 +96,7 @@ def packed_sequences() -> Iterator[None]:
 
     functions: Any = torch._VF
     numbers = count(2**20)
-    ours: dict[str, Any] = {name: partial(_run, getattr(functions, name)) for name in LAYERS}
+    ours: dict[str, Any] = {name: partial(_run_layer, getattr(functions, name)) for name in LAYERS}
     ours |= {"_pack_padded_sequence": _pack, "_pad_packed_sequence": _pad}
     with (
         patch.object(FakeTensorMode, "create_symbolic_nested_int", nested_int),
