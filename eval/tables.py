@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.measure import Measurement
-from rich.table import Column, Table
+from rich.table import Table
 
 WIDE = 100_000  # characters of a line in a file, a pipe or a log
 LEAST = 14  # characters that a narrow terminal leaves a column of text
@@ -21,12 +21,17 @@ def three_digits(value: float) -> str:
 
 
 def headed(title: str, *heads: str, texts: Container[str], **look: Any) -> Table:
-    """A table without rows; columns that are not ``texts`` are numbers, which stand to the right.
+    """A table without rows, whose columns of ``texts`` may wrap; others are numbers, to the right.
 
     ``look``: options of rich.
     """
-    columns = (Column(head, justify="left" if head in texts else "right") for head in heads)
-    return Table(*columns, title=title, **look)
+    table = Table(title=title, **look)
+    for head in heads:
+        is_text = head in texts
+        table.add_column(
+            head, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text
+        )
+    return table
 
 
 def output() -> Console:

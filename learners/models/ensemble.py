@@ -135,14 +135,18 @@ class CrossFit:
         return float(low), float(high)
 
 
+def steps_for(rows: int) -> int:
+    """Optimizer steps of a network: max(min(rows, 1500), rows / 20), but 400 to 6,000."""
+    return int(np.clip(max(min(rows, 1500), rows // 20), 400, 6000))
+
+
 def fit_smooth(table: Table, members: int, settings: ProcessSettings | None) -> Smooth:
     """Fit a Gaussian process if there are settings for one, otherwise networks."""
     x, ratio = table.x, table.log_ratio
     if settings is not None:
         scales, merge_distance = settings.length_scales, settings.merge_distance
         return fit_process(x, ratio, scales, settings.kernel, merge_distance)
-    steps = int(np.clip(max(min(len(x), 1500), len(x) // 20), 400, 6000))
-    return fit_network(x, ratio, members, steps)
+    return fit_network(x, ratio, members, steps_for(len(x)))
 
 
 def folds_of(train: Table) -> list[Array]:
