@@ -264,7 +264,7 @@ class StepCapture:
     model has none. ``repeats``: how many layers of a list were left out of the capture because they
     equal those captured, by the list's name (``blocks``: 94). ``order``: of a list of several kinds
     the number of the captured layer that stands for each. ``engine`` is how the calls are launched:
-    eager, graph, compile or compile+graph; ``optimizer`` is one of ``STATE_COPIES``.
+    eager, graph, compile or compile+graph; ``optimizer`` is that of ``StepSettings``.
     ``inputs``: the tensors of the batch that the step is given, dense ones. ``lengths``: of its
     sequences, where they are unlike (``itercast.extras.lengths.sequences.Lengths.facts``).
     ``networks``:

@@ -22,6 +22,9 @@ ALLOWED = {
     "dtype": ("fp32", "tf32", "bf16", "fp16"),
     "attn": ("sdpa", "eager"),
 }
+# What may follow an optimizer's name: gradients are clipped to a norm over all of them before its
+# update; a moving average of the parameters is kept, which each update moves.
+BESIDE_UPDATE = ("clip", "ema")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +32,7 @@ class StepSettings:
     """What one step does: the command line has options of the same names.
 
     ``amp``: parameters are in fp32, and the forward pass runs under autocast to ``dtype``.
-    ``clip``: gradients are clipped to a norm over all of them before the update.
+    ``optimizer``: a name, and what is done beside its update (``BESIDE_UPDATE``): adamw+clip+ema.
     ``channels_last``: parameters and inputs of four dimensions lie in memory as NHWC.
     """
 
@@ -40,13 +43,17 @@ class StepSettings:
     attn: str = "sdpa"
     amp: bool = False
     channels_last: bool = False
-    clip: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in ALLOWED.items():
-            value = getattr(self, name)
+            value = update_of(getattr(self, name))
             if value not in allowed:
                 raise ValueError(f"{name} {value!r}: allowed are {', '.join(allowed)}")
+        name, *beside = self.optimizer.split("+")
+        in_order = [b for b in BESIDE_UPDATE if b in beside]
+        if beside and (name in ("muon", "none") or beside != in_order):
+            only = "+clip, +ema or +clip+ema may follow a name, of muon and none nothing"
+            raise ValueError(f"optimizer {self.optimizer!r}: {only}")
         if self.amp and self.dtype not in ("bf16", "fp16"):
             raise ValueError(f"amp: dtype is bf16 or fp16, got {self.dtype!r}")
 
@@ -56,12 +63,17 @@ class StepSettings:
         return "fp32" if self.amp else self.dtype
 
 
+def update_of(optimizer: str) -> str:
+    """The optimizer's name without what is done beside its update: adamw of adamw+clip."""
+    return optimizer.partition("+")[0]
+
+
 def update_event(optimizer: str, kind: str = "step") -> str:
     """The name of the host event that counts an optimizer's Python: ``adamw_step``, ``sgd_step``.
 
     Momentum has none of its own: it is one more call of SGD's loop.
     """
-    return f"{optimizer.removesuffix('_momentum')}_{kind}"
+    return f"{update_of(optimizer).removesuffix('_momentum')}_{kind}"
 
 
 def hidden_matrices(model: torch.nn.Module) -> dict[str, Any]:
@@ -162,7 +174,10 @@ def make_step(
         return _inference_step(model, inputs, on_phase, precision)
     model.train()
     matrices = list(hidden_matrices(model).values())
-    optimizer = make_optimizer(model.parameters(), settings.optimizer, capturable, matrices)
+    name, *beside = settings.optimizer.split("+")
+    optimizer = make_optimizer(model.parameters(), name, capturable, matrices)
+    averaged = [p.detach() for p in model.parameters() if p.requires_grad and "ema" in beside]
+    averages = [p.clone() for p in averaged]
 
     def gradients() -> None:
         on_phase("zero_grad")
@@ -180,10 +195,13 @@ def make_step(
 
     def update() -> None:
         on_phase("optimizer")
-        if settings.clip:
+        if "clip" in beside:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         if optimizer is not None:
             optimizer.step()
+        if averages:
+            torch._foreach_mul_(averages, 0.999)
+            torch._foreach_add_(averages, averaged, alpha=0.001)
 
     return Step(gradients=gradients, update=update)
 

@@ -142,7 +142,10 @@ Stack = Annotated[
 ]
 Optimizer = Annotated[
     str,
-    typer.Option(help=f"{', '.join(ALLOWED['optimizer'])}; default: the case's own, else adamw"),
+    typer.Option(
+        help=f"{', '.join(ALLOWED['optimizer'])}; +clip: gradients are clipped to a norm, "
+        "+ema: a moving average of parameters is kept; default: the case's own, else adamw"
+    ),
 ]
 Cluster = Annotated[
     Path | None,

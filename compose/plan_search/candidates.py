@@ -35,7 +35,7 @@ from itercast.compose.parallel.placement import Cluster, Group, cluster, gpus_pe
 from itercast.compose.plan_search.sizes import CaptureAt, CapturesBySize, Size
 from itercast.compose.pricing.collectives import Message, prefetch_messages
 from itercast.compose.pricing.layer_prices import AskedStep, prefetch_steps
-from itercast.compose.pricing.optimizer import STATE_COPIES
+from itercast.compose.pricing.optimizer import state_copies
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.rank_graph import rank_graph
 from itercast.compose.simulate.fsdp import units_of_stages
@@ -344,7 +344,7 @@ def _least_bytes(search: Search, plan: ParallelPlan, model_bytes: ModelBytes) ->
     As if layers were spread evenly and ep cut all parameters.
     """
     parts, shards = plan.tp * plan.pp * plan.ep, plan.shards / plan.ep
-    copies = STATE_COPIES[search.optimizer] - (search.optimizer == "muon")  # most of it has fewer
+    copies = state_copies(search.optimizer) - (search.optimizer == "muon")  # most of it has fewer
     state = copies * model_bytes.trained / parts
     weights_and_gradients = (model_bytes.parameters + model_bytes.trained) / parts
     if plan.zero == 3:

@@ -24,6 +24,7 @@ from functools import cache
 from math import prod
 
 from itercast.capture.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.capture.step import update_of
 from itercast.compose.graph.cache_reuse import cold_fractions
 from itercast.compose.graph.product_roles import LINEAR_PRODUCTS
 from itercast.compose.graph.rewrite import with_shape, with_tensors
@@ -40,7 +41,7 @@ from itercast.microbench.ops.step.optimizer import (
     of_rank,
 )
 
-# Tensors like the parameter, in its own dtype, that an optimizer keeps.
+# Tensors like the parameter, in its own dtype, that an optimizer keeps (``state_copies``).
 STATE_COPIES = {"adamw": 2, "adamw_fused": 2, "lamb": 2, "sgd": 0, "sgd_momentum": 1, "none": 0}
 STATE_COPIES["muon"] = 2  # AdamW's; of its matrices the momentum alone
 NORM = "aten.linalg_vector_norm.default"  # the first of Muon's calls that needs a whole matrix
@@ -96,9 +97,14 @@ class MatrixUpdate:
         return [*swaps, whole] if held < made.nbytes else swaps, swaps
 
 
+def state_copies(optimizer: str) -> int:
+    """Tensors like the parameter that an optimizer keeps; a moving average is one more."""
+    return STATE_COPIES[update_of(optimizer)] + optimizer.endswith("+ema")
+
+
 def state_bytes(optimizer: str, trained: Iterable[ParamSpec]) -> int:
     """Bytes of what an optimizer keeps of parameters; of Muon's matrices one copy fewer."""
-    return sum((STATE_COPIES[optimizer] - p.matrix) * p.nbytes for p in trained)
+    return sum((state_copies(optimizer) - p.matrix) * p.nbytes for p in trained)
 
 
 def matrix_updates(capture: StepCapture, cold: Sequence[float]) -> dict[int, MatrixUpdate]:
@@ -177,7 +183,8 @@ def one_by_one(capture: StepCapture, sizes: Sequence[int], gpu: Gpu) -> list[Pri
     ``sizes``: elements of each parameter.
     """
     update = [call for c in _over_parameters(capture) for call in _over_largest(c)]
-    zero = [replace(update[0], op="aten.zero_.default", args=update[0].args[:1])]
+    first = update[0].args[:1]
+    zero = [replace(update[0], op="aten.zero_.default", args=first, outputs=first)]
 
     @cache
     def of_size(numel: int, *, zeroed: bool) -> list[Priceable]:
@@ -191,14 +198,15 @@ def has_lists(capture: StepCapture) -> bool:
 
     Sparse gradients make torch's SGD a loop, which is captured as such.
     """
-    captured = (c for c in capture.calls if c.phase == "optimizer")
-    return all(isinstance(c.args[0], tuple) for c in captured) and bool(_over_parameters(capture))
+    updates, norms = _over_parameters(capture), len(capture.parameters)  # of gradients
+    single = (c.args[0] for c in capture.calls if c.phase == "optimizer")
+    return bool(updates) and not any(isinstance(x, TensorSpec) and x.numel > norms for x in single)
 
 
 def _over_parameters(capture: StepCapture) -> list[OpCall]:
     """The optimizer's calls over lists of parameters, not of step counters."""
     captured = (c for c in capture.calls if c.phase == "optimizer")
-    return [c for c in captured if any(t.shape for t in c.args[0])]
+    return [c for c in captured if isinstance(c.args[0], tuple) and any(t.shape for t in c.args[0])]
 
 
 def _over_largest(call: OpCall) -> Iterator[OpCall]:
@@ -224,6 +232,8 @@ def _with_numel(call: OpCall, numel: int) -> OpCall:
     """The call over tensors of so many elements."""
 
     def sized(tensors: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-        return tuple(replace(t, shape=(numel,), stride=(), zero_frac=0.0) for t in tensors)
+        shapes = [(numel,) if t.shape else () for t in tensors]  # a norm is one number
+        pairs = zip(tensors, shapes, strict=True)
+        return tuple(replace(t, shape=shape, stride=(), zero_frac=0.0) for t, shape in pairs)
 
     return replace(call, args=sized(call.args), outputs=sized(call.outputs))

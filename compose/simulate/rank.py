@@ -15,6 +15,7 @@ from types import MappingProxyType
 
 from itercast.capture.base.assumptions import assumed
 from itercast.capture.plan import ParallelPlan
+from itercast.capture.step import update_of
 from itercast.compose.graph.identity_cache import Once, once_of
 from itercast.compose.machines.contention import Slowdowns
 from itercast.compose.parallel.mixed_precision import half_dtype
@@ -237,24 +238,25 @@ class Rank:
     def one_by_one(self) -> bool:
         """Whether old software loops over its parameters, whole ones (``one_by_one``)."""
         capture, is_old = self.model.graph.capture, stack_of_row(self.book.stack).one_by_one
-        if not is_old or capture.optimizer not in LOOPED or "graph" in capture.engine:
+        if not is_old or update_of(capture.optimizer) not in LOOPED or "graph" in capture.engine:
             return False
         loops = once_of(capture)("has lists", partial(has_lists, capture))
         return loops and self.book.gpu.kind != "cpu" and not self.strategy.share_update
 
     def scales_loss(self, optimizer: str) -> bool:
-        """Whether gradients are small numbers in fp16, which a GradScaler keeps in range."""
-        if not self.plan.amp or optimizer == "none":
-            return False
+        """Whether gradients are small numbers in fp16, which a scaler of the loss keeps in range.
+
+        A GradScaler under autocast; its own one in software that keeps fp32 copies of fp16 weights.
+        """
         unfused = self.model.graph.unfused
-        return "fp16" in (
-            self.gradient_dtype,
-            once_of(unfused)("half", partial(half_dtype, unfused)),
-        )
+        dtypes = {self.gradient_dtype, once_of(unfused)("half", partial(half_dtype, unfused))}
+        scales = self.plan.amp or dtypes & stack_of_row(self.book.stack).held.keys()
+        return bool(scales) and optimizer != "none" and "fp16" in dtypes
 
     def awaits_scale(self, optimizer: str) -> bool:
         """Whether the host waits for the scaler: torch's fused AdamW finds out on the GPU alone."""
-        skips = optimizer == "adamw_fused" and not stack_of_row(self.book.stack).one_by_one
+        stack, fused = stack_of_row(self.book.stack), update_of(optimizer) == "adamw_fused"
+        skips = fused and self.plan.amp and not stack.one_by_one
         return self.scales_loss(optimizer) and not skips
 
     @cached_property

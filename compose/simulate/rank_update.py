@@ -13,17 +13,17 @@ from itercast.compose.pricing.host import host_cost, host_work, on_host
 from itercast.compose.pricing.optimizer import (
     AFTER_AVERAGE,
     BEFORE_AVERAGE,
-    STATE_COPIES,
     fused_update,
     one_by_one,
     outer_update,
     scaled_update,
     state_bytes,
+    state_copies,
     update_bytes,
 )
 from itercast.compose.pricing.priced_op import AssumedTime, Priceable, PricedOp, priceable
 from itercast.compose.pricing.work import Step, Work, fold
-from itercast.compose.simulate.data_parallel import LayerBucket, layer_buckets
+from itercast.compose.simulate.data_parallel import PRECISE, LayerBucket, layer_buckets
 from itercast.compose.simulate.fsdp import sharded_bytes, summed_shares
 from itercast.compose.simulate.rank import Rank, RankTasks
 from itercast.microbench.ops.step.optimizer import UNSCALE
@@ -61,7 +61,7 @@ class RankUpdate(RankTasks):
         waits for. Source: torch/amp/grad_scaler.py, ``_unscale_grads_`` and ``_maybe_opt_step``.
         """
         if self.rank.scales_loss(optimizer):
-            self._over_parameters((UNSCALE,), "unscale gradients")
+            self._over_parameters((UNSCALE,), "unscale gradients", dtype=PRECISE)
             if self.rank.awaits_scale(optimizer):
                 x = self.rank.layers[0]
                 read = Step(0.0, x.launches.alone_us, name="read by the host", waits=True)
@@ -140,9 +140,10 @@ class RankUpdate(RankTasks):
             return [*tables, *one_by_one(model.graph.capture, sizes, self.rank.book.gpu)]
         numel = self._own(others, lambda of: sum(p.nbytes // ITEMSIZE_BYTES[p.dtype] for p in of))
         wanted = [*tables, *scaled_update(model.graph.optimizer, max(1, numel), len(others))]
-        if self.how.fused_update and len(others) < len(trained):
+        optimizer = model.graph.capture.optimizer
+        if self.how.fused_update and (len(others) < len(trained) or "+" in optimizer):
             plan = str(self.rank.plan)
-            raise ValueError(f"plan {plan!r}: Muon's products fit in no fused kernel")
+            raise ValueError(f"plan {plan!r}: the calls of {optimizer} fit in no fused kernel")
         return fused_update(wanted) if self.how.fused_update else wanted
 
     def regathered(self) -> list[Message]:
@@ -222,14 +223,16 @@ class RankUpdate(RankTasks):
         if self.how.outer:
             self._over_parameters(AFTER_AVERAGE, "outer optimizer", self.how.every)
 
-    def _over_parameters(self, calls: Sequence[str], name: str, every: float = 1) -> None:
+    def _over_parameters(
+        self, calls: Sequence[str], name: str, every: float = 1, dtype: str = ""
+    ) -> None:
         """Add calls over all parameters that the rank trains, made every so many steps."""
         layers, shards = self.rank.layers, self.rank.plan.shards if self.how.by_layer else 1
         trained = [p for x in layers for p in x.layer.trained]
         if not trained:
             return
         numel = max(1, sum(x.layer.trained_numel for x in layers) // shards)
-        wanted = outer_update(calls, numel, len(trained), trained[0].dtype)
+        wanted = outer_update(calls, numel, len(trained), dtype or trained[0].dtype)
         ops = self.rank.book.price(list(wanted))
         self.updates += [op.over(every) for op in ops]
         self.lanes.work(layers[0].fold(ops).over(every), name)
@@ -245,7 +248,7 @@ class RankUpdate(RankTasks):
         held = sum(p.nbytes for p in parameters) + added.get("parameters", 0)
         if rank.plan.table_ranks == rank.plan.stage_ranks or not held:
             return []
-        size = held * (1 + STATE_COPIES[optimizer])
+        size = held * (1 + state_copies(optimizer))
         return [Message(kind="all_reduce", axis="table_replicas", message_bytes=size)]
 
 

@@ -199,6 +199,5 @@ def model_lines(facts: Row) -> list[str]:
     if gpus == 1 and whole_us:
         second += f" ({100 * (model_us / whole_us - 1):+.1f} %)"
     notes = (f"note: {note}" for note in facts["notes"])
-    also = ", gradients clipped" if facts["clip"] else ""
-    also += ", layers recomputed" if facts["recompute"] else ""
+    also = ", layers recomputed" if facts["recompute"] else ""
     return [f"{first}, {dtype}, {facts['optimizer']}{also}", second, *notes]

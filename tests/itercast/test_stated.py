@@ -187,15 +187,15 @@ def test_tables_of_many_gpus_take_the_batch_of_a_replica(here: Path) -> None:
 def test_a_model_found_in_a_script_is_told_with_what_plans_leave_out() -> None:
     facts = {"model": "Net", "batch": 8, "seq": 0, "micro": 2, "dtype": "fp32", "amp": False}
     facts |= {"parameters": 2_000_000, "optimizer": "sgd", "script_us": 1000.0, "model_us": 950.0}
-    facts |= {"updates": 1, "recompute": False}
-    facts |= {"clip": True, "script_gpus": 1, "notes": ["its optimizer Lion is taken to be adamw"]}
+    facts |= {"updates": 1, "recompute": False, "optimizer": "sgd+clip", "script_gpus": 1}
+    facts |= {"notes": ["its optimizer Lion is taken to be adamw"]}
     found, step, note = model_lines(facts)
     size = "2.0 M parameters, 2 micro-batches of 8 samples a process"
-    assert found == f"found Net: {size}, fp32, sgd, gradients clipped"
+    assert found == f"found Net: {size}, fp32, sgd+clip"
     assert step.endswith("1.00 ms; its model's step, of which plans are made: 0.95 ms (-5.0 %)")
     assert note == "note: its optimizer Lion is taken to be adamw"
     found, step, _ = model_lines(facts | {"script_gpus": 4, "updates": 5, "recompute": True})
-    assert found.endswith("gradients clipped, layers recomputed")
+    assert found.endswith("sgd+clip, layers recomputed")
     assert step.startswith(
         "as it is, on 4 GPUs for each of 5 updates: 1.00 ms; its model's step on"
     )

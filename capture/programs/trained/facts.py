@@ -15,9 +15,8 @@ class Trained:
 
     ``batch`` samples and ``seq`` tokens of each (0: not of tokens) are those of a micro-batch, of
     which a step of one process has ``micro``. ``dtype`` is autocast's with ``amp``, else that of
-    its parameters; ``parameters``: their number. ``clip``: gradients are clipped to a norm.
-    ``recompute``: "full" where its backward runs layers again. ``notes``: what a plan of it leaves
-    out.
+    its parameters; ``parameters``: their number. ``recompute``: "full" where its backward runs
+    layers again. ``notes``: what a plan of it leaves out.
     """
 
     model: str
@@ -27,7 +26,6 @@ class Trained:
     dtype: str
     amp: bool
     optimizer: str
-    clip: bool
     parameters: int
     recompute: str = ""
     notes: tuple[str, ...] = ()

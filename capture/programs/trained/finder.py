@@ -266,6 +266,8 @@ def facts_of(call: Call) -> Trained:
     size = size_of(call)
     held = held_dtype(call.models)
     optimizer, notes = _optimizer(call.optimizers)
+    if optimizer != "muon" and (call.clip or any(map(_clips, call.wrapped))):
+        optimizer += "+clip"
     groups = (group for optimizer_ in call.optimizers for group in optimizer_.param_groups)
     updated = {p.dtype for group in groups for p in group["params"]}
     computes = call.autocast or (held if held.itemsize < 4 and torch.float32 in updated else None)
@@ -277,7 +279,6 @@ def facts_of(call: Call) -> Trained:
         dtype=DTYPES[computes or held],
         amp=computes is not None,
         optimizer=optimizer,
-        clip=call.clip or any(map(_clips, call.wrapped)),
         recompute="full" if call.recomputes else "",
         parameters=sum(p.numel() for model in call.models for p in model.parameters()),
         notes=notes,

@@ -82,8 +82,6 @@ class TrainedModel:
         ``shallow``: equal layers may be left out (``capture_shortened``), if the model is called
         once. Where a model is called again, or several are, forward makes the loss itself.
         """
-        clip = self.facts.clip and settings.optimizer not in ("muon", "none")
-        settings = replace(settings, clip=clip)
         size = Rescaled(own=self.size, wanted=Size(batch=batch, seq=seq))
         models, tape = self.tape.models, self.tape
         in_half = settings.amp and torch_dtype(settings.dtype) == held_dtype(models)

@@ -14,7 +14,7 @@ from itercast.capture.plan_keys import added_keys
 from itercast.compose.graph.identity_cache import Once
 from itercast.compose.graph.layers import Layer
 from itercast.compose.pricing.layer_prices import PricedLayer
-from itercast.compose.pricing.optimizer import OUTER_COPIES, STATE_COPIES
+from itercast.compose.pricing.optimizer import OUTER_COPIES, state_copies
 from itercast.compose.simulate.data_parallel import Strategy, strategy
 from itercast.microbench.hardware.stack import Held
 
@@ -95,7 +95,7 @@ class Trained:
 
         Without an entry in ``held`` for their dtype both are in that dtype.
         """
-        copies = STATE_COPIES[optimizer]
+        copies = state_copies(optimizer)
         gradients, state = 0, copies * self.nbytes - (self.matrices if copies else 0)
         for dtype, nbytes in self.by_dtype.items():
             copies_of, size = held.get(dtype), ITEMSIZE_BYTES[dtype]
@@ -114,7 +114,7 @@ def rank_memory(
     matrix_bytes: int = 0,
     held: Mapping[str, Held] = MappingProxyType({}),
     *,
-    first: bool = False,
+    made: bool = False,
 ) -> dict[str, int]:
     """Bytes of parameters, gradients, optimizer, activations, buckets and temporary tensors.
 
@@ -123,9 +123,9 @@ def rank_memory(
     other micro-batches' activations, which a pipeline has in flight. Offloaded state is there in
     the optimizer's step alone. ``held``: what the software holds of a parameter, by dtype;
     then gradients are summed in a buffer from which they are sent, and zero=1 shards the optimizer
-    alone. ``first``: until the first backward of several is over, which makes the gradients. Shards
-    that lie in host memory are copied to the GPU beside what is gathered of them. Not counted: the
-    allocator's rounding, workspaces, the CUDA context.
+    alone. ``made``: gradients are there before a micro-batch, of others or of the step before.
+    Shards that lie in host memory are copied to the GPU beside what is gathered of them. Not
+    counted: the allocator's rounding, workspaces, the CUDA context.
     """
     how, (buffered, held) = strategy(plan), held_by_software(sizes, plan, held)
     how = replace(how, buckets=False, by_layer=how.by_layer and plan.zero > 1) if buffered else how
@@ -143,8 +143,7 @@ def rank_memory(
     )
     of_update = max(round(update_share * updated), matrix_bytes) + fetched
     packed = trained if how.every and not how.by_layer else 0  # to be averaged after the update
-    made_before = buffered or how.handed_on or (plan.microbatches > 1 and not first)
-    known = summed if made_before else None
+    known = summed if buffered or how.handed_on or made else None
     in_micro = _fullest(sizes, ranks, how, round(others), known)
     gradients, activations, temporary = max((summed, 0, max(of_update, packed)), in_micro, key=sum)
     old_weights = trained if plan.cdp and plan.pp > 1 else 0  # weights that backward still needs

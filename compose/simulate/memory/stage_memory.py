@@ -12,7 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 from itercast.compose.graph.lifetimes import bytes_for_loss
-from itercast.compose.pricing.optimizer import STATE_COPIES
+from itercast.compose.pricing.optimizer import state_copies
 from itercast.compose.simulate.fsdp import shard_bytes
 from itercast.compose.simulate.memory.rank_memory import Sizes, held_by_software, rank_memory
 from itercast.compose.simulate.pipeline import in_flight
@@ -91,7 +91,8 @@ def _memory(rank: Rank, optimizer: str, moment: Moment) -> dict[str, int]:
     first = moment.sizes.runs[0][0]
     largest = max(graph.matrix_bytes, graph.table_bytes if rank.model.has_tables(first) else 0)
     facts = (graph.update_share, moment.others, largest, copies_by_dtype)
-    by_purpose = rank_memory(moment.sizes, rank.plan, optimizer, *facts, first=moment.first)
+    made = rank.one_by_one or (rank.plan.microbatches > 1 and not moment.first)
+    by_purpose = rank_memory(moment.sizes, rank.plan, optimizer, *facts, made=made)
     buffered, _ = held_by_software(moment.sizes, rank.plan, copies_by_dtype)
     by_purpose["activations"] += graph.input_bytes + (0 if buffered else moment.passed)
     added = rank.model.added_to(first)
@@ -131,7 +132,7 @@ def host_memory(rank: Rank, optimizer: str) -> int:
     Where parameters lie there, shards of these, of gradients and of the optimizer's states;
     activations of all micro-batches in flight. What is on its way is on the GPU too.
     """
-    plan, states, most = rank.plan, STATE_COPIES[optimizer], [0]
+    plan, states, most = rank.plan, state_copies(optimizer), [0]
     moments = [moment for stage in stages_held(rank) for moment in stage] if plan.offload else []
     for moment in moments:
         sizes = moment.sizes

@@ -7,6 +7,7 @@ from pathlib import Path
 from itercast.capture.opcall import ITEMSIZE_BYTES, OpCall, StepCapture
 from itercast.capture.plan import ParallelPlan
 from itercast.capture.plan_keys import GREEDY
+from itercast.capture.step import update_of
 from itercast.compose.graph.codecs import Codec
 from itercast.compose.graph.identity_cache import cached_by_identity
 from itercast.compose.graph.rewrite import COLLECTIVE, StepBuilder, fresh_storages
@@ -101,8 +102,9 @@ def _slowest_rank(
     tables = as_stored(captured_tables(capture, alike), software)
     if not tables:
         raise ValueError("shard spreads embedding tables, and the model has none")
-    state = state_per_weight(capture.optimizer)
-    times = ShardTimes(tables, capture.optimizer, ranks, per_node, rate, book)
+    optimizer = update_of(capture.optimizer)
+    state = state_per_weight(optimizer)
+    times = ShardTimes(tables, optimizer, ranks, per_node, rate, book)
     every = [t.table for t in tables]
     sharding = times.greedy(state) if text is None else from_torchrec(text, every)
     check_sharding(sharding, every, ranks, per_node)

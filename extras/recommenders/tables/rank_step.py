@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from itercast.capture.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.capture.step import update_of
 from itercast.compose.graph.rewrite import StepBuilder, collective, fresh_storages
 from itercast.extras.recommenders.tables.captured import CapturedTable
 from itercast.extras.recommenders.tables.placement import Sharding
@@ -156,7 +157,7 @@ def rank_step(
     if not spread:
         return capture
     held, row = held_shards(tables, sharding, per_node), in_a_row(tables, ranks, on_cpu=on_cpu)
-    optimizer = optimizer or capture.optimizer
+    optimizer = optimizer or update_of(capture.optimizer)
     work = table_work(held, rank, ranks, on_cpu=on_cpu, optimizer=optimizer)
     step = kind(capture, work, ranks, optimizer, row)
     step.micro = micro
@@ -247,7 +248,7 @@ def _finished(step: RankStep, spread: Sequence[CapturedTable]) -> StepCapture:
         back for _, back in step.own
     ):  # their own backward and optimizer
         host["backward"] = host.get("backward", 0) + 1
-        if step.capture.optimizer == "sgd":
+        if update_of(step.capture.optimizer) == "sgd":
             host["sgd_step"] = host.get("sgd_step", 0) + len(step.own)
     return replace(made, host=host)
 

@@ -10,6 +10,7 @@ from plan_case import GPU, Fixed, call, tensor
 from itercast.capture.base.slow_imports import torch
 from itercast.capture.opcall import OpCall, ParamSpec, StepCapture
 from itercast.capture.plan import ParallelPlan
+from itercast.capture.step import StepSettings
 from itercast.compose.capture_model import capture
 from itercast.compose.forecast import forecast
 from itercast.compose.graph.launch_modes import launches
@@ -17,12 +18,17 @@ from itercast.compose.graph.product_roles import DTYPE_CAST
 from itercast.compose.pricing.optimizer import one_by_one
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import Priceable, priceable
+from itercast.compose.simulate.memory.stage_memory import stage_memory
 from itercast.compose.simulate.replicas import micro_batches
 from itercast.extras.trace.forecasts import shown_rank
 from itercast.microbench.ops.step.optimizer import UNSCALE
 
 OLD, NEW = "torch-1.13", "torch-2.0"
 LOOPED = ["mul_", "mul_", "add_", "mul_", "addcmul_", "sqrt", "div_", "add_", "addcdiv_"]
+
+
+CLIPPED = ["linalg_vector_norm", "mul_"]
+AVERAGED = ["mul_", "add_"]
 
 
 def small_step(optimizer: str = "adamw") -> StepCapture:
@@ -46,6 +52,53 @@ def test_a_loop_makes_nine_calls_over_each_parameter_of_adamw() -> None:
     calls = one_by_one(small_step(), [12, 3], GPU)
     assert names(calls) == [*LOOPED, *LOOPED, "zero_", "zero_"]
     assert sum(map(bytes_of, calls)) == (23 + 1) * (12 + 3) * 4
+
+
+def test_a_loop_clips_before_its_update_and_moves_averages_after_it() -> None:
+    """Of a norm a gradient is read, by its scale it is read and written: 3 tensors; averages 5."""
+    calls = one_by_one(small_step("adamw+clip+ema"), [12, 3], GPU)
+    each = [*CLIPPED, *LOOPED, *AVERAGED]
+    assert names(calls) == [*each, *each, "zero_", "zero_"]
+    norms = 2 * 4  # one number each
+    assert sum(map(bytes_of, calls)) == (3 + 23 + 5 + 1) * (12 + 3) * 4 + norms
+
+
+def test_calls_over_all_parameters_clip_and_average() -> None:
+    """A norm and a scale before AdamW's eight calls, two for averages after it."""
+    beside = Counter(run_of(small_step("adamw+clip+ema"), NEW))
+    beside.subtract(run_of(small_step(), NEW))
+    of_lists = {name: n for name, n in beside.items() if name.startswith("_foreach")}
+    assert {name: n for name, n in of_lists.items() if n} == {
+        "_foreach_norm": 1,
+        "_foreach_mul_": 2,
+        "_foreach_add_": 1,
+    }
+
+
+@pytest.mark.parametrize("plan", ["", "dp=2,zero=2"])
+def test_an_average_is_one_more_copy_of_a_rank_s_parameters(plan: str) -> None:
+    """Of 12 + 3 elements in fp32, or of a rank's half of them."""
+    found = []
+    for optimizer in ("adamw+clip", "adamw+clip+ema"):
+        book, parsed = PriceBook(Fixed(), GPU, 0), ParallelPlan.parse(plan)
+        step = small_step(optimizer)
+        rank = shown_rank(step, parsed, book)
+        found.append(stage_memory(rank, optimizer)[0]["optimizer"])
+    assert found[1] - found[0] == (30 if plan else 60)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw+ema+clip", "muon+clip", "none+ema", "adam+ema"])
+def test_what_may_follow_an_optimizers_name(optimizer: str) -> None:
+    with pytest.raises(ValueError, match="optimizer '"):
+        StepSettings(optimizer=optimizer)
+
+
+@pytest.mark.parametrize(("stack", "held"), [(OLD, 60), (NEW, 0)])
+def test_old_software_holds_gradients_while_the_next_forward_runs(stack: str, held: int) -> None:
+    """Of 12 + 3 elements in fp32; newer software frees them, and is fullest in backward."""
+    rank = shown_rank(small_step("sgd"), ParallelPlan(), PriceBook(Fixed(), GPU, 0, stack=stack))
+    (found,) = stage_memory(rank, "sgd")
+    assert (found["parameters"], found["gradients"]) == (60, held)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +190,14 @@ def test_a_scaler_reads_gradients_and_makes_the_host_wait() -> None:
     """
     assert iteration_us("bf16", "lamb") == pytest.approx(4 * 10)
     assert iteration_us("fp16", "lamb") == pytest.approx(5 + 5 * 10)
-    assert iteration_us("fp16", "lamb", plan="") == pytest.approx(4 * 10)  # weights in fp16
+    assert iteration_us("fp16", "lamb", plan="") == pytest.approx(4 * 10)  # no autocast
+
+
+@pytest.mark.parametrize("optimizer", ["lamb", "adamw_fused"])
+def test_software_with_copies_of_fp16_weights_scales_the_loss_itself(optimizer: str) -> None:
+    """As a GradScaler does, and no fused kernel of torch's spares its host the wait."""
+    found = iteration_us("fp16", optimizer, "megatron-core", plan="")
+    assert found == pytest.approx(5 + 5 * 10)
 
 
 def test_a_fused_optimizer_of_torch_skips_a_step_without_the_host() -> None:
