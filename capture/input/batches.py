@@ -184,22 +184,11 @@ def real_batches(taken: TakenBatches, known: Known, gpu: Any = None) -> Iterator
     """Let DataLoaders load real data inside the context, although all else is fake.
 
     A dataset that holds fake tensors gets data: the values that are ``known``, else zeros. Small
-    batches stay known. What is read from files into storages, as safetensors does, becomes fake
-    too. ``gpu`` is the mode (``OnCpu``) that emulates a GPU, and has its ``memory``: a loader
-    without workers runs under it for its first batch, and for all batches if that one puts a tensor
-    there.
+    batches stay known. ``gpu`` is the mode (``OnCpu``) that emulates a GPU, and has its
+    ``memory``: a loader without workers runs under it for its first batch, and for all batches if
+    that one puts a tensor there.
     """
     from torch.utils.data import dataloader
-
-    original_asarray = torch.asarray
-
-    def asarray(source: Any, *args: Any, **kwargs: Any) -> Any:
-        """As ``torch.asarray``; a tensor made of a file's storage becomes fake."""
-        if not isinstance(source, torch.UntypedStorage):
-            return original_asarray(source, *args, **kwargs)
-        with _for_real():
-            tensor = original_asarray(source, *args, **kwargs)
-        return _faked(tensor)
 
     iterators = dataloader._BaseDataLoaderIter
     kinds = dataloader._SingleProcessDataLoaderIter, dataloader._MultiProcessingDataLoaderIter
@@ -248,7 +237,6 @@ def real_batches(taken: TakenBatches, known: Known, gpu: Any = None) -> Iterator
 
     contexts: list[AbstractContextManager[Any]] = [
         timed_batches(taken.log.note),
-        patch.object(torch, "asarray", asarray),
         patch.object(iterators, "__init__", init),
         patch.object(iterators, "__next__", next_batch),
         *(patch.object(kind, "__init__", starting(kind.__init__)) for kind in kinds),

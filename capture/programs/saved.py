@@ -8,6 +8,7 @@ script ends (``kept_files``).
 from __future__ import annotations
 
 import copy
+import json
 import os
 import pickle
 from collections.abc import Callable, Iterator
@@ -30,6 +31,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from itercast.capture.programs.gpus.loaded import place_of
 from itercast.capture.programs.kept_files import MARK
+from itercast.capture.recorder.facts import is_small_integer
+from itercast.capture.recorder.fake import fake_tensor
 from itercast.capture.recorder.replaced.scripted import is_scripted, scripted
 
 OURS = MARK + os.urandom(16)  # no other file is unpickled whatever it holds
@@ -144,10 +147,35 @@ class _Opened:
         return tensor
 
     def get_tensors(self) -> dict[str, Tensor]:
-        return dict(self._tensors)
+        return {name: self.get_tensor(name) for name in self._tensors}
 
     def get_slice(self, name: str) -> _Slice:
-        return _Slice(self._tensors[name])
+        return _Slice(self.get_tensor(name))
+
+
+class _Unread(_Opened):
+    """As ``safe_open`` of another file: floats have its header's shapes, no data; the rest is read.
+
+    Reading by safetensors itself (``read``) maps the whole file, and a GPU's memory by address.
+    """
+
+    def __init__(self, file: Any, device: Any, read: Callable[..., Any]) -> None:
+        with open(file, "rb") as opened:
+            self._tensors = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        self._metadata = self._tensors.pop("__metadata__", None)
+        self._place = torch.device(device)
+        self._opened = partial(read, file, "pt")
+
+    def get_tensor(self, name: str) -> Tensor:
+        from safetensors.torch import _TYPES
+
+        dtype = _TYPES[self._tensors[name]["dtype"]]
+        if dtype.is_floating_point:
+            return torch.empty(self._tensors[name]["shape"], dtype=dtype, device=self._place)
+        with _disable_current_modes(), self._opened() as opened:
+            tensor: Tensor = opened.get_tensor(name)
+        known = is_small_integer(tensor)
+        return (tensor if known else fake_tensor(tensor, None)).to(self._place)
 
 
 class _Slice:
@@ -190,8 +218,11 @@ def _safetensors(known_values: KnownValues) -> Iterator[None]:
         return buffer.getvalue()
 
     def safe_open(file: Any, framework: str, device: Any = "cpu", **more: Any) -> Any:
-        ours = framework == "pt" and _is_ours(file)
-        return _Opened(file, device) if ours else original_open(file, framework, device, **more)
+        if framework == "pt" and _is_ours(file):
+            return _Opened(file, device)
+        if framework == "pt" and torch._guards.detect_fake_mode(None):
+            return _Unread(file, device, original_open)
+        return original_open(file, framework, device, **more)
 
     def load(data: bytes) -> dict[str, Tensor]:
         return _Opened(BytesIO(data), "cpu").get_tensors() if data.startswith(OURS) else loads(data)

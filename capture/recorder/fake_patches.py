@@ -87,7 +87,7 @@ def _deepcopy(tensor: Tensor, memo: dict[int, Tensor]) -> Tensor:
 def _pickled(tensor: Tensor, protocol: int) -> Any:
     """As ``__reduce_ex__`` of a tensor without data: its shape, strides and dtype are kept."""
     is_parameter = isinstance(tensor, torch.nn.Parameter)
-    form = tuple(tensor.size()), tensor.stride(), tensor.dtype, tensor.requires_grad
+    form = tuple(tensor.size()), Tensor.stride(tensor), tensor.dtype, tensor.requires_grad
     return _unpickled, (is_parameter, *form)
 
 
@@ -145,7 +145,7 @@ def _metadata(tensor: Tensor) -> TensorMetadata:
     return TensorMetadata(
         tensor.dtype,
         tensor.shape,
-        tensor.stride(),
+        Tensor.stride(tensor),
         tensor.device,
         tensor.layout,
         None,

@@ -435,13 +435,20 @@ assert rows.data.shape == (10, 4) and rows.batch_sizes.tolist() == [3, 3, 2, 1, 
 
 
 def test_tensors_say_that_they_are_on_a_gpu_and_weights_are_read(tmp_path: Path) -> None:
-    """Also those that come from a file of weights; numbers of real data are none of them."""
+    """Also those that come from a file of weights; numbers of real data are none of them.
+
+    Floats of a file have shapes alone, its small integers are read; both may come to a GPU.
+    """
     import torch
 
-    save_file({"weight": torch.ones(8, 16)}, tmp_path / "weights.safetensors")
+    tensors = {"weight": torch.ones(8, 16), "places": torch.arange(3)}
+    save_file(tensors, tmp_path / "weights.safetensors")
     lines = f"""
 from safetensors.torch import load_file
 weights = load_file({str(tmp_path / "weights.safetensors")!r})
+on_gpu = load_file({str(tmp_path / "weights.safetensors")!r}, device="cuda:0")
+assert on_gpu["weight"].is_cuda and on_gpu["places"].is_cuda
+assert weights.pop("places").tolist() == on_gpu["places"].tolist() == [0, 1, 2]
 assert y.is_cuda and net.weight.is_cuda and weights["weight"].is_cpu
 net.load_state_dict({{**net.state_dict(), **weights}})
 y = y @ weights["weight"] * 2.5
