@@ -137,6 +137,7 @@ def capture_script(
             on_gpu = OnCpu(log.gpu_memory) if gpu.kind != "cpu" else None
             stack.enter_context(real_batches(taken, log.routing, on_gpu))
             stack.enter_context(saved_for_loading(log.routing.known_values))
+            stack.enter_context(log.routing.lists_at_once())
             stack.enter_context(own_kernels(log))
             stack.enter_context(xformers_attention())
             stack.enter_context(weights_not_downloaded(log.guesses))

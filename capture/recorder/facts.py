@@ -1,10 +1,12 @@
 """What is known about the values of fake tensors (masks, counts, indices), and what follows."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from math import isinf
 from typing import Any
+from unittest.mock import patch
 from weakref import finalize
 
 import torch
@@ -324,6 +326,24 @@ class Known:
             return constant
         with _disable_current_modes():  # filled with one number
             return torch.full(tensor.shape, fact.mean, dtype=tensor.dtype)
+
+    @contextmanager
+    def lists_at_once(self) -> Iterator[None]:
+        """Let ``tolist`` of a fake tensor read one element, where torch reads each by itself.
+
+        All others are listed as they are known, else as that one.
+        """
+        one_by_one = FakeTensor.tolist
+
+        def tolist(tensor: Any) -> Any:
+            if not (tensor.dim() and tensor.numel()):
+                return one_by_one(tensor)
+            number, known = tensor[(0,) * tensor.dim()].item(), self.known_values(tensor)
+            with _disable_current_modes():
+                return (torch.full(tensor.shape, number) if known is None else known).tolist()
+
+        with patch.object(FakeTensor, "tolist", tolist):
+            yield
 
     def _known_by_value(self, args: Args) -> bool:
         """Whether there are tensors among the arguments, all with known values."""

@@ -71,7 +71,7 @@ def fake_tensor(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         new = fake_sparse(tensor, dtype).requires_grad_(tensor.requires_grad)
     else:
         new = torch.empty_strided(
-            tensor.size(), Tensor.stride(tensor), dtype=dtype, requires_grad=tensor.requires_grad
+            tensor.size(), tensor.stride(), dtype=dtype, requires_grad=tensor.requires_grad
         )
     parameter = isinstance(tensor, torch.nn.Parameter)
     return torch.nn.Parameter(new, tensor.requires_grad) if parameter else new

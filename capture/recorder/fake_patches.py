@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -30,6 +31,8 @@ WARNS = "warn_if_padding_and_no_attention_mask"
 
 APPLY, NEW, COPY = torch.nn.Module._apply, FakeTensor.__new__, Tensor.__deepcopy__
 STORAGE_ADDRESS = torch.UntypedStorage.data_ptr
+# GPT-NeoX gives parameters a number of this name, by which torch would no longer find the method
+MEGATRON_STRIDE = property(lambda t: partial(Tensor.stride, t), lambda t, number: None)
 METADATA, FLATTEN = torch_fakes.extract_tensor_metadata, TensorMetadata._flatten_into
 
 
@@ -87,7 +90,7 @@ def _deepcopy(tensor: Tensor, memo: dict[int, Tensor]) -> Tensor:
 def _pickled(tensor: Tensor, protocol: int) -> Any:
     """As ``__reduce_ex__`` of a tensor without data: its shape, strides and dtype are kept."""
     is_parameter = isinstance(tensor, torch.nn.Parameter)
-    form = tuple(tensor.size()), Tensor.stride(tensor), tensor.dtype, tensor.requires_grad
+    form = tuple(tensor.size()), tensor.stride(), tensor.dtype, tensor.requires_grad
     return _unpickled, (is_parameter, *form)
 
 
@@ -145,7 +148,7 @@ def _metadata(tensor: Tensor) -> TensorMetadata:
     return TensorMetadata(
         tensor.dtype,
         tensor.shape,
-        Tensor.stride(tensor),
+        tensor.stride(),
         tensor.device,
         tensor.layout,
         None,
@@ -199,6 +202,7 @@ def behave_like_real_tensors() -> Iterator[None]:
         patch.object(FakeTensor, "data_ptr", _address),
         patch.object(torch.UntypedStorage, "data_ptr", _storage_address),
         patch.object(FakeTensor, "__format__", _format),
+        patch.object(FakeTensor, "stride", MEGATRON_STRIDE),
         patch.object(Tensor, "_make_subclass", staticmethod(make_subclass)),
         patch.object(Tensor, "as_subclass", as_subclass),
         patch.object(Tensor, "__deepcopy__", _copied),

@@ -128,7 +128,7 @@ class OpLog(TorchDispatchMode):
 
     def _alias(self, tensor: Tensor, result: Tensor) -> None:
         """Give an op's result the storage of the tensor that it would have overwritten."""
-        if Tensor.stride(tensor) == result.stride():
+        if tensor.stride() == result.stride():
             self.storage(result)  # keeps it alive
             self._storages[result.untyped_storage()._cdata] = self.storage(tensor)
 
@@ -144,7 +144,7 @@ class OpLog(TorchDispatchMode):
 
     def _spec(self, tensor: Tensor) -> TensorSpec:
         """A dense tensor; of complex numbers one of real numbers with an axis of length 2."""
-        shape, stride, dtype = tuple(tensor.shape), tuple(Tensor.stride(tensor)), tensor.dtype
+        shape, stride, dtype = tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
         if tensor.is_complex():
             shape, stride = (*shape, 2), (*(2 * step for step in stride), 1)
             dtype = dtype.to_real()

@@ -180,7 +180,7 @@ def module_file(name: str) -> Path:
     """The file that ``python -m name`` runs from this folder; nothing is imported."""
     folders, file, parts = [os.getcwd(), *sys.path], "", name.split(".")
     for i in range(len(parts)):
-        spec = PathFinder.find_spec(".".join(parts[: i + 1]), folders)
+        spec = PathFinder.find_spec(parts[i], folders)  # without its parents, not imported yet
         if spec is None:
             raise ValueError(f"module {name!r}: no such module in this folder or installed")
         folders, file = list(spec.submodule_search_locations or ()), str(spec.origin)

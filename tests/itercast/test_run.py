@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typer.testing import CliRunner
 
 from itercast.command_line import app
-from itercast.compose.programs.scripts import _reason
+from itercast.compose.programs.scripts import _reason, module_file
 
 EXAMPLE = Path(__file__).parents[2] / "examples/train_gpt.py"
 SMALL = ("--layers=1", "--width=64", "--heads=2", "--vocabulary=500", "--length=16")
@@ -421,6 +421,9 @@ def test_a_module_runs_from_the_current_folder(
     assert code == 0 and sum(found["limits_frac"].values()) == pytest.approx(1)
     code, _, said = run("-m", "pack.none")
     assert code == 2 and "module 'pack.none': no such module in this folder" in said
+    (tmp_path / "pack/parts/cli").mkdir(parents=True)  # folders without ``__init__.py``
+    (tmp_path / "pack/parts/cli/sft.py").write_text("")
+    assert module_file("pack.parts.cli.sft") == tmp_path / "pack/parts/cli/sft.py"
 
 
 def test_modules_are_found_beside_the_script_alone(

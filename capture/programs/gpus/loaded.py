@@ -68,7 +68,7 @@ def _placed(tensor: Tensor) -> Tensor:
         place = torch.device(place_of(memory._fake_device))
         whole = memory.whole = torch.empty(memory.nbytes(), dtype=torch.uint8, device=place)
     part = whole.view(tensor.dtype).as_strided(
-        tensor.size(), Tensor.stride(tensor), tensor.storage_offset()
+        tensor.size(), tensor.stride(), tensor.storage_offset()
     )
     return part.detach().requires_grad_(tensor.requires_grad)
 

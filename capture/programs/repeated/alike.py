@@ -241,7 +241,7 @@ def tensor_held(tensor: Any) -> Any:
     """What equal layers have in common of a parameter or buffer; None where a hook is on it."""
     if tensor._backward_hooks:
         return None
-    inner = [(tuple(t.shape), torch.Tensor.stride(t), t.dtype) for t in parts(tensor)]
+    inner = [(tuple(t.shape), t.stride(), t.dtype) for t in parts(tensor)]
     trains = tensor.requires_grad, tensor.is_leaf and tensor.grad is None
     placed = getattr(tensor, "placements", None)
     return type(tensor), tuple(tensor.shape), tensor.dtype, trains, placed, inner

@@ -59,7 +59,7 @@ class Form:
             known += (Values(fact.values),)
         return cls(
             shape=tuple(tensor.shape),
-            stride=tuple(torch.Tensor.stride(tensor)),
+            stride=tuple(tensor.stride()),
             dtype=tensor.dtype,
             trains=tensor.requires_grad,
             on_gpu=log.gpu_memory.holds(tensor),
@@ -102,7 +102,7 @@ def gradient_form(tensor: Any, log: ProgramLog) -> Form | Wrapped:
     names, facts = tensor.__tensor_flatten__()
     held = {name: getattr(tensor, name) for name in names}
     name = next(name for name in names if isinstance(held[name], torch.Tensor))
-    inner, size = Form.of(held.pop(name), log), (tensor.shape, torch.Tensor.stride(tensor))
+    inner, size = Form.of(held.pop(name), log), (tensor.shape, tensor.stride())
     return Wrapped(kind=type(tensor), others=held, name=name, inner=inner, facts=facts, size=size)
 
 

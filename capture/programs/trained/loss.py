@@ -100,7 +100,7 @@ class Form:
 
 def form_of(tensor: torch.Tensor, parameter: str = "") -> Form:
     """The form of a tensor; one of a parameter (of another model) is the same in all batches."""
-    shape, stride = tuple(tensor.shape), torch.Tensor.stride(tensor)
+    shape, stride = tuple(tensor.shape), tensor.stride()
     return Form(
         shape=shape,
         dtype=tensor.dtype,

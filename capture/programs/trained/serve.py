@@ -180,7 +180,7 @@ class TrainedModel:
         to = dtype if dtype is not None and old.is_floating_point() else old.dtype
         if isinstance(old, torch.nn.Parameter):
             if id(old) not in renewed:
-                new = torch.empty_strided(old.size(), torch.Tensor.stride(old), dtype=to)
+                new = torch.empty_strided(old.size(), old.stride(), dtype=to)
                 renewed[id(old)] = torch.nn.Parameter(self._placed(new), old.requires_grad)
             return renewed[id(old)]
         shape = size.table(old.shape)

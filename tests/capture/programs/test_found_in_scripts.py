@@ -842,3 +842,28 @@ assert len(x[same]) > 0
 """
     head = "import torch\nx = torch.zeros(8, 8, device='cuda')\n"
     assert captured(written(tmp_path, head + text + TRAINING), gpus=1).ranks
+
+
+def test_lists_are_made_of_many_elements_at_once(tmp_path: Path) -> None:
+    """As data sets prepare tokens: each element by itself would take 10 s. Unknown ones are 1."""
+    text = """
+import time, torch
+began = time.process_time()
+tokens = torch.tensor(list(range(20_000)))
+tokens[10:] = -1
+assert tokens.tolist() == [*range(10), *[-1] * 19_990]
+assert torch.randn(2, 10_000, device="cuda").tolist() == [[1.0] * 10_000] * 2
+assert torch.zeros(0).tolist() == [] and torch.tensor(3).tolist() == 3
+assert time.process_time() - began < 3
+"""
+    assert captured(written(tmp_path, text + TRAINING), gpus=1).ranks
+
+
+def test_a_parameter_may_have_an_attribute_named_stride(tmp_path: Path) -> None:
+    """As GPT-NeoX's have: by what tensor parallelism cuts them."""
+    text = """
+model.weight.stride = 1
+with torch.no_grad():
+    model.weight.zero_().mul_(2)
+"""
+    assert captured(written(tmp_path, TRAIN + text + STEPS), gpus=1).ranks
